@@ -20,18 +20,16 @@ from typing import Any, Literal
 import psutil
 import psycopg
 import pytest
-from sqlalchemy import inspect, update
+from sqlalchemy import insert
 from sqlalchemy.engine import make_url
 
 from megarl.core.errors import ConfigError, FencedError, JobError
 from megarl.explore.store import VARIABLE, Store, check_url, database
 from megarl.explore.store.checksums import sealed
-from megarl.explore.store.claims import EndedGroup, report
-from megarl.explore.store.claims import finish as finish_in
+from megarl.explore.store.claims import EndedGroup, make_ready, report
 from megarl.explore.store.codec import trajectory_to_row
-from megarl.explore.store.database import open_engine
 from megarl.explore.store.tables import GROUPS as GROUPS_TABLE
-from megarl.explore.store.tables import JOB, STEPS
+from megarl.explore.store.tables import STEPS, TRAJECTORIES
 from megarl.run.launch.postgres import Server
 from tests.stores import finish, make_task, make_trajectory, request, rows
 from tests.unit.test_store_outage import child, go, shows_that_it_waits
@@ -364,7 +362,8 @@ def test_a_rollout_is_asked_for_again_while_a_group_of_it_is_being_finished(serv
 
     def slow(connection: Any, again: bool) -> bool:
         members = [make_trajectory(claims[0], i) for i in claims[0].indices]
-        done = finish_in(connection, again, claims[0], [trajectory_to_row(member) for member in members])
+        done = make_ready(connection, claims[0])
+        connection.execute(insert(TRAJECTORIES), [trajectory_to_row(member) for member in members])
         report(connection, [EndedGroup(claims[0], members, {"samples": 2.0})])
         inside.set()
         go.wait()
@@ -415,29 +414,3 @@ def test_a_process_that_stands_still_in_a_write_does_not_hold_up_the_next_attemp
     assert new.steps() == []
     for store in (first, frozen, new):
         store.close()
-
-
-def test_a_store_of_the_schema_before_goes_on(server: Server, url: str) -> None:
-    """Two processes that open it together rename its table once."""
-    store = Store(url)
-    store.add_tasks("train", [make_task(i) for i in range(2)])
-    request(store, groups=2)
-    assert all(finish(store, claim) for claim in store.claim_groups("e", 2))
-    store.close()
-    engine = open_engine(url)
-    with engine.begin() as connection:
-        connection.exec_driver_sql("ALTER TABLE trajectories RENAME TO experiences")
-        connection.exec_driver_sql("ALTER INDEX trajectories_by_rollout RENAME TO experiences_by_rollout")
-        connection.execute(update(JOB).where(JOB.c.key == "schema").values(value="3"))
-    with ThreadPoolExecutor(2) as threads:
-        opened = list(threads.map(Store, [url, url]))
-    for store in opened:
-        assert len(store.trajectories("r0")) == 4
-        store.close()
-    with engine.begin() as connection:
-        names = inspect(connection).get_table_names()
-        assert "trajectories" in names and "experiences" not in names
-        assert [index["name"] for index in inspect(connection).get_indexes("trajectories")] == [
-            "trajectories_by_rollout"
-        ]
-    engine.dispose()

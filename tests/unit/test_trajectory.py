@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megarl.core.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig, PreferenceConfig, settings_of
 from megarl.core.errors import NonRetryableError
-from megarl.core.schema import End, FinishReason, Outcome, Reward, Trajectory, Turn
+from megarl.core.schema import End, FinishReason, Outcome, Reward, Task, Trajectory, Turn
 from megarl.explore.experience.groups import group_stats
 from megarl.learn import algorithms
 from megarl.learn.batching import micro_batches
@@ -251,3 +251,24 @@ def test_pairs_are_of_whole_trajectories() -> None:
     members = [trajectory(TWO_LINES, 0, 1.0), trajectory(one_turn([1], [3]), 1, 0.0)]
     with pytest.raises(NonRetryableError, match=r"algorithm.name=online_dpo .* 2 of them give 3 samples"):
         make_batch(members, [], algorithms.get("online_dpo"), PreferenceConfig(name="online_dpo"), 1)
+
+
+def test_a_copied_task_shares_nothing_that_changes() -> None:
+    class Own:
+        values = [1]
+
+    own, image = Own(), b"image"
+    extra = {"tools": [{"name": "add"}], "array": np.arange(3), "own": own, "pair": ([1], 2)}
+    task = Task(
+        "t", "math", ({"role": "user", "content": "1 + 1"},), "math", {"ground_truth": ["2"]}, extra, images=(image,)
+    )
+    made = task.copy()
+    assert made.prompt == task.prompt and made.reward_model == task.reward_model and made.images[0] is image
+    made.prompt[0]["content"] += "!"
+    made.reward_model["ground_truth"].append("3")
+    made.extra_info["tools"][0]["name"] = "sub"
+    made.extra_info["array"][0] = 9
+    made.extra_info["pair"][0].append(2)
+    assert task.prompt[0]["content"] == "1 + 1" and task.reward_model == {"ground_truth": ["2"]}
+    assert extra["tools"] == [{"name": "add"}] and extra["array"].tolist() == [0, 1, 2] and extra["pair"] == ([1], 2)
+    assert made.extra_info["own"] is not own

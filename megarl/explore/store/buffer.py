@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, case, func, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, case, func, insert, or_, select, update
 
 from megarl.core.schema import GREEDY, Trajectory
 from megarl.explore.store import claims
@@ -81,8 +81,12 @@ class Buffer(Handle):
         rows = [_rows_of(group) for group in ended]
 
         def work(connection: Connection, again: bool) -> list[bool]:
+            made = [claims.make_ready(connection, group.claim) for group in ended]
+            if new := [row for found, is_new in zip(rows, made, strict=True) if is_new for row in found]:
+                connection.execute(insert(TRAJECTORIES), new)
             written = [
-                claims.finish(connection, again, group.claim, found) for group, found in zip(ended, rows, strict=True)
+                is_new or (again and claims.is_ready(connection, group.claim))
+                for group, is_new in zip(ended, made, strict=True)
             ]
             claims.report(connection, [group for group, ours in zip(ended, written, strict=True) if ours])
             return written

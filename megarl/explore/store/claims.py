@@ -9,21 +9,12 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Connection, Row, Select, and_, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Select, and_, func, select, update
 
 from megarl.core.schema import GREEDY, Task, Trajectory, WeightsVersion
 from megarl.explore.store.checksums import check
 from megarl.explore.store.codec import dumps, task_from_row
-from megarl.explore.store.tables import (
-    GROUPS,
-    ROLLOUT_METRICS,
-    ROLLOUTS,
-    TASK_IMAGES,
-    TASKS,
-    TRAJECTORIES,
-    WHOLE,
-    GroupState,
-)
+from megarl.explore.store.tables import GROUPS, ROLLOUT_METRICS, ROLLOUTS, TASK_IMAGES, TASKS, WHOLE, GroupState
 from megarl.explore.store.transactions import put
 
 RolloutKind = Literal["train", "eval"]
@@ -157,18 +148,21 @@ def claims_of(
     ]
 
 
-def finish(connection: Connection, again: bool, claim: Claim, rows: list[dict[str, Any]]) -> bool:
-    """Write a group's trajectories (``rows``) if the claim is the one that it has now."""
-    mine = (GROUPS.c.group_id == claim.group_id, GROUPS.c.claim_token == claim.token)
-    # The group's row first: whoever asks for the rollout again deletes that one first too, and waits for us there.
-    ready = update(GROUPS).where(*mine, GROUPS.c.state == GroupState.CLAIMED).values(state=GroupState.READY)
-    if connection.execute(ready).rowcount != 1:
-        by_us = select(GROUPS.c.group_id).where(
-            *mine, GROUPS.c.state.in_(WHOLE)
-        )  # the token stays with what it finished
-        return again and connection.execute(by_us).first() is not None
-    connection.execute(insert(TRAJECTORIES), rows)
-    return True
+def make_ready(connection: Connection, claim: Claim) -> bool:
+    """Mark a group as ready if the claim is the one that it has now. Call it before its trajectories are written:
+    whoever asks for the rollout again deletes the group's row first too, and waits for us there."""
+    claimed = GROUPS.c.state == GroupState.CLAIMED
+    return connection.execute(update(GROUPS).where(*_of(claim), claimed).values(state=GroupState.READY)).rowcount == 1
+
+
+def is_ready(connection: Connection, claim: Claim) -> bool:
+    """Return True if this claim has made its group ready: the token stays with what it has finished."""
+    query = select(GROUPS.c.group_id).where(*_of(claim), GROUPS.c.state.in_(WHOLE))
+    return connection.execute(query).first() is not None
+
+
+def _of(claim: Claim) -> tuple[ColumnElement[bool], ...]:
+    return GROUPS.c.group_id == claim.group_id, GROUPS.c.claim_token == claim.token
 
 
 def report(connection: Connection, ended: Sequence[EndedGroup]) -> None:

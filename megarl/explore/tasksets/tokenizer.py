@@ -50,6 +50,7 @@ class ChatTokenizer:
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._dropped = _dropped(tokenizer)
         self._template = template
         self._kwargs = dict(kwargs or {})
         self.eos_ids = eos_ids
@@ -115,12 +116,6 @@ class ChatTokenizer:
     def largest_id(self) -> int:
         """Largest token id, added tokens included."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-
-    @cached_property
-    def _dropped(self) -> frozenset[int]:
-        """Special tokens that are no part of a response's text."""
-        added = self._tokenizer.get_added_tokens_decoder().items()
-        return frozenset(number for number, token in added if token.special and token.content not in TAGS)
 
     def token(self, number: int) -> str | None:
         """Text of a token by its id."""
@@ -254,6 +249,12 @@ def read_tokenizer(file: Path) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _dropped(tokenizer: Tokenizer) -> frozenset[int]:
+    """Special tokens that are no part of a response's text."""
+    added = tokenizer.get_added_tokens_decoder().items()
+    return frozenset(number for number, token in added if token.special and token.content not in TAGS)
 
 
 def _array(ids: Sequence[int]) -> np.ndarray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -141,7 +140,7 @@ class TrajectoryRunner:
         )
         self._running.add(own)
         try:
-            await run_workflow(self._workflow, copy.deepcopy(group.claim.task), recorder, own, self._timeout_s)
+            await run_workflow(self._workflow, group.claim.task.copy(), recorder, own, self._timeout_s)
         finally:
             self._running.discard(own)
         return recorder

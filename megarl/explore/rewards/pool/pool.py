@@ -132,7 +132,9 @@ class RewardPool:
     async def _prepare(self, worker: Worker) -> None:
         """Give a worker to the queue once it has the verifiers of ``sources``. What it cannot have is met, and
         reported, by the first answer that needs it."""
-        judged = {source for source in self._sources if self._judge is not None and self._verifier(source) == JUDGE}
+        judged = {
+            source for source in self._sources if self._judge is not None and _verifier(self._config, source) == JUDGE
+        }
         try:
             for source in sorted(set(self._sources) - judged):
                 with contextlib.suppress(WorkerError, TimeoutError):
@@ -181,7 +183,7 @@ class RewardPool:
             "in_thinking": in_thinking,
         }
         key = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).digest()
-        verdict = Verdict(_NONE, verifier=self._verifier(task.data_source), tries=0)
+        verdict = Verdict(_NONE, verifier=_verifier(self._config, task.data_source), tries=0)
         if verdict.verifier in (USER, JUDGE, CODE):
             return await self._score(task, request, key, verdict)
         asked = time.monotonic()
@@ -243,14 +245,6 @@ class RewardPool:
         found = _of_reply(weighed(result, text, question, request["in_thinking"], self._config))
         return found._replace(verifier=verdict.verifier, seconds=time.monotonic() - began)
 
-    def _verifier(self, data_source: str) -> str:
-        """Family of the verifier; "" where there is none, which a worker reports."""
-        if self._config.path is not None:
-            return USER
-        with contextlib.suppress(DataError):
-            return route(data_source, self._config.routes)[0]
-        return ""
-
     async def _try(self, request: dict[str, Any], before: Verdict) -> Verdict:
         """Make one try on the next free worker; counts and times are added to those of the tries ``before``."""
         asked = time.monotonic()
@@ -289,6 +283,15 @@ class RewardPool:
 
 
 _NONE = Reward(math.nan, "error")
+
+
+def _verifier(config: RewardConfig, data_source: str) -> str:
+    """Family of the verifier; "" where there is none, which a worker reports."""
+    if config.path is not None:
+        return USER
+    with contextlib.suppress(DataError):
+        return route(data_source, config.routes)[0]
+    return ""
 
 
 def _of_reply(reply: dict[str, Any]) -> Verdict:
