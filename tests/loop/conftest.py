@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from megarl.core.config.schema import ModelConfig, RolloutConfig
 from megarl.run.launch.supervise.engine_process import engine_process
 from tests.loop.engines import HOST, KEY, RunningEngine, tiny_engine
 from tests.loop.zygote import Zygote
 from tests.system.jobs import TINY, Job
+
+torch.set_num_threads(1)  # here: on models as tiny as these a second thread does nothing but wait, and takes a core
 
 WHOLE = (*TINY, "taskset.eval_size=200", "trainer.steps=3", "algorithm.group_size=8", "rollout.max_prompt_tokens=null")
 """Settings of ``whole_job``."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
-import subprocess
-import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +25,7 @@ from megarl.weights.checkpoint.convert.convert import Settings, convert_megatron
 from megarl.weights.checkpoint.training.state import LATEST, latest, read_state
 from tests.loop.engines import transformers_logp
 from tests.metrics_page import unlisted
+from tests.system import commands
 from tests.system.jobs import Job, last_of_each
 
 STEPS = 3
@@ -140,17 +141,13 @@ def test_a_check_of_the_finished_run_changes_no_byte(
         return {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
 
     before = state()
-    argv = [
-        sys.executable,
-        "-m",
-        "megarl",
-        "train",
-        "--check",
-        *last_of_each([*job.overrides, *settings]),
-        f"run.dir={run_dir}",
-    ]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
-    assert done.returncode == status, done.stderr
+    argv = ["-m", "megarl", "train", "--check", *last_of_each([*job.overrides, *settings]), f"run.dir={run_dir}"]
+    with tempfile.TemporaryFile("w+") as said:
+        command = commands.start(argv, os.environ, said.fileno())
+        assert command is not None
+        ended = command.wait(120)
+        said.seek(0)
+        assert ended == status, said.read()
     assert state() == before
 
 

@@ -14,6 +14,15 @@ PRELOAD = [
     "torch",
     "torch.distributed",
     "transformers",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.deepseek_v3.configuration_deepseek_v3",
+    "transformers.models.ernie4_5.configuration_ernie4_5",
+    "transformers.models.llama.configuration_llama",
+    "transformers.models.mistral.configuration_mistral",
+    "transformers.models.mixtral.configuration_mixtral",
+    "transformers.models.qwen2.configuration_qwen2",
+    "transformers.models.qwen3.configuration_qwen3",
+    "transformers.models.qwen3_moe.configuration_qwen3_moe",
     "megarl.learn.training.model",
     "megatron.core.models.gpt",
     "tests.parallel.grid",
@@ -24,8 +33,14 @@ PRELOAD = [
     "megatron.core.dist_checkpointing.strategies.fully_parallel",
     "megatron.core.models.gpt.gpt_layer_specs",
     "psutil",
+    "megarl.learn.models.router",
+    "hypothesis",
+    "pytest",
 ]
-"""What a rank imports, the parts that Megatron and megarl import only where they are used among them."""
+"""What a rank imports, the parts that Megatron, megarl and transformers import only where they are used among them.
+
+The first configuration that transformers reads costs a rank four seconds of imports, where it is not here.
+"""
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
 

@@ -27,7 +27,6 @@ from tests.parallel.batches import sequences_of
 from tests.parallel.grid import run_grid
 from tests.parallel.models import VOCAB, save_tiny_qwen3
 from tests.parallel.parity import TOLERANCE, make_batch, next_token_logp
-from tests.unit.test_algorithms_reference import reference_loss
 
 GRIDS = {"tp1": (ParallelConfig(), 12), "dp2": (ParallelConfig(dp=2), 2), "pp2": (ParallelConfig(pp=2), 2)}
 """With rows a micro-batch: pairs need two."""
@@ -90,6 +89,8 @@ def update(
 
 def loss_of(settings: AlgorithmConfig, b: LossInput) -> torch.Tensor:
     """The definition, in float64; ``b`` holds the tokens in the loss alone."""
+    from tests.unit.test_algorithms_reference import reference_loss  # takes 6 s, which no rank should spend
+
     if settings.name.endswith("dpo"):
         margins = torch.zeros(b.num_rows, dtype=torch.float64).index_add(0, b.row, b.logp - b.ref_logp)
         h = margins[::2] - margins[1::2]

@@ -446,7 +446,9 @@ def train_in(
     return curves
 
 
-@pytest.mark.parametrize("grid", list(GRIDS))
+@pytest.mark.parametrize(
+    "grid", ["tp1", "tp2", pytest.param("tp2-sp", marks=pytest.mark.soak), "pp2"]
+)  # one update of each is above
 def test_kernels_and_twins_train_alike(folder: str, grid: str) -> None:
     """Twenty optimizer steps: the same loss curve in float32, whoever computes log-probs and losses.
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from megarl.core.config.schema import TrainerConfig
+from tests.conftest import SOAK
 from tests.parallel.parity import (
     CELLS,
     GRIDS,
@@ -18,35 +20,61 @@ from tests.parallel.parity import (
     Cell,
     Errors,
     folder_of,
+    in_every_run,
     measure,
+    measure_world,
+    prepare,
 )
 from tests.parallel.several import OBJECTIVES, TRAJECTORY, several
 
 pytestmark = pytest.mark.timeout(900)
-"""The first test waits for all cells."""
+"""The first test of each number of ranks waits for all its cells."""
+MEASURED = [cell for cell in CELLS if SOAK or in_every_run(cell)]
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("parity")
+    """Folder of the models, with what the reference makes of them."""
+    folder = tmp_path_factory.mktemp("parity")
+    prepare(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def errors(root: Path) -> dict[Cell, Errors]:
-    return measure(root)
+def errors_of(root: Path) -> Callable[[Cell], Errors]:
+    """Errors of a cell; all cells of one number of ranks are measured together, when the first is asked for."""
+    found: dict[Cell, Errors] = {}
+
+    def of(cell: Cell) -> Errors:
+        if cell not in found:
+            found.update(measure_world(root, GRIDS[cell.grid].world_size, MEASURED))
+        return found[cell]
+
+    return of
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_updates_equal_plain_transformers(errors: dict[Cell, Errors], cell: Cell) -> None:
-    found = errors[cell]
+@pytest.mark.parametrize(
+    "cell", [pytest.param(cell, marks=() if in_every_run(cell) else pytest.mark.soak) for cell in CELLS], ids=str
+)
+def test_updates_equal_plain_transformers(errors_of: Callable[[Cell], Errors], cell: Cell) -> None:
+    found = errors_of(cell)
     assert found.loss < TOLERANCE
     assert found.norm < TOLERANCE
     assert found.gradient < TOLERANCE, f"{found.parameter}: gradient off by {found.gradient:.1e} of its largest entry"
     assert found.later < TOLERANCE
 
 
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if not in_every_run(cell)], ids=str)
+def test_a_cell_left_to_soak_has_one_like_it(cell: Cell) -> None:
+    """On the same grid, and one with the same layout, with as much recomputation, of the same kind of trajectory."""
+    kept = [c for c in CELLS if in_every_run(c) and c.several == cell.several]
+    assert any(c.grid == cell.grid for c in kept)
+    assert any((c.rows, c.recompute) == (cell.rows, cell.recompute) and GRIDS[c.grid].world_size > 1 for c in kept)
+    assert any(c.model == cell.model and GRIDS[c.grid].world_size > 1 for c in kept)
+
+
 @pytest.mark.parametrize("model", MODELS)
-def test_the_batch_shows_faults(root: Path, errors: dict[Cell, Errors], model: str) -> None:
+def test_the_batch_shows_faults(root: Path, model: str) -> None:
     """Updates move the loss by far more than the tolerance, the gradient is clipped, and no gradient vanishes."""
     _, expected = torch.load(folder_of(root, model) / "parity.pt", weights_only=False)
     moves = [abs(a - b) for a, b in zip(expected["losses"], expected["losses"][1:], strict=False)]
@@ -56,7 +84,7 @@ def test_the_batch_shows_faults(root: Path, errors: dict[Cell, Errors], model: s
 
 
 @pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"])
-def test_several_samples_are_one_trajectory_by_far(root: Path, errors: dict[Cell, Errors], model: str) -> None:
+def test_several_samples_are_one_trajectory_by_far(root: Path, model: str) -> None:
     """The losses differ from those of samples that count by themselves, and ratios are clipped."""
     _, expected = torch.load(folder_of(root, model) / "parity.pt", weights_only=False)
     for found, _, gradients in expected["several"]:
@@ -66,7 +94,7 @@ def test_several_samples_are_one_trajectory_by_far(root: Path, errors: dict[Cell
 
 
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.several], ids=str)
-def test_samples_of_a_trajectory_are_apart(root: Path, errors: dict[Cell, Errors], cell: Cell) -> None:
+def test_samples_of_a_trajectory_are_apart(root: Path, cell: Cell) -> None:
     """On different data-parallel ranks and in different micro-batches."""
     from megarl.learn.batching import micro_batches
     from megarl.learn.training.model import micro_batching_for
