@@ -163,11 +163,10 @@ class Learner:
                     units,
                     learning_rate(config.critic.optimizer, number),
                 )
-            lr = learning_rate(config.trainer.optimizer, actor_step)
-            if not alone and first is not None and i == 0:
-                learn(i, actor, first, units, lr, sequences.old_logp)
-            elif not alone:
-                learn(i, actor, policy, units, lr)
+            if not alone:
+                own = first if i == 0 else None
+                lr = learning_rate(config.trainer.optimizer, actor_step)
+                learn(i, actor, own or policy, units, lr, sequences.old_logp if own else None)
         return state, mean_of_sums(self._ranks.gather(sums)) | mean_of_sums(updates) | self._updates.end(state)
 
 
