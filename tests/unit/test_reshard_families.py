@@ -44,7 +44,7 @@ from tests.unit.reshard_oracle import (
 )
 
 KINDS = {"engine": 60, "grid": 30, "hf": 15, "load": 15}
-"""Kind of transfer (see ``family_cases``) -> cases of every family; 840 in all, drawn anew in every run."""
+"""Kind of transfer (see ``family_cases``) -> cases of every family; 840 in all, others in every run."""
 TIMES = 3 if SOAK else 1
 """How many times as many cases ``make soak`` draws."""
 
