@@ -40,7 +40,7 @@ SOAK = os.environ.get("MEGARL_SOAK") == "1"
 
 
 def examples(few: int, many: int) -> int:
-    """How many cases a property is held against: ``few`` drawn at random in every ``make test``, ``many`` in ``make soak``.
+    """How many cases a property is held against: ``few`` in ``make test``, others each time; ``many`` in ``make soak``.
 
     The first cases of a broken property nearly always show it; the rest look for what is rare.
     """
