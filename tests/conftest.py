@@ -39,6 +39,14 @@ SOAK = os.environ.get("MEGARL_SOAK") == "1"
 """``make soak``: tests of that marker run, and those that have sizes take the largest."""
 
 
+def examples(few: int, many: int) -> int:
+    """How many cases a property is held against: ``few`` in ``make test``, others each time; ``many`` in ``make soak``.
+
+    The first cases of a broken property nearly always show it; the rest look for what is rare.
+    """
+    return many if SOAK else few
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the tests of ``make soak``."""
     left_out = [] if SOAK else [item for item in items if item.get_closest_marker("soak")]

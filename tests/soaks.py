@@ -18,10 +18,16 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "runs" / "soak" / "parts.json"
 PAGE = ROOT / "docs" / "soak.md"
 PYTEST = (sys.executable, "-m", "pytest", "-q")
+MANY = (
+    "agents", "algorithms_pairs", "algorithms_reference", "checkpoint_convert", "cuda_emulated", "host_memory",
+    "ops_advantage", "ops_linear", "ops_policy", "reshard_families", "reshard_oracle", "rewards_math",
+)  # fmt: skip
+"""Unit tests that hold more cases here than in ``make test``."""
 PARTS = {
     "grids": (*PYTEST, "-m", "soak", "tests"),
     "long answers": (*PYTEST, "tests/loop/test_long_answers.py", "tests/loop/test_engine.py"),
     "slurm": (*PYTEST, "tests/system/test_slurm.py"),
+    "many examples": (*PYTEST, *(f"tests/unit/test_{name}.py" for name in MANY)),
     "kills": (sys.executable, "-m", "tests.system.soak"),
     "controls": (sys.executable, "benchmarks/controls.py"),
 }

@@ -1,6 +1,6 @@
 """Other builds of ``csrc`` for tests: CUDA kernels emulated on the host, everything in float64, with sanitizers.
 
-``python tests/native/build.py --emulated`` prints the extension's path. Objects and extensions are kept under
+``python tests/native/build.py --emulated`` prints the extension's path. Objects and extensions are kept in
 ``build/native`` by the hash of what they are made of; processes that build the same thing at once do not disturb each
 other.
 """
@@ -62,8 +62,8 @@ def build(*, emulated: bool = False, double: bool = False, sanitize: bool = Fals
     """Path of the extension, which is built if it is not there. Raises RuntimeError with the compiler's output."""
     name = "_C" + "_emulated" * emulated + "_double" * double
     flags = COMMON + WARNINGS + ["-DMEGARL_DOUBLE"] * double
-    flags += ["-DMEGARL_CUDA", "-DMEGARL_EMULATED", f"-I{ROOT / 'tests' / 'native'}"] * emulated
-    flags += [f"-I{ROOT / 'csrc'}"]
+    flags += ["-DMEGARL_CUDA", "-DMEGARL_EMULATED", "-Itests/native"] * emulated
+    flags += ["-Icsrc"]
     headers = [
         p
         for folder in ("csrc", "tests/native")
@@ -77,13 +77,13 @@ def build(*, emulated: bool = False, double: bool = False, sanitize: bool = Fals
     for source in sorted((ROOT / "csrc").rglob("*.c*")):
         if source.suffix == ".cu" and not emulated:
             continue
-        command = _command(source, flags, name)
+        command, folders = _command(source.relative_to(ROOT), flags, name)
         if sanitize and source.name != "module.cpp":  # that one is slow to compile and only passes pointers on
             command += SANITIZE
         result = objects / f"{_hash(shared, source.read_text(), *command)}.o"
         linked.append(result)
         if not result.exists():
-            todo.append((result, command))
+            todo.append((result, command + folders))
     todo.sort(key=lambda item: "module.cpp" not in str(item[1]))  # the slowest first
     with (OUT / "lock").open("w") as lock, ThreadPoolExecutor(jobs) as pool:
         if todo:  # whoever waited here finds the objects of the one before
@@ -107,21 +107,23 @@ def sanitizer_environment() -> dict[str, str]:
     return {**os.environ, **options, "LD_PRELOAD": " ".join(libraries)}
 
 
-def _command(source: Path, flags: list[str], name: str) -> list[str]:
-    command = ["g++", *flags]
+def _command(source: Path, flags: list[str], name: str) -> tuple[list[str], list[str]]:
+    """What compiles a source in ``ROOT``, and folders of headers whose versions stand for their contents."""
+    command, folders = ["g++", *flags], []
     if source.name == "module.cpp":
         import pybind11
 
-        command += [f"-I{sysconfig.get_paths()['include']}", f"-I{pybind11.get_include()}", f"-DMEGARL_MODULE={name}"]
+        folders = [f"-I{sysconfig.get_paths()['include']}", f"-I{pybind11.get_include()}"]
+        command += [f"-DMEGARL_MODULE={name}", f"-DPYBIND11_OF={pybind11.__version__}"]
         command += ['-DMEGARL_CUDA_STATE="emulated"', "-O0"]
     if source.name.startswith("kernels"):
         command += ["-DMEGARL_ISA=generic"]
-    return [*command, "-x", "c++", "-c", str(source)]
+    return [*command, "-x", "c++", "-c", str(source)], folders
 
 
 def _run(result: Path, command: list[str]) -> None:
     temporary = result.with_name(f"{result.name}.{os.getpid()}.{os.urandom(4).hex()}")
-    done = subprocess.run([*command, "-o", str(temporary)], capture_output=True, text=True)
+    done = subprocess.run([*command, "-o", str(temporary)], capture_output=True, text=True, cwd=ROOT)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
     if done.stderr.strip():

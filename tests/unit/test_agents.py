@@ -22,6 +22,7 @@ from megarl.explore import workflows
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.run.loop.recorder import Recorder
 from tests.chat_battery import TOOLS, checkpoint
+from tests.conftest import examples
 from tests.unit.agent_model import TASK, Model, client, play, recorder, run_workflow_of, trajectory
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": "<3>"}}\n</tool_call>'
@@ -196,7 +197,7 @@ def test_anthropics_messages(tokenizer: ChatTokenizer) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 100)), min_size=1, max_size=12))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(12, 60), deadline=None)
 def test_every_sampled_token_is_trained_once_whatever_an_agent_does(
     tokenizer: ChatTokenizer, steps: list[tuple[int, int]]
 ) -> None:

@@ -28,6 +28,7 @@ from megarl.explore.experience.groups import is_zero_variance
 from megarl.explore.rewards.shape import overlong_penalty
 from megarl.learn import algorithms
 from megarl.learn.algorithms import LossInput, mix, reward_model
+from tests.conftest import examples
 from tests.native import backends
 from tests.unit.test_algorithms import AGGREGATIONS, FIELDS, grpo_token, make_batch, oracle, sft_token
 
@@ -236,7 +237,7 @@ SPLITS = [*DPO, AlgorithmConfig(name="reward_model")]
 SPLITS += [dataclasses.replace(c, aggregation=mode, aggregation_length=9) for c in MIX for mode in AGGREGATIONS]
 
 
-@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25, 160), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(SPLITS), st.integers(0, 50), st.data())
 def test_any_split_is_the_same_batch(config: AlgorithmConfig, seed: int, data: st.DataObject) -> None:
     """Pairs (of mix: rows) in any order over any number of micro-batches; of mix also ones of a single kind."""

@@ -31,6 +31,7 @@ from megarl.core.errors import ConfigError
 from megarl.explore.experience.groups import group_stats
 from megarl.learn import algorithms
 from megarl.learn.algorithms import LossInput
+from tests.conftest import examples
 from tests.native import backends
 from tests.unit.test_algorithms import AGGREGATIONS, FIELDS, OF_THEIR_OWN, gradient, make_batch, one_token, take
 
@@ -199,7 +200,7 @@ SPLITS += [
 ]
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(20, 120), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(SPLITS), st.integers(0, 50), st.data())
 def test_any_split_is_the_same_batch(config: AlgorithmConfig, seed: int, data: st.DataObject) -> None:
     """Rows in any order over any number of micro-batches (of any ranks): loss, gradient and metrics are the whole

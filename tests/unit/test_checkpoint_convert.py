@@ -24,6 +24,7 @@ from megarl.weights.checkpoint.convert.convert import (
 )
 from megarl.weights.checkpoint.formats.output import MANIFEST
 from megarl.weights.reshard.layouts import MegatronGrid
+from tests.conftest import examples
 from tests.unit.reshard_cases import FAMILIES, FamilyCase, Grid, family_cases, qwen3_config
 from tests.unit.reshard_oracle import Config, Tensors, assert_same, numbered_hf, random_hf
 
@@ -56,7 +57,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_there_and_back_by_another_grid(family: str) -> None:
-    @settings(max_examples=6)
+    @settings(max_examples=examples(2, 12))
     @given(
         case=family_cases(family, "grid"),
         multiple=st.sampled_from([1, 8, 64]),

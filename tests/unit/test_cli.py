@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cli import COMMANDS, _parse, _run, _train, build_parser
+from megarl.cli import COMMANDS, _parse, _run, _train, build_parser, main
 from megarl.core.errors import ConfigError, DataError, NonRetryableError, SandboxError
 
 HEAVY = ("torch", "vllm", "megatron", "transformers", "transformer_engine", "apex", "triton")
@@ -152,9 +153,14 @@ def test_interrupt_is_one_line_and_status_130(name: str, reaction: str) -> None:
     assert done.stderr == "megarl doctor: interrupted\n"
 
 
-def test_path_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
+def test_path_that_cannot_be_used_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, which has imported what the command needs; its logging is as in a process of its own."""
     (tmp_path / "file").write_text("")
-    done = megarl("data", f"run.dir={tmp_path}/file/x", blocked=())
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("megarl data: ") and "Traceback" not in done.stderr
-    assert f"{tmp_path}/file/x" in done.stderr
+    for name, value in (("handlers", []), ("level", logging.WARNING)):
+        monkeypatch.setattr(logging.root, name, value)
+    assert main(["data", f"run.dir={tmp_path}/file/x"]) == 2
+    said = capsys.readouterr().err
+    assert said.splitlines()[-1].startswith("megarl data: ") and "Traceback" not in said
+    assert f"{tmp_path}/file/x" in said

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megarl import ops
 from megarl.ops import native
+from tests.conftest import examples
 from tests.native import backends, build, kernels
 from tests.unit.test_ops_logprob import by_shards, make_case
 
@@ -40,7 +41,7 @@ def test_the_emulated_kernels_are_what_runs():
     assert native.library.CUDA_STATE == "emulated" and native.run.__name__ == "emulate"
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(25, 120))
 @given(cases)
 def test_logprob_is_close_to_float64(case):
     kernels.close_to_float64(case, "cpu")
@@ -87,7 +88,7 @@ def test_a_million_columns_keep_their_accuracy():
     kernels.a_long_row("cpu")
 
 
-@settings(max_examples=120)
+@settings(max_examples=examples(50, 240))
 @given(
     seed=st.integers(0, 2**31),
     dims=st.integers(1, 8),

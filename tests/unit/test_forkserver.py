@@ -84,12 +84,22 @@ def launcher(tmp_path: Path) -> Any:
         process.communicate()
 
 
-def test_a_forked_process_is_as_one_that_was_started(launcher: Any, tmp_path: Path) -> None:
-    lines = """
+@pytest.mark.parametrize("ignored", ["", "SIGINT SIGHUP SIGUSR1"])
+def test_a_forked_process_is_as_one_that_was_started(launcher: Any, tmp_path: Path, ignored: str) -> None:
+    """Also where the launcher ignores signals, as in the background of a shell, or handles those that its own
+    launcher had ignored."""
+    lines = (
+        f"""
+for name in {ignored.split()}:
+    signal.signal(getattr(signal, name), signal.SIG_IGN)
+signal.signal(signal.SIGUSR2, lambda *_: None)
+"""
+        + """
 children = [start(0, "report", servers, "--config", "x y"), start(1, "report", None, "--config", "x y")]
 statuses = [child.wait(60) and child.poll() for child in children]
 print(json.dumps([[is_forked(child) for child in children], statuses, os.getpid()]))
 """
+    )
     assert launcher(lines, {"report": REPORT})[:2] == [[True, False], [0, 0]]
     logs = [(tmp_path / f"{number}.log").read_text().splitlines() for number in (0, 1)]
     assert sorted(logs[0][:-1]) == sorted(logs[1][:-1]) == ["of a child", "to stderr", "to stdout"]
@@ -100,7 +110,8 @@ print(json.dumps([[is_forked(child) for child in children], statuses, os.getpid(
         for which in ("environ", "handlers"):
             found[which].pop("MEGARL_HEARTBEAT", None)
         found["variables"] = sorted(name for name in found["variables"] if not name.startswith("MEGARL_"))
-        found["handlers"] = {n: w for n, w in found["handlers"].items() if n not in map(str, (13, 25))}  # as Python has
+    for number in (getattr(signal, name) for name in ignored.split()):
+        assert fresh["handlers"][str(number)] == str(signal.SIG_IGN)
     assert "MEGARL_JOB_KEY=secret" not in forked["variables"] and forked["environ"]["MEGARL_JOB_KEY"] == "secret"
     assert "RANK=3" in forked["variables"] and forked["session"] and forked["group"]
     assert {name for name in forked if forked[name] != fresh[name]} == set()
@@ -211,15 +222,25 @@ print(json.dumps([is_forked(child), child.wait(60) and child.poll()]))
 
 
 def test_what_is_preloaded_can_be_imported() -> None:
+    """As the servers do it: what is common is imported once, and each kind's in a fork of that process."""
     source = """
-import importlib, json, sys, threading
-for name in json.loads(sys.argv[1]):
+import importlib, json, os, sys, threading
+common, kinds = json.loads(sys.argv[1])
+for name in common:
     importlib.import_module(name)
-print(threading.active_count())
+for kind, modules in kinds.items():
+    sys.stdout.flush()
+    if (pid := os.fork()) == 0:
+        for name in modules:
+            importlib.import_module(name)
+        print(f"{kind} has {threading.active_count()} thread(s)", flush=True)
+        os._exit(0)
+    os.waitpid(pid, 0)
 """
-    for kind, modules in forkserver.PRELOAD.items():
-        argv = [sys.executable, "-W", "ignore", "-c", source, json.dumps([*forkserver.COMMON, *modules])]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_PLUGINS": "megarl"}
-        done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=240)
-        assert done.stdout.split()[-1:] == ["1"], f"{kind}: {done.stderr[-2000:]}"
-        assert ProcessKind.EXPLORER is not kind
+    kinds = {kind.name: modules for kind, modules in forkserver.PRELOAD.items()}
+    argv = [sys.executable, "-W", "ignore", "-c", source, json.dumps([forkserver.COMMON, kinds])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_PLUGINS": "megarl"}
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=240)
+    for kind in kinds:
+        assert f"{kind} has 1 thread(s)" in done.stdout.splitlines(), f"{kind}: {done.stderr[-2000:]}"
+    assert ProcessKind.EXPLORER not in forkserver.PRELOAD

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import SOAK
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -24,13 +26,13 @@ def documented(algorithm: str) -> tuple[float, float]:
 def test_a_step_peaks_within_a_tenth_of_the_documented_bytes_a_token(
     algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four million tokens, in a process of its own."""
+    """A million tokens in a process of its own, where a tenth is still far above what else moves; more to soak."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.delitem(sys.modules, "host_memory", raising=False)
     import host_memory
 
     held, peak = documented(algorithm)
-    found = host_memory.measured_apart(algorithm, 512, 8192)
+    found = host_memory.measured_apart(algorithm, 512 if SOAK else 128, 8192)
     assert max(p for p, _ in found.values()) == pytest.approx(peak, rel=0.1), found
     assert found["update"][1] == pytest.approx(held, rel=0.1) and found["metrics"][1] < 0.1 * held, found
     assert found["batch"][1] == pytest.approx(9.0, rel=0.1), "the arrays of the trajectories are still held"

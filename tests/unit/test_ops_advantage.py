@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from megarl import _C, ops
 from megarl.ops import advantage, native
+from tests.conftest import examples
 from tests.native import backends
 from tests.native.backends import BACKENDS
 
@@ -41,7 +42,7 @@ def _same_isa():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=25)
+@settings(max_examples=examples(12, 50))
 @given(
     seed=st.integers(0, 2**31),
     lengths=st.lists(st.one_of(st.integers(0, 40), st.integers(200, 300)), min_size=1, max_size=6),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megarl import ops
 from megarl.ops import native
+from tests.conftest import examples
 from tests.parallel.grid import run_grid
 
 HALF = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -97,7 +98,7 @@ def assert_close(case: Case, got: Result, want: Result) -> None:
     assert ((got.weight.double() - want.weight).abs() <= rounding * of_weight).all()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(20, 120))
 @given(
     case=st.builds(
         make_case,

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from megarl import ops
 from megarl.ops import native, policy
+from tests.conftest import examples
 from tests.native import backends
 from tests.native.backends import BACKENDS, DOUBLE
 
@@ -81,7 +82,7 @@ lengths_of_rows = st.lists(st.one_of(st.integers(0, 12), st.integers(250, 270)),
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=60)
+@settings(max_examples=examples(20, 120))
 @given(
     seed=st.integers(0, 2**31),
     lengths=lengths_of_rows,

@@ -72,6 +72,7 @@ def gone(pid: int) -> bool:
 def test_no_program_gets_a_key_and_each_holds_the_run(seen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(seen, f"{MAKE}\n{SERVE}")
     monkeypatch.setattr(postgres, "START_S", 2.0)
+    monkeypatch.setattr(postgres, "STOP_S", 0.5)  # it inherits an ignored SIGINT where pytest is in the background
     secrets = {"MEGARL_JOB_KEY": "s3cret", "OPENAI_API_KEY": "s3cret", "HF_TOKEN": "s3cret", "PGPASSWORD": "s3cret"}
     for name, value in secrets.items():
         monkeypatch.setenv(name, value)

@@ -29,6 +29,7 @@ from megarl.weights.reshard.execute import (
 from megarl.weights.reshard.layout import Layout
 from megarl.weights.reshard.layouts import MegatronGrid, hf_layout, megatron_layout, vllm_layout
 from megarl.weights.reshard.plan import ReshardPlan, build_plan
+from tests.conftest import SOAK
 from tests.unit.reshard_cases import FAMILIES, Engine, FamilyCase, Grid, Side, family_cases, qwen3_config
 from tests.unit.reshard_oracle import (
     Network,
@@ -42,8 +43,10 @@ from tests.unit.reshard_oracle import (
     unwritten,
 )
 
-KINDS = {"engine": 150, "grid": 75, "hf": 35, "load": 35}
-"""Kind of transfer (see ``family_cases``) -> cases of every family; 2,065 in all."""
+KINDS = {"engine": 60, "grid": 30, "hf": 15, "load": 15}
+"""Kind of transfer (see ``family_cases``) -> cases of every family; 840 in all, others in every run."""
+TIMES = 3 if SOAK else 1
+"""How many times as many cases ``make soak`` draws."""
 
 pytestmark = pytest.mark.slow
 
@@ -128,7 +131,7 @@ def explain(case: FamilyCase, rank: int, got: Tensors, expected: Tensors) -> str
 
 def many(count: int) -> Any:
     return settings(
-        max_examples=count,
+        max_examples=TIMES * count,
         database=None,
         phases=[Phase.explicit, Phase.generate, Phase.shrink],
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
@@ -154,7 +157,7 @@ def any_case(*kinds: str) -> st.SearchStrategy[FamilyCase]:
     return st.tuples(st.sampled_from(FAMILIES), st.sampled_from(kinds)).flatmap(lambda drawn: family_cases(*drawn))
 
 
-@many(80)
+@many(30)
 @given(case=any_case(*KINDS))
 def test_every_rank_sees_the_same_plan_in_its_own_part(case: FamilyCase) -> None:
     """Both sides of all links agree, and a rank that plans for itself alone finds what the whole plan has for it."""
@@ -184,7 +187,7 @@ def blank(plan: ReshardPlan, dtype: torch.dtype = torch.float32) -> list[Tensors
     return [unwritten(dict(plan.destination.local_shapes(rank)), dtype) for rank in range(plan.destination.num_ranks)]
 
 
-@many(40)
+@many(15)
 @given(
     case=any_case("engine", "engine", "load"),
     dtype=st.sampled_from(DTYPES),
@@ -212,7 +215,7 @@ def test_sent_in_buckets_it_is_the_same(case: FamilyCase, dtype: torch.dtype, bu
     compare(plan, sent, found)
 
 
-@many(50)
+@many(18)
 @given(case=any_case("grid", "hf"), bucket_bytes=st.sampled_from([16, 100, 1 << 16]))
 def test_exchanged_among_the_same_ranks_it_is_the_same(case: FamilyCase, bucket_bytes: int) -> None:
     """Both grids are the same processes, and one may have more of them than the other."""

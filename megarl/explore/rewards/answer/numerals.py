@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from fractions import Fraction
 
@@ -62,7 +63,7 @@ _INTEGER = (
     rf"(?:and )?{_BELOW_1000})?|{_BELOW_1000})"
 )
 _DENOMINATOR = f"(?:{'|'.join(_DENOMINATORS)})"
-_ENGLISH = re.compile(
+_ENGLISH = (
     rf"(?P<sign>(?:minus|negative) )?(?:"
     rf"(?P<counted>{'|'.join(sorted(_COUNTS, key=len, reverse=True))})"
     rf"|(?P<top>{_INTEGER}|an?) (?P<bottom>{_DENOMINATOR})"
@@ -91,6 +92,12 @@ _HAN_COUNTS = (
 _HAN_DOZEN = re.compile(f"({_NUMERAL})打(?=$|[一-鿿]{{1,3}}$)")
 
 
+@functools.cache
+def _english_pattern() -> re.Pattern[str]:
+    """Compile it at its first use: it takes a tenth of a reward worker's start."""
+    return re.compile(_ENGLISH)
+
+
 def with_digits(text: str) -> str:
     """A numeral in Chinese or English words, with at most a short unit after it, in digits; other texts unchanged."""
     cleaned = clean(text)
@@ -104,7 +111,7 @@ def with_digits(text: str) -> str:
 
 
 def _english(text: str) -> str | None:
-    match = _ENGLISH.match(re.sub(r"(?<=[A-Za-z])-(?=[A-Za-z])", " ", text.lower()))
+    match = _english_pattern().match(re.sub(r"(?<=[A-Za-z])-(?=[A-Za-z])", " ", text.lower()))
     value = _english_value(match) if match else None
     if match is None or value is None:
         return None

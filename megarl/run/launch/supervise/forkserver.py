@@ -135,7 +135,7 @@ class ForkServer:
         if others or list(argv[:1]) != ["-m"]:
             log.debug("%s is started, not forked: %s differ", argv, ", ".join(others))
             return None
-        message = json.dumps([list(argv), dict(env), os.getcwd(), list(passed), os.getpid()]).encode()
+        message = json.dumps([list(argv), dict(env), os.getcwd(), list(passed), os.getpid(), _ignored()]).encode()
         with self._one_at_a_time, _adopting():
             if self._requests is None:
                 return None
@@ -288,14 +288,14 @@ def serve(requests: socket.socket, modules: Sequence[str], environment: Mapping[
         message, descriptors, *_ = socket.recv_fds(requests, MESSAGE_BYTES, 16)
         if not message:
             return
-        argv, env, folder, passed, launcher = json.loads(message)
+        argv, env, folder, passed, launcher, ignored = json.loads(message)
         reader, writer = os.pipe()
         if (between := os.fork()) == 0:
             own = os.getpid()
             if os.fork() == 0:
                 os.close(reader)
                 requests.close()
-                _be_child_of(launcher, own)
+                _be_child_of(launcher, own, ignored)
                 os.write(writer, str(os.getpid()).encode())
                 os.close(writer)
                 numbers = {name: str(number) for name, number in zip(passed, descriptors[1:], strict=False)}
@@ -308,8 +308,17 @@ def serve(requests: socket.socket, modules: Sequence[str], environment: Mapping[
             os.close(descriptor)
 
 
-def _be_child_of(launcher: int, between: int) -> None:
-    """Wait until the launcher is the parent, and lead a session of its own: it can now be sent signals as a child."""
+def _ignored() -> list[int]:
+    """Signals that a program which this process starts would ignore, as they are inherited."""
+    return [int(number) for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN]
+
+
+def _be_child_of(launcher: int, between: int, ignored: Sequence[int]) -> None:
+    """Wait until the launcher is the parent, and lead a session of its own: it can now be sent signals as a child.
+
+    Args:
+        ignored: Signals that the launcher ignores, now and not when the server was forked.
+    """
     os.setsid()
     end = time.monotonic() + ADOPTED_S
     while os.getppid() == between and time.monotonic() < end:
@@ -317,9 +326,11 @@ def _be_child_of(launcher: int, between: int) -> None:
     die_with(launcher, signal.SIGTERM)
     for number in signal.valid_signals():
         with suppress(OSError, ValueError):  # SIGKILL and SIGSTOP
-            signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # both as Python does
+            signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+    if signal.SIGINT not in ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_IGN)  # all three as Python does
 
 
 def _become(argv: list[str], env: dict[str, str], folder: str, output: int, *others: int) -> NoReturn:
