@@ -124,7 +124,7 @@ BF16_CELLS = {
 
 @contextmanager
 def engine_of(
-    cell: Cell, folder: Path, zygote: Zygote, options: tuple[str, ...] = ()
+    cell: Cell, folder: Path, zygote: Zygote, options: tuple[str, ...] = (), timeout_s: float = 60.0
 ) -> Iterator[tuple[RunningEngine, Ranks, PreTrainedModel]]:
     path = folder / "model"
     hf_model(cell.family, **{**SIZES[cell.family], **cell.changes}).save_pretrained(path)
@@ -134,7 +134,7 @@ def engine_of(
         model=ModelConfig(path=str(path), dtype=cell.dtype, head_dtype=cell.head),
         parallel=cell.trainer,
         rollout=RolloutConfig(**{**_rollout_defaults(), **cell.rollout}),
-        sync=SyncConfig(bucket_bytes=65536, timeout_s=60.0),
+        sync=SyncConfig(bucket_bytes=65536, timeout_s=timeout_s),
     )
     engine = RunningEngine(config, folder / "logs", zygote if cell.forked else None, options)
     dtype = getattr(torch, cell.dtype)
@@ -257,7 +257,8 @@ def test_a_float32_head_is_proven_by_the_weight_that_it_computes_with(
 @pytest.mark.parametrize("nth", [0, 5])
 def test_an_update_cut_midway_is_mended_by_the_next(tmp_path: Path, zygote: Zygote, nth: int) -> None:
     """Experts and latent attention have more to put back than a plain linear layer."""
-    with engine_of(Cell("deepseek_v3", TP2, {"tp": 2}), tmp_path, zygote) as (engine, ranks, model):
+    cell = Cell("deepseek_v3", TP2, {"tp": 2})
+    with engine_of(cell, tmp_path, zygote, timeout_s=20.0) as (engine, ranks, model):  # ranks wait for the cut link
         with pytest.raises(EngineError, match=r"worker 0: no trainer.*; worker 1: no trainer"):
             engine.control.start()
         assert "start_weight_update failed" in refusing(engine)  # by itself, whoever started that
