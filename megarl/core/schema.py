@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Real
 from typing import Any, Literal, NamedTuple, get_args
@@ -108,20 +108,7 @@ class Task:
 
     def copy(self) -> Task:
         """Return a task that shares nothing with this one that can be changed."""
-        return replace(self, **{each.name: _copied(getattr(self, each.name)) for each in fields(self)})
-
-
-def _copied(value: Any) -> Any:
-    """A copy of what JSON has, in a tenth of ``deepcopy``'s time; of all else a deep one."""
-    kind = type(value)
-    if kind is dict:
-        return {key: _copied(each) for key, each in value.items()}
-    if kind is list or kind is tuple:
-        return kind(map(_copied, value))
-    return value if kind in _UNCHANGING else deepcopy(value)
-
-
-_UNCHANGING = frozenset({str, int, float, bool, bytes, type(None)})
+        return deepcopy(self)
 
 
 @dataclass(frozen=True)

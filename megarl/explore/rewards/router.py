@@ -32,7 +32,7 @@ FAMILIES: dict[str, Callable[[str, RewardConfig], Scorer]] = {
     "gsm8k": lambda rest, config: math_verifier.gsm8k(rest),
     "k12": lambda rest, config: k12.scorer(rest),
     CODE: lambda rest, config: code.scorer(rest, config.code),
-    "judge": lambda rest, config: judge_family.scorer(config),
+    JUDGE: lambda rest, config: judge_family.scorer(config),
     "vision": lambda rest, config: vision.scorer(rest),
 }
 """Family -> function of what follows the prefix in ``data_source``, and of the settings, that gives the scorer. Heavy

@@ -221,12 +221,13 @@ class TrainedModel(FrozenModel):
             Metric sums over this rank's sequences on the rank that speaks for its replica, {} elsewhere;
             ``<name>/loss`` is their mean.
         """
-        found = None if logp is None else torch.zeros_like(logp)
         with self.grid():
+            if logp is None:
+                return self._backward(sequences, batches, objective, None)
+            found = torch.zeros_like(logp)
             sums = self._backward(sequences, batches, objective, found)
-        if logp is not None and found is not None:
-            dist.all_reduce(found)  # exact, as in ``outputs``
-            logp += found
+        dist.all_reduce(found)  # exact, as in ``outputs``
+        logp += found
         return sums
 
     def _backward(

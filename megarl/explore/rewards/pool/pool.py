@@ -132,11 +132,9 @@ class RewardPool:
     async def _prepare(self, worker: Worker) -> None:
         """Give a worker to the queue once it has the verifiers of ``sources``. What it cannot have is met, and
         reported, by the first answer that needs it."""
-        judged = {
-            source for source in self._sources if self._judge is not None and _verifier(self._config, source) == JUDGE
-        }
+        own = [source for source in self._sources if self._judge is None or _verifier(self._config, source) != JUDGE]
         try:
-            for source in sorted(set(self._sources) - judged):
+            for source in own:
                 with contextlib.suppress(WorkerError, TimeoutError):
                     await worker.prepare(source)
                 if not worker.up:
