@@ -165,11 +165,11 @@ def trainer_of(config: Any, store: Any) -> Any:
     """An online trainer, of which the step is real."""
     from megarl.core.truncation import TruncationWarning
     from megarl.learn import algorithms
-    from megarl.run.loop import rollouts
-    from megarl.run.loop.context import RunContext
-    from megarl.run.loop.learner import Learner
-    from megarl.run.loop.online import OnlineTrainer
-    from megarl.run.loop.reading import NodeReader, RolloutReader
+    from megarl.train.loop.online import OnlineTrainer
+    from megarl.train.rank.context import RunContext
+    from megarl.train.rollout import rollouts
+    from megarl.train.rollout.reading import NodeReader, RolloutReader
+    from megarl.train.update.learner import Learner
 
     trainer: Any = OnlineTrainer.__new__(OnlineTrainer)
     trainer.config, trainer.algorithm, trainer.timeline = config, algorithms.get(config.algorithm.name), Timeline()
@@ -204,7 +204,7 @@ def measure(algorithm: str, answers: int, tokens: int) -> dict[str, tuple[float,
     from megarl.core.config.schema import Config, ParallelConfig, TrainerConfig
     from megarl.explore.store import Store
     from megarl.learn.parallel import groups
-    from megarl.run.loop.state import TrainState
+    from megarl.train.rank.state import TrainState
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     torch.set_num_threads(1)

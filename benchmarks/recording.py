@@ -18,13 +18,13 @@ import numpy as np
 import page
 
 from megarl.core.schema import Reward, Task, WeightsVersion
+from megarl.engine.client.frames import Completion
+from megarl.engine.client.gather import SampleRequest
 from megarl.explore.agents import Session, openai
+from megarl.explore.explorer.recorder import Recorder, RenderedPrompt
 from megarl.explore.rewards import Verdict
-from megarl.explore.rollout.frames import Completion
-from megarl.explore.rollout.gather import SampleRequest
 from megarl.explore.store import Claim
 from megarl.explore.tasksets import ChatTokenizer
-from megarl.run.loop.recorder import Recorder, RenderedPrompt
 
 TURNS = (16, 64, 128, 256)
 ROUNDS = 7

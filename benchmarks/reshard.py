@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megarl.run.sync.shared import SharedMemoryReceiver, SharedMemorySender, memory_file
+from megarl.engine.sync.shared import SharedMemoryReceiver, SharedMemorySender, memory_file
 from megarl.weights.architectures import architecture
 from megarl.weights.reshard import boxes, execute
 from megarl.weights.reshard.execute import receive, send

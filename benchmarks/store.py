@@ -22,8 +22,8 @@ import numpy as np
 import page
 
 from megarl.core.schema import Reward, Task, Trajectory, Turn, WeightsSpan, WeightsVersion
+from megarl.explore.explorer.held_out import record_evaluations
 from megarl.explore.store import Claim, Store, Used
-from megarl.run.loop.held_out import record_evaluations
 
 HELD_OUT = (2_000, 20_000)
 TASKS = (30_000, 300_000)

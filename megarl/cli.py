@@ -130,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
     with 130."""
     arguments = _parse(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    from megarl.run.launch.supervise.interrupt import INTERRUPT
+    from megarl.run.process.interrupt import INTERRUPT
 
     with INTERRUPT:
         try:
@@ -215,7 +215,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _run_job(config: Config) -> int:
-    from megarl.run.launch.supervise.forkserver import ForkServers
+    from megarl.run.process.forkserver import ForkServers
 
     threads = [config.rollout.num_threads, config.trainer.num_threads]
     # CUDA is not there in a forked process, and a fork server takes no GPU.
@@ -231,11 +231,11 @@ def _run_job(config: Config) -> int:
 
 def _check_job(config: Config, arguments: argparse.Namespace) -> int:
     from megarl.core.errors import ConfigError
-    from megarl.run.launch.checks.job import check
-    from megarl.run.launch.nodes import devices
-    from megarl.run.launch.nodes.fit import planned
-    from megarl.run.launch.nodes.placement import NodeInfo
-    from megarl.run.launch.run_dir.dry_run import no_bytecode
+    from megarl.run.checks.job import check
+    from megarl.run.nodes import devices
+    from megarl.run.nodes.fit import planned
+    from megarl.run.nodes.placement import NodeInfo
+    from megarl.run.run_dir.dry_run import no_bytecode
 
     nodes = 1 if arguments.nodes is None else arguments.nodes
     if nodes < 1:
@@ -261,7 +261,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
 def _data(arguments: argparse.Namespace) -> int:
     from megarl.core.config import compose
-    from megarl.run.launch.run_dir.prepare import prepare_data
+    from megarl.run.run_dir.prepare import prepare_data
 
     prepare_data(compose(arguments.overrides, own=arguments.config_dir), verbose=True)
     return 0
@@ -281,7 +281,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
     from megarl.core.config import load_resolved
     from megarl.explore.store import OWN_SERVER, VARIABLE
-    from megarl.run.launch.postgres import job_store, live_url
+    from megarl.run.postgres import job_store, live_url
     from megarl.run.report import sweep
     from megarl.run.report.html import write_report
 

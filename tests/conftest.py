@@ -68,7 +68,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session")
 def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     """A ``launch.postgres.Server`` for all tests, which may stop and start it; it runs when a test begins."""
-    from megarl.run.launch.postgres import Server
+    from megarl.run.postgres import Server
 
     server = Server(tmp_path_factory.mktemp("run") / "postgres", "key of the tests", settings={"fsync": "off"})
     server.start()

@@ -1,1 +1,1 @@
-"""Tasks, rollouts, rewards and the store. Never imports torch, nor ``learn``."""
+"""Tasks become scored trajectories in the store. Never imports torch, nor ``learn``."""

@@ -1,1 +1,1 @@
-"""The processes of a job, and where the other packages meet."""
+"""A job: checked, placed, started, watched, reported."""

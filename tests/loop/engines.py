@@ -19,15 +19,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, 
 from megarl.core.config.job import RunConfig, SyncConfig
 from megarl.core.config.schema import Config, ModelConfig, ParallelConfig, RolloutConfig
 from megarl.core.machine import group_members
-from megarl.explore.rollout.addresses import JobAddresses
-from megarl.explore.rollout.client import EngineClient, Prompt, Sampling
-from megarl.explore.rollout.control import EngineControl
-from megarl.explore.rollout.frames import Completion
-from megarl.explore.rollout.leftovers import own_folder, shared_memory
-from megarl.run.launch.nodes import ports
-from megarl.run.launch.nodes.node import remove
-from megarl.run.launch.supervise.engine_process import engine_process
-from megarl.run.launch.supervise.process import Child
+from megarl.engine.client.addresses import JobAddresses
+from megarl.engine.client.client import EngineClient, Prompt, Sampling
+from megarl.engine.client.control import EngineControl
+from megarl.engine.client.frames import Completion
+from megarl.engine.client.leftovers import own_folder, shared_memory
+from megarl.run.nodes.node import remove
+from megarl.run.process import ports
+from megarl.run.process.process import Child
+from megarl.run.supervise.engine_process import engine_process
 from tests.loop.zygote import Forked, Zygote
 
 VOCAB = 200  # not a multiple of 64: both sides pad it, each in its own way

@@ -11,8 +11,8 @@ from contextlib import aclosing, contextmanager
 import numpy as np
 from aiohttp import web
 
-from megarl.explore.rollout.client import EngineClient, Prompt, Sampling
-from megarl.explore.rollout.frames import Completion, StreamHeartbeat, VersionSpan, encode, unpack_ids
+from megarl.engine.client.client import EngineClient, Prompt, Sampling
+from megarl.engine.client.frames import Completion, StreamHeartbeat, VersionSpan, encode, unpack_ids
 from megarl.explore.tasksets import ChatTokenizer
 
 KEY = "key of the job"

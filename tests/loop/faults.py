@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from megarl.run.sync import writer
-from megarl.run.sync.receiver import WorkerExtension
+from megarl.engine.sync import writer
+from megarl.engine.sync.receiver import WorkerExtension
 
 
 class FaultyWorker(WorkerExtension):

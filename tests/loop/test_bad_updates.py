@@ -92,7 +92,7 @@ def run_ranks(rank: int, settings: list[str], environment: dict[str, str], attem
     os.environ.update(environment, MEGARL_ATTEMPT=str(attempt))
     from megarl import ops
     from megarl.core.errors import JobError
-    from megarl.run.loop.offline import OfflineTrainer
+    from megarl.train.loop.offline import OfflineTrainer
 
     config = compose(settings)
     ops.use(config.trainer.kernels)
@@ -107,7 +107,7 @@ def run_ranks(rank: int, settings: list[str], environment: dict[str, str], attem
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rows, algorithm and model of all jobs."""
-    from megarl.run.launch.run_dir.prepare import prepare_model
+    from megarl.run.run_dir.prepare import prepare_model
 
     folder = tmp_path_factory.mktemp("jobs")
     (folder / "spoiled.py").write_text(ALGORITHM)

@@ -22,13 +22,13 @@ from transformers import Qwen3ForCausalLM
 from megarl.core.config.schema import ModelConfig, RolloutConfig
 from megarl.core.errors import EngineError
 from megarl.core.machine import group_members
-from megarl.explore.rollout.auth import bearer
-from megarl.explore.rollout.client import EngineClient, Prompt, Sampling
-from megarl.explore.rollout.control import EngineControl
-from megarl.explore.rollout.frames import Completion
-from megarl.run.launch.nodes import ports
-from megarl.run.launch.supervise.engine_process import engine_process
-from megarl.run.launch.supervise.process import Child
+from megarl.engine.client.auth import bearer
+from megarl.engine.client.client import EngineClient, Prompt, Sampling
+from megarl.engine.client.control import EngineControl
+from megarl.engine.client.frames import Completion
+from megarl.run.process import ports
+from megarl.run.process.process import Child
+from megarl.run.supervise.engine_process import engine_process
 from tests.conftest import SOAK
 from tests.loop.engines import (
     EOS,

@@ -24,17 +24,17 @@ from megarl.core.config.job import RunConfig, StoreConfig, SyncConfig
 from megarl.core.config.schema import FromScratchConfig, ModelConfig, RolloutConfig, TasksetConfig
 from megarl.core.errors import EngineError, RequestRefused
 from megarl.core.schema import GREEDY, Reward, Task, WeightsVersion
+from megarl.engine.client.client import Prompt, Sampling
+from megarl.engine.client.frames import Completion, VersionSpan, encode
+from megarl.explore.explorer import explorer as explorer_module
+from megarl.explore.explorer.explorer import Explorer
+from megarl.explore.explorer.rollout_clock import RolloutClock
 from megarl.explore.rewards import Verdict
-from megarl.explore.rollout.client import Prompt, Sampling
-from megarl.explore.rollout.frames import Completion, VersionSpan, encode
 from megarl.explore.store import RegisteredEngine, Store
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.tasksets.turns import render_turn, turn_ids
 from megarl.explore.workflows import RolloutModel
 from megarl.explore.workflows.reflect import FEEDBACK, reflect
-from megarl.run.loop import explorer as explorer_module
-from megarl.run.loop.explorer import Explorer
-from megarl.run.loop.rollout_clock import RolloutClock
 from tests.loop.fake_server import KEY, Connected, FakeServer, answer, serving
 from tests.stores import finish
 
@@ -383,7 +383,7 @@ def process(
         store=StoreConfig(url=f"sqlite:///{tmp_path}/store.db"),
     )
     save_resolved(config, tmp_path / "resolved.json")
-    command = [sys.executable, "-m", "megarl.run.loop", "explorer", "--config", str(tmp_path / "resolved.json")]
+    command = [sys.executable, "-m", "megarl.run.start", "explorer", "--config", str(tmp_path / "resolved.json")]
     store = Store(config.store.url)
     store.register_engines([RegisteredEngine(0, engines, 1)])
     store.close()
@@ -681,5 +681,5 @@ def test_a_wrong_key_is_named(tmp_path: Path, model_path: Path, store: Store, to
 
 def test_the_process_imports_neither_torch_nor_vllm() -> None:
     heavy = {"torch", "transformers", "vllm", "megatron"}
-    code = f"import sys, megarl.run.loop.explorer; sys.exit(bool({heavy} & set(sys.modules)))"
+    code = f"import sys, megarl.explore.explorer.explorer; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

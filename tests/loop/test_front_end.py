@@ -15,8 +15,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.outputs import LogprobsLists
 
-from megarl.explore.rollout.endpoint import GenerateBody, Progress, PromptBody, _record, _stream, sampling_params
-from megarl.explore.rollout.frames import Completion, Decoder, Failure, Record, StreamHeartbeat, pack_ids
+from megarl.engine.client.frames import Completion, Decoder, Failure, Record, StreamHeartbeat, pack_ids
+from megarl.engine.server.endpoint import GenerateBody, Progress, PromptBody, _record, _stream, sampling_params
 
 TOKENS = 4096
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megarl.core.config import compose, save_resolved
 from megarl.explore.store import Store
-from megarl.run.launch.nodes import ports
+from megarl.run.process import ports
 from tests.loop import test_bad_updates as jobs
 from tests.power_cut import ForgetfulDisk
 
@@ -19,7 +19,7 @@ RANK = """
 import os, shutil, sys
 from pathlib import Path
 from megarl.weights.checkpoint.training import save
-from megarl.run.loop.trainer import main
+from megarl.train.loop.trainer import main
 
 complete, kept = save.complete, Path(os.environ["SYNCED"])
 

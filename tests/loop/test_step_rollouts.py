@@ -17,19 +17,19 @@ from megarl.core.config.algorithms import AlgorithmConfig
 from megarl.core.config.job import StoreConfig
 from megarl.core.config.schema import Config, EvaluationConfig, RolloutConfig, TrainerConfig
 from megarl.core.schema import Reward, Task, Trajectory, WeightsVersion
+from megarl.engine.client.client import EngineClient, Prompt, Sampling
+from megarl.engine.client.watch import EngineWatch
+from megarl.explore.explorer.explorer import Explorer
 from megarl.explore.rewards import Verdict
-from megarl.explore.rollout.client import EngineClient, Prompt, Sampling
-from megarl.explore.rollout.watch import EngineWatch
 from megarl.explore.store import Store
 from megarl.learn import algorithms
-from megarl.run.loop.context import RunContext
-from megarl.run.loop.evaluation import Evaluation
-from megarl.run.loop.explorer import Explorer
-from megarl.run.loop.reading import NodeReader, RolloutReader
-from megarl.run.loop.reporter import Reporter
-from megarl.run.loop.rollouts import Rollouts
-from megarl.run.loop.state import TrainState
-from megarl.run.loop.waiting import RolloutWaiter
+from megarl.train.loop.waiting import RolloutWaiter
+from megarl.train.rank.context import RunContext
+from megarl.train.rank.reporter import Reporter
+from megarl.train.rank.state import TrainState
+from megarl.train.rollout.evaluation import Evaluation
+from megarl.train.rollout.reading import NodeReader, RolloutReader
+from megarl.train.rollout.rollouts import Rollouts
 from tests.loop.engines import KEY, VOCAB, RunningEngine
 
 MAX_TOKENS = 6

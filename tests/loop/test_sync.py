@@ -14,9 +14,9 @@ from transformers import Qwen3ForCausalLM
 from megarl.core.config.schema import ParallelConfig, RolloutConfig
 from megarl.core.errors import EngineError, WeightsDiffer, WeightSyncError
 from megarl.core.schema import WeightsVersion
-from megarl.explore.rollout.client import Prompt, Sampling
-from megarl.explore.rollout.engine import UNTIL_PUBLISHED
-from megarl.run.sync.probe import check_probe
+from megarl.engine.client.client import Prompt, Sampling
+from megarl.engine.client.names import UNTIL_PUBLISHED
+from megarl.train.sync.probe import check_probe
 from tests.loop.engines import RunningEngine, perturbed, some_prompts, tiny_engine, transformers_logp, worst_difference
 from tests.loop.trainers import Breaking, Flipping, Losing, Ranks, ranks_of, refusing, versions
 from tests.loop.zygote import Zygote

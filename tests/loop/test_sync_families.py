@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from megarl.core.config.job import RunConfig, SyncConfig
 from megarl.core.config.schema import Config, ModelConfig, ParallelConfig, RolloutConfig
 from megarl.core.errors import EngineError, WeightSyncError
-from megarl.explore.rollout.client import Sampling
+from megarl.engine.client.client import Sampling
 from tests.loop.conftest import TINY_ROLLOUT
 from tests.loop.engines import RunningEngine, differences, perturbed, save_tokenizer, some_prompts, transformers_logp
 from tests.loop.trainers import Breaking, Ranks, ranks_of, refusing, versions

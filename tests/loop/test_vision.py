@@ -18,12 +18,12 @@ from megarl.core.config.rewards import RewardConfig
 from megarl.core.config.schema import ModelConfig, RolloutConfig
 from megarl.core.errors import DataError, EngineError
 from megarl.core.schema import Task, WeightsVersion
+from megarl.engine.client.client import EngineClient, Prompt, Sampling
+from megarl.explore.explorer.explorer import Explorer
 from megarl.explore.rewards import RewardPool
-from megarl.explore.rollout.client import EngineClient, Prompt, Sampling
 from megarl.explore.store import Store
 from megarl.explore.tasksets import ChatTokenizer, chat_messages
 from megarl.explore.tasksets.processor import Processor, check_image_prompts
-from megarl.run.loop.explorer import Explorer
 from tests.loop.engines import KEY, RunningEngine
 from tests.loop.vision_models import IMAGE, IMAGE_TOKENS, picture, save_tiny_idefics3, transformers_logp
 from tests.loop.zygote import Zygote

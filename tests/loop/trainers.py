@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 from megarl.core.config.schema import Config
 from megarl.core.errors import EngineError, WeightSyncError
 from megarl.core.schema import WeightsVersion
-from megarl.explore.rollout.client import Sampling
+from megarl.engine.client.client import Sampling
 from megarl.learn.parallel.grid import megatron_grid
 from megarl.learn.training.optimizer_digests import digest_of
-from megarl.run.sync.publication import SyncReport
-from megarl.run.sync.publish import WeightPublisher
+from megarl.train.sync.publication import SyncReport
+from megarl.train.sync.publish import WeightPublisher
 from megarl.weights.checkpoint.formats.hf import read_hf_config
 from megarl.weights.reshard import boxes
 from megarl.weights.reshard.execute import Arrival, Transport, Work

@@ -33,7 +33,7 @@ class Zygote:
         )
 
     def start(self, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Forked:
-        """A server in a process group of its own; ``argv`` as for ``python -m megarl.explore.rollout.server``."""
+        """A server in a process group of its own; ``argv`` as for ``python -m megarl.engine.server.server``."""
         log.parent.mkdir(parents=True, exist_ok=True)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps([list(argv), dict(environment), str(log)]) + "\n")
@@ -49,7 +49,7 @@ class Zygote:
 
 
 class Forked:
-    """A server, with the methods of ``megarl.run.launch.supervise.process.Child`` that tests use."""
+    """A server, with the methods of ``megarl.run.process.process.Child`` that tests use."""
 
     def __init__(self, pid: int, log: Path) -> None:
         self.pid = pid
@@ -71,7 +71,7 @@ class Forked:
 
 
 def _serve(argv: list[str], environment: dict[str, str], log: str) -> None:
-    from megarl.explore.rollout.server import main
+    from megarl.engine.server.server import main
 
     os.setsid()
     with open(log, "ab") as output:
@@ -86,7 +86,7 @@ def _serve(argv: list[str], environment: dict[str, str], log: str) -> None:
 PRELOAD = (
     "vllm.entrypoints.launchers.api_server.entry",
     "vllm.v1.worker.cpu_worker",
-    "megarl.run.sync.receiver",
+    "megarl.engine.sync.receiver",
     # What a server and its workers import only once they run.
     "compressed_tensors",
     "prometheus_fastapi_instrumentator",

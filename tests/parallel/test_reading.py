@@ -37,7 +37,7 @@ def joined(rank: int, nodes: list[str]) -> Any:
     """This rank's reader, in a world of gloo whose ranks lie on these nodes."""
     import torch.distributed as dist
 
-    from megarl.run.loop.reading import NodeReader
+    from megarl.train.rollout.reading import NodeReader
 
     os.environ["MEGARL_NODE"] = nodes[rank]
     dist.init_process_group("gloo", init_method="env://", rank=rank, world_size=len(nodes))
@@ -58,7 +58,7 @@ def rollout(rank: int, nodes: list[str], url: str) -> tuple[bytes, dict[str, flo
     """(trajectories, metrics, bytes of the store's rows that this rank decoded, greedy answers are shared within
     groups)."""
     from megarl.explore.store import buffer as rows
-    from megarl.run.loop.reading import RolloutReader
+    from megarl.train.rollout.reading import RolloutReader
 
     reader, store = joined(rank, nodes), Store(url)
     store.parts = lambda ids: [ids[:5], ids[5:6], ids[6:]]  # type: ignore[method-assign, assignment, misc]

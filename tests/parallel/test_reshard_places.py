@@ -14,7 +14,7 @@ BUCKET = 1 << 20
 
 
 def test_near_copies_send() -> None:
-    from megarl.run.sync.shared import Places
+    from megarl.engine.sync.shared import Places
     from megarl.weights.reshard.layouts import MegatronGrid, megatron_layout, vllm_layout
     from megarl.weights.reshard.plan import build_plan
 
@@ -36,7 +36,7 @@ def transfer(rank: int) -> dict[str, int]:
     how."""
     import torch.distributed as dist
 
-    from megarl.run.sync.shared import Places, SharedMemoryReceiver, SharedMemorySender, memory_file
+    from megarl.engine.sync.shared import Places, SharedMemoryReceiver, SharedMemorySender, memory_file
     from megarl.weights.reshard.execute import receive, send
     from megarl.weights.reshard.layouts import MegatronGrid, megatron_layout, vllm_layout
     from megarl.weights.reshard.plan import build_plan

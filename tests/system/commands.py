@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from megarl.core.jobs import ProcessKind
-from megarl.run.launch.supervise.forkserver import COMMON, PRELOAD, Forked, ForkServer
+from megarl.run.process.forkserver import COMMON, PRELOAD, Forked, ForkServer
 
 VARIABLE = "MEGARL_TEST_COMMANDS"
 """Variable that is 0 to start each command by itself."""
@@ -28,7 +28,7 @@ MODULES = (
     *PRELOAD[ProcessKind.TRAINER],
     *PRELOAD[ProcessKind.ENGINE],
     "megarl.learn.models.from_scratch",
-    "megarl.run.launch.checks.job",
+    "megarl.run.checks.job",
     "megarl.run.launch.job",
     "megarl.run.report.html",
     "reasoning_gym",
@@ -46,7 +46,7 @@ ENVIRONMENT = {
 OF_PYTEST = ("PYTEST_CURRENT_TEST", "PYTEST_VERSION")
 SERVE = """
 import json, socket, sys
-from megarl.run.launch.supervise import forkserver
+from megarl.run.process import forkserver
 forkserver.serve(socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2]), json.loads(sys.argv[3]))
 """
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from megarl.run.launch.postgres import Server
+from megarl.run.postgres import Server
 
 
 @pytest.fixture

@@ -324,7 +324,7 @@ def saved(injured: Injured, text: str) -> str:
 
 
 def supervisor_and_reaper_killed(injured: Injured) -> str:
-    reapers = [pid for pid in injured.pids if b"megarl.run.launch.supervise.reaper" in _command(Path(f"/proc/{pid}"))]
+    reapers = [pid for pid in injured.pids if b"megarl.run.process.reaper" in _command(Path(f"/proc/{pid}"))]
     for pid in (*reapers, injured.job.pid):
         os.kill(pid, signal.SIGKILL)
     injured.job.wait(10)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megarl.explore.rollout.leftovers import shared_memory
+from megarl.engine.client.leftovers import shared_memory
 from tests.system import commands
 
 TINY = (
@@ -134,9 +134,9 @@ class Job:
         """The process of a role: ``engine``, ``explorer`` or ``trainer <rank>``."""
         kind, _, rank = role.partition(" ")
         words = {
-            "engine": "megarl.explore.rollout.server",
-            "explorer": "megarl.run.loop explorer",
-            "trainer": "megarl.run.loop trainer",
+            "engine": "megarl.engine.server.server",
+            "explorer": "megarl.run.start explorer",
+            "trainer": "megarl.run.start trainer",
         }[kind]
         for pid, command in self.processes().items():
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from megarl.explore.rollout.leftovers import shared_memory
+from megarl.engine.client.leftovers import shared_memory
 from tests.system.jobs import end_with_the_tests
 from tests.system.networks import Networks, possible
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.run.launch.nodes import ports
+from megarl.run.process import ports
 from tests.system.jobs import START_S, TINY, end_with_the_tests
 from tests.system.networks import Networks, possible
 

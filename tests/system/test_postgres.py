@@ -30,7 +30,7 @@ from megarl.explore.store.claims import EndedGroup, make_ready, report
 from megarl.explore.store.codec import trajectory_to_row
 from megarl.explore.store.tables import GROUPS as GROUPS_TABLE
 from megarl.explore.store.tables import STEPS, TRAJECTORIES
-from megarl.run.launch.postgres import Server
+from megarl.run.postgres import Server
 from tests.stores import finish, make_task, make_trajectory, request, rows
 from tests.unit.test_store_outage import child, go, shows_that_it_waits
 

@@ -18,15 +18,15 @@ from megarl.cli import main
 from megarl.core.config import compose, to_dict
 from megarl.core.errors import ConfigError
 from megarl.explore.store import OWN_SERVER, VARIABLE, Store, check_url
-from megarl.run.launch import postgres
-from megarl.run.launch.postgres import Server, find_server, job_store, live_url
+from megarl.run import postgres
+from megarl.run.postgres import Server, find_server, job_store, live_url
 
 pytestmark = pytest.mark.postgres
 
 CHILD = """
 import sys, time
 from pathlib import Path
-from megarl.run.launch.postgres import Server
+from megarl.run.postgres import Server
 server = Server(Path(sys.argv[1]), "another key", host="127.0.0.2", settings={"fsync": "off"})
 server.start()
 print(server.pid, server.url, flush=True)

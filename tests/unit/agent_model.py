@@ -11,14 +11,14 @@ import openai
 
 from megarl.core.config.schema import RolloutConfig
 from megarl.core.schema import Reward, Task, Trajectory, WeightsVersion
+from megarl.engine.client.frames import Completion
+from megarl.engine.client.gather import SampleRequest
 from megarl.explore import workflows
 from megarl.explore.agents import AgentServer, Session
+from megarl.explore.explorer.recorder import Recorder, RenderedPrompt
 from megarl.explore.rewards import Verdict
-from megarl.explore.rollout.frames import Completion
-from megarl.explore.rollout.gather import SampleRequest
 from megarl.explore.store import Claim
 from megarl.explore.tasksets import ChatTokenizer
-from megarl.run.loop.recorder import Recorder, RenderedPrompt
 
 TASK = Task("t", "s", ({"role": "user", "content": "Wie viel ist 12 + 3?"},), "", {"ground_truth": "15"})
 

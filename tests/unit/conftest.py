@@ -10,7 +10,7 @@ from tests.unit.small_job import config_of
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run directory of ``small_job`` with data and model, made by the check itself; no test changes them."""
-    from megarl.run.launch.checks import job as checks
+    from megarl.run.checks import job as checks
 
     folder = tmp_path_factory.mktemp("prepared")
     tasks = checks.check(config_of(folder))

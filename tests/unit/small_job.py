@@ -37,7 +37,7 @@ def config_of(run_dir: Path, *overrides: str) -> Config:
 
 def refused(error: type[ValueError], config: Config, *words: str) -> None:
     """``check`` raises exactly ``error``, and its text has all ``words``; what exists already is not touched."""
-    from megarl.run.launch.checks.job import check
+    from megarl.run.checks.job import check
 
     with pytest.raises(error) as raised:
         check(config)

@@ -405,8 +405,8 @@ def test_rewards_of_a_workflow_pass_the_weights_of_all_rewards(
     tokenizer: ChatTokenizer, cause: End | None, wrong_ends: tuple[End, ...], score: float | None, status: str
 ) -> None:
     """`reward.weight` and `reward.format` were skipped for them."""
-    from megarl.run.loop.rollout_clock import RolloutClock
-    from megarl.run.loop.trajectories import ClaimedGroup, TrajectoryRunner
+    from megarl.explore.explorer.rollout_clock import RolloutClock
+    from megarl.explore.explorer.trajectories import ClaimedGroup, TrajectoryRunner
 
     begun = 0
 

@@ -20,8 +20,8 @@ from megarl.core.errors import ConfigError
 from megarl.core.schema import End
 from megarl.explore.agents import runner
 from megarl.explore.agents.sandbox import CommandSandbox
+from megarl.explore.explorer.recorder import Recorder
 from megarl.explore.tasksets import ChatTokenizer
-from megarl.run.loop.recorder import Recorder
 from tests.chat_battery import checkpoint
 from tests.unit.agent_model import Model, recorder, run_workflow_of, trajectory
 

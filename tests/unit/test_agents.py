@@ -19,8 +19,8 @@ from megarl.core.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.schema import End, Trajectory
 from megarl.explore import workflows
+from megarl.explore.explorer.recorder import Recorder
 from megarl.explore.tasksets import ChatTokenizer
-from megarl.run.loop.recorder import Recorder
 from tests.chat_battery import TOOLS, checkpoint
 from tests.conftest import examples
 from tests.unit.agent_model import TASK, Model, client, play, recorder, run_workflow_of, trajectory

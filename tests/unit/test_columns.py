@@ -12,8 +12,8 @@ from megarl.core.config import compose
 from megarl.core.errors import ConfigError, DataError
 from megarl.explore.tasksets import read_preferences, read_rows
 from megarl.learn import algorithms
-from megarl.run.launch.checks.rows import read_split
-from megarl.run.launch.checks.tasksets import check_taskset
+from megarl.run.checks.tasksets import check_taskset
+from megarl.run.run_dir.rows import read_split
 
 
 def write(path: Path, row: dict[str, Any]) -> Path:

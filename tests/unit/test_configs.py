@@ -28,7 +28,7 @@ from megarl.core.config.schema import ParallelConfig, RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.learn import algorithms
 from megarl.learn.parallel.grid import check_parallel, megatron_grid, role_grids
-from megarl.run.launch.nodes.placement import NodeInfo, place
+from megarl.run.nodes.placement import NodeInfo, place
 from megarl.weights.architectures import Head, architecture
 from megarl.weights.architectures.complete import complete
 from megarl.weights.reshard.boxes import volume
@@ -117,7 +117,7 @@ def choices() -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("chosen", choices(), ids=" ".join)
 def test_every_choice_composes_with_the_quickstart(chosen: list[str]) -> None:
-    from megarl.run.launch.checks.settings import check_algorithm
+    from megarl.run.checks.settings import check_algorithm
 
     config = compose(["experiment=quickstart", *chosen])
     check_parallel(config.parallel)
@@ -169,7 +169,7 @@ def static_bytes(layout: Layout, grid: ParallelConfig, rank: int, *, learns: boo
 
 
 def memory_of(config: Config) -> Memory:
-    from megarl.run.launch.checks.roles import roles_of
+    from megarl.run.checks.roles import roles_of
 
     algorithm = algorithms.get(config.algorithm.name)
     roles = roles_of(config, algorithm)
@@ -395,7 +395,7 @@ def write_model(folder: Path, config: Mapping[str, Any]) -> None:
 @pytest.fixture
 def in_workplace(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """There, on a machine with as much memory as the job's nodes have."""
-    from megarl.run.launch.checks import settings as setting_checks
+    from megarl.run.checks import settings as setting_checks
 
     monkeypatch.chdir(workplace)
     monkeypatch.setattr(setting_checks, "available_memory", lambda: 2**50)
@@ -404,7 +404,7 @@ def in_workplace(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("name", [name for name in NODES if name not in LARGE])
 def test_megarl_accepts_the_job_but_for_its_gpus(in_workplace: Path, name: str) -> None:
-    from megarl.run.launch.checks.job import check
+    from megarl.run.checks.job import check
 
     with pytest.raises(ConfigError, match="parallel.backend=nccl needs GPUs, but this torch"):
         check(compose([f"experiment={name}"]))
@@ -440,8 +440,8 @@ def test_gpus_for_a_model_and_rows_of_ones_own() -> None:
 def test_plan_of_a_large_job(in_workplace: Path, name: str) -> None:
     """As above, with two of the engines' ranks instead of all that differ, and the files' tensors without a plan from
     them."""
-    from megarl.run.launch.checks import model as model_checks
-    from megarl.run.launch.checks.settings import check_settings
+    from megarl.run.checks import model as model_checks
+    from megarl.run.checks.settings import check_settings
     from megarl.weights.checkpoint.formats.hf_source import check_hf, open_hf
 
     config = compose([f"experiment={name}", *CPU])
@@ -482,7 +482,7 @@ def test_plan_of_a_large_job(in_workplace: Path, name: str) -> None:
     ],
 )  # fmt: skip
 def test_bad_combinations_are_refused_by_megarl(in_workplace: Path, name: str, override: str, words: str) -> None:
-    from megarl.run.launch.checks.job import check
+    from megarl.run.checks.job import check
 
     wide = ["parallel.dp=12"] if "ep=48" in override else []  # else the ranks are too few, which is said first
     with pytest.raises(ConfigError) as raised:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.run.launch.nodes import devices, health
+from megarl.run.nodes import devices, health
 from tests.unit.small_job import config_of
 
 NODE = """\

@@ -19,7 +19,7 @@ from megarl.core.errors import DiskFullError, JobError
 from megarl.core.metrics import MetricWriter, Timeline
 from megarl.explore.store import Store
 from megarl.run.launch.job import _begin_attempt
-from megarl.run.launch.supervise.interrupt import StopRequest
+from megarl.run.process.interrupt import StopRequest
 from megarl.weights.checkpoint.training import manifest
 from megarl.weights.checkpoint.training.disk_space import free_space, writing
 from tests import disks

@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 
 from megarl.core.jobs import ProcessKind
-from megarl.run.launch.supervise import forkserver
+from megarl.run.process import forkserver
 
 LAUNCHER = """
 import json, os, signal, sys, threading, time
 from pathlib import Path
 from megarl.core.jobs import ProcessKind
-from megarl.run.launch.supervise import forkserver
-from megarl.run.launch.supervise.forkserver import Forked, ForkServers
-from megarl.run.launch.supervise.process import Child
+from megarl.run.process import forkserver
+from megarl.run.process.forkserver import Forked, ForkServers
+from megarl.run.process.process import Child
 forkserver.COMMON = ("decimal",)
 forkserver.PRELOAD = {ProcessKind.ENGINE: ("fractions", *MODULES), ProcessKind.TRAINER: ()}
 folder = Path(sys.argv[1])

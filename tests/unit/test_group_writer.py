@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from megarl.core.errors import JobError
+from megarl.explore.explorer.group_writer import GroupWriter
 from megarl.explore.store import Claim, EndedGroup, Store
-from megarl.run.loop.group_writer import GroupWriter
 from tests.stores import make_task, make_trajectory, request
 
 

@@ -23,12 +23,12 @@ from megarl.explore.experience.held_out import (
     source_metrics,
     standard_error,
 )
+from megarl.explore.explorer.held_out import record_evaluations
 from megarl.explore.store import Store
-from megarl.run.loop.context import RunContext
-from megarl.run.loop.evaluation import Evaluation
-from megarl.run.loop.held_out import record_evaluations
-from megarl.run.loop.reporter import Reporter
-from megarl.run.loop.state import TrainState
+from megarl.train.rank.context import RunContext
+from megarl.train.rank.reporter import Reporter
+from megarl.train.rank.state import TrainState
+from megarl.train.rollout.evaluation import Evaluation
 from tests.trajectories import one_turn
 
 

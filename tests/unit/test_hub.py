@@ -9,8 +9,8 @@ import pytest
 
 from megarl.core.config import compose, save_resolved
 from megarl.core.errors import CheckpointError, ConfigError
-from megarl.run.launch.checks.job import check
-from megarl.run.launch.run_dir.resume import check_settings_of_run
+from megarl.run.checks.job import check
+from megarl.run.run_dir.resume import check_settings_of_run
 from tests.unit.small_job import config_of, refused
 
 NAME = "Some-Org/Tiny-0.5B"

@@ -23,7 +23,7 @@ from megarl.core.schema import Task, WeightsVersion
 from megarl.explore.store import Store
 from megarl.explore.tasksets import chat_messages, images, read_preferences, read_rows, write_rows
 from megarl.explore.tasksets.processor import Processor
-from megarl.run.launch.checks.vision import check_images
+from megarl.run.checks.vision import check_images
 
 
 def picture(color: str = "red", kind: str = "PNG", size: tuple[int, int] = (6, 4)) -> bytes:

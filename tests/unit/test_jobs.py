@@ -9,8 +9,8 @@ import pytest
 from megarl.core.config import compose
 from megarl.core.jobs import JOBS, Mode, ProcessKind, kind_of, unit_of
 from megarl.learn import algorithms
-from megarl.run.launch.nodes.placement import NodeInfo, place
-from megarl.run.launch.supervise.specs import Addresses, specs
+from megarl.run.nodes.placement import NodeInfo, place
+from megarl.run.supervise.specs import Addresses, specs
 
 
 @pytest.mark.parametrize("kind", ProcessKind)

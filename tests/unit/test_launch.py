@@ -24,16 +24,16 @@ from megarl.core.machine import group_members
 from megarl.core.metrics import Timeline
 from megarl.core.schema import Task
 from megarl.run.launch import job
-from megarl.run.launch.nodes import ports
-from megarl.run.launch.nodes.allocation import Allocation
-from megarl.run.launch.nodes.node import LocalNode, Spec, Started
-from megarl.run.launch.nodes.remote import Gathering
-from megarl.run.launch.run_dir import owner as run_dir
-from megarl.run.launch.run_dir.owner import next_attempt, own_run_dir
-from megarl.run.launch.supervise.interrupt import StopRequest
-from megarl.run.launch.supervise.process import Child
-from megarl.run.launch.supervise.reaper import Reaper
-from megarl.run.launch.supervise.supervisor import start_attempt, watch
+from megarl.run.nodes.allocation import Allocation
+from megarl.run.nodes.node import LocalNode, Spec, Started
+from megarl.run.nodes.remote import Gathering
+from megarl.run.process import ports
+from megarl.run.process.interrupt import StopRequest
+from megarl.run.process.process import Child
+from megarl.run.process.reaper import Reaper
+from megarl.run.run_dir import owner as run_dir
+from megarl.run.run_dir.owner import next_attempt, own_run_dir
+from megarl.run.supervise.supervisor import start_attempt, watch
 from megarl.weights.checkpoint.training.manifest import current_attempt
 from tests.unit.small_job import config_of, refused
 
@@ -179,7 +179,7 @@ def test_what_a_process_prints_is_shown_to_its_last_byte(
 def test_a_process_ends_with_its_parent(tmp_path: Path) -> None:
     """However the parent ends; and it can still print, so that its own end is an orderly one."""
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom megarl.run.launch.supervise.process import Child\n"
+        "import sys, time\nfrom pathlib import Path\nfrom megarl.run.process.process import Child\n"
         'words = \'import signal, sys, time; signal.signal(15, lambda *_: sys.exit(print("told to end"))); print("up", '
         "flush=True); time.sleep(60)'\n"
         f"child = Child('c', [sys.executable, '-c', words], {{}}, Path({str(tmp_path / 'c.log')!r}))\n"
@@ -200,7 +200,7 @@ def test_a_process_ends_with_its_parent(tmp_path: Path) -> None:
 BLOCKED = """
 import os, sys
 from pathlib import Path
-from megarl.run.launch.supervise.process import Child
+from megarl.run.process.process import Child
 waits = (
     "import os, signal, threading; from megarl.core.parent import end_after_parent; signal.signal(15, signal.SIG_IGN); "
     "end_after_parent(0.2); "
@@ -384,7 +384,7 @@ def test_run_directory_that_cannot_be_made(tmp_path: Path, place: str) -> None:
 def test_run_directory_in_use(tmp_path: Path) -> None:
     """By another process, as it is in life: a lock of one's own process would prove less."""
     hold = (
-        "import sys\nfrom pathlib import Path\nfrom megarl.run.launch.run_dir.owner import own_run_dir\n"
+        "import sys\nfrom pathlib import Path\nfrom megarl.run.run_dir.owner import own_run_dir\n"
         f"with own_run_dir(Path({str(tmp_path)!r})):\n    print('held', flush=True)\n    sys.stdin.read()\n"
     )
     with subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
@@ -411,8 +411,8 @@ def test_a_later_process_of_the_same_number_does_not_hold_the_directory(tmp_path
 ORPHANS = """
 import os, signal, sys
 from pathlib import Path
-from megarl.run.launch.supervise.process import Child
-from megarl.run.launch.run_dir.owner import own_run_dir
+from megarl.run.process.process import Child
+from megarl.run.run_dir.owner import own_run_dir
 deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
 with own_run_dir(Path(sys.argv[1])) as lock:
     child = Child("trainer rank 0", [sys.executable, "-c", deaf], {}, Path(sys.argv[1], "trainer_0.log"), keep=[lock])
@@ -454,7 +454,7 @@ def test_a_start_ends_what_a_killed_supervisor_and_its_guard_left(
 BESIDE_ORPHANS = """
 import os, sys, time
 from pathlib import Path
-from megarl.run.launch.run_dir import owner as run_dir
+from megarl.run.run_dir import owner as run_dir
 run_dir.ORPHANS_S = 0.3
 started = os.fork()
 if not started:

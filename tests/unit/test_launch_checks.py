@@ -20,10 +20,10 @@ from megarl.core.config.schema import ParallelConfig
 from megarl.core.errors import ArchitectureError, CheckpointError, ConfigError
 from megarl.core.jobs import JOBS
 from megarl.learn import algorithms
-from megarl.run.launch.checks import job as checks
-from megarl.run.launch.checks import settings as setting_checks
-from megarl.run.launch.checks.model import check_router
-from megarl.run.launch.run_dir.prepare import MODEL_RECIPE
+from megarl.run.checks import job as checks
+from megarl.run.checks import settings as setting_checks
+from megarl.run.checks.model import check_router
+from megarl.run.run_dir.prepare import MODEL_RECIPE
 from megarl.weights.checkpoint.convert.convert import Settings, convert_hf_to_megatron, convert_megatron_to_hf
 from megarl.weights.checkpoint.formats.hf import read_hf_config
 from tests.parallel.families import save

@@ -12,7 +12,7 @@ import pytest
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task
 from megarl.explore.tasksets import read_rows, write_rows
-from megarl.run.launch.checks import job as checks
+from megarl.run.checks import job as checks
 from tests.unit.small_job import config_of, refused
 
 

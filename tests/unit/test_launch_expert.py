@@ -11,7 +11,7 @@ import pytest
 from megarl.core.config import Config
 from megarl.core.errors import ConfigError, DataError
 from megarl.explore.tasksets import read_rows, write_rows
-from megarl.run.launch.checks import job as checks
+from megarl.run.checks import job as checks
 from tests.unit.small_job import config_of, refused
 
 ALGORITHM = """

@@ -17,9 +17,9 @@ from megarl.core.config.algorithms import PreferenceConfig
 from megarl.core.config.schema import ParallelConfig
 from megarl.core.errors import ConfigError, JobError
 from megarl.learn.parallel.grid import check_parallel, check_roles, role_grids
-from megarl.run.launch.nodes.fit import fit, planned, reductions
-from megarl.run.launch.nodes.placement import NodeInfo, place
-from megarl.run.launch.run_dir.changes import Change
+from megarl.run.nodes.fit import fit, planned, reductions
+from megarl.run.nodes.placement import NodeInfo, place
+from megarl.run.run_dir.changes import Change
 from tests.unit.small_job import config_of
 
 

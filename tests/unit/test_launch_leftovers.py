@@ -18,14 +18,14 @@ import pytest
 
 from megarl.core.errors import JobError
 from megarl.core.machine import group_members
-from megarl.explore.rollout.leftovers import own_folder, remove_stale_folders
-from megarl.run.launch import postgres
-from megarl.run.launch.nodes import ports
-from megarl.run.launch.nodes.node import LocalNode, Spec, stop
-from megarl.run.launch.run_dir.owner import own_run_dir
-from megarl.run.launch.supervise import reaper as reapers
-from megarl.run.launch.supervise.process import Child
-from megarl.run.launch.supervise.reaper import Reaper, end
+from megarl.engine.client.leftovers import own_folder, remove_stale_folders
+from megarl.run import postgres
+from megarl.run.nodes.node import LocalNode, Spec, stop
+from megarl.run.process import ports
+from megarl.run.process import reaper as reapers
+from megarl.run.process.process import Child
+from megarl.run.process.reaper import Reaper, end
+from megarl.run.run_dir.owner import own_run_dir
 from tests.unit.test_launch import child, read_or_empty
 
 
@@ -72,8 +72,8 @@ def test_guard_kills_what_does_not_end(tmp_path: Path) -> None:
 SUPERVISOR = """
 import logging, sys, time
 from pathlib import Path
-from megarl.run.launch.supervise.reaper import Reaper
-from megarl.run.launch.nodes.node import LocalNode, Spec
+from megarl.run.process.reaper import Reaper
+from megarl.run.nodes.node import LocalNode, Spec
 logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stdout)
 code = (
     "import os, signal, time; signal.signal(15, signal.SIG_IGN); open(os.environ['TMPDIR'] + '/left', 'w'); "
@@ -172,7 +172,7 @@ def test_the_folders_of_a_killed_start_are_removed_by_the_next(tmp_path: Path, m
     shared = Path(tempfile.mkdtemp())
     monkeypatch.setattr(tempfile, "tempdir", str(shared))
     code = (
-        "import sys; from pathlib import Path; from megarl.explore.rollout.leftovers import own_folder\n"
+        "import sys; from pathlib import Path; from megarl.engine.client.leftovers import own_folder\n"
         "for run in sys.argv[1:]: print(own_folder(Path(run))[0])"
     )
     runs = [str(tmp_path / "run")] * 2 + [str(tmp_path / "other")]
@@ -208,8 +208,8 @@ def test_the_shared_memory_of_a_killed_engine_is_removed(
     code = f"""
 import sys
 from pathlib import Path
-from megarl.run.launch.nodes.node import LocalNode, Spec
-from megarl.run.launch.supervise.reaper import Reaper
+from megarl.run.nodes.node import LocalNode, Spec
+from megarl.run.process.reaper import Reaper
 maps = "import mmap, time\\nheld = [open(path, 'w+b') for path in {[str(own), str(other)]!r}]\\n"
 maps += "for file in held: file.truncate(4096)\\nmaps = [mmap.mmap(file.fileno(), 4096) for file in held]\\n"
 node = LocalNode(Reaper(), run_dir=Path({str(tmp_path)!r}))

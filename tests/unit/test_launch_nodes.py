@@ -24,17 +24,17 @@ from megarl.core.config import Config
 from megarl.core.errors import ConfigError, FencedError, JobError
 from megarl.explore.store import VARIABLE
 from megarl.run.launch.job import _healthy
-from megarl.run.launch.nodes import agent, devices, health, remote
-from megarl.run.launch.nodes.allocation import Allocation, find
-from megarl.run.launch.nodes.channel import Channel, ChannelClosed, greet
-from megarl.run.launch.nodes.node import LocalNode, Spec, Started
-from megarl.run.launch.nodes.placement import NodeInfo, place, table
-from megarl.run.launch.nodes.remote import Gathering, RemoteNode, RemoteProcess
-from megarl.run.launch.postgres import _url
-from megarl.run.launch.run_dir.owner import next_attempt
-from megarl.run.launch.supervise.interrupt import StopRequest
-from megarl.run.launch.supervise.reaper import Reaper
-from megarl.run.launch.supervise.supervisor import watch
+from megarl.run.nodes import agent, devices, health, remote
+from megarl.run.nodes.allocation import Allocation, find
+from megarl.run.nodes.channel import Channel, ChannelClosed, greet
+from megarl.run.nodes.node import LocalNode, Spec, Started
+from megarl.run.nodes.placement import NodeInfo, place, table
+from megarl.run.nodes.remote import Gathering, RemoteNode, RemoteProcess
+from megarl.run.postgres import _url
+from megarl.run.process.interrupt import StopRequest
+from megarl.run.process.reaper import Reaper
+from megarl.run.run_dir.owner import next_attempt
+from megarl.run.supervise.supervisor import watch
 from megarl.weights.checkpoint.training.manifest import current_attempt
 from tests.unit.small_job import config_of
 
@@ -323,9 +323,9 @@ def two_nodes(tmp_path: Path) -> Iterator[tuple[Any, LocalNode, Path]]:
     config = config_of(tmp_path)
     allocation = Allocation(0, 2, "127.0.0.1", port, "n0")
     code = (
-        "import sys\nfrom pathlib import Path\nfrom dataclasses import replace\nfrom megarl.run.launch.nodes import "
+        "import sys\nfrom pathlib import Path\nfrom dataclasses import replace\nfrom megarl.run.nodes import "
         "agent\n"
-        "from megarl.run.launch.nodes.allocation import Allocation\nfrom tests.unit.small_job import config_of\n"
+        "from megarl.run.nodes.allocation import Allocation\nfrom tests.unit.small_job import config_of\n"
         f"sys.exit(agent.serve(Allocation(1, 2, '127.0.0.1', {port}, 'n1'), config_of(Path({str(tmp_path)!r}), "
         f"'cluster.stall_s=2'), {KEY!r}))"
     )

@@ -15,7 +15,7 @@ from megarl.core.config import Config
 from megarl.core.errors import CheckpointError, ConfigError, DataError
 from megarl.core.schema import Preference, Task
 from megarl.explore.tasksets import ChatTokenizer, encode_preferences, read_preferences, read_rows
-from megarl.run.launch.checks import job as checks
+from megarl.run.checks import job as checks
 from tests.unit.small_job import config_of, refused
 
 KINDS = ("sft", "dpo", "reward_model")

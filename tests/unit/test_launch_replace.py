@@ -14,13 +14,13 @@ import pytest
 
 from megarl.core.errors import JobError
 from megarl.core.machine import group_members
-from megarl.run.launch.nodes import ports
-from megarl.run.launch.nodes.node import LocalNode, Spec, Started
-from megarl.run.launch.supervise import replace
-from megarl.run.launch.supervise.interrupt import StopRequest
-from megarl.run.launch.supervise.process import Child
-from megarl.run.launch.supervise.reaper import Reaper
-from megarl.run.launch.supervise.supervisor import watch
+from megarl.run.nodes.node import LocalNode, Spec, Started
+from megarl.run.process import ports
+from megarl.run.process.interrupt import StopRequest
+from megarl.run.process.process import Child
+from megarl.run.process.reaper import Reaper
+from megarl.run.supervise import replace
+from megarl.run.supervise.supervisor import watch
 from tests.unit.small_job import config_of
 from tests.unit.test_launch_nodes import two_nodes
 

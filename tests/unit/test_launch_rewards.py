@@ -15,7 +15,7 @@ import pytest
 from megarl.core.errors import ConfigError, DataError
 from megarl.explore.sandbox import client, host, proven
 from megarl.explore.tasksets import read_rows
-from megarl.run.launch.checks import job as checks
+from megarl.run.checks import job as checks
 from tests.unit.small_job import config_of, refused
 from tests.unit.test_launch_data import rewritten
 

@@ -21,11 +21,11 @@ from megarl.learn.batching import Sequences, micro_batches
 from megarl.learn.batching.packing import MicroBatching
 from megarl.learn.training import objectives
 from megarl.learn.training.objectives import LossTokens
-from megarl.run.loop.batch import StepBatch, filter_overlong, make_batch
-from megarl.run.loop.context import RunContext
-from megarl.run.loop.learner import Learner, kl_coef, step_input
-from megarl.run.loop.reporter import Reporter
-from megarl.run.loop.state import TrainState
+from megarl.train.rank.context import RunContext
+from megarl.train.rank.reporter import Reporter
+from megarl.train.rank.state import TrainState
+from megarl.train.update.batch import StepBatch, filter_overlong, make_batch
+from megarl.train.update.learner import Learner, kl_coef, step_input
 from tests.trajectories import one_turn
 
 

@@ -23,7 +23,7 @@ GROUPS = (
     "reward_model",
     "rewards",
 )
-WRITERS = ("learn/algorithms", "explore/experience", "run/loop", "run/sync", "learn/training", "core/metrics.py")
+WRITERS = ("learn/algorithms", "explore/experience", "explore/explorer", "train", "learn/training", "core/metrics.py")
 SPREAD = {"critic/advantages", "critic/returns", "critic/score", "critic/values", "reward_model/score"}
 """First halves of names, to which /mean, /max and /min are added."""
 

@@ -12,9 +12,9 @@ from megarl.cli import main
 from megarl.core.config import compose
 from megarl.core.errors import ConfigError, DataError
 from megarl.explore.tasksets import read_preferences, read_rows
-from megarl.run.launch.checks.job import check
-from megarl.run.launch.run_dir.prepare import prepare_data
+from megarl.run.checks.job import check
 from megarl.run.launch.sweep import combinations
+from megarl.run.run_dir.prepare import prepare_data
 from tests.unit.small_job import SMALL, config_of, refused
 
 DOCS = (Path(__file__).resolve().parents[2] / "docs" / "own_experiments.md").read_text()

@@ -9,7 +9,7 @@ from megarl.learn.algorithms.terms import kl, parts
 from megarl.learn.algorithms.terms.token_rewards import VARIANCE_EPSILON, whitened
 from megarl.learn.algorithms.terms.value import explained_variance
 from megarl.learn.batching import Sequences
-from megarl.run.loop.batch import mismatch
+from megarl.train.update.batch import mismatch
 
 LENGTHS = torch.tensor([300_001, 7, 1, 250_000, 40_003])
 """Several parts, none of which ends with a sequence."""

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from megarl.core.errors import JobError
-from megarl.run.launch import postgres
-from megarl.run.launch.postgres import Identity, Server
+from megarl.run import postgres
+from megarl.run.postgres import Identity, Server
 
 PROGRAM = """#!/bin/sh
 seen={seen}/$(basename $0)

@@ -21,9 +21,9 @@ from megarl.core.schema import Task, WeightsVersion
 from megarl.explore.store import Store
 from megarl.explore.tasksets import read_rows, write_rows
 from megarl.run.launch import job
-from megarl.run.launch.run_dir.changes import FREE, changes, is_in, listed
-from megarl.run.launch.run_dir.prepare import prepare_data, prepare_model
-from megarl.run.launch.run_dir.resume import check_settings_of_run, is_finished
+from megarl.run.run_dir.changes import FREE, changes, is_in, listed
+from megarl.run.run_dir.prepare import prepare_data, prepare_model
+from megarl.run.run_dir.resume import check_settings_of_run, is_finished
 from megarl.weights.checkpoint.training.manifest import LATEST, fingerprints, write_manifest
 from tests.unit.small_job import config_of
 

@@ -12,8 +12,8 @@ import torch
 from megarl.core.errors import CheckpointError, ConfigError, JobError
 from megarl.explore.store import Store
 from megarl.run.launch import job
-from megarl.run.launch.run_dir.resume import check_store_of_run, set_aside_damaged
-from megarl.run.launch.run_dir.store_repair import rebuild_damaged_store
+from megarl.run.run_dir.resume import check_store_of_run, set_aside_damaged
+from megarl.run.run_dir.store_repair import rebuild_damaged_store
 from megarl.weights.checkpoint.training.manifest import (
     LATEST,
     current_attempt,

@@ -14,8 +14,8 @@ from megarl.explore.rewards import RewardPool, Verdict
 from megarl.explore.rewards.pool import output
 from megarl.explore.rewards.pool.tally import EVENT, EVERY_S, LONG_S, Tally
 from megarl.explore.store import Store
-from megarl.run.loop import waiting
-from megarl.run.loop.waiting import EventLines
+from megarl.train.loop import waiting
+from megarl.train.loop.waiting import EventLines
 from tests.unit.test_rewards import TASK
 
 

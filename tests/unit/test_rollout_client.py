@@ -14,8 +14,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from megarl.core.errors import EngineError, RequestRefused
-from megarl.explore.rollout.client import EngineClient, Prompt, Sampling
-from megarl.explore.rollout.frames import Completion, Failure, Record, StreamHeartbeat, VersionSpan, encode, unpack_ids
+from megarl.engine.client.client import EngineClient, Prompt, Sampling
+from megarl.engine.client.frames import Completion, Failure, Record, StreamHeartbeat, VersionSpan, encode, unpack_ids
 
 PROMPTS = [Prompt([1, 2], n=2, seed=5), Prompt([3], greedy=True)]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -11,9 +11,9 @@ import pytest
 from megarl.core.config.schema import ModelConfig, RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.machine import group_members
-from megarl.explore.rollout.addresses import JobAddresses
-from megarl.explore.rollout.engine import last_lines
-from megarl.run.launch.supervise.engine_process import engine_process
+from megarl.engine.client.addresses import JobAddresses
+from megarl.engine.client.names import last_lines
+from megarl.run.supervise.engine_process import engine_process
 
 
 def option(argv: list[str], name: str) -> str:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from megarl.core.errors import EngineError, PromptRefused, RequestRefused
 from megarl.core.schema import GREEDY
-from megarl.explore.rollout.client import Prompt, Sampling
-from megarl.explore.rollout.frames import Completion
-from megarl.explore.rollout.gather import Gatherer, SampleRequest
+from megarl.engine.client.client import Prompt, Sampling
+from megarl.engine.client.frames import Completion
+from megarl.engine.client.gather import Gatherer, SampleRequest
 
 PROMPT = np.array([1, 2, 3], dtype=np.int32)
 

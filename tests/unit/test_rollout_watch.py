@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from megarl.core.errors import EngineError
-from megarl.explore.rollout.control import EngineControl
-from megarl.explore.rollout.watch import EngineWatch
-from megarl.run.launch.supervise import probe as probes
-from megarl.run.launch.supervise.probe import Probe
+from megarl.engine.client.control import EngineControl
+from megarl.engine.client.watch import EngineWatch
+from megarl.run.process import probe as probes
+from megarl.run.process.probe import Probe
 
 STATE: dict[str, Any] = {"version": "1.4", "paused": False, "refusing": None, "process": "a"}
 

@@ -24,16 +24,18 @@ from megarl.core.config.schema import Config, TrainerConfig
 from megarl.core.config.taskset import TasksetConfig
 from megarl.core.errors import DataError, JobError
 from megarl.core.schema import GREEDY, Reward, Task, Trajectory, WeightsVersion
-from megarl.explore.rollout.watch import EngineWatch
+from megarl.engine.client.watch import EngineWatch
+from megarl.explore.order import draws as data
 from megarl.explore.store import Claim, Store
 from megarl.explore.tasksets import ChatTokenizer, write_rows
 from megarl.learn import algorithms
-from megarl.run.loop import data, rollouts, waiting
-from megarl.run.loop.context import RunContext
-from megarl.run.loop.reading import NodeReader, RolloutReader
-from megarl.run.loop.reporter import Reporter
-from megarl.run.loop.state import TrainState
-from megarl.run.loop.waiting import RolloutWaiter
+from megarl.train.loop import waiting
+from megarl.train.loop.waiting import RolloutWaiter
+from megarl.train.rank.context import RunContext
+from megarl.train.rank.reporter import Reporter
+from megarl.train.rank.state import TrainState
+from megarl.train.rollout import rollouts
+from megarl.train.rollout.reading import NodeReader, RolloutReader
 from tests.trajectories import one_turn
 
 

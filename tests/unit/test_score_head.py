@@ -277,7 +277,8 @@ def test_a_score_model_keeps_its_reading(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pad", [None, 0, END])
 def test_training_and_scoring_read_the_same_token(pad: int | None) -> None:
     """A reward model's batch, and the scores that a run takes from it."""
-    from megarl.run.loop import learner, offline
+    from megarl.train.loop import offline
+    from megarl.train.update import learner
 
     config = classifier_config(pad_token_id=pad)
     rows = offline.Rows(tuple(((np.array(ids[:1]), np.array(ids[1:])),) for ids in ANSWERS), (0.0,) * 3)

@@ -15,14 +15,13 @@ import pytest
 
 from megarl.core import heartbeat
 from megarl.core.errors import JobError
-from megarl.explore.rollout.control import EngineControl
-from megarl.run.launch.nodes import ports
-from megarl.run.launch.nodes.node import LocalNode, Spec, Started
-from megarl.run.launch.supervise import stacks
-from megarl.run.launch.supervise.process import Child
-from megarl.run.launch.supervise.reaper import Reaper
-from megarl.run.launch.supervise.stacks import Account, ProcessSnapshot
-from megarl.run.launch.supervise.watchdog import Watchdog
+from megarl.engine.client.control import EngineControl
+from megarl.run.nodes.node import LocalNode, Spec, Started
+from megarl.run.process import ports, stacks
+from megarl.run.process.process import Child
+from megarl.run.process.reaper import Reaper
+from megarl.run.process.stacks import Account, ProcessSnapshot
+from megarl.run.supervise.watchdog import Watchdog
 from tests.unit.small_job import config_of
 
 MARKING = (

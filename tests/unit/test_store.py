@@ -28,7 +28,7 @@ from megarl.core.schema import GREEDY, GroupStats, Reward, Trajectory, Turn, Wei
 from megarl.explore.store import OWN_SERVER, EndedGroup, Store, Used, buffer, check_url, database, journal
 from megarl.explore.store.codec import trajectory_from_row, trajectory_to_row
 from megarl.explore.store.database import shown
-from megarl.run.launch.postgres import without_password
+from megarl.run.postgres import without_password
 from tests.stores import VERSION, WRITES, finish, make_task, make_trajectory, request, rows
 from tests.trajectories import one_turn
 

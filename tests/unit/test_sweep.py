@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from megarl.cli import main
 from megarl.core.config import Config, compose
 from megarl.core.errors import ConfigError, JobError
+from megarl.run.checks import job as checks
 from megarl.run.launch import job
-from megarl.run.launch.checks import job as checks
-from megarl.run.launch.run_dir import resume
 from megarl.run.launch.sweep import _expanded, _slug, combinations
+from megarl.run.run_dir import resume
 from tests.unit.small_job import SMALL
 
 SWEEP = ["run.name=s", "trainer.seed=1,2"]

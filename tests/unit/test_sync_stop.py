@@ -9,11 +9,11 @@ import pytest
 
 from megarl.core.config.schema import Config, ModelConfig, ParallelConfig, RolloutConfig
 from megarl.core.errors import EngineError, WeightSyncError
-from megarl.explore.rollout.addresses import JobAddresses
-from megarl.explore.rollout.control import EngineControl
+from megarl.engine.client.addresses import JobAddresses
+from megarl.engine.client.control import EngineControl
 from megarl.learn.parallel.grid import megatron_grid
-from megarl.run.launch.nodes import ports
-from megarl.run.sync.publish import WeightPublisher
+from megarl.run.process import ports
+from megarl.train.sync.publish import WeightPublisher
 from megarl.weights.reshard.layouts import megatron_layout
 from tests.unit.reshard_cases import qwen3_config
 

@@ -16,11 +16,11 @@ from megarl.core.config.schema import Config, TrainerConfig
 from megarl.core.config.taskset import SourceConfig, TasksetConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Reward
+from megarl.explore.order import draws as data
+from megarl.explore.order.choice import TaskChoice
+from megarl.explore.order.orders import Draw, curriculum, in_file_order, prioritized, shuffled
+from megarl.explore.order.shares import Shares, whole_parts
 from megarl.explore.store import Store, Used
-from megarl.run.loop import data
-from megarl.run.loop.choice import TaskChoice
-from megarl.run.loop.order import Draw, curriculum, in_file_order, prioritized, shuffled
-from megarl.run.loop.shares import Shares, whole_parts
 from tests.stores import VERSION, make_task, make_trajectory
 
 parts = st.lists(st.integers(1, 9), min_size=1, max_size=5)

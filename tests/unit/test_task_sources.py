@@ -21,8 +21,8 @@ from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task
 from megarl.explore.store import Store
 from megarl.explore.tasksets import difficulty_of, place_of_row, processed, read_rows, read_tasks, write_rows
-from megarl.run.launch.checks import filters
-from megarl.run.launch.checks import job as checks
+from megarl.run.checks import filters
+from megarl.run.checks import job as checks
 from megarl.run.launch.job import _fill_store
 from tests.unit.small_job import config_of, refused
 from tests.unit.small_rows import write

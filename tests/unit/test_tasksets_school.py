@@ -19,7 +19,7 @@ from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Preference, Task
 from megarl.explore.rewards import compute_score
 from megarl.explore.tasksets import generate, read_preferences, read_recipe, read_rows
-from megarl.run.launch.run_dir.prepare import prepare_data
+from megarl.run.run_dir.prepare import prepare_data
 
 PRESETS = sorted(path.stem for path in (config_dir() / "taskset").glob("*.yaml"))
 SIZES = {"train": 300, "eval": 100, "warm_start": 300}

@@ -17,8 +17,8 @@ import pytest
 from megarl.core.config import compose
 from megarl.core.errors import ConfigError
 from megarl.core.metrics import MetricWriter
-from megarl.run import tracking
-from megarl.run.tracking import RunInfo, ThreadedTracker, check_trackers, open_trackers
+from megarl.train import tracking
+from megarl.train.tracking import RunInfo, ThreadedTracker, check_trackers, open_trackers
 
 STEPS = [
     (0, {"val/eval-before": 0.25}),

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from megarl.core.config.schema import UpdateFilterConfig
 from megarl.core.errors import JobError
-from megarl.run.loop.data import data_seed, tasks_of_step
-from megarl.run.loop.state import TrainState
-from megarl.run.loop.updates import RollBack, UpdateFilter
+from megarl.explore.order.draws import data_seed, tasks_of_step
+from megarl.train.rank.state import TrainState
+from megarl.train.update.updates import RollBack, UpdateFilter
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +136,7 @@ def test_a_rollback_gives_other_tasks_and_none_gives_those_of_ever() -> None:
     ids = [str(i) for i in range(40)]
 
     def asked(count: int, seed: int = 5) -> list[str]:
-        return tasks_of_step(ids, 3, 8, data_seed(seed, TrainState("rl", 3, rollbacks=count)))
+        return tasks_of_step(ids, 3, 8, data_seed(seed, count))
 
     assert asked(0) == tasks_of_step(ids, 3, 8, 5) == ["31", "3", "32", "8", "33", "13", "21", "1"]
     assert len({tuple(asked(count, seed)) for count in range(4) for seed in (5, 6)}) == 8

@@ -41,15 +41,15 @@ LIMITED = {
         ],
         "rollout.agent_timeout_s",
     ),
-    "run/loop/explorer.Explorer._finish: self._writer.put": "store.outage_s",
+    "explore/explorer/explorer.Explorer._finish: self._writer.put": "store.outage_s",
     "explore/sandbox/box.is_over: link.recv": "no wait: not blocking",
-    "run/launch/supervise/forkserver.Forked.poll: os.waitpid": "no wait: WNOHANG",
-    "run/launch/supervise/forkserver.ForkServer.fork: self._requests.recv": "forkserver.START_S, set for the socket",
-    "run/launch/supervise/forkserver.serve: os.waitpid": "a process that only forks another",
+    "run/process/forkserver.Forked.poll: os.waitpid": "no wait: WNOHANG",
+    "run/process/forkserver.ForkServer.fork: self._requests.recv": "forkserver.START_S, set for the socket",
+    "run/process/forkserver.serve: os.waitpid": "a process that only forks another",
     "explore/environments/episode.Episode.step: self._made.result": "no wait: the environment was made",
     "explore/environments/episode._close: made.result": "no wait: the environment was made",
-    "run/loop/__main__.leave: logging.shutdown": "no wait: flushes the handlers",
-    "run/loop/workflow_run._run: work.result": "no wait: the workflow has ended",
+    "run/start.leave: logging.shutdown": "no wait: flushes the handlers",
+    "explore/explorer/workflow_run._run: work.result": "no wait: the workflow has ended",
     "weights/checkpoint/training/manifest._digested: with ThreadPoolExecutor": "looks at the stop request after "
     "every 4 MiB",
     "weights/checkpoint/convert/pool.each: future.result": "`megarl convert`, a command of a person: it has "
@@ -64,17 +64,16 @@ LIMITED = {
     "weights/checkpoint/training/writer.Writer.answer: self._pipe.recv": "a result is there, or the writer has died",
     "weights/checkpoint/training/writer._serve: pipe.recv": "the writer's life; it dies with its trainer rank "
     "(die_with)",
-    "run/launch/supervise/reaper.Reaper._keep: self._process.wait": "a daemon thread that waits for the guard's end",
-    "run/launch/nodes/node.on_every_node: with ThreadPoolExecutor": "each node stops in its grace and node.GONE_S, "
+    "run/process/reaper.Reaper._keep: self._process.wait": "a daemon thread that waits for the guard's end",
+    "run/nodes/node.on_every_node: with ThreadPoolExecutor": "each node stops in its grace and node.GONE_S, "
     "or is lost (cluster.heartbeat_s)",
-    "run/launch/nodes/remote.Gathering._let_in: self._door.accept": "a daemon thread; leaving the gathering shuts its "
-    "socket",
-    "run/launch/run_dir/owner.next_attempt: fcntl.flock": "another head that counts: it reads and writes one line",
-    "run/loop/ranks.Ranks.wait_for_all: dist.barrier": "a collective: groups.collective_timeout_s",
+    "run/nodes/remote.Gathering._let_in: self._door.accept": "a daemon thread; leaving the gathering shuts its socket",
+    "run/run_dir/owner.next_attempt: fcntl.flock": "another head that counts: it reads and writes one line",
+    "train/rank/ranks.Ranks.wait_for_all: dist.barrier": "a collective: groups.collective_timeout_s",
     "ops/linear._InForward.forward: gradients.result": "no wait: a sum of gradients",
     "ops/linear._Recompute.backward: gradients.result": "no wait: a sum of gradients",
-    "weights/reshard/execute._Incoming._message: arrival.wait": "run/sync.timeout_s: the timeout of the link",
-    "weights/reshard/execute._Outgoing._wait: work.wait": "run/sync.timeout_s: the timeout of the link",
+    "weights/reshard/execute._Incoming._message: arrival.wait": "sync.timeout_s: the timeout of the link",
+    "weights/reshard/execute._Outgoing._wait: work.wait": "sync.timeout_s: the timeout of the link",
     "weights/reshard/transport.Received.wait: self.work.wait": "sync.timeout_s, or groups.collective_timeout_s of "
     "the default "
     "group",
@@ -88,8 +87,8 @@ LIMITED = {
     "explore/rewards/pool/process.RemoteWorker._greeting: reader.readline": "asyncio.timeout, process.CONNECT_S",
     "explore/rewards/pool/process.Worker._exchange: self._reader.readline": "asyncio.wait_for, the verifier's timeout",
     "explore/rewards/pool/worker.serve: requests.readline": "the worker's life; it dies with its parent (die_with)",
-    "explore/rollout/endpoint._stream: frames.get": "asyncio.timeout, the time between two heartbeats",
-    "explore/rollout/watch.EngineWatch.__exit__: self._thread.join": "one answer of an engine: watch.ANSWER_S",
+    "engine/server/endpoint._stream: frames.get": "asyncio.timeout, the time between two heartbeats",
+    "engine/client/watch.EngineWatch.__exit__: self._thread.join": "one answer of an engine: watch.ANSWER_S",
     "explore/sandbox/box.Box.receive: self.wait": "box.START_S",
     "explore/sandbox/box.Box.send_test: self.wait": "box.START_S",
     "explore/sandbox/box.Box.wait: self._link.recv": "the timeout of its socket, box.START_S",
@@ -98,18 +97,18 @@ LIMITED = {
     "explore/sandbox/local.LocalSandbox.check: answers.wait": "box.START_S",
     "explore/sandbox/selftest._receive: link.recv": "the timeout of its socket, selftest.GONE_S",
     "explore/store/waiting._marking: with ThreadPoolExecutor": "connect_timeout of libpq",
-    "run/sync/fleet.EngineFleet.calling: with ThreadPoolExecutor": "one request to each engine: sync.timeout_s, or "
+    "train/sync/fleet.EngineFleet.calling: with ThreadPoolExecutor": "one request to each engine: sync.timeout_s, or "
     "rollout.start_timeout_s while they start",
-    "run/sync/fleet.results: future.result": "one request to each engine: sync.timeout_s",
-    "run/sync/link.Link.irecv: self._open().recv": "does not wait: it begins to receive",
-    "run/sync/receiver.Receiver.init_transfer_engine: self.shutdown": "no wait: closes the link",
-    "run/sync/receiver.Receiver.receive_weights: self.shutdown": "no wait: closes the link",
-    "run/sync/shared.SharedMemoryReceiver.finish: work.wait": "run/sync.timeout_s: the timeout of the link",
-    "run/sync/shared._Borrowed.wait: self.notice.wait": "run/sync.timeout_s: the timeout of the link",
-    "run/sync/shared._Lent.wait: self.link.irecv(1, self.rank, lambda: torch.empty(1, dtype=torch.uint8, "
-    "device='cpu')).wait": "run/sync.timeout_s: the timeout of the link",
-    "run/sync/shared._Lent.wait: self.notice.wait": "run/sync.timeout_s: the timeout of the link",
-    "run/tracking.ThreadedTracker._serve: self._records.get": "a daemon thread",
+    "train/sync/fleet.results: future.result": "one request to each engine: sync.timeout_s",
+    "engine/sync/link.Link.irecv: self._open().recv": "does not wait: it begins to receive",
+    "engine/sync/receiver.Receiver.init_transfer_engine: self.shutdown": "no wait: closes the link",
+    "engine/sync/receiver.Receiver.receive_weights: self.shutdown": "no wait: closes the link",
+    "engine/sync/shared.SharedMemoryReceiver.finish: work.wait": "sync.timeout_s: the timeout of the link",
+    "engine/sync/shared._Borrowed.wait: self.notice.wait": "sync.timeout_s: the timeout of the link",
+    "engine/sync/shared._Lent.wait: self.link.irecv(1, self.rank, lambda: torch.empty(1, dtype=torch.uint8, "
+    "device='cpu')).wait": "sync.timeout_s: the timeout of the link",
+    "engine/sync/shared._Lent.wait: self.notice.wait": "sync.timeout_s: the timeout of the link",
+    "train/tracking.ThreadedTracker._serve: self._records.get": "a daemon thread",
 }
 """Where, and what limits it."""
 

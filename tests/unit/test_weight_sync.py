@@ -10,8 +10,8 @@ import torch
 
 from megarl.core.errors import WeightsDiffer, WeightSyncError
 from megarl.core.schema import WeightsVersion
-from megarl.run.loop.context import RunContext
-from megarl.run.loop.weights import Stopped, WeightSync
+from megarl.train.rank.context import RunContext
+from megarl.train.sync.weights import Stopped, WeightSync
 
 
 class Syncs:

@@ -16,19 +16,19 @@ import pytest
 from megarl.core.config.rewards import RewardConfig
 from megarl.core.errors import PromptRefused
 from megarl.core.schema import End, Reward, Task, Trajectory, WeightsVersion
+from megarl.engine.client.frames import Completion
+from megarl.engine.client.gather import SampleRequest
 from megarl.explore.experience import verify
+from megarl.explore.explorer import workflow_run
+from megarl.explore.explorer.explorer import run_through
+from megarl.explore.explorer.recorder import RenderedPrompt
+from megarl.explore.explorer.rollout_clock import RolloutClock
+from megarl.explore.explorer.trajectories import ClaimedGroup, TrajectoryRunner
 from megarl.explore.rewards import Verdict
-from megarl.explore.rollout.frames import Completion
-from megarl.explore.rollout.gather import SampleRequest
 from megarl.explore.store import Claim
 from megarl.explore.store.codec import trajectory_from_row, trajectory_to_row
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.workflows.single_turn import single_turn
-from megarl.run.loop import workflow_run
-from megarl.run.loop.explorer import run_through
-from megarl.run.loop.recorder import RenderedPrompt
-from megarl.run.loop.rollout_clock import RolloutClock
-from megarl.run.loop.trajectories import ClaimedGroup, TrajectoryRunner
 from tests.chat_battery import checkpoint
 
 Play = Callable[[Task, Any], Awaitable[None]]

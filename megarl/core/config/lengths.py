@@ -7,8 +7,8 @@ from megarl.core.config.schema import RolloutConfig
 
 def prompt_tokens(rollout: RolloutConfig) -> int:
     """Most tokens of a prompt: as set, or as the rows had them when the job was checked
-    (``run/launch/run_dir/prepare.py``)."""
-    assert rollout.max_prompt_tokens is not None, "filled in before launch, see run/launch/run_dir/prepare.py"
+    (``run/run_dir/prepare.py``)."""
+    assert rollout.max_prompt_tokens is not None, "filled in before launch, see run/run_dir/prepare.py"
     return rollout.max_prompt_tokens
 
 

@@ -1,6 +1,6 @@
 """Check the values of composed settings against the bounds in their types, and texts against a few rules.
 
-Rules that need a model, a grid or a machine are not here: ``run/launch/checks/job.py`` calls the checks of those.
+Rules that need a model, a grid or a machine are not here: ``run/checks/job.py`` calls the checks of those.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A URL is either the database's own, or names where that is found, so that no password is ever written down:
 ``env://NAME`` is in the environment variable NAME; ``job://postgres`` is a server of the job's own
-(``run/launch/postgres.py``), whose URL the supervisor puts into ``MEGARL_STORE_URL``.
+(``run/postgres.py``), whose URL the supervisor puts into ``MEGARL_STORE_URL``.
 """
 
 from __future__ import annotations

@@ -282,7 +282,7 @@ class TrainedModel(FrozenModel):
             return self.optimizer.gradient_norm()
 
     def step(self, lr: float) -> float:
-        """Make one optimizer step on the gradients in the buffers, whatever they are (``run/loop/updates.py`` has
+        """Make one optimizer step on the gradients in the buffers, whatever they are (``train/update/updates.py`` has
         checked them); return their norm."""
         from megarl.learn.models.router import move_biases
 

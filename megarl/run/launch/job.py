@@ -16,29 +16,29 @@ import psutil
 from megarl.core.config import Config
 from megarl.core.errors import DiskFullError, FencedError, JobError, NonRetryableError
 from megarl.core.metrics import COMMAND, Timeline
-from megarl.explore.rollout.auth import KEY_VARIABLE
-from megarl.explore.rollout.leftovers import remove_stale_folders
+from megarl.engine.client.auth import KEY_VARIABLE
+from megarl.engine.client.leftovers import remove_stale_folders
 from megarl.explore.store import Store
 from megarl.explore.tasksets import source_of
-from megarl.run.launch.checks.filters import Selected
-from megarl.run.launch.checks.job import check, check_sizes
-from megarl.run.launch.nodes import agent, health
-from megarl.run.launch.nodes.allocation import Allocation, find
-from megarl.run.launch.nodes.fit import Fit, fit, reductions
-from megarl.run.launch.nodes.node import LocalNode, Node
-from megarl.run.launch.nodes.placement import NodeInfo
-from megarl.run.launch.nodes.remote import Gathering, RemoteNode
-from megarl.run.launch.postgres import Server, job_store
-from megarl.run.launch.run_dir.changes import changes_since_last_start
-from megarl.run.launch.run_dir.owner import check_fence, next_attempt, own_run_dir, run_id
-from megarl.run.launch.run_dir.prepare import with_prompt_limit
-from megarl.run.launch.run_dir.resume import check_owner_of_store, check_store_of_run, is_finished, set_aside_damaged
-from megarl.run.launch.run_dir.store_repair import rebuild_damaged_store
-from megarl.run.launch.supervise.forkserver import ForkServers
-from megarl.run.launch.supervise.interrupt import INTERRUPT, StopRequest
-from megarl.run.launch.supervise.reaper import Reaper
-from megarl.run.launch.supervise.specs import preload
-from megarl.run.launch.supervise.supervisor import start_attempt, watch
+from megarl.run.checks.filters import Selected
+from megarl.run.checks.job import check, check_sizes
+from megarl.run.nodes import agent, health
+from megarl.run.nodes.allocation import Allocation, find
+from megarl.run.nodes.fit import Fit, fit, reductions
+from megarl.run.nodes.node import LocalNode, Node
+from megarl.run.nodes.placement import NodeInfo
+from megarl.run.nodes.remote import Gathering, RemoteNode
+from megarl.run.postgres import Server, job_store
+from megarl.run.process.forkserver import ForkServers
+from megarl.run.process.interrupt import INTERRUPT, StopRequest
+from megarl.run.process.reaper import Reaper
+from megarl.run.run_dir.changes import changes_since_last_start
+from megarl.run.run_dir.owner import check_fence, next_attempt, own_run_dir, run_id
+from megarl.run.run_dir.prepare import with_prompt_limit
+from megarl.run.run_dir.resume import check_owner_of_store, check_store_of_run, is_finished, set_aside_damaged
+from megarl.run.run_dir.store_repair import rebuild_damaged_store
+from megarl.run.supervise.specs import preload
+from megarl.run.supervise.supervisor import start_attempt, watch
 from megarl.weights.checkpoint.training.disk_space import writing
 from megarl.weights.checkpoint.training.manifest import current_attempt
 from megarl.weights.checkpoint.training.state import latest, read_state

@@ -132,9 +132,9 @@ def run_sweep(overrides: Sequence[str], index: int | None, *, check_only: bool, 
             raises.
     """
     found = combinations(overrides, index, own)
-    from megarl.run.launch.checks.job import check
+    from megarl.run.checks.job import check
     from megarl.run.launch.job import run
-    from megarl.run.launch.run_dir.dry_run import no_bytecode
+    from megarl.run.run_dir.dry_run import no_bytecode
 
     if index is not None and not check_only:
         log.info("combination %d: %s, in %s", index, found[0].slug, found[0].config.run.dir)
@@ -153,7 +153,7 @@ def run_sweep(overrides: Sequence[str], index: int | None, *, check_only: bool, 
 
 def _run_all(found: Sequence[Combination]) -> int:
     from megarl.run.launch.job import run
-    from megarl.run.launch.run_dir.resume import is_finished
+    from megarl.run.run_dir.resume import is_finished
 
     results: list[str] = []
     status = 0

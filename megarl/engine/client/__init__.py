@@ -1,0 +1,1 @@
+"""Requests and controls of an engine, for explorer, trainer and supervisor; no torch."""

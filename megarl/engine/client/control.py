@@ -1,0 +1,214 @@
+"""Blocking controls of one engine server: what a trainer and a supervisor ask of it. Standard library only."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megarl.core.errors import EngineError
+from megarl.engine.client.auth import bearer
+from megarl.engine.client.names import last_lines
+
+_POLL_S = 0.1
+_REPORT_S = 5.0
+"""Seconds from a worker's timeout until its reason arrives."""
+FAILURE = "failure"
+"""Key of a worker's reply that has what went wrong there."""
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """``version`` as the engine names its weights; ``refusing`` is the reason why it refuses requests, if it does."""
+
+    version: str
+    paused: bool
+    refusing: str | None
+    process: str
+    """Another one for every start of a server."""
+
+
+@dataclass(frozen=True)
+class EngineControl:
+    """One engine server at ``url``. Every method raises EngineError with the server's own words when it is refused."""
+
+    url: str
+    key: str
+    timeout_s: float = 120.0
+    log: Path | None = None
+
+    def wait_ready(
+        self, timeout_s: float, alive: Callable[[], bool] = lambda: True, stopping: Callable[[], bool] = lambda: False
+    ) -> float:
+        """Waits until the server answers; returns the seconds.
+
+        Args:
+            alive: False once the server's process has ended.
+            stopping: True once the job is asked to stop: a server that is not there by then may never be started.
+        """
+        start = time.monotonic()
+        while not self._healthy():
+            waited = time.monotonic() - start
+            if stopping():
+                raise EngineError(f"the job is asked to stop, and the engine at {self.url} is not ready")
+            if not alive():
+                raise EngineError(
+                    self._with_log(f"the engine at {self.url} died after {waited:.0f} s, before it was ready")
+                )
+            if waited > timeout_s:
+                limit = f"rollout.start_timeout_s = {timeout_s:g}"
+                raise EngineError(
+                    self._with_log(f"the engine at {self.url} was not ready after {waited:.0f} s ({limit})")
+                )
+            time.sleep(_POLL_S)
+        try:
+            self.state()
+        except EngineError as error:
+            raise EngineError(
+                f"{error}; a server without megarl's routes was started from an environment where megarl's entry point "
+                "in vllm.endpoint_plugins is not installed: install the package again (pip install --no-deps -e .)"
+            ) from error
+        return time.monotonic() - start
+
+    def state(self, timeout_s: float | None = None) -> EngineState:
+        answer = self._call("GET", "/megarl/state", timeout_s=timeout_s)
+        try:
+            return EngineState(**answer)
+        except TypeError as error:
+            raise self._malformed("GET /megarl/state", answer) from error
+
+    def pause(self, mode: Literal["abort", "wait", "keep"] = "wait") -> None:
+        """Stops scheduling; requests that come later queue. ``wait`` lets the running ones end first."""
+        self._call("POST", f"/pause?mode={mode}")
+
+    def resume(self) -> None:
+        """Let the engine generate again."""
+        self._call("POST", "/resume")
+
+    def refuse(self, reason: str | None) -> None:
+        """Makes the engine answer generation with 503 and ``reason``; None lets it generate again."""
+        self._call("POST", "/megarl/refuse", {"reason": reason})
+
+    def init(self, info: Mapping[str, Any]) -> None:
+        """Makes every worker join the trainer's group (``megarl.engine.sync.receiver.InitInfo``)."""
+        self._call("POST", "/init_weight_transfer_engine", {"init_info": dict(info)})
+
+    def start(self) -> None:
+        """Begin a weight update."""
+        self._call("POST", "/start_weight_update")
+
+    def update(self, info: Mapping[str, Any]) -> None:
+        """Makes every worker receive; returns when all have (``megarl.engine.sync.receiver.UpdateInfo``).
+
+        A worker gives up after ``timeout_s`` by itself and reports which message did not arrive.
+        """
+        self._call("POST", "/update_weights", {"update_info": dict(info)}, self.timeout_s + _REPORT_S)
+
+    def finish(self, version: str) -> None:
+        """End a weight update under a version."""
+        self._call("POST", "/finish_weight_update", {"weight_version": version})
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets keys and values that older weights computed; fails while requests still hold some of them."""
+        answer = self._call("POST", "/reset_prefix_cache")
+        if not isinstance(answer, dict) or "success" not in answer:
+            raise self._malformed("POST /reset_prefix_cache", answer)
+        if not answer["success"]:
+            raise EngineError(f"the engine at {self.url} kept its prefix cache: requests still run; pause it first")
+
+    def workers(self, method: str, *args: Any) -> list[Any]:
+        """Calls a method of ``megarl.engine.sync.receiver.WorkerExtension`` on every worker, in rank order.
+
+        Raises:
+            EngineError: any worker's failure.
+        """
+        answer = self._call("POST", "/collective_rpc", {"method": method, "args": list(args)})
+        if not isinstance(answer, dict) or not isinstance(answers := answer.get("results"), list):
+            raise self._malformed(f"POST /collective_rpc {method}", answer)
+        failed = failures(answers)
+        if failed:
+            raise EngineError(self._with_log(f"the engine at {self.url} failed in {method}: {failed}"))
+        return answers
+
+    def probe(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probs of ``token_ids[1:]``, each given those before it, at temperature 1. Length len(token_ids) - 1."""
+        sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+        answer = self._call(
+            "POST", "/inference/v1/generate", {"token_ids": list(token_ids), "sampling_params": sampling}
+        )
+        try:
+            entries = answer["prompt_logprobs"][1:]
+            return [entry[str(token)]["logprob"] for entry, token in zip(entries, token_ids[1:], strict=True)]
+        except (LookupError, TypeError, ValueError) as error:
+            raise self._malformed("POST /inference/v1/generate", str(answer)[:200]) from error
+
+    def health(self, timeout_s: float) -> None:
+        """Return when the server reports that it is well."""
+        self._call("GET", "/health", timeout_s=timeout_s)
+
+    def _healthy(self) -> bool:
+        try:
+            self.health(5.0)
+        except EngineError:
+            return False
+        return True
+
+    def _call(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", **bearer(self.key)}
+        request = urllib.request.Request(self.url + path, data=data, method=method, headers=headers)
+        asked = f"{method} {path}"
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s or self.timeout_s) as answer:
+                text = answer.read()
+        except urllib.error.HTTPError as error:
+            reason = _message(_rest(error).decode(errors="replace"))
+            raise EngineError(f"the engine at {self.url} answered {error.code} to {asked}: {reason}") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineError(
+                self._with_log(f"the engine at {self.url} did not answer {asked}: {error or type(error).__name__}")
+            ) from error
+        try:
+            return json.loads(text) if text else None
+        except (ValueError, RecursionError) as error:
+            raise self._malformed(asked, text[:200]) from error
+
+    def _malformed(self, asked: str, answer: Any) -> EngineError:
+        return EngineError(self._with_log(f"the engine at {self.url} sent a malformed answer to {asked}: {answer!r}"))
+
+    def _with_log(self, message: str) -> str:
+        return message if self.log is None else f"{message}\nlast lines of {self.log}:\n{last_lines(self.log)}"
+
+
+def failures(answers: Sequence[Any]) -> str:
+    """Errors of workers, by rank; empty when there are none."""
+    return "; ".join(
+        f"worker {rank}: {answer[FAILURE]}"
+        for rank, answer in enumerate(answers)
+        if isinstance(answer, dict) and FAILURE in answer
+    )
+
+
+def _rest(error: urllib.error.HTTPError) -> bytes:
+    """Body of a refusal, as far as it came."""
+    try:
+        return error.read()
+    except http.client.IncompleteRead as partial:
+        return partial.partial
+    except (OSError, http.client.HTTPException):
+        return b""
+
+
+def _message(text: str) -> str:
+    """The message within vLLM's or our own error body, or the body itself."""
+    try:
+        found = json.loads(text)["error"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return text.strip()
+    return found["message"] if isinstance(found, dict) and "message" in found else str(found)

@@ -1,0 +1,189 @@
+"""Samples that trajectories ask for at the same moment, in one call to an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from megarl.core import heartbeat
+from megarl.core.errors import EngineError, PromptRefused, RequestRefused
+from megarl.core.schema import GREEDY
+from megarl.engine.client.client import Prompt, Sampling
+from megarl.engine.client.frames import Completion
+
+log = logging.getLogger(__name__)
+
+LONGEST_RETRY_S = 4.0
+"""Longest wait before samples are asked for again; waits double up to it, since an engine may be replaced meanwhile."""
+
+
+class Engine(Protocol):
+    """Part of ``rollout.client.EngineClient``."""
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> AsyncGenerator[Completion, None]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class SampleRequest:
+    """A sample that one trajectory of a group asks for."""
+
+    group: str
+    index: int
+    """Index of the trajectory in its group; ``GREEDY`` for the greedy one."""
+    group_size: int
+    token_ids: np.ndarray
+    images: tuple[bytes, ...]
+    group_seed: int | None
+    turn: int = 0
+    """Number of samples that the trajectory has asked for before."""
+    max_tokens: int | None = None
+    """Most tokens, where fewer than the sampling's."""
+
+    @property
+    def seed(self) -> int | None:
+        """The group's seed and the index in the first turn, as an engine draws the n samples of one prompt; a seed of
+        its own in later ones."""
+        if self.group_seed is None or self.index == GREEDY:
+            return None
+        if self.turn == 0:
+            return self.group_seed + self.index
+        return int(np.random.SeedSequence([self.group_seed, self.index, self.turn]).generate_state(1)[0])
+
+
+class _Ask(NamedTuple):
+    """One prompt of a call, and the requests that its samples are for."""
+
+    prompt: Prompt
+    requests: Sequence[SampleRequest]
+
+
+class Gatherer:
+    """Calls an engine for trajectories that were claimed together, and asks again for what it fails to give.
+
+    Args:
+        calls: Where calls run, so that their failure ends what waits for them.
+        change: Called with the samples by which those under way have become more, or fewer.
+        retried: Called with the error before samples are asked for again.
+        timeout_s: How long samples are asked for again while engines give none of them.
+        retry_s: First wait before that.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        sampling: Sampling,
+        calls: asyncio.TaskGroup,
+        *,
+        change: Callable[[int], None],
+        retried: Callable[[EngineError], Awaitable[None]],
+        timeout_s: float,
+        retry_s: float,
+    ) -> None:
+        self._engine = engine
+        self._sampling = sampling
+        self._calls = calls
+        self._change = change
+        self._retried = retried
+        self._timeout_s = timeout_s
+        self._retry_s = retry_s
+        self._waiting: dict[SampleRequest, asyncio.Future[Completion]] = {}
+        """Requests of this moment, which no call has taken yet."""
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        """Return the sample once an engine has given it whole. Raises PromptRefused for a prompt that no engine takes;
+        EngineError and other refusals through ``calls``."""
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_soon(self._start)
+        future = self._waiting[request] = loop.create_future()
+        return await future
+
+    def _start(self) -> None:
+        taken = {request: future for request, future in self._waiting.items() if not future.cancelled()}
+        self._waiting = {}
+        if taken:  # else the group of tasks is being ended
+            self._calls.create_task(self._persist(taken))
+
+    async def _persist(self, missing: dict[SampleRequest, asyncio.Future[Completion]]) -> None:
+        since, left, delay_s = time.monotonic(), -1, self._retry_s
+        while missing:
+            try:
+                await self._call(missing)
+            except RequestRefused:
+                raise
+            except EngineError as error:
+                if len(missing) != left:
+                    since, left, delay_s = time.monotonic(), len(missing), self._retry_s
+                if time.monotonic() - since > self._timeout_s:
+                    raise
+                log.warning("%s; asking again in %g s", error, delay_s)
+                await self._retried(error)
+                await asyncio.sleep(delay_s)
+                delay_s = min(2 * delay_s, max(self._retry_s, LONGEST_RETRY_S))
+
+    async def _call(self, missing: dict[SampleRequest, asyncio.Future[Completion]]) -> None:
+        """Make one call for all that is missing, and take out what it gives, or refuses. Raises EngineError."""
+        asks = _asks(list(missing))
+        outstanding, aborted = len(missing), 0
+        self._change(outstanding)
+        try:
+            async with aclosing(self._engine.generate([a.prompt for a in asks], self._sampling)) as completions:
+                async for completion in completions:
+                    outstanding -= 1
+                    heartbeat.count_work()
+                    self._change(-1)
+                    if completion.finish_reason == "abort":
+                        aborted += 1
+                        continue
+                    future = missing.pop(asks[completion.request].requests[completion.index])
+                    if not future.done():  # a trajectory that was given up
+                        future.set_result(completion)
+        except PromptRefused as error:
+            asked = asks[error.prompt].requests if 0 <= error.prompt < len(asks) else ()
+            refused = [missing.pop(request) for request in asked if request in missing]
+            if not refused:
+                raise
+            for future in refused:
+                if not future.done():
+                    future.set_exception(PromptRefused(str(error)))
+        finally:
+            self._change(-outstanding)
+        if aborted:
+            raise EngineError(f"the engine cut {aborted} samples short")
+
+
+def _asks(requests: Sequence[SampleRequest]) -> list[_Ask]:
+    """First turns of a whole group as one prompt, so that its tokens are computed once; all others by themselves, with
+    the seeds that they have there."""
+    groups: dict[str, list[SampleRequest]] = {}
+    for request in requests:
+        groups.setdefault(request.group, []).append(request)
+    asks: list[_Ask] = []
+    for members in groups.values():
+        sampled = [r for r in members if r.index != GREEDY]
+        asks += [_Ask(_prompt(r, greedy=True), [r]) for r in members if r.index == GREEDY]
+        if sampled and _is_one_prompt(sampled):
+            first, whole = sampled[0], sorted(sampled, key=lambda r: r.index)
+            asks.append(_Ask(_prompt(first, n=len(whole), seed=first.group_seed), whole))
+        else:
+            asks += [_Ask(_prompt(r, seed=r.seed), [r]) for r in sampled]
+    return asks
+
+
+def _prompt(request: SampleRequest, **settings: Any) -> Prompt:
+    return Prompt(request.token_ids, images=request.images, max_tokens=request.max_tokens, **settings)
+
+
+def _is_one_prompt(requests: Sequence[SampleRequest]) -> bool:
+    first = requests[0]
+    return len(requests) == first.group_size and all(
+        r.turn == 0 and r.max_tokens == first.max_tokens and np.array_equal(r.token_ids, first.token_ids)
+        for r in requests
+    )

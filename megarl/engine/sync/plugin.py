@@ -1,0 +1,46 @@
+"""Entry point of vLLM's ``vllm.general_plugins``: names our weight receiver to every process of an engine."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from megarl.core import heartbeat
+from megarl.core.parent import end_after_parent
+from megarl.core.secrets import hide_secrets
+
+BACKEND = "megarl"
+
+
+def register() -> None:
+    """Registers the weight-transfer backend ``megarl``; vLLM may call it more than once in a process."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    # register_engine raises on a second call and offers no question of its own.
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, "megarl.engine.sync.receiver", "Receiver")
+    hide_secrets()
+    if heartbeat.listen() is not None:  # a supervisor's
+        end_after_parent()
+    _fork_on_cpu()
+
+
+def _fork_on_cpu() -> None:
+    """Let workers be forked on CPU: vLLM starts its engine core and workers in fresh interpreters, to set their OpenMP
+    environment. ``engine_process`` has set it for all of them; forked, as vLLM does it elsewhere, each saves the 8 s
+    that importing vLLM takes, and its memory."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or os.environ.get("VLLM_CPU_OMP_THREADS_BIND") != "nobind":
+        return
+    platform: Any = type(current_platform)
+    configure = platform.check_and_update_config
+    if getattr(configure, "forks", False):
+        return
+
+    def check_and_update_config(vllm_config: Any) -> None:
+        configure(vllm_config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    check_and_update_config.forks = True  # type: ignore[attr-defined]
+    platform.check_and_update_config = staticmethod(check_and_update_config)

@@ -1,0 +1,246 @@
+"""The engine's side of a weight sync, inside vLLM's workers: a WeightTransferEngine and a worker extension."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache, wraps
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.platforms import current_platform
+
+from megarl import ops
+from megarl.core.errors import WeightSyncError
+from megarl.engine.client.control import FAILURE
+from megarl.engine.sync.link import Link, LinkAddress, join, open_store
+from megarl.engine.sync.shared import Places, SharedMemoryReceiver, machine
+from megarl.engine.sync.writer import LocalTensor, SliceWriter
+from megarl.weights.checkpoint.formats.hf import read_hf_config
+from megarl.weights.reshard.execute import digests_of, receive, wire_dtype
+from megarl.weights.reshard.layouts import Layout, MegatronGrid, megatron_layout, vllm_layout
+from megarl.weights.reshard.plan import build_plan
+
+if current_platform.is_cpu():
+    import megarl.engine.sync.local_experts  # noqa: F401  # before a worker builds its model
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Data with which a worker builds the trainer's plan by itself and joins the link. Plain values: it travels as
+    JSON."""
+
+    host: str
+    port: int
+    name: str
+    world_size: int
+    timeout_s: float
+    grid: dict[str, int | None]
+    """Fields of the trainer's MegatronGrid."""
+    transformer_impl: Literal["local", "transformer_engine"]
+    """Implementation of the trainer's model: its local names and cuts depend on it."""
+    vocab_multiple: int
+    kernels: Literal["megarl", "torch"]
+    """``trainer.kernels``: what computes digests."""
+    replicas: int
+    replica: int
+    dtype: str
+    bucket_bytes: int
+    fingerprint: str
+    """Fingerprint of the trainer's plan."""
+    places: dict[str, Any]
+    """Fields of ``megarl.engine.sync.shared.Places``."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    version: str
+
+
+# vLLM reads the answers of several workers one after the other, and none after one that failed: those then pass for the
+# answers to its next call. So no worker fails; what went wrong is kept until megarl_outcome asks, or is an answer
+# itself.
+
+
+def _kept(step: Callable[..., None]) -> Callable[..., None]:
+    @wraps(step)
+    def run(self: Receiver, *args: Any) -> None:
+        try:
+            step(self, *args)
+        except Exception as error:
+            log.exception("%s failed", step.__name__)
+            self.failure = str(error) or type(error).__name__
+
+    return run
+
+
+def _answered(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    @wraps(method)
+    def run(self: WorkerExtension, *args: Any) -> dict[str, Any]:
+        try:
+            return method(self, *args)
+        except Exception as error:
+            log.exception("%s failed", method.__name__)
+            return {FAILURE: str(error) or type(error).__name__}
+
+    return run
+
+
+class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Receives slices from trainer ranks and writes them into this worker's local fused tensors."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+    _writer: SliceWriter | None = None
+    _agreed: str | None = None
+    """Fingerprint of the plan that ``agree`` built."""
+    _link: Link | None = None
+    _receiver: SharedMemoryReceiver | None = None
+    failure: str | None = None
+    """Failure of the last step, until it has been asked for."""
+    _store: TCPStore | None = None
+
+    def agree(self, info: InitInfo) -> None:
+        """Builds the plan and checks that it is the trainer's; apart from joining, so that a difference shows at once.
+
+        Raises:
+            WeightSyncError: the plans or the dtypes differ.
+        """
+        ops.use(info.kernels)
+        hf_config = read_hf_config(Path(self.model_config.model))
+        mine = self.parallel_config
+        source = megatron_layout(
+            hf_config,
+            MegatronGrid(**info.grid),  # type: ignore[arg-type]  # JSON: each field is what it was
+            vocab_multiple=info.vocab_multiple,
+            transformer_impl=info.transformer_impl,
+        )
+        layout = vllm_layout(
+            hf_config,
+            mine.tensor_parallel_size,
+            replicas=info.replicas,
+            pp=mine.pipeline_parallel_size,
+            expert_parallel=mine.enable_expert_parallel,
+        )
+        plan = build_plan(source, layout)
+        dtype = str(self.model_config.dtype).removeprefix("torch.")
+        if plan.fingerprint != info.fingerprint or dtype != info.dtype:
+            raise WeightSyncError(
+                f"trainer and engine do not agree on the weights: plan {info.fingerprint[:12]} in {info.dtype} against "
+                f"{plan.fingerprint[:12]} in {dtype}; both must use the same model directory "
+                f"({self.model_config.model}), model.dtype and version of megarl"
+            )
+        rank = info.replica * mine.tensor_parallel_size * mine.pipeline_parallel_size + mine.rank
+        self._writer = SliceWriter(self.model, self.model_config, self._local_tensors(layout, rank))
+        self._layout, self._plan, self._rank, self._bucket_bytes = layout, plan, rank, info.bucket_bytes
+        self._agreed = info.fingerprint
+
+    def _local_tensors(self, layout: Layout, rank: int) -> dict[str, LocalTensor]:
+        dtype = self.model_config.dtype
+        return {
+            row.local: LocalTensor(row.local_shape(share), wire_dtype(layout, row.parts[0], dtype))
+            for row, share in layout.rows_of(rank)
+        }
+
+    @_kept
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Joins the engine's link; returns when every trainer rank and every worker of the engine has."""
+        self.shutdown()
+        assert self._agreed == init_info.fingerprint, (
+            "another plan: megarl_agree comes before init_weight_transfer_engine"
+        )
+        address = LinkAddress(init_info.host, init_info.port, init_info.name, init_info.world_size, init_info.timeout_s)
+        self._store = open_store(address, master=False)
+        trainers = self._plan.source.num_ranks
+        self._link = join(self._store, address, trainers + self.parallel_config.rank, peers=0)
+        places = Places(**init_info.places)
+        self._plan = replace(self._plan, nearness=places.nearness())
+        self._receiver = SharedMemoryReceiver(
+            self._link, places.senders_on_same_machine(self._rank) if places.workers else {}
+        )
+
+    @_kept
+    def start_weight_update(self) -> None:
+        assert self._writer is not None, "no trainer: megarl_agree comes before start_weight_update"
+        with torch.device(self.device), torch.no_grad():
+            self._writer.start()
+
+    @_kept
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        assert self._writer is not None
+        assert self._receiver is not None, "no link: init_weight_transfer_engine comes before update_weights"
+        try:
+            with torch.device(self.device), torch.no_grad():
+                receive(
+                    self._plan,
+                    self._rank,
+                    self._writer.tensor,
+                    self._receiver,
+                    dtype=self.model_config.dtype,
+                    bucket_bytes=self._bucket_bytes,
+                    wrote=self._writer.wrote,
+                )
+                self._receiver.finish()
+        except BaseException:
+            self.shutdown()  # closes the connections: the senders learn at once instead of after their timeout
+            raise
+
+    @_kept
+    def finish_weight_update(self) -> None:
+        assert self._writer is not None
+        with torch.device(self.device), torch.no_grad():
+            self._writer.finish()
+
+    def digests(self) -> dict[str, int]:
+        """Logical tensor -> digest of this worker's part of it, read back from what the model computes with."""
+        assert self._writer is not None, "no trainer: megarl_agree comes before megarl_digests"
+        with torch.device(self.device), torch.no_grad():
+            # One tensor at a time is unpacked; its pieces follow each other.
+            return digests_of(self._layout, self._rank, lru_cache(maxsize=1)(self._writer.computed_with))
+
+    def shutdown(self) -> None:
+        if self._link is not None:
+            self._link.close()
+        self._link = self._receiver = None
+        self._store = None
+
+
+class WorkerExtension:
+    """Methods that vLLM adds to each of its workers; called by name through ``/collective_rpc``. A failure is an answer
+    too."""
+
+    weight_transfer_engine: Receiver
+    _weight_update_active: bool
+
+    @_answered
+    def megarl_agree(self, info: dict[str, Any]) -> dict[str, str]:
+        """``Receiver.agree`` with the fields of an InitInfo; returns where this worker runs."""
+        self.weight_transfer_engine.agree(InitInfo(**info))
+        return {"machine": machine()}
+
+    @_answered
+    def megarl_digests(self) -> dict[str, str]:
+        """Logical tensor -> digest in hexadecimal (JSON readers elsewhere lose 64-bit integers)."""
+        return {name: f"{digest:016x}" for name, digest in self.weight_transfer_engine.digests().items()}
+
+    @_answered
+    def megarl_outcome(self) -> dict[str, Any]:
+        """Outcome of the last step of vLLM's own (init, start, update, finish)."""
+        failure, self.weight_transfer_engine.failure = self.weight_transfer_engine.failure, None
+        if failure is not None:
+            raise WeightSyncError(failure)
+        return {}
+
+    def megarl_abandon_update(self) -> dict[str, bool]:
+        """Forgets an update that began and will not be finished, so that the next one may start."""
+        abandoned = self._weight_update_active
+        self._weight_update_active = False
+        self.weight_transfer_engine.failure = None
+        return {"abandoned": abandoned}

@@ -1,0 +1,173 @@
+"""Writes slices into a vLLM model's local fused tensors, and reads back what the model really computes with.
+
+vLLM repacks weights for its kernels after loading and frees the originals, so neither can be done in place. Its own
+layerwise reload restores a layer's tensors, lets them be written and repacks them; ``SliceWriter`` drives that reload
+with slices instead of HF tensors. Runs inside vLLM's workers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import ModelConfig
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, materialize_layer
+
+from megarl.core.errors import WeightSyncError
+from megarl.engine.sync import readback
+
+
+@dataclass(frozen=True)
+class LocalTensor:
+    """A local tensor as the layout describes it; ``dtype`` is that of the logical tensors in it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Faint:
+    """Elements that a matrix product need not give back: negative zeros and subnormal numbers."""
+
+    index: torch.Tensor
+    values: torch.Tensor
+
+
+class SliceWriter:
+    """One model of one worker.
+
+    Args:
+        model: The worker's model.
+        model_config: vLLM's.
+        tensors: Local tensor name -> its part of the layout; an update writes every element, padding included.
+    """
+
+    def __init__(self, model: nn.Module, model_config: ModelConfig, tensors: Mapping[str, LocalTensor]) -> None:
+        self._model = model
+        self._model_config = model_config
+        self._tensors = dict(tensors)
+        self._owner = {f"{path}.{name}": (module, name) for path, module, name in _loadable(model)}
+        self._plain_head = model_config.head_dtype != model_config.dtype
+        self._latent = readback.latent_projections(model)
+        self._left: dict[nn.Module, int] = {}
+        self._open: set[nn.Module] = set()
+        self._faint: dict[str, _Faint] = {}
+        unknown = sorted(set(self._tensors) ^ set(self._owner))
+        if unknown:
+            raise WeightSyncError(
+                f"the layout and vLLM's model differ in these local tensors: {', '.join(unknown)}; the architecture's "
+                "table does not fit this vLLM version"
+            )
+
+    def start(self) -> None:
+        """Begins an update, also after one that ended midway: every layer waits for new weights."""
+        self._left = {}
+        for name, (module, _) in self._owner.items():
+            self._left[module] = self._left.get(module, 0) + math.prod(self._tensors[name].shape)
+        self._open = set()
+        self._faint = {}
+        _repack_experts(self._model)
+        initialize_layerwise_reload(self._model)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The local tensor to write slices into; the first call for a layer allocates it."""
+        module, parameter = self._owner[name]
+        if module not in self._open:
+            materialize_layer(module, get_layerwise_info(module))
+            self._open.add(module)
+        tensor: torch.Tensor = getattr(module, parameter).data
+        shape = self._tensors[name].shape
+        if tuple(tensor.shape) != shape:
+            raise WeightSyncError(
+                f"{name} has shape {tuple(tensor.shape)} in vLLM's model, {shape} in the layout; the architecture's "
+                "table does not fit this vLLM version"
+            )
+        return tensor
+
+    def wrote(self, name: str, numel: int) -> None:
+        """Counts; a layer that has all its elements is packed at once, so that only those under way are unpacked."""
+        module, _ = self._owner[name]
+        self._left[module] -= numel
+        if self._left[module] == 0:
+            self._remember_faint(module)
+            _layerwise_process(module, get_layerwise_info(module))
+
+    def finish(self) -> None:
+        """Ends the update.
+
+        Raises:
+            WeightSyncError: a tensor did not get all its elements.
+        """
+        short = [name for name, (module, _) in self._owner.items() if self._left[module] != 0]
+        if short:
+            raise WeightSyncError(f"these local tensors did not get all their elements: {', '.join(short)}")
+        finalize_layerwise_reload(self._model, self._model_config)
+
+    def computed_with(self, name: str) -> torch.Tensor:
+        """The local tensor as the model computes with it, in the layout's shape and dtype; unpacked where it is
+        packed."""
+        module, parameter = self._owner[name]
+        expected = self._tensors[name]
+        experts = readback.packed_experts(module)
+        if readback.is_packed_linear(module, plain_head=self._plain_head) and parameter == "weight":
+            value = self._with_faint(name, readback.unpack_linear(module))
+        elif experts is not None and parameter in ("w13_weight", "w2_weight"):
+            packed = getattr(module, parameter).data
+            value = readback.unpack_experts(packed, experts.isa, expected.shape, gated=parameter == "w13_weight")
+        elif module in self._latent and parameter == "weight":
+            value = readback.latent_weight(self._latent[module])
+        else:
+            value = getattr(module, parameter).data
+        if value.dtype == expected.dtype:
+            return value
+        # vLLM may keep it in a wider dtype; what is not the same number in the layout's stays as it is, for all to see.
+        narrow = value.to(expected.dtype)
+        return narrow if torch.equal(narrow.to(value.dtype), value) else value
+
+    def _with_faint(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        faint = self._faint.get(name)
+        if faint is not None:
+            flat = weight.view(-1)
+            seen = flat[faint.index]
+            flat[faint.index] = torch.where(seen == 0, faint.values, seen)
+        return weight
+
+    def _remember_faint(self, module: nn.Module) -> None:
+        """Both sides compare bits; a product loses the sign of zero, and some kernels take subnormals for zero."""
+        if not readback.may_be_packed(module):
+            return
+        name = next(name for name, owner in self._owner.items() if owner == (module, "weight"))
+        weight = module.get_parameter("weight").data.reshape(-1)
+        tiny = weight.abs() < torch.finfo(weight.dtype).tiny
+        index = (tiny & (weight.signbit() | (weight != 0))).nonzero().view(-1)
+        if index.numel():
+            self._faint[name] = _Faint(index, weight[index])
+
+
+def _loadable(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """(path of the module, module, parameter) of all that is loaded; what is computed from that afterwards is left
+    out."""
+    always_there: set[int] = set()  # by two names where another module has it too
+    for path, module in model.named_modules():
+        loaded, _ = get_layerwise_info(module).restore_metadata
+        for name, parameter in module.named_parameters(recurse=False):
+            if name in SKIP_TENSORS and id(parameter) not in always_there:
+                always_there.add(id(parameter))
+                yield path, module, name
+            elif name in loaded:
+                yield path, module, name
+
+
+def _repack_experts(model: nn.Module) -> None:
+    """Makes vLLM's CPU kernels pack the experts of a reload too: with a kernel already there vLLM stores them unpacked,
+    and that kernel computes from them as if they were packed."""
+    for module in model.modules():
+        if readback.packed_experts(module) is not None:
+            quant_method: Any = module.quant_method
+            quant_method.moe_kernel = None

@@ -1,0 +1,1 @@
+"""The explorer: groups are claimed, sampled, scored and put back."""

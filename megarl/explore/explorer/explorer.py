@@ -1,0 +1,403 @@
+"""The explorer process: claims groups, runs a workflow for each trajectory, gets it scored as it ends, puts whole
+groups into the buffer, and evaluates.
+
+``python -m megarl.run.start explorer --config RUN/resolved.json`` with the job's key in ``MEGARL_JOB_KEY`` and its
+attempt in ``MEGARL_ATTEMPT``; it finds the engines in the store. Ends with 0 when the job is closed,
+with 143 on SIGTERM or SIGINT (its claims are given back), with 1 and the reason when the engines or the store fail for
+good. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.core import heartbeat
+from megarl.core.config import Config, load_resolved
+from megarl.core.config.lengths import context_tokens
+from megarl.core.config.rewards import RewardConfig
+from megarl.core.errors import EngineError, InputError, JobError, describe
+from megarl.core.metrics import Timeline
+from megarl.core.schema import GREEDY, End, WeightsVersion
+from megarl.engine.client.client import EngineClient, Sampling
+from megarl.engine.client.gather import Engine, Gatherer
+from megarl.explore import workflows
+from megarl.explore.explorer.group_writer import GroupWriter
+from megarl.explore.explorer.held_out import record_evaluations
+from megarl.explore.explorer.recorder import RenderedPrompt
+from megarl.explore.explorer.rollout_clock import RolloutClock
+from megarl.explore.explorer.trajectories import ClaimedGroup, Scorer, TrajectoryRunner
+from megarl.explore.rewards import RewardPool
+from megarl.explore.rewards.judge.family import ENGINES
+from megarl.explore.rewards.pool.pool import Judging
+from megarl.explore.rewards.pool.process import await_hosts
+from megarl.explore.rewards.pool.tally import EVENT
+from megarl.explore.store import Claim, EndedGroup, Store
+from megarl.explore.store.buffer import RENEW_S
+from megarl.explore.tasksets import ChatTokenizer
+from megarl.explore.workflows import WORKFLOWS, Workflow
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.5
+"""First wait before samples that an engine failed to give are asked for again."""
+
+EVENTS_S = 1.0
+"""Seconds between two checks for a line about scoring on the terminal."""
+
+STOPPED = 128 + signal.SIGTERM
+"""Exit status of an explorer that was asked to stop before the job was closed."""
+
+
+class Explorer:
+    """Claims groups until the job is closed.
+
+    Args:
+        capacity: Samples kept in generation at once; greedy answers are not counted.
+        backlog: Answers that may wait for their score; when there are more, no further group is claimed.
+        calls: Calls over which newly claimed groups are spread (one for each engine).
+        limit: Most tokens of a trajectory; None: whatever fits the engine.
+        retries: Times that a trajectory begins again after an error that is neither the policy's nor the verifier's.
+        rewards: As of :class:`TrajectoryRunner`, as is ``wrong_ends``.
+        workflow_timeout_s: Most seconds of a workflow of its own; None for one that has a limit itself.
+        engine_timeout_s: How long samples are asked for again while engines give none of them.
+        event_lines: A line about failing rewards, if there is one; it goes to the log and, as an event of the store, to
+            the terminal.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        engine: Engine,
+        scorer: Scorer,
+        tokenizer: ChatTokenizer,
+        workflow: Workflow = WORKFLOWS["single_turn"],
+        *,
+        worker: str,
+        capacity: int,
+        backlog: int = 8192,
+        calls: int = 1,
+        limit: int | None = None,
+        retries: int = 0,
+        workflow_timeout_s: float | None = None,
+        poll_s: float = 0.02,
+        engine_timeout_s: float = 7.5,
+        retry_s: float = RETRY_S,
+        rewards: RewardConfig | None = None,
+        wrong_ends: Collection[End] = (),
+        timeline: Timeline | None = None,
+        event_lines: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        self._timeline = timeline
+        self._event_lines = event_lines
+        self._store = store
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._runner = TrajectoryRunner(
+            workflow,
+            scorer,
+            tokenizer,
+            limit=limit,
+            retries=retries,
+            retry_s=retry_s,
+            timeout_s=workflow_timeout_s,
+            rewards=rewards,
+            wrong_ends=wrong_ends,
+        )
+        self._worker = worker
+        self._capacity = capacity
+        self._backlog = backlog
+        self._calls = calls
+        self._poll_s = poll_s
+        self._engine_timeout_s = engine_timeout_s
+        self._retry_s = retry_s
+        self._generating = 0
+        self._clocks: dict[tuple[str, WeightsVersion], RolloutClock] = {}
+        self._writer = GroupWriter(partial(self._call, store.put_all))
+        # One thread, so that the store's calls never hold up the loop and happen in the order in which they are made:
+        # claims given back at the end cannot be overtaken by a claim that was still waiting.
+        self._store_thread = ThreadPoolExecutor(1, thread_name_prefix="store")
+
+    async def run(self) -> None:
+        """Work until the job is closed; claims still held are given back, however this ends.
+
+        Raises EngineError when an engine keeps failing, JobError when the store is gone or fences this process.
+        """
+        flights: set[asyncio.Task[None]] = set()
+        try:
+            await self._call(self._store.release_claims, self._worker)  # of a predecessor that was killed
+            await self._call(record_evaluations, self._store, self._worker)
+            async with asyncio.TaskGroup() as tasks:
+                ticking = tasks.create_task(heartbeat.beat_periodically(self._mark))
+                reporting = tasks.create_task(self._report())
+                renewing = tasks.create_task(self._renew())
+                while await self._call(self._store.job_state) == "open":
+                    claims = await self._claim()
+                    for batch in self._batches(claims):
+                        flight = tasks.create_task(self._run_groups(batch))
+                        flights.add(flight)
+                        flight.add_done_callback(flights.discard)
+                    if not claims:
+                        await asyncio.sleep(self._poll_s)
+                for task in (ticking, reporting, renewing, *flights):
+                    task.cancel()
+        except BaseExceptionGroup as failures:
+            if (failure := _first(failures)) is None:
+                raise
+            raise failure from failures
+        finally:
+            await self._call(self._store.release_claims, self._worker)
+            self._store_thread.shutdown(wait=False)  # idle: that was its last call
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(EVENTS_S)
+            if (line := self._event_lines()) is not None:
+                log.warning("%s", line)
+                await self._call(self._store.record_event, self._worker, EVENT, {"line": line})
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(RENEW_S)
+            await self._call(self._store.renew_claims, self._worker)
+
+    def _mark(self) -> str:
+        """Describe the work of now. Workflows that are within their limits are work too, be no sample under way."""
+        if in_workflow := self._runner.in_workflow:
+            heartbeat.count_work()
+        return (
+            f"{self._generating} samples being generated, {self._runner.scoring} scored, "
+            f"{in_workflow} trajectories in their workflow"
+        )
+
+    async def _claim(self) -> list[Claim]:
+        free = self._capacity - self._generating
+        if free < 1 or self._runner.scoring >= self._backlog:
+            return []
+        claims = await self._call(self._store.claim_groups, self._worker, free, max_samples=free)
+        self._generating += sum(claim.group_size for claim in claims)
+        return claims
+
+    def _batches(self, claims: Sequence[Claim]) -> list[list[ClaimedGroup]]:
+        """One list of groups for each call to an engine: same rollout, spread over the engines."""
+        rollouts: dict[str, list[ClaimedGroup]] = {}
+        for claim in claims:
+            rollouts.setdefault(claim.rollout_id, []).append(self._group(claim))
+        return [groups[i :: self._calls] for groups in rollouts.values() for i in range(min(self._calls, len(groups)))]
+
+    def _group(self, claim: Claim) -> ClaimedGroup:
+        clock = self._clocks.setdefault(
+            (claim.rollout_id, claim.version), RolloutClock(timeline=self._timeline, rollout_id=claim.rollout_id)
+        )
+        return ClaimedGroup(claim, RenderedPrompt.of(claim.task, self._tokenizer), _seed(claim), clock)
+
+    async def _run_groups(self, groups: Sequence[ClaimedGroup]) -> None:
+        """Run the workflow for every trajectory of some groups of one rollout."""
+        clock, settings = groups[0].clock, groups[0].claim.sampling
+
+        async def retried(error: EngineError) -> None:
+            clock.counts["retries"] += 1
+            await self._call(self._store.record_event, self._worker, "engine_retry", {"error": str(error)})
+
+        async with asyncio.TaskGroup() as tasks:
+            gatherer = Gatherer(
+                self._engine,
+                Sampling(**{name: value for name, value in settings.items() if name not in ("seed", "greedy")}),
+                tasks,
+                change=partial(clock.change, "generation"),
+                retried=retried,
+                timeout_s=self._engine_timeout_s,
+                retry_s=self._retry_s,
+            )
+            for group in groups:
+                for index in group.claim.indices:
+                    tasks.create_task(self._run_trajectory(group, index, gatherer))
+
+    async def _run_trajectory(self, group: ClaimedGroup, index: int, gatherer: Gatherer) -> None:
+        group.scored[index] = await self._runner.run(group, index, gatherer, partial(self._generated, index))
+        if len(group.scored) == len(group.claim.indices):
+            await self._finish(group)
+
+    def _generated(self, index: int) -> None:
+        self._generating -= index != GREEDY
+
+    async def _finish(self, group: ClaimedGroup) -> None:
+        counts, members = group.clock.counts, [group.scored[j] for j in group.claim.indices]
+        counts["groups"] += 1
+        counts["samples"] += group.claim.group_size
+        counts["greedy"] += len(members) - group.claim.group_size
+        counts["prompt_tokens"] += sum(member.prompt_length for member in members)
+        counts["response_tokens"] += sum(member.response_length for member in members)
+        if not await self._writer.put(EndedGroup(group.claim, members, group.clock.metrics())):
+            log.warning(
+                "group %s is no longer ours: its rollout was asked for again; its samples are dropped",
+                group.claim.group_id,
+            )
+        elif group.claim.kind == "eval":
+            await self._call(record_evaluations, self._store, self._worker, group.claim.rollout_id)
+
+    async def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._store_thread, lambda: function(*args, **kwargs))
+
+
+def _seed(claim: Claim) -> int | None:
+    """Seed of a group's own, so that no two groups draw the same numbers; None where sampling has none."""
+    seed = claim.sampling.get("seed")
+    return None if seed is None else int(np.random.SeedSequence([seed, claim.position]).generate_state(1)[0])
+
+
+def _first(failures: BaseExceptionGroup[BaseException]) -> EngineError | JobError | None:
+    """The first error of an engine or of the store, if no task failed for another reason."""
+    failing, others = failures.split((EngineError, JobError))
+    if failing is None or others is not None:
+        return None
+    failure: BaseException = failing
+    while isinstance(failure, BaseExceptionGroup):
+        failure = failure.exceptions[0]
+    assert isinstance(failure, EngineError | JobError)
+    return failure
+
+
+async def explore(config: Config, key: str, worker: str) -> None:
+    """Run one explorer of a job until the job is closed. Raises EngineError, JobError or ConfigError when it cannot go
+    on."""
+    tokenizer = ChatTokenizer.of(config)
+    engine_timeout_s = (
+        config.rollout.start_timeout_s + config.sync.timeout_s
+    )  # an engine is replaced, and given the weights
+    store = Store(config.store.url, attempt=int(os.environ["MEGARL_ATTEMPT"]), outage_s=config.store.outage_s)
+    try:
+        engines = [engine.url for engine in store.engines()]
+        if not engines:
+            raise JobError("no engine is registered in the store: `megarl train` registers those that it starts")
+        os.environ[ENGINES] = ",".join(engines)  # for verifiers in worker processes that ask the judge themselves
+        async with (
+            EngineClient(engines, key, config.rollout.request_timeout_s, heartbeat.count_work) as engine,
+            _judge(config, engines, key, engine_timeout_s) as judge,
+            RewardPool(
+                await _with_hosts_of_nodes(config.reward),
+                judge,
+                key,
+                _logs(config) / "reward_output.log",
+                store.data_sources(),
+            ) as scorer,
+            workflows.opened(config.rollout, tokenizer) as workflow,
+        ):
+            explorer = Explorer(
+                store,
+                engine,
+                scorer,
+                tokenizer,
+                workflow,
+                worker=worker,
+                capacity=config.rollout.concurrent_groups * config.algorithm.group_size,
+                backlog=config.reward.backlog,
+                calls=len(engines),
+                limit=context_tokens(config.rollout),
+                retries=config.rollout.retries,
+                rewards=config.reward,
+                wrong_ends=frozenset(map(End, config.rollout.wrong_ends)),
+                # an agent has rollout.agent_timeout_s, in which it may wait for the engine through its endpoint
+                workflow_timeout_s=None if config.rollout.workflow == "agent" else config.rollout.workflow_timeout_s,
+                engine_timeout_s=engine_timeout_s,
+                poll_s=config.store.poll_s,
+                timeline=Timeline(Path(config.run.dir) / "timeline", worker),
+                event_lines=scorer.tally.line,
+            )
+            gc.collect()
+            gc.freeze()  # modules stay, and take long to walk
+            await explorer.run()
+    finally:
+        store.close()
+
+
+def _logs(config: Config) -> Path:
+    return Path(config.run.dir) / "logs" / f"attempt_{os.environ['MEGARL_ATTEMPT']}"
+
+
+async def _with_hosts_of_nodes(config: RewardConfig) -> RewardConfig:
+    """The supervisor starts a host of reward workers on every other node, which takes a moment. Raises ConfigError."""
+    hosts = [host for host in os.environ.get("MEGARL_REWARD_HOSTS", "").split(",") if host]
+    await await_hosts(hosts)
+    return replace(config, hosts=[*config.hosts, *hosts])
+
+
+@asynccontextmanager
+async def _judge(
+    config: Config, engines: Sequence[str], key: str, engine_timeout_s: float
+) -> AsyncIterator[Judging | None]:
+    if config.reward.judge.url is None:
+        yield None
+        return
+    from megarl.explore.rewards.judge.judge import Judge  # 0.3 s
+
+    async with Judge(config.reward.judge, engines, key, engine_timeout_s) as judge:
+        yield judge
+
+
+async def _until_signal(config: Config, key: str, worker: str) -> int:
+    """:func:`explore`, ended in order by SIGTERM or SIGINT; returns the exit status.
+
+    The supervisor reads in it whether the job is closed: without an explorer the trainer would wait forever.
+    """
+    work = asyncio.ensure_future(explore(config, key, worker))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, work.cancel)
+    try:
+        await work
+    except asyncio.CancelledError:
+        log.info("stopped; claims given back")
+        return STOPPED
+    return 0
+
+
+def run_through(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, int]) -> int:
+    """Run ``work`` to its end; SystemExit of a task that a workflow has started reaches who awaits it, not the loop."""
+    task = loop.create_task(work)
+    while True:
+        try:
+            return loop.run_until_complete(task)
+        except SystemExit as error:
+            if task.done():
+                raise
+            log.warning("a task of a workflow raised %s", describe(error))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The process; returns its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m megarl.run.start explorer", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--config", required=True, help="the run's resolved.json")
+    parser.add_argument(
+        "--worker", default="explorer-0", help="name of this explorer within the job (default %(default)s)"
+    )
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    for client in ("httpx", "openai", "anthropic"):  # of agents: a line for each request
+        logging.getLogger(client).setLevel(logging.WARNING)
+    missing = [name for name in ("MEGARL_JOB_KEY", "MEGARL_ATTEMPT") if not os.environ.get(name)]
+    if missing:
+        parser.error(f"{', '.join(missing)} must be set in the environment; `megarl train` does")
+    try:
+        # asyncio.run would wait for threads in which code of users blocks; `leave` ends them with the process
+        work = _until_signal(load_resolved(arguments.config), os.environ["MEGARL_JOB_KEY"], arguments.worker)
+        return run_through(asyncio.new_event_loop(), work)
+    except (EngineError, JobError, InputError) as error:
+        log.error("explorer %s: %s", arguments.worker, error)
+        return 1

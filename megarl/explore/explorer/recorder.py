@@ -1,0 +1,269 @@
+"""The rollout model as a workflow sees it: it samples turns and records all of a trajectory."""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from megarl.core.errors import PromptRefused
+from megarl.core.schema import GREEDY, Author, End, Reward, Task, Turn, WeightsSpan, WeightsVersion
+from megarl.engine.client.frames import Completion
+from megarl.engine.client.gather import SampleRequest
+from megarl.explore.explorer.recorded_end import RecordedEnd
+from megarl.explore.explorer.recorded_values import check_request, recorded_ids, recorded_limit
+from megarl.explore.explorer.turn_log import TurnLog
+from megarl.explore.rewards import Verdict
+from megarl.explore.rewards.shape import opens_thinking
+from megarl.explore.store import Claim
+from megarl.explore.tasksets import ChatTokenizer, chat_messages
+from megarl.explore.tasksets.turns import render_turn, turn_ids
+
+ROLES: dict[Author, str] = {"environment": "user"}
+"""Authors whose messages chat templates know under another role."""
+
+
+class Sampler(Protocol):
+    """Part of ``rollout.gather.Gatherer``."""
+
+    async def sample(self, request: SampleRequest) -> Completion: ...
+
+
+@dataclass(frozen=True, eq=False)
+class RenderedPrompt:
+    """A task's prompt, rendered once for all trajectories of its group."""
+
+    token_ids: np.ndarray
+    """int32 [P], with one placeholder for each image."""
+    images: tuple[bytes, ...]
+    in_thinking: bool
+    """It ends inside a thought."""
+
+    @classmethod
+    def of(cls, task: Task, tokenizer: ChatTokenizer) -> RenderedPrompt:
+        """Render a task by the chat template."""
+        text = tokenizer.render(chat_messages(task), task.chat_template_kwargs)
+        token_ids = tokenizer.rendered_ids(text)
+        token_ids.flags.writeable = False  # trajectories share it
+        return cls(token_ids, task.images, opens_thinking(text))
+
+
+class Recorder(RecordedEnd):
+    """A ``workflows.RolloutModel``.
+
+    Args:
+        claim: The group's; its version is that of engines which name none.
+        index: Of the trajectory in the group.
+        seed: The group's.
+        limit: Most tokens of a line of turns.
+        judge: Verdict of a text, which may begin inside a thought.
+    """
+
+    def __init__(
+        self,
+        claim: Claim,
+        index: int,
+        prompt: RenderedPrompt,
+        seed: int | None,
+        gatherer: Sampler,
+        tokenizer: ChatTokenizer,
+        judge: Callable[[str, bool], Awaitable[Verdict]],
+        limit: int | None = None,
+    ) -> None:
+        super().__init__()
+        self._claim = claim
+        self._index = index
+        self._prompt = prompt
+        self._seed = seed
+        self._gatherer = gatherer
+        self._tokenizer = tokenizer
+        self._judge = judge
+        self.limit = sys.maxsize if limit is None else limit
+        self._verdict: tuple[Turn, Verdict] | None = None
+        self._asked = 0
+        """Samples that were asked for."""
+        self.unread = 0
+        """Those of them that have neither come nor been refused, since nobody waits for them."""
+        self._in_thinking: set[int] = set()
+        """Turns that end inside a thought."""
+        self._log = TurnLog()
+        self._task_turn: int | None = None
+        """Turn with the task's own prompt, which the images belong to."""
+
+    @property
+    def turns(self) -> Sequence[Turn]:
+        """Turns so far; an index stays what it is."""
+        return self._log.turns
+
+    def recorded(self) -> tuple[Turn, ...]:
+        """Turns in the order in which they were begun."""
+        return self._log.ordered()
+
+    @property
+    def has_response(self) -> bool:
+        """True if the model has written a turn."""
+        return any(turn.author == "model" for turn in self.turns)
+
+    @property
+    def in_thinking(self) -> bool:
+        """True if the context of the model's last turn ended inside a thought."""
+        return self.last_of_model().follows in self._in_thinking
+
+    @property
+    def index(self) -> int:
+        """Index of the trajectory in its group; ``GREEDY`` for the greedy one."""
+        return self._index
+
+    @property
+    def seed(self) -> int:
+        """Seed of the trajectory, the same when it begins again. Where sampling has none, as in a greedy evaluation,
+        it is the task's: every evaluation meets the same episodes."""
+        own = zlib.crc32(self._claim.task.task_id.encode()) if self._seed is None else self._seed
+        return episode_seed(own, self._index)
+
+    def ask(self, task: Task) -> Turn:
+        """Add the prompt of the group's task."""
+        if self.turns:
+            raise ValueError("a trajectory begins with the task of its group, which has been asked already")
+        if (task.task_id, task.prompt) != (self._claim.task.task_id, self._claim.task.prompt):
+            raise ValueError("ask takes the task that the workflow was given, unchanged; begin takes other prompts")
+        self._task_turn = len(self.turns)
+        return self._add(Turn("user", self._prompt.token_ids), -1, self._prompt.in_thinking)
+
+    def begin(self, token_ids: np.ndarray, *, in_thinking: bool = False) -> Turn:
+        """Add a prompt that follows nothing."""
+        return self._add(Turn("user", recorded_ids("user", token_ids, self._tokenizer.largest_id)), -1, in_thinking)
+
+    def write(self, author: Author, token_ids: np.ndarray, *, after: int = -1, in_thinking: bool = False) -> Turn:
+        """Add a turn that the model did not write."""
+        if not self.turns:
+            raise ValueError("a turn follows a prompt; ask or begin first")
+        ids = recorded_ids(author, token_ids, self._tokenizer.largest_id)
+        return self._add(Turn(author, ids), self._after(after), in_thinking)
+
+    def add(self, author: Author, text: str) -> Turn | None:
+        """Add a message after the model's turn, by the chat template; None where it leaves no room."""
+        assert self.turns[-1].author == "model", "a message follows a response"
+        role = ROLES.get(author, author)
+        rendered = render_turn(self._tokenizer, role, text, self._claim.task.chat_template_kwargs)
+        token_ids = turn_ids(self._tokenizer, rendered, int(self.turns[-1].token_ids[-1]))
+        if len(token_ids) >= self.room:
+            self.truncate()
+            return None
+        return self.write(author, token_ids, in_thinking=opens_thinking(rendered))
+
+    @property
+    def room(self) -> int:
+        """Tokens that the last line of turns may still get."""
+        return self.room_after(-1)
+
+    def room_after(self, turn: int) -> int:
+        """Tokens that may follow a turn."""
+        return self.limit - self._log.length(self._after(turn))
+
+    def text(self, turn: Turn) -> str:
+        """Text of a turn without special tokens."""
+        return self._tokenizer.decode(turn.token_ids)
+
+    def fail(self, reason: str, cause: End = End.WORKFLOW_ERROR) -> None:
+        """Give the trajectory no verdict."""
+        self._check_open()
+        if not self.turns:
+            self._add(Turn("user", self._prompt.token_ids), -1)
+        super().fail(reason, cause)
+
+    async def verify(self) -> Reward:
+        """Reward of the model's last turn."""
+        return (await self.verdict()).reward
+
+    async def verdict(self) -> Verdict:
+        """Verdict of the model's last turn, asked for once."""
+        if self.given is not None:
+            return self.given
+        response = self.last_of_model()
+        if self._verdict is None or self._verdict[0] is not response:
+            self._verdict = response, await self._judge(self.text(response), self.in_thinking)
+        return self._verdict[1]
+
+    async def generate(self, *, after: int = -1, max_tokens: int | None = None) -> Turn:
+        """Sample a turn of the model, and add it."""
+        assert self.turns, "nothing has been asked"
+        after = self._after(after)
+        max_tokens = recorded_limit(max_tokens)
+        check_request(self._log, after, self.limit)
+        number = self._log.begin()
+        images = self._prompt.images
+        images = images if images and self._log.line(after)[0] == self._task_turn else ()
+        context = self._with_images(after) if images else self._log.tokens(after)
+        request = SampleRequest(
+            self._claim.group_id,
+            self._index,
+            self._claim.group_size,
+            context,
+            images,
+            self._seed,
+            turn=self._asked,
+            max_tokens=max_tokens,
+        )
+        self._asked += 1
+        self.unread += 1
+        try:
+            completion = await self._gatherer.sample(request)
+        except PromptRefused:
+            self.unread -= 1
+            raise
+        self._check_open()
+        self.unread -= 1
+        if self.cause is End.TRUNCATED:  # a workflow that found no room has gone on from another context
+            self.cause = None
+        if completion.prompt_ids is not None and self._task_turn is not None:
+            # the prompt with its images' placeholders expanded, and what came later
+            later = len(context) - len(self._prompt.token_ids)
+            expanded = completion.prompt_ids[: len(completion.prompt_ids) - later]
+            self._log.replace_tokens(self._task_turn, expanded)
+        return self._log.add(_model_turn(completion, self._claim.version), after, number)
+
+    def _after(self, turn: int) -> int:
+        if not -1 <= turn < len(self.turns):
+            raise ValueError(f"after={turn} is no turn; there are {len(self.turns)}")
+        return turn % len(self.turns)
+
+    def _with_images(self, last: int) -> np.ndarray:
+        """int32 [T]; tokens up to a turn, with the task's prompt as it was rendered: the engine expands the
+        placeholders of its images again."""
+        later = self._log.line(last)[1:]
+        return np.concatenate([self._prompt.token_ids, *(self.turns[i].token_ids for i in later)])
+
+    def last_of_model(self) -> Turn:
+        """The model's turn that was begun last."""
+        return self._log.last_of_model()
+
+    def _add(self, turn: Turn, follows: int, in_thinking: bool = False) -> Turn:
+        self._check_open()
+        if in_thinking:
+            self._in_thinking.add(len(self.turns))
+        return self._log.add(turn, follows)
+
+
+def episode_seed(group_seed: int, index: int) -> int:
+    """Seed for what is random in one trajectory beside its samples. Samples of later turns have longer sequences."""
+    return int(np.random.SeedSequence([group_seed, index - GREEDY]).generate_state(1)[0])
+
+
+def _model_turn(completion: Completion, asked: WeightsVersion) -> Turn:
+    """A completion as a turn; an engine that names no weights ran with those that the rollout was asked for."""
+    spans = completion.versions or [("default", 0, len(completion.token_ids))]
+    return Turn(
+        "model",
+        completion.token_ids,
+        logp=completion.logprobs,
+        spans=tuple(
+            WeightsSpan(start, end, asked if version == "default" else WeightsVersion.parse(version))
+            for version, start, end in spans
+        ),
+        finish_reason=completion.finish_reason,
+    )

@@ -1,0 +1,184 @@
+"""One trajectory of a claimed group: its workflow is run, begun again where it failed, and what it gave is scored."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from megarl.core import heartbeat
+from megarl.core.config.rewards import RewardConfig
+from megarl.core.schema import End, Reward, Task, Trajectory
+from megarl.engine.client.frames import Completion
+from megarl.engine.client.gather import LONGEST_RETRY_S, Gatherer, SampleRequest
+from megarl.explore.explorer.recorder import Recorder, RenderedPrompt
+from megarl.explore.explorer.rollout_clock import RolloutClock
+from megarl.explore.explorer.workflow_run import OwnTime, run_workflow
+from megarl.explore.rewards import Verdict
+from megarl.explore.rewards.verdict import NO_VERDICT, weighed_reward
+from megarl.explore.store import Claim
+from megarl.explore.tasksets import ChatTokenizer
+from megarl.explore.workflows import Workflow
+
+log = logging.getLogger(__name__)
+
+
+class Scorer(Protocol):
+    """Part of ``rewards.RewardPool``."""
+
+    async def score(self, task: Task, text: str, *, in_thinking: bool = False) -> Verdict: ...
+
+
+@dataclass
+class ClaimedGroup:
+    """A claimed group on its way."""
+
+    claim: Claim
+    prompt: RenderedPrompt
+    seed: int | None
+    clock: RolloutClock
+    scored: dict[int, Trajectory] = field(default_factory=dict)
+
+
+class TrajectoryRunner:
+    """Makes trajectories.
+
+    Args:
+        limit: Most tokens of a trajectory; None: whatever fits the engine.
+        retries: Times that a trajectory begins again after an error that is neither the policy's nor the verifier's.
+        retry_s: First wait before that; waits double.
+        rewards: Weights of the form, repetition and language of responses, for rewards that a workflow gives.
+        wrong_ends: Ends that count as a wrong response (``rollout.wrong_ends``).
+        timeout_s: Most seconds of a workflow of its own; None for one that has a limit itself.
+    """
+
+    def __init__(
+        self,
+        workflow: Workflow,
+        scorer: Scorer,
+        tokenizer: ChatTokenizer,
+        *,
+        limit: int | None,
+        retries: int,
+        retry_s: float,
+        rewards: RewardConfig | None = None,
+        wrong_ends: Collection[End] = (),
+        timeout_s: float | None = None,
+    ) -> None:
+        self._workflow = workflow
+        self._scorer = scorer
+        self._tokenizer = tokenizer
+        self._limit = limit
+        self._retries = retries
+        self._retry_s = retry_s
+        self._rewards = rewards or RewardConfig()
+        self._wrong_ends = wrong_ends
+        self._timeout_s = timeout_s
+        self._running: set[OwnTime] = set()
+        self.scoring = 0
+        """Responses that wait for their verdict."""
+
+    @property
+    def in_workflow(self) -> int:
+        """Trajectories whose workflow waits neither for the engine nor for the verifier; each has a limit."""
+        return sum(own.running for own in self._running)
+
+    async def run(
+        self, group: ClaimedGroup, index: int, gatherer: Gatherer, generated: Callable[[], None]
+    ) -> Trajectory:
+        """Return a trajectory with its reward. ``generated`` is called once no token of it is missing.
+
+        Raises EngineError and JobError.
+        """
+        recorder = await self._recorded(group, index, gatherer)
+        generated()
+        verdict = self._settled(recorder, await recorder.verdict(), group.claim.task)
+        if verdict.message is not None:
+            log.warning("task %s: reward %s: %s", group.claim.task.task_id, verdict.reward.status, verdict.message)
+        message = {} if verdict.message is None else {"reward_message": verdict.message}
+        return Trajectory(
+            rollout_id=group.claim.rollout_id,
+            task_id=group.claim.task.task_id,
+            group_id=group.claim.group_id,
+            index=index,
+            group_size=group.claim.group_size,
+            turns=recorder.recorded(),
+            reward=verdict.reward,
+            metadata={"reward": verdict.record} | message,
+            cause=recorder.cause,
+        )
+
+    async def _recorded(self, group: ClaimedGroup, index: int, gatherer: Gatherer) -> Recorder:
+        """Run the workflow until it fails no more, or has been begun again ``retries`` times."""
+        retry = 0
+        while True:
+            recorder = await self._attempt(group, index, gatherer)
+            cause = recorder.cause
+            if cause is None or cause.by_policy or self._is_wrong(recorder) or retry == self._retries:
+                return recorder
+            group.clock.counts["restarts"] += 1
+            message = (await recorder.verdict()).message
+            log.warning("task %s: %s: %s; beginning again", group.claim.task.task_id, recorder.cause, message)
+            await asyncio.sleep(min(LONGEST_RETRY_S, self._retry_s * 2**retry))
+            retry += 1
+
+    async def _attempt(self, group: ClaimedGroup, index: int, gatherer: Gatherer) -> Recorder:
+        """Run the workflow once, on a task of its own: what it changes there, no other trajectory sees."""
+        own = OwnTime()
+        recorder = Recorder(
+            group.claim,
+            index,
+            group.prompt,
+            group.seed,
+            _TimedGatherer(gatherer, own),
+            self._tokenizer,
+            partial(self._verdict, group, own),
+            self._limit,
+        )
+        self._running.add(own)
+        try:
+            await run_workflow(self._workflow, group.claim.task.copy(), recorder, own, self._timeout_s)
+        finally:
+            self._running.discard(own)
+        return recorder
+
+    def _is_wrong(self, recorder: Recorder) -> bool:
+        return recorder.cause in self._wrong_ends and recorder.has_response
+
+    def _settled(self, recorder: Recorder, verdict: Verdict, task: Task) -> Verdict:
+        """The verdict of a workflow in the form of a verifier's."""
+        if self._is_wrong(recorder):
+            verdict = verdict._replace(reward=Reward(0.0, "wrong"))
+        if not recorder.is_given or verdict.reward.status in NO_VERDICT:
+            return verdict
+        text = recorder.text(recorder.last_of_model())
+        reward = weighed_reward(verdict.reward, text, task.question, recorder.in_thinking, self._rewards)
+        return verdict._replace(reward=reward)
+
+    async def _verdict(self, group: ClaimedGroup, own: OwnTime, text: str, in_thinking: bool) -> Verdict:
+        group.clock.change("reward", 1)
+        self.scoring += 1
+        try:
+            if own.ended:
+                return await self._scorer.score(group.claim.task, text, in_thinking=in_thinking)
+            with own.waiting():
+                return await self._scorer.score(group.claim.task, text, in_thinking=in_thinking)
+        finally:
+            heartbeat.count_work()
+            self.scoring -= 1
+            group.clock.change("reward", -1)
+
+
+class _TimedGatherer:
+    """A gatherer whose time is not the workflow's."""
+
+    def __init__(self, gatherer: Gatherer, own: OwnTime) -> None:
+        self._gatherer = gatherer
+        self._own = own
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        with self._own.waiting():
+            return await self._gatherer.sample(request)

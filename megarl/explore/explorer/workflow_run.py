@@ -1,0 +1,120 @@
+"""One run of a workflow: the time that it takes of its own, its exceptions, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from megarl.core.errors import EngineError, JobError, PromptRefused, describe
+from megarl.core.schema import End, Task
+from megarl.explore.explorer.recorded_values import NoRoom
+from megarl.explore.explorer.recorder import Recorder
+from megarl.explore.workflows import Workflow
+
+CANCEL_S = 5.0
+"""Seconds that a workflow gets to close what it holds once it is cancelled; after that nobody waits for it."""
+SHORTEST_WAIT_S = 0.05
+"""Shortest time between two looks at the clock of a workflow."""
+
+
+class OwnTime:
+    """Seconds in which a workflow has waited neither for the engine nor for the verifier."""
+
+    def __init__(self) -> None:
+        self._waits = 0
+        self._spent_s = 0.0
+        self._since = time.monotonic()
+        self.ended = False
+
+    @property
+    def running(self) -> bool:
+        """True while the workflow is at work of its own."""
+        return not self._waits and not self.ended
+
+    @property
+    def seconds(self) -> float:
+        """Seconds so far."""
+        return self._spent_s + (time.monotonic() - self._since if self.running else 0.0)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Within, the time is not the workflow's. Raises RuntimeError for a workflow that goes on after its end."""
+        if self.ended:
+            raise RuntimeError("the trajectory has ended")
+        self._spent_s = self.seconds
+        self._waits += 1
+        try:
+            yield
+        finally:
+            self._waits -= 1
+            self._since = time.monotonic()
+
+
+async def run_workflow(
+    workflow: Workflow, task: Task, recorder: Recorder, own: OwnTime, timeout_s: float | None
+) -> None:
+    """Run a workflow; whatever it raises, or an end that it does not come to, costs its trajectory the verdict.
+
+    Args:
+        timeout_s: Most seconds of its own; None for a workflow that has a limit itself.
+
+    Raises EngineError and JobError, which are not the workflow's.
+    """
+    try:
+        await _run(workflow, task, recorder, own, timeout_s)
+    finally:
+        recorder.close()
+
+
+async def _run(workflow: Workflow, task: Task, recorder: Recorder, own: OwnTime, timeout_s: float | None) -> None:
+    work = asyncio.create_task(_contained(workflow, task, recorder))
+    try:
+        while not work.done() and (timeout_s is None or own.seconds < timeout_s):
+            left_s = None if timeout_s is None else max(timeout_s - own.seconds, SHORTEST_WAIT_S)
+            await asyncio.wait({work}, timeout=left_s)
+    finally:
+        in_time = work.done()
+        if not in_time:
+            work.cancel()
+            await asyncio.wait({work}, timeout=CANCEL_S)
+        own.ended = True
+    if in_time and work.cancelled():
+        recorder.fail("the workflow has cancelled its own task")
+    elif in_time:
+        _settle(recorder, work.result())
+    else:
+        recorder.fail(
+            f"the workflow has not ended within rollout.workflow_timeout_s={timeout_s:g} of its own time, in which it "
+            "waits neither for the engine nor for the verifier",
+            End.WORKFLOW_TIMEOUT,
+        )
+
+
+def _settle(recorder: Recorder, error: BaseException | None) -> None:
+    if isinstance(error, EngineError | JobError) and not isinstance(error, PromptRefused):
+        raise error
+    if isinstance(error, NoRoom):
+        recorder.truncate()
+    elif error is not None:
+        recorder.fail(describe(error))
+    if recorder.unread and (recorder.cause is None or recorder.cause.by_policy):
+        # what has come first is what is short
+        recorder.fail(f"the workflow has not waited for {recorder.unread} of its responses", End.ABANDONED)
+    elif not recorder.has_response and recorder.cause is None:
+        recorder.fail("the workflow ended without a response of the model")
+
+
+async def _contained(workflow: Workflow, task: Task, recorder: Recorder) -> BaseException | None:
+    """Return what a workflow raises: SystemExit would end the event loop, CancelledError pass for a cancellation."""
+    try:
+        await workflow(task, recorder)
+    except asyncio.CancelledError as error:
+        current = asyncio.current_task()
+        if current is not None and current.cancelling():
+            raise
+        return error
+    except BaseException as error:
+        return error
+    return None

@@ -1,0 +1,109 @@
+"""Order of the data: which tasks and rows a step takes, as pure functions of seed and step, so that a resumed run goes
+on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from megarl.core.config.taskset import TasksetConfig
+from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations, read_rows, single_file, with_templates
+
+EXTRA, EXPERT, ROLLBACK, EVALUATION, SOURCE, CURRICULUM, PRIORITY = 1, 2, 3, 4, 5, 6, 7
+"""Streams of random numbers beside that of the tasks, so that one's choices are independent of another's."""
+
+Demonstration = tuple[np.ndarray, np.ndarray]
+"""int32 [P], int32 [R]: the tokens of a prompt and of the answer to imitate."""
+
+
+def data_seed(seed: int, rollbacks: int) -> int:
+    """Seed of a step's tasks and sampling: ``trainer.seed``, and another number after a rollback.
+
+    So the step which went wrong is not done again as it was.
+    """
+    return drawn_seed(seed, rollbacks, ROLLBACK) >> 1 if rollbacks else seed
+
+
+def drawn_seed(*numbers: int) -> int:
+    """A seed that is drawn from ``numbers``."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+
+
+def tasks_of_step(task_ids: Sequence[str], step: int, count: int, seed: int) -> list[str]:
+    """The ``count`` tasks of a step: every epoch is a new permutation of all tasks."""
+    return [task_ids[i] for i in numbers_of_step(len(task_ids), step, count, seed)]
+
+
+def numbers_of_step(size: int, step: int, count: int, seed: int, *stream: int) -> list[int]:
+    """``count`` of 0 .. ``size``-1 for a step, as :func:`tasks_of_step` takes tasks."""
+    return numbers_from(size, step * count, count, seed, *stream)
+
+
+def numbers_from(size: int, start: int, count: int, seed: int, *stream: int) -> list[int]:
+    """``count`` of 0 .. ``size``-1, after the first ``start`` of the permutations of all epochs in a row."""
+    order: list[int] = []
+    while len(order) < count:
+        epoch, offset = divmod(start + len(order), size)
+        permutation = np.random.default_rng([seed, epoch, *stream]).permutation(size)
+        order += permutation[offset : offset + count - len(order)].tolist()
+    return order
+
+
+def extra_tasks(task_ids: Sequence[str], step: int, extra: int, count: int, seed: int) -> list[str]:
+    """The ``count`` tasks of a step's rollout number ``extra`` (1, 2, …) beyond its first.
+
+    Tasks new to the step while there are any, then all of them again.
+    """
+    first = numbers_of_step(len(task_ids), step, count, seed)
+    return [task_ids[i] for i in extra_numbers(len(task_ids), first, step, extra, count, seed)]
+
+
+def extra_numbers(
+    size: int, first: Collection[int], step: int, extra: int, count: int, seed: int, *stream: int
+) -> list[int]:
+    """``count`` of 0 .. ``size``-1 for an extra rollout, as :func:`extra_tasks` takes tasks; ``first``: the step's."""
+    permutation = np.random.default_rng([seed, step, EXTRA, *stream]).permutation(size).tolist()
+    taken = set(first)
+    order = [i for i in permutation if i not in taken] + [i for i in permutation if i in taken]
+    return [order[i % size] for i in range((extra - 1) * count, extra * count)]
+
+
+def data_cursor(num_tasks: int, step: int, count: int, seed: int) -> dict[str, int] | None:
+    """Position in the order of the training tasks at which a step begins. None where rows of a file are counted
+    instead."""
+    if not num_tasks:
+        return None
+    epoch, offset = divmod(step * count, num_tasks)
+    return {"seed": seed, "tasks": num_tasks, "epoch": epoch, "offset": offset}
+
+
+def num_expert_rows(usual: int, ratio: float) -> int:
+    """Number of expert rows beside ``usual`` sampled ones that makes ⌈ratio · rows⌉ of all rows of a step.
+
+    In the decimals that the setting is written in: 0.07 · 100 is 7, in floats it is above 7.
+    """
+    share = Fraction(str(ratio))
+    return math.ceil(usual * share / (1 - share))
+
+
+class ExpertRows:
+    """The demonstrations of ``taskset.expert``; a step's choice depends on seed and step alone."""
+
+    def __init__(self, demonstrations: Sequence[Demonstration]) -> None:
+        self._demonstrations = demonstrations
+
+    @classmethod
+    def read(cls, taskset: TasksetConfig, tokenizer: ChatTokenizer) -> Self:
+        """Read ``taskset.expert``. Raises DataError naming the row that cannot be used."""
+        path = single_file(taskset, "expert")
+        rows = [with_templates(row, taskset) for row in read_rows(Path(path), require_response=True)]
+        return cls(encode_demonstrations(rows, tokenizer, path=path))
+
+    def of_step(self, step: int, count: int, seed: int) -> list[Demonstration]:
+        """``count`` rows for a step, each row as often as any other over the epochs of steps with this count."""
+        return [self._demonstrations[i] for i in numbers_of_step(len(self._demonstrations), step, count, seed, EXPERT)]

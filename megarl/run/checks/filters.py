@@ -1,0 +1,183 @@
+"""Tasks that the store gets: those of the files without the ones that settings of ``taskset`` leave out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megarl.core.config import Config
+from megarl.core.config.lengths import prompt_tokens
+from megarl.core.errors import DataError
+from megarl.core.schema import Task
+from megarl.explore.rewards.router import check_row
+from megarl.explore.rewards.school.verifier import is_multiple_choice
+from megarl.explore.tasksets import ChatTokenizer, difficulty_of, encode_rows
+from megarl.explore.workflows import asks_verifier
+from megarl.run.run_dir.rows import files, place
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Selected:
+    """Tasks of a split that are left, and how many are not."""
+
+    tasks: list[Task]
+    dropped: dict[str, int]
+    """Reason -> number of tasks."""
+
+
+def selected(
+    config: Config, split: str, rows: Sequence[Task], tokenizer: ChatTokenizer, dropped: Counter[str]
+) -> Selected:
+    """Leave out what settings of ``taskset`` ask for; log how many.
+
+    Args:
+        dropped: What is left out already.
+
+    Raises:
+        DataError: a row that may not be left out, or none is left.
+    """
+    tasks, counts = list(rows), Counter(dropped)
+    for reason, kept in (
+        ("unverifiable", verifiable),
+        ("multiple_choice", without_choices),
+        ("duplicate", without_duplicates),
+        ("difficulty", within_difficulty),
+    ):
+        before = len(tasks)
+        tasks = kept(config, split, tasks)
+        counts[reason] += before - len(tasks)
+    before = len(tasks)
+    tasks = without_overlong(config, split, tasks, tokenizer)
+    counts["overlong_prompt"] += before - len(tasks)
+    found = {reason: count for reason, count in counts.items() if count}
+    if found:
+        reasons = ", ".join(f"{reason} {count}" for reason, count in found.items())
+        log.info("taskset.%s: %d tasks; left out: %s", split, len(tasks), reasons)
+    return Selected(tasks, found)
+
+
+def verifiable(config: Config, split: str, rows: list[Task]) -> list[Task]:
+    """The rows that answers can be judged by: all of them, or without those that ``taskset.unverifiable=drop`` leaves
+    out.
+
+    Raises:
+        DataError: there are others, with the first of them; or none is left.
+    """
+    if config.reward.path is not None or not asks_verifier(config.rollout):
+        return rows
+    kept: list[Task] = []
+    faults: list[tuple[Task, DataError]] = []
+    for task in rows:
+        try:
+            check_row(task.data_source, task.ground_truth, task.extra_info, config.reward)
+            kept.append(task)
+        except DataError as error:
+            faults.append((task, error))
+    if not faults:
+        return rows
+    first = f"{place(config, split, faults[0][0])}: {faults[0][1]}"
+    if config.taskset.unverifiable == "refuse" or not kept:
+        raise DataError(
+            f"{first}{f' ({len(faults)} such rows)' if len(faults) > 1 else ''}; fix or drop them, or leave them out "
+            "by taskset.unverifiable=drop"
+        )
+    log.warning(
+        "taskset.unverifiable=drop: %d of %d rows of taskset.%s are left out; the first is %s",
+        len(faults),
+        len(rows),
+        split,
+        first,
+    )
+    return kept
+
+
+def without_choices(config: Config, split: str, rows: list[Task]) -> list[Task]:
+    """The training tasks without those that ``taskset.multiple_choice=drop`` leaves out.
+
+    Raises:
+        DataError: none is left.
+    """
+    if config.taskset.multiple_choice == "keep" or split != "train":
+        return rows
+    kept = [row for row in rows if not is_multiple_choice(vars(row))]
+    if not kept:
+        raise DataError(
+            f"taskset.multiple_choice=drop leaves none of the {len(rows)} rows of {files(config, split)}; set it to "
+            "keep, or add others"
+        )
+    return kept
+
+
+def without_duplicates(config: Config, split: str, rows: list[Task]) -> list[Task]:
+    """The training tasks without those that ``taskset.duplicates=drop`` leaves out: the first with a prompt stays."""
+    if config.taskset.duplicates == "keep" or split != "train":
+        return rows
+    first: dict[str, Task] = {}
+    for row in rows:
+        first.setdefault(_prompt_key(row), row)
+    return list(first.values())
+
+
+def _prompt_key(task: Task) -> str:
+    """Text that two tasks share when they show a model the same, spaces aside."""
+    messages = [
+        {name: " ".join(value.split()) if isinstance(value, str) else value for name, value in message.items()}
+        for message in task.prompt
+    ]
+    images = [hashlib.sha256(image).hexdigest() for image in task.images]
+    return json.dumps([messages, images, task.chat_template_kwargs], sort_keys=True)
+
+
+def within_difficulty(config: Config, split: str, rows: list[Task]) -> list[Task]:
+    """The training tasks from ``taskset.min_difficulty`` to ``taskset.max_difficulty``.
+
+    Raises:
+        DataError: a task has no difficulty, with its row; or none is left.
+    """
+    key, low, high = config.taskset.difficulty, config.taskset.min_difficulty, config.taskset.max_difficulty
+    if key is None or split != "train":
+        return rows
+    values = []
+    for row in rows:
+        if (value := difficulty_of(row, key)) is None:
+            raise DataError(
+                f"{place(config, split, row)}: extra_info.{key} must be a number, since it is taskset.difficulty; "
+                "add it, or name another"
+            )
+        values.append(value)
+    kept = [
+        row
+        for row, value in zip(rows, values, strict=True)
+        if (low is None or value >= low) and (high is None or value <= high)
+    ]
+    if rows and not kept:
+        raise DataError(
+            f"taskset.min_difficulty={low} and taskset.max_difficulty={high} leave none of the {len(rows)} tasks, "
+            f"whose extra_info.{key} is {min(values):g} to {max(values):g}; widen them"
+        )
+    return kept
+
+
+def without_overlong(config: Config, split: str, rows: list[Task], tokenizer: ChatTokenizer) -> list[Task]:
+    """The tasks whose prompts have at most ``rollout.max_prompt_tokens``, where ``taskset.overlong_prompts=drop``.
+
+    Raises:
+        DataError: none is left.
+    """
+    if config.taskset.overlong_prompts == "refuse":
+        return rows
+    limit = prompt_tokens(config.rollout)
+    lengths = [len(ids) for ids in encode_rows(rows, tokenizer, path=lambda row: place(config, split, row))]
+    kept = [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
+    if rows and not kept:
+        raise DataError(
+            f"taskset.overlong_prompts=drop leaves none of the {len(rows)} tasks of {files(config, split)}: the "
+            f"shortest prompt has {min(lengths)} tokens, rollout.max_prompt_tokens is {limit}; raise it"
+        )
+    return kept

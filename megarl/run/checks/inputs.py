@@ -1,0 +1,161 @@
+"""Rows and reward function against each other, the model's tokenizer and what is held out."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from megarl.core.config import Config
+from megarl.core.config.lengths import context_tokens
+from megarl.core.errors import ConfigError, DataError, SandboxError
+from megarl.core.schema import Message, Preference, Task
+from megarl.explore.rewards import RewardPool, Verdict, scorer_for
+from megarl.explore.rewards.code.verifier import check_code
+from megarl.explore.rewards.pool.process import check_hosts
+from megarl.explore.rewards.router import JUDGE, route
+from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations, encode_preferences, place_of_row
+from megarl.explore.workflows import asks_verifier
+from megarl.run.run_dir.rows import Rows, place
+
+log = logging.getLogger(__name__)
+
+
+def check_rewards(config: Config, tasks: Mapping[str, list[Task]]) -> None:
+    """Check that every row has a verifier, which works here: a user's own one scores a row, programs can be isolated, a
+    judge responds.
+
+    Raises:
+        ConfigError, DataError: naming the setting, or the row.
+    """
+    if not asks_verifier(config.rollout):
+        return
+    reward = config.reward
+    key = os.environ.get("MEGARL_JOB_KEY", "")
+    if reward.path is not None:
+        _try_reward(config, tasks["train"][0])
+        asyncio.run(check_hosts(reward, key, []))
+        return
+    sources = _families(config, tasks)
+    if "code" in sources:
+        try:
+            log.info("programs in answers are run in %s", check_code(reward))
+        except SandboxError as error:
+            raise ConfigError(
+                f"rows go to the verifier of programs, which are not run unless they can be isolated: {error}"
+            ) from error
+    if JUDGE in sources or reward.judge.url is not None:
+        from megarl.explore.rewards.judge.judge import check_judge
+
+        check_judge(reward.judge, context_tokens=context_tokens(config.rollout))
+    asyncio.run(check_hosts(reward, key, [source for family, source in sources.items() if family != JUDGE]))
+
+
+def _families(config: Config, tasks: Mapping[str, list[Task]]) -> dict[str, str]:
+    """Family -> one of its data sources. Raises DataError naming the first row without a verifier."""
+    families: dict[str, str] = {}
+    known: set[str] = set()
+    for split, rows in tasks.items():
+        for task in rows:
+            if task.data_source in known:
+                continue
+            try:
+                family = route(task.data_source, config.reward.routes)[0]
+                if family != "code":  # tried by itself: it needs a sandbox
+                    scorer_for(task.data_source, config.reward)
+            except DataError as error:
+                raise DataError(f"{place(config, split, task)}, data_source {task.data_source!r}: {error}") from error
+            known.add(task.data_source)
+            families.setdefault(family, task.data_source)
+    return families
+
+
+def _try_reward(config: Config, task: Task) -> None:
+    """Try the reward in a process of its own, as in the job: a file that hangs or ends its process is seen here."""
+
+    async def trial() -> Verdict:
+        async with RewardPool(replace(config.reward, workers=1, hosts=[], retries=0)) as pool:
+            return await pool.score(task, str(task.ground_truth))
+
+    verdict = asyncio.run(trial())
+    if verdict.message is None:
+        return
+    if verdict.reported:
+        log.warning("reward.path=%s: for %s %s", config.reward.path, place(config, "train", task), verdict.message)
+        return
+    raise ConfigError(
+        f"reward.path={config.reward.path} gives no score for {place(config, 'train', task)} (answered with its ground "
+        f"truth): {verdict.message}; fix the function, or raise reward.timeout_s where it needs longer"
+    )
+
+
+def check_lengths(config: Config, split: str, rows: Rows, tokenizer: ChatTokenizer, context: int) -> None:
+    """Each sequence of demonstrations or preferences fits the model's context, and what must be computed together a
+    micro-batch.
+
+    Raises:
+        DataError: one does not, with its row; or the two answers of a preference are the same to this tokenizer.
+    """
+    grids = (config.parallel, config.reference.parallel or config.parallel)
+    piece = max(2 * grid.cp if grid.cp > 1 else 1 for grid in grids)  # context parallelism cuts sequences into such
+    pairs = [row for row in rows if isinstance(row, Preference)]
+    tasks = [row for row in rows if isinstance(row, Task)]
+    path = partial(place_of_row, config.taskset, split)
+    encoded = (
+        encode_preferences(pairs, tokenizer, path=path) if pairs else encode_demonstrations(tasks, tokenizer, path=path)
+    )
+    for row, (prompt, *answers) in zip(rows, encoded, strict=True):
+        if (fault := _fault_of_lengths(config, prompt, answers, context, piece)) is not None:
+            raise DataError(f"{place(config, split, row)}{fault}")
+
+
+def _fault_of_lengths(
+    config: Config, prompt: np.ndarray, answers: Sequence[np.ndarray], context: int, piece: int
+) -> str | None:
+    lengths = [len(prompt) + len(answer) for answer in answers]
+    if max(lengths) > context:
+        return (
+            f" has {max(lengths)} tokens with its answer, the model's context is {context} (max_position_embeddings); "
+            "drop the row"
+        )
+    limit = config.trainer.max_tokens_per_micro_batch
+    wanted = sum(length + -length % piece for length in lengths)
+    if config.trainer.packing and wanted > limit:
+        what = "its two answers, each behind the prompt," if len(lengths) > 1 else "its answer"
+        return (
+            f" takes {wanted} tokens with {what} and trainer.max_tokens_per_micro_batch is {limit}; raise it or drop "
+            "the row"
+        )
+    if len(answers) == 2 and np.array_equal(answers[0], answers[1]):
+        return f": chosen and rejected are the same tokens to the tokenizer of {config.model.path}; drop the row"
+    return None
+
+
+def check_held_out(config: Config, held_out: Rows, others: Mapping[str, Rows]) -> None:
+    """No other row asks a held-out question, spaces and capitals aside. Raises DataError naming the row."""
+    questions = {_question(row) for row in held_out}
+    for name, rows in others.items():
+        for row in rows:
+            if _question(row) in questions:
+                raise DataError(
+                    f"{place(config, name, row)} asks a question of taskset.eval: {row.prompt[-1].get('content')!r}; "
+                    "drop it from one of them (spaces and capitals make no difference here)"
+                )
+
+
+def _question(row: Task | Preference) -> tuple[object, ...]:
+    images = [hashlib.sha256(image).digest() for image in row.images] if isinstance(row, Task) else []
+    return *(_normalised(message) for message in row.prompt), *images
+
+
+def _normalised(message: Message) -> tuple[str, ...]:
+    others = {name: value for name, value in message.items() if name not in ("role", "content")}
+    text = " ".join((message.get("content") or "").split()).casefold()
+    return (message["role"], text, *([json.dumps(others, sort_keys=True)] if others else ()))

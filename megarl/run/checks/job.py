@@ -1,0 +1,151 @@
+"""The checks before any process is launched: settings, memory, model, rows, rewards. ``check`` calls all of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megarl.core.config import Config
+from megarl.core.config.lengths import prompt_tokens
+from megarl.core.errors import CheckpointError, ConfigError
+from megarl.core.jobs import ProcessKind
+from megarl.core.schema import Task
+from megarl.explore.tasksets import ChatTokenizer, check_prompts, place_of_row
+from megarl.learn import algorithms
+from megarl.learn.algorithms import Algorithm
+from megarl.learn.models.specs import check_implementation
+from megarl.learn.parallel.grid import check_roles
+from megarl.run.checks.filters import Selected, selected
+from megarl.run.checks.inputs import check_held_out, check_lengths, check_rewards
+from megarl.run.checks.model import check_model
+from megarl.run.checks.roles import check_budget, check_role_models, roles_of
+from megarl.run.checks.settings import check_settings
+from megarl.run.checks.tasksets import check_count
+from megarl.run.checks.vision import check_images
+from megarl.run.checks.vocabulary import check_vocabulary
+from megarl.run.run_dir.dry_run import scratch
+from megarl.run.run_dir.owner import check_writable
+from megarl.run.run_dir.prepare import make, with_limit_of_run
+from megarl.run.run_dir.resume import check_settings_of_run, set_aside_damaged
+from megarl.run.run_dir.rows import SPLITS, needs_expert_rows, read_split
+from megarl.run.run_dir.store_repair import rebuild_damaged_store
+from megarl.weights.checkpoint.convert.verify import check_digests
+from megarl.weights.checkpoint.formats.hf_source import read_hf_config
+from megarl.weights.checkpoint.formats.overwrite import check_export_target
+
+log = logging.getLogger(__name__)
+
+EXPORTS = ("hf", "reference")
+"""Folders of a run into which the trainer exports HF checkpoints."""
+
+
+def check(
+    config: Config, *, repair: bool = False, nodes: int = 1, dry: bool = False, elsewhere: bool = False
+) -> dict[str, Selected]:
+    """Check everything that can be checked before a process is launched; make missing data and a missing model.
+
+    Args:
+        repair: Set damaged checkpoints aside, and rebuild a damaged store.
+        nodes: Machines of the job.
+        dry: Make what is missing in a temporary folder, which is removed.
+        elsewhere: The job is to run on other machines: what is installed here does not matter.
+
+    Returns:
+        Tasks of the store by split (train, eval): none in a job without an explorer.
+
+    Raises:
+        ConfigError, DataError, ArchitectureError, PlanError: each with the rule, the values and the fix.
+    """
+    run_dir = Path(config.run.dir)
+    check_writable(f"run.dir={run_dir}", run_dir)
+    set_aside_damaged(run_dir, rename=repair, digests=config.trainer.verify_checkpoints)
+    rebuild_damaged_store(config, rename=repair)
+    config = with_limit_of_run(config)
+    check_settings_of_run(config, run_dir)
+    algorithm = algorithms.get(config.algorithm.name)
+    check_settings(config, algorithm, nodes, elsewhere=elsewhere)
+    if not dry:
+        return _check_inputs(make(config), algorithm, elsewhere)
+    with scratch(config) as made:
+        return _check_inputs(made, algorithm, elsewhere)
+
+
+def _check_inputs(config: Config, algorithm: Algorithm, elsewhere: bool) -> dict[str, Selected]:
+    """Check rows, model and rewards, all of which are there. Returns and raises as ``check``."""
+    if not elsewhere:
+        check_implementation(config.model, config.parallel)
+    check_budget(config, algorithm)
+    dropped: dict[str, Counter[str]] = {split: Counter() for split in SPLITS}
+    rows = {split: read_split(config, split, dropped[split]) for split in SPLITS}
+    if config.trainer.warm_start.steps:
+        rows["warm_start"] = read_split(config, "warm_start")
+    if needs_expert_rows(config):
+        rows["expert"] = read_split(config, "expert")
+    check_held_out(config, rows["eval"], {split: others for split, others in rows.items() if split != "eval"})
+    hf_config = read_hf_config(Path(config.model.path))
+    check_images(config, hf_config, rows)
+    _check_models(config, hf_config)
+    _check_exports(config)
+    for setting, path in _model_paths(config).items():
+        check_digests(path, setting, workers=os.cpu_count() or 1, digests=config.trainer.verify_checkpoints)
+    tokenizer = ChatTokenizer.of(config)
+    tasks = {}
+    if ProcessKind.EXPLORER in algorithm.job.processes:
+        found_tasks = {split: [row for row in rows[split] if isinstance(row, Task)] for split in SPLITS}
+        check_rewards(config, found_tasks)
+        tasks = {
+            split: selected(config, split, found, tokenizer, dropped[split]) for split, found in found_tasks.items()
+        }
+    check_count(config, tasks["train"].tasks if tasks else rows["train"])
+    if tokenizer.ends_otherwise is not None and rows.keys() - tasks.keys():
+        log.warning(
+            "the chat template of model.path=%s ends an answer with %r, and sampling does not end there (eos_token_id "
+            "of "
+            "generation_config.json): demonstrations end with %r instead; add the template's token there to teach it",
+            config.model.path,
+            tokenizer.ends_otherwise,
+            tokenizer.token(tokenizer.end_id),
+        )
+    check_vocabulary(config, rows, tokenizer, int(hf_config["vocab_size"]), sampled=tuple(tasks))
+    for split, found in rows.items():
+        if split not in tasks:
+            check_lengths(config, split, found, tokenizer, int(hf_config["max_position_embeddings"]))
+        elif config.taskset.overlong_prompts == "refuse":
+            place = partial(place_of_row, config.taskset, split)
+            check_prompts(found, tokenizer, prompt_tokens(config.rollout), path=place)
+    return tasks
+
+
+def check_sizes(config: Config) -> None:
+    """Check the sizes of grids and engines, where all else has been checked before. Raises as it does."""
+    check_roles(config, roles_of(config, algorithms.get(config.algorithm.name)))
+    _check_models(config, read_hf_config(Path(config.model.path)))
+
+
+def _check_models(config: Config, hf_config: Mapping[str, Any]) -> None:
+    algorithm = algorithms.get(config.algorithm.name)
+    scores = "actor" not in algorithm.roles and config.trainer.warm_start.steps == 0  # else a language model at first
+    check_model(
+        config, hf_config, engines=ProcessKind.ENGINE in algorithm.job.processes, head="score" if scores else "lm"
+    )
+    check_role_models(config, algorithm, hf_config)
+
+
+def _model_paths(config: Config) -> dict[str, Path]:
+    """Setting -> the HF checkpoint that it names."""
+    paths = {"model": config.model.path, "critic": config.critic.path, "reward_model": config.reward_model.path}
+    return {f"{role}.path": Path(path) for role, path in paths.items() if path is not None}
+
+
+def _check_exports(config: Config) -> None:
+    """Check that only an older export lies where the job will write its HF checkpoints."""
+    for name in EXPORTS:
+        try:
+            check_export_target(Path(config.run.dir) / name, _model_paths(config).values())
+        except CheckpointError as error:
+            raise ConfigError(f"run.dir={config.run.dir}: {error}") from error

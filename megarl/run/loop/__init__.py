@@ -1,1 +1,0 @@
-"""The loop: the only place where the stages meet."""

@@ -1,0 +1,123 @@
+"""Machines that a launcher gave to this job, read from the environment: Slurm, torchrun, or none of them.
+
+Every machine runs one supervisor. That of node 0, the head, decides; the others (``run/nodes/agent.py``) run
+what it sends them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, cast, get_args
+
+from megarl.core.errors import ConfigError
+from megarl.engine.client.auth import KEY_VARIABLE
+from megarl.explore.rewards.pool.host import MIN_KEY
+
+Role = Literal["all", "trainer", "rollout"]
+"""Processes that may run on a node; ``all`` unless the job has parts (a heterogeneous Slurm job)."""
+
+LOWEST_PORT, PORTS = 20000, 12000
+"""Ports of the head, where MEGARL_HEAD_PORT is not set: below the ports of outgoing connections."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The job's nodes as one of its supervisors sees them."""
+
+    rank: int = 0
+    """Rank of this node; 0 is the head."""
+    nodes: int = 1
+    head: str = "127.0.0.1"
+    """Address of node 0, where its supervisor listens for the others."""
+    port: int = 0
+    name: str = ""
+    """Name that the launcher gives this node."""
+    role: Role = "all"
+    launcher: Literal["local", "slurm", "torchrun"] = "local"
+
+    @property
+    def is_head(self) -> bool:
+        """True on the first node."""
+        return self.rank == 0
+
+
+def find(env: Mapping[str, str] = os.environ) -> Allocation:
+    """The allocation that this process is a part of. MEGARL_HEAD, MEGARL_HEAD_PORT, MEGARL_NODES, MEGARL_NODE_RANK and
+    MEGARL_ROLE have the last word.
+
+    Raises:
+        ConfigError: the launcher started too few or too many supervisors, or they have no key in common.
+    """
+    if "SLURM_JOB_ID" in env:
+        found = _slurm(env)
+    elif "TORCHELASTIC_RUN_ID" in env:
+        found = _torchrun(env)
+    else:
+        found = Allocation(name=os.uname().nodename)
+    if found.nodes > 1 and len(env.get(KEY_VARIABLE, "")) < MIN_KEY:
+        raise ConfigError(
+            f"{found.nodes} nodes need one secret of at least {MIN_KEY} characters in ${KEY_VARIABLE}, the same on "
+            "all; slurm/common.sh makes one for each job"
+        )
+    return found
+
+
+def _slurm(env: Mapping[str, str]) -> Allocation:
+    allocated = int(env.get("SLURM_JOB_NUM_NODES", "1"))
+    if "SLURM_STEP_NODELIST" not in env:  # a batch script, or a shell inside an allocation
+        if allocated > 1:
+            raise ConfigError(
+                f"this Slurm job has {allocated} nodes, but megarl was started on one of them: start one on each with "
+                "`srun --ntasks-per-node=1 megarl train ...`, as slurm/train_grpo.sh does"
+            )
+        return Allocation(name=env.get("SLURMD_NODENAME", ""), launcher="slurm")
+    nodes = int(env.get("MEGARL_NODES") or env["SLURM_STEP_NUM_NODES"])
+    tasks = int(env["SLURM_STEP_NUM_TASKS"])
+    if "MEGARL_NODES" not in env and tasks != nodes:
+        raise ConfigError(
+            f"srun started {tasks} tasks on {nodes} nodes; megarl needs one on each, and starts the rest itself: use "
+            "--ntasks-per-node=1"
+        )
+    return Allocation(
+        rank=int(env.get("MEGARL_NODE_RANK") or env["SLURM_PROCID"]),
+        nodes=nodes,
+        # Where srun was called from is the job's first node in a batch script; slurm/common.sh sets the former.
+        head=env.get("MEGARL_HEAD") or env.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"),
+        port=_port(env, LOWEST_PORT + int(env["SLURM_JOB_ID"]) % PORTS),
+        name=env.get("SLURMD_NODENAME", ""),
+        role=_role(env),
+        launcher="slurm",
+    )
+
+
+def _torchrun(env: Mapping[str, str]) -> Allocation:
+    if int(env["LOCAL_WORLD_SIZE"]) != 1:
+        raise ConfigError(
+            f"torchrun --nproc-per-node={env['LOCAL_WORLD_SIZE']}: megarl needs one process on each node and starts "
+            "the rest itself; use 1"
+        )
+    return Allocation(
+        rank=int(env["RANK"]),
+        nodes=int(env["WORLD_SIZE"]),
+        head=env.get("MEGARL_HEAD") or env["MASTER_ADDR"],
+        port=_port(env, int(env["MASTER_PORT"]) + 1),  # its own is torchrun's
+        name=os.uname().nodename,
+        role=_role(env),
+        launcher="torchrun",
+    )
+
+
+def _port(env: Mapping[str, str], otherwise: int) -> int:
+    given = env.get("MEGARL_HEAD_PORT")
+    if given is not None and not (given.isascii() and given.isdecimal() and 0 < int(given) < 65536):
+        raise ConfigError(f"MEGARL_HEAD_PORT={given} is no port; give one of 1..65535, or leave it out")
+    return int(given) if given else otherwise
+
+
+def _role(env: Mapping[str, str]) -> Role:
+    role = env.get("MEGARL_ROLE", "all")
+    if role not in get_args(Role):
+        raise ConfigError(f"MEGARL_ROLE={role}: a node is one of {', '.join(get_args(Role))}")
+    return cast(Role, role)

@@ -1,0 +1,130 @@
+"""Reduction of a job to the nodes that are left. Spares take the places of lost nodes; where there is none, the job
+goes on with fewer data-parallel ranks and engines, on what the nodes had room for from the start. A pure function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from megarl.core.config import Config
+from megarl.core.errors import ArchitectureError, ConfigError, JobError, PlanError
+from megarl.core.jobs import ProcessKind
+from megarl.learn import algorithms
+from megarl.learn.parallel.grid import ROLES
+from megarl.run.nodes.placement import NodeInfo, engine_nodes, place, table, trainer_nodes
+from megarl.run.run_dir.changes import Change
+
+
+class Fit(NamedTuple):
+    """A job that its nodes have room for."""
+
+    config: Config
+    """Settings as given, or with a smaller ``dp`` in every grid and fewer ``rollout.replicas``."""
+    nodes: tuple[NodeInfo, ...]
+    """Nodes that get something to do; spares stand by."""
+    trainers: int
+    """Number of nodes that have trainer ranks: the first ones that may."""
+
+
+def fit(
+    config: Config, allocated: Sequence[NodeInfo], left: Sequence[NodeInfo], usable: Callable[[Config], None]
+) -> Fit:
+    """The whole job where enough nodes are left, else the largest part of it that ``cluster.shrink`` allows. No node
+    gets more ranks or engines than the whole job would put on one; model-parallel sizes stay.
+
+    Args:
+        allocated: All nodes that the launcher gave, by rank.
+        left: Those of them that are there and well; the first is the head.
+        usable: Raises as the checks before a launch do where settings can train no model.
+
+    Raises:
+        ConfigError: the whole job does not fit all nodes.
+        JobError: no part of it fits those that are left.
+    """
+    whole = len(trainer_nodes(allocated)) - config.cluster.spare_nodes
+    if whole < 1 and config.cluster.spare_nodes:
+        raise ConfigError(
+            f"cluster.spare_nodes={config.cluster.spare_nodes} leaves none of the {len(trainer_nodes(allocated))} "
+            "nodes that may train; lower it, or add nodes"
+        )
+    place(config, _working(allocated, whole))
+    nodes = _working(left, whole)
+    there = len(trainer_nodes(nodes))
+    engines = config.rollout.replicas
+    if ProcessKind.ENGINE in algorithms.get(config.algorithm.name).job.processes:
+        engines = _engines(config, _working(allocated, whole), nodes)
+    if (there == whole and engines == config.rollout.replicas) or not config.cluster.shrink:
+        return Fit(config, nodes, there)
+    each = config.parallel.world_size // whole
+    for smaller in _smaller(config, engines) if engines else ():
+        count = _fewest(smaller.parallel.world_size, there, each)
+        if count is None:
+            continue
+        try:
+            usable(smaller)
+        except (ArchitectureError, ConfigError, PlanError):
+            continue
+        return Fit(smaller, nodes, count)
+    size = config.parallel.world_size // config.parallel.dp
+    raise JobError(
+        f"{len(left)} of {len(allocated)} nodes are left, and no part of the job fits them: one data-parallel rank "
+        f"takes tp*cp*pp = {size} trainer ranks where a node has room for {each}, an engine "
+        f"rollout.nodes={config.rollout.nodes} nodes; run it again with all nodes, or with cluster.shrink=false, which "
+        "puts more ranks on each node that is left"
+    )
+
+
+def planned(config: Config, nodes: Sequence[NodeInfo]) -> str:
+    """Describe what would run where, a line for each node. Raises ConfigError where the whole job does not fit them."""
+    fitted = fit(config, nodes, nodes, lambda smaller: None)
+    return table(place(fitted.config, fitted.nodes, trainers=fitted.trainers), nodes)
+
+
+def reductions(old: Config, new: Config) -> list[Change]:
+    """The sizes that ``fit`` made smaller."""
+    sizes = [_sizes(config) for config in (old, new)]
+    return [Change(name, size, sizes[1][name]) for name, size in sizes[0].items() if sizes[1][name] != size]
+
+
+def _sizes(config: Config) -> dict[str, int]:
+    grids = {f"{role}.parallel.dp": getattr(config, role).parallel for role in ROLES}
+    found = {"parallel.dp": config.parallel.dp, "rollout.replicas": config.rollout.replicas}
+    return found | {name: grid.dp for name, grid in grids.items() if grid is not None}
+
+
+def _working(nodes: Sequence[NodeInfo], trainers: int) -> tuple[NodeInfo, ...]:
+    """Without spares: the first ``trainers`` of those that may train, and all that may not."""
+    chosen = trainer_nodes(nodes)[:trainers]
+    return tuple(node for node in nodes if node.role == "rollout" or node.rank in chosen)
+
+
+def _engines(config: Config, whole: Sequence[NodeInfo], nodes: Sequence[NodeInfo]) -> int:
+    """Number of engines that ``nodes`` have room for: no group of ``rollout.nodes`` gets more than one has of the whole
+    job."""
+    had, has = (len(engine_nodes(some)) // config.rollout.nodes for some in (whole, nodes))
+    return min(config.rollout.replicas, has * -(-config.rollout.replicas // had))
+
+
+def _smaller(config: Config, engines: int) -> Iterator[Config]:
+    """The job with each number of data-parallel ranks that all roles' grids can have, the largest first."""
+    rollout = replace(config.rollout, replicas=engines)
+    unit = config.parallel.world_size // config.parallel.dp
+    for dp in range(config.parallel.dp, 0, -1):
+        found = replace(config, parallel=replace(config.parallel, dp=dp), rollout=rollout)
+        for role in ROLES:
+            section = getattr(config, role)
+            if (grid := section.parallel) is not None:
+                theirs = grid.world_size // grid.dp
+                if unit * dp % theirs:
+                    break
+                found = replace(found, **{role: replace(section, parallel=replace(grid, dp=unit * dp // theirs))})
+        else:
+            yield found
+
+
+def _fewest(ranks: int, nodes: int, each: int) -> int | None:
+    """The smallest number of nodes that share ``ranks`` evenly, none with more than ``each``: neighbours stay on a
+    node."""
+    return next((count for count in range(1, nodes + 1) if ranks % count == 0 and ranks // count <= each), None)

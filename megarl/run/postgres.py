@@ -1,0 +1,526 @@
+"""A PostgreSQL server of the job's own (``store.url=job://postgres``): in the run's directory, up as long as the job.
+
+Its data outlive the job: the next start, after whatever end, goes on with them. It listens on the job's address and on
+loopback alone and asks for a password made from the job's key; the role that processes log in as is no superuser, so it
+cannot make the server run programs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import hmac
+import logging
+import os
+import pwd
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError
+
+from megarl.core.errors import ConfigError, JobError, masked_text
+from megarl.core.parent import die_with
+from megarl.engine.client.leftovers import shared_memory
+from megarl.explore.store import OWN_SERVER, VARIABLE, check_url
+from megarl.run.process import ports
+
+log = logging.getLogger(__name__)
+
+DEBIAN = Path("/usr/lib/postgresql")
+NAME = "megarl"
+"""Name of role and database."""
+ADDRESS = "address"
+"""File with HOST:PORT of the server that was started last."""
+SETTINGS = {
+    "unix_socket_directories": "",
+    "dynamic_shared_memory_type": "mmap",  # files of its own instead of /dev/shm, where a killed server leaves them
+    "wal_level": "minimal",  # no replicas
+    "max_wal_senders": "0",
+    "logging_collector": "off",
+}
+ENVIRONMENT = ("PATH", "HOME", "LD_LIBRARY_PATH", "TMPDIR", "TZ")
+"""Variables that PostgreSQL's processes inherit."""
+START_S = 300.0
+"""Seconds that a server may take to recover after a killed one, and each program that prepares its data."""
+LOCK_S = 60.0
+STOP_S = 60.0
+TAIL_LINES = 15
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_CLONE_NEWUSER = 0x10000000
+_NOBODY = 65534
+
+
+class Identity(NamedTuple):
+    """Whom the server runs as, since it refuses to be root."""
+
+    name: str
+    uid: int
+    """Owner of its files."""
+    options: dict[str, Any]
+    """Options for ``subprocess``."""
+
+
+@contextmanager
+def job_store(
+    url: str,
+    run_dir: Path,
+    key: str,
+    *,
+    host: str,
+    port: int | None = None,
+    connections: int = 100,
+    held: Sequence[int] = (),
+) -> Iterator[Server | None]:
+    """Start a server of the job's own, where ``url`` asks for one, with its URL in the environment of this process and
+    of those that it starts. Otherwise, and where that URL is there already, do nothing and yield None.
+
+    Args:
+        connections: Processes that may hold the store open at once: every trainer rank, every explorer, and the
+            supervisor.
+        held: Descriptors of the run directory's lock, which PostgreSQL's processes keep open as all others do.
+
+    Raises as :meth:`Server.start`.
+    """
+    if url != OWN_SERVER or VARIABLE in os.environ:
+        yield None
+        return
+    server = Server(run_dir / "postgres", key, host=host, port=port, connections=connections, held=held)
+    server.start()
+    os.environ[VARIABLE] = server.url
+    try:
+        yield server
+    finally:
+        del os.environ[VARIABLE]
+        server.stop()
+
+
+def live_url(run_dir: Path, key: str | None) -> str | None:
+    """The URL at which the server of the job that is running in ``run_dir`` now can be read; None when none is running.
+
+    Args:
+        key: The job's, where it is known here.
+
+    Raises:
+        ConfigError: one is running, and cannot be reached from here or with this key.
+    """
+    lock = run_dir / "postgres" / "lock"
+    try:
+        with lock.open("rb") as handle:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None
+    except FileNotFoundError:
+        return None
+    except BlockingIOError:
+        pass
+    address = run_dir / "postgres" / ADDRESS
+    where = address.read_text() if address.is_file() else "it is starting"
+    fix = (
+        f"{run_dir} has a job that is running, with a PostgreSQL server of its own ({where}); the job writes its "
+        "report when it ends, and its metrics are in metrics.jsonl. For a report now export MEGARL_JOB_KEY, the key "
+        "that the job was started with, on a node that reaches that address"
+    )
+    host, _, port = where.rpartition(":")
+    if not key or not host:
+        raise ConfigError(fix)
+    url = _url(key, host, int(port))
+    try:
+        check_url(url)
+    except ConfigError as error:
+        raise ConfigError(f"{fix} ({error})") from error
+    return url
+
+
+def without_password(url: str) -> str:
+    """A store's URL as it may go over an unencrypted connection."""
+    try:
+        parsed = make_url(url)
+    except (ArgumentError, ValueError):
+        return masked_text(url)
+    return parsed._replace(password=None).difference_update_query(["password", "sslpassword"]).render_as_string()
+
+
+def with_own_password(url: str, key: str) -> str:
+    """Put back the password of a job's own server, which is made from the job's key.
+
+    Raises:
+        ConfigError: it is another server's URL, whose password is nobody's to guess.
+    """
+    parsed = make_url(url)
+    if parsed.username != NAME or parsed.database != NAME:
+        raise ConfigError(
+            f"{VARIABLE} is set on node 0 only: export it on every node, its password is not sent over the network"
+        )
+    return _url(key, str(parsed.host), parsed.port)
+
+
+def _url(key: str, host: str, port: int | None) -> str:
+    password = hmac.new(key.encode(), b"megarl postgres", hashlib.sha256).hexdigest()
+    # A server that asks for the password itself instead of a proof is not ours, but listens on its port.
+    query = {"require_auth": "scram-sha-256"}
+    return URL.create("postgresql+psycopg", NAME, password, host, port, NAME, query).render_as_string(
+        hide_password=False
+    )
+
+
+class Server:
+    """``folder`` holds the data, the server's log, and a lock that the server itself keeps: no second one starts there,
+    on whichever node, while any process of the first is alive.
+
+    Args:
+        key: The job's. It may be another one at each start.
+        port: None chooses one at the first start and keeps it.
+        settings: PostgreSQL's own, beside ``SETTINGS``.
+        held: Open descriptors that its processes inherit.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        key: str,
+        *,
+        host: str = "127.0.0.1",
+        port: int | None = None,
+        connections: int = 100,
+        settings: Mapping[str, str] | None = None,
+        held: Sequence[int] = (),
+    ) -> None:
+        self.folder = folder.absolute()
+        self.data = self.folder / "data"
+        self.log = self.folder / "server.log"
+        self.host, self.port = host, port
+        self._key, self._held = key, list(held)
+        self._settings = {
+            "max_connections": str(connections + 5),
+            **SETTINGS,
+            **(settings or {}),
+        }  # 3 are the superuser's
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """URL for ``Store``, with the password: for environments, not for files."""
+        return _url(self._key, self.host, self.port)
+
+    @property
+    def _password(self) -> str:
+        return str(make_url(self.url).password)
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "not started"
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """The server's exit status, None while it runs. It can be started again when it died; its port stays the
+        same."""
+        assert self._process is not None, "not started"
+        return self._process.poll()
+
+    def start(self) -> None:
+        """Make the data where there are none, start, and return when the store can be opened. Ends when this process
+        ends.
+
+        Raises:
+            ConfigError: no PostgreSQL is installed or not the data's, nobody but root can run it, or another server has
+                the data.
+            JobError: it does not start; with its last lines.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        made = self.data / "PG_VERSION"
+        programs = find_server(made.read_text().strip() if made.exists() else None)
+        with _locked(self.folder) as lock:
+            identity = _identity(self.folder)
+            keep = [lock.fileno(), *self._held]
+            run = partial(self._run, identity, keep)
+            login = f"ALTER ROLE {NAME} LOGIN PASSWORD '{self._password}'\n"
+            if made.exists():
+                _give(self.data, identity.uid)
+            else:
+                self._make(programs, run)
+            (self.data / "postmaster.pid").unlink(
+                missing_ok=True
+            )  # of a killed one: none that runs would let the lock go
+            (self.data / "pg_hba.conf").write_text("host all all all scram-sha-256\n")
+            run(self._single(programs, self.data), login)
+            if self.port is None:
+                self.port = ports.choose(self.host, 1, None)[0]
+            addresses = ",".join(dict.fromkeys([self.host, "127.0.0.1"]))
+            settings = {"listen_addresses": addresses, "port": str(self.port), **self._settings}
+            argv = [
+                str(programs / "postgres"),
+                "-D",
+                str(self.data),
+                *(f"--{name}={value}" for name, value in settings.items()),
+            ]
+            with self.log.open("ab") as output:
+                self._process = subprocess.Popen[bytes](
+                    argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    cwd=self.folder,
+                    env=_environment(),
+                    start_new_session=True,  # Ctrl-C is for the job: the trainer saves before this ends
+                    pass_fds=keep,
+                    **_ending_with_us(identity.options, signal.SIGINT),
+                )
+        try:
+            self._wait()
+        except BaseException:
+            self.stop()
+            raise
+        (self.folder / ADDRESS).write_text(f"{self.host}:{self.port}")
+        log.info(
+            "PostgreSQL on %s:%d (pid %d, as %s), data in %s", self.host, self.port, self.pid, identity.name, self.data
+        )
+
+    def stop(self) -> None:
+        """End it in order: what is under way is rolled back, the files are left complete."""
+        if self._process is None:
+            return
+        for number, grace_s in ((signal.SIGINT, STOP_S), (signal.SIGQUIT, 10.0), (signal.SIGKILL, 10.0)):
+            with suppress(subprocess.TimeoutExpired, ProcessLookupError):
+                if self._process.poll() is None:
+                    self._process.send_signal(number)
+                self._process.wait(grace_s)
+                return
+
+    def _make(self, programs: Path, run: Callable[..., None]) -> None:
+        """Data with a role that cannot log in yet, and its database; renamed when they are complete."""
+        new = self.folder / "new"
+        shutil.rmtree(new, ignore_errors=True)
+        # The superuser has no password: nobody can log in as it, it is for the line below and in ``start``.
+        unsafe = ["--no-sync"] if self._settings.get("fsync") == "off" else []
+        run(
+            [
+                programs / "initdb",
+                "-D",
+                new,
+                "--username=postgres",
+                "--auth=reject",
+                "--encoding=UTF8",
+                "--locale=C",
+                "--no-instructions",
+                *unsafe,
+            ]
+        )
+        run(self._single(programs, new), f"CREATE ROLE {NAME}\nCREATE DATABASE {NAME} OWNER {NAME}\n")
+        new.rename(self.data)
+
+    def _single(self, programs: Path, data: Path) -> list[str | Path]:
+        """A server without a port that runs the lines of its input: as superuser, before anybody can connect."""
+        settings = {**self._settings, "exit_on_error": "on", "log_min_error_statement": "panic"}
+        return [
+            programs / "postgres",
+            "--single",
+            "-D",
+            data,
+            *(w for name, value in settings.items() for w in ("-c", f"{name}={value}")),
+            "postgres",
+        ]
+
+    def _run(self, identity: Identity, keep: Sequence[int], argv: list[str | Path], text: str = "") -> None:
+        """Raises JobError with the last lines of a program that fails, or does not end."""
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=self.folder,
+            env=_environment(),
+            start_new_session=True,
+            pass_fds=keep,
+            **_ending_with_us(identity.options, signal.SIGKILL),
+        )
+        try:
+            output, _ = process.communicate(text, timeout=START_S)
+        except BaseException as error:
+            _kill_session(process)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            raise JobError(
+                f"{argv[0]} has not ended after {START_S:g} s in {self.folder}; look whether that file system responds"
+            ) from None
+        if process.returncode != 0:
+            said = output.replace(self._password, "***")
+            raise JobError(f"{argv[0]} ended with status {process.returncode} in {self.folder}:\n{_tail(said)}")
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                check_url(self.url)
+                return
+            except ConfigError as error:
+                late = time.monotonic() > deadline
+                if self.poll() is not None or late:
+                    ending = (
+                        f"does not answer after {START_S:g} s ({error})" if late else f"ended with status {self.poll()}"
+                    )
+                    said = _tail(self.log.read_text(errors="replace"))
+                    raise JobError(f"the job's PostgreSQL {ending}; its last lines ({self.log}):\n{said}") from None
+                time.sleep(0.05)
+
+
+def find_server(version: str | None = None) -> Path:
+    """The folder of PostgreSQL's ``initdb`` and ``postgres``: of PATH, else the newest of Debian's. ``version``: the
+    major version that the data were made with, which no other reads.
+
+    Raises ConfigError when it is not installed.
+    """
+    debian = sorted(DEBIAN.glob("*/bin"), key=lambda p: [int(n) for n in re.findall(r"\d+", str(p))], reverse=True)
+    in_path = shutil.which("initdb")
+    folders = [*([Path(in_path).resolve().parent] if in_path else []), *debian]
+    found = {p: _version(p) for p in folders if all(os.access(p / name, os.X_OK) for name in ("initdb", "postgres"))}
+    for folder, major in found.items():
+        if version in (None, major):
+            return folder
+    fix = (
+        "install it (Debian: apt install postgresql) or add it to PATH on the node that runs the supervisor, or set "
+        "store.url to a server of yours"
+    )
+    if found:
+        raise ConfigError(
+            f"store.url={OWN_SERVER}: the run's data are PostgreSQL {version}'s, here is {', '.join(found.values())}; "
+            f"{fix}"
+        )
+    raise ConfigError(
+        f"store.url={OWN_SERVER} needs PostgreSQL's server, and initdb is neither in PATH nor in {DEBIAN}; {fix}"
+    )
+
+
+def _version(folder: Path) -> str:
+    """Major version."""
+    try:
+        program: list[str | Path] = [folder / "postgres", "--version"]
+        said = subprocess.run(program, capture_output=True, text=True, env=_environment(), timeout=LOCK_S).stdout
+    except subprocess.TimeoutExpired:
+        return "?"
+    number = re.search(r"\d+", said)
+    return number[0] if number else "?"
+
+
+def _environment() -> dict[str, str]:
+    """Part of our environment that PostgreSQL needs: no key of the job or of its user."""
+    return {name: os.environ[name] for name in ENVIRONMENT if name in os.environ} | {"LC_ALL": "C"}
+
+
+def _kill_session(process: subprocess.Popen[str]) -> None:
+    """End a program that leads its session, and its children; remove their shared memory."""
+    segments = shared_memory(process.pid)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_S)
+    for path in segments:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[IO[bytes]]:
+    """Hold the folder until the end of the block, and as long as a process that got the descriptor lives."""
+    deadline = time.monotonic() + LOCK_S
+    with (folder / "lock").open("ab") as handle:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"{folder} is in use by another PostgreSQL server, of an earlier start of this job or on "
+                        "another node; end that one"
+                    ) from None
+                time.sleep(0.1)
+            except OSError as error:
+                raise ConfigError(
+                    f"{folder}/lock cannot be locked ({error.strerror}), so two servers could ruin the data; put "
+                    "run.dir on a file system with flock, or set store.url to a server of yours"
+                ) from error
+        yield handle
+
+
+def _identity(folder: Path) -> Identity:
+    """Whom the server can run as, such that it reaches ``folder``.
+
+    Raises ConfigError when we are root and there is nobody else.
+    """
+    if os.geteuid() != 0:
+        return Identity(pwd_name(os.geteuid()), os.geteuid(), {})
+    candidates = [
+        Identity(entry.pw_name, entry.pw_uid, {"user": entry.pw_uid, "group": entry.pw_gid, "extra_groups": []})
+        for entry in pwd.getpwall()
+        if entry.pw_name in ("postgres", "nobody")
+    ]
+    candidates.sort(key=lambda identity: identity.name, reverse=True)  # postgres shares its files with nobody
+    # In a namespace of its own root can be called otherwise: for containers with one user, and run.dirs that only root
+    # enters.
+    candidates.append(Identity("root under another number", 0, {"preexec_fn": _rename_root}))
+    for identity in candidates:
+        _give(folder, identity.uid)
+        with suppress(OSError, subprocess.SubprocessError):
+            probe = 'test "$(id -u)" != 0 && test -w "$0" && cd "$0"'
+            argv = ["/bin/sh", "-c", probe, str(folder)]
+            done = subprocess.run(
+                argv, cwd="/", env=_environment(), capture_output=True, timeout=LOCK_S, **identity.options
+            )
+            if done.returncode == 0:
+                return identity
+    raise ConfigError(
+        f"store.url={OWN_SERVER}: PostgreSQL refuses to run as root, and here neither the users postgres and nobody "
+        f"can (they must be able to enter {folder}) nor root in a user namespace; run the job as another user, put "
+        "run.dir where others may enter, or set store.url to a server of yours"
+    )
+
+
+def pwd_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def _rename_root() -> None:
+    """Become, in the child, uid 65534 of a new user namespace, with root's files and none of its powers."""
+    if _LIBC.unshare(_CLONE_NEWUSER) != 0:
+        raise OSError(ctypes.get_errno(), "unshare")
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{_NOBODY} 0 1"), ("gid_map", f"{_NOBODY} 0 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+
+
+def _ending_with_us(options: dict[str, Any], number: signal.Signals) -> dict[str, Any]:
+    """Options under which the process gets this signal when we die."""
+    before, parent = options.get("preexec_fn"), os.getpid()
+
+    def prepare() -> None:
+        if before is not None:
+            before()
+        die_with(parent, number)  # last: a change of user would undo it
+
+    return {**options, "preexec_fn": prepare}
+
+
+def _give(folder: Path, uid: int) -> None:
+    """Make ``uid`` the owner of a folder and all that is in it."""
+    if not folder.exists() or os.geteuid() != 0 or folder.stat().st_uid == uid:
+        return
+    for parent, folders, files in os.walk(folder):
+        for name in [*folders, *files]:
+            os.chown(os.path.join(parent, name), uid, -1, follow_symlinks=False)
+    os.chown(folder, uid, -1)  # last: it marks that all is done
+
+
+def _tail(text: str) -> str:
+    return "\n".join(text.strip().splitlines()[-TAIL_LINES:]) or "(it printed nothing)"

@@ -1,0 +1,74 @@
+"""A check that leaves nothing behind: rows and a model that the job would make are made in a temporary folder, and
+removed."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megarl.core.config import Config
+from megarl.core.errors import InputError
+from megarl.run.run_dir.owner import check_writable
+from megarl.run.run_dir.prepare import missing_data, needs_model, with_prompt_limit, write_data, write_model
+
+
+@contextmanager
+def scratch(config: Config) -> Iterator[Config]:
+    """The settings with temporary paths for what is to be made. Errors that are raised inside name the real paths.
+
+    Raises:
+        ConfigError: as ``prepare.make``; or what is to be made could not be written to its real place.
+    """
+    with tempfile.TemporaryDirectory(prefix="megarl-check-") as folder:
+        real: dict[str, str] = {}
+        try:
+            yield with_prompt_limit(_made_in(Path(folder), config, real))
+        except InputError as error:
+            text = str(error)
+            for temporary, path in real.items():
+                text = text.replace(temporary, path)
+            raise type(error)(text) from error
+
+
+def _made_in(folder: Path, config: Config, real: dict[str, str]) -> Config:
+    """Make what is missing in ``folder``; ``real`` is given the path for which each temporary one stands."""
+    missing = missing_data(config)
+    files = {split: folder / split / path.name for split, path in missing.items()}
+    for split, path in missing.items():
+        check_writable(f"taskset.{split}={path}", path.parent)
+        real[str(files[split])] = str(path)
+    write_data(config, files)
+    moved: dict[str, Any] = {split: str(path) for split, path in files.items()}
+    config = replace(config, taskset=replace(config.taskset, **moved))
+    if config.taskset.process is not None and config.reward.judge.cache is not None:  # the function may ask a model
+        judge = replace(config.reward.judge, cache=str(folder / "judge_cache.db"))
+        config = replace(config, reward=replace(config.reward, judge=judge))
+    if needs_model(config):
+        path = Path(config.model.path)
+        check_writable(f"model.path={path}", path.parent)
+        real[str(folder / "model")] = str(path)
+        write_model(config, folder / "model")
+        config = replace(config, model=replace(config.model, path=str(folder / "model")))
+    return config
+
+
+@contextmanager
+def no_bytecode() -> Iterator[None]:
+    """Import a user's files, here and in child processes, without ``__pycache__`` beside them."""
+    name = "PYTHONDONTWRITEBYTECODE"
+    before, in_environment = sys.dont_write_bytecode, os.environ.get(name)
+    sys.dont_write_bytecode, os.environ[name] = True, "1"
+    try:
+        yield
+    finally:
+        sys.dont_write_bytecode = before
+        if in_environment is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = in_environment

@@ -1,0 +1,195 @@
+"""Whose a run directory is: one job's at a time, and of several attempts of it only the newest one's."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import secrets
+import signal
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from megarl.core.durable import write_text
+from megarl.core.errors import ConfigError, FencedError
+from megarl.core.machine import start_ticks
+from megarl.run.process.reaper import end
+from megarl.weights.checkpoint.training.manifest import current_attempt
+
+log = logging.getLogger(__name__)
+
+WAIT_S = 0.1
+ORPHANS_S = 40.0
+"""Seconds that a start waits for the processes of a supervisor that was killed: longer than they take to end."""
+DEAD = "0"
+"""Number in /proc of a process that took a lock and is dead, as some pid namespaces show it."""
+
+
+def check_writable(setting: str, folder: Path) -> None:
+    """Raise ConfigError unless ``folder`` can be made and written in; makes nothing."""
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{setting} cannot be made or written in ({nearest}: {error.strerror}); set it to another place"
+        ) from error
+
+
+@contextmanager
+def own_run_dir(run_dir: Path) -> Iterator[int]:
+    """Hold the run directory: two jobs in one directory would overwrite each other's state.
+
+    Yields the lock's descriptor. Every process that keeps it open holds the directory too, so that after the death of
+    a supervisor the next one waits until all of the job's processes are gone, and ends those that outlive ORPHANS_S.
+    A Slurm job that was requeued fences its earlier self first: where a node's daemon was killed, that goes on and
+    does not know.
+
+    Raises:
+        ConfigError: another live job holds it.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        handle: IO[str] = (run_dir / "lock").open("a+")
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir={run_dir} cannot be made or written in ({error.strerror}); set run.dir to another place"
+        ) from error
+    try:
+        _lock(run_dir, handle)
+        handle.truncate(0)
+        handle.write(
+            f"{os.getpid()} {os.uname().nodename} {os.environ.get('SLURM_JOB_ID', '')} {start_ticks(os.getpid())}"
+        )
+        handle.flush()
+        yield handle.fileno()
+    finally:
+        handle.close()
+
+
+def _lock(run_dir: Path, handle: IO[str]) -> None:
+    """Take the lock. Raises ConfigError."""
+    fenced = ended = False
+    deadline = time.monotonic() + ORPHANS_S
+    while not _locked(handle):
+        handle.seek(0)
+        pid, host, slurm_job, started = _holder(handle.read())
+        here = host == os.uname().nodename
+        earlier_self = slurm_job != "" and slurm_job == os.environ.get("SLURM_JOB_ID")
+        if earlier_self and not fenced:
+            next_attempt(run_dir)
+            fenced = True
+        lives = not earlier_self and here and _is_alive(pid, started)
+        if lives or time.monotonic() > deadline:
+            holders = _holders(handle)
+            orphans = [holder for holder, owner in holders.items() if owner in (pid, DEAD)]
+            if ended or not here or _is_alive(pid, started) or not orphans:
+                raise ConfigError(_in_use(run_dir, pid, host, lives, holders))
+            _end(orphans, pid)
+            ended, deadline = True, time.monotonic() + ORPHANS_S
+        time.sleep(WAIT_S)
+
+
+def _locked(handle: IO[str]) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _in_use(run_dir: Path, pid: str, host: str, lives: bool, holders: Iterable[int]) -> str:
+    others = [str(holder) for holder in holders if str(holder) != pid]
+    held = f", its lock is held here by process {', '.join(others)}" if others and not lives else ""
+    return (
+        f"run.dir={run_dir} is in use by {'' if lives else 'what is left of '}process {pid or 'unknown'} on "
+        f"{host or 'this machine'}{held}; end that job or choose another run.name"
+    )
+
+
+def _holders(handle: IO[str]) -> dict[int, str]:
+    """Living processes of this machine that hold the lock -> the process that took it, whose descriptor they
+    inherited."""
+    found: dict[int, str] = {}
+    lock = os.fstat(handle.fileno())
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            for number in os.listdir(folder / "fd"):
+                if os.path.samestat((folder / "fd" / number).stat(), lock):
+                    text = (folder / "fdinfo" / number).read_text()
+                    found.update((int(folder.name), line.split()[5]) for line in text.splitlines() if " FLOCK " in line)
+    return found
+
+
+def _end(orphans: Sequence[int], supervisor: str) -> None:
+    """Kill what a supervisor that is dead has left: its reaper is gone too, or would have done it.
+
+    A process that leads a session ends with all of it, as the job's own do. Of any other process the group may be the
+    shell's that started the job, and this process's own: only it is killed.
+    """
+    names = ", ".join(f"process {pid}" for pid in orphans)
+    log.warning("ending %s: left of process %s, which is dead, and alive %g s later", names, supervisor, ORPHANS_S)
+    for pid in orphans:
+        with suppress(ProcessLookupError):
+            if os.getsid(pid) == pid:
+                end([pid], 0.0)
+            else:
+                os.kill(pid, signal.SIGKILL)
+
+
+def run_id(run_dir: Path) -> str:
+    """The run's identity, made when it is first asked for; its store has it too, so that no other run's is taken for
+    it."""
+    path = run_dir / "run_id"
+    if not path.is_file():
+        write_text(path, secrets.token_hex(8))
+    return path.read_text().strip()
+
+
+def _holder(text: str) -> tuple[str, str, str, str]:
+    """Process, machine and Slurm job that wrote the lock, and the process's start in clock ticks."""
+    pid, host, job, started, *_ = [*text.split(" "), "", "", "", ""]
+    return pid, host, job, started
+
+
+def _is_alive(pid: str, started: str) -> bool:
+    """Return True if the process lives, and is no later one of the same number. ``started`` is empty in a lock of an
+    older version."""
+    if not (pid.isascii() and pid.isdecimal()) or (started and str(start_ticks(int(pid))) != started):
+        return False
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"  # dead, and its parent has not asked yet
+
+
+def next_attempt(run_dir: Path, last: int | None = None) -> int:
+    """Count a start of the job, which fences all earlier ones.
+
+    Weights versions carry the number, so none is ever used twice.
+
+    Args:
+        last: The newest attempt that the caller knows of; None fences whatever there is.
+
+    Raises:
+        FencedError: a later one than ``last`` has begun.
+    """
+    with (run_dir / "attempt.lock").open("a") as lock:  # two heads of one run may count at the same time
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if last is not None:
+            check_fence(run_dir, last)
+        attempt = current_attempt(run_dir) + 1
+        write_text(run_dir / "attempt", str(attempt))
+    return attempt
+
+
+def check_fence(run_dir: Path, attempt: int) -> None:
+    """Raise FencedError where a later attempt has begun."""
+    if (newest := current_attempt(run_dir)) > attempt:
+        raise FencedError(f"attempt {newest} of the run in {run_dir} has begun; attempt {attempt} ends")

@@ -1,0 +1,276 @@
+"""Makes what a run needs and does not have yet: its tasks, and a model from scratch.
+
+Both carry the settings that they were made with. Other settings make them again, unless a run is based on them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, replace
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from megarl.core.config import Config, hub, load_resolved
+from megarl.core.durable import replace_directory
+from megarl.core.errors import ConfigError
+from megarl.explore.tasksets import ChatTokenizer, encode_rows, generate, place_of_row, read_recipe, recipe, sources_of
+from megarl.explore.tasksets.template import writes_date
+from megarl.run.run_dir.changes import Change, changes, described, has_checkpoints
+from megarl.run.run_dir.rows import SPLITS, kind_of_rows, needs_expert_rows, read_split
+
+log = logging.getLogger(__name__)
+
+MODEL_RECIPE = ".from_scratch.json"
+"""Hidden, so that it is not copied into an exported checkpoint."""
+
+
+def prepare_data(config: Config, *, verbose: bool = False) -> None:
+    """Write the taskset's files that are missing, or that were made with other settings, where it names a generator.
+    That of the expert rows only for an algorithm that needs them.
+
+    Raises:
+        ConfigError: a file is missing and there is no generator; the generator or an option is unknown; or a file made
+            with other settings belongs to a run that has begun, or lies where other runs may use it.
+    """
+    missing = missing_data(config)
+    write_data(config, missing)
+    for split, path in _files(config).items() if verbose else ():
+        done = "written" if split in missing else "kept"
+        if done == "kept" and config.taskset.generate is not None and read_recipe(path) is None:
+            done = "kept, a file of your own"
+        log.info("%s: %d rows in %s (%s)", split, len(read_split(config, split)), path, done)
+
+
+def missing_data(config: Config) -> dict[str, Path]:
+    """Files of the taskset, by split, that are to be written: missing ones, and those that were made with other
+    settings.
+
+    Raises ConfigError as ``prepare_data``.
+    """
+    taskset, files = config.taskset, _files(config)
+    missing = {split: path for split, path in files.items() if not path.is_file()}
+    missing_sources = [
+        f"taskset.{split}.{name}.path={source.path}"
+        for split in SPLITS
+        if not isinstance(getattr(taskset, split), str)
+        for name, source in sources_of(taskset, split).items()
+        if not Path(source.path).is_file()
+    ]
+    if missing_sources:
+        raise ConfigError(f"{', '.join(missing_sources)}: no such file; files of several sources are not generated")
+    if taskset.generate is None:
+        if missing:
+            names = ", ".join(f"taskset.{split}={path}" for split, path in missing.items())
+            raise ConfigError(f"{names}: no such file; give the file, or set taskset.generate")
+        return {}
+    stale: dict[Change, None] = {}
+    for split, path in files.items():
+        wanted = recipe(
+            taskset.generate,
+            _sizes(config),
+            seed=taskset.seed,
+            options=taskset.options,
+            kind=kind_of_rows(config),
+            split=split,
+        )
+        made_with = read_recipe(path) if path.is_file() else None
+        if made_with is not None and (changed := list(changes(made_with, wanted))):
+            _check_replaceable(config, path, changed)
+            missing[split] = path
+            stale |= dict.fromkeys(changed)
+    if stale:
+        log.info("the tasks were made with other settings: %s", described(stale))
+    return missing
+
+
+def write_data(config: Config, files: Mapping[str, Path]) -> None:
+    """Generate the rows of these splits, if any."""
+    taskset, kind = config.taskset, kind_of_rows(config)
+    if files and taskset.generate is not None:
+        log.info("writing %s of %s: %s", kind, taskset.generate, ", ".join(files))
+        generate(taskset.generate, files, _sizes(config), seed=taskset.seed, options=taskset.options, kind=kind)
+
+
+def _files(config: Config) -> dict[str, Path]:
+    taskset = config.taskset
+    named = {"train": taskset.train, "eval": taskset.eval, "warm_start": taskset.warm_start}
+    if needs_expert_rows(config):
+        named["expert"] = taskset.expert
+    return {split: Path(path) for split, path in named.items() if isinstance(path, str)}
+
+
+def _sizes(config: Config) -> dict[str, int]:
+    taskset = config.taskset
+    sizes = {"train": taskset.train_size, "eval": taskset.eval_size, "warm_start": taskset.warm_start_size}
+    return sizes | ({"expert": taskset.expert_size} if "expert" in _files(config) else {})
+
+
+def prepare_model(config: Config) -> None:
+    """Write a randomly initialised HF checkpoint to ``model.path`` when there is none and the settings describe one.
+
+    Raises:
+        ConfigError: there is no checkpoint and ``model.from_scratch`` is not set, or one cannot be made here; one that
+            is to be made again has other files beside it.
+    """
+    if needs_model(config):
+        write_model(config, Path(config.model.path))
+
+
+def needs_model(config: Config) -> bool:
+    """Return True if ``model.path`` is to be made: it is missing, or was made with other settings.
+
+    Raises ConfigError as ``prepare_model``.
+    """
+    path, wanted = Path(config.model.path), config.model.from_scratch
+    if path.exists() and not (path / "config.json").is_file():
+        raise ConfigError(
+            f"model.path={path} is there but has no config.json; give an HF checkpoint, or a path that does not exist "
+            "yet"
+        )
+    if not path.exists() and (wanted is None or hub.is_name(config.model.path)):
+        fix = (
+            hub.advice("model.path", config.model.path)
+            or "give an HF checkpoint, or describe one in model.from_scratch"
+        )
+        raise ConfigError(f"model.path={path} has no config.json; {fix}")
+    if not path.exists():
+        return True
+    if wanted is None or has_checkpoints(Path(config.run.dir)) or not (path / MODEL_RECIPE).is_file():
+        return False  # a run goes on with the model that it began with; a model of other making is the user's own
+    changed = list(changes(_read_model_recipe(path), _model_recipe(config, _corpus(config))))
+    if changed:
+        _check_replaceable(config, path, changed)
+        log.info("the model was made with other settings: %s", described(changed))
+    return bool(changed)
+
+
+def write_model(config: Config, path: Path) -> None:
+    """Make the model from scratch that the settings describe, in place of what is in ``path``.
+
+    Raises:
+        ConfigError: it cannot be made, or not be written there.
+    """
+    wanted, corpus = config.model.from_scratch, _corpus(config)
+    assert wanted is not None, "needs_model has seen it"
+    log.info("making a %s model from scratch in %s", wanted.model_type, path)
+    from megarl.learn.models.from_scratch import create  # seconds of imports
+
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        create(temporary, wanted, corpus, config.trainer.seed)
+        (temporary / MODEL_RECIPE).write_text(json.dumps(_model_recipe(config, corpus), indent=1))
+        _check_only(path, {entry.name for entry in temporary.iterdir()})
+        replace_directory(temporary, path)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"model.path={path} cannot be written ({error}); make room or give another path") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def make(config: Config) -> Config:
+    """Make rows and model where they are missing, and return the settings with what follows from them.
+
+    Raises as ``prepare_data``, ``prepare_model`` and ``with_prompt_limit``.
+    """
+    prepare_data(config)
+    prepare_model(config)
+    return with_prompt_limit(config)
+
+
+def with_prompt_limit(config: Config) -> Config:
+    """The settings with ``rollout.max_prompt_tokens`` and ``taskset.date``, which a run keeps from its start and a new
+    one takes from its rows, and from the clock where the model's chat template writes the day.
+
+    Raises:
+        DataError, CheckpointError: rows or tokenizer cannot be read.
+    """
+    config = with_limit_of_run(config)
+    if config.taskset.date is None and writes_date(Path(config.model.path)):
+        config = replace(config, taskset=replace(config.taskset, date=date.today().isoformat()))
+        log.info("taskset.date=%s: the model's chat template writes the day into prompts", config.taskset.date)
+    if config.rollout.max_prompt_tokens is not None or kind_of_rows(config) != "tasks":
+        return config
+    tokenizer = ChatTokenizer.of(config)
+    longest, place = 0, ""
+    for split in SPLITS:
+        rows, place_of = read_split(config, split), partial(place_of_row, config.taskset, split)
+        for row, ids in zip(rows, encode_rows(rows, tokenizer, path=place_of), strict=True):
+            if len(ids) > longest:
+                longest, place = len(ids), place_of(row)
+    log.info("rollout.max_prompt_tokens=%d, the longest prompt: %s", longest, place)
+    return replace(config, rollout=replace(config.rollout, max_prompt_tokens=longest))
+
+
+def with_limit_of_run(config: Config) -> Config:
+    """The settings with the ``rollout.max_prompt_tokens`` and ``taskset.date`` of the run that has begun in
+    ``run.dir``, where they leave them out."""
+    resolved = Path(config.run.dir) / "resolved.json"
+    rollout, taskset = config.rollout, config.taskset
+    if None not in (rollout.max_prompt_tokens, taskset.date) or not (
+        has_checkpoints(resolved.parent) and resolved.is_file()
+    ):
+        return config
+    begun = load_resolved(resolved)
+    if rollout.max_prompt_tokens is None:
+        rollout = replace(rollout, max_prompt_tokens=begun.rollout.max_prompt_tokens)
+    return replace(config, rollout=rollout, taskset=replace(taskset, date=taskset.date or begun.taskset.date))
+
+
+def _corpus(config: Config) -> list[str]:
+    source = "train" if config.taskset.warm_start is None else "warm_start"
+    return [m.get("content") or "" for row in read_split(config, source) for m in row.prompt]
+
+
+def _model_recipe(config: Config, corpus: list[str]) -> dict[str, Any]:
+    assert config.model.from_scratch is not None
+    settings = {f"model.from_scratch.{name}": value for name, value in asdict(config.model.from_scratch).items()}
+    return settings | {"trainer.seed": config.trainer.seed, "its tokenizer's texts": _digest(corpus)}
+
+
+def _check_replaceable(config: Config, path: Path, changed: list[Change]) -> None:
+    """Refuse to replace generated files on which a run depends.
+
+    Raises:
+        ConfigError: a run has begun with it, or it lies outside the run's directory.
+    """
+    run_dir = Path(config.run.dir)
+    if has_checkpoints(run_dir):
+        raise ConfigError(
+            f"{path} was made with other settings: {described(changed)}; the run in {run_dir} was trained on it. Take "
+            f"another run.name, set what it was made with, or remove {run_dir}"
+        )
+    if not path.resolve().is_relative_to(run_dir.resolve()):
+        raise ConfigError(
+            f"{path} was made with other settings: {described(changed)}; it is outside run.dir={run_dir}, so other "
+            "runs may use it. Remove it to make it again, give another path, or set what it was made with"
+        )
+
+
+def _check_only(path: Path, names: Collection[str]) -> None:
+    """Raise ConfigError where the directory of a model has other files than those with which one is made."""
+    other = sorted({entry.name for entry in path.iterdir()} - set(names)) if path.exists() else []
+    if other:
+        raise ConfigError(
+            f"model.path={path} has {other[0]}, which was not made with it; move it away to make the model again"
+        )
+
+
+def _read_model_recipe(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads((path / MODEL_RECIPE).read_text())
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _digest(texts: list[str]) -> str:
+    return hashlib.blake2b(json.dumps(texts).encode(), digest_size=8).hexdigest()

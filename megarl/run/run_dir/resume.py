@@ -1,0 +1,235 @@
+"""Checks of a run directory in which a job starts again: sound, finished, and of these settings."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from megarl.core.config import Config
+from megarl.core.durable import exists, write_text
+from megarl.core.errors import CheckpointError, ConfigError
+from megarl.explore.store import Store, sqlite_file
+from megarl.explore.store.database import is_pending, shown
+from megarl.learn import algorithms
+from megarl.learn.parallel.grid import ROLES
+from megarl.run.run_dir.changes import Change, changes_since_last_start, described, has_checkpoints, is_in, listed
+from megarl.run.run_dir.owner import run_id
+from megarl.weights.checkpoint.formats.dist import COMMON, DistFiles
+from megarl.weights.checkpoint.formats.hf_source import HF_FOLDER
+from megarl.weights.checkpoint.training.disk_space import writing
+from megarl.weights.checkpoint.training.manifest import (
+    LATEST,
+    MANIFEST,
+    PREFIX,
+    fault_of_files,
+    finished,
+    in_order,
+    latest,
+    read_state,
+    recover,
+    unfounded_latest,
+)
+
+log = logging.getLogger(__name__)
+
+SIZES = ("parallel.dp", "rollout.replicas", *(f"{role}.parallel.dp" for role in ROLES))
+"""Settings that an attempt on fewer nodes may lower (``run/nodes/fit.py``)."""
+FIXED = ("model", "taskset")
+"""Groups of settings that a run keeps; see also ``_needs_another_past``."""
+
+
+def is_finished(config: Config, run_dir: Path) -> bool:
+    """Return True if all that these settings ask for is done."""
+    found = latest(run_dir / "checkpoints")
+    if found is None or not (run_dir / "hf" / "config.json").is_file():
+        return False
+    saved = read_state(found)
+    if saved["phase"] != "rl" or int(saved["step"]) < config.trainer.steps:
+        return False
+    if is_pending(config.store.url):
+        return False  # asked again when the job has started it
+    path = sqlite_file(config.store.url)
+    if path is not None and not (path.is_file() and path.stat().st_size):
+        return False
+    store = Store(config.store.url, read_only=True)
+    try:
+        # Closed last of all: the files of an earlier end, at fewer steps, may still be there.
+        return store.job_state() == "closed"
+    finally:
+        store.close()
+
+
+def check_settings_of_run(config: Config, run_dir: Path) -> None:
+    """A run keeps its model and tasks, what its checkpoints hold models of, and a finished one everything.
+
+    What else changes the training is taken where ``run.allow_changes`` has it; the rest (``FREE``) is named and taken.
+
+    Raises:
+        ConfigError: settings differ that may not, or that are not confirmed, with both values.
+    """
+    if not has_checkpoints(run_dir):
+        return
+    changed = changes_since_last_start(config, run_dir)
+    found = latest(run_dir / "checkpoints")
+    begun = found is not None and int(read_state(found)["step"]) > 0  # the roles' models are made at step 0
+    fixed = [c for c in changed if c.setting.partition(".")[0] in FIXED or (begun and _needs_another_past(c))]
+    fix = "take another run.name, or remove the directory"
+    if fixed:
+        raise ConfigError(f"run.dir={run_dir} holds a run with other settings: {described(fixed)}; {fix}")
+    if any(change.setting not in SIZES for change in changed) and is_finished(config, run_dir):
+        raise ConfigError(
+            f"run.dir={run_dir} holds a finished run with other settings: {described(changed)}; {fix} "
+            "(or raise trainer.steps to train that run further)"
+        )
+    of_training = [c for c in changed if c.trains()]
+    if unconfirmed := [c for c in of_training if not is_in(c.setting, config.run.allow_changes)]:
+        raise ConfigError(
+            f"run.dir={run_dir} holds a run that was trained with other settings: {', '.join(listed(unconfirmed))}; "
+            "set them back, take another run.name, or confirm them with "
+            f"run.allow_changes=[{','.join(c.setting for c in of_training)}]"
+        )
+    if changed:
+        log.warning("the run in %s goes on with other settings: %s", run_dir, described(changed))
+
+
+def _needs_another_past(change: Change) -> bool:
+    """Return True if the run's checkpoints lack what the new value would go on from."""
+    if change.setting == "reference.refresh":
+        # The reference of the last refresh is in the checkpoints only where a number of steps was set; that of step 0
+        # is out of date.
+        return change.new != "every_iteration" and not (isinstance(change.old, int) and isinstance(change.new, int))
+    if change.setting == "algorithm.name":
+        try:
+            old, new = (algorithms.get(str(name)) for name in (change.old, change.new))
+        except ConfigError:
+            return False  # the file of an algorithm that is used no more
+        return (old.job, "actor" in old.roles) != (new.job, "actor" in new.roles) or "critic" in new.roles - old.roles
+    return False
+
+
+def set_aside_damaged(
+    run_dir: Path, *, rename: bool = True, digests: bool = True, stopping: Callable[[], bool] = lambda: False
+) -> None:
+    """Rename the newest checkpoints when their files are not as they were written, so that the one before counts.
+
+    Each is logged. One that was being replaced when its job was killed gets its name back first.
+
+    Those of the warm start matter only until there is a later one. ``digests``: see ``trainer.verify_checkpoints``.
+
+    Raises:
+        CheckpointError: none is whole, or the newest is gone and was the only one; then nothing is renamed.
+        JobError: ``stopping`` returned True before all files were read; then nothing is renamed.
+    """
+    folder = run_dir / "checkpoints"
+    _set_aside_damaged(folder, rename, digests, stopping)
+    if latest(folder) is None:
+        _set_aside_damaged(folder / "warm_start", rename, digests, stopping)
+
+
+def _set_aside_damaged(folder: Path, rename: bool, digests: bool, stopping: Callable[[], bool]) -> None:
+    for checkpoint in recover(folder) if rename else []:
+        log.warning("%s was being saved again when its job was killed: what it was before is back", checkpoint)
+    candidates = in_order(folder)
+    damaged: list[tuple[Path, str]] = []
+    while candidates and (fault := _fault(candidates[-1], digests, stopping)) is not None:
+        damaged.append((candidates.pop(), fault))
+    if damaged and not candidates:
+        faults = "; ".join(f"{path}: {fault}" for path, fault in damaged)
+        raise CheckpointError(
+            f"no checkpoint can be read: {faults}; put its files back, or remove {folder} to begin again"
+        )
+    for path, fault in damaged:
+        log.warning("%s is damaged and does not count: %s; the run goes on from %s", path, fault, candidates[-1])
+        if rename:
+            _set_aside(path, "damaged")
+    if damaged and rename:
+        _name_latest(candidates[-1])
+    elif not damaged and (fault := unfounded_latest(folder)) is not None:
+        if not candidates:
+            raise CheckpointError(f"{fault}, and there is no other; put it back, or remove {folder} to begin again")
+        log.warning("%s; the run goes on from %s", fault, candidates[-1])
+
+
+def _set_aside(checkpoint: Path, why: str) -> None:
+    """Rename to ``<why>_<name>``, with a number after it where an earlier one of that name is kept."""
+    names = (f"{why}_{checkpoint.name}{f'.{number}' if number > 1 else ''}" for number in itertools.count(1))
+    checkpoint.rename(next(path for name in names if not exists(path := checkpoint.with_name(name))))
+
+
+def _name_latest(checkpoint: Path) -> None:
+    """Record that the newest checkpoint of its folder is this one. Raises DiskFullError."""
+    with writing(checkpoint.parent / LATEST):
+        write_text(checkpoint.parent / LATEST, checkpoint.name.removeprefix(PREFIX))
+
+
+def _fault(checkpoint: Path, digests: bool, stopping: Callable[[], bool]) -> str | None:
+    """Reason why a checkpoint cannot be loaded, as far as its files show."""
+    if not (checkpoint / MANIFEST).is_file():
+        return f"{checkpoint / MANIFEST} is missing"
+    models = {"actor"} | {path.name for path in checkpoint.iterdir() if path.is_dir() and path.name != HF_FOLDER}
+    try:
+        if (fault := fault_of_files(checkpoint, digests=digests, stopping=stopping)) is not None:
+            return fault
+        for model in sorted(models):
+            DistFiles(checkpoint / model).close()
+    except (CheckpointError, OSError) as error:
+        return str(error)
+    commons = [checkpoint / model / COMMON for model in sorted(models)]
+    broken = [str(common) for common in commons if not zipfile.is_zipfile(common)]
+    return f"{broken[0]} is missing or not whole" if broken else None
+
+
+def check_owner_of_store(config: Config, run_dir: Path, store: Store) -> None:
+    """Before anything is written: a run that has checkpoints goes on with its own store, or one of which no owner is
+    recorded.
+
+    Raises:
+        ConfigError: the store is another run's, which would lose what this run does not have.
+    """
+    owner = store.run_id()
+    if owner is not None and owner != run_id(run_dir) and has_checkpoints(run_dir):
+        raise ConfigError(
+            f"store.url={shown(config.store.url)} is the store of another run (run {owner}; {run_dir / 'run_id'} has "
+            f"{run_id(run_dir)}); give the URL that this run had before"
+        )
+
+
+def check_store_of_run(config: Config, run_dir: Path, store: Store) -> None:
+    """Make sure that the store has the steps of the newest checkpoint. Where it has lost the last ones, as after a
+    power cut, the newest checkpoint whose steps it has counts instead, and later ones are renamed.
+
+    Raises:
+        ConfigError: it has those of none: it was removed, or is another run's, and the report would show a part as if
+            it were all.
+    """
+    candidates = finished(run_dir / "checkpoints")
+    steps = {path: int(read_state(path)["step"]) for path in candidates}
+    recorded = {step for step, _ in store.steps()}
+    covered = [path for path in candidates if recorded.issuperset(range(1, steps[path] + 1))]
+    if not candidates or candidates[-1] in covered:
+        return
+    newest, done = candidates[-1], steps[candidates[-1]]
+    missing = sorted(set(range(1, done + 1)) - recorded)
+    lacks = (
+        f"knows nothing of {len(missing)} of the {done} steps that {newest} has behind it (the first is {missing[0]})"
+    )
+    if not covered or not steps[covered[-1]]:
+        raise ConfigError(
+            f"store.url={shown(config.store.url)} {lacks}: was the file removed or replaced? Put it back, or take "
+            f"another run.name; the weights of the run so far are in {run_dir / 'checkpoints'}"
+        )
+    for path in candidates[candidates.index(covered[-1]) + 1 :]:
+        _set_aside(path, "uncovered")
+    _name_latest(covered[-1])
+    log.warning(
+        "THE RUN GOES BACK to %s: store.url=%s %s, as after a power cut. Later checkpoints are now named "
+        "uncovered_%s*; if the store "
+        "is not this run's, stop, put the right one in its place and give them their names back",
+        covered[-1],
+        shown(config.store.url),
+        lacks,
+        PREFIX,
+    )

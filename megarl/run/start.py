@@ -1,0 +1,56 @@
+"""``python -m megarl.run.start trainer|explorer --config RUN/resolved.json``: one process of a job.
+
+Imports nothing heavy at the top: the explorer needs no torch.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+from megarl.core import heartbeat
+from megarl.core.parent import end_after_parent
+from megarl.core.secrets import hide_secrets
+
+
+def main() -> int:
+    """Run the process that the first argument names; return the exit status."""
+    role, arguments = sys.argv[1] if len(sys.argv) > 1 else "", sys.argv[2:]
+    hide_secrets()  # from commands that are agents
+    heartbeat.begin()  # `kill -USR1 <pid>` writes into its log where a process is blocked
+    end_after_parent()
+    if role == "trainer":
+        from megarl.train.loop.trainer import main as run
+    elif role == "explorer":
+        from megarl.explore.explorer.explorer import main as run
+    else:
+        sys.stderr.write("usage: python -m megarl.run.start trainer|explorer --config RUN/resolved.json\n")
+        return 2
+    gc.freeze()  # modules stay, and take long to walk
+    if role == "explorer":
+        leave(run, arguments)
+    return run(arguments)
+
+
+def leave(run: Callable[[list[str]], int], arguments: list[str]) -> NoReturn:
+    """End the process with ``run``: Python would wait for threads first, in which an agent's client may block."""
+    try:
+        status = run(arguments)
+    except SystemExit:
+        raise
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

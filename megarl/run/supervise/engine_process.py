@@ -1,0 +1,122 @@
+"""Command line and environment of a rollout engine: vLLM's OpenAI server in processes of its own. Imports no vLLM."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+from megarl.core.config.lengths import context_tokens
+from megarl.core.config.schema import ModelConfig, RolloutConfig
+from megarl.engine.client.names import PLUGIN
+
+_PREFILL_TOKENS = 8192
+_CPU_ENVIRONMENT = {
+    "TORCHDYNAMO_DISABLE": "1",  # else the first request compiles for 19 s
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding takes the cores that trainer ranks run on
+}
+
+
+def engine_process(
+    model_path: str,
+    rollout: RolloutConfig,
+    model: ModelConfig,
+    host: str,
+    port: int,
+    device: Literal["cpu", "cuda"] = "cpu",
+    group: tuple[int, str] | None = None,
+) -> tuple[list[str], dict[str, str]]:
+    """Returns (argv, environment to add) of one engine server that listens on ``host:port``.
+
+    It asks for the job's key on every path: ``$MEGARL_JOB_KEY`` must be in its environment as well.
+
+    Args:
+        group: Of an engine that spans ``rollout.nodes`` machines: which part this is, and HOST:PORT where the parts
+            meet. Part 0 is the server.
+    """
+    context = context_tokens(rollout)
+    kind = "server" if group is None or group[0] == 0 else "part"
+    argv = [sys.executable, "-m", f"megarl.engine.server.{kind}"]
+    argv += ["--model", model_path, "--served-model-name", "policy", "--host", host, "--port", str(port)]
+    argv += ["--dtype", model.dtype, "--max-model-len", str(context), "--generation-config", "vllm"]
+    if model.head_dtype is not None:
+        argv += ["--hf-overrides", json.dumps({"head_dtype": model.head_dtype})]
+    argv += ["--max-num-seqs", str(rollout.max_num_seqs), "--block-size", str(rollout.block_size)]
+    argv += ["--kv-cache-memory-bytes", str(rollout.kv_cache_bytes)]
+    argv += ["--tensor-parallel-size", str(rollout.tp), "--pipeline-parallel-size", str(rollout.pp)]
+    argv += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--disable-log-stats"]
+    argv += ["--disable-uvicorn-access-log", "--disable-fastapi-docs"]
+    argv += ["--middleware", "megarl.engine.client.auth.RequireKey"]
+    argv += ["--weight-transfer-config", json.dumps({"backend": PLUGIN})]
+    argv += ["--worker-extension-cls", "megarl.engine.sync.receiver.WorkerExtension"]
+    environment = engine_environment(rollout, device)
+    if group is not None:
+        part, (meeting, _, meeting_port) = group[0], group[1].rpartition(":")
+        argv += [
+            "--nnodes",
+            str(rollout.nodes),
+            "--node-rank",
+            str(part),
+            "--master-addr",
+            meeting,
+            "--master-port",
+            meeting_port,
+        ]
+        argv += ["--distributed-executor-backend", "mp"]
+    if rollout.expert_parallel:
+        argv += ["--enable-expert-parallel"]
+    if device == "cpu":
+        argv += _cpu_options(model_path, rollout)
+        # A seeded request whose prefill is cut in two kills the engine on CPU ("CPU Generator does not use offset").
+        argv += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(context, _PREFILL_TOKENS))]
+        if rollout.tp * rollout.pp == 1:
+            argv += ["--distributed-executor-backend", "uni"]  # see engine_environment
+    else:
+        # Others permute the experts' weights for their kernels (on Blackwell it would choose one): they could not be
+        # read back.
+        argv += ["--moe-backend", "triton"]
+    return argv, environment
+
+
+def engine_environment(rollout: RolloutConfig, device: Literal["cpu", "cuda"] = "cpu") -> dict[str, str]:
+    """Environment to add of an engine's processes."""
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_PLUGINS": PLUGIN,
+        "VLLM_SERVER_DEV_MODE": "1",
+        "OMP_NUM_THREADS": str(rollout.num_threads),
+    }
+    if device == "cpu":
+        environment |= _CPU_ENVIRONMENT
+        if rollout.tp * rollout.pp == 1:
+            # One process fewer: 8 s of imports, 0.5 GB and a hop a step. vLLM keeps a worker process on CPU only to set
+            # its OpenMP environment, which is set above; this variable is its way to be told so.
+            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    return environment
+
+
+def _cpu_options(model_path: str, rollout: RolloutConfig) -> list[str]:
+    """Options with which vLLM 0.32.0's CPU build computes correctly."""
+    compilation: dict[str, Any] = {}
+    options: list[str] = []
+    if rollout.pp == 1:
+        options += ["--enforce-eager"]
+    else:
+        # A later stage makes its input buffers while it warms up, which eager mode leaves out; nothing is compiled
+        # either way.
+        compilation |= {"mode": 1, "custom_ops": ["all"]}
+    if _is_mla(model_path):
+        # Its rotary kernel rotates the first head of latent attention's queries only. On machines with AMX vLLM would
+        # choose another backend, whose projection cannot be loaded a second time.
+        compilation.setdefault("custom_ops", []).append("-rotary_embedding")
+        options += ["--attention-backend", "CPU_MLA"]
+    return [*options, "--compilation-config", json.dumps(compilation)] if compilation else options
+
+
+def _is_mla(model_path: str) -> bool:
+    from megarl.weights.checkpoint.formats.hf_source import read_hf_config  # imports torch and transformers
+
+    path = Path(model_path)
+    return (path / "config.json").is_file() and read_hf_config(path).get("kv_lora_rank") is not None

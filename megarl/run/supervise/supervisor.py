@@ -1,0 +1,216 @@
+"""Starts the processes of one attempt of a job on its nodes and watches them; a dead one is replaced, or ends the
+attempt with its last lines."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megarl.core.config import Config, save_resolved
+from megarl.core.errors import FencedError, JobError, NonRetryableError
+from megarl.core.jobs import ProcessKind, kind_of
+from megarl.engine.client.auth import KEY_VARIABLE
+from megarl.explore.store import RegisteredEngine, Store
+from megarl.run.nodes.node import Node, Process, Started, on_every_node
+from megarl.run.nodes.placement import NodeInfo, Placement, place, table
+from megarl.run.postgres import Server
+from megarl.run.process.interrupt import StopRequest
+from megarl.run.run_dir.owner import check_fence
+from megarl.run.supervise.replace import SETTLE_S, Replacements, ending, failed
+from megarl.run.supervise.specs import Addresses, resolved, specs, urls
+from megarl.run.supervise.watchdog import Watchdog
+
+log = logging.getLogger(__name__)
+
+WATCH_S = 0.1
+FENCE_S = 1.0
+"""Seconds between two checks for a later attempt."""
+ENGINES_SHARE = 0.25
+"""Part of ``run.shutdown_grace_s`` after which the engines end: a trainer that waits for one that hangs can save
+then."""
+STOP_S = 10.0
+"""Seconds that processes get to end after SIGTERM once one of them has died."""
+
+
+def start_attempt(
+    config: Config, nodes: Sequence[Node], attempt: int, key: str, *, trainers: int | None = None
+) -> list[Started]:
+    """Start engines, trainer ranks, reward hosts and the explorer, each on its node. An offline job has trainer ranks
+    alone.
+
+    ``trainers``: as ``place`` takes it.
+
+    Raises:
+        ConfigError: they do not fit the nodes, or a port is taken; nothing was started.
+        JobError: a node failed to start one; what was started is ended.
+    """
+    by_rank = {node.rank: node for node in nodes}
+    places = [NodeInfo.of(node) for node in nodes]
+    placement = place(config, places, trainers=trainers)
+    if len(nodes) > 1:
+        log.info("%s", table(placement, places))
+    addresses = _addresses(config, placement, by_rank)
+    logs = _logs(config, attempt)
+    environment = {KEY_VARIABLE: key, "MEGARL_ATTEMPT": str(attempt), "MEGARL_TTY": "1" if sys.stderr.isatty() else "0"}
+    save_resolved(config, resolved(config))
+    _register_engines(config, addresses, attempt)
+    started: list[Started] = []
+    try:
+        for rank, spec in specs(config, placement, addresses, environment, logs):
+            node = by_rank[rank]
+            spec.env.update(_node_environment(node))
+            started.append(Started(node.start(spec), node, spec))
+    except BaseException:
+        stop(started, STOP_S)
+        raise
+    names = ", ".join(s.process.name + (f" on {s.node.name}" if len(nodes) > 1 else "") for s in started)
+    log.info("started %s; logs in %s", names, logs)
+    return started
+
+
+def _register_engines(config: Config, addresses: Addresses, attempt: int) -> None:
+    """Write the engines into the store, where explorer and trainer look for them."""
+    if not addresses.engines:
+        return
+    workers = config.rollout.tp * config.rollout.pp
+    store = Store(config.store.url, attempt=attempt, outage_s=config.store.outage_s)
+    try:
+        store.register_engines([RegisteredEngine(i, url, workers) for i, url in enumerate(urls(addresses))])
+    finally:
+        store.close()
+
+
+def _addresses(config: Config, placement: Placement, nodes: dict[int, Node]) -> Addresses:
+    """Ports are asked of each node once, so that it gives no port twice."""
+    wanted = [placement.trainer[0]] * 2 + [span[0] for span in placement.engines]
+    wanted += [span[0] for span in placement.engines if len(span) > 1] + list(placement.reward_hosts)
+    if placement.explorer is None:
+        wanted = wanted[:1]
+    free = {rank: iter(nodes[rank].free_ports(wanted.count(rank))) for rank in dict.fromkeys(wanted)}
+
+    def listen(rank: int) -> str:
+        return f"{nodes[rank].address}:{next(free[rank])}"
+
+    rendezvous = listen(placement.trainer[0])
+    if placement.explorer is None:
+        return Addresses(rendezvous, "", (), (), ())
+    link = listen(placement.trainer[0])
+    engines = tuple(listen(span[0]) for span in placement.engines)
+    groups = tuple(listen(span[0]) if len(span) > 1 else "" for span in placement.engines)
+    return Addresses(rendezvous, link, engines, groups, tuple(listen(rank) for rank in placement.reward_hosts))
+
+
+def _logs(config: Config, attempt: int) -> Path:
+    return Path(config.run.dir) / "logs" / f"attempt_{attempt}"
+
+
+def _node_environment(node: Node) -> dict[str, str]:
+    """Environment that names the network on which a node's processes listen; the machine of a job without others has
+    loopback, and no interface."""
+    if not node.interface:
+        return {}
+    interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), node.interface)
+    return {"MEGARL_NODE_ADDRESS": node.address, "VLLM_HOST_IP": node.address, **interfaces}
+
+
+def stop(started: Sequence[Started], grace_s: float) -> None:
+    """SIGTERM to all, then SIGKILL to what is left after ``grace_s``; returns when all are gone, on every node at
+    once."""
+    on_every_node(started, lambda node, names: node.stop(names, grace_s))
+
+
+def watch(
+    started: Sequence[Started],
+    stop_request: StopRequest,
+    config: Config,
+    attempt: int | None = None,
+    server: Server | None = None,
+) -> None:
+    """Wait until the trainer has ended, finished or stopped on request, then end the rest. Meanwhile replace what has
+    died and can be.
+
+    Args:
+        attempt: Number of this one; a later one in the run's directory ends it.
+        server: The job's own database: started again when it has ended, be it by the signal with which Slurm stops a
+            whole step.
+
+    Raises:
+        JobError: a process died and was not replaced; carries its name, exit status and last lines. Or the trainer does
+            not move: who is where. All others are gone by then.
+        NonRetryableError: it was of something that would come again.
+        FencedError: a later attempt has begun.
+    """
+    started = list(started)
+    replacements = Replacements(started, config.cluster.replacements)
+    trainers = [s.process for s in started if kind_of(s.process.name) is ProcessKind.TRAINER]
+    engines: list[Process] = []
+    asked_at: float | None = None
+    looked_at = 0.0
+    watchdog = Watchdog(config, _logs(config, attempt or 0))
+    try:
+        while True:
+            if attempt is not None and time.monotonic() - looked_at > FENCE_S:
+                looked_at = time.monotonic()
+                check_fence(Path(config.run.dir), attempt)
+            if server is not None and server.poll() is not None:
+                log.warning("the job's PostgreSQL has ended (status %s); starting it again", server.poll())
+                server.start()
+            if stop_request.count and asked_at is None:
+                asked_at = time.monotonic()
+                engines = [s.process for s in started if kind_of(s.process.name) is ProcessKind.ENGINE]
+                log.warning("stopping: saving a checkpoint (interrupt twice more to end at once)")
+                for process in trainers:
+                    process.signal(signal.SIGTERM)
+            engines_s = ENGINES_SHARE * config.run.shutdown_grace_s
+            if engines and asked_at is not None and time.monotonic() - asked_at > engines_s:
+                while engines:
+                    engines.pop().signal(signal.SIGKILL)
+            late = asked_at is not None and time.monotonic() - asked_at > config.run.shutdown_grace_s
+            early = asked_at is not None and any(p.poll() == -signal.SIGTERM for p in trainers)  # had no handler yet
+            if stop_request.count > 2 or late or early:
+                log.warning(
+                    "ending at once: what is not saved within %g s is lost; the run resumes from the newest checkpoint "
+                    "that is whole",
+                    STOP_S,
+                )
+                return
+            # Once asked, who stops a whole session or Slurm step has ended the others too: only a trainer's failure is
+            # news.
+            if asked_at is None:
+                replaced = replacements.replace_dead()
+                if stop_request.count:
+                    continue  # who asked may have ended the others as well
+                if not replaced:
+                    _raise_for_dead([s.process for s in started], replacements.used_up)
+            else:
+                _raise_for_dead(trainers, "")
+            if all(p.poll() == 0 for p in trainers):
+                return
+            if asked_at is None:
+                watchdog.look(started)
+            time.sleep(WATCH_S)
+    except FencedError:
+        for s in started:
+            s.process.signal(signal.SIGKILL)
+        raise
+    finally:
+        stop(started, STOP_S)
+
+
+def _raise_for_dead(processes: Sequence[Process], used_up: str) -> None:
+    if _failed(processes):
+        time.sleep(SETTLE_S)
+        first, *others = sorted(_failed(processes), key=lambda p: p.last_output_at())
+        also = "".join(f"\nthen {ending(process)} ({process.log})" for process in others)
+        non_retryable = any(process.poll() == NonRetryableError.STATUS for process in processes)
+        raise (NonRetryableError if non_retryable else JobError)(
+            f"{ending(first)}{used_up and f', {used_up}'}; its last lines ({first.log}):\n{first.tail()}{also}"
+        )
+
+
+def _failed(processes: Sequence[Process]) -> list[Process]:
+    return [process for process in processes if failed(process)]

@@ -1,1 +1,0 @@
-"""Weights from trainer ranks to engines: the link, the receiver inside vLLM, and the proof that both sides agree."""

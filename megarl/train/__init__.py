@@ -1,0 +1,1 @@
+"""The trainer: trajectories become steps."""

@@ -1,0 +1,1 @@
+"""Course of a job in a trainer rank."""

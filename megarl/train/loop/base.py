@@ -1,0 +1,241 @@
+"""The course of a training job on one rank: resume, warm start, steps, evaluation, checkpoints.
+
+A step is made by ``online.OnlineTrainer`` or ``offline.OfflineTrainer``.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from megarl.core import heartbeat
+from megarl.core.config import Config
+from megarl.core.schema import WeightsVersion
+from megarl.explore.store import NOTHING_USED, Store, Used
+from megarl.learn import algorithms
+from megarl.learn.parallel import groups
+from megarl.train.loop.checkpoints import Checkpointer
+from megarl.train.loop.warm_start import WarmStart
+from megarl.train.rank.context import RunContext
+from megarl.train.rank.ranks import Ranks
+from megarl.train.rank.reporter import Reporter
+from megarl.train.rank.state import TrainState
+from megarl.train.sync.weights import Stopped
+from megarl.train.update.learner import Learner
+from megarl.train.update.models import Models
+from megarl.train.update.updates import RollBack, UpdateFilter
+from megarl.weights.checkpoint.training import writer as checkpoint_writer
+
+
+class Trainer(ABC):
+    """A trainer rank's models and services, and the course of its job. Use as a context manager.
+
+    Every rank makes the same calls. What a step changes is in its models and in the ``TrainState`` that it returns.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.ranks = Ranks()
+        self.ranks.stop_on_sigterm()
+        if config.trainer.async_checkpoint:
+            checkpoint_writer.of_process()  # before models and a GPU: it is a fork of this process
+        self.timeout_s = groups.collective_timeout_s(config.cluster.stall_s)
+        # seeds torch's generators too
+        position = groups.initialize(config.parallel, seed=config.trainer.seed, timeout_s=self.timeout_s)
+        random.seed(config.trainer.seed)
+        np.random.seed(config.trainer.seed)
+        self.context = RunContext(config, Path(config.run.dir), int(os.environ["MEGARL_ATTEMPT"]), position.rank)
+        self.store = Store(config.store.url, attempt=self.context.attempt, outage_s=config.store.outage_s)
+        self.reporter = Reporter(self.context, self.store)
+        self.reporter.record_start()
+        self.timeline = self.reporter.timeline
+        self.algorithm = algorithms.get(config.algorithm.name)
+        self.models = self.make_models()
+        self.checkpoints = Checkpointer(self.context, self.store, self.ranks, self.reporter)
+        self.updates = UpdateFilter(config.trainer.update_filter, self.reporter)
+        self.learner = Learner(config, self.algorithm, self.models, self.updates, self.ranks)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.checkpoints.give_up()  # one is pending only after an error
+        self.reporter.close()
+        self.store.close()
+
+    # ---------------------------------------------------------------- what a kind of job adds
+
+    def make_models(self) -> Models:
+        """The job's models, not yet built."""
+        return Models(self.config, self.algorithm)
+
+    @abstractmethod
+    def connect(self) -> None:
+        """Open what the steps need beside models. Raises Stopped."""
+
+    @abstractmethod
+    def step(self, state: TrainState) -> TrainState | None:
+        """Make one step; None when it was given up because the job is asked to stop: nothing has changed then.
+
+        Raises RollBack, Stopped.
+        """
+
+    @abstractmethod
+    def evaluate(self, state: TrainState, name: str) -> bool:
+        """Evaluate the actor; False when the job is asked to stop. Raises Stopped."""
+
+    @property
+    def version(self) -> WeightsVersion:
+        """Weights published last."""
+        return WeightsVersion(self.context.attempt, 0)
+
+    # ---------------------------------------------------------------- the course of a job
+
+    def train(self) -> None:
+        """Warm start when there is none yet, then ``trainer.steps`` steps; resumes from the newest checkpoint."""
+        state = self.run_warm_start(self.resume())
+        if state is None:
+            return
+        self.begin(state)
+        state, finished = self.run_steps(state)
+        self.commit(state)
+        if finished:
+            self.export(self.context.run_dir / "hf")
+            if self.context.rank == 0:
+                self.store.close_job()  # the explorer ends when no more work comes
+            self.ranks.wait_for_all()
+
+    def resume(self) -> TrainState:
+        """Restore the newest checkpoint, or begin; return its state."""
+        heartbeat.set_phase("between steps")
+        with self.timeline.phase("load"), starting(self.config):
+            state = self.checkpoints.resume(self.models)
+        self.reporter.open(state)
+        return state
+
+    def run_warm_start(self, state: TrainState) -> TrainState | None:
+        """Make the steps of the warm start that are left; return the state of step 0 of what follows.
+
+        None when the job was asked to stop before that; what was reached is saved.
+        """
+        warm_start = WarmStart(self.config, self.models, self.updates, self.ranks, self.reporter, self.checkpoints)
+        while state.warming_up:
+            try:
+                for after in warm_start.steps(state):
+                    state = after
+            except RollBack as bad:
+                state = self.rolled_back(state, bad)
+                continue
+            if state.step < self.config.trainer.warm_start.steps:
+                if state.step:
+                    self.commit(state)
+                return None
+            state = replace(state, phase="rl", step=0, grad_norms={})  # norms of another loss
+            self.commit(state)
+        return state
+
+    def begin(self, state: TrainState) -> None:
+        """Prepare the steps that follow the warm start, again after a rollback.
+
+        At step 0 the optimizer is fresh, and the other models begin with the weights that the warm start left.
+        """
+        models, reference = self.models, self.context.run_dir / "reference"
+        if state.step == 0:
+            models.actor.optimizer.restart(self.config.trainer.optimizer)
+            self.export(reference)
+        models.actor.head = models.head
+        gc.unfreeze()  # after a rollback, models that are replaced
+        with self.timeline.phase("load"), starting(self.config):
+            models.build(state.step, self.checkpoints.newest(), reference)
+        gc.collect()
+        # modules and models stay: a collection that walks them takes 0.3 s of every fourth step of the quickstart
+        gc.freeze()
+        if state.step:
+            self.checkpoints.put_random_states(models)
+
+    def run_steps(self, state: TrainState) -> tuple[TrainState, bool]:
+        """Make the steps that are left and the last evaluation; return the last state, and False after a stop."""
+        try:
+            self.connect()
+            while state.step < self.config.trainer.steps:
+                try:
+                    stop = self.ranks.stop_requested() or not self.evaluate_if_due(state)
+                    if stop or (after := self.step(state)) is None:
+                        return state, False
+                    state = after
+                except RollBack as bad:
+                    state = self.rolled_back(state, bad)
+            return state, self.evaluate(state, "eval-after")
+        except Stopped as stopped:
+            self.reporter.log(f"stopping in the middle of a weight sync ({stopped})")
+            return state, False
+
+    def evaluate_if_due(self, state: TrainState) -> bool:
+        """Evaluate before the first step and every ``trainer.eval_interval`` steps, again in a job that resumes
+        there."""
+        number, interval = state.step, self.config.trainer.eval_interval
+        if number and (not interval or number % interval):
+            return True
+        return self.evaluate(state, f"eval-{number}" if number else "eval-before")
+
+    def end_step(self, state: TrainState, metrics: dict[str, float], used: Used = NOTHING_USED) -> TrainState:
+        """Count the step, and checkpoint where that is due; return the state after it. Adds to ``metrics``."""
+        config, number = self.config.trainer, state.step
+        self.checkpoints.settle()
+        state = replace(state, step=number + 1)
+        metrics |= {"training/global_step": float(state.step), "training/attempt": float(self.context.attempt)}
+        metrics["checkpoint/failed"] = float(self.checkpoints.failed)
+        if state.step % config.checkpoint_interval == 0 and state.step < config.steps:
+            # A job that is killed after its checkpoint resumes after this step: its metrics must be there by then.
+            self.reporter.keep(state.step, metrics, used)
+            self.commit(state, interval=True, step=number)
+            metrics["checkpoint/failed"] = float(self.checkpoints.failed)
+        return state
+
+    def commit(self, state: TrainState, *, interval: bool = False, **labels: int) -> None:
+        """Checkpoint the models under ``state`` (``Checkpointer.commit``)."""
+        self.checkpoints.commit(state, self.models, version=self.version, interval=interval, **labels)
+
+    def rolled_back(self, state: TrainState, bad: RollBack) -> TrainState:
+        """Bring models, store and metrics to the newest checkpoint, or to the run's start where there is none; return
+        its state.
+
+        Equal to the checkpoint to the bit, but for the count of rollbacks: the tasks and seeds of what follows are
+        others.
+        """
+        self.checkpoints.settle(wait=True)
+        before = state.step
+        self.reporter.log(f"WARNING: {bad}; going back to the newest checkpoint")
+        state = replace(self.checkpoints.resume(self.models), rollbacks=state.rollbacks + 1)
+        if not state.warming_up:
+            self.begin(state)
+            if self.context.rank == 0:
+                self.store.discard_rollouts(state.step, ahead=True)
+        event = {"from_step": before, "to_step": state.step, "rollbacks": state.rollbacks, "why": str(bad)}
+        self.reporter.event("rollback", event)
+        self.reporter.rewind(state)
+        source = "a checkpoint" if self.checkpoints.newest() else "the beginning"
+        self.reporter.log(
+            f"went back from step {before} to step {state.step}, by {source}; rollback {state.rollbacks}: "
+            "from here on steps take other tasks"
+        )
+        return state
+
+    def export(self, target: Path) -> None:
+        """Write the actor as an ordinary HF checkpoint."""
+        with self.timeline.phase("export"):
+            self.models.export_actor(target, self.context.rank)
+            self.ranks.wait_for_all()  # rank 0 writes; the others may read it next
+
+
+def starting(config: Config) -> AbstractContextManager[None]:
+    """Allow what a start waits for to take its time."""
+    return heartbeat.timeout(config.rollout.start_timeout_s)

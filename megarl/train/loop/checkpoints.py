@@ -1,0 +1,205 @@
+"""Checkpoints of a running job: written between steps, resumed from, and the step that each of them counts."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megarl.core.errors import DiskFullError, FencedError, NonRetryableError
+from megarl.core.schema import WeightsVersion
+from megarl.explore.order.draws import data_cursor
+from megarl.explore.store import Store
+from megarl.train.rank.context import RunContext
+from megarl.train.rank.ranks import Ranks
+from megarl.train.rank.reporter import Reporter
+from megarl.train.rank.state import TrainState
+from megarl.train.update.models import Models
+from megarl.weights.checkpoint.training import state as saving
+from megarl.weights.checkpoint.training.disk_space import free_space, writing
+from megarl.weights.checkpoint.training.manifest import current_attempt
+
+
+class Checkpointer:
+    """Saves and restores models, optimizers and ``TrainState``. Every rank makes the same calls."""
+
+    def __init__(self, context: RunContext, store: Store, ranks: Ranks, reporter: Reporter) -> None:
+        self._context = context
+        self._store = store
+        self._ranks = ranks
+        self._reporter = reporter
+        self._num_tasks = len(store.task_ids("train"))
+        self._saved: TrainState | None = None
+        """State in the newest checkpoint, be it finished or pending."""
+        self._pending: saving.Save | None = None
+        self.failed = 0
+        """Checkpoints in a row that had no room on the disk."""
+
+    def _folder(self, *, warming_up: bool) -> Path:
+        """Checkpoints of a phase. Apart, because a higher step of the warm start comes before step 0 of what
+        follows."""
+        return self._context.run_dir / "checkpoints" / ("warm_start" if warming_up else "")
+
+    def newest(self) -> Path | None:
+        """The checkpoint to resume from, the same on every rank, all of which call it; None at the very start."""
+        return saving.newest(self._folder(warming_up=False), self._folder(warming_up=True))
+
+    def resume(self, models: Models) -> TrainState:
+        """Give the actor the weights of the newest checkpoint, or those the run begins with; return the state beside
+        them.
+
+        Raises:
+            CheckpointError: it cannot be loaded.
+        """
+        found = self.newest()
+        fault = saving.unfounded_latest(self._folder(warming_up=False)) if self._context.rank == 0 else None
+        if fault is not None:
+            self._reporter.log(f"WARNING: {fault}; going on from {found or 'the beginning'}")
+        models.make_actor(found)
+        if found is None:
+            models.load_beginning()
+            return TrainState()
+        saving.load(found, {"actor": models.actor_part()})
+        models.actor.optimizer.set_hyperparameters(self._context.config.trainer.optimizer)
+        saved = saving.manifest_of(found)
+        state = self._saved = TrainState.from_manifest(saved)
+        before, now = saved.get("made", {}).get("data"), self._data_cursor(state)
+        if before is not None and before != now:
+            self._reporter.log(
+                f"the order of the data is another than before: {found} was at {before}, with these settings it is at "
+                f"{now}"
+            )
+        self._reporter.log(f"resumed from {found}")
+        return state
+
+    def put_random_states(self, models: Models) -> None:
+        """Restore the random generators of the newest checkpoint. After all models are built: that draws numbers."""
+        if (found := self.newest()) is not None and not saving.put_random_states(found, models.parts()):
+            self._reporter.log(
+                "random generators begin again from trainer.seed: the checkpoint was made on another grid"
+            )
+
+    def commit(
+        self,
+        state: TrainState,
+        models: Models,
+        *,
+        version: WeightsVersion | None = None,
+        interval: bool = False,
+        **labels: int,
+    ) -> None:
+        """Checkpoint models, optimizers and ``state``; nothing to do when the newest checkpoint holds ``state``.
+
+        Args:
+            version: Last published weights.
+            interval: A periodic checkpoint, without which the job can go on. With ``trainer.async_checkpoint`` it
+                counts once ``settle`` has found it written. On a full disk it is left out, at most
+                ``trainer.max_failed_checkpoints`` - 1 times in a row. Any other counts when this returns.
+            labels: Of the phase in the timeline.
+
+        Raises:
+            JobError: it cannot be written, or another attempt has taken over.
+        """
+        if state == self._saved and self._pending is None:
+            return  # to write it again would take the seconds that a job has to end
+        with self._reporter.timeline.phase("checkpoint", **labels):
+            self.settle(wait=True)
+            if state == self._saved:
+                return
+            folder = self._folder(warming_up=state.warming_up)
+            manifest = saving.Manifest(asdict(state), self._context.attempt, self._made(state, version))
+            config = self._context.config.trainer
+            background = interval and config.async_checkpoint
+            try:
+                with writing(folder):
+                    self._pending = saving.begin(
+                        folder, state.step, models.parts(), manifest, model=Path(self._context.config.model.path),
+                        background=background, fence=self._fence,
+                        free_space=lambda needed: free_space(folder, needed, config.keep_checkpoints, refuse=interval),
+                    )  # fmt: skip
+            except DiskFullError as error:
+                if not interval:
+                    raise
+                self._do_without(error)
+                return
+            self._saved = state
+            if not background:
+                self.settle(wait=True, needed=not interval)
+
+    @property
+    def settling(self) -> bool:
+        """True while a checkpoint waits for ``settle``."""
+        return self._pending is not None
+
+    def settle(self, *, wait: bool = False, needed: bool = False) -> None:
+        """Let a checkpoint count that was written in the background, once all ranks have written it or after waiting
+        for that.
+
+        Args:
+            needed: The job cannot go on without it, were the disk full.
+
+        Raises: as ``commit``.
+        """
+        if self._pending is None or not (wait or self._ranks.agree(self._pending.written)):
+            return
+        pending, self._pending = self._pending, None
+        try:
+            with writing(pending.folder):
+                pending.finish(self._context.config.trainer.keep_checkpoints)
+        except DiskFullError as error:
+            self._saved = None
+            if needed:
+                raise
+            self._do_without(error)
+            return
+        self.failed = 0
+        if pending.folder == self._folder(warming_up=False) and self._context.rank == 0:
+            shutil.rmtree(self._folder(warming_up=True), ignore_errors=True)  # there is a later one now
+
+    def give_up(self) -> None:
+        """Leave a pending checkpoint unfinished: after an error that other ranks may not know of."""
+        if self._pending is not None:
+            self._pending.give_up()
+
+    def _do_without(self, error: DiskFullError) -> None:
+        """Count a checkpoint that had no room. The store learns of it by the step's metrics alone: it may lie on the
+        same disk."""
+        self.failed += 1
+        if self.failed >= (limit := self._context.config.trainer.max_failed_checkpoints):
+            raise NonRetryableError(
+                f"{error}; {self.failed} checkpoints in a row had no room (trainer.max_failed_checkpoints={limit})"
+            ) from error
+        self._reporter.log(
+            f"WARNING: {error}. Training goes on without this checkpoint ({self.failed} of at most {limit - 1} in a "
+            f"row); the newest is {self.newest() or 'none'}"
+        )
+
+    def _made(self, state: TrainState, version: WeightsVersion | None) -> dict[str, Any]:
+        """Origin of a checkpoint: for people, and for the lines of a resumed job."""
+        attempt = self._context.attempt
+        return {
+            "attempt": attempt,
+            "version": str(version or WeightsVersion(attempt, 0)),
+            "parallel": asdict(self._context.config.parallel),
+            "data": self._data_cursor(state),
+        }
+
+    def _data_cursor(self, state: TrainState) -> dict[str, int] | None:
+        config = self._context.config.trainer
+        return (
+            None if state.warming_up else data_cursor(self._num_tasks, state.step, config.tasks_per_step, config.seed)
+        )
+
+    def _fence(self) -> None:
+        """Return when the store would keep the steps that a checkpoint counts through a power cut.
+
+        Raises FencedError when a later attempt has started: this one would overwrite its files.
+        """
+        attempt, run_dir = self._context.attempt, self._context.run_dir
+        if (newest := current_attempt(run_dir)) > attempt:
+            raise FencedError(
+                f"attempt {attempt} of the run in {run_dir} writes no checkpoint: attempt {newest} has taken over; end "
+                "what is left of the earlier one"
+            )
+        self._store.sync()

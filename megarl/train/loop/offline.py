@@ -1,0 +1,180 @@
+"""Training on demonstrations or preferences from a file, without rollouts; evaluation on the held-out file."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megarl.core.config import Config
+from megarl.core.metrics import OFFLINE_CONSOLE, mean_of_sums
+from megarl.explore.order.draws import data_seed, numbers_of_step
+from megarl.explore.tasksets import (
+    ChatTokenizer,
+    encode_demonstrations,
+    encode_preferences,
+    read_preferences,
+    read_rows,
+    single_file,
+)
+from megarl.learn import algorithms
+from megarl.learn.batching import Sequences, of_demonstrations
+from megarl.learn.training import objectives
+from megarl.learn.training.objectives import LossTokens, Objective
+from megarl.train.loop.base import Trainer, starting
+from megarl.train.rank.state import TrainState
+from megarl.train.update.batch import StepBatch, updates_of
+from megarl.train.update.models import Models
+from megarl.train.update.scoring import ScoringModels
+from megarl.weights.checkpoint.formats.score_pad import score_pad
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A file's rows as token ids."""
+
+    units: tuple[tuple[tuple[np.ndarray, np.ndarray], ...], ...]
+    """(prompt ids, answer ids) of each sequence of each row: one of a demonstration, the chosen and the rejected of a
+    preference."""
+    margins: tuple[float, ...]
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+
+@dataclass(frozen=True)
+class Batch:
+    sequences: Sequences
+    units: list[list[int]]
+    """Numbers of the sequences of each row."""
+    margins: torch.Tensor
+    """float32, of each row."""
+
+
+class OfflineTrainer(Trainer):
+    """Trains on rows of a file, and evaluates on those of another."""
+
+    rows: Rows
+    test: Batch
+
+    def make_models(self) -> Models:
+        """Make the models; a reward model's actor changes after the warm start."""
+        return (ScoringModels if scores(self.config) else Models)(self.config, self.algorithm)
+
+    def begin(self, state: TrainState) -> None:
+        """Prepare the steps that follow the warm start."""
+        if not isinstance(self.models, ScoringModels):
+            super().begin(state)
+            return
+        with self.timeline.phase("load"):
+            self.models.score_from_here()
+        if state.step:
+            self.checkpoints.put_random_states(self.models)
+
+    def connect(self) -> None:
+        """Read the rows."""
+        with self.timeline.phase("load"), starting(self.config):
+            tokenizer, pairs = ChatTokenizer.of(self.config), "pairs" in self.algorithm.needs
+            taskset = self.config.taskset
+            self.rows, held_out = (
+                read(single_file(taskset, split), tokenizer, pairs=pairs, columns=taskset.columns)
+                for split in ("train", "eval")
+            )
+            self.test = self.batch_of(held_out, range(len(held_out)))
+
+    def step(self, state: TrainState) -> TrainState:
+        """Make one step on rows of the file."""
+        config, phase, number = self.config.trainer, self.timeline.phase, state.step
+        self.timeline.reset()
+        with phase("step", step=number):
+            with phase("batch", step=number):
+                seed = data_seed(config.seed, state.rollbacks)
+                found = self.batch_of(self.rows, numbers_of_step(len(self.rows), number, config.tasks_per_step, seed))
+                batch = StepBatch([], [], found.sequences, updates_of(found.units, config.updates_per_step), [])
+            with phase("inference", step=number):
+                self.learner.infer(batch)
+            with phase("update", step=number):
+                state, metrics = self.learner.update(state, batch, self.objective_of(found), self.config.algorithm)
+            state = self.end_step(state, metrics)
+        self.reporter.record_step(state.step, metrics, tokens=len(found.sequences.tokens), console=OFFLINE_CONSOLE)
+        return state
+
+    def batch_of(self, rows: Rows, numbers: Sequence[int]) -> Batch:
+        """Rows ``numbers`` of a file, for the kind of model that is trained."""
+        batch = batch_of(rows, numbers)
+        if self.models.actor.head is None:
+            score_once(batch.sequences, score_pad(self.models.hf_config))
+        return batch
+
+    def objective_of(self, batch: Batch) -> Objective:
+        """Objective of a batch."""
+        algorithm, settings = self.algorithm, self.config.algorithm
+        if self.models.actor.head is None:
+            return objectives.preference_scores(algorithm, settings, batch.margins)
+        return objectives.policy(algorithm, settings, batch.sequences)
+
+    def evaluate(self, state: TrainState, name: str) -> bool:
+        """Record the algorithm's loss, and what else it measures, on all held-out rows under ``val/``."""
+        test, actor, reference = self.test, self.models.actor, self.models.reference
+        sequences, step = test.sequences, state.step
+        with self.timeline.phase("validation", step=step):
+            if reference is not None and sequences.ref_logp is None:  # it stays as it is
+                sequences.ref_logp = reference.outputs(sequences, [reference.micro_batches(sequences, test.units)])
+            answers = actor.outputs(sequences, [actor.micro_batches(sequences, test.units)])
+            metrics = measured(self.objective_of(test), sequences, answers)
+        known = {key: value for key, value in metrics.items() if math.isfinite(value)}  # JSON knows no others
+        self.reporter.event("evaluation", {"rollout_id": name, "step": step, "rows": len(test.units), **known})
+        self.reporter.write(step, {f"val/{name}": value for name, value in metrics.items()})
+        accuracy = f", the chosen answer preferred in {metrics['accuracy']:.1%}" if "accuracy" in metrics else ""
+        self.reporter.log(f"held-out loss at step {step}: {metrics['loss']:.4f}{accuracy} ({len(test.units)} rows)")
+        return True
+
+
+def scores(config: Config) -> bool:
+    """True where the model to train is a reward model."""
+    return "actor" not in algorithms.get(config.algorithm.name).roles
+
+
+def read(path: str, tokenizer: ChatTokenizer, *, pairs: bool, columns: Mapping[str, str] = {}) -> Rows:
+    """Read preferences (``pairs``) or demonstrations, in the columns of ``taskset.columns``. Raises DataError."""
+    if not pairs:
+        tasks = read_rows(Path(path), require_response=True, columns=columns)
+        return Rows(tuple((pair,) for pair in encode_demonstrations(tasks, tokenizer)), (0.0,) * len(tasks))
+    preferences = read_preferences(Path(path), columns=columns)
+    ids = encode_preferences(preferences, tokenizer)
+    return Rows(tuple(((p, chosen), (p, other)) for p, chosen, other in ids), tuple(x.margin for x in preferences))
+
+
+def batch_of(rows: Rows, numbers: Sequence[int]) -> Batch:
+    """Rows ``numbers`` of a file."""
+    chosen = [rows.units[i] for i in numbers]
+    sequences = of_demonstrations([pair for unit in chosen for pair in unit])
+    ends = itertools.accumulate(len(unit) for unit in chosen)
+    units = [list(range(end - len(unit), end)) for unit, end in zip(chosen, ends, strict=True)]
+    return Batch(sequences, units, torch.tensor([rows.margins[i] for i in numbers]))
+
+
+def score_once(sequences: Sequences, pad: int | None) -> None:
+    """Ask for one score of each sequence, at the position where a score model with this pad token reads it."""
+    sequences.mask = torch.zeros_like(sequences.mask).index_fill(0, sequences.scored(pad), True)
+
+
+def measured(objective: Objective, sequences: Sequences, answers: torch.Tensor) -> dict[str, float]:
+    """``loss`` and the loss's own metrics over whole ``sequences``, from answers [T] to them that every rank has."""
+    index = sequences.mask.nonzero()[:, 0]
+    row = sequences.row[index]
+    kept = LossTokens(index, row, torch.arange(len(sequences)), len(sequences), sequences.mask)
+    loss = objective.loss(kept, answers[index, None])
+    metrics = mean_of_sums([{name: (float(total), float(count)) for name, (total, count) in loss.metrics.items()}])
+    metrics["loss"] = float((loss.total / objective.count(kept).clamp(min=1)).sum())
+    if ACCURACY in metrics:
+        metrics["accuracy"] = metrics.pop(ACCURACY)
+    return metrics
+
+
+ACCURACY = "rewards/accuracies"

@@ -1,0 +1,145 @@
+"""Reinforcement learning: sync, rollout, inference, update, in turn."""
+
+from __future__ import annotations
+
+from megarl.core.config import Config
+from megarl.core.config.algorithms import MixConfig
+from megarl.core.errors import NonRetryableError
+from megarl.core.metrics import spread
+from megarl.core.schema import End, Outcome, Trajectory, WeightsVersion
+from megarl.core.truncation import TruncationWarning
+from megarl.explore.experience import Report, add_model_scores, with_group_stats
+from megarl.explore.order.draws import Demonstration, ExpertRows, data_seed, num_expert_rows
+from megarl.explore.tasksets import ChatTokenizer
+from megarl.train.loop.base import Trainer
+from megarl.train.loop.waiting import RolloutWaiter
+from megarl.train.rank.state import TrainState
+from megarl.train.rollout.evaluation import Evaluation
+from megarl.train.rollout.reading import NodeReader, RolloutReader
+from megarl.train.rollout.rollouts import Rollouts
+from megarl.train.sync.publish import WeightPublisher
+from megarl.train.sync.weights import WeightSync
+from megarl.train.update.batch import filter_overlong, make_batch, mismatch
+from megarl.train.update.learner import model_scores
+
+
+class OnlineTrainer(Trainer):
+    """Trains on answers that engines sample with the weights of the step."""
+
+    weights: WeightSync
+    rollouts: Rollouts
+    evaluation: Evaluation
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        reader = NodeReader(self.timeout_s + config.store.outage_s)
+        self.reader = RolloutReader(reader, self.store, lambda: self.ranks.stopping)
+        self.truncation = TruncationWarning(config.rollout.max_response_tokens)
+        self.expert: ExpertRows | None = None
+        if "expert" in self.algorithm.needs:
+            self.expert = ExpertRows.read(config.taskset, ChatTokenizer.of(config))
+
+    @property
+    def version(self) -> WeightsVersion:
+        """Weights published last."""
+        return self.weights.version if hasattr(self, "weights") else super().version
+
+    def connect(self) -> None:
+        """Join the engines, and open what asks them. Raises Stopped."""
+        with self.timeline.phase("wait_for_engine"):
+            actor, rank = self.models.actor, self.context.rank
+            publisher = WeightPublisher(
+                self.config,
+                actor.layout,
+                self.models.hf_config,
+                rank,
+                engines=lambda: [engine.url for engine in self.store.engines()],
+                stopping=lambda: self.ranks.stopping,
+            )
+            self.weights = WeightSync(self.context, self.ranks, self.reporter, self.models, publisher)
+            waiter = RolloutWaiter(self.context, self.store, self.ranks, self.reporter, self.weights, self.checkpoints)
+            self.rollouts = Rollouts(self.context, self.algorithm, self.store, self.reporter, self.reader, waiter.wait)
+            self.evaluation = Evaluation(self.context, self.store, self.reporter, waiter.wait)
+            self.weights.connect()
+
+    def step(self, state: TrainState) -> TrainState | None:
+        """Make one step: sync, rollout, inference, update; None when the job is asked to stop."""
+        phase, number = self.timeline.phase, state.step
+        self.timeline.reset()
+        with phase("step", step=number):
+            with phase("sync", step=number):
+                synced = self.weights.publish()
+                self.models.refresh_when_due(number)
+            groups = self.rollouts.groups(state, self.weights.version, self.models.head.vocab_size)
+            if groups is None:
+                return None
+            if not groups.trajectories:
+                raise NonRetryableError(
+                    f"rollout {groups.rollout_ids[-1]} left nothing to train on: {groups.report.dropped}; "
+                    f"{'; '.join(groups.report.messages)}"
+                )
+            for message in groups.report.messages:
+                self.reporter.log(f"dropped from training: {message}")
+            with phase("inference", step=number):
+                trajectories, scored = self.rewarded(groups.trajectories)
+            with phase("batch", step=number):
+                demonstrations = self.demonstrations(state, sum(t.num_samples for t in trajectories))
+                settings, updates = self.config.algorithm, self.config.trainer.updates_per_step
+                batch = make_batch(trajectories, demonstrations, self.algorithm, settings, updates)
+                for held in (trajectories, groups.trajectories):
+                    held.clear()  # their arrays are in the batch
+            with phase("inference", step=number):
+                self.learner.infer(batch)
+                sampled = batch.sequences.sampled
+                filter_overlong(batch, settings)
+            with phase("update", step=number):
+                before, (state, trained) = state, self.learner.train_step(state, batch)
+                differences = mismatch(batch.sequences, sampled)
+            # Rewards in the metrics of the estimate are those with the KL taken off.
+            metrics = trajectory_metrics(batch.outcomes, groups.report) | scored | trained | differences | synced
+            self.rollouts.drain(before)
+            state = self.end_step(state, metrics, groups.used)
+        metrics |= groups.metrics
+        if (text := self.truncation.warning(metrics)) is not None:
+            self.reporter.log(f"step {state.step}: {text}")
+        self.reporter.record_step(state.step, metrics, tokens=len(batch.sequences.tokens), used=groups.used)
+        return state
+
+    def rewarded(self, trajectories: list[Trajectory]) -> tuple[list[Trajectory], dict[str, float]]:
+        """Add the reward model's scores, where there is one, and the statistics of the groups; return metrics too."""
+        model = self.models.reward_model
+        if model is None:
+            return with_group_stats(trajectories), {}
+        scores = model_scores(model, trajectories)
+        scored = add_model_scores(trajectories, scores, self.config.reward_model.coef)
+        return with_group_stats(scored), spread("reward_model/score", scores)
+
+    def evaluate(self, state: TrainState, name: str) -> bool:
+        """Publish the weights and evaluate them on held-out tasks."""
+        self.weights.publish()
+        return self.evaluation.run(state, self.weights.version, name)
+
+    def demonstrations(self, state: TrainState, usual: int) -> list[Demonstration]:
+        """Expert rows of the step beside ``usual`` samples; [] where the algorithm has none."""
+        if self.expert is None:
+            return []
+        settings = self.config.algorithm
+        assert isinstance(settings, MixConfig), "mix and algorithms of a user's file have expert rows"
+        count = num_expert_rows(usual, settings.expert_ratio)
+        return self.expert.of_step(state.step, count, data_seed(self.config.trainer.seed, state.rollbacks))
+
+
+def trajectory_metrics(trajectories: list[Outcome], verified: Report) -> dict[str, float]:
+    """Scores, lengths and ends of a step's trajectories."""
+    lengths = [float(e.response_length) for e in trajectories]
+    scores = [e.reward.score for e in trajectories]
+    metrics = spread("critic/score", scores) | spread("critic/rewards", scores)
+    metrics |= spread("response_length", lengths)
+    metrics |= spread("prompt_length", [float(e.prompt_length) for e in trajectories])
+    metrics["response_length/clip_ratio"] = sum(e.truncated for e in trajectories) / len(trajectories)
+    metrics["training/accuracy"] = sum(e.reward.status == "ok" for e in trajectories) / len(trajectories)
+    errors = sum(count for end, count in verified.ends.items() if End(end).by_reward)
+    metrics["reward/error_rate"] = errors / max(1, sum(verified.ends.values()))
+    metrics |= {f"ends/{end}": float(verified.ends.get(end, 0)) for end in End}
+    metrics["reward/dropped_groups"] = float(verified.groups - verified.kept)
+    return metrics

@@ -1,0 +1,45 @@
+"""One trainer rank: ``python -m megarl.run.start trainer --config RUN/resolved.json``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import warnings
+
+import torch
+
+from megarl import ops
+from megarl.core.config import load_resolved
+from megarl.core.errors import MegarlError, NonRetryableError
+from megarl.core.jobs import Mode
+from megarl.learn import algorithms
+from megarl.train.loop.offline import OfflineTrainer
+from megarl.train.loop.online import OnlineTrainer
+
+log = logging.getLogger(__name__)
+
+TRAINERS: dict[Mode, type[OnlineTrainer | OfflineTrainer]] = {"both": OnlineTrainer, "offline": OfflineTrainer}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one trainer rank; return its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m megarl.run.start trainer", description="One rank of the trainer.")
+    parser.add_argument("--config", required=True, help="resolved.json of the run")
+    config = load_resolved(parser.parse_args(argv).config)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    # Megatron logs its settings and warns of every fusion that needs TransformerEngine or apex; `megarl doctor` reports
+    # which.
+    for name in ("megatron.core.rerun_state_machine", "megatron.core.optimizer"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
+    torch.set_num_threads(config.trainer.num_threads)
+    ops.use(config.trainer.kernels)
+    try:
+        with TRAINERS[algorithms.get(config.algorithm.name).mode](config) as trainer:
+            trainer.train()
+    except MegarlError as error:
+        log.error("trainer: %s", error)
+        return NonRetryableError.STATUS if isinstance(error, NonRetryableError) else 1
+    return 0

@@ -1,0 +1,1 @@
+"""A trainer rank: its place, its state, agreement with other ranks, reports."""

@@ -1,0 +1,124 @@
+"""Output of a run for people: lines, progress bars, metrics and the timeline."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import psutil
+from tqdm import tqdm
+
+from megarl.core.config import Config, to_dict
+from megarl.core.metrics import CONSOLE, MetricWriter, Timeline, console_line
+from megarl.explore.store import NOTHING_USED, Store, Used
+from megarl.learn import algorithms
+from megarl.train.rank.context import RunContext
+from megarl.train.rank.state import TrainState
+from megarl.train.tracking import RunInfo, open_trackers
+
+ALL_STEPS = 2**31
+
+
+class Reporter:
+    """Writes metrics and lines on rank 0, and every rank's timeline."""
+
+    def __init__(self, context: RunContext, store: Store) -> None:
+        self._context = context
+        self._store = store
+        self._writer: MetricWriter | None = None
+        self.timeline = Timeline(context.run_dir / "timeline", f"trainer_{context.rank}")
+        """Its ``phase`` is a context manager that measures."""
+
+    def record_start(self) -> None:
+        """Enter the seconds since the process began into the timeline."""
+        born = psutil.Process().create_time()
+        self.timeline.add("start", born, time.time() - born, attempt=self._context.attempt)
+
+    def open(self, state: TrainState) -> None:
+        """Begin to write metrics, after those that count up to ``state``."""
+        if self._context.rank:
+            return
+        config = self._context.config
+        warm_start_step, step = _last_steps(state)
+        self._writer = MetricWriter(
+            self._context.run_dir,
+            warm_start_step=warm_start_step,
+            step=step,
+            tensorboard="tensorboard" in config.trainer.trackers,
+            trackers=open_trackers(
+                config.trainer.trackers, RunInfo(config.run.name, self._context.run_dir, to_dict(config))
+            ),
+        )
+
+    def rewind(self, state: TrainState) -> None:
+        """Drop the metrics of steps after ``state``, to which the run has gone back."""
+        if self._writer is not None:
+            self._writer.rewind(*_last_steps(state))
+
+    def close(self) -> None:
+        """Close the metric writers."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def progress(self, total: int | None, label: str, unit: str) -> Any:
+        """A progress bar on rank 0 of a terminal; silent elsewhere."""
+        show = self._context.rank == 0 and os.environ.get("MEGARL_TTY") == "1"
+        return tqdm(total=total, desc=label, unit=unit, leave=False, disable=not show, file=sys.stderr, ncols=100)
+
+    def log(self, text: str) -> None:
+        """Print a line for a person, from rank 0."""
+        if self._context.rank == 0:
+            with suppress(OSError):  # the log may lie on a full disk
+                tqdm.write(text, file=sys.stderr)
+
+    def event(self, kind: str, data: Mapping[str, Any]) -> None:
+        """Record an event of the trainer in the store, from rank 0."""
+        if self._context.rank == 0:
+            self._store.record_event("trainer", kind, data)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write metrics to the run's files and trackers, from rank 0."""
+        if self._writer is not None:
+            self._writer.write(step, metrics)
+
+    def keep(self, step: int, metrics: Mapping[str, float], used: Used = NOTHING_USED) -> None:
+        """Commit a step to the store, from rank 0: its metrics, and the groups that it has used.
+
+        A later call replaces the metrics.
+        """
+        if self._context.rank == 0:
+            self._store.record_step(step, metrics, used)
+
+    def record_step(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        *,
+        tokens: int,
+        used: Used = NOTHING_USED,
+        console: Iterable[tuple[str, str, str]] = CONSOLE,
+    ) -> None:
+        """Write the metrics of the step that has ended, with the seconds of its phases, and print a line."""
+        config, seconds = self._context.config, self.timeline.seconds
+        metrics |= {f"timing_s/{name}": value for name, value in seconds.items()}
+        metrics |= {"perf/total_num_tokens": float(tokens), "perf/time_per_step": seconds["step"]}
+        metrics["perf/throughput"] = tokens / (seconds["step"] * num_devices(config))
+        self.write(step, metrics)
+        self.keep(step, metrics, used)
+        self.log(console_line(step, config.trainer.steps, metrics, console))
+
+
+def num_devices(config: Config) -> int:
+    """Devices of a job: one for each trainer rank and each engine worker."""
+    rollout = config.rollout
+    engines = rollout.replicas * rollout.tp * rollout.pp if algorithms.get(config.algorithm.name).job.rollouts else 0
+    return config.parallel.world_size + engines
+
+
+def _last_steps(state: TrainState) -> tuple[int, int]:
+    """Last steps of the warm start, and of what follows it, whose metrics count."""
+    return (state.step, -1) if state.warming_up else (ALL_STEPS, state.step)

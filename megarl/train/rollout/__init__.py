@@ -1,0 +1,1 @@
+"""Rollouts: asked for, read, evaluated."""

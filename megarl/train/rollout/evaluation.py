@@ -1,0 +1,71 @@
+"""The trainer's side of an evaluation: asked for, awaited, reported. ``held_out.py`` is the explorer's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megarl.core.config import Config
+from megarl.core.config.schema import EvaluationConfig
+from megarl.core.schema import WeightsVersion
+from megarl.explore.order.draws import EVALUATION, drawn_seed
+from megarl.explore.store import Store
+from megarl.train.rank.context import RunContext
+from megarl.train.rank.reporter import Reporter
+from megarl.train.rank.state import TrainState
+from megarl.train.rollout.rollouts import Wait
+
+
+class Evaluation:
+    """Asks the explorer to evaluate, and reports what it found. Every rank makes the same calls."""
+
+    def __init__(self, context: RunContext, store: Store, reporter: Reporter, wait: Wait) -> None:
+        self._context = context
+        self._store = store
+        self._reporter = reporter
+        self._wait = wait
+        self._tasks = store.task_ids("eval")
+
+    def run(self, state: TrainState, version: WeightsVersion, rollout_id: str) -> bool:
+        """Evaluate as the setting ``evaluation`` asks; report ``val/accuracy``. False when the job is asked to stop."""
+        config = self._context.config
+        with self._reporter.timeline.phase("evaluation", step=state.step):
+            if self._context.rank == 0:
+                samples, sampling = config.evaluation.samples, evaluation_sampling(config, state.step)
+                self._store.request_rollout(rollout_id, "eval", state.step, version, self._tasks, samples, sampling)
+            if not self._wait(rollout_id, "held-out tasks"):
+                return False
+        if self._context.rank == 0:
+            self._record(state.step, rollout_id)
+        return True
+
+    def _record(self, step: int, rollout_id: str) -> None:
+        event = self._store.evaluation(rollout_id)
+        metrics, errors = event["metrics"], event["errors"]
+        self._reporter.write(step, metrics)
+        text = evaluation_text(metrics, event["right"], event["tasks"], self._context.config.evaluation)
+        score = f", mean score {event['score']:.3f}" if event["graded"] and event["score"] is not None else ""
+        without = f"; {errors} without a verdict" if errors else ""
+        self._reporter.log(f"held-out accuracy at step {step}: {text}{score}{without}")
+
+
+def evaluation_sampling(config: Config, step: int) -> dict[str, float]:
+    """Sampling of an evaluation, a function of the settings and the step, so that a resumed run samples the same."""
+    evaluation = config.evaluation
+    sampling = {"temperature": evaluation.temperature, "max_tokens": config.rollout.max_response_tokens}
+    if evaluation.temperature == 0.0:
+        return sampling
+    seed = drawn_seed(config.trainer.seed, step, EVALUATION)
+    return sampling | {"seed": seed, "top_p": evaluation.top_p, "top_k": evaluation.top_k}
+
+
+def evaluation_text(metrics: Mapping[str, float], right: int, tasks: int, config: EvaluationConfig) -> str:
+    """Accuracy for a person: ``45.2% ± 3.1% (avg@8 of 30 tasks, temperature 0.6), pass@8 70.0% ± 8.5%``."""
+    n, how = config.samples, f"temperature {config.temperature:g}" if config.temperature else "greedy"
+
+    def shown(name: str) -> str:
+        error = metrics.get(f"{name}_se")
+        return f"{metrics[name]:.1%}" + ("" if error is None else f" ± {error:.1%}")
+
+    if n == 1:
+        return f"{shown('val/accuracy')} ({right} of {tasks} tasks, {how})"
+    return f"{shown('val/accuracy')} (avg@{n} of {tasks} tasks, {how}), pass@{n} {shown(f'val/pass@{n}')}"

@@ -1,0 +1,133 @@
+"""One reader per node: the first rank of each node reads the store and hands what it has read to the node's other
+ranks."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from megarl.core import heartbeat
+from megarl.core.errors import JobError, MegarlError, describe
+from megarl.core.schema import Trajectory
+from megarl.engine.sync.shared import machine
+from megarl.explore.store import Store
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+STOPPED = "stopped"
+Fault = str | tuple[type[MegarlError], str] | None
+"""Reason why reading ended: nothing, STOPPED, or (type, text) of an error."""
+
+
+class NodeReader:
+    """A rank's place among those of its node. Every rank makes one, and calls ``read`` together with all others.
+
+    Args:
+        timeout_s: How long a part is waited for; longer than the reader waits for a store that is away.
+    """
+
+    def __init__(self, timeout_s: float = 600.0) -> None:
+        self._world = dist.get_world_size() if dist.is_initialized() else 1
+        self._group: dist.ProcessGroup | None = None
+        self._reader = 0
+        if self._world == 1:
+            return
+        nodes: list[str] = [""] * self._world
+        dist.all_gather_object(nodes, machine())
+        for node in dict.fromkeys(nodes):  # all ranks make all groups, in one order
+            ranks = [rank for rank, where in enumerate(nodes) if where == node]
+            group = dist.new_group(ranks, timedelta(seconds=timeout_s), "gloo")
+            if dist.get_rank() in ranks:
+                self._group, self._reader = group, ranks[0]
+
+    @property
+    def reads(self) -> bool:
+        """True if this rank is its node's reader."""
+        return self._world == 1 or dist.get_rank() == self._reader
+
+    def read(self, parts: Callable[[], Iterable[T]], stopping: Callable[[], bool] = lambda: False) -> list[T] | None:
+        """All parts, the same on every rank; only readers call ``parts``. None on every rank when ``stopping()`` on
+        some reader.
+
+        A part is in memory at most four times, on the reader, while it is handed on.
+
+        Raises what ``parts`` raised on some reader, on every rank: as JobError where it is no error of megarl's.
+        """
+        if self._world == 1:
+            return list(parts())
+        found: list[T] = []
+        fault: Fault = None
+        for message in self._messages(parts, stopping) if self.reads else itertools.repeat(None):
+            part, fault, ended = self._broadcast(message)
+            heartbeat.beat()
+            if ended:
+                break
+            found.append(part)
+        return found if self._agree(fault) else None
+
+    def _messages(
+        self, parts: Callable[[], Iterable[T]], stopping: Callable[[], bool]
+    ) -> Iterator[tuple[Any, Fault, bool]]:
+        """(part, None, False) for each, then what ended it."""
+        fault: Fault = None
+        try:
+            for part in parts():
+                if stopping():
+                    fault = STOPPED
+                    break
+                yield part, None, False
+        except Exception as error:  # every rank raises it
+            fault = self._as_error(error)
+        yield None, fault, True
+
+    def _as_error(self, error: Exception) -> Fault:
+        if isinstance(error, MegarlError):
+            return type(error), str(error)
+        log.exception("reading the store failed")
+        return JobError, f"trainer rank {self._reader}, which reads the store for its node, failed: {describe(error)}"
+
+    def _broadcast(self, message: Any) -> Any:
+        """The reader's message, on all ranks of the node."""
+        box = [message]
+        dist.broadcast_object_list(box, self._reader, self._group)
+        return box[0]
+
+    def _agree(self, fault: Fault) -> bool:
+        """Nodes agree; False where some reader stopped. Raises the first error."""
+        everyone: list[Fault] = [None] * self._world
+        dist.all_gather_object(everyone, fault)
+        for each in everyone:
+            if isinstance(each, tuple):
+                raise each[0](each[1])
+        return STOPPED not in everyone
+
+
+class RolloutReader:
+    """Reads rollouts from the store, the same on every rank."""
+
+    def __init__(self, reader: NodeReader, store: Store, stopping: Callable[[], bool]) -> None:
+        self._reader = reader
+        self._store = store
+        self._stopping = stopping
+
+    def take(self, n: int, *, step: int, min_weights: int, without: Collection[str] = ()) -> list[Trajectory] | None:
+        """Trajectories of the groups that ``Buffer.take`` chooses; None on every rank when the job is asked to stop."""
+        store = self._store
+
+        def parts() -> Iterator[list[Trajectory]]:
+            groups = store.take(n, step=step, min_weights=min_weights, without=without)
+            return (store.read(part) for part in store.parts(groups))
+
+        found = self._reader.read(parts, self._stopping)
+        return None if found is None else [trajectory for part in found for trajectory in part]
+
+    def metrics(self, rollout_id: str) -> dict[str, float]:
+        """Metrics of a rollout, as its explorers measured them."""
+        found = self._reader.read(lambda: [self._store.rollout_metrics(rollout_id)])
+        assert found is not None, "nothing here looks at the stop request"
+        return found[0]

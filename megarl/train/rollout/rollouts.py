@@ -1,0 +1,244 @@
+"""The groups of answers that a step trains with: asked for, awaited, read, verified and chosen."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from megarl.core.errors import NonRetryableError
+from megarl.core.schema import Trajectory, WeightsVersion
+from megarl.explore.experience import (
+    Report,
+    by_group,
+    part_metrics,
+    shuffle_rewards,
+    split_by_accuracy,
+    verifier_metrics,
+    verify,
+)
+from megarl.explore.order.choice import TaskChoice
+from megarl.explore.order.draws import EXTRA, data_seed, drawn_seed
+from megarl.explore.store import Store, Used
+from megarl.learn.algorithms import Algorithm
+from megarl.train.rank.context import RunContext
+from megarl.train.rank.reporter import Reporter
+from megarl.train.rank.state import TrainState
+from megarl.train.rollout.reading import RolloutReader
+
+
+class Wait(Protocol):
+    """``RolloutWaiter.wait``."""
+
+    def __call__(self, rollout_id: str, label: str, *, updated: bool = False) -> bool: ...
+
+
+SURPLUS = "surplus"
+"""Reason to drop a group that dynamic sampling found beyond ``trainer.tasks_per_step``."""
+
+
+@dataclass(frozen=True)
+class StepGroups:
+    """Groups that a step trains with, the same on every rank."""
+
+    trajectories: list[Trajectory]
+    """Whole groups; their statistics come with the reward model's scores."""
+    rollout_ids: tuple[str, ...]
+    """Rollouts that the groups were asked for in. They carry the step's number in the store."""
+    used: Used
+    """All groups of these rollouts: consumed, or dropped with a reason."""
+    report: Report
+    """Counts of the groups of all these rollouts, dynamic sampling aside."""
+    metrics: dict[str, float]
+
+
+@dataclass
+class _Found:
+    """Groups of a step so far."""
+
+    groups: list[list[Trajectory]] = field(default_factory=list)
+    dropped: dict[str, str] = field(default_factory=dict)
+    raw: list[Trajectory] = field(default_factory=list)
+    report: Report = field(default_factory=lambda: Report(0, {}, {}, ()))
+    measured: list[dict[str, float]] = field(default_factory=list)
+
+    def ids(self) -> set[str]:
+        return {trajectory.group_id for trajectory in self.raw}
+
+    def used(self, wanted: int) -> Used:
+        ids = [group[0].group_id for group in self.groups]
+        return Used(tuple(ids[:wanted]), self.dropped | dict.fromkeys(ids[wanted:], SURPLUS))
+
+
+class Rollouts:
+    """Training groups of a step. Every rank makes the same calls; rank 0 writes the requests.
+
+    Groups are asked for up to ``sync.max_staleness`` steps ahead of the one that trains on them. All have been sampled
+    before the weights change, so that a run has the same bits when it is repeated.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        algorithm: Algorithm,
+        store: Store,
+        reporter: Reporter,
+        reader: RolloutReader,
+        wait: Wait,
+    ) -> None:
+        self._context = context
+        self._algorithm = algorithm
+        self._store = store
+        self._reporter = reporter
+        self._reader = reader
+        self._wait = wait
+        self._choice = TaskChoice(context.config, store)
+
+    def admit(self, state: TrainState, version: WeightsVersion) -> None:
+        """Ask for the groups of this step and of those up to ``sync.max_staleness`` ahead, if the store has not got
+        them.
+
+        Args:
+            version: The weights to sample with, published last.
+        """
+        config = self._context.config
+        end = min(state.step + 1 + config.sync.max_staleness, max(config.trainer.steps, state.step + 1))
+        for step in range(state.step, end):
+            self._request(state, step, version, 0)
+
+    def drain(self, state: TrainState) -> None:
+        """Wait until the groups that were asked for ahead are ready, after the update of step ``state.step``.
+
+        A checkpoint then finds them in the store, and weights change when no engine samples. Ends early when the job
+        is asked to stop.
+        """
+        config = self._context.config
+        for step in range(state.step + 1, min(state.step + 1 + config.sync.max_staleness, config.trainer.steps)):
+            with self._reporter.timeline.phase("rollout", step=state.step):
+                if not self._wait(_rollout_id(step), f"rollout {step + 1}, ahead", updated=True):
+                    return
+
+    def groups(self, state: TrainState, version: WeightsVersion, vocab_size: int) -> StepGroups | None:
+        """Wait for this step's groups, take and verify them; None when the job is asked to stop.
+
+        With ``algorithm.dynamic_sampling`` groups that are all right or all wrong are left out, and further rollouts of
+        other tasks are asked for, at most ``algorithm.max_extra_rollouts``, until there are ``trainer.tasks_per_step``
+        groups; of more, the first ones count.
+
+        Args:
+            version: The weights to sample with, published last.
+
+        Raises:
+            NonRetryableError: dynamic sampling left no group at all.
+        """
+        config, step, timeline = self._context.config, state.step, self._reporter.timeline
+        dynamic, wanted = config.algorithm.dynamic_sampling, config.trainer.tasks_per_step
+        found = _Found()
+        ids: list[str] = []
+        for extra in range(1 + config.algorithm.max_extra_rollouts if dynamic else 1):
+            with timeline.phase("rollout", step=step):
+                if not extra:
+                    self.admit(state, version)
+                ids.append(self._request(state, step, version, extra) if extra else _rollout_id(step))
+                label = f"rollout {step + 1}" + (f", again ({len(found.groups)} of {wanted} groups)" if extra else "")
+                if not self._wait(ids[-1], label):
+                    return None
+            with timeline.phase("batch", step=step):
+                if not self._take(found, step, vocab_size):
+                    return None
+            found.measured.append(self._reader.metrics(ids[-1]))
+            if len(found.groups) >= wanted:
+                break
+        trajectories = [trajectory for group in found.groups[:wanted] for trajectory in group]
+        measured = found.measured
+        metrics = {f"rollout/{name}": sum(m.get(name, 0.0) for m in measured) for m in measured for name in m}
+        kept = float(min(len(found.groups), wanted))
+        metrics |= {"rollout/extra": len(ids) - 1.0, "rollout/kept_groups": kept}
+        if dynamic and not found.groups and found.report.kept:
+            raise NonRetryableError(
+                f"algorithm.dynamic_sampling=true: none of the {found.report.kept} groups of {len(ids)} rollouts of "
+                f"step {step + 1} is between all right ({metrics['rollout/all_right']:.0f}) and all wrong "
+                f"({metrics['rollout/all_wrong']:.0f}); raise algorithm.max_extra_rollouts or algorithm.group_size, "
+                "take other tasks, or set it to false"
+            )
+        metrics |= part_metrics(trajectories) | verifier_metrics(found.raw)
+        if self._context.rank == 0:
+            asked = {trajectory.group_id: trajectory.task_id for trajectory in found.raw}
+            metrics |= self._choice.metrics(step, list(asked.values()))
+        if config.sync.max_staleness:
+            metrics |= staleness(trajectories, version)
+        if config.reward.shuffle:
+            trajectories = shuffle_rewards(
+                trajectories, seed=data_seed(config.trainer.seed, state.rollbacks) * 1_000_003 + step
+            )
+        return StepGroups(trajectories, tuple(ids), found.used(wanted), found.report, metrics)
+
+    def _take(self, found: _Found, step: int, vocab_size: int) -> bool:
+        """Add the groups that are ready for the step; False when the job is asked to stop."""
+        config = self._context.config
+        answers = self._reader.take(
+            config.trainer.tasks_per_step, step=step, min_weights=step - config.sync.max_staleness, without=found.ids()
+        )
+        if answers is None:
+            return False
+        found.raw += answers
+        verified = verify(
+            answers,
+            config.reward,
+            vocab_size=vocab_size,
+            max_response_tokens=config.rollout.max_response_tokens,
+            greedy="greedy" in self._algorithm.needs,
+            step=step,
+        )
+        found.report += verified.report
+        found.dropped |= verified.dropped
+        groups = by_group(verified.trajectories)
+        if config.algorithm.dynamic_sampling:
+            groups, left_out = split_by_accuracy(groups)
+            found.dropped |= left_out
+            counts = Counter(left_out.values())
+            found.measured.append({name: float(counts[name]) for name in ("all_right", "all_wrong")})
+        found.groups += groups
+        return True
+
+    def _request(self, state: TrainState, step: int, version: WeightsVersion, extra: int) -> str:
+        """Ask for rollout number ``extra`` of a step beyond its first, if the store has not got it; return its id."""
+        config, rollout_id = self._context.config, _rollout_id(step, extra)
+        seed = data_seed(config.trainer.seed, state.rollbacks)
+        oldest = step - config.sync.max_staleness
+        if self._context.rank == 0 and not self._store.is_requested(rollout_id, oldest):
+            tasks = self._choice.tasks(step, seed, extra)
+            own_seed = drawn_seed(seed, step, extra, EXTRA) if extra else seed * 1_000_003 + step
+            sampling = {
+                "temperature": config.rollout.temperature,
+                "max_tokens": config.rollout.max_response_tokens,
+                "seed": own_seed,
+            }
+            if "greedy" in self._algorithm.needs:
+                sampling["greedy"] = True
+            self._store.request_rollout(
+                rollout_id,
+                "train",
+                step,
+                version,
+                tasks,
+                config.algorithm.group_size,
+                sampling,
+                weights_step=state.step,
+            )
+        return rollout_id
+
+
+def staleness(trajectories: Sequence[Trajectory], version: WeightsVersion) -> dict[str, float]:
+    """Share of the trained tokens that other weights than ``version`` have sampled."""
+    old = total = 0
+    for trajectory in trajectories:
+        for turn in trajectory.turns:
+            total += len(turn.token_ids) if turn.author == "model" else 0
+            old += sum(span.end - span.start for span in turn.spans if span.version != version)
+    return {"rollout/stale_tokens": old / max(total, 1)}
+
+
+def _rollout_id(step: int, extra: int = 0) -> str:
+    return f"train-{step:06d}" + (f"-{extra}" if extra else "")

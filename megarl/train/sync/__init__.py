@@ -1,0 +1,1 @@
+"""Publication of weights to engines, and its proof."""

@@ -1,0 +1,227 @@
+"""A trainer rank's connection with the job's engines: found in the registry, joined by links, agreed on a plan.
+
+Every trainer rank makes the same calls. Rank 0 talks to the engines; the ranks talk to each other through the links'
+key-value store, so that all of them learn how a call ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, replace
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from megarl.core import heartbeat
+from megarl.core.config.schema import Config
+from megarl.core.errors import EngineError, WeightSyncError
+from megarl.engine.client.addresses import JobAddresses
+from megarl.engine.client.control import EngineControl
+from megarl.engine.sync.link import EngineLinks, LinkAddress, join
+from megarl.engine.sync.shared import Places, SharedMemorySender, machine, memory_file
+from megarl.learn.parallel.grid import megatron_grid
+from megarl.train.sync.fleet import EngineFleet, failures, results
+from megarl.train.sync.joined import NONE_JOINED, Joined
+from megarl.train.sync.messages import RankMessages
+from megarl.weights.reshard.execute import Transport
+from megarl.weights.reshard.layout import Layout
+from megarl.weights.reshard.layouts import VOCAB_MULTIPLE, vllm_layout
+from megarl.weights.reshard.plan import ReshardPlan, build_plan
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def with_timeout(seconds: Callable[[Config], float]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorate a method in which all ranks may wait for the engines, and so be silent, for so many seconds."""
+
+    def decorate(method: Callable[P, T]) -> Callable[P, T]:
+        @wraps(method)
+        def bounded(*args: P.args, **kwargs: P.kwargs) -> T:
+            connection = args[0]
+            assert isinstance(connection, EngineConnection)
+            with heartbeat.timeout(seconds(connection._config)):
+                return method(*args, **kwargs)
+
+        return bounded
+
+    return decorate
+
+
+class EngineConnection:
+    """One trainer rank's end of the engines' weight links.
+
+    Args:
+        config: Uses model.dtype, parallel, rollout (tp, pp, start_timeout_s) and sync.
+        layout: The trainer's: ``megatron_layout`` of config.parallel.
+        hf_config: config.json of the model.
+        rank: This process's rank in the layout.
+        engines: URLs of the job's engines now; called on rank 0 at each ``connect``.
+        vocab_multiple: What the layout was built with; the engines rebuild it.
+        addresses: Of the links' store; read from the environment when not given.
+        stopping: True once the job is asked to stop; ends the wait for engines that are not ready.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        hf_config: Mapping[str, Any],
+        rank: int,
+        *,
+        engines: Callable[[], Sequence[str]],
+        vocab_multiple: int = VOCAB_MULTIPLE,
+        addresses: JobAddresses | None = None,
+        stopping: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._addresses = addresses or JobAddresses.from_environment()
+        self._config = config
+        self._engines = engines
+        self._stopping = stopping
+        self._rank = rank
+        self._layout, self._hf_config = layout, hf_config
+        self._vocab_multiple = vocab_multiple
+        self._dtype: torch.dtype = getattr(torch, config.model.dtype)
+        self._fleet = EngineFleet([], self._addresses.key, config.sync.timeout_s)
+        self._plan: ReshardPlan | None = None
+        self._messages = RankMessages(rank, config.rollout.start_timeout_s + config.sync.timeout_s)
+        self._timeout_s = config.sync.timeout_s
+        self._generation = self._count = 0
+        self._memory = memory_file()
+        self._joined = NONE_JOINED
+        self._links = EngineLinks(config.rollout.tp * config.rollout.pp)
+        self._sender: SharedMemorySender | None = None
+        self.transport: Transport | None = None
+        """None until ``connect``, and again after a publication has failed."""
+
+    @with_timeout(lambda config: config.rollout.start_timeout_s)
+    def connect(self) -> None:
+        """Wait for the engines, and join those that are new or whose link is broken; the other links stay.
+
+        Raises:
+            EngineError, WeightSyncError: an engine is not ready in time, or refuses; every rank raises.
+        """
+        try:
+            self._connect()
+        except BaseException:
+            self._disconnect()
+            raise
+
+    def _connect(self) -> None:
+        self._fleet.forget_processes()
+        self._messages.open(self._address(0, self._messages.timeout_s))
+        self._generation += 1
+        topic = f"connect/{self._generation}"
+        if self._rank == 0:
+            with self._messages.announcing(topic) as message:
+                message.update(self._agree(topic))
+        else:
+            self._messages.post(f"{topic}/{self._rank}", [self.transport is not None, machine(), *self._memory])
+            message = self._messages.received(topic)
+            self._make_plan(message["engines"])
+        places, joining = Places(**message["places"]), message["joining"]
+        if len(joining) == message["engines"]:
+            self._links.close()  # those of engines that are gone, too
+        for engine in joining:
+            self._links.remove(engine)
+        calls: AbstractContextManager[list[Future[Any]]] = nullcontext([])
+        if self._rank == 0:
+            calls = self._fleet.calling(
+                lambda i, engine: engine.init(self._init_info(i, places)) if i in joining else None
+            )
+        with calls as called:
+            try:
+                for engine in joining:
+                    address = self._address(engine)
+                    self._links.add(
+                        engine, join(self._messages.store, address, self._rank, peers=self._layout.num_ranks)
+                    )
+            except Exception as error:
+                raise WeightSyncError(
+                    "; ".join([f"the weight link could not be joined: {error}", *failures(called)])
+                ) from error
+            results(called)
+        self._plan = replace(self.plan, nearness=places.nearness())
+        self._sender = SharedMemorySender(self._links, places.workers_on_same_machine(self._rank), self._memory)
+        self.transport = self._sender
+
+    def _agree(self, topic: str) -> dict[str, Any]:
+        """Find the engines and those that are to be joined, and let these build the plan; rank 0's part."""
+        if not (urls := list(self._engines())):
+            raise EngineError("the job has no engine: none is registered in its store")
+        if urls != self._fleet.urls:
+            self._fleet = EngineFleet(urls, self._addresses.key, self._config.sync.timeout_s)
+        self._make_plan(len(urls))
+        self._fleet.wait_ready(self._config.rollout.start_timeout_s, self._stopping)
+        posted = [self._messages.posted(f"{topic}/{rank}") for rank in range(1, self._layout.num_ranks)]
+        senders = [[machine(), *self._memory], *(where for _, *where in posted)]
+        open_everywhere = self.transport is not None and all(is_open for is_open, *_ in posted)
+        before = self._joined if open_everywhere and len(self._joined.processes) == len(urls) else NONE_JOINED
+        joining = before.replaced(self._fleet.processes)
+        machines = self._machines(before, joining)
+        if before.processes and (machines, senders) != (before.machines, before.senders):
+            joining = before.all  # who is near whom decides the order of messages, which all must know
+            machines = self._machines(before, joining)
+        self._joined = Joined(self._fleet.processes, machines, senders)
+        places = self._joined.places() if self._config.sync.shared_memory else Places()
+        return {"engines": len(urls), "joining": joining, "places": asdict(places)}
+
+    def _machines(self, before: Joined, joining: Sequence[int]) -> list[list[str]]:
+        """Machines of each engine's workers; those of ``joining`` build the plan, and return where they are."""
+
+        def of_engine(i: int, engine: EngineControl) -> list[str]:
+            if i not in joining:
+                return before.machines[i]
+            return [worker["machine"] for worker in engine.workers("megarl_agree", self._init_info(i))]
+
+        return self._fleet.each(of_engine)
+
+    def _make_plan(self, engines: int) -> None:
+        """Plan for so many engines, unless it is there."""
+        rollout = self._config.rollout
+        if self._plan is not None and self._plan.destination.num_ranks == engines * rollout.tp * rollout.pp:
+            return
+        destination = vllm_layout(
+            self._hf_config, rollout.tp, replicas=engines, pp=rollout.pp, expert_parallel=rollout.expert_parallel
+        )
+        self._plan = build_plan(self._layout, destination)
+
+    @property
+    def plan(self) -> ReshardPlan:
+        """The plan for the engines that ``connect`` found last."""
+        assert self._plan is not None, "connect first"
+        return self._plan
+
+    def _address(self, engine: int, timeout_s: float | None = None) -> LinkAddress:
+        """Address of the link of an engine."""
+        rollout = self._config.rollout
+        return LinkAddress(
+            self._addresses.link_host,
+            self._addresses.link_port,
+            name=f"{self._generation}/{engine}",
+            world_size=self._layout.num_ranks + rollout.tp * rollout.pp,
+            timeout_s=timeout_s or self._timeout_s,
+        )
+
+    def _disconnect(self) -> None:
+        self._links.close()
+        self._sender = self.transport = None
+
+    def _init_info(self, replica: int, places: Places | None = None) -> dict[str, Any]:
+        """``megarl.engine.sync.receiver.InitInfo`` for one engine."""
+        return {
+            **asdict(self._address(replica)),
+            "grid": asdict(megatron_grid(self._config.parallel)),
+            "transformer_impl": self._config.model.transformer_impl,
+            "places": asdict(places or Places()),
+            "vocab_multiple": self._vocab_multiple,
+            "kernels": self._config.trainer.kernels,
+            "replicas": self.plan.destination.num_ranks // (self._config.rollout.tp * self._config.rollout.pp),
+            "replica": replica,
+            "dtype": self._config.model.dtype,
+            "bucket_bytes": self._config.sync.bucket_bytes,
+            "fingerprint": self.plan.fingerprint,
+        }

@@ -1,0 +1,89 @@
+"""All engines of a job, called at once from trainer rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+from megarl.core.errors import EngineError
+from megarl.engine.client.control import EngineControl
+from megarl.engine.client.watch import EngineWatch
+
+T = TypeVar("T")
+Call = Callable[[int, EngineControl], T]
+"""(number of the engine, its control) -> its result."""
+_STATE_S = 10.0
+"""Seconds within which a living engine returns its state."""
+
+
+class EngineFleet:
+    """Controls of the engines, in the order of their replicas."""
+
+    def __init__(self, urls: Sequence[str], key: str, timeout_s: float) -> None:
+        self._engines = [EngineControl(url, key, timeout_s) for url in urls]
+        self.processes: list[str] = []
+        """Processes of the engines, as the last ``wait_ready`` found them."""
+
+    @property
+    def urls(self) -> list[str]:
+        """URLs of the engines."""
+        return [engine.url for engine in self._engines]
+
+    @contextmanager
+    def calling(self, call: Call[T]) -> Iterator[list[Future[T]]]:
+        """Call every engine in threads; leaving waits for all."""
+        with ThreadPoolExecutor(max(len(self._engines), 1)) as pool:
+            yield [pool.submit(call, i, engine) for i, engine in enumerate(self._engines)]
+
+    def each(self, call: Call[T]) -> list[T]:
+        """Call every engine at once; raise the first failure when all have returned."""
+        with self.calling(call) as futures:
+            return results(futures)
+
+    def forget_processes(self) -> None:
+        """Forget who was there: ``died`` finds nobody until ``wait_ready`` has found them again."""
+        self.processes = []
+
+    def wait_ready(self, start_s: float, stopping: Callable[[], bool]) -> None:
+        """Wait until every engine serves. Raises EngineError."""
+        self.each(lambda i, engine: engine.wait_ready(start_s, stopping=stopping))
+        self.processes = [state.process for state in self.each(lambda i, engine: engine.state())]
+
+    def died(self) -> list[str]:
+        """Fates of engines that have ended since ``wait_ready``, even where others are in their place by now.
+
+        Empty when it never found them: it has waited for them long enough.
+        """
+
+        def fate(i: int, engine: EngineControl) -> str | None:
+            try:
+                replaced = engine.state(timeout_s=_STATE_S).process != self.processes[i]
+            except EngineError as error:
+                return str(error)
+            return f"the engine at {engine.url} has been replaced" if replaced else None
+
+        return [found for found in self.each(fate) if found is not None] if self.processes else []
+
+    def watch(self, version: str) -> EngineWatch:
+        """Watch the engines, which have this version."""
+        return EngineWatch(self._engines, version)
+
+    def close(self, reason: str) -> None:
+        """Make every engine that still answers refuse generation, and ready for another update."""
+        for engine in self._engines:
+            with suppress(EngineError):
+                engine.refuse(reason)
+                engine.workers("megarl_abandon_update")
+
+
+def results(futures: Sequence[Future[T]]) -> list[T]:
+    """Results of calls; raises the first failure."""
+    return [future.result() for future in futures]
+
+
+def failures(futures: Sequence[Future[Any]]) -> list[str]:
+    """Errors of engines, which explain more than a lost connection; waits a moment for one that is about to come."""
+    done, _ = wait(futures, timeout=1.0)
+    return [str(error) for future in done if (error := future.exception()) is not None]

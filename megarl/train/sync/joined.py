@@ -1,0 +1,37 @@
+"""Processes that a trainer's weight links connect, and where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.engine.sync.shared import Places
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Engines by number, as they were joined last."""
+
+    processes: Sequence[str]
+    machines: Sequence[list[str]]
+    """Machines of each engine's workers."""
+    senders: Sequence[Sequence[Any]]
+    """As ``Places`` has them."""
+
+    @property
+    def all(self) -> list[int]:
+        """Numbers of all engines."""
+        return list(range(len(self.processes)))
+
+    def replaced(self, processes: Sequence[str]) -> list[int]:
+        """Numbers of the engines that are other processes now, or were none."""
+        before = [*self.processes, *[None] * (len(processes) - len(self.processes))]
+        return [i for i, process in enumerate(processes) if process != before[i]]
+
+    def places(self) -> Places:
+        """Machines of all workers and trainer ranks."""
+        return Places([where for engine in self.machines for where in engine], self.senders)
+
+
+NONE_JOINED = Joined((), (), ())

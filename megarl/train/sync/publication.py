@@ -1,0 +1,156 @@
+"""One publication of weights: pause the engines, send, prove what arrived, resume.
+
+Rank 0 leads; it and the other trainer ranks exchange messages, so that all of them learn how the publication ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Literal
+
+from megarl.core.errors import WeightsDiffer, WeightSyncError
+from megarl.core.schema import WeightsVersion
+from megarl.train.sync.fleet import EngineFleet, failures, results
+from megarl.train.sync.messages import RankMessages
+from megarl.weights.reshard.execute import Digests, compare, merge
+from megarl.weights.reshard.plan import ReshardPlan
+
+Pause = Literal["wait", "abort"]
+"""Treatment of requests under way: wait for them, or end them."""
+_FAILURE_S = 5.0
+"""Seconds that ranks wait for each other's account of a failure."""
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """Seconds and bytes of a publication; the same on every rank."""
+
+    seconds: float
+    """Seconds from the first request to pause until every engine generates again."""
+    pause_seconds: float
+    transfer_seconds: float
+    digest_seconds: float
+    bytes: int
+    """Sent over the link by all ranks together."""
+    digests: int
+    """Compared."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return the report as metrics under ``sync/``."""
+        return {f"sync/{name}": float(value) for name, value in asdict(self).items()}
+
+
+class Publication:
+    """One publication of a weights version.
+
+    Args:
+        topic: Prefix of its messages, never used before.
+    """
+
+    def __init__(
+        self, fleet: EngineFleet, messages: RankMessages, plan: ReshardPlan, topic: str, version: WeightsVersion
+    ) -> None:
+        self._fleet, self._messages, self._plan = fleet, messages, plan
+        self._topic, self._version = topic, version
+        self._num_trainers = plan.source.num_ranks
+
+    def lead(self, send: Callable[[], Digests], pause: Pause, nbytes: int) -> SyncReport:
+        """Publish as rank 0, which drives the engines and announces the end to the other ranks.
+
+        Args:
+            send: Sends this rank's tensors over the link.
+            nbytes: Sent over the link by all ranks together.
+        """
+        read_by_all = self._messages.read_by_all()
+        with self._messages.announcing(f"{self._topic}/end") as message:
+            try:
+                report = self._drive(send, pause, nbytes)
+            except Exception as error:
+                failure = "; ".join([f"weights {self._version} {_failure_text(error)}: {error}", *self._others()])
+                self._fleet.close(failure)
+                raise _kind(error)(failure) from error
+            message.update(asdict(report))
+        self._messages.remove(read_by_all)  # every rank has sent since, and so has received what came before
+        return report
+
+    def _drive(self, send: Callable[[], Digests], pause: Pause, nbytes: int) -> SyncReport:
+        clock = [time.monotonic()]
+        with self._messages.announcing(f"{self._topic}/go"):
+            self._fleet.each(lambda i, engine: engine.pause(pause))
+            self._fleet.each(lambda i, engine: engine.start())
+        clock.append(time.monotonic())
+        sent = [self._transfer(send)]
+        sent += [
+            _decode(self._messages.received(f"{self._topic}/sent/{rank}")["digests"])
+            for rank in range(1, self._num_trainers)
+        ]
+        self._fleet.each(lambda i, engine: engine.finish(str(self._version)))
+        self._fleet.each(lambda i, engine: engine.reset_prefix_cache())
+        clock.append(time.monotonic())
+        count = self._prove(sent)
+        clock.append(time.monotonic())
+        self._fleet.each(lambda i, engine: engine.refuse(None))
+        self._fleet.each(lambda i, engine: engine.resume())
+        paused, transferred, proven = (b - a for a, b in pairwise(clock))
+        return SyncReport(time.monotonic() - clock[0], paused, transferred, proven, nbytes, count)
+
+    def _transfer(self, send: Callable[[], Digests]) -> Digests:
+        with self._fleet.calling(lambda i, engine: engine.update({"version": str(self._version)})) as updating:
+            try:
+                sent = send()
+            except Exception as error:
+                raise _kind(error)("; ".join([str(error), *failures(updating)])) from error
+            results(updating)
+        return sent
+
+    def _prove(self, sent: Sequence[Digests]) -> int:
+        """Compare what was sent with what every worker computes with; return the number of digests."""
+        got: Digests = {}
+        answers = self._fleet.each(lambda i, engine: engine.workers("megarl_digests"))
+        for rank, answer in enumerate(worker for engine in answers for worker in engine):
+            got |= {(rank, name): int(digest, 16) for name, digest in answer.items()}
+        compare(self._plan, merge(sent), got)
+        return len(got)
+
+    def _others(self) -> list[str]:
+        """Errors of other ranks in a transfer that has failed on rank 0."""
+        errors = []
+        for rank in range(1, self._num_trainers):
+            try:
+                self._messages.received(f"{self._topic}/sent/{rank}", _FAILURE_S / self._num_trainers)
+            except WeightSyncError as error:
+                errors.append(f"rank {rank}: {error}")
+        return errors
+
+    def follow(self, send: Callable[[], Digests], rank: int) -> SyncReport:
+        """Publish as another rank: send after rank 0 has paused the engines, and learn how the publication ended."""
+        self._messages.received(f"{self._topic}/go")
+        try:
+            with self._messages.announcing(f"{self._topic}/sent/{rank}") as message:
+                message["digests"] = _encode(send())
+        except Exception as error:
+            try:
+                self._messages.received(f"{self._topic}/end", _FAILURE_S)  # so that every rank ends with the same words
+            except WeightSyncError as verdict:
+                raise _kind(verdict)(f"{verdict} (here: {error})") from error
+        return SyncReport(**self._messages.received(f"{self._topic}/end"))
+
+
+def _failure_text(error: Exception) -> str:
+    return "are refused" if isinstance(error, WeightsDiffer) else "did not reach the engines whole"
+
+
+def _kind(error: Exception) -> type[WeightSyncError]:
+    """Type of the error to raise because of ``error``."""
+    return WeightsDiffer if isinstance(error, WeightsDiffer) else WeightSyncError
+
+
+def _encode(digests: Digests) -> list[tuple[int, str, int]]:
+    return [(rank, tensor, digest) for (rank, tensor), digest in digests.items()]
+
+
+def _decode(digests: Sequence[tuple[int, str, int]]) -> Digests:
+    return {(rank, tensor): digest for rank, tensor, digest in digests}

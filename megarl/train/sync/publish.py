@@ -1,0 +1,105 @@
+"""The trainer's side of a weight sync: publish every version, and prove that the engines have it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from traceback import clear_frames
+
+import torch
+
+from megarl.core.errors import WeightSyncError
+from megarl.core.schema import WeightsVersion
+from megarl.engine.client.watch import EngineWatch
+from megarl.learn.training.optimizer_digests import check_written
+from megarl.train.sync.connection import EngineConnection, with_timeout
+from megarl.train.sync.probe import PROBE_TOLERANCES, check_probe
+from megarl.train.sync.publication import Publication, SyncReport
+from megarl.weights.reshard.execute import Digests, bytes_of, send
+
+
+class WeightPublisher(EngineConnection):
+    """A connection over which weights are published, proven and probed. Every trainer rank makes the same calls."""
+
+    @with_timeout(lambda config: config.sync.timeout_s)
+    def publish(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        version: WeightsVersion,
+        *,
+        written: Mapping[str, int],
+        abort: bool = False,
+    ) -> SyncReport:
+        """Send this rank's local tensors (Megatron names, any float dtype); return when every engine has proven to
+        have all weights and generates again.
+
+        Args:
+            written: ``TrainedModel.written``: digests of what the optimizer last wrote, which ``tensors`` must have.
+            abort: End the requests under way instead of waiting for them, which may take longer than an engine's
+                answer.
+
+        Raises:
+            WeightSyncError: on every rank. The engines then refuse requests with the reason; ``connect`` and
+                ``publish`` bring them back. A WeightsDiffer on rank 0 when ``tensors`` are not what was written, or
+                when all were sent and proven to be others.
+        """
+        if self.transport is None:
+            raise WeightSyncError(f"weights {version} cannot be published without a link: call connect() first")
+        self._count += 1
+        topic = f"publish/{self._generation}.{self._count}"
+        publication = Publication(self._fleet, self._messages, self.plan, topic, version)
+        send = partial(self._send, tensors, written)
+        try:
+            if self._rank != 0:
+                return publication.follow(send, self._rank)
+            nbytes = bytes_of(self.plan.destination, self._dtype)
+            return publication.lead(send, "abort" if abort else "wait", nbytes)
+        except BaseException:
+            self._disconnect()
+            raise
+
+    @with_timeout(lambda config: config.sync.timeout_s)
+    def probe(self, token_ids: Sequence[int], trainer_logp: Sequence[float]) -> float:
+        """Largest difference of the log-probs of ``token_ids[1:]`` between this trainer and any engine.
+
+        Every rank calls it; ``trainer_logp`` (len(token_ids) - 1, temperature 1) counts on rank 0 only.
+
+        Raises:
+            WeightSyncError: on every rank, when it is more than sync.probe_tolerance. The engines then refuse requests.
+        """
+        self._count += 1
+        topic = f"probe/{self._generation}.{self._count}"
+        if self._rank != 0:
+            return self._messages.received(topic)["max_difference"]
+        with self._messages.announcing(topic) as message:
+            tolerance = self._config.sync.probe_tolerance
+            tolerance = PROBE_TOLERANCES[self._config.model.dtype] if tolerance is None else tolerance
+            try:
+                answers = self._fleet.each(lambda i, engine: engine.probe(token_ids))
+                message["max_difference"] = max(check_probe(a, trainer_logp, tolerance).max_difference for a in answers)
+            except WeightSyncError as error:
+                self._fleet.close(str(error))
+                raise
+        return message["max_difference"]
+
+    def died(self) -> list[str]:
+        """``EngineFleet.died`` since ``connect``; empty on ranks other than 0."""
+        return self._fleet.died()
+
+    def watch(self, version: WeightsVersion) -> EngineWatch:
+        """Watch the engines, which have this version, on rank 0; none on others."""
+        return self._fleet.watch(str(version)) if self._rank == 0 else EngineWatch([], str(version))
+
+    def _send(self, tensors: Mapping[str, torch.Tensor], written: Mapping[str, int]) -> Digests:
+        assert self.transport is not None
+        bucket = self._config.sync.bucket_bytes
+        assert self._sender is not None
+        try:
+            check_written(tensors, written)
+            digests = send(self.plan, self._rank, tensors, self.transport, dtype=self._dtype, bucket_bytes=bucket)
+            self._sender.finish()
+            return digests
+        except BaseException as error:
+            clear_frames(error.__traceback__)  # they hold sends under way, which would keep the link open
+            self._disconnect()
+            raise

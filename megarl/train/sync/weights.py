@@ -1,0 +1,135 @@
+"""Publication of the actor's weights to the job's engines, again when one was replaced.
+
+Every rank makes the same calls and leaves them alike: with a result, or with an error (or ``Stopped``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from megarl.core.config.lengths import prompt_tokens
+from megarl.core.errors import EngineError, WeightsDiffer, WeightSyncError
+from megarl.core.schema import WeightsVersion
+from megarl.engine.client.watch import EngineWatch
+from megarl.learn.batching import Sequences
+from megarl.train.rank.context import RunContext
+from megarl.train.rank.ranks import Ranks
+from megarl.train.rank.reporter import Reporter
+from megarl.train.sync.publish import WeightPublisher
+from megarl.train.update.models import Models
+
+T = TypeVar("T")
+TRIES = 4
+"""Attempts at one publication, each but the first after an engine has died in the one before."""
+
+
+class Stopped(Exception):
+    """A call failed after the job was asked to stop; raised on every rank. Models and state are as before the call."""
+
+
+class WeightSync:
+    """The engines of a job as all its trainer ranks see them together."""
+
+    def __init__(
+        self, context: RunContext, ranks: Ranks, reporter: Reporter, models: Models, publisher: WeightPublisher
+    ) -> None:
+        self.version = WeightsVersion(context.attempt, 0)
+        """Last published; 0 is none."""
+        self._context = context
+        self._ranks = ranks
+        self._reporter = reporter
+        self._models = models
+        self._publisher = publisher
+
+    def connect(self) -> None:
+        """Wait for the engines, and join them for weight syncs. Raises EngineError, WeightSyncError, Stopped."""
+        self._again_if_one_dies(lambda: None, join=True)
+
+    def publish(self) -> dict[str, float]:
+        """Give the actor's weights to every engine under a new version, proven equal; return sync metrics.
+
+        Raises EngineError, WeightSyncError, Stopped.
+        """
+        self.version = WeightsVersion(self._context.attempt, self.version.n + 1)
+        return self._again_if_one_dies(self._publish, join=False)
+
+    def publish_again(self, why: str | None, *, updated: bool = False) -> None:
+        """Give the weights to an engine that has replaced one that had them, under the same version.
+
+        The others are asked again for what they are computing.
+
+        Args:
+            why: State of the engine, on the rank that saw it.
+            updated: The actor has been updated since the last version: these weights are a new one.
+        """
+        if updated:
+            self.version = WeightsVersion(self._context.attempt, self.version.n + 1)
+        self._reporter.log(f"{why}: it has replaced one that died; joining it")
+        self._again_if_one_dies(lambda: self._publish(abort=True), join=True)
+        self._reporter.log(f"published {self.version} again; the rollout goes on")
+
+    def watch(self) -> EngineWatch:
+        """Watch the engines while they generate, on rank 0."""
+        return self._publisher.watch(self.version)
+
+    def _publish(self, *, abort: bool = False) -> dict[str, float]:
+        actor = self._models.actor
+        written = actor.written()
+        report = self._together(
+            lambda: self._publisher.publish(actor.tensors, self.version, written=written, abort=abort)
+        )
+        return report.metrics() | {"sync/probe_diff_max": self._together(self._probe)}
+
+    def _probe(self) -> float:
+        """Largest log-prob difference between this trainer and the engines on a short fixed text."""
+        config, actor = self._context.config, self._models.actor
+        length = min(config.sync.probe_tokens, prompt_tokens(config.rollout))
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(0, self._models.head.vocab_size, (length,), generator=generator)
+        text = Sequences(tokens, torch.tensor([length]), torch.arange(length) < length - 1)
+        logp = actor.outputs(text, [actor.micro_batches(text)], temperature=1.0)
+        return self._publisher.probe(tokens.tolist(), logp[:-1].tolist())
+
+    def _again_if_one_dies(self, do: Callable[[], T], *, join: bool) -> T:
+        """Call ``do``; where an engine died in it, once more when the one that replaces it has been joined.
+
+        An error while all engines live is raised at once, above all that weights differ. A job that is asked to
+        stop gets no other engine: then any failure but a difference of weights raises ``Stopped``.
+        """
+        for left in reversed(range(TRIES)):
+            try:
+                if join:
+                    self._together(self._publisher.connect)
+                return do()
+            except (EngineError, WeightSyncError) as error:
+                differ = not self._ranks.agree(not isinstance(error, WeightsDiffer))
+                if not differ and self._ranks.stop_requested():
+                    raise Stopped(str(error)) from error
+                found = [] if differ else self._publisher.died()
+                if self._ranks.agree(not found):  # only rank 0 finds any
+                    raise
+                if not left:
+                    died = "".join(f"; {fate}" for fate in found)
+                    raise WeightSyncError(f"{error} (tried {TRIES} times, an engine died each time{died})") from error
+                self._reporter.log(
+                    f"an engine died in a weight sync ({'; '.join(found)}); waiting for the one that replaces it"
+                )
+                join = True
+        raise AssertionError("unreachable")
+
+    def _together(self, do: Callable[[], T]) -> T:
+        """Call ``do``, which has failed on every rank when it has on one."""
+        failure: EngineError | WeightSyncError | None = None
+        try:
+            result = do()
+        except (EngineError, WeightSyncError) as error:
+            failure = error
+        try:
+            if self._ranks.agree(failure is None):
+                return result
+            raise failure or WeightSyncError("a weight sync failed on another trainer rank, whose log says why")
+        finally:
+            failure = None  # its traceback holds this frame

@@ -1,0 +1,1 @@
+"""Models, inference and updates of a step."""

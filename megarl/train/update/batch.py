@@ -1,0 +1,157 @@
+"""The sequences of a step and the optimizer updates that train on them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.core.errors import NonRetryableError
+from megarl.core.schema import FinishReason, Outcome, Trajectory
+from megarl.explore.experience import by_group
+from megarl.explore.order.draws import Demonstration
+from megarl.learn.algorithms import Algorithm
+from megarl.learn.algorithms.terms.parts import doubles, repeated
+from megarl.learn.batching import Sequences, joined, of_demonstrations, of_samples
+
+T = TypeVar("T")
+
+
+@dataclass
+class StepBatch:
+    """The same on every rank; each model takes its share by its own grid."""
+
+    outcomes: list[Outcome]
+    """Trajectories of the step, without their tokens."""
+    rows: list[Outcome]
+    """Trajectory of each sampled sequence."""
+    sequences: Sequences
+    """Samples of the trajectories, in the order of ``rows``, then demonstrations."""
+    updates: list[list[list[int]]]
+    """Units that each optimizer update trains on: numbers of sequences that go through the model together. All samples
+    of a trajectory are in one update."""
+    finish_reasons: list[FinishReason]
+    """Reason why the last turn of each sampled sequence ended."""
+
+    @property
+    def outside(self) -> list[list[int]]:
+        """Units of the sequences that no update trains on: truncated answers that are filtered, answers that are in no
+        pair."""
+        trained = {number for units in self.updates for unit in units for number in unit}
+        return [[i] for i in range(len(self.sequences)) if i not in trained]
+
+
+def make_batch(
+    trajectories: list[Trajectory],
+    demonstrations: Sequence[Demonstration],
+    algorithm: Algorithm,
+    settings: AlgorithmConfig,
+    updates_per_step: int,
+) -> StepBatch:
+    """Sequences of a step, dealt to its updates; demonstrations in equal shares.
+
+    Raises NonRetryableError where an algorithm pairs trajectories of several samples.
+    """
+    outcomes = [Outcome.of(trajectory) for trajectory in trajectories]
+    samples = [(n, sample) for n, trajectory in enumerate(trajectories) for sample in trajectory.samples()]
+    numbers = [n for n, _ in samples]
+    sequences, rows = of_samples([sample for _, sample in samples]), [outcomes[n] for n in numbers]
+    if len(rows) > len(outcomes):
+        sequences.trajectory = torch.tensor(numbers)
+    filtered = set(overlong(rows, settings))
+    units = [unit for unit in _units(outcomes, rows, algorithm, settings) if not filtered.intersection(unit)]
+    if sequences.trajectory is None:
+        updates = updates_of(units, updates_per_step)
+    else:
+        of_trajectories = [list(part) for _, part in itertools.groupby(units, lambda unit: numbers[unit[0]])]
+        updates = [list(itertools.chain(*part)) for part in updates_of(of_trajectories, updates_per_step)]
+    if demonstrations:
+        first, updates = len(sequences), updates or [[]]
+        sequences = joined(sequences, of_demonstrations(demonstrations))
+        dealt = updates_of([[i] for i in range(first, len(sequences))], len(updates), exactly=True)
+        updates = [usual + expert for usual, expert in zip(updates, dealt, strict=True)]
+    return StepBatch(outcomes, rows, sequences, updates, [sample.finish_reason for _, sample in samples])
+
+
+def overlong(rows: Sequence[Outcome], settings: AlgorithmConfig) -> list[int]:
+    """Numbers of the sequences that ``algorithm.overlong_filtering`` leaves out of the loss: every sample of a
+    truncated trajectory."""
+    if not settings.overlong_filtering:
+        return []
+    return [i for i, outcome in enumerate(rows) if outcome.truncated]
+
+
+def filter_overlong(batch: StepBatch, settings: AlgorithmConfig) -> None:
+    """Take truncated answers out of the loss mask, after inference: their log-probs are compared with the engine's."""
+    if numbers := overlong(batch.rows, settings):
+        sequences = batch.sequences
+        kept = torch.ones(len(sequences), dtype=torch.bool)
+        kept[numbers] = False
+        sequences.mask = sequences.mask & repeated(kept, sequences.lengths)
+
+
+def _units(
+    outcomes: list[Outcome], rows: list[Outcome], algorithm: Algorithm, settings: AlgorithmConfig
+) -> list[list[int]]:
+    choose = algorithm.choose_pairs
+    if choose is None:
+        return [[i] for i in range(len(rows))]
+    if len(rows) != len(outcomes):
+        raise NonRetryableError(
+            f"algorithm.name={algorithm.name} pairs whole trajectories, but {len(outcomes)} of them give {len(rows)} "
+            "samples; take an algorithm without pairs, or a workflow that rewrites no context"
+        )
+    units, start = [], 0
+    for group in by_group(outcomes):
+        pairs = choose([e.reward.score for e in group], settings)
+        units += [[start + chosen, start + rejected] for chosen, rejected in pairs]
+        start += len(group)
+    return units
+
+
+def updates_of(units: Sequence[T], updates: int, *, exactly: bool = False) -> list[list[T]]:
+    """Units in order in ``updates`` equal parts; fewer parts when there are fewer units, unless ``exactly`` so many are
+    asked for."""
+    updates = updates if exactly else min(updates, len(units))
+    cuts = [u * len(units) // updates for u in range(updates + 1)] if updates else []
+    return [list(units[start:end]) for start, end in itertools.pairwise(cuts)]
+
+
+def each_once(updates: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]]:
+    """Units of ``updates`` without the sequences that a unit before has: an answer may be in several pairs, and outputs
+    of two ranks would be added up."""
+    seen: set[int] = set()
+    found: list[list[list[int]]] = []
+    for units in updates:
+        found.append([])
+        for unit in units:
+            if new := [number for number in unit if number not in seen]:
+                found[-1].append(new)
+                seen.update(new)
+    return found
+
+
+def mismatch(sequences: Sequences, sampled: torch.Tensor) -> dict[str, float]:
+    """Difference of the engine's log-probs from the trainer's, for the same weights and tokens.
+
+    Args:
+        sampled: bool [T]; the tokens that are compared.
+    """
+    old, engine = sequences.old_logp, sequences.engine_logp
+    if old is None or engine is None or not bool(sampled.any()):
+        return {}
+    logp = doubles(sampled, lambda a, b: (a - b).abs(), old, engine)
+    logp_mean, logp_max = float(logp.mean()), float(logp.max())
+    del logp
+    probs = doubles(sampled, lambda a, b: (a.exp() - b.exp()).abs(), old, engine)
+    probs_mean, probs_max = float(probs.mean()), float(probs.max())
+    return {
+        "training/rollout_logp_diff_mean": logp_mean,
+        "training/rollout_probs_diff_mean": probs_mean,
+        "training/rollout_logp_diff_max": logp_max,
+        "training/rollout_probs_diff_max": probs_max,
+    }

@@ -1,0 +1,212 @@
+"""Training on a step's batch: inference by every model, advantages, optimizer updates.
+
+Shape legend: N sequences of a step, T their positions (``batching.Sequences``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from megarl.core.config import Config
+from megarl.core.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig
+from megarl.core.metrics import Sums, mean_of_sums
+from megarl.core.schema import GroupStats, Trajectory
+from megarl.explore.experience.groups import group_stats
+from megarl.learn.algorithms import Algorithm, StepInput
+from megarl.learn.algorithms.terms import kl
+from megarl.learn.batching import of_demonstrations
+from megarl.learn.training import objectives
+from megarl.learn.training.model import FrozenModel, TrainedModel
+from megarl.learn.training.objectives import Objective
+from megarl.learn.training.optimizer import learning_rate
+from megarl.train.rank.ranks import Ranks
+from megarl.train.rank.state import TrainState
+from megarl.train.update.batch import StepBatch, each_once, overlong
+from megarl.train.update.models import Models
+from megarl.train.update.updates import UpdateFilter
+from megarl.weights.checkpoint.formats.score_pad import score_pad
+
+NO_GROUP = GroupStats(0.0, 0.0, 1)
+"""Group statistics of a demonstration, which has no reward."""
+
+
+class Learner:
+    """Computes with a step's batch, on every rank alike."""
+
+    def __init__(
+        self, config: Config, algorithm: Algorithm, models: Models, updates: UpdateFilter, ranks: Ranks
+    ) -> None:
+        self._config = config
+        self._algorithm = algorithm
+        self._models = models
+        self._updates = updates
+        self._ranks = ranks
+
+    @property
+    def _first_update_infers(self) -> bool:
+        """True if ``old_logp`` of the first update's tokens come from its own forward pass: nothing needs them
+        earlier (an algorithm's own ``estimate`` may), the critic's warm-up leaves no update out, and each token goes
+        through the model once (an answer may be in several pairs). The updates of offline jobs fill nothing."""
+        algorithm, settings = self._algorithm, self._config.algorithm
+        others = algorithm.estimate is not None or self._models.critic is not None
+        once = algorithm.choose_pairs is None and not algorithm.offline
+        return "old_logp" in algorithm.needs and once and not others and settings.kl.target is None
+
+    def infer(self, batch: StepBatch) -> None:
+        """Fill what the algorithm needs: log-probs under the weights that the update starts from, the reference's,
+        values. ``old_logp`` of the first update may be filled by ``train_step``."""
+        sequences, needs = batch.sequences, self._algorithm.needs
+        # The mismatch takes log-probs of every answer, the adaptive KL of those that ``filter_overlong`` leaves.
+        rest = batch.outside if "old_logp" in needs else []
+        truncated = set(overlong(batch.rows, self._config.algorithm))
+        kept = [unit for unit in rest if not truncated.intersection(unit)]
+
+        def forward(model: FrozenModel, others: list[list[int]] = kept, first: int = 0) -> torch.Tensor:
+            asked = [*batch.updates[first:], *([others] if others else [])]
+            return model.outputs(sequences, [model.micro_batches(sequences, units) for units in each_once(asked)])
+
+        if "old_logp" in needs:
+            sequences.old_logp = forward(self._models.actor, rest, first=int(self._first_update_infers))
+        if self._models.reference is not None:
+            sequences.ref_logp = forward(self._models.reference)
+        if self._models.critic is not None:
+            sequences.values = forward(self._models.critic)
+
+    def train_step(self, state: TrainState, batch: StepBatch) -> tuple[TrainState, dict[str, float]]:
+        """Estimate advantages and make the step's updates; return the state with what they changed, and metrics."""
+        settings = self.settings(state)
+        state, estimated = self.estimate(state, batch)
+        policy = partial(objectives.policy, self._algorithm, settings, batch.sequences)
+        first = policy(unchanged=True) if self._first_update_infers else None
+        state, updated = self.update(state, batch, policy(), settings, first)
+        return state, estimated | updated
+
+    def estimate(self, state: TrainState, batch: StepBatch) -> tuple[TrainState, dict[str, float]]:
+        """Fill advantages (and returns) of every token; return the state with the KL coefficient of the next step, and
+        metrics."""
+        sequences, config = batch.sequences, self.settings(state)
+        metrics: dict[str, float] = {}
+        if "advantages" in self._algorithm.needs:
+            result = self._algorithm.step_advantages(step_input(batch, self._algorithm, config), config)
+            sequences.advantages, sequences.returns = result.advantages, result.returns
+            metrics |= result.metrics
+        if config.kl.target is not None and sequences.old_logp is not None and sequences.ref_logp is not None:
+            metrics["actor/kl_coef"] = config.kl.coef
+            distance = kl.mean(sequences.old_logp, sequences.ref_logp, sequences.sampled, config.kl.estimator)
+            # An actor that stays is no measure for the coefficient, and neither is a step without a token in the loss.
+            if not self.critic_alone(state) and bool(sequences.sampled.any()):
+                state = replace(state, kl_coef=kl.adapted(distance, len(batch.outcomes), config.kl))
+            metrics["actor/kl_measured"] = distance
+        return state, metrics
+
+    def settings(self, state: TrainState) -> AlgorithmConfig:
+        """The algorithm's settings in the step that ``state`` is about to make, with its KL coefficient."""
+        config = self._config.algorithm
+        return replace(config, kl=replace(config.kl, coef=kl_coef(state, config.kl)))
+
+    def critic_alone(self, state: TrainState) -> bool:
+        """True in the steps of ``critic.warmup_steps``, in which the actor stays as it is."""
+        return self._models.critic is not None and state.step < self._config.critic.warmup_steps
+
+    def update(
+        self,
+        state: TrainState,
+        batch: StepBatch,
+        policy: Objective,
+        settings: AlgorithmConfig,
+        first: Objective | None = None,
+    ) -> tuple[TrainState, dict[str, float]]:
+        """Make the step's optimizer updates, of the critic and of the actor by ``policy``.
+
+        Args:
+            settings: The algorithm's with the KL coefficient of the step.
+            first: Of the first update, which then fills ``old_logp`` of its tokens.
+
+        Returns:
+            The state with the norms of the updates, and metrics over all ranks.
+        """
+        config, number, sequences = self._config, state.step, batch.sequences
+        actor, critic, alone = self._models.actor, self._models.critic, self.critic_alone(state)
+        actor_step = number if critic is None else number - config.critic.warmup_steps
+        sums: list[Sums] = []
+        updates: list[Sums] = []
+
+        def learn(
+            update: int,
+            model: TrainedModel,
+            objective: Objective,
+            units: list[list[int]],
+            lr: float,
+            logp: torch.Tensor | None = None,
+        ) -> None:
+            nonlocal state
+            found = model.backward(sequences, model.micro_batches(sequences, units), objective, logp)
+            norm = model.gradient_norm()
+            admitted, state = self._updates.admits(state, objective.name, found, norm, update)
+            if admitted:
+                model.step(lr)
+                sums.append(found)
+                updates.append({f"{objective.name}/grad_norm": (norm, 1.0), f"{objective.name}/lr": (lr, 1.0)})
+
+        self._updates.begin()
+        if self._algorithm.restarts_optimizer:
+            actor.optimizer.restart(config.trainer.optimizer)
+        for i, units in enumerate(batch.updates * config.trainer.ppo_epochs):
+            if critic is not None:
+                learn(
+                    i,
+                    critic,
+                    objectives.returns(settings, sequences),
+                    units,
+                    learning_rate(config.critic.optimizer, number),
+                )
+            if not alone:
+                own = first if i == 0 else None
+                lr = learning_rate(config.trainer.optimizer, actor_step)
+                learn(i, actor, own or policy, units, lr, sequences.old_logp if own else None)
+        return state, mean_of_sums(self._ranks.gather(sums)) | mean_of_sums(updates) | self._updates.end(state)
+
+
+def kl_coef(state: TrainState, config: KLConfig) -> float:
+    """KL coefficient of the step that ``state`` is about to make: the setting, or its adapted value."""
+    return config.coef if config.target is None or state.kl_coef is None else state.kl_coef
+
+
+def step_input(batch: StepBatch, algorithm: Algorithm, config: AlgorithmConfig) -> StepInput:
+    """Input of an algorithm's advantages; demonstrations have no reward."""
+    sequences, rows = batch.sequences, batch.rows
+    more = len(sequences) - len(rows)
+    rewards = [row.reward.score for row in rows] + [0.0] * more
+    stats = [row.group_stats or group_stats([row.reward.score]) for row in rows] + [NO_GROUP] * more
+    greedy, bootstrap = None, None
+    if "greedy" in algorithm.needs:
+        scores = [row.greedy.reward.score for row in rows if row.greedy is not None] + [0.0] * more
+        greedy = torch.tensor(scores, dtype=torch.float64)
+    if sequences.values is not None and isinstance(config, PPOConfig) and config.bootstrap_truncated:
+        # The value of the state after the last token stands at that token's own position.
+        truncated = torch.tensor([reason == "length" for reason in batch.finish_reasons] + [False] * more)
+        bootstrap = torch.where(truncated, sequences.values[sequences.cu_seqlens[1:] - 1], 0.0)
+    return StepInput(
+        rewards=torch.tensor(rewards, dtype=torch.float64),
+        stats=stats,
+        cu_seqlens=sequences.cu_seqlens,
+        mask=sequences.mask,
+        old_logp=sequences.old_logp,
+        ref_logp=sequences.ref_logp,
+        values=sequences.values,
+        bootstrap=bootstrap,
+        greedy=greedy,
+        expert=sequences.expert,
+    )
+
+
+def model_scores(model: FrozenModel, trajectories: list[Trajectory]) -> list[float]:
+    """The reward model's score of each trajectory, read after the model's last turn."""
+    sequences = of_demonstrations([trajectory.answered() for trajectory in trajectories])
+    found: list[float] = model.outputs(sequences, [model.micro_batches(sequences)])[
+        sequences.scored(score_pad(model.hf_config))
+    ].tolist()
+    return found
