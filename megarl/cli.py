@@ -234,7 +234,7 @@ def _check_job(config: Config, arguments: argparse.Namespace) -> int:
     from megarl.run.checks.job import check
     from megarl.run.nodes import devices
     from megarl.run.nodes.fit import planned
-    from megarl.run.nodes.placement import NodeInfo
+    from megarl.run.nodes.plan import NodeInfo
     from megarl.run.run_dir.dry_run import no_bytecode
 
     nodes = 1 if arguments.nodes is None else arguments.nodes

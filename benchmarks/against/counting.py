@@ -1,7 +1,8 @@
-"""Counting from one number to another: answers whose lengths have a long tail, for a model from scratch.
+"""Counting up to a number that ends in 50: answers whose lengths have a long tail, for a model from scratch.
 
-A question is ``Count from 317 to 322.``; the answer writes every number, then the last in a tag. Most answers are
-short, and one in thirty is the longest. With megarl's tokenizer from scratch an answer has 4 tokens a number.
+A question is ``Count from 31747 to 31750.``; the answer writes every number, then the last in a tag. Most answers are
+short, and one in twenty is the longest. With megarl's tokenizer from scratch an answer has 6 tokens a number. Where to
+end is plain from the number itself, so that a short warm start learns it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 
 from megarl.explore.tasksets.entries import Entries, Entry, Generator
 
-OPTIONS = {"least": 2, "most": 60, "tail_percent": 100, "slip_percent": 70}
+OPTIONS = {"least": 2, "most": 38, "tail_percent": 100, "slip_percent": 70}
 """Fewest and most numbers of an answer; the exponent of the tail in percent (smaller: longer); share of the careless
 teacher's demonstrations, whose last number in the tag is one too high."""
 
@@ -23,12 +24,11 @@ def numbers(dice: random.Random, options: Mapping[str, int]) -> int:
 
 
 def entries(seed: int, options: Mapping[str, int]) -> Entries:
-    """Endless counts of numbers with three digits."""
+    """Endless counts of numbers with five digits."""
     dice = random.Random(seed)
     while True:
-        count = numbers(dice, options)
-        first = dice.randrange(100, 1000 - count)
-        last = first + count - 1
+        last = dice.randrange(100, 1000) * 100 + 50
+        first = last - numbers(dice, options) + 1
         written = " ".join(str(number) for number in range(first, last + 1))
         yield Entry(
             f"Count from {first} to {last}.",

@@ -22,10 +22,14 @@ class ProcessKind(Enum):
 
     def named(self, number: int, part: int = 0) -> str:
         """Name of process ``number``. ``part`` counts the processes of an engine that spans nodes, from 0."""
+        if self is ProcessKind.EXPLORER:  # a job has one
+            return self.label
         return f"{self.label} {number}" + (f" part {part + 1}" if part else "")
 
     def log(self, number: int, part: int = 0) -> str:
         """File name of the log of that process."""
+        if self is ProcessKind.EXPLORER:
+            return f"{self.stem}.log"
         return f"{self.stem}_{number}" + (f"_part_{part + 1}" if part else "") + ".log"
 
 
@@ -46,16 +50,28 @@ Mode = Literal["both", "offline"]
 class Job:
     """A row of ``JOBS``."""
 
+    mode: Mode
     processes: tuple[ProcessKind, ...]
     """Kinds in the order in which they start: the slowest to start first."""
     rollouts: bool
     """True if the trainer's rows are rollouts; else they are read from a file."""
+    until: ProcessKind
+    """Kind whose processes decide: the job has ended when they have, and a dead one ends the attempt."""
+
+    def has(self, kind: ProcessKind) -> bool:
+        """Return True if the job has processes of ``kind``."""
+        return kind in self.processes
 
 
 JOBS: Mapping[Mode, Job] = {
-    "both": Job(
-        processes=(ProcessKind.ENGINE, ProcessKind.TRAINER, ProcessKind.REWARD_HOST, ProcessKind.EXPLORER),
-        rollouts=True,
-    ),
-    "offline": Job(processes=(ProcessKind.TRAINER,), rollouts=False),
+    job.mode: job
+    for job in (
+        Job(
+            "both",
+            (ProcessKind.ENGINE, ProcessKind.TRAINER, ProcessKind.REWARD_HOST, ProcessKind.EXPLORER),
+            rollouts=True,
+            until=ProcessKind.TRAINER,
+        ),
+        Job("offline", (ProcessKind.TRAINER,), rollouts=False, until=ProcessKind.TRAINER),
+    )
 }

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from megarl.core.config import Config, compose
+from megarl.core.jobs import ProcessKind
+from megarl.run.nodes.plan import Plan
 
 SMALL = [
     "experiment=quickstart",
@@ -33,6 +35,18 @@ def config_of(run_dir: Path, *overrides: str) -> Config:
     given = {override.partition("=")[0] for override in overrides}
     small = [override for override in SMALL if override.partition("=")[0] not in given]  # each may be given once
     return compose([*small, f"run.dir={run_dir}", *overrides])
+
+
+def nodes_of_ranks(plan: Plan) -> tuple[int, ...]:
+    return tuple(rank.node for rank in plan.of(ProcessKind.TRAINER))
+
+
+def nodes_of_engines(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """Nodes of each engine's parts."""
+    parts = plan.of(ProcessKind.ENGINE)
+    return tuple(
+        tuple(part.node for part in parts if part.number == engine.number) for engine in parts if not engine.part
+    )
 
 
 def refused(error: type[ValueError], config: Config, *words: str) -> None:

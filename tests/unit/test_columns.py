@@ -73,7 +73,7 @@ def test_columns_of_preferences(tmp_path: Path) -> None:
 )
 def test_fields_of_offline_jobs(algorithm: str, columns: str, words: str | None) -> None:
     config = compose([f"experiment={algorithm}", f"taskset.columns={columns}"])
-    job = algorithms.get(algorithm).job
+    job = algorithms.job_of(config)
     if words is None:
         check_taskset(config, job)
     else:

@@ -28,7 +28,7 @@ from megarl.core.config.schema import ParallelConfig, RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.learn import algorithms
 from megarl.learn.parallel.grid import check_parallel, megatron_grid, role_grids
-from megarl.run.nodes.placement import NodeInfo, place
+from megarl.run.nodes.plan import NodeInfo, plan_job
 from megarl.weights.architectures import Head, architecture
 from megarl.weights.architectures.complete import complete
 from megarl.weights.reshard.boxes import volume
@@ -254,12 +254,12 @@ def test_every_node_gets_eight_processes(name: str) -> None:
     places = [
         NodeInfo(n, f"n{n}", ("trainer" if n < nodes // 2 else "rollout") if apart else "all", 8) for n in range(nodes)
     ]
-    placement = place(config, places)
+    plan = plan_job(config, places)
     for node in range(nodes):
-        theirs = [placement.engine_gpus(i, node) for i, span in enumerate(placement.engines) if node in span]
-        assert [*placement.trainer_gpus(node), *(gpu for gpus in theirs for gpu in gpus)] == list(range(8))
+        here = dict.fromkeys(process.gpus for process in plan.processes if process.node == node)
+        assert sorted(gpu for gpus in here for gpu in gpus) == list(range(8))
     with pytest.raises(ConfigError, match="but has 7 GPUs"):
-        place(config, [*places[:-1], places[-1]._replace(gpus=7)])
+        plan_job(config, [*places[:-1], places[-1]._replace(gpus=7)])
 
 
 def test_memory_by_hand() -> None:

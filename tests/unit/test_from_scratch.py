@@ -36,6 +36,14 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def test_characters_of_answers_are_known() -> None:
+    """Answers in a tag, say: else their letters were ``<|unk|>``, and no verifier could read them."""
+    answer = "<answer>12</answer>"
+    known = train_tokenizer(CORPUS, 64, answer)
+    assert known.decode(known.encode(answer).ids) == answer
+    assert "<|unk|>" in train_tokenizer(CORPUS, 64).encode(answer).tokens
+
+
 @pytest.fixture(scope="module")
 def tokenizer(model_path: Path) -> ChatTokenizer:
     return ChatTokenizer.open(model_path)
@@ -132,7 +140,7 @@ def test_the_vocabulary_has_exactly_the_wanted_size(vocab_size: int) -> None:
 
 
 def test_bad_input_is_refused_and_leaves_nothing(model_path: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"vocab_size=20 is too small: the corpus has \d+ characters"):
+    with pytest.raises(ConfigError, match=r"vocab_size=20 is too small: the rows have \d+ characters"):
         create(tmp_path / "m", FromScratchConfig(vocab_size=20), CORPUS, 1)
     with pytest.raises(ConfigError, match="num_key_value_heads 3 does not divide num_attention_heads 4"):
         create(tmp_path / "m", FromScratchConfig(num_key_value_heads=3), CORPUS, 1)

@@ -8,8 +8,7 @@ import pytest
 
 from megarl.core.config import compose
 from megarl.core.jobs import JOBS, Mode, ProcessKind, kind_of, unit_of
-from megarl.learn import algorithms
-from megarl.run.nodes.placement import NodeInfo, place
+from megarl.run.nodes.plan import NodeInfo, plan_job
 from megarl.run.supervise.specs import Addresses, specs
 
 
@@ -41,12 +40,13 @@ def test_a_job_has_the_processes_of_its_row(mode: Mode, algorithm: str) -> None:
     """On two nodes, of which the second has reward workers too; in the order of the row."""
     overrides = ["parallel=tp2", "rollout.replicas=2", f"algorithm={algorithm}"]
     config = compose(["experiment=quickstart" if mode == "both" else "experiment=sft", *overrides])
-    placement = place(config, [NodeInfo(0, "a", "all"), NodeInfo(1, "b", "all")])
+    plan = plan_job(config, [NodeInfo(0, "a", "all"), NodeInfo(1, "b", "all")])
     ports = iter(f"127.0.0.1:{port}" for port in range(1000, 2000))
-    engines, hosts = tuple(next(ports) for _ in placement.engines), tuple(next(ports) for _ in placement.reward_hosts)
+    servers = (ProcessKind.ENGINE, ProcessKind.REWARD_HOST)
+    engines, hosts = (tuple(next(ports) for _ in plan.of(kind)) for kind in servers)
     addresses = Addresses(next(ports), next(ports), engines, ("",) * len(engines), hosts)
-    job = algorithms.get(config.algorithm.name).job
+    job = plan.job
     assert job == JOBS[mode]
-    kinds = [kind_of(spec.name) for _, spec in specs(config, placement, addresses, {}, Path("logs"))]
+    kinds = [kind_of(spec.name) for _, spec in specs(config, plan, addresses, {}, Path("logs"))]
     assert tuple(dict.fromkeys(kinds)) == job.processes
     assert kinds.count(ProcessKind.TRAINER) == 2 and kinds.count(ProcessKind.ENGINE) == (2 if mode == "both" else 0)

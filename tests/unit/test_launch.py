@@ -26,6 +26,7 @@ from megarl.core.schema import Task
 from megarl.run.launch import job
 from megarl.run.nodes.allocation import Allocation
 from megarl.run.nodes.node import LocalNode, Spec, Started
+from megarl.run.nodes.plan import NodeInfo, plan_job
 from megarl.run.nodes.remote import Gathering
 from megarl.run.process import ports
 from megarl.run.process.interrupt import StopRequest
@@ -59,7 +60,8 @@ def test_starting_on_a_port_in_use_launches_nothing(prepared: Path, busy_port: i
     config = replace(config, run=replace(config.run, dir=str(tmp_path)))
     in_use = pytest.raises(ConfigError, match=f"port {busy_port} .* in use")
     with own_run_dir(tmp_path) as lock, Reaper(lock) as reaper, in_use:
-        start_attempt(config, [LocalNode(reaper, [lock], first_port=config.run.port)], 1, "a key")
+        plan = plan_job(config, [NodeInfo(0, "", "all")])
+        start_attempt(config, plan, [LocalNode(reaper, [lock], first_port=config.run.port)], 1, "a key")
     assert not (tmp_path / "logs").exists()
     assert not [p for p in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in read_or_empty(p)]
 
@@ -295,7 +297,7 @@ def test_only_what_may_pass_is_tried_again(
     config = config_of(tmp_path, "cluster.restarts=2")
     attempts: list[int] = []
 
-    def start(config: Config, nodes: object, attempt: int, *_: object, **__: object) -> list[Started]:
+    def start(config: Config, plan: object, nodes: object, attempt: int, *_: object) -> list[Started]:
         attempts.append(attempt)
         return []
 

@@ -18,9 +18,9 @@ from megarl.core.config.schema import ParallelConfig
 from megarl.core.errors import ConfigError, JobError
 from megarl.learn.parallel.grid import check_parallel, check_roles, role_grids
 from megarl.run.nodes.fit import fit, planned, reductions
-from megarl.run.nodes.placement import NodeInfo, place
+from megarl.run.nodes.plan import NodeInfo, plan_job
 from megarl.run.run_dir.changes import Change
-from tests.unit.small_job import config_of
+from tests.unit.small_job import config_of, nodes_of_engines, nodes_of_ranks
 
 
 @cache
@@ -87,8 +87,8 @@ def load(
     config: Config, some: Sequence[NodeInfo], trainers: int | None = None
 ) -> tuple[Counter[int], Counter[tuple[int, ...]]]:
     """Ranks of each node, engines of each group of nodes."""
-    placed = place(config, some, trainers=trainers)
-    return Counter(placed.trainer), Counter(placed.engines)
+    plan = plan_job(config, some, trainers=trainers)
+    return Counter(nodes_of_ranks(plan)), Counter(nodes_of_engines(plan))
 
 
 @settings(max_examples=300)
@@ -156,7 +156,7 @@ def test_without_a_spare_the_job_is_smaller() -> None:
     assert reductions(config, fitted.config) == [Change("parallel.dp", 4, 3), Change("rollout.replicas", 4, 3)]
     wide = fit(job(2, tp=4, replicas=4), allocated, left, grids)
     assert (wide.config.parallel.dp, wide.config.rollout.replicas, wide.trainers, len(wide.nodes)) == (1, 3, 2, 3)
-    assert place(wide.config, wide.nodes, trainers=wide.trainers).trainer == (0, 0, 2, 2)
+    assert nodes_of_ranks(wide.plan) == (0, 0, 2, 2)
 
 
 def test_other_roles_keep_their_grids_and_refuse_what_they_cannot_have() -> None:
@@ -190,7 +190,7 @@ def test_what_fits_no_part_is_said() -> None:
 def test_without_shrinking_a_node_gets_more() -> None:
     config = job(4, shrink=False, replicas=4)
     fitted = fit(config, nodes(4), nodes(2), grids)
-    assert fitted.config == config and place(config, fitted.nodes, trainers=fitted.trainers).trainer == (0, 0, 1, 1)
+    assert fitted.config == config and nodes_of_ranks(fitted.plan) == (0, 0, 1, 1)
 
 
 def test_an_offline_job_has_no_engines_to_lose() -> None:

@@ -22,21 +22,23 @@ from sqlalchemy.engine import make_url
 
 from megarl.core.config import Config
 from megarl.core.errors import ConfigError, FencedError, JobError
+from megarl.core.jobs import ProcessKind
 from megarl.explore.store import VARIABLE
 from megarl.run.launch.job import _healthy
 from megarl.run.nodes import agent, devices, health, remote
 from megarl.run.nodes.allocation import Allocation, find
 from megarl.run.nodes.channel import Channel, ChannelClosed, greet
 from megarl.run.nodes.node import LocalNode, Spec, Started
-from megarl.run.nodes.placement import NodeInfo, place, table
+from megarl.run.nodes.plan import NodeInfo, plan_job, table
 from megarl.run.nodes.remote import Gathering, RemoteNode, RemoteProcess
 from megarl.run.postgres import _url
 from megarl.run.process.interrupt import StopRequest
 from megarl.run.process.reaper import Reaper
 from megarl.run.run_dir.owner import next_attempt
+from megarl.run.supervise.specs import Addresses, specs
 from megarl.run.supervise.supervisor import watch
 from megarl.weights.checkpoint.training.manifest import current_attempt
-from tests.unit.small_job import config_of
+from tests.unit.small_job import config_of, nodes_of_engines, nodes_of_ranks
 
 KEY = "a secret of enough characters"
 STEP = {
@@ -127,34 +129,44 @@ def test_every_process_has_its_node(count: int, each: int, replicas: int, span: 
     config = replace(base(), parallel=replace(base().parallel, dp=count * each), rollout=rollout)
     if span > count:
         with pytest.raises(ConfigError, match="rollout.nodes"):
-            place(config, nodes(count))
+            plan_job(config, nodes(count))
         return
-    placed = place(config, nodes(count))
-    assert [placed.trainer.count(node) for node in range(count)] == [each] * count
-    assert list(placed.trainer) == sorted(placed.trainer)  # blocks: neighbours in a tensor-parallel group share a node
-    assert [placed.local_rank(r) for r in range(count * each)] == list(range(each)) * count
-    assert len(placed.engines) == replicas and all(len(set(engine)) == span for engine in placed.engines)
-    used = [sum(engine[0] == node for engine in placed.engines) for node in {engine[0] for engine in placed.engines}]
+    plan = plan_job(config, nodes(count))
+    ranks, engines = nodes_of_ranks(plan), nodes_of_engines(plan)
+    assert [ranks.count(node) for node in range(count)] == [each] * count
+    assert list(ranks) == sorted(ranks)  # blocks: neighbours in a tensor-parallel group share a node
+    addresses = Addresses("n:1", "n:2", ("n:3",) * replicas, ("n:4" * (span > 1),) * replicas, ("n:5",) * (count - 1))
+    started = [spec.env for _, spec in specs(config, plan, addresses, {}, Path("logs"))]
+    assert [env["LOCAL_RANK"] for env in started if "RANK" in env] == [str(i) for i in range(each)] * count
+    assert len(engines) == replicas and all(len(set(engine)) == span for engine in engines)
+    used = [sum(engine[0] == node for engine in engines) for node in {engine[0] for engine in engines}]
     assert max(used) - min(used) <= 1
-    text = table(placed, nodes(count))
+    text = table(plan, nodes(count))
     assert len(text.splitlines()) == count and "explorer" in text.splitlines()[0]
 
 
 def test_every_process_of_a_gpu_job_has_its_own() -> None:
     config = config_of(Path("x"), "parallel=tp2", "rollout.replicas=2", "rollout.tp=2")
     on_gpus = replace(config, parallel=replace(config.parallel, backend="nccl"))
-    placed = place(on_gpus, [NodeInfo(0, "n0", "all", 6)])
-    assert (placed.trainer_gpus(0), placed.engine_gpus(0, 0), placed.engine_gpus(1, 0)) == ((0, 1), (2, 3), (4, 5))
+    node = NodeInfo(0, "n0", "all", 6)
+    plan = plan_job(on_gpus, [node])
+    assert [engine.gpus for engine in plan.of(ProcessKind.ENGINE)] == [(2, 3), (4, 5)]
+    assert [rank.gpus for rank in plan.of(ProcessKind.TRAINER)] == [(0, 1)] * 2
+    assert table(plan, [node]) == (
+        "node 0 n0: trainer ranks 0-1 on GPUs 0-1, engine 0 on GPUs 2-3, engine 1 on GPUs 4-5, explorer and reward "
+        "workers"
+    )
     with pytest.raises(ConfigError, match="node 0 n0 would have 2 trainer ranks and 4 engine workers.* but has 5 GPUs"):
-        place(on_gpus, [NodeInfo(0, "n0", "all", 5)])
-    place(config, [NodeInfo(0, "n0", "all", 0)])
+        plan_job(on_gpus, [NodeInfo(0, "n0", "all", 5)])
+    plan_job(config, [NodeInfo(0, "n0", "all", 0)])
 
 
 def test_components_of_a_heterogeneous_job() -> None:
-    placed = place(config_of(Path("x"), "parallel=dp2", "rollout.replicas=3"), nodes(4, "ttrr"))
-    assert placed.trainer == (0, 1)
-    assert placed.engines == ((2,), (3,), (2,))
-    assert (placed.explorer, placed.reward_hosts) == (0, (1, 2, 3))
+    plan = plan_job(config_of(Path("x"), "parallel=dp2", "rollout.replicas=3"), nodes(4, "ttrr"))
+    assert nodes_of_ranks(plan) == (0, 1)
+    assert nodes_of_engines(plan) == ((2,), (3,), (2,))
+    assert [explorer.node for explorer in plan.of(ProcessKind.EXPLORER)] == [0]
+    assert [host.node for host in plan.of(ProcessKind.REWARD_HOST)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +180,7 @@ def test_components_of_a_heterogeneous_job() -> None:
 )
 def test_what_does_not_spread_is_refused(count: int, roles: str, overrides: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        place(config_of(Path("x"), *overrides), nodes(count, roles))
+        plan_job(config_of(Path("x"), *overrides), nodes(count, roles))
 
 
 # ---------------------------------------------------------------- who may speak

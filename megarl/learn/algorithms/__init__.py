@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 
+from megarl.core.config import Config
 from megarl.core.errors import ConfigError
+from megarl.core.jobs import JOBS, Job
 from megarl.learn.algorithms.cispo import CISPO
 from megarl.learn.algorithms.dpo import DPO
 from megarl.learn.algorithms.grpo import GRPO
@@ -41,7 +43,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "sft": SFT,
 }
 
-__all__ = ["ALGORITHMS", "Algorithm", "Estimate", "Loss", "LossInput", "StepInput", "get", "try_out"]
+__all__ = ["ALGORITHMS", "Algorithm", "Estimate", "Loss", "LossInput", "StepInput", "get", "job_of", "try_out"]
 
 
 def get(name: str) -> Algorithm:
@@ -57,3 +59,8 @@ def get(name: str) -> Algorithm:
         f"no algorithm {name!r}{hint} (known: {', '.join(sorted(ALGORITHMS))}; or a Python file of your own, ending in "
         ".py)"
     )
+
+
+def job_of(config: Config) -> Job:
+    """The job that ``config`` describes: nothing else asks for its mode. Raises ConfigError as ``get``."""
+    return JOBS["offline" if get(config.algorithm.name).offline else "both"]

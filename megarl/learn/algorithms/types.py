@@ -14,7 +14,6 @@ import torch
 
 from megarl.core.config.algorithms import AlgorithmConfig
 from megarl.core.errors import ConfigError
-from megarl.core.jobs import JOBS, Job, Mode
 from megarl.core.schema import GroupStats
 from megarl.learn.algorithms.terms.parts import counts, doubles, repeated
 
@@ -184,16 +183,6 @@ class Algorithm(Generic[C]):
     choose_pairs: Callable[[Sequence[float], C], list[tuple[int, int]]] | None = None
     """Choice of pairs, with ``pairs`` and rollouts: (rewards of one whole group, settings) -> (chosen, rejected)
     positions within the group."""
-
-    @property
-    def mode(self) -> Mode:
-        """Mode of a job with this algorithm."""
-        return "offline" if self.offline else "both"
-
-    @property
-    def job(self) -> Job:
-        """Processes of a job with this algorithm, and where its rows come from."""
-        return JOBS[self.mode]
 
     def has_reference(self, config: C) -> bool:
         """Return True if the trainer computes ``ref_logp``, and has a model for it."""

@@ -22,7 +22,7 @@ def load(path: str) -> Algorithm:
     given = [
         n for n in ("advantage", "estimate", "choose_pairs", "finish_advantages") if getattr(algorithm, n) is not None
     ]
-    by_rewards = ["advantage"] if algorithm.job.rollouts and not set(given) & {"estimate", "choose_pairs"} else []
+    by_rewards = ["advantage"] if not algorithm.offline and not set(given) & {"estimate", "choose_pairs"} else []
     for name in dict.fromkeys(["count", "loss", *by_rewards, *given]):
         if not callable(getattr(algorithm, name)):
             raise ConfigError(f"{where}: ALGORITHM.{name} must be a function, got {getattr(algorithm, name)!r}")
@@ -113,7 +113,7 @@ def check_settings(algorithm: Algorithm, config: AlgorithmConfig) -> None:
             f"algorithm.whiten_advantages=true is for advantages of single tokens (ppo, remax), {algorithm.name} has "
             "one for a whole answer; set it to false, or take reinforce_pp_baseline"
         )
-    if config.dynamic_sampling and not algorithm.job.rollouts:
+    if config.dynamic_sampling and algorithm.offline:
         raise ConfigError(
             f"algorithm.dynamic_sampling=true: {algorithm.name} learns from a file, which has no groups to replace; "
             "set it to false"

@@ -51,11 +51,13 @@ ALPHABET = "0123456789+-*/=()., "
 """Characters that are known whatever the corpus holds: answers may need a digit that no question has."""
 
 
-def create(path: str | os.PathLike[str], config: FromScratchConfig, corpus: Iterable[str], seed: int) -> None:
+def create(
+    path: str | os.PathLike[str], config: FromScratchConfig, corpus: Iterable[str], seed: int, characters: str = ""
+) -> None:
     """Write config.json, model.safetensors (float32), tokenizer files and generation_config.json to a new directory.
 
-    ``corpus`` are texts as the model will see them, without the chat template: prompts and answers. The same arguments
-    write the same bytes. The directory appears whole or not at all.
+    ``corpus`` are prompts as the model will see them, without the chat template; ``characters`` are those of answers.
+    The same arguments write the same bytes. The directory appears whole or not at all.
 
     Raises ConfigError when the directory exists, the model type is none of ``MODELS``, heads do not group, or the
     vocabulary is smaller than the corpus' characters.
@@ -74,7 +76,7 @@ def create(path: str | os.PathLike[str], config: FromScratchConfig, corpus: Iter
             f"model.from_scratch: num_key_value_heads {config.num_key_value_heads} does not divide "
             f"num_attention_heads {config.num_attention_heads}"
         )
-    tokenizer = train_tokenizer(corpus, config.vocab_size)
+    tokenizer = train_tokenizer(corpus, config.vocab_size, characters)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -86,16 +88,16 @@ def create(path: str | os.PathLike[str], config: FromScratchConfig, corpus: Iter
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def train_tokenizer(corpus: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-pair tokenizer over the corpus' characters with exactly ``vocab_size`` ids; what training does not fill is
-    named ``<|unused_i|>``. Raises ConfigError when the characters alone do not fit.
+def train_tokenizer(corpus: Iterable[str], vocab_size: int, characters: str = "") -> Tokenizer:
+    """A byte-pair tokenizer over the corpus' characters and ``characters``, with exactly ``vocab_size`` ids; what
+    training does not fill is named ``<|unused_i|>``. Raises ConfigError when the characters alone do not fit.
     """
     texts = list(corpus)
-    alphabet = sorted(set(ALPHABET).union(*texts))
+    alphabet = sorted(set(ALPHABET).union(characters, *texts))
     needed = len(SPECIAL_TOKENS) + len(alphabet)
     if vocab_size < needed:
         raise ConfigError(
-            f"model.from_scratch.vocab_size={vocab_size} is too small: the corpus has {len(alphabet)} characters, "
+            f"model.from_scratch.vocab_size={vocab_size} is too small: the rows have {len(alphabet)} characters, "
             f"with the special tokens at least {needed} are needed"
         )
     tokenizer = Tokenizer(models.BPE(unk_token=UNK))

@@ -95,7 +95,7 @@ def _check_inputs(config: Config, algorithm: Algorithm, elsewhere: bool) -> dict
         check_digests(path, setting, workers=os.cpu_count() or 1, digests=config.trainer.verify_checkpoints)
     tokenizer = ChatTokenizer.of(config)
     tasks = {}
-    if ProcessKind.EXPLORER in algorithm.job.processes:
+    if algorithms.job_of(config).has(ProcessKind.EXPLORER):
         found_tasks = {split: [row for row in rows[split] if isinstance(row, Task)] for split in SPLITS}
         check_rewards(config, found_tasks)
         tasks = {
@@ -130,9 +130,8 @@ def check_sizes(config: Config) -> None:
 def _check_models(config: Config, hf_config: Mapping[str, Any]) -> None:
     algorithm = algorithms.get(config.algorithm.name)
     scores = "actor" not in algorithm.roles and config.trainer.warm_start.steps == 0  # else a language model at first
-    check_model(
-        config, hf_config, engines=ProcessKind.ENGINE in algorithm.job.processes, head="score" if scores else "lm"
-    )
+    engines = algorithms.job_of(config).has(ProcessKind.ENGINE)
+    check_model(config, hf_config, engines=engines, head="score" if scores else "lm")
     check_role_models(config, algorithm, hf_config)
 
 

@@ -54,7 +54,7 @@ def check_role_settings(config: Config, algorithm: Algorithm) -> None:
     for role in sorted(unused.keys() - set(roles_of(config, algorithm))):
         if getattr(config, role) != unused[role]:
             log.warning("%s.*: this job has no %s; these settings do nothing", role, role.replace("_", " "))
-    if not algorithm.job.rollouts:
+    if algorithm.offline:
         return
     rollout, buffer = config.rollout, config.reward.overlong_buffer
     if buffer is not None and buffer > rollout.max_response_tokens:
@@ -72,7 +72,7 @@ def check_budget(config: Config, algorithm: Algorithm) -> None:
     Raises:
         ConfigError: it does not.
     """
-    if not algorithm.job.rollouts:
+    if algorithm.offline:
         return
     longest = context_tokens(config.rollout)
     budget = config.trainer.max_tokens_per_micro_batch
@@ -92,7 +92,7 @@ def roles_of(config: Config, algorithm: Algorithm) -> list[str]:
     there = {
         "reference": algorithm.has_reference(config.algorithm),
         "critic": "critic" in algorithm.roles,
-        "reward_model": config.reward_model.path is not None and algorithm.job.rollouts,
+        "reward_model": config.reward_model.path is not None and not algorithm.offline,
     }
     return [role for role, is_there in there.items() if is_there]
 

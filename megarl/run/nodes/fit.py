@@ -13,7 +13,7 @@ from megarl.core.errors import ArchitectureError, ConfigError, JobError, PlanErr
 from megarl.core.jobs import ProcessKind
 from megarl.learn import algorithms
 from megarl.learn.parallel.grid import ROLES
-from megarl.run.nodes.placement import NodeInfo, engine_nodes, place, table, trainer_nodes
+from megarl.run.nodes.plan import NodeInfo, Plan, engine_nodes, plan_job, table, trainer_nodes
 from megarl.run.run_dir.changes import Change
 
 
@@ -26,6 +26,10 @@ class Fit(NamedTuple):
     """Nodes that get something to do; spares stand by."""
     trainers: int
     """Number of nodes that have trainer ranks: the first ones that may."""
+
+    @property
+    def plan(self) -> Plan:
+        return plan_job(self.config, self.nodes, trainers=self.trainers)
 
 
 def fit(
@@ -49,11 +53,11 @@ def fit(
             f"cluster.spare_nodes={config.cluster.spare_nodes} leaves none of the {len(trainer_nodes(allocated))} "
             "nodes that may train; lower it, or add nodes"
         )
-    place(config, _working(allocated, whole))
+    plan_job(config, _working(allocated, whole))
     nodes = _working(left, whole)
     there = len(trainer_nodes(nodes))
     engines = config.rollout.replicas
-    if ProcessKind.ENGINE in algorithms.get(config.algorithm.name).job.processes:
+    if algorithms.job_of(config).has(ProcessKind.ENGINE):
         engines = _engines(config, _working(allocated, whole), nodes)
     if (there == whole and engines == config.rollout.replicas) or not config.cluster.shrink:
         return Fit(config, nodes, there)
@@ -79,7 +83,7 @@ def fit(
 def planned(config: Config, nodes: Sequence[NodeInfo]) -> str:
     """Describe what would run where, a line for each node. Raises ConfigError where the whole job does not fit them."""
     fitted = fit(config, nodes, nodes, lambda smaller: None)
-    return table(place(fitted.config, fitted.nodes, trainers=fitted.trainers), nodes)
+    return table(fitted.plan, nodes)
 
 
 def reductions(old: Config, new: Config) -> list[Change]:

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from megarl.core.config import Config, hub, load_resolved
 from megarl.core.durable import replace_directory
 from megarl.core.errors import ConfigError
+from megarl.core.schema import Preference
 from megarl.explore.tasksets import ChatTokenizer, encode_rows, generate, place_of_row, read_recipe, recipe, sources_of
 from megarl.explore.tasksets.template import writes_date
 from megarl.run.run_dir.changes import Change, changes, described, has_checkpoints
@@ -146,7 +147,7 @@ def needs_model(config: Config) -> bool:
         return True
     if wanted is None or has_checkpoints(Path(config.run.dir)) or not (path / MODEL_RECIPE).is_file():
         return False  # a run goes on with the model that it began with; a model of other making is the user's own
-    changed = list(changes(_read_model_recipe(path), _model_recipe(config, _corpus(config))))
+    changed = list(changes(_read_model_recipe(path), _model_recipe(config, _texts(config))))
     if changed:
         _check_replaceable(config, path, changed)
         log.info("the model was made with other settings: %s", described(changed))
@@ -159,15 +160,15 @@ def write_model(config: Config, path: Path) -> None:
     Raises:
         ConfigError: it cannot be made, or not be written there.
     """
-    wanted, corpus = config.model.from_scratch, _corpus(config)
+    wanted, texts = config.model.from_scratch, _texts(config)
     assert wanted is not None, "needs_model has seen it"
     log.info("making a %s model from scratch in %s", wanted.model_type, path)
     from megarl.learn.models.from_scratch import create  # seconds of imports
 
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
-        create(temporary, wanted, corpus, config.trainer.seed)
-        (temporary / MODEL_RECIPE).write_text(json.dumps(_model_recipe(config, corpus), indent=1))
+        create(temporary, wanted, texts[0], config.trainer.seed, texts[1])
+        (temporary / MODEL_RECIPE).write_text(json.dumps(_model_recipe(config, texts), indent=1))
         _check_only(path, {entry.name for entry in temporary.iterdir()})
         replace_directory(temporary, path)
     except (OSError, SafetensorError) as error:
@@ -225,15 +226,18 @@ def with_limit_of_run(config: Config) -> Config:
     return replace(config, rollout=rollout, taskset=replace(taskset, date=taskset.date or begun.taskset.date))
 
 
-def _corpus(config: Config) -> list[str]:
-    source = "train" if config.taskset.warm_start is None else "warm_start"
-    return [m.get("content") or "" for row in read_split(config, source) for m in row.prompt]
+def _texts(config: Config) -> tuple[list[str], str]:
+    """Prompts that a tokenizer is trained on, and the characters of their answers."""
+    rows = read_split(config, "train" if config.taskset.warm_start is None else "warm_start")
+    prompts = [m.get("content") or "" for row in rows for m in row.prompt]
+    answers = (row.chosen + row.rejected if isinstance(row, Preference) else row.response or "" for row in rows)
+    return prompts, "".join(sorted(set().union(*answers)))
 
 
-def _model_recipe(config: Config, corpus: list[str]) -> dict[str, Any]:
+def _model_recipe(config: Config, texts: tuple[list[str], str]) -> dict[str, Any]:
     assert config.model.from_scratch is not None
     settings = {f"model.from_scratch.{name}": value for name, value in asdict(config.model.from_scratch).items()}
-    return settings | {"trainer.seed": config.trainer.seed, "its tokenizer's texts": _digest(corpus)}
+    return settings | {"trainer.seed": config.trainer.seed, "its tokenizer's texts": _digest([*texts[0], texts[1]])}
 
 
 def _check_replaceable(config: Config, path: Path, changed: list[Change]) -> None:

@@ -106,7 +106,9 @@ def _needs_another_past(change: Change) -> bool:
             old, new = (algorithms.get(str(name)) for name in (change.old, change.new))
         except ConfigError:
             return False  # the file of an algorithm that is used no more
-        return (old.job, "actor" in old.roles) != (new.job, "actor" in new.roles) or "critic" in new.roles - old.roles
+        if (old.offline, "actor" in old.roles) != (new.offline, "actor" in new.roles):
+            return True
+        return "critic" in new.roles - old.roles
     return False
 
 

@@ -46,7 +46,7 @@ def kind_of_rows(config: Config) -> Kind:
     from megarl.learn import algorithms  # imports torch
 
     algorithm = algorithms.get(config.algorithm.name)
-    if algorithm.job.rollouts:
+    if not algorithm.offline:
         return "tasks"
     return "preferences" if "pairs" in algorithm.needs else "demonstrations"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -16,7 +16,7 @@ from megarl.explore.rewards.judge.family import ENGINES
 from megarl.explore.store import VARIABLE
 from megarl.learn import algorithms
 from megarl.run.nodes.node import Spec
-from megarl.run.nodes.placement import Placement
+from megarl.run.nodes.plan import Plan, Planned
 from megarl.run.process.forkserver import ForkServers
 from megarl.run.supervise.engine_process import engine_environment, engine_process
 
@@ -35,32 +35,21 @@ class Addresses(NamedTuple):
     reward_hosts: tuple[str, ...]
 
 
+class _Command(NamedTuple):
+    """Command line of a process of the plan."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    """Its variables, beside those of all processes."""
+    listens: str = ""
+
+
 @dataclass(frozen=True)
 class _Attempt:
     config: Config
-    placement: Placement
+    plan: Plan
     addresses: Addresses
-    env: Mapping[str, str]
-    """Environment of every process."""
     logs: Path
-
-    @property
-    def device(self) -> Literal["cpu", "cuda"]:
-        return "cuda" if self.config.parallel.backend == "nccl" else "cpu"
-
-    def spec(
-        self,
-        name: str,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        log: str,
-        *,
-        echo: bool = False,
-        listens: str = "",
-        gpus: tuple[int, ...] = (),
-    ) -> Spec:
-        gpus = gpus if self.device == "cuda" else ()
-        return Spec(name, tuple(argv), {**self.env, **env}, str(self.logs / log), echo, listens, gpus)
 
 
 def urls(addresses: Addresses) -> list[str]:
@@ -73,10 +62,8 @@ def resolved(config: Config) -> Path:
     return Path(config.run.dir) / "resolved.json"
 
 
-def specs(
-    config: Config, placement: Placement, addresses: Addresses, environment: Mapping[str, str], logs: Path
-) -> list[Placed]:
-    """The processes of a job in the order in which they are started.
+def specs(config: Config, plan: Plan, addresses: Addresses, environment: Mapping[str, str], logs: Path) -> list[Placed]:
+    """The processes of a plan in the order in which they are started.
 
     ``environment``: variables of the attempt, for all processes.
     """
@@ -88,13 +75,19 @@ def specs(
     }
     if VARIABLE in os.environ:  # other nodes do not inherit it
         env[VARIABLE] = os.environ[VARIABLE]
-    attempt = _Attempt(config, placement, addresses, env, logs)
-    return [placed for kind in algorithms.get(config.algorithm.name).job.processes for placed in _SPECS[kind](attempt)]
+    attempt, placed = _Attempt(config, plan, addresses, logs), []
+    for process in plan.processes:
+        argv, own, listens = _COMMANDS[process.kind](attempt, process)
+        first = process.kind is plan.job.until and process.number == 0
+        log = str(logs / process.log)
+        spec = Spec(process.name, tuple(argv), {**env, **own}, log, first, listens, process.gpus)
+        placed.append((process.node, spec))
+    return placed
 
 
 def preload(config: Config, servers: ForkServers) -> None:
     """Have fork servers import what the job's processes need, while the job is checked."""
-    for kind in algorithms.get(config.algorithm.name).job.processes:
+    for kind in algorithms.job_of(config).processes:
         if kind is ProcessKind.ENGINE:
             servers.preload(kind, engine_environment(config.rollout))
         elif kind is ProcessKind.TRAINER:
@@ -105,60 +98,53 @@ def _trainer_threads(config: Config) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(config.trainer.num_threads), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
-def _engines(attempt: _Attempt) -> Iterator[Placed]:
-    config, addresses, kind = attempt.config, attempt.addresses, ProcessKind.ENGINE
-    for i, span in enumerate(attempt.placement.engines):
-        host, _, port = addresses.engines[i].rpartition(":")
-        for part, node in enumerate(span):
-            group = (part, addresses.engine_groups[i]) if len(span) > 1 else None
-            argv, env = engine_process(
-                config.model.path, config.rollout, config.model, host, int(port), attempt.device, group
-            )
-            env |= {UNTIL_PUBLISHED: "1", TIMELINE: f"{config.run.dir}/timeline/{kind.stem}_{i}"}
-            yield node, attempt.spec(
-                kind.named(i, part), argv[1:], env, kind.log(i, part),
-                listens=addresses.engines[i] if part == 0 else "", gpus=attempt.placement.engine_gpus(i, node),
-            )  # fmt: skip
+def _engine(attempt: _Attempt, process: Planned) -> _Command:
+    config, address = attempt.config, attempt.addresses.engines[process.number]
+    host, _, port = address.rpartition(":")
+    group = attempt.addresses.engine_groups[process.number]
+    span = (process.part, group) if group else None
+    device: Literal["cpu", "cuda"] = "cuda" if config.parallel.backend == "nccl" else "cpu"
+    argv, env = engine_process(config.model.path, config.rollout, config.model, host, int(port), device, span)
+    timeline = f"{config.run.dir}/timeline/{process.kind.stem}_{process.number}"
+    return _Command(argv[1:], env | {UNTIL_PUBLISHED: "1", TIMELINE: timeline}, "" if process.part else address)
 
 
-def _trainers(attempt: _Attempt) -> Iterator[Placed]:
-    config, placement, kind = attempt.config, attempt.placement, ProcessKind.TRAINER
+def _trainer(attempt: _Attempt, process: Planned) -> _Command:
+    config = attempt.config
     host, _, port = attempt.addresses.rendezvous.rpartition(":")
-    for rank, node in enumerate(placement.trainer):
-        env = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(placement.local_rank(rank)),
-            "WORLD_SIZE": str(config.parallel.world_size),
-            "MASTER_ADDR": host,
-            "MASTER_PORT": port,
-            **_trainer_threads(config),
-        }
-        argv = ["-m", "megarl.run.start", kind.stem, "--config", str(resolved(config))]
-        gpus = placement.trainer_gpus(node)
-        yield node, attempt.spec(kind.named(rank), argv, env, kind.log(rank), echo=rank == 0, gpus=gpus)
+    neighbours = [rank for rank in attempt.plan.of(process.kind) if rank.node == process.node]
+    env = {
+        "RANK": str(process.number),
+        "LOCAL_RANK": str(neighbours.index(process)),
+        "WORLD_SIZE": str(config.parallel.world_size),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+        **_trainer_threads(config),
+    }
+    return _Command(_started(attempt, process), env)
 
 
-def _reward_hosts(attempt: _Attempt) -> Iterator[Placed]:
-    kind = ProcessKind.REWARD_HOST
-    for node, address in zip(attempt.placement.reward_hosts, attempt.addresses.reward_hosts, strict=True):
-        host, _, port = address.rpartition(":")
-        argv = ["-m", "megarl", "rewards", "serve", "--host", host, "--port", port]
-        argv += ["--workers", str(attempt.config.reward.workers)]
-        argv += ["--output", str(attempt.logs / f"reward_output_{node}.log")]
-        env = {"OMP_NUM_THREADS": "1", ENGINES: ",".join(urls(attempt.addresses))}
-        yield node, attempt.spec(kind.named(node), argv, env, kind.log(node), listens=address)
+def _reward_host(attempt: _Attempt, process: Planned) -> _Command:
+    hosts = attempt.plan.of(process.kind)
+    address = attempt.addresses.reward_hosts[hosts.index(process)]
+    host, _, port = address.rpartition(":")
+    argv = ["-m", "megarl", "rewards", "serve", "--host", host, "--port", port]
+    argv += ["--workers", str(attempt.config.reward.workers)]
+    argv += ["--output", str(attempt.logs / f"reward_output_{process.node}.log")]
+    return _Command(argv, {"OMP_NUM_THREADS": "1", ENGINES: ",".join(urls(attempt.addresses))}, address)
 
 
-def _explorers(attempt: _Attempt) -> Iterator[Placed]:
-    assert attempt.placement.explorer is not None
-    kind = ProcessKind.EXPLORER
-    argv = ["-m", "megarl.run.start", kind.stem, "--config", str(resolved(attempt.config))]
-    yield attempt.placement.explorer, attempt.spec(kind.label, argv, {"OMP_NUM_THREADS": "1"}, f"{kind.stem}.log")
+def _explorer(attempt: _Attempt, process: Planned) -> _Command:
+    return _Command(_started(attempt, process), {"OMP_NUM_THREADS": "1"})
 
 
-_SPECS: Mapping[ProcessKind, Callable[[_Attempt], Iterator[Placed]]] = {
-    ProcessKind.ENGINE: _engines,
-    ProcessKind.TRAINER: _trainers,
-    ProcessKind.REWARD_HOST: _reward_hosts,
-    ProcessKind.EXPLORER: _explorers,
+def _started(attempt: _Attempt, process: Planned) -> list[str]:
+    return ["-m", "megarl.run.start", process.kind.stem, "--config", str(resolved(attempt.config))]
+
+
+_COMMANDS: Mapping[ProcessKind, Callable[[_Attempt, Planned], _Command]] = {
+    ProcessKind.ENGINE: _engine,
+    ProcessKind.TRAINER: _trainer,
+    ProcessKind.REWARD_HOST: _reward_host,
+    ProcessKind.EXPLORER: _explorer,
 }

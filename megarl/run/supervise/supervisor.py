@@ -15,8 +15,9 @@ from megarl.core.errors import FencedError, JobError, NonRetryableError
 from megarl.core.jobs import ProcessKind, kind_of
 from megarl.engine.client.auth import KEY_VARIABLE
 from megarl.explore.store import RegisteredEngine, Store
+from megarl.learn.algorithms import job_of
 from megarl.run.nodes.node import Node, Process, Started, on_every_node
-from megarl.run.nodes.placement import NodeInfo, Placement, place, table
+from megarl.run.nodes.plan import Plan, workers_of
 from megarl.run.postgres import Server
 from megarl.run.process.interrupt import StopRequest
 from megarl.run.run_dir.owner import check_fence
@@ -36,31 +37,22 @@ STOP_S = 10.0
 """Seconds that processes get to end after SIGTERM once one of them has died."""
 
 
-def start_attempt(
-    config: Config, nodes: Sequence[Node], attempt: int, key: str, *, trainers: int | None = None
-) -> list[Started]:
-    """Start engines, trainer ranks, reward hosts and the explorer, each on its node. An offline job has trainer ranks
-    alone.
-
-    ``trainers``: as ``place`` takes it.
+def start_attempt(config: Config, plan: Plan, nodes: Sequence[Node], attempt: int, key: str) -> list[Started]:
+    """Start the processes of a plan, each on its node.
 
     Raises:
-        ConfigError: they do not fit the nodes, or a port is taken; nothing was started.
+        ConfigError: a port is taken; nothing was started.
         JobError: a node failed to start one; what was started is ended.
     """
     by_rank = {node.rank: node for node in nodes}
-    places = [NodeInfo.of(node) for node in nodes]
-    placement = place(config, places, trainers=trainers)
-    if len(nodes) > 1:
-        log.info("%s", table(placement, places))
-    addresses = _addresses(config, placement, by_rank)
+    addresses = _addresses(plan, by_rank)
     logs = _logs(config, attempt)
     environment = {KEY_VARIABLE: key, "MEGARL_ATTEMPT": str(attempt), "MEGARL_TTY": "1" if sys.stderr.isatty() else "0"}
     save_resolved(config, resolved(config))
     _register_engines(config, addresses, attempt)
     started: list[Started] = []
     try:
-        for rank, spec in specs(config, placement, addresses, environment, logs):
+        for rank, spec in specs(config, plan, addresses, environment, logs):
             node = by_rank[rank]
             spec.env.update(_node_environment(node))
             started.append(Started(node.start(spec), node, spec))
@@ -76,32 +68,31 @@ def _register_engines(config: Config, addresses: Addresses, attempt: int) -> Non
     """Write the engines into the store, where explorer and trainer look for them."""
     if not addresses.engines:
         return
-    workers = config.rollout.tp * config.rollout.pp
     store = Store(config.store.url, attempt=attempt, outage_s=config.store.outage_s)
     try:
+        workers = workers_of(config)
         store.register_engines([RegisteredEngine(i, url, workers) for i, url in enumerate(urls(addresses))])
     finally:
         store.close()
 
 
-def _addresses(config: Config, placement: Placement, nodes: dict[int, Node]) -> Addresses:
+def _addresses(plan: Plan, nodes: dict[int, Node]) -> Addresses:
     """Ports are asked of each node once, so that it gives no port twice."""
-    wanted = [placement.trainer[0]] * 2 + [span[0] for span in placement.engines]
-    wanted += [span[0] for span in placement.engines if len(span) > 1] + list(placement.reward_hosts)
-    if placement.explorer is None:
-        wanted = wanted[:1]
+    first = plan.of(ProcessKind.TRAINER)[0].node
+    engines = [engine for engine in plan.of(ProcessKind.ENGINE) if not engine.part]
+    hosts = [host.node for host in plan.of(ProcessKind.REWARD_HOST)]
+    wanted = [first, *([first] if engines else []), *hosts]
+    wanted += [engine.node for engine in engines for _ in range(2 if plan.spans(engine) else 1)]
     free = {rank: iter(nodes[rank].free_ports(wanted.count(rank))) for rank in dict.fromkeys(wanted)}
 
     def listen(rank: int) -> str:
         return f"{nodes[rank].address}:{next(free[rank])}"
 
-    rendezvous = listen(placement.trainer[0])
-    if placement.explorer is None:
-        return Addresses(rendezvous, "", (), (), ())
-    link = listen(placement.trainer[0])
-    engines = tuple(listen(span[0]) for span in placement.engines)
-    groups = tuple(listen(span[0]) if len(span) > 1 else "" for span in placement.engines)
-    return Addresses(rendezvous, link, engines, groups, tuple(listen(rank) for rank in placement.reward_hosts))
+    rendezvous = listen(first)
+    link = listen(first) if engines else ""
+    serving = tuple(listen(engine.node) for engine in engines)
+    groups = tuple(listen(engine.node) if plan.spans(engine) else "" for engine in engines)
+    return Addresses(rendezvous, link, serving, groups, tuple(listen(node) for node in hosts))
 
 
 def _logs(config: Config, attempt: int) -> Path:
@@ -130,8 +121,8 @@ def watch(
     attempt: int | None = None,
     server: Server | None = None,
 ) -> None:
-    """Wait until the trainer has ended, finished or stopped on request, then end the rest. Meanwhile replace what has
-    died and can be.
+    """Wait until the processes that decide (``Job.until``) have ended, finished or stopped on request, then end the
+    rest. Meanwhile replace what has died and can be.
 
     Args:
         attempt: Number of this one; a later one in the run's directory ends it.
@@ -146,7 +137,8 @@ def watch(
     """
     started = list(started)
     replacements = Replacements(started, config.cluster.replacements)
-    trainers = [s.process for s in started if kind_of(s.process.name) is ProcessKind.TRAINER]
+    until = job_of(config).until
+    deciding = [s.process for s in started if kind_of(s.process.name) is until]
     engines: list[Process] = []
     asked_at: float | None = None
     looked_at = 0.0
@@ -163,14 +155,14 @@ def watch(
                 asked_at = time.monotonic()
                 engines = [s.process for s in started if kind_of(s.process.name) is ProcessKind.ENGINE]
                 log.warning("stopping: saving a checkpoint (interrupt twice more to end at once)")
-                for process in trainers:
+                for process in deciding:
                     process.signal(signal.SIGTERM)
             engines_s = ENGINES_SHARE * config.run.shutdown_grace_s
             if engines and asked_at is not None and time.monotonic() - asked_at > engines_s:
                 while engines:
                     engines.pop().signal(signal.SIGKILL)
             late = asked_at is not None and time.monotonic() - asked_at > config.run.shutdown_grace_s
-            early = asked_at is not None and any(p.poll() == -signal.SIGTERM for p in trainers)  # had no handler yet
+            early = asked_at is not None and any(p.poll() == -signal.SIGTERM for p in deciding)  # had no handler yet
             if stop_request.count > 2 or late or early:
                 log.warning(
                     "ending at once: what is not saved within %g s is lost; the run resumes from the newest checkpoint "
@@ -187,8 +179,8 @@ def watch(
                 if not replaced:
                     _raise_for_dead([s.process for s in started], replacements.used_up)
             else:
-                _raise_for_dead(trainers, "")
-            if all(p.poll() == 0 for p in trainers):
+                _raise_for_dead(deciding, "")
+            if all(p.poll() == 0 for p in deciding):
                 return
             if asked_at is None:
                 watchdog.look(started)

@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(config.trainer.num_threads)
     ops.use(config.trainer.kernels)
     try:
-        with TRAINERS[algorithms.get(config.algorithm.name).mode](config) as trainer:
+        with TRAINERS[algorithms.job_of(config).mode](config) as trainer:
             trainer.train()
     except MegarlError as error:
         log.error("trainer: %s", error)

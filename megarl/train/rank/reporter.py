@@ -13,6 +13,7 @@ import psutil
 from tqdm import tqdm
 
 from megarl.core.config import Config, to_dict
+from megarl.core.jobs import ProcessKind
 from megarl.core.metrics import CONSOLE, MetricWriter, Timeline, console_line
 from megarl.explore.store import NOTHING_USED, Store, Used
 from megarl.learn import algorithms
@@ -115,7 +116,8 @@ class Reporter:
 def num_devices(config: Config) -> int:
     """Devices of a job: one for each trainer rank and each engine worker."""
     rollout = config.rollout
-    engines = rollout.replicas * rollout.tp * rollout.pp if algorithms.get(config.algorithm.name).job.rollouts else 0
+    has_engines = algorithms.job_of(config).has(ProcessKind.ENGINE)
+    engines = rollout.replicas * rollout.tp * rollout.pp if has_engines else 0
     return config.parallel.world_size + engines
 
 

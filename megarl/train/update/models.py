@@ -37,7 +37,7 @@ class Models:
         self._config = config
         self._algorithm = algorithm
         self.hf_config = hf.read_hf_config(Path(config.model.path))
-        temperature = config.rollout.temperature if algorithm.job.rollouts else 1.0
+        temperature = config.rollout.temperature if not algorithm.offline else 1.0
         float32 = config.model.head_dtype == "float32"
         self.head = Head(int(self.hf_config["vocab_size"]), temperature, config.trainer.logits_bytes, float32)
         """The actor's after the warm start."""

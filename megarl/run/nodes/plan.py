@@ -1,0 +1,199 @@
+"""Plan of a job: its processes, each on a node with its devices. A pure function of settings and nodes, printed before
+anything starts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from megarl.core.config import Config
+from megarl.core.errors import ConfigError
+from megarl.core.jobs import Job, ProcessKind
+from megarl.learn import algorithms
+from megarl.run.nodes.allocation import Role
+
+if TYPE_CHECKING:
+    from megarl.run.nodes.node import Node
+
+
+class NodeInfo(NamedTuple):
+    """Facts of a node that a placement depends on."""
+
+    rank: int
+    name: str
+    role: Role
+    gpus: int = 0
+
+    @staticmethod
+    def of(node: Node) -> NodeInfo:
+        return NodeInfo(node.rank, node.name, node.role, node.gpus)
+
+    def __str__(self) -> str:
+        return f"node {self.rank} {self.name}".strip()
+
+
+class Planned(NamedTuple):
+    """A process of a plan."""
+
+    kind: ProcessKind
+    number: int
+    node: int
+    """Rank."""
+    part: int = 0
+    """Number among the parts of an engine that spans nodes; part 0 serves."""
+    gpus: tuple[int, ...] = ()
+    """GPUs of its node that it sees; a trainer rank sees those of its neighbours too."""
+
+    @property
+    def name(self) -> str:
+        return self.kind.named(self.number, self.part)
+
+    @property
+    def log(self) -> str:
+        return self.kind.log(self.number, self.part)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The processes of a job on its nodes."""
+
+    job: Job
+    processes: tuple[Planned, ...]
+    """In the order in which they start."""
+
+    def of(self, kind: ProcessKind) -> list[Planned]:
+        """Processes of one kind."""
+        return [process for process in self.processes if process.kind is kind]
+
+    def spans(self, engine: Planned) -> bool:
+        """Return True if an engine has more than one part."""
+        return any(other.part and other.number == engine.number for other in self.of(engine.kind))
+
+
+def trainer_nodes(nodes: Sequence[NodeInfo]) -> list[int]:
+    """Ranks of the nodes that may have trainer ranks."""
+    return [node.rank for node in nodes if node.role != "rollout"]
+
+
+def engine_nodes(nodes: Sequence[NodeInfo]) -> list[int]:
+    """Ranks of the nodes that may have engines."""
+    return [node.rank for node in nodes if node.role != "trainer"]
+
+
+def plan_job(config: Config, nodes: Sequence[NodeInfo], *, trainers: int | None = None) -> Plan:
+    """Trainer ranks in equal blocks, one node after the other, so that tensor-parallel ranks are neighbours; engines in
+    turn.
+
+    ``trainers``: only so many of the nodes that may have trainer ranks get some, the first ones; None is all.
+
+    Raises:
+        ConfigError: the ranks or engines do not spread evenly over the nodes that may have them, or want more GPUs than
+            a node has.
+    """
+    job = algorithms.job_of(config)
+    chosen = trainer_nodes(nodes)[:trainers]
+    world = config.parallel.world_size
+    if not chosen or nodes[0].role == "rollout":
+        raise ConfigError(
+            "node 0 must be one of the trainer's (MEGARL_ROLE trainer or all): rank 0 and the explorer run there"
+        )
+    if world % len(chosen):
+        raise ConfigError(
+            f"parallel tp*cp*dp*pp = {world} ranks do not spread evenly over {len(chosen)} trainer nodes; change "
+            "parallel.dp or the number of nodes"
+        )
+    ranks = [Planned(ProcessKind.TRAINER, rank, chosen[rank // (world // len(chosen))]) for rank in range(world)]
+    found = {
+        ProcessKind.TRAINER: ranks,
+        ProcessKind.ENGINE: _engines(config, engine_nodes(nodes)) if job.has(ProcessKind.ENGINE) else [],
+        ProcessKind.REWARD_HOST: [Planned(ProcessKind.REWARD_HOST, node.rank, node.rank) for node in nodes[1:]],
+        ProcessKind.EXPLORER: [Planned(ProcessKind.EXPLORER, 0, nodes[0].rank)],
+    }
+    plan = Plan(job, tuple(process for kind in job.processes for process in found[kind]))
+    return _with_gpus(config, nodes, plan) if config.parallel.backend == "nccl" else plan
+
+
+def _engines(config: Config, nodes: Sequence[int]) -> list[Planned]:
+    """Every part of every engine. Raises ConfigError."""
+    span = config.rollout.nodes
+    if span > len(nodes):
+        raise ConfigError(
+            f"rollout.nodes={span} for each engine, but {len(nodes)} nodes may have engines; lower it or add nodes"
+        )
+    if workers_of(config) % span:
+        raise ConfigError(
+            f"rollout.nodes={span} must divide the {workers_of(config)} workers of an engine (rollout.tp * rollout.pp)"
+        )
+    groups = [nodes[i : i + span] for i in range(0, len(nodes) - span + 1, span)]
+    return [
+        Planned(ProcessKind.ENGINE, i, node, part)
+        for i in range(config.rollout.replicas)
+        for part, node in enumerate(groups[i % len(groups)])
+    ]
+
+
+def workers_of(config: Config) -> int:
+    """Number of an engine's workers."""
+    return config.rollout.tp * config.rollout.pp
+
+
+def _with_gpus(config: Config, nodes: Sequence[NodeInfo], plan: Plan) -> Plan:
+    """The plan, where each process that computes on a GPU has one of its own. Raises ConfigError."""
+    each = workers_of(config) // config.rollout.nodes
+    on_node = Counter(rank.node for rank in plan.of(ProcessKind.TRAINER))
+    engines = Counter(part.node for part in plan.of(ProcessKind.ENGINE))
+    for node in nodes:
+        ranks, workers = on_node[node.rank], each * engines[node.rank]
+        if ranks + workers > node.gpus:
+            raise ConfigError(
+                f"{node} would have {ranks} trainer ranks and {workers} engine workers, each with a GPU of its own "
+                f"(parallel.backend=nccl), but has {node.gpus} GPUs; add nodes or GPUs (sbatch --gpus-per-node), or "
+                "lower parallel.dp or rollout.replicas"
+            )
+    free = Counter(on_node)
+    placed = []
+    for process in plan.processes:
+        if process.kind is ProcessKind.TRAINER:
+            process = process._replace(gpus=tuple(range(on_node[process.node])))
+        elif process.kind is ProcessKind.ENGINE:
+            process = process._replace(gpus=tuple(range(free[process.node], free[process.node] + each)))
+            free[process.node] += each
+        placed.append(process)
+    return Plan(plan.job, tuple(placed))
+
+
+_OTHERS = {ProcessKind.EXPLORER: "explorer and reward workers", ProcessKind.REWARD_HOST: "reward workers"}
+
+
+def table(plan: Plan, nodes: Sequence[NodeInfo]) -> str:
+    """One line for each node."""
+    lines = []
+    for node in nodes:
+        here = [process for process in plan.processes if process.node == node.rank]
+        ranks = [process for process in here if process.kind is ProcessKind.TRAINER]
+        parts = [_ranks(ranks)] if ranks else []
+        parts += [f"{_engine(plan, process)}{_gpus(process)}" for process in here if process.kind is ProcessKind.ENGINE]
+        parts += [_OTHERS[process.kind] for process in here if process.kind in _OTHERS]
+        lines.append(f"{node}: {', '.join(parts) or 'nothing'}")
+    return "\n".join(lines)
+
+
+def _ranks(ranks: Sequence[Planned]) -> str:
+    first, last = ranks[0], ranks[-1]
+    names = first.name if len(ranks) == 1 else f"trainer ranks {first.number}-{last.number}"
+    return names + _gpus(first)
+
+
+def _engine(plan: Plan, process: Planned) -> str:
+    parts = sum(other.number == process.number for other in plan.of(ProcessKind.ENGINE))
+    name = process.kind.named(process.number)
+    return name if parts == 1 else f"{name} (part {process.part + 1} of {parts})"
+
+
+def _gpus(process: Planned) -> str:
+    if not process.gpus:
+        return ""
+    first, last = process.gpus[0], process.gpus[-1]
+    return f" on GPU {first}" if first == last else f" on GPUs {first}-{last}"
