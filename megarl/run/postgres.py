@@ -85,8 +85,8 @@ def job_store(
     of those that it starts. Otherwise, and where that URL is there already, do nothing and yield None.
 
     Args:
-        connections: Processes that may hold the store open at once: every trainer rank, every explorer, and the
-            supervisor.
+        connections: Processes that may hold the store open at once: a trainer rank of each node, every explorer, and
+            the supervisor.
         held: Descriptors of the run directory's lock, which PostgreSQL's processes keep open as all others do.
 
     Raises as :meth:`Server.start`.

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -88,10 +89,20 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     try:
         job.start()
         cut(job)
+        assert ranks_with_a_store(job) == [0]
         assert job.wait(900) == 0, job.output.read_text()
         yield job
     finally:
         job.clean_up()
+
+
+def ranks_with_a_store(job: Job) -> list[int]:
+    """Trainer ranks that have the store's file open: the one that reads for its node, and writes."""
+    return [
+        rank
+        for rank in range(4)
+        if any(file.path.endswith("store.db") for file in psutil.Process(job.pid_of(f"trainer {rank}")).open_files())
+    ]
 
 
 def cut(job: Job) -> None:

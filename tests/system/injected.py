@@ -215,8 +215,7 @@ def damaged_store(injured: Injured) -> str:
         file.seek(page)
         file.write(b"\xff" * 100)
     return stopped(
-        injured,
-        "a page of steps was overwritten: the file is set aside, and made again from the rest of it and metrics.jsonl",
+        injured, "a page of steps was overwritten: the file is set aside, and a new one has the steps of metrics.jsonl"
     )
 
 

@@ -13,7 +13,7 @@ from megarl.core.errors import CheckpointError, ConfigError, JobError
 from megarl.explore.store import Store
 from megarl.run.launch import job
 from megarl.run.run_dir.resume import check_store_of_run, set_aside_damaged
-from megarl.run.run_dir.store_repair import rebuild_damaged_store
+from megarl.run.run_dir.store_damage import replace_damaged_store
 from megarl.weights.checkpoint.training.manifest import (
     LATEST,
     current_attempt,
@@ -314,8 +314,8 @@ def test_the_store_of_another_run_is_not_touched(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_damaged_store_is_made_again_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """From what can be read and metrics.jsonl: the run goes on from its newest checkpoint."""
+def test_a_damaged_store_is_set_aside_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A new one has the steps of metrics.jsonl: the run goes on from its newest checkpoint."""
     config = config_of(tmp_path)
     newest = finished_checkpoint(tmp_path, 3)
     with (tmp_path / "metrics.jsonl").open("w") as file:
@@ -331,12 +331,14 @@ def test_a_damaged_store_is_made_again_at_the_start(tmp_path: Path, caplog: pyte
     whole = store.steps()
     store.close()
     path = tmp_path / "store.db"
-    damaged = path.read_bytes().replace(b'"reward":1.0', b'"reward":9.0')
+    damaged = bytearray(path.read_bytes())
+    page = damaged.index(b'"reward":1.0') // 4096 * 4096
+    damaged[page : page + 100] = b"\xff" * 100
     path.write_bytes(damaged)
-    rebuild_damaged_store(config, rename=False)
-    assert f"the store {path} is damaged: a row of steps is not" in caplog.text and path.read_bytes() == damaged
-    rebuild_damaged_store(config)
-    assert f"THE STORE {path} WAS DAMAGED" in caplog.text and "1 steps that only metrics.jsonl had" in caplog.text
+    replace_damaged_store(config, rename=False)
+    assert f"the store {path} is damaged: " in caplog.text and path.read_bytes() == damaged
+    replace_damaged_store(config)
+    assert f"THE STORE {path} WAS DAMAGED" in caplog.text and "the 3 steps of metrics.jsonl" in caplog.text
     assert (tmp_path / "store.db.damaged").read_bytes() == damaged
     store = Store(config.store.url)
     assert store.steps() == whole
@@ -344,22 +346,22 @@ def test_a_damaged_store_is_made_again_at_the_start(tmp_path: Path, caplog: pyte
     assert latest(newest.parent) == newest
     store.close()
     caplog.clear()
-    rebuild_damaged_store(config)
+    replace_damaged_store(config)
     assert not caplog.records
 
 
-def test_an_emptied_store_is_made_again_where_the_run_has_steps(
+def test_an_emptied_store_is_set_aside_where_the_run_has_steps(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = config_of(tmp_path)
     path, metrics = tmp_path / "store.db", tmp_path / "metrics.jsonl"
     path.touch()
-    rebuild_damaged_store(config)
+    replace_damaged_store(config)
     assert not caplog.records, "a start that was killed leaves such a file"
     lines = [b"{}", b"123", b"null", b"\xff\xfe", b'{"step": [], "training/global_step": []}', b"[" * 100000]
     path.write_bytes(b"")
     metrics.write_bytes(b"\n".join([*lines, b'{"step": 1, "training/global_step": 1, "reward": 0.5}', b""]))
-    rebuild_damaged_store(config)
+    replace_damaged_store(config)
     assert f"THE STORE {path} WAS DAMAGED: it has 0 bytes" in caplog.text
     store = Store(config.store.url)
     assert [step for step, _ in store.steps()] == [1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,10 +12,11 @@ import pytest
 import sqlalchemy
 
 from megarl.core.errors import ConfigError, JobError, StoreDamagedError
-from megarl.explore.store import Store, database, repair
+from megarl.explore.store import Store, database
 from megarl.explore.store.database import open_engine
+from megarl.run.run_dir.store_damage import _set_aside, fault
 from tests.power_cut import ForgetfulDisk
-from tests.stores import finish, make_task, request, rows
+from tests.stores import finish, make_task, request
 
 STEPS = 40
 
@@ -37,45 +37,6 @@ def filled(path: Path) -> str:
     store.record_event("trainer", "evaluation", {"step": 1, "accuracy": 0.5})
     store.close()
     return url
-
-
-def flip(path: Path, text: bytes, number: int = 0) -> None:
-    """Change one bit of the ``number``th place where the file has ``text``."""
-    content = bytearray(path.read_bytes())
-    place = -1
-    for _ in range(number + 1):
-        place = content.index(text, place + 1)
-    content[place + len(text) - 1] ^= 1
-    path.write_bytes(content)
-
-
-READS: dict[str, tuple[bytes, Callable[[Store], object]]] = {
-    "trajectories": (b'"note":"\xc3\xa4', lambda store: store.trajectories("r0")),
-    "steps": (b'"filler":1001', lambda store: store.steps()),
-    "tasks": (b"4 + 1 =", lambda store: store.tasks("train")),
-    "events": (b'"accuracy":0.5', lambda store: store.events()),
-    "rollout_metrics": (b'"samples":2.', lambda store: [store.rollout_metrics(f"r{i}") for i in range(2)]),
-}
-
-
-@pytest.mark.parametrize("table", READS)
-def test_a_flipped_bit_of_a_row_is_noticed_where_it_is_read(tmp_path: Path, table: str) -> None:
-    path = tmp_path / "store.db"
-    store = Store(filled(path))
-    text, read = READS[table]
-    read(store)
-    store.close()
-    flip(path, text)
-    store = Store(f"sqlite:///{path}")
-    with pytest.raises(
-        StoreDamagedError,
-        match=rf"store sqlite:///{path} is damaged: .*(row of {table} is not|decode).*start the run again",
-    ) as raised:
-        for number in range(2) if table in ("trajectories", "trained") else (0,):
-            store.trajectories(f"r{number}")
-        read(store)
-    assert "\n" not in str(raised.value)
-    store.close()
 
 
 def garbage(path: Path) -> None:
@@ -102,121 +63,34 @@ def page_of_steps(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [garbage, cut_short, no_database, page_of_steps])
-def test_a_damaged_file_is_told_in_one_line_and_made_again(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+def test_a_damaged_file_is_told_in_one_line_and_set_aside(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     path = tmp_path / "store.db"
     url = filled(path)
-    assert repair.fault(path) is None
+    assert fault(path) is None
     damage(path)
     broken = path.read_bytes()
-    found = repair.fault(path)
+    found = fault(path)
     assert found and "\n" not in found
     with pytest.raises(StoreDamagedError, match=rf"store {url} is damaged: ") as raised:
         store = Store(url)
         store.steps(), store.tasks("train"), store.events(), [store.trajectories(f"r{i}") for i in range(2)]
     assert "\n" not in str(raised.value)
-    aside = repair.rebuild(path)
+    aside = _set_aside(path)
     assert aside == tmp_path / "store.db.damaged" and aside.read_bytes() == broken
-    assert repair.fault(path) is None
-    store = Store(url)
-    store.begin_attempt(2)
-    for number in range(2):
-        assert len(store.trajectories(f"r{number}")) in (0, 12), "a part of a rollout"
-    assert set(dict(store.steps())) <= set(range(1, STEPS + 1))
-    store.close()
-
-
-def test_what_can_be_read_of_a_damaged_store_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
-    url = filled(path)
-    before = rows(url)
-    flip(path, b'"filler":1020')
-    flip(path, b'"note":"\xc3\xa4')  # of a trajectory, so that its rollout goes
-    assert repair.fault(path) == "a row of steps is not as it was written, its checksum differs"
-    repair.rebuild(path)
-    after = rows(url)
-    assert [row for row in before["steps"] if row not in after["steps"]] == [
-        row for row in before["steps"] if row[0] == 20
-    ]
-    [left] = after["rollouts"]
-    for name in ("trajectories", "groups", "rollout_metrics"):
-        assert after[name] == [row for row in before[name] if left[1] in row], name
-    for name in ("tasks", "events", "task_images"):
-        assert after[name] == before[name]
-
-
-@pytest.mark.parametrize("pages", [1, 3])
-def test_a_file_that_lacks_its_last_pages_gives_all_others(tmp_path: Path, pages: int) -> None:
-    path = tmp_path / "store.db"
-    url = filled(path)
-    os.truncate(path, size := path.stat().st_size - 4096 * pages)
-    assert repair.fault(path) is not None
-    aside = repair.rebuild(path)
-    assert aside.stat().st_size == size and not list(tmp_path.glob("*.padded*"))
-    store = Store(url)
-    assert len(store.steps()) == STEPS and len(store.tasks("train")) == 6
-    store.close()
+    Store(url).begin_attempt(2)
 
 
 def test_a_second_damage_keeps_the_file_of_the_first(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
-    filled(path)
     kept = []
     for name in ("store.db.damaged", "store.db.damaged_2", "store.db.damaged_3"):
         path.write_bytes(name.encode() * 1000)
         kept.append((tmp_path / name, path.read_bytes()))
-        assert repair.rebuild(path) == tmp_path / name
+        assert _set_aside(path) == tmp_path / name
     assert all(file.read_bytes() == content for file, content in kept)
 
 
-def test_a_damaged_attempt_is_dropped(tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
-    url = filled(path)
-    connection = sqlite3.connect(path)
-    connection.execute("update job set value = 'q' || substr(value, 2) where key = 'attempt'")
-    connection.commit()
-    connection.close()
-    with pytest.raises(StoreDamagedError, match="a row of job is not as it was written, its attempt is 'q "):
-        Store(url, attempt=1)
-    assert repair.fault(path) == "a row of job is not as it was written, its checksum differs"
-    repair.rebuild(path)
-    Store(url).begin_attempt(2)
-
-
-def test_rebuilding_that_was_cut_off_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "store.db"
-    url = filled(path)
-    page_of_steps(path)
-    renamed: list[str] = []
-    replace = os.replace
-
-    def dies(source: object, target: object) -> None:
-        if len(renamed) == dies_at:
-            raise KeyboardInterrupt
-        renamed.append(str(target))
-        replace(str(source), str(target))
-
-    for dies_at in (0, 1, 1):  # noqa: B007 (read in ``dies``)
-        renamed.clear()
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(os, "replace", dies)
-            repair.rebuild(path)
-        assert repair.fault(path) is not None
-    repair.rebuild(path)
-    assert repair.fault(path) is None and Store(url).task_ids("train") == [f"train/{i}" for i in range(6)]
-    assert (tmp_path / "store.db.damaged").is_file()
-
-
-@pytest.mark.parametrize("table", READS)
-def test_a_row_that_lost_its_checksum_is_damaged(tmp_path: Path, table: str) -> None:
-    url = filled(tmp_path / "store.db")
-    READS[table][1](Store(url))
-    with sqlite3.connect(tmp_path / "store.db") as old:
-        old.execute(f"update {table} set checksum = null")
-    with pytest.raises(StoreDamagedError, match=f"a row of {table} is not as it was written"):
-        READS[table][1](Store(url))
-
-
-@pytest.mark.parametrize("schema", ["6", "99"])
+@pytest.mark.parametrize("schema", ["7", "99"])
 def test_a_store_of_another_version_is_refused(tmp_path: Path, schema: str) -> None:
     url = filled(tmp_path / "store.db")
     engine = open_engine(url)
@@ -224,7 +98,7 @@ def test_a_store_of_another_version_is_refused(tmp_path: Path, schema: str) -> N
         connection.execute(sqlalchemy.text(f"update job set value = '{schema}' where key = 'schema'"))
     engine.dispose()
     with pytest.raises(
-        ConfigError, match=f"schema {schema}, this version of megarl has schema 7; take another run.name"
+        ConfigError, match=f"schema {schema}, this version of megarl has schema 8; take another run.name"
     ):
         Store(url)
 
@@ -253,7 +127,7 @@ def test_what_is_synced_outlives_a_power_cut(tmp_path: Path, when: str) -> None:
     environment = {**os.environ, **disk.environment}
     subprocess.run([sys.executable, "-c", WRITER, f"sqlite:///{run}/store.db", when], env=environment, check=False)
     assert len(Store(f"sqlite:///{run}/store.db").steps()) == 6
-    assert repair.fault(disk.kept / "store.db") is None
+    assert fault(disk.kept / "store.db") is None
     store = Store(f"sqlite:///{disk.kept}/store.db")
     assert [step for step, _ in store.steps()] == ([1, 2, 3, 4, 5] if when == "synced" else [])
     store.close()
@@ -284,23 +158,16 @@ def test_a_look_at_a_store_changes_nothing(tmp_path: Path, killed: bool) -> None
     files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert ("store.db-wal" in files) == killed
     store = Store(url, read_only=True)
-    assert repair.fault(tmp_path / "store.db") is None
+    assert fault(tmp_path / "store.db") is None
     assert store.job_state() == ("closed" if killed else "open")
     store.close()
     files.pop("store.db-shm", None)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.suffix != ".db-shm"} == files
 
 
-def test_a_stop_request_ends_the_check_and_the_rebuilding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_request_ends_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "store.db"
     filled(path)
     monkeypatch.setattr(database, "PROGRESS_STEPS", 10)
     with pytest.raises(JobError, match=r"asked to stop while .*store\.db was checked"):
-        repair.fault(path, lambda: True)
-    page_of_steps(path)
-    broken = path.read_bytes()
-    with pytest.raises(JobError, match=r"asked to stop while .*store\.db was made again"):
-        repair.rebuild(path, lambda: True)
-    assert path.read_bytes() == broken
-    repair.rebuild(path)
-    assert repair.fault(path) is None
+        fault(path, lambda: True)

@@ -29,10 +29,13 @@ class TaskChoice:
         self._count = config.trainer.tasks_per_step
         self._staleness = config.sync.max_staleness
         self._store = store
-        self._ids = store.task_ids("train")
         self._sources = sources_of(config.taskset, "train")
         self._success: dict[str, float] = {}
         self._read_to = 0
+
+    @cached_property
+    def _ids(self) -> list[str]:
+        return self._store.task_ids("train")
 
     @cached_property
     def _of_source(self) -> list[list[str]]:

@@ -12,7 +12,6 @@ from typing import Any, Literal
 from sqlalchemy import ColumnElement, Connection, Row, Select, and_, func, select, update
 
 from megarl.core.schema import GREEDY, Task, Trajectory, WeightsVersion
-from megarl.explore.store.checksums import check
 from megarl.explore.store.codec import dumps, task_from_row
 from megarl.explore.store.tables import GROUPS, ROLLOUT_METRICS, ROLLOUTS, TASK_IMAGES, TASKS, WHOLE, GroupState
 from megarl.explore.store.transactions import put
@@ -66,9 +65,9 @@ def is_expired(worker: str, claimed_before: float) -> ColumnElement[bool]:
     return and_(claimed, GROUPS.c.claimed_at < claimed_before, GROUPS.c.claimed_by != worker)
 
 
-_WITH_ROLLOUT = select(
-    GROUPS, *(c for c in ROLLOUTS.c if c.name not in GROUPS.c), ROLLOUTS.c.checksum.label("rollout_checksum")
-).join(ROLLOUTS, ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
+_WITH_ROLLOUT = select(GROUPS, *(c for c in ROLLOUTS.c if c.name not in GROUPS.c)).join(
+    ROLLOUTS, ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id
+)
 _IN_ORDER = (ROLLOUTS.c.sequence, GROUPS.c.position)
 
 
@@ -124,10 +123,7 @@ def held_by(connection: Connection, token: str) -> list[Row[Any]]:
 def claims_of(
     groups: Sequence[Row[Any]], tasks: Sequence[Row[Any]], images: Mapping[str, tuple[bytes, ...]]
 ) -> list[Claim]:
-    """Raises StoreDamagedError."""
-    for group in groups:
-        check(GROUPS, group)
-        check(ROLLOUTS, group, "rollout_checksum")
+    """Return claims on ``groups`` with their tasks."""
     of_id = {row.task_id: task_from_row(row, images.get(row.task_id, ())) for row in tasks}
     return [
         Claim(
@@ -181,7 +177,6 @@ def images_of(connection: Connection, task_ids: Select[Any] | Collection[str]) -
     query = select(TASK_IMAGES).where(TASK_IMAGES.c.task_id.in_(task_ids)).order_by(TASK_IMAGES.c.position)
     found: dict[str, tuple[bytes, ...]] = {}
     for row in connection.execute(query):
-        check(TASK_IMAGES, row)
         found[row.task_id] = (*found.get(row.task_id, ()), row.image)
     return found
 

@@ -16,8 +16,6 @@ from safetensors.numpy import save as save_tensors
 
 from megarl.core.errors import DataError
 from megarl.core.schema import End, GroupStats, Reward, Task, Trajectory, Turn, WeightsSpan, WeightsVersion
-from megarl.explore.store.checksums import check, sealed
-from megarl.explore.store.tables import TASKS, TRAJECTORIES
 
 
 def dumps(value: Any) -> str:
@@ -48,9 +46,7 @@ def task_to_row(task: Task) -> dict[str, Any]:
 
 
 def task_from_row(row: Any, images: tuple[bytes, ...] = ()) -> Task:
-    """Raises StoreDamagedError. A demonstration's message (``Task.answer``) is not kept: rollouts have no use for
-    it."""
-    check(TASKS, row)
+    """Return the task in a row, without a demonstration's message (``Task.answer``): rollouts have no use for it."""
     prompt = json.loads(row.prompt)
     return Task(
         task_id=row.task_id,
@@ -88,7 +84,7 @@ def trajectory_to_row(trajectory: Trajectory) -> dict[str, Any]:
         "token_ids": np.concatenate([turn.token_ids for turn in trajectory.turns]),
         "logp": np.concatenate([*logp, np.empty(0, np.float32)]),
     }
-    row = {
+    return {
         "group_id": trajectory.group_id,
         "index": trajectory.index,
         "rollout_id": trajectory.rollout_id,
@@ -98,12 +94,10 @@ def trajectory_to_row(trajectory: Trajectory) -> dict[str, Any]:
         "record": dumps(record),
         "tensors": save_tensors(tensors),
     }
-    return sealed(TRAJECTORIES, row)
 
 
 def trajectory_from_row(row: Any) -> Trajectory:
-    """Return the trajectory in a row. Raises StoreDamagedError."""
-    check(TRAJECTORIES, row)
+    """Return the trajectory in a row."""
     record, tensors = json.loads(row.record), load_tensors(row.tensors)
     stats = record["group_stats"]
     return Trajectory(

@@ -13,8 +13,16 @@ IDS = 1000
 class Handle:
     """Reads and writes in transactions. The parts of a ``Store`` derive from it."""
 
-    def __init__(self, url: str, *, attempt: int | None = None, outage_s: float = 0.0, read_only: bool = False) -> None:
-        self._database = Transactions(url, attempt, outage_s, read_only=read_only)
+    def __init__(
+        self,
+        url: str,
+        *,
+        attempt: int | None = None,
+        outage_s: float = 0.0,
+        read_only: bool = False,
+        has_tables: bool = False,
+    ) -> None:
+        self._database = Transactions(url, attempt, outage_s, read_only=read_only, has_tables=has_tables)
         self._read, self._write = self._database.read, self._database.write
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,11 +11,10 @@ from sqlalchemy import ColumnElement, Connection, case, delete, exists, func, in
 
 from megarl.core.errors import DataError
 from megarl.core.schema import WeightsVersion
-from megarl.explore.store.checksums import sealed
 from megarl.explore.store.claims import RolloutKind
 from megarl.explore.store.codec import dumps
 from megarl.explore.store.handle import Handle, chunks
-from megarl.explore.store.journal import event_of, metrics_of
+from megarl.explore.store.journal import event_of
 from megarl.explore.store.tables import (
     EVENTS,
     GROUPS,
@@ -93,9 +93,9 @@ class RolloutTable(Handle):
             if again and connection.scalar(asked) == rollout["requested_at"]:
                 return
             delete_rollouts(connection, [rollout_id])
-            connection.execute(insert(ROLLOUTS), [sealed(ROLLOUTS, rollout)])
+            connection.execute(insert(ROLLOUTS), [rollout])
             if groups:
-                connection.execute(insert(GROUPS), [sealed(GROUPS, group) for group in groups])
+                connection.execute(insert(GROUPS), groups)
 
         self._write(work)
 
@@ -196,9 +196,7 @@ class RolloutTable(Handle):
         """Metrics of the explorers for a rollout, summed over them (seconds, tokens, samples)."""
         query = select(ROLLOUT_METRICS).where(ROLLOUT_METRICS.c.rollout_id == rollout_id)
         total: dict[str, float] = {}
-        for metrics in self._read(
-            lambda connection: [metrics_of(ROLLOUT_METRICS, row) for row in connection.execute(query)]
-        ):
+        for metrics in self._read(lambda connection: [json.loads(row.metrics) for row in connection.execute(query)]):
             for name, value in metrics.items():
                 total[name] = total.get(name, 0.0) + value
         return total

@@ -27,10 +27,11 @@ class Store(TaskTable, RolloutTable, Buffer, EngineRegistry, Journal):
         attempt: Of the job that this process belongs to. Every write raises FencedError once another one has begun.
             None (reports, tools) writes whatever attempt there is.
         outage_s: How long a database that does not answer is waited for; 0 fails at once.
+        has_tables: Another process has made the tables. Then nothing connects before the first call.
 
     Raises:
         ConfigError: the URL cannot be read or its driver is missing.
         JobError: (here, and every method) the database could not be used for ``outage_s``.
-        StoreDamagedError: (here, and every method) a page or a row is not as it was written.
+        StoreDamagedError: (here, and every method) the file has a page that cannot be read.
         FencedError: (here, and every write) the job has begun another attempt.
     """

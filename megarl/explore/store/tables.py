@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from sqlalchemy import BigInteger, Column, Float, Index, Integer, LargeBinary, MetaData, String, Table, Text
+from sqlalchemy import Column, Float, Index, Integer, LargeBinary, MetaData, String, Table, Text
 
 METADATA = MetaData()
-SCHEMA, SCHEMA_KEY = 7, "schema"
+SCHEMA, SCHEMA_KEY = 8, "schema"
 """Number of these tables, and its key in ``job``. A store of another number is refused."""
 
 
@@ -30,11 +30,6 @@ WHOLE = (GroupState.READY, GroupState.CONSUMED, GroupState.DROPPED)
 """States in which a group's trajectories are there."""
 
 
-def _checksum() -> Column[int]:
-    """CRC-32 of the row (``checksums.py``)."""
-    return Column("checksum", BigInteger)
-
-
 TASKS = Table(
     "tasks",
     METADATA,
@@ -47,7 +42,6 @@ TASKS = Table(
     Column("reward_model", Text, nullable=False),
     Column("extra_info", Text, nullable=False),
     Column("response", Text),
-    _checksum(),
     Index("tasks_by_split", "split", "position"),
 )
 
@@ -57,7 +51,6 @@ TASK_IMAGES = Table(
     Column("task_id", String, primary_key=True),
     Column("position", Integer, primary_key=True, autoincrement=False),
     Column("image", LargeBinary, nullable=False),  # the file
-    _checksum(),
 )
 
 ROLLOUTS = Table(
@@ -72,7 +65,6 @@ ROLLOUTS = Table(
     Column("group_size", Integer, nullable=False),
     Column("sampling", Text, nullable=False),
     Column("requested_at", Float, nullable=False),
-    _checksum(),
     Column("weights_step", Integer),  # steps of training in the weights asked for; NULL: ``step``
 )
 
@@ -83,7 +75,6 @@ GROUPS = Table(
     Column("rollout_id", String, nullable=False),
     Column("position", Integer, nullable=False),
     Column("task_id", String, nullable=False),
-    _checksum(),
     Column("state", String, nullable=False),  # a GroupState
     Column("claimed_by", String),
     Column("claimed_at", Float),  # or renewed
@@ -107,7 +98,6 @@ TRAJECTORIES = Table(
     Column("status", String, nullable=False),
     Column("record", Text, nullable=False),
     Column("tensors", LargeBinary, nullable=False),
-    _checksum(),
     Index("trajectories_by_rollout", "rollout_id"),
 )
 
@@ -117,7 +107,6 @@ ROLLOUT_METRICS = Table(
     Column("rollout_id", String, primary_key=True),
     Column("worker", String, primary_key=True),
     Column("metrics", Text, nullable=False),
-    _checksum(),
 )
 
 STEPS = Table(
@@ -126,7 +115,6 @@ STEPS = Table(
     Column("step", Integer, primary_key=True, autoincrement=False),
     Column("recorded_at", Float, nullable=False),
     Column("metrics", Text, nullable=False),
-    _checksum(),
 )
 
 EVENTS = Table(
@@ -137,7 +125,6 @@ EVENTS = Table(
     Column("source", String, nullable=False),
     Column("kind", String, nullable=False),
     Column("data", Text, nullable=False),
-    _checksum(),
 )
 
 ENGINES = Table(
@@ -149,6 +136,4 @@ ENGINES = Table(
 )
 """Engines of the running attempt; each start writes them again."""
 
-JOB = Table(
-    "job", METADATA, Column("key", String, primary_key=True), Column("value", Text, nullable=False), _checksum()
-)
+JOB = Table("job", METADATA, Column("key", String, primary_key=True), Column("value", Text, nullable=False))

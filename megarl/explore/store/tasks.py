@@ -8,7 +8,6 @@ from sqlalchemy import Connection, delete, insert, select
 
 from megarl.core.errors import DataError
 from megarl.core.schema import Task
-from megarl.explore.store.checksums import sealed
 from megarl.explore.store.claims import images_of
 from megarl.explore.store.codec import task_from_row, task_to_row
 from megarl.explore.store.handle import Handle
@@ -27,7 +26,7 @@ class TaskTable(Handle):
         if len(set(ids)) != len(ids):
             twice = next(task_id for i, task_id in enumerate(ids) if task_id in ids[:i])
             raise DataError(f"task id {twice!r} occurs twice in split {split!r}; ids must be unique")
-        rows = [sealed(TASKS, task_to_row(task) | {"split": split, "position": i}) for i, task in enumerate(tasks)]
+        rows = [task_to_row(task) | {"split": split, "position": i} for i, task in enumerate(tasks)]
 
         def work(connection: Connection, again: bool) -> None:
             of_split = select(TASKS.c.task_id).where(TASKS.c.split == split)
@@ -44,7 +43,7 @@ class TaskTable(Handle):
             for task in tasks:  # one after another: a row's images may be 32 MiB
                 for i, image in enumerate(task.images):
                     row = {"task_id": task.task_id, "position": i, "image": image}
-                    connection.execute(insert(TASK_IMAGES), sealed(TASK_IMAGES, row))
+                    connection.execute(insert(TASK_IMAGES), row)
 
         self._write(work)
 

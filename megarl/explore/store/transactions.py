@@ -24,7 +24,6 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 from megarl.core import heartbeat
 from megarl.core.errors import ConfigError, FencedError, JobError, StoreDamagedError
 from megarl.explore.store import database
-from megarl.explore.store.checksums import sealed
 from megarl.explore.store.database import open_engine, open_read_only, reason, shown, sqlite_file, sync_folder
 from megarl.explore.store.tables import JOB, METADATA, SCHEMA, SCHEMA_KEY
 
@@ -66,7 +65,9 @@ class Transactions:
         JobError: the database cannot be reached.
     """
 
-    def __init__(self, url: str, attempt: int | None, outage_s: float, *, read_only: bool = False) -> None:
+    def __init__(
+        self, url: str, attempt: int | None, outage_s: float, *, read_only: bool = False, has_tables: bool = False
+    ) -> None:
         self.shown = shown(url)
         self.attempt = attempt
         self._outage_s = outage_s
@@ -82,7 +83,7 @@ class Transactions:
             open_engine(url, synchronous="FULL").execution_options(megarl_write=True) if self._path else self._writer
         )
         self._handle = secrets.randbits(62)
-        if not read_only:
+        if not (read_only or has_tables):
             self.write(_make_tables)
 
     def close(self) -> None:
@@ -213,10 +214,8 @@ class Transactions:
         way_on = (
             "restore it from a backup, or take another run.name"
             if self._path is None
-            else f"start the run again: it keeps what can be read, sets the file aside as {self._path.name}.damaged "
-            "and "
-            "generates again what "
-            "the newest checkpoint does not cover"
+            else f"start the run again: it sets the file aside as {self._path.name}.damaged and goes on from the "
+            "newest checkpoint with a new one"
         )
         return StoreDamagedError(f"the store {self.shown} is damaged: {what}; {way_on}")
 
@@ -274,7 +273,7 @@ def _make_tables(connection: Connection, again: bool) -> None:
         connection.execute(select(func.pg_advisory_xact_lock(_TABLES_LOCK)))
     is_new = not inspect(connection).has_table(JOB.name)
     stored = None if is_new else connection.scalar(select(JOB.c.value).where(JOB.c.key == SCHEMA_KEY))
-    if stored not in (None, str(SCHEMA)):  # None too where a repair has lost that row
+    if stored not in (None, str(SCHEMA)):
         raise ConfigError(
             f"the store has tables of schema {stored}, this version of megarl has schema {SCHEMA}; take another "
             "run.name or store.url, or run the version that made it"
@@ -291,9 +290,7 @@ def put(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> Non
     statement = _INSERT[connection.dialect.name](table)
     keys = [column.name for column in table.primary_key]
     others = {column.name: statement.excluded[column.name] for column in table.c if column.name not in keys}
-    connection.execute(
-        statement.on_conflict_do_update(index_elements=keys, set_=others), [sealed(table, row) for row in rows]
-    )
+    connection.execute(statement.on_conflict_do_update(index_elements=keys, set_=others), rows)
 
 
 def _is_locked(error: DBAPIError) -> bool:

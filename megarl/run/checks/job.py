@@ -33,7 +33,7 @@ from megarl.run.run_dir.owner import check_writable
 from megarl.run.run_dir.prepare import make, with_limit_of_run
 from megarl.run.run_dir.resume import check_settings_of_run, set_aside_damaged
 from megarl.run.run_dir.rows import SPLITS, needs_expert_rows, read_split
-from megarl.run.run_dir.store_repair import rebuild_damaged_store
+from megarl.run.run_dir.store_damage import replace_damaged_store
 from megarl.weights.checkpoint.convert.verify import check_digests
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 from megarl.weights.checkpoint.formats.overwrite import check_export_target
@@ -50,7 +50,7 @@ def check(
     """Check everything that can be checked before a process is launched; make missing data and a missing model.
 
     Args:
-        repair: Set damaged checkpoints aside, and rebuild a damaged store.
+        repair: Set damaged checkpoints and a damaged store aside.
         nodes: Machines of the job.
         dry: Make what is missing in a temporary folder, which is removed.
         elsewhere: The job is to run on other machines: what is installed here does not matter.
@@ -64,7 +64,7 @@ def check(
     run_dir = Path(config.run.dir)
     check_writable(f"run.dir={run_dir}", run_dir)
     set_aside_damaged(run_dir, rename=repair, digests=config.trainer.verify_checkpoints)
-    rebuild_damaged_store(config, rename=repair)
+    replace_damaged_store(config, rename=repair)
     config = with_limit_of_run(config)
     check_settings_of_run(config, run_dir)
     algorithm = algorithms.get(config.algorithm.name)

@@ -36,7 +36,7 @@ from megarl.run.run_dir.changes import changes_since_last_start
 from megarl.run.run_dir.owner import check_fence, next_attempt, own_run_dir, run_id
 from megarl.run.run_dir.prepare import with_prompt_limit
 from megarl.run.run_dir.resume import check_owner_of_store, check_store_of_run, is_finished, set_aside_damaged
-from megarl.run.run_dir.store_repair import rebuild_damaged_store
+from megarl.run.run_dir.store_damage import replace_damaged_store
 from megarl.run.supervise.specs import preload
 from megarl.run.supervise.supervisor import start_attempt, watch
 from megarl.weights.checkpoint.training.disk_space import writing
@@ -46,7 +46,7 @@ from megarl.weights.checkpoint.training.state import latest, read_state
 log = logging.getLogger(__name__)
 
 OTHERS = 8
-"""Connections to the store beside those of trainer ranks: explorer, supervisor, somebody who looks."""
+"""Connections to the store beside a trainer rank of each node: explorer, supervisor, somebody who looks."""
 UNFINISHED = 130
 """Exit status of a job that was stopped and can be resumed."""
 
@@ -77,7 +77,7 @@ def run(config: Config, servers: ForkServers | None = None) -> int:
             tasks = check(config, repair=True, nodes=allocation.nodes)
             config = with_prompt_limit(config)
         host = config.run.host if allocation.nodes == 1 else allocation.head
-        connections = config.parallel.world_size + OTHERS
+        connections = allocation.nodes + OTHERS
         server = stack.enter_context(
             job_store(config.store.url, run_dir, key, host=host, connections=connections, held=[lock])
         )
@@ -150,7 +150,7 @@ def _run_attempts(
                 log.error("%s", error)
                 check_fence(run_dir, attempt)
                 set_aside_damaged(run_dir, digests=config.trainer.verify_checkpoints, stopping=stop_request.is_set)
-                rebuild_damaged_store(config, stopping=stop_request.is_set)
+                replace_damaged_store(config, stopping=stop_request.is_set)
                 log.warning("starting again from the newest checkpoint (cluster.restarts: %d left)", left - 1)
 
 

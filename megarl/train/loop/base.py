@@ -19,7 +19,7 @@ import numpy as np
 from megarl.core import heartbeat
 from megarl.core.config import Config
 from megarl.core.schema import WeightsVersion
-from megarl.explore.store import NOTHING_USED, Store, Used
+from megarl.explore.store import NOTHING_USED, Used
 from megarl.learn import algorithms
 from megarl.learn.parallel import groups
 from megarl.train.loop.checkpoints import Checkpointer
@@ -53,7 +53,7 @@ class Trainer(ABC):
         random.seed(config.trainer.seed)
         np.random.seed(config.trainer.seed)
         self.context = RunContext(config, Path(config.run.dir), int(os.environ["MEGARL_ATTEMPT"]), position.rank)
-        self.store = Store(config.store.url, attempt=self.context.attempt, outage_s=config.store.outage_s)
+        self.store = self.context.open_store()
         self.reporter = Reporter(self.context, self.store)
         self.reporter.record_start()
         self.timeline = self.reporter.timeline

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ class Checkpointer:
         self._store = store
         self._ranks = ranks
         self._reporter = reporter
-        self._num_tasks = len(store.task_ids("train"))
         self._saved: TrainState | None = None
         """State in the newest checkpoint, be it finished or pending."""
         self._pending: saving.Save | None = None
@@ -185,11 +185,16 @@ class Checkpointer:
             "data": self._data_cursor(state),
         }
 
+    @cached_property
+    def _num_tasks(self) -> int:
+        return len(self._store.task_ids("train"))
+
     def _data_cursor(self, state: TrainState) -> dict[str, int] | None:
+        """Place in the order of the data; None on the ranks that write no manifest."""
         config = self._context.config.trainer
-        return (
-            None if state.warming_up else data_cursor(self._num_tasks, state.step, config.tasks_per_step, config.seed)
-        )
+        if state.warming_up or self._context.rank:
+            return None
+        return data_cursor(self._num_tasks, state.step, config.tasks_per_step, config.seed)
 
     def _fence(self) -> None:
         """Return when the store would keep the steps that a checkpoint counts through a power cut.

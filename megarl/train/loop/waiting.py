@@ -59,7 +59,7 @@ class RolloutWaiter:
         self._reporter = reporter
         self._weights = weights
         self._checkpoints = checkpoints
-        self._event_lines = EventLines(store)
+        self._event_lines = EventLines(store) if context.rank == 0 else None
 
     def wait(self, rollout_id: str, label: str, *, updated: bool = False) -> bool:
         """Wait on every rank until a rollout is complete, with a progress bar; False when the job is asked to stop.
@@ -98,7 +98,7 @@ class RolloutWaiter:
             heartbeat.beat()  # the explorer has a heartbeat of its own
             done, bar.total = self._store.progress(rollout_id)
             bar.update(done - bar.n)
-            for line in self._event_lines.lines():
+            for line in self._event_lines.lines() if self._event_lines else ():
                 self._reporter.log(line)
             complete = done == bar.total and self._store.is_complete(rollout_id)
             if complete or self._ranks.stopping or watch.lost is not None or time.monotonic() > until:

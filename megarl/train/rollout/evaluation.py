@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 
 from megarl.core.config import Config
 from megarl.core.config.schema import EvaluationConfig
@@ -23,7 +24,10 @@ class Evaluation:
         self._store = store
         self._reporter = reporter
         self._wait = wait
-        self._tasks = store.task_ids("eval")
+
+    @cached_property
+    def _tasks(self) -> list[str]:
+        return self._store.task_ids("eval")
 
     def run(self, state: TrainState, version: WeightsVersion, rollout_id: str) -> bool:
         """Evaluate as the setting ``evaluation`` asks; report ``val/accuracy``. False when the job is asked to stop."""
