@@ -21,7 +21,7 @@ from megarl.core.schema import Reward, Task, WeightsVersion
 from megarl.engine.client.frames import Completion
 from megarl.engine.client.gather import SampleRequest
 from megarl.explore.agents import Session, openai
-from megarl.explore.explorer.recorder import Recorder, RenderedPrompt
+from megarl.explore.recording.model import RenderedPrompt, RolloutModel
 from megarl.explore.rewards import Verdict
 from megarl.explore.store import Claim
 from megarl.explore.tasksets import ChatTokenizer
@@ -50,7 +50,7 @@ async def converse(tokenizer: ChatTokenizer, turns: int) -> tuple[float, float]:
     """(seconds of all requests, seconds of the longest)."""
     claim = Claim("r", "train", 0, WeightsVersion(1, 1), "g", 0, 1, {}, TASK, "w", "t", 1)
     engine: Any = Instant(tokenizer)
-    recorder = Recorder(claim, 0, RenderedPrompt.of(TASK, tokenizer), 7, engine, tokenizer, judge, 10**7)
+    recorder = RolloutModel(claim, 0, RenderedPrompt.of(TASK, tokenizer), 7, engine, tokenizer, judge, 10**7)
     session = Session(recorder, tokenizer, TASK)
     messages: list[Any] = list(TASK.prompt)
     seconds = []

@@ -15,7 +15,7 @@ from megarl.engine.client.frames import Completion
 from megarl.engine.client.gather import SampleRequest
 from megarl.explore import workflows
 from megarl.explore.agents import AgentServer, Session
-from megarl.explore.explorer.recorder import Recorder, RenderedPrompt
+from megarl.explore.recording.model import RenderedPrompt, RolloutModel
 from megarl.explore.rewards import Verdict
 from megarl.explore.store import Claim
 from megarl.explore.tasksets import ChatTokenizer
@@ -49,15 +49,15 @@ async def judge(text: str, in_thinking: bool) -> Verdict:
     return Verdict(Reward(float(text == "15"), "ok" if text == "15" else "wrong"))
 
 
-def recorder(model: Model, limit: int | None = 4096) -> Recorder:
+def recorder(model: Model, limit: int | None = 4096) -> RolloutModel:
     claim = Claim("r", "train", 0, WeightsVersion(1, 1), "g", 0, 1, {}, TASK, "w", "t", 1)
     prompt = RenderedPrompt.of(TASK, model.tokenizer)
     gatherer: Any = model
-    return Recorder(claim, 0, prompt, 7, gatherer, model.tokenizer, judge, limit)
+    return RolloutModel(claim, 0, prompt, 7, gatherer, model.tokenizer, judge, limit)
 
 
 def run_workflow_of(
-    rollout: RolloutConfig, tokenizer: ChatTokenizer, recorded: Recorder, timeout_s: float = 60.0
+    rollout: RolloutConfig, tokenizer: ChatTokenizer, recorded: RolloutModel, timeout_s: float = 60.0
 ) -> None:
     """Run the workflow of ``rollout`` on ``TASK``."""
 
@@ -68,11 +68,11 @@ def run_workflow_of(
     asyncio.run(asyncio.wait_for(main(), timeout_s))
 
 
-def trajectory(recorded: Recorder) -> Trajectory:
+def trajectory(recorded: RolloutModel) -> Trajectory:
     return Trajectory("r", "t", "g", 0, 1, recorded.recorded(), Reward(0.0, "wrong"), cause=recorded.cause)
 
 
-def play(model: Model, agent: Callable[[str], Awaitable[Any]], limit: int | None = 4096) -> Recorder:
+def play(model: Model, agent: Callable[[str], Awaitable[Any]], limit: int | None = 4096) -> RolloutModel:
     """An agent that is given the base URL of its session."""
     recorded = recorder(model, limit)
 

@@ -20,7 +20,7 @@ from megarl.core.errors import ConfigError
 from megarl.core.schema import End
 from megarl.explore.agents import runner
 from megarl.explore.agents.sandbox import CommandSandbox
-from megarl.explore.explorer.recorder import Recorder
+from megarl.explore.recording.model import RolloutModel
 from megarl.explore.tasksets import ChatTokenizer
 from tests.chat_battery import checkpoint
 from tests.unit.agent_model import Model, recorder, run_workflow_of, trajectory
@@ -44,7 +44,7 @@ def fails(action, *arguments):
         return True
     return False
 """
-Play = Callable[..., Recorder]
+Play = Callable[..., RolloutModel]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
 def play(tmp_path: Path, tokenizer: ChatTokenizer) -> Play:
     """Run a command in the sandbox against a model that writes given texts."""
 
-    def run(source: str, *texts: str, arguments: str = "", seconds: Sequence[float] = (), **changes: Any) -> Recorder:
+    def run(
+        source: str, *texts: str, arguments: str = "", seconds: Sequence[float] = (), **changes: Any
+    ) -> RolloutModel:
         folder = tmp_path / "agent"
         folder.mkdir(exist_ok=True)
         (folder / "solve.py").write_text(CLIENT + source)
@@ -70,7 +72,7 @@ def play(tmp_path: Path, tokenizer: ChatTokenizer) -> Play:
     return run
 
 
-def score(recorded: Recorder) -> Any:
+def score(recorded: RolloutModel) -> Any:
     verdict = asyncio.run(recorded.verdict())
     return verdict.reward.score if not verdict.message else verdict.message
 

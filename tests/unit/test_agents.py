@@ -19,7 +19,7 @@ from megarl.core.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.schema import End, Trajectory
 from megarl.explore import workflows
-from megarl.explore.explorer.recorder import Recorder
+from megarl.explore.recording.model import RolloutModel
 from megarl.explore.tasksets import ChatTokenizer
 from tests.chat_battery import TOOLS, checkpoint
 from tests.conftest import examples
@@ -33,12 +33,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
     return ChatTokenizer.open(checkpoint(tmp_path_factory.mktemp("qwen") / "qwen2_5", "qwen2_5"))
 
 
-def lines(recorded: Recorder) -> list[list[int]]:
+def lines(recorded: RolloutModel) -> list[list[int]]:
     """Token ids of all lines of turns."""
     return [[*sample.prompt_ids, *sample.response_ids] for sample in trajectory(recorded).samples()]
 
 
-def contexts_are_those_recorded(model: Model, recorded: Recorder) -> None:
+def contexts_are_those_recorded(model: Model, recorded: RolloutModel) -> None:
     """The engine was asked with the very tokens that the trajectory has before each of the model's turns."""
     asked = []
     for turn in (turn for turn in recorded.turns if turn.author == "model"):
@@ -248,8 +248,8 @@ print("thinking")
 
 
 @pytest.fixture
-def agents(tmp_path: Path, tokenizer: ChatTokenizer) -> Iterator[Callable[..., Recorder]]:
-    def run(source: str, after: str, *texts: str, command: bool = False, **changes: Any) -> Recorder:
+def agents(tmp_path: Path, tokenizer: ChatTokenizer) -> Iterator[Callable[..., RolloutModel]]:
+    def run(source: str, after: str, *texts: str, command: bool = False, **changes: Any) -> RolloutModel:
         path = tmp_path / f"agent_{len(list(tmp_path.iterdir()))}.py"
         path.write_text(source.replace("{after}", after))
         agent = f"python {path}" if command else str(path)
@@ -278,7 +278,7 @@ def agents(tmp_path: Path, tokenizer: ChatTokenizer) -> Iterator[Callable[..., R
         ),
     ],
 )
-def test_an_agent_of_a_file(agents: Callable[..., Recorder], after: str, score: float | None, end: End) -> None:
+def test_an_agent_of_a_file(agents: Callable[..., RolloutModel], after: str, score: float | None, end: End) -> None:
     recorded = agents(AGENT, after, "15", agent_timeout_s=3.0)
     verdict = asyncio.run(recorded.verdict())
     found = Trajectory("r", "t", "g", 0, 1, tuple(recorded.turns), verdict.reward, cause=recorded.cause)
@@ -297,14 +297,14 @@ def test_an_agent_of_a_file(agents: Callable[..., Recorder], after: str, score: 
     ],
 )
 def test_an_agent_as_a_command(
-    agents: Callable[..., Recorder], monkeypatch: pytest.MonkeyPatch, after: str, score: float | None, words: str
+    agents: Callable[..., RolloutModel], monkeypatch: pytest.MonkeyPatch, after: str, score: float | None, words: str
 ) -> None:
     monkeypatch.setenv("MEGARL_JOB_KEY", "secret")
     verdict = asyncio.run(agents(COMMAND, after, "15", command=True).verdict())
     assert verdict.reward.score == score if score is not None else words in str(verdict.message)
 
 
-def test_an_agent_that_asks_for_nothing(agents: Callable[..., Recorder]) -> None:
+def test_an_agent_that_asks_for_nothing(agents: Callable[..., RolloutModel]) -> None:
     recorded = agents("async def run(base_url, prompt, request_kwargs, metadata):\n    return 1.0\n", "")
     assert recorded.cause is End.WORKFLOW_ERROR and "no response" in str(asyncio.run(recorded.verdict()).message)
 

@@ -15,7 +15,7 @@ from megarl.core.errors import ConfigError
 from megarl.core.schema import End, Reward, Task, Turn
 from megarl.explore import environments, workflows
 from megarl.explore.environments import EpisodeThreads, Observation
-from megarl.explore.explorer.recorded_values import recorded_reward
+from megarl.explore.recording.values import recorded_reward
 from megarl.explore.rewards.verdict import MAX_PARTS
 from megarl.explore.workflows.environment import environment
 from tests.trajectories import one_turn

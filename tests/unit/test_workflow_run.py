@@ -21,9 +21,9 @@ from megarl.engine.client.gather import SampleRequest
 from megarl.explore.experience import verify
 from megarl.explore.explorer import workflow_run
 from megarl.explore.explorer.explorer import run_through
-from megarl.explore.explorer.recorder import RenderedPrompt
 from megarl.explore.explorer.rollout_clock import RolloutClock
 from megarl.explore.explorer.trajectories import ClaimedGroup, TrajectoryRunner
+from megarl.explore.recording.model import RenderedPrompt
 from megarl.explore.rewards import Verdict
 from megarl.explore.store import Claim
 from megarl.explore.store.codec import trajectory_from_row, trajectory_to_row

@@ -6,13 +6,14 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from megarl.core.errors import DataError, PromptRefused
 from megarl.core.schema import Author, Message, Task, Turn
 from megarl.explore.agents.request import Asked, BadRequest, Repeated, Reply, SentBack, same_json
+from megarl.explore.recording.model import RolloutModel
 from megarl.explore.rewards.shape import opens_thinking
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.tasksets.turns import exceeds, render_turns, turn_ids
@@ -26,20 +27,6 @@ IN_LOOP = 2**16
 """Characters that are tokenised in the event loop; longer texts are in a thread, where they hold nobody up."""
 
 
-class TurnRecorder(Protocol):
-    """Part of ``workflows.RolloutModel``."""
-
-    @property
-    def turns(self) -> Sequence[Turn]: ...
-    @property
-    def limit(self) -> int: ...
-    def room_after(self, turn: int) -> int: ...
-    def begin(self, token_ids: np.ndarray, *, in_thinking: bool = False) -> Turn: ...
-    def write(self, author: Author, token_ids: np.ndarray, *, after: int = -1, in_thinking: bool = False) -> Turn: ...
-    async def generate(self, *, after: int = -1, max_tokens: int | None = None) -> Turn: ...
-    def text(self, turn: Turn) -> str: ...
-
-
 class Session:
     """The rollout model in one trajectory, for an agent that sends whole conversations.
 
@@ -51,7 +38,7 @@ class Session:
     counted in ``abandoned``.
     """
 
-    def __init__(self, model: TurnRecorder, tokenizer: ChatTokenizer, task: Task) -> None:
+    def __init__(self, model: RolloutModel, tokenizer: ChatTokenizer, task: Task) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._kwargs = dict(task.chat_template_kwargs)

@@ -38,9 +38,9 @@ from megarl.engine.client.gather import Engine, Gatherer
 from megarl.explore import workflows
 from megarl.explore.explorer.group_writer import GroupWriter
 from megarl.explore.explorer.held_out import record_evaluations
-from megarl.explore.explorer.recorder import RenderedPrompt
 from megarl.explore.explorer.rollout_clock import RolloutClock
 from megarl.explore.explorer.trajectories import ClaimedGroup, Scorer, TrajectoryRunner
+from megarl.explore.recording.model import RenderedPrompt
 from megarl.explore.rewards import RewardPool
 from megarl.explore.rewards.judge.family import ENGINES
 from megarl.explore.rewards.pool.pool import Judging

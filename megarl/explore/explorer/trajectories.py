@@ -14,9 +14,9 @@ from megarl.core.config.rewards import RewardConfig
 from megarl.core.schema import End, Reward, Task, Trajectory
 from megarl.engine.client.frames import Completion
 from megarl.engine.client.gather import LONGEST_RETRY_S, Gatherer, SampleRequest
-from megarl.explore.explorer.recorder import Recorder, RenderedPrompt
 from megarl.explore.explorer.rollout_clock import RolloutClock
 from megarl.explore.explorer.workflow_run import OwnTime, run_workflow
+from megarl.explore.recording.model import RenderedPrompt, RolloutModel
 from megarl.explore.rewards import Verdict
 from megarl.explore.rewards.verdict import NO_VERDICT, weighed_reward
 from megarl.explore.store import Claim
@@ -93,9 +93,9 @@ class TrajectoryRunner:
 
         Raises EngineError and JobError.
         """
-        recorder = await self._recorded(group, index, gatherer)
+        model = await self._recorded(group, index, gatherer)
         generated()
-        verdict = self._settled(recorder, await recorder.verdict(), group.claim.task)
+        verdict = self._settled(model, await model.verdict(), group.claim.task)
         if verdict.message is not None:
             log.warning("task %s: reward %s: %s", group.claim.task.task_id, verdict.reward.status, verdict.message)
         message = {} if verdict.message is None else {"reward_message": verdict.message}
@@ -105,30 +105,30 @@ class TrajectoryRunner:
             group_id=group.claim.group_id,
             index=index,
             group_size=group.claim.group_size,
-            turns=recorder.recorded(),
+            turns=model.recorded(),
             reward=verdict.reward,
             metadata={"reward": verdict.record} | message,
-            cause=recorder.cause,
+            cause=model.cause,
         )
 
-    async def _recorded(self, group: ClaimedGroup, index: int, gatherer: Gatherer) -> Recorder:
+    async def _recorded(self, group: ClaimedGroup, index: int, gatherer: Gatherer) -> RolloutModel:
         """Run the workflow until it fails no more, or has been begun again ``retries`` times."""
         retry = 0
         while True:
-            recorder = await self._attempt(group, index, gatherer)
-            cause = recorder.cause
-            if cause is None or cause.by_policy or self._is_wrong(recorder) or retry == self._retries:
-                return recorder
+            model = await self._attempt(group, index, gatherer)
+            cause = model.cause
+            if cause is None or cause.by_policy or self._is_wrong(model) or retry == self._retries:
+                return model
             group.clock.counts["restarts"] += 1
-            message = (await recorder.verdict()).message
-            log.warning("task %s: %s: %s; beginning again", group.claim.task.task_id, recorder.cause, message)
+            message = (await model.verdict()).message
+            log.warning("task %s: %s: %s; beginning again", group.claim.task.task_id, model.cause, message)
             await asyncio.sleep(min(LONGEST_RETRY_S, self._retry_s * 2**retry))
             retry += 1
 
-    async def _attempt(self, group: ClaimedGroup, index: int, gatherer: Gatherer) -> Recorder:
+    async def _attempt(self, group: ClaimedGroup, index: int, gatherer: Gatherer) -> RolloutModel:
         """Run the workflow once, on a task of its own: what it changes there, no other trajectory sees."""
         own = OwnTime()
-        recorder = Recorder(
+        model = RolloutModel(
             group.claim,
             index,
             group.prompt,
@@ -140,22 +140,22 @@ class TrajectoryRunner:
         )
         self._running.add(own)
         try:
-            await run_workflow(self._workflow, group.claim.task.copy(), recorder, own, self._timeout_s)
+            await run_workflow(self._workflow, group.claim.task.copy(), model, own, self._timeout_s)
         finally:
             self._running.discard(own)
-        return recorder
+        return model
 
-    def _is_wrong(self, recorder: Recorder) -> bool:
-        return recorder.cause in self._wrong_ends and recorder.has_response
+    def _is_wrong(self, model: RolloutModel) -> bool:
+        return model.cause in self._wrong_ends and model.has_response
 
-    def _settled(self, recorder: Recorder, verdict: Verdict, task: Task) -> Verdict:
+    def _settled(self, model: RolloutModel, verdict: Verdict, task: Task) -> Verdict:
         """The verdict of a workflow in the form of a verifier's."""
-        if self._is_wrong(recorder):
+        if self._is_wrong(model):
             verdict = verdict._replace(reward=Reward(0.0, "wrong"))
-        if not recorder.is_given or verdict.reward.status in NO_VERDICT:
+        if not model.is_given or verdict.reward.status in NO_VERDICT:
             return verdict
-        text = recorder.text(recorder.last_of_model())
-        reward = weighed_reward(verdict.reward, text, task.question, recorder.in_thinking, self._rewards)
+        text = model.text(model.last_of_model())
+        reward = weighed_reward(verdict.reward, text, task.question, model.in_thinking, self._rewards)
         return verdict._replace(reward=reward)
 
     async def _verdict(self, group: ClaimedGroup, own: OwnTime, text: str, in_thinking: bool) -> Verdict:

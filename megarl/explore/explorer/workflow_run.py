@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 from megarl.core.errors import EngineError, JobError, PromptRefused, describe
 from megarl.core.schema import End, Task
-from megarl.explore.explorer.recorded_values import NoRoom
-from megarl.explore.explorer.recorder import Recorder
+from megarl.explore.recording.model import RolloutModel
+from megarl.explore.recording.values import NoRoom
 from megarl.explore.workflows import Workflow
 
 CANCEL_S = 5.0
@@ -53,7 +53,7 @@ class OwnTime:
 
 
 async def run_workflow(
-    workflow: Workflow, task: Task, recorder: Recorder, own: OwnTime, timeout_s: float | None
+    workflow: Workflow, task: Task, model: RolloutModel, own: OwnTime, timeout_s: float | None
 ) -> None:
     """Run a workflow; whatever it raises, or an end that it does not come to, costs its trajectory the verdict.
 
@@ -63,13 +63,13 @@ async def run_workflow(
     Raises EngineError and JobError, which are not the workflow's.
     """
     try:
-        await _run(workflow, task, recorder, own, timeout_s)
+        await _run(workflow, task, model, own, timeout_s)
     finally:
-        recorder.close()
+        model.close()
 
 
-async def _run(workflow: Workflow, task: Task, recorder: Recorder, own: OwnTime, timeout_s: float | None) -> None:
-    work = asyncio.create_task(_contained(workflow, task, recorder))
+async def _run(workflow: Workflow, task: Task, model: RolloutModel, own: OwnTime, timeout_s: float | None) -> None:
+    work = asyncio.create_task(_contained(workflow, task, model))
     try:
         while not work.done() and (timeout_s is None or own.seconds < timeout_s):
             left_s = None if timeout_s is None else max(timeout_s - own.seconds, SHORTEST_WAIT_S)
@@ -81,35 +81,35 @@ async def _run(workflow: Workflow, task: Task, recorder: Recorder, own: OwnTime,
             await asyncio.wait({work}, timeout=CANCEL_S)
         own.ended = True
     if in_time and work.cancelled():
-        recorder.fail("the workflow has cancelled its own task")
+        model.fail("the workflow has cancelled its own task")
     elif in_time:
-        _settle(recorder, work.result())
+        _settle(model, work.result())
     else:
-        recorder.fail(
+        model.fail(
             f"the workflow has not ended within rollout.workflow_timeout_s={timeout_s:g} of its own time, in which it "
             "waits neither for the engine nor for the verifier",
             End.WORKFLOW_TIMEOUT,
         )
 
 
-def _settle(recorder: Recorder, error: BaseException | None) -> None:
+def _settle(model: RolloutModel, error: BaseException | None) -> None:
     if isinstance(error, EngineError | JobError) and not isinstance(error, PromptRefused):
         raise error
     if isinstance(error, NoRoom):
-        recorder.truncate()
+        model.truncate()
     elif error is not None:
-        recorder.fail(describe(error))
-    if recorder.unread and (recorder.cause is None or recorder.cause.by_policy):
+        model.fail(describe(error))
+    if model.unread and (model.cause is None or model.cause.by_policy):
         # what has come first is what is short
-        recorder.fail(f"the workflow has not waited for {recorder.unread} of its responses", End.ABANDONED)
-    elif not recorder.has_response and recorder.cause is None:
-        recorder.fail("the workflow ended without a response of the model")
+        model.fail(f"the workflow has not waited for {model.unread} of its responses", End.ABANDONED)
+    elif not model.has_response and model.cause is None:
+        model.fail("the workflow ended without a response of the model")
 
 
-async def _contained(workflow: Workflow, task: Task, recorder: Recorder) -> BaseException | None:
+async def _contained(workflow: Workflow, task: Task, model: RolloutModel) -> BaseException | None:
     """Return what a workflow raises: SystemExit would end the event loop, CancelledError pass for a cancellation."""
     try:
-        await workflow(task, recorder)
+        await workflow(task, model)
     except asyncio.CancelledError as error:
         current = asyncio.current_task()
         if current is not None and current.cancelling():

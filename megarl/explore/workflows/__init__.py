@@ -11,12 +11,13 @@ from megarl.core.user_file import import_file
 from megarl.explore import environments
 from megarl.explore.agents import runner
 from megarl.explore.environments import EpisodeThreads
+from megarl.explore.recording.model import RolloutModel
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.workflows.agent import serving_agents
 from megarl.explore.workflows.environment import environment
 from megarl.explore.workflows.reflect import reflect
 from megarl.explore.workflows.single_turn import single_turn
-from megarl.explore.workflows.types import RolloutModel, Workflow
+from megarl.explore.workflows.types import Workflow
 
 WORKFLOWS: dict[str, Workflow] = {"single_turn": single_turn, "reflect": reflect}
 """By the names of ``rollout.workflow``."""

@@ -16,9 +16,10 @@ from megarl.explore.agents import AgentServer, Session
 from megarl.explore.agents.runner import load
 from megarl.explore.agents.server import MODEL
 from megarl.explore.agents.session import ROOM
+from megarl.explore.recording.model import RolloutModel
 from megarl.explore.rewards.verdict import NO_VERDICT, to_verdict
 from megarl.explore.tasksets import ChatTokenizer
-from megarl.explore.workflows.types import RolloutModel, Workflow
+from megarl.explore.workflows.types import Workflow
 
 
 @asynccontextmanager

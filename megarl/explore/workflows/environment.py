@@ -6,8 +6,9 @@ import logging
 
 from megarl.core.schema import Reward, Task
 from megarl.explore.environments import EnvironmentFault, Episode, EpisodeThreads, MakeEnvironment, Observation
+from megarl.explore.recording.model import RolloutModel
 from megarl.explore.rewards.verdict import MAX_PARTS
-from megarl.explore.workflows.types import RolloutModel, Workflow
+from megarl.explore.workflows.types import Workflow
 
 log = logging.getLogger(__name__)
 PART = "turn_{}"

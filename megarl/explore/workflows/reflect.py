@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.core.schema import Task
-from megarl.explore.workflows.types import RolloutModel
+from megarl.explore.recording.model import RolloutModel
 
 FEEDBACK = "That is wrong. Try again."
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from megarl.core.durable import without_surrogates
 from megarl.core.schema import Author, Reward
-from megarl.explore.explorer.turn_log import TurnLog
+from megarl.explore.recording.turn_log import TurnLog
 from megarl.explore.rewards.verdict import MAX_NAME, MAX_PARTS, NO_VERDICT
 
 LARGEST_LIMIT = 2**31 - 1

@@ -1,10 +1,9 @@
-"""The rollout model as a workflow sees it: it samples turns and records all of a trajectory."""
+"""The rollout model in one trajectory, as a workflow sees it."""
 
 from __future__ import annotations
 
-import sys
 import zlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,9 +13,8 @@ from megarl.core.errors import PromptRefused
 from megarl.core.schema import GREEDY, Author, End, Reward, Task, Turn, WeightsSpan, WeightsVersion
 from megarl.engine.client.frames import Completion
 from megarl.engine.client.gather import SampleRequest
-from megarl.explore.explorer.recorded_end import RecordedEnd
-from megarl.explore.explorer.recorded_values import check_request, recorded_ids, recorded_limit
-from megarl.explore.explorer.turn_log import TurnLog
+from megarl.explore.recording.turns import RecordedTurns
+from megarl.explore.recording.values import check_request, recorded_limit
 from megarl.explore.rewards import Verdict
 from megarl.explore.rewards.shape import opens_thinking
 from megarl.explore.store import Claim
@@ -52,8 +50,8 @@ class RenderedPrompt:
         return cls(token_ids, task.images, opens_thinking(text))
 
 
-class Recorder(RecordedEnd):
-    """A ``workflows.RolloutModel``.
+class RolloutModel(RecordedTurns):
+    """The rollout model in one trajectory. It records the turns itself, so a workflow returns nothing.
 
     Args:
         claim: The group's; its version is that of engines which name none.
@@ -74,7 +72,7 @@ class Recorder(RecordedEnd):
         judge: Callable[[str, bool], Awaitable[Verdict]],
         limit: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(tokenizer.largest_id, limit)
         self._claim = claim
         self._index = index
         self._prompt = prompt
@@ -82,36 +80,13 @@ class Recorder(RecordedEnd):
         self._gatherer = gatherer
         self._tokenizer = tokenizer
         self._judge = judge
-        self.limit = sys.maxsize if limit is None else limit
         self._verdict: tuple[Turn, Verdict] | None = None
         self._asked = 0
         """Samples that were asked for."""
         self.unread = 0
         """Those of them that have neither come nor been refused, since nobody waits for them."""
-        self._in_thinking: set[int] = set()
-        """Turns that end inside a thought."""
-        self._log = TurnLog()
         self._task_turn: int | None = None
         """Turn with the task's own prompt, which the images belong to."""
-
-    @property
-    def turns(self) -> Sequence[Turn]:
-        """Turns so far; an index stays what it is."""
-        return self._log.turns
-
-    def recorded(self) -> tuple[Turn, ...]:
-        """Turns in the order in which they were begun."""
-        return self._log.ordered()
-
-    @property
-    def has_response(self) -> bool:
-        """True if the model has written a turn."""
-        return any(turn.author == "model" for turn in self.turns)
-
-    @property
-    def in_thinking(self) -> bool:
-        """True if the context of the model's last turn ended inside a thought."""
-        return self.last_of_model().follows in self._in_thinking
 
     @property
     def index(self) -> int:
@@ -120,13 +95,13 @@ class Recorder(RecordedEnd):
 
     @property
     def seed(self) -> int:
-        """Seed of the trajectory, the same when it begins again. Where sampling has none, as in a greedy evaluation,
-        it is the task's: every evaluation meets the same episodes."""
+        """Seed for what is random in the trajectory beside its samples, the same when it begins again. Where sampling
+        has none, as in a greedy evaluation, it is the task's: every evaluation meets the same episodes."""
         own = zlib.crc32(self._claim.task.task_id.encode()) if self._seed is None else self._seed
         return episode_seed(own, self._index)
 
     def ask(self, task: Task) -> Turn:
-        """Add the prompt of the group's task."""
+        """Add the task's prompt, rendered by the chat template, with its images."""
         if self.turns:
             raise ValueError("a trajectory begins with the task of its group, which has been asked already")
         if (task.task_id, task.prompt) != (self._claim.task.task_id, self._claim.task.prompt):
@@ -134,19 +109,12 @@ class Recorder(RecordedEnd):
         self._task_turn = len(self.turns)
         return self._add(Turn("user", self._prompt.token_ids), -1, self._prompt.in_thinking)
 
-    def begin(self, token_ids: np.ndarray, *, in_thinking: bool = False) -> Turn:
-        """Add a prompt that follows nothing."""
-        return self._add(Turn("user", recorded_ids("user", token_ids, self._tokenizer.largest_id)), -1, in_thinking)
-
-    def write(self, author: Author, token_ids: np.ndarray, *, after: int = -1, in_thinking: bool = False) -> Turn:
-        """Add a turn that the model did not write."""
-        if not self.turns:
-            raise ValueError("a turn follows a prompt; ask or begin first")
-        ids = recorded_ids(author, token_ids, self._tokenizer.largest_id)
-        return self._add(Turn(author, ids), self._after(after), in_thinking)
-
     def add(self, author: Author, text: str) -> Turn | None:
-        """Add a message after the model's turn, by the chat template; None where it leaves no room."""
+        """Add a message after the model's turn, rendered by the chat template up to where the model goes on.
+
+        None, adding nothing, where it leaves no room for a token of the model. Raises DataError where the template has
+        no place for such a message.
+        """
         assert self.turns[-1].author == "model", "a message follows a response"
         role = ROLES.get(author, author)
         rendered = render_turn(self._tokenizer, role, text, self._claim.task.chat_template_kwargs)
@@ -155,15 +123,6 @@ class Recorder(RecordedEnd):
             self.truncate()
             return None
         return self.write(author, token_ids, in_thinking=opens_thinking(rendered))
-
-    @property
-    def room(self) -> int:
-        """Tokens that the last line of turns may still get."""
-        return self.room_after(-1)
-
-    def room_after(self, turn: int) -> int:
-        """Tokens that may follow a turn."""
-        return self.limit - self._log.length(self._after(turn))
 
     def text(self, turn: Turn) -> str:
         """Text of a turn without special tokens."""
@@ -177,7 +136,7 @@ class Recorder(RecordedEnd):
         super().fail(reason, cause)
 
     async def verify(self) -> Reward:
-        """Reward of the model's last turn."""
+        """Reward of the model's last turn, as the trajectory would get it."""
         return (await self.verdict()).reward
 
     async def verdict(self) -> Verdict:
@@ -190,7 +149,10 @@ class Recorder(RecordedEnd):
         return self._verdict[1]
 
     async def generate(self, *, after: int = -1, max_tokens: int | None = None) -> Turn:
-        """Sample a turn of the model, and add it."""
+        """Sample a turn of the model from the turns up to ``after`` (-1: the last one), and add it.
+
+        ``max_tokens``: where fewer than ``rollout.max_response_tokens``. Raises EngineError, PromptRefused.
+        """
         assert self.turns, "nothing has been asked"
         after = self._after(after)
         max_tokens = recorded_limit(max_tokens)
@@ -227,26 +189,11 @@ class Recorder(RecordedEnd):
             self._log.replace_tokens(self._task_turn, expanded)
         return self._log.add(_model_turn(completion, self._claim.version), after, number)
 
-    def _after(self, turn: int) -> int:
-        if not -1 <= turn < len(self.turns):
-            raise ValueError(f"after={turn} is no turn; there are {len(self.turns)}")
-        return turn % len(self.turns)
-
     def _with_images(self, last: int) -> np.ndarray:
         """int32 [T]; tokens up to a turn, with the task's prompt as it was rendered: the engine expands the
         placeholders of its images again."""
         later = self._log.line(last)[1:]
         return np.concatenate([self._prompt.token_ids, *(self.turns[i].token_ids for i in later)])
-
-    def last_of_model(self) -> Turn:
-        """The model's turn that was begun last."""
-        return self._log.last_of_model()
-
-    def _add(self, turn: Turn, follows: int, in_thinking: bool = False) -> Turn:
-        self._check_open()
-        if in_thinking:
-            self._in_thinking.add(len(self.turns))
-        return self._log.add(turn, follows)
 
 
 def episode_seed(group_seed: int, index: int) -> int:

@@ -6,13 +6,13 @@ import math
 
 from megarl.core.durable import without_surrogates
 from megarl.core.schema import End, Reward
-from megarl.explore.explorer.recorded_values import recorded_reward
+from megarl.explore.recording.values import recorded_reward
 from megarl.explore.rewards import Verdict
 from megarl.explore.rewards.verdict import MAX_REASON
 
 
 class RecordedEnd:
-    """Part of a ``workflows.RolloutModel``."""
+    """Part of a ``RolloutModel``."""
 
     def __init__(self) -> None:
         self.cause: End | None = None
@@ -35,7 +35,7 @@ class RecordedEnd:
         return self.given is not None
 
     def finish(self, reward: Reward) -> None:
-        """Give the trajectory this reward. Raises ValueError after ``fail``."""
+        """Give the trajectory this reward; the verifier is not asked. Raises ValueError after ``fail``."""
         self._check_open()
         if self.cause is not None and not self.cause.by_policy:
             raise ValueError(f"finish after fail: the trajectory has ended as {self.cause}, which has no reward")
@@ -49,7 +49,7 @@ class RecordedEnd:
             self.cause = End.TRUNCATED
 
     def fail(self, reason: str, cause: End = End.WORKFLOW_ERROR) -> None:
-        """Give the trajectory no verdict."""
+        """Give the trajectory no verdict: the status is ``error``. It begins again ``rollout.retries`` times."""
         self._check_open()
         assert not cause.by_policy, "a trajectory that the policy ended has a reward"
         self.cause = cause

@@ -1,0 +1,90 @@
+"""Turns of a trajectory, as they are recorded."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+
+from megarl.core.schema import Author, Turn
+from megarl.explore.recording.end import RecordedEnd
+from megarl.explore.recording.turn_log import TurnLog
+from megarl.explore.recording.values import recorded_ids
+
+
+class RecordedTurns(RecordedEnd):
+    """Part of a ``RolloutModel``.
+
+    Args:
+        largest_id: Largest id of a token.
+        limit: Most tokens of a line of turns; None for no limit.
+    """
+
+    def __init__(self, largest_id: int, limit: int | None) -> None:
+        super().__init__()
+        self.limit = sys.maxsize if limit is None else limit
+        self._largest_id = largest_id
+        self._log = TurnLog()
+        self._in_thinking: set[int] = set()
+        """Turns that end inside a thought."""
+
+    @property
+    def turns(self) -> Sequence[Turn]:
+        """Turns so far; an index stays what it is."""
+        return self._log.turns
+
+    def recorded(self) -> tuple[Turn, ...]:
+        """Turns in the order in which they were begun."""
+        return self._log.ordered()
+
+    @property
+    def has_response(self) -> bool:
+        """True if the model has written a turn."""
+        return any(turn.author == "model" for turn in self.turns)
+
+    @property
+    def in_thinking(self) -> bool:
+        """True if the context of the model's last turn ended inside a thought."""
+        return self.last_of_model().follows in self._in_thinking
+
+    def begin(self, token_ids: np.ndarray, *, in_thinking: bool = False) -> Turn:
+        """Add a rendered prompt, int32 [T], that follows no turn: a context that was rewritten, or a sub-agent's.
+
+        ``in_thinking``: it ends inside a thought.
+        """
+        return self._add(Turn("user", recorded_ids("user", token_ids, self._largest_id)), -1, in_thinking)
+
+    def write(self, author: Author, token_ids: np.ndarray, *, after: int = -1, in_thinking: bool = False) -> Turn:
+        """Add a turn of another author, int32 [T], with all that the chat template puts around it.
+
+        ``after``: index of the turn that it follows, -1 for the last one.
+        """
+        if not self.turns:
+            raise ValueError("a turn follows a prompt; ask or begin first")
+        ids = recorded_ids(author, token_ids, self._largest_id)
+        return self._add(Turn(author, ids), self._after(after), in_thinking)
+
+    @property
+    def room(self) -> int:
+        """Tokens that the last line of turns may still get (``rollout.max_trajectory_tokens``)."""
+        return self.room_after(-1)
+
+    def room_after(self, turn: int) -> int:
+        """Tokens that may still follow a turn, by its index."""
+        return self.limit - self._log.length(self._after(turn))
+
+    def _after(self, turn: int) -> int:
+        if not -1 <= turn < len(self.turns):
+            raise ValueError(f"after={turn} is no turn; there are {len(self.turns)}")
+        return turn % len(self.turns)
+
+    def last_of_model(self) -> Turn:
+        """The model's turn that was begun last."""
+        return self._log.last_of_model()
+
+    def _add(self, turn: Turn, follows: int, in_thinking: bool = False) -> Turn:
+        self._check_open()
+        if in_thinking:
+            self._in_thinking.add(len(self.turns))
+        return self._log.add(turn, follows)
