@@ -42,7 +42,7 @@ class Instant:
         return Completion(0, 0, self._ids, logprobs, "stop", ())
 
 
-async def judge(text: str, in_thinking: bool) -> Verdict:
+async def judge(text: str, in_thinking: bool, by: str | None) -> Verdict:
     return Verdict(Reward(0.0, "wrong"))
 
 
@@ -50,7 +50,7 @@ async def converse(tokenizer: ChatTokenizer, turns: int) -> tuple[float, float]:
     """(seconds of all requests, seconds of the longest)."""
     claim = Claim("r", "train", 0, WeightsVersion(1, 1), "g", 0, 1, {}, TASK, "w", "t", 1)
     engine: Any = Instant(tokenizer)
-    recorder = RolloutModel(claim, 0, RenderedPrompt.of(TASK, tokenizer), 7, engine, tokenizer, judge, 10**7)
+    recorder = RolloutModel(claim, 0, RenderedPrompt.of(TASK, tokenizer), 7, engine, tokenizer, judge)
     session = Session(recorder, tokenizer, TASK)
     messages: list[Any] = list(TASK.prompt)
     seconds = []

@@ -33,9 +33,21 @@ class ProcessKind(Enum):
         return f"{self.stem}_{number}" + (f"_part_{part + 1}" if part else "") + ".log"
 
 
+TRAIN = "train"
+"""Program of every job that has a trainer. Jobs of different programs live side by side in one run, on one store: a
+start of one ends earlier attempts of its own program alone."""
+PROGRAM = "MEGARL_PROGRAM"
+"""Variable that tells a process its job's program."""
+
+
 def kind_of(name: str) -> ProcessKind | None:
     """Kind of a process by its name (``trainer rank 0``) or a file's stem (``trainer_0``); None for other processes."""
     return next((kind for kind in ProcessKind if name.startswith((kind.label, kind.stem))), None)
+
+
+def of_program(name: str, program: str) -> str:
+    """Name of a file in a run's directory that each program has for itself: ``attempt``, or ``attempt_explore-0``."""
+    return name if program == TRAIN else f"{name}_{program}"
 
 
 def unit_of(name: str) -> str:
@@ -57,6 +69,7 @@ class Job:
     """True if the trainer's rows are rollouts; else they are read from a file."""
     until: ProcessKind
     """Kind whose processes decide: the job has ended when they have, and a dead one ends the attempt."""
+    program: str = TRAIN
 
     def has(self, kind: ProcessKind) -> bool:
         """Return True if the job has processes of ``kind``."""

@@ -182,6 +182,8 @@ class Turn:
     """Weights of a model's turn."""
     finish_reason: FinishReason | None = None
     """Reason why a model's turn ended."""
+    reward: float | None = None
+    """Reward of this turn alone, where an environment or a workflow gave one; in no loss by itself."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

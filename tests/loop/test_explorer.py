@@ -29,6 +29,7 @@ from megarl.engine.client.frames import Completion, VersionSpan, encode
 from megarl.explore.explorer import explorer as explorer_module
 from megarl.explore.explorer.explorer import Explorer
 from megarl.explore.explorer.rollout_clock import RolloutClock
+from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.rewards import Verdict
 from megarl.explore.store import RegisteredEngine, Store
 from megarl.explore.tasksets import ChatTokenizer
@@ -454,7 +455,8 @@ def test_a_second_response_after_a_wrong_one(store: Store, tokenizer: ChatTokeni
     store.open_job()
     request(store, groups=12)
     longest = max(e.prompt_length for e in store.trajectories("r0")) if store.trajectories("r0") else 20
-    explore(store, FakeEngine(tokenizer), FakeScorer(), tokenizer, workflow=reflect, limit=longest + 8)
+    limits = TokenLimits(trajectory=longest + 8)
+    explore(store, FakeEngine(tokenizer), FakeScorer(), tokenizer, workflow=reflect, limits=limits)
     assert {len(e.turns) for e in store.trajectories("r0")} == {2}
 
 

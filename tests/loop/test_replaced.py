@@ -1,5 +1,6 @@
-"""One job loses its explorer in a rollout, its engine in the next one, and the engine that replaced it in a sync: it
-goes on, in its first attempt, and everything that it has sampled and trained is what a job has that lost nothing."""
+"""One job loses its explorer in a rollout, its engine in the next one, the engine that replaced it in a sync, and that
+one by an order in the last rollout: it goes on, in its first attempt, and everything that it has sampled and trained is
+what a job has that lost nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.explore.store import Store
+from megarl.explore.store import EngineStatus, Store
 from tests.loop.conftest import WHOLE
 from tests.system.jobs import START_S, Job
 
@@ -37,6 +38,14 @@ def kill(job: Job, role: str, pid: int) -> None:
     """Of a process known before: to look for it takes longer than what it is to be killed in."""
     os.kill(pid, signal.SIGKILL)
     job.until(lambda: f"{role} was ended by signal 9" in job.output.read_text(), f"the end of {role} noticed")
+
+
+def order(job: Job, state: EngineStatus) -> None:
+    """Order the engine to be so, and wait until it is."""
+    store = Store(f"sqlite:///{job.run_dir}/store.db")
+    store.order_engine(0, state)
+    job.until(lambda: store.own_engines()[0].state is state, f"an engine that is {state}")
+    store.close()
 
 
 def groups(job: Job, rollout: str, state: str) -> int:
@@ -63,6 +72,11 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
         engine, syncs = job.pid_of("engine"), log.read_text().count("PAUSED_NEW")
         job.until(lambda: log.read_text().count("PAUSED_NEW") > syncs, "a sync", poll_s=0.002)
         kill(job, "engine 0", engine)
+        job.until(
+            lambda: groups(job, "train-000002", "ready") > 0, "an engine that was given the weights", poll_s=0.002
+        )
+        for state in (EngineStatus.ABSENT, EngineStatus.SERVING):
+            order(job, state)
         job.wait(START_S)
         yield job
     finally:
@@ -78,6 +92,7 @@ def test_it_ends_in_its_first_attempt(job: Job) -> None:
         and "published 1.3 again" in said
         and "an engine died in a weight sync" in said
     )
+    assert "engine 0 is ended, as ordered" in said and "engine 0 is started again, as ordered" in said
     assert job.processes() == {}
 
 

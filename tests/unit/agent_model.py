@@ -15,6 +15,7 @@ from megarl.engine.client.frames import Completion
 from megarl.engine.client.gather import SampleRequest
 from megarl.explore import workflows
 from megarl.explore.agents import AgentServer, Session
+from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.recording.model import RenderedPrompt, RolloutModel
 from megarl.explore.rewards import Verdict
 from megarl.explore.store import Claim
@@ -45,15 +46,15 @@ class Model:
         return Completion(0, 0, ids, np.full(len(ids), -0.5, np.float32), reason, ())
 
 
-async def judge(text: str, in_thinking: bool) -> Verdict:
+async def judge(text: str, in_thinking: bool, by: str | None) -> Verdict:
     return Verdict(Reward(float(text == "15"), "ok" if text == "15" else "wrong"))
 
 
-def recorder(model: Model, limit: int | None = 4096) -> RolloutModel:
+def recorder(model: Model, limit: int = 4096) -> RolloutModel:
     claim = Claim("r", "train", 0, WeightsVersion(1, 1), "g", 0, 1, {}, TASK, "w", "t", 1)
     prompt = RenderedPrompt.of(TASK, model.tokenizer)
     gatherer: Any = model
-    return RolloutModel(claim, 0, prompt, 7, gatherer, model.tokenizer, judge, limit)
+    return RolloutModel(claim, 0, prompt, 7, gatherer, model.tokenizer, judge, TokenLimits(trajectory=limit))
 
 
 def run_workflow_of(
@@ -72,7 +73,7 @@ def trajectory(recorded: RolloutModel) -> Trajectory:
     return Trajectory("r", "t", "g", 0, 1, recorded.recorded(), Reward(0.0, "wrong"), cause=recorded.cause)
 
 
-def play(model: Model, agent: Callable[[str], Awaitable[Any]], limit: int | None = 4096) -> RolloutModel:
+def play(model: Model, agent: Callable[[str], Awaitable[Any]], limit: int = 4096) -> RolloutModel:
     """An agent that is given the base URL of its session."""
     recorded = recorder(model, limit)
 

@@ -22,6 +22,7 @@ from megarl.explore.agents import Session
 from megarl.explore.agents import openai as protocol
 from megarl.explore.agents.request import Repeated
 from megarl.explore.experience import verify
+from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.rewards import Verdict
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.tools import FORMATS
@@ -428,7 +429,7 @@ def test_rewards_of_a_workflow_pass_the_weights_of_all_rewards(
         workflow,
         Unasked(),
         tokenizer,
-        limit=4096,
+        limits=TokenLimits(trajectory=4096),
         retries=1,
         retry_s=0.0,
         rewards=dataclasses.replace(SHAPED, on_error="drop"),

@@ -35,7 +35,7 @@ NO_SETTINGS = {
     "checkpoints.md": {"model.layers.61", "model.safetensors"},
     "rewards.md": {"reward_model.ground_truth"},
     "tasksets.md": {"reward_model.ground_truth"},
-    "workflows.md": {"model.room", "model.seed"},
+    "workflows.md": {"model.limits", "model.options", "model.room", "model.seed"},
 }
 """Columns of rows, tensors, files and attributes whose names begin as settings do."""
 PLACEHOLDER = re.compile(r"\.\.\.|…|\b[A-Z]{4,}\b")

@@ -15,6 +15,7 @@ from megarl.core.errors import ConfigError
 from megarl.core.schema import End, Reward, Task, Turn
 from megarl.explore import environments, workflows
 from megarl.explore.environments import EpisodeThreads, Observation
+from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.recording.values import recorded_reward
 from megarl.explore.rewards.verdict import MAX_PARTS
 from megarl.explore.workflows.environment import environment
@@ -24,7 +25,8 @@ from tests.trajectories import one_turn
 class Model:
     """A ``RolloutModel`` whose responses are given."""
 
-    seed = 7
+    seed, group_seed, limits, options = 7, 3, TokenLimits(prompt=9), {"size": 4}
+    count_tokens = staticmethod(len)
 
     def __init__(self, *responses: str, truncated: int | None = None, room: int = 100) -> None:
         self.responses, self.truncated, self.left = list(responses), truncated, room
@@ -32,8 +34,16 @@ class Model:
         self.reward: Reward | None = None
         self.reason: str | None = None
         self.cause: End | None = None
+        self.first: str | None = None
+        self.rated: list[float] = []
 
-    def ask(self, task: Task) -> None: ...
+    def ask(self, task: Task, observation: str | None = None) -> None:
+        if observation is not None and len(observation) > self.limits.prompt:
+            raise ValueError(f"the prompt has {len(observation)} tokens")
+        self.first = observation
+
+    def rate(self, turn: Turn, reward: float) -> None:
+        self.rated.append(reward)
 
     async def generate(self) -> Turn:
         reason = "length" if self.truncated == len(self.messages) else "stop"
@@ -72,6 +82,7 @@ def test_an_episode_until_it_is_won() -> None:
     model = run(Model("3", "it is 9", "7"))
     assert model.messages == [("environment", "higher"), ("environment", "lower")]
     assert model.reward == Reward(1.0, "ok", {"turn_1": 0.0, "turn_2": 0.0, "turn_3": 1.0})
+    assert model.rated == [0.0, 0.0, 1.0] and model.first is None
 
 
 @pytest.mark.parametrize(
@@ -129,7 +140,7 @@ def test_by_name_and_from_a_users_file(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=words):
             workflows.get(RolloutConfig(workflow="environment", environment=name))
     path.write_text("x = 1")
-    with pytest.raises(ConfigError, match=r"has no make\(task\) or make\(task, seed\)"):
+    with pytest.raises(ConfigError, match=r"has no make\(task\)"):
         environments.get(str(path))
 
 
@@ -290,3 +301,42 @@ def test_what_is_neither_true_nor_false_is_no_outcome(name: str, value: Any) -> 
 
     model = run(Model("1"), lambda row: Loose())
     assert model.reward is None and model.reason is not None and f"Observation.{name}" in model.reason
+
+
+class Board:
+    """Its first observation is known once it is made."""
+
+    def __init__(self, task: Task, group_seed: int, limits: TokenLimits, count_tokens: Any, options: Any) -> None:
+        self.text = f"{group_seed}{options['size']}"[: limits.prompt]
+        assert count_tokens(self.text) <= limits.prompt
+
+    def reset(self) -> Any:
+        return self.text
+
+    def step(self, response: str) -> Observation:
+        return Observation("", 1.0, done=True)
+
+    def close(self) -> None: ...
+
+
+def test_a_first_observation_follows_the_prompt() -> None:
+    model = run(Model("1"), Board)
+    assert model.first == "34" and model.reward == Reward(1.0, "ok", {"turn_1": 1.0})
+
+
+class Loud(Board):
+    def reset(self) -> Any:
+        return "x" * 10
+
+
+class Silent(Board):
+    def reset(self) -> Any:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"), [(Loud, "the prompt has 10 tokens"), (Silent, "reset must return a text, got None")]
+)
+def test_a_first_observation_that_cannot_be_used_is_the_environments_fault(make: Any, reason: str) -> None:
+    model = run(Model("1"), make)
+    assert reason in str(model.reason) and model.cause is End.ENVIRONMENT_ERROR and model.reward is None

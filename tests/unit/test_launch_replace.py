@@ -8,18 +8,20 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from megarl.core.errors import JobError
 from megarl.core.machine import group_members
+from megarl.explore.store import EngineStatus, RegisteredEngine, Store
 from megarl.run.nodes.node import LocalNode, Spec, Started
 from megarl.run.process import ports
 from megarl.run.process.interrupt import StopRequest
 from megarl.run.process.process import Child
 from megarl.run.process.reaper import Reaper
-from megarl.run.supervise import replace
+from megarl.run.supervise import orders, replace
 from megarl.run.supervise.supervisor import watch
 from tests.unit.small_job import config_of
 from tests.unit.test_launch_nodes import two_nodes
@@ -295,3 +297,64 @@ def test_nothing_is_replaced_once_the_job_is_asked_to_stop(run: Callable[..., Lo
         os.kill(started[0].process.pid, signal.SIGKILL)
         watch(started, request, config_of(tmp_path))
     assert len(starts(tmp_path, "explorer")) <= 1
+
+
+def test_engines_are_ended_and_started_by_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Absent by order: neither replaced nor a death; no replacement is used up."""
+    monkeypatch.setattr(orders, "LOOK_S", 0.0)
+    config, port = config_of(tmp_path, "cluster.replacements=0"), ports.choose("127.0.0.1", 1, None)[0]
+    store = Store(config.store.url)
+    store.begin_attempt(1)
+    store.register_engines([RegisteredEngine(0, f"http://127.0.0.1:{port}", 1)])
+    assert [(e.wanted, e.state) for e in store.engines()] == [(EngineStatus.SERVING, EngineStatus.STARTING)]
+
+    def until(state: EngineStatus) -> None:
+        while store.own_engines()[0].state is not state:
+            time.sleep(0.01)
+
+    def order() -> None:
+        until(EngineStatus.SERVING)
+        store.order_engine(0, EngineStatus.ABSENT)
+        until(EngineStatus.ABSENT)
+        assert store.engines() == [] and not [pid for pid in starts(tmp_path, "engine 0") if alive(pid)]
+        time.sleep(0.5)  # nobody starts it again
+        assert len(starts(tmp_path, "engine 0")) == 1
+        store.order_engine(0, EngineStatus.SERVING)
+
+    with Reaper() as reaper, ThreadPoolExecutor() as pool:
+        node = LocalNode(reaper)
+        specs = [server("engine 0", port, tmp_path), trainer(tmp_path, "engine 0:2:0")]
+        ordered = pool.submit(order)
+        watch([Started(node.start(spec), node, spec) for spec in specs], StopRequest(), config, 1)
+        ordered.result()
+    assert len(starts(tmp_path, "engine 0")) == 2
+    store.close()
+
+
+def test_orders_of_a_store_that_is_away_wait(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path}/store.db")
+    looks: list[float] = []
+
+    def away() -> list[RegisteredEngine]:
+        looks.append(time.monotonic())
+        raise JobError("away")
+
+    store.own_engines = away  # type: ignore[method-assign]
+    waiting = orders.EngineOrders(store, replace.Replacements([], 0), 0.0)
+    for _ in range(3):
+        waiting.carry_out()
+    assert len(looks) == 1
+    waiting.close()
+
+
+@pytest.mark.parametrize("state", [EngineStatus.STARTING])
+def test_a_state_that_is_reached_cannot_be_ordered(tmp_path: Path, state: EngineStatus) -> None:
+    with pytest.raises(ValueError, match="serving or absent, not starting"):
+        Store(f"sqlite:///{tmp_path}/store.db").order_engine(0, state)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -23,6 +23,7 @@ from megarl.explore.explorer import workflow_run
 from megarl.explore.explorer.explorer import run_through
 from megarl.explore.explorer.rollout_clock import RolloutClock
 from megarl.explore.explorer.trajectories import ClaimedGroup, TrajectoryRunner
+from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.recording.model import RenderedPrompt
 from megarl.explore.rewards import Verdict
 from megarl.explore.store import Claim
@@ -52,6 +53,10 @@ class Engine:
         return Completion(0, 0, self.ids, np.full(len(self.ids), -0.5, np.float32), "stop", ())
 
 
+def up_to(tokens: int) -> TokenLimits:
+    return TokenLimits(trajectory=tokens)
+
+
 class RightAlways:
     async def score(self, task: Task, text: str, *, in_thinking: bool = False) -> Verdict:
         return Verdict(Reward(1.0, "ok"))
@@ -69,14 +74,19 @@ def group(tokenizer: ChatTokenizer, size: int = 1, row: Task | None = None) -> C
 
 
 def play(
-    workflow: Play, tokenizer: ChatTokenizer, size: int = 1, engine: Engine | None = None, **changes: Any
+    workflow: Play,
+    tokenizer: ChatTokenizer,
+    size: int = 1,
+    engine: Engine | None = None,
+    scorer: RightAlways | None = None,
+    **changes: Any,
 ) -> list[Trajectory]:
     """Trajectories of one group, each as the store gives it back."""
-    settings: dict[str, Any] = {"limit": 200, "retries": 0, "retry_s": 0.0, "timeout_s": 30.0} | changes
+    settings: dict[str, Any] = {"limits": up_to(200), "retries": 0, "retry_s": 0.0, "timeout_s": 30.0} | changes
     claimed, gatherer = group(tokenizer, size), engine or Engine(tokenizer)
 
     async def main() -> list[Trajectory]:
-        runner = TrajectoryRunner(workflow, RightAlways(), tokenizer, **settings)
+        runner = TrajectoryRunner(workflow, scorer or RightAlways(), tokenizer, **settings)
         runs = (runner.run(claimed, i, gatherer, lambda: None) for i in range(size))  # type: ignore[arg-type]
         return await asyncio.gather(*runs)
 
@@ -87,6 +97,52 @@ def play(
 class _Row:
     def __init__(self, row: dict[str, Any]) -> None:
         self.__dict__.update(row)
+
+
+def test_what_a_workflow_is_given(tokenizer: ChatTokenizer) -> None:
+    """Settings, tool calls as the model's family writes them, and verifiers by name; rewards of turns are stored."""
+    seen: dict[str, Any] = {}
+
+    class ByName(RightAlways):
+        async def score(self, task: Task, text: str, *, in_thinking: bool = False) -> Verdict:
+            return Verdict(Reward(float(len(task.data_source)), "ok"))
+
+    async def workflow(task: Task, model: Any) -> None:
+        model.ask(task)
+        turn = await model.generate()
+        seen["options"], seen["calls"] = dict(model.options), model.tool_calls(turn)
+        seen["by name"] = (await model.verify("school/math")).score
+        model.rate(turn, 0.25)
+
+    engine = Engine(tokenizer)
+    engine.ids = tokenizer.response_ids('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>')
+    [found] = play(workflow, tokenizer, engine=engine, scorer=ByName(), options={"size": 3})
+    assert seen["options"] == {"size": 3} and seen["by name"] == 11.0
+    assert [(call.name, call.arguments) for call in seen["calls"]] == [("add", {"a": 1})]
+    assert found.reward.score == 1.0, "the task's own verifier"
+    assert [turn.reward for turn in found.turns] == [None, 0.25]
+
+
+@pytest.mark.parametrize("reward", [float("nan"), "1"])
+def test_a_reward_of_a_turn_is_a_finite_number(tokenizer: ChatTokenizer, reward: Any) -> None:
+    async def workflow(task: Task, model: Any) -> None:
+        model.ask(task)
+        model.rate(await model.generate(), reward)
+
+    [found] = play(workflow, tokenizer)
+    assert found.end is End.WORKFLOW_ERROR and "must be a finite number" in found.metadata["reward_message"]
+
+
+def test_a_first_observation_is_in_the_prompt(tokenizer: ChatTokenizer) -> None:
+    async def workflow(task: Task, model: Any) -> None:
+        model.ask(task, "The board is empty.")
+        await model.generate()
+
+    [found] = play(workflow, tokenizer)
+    prompt = tokenizer.decode(found.turns[0].token_ids, special=True)
+    assert "What is 12 + 3?\n\nThe board is empty.<|im_end|>" in prompt
+    [found] = play(workflow, tokenizer, limits=TokenLimits(prompt=20, trajectory=200))
+    assert "more than rollout.max_prompt_tokens=20" in found.metadata["reward_message"]
 
 
 def raising(error: BaseException) -> Play:
@@ -177,7 +233,7 @@ def test_one_trajectory_pays_with_a_named_reason(tokenizer: ChatTokenizer, words
 
 
 def test_a_prompt_of_the_task_without_room(tokenizer: ChatTokenizer) -> None:
-    [found] = play(finishing(1.0, "ok"), tokenizer, limit=3)
+    [found] = play(finishing(1.0, "ok"), tokenizer, limits=up_to(3))
     assert found.end is End.WORKFLOW_ERROR and "rollout.max_trajectory_tokens" in found.metadata["reward_message"]
     assert len(found.turns) == 1
 
@@ -287,7 +343,9 @@ def test_a_cancellation_passes(tokenizer: ChatTokenizer) -> None:
         await asyncio.sleep(1000)
 
     async def main() -> None:
-        runner = TrajectoryRunner(workflow, RightAlways(), tokenizer, limit=9, retries=9, retry_s=0.0, timeout_s=None)
+        runner = TrajectoryRunner(
+            workflow, RightAlways(), tokenizer, limits=up_to(9), retries=9, retry_s=0.0, timeout_s=None
+        )
         gatherer: Any = Engine(tokenizer)
         running = asyncio.ensure_future(runner.run(group(tokenizer), 0, gatherer, lambda: None))
         await asyncio.sleep(0.05)
@@ -344,7 +402,9 @@ def test_a_response_after_the_verdict_is_not_recorded(tokenizer: ChatTokenizer) 
         left.extend(one for one in asyncio.all_tasks() if "generate" in repr(one.get_coro()))
 
     async def main() -> Trajectory:
-        runner = TrajectoryRunner(workflow, Slow(), tokenizer, limit=200, retries=0, retry_s=0.0, timeout_s=30.0)
+        runner = TrajectoryRunner(
+            workflow, Slow(), tokenizer, limits=up_to(200), retries=0, retry_s=0.0, timeout_s=30.0
+        )
         gatherer: Any = Uneven(tokenizer)
         found = await runner.run(group(tokenizer), 0, gatherer, lambda: None)
         await asyncio.gather(*left, return_exceptions=True)
@@ -435,7 +495,9 @@ def test_sys_exit_of_a_task_of_a_workflow_ends_no_explorer(tokenizer: ChatTokeni
     left: list[asyncio.Task[None]] = []
 
     async def main() -> int:
-        runner = TrajectoryRunner(workflow, RightAlways(), tokenizer, limit=200, retries=0, retry_s=0.0, timeout_s=30.0)
+        runner = TrajectoryRunner(
+            workflow, RightAlways(), tokenizer, limits=up_to(200), retries=0, retry_s=0.0, timeout_s=30.0
+        )
         gatherer: Any = Engine(tokenizer)
         found.extend(await asyncio.gather(*(runner.run(group(tokenizer, 3), i, gatherer, int) for i in range(3))))
         await asyncio.sleep(0.05)
@@ -459,7 +521,9 @@ def test_sampling_without_a_seed_leaves_the_trajectory_one(tokenizer: ChatTokeni
     claimed = replace(group(tokenizer, 2), seed=None)
 
     async def main() -> None:
-        runner = TrajectoryRunner(workflow, RightAlways(), tokenizer, limit=99, retries=1, retry_s=0.0, timeout_s=30.0)
+        runner = TrajectoryRunner(
+            workflow, RightAlways(), tokenizer, limits=up_to(99), retries=1, retry_s=0.0, timeout_s=30.0
+        )
         gatherer: Any = Engine(tokenizer)
         for index in range(2):
             await runner.run(claimed, index, gatherer, lambda: None)
@@ -526,7 +590,7 @@ def test_nothing_is_taken_from_a_task_that_the_workflow_left(
         left.append(asyncio.create_task(later()))
 
     runner = TrajectoryRunner(
-        workflow, Slow(), tokenizer, limit=200, retries=0, retry_s=0.0, rewards=RewardConfig(weight=2.0)
+        workflow, Slow(), tokenizer, limits=up_to(200), retries=0, retry_s=0.0, rewards=RewardConfig(weight=2.0)
     )
     engine: Any = Engine(tokenizer)
     found = asyncio.run(runner.run(group(tokenizer), 0, engine, lambda: None))

@@ -7,7 +7,7 @@ Units are in the names (``_s`` seconds, ``_bytes``, ``_tokens``); a field's docs
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from megarl.core.config.algorithms import AlgorithmConfig
 from megarl.core.config.bounds import (
@@ -324,6 +324,8 @@ class RolloutConfig:
     workflow: str = "single_turn"
     """Workflow that makes a trajectory of a task: ``single_turn``, ``reflect``, ``environment``, ``agent``, or a
     Python file of yours (docs/workflows.md)."""
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Settings of your own workflow or environment, which it is given as ``options``."""
     workflow_timeout_s: Seconds = 3600.0
     """Most seconds of a workflow of its own, in which it waits neither for the engine nor for the verifier. An agent
     has ``agent_timeout_s`` instead."""

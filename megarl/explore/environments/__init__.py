@@ -33,7 +33,7 @@ def get(name: str) -> MakeEnvironment:
             f"rollout.environment={name!r} is not there; there are {', '.join(ENVIRONMENTS)}, or give a Python file "
             "(.py)"
         )
-    wanted = "make(task) or make(task, seed), which begins an episode"
+    wanted = "make(task), which begins an episode"
     make = getattr(import_file(name, "rollout.environment", wanted), "make", None)
     if not callable(make):
         raise ConfigError(f"rollout.environment={name} has no {wanted}")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from megarl.core.errors import describe
 from megarl.core.schema import Task
 from megarl.explore.environments.types import (
+    PARAMETERS,
     Environment,
     EnvironmentFault,
     EnvironmentTimeout,
@@ -57,12 +58,17 @@ class Episode:
         self._last: Future[Any] = Future()
         """The call that was made last; it may run on when nobody waits for it."""
 
-    async def begin(self, make: MakeEnvironment, task: Task, seed: int) -> None:
-        """Make the environment, with the trajectory's seed where ``make`` has a parameter of that name."""
-        settings = {"seed": seed} if takes_seed(make) else {}
+    async def begin(self, make: MakeEnvironment, task: Task, given: Mapping[str, Any]) -> str | None:
+        """Make the environment, with those of ``given`` that ``make`` has parameters for; return its first observation,
+        where it has one beside the task's prompt."""
+        settings = {name: given[name] for name in parameters(make)}
         async with self._threads.free:
             self._made = self._last = in_thread(lambda: make(task, **settings))
-            await self._threads.result(self._made, "make")
+            environment = await self._threads.result(self._made, "make")
+            if (reset := getattr(environment, "reset", None)) is None:
+                return None
+            self._last = in_thread(lambda: _checked_text(reset()))
+            return await self._threads.result(self._last, "reset")  # type: ignore[no-any-return]
 
     async def step(self, response: str) -> Observation:
         """Give a response to the environment."""
@@ -84,12 +90,13 @@ class Episode:
             await self._threads.result(in_thread(lambda: _close(made)), "close")
 
 
-def takes_seed(make: MakeEnvironment) -> bool:
-    """Return True if ``make`` has a parameter ``seed``."""
+def parameters(make: MakeEnvironment) -> list[str]:
+    """Those of ``PARAMETERS`` that ``make`` has."""
     try:
-        return "seed" in inspect.signature(make).parameters
+        found = inspect.signature(make).parameters
     except (TypeError, ValueError):  # of some callables written in C
-        return False
+        return []
+    return [name for name in PARAMETERS if name in found]
 
 
 def in_thread(function: Callable[[], T]) -> Future[T]:
@@ -109,6 +116,12 @@ def in_thread(function: Callable[[], T]) -> Future[T]:
     call.set_running_or_notify_cancel()  # from here on it cannot be cancelled: a wait for it can
     threading.Thread(target=run, name="environment", daemon=True).start()
     return call
+
+
+def _checked_text(text: str) -> str:
+    if not isinstance(text, str):
+        raise TypeError(f"reset must return a text, got {text!r:.60}")
+    return text
 
 
 def _checked(seen: Observation) -> Observation:

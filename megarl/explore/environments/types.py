@@ -32,6 +32,12 @@ class Observation:
                 raise ValueError(f"Observation.{name} must be True or False, got {value!r:.60}")
 
 
+PARAMETERS = ("seed", "group_seed", "limits", "count_tokens", "options")
+"""Parameters that ``make`` may have: the trajectory's seed, for all that is random in the episode, the same when it
+begins again; that of its group, for what its trajectories have in common; lengths (``recording.limits.TokenLimits``); a
+function that counts the tokens of a text; ``rollout.options``."""
+
+
 class EnvironmentFault(Exception):
     """An environment has raised an exception."""
 
@@ -48,6 +54,8 @@ class Environment(Protocol):
     """One episode of a task. Its methods are called in threads, one after another, and may block for
     ``rollout.environment_timeout_s``."""
 
+    # def reset(self) -> str: the first observation, where an environment has one beside the task's prompt
+
     def step(self, response: str) -> Observation:
         """Take a response of the model, without special tokens. An exception ends the episode without a verdict."""
         ...
@@ -58,9 +66,7 @@ class Environment(Protocol):
 
 
 class MakeEnvironment(Protocol):
-    """``make(task)`` or ``make(task, seed)``: begins an episode. The task's prompt is its first observation.
-
-    ``seed``: the trajectory's, for all that is random in the episode; the same when it begins again.
-    """
+    """``make(task)`` begins an episode; further parameters are given by their names (``PARAMETERS``). The task's prompt
+    is its first observation, with what ``reset()`` returns where there is such a method."""
 
     def __call__(self, task: Task, *args: Any, **kwargs: Any) -> Environment: ...

@@ -16,7 +16,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -28,9 +28,9 @@ import numpy as np
 
 from megarl.core import heartbeat
 from megarl.core.config import Config, load_resolved
-from megarl.core.config.lengths import context_tokens
 from megarl.core.config.rewards import RewardConfig
 from megarl.core.errors import EngineError, InputError, JobError, describe
+from megarl.core.jobs import PROGRAM, TRAIN
 from megarl.core.metrics import Timeline
 from megarl.core.schema import GREEDY, End, WeightsVersion
 from megarl.engine.client.client import EngineClient, Sampling
@@ -40,7 +40,8 @@ from megarl.explore.explorer.group_writer import GroupWriter
 from megarl.explore.explorer.held_out import record_evaluations
 from megarl.explore.explorer.rollout_clock import RolloutClock
 from megarl.explore.explorer.trajectories import ClaimedGroup, Scorer, TrajectoryRunner
-from megarl.explore.recording.model import RenderedPrompt
+from megarl.explore.recording.limits import TokenLimits
+from megarl.explore.recording.model import NO_LIMITS, NO_OPTIONS, RenderedPrompt
 from megarl.explore.rewards import RewardPool
 from megarl.explore.rewards.judge.family import ENGINES
 from megarl.explore.rewards.pool.pool import Judging
@@ -70,9 +71,8 @@ class Explorer:
         capacity: Samples kept in generation at once; greedy answers are not counted.
         backlog: Answers that may wait for their score; when there are more, no further group is claimed.
         calls: Calls over which newly claimed groups are spread (one for each engine).
-        limit: Most tokens of a trajectory; None: whatever fits the engine.
         retries: Times that a trajectory begins again after an error that is neither the policy's nor the verifier's.
-        rewards: As of :class:`TrajectoryRunner`, as is ``wrong_ends``.
+        rewards: As of :class:`TrajectoryRunner`, as are ``wrong_ends``, ``limits`` and ``options``.
         workflow_timeout_s: Most seconds of a workflow of its own; None for one that has a limit itself.
         engine_timeout_s: How long samples are asked for again while engines give none of them.
         event_lines: A line about failing rewards, if there is one; it goes to the log and, as an event of the store, to
@@ -91,7 +91,8 @@ class Explorer:
         capacity: int,
         backlog: int = 8192,
         calls: int = 1,
-        limit: int | None = None,
+        limits: TokenLimits = NO_LIMITS,
+        options: Mapping[str, Any] = NO_OPTIONS,
         retries: int = 0,
         workflow_timeout_s: float | None = None,
         poll_s: float = 0.02,
@@ -111,7 +112,8 @@ class Explorer:
             workflow,
             scorer,
             tokenizer,
-            limit=limit,
+            limits=limits,
+            options=options,
             retries=retries,
             retry_s=retry_s,
             timeout_s=workflow_timeout_s,
@@ -280,7 +282,12 @@ async def explore(config: Config, key: str, worker: str) -> None:
     engine_timeout_s = (
         config.rollout.start_timeout_s + config.sync.timeout_s
     )  # an engine is replaced, and given the weights
-    store = Store(config.store.url, attempt=int(os.environ["MEGARL_ATTEMPT"]), outage_s=config.store.outage_s)
+    store = Store(
+        config.store.url,
+        attempt=int(os.environ["MEGARL_ATTEMPT"]),
+        outage_s=config.store.outage_s,
+        program=os.environ.get(PROGRAM, TRAIN),
+    )
     try:
         engines = [engine.url for engine in store.engines()]
         if not engines:
@@ -308,7 +315,8 @@ async def explore(config: Config, key: str, worker: str) -> None:
                 capacity=config.rollout.concurrent_groups * config.algorithm.group_size,
                 backlog=config.reward.backlog,
                 calls=len(engines),
-                limit=context_tokens(config.rollout),
+                limits=TokenLimits.of(config.rollout),
+                options=config.rollout.options,
                 retries=config.rollout.retries,
                 rewards=config.reward,
                 wrong_ends=frozenset(map(End, config.rollout.wrong_ends)),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from megarl.core import heartbeat
 from megarl.core.config.rewards import RewardConfig
@@ -16,7 +16,8 @@ from megarl.engine.client.frames import Completion
 from megarl.engine.client.gather import LONGEST_RETRY_S, Gatherer, SampleRequest
 from megarl.explore.explorer.rollout_clock import RolloutClock
 from megarl.explore.explorer.workflow_run import OwnTime, run_workflow
-from megarl.explore.recording.model import RenderedPrompt, RolloutModel
+from megarl.explore.recording.limits import TokenLimits
+from megarl.explore.recording.model import NO_LIMITS, NO_OPTIONS, RenderedPrompt, RolloutModel
 from megarl.explore.rewards import Verdict
 from megarl.explore.rewards.verdict import NO_VERDICT, weighed_reward
 from megarl.explore.store import Claim
@@ -47,12 +48,12 @@ class TrajectoryRunner:
     """Makes trajectories.
 
     Args:
-        limit: Most tokens of a trajectory; None: whatever fits the engine.
         retries: Times that a trajectory begins again after an error that is neither the policy's nor the verifier's.
         retry_s: First wait before that; waits double.
         rewards: Weights of the form, repetition and language of responses, for rewards that a workflow gives.
         wrong_ends: Ends that count as a wrong response (``rollout.wrong_ends``).
         timeout_s: Most seconds of a workflow of its own; None for one that has a limit itself.
+        options: ``rollout.options``.
     """
 
     def __init__(
@@ -61,17 +62,19 @@ class TrajectoryRunner:
         scorer: Scorer,
         tokenizer: ChatTokenizer,
         *,
-        limit: int | None,
         retries: int,
         retry_s: float,
         rewards: RewardConfig | None = None,
         wrong_ends: Collection[End] = (),
         timeout_s: float | None = None,
+        limits: TokenLimits = NO_LIMITS,
+        options: Mapping[str, Any] = NO_OPTIONS,
     ) -> None:
         self._workflow = workflow
         self._scorer = scorer
         self._tokenizer = tokenizer
-        self._limit = limit
+        self._limits = limits
+        self._options = options
         self._retries = retries
         self._retry_s = retry_s
         self._rewards = rewards or RewardConfig()
@@ -136,7 +139,8 @@ class TrajectoryRunner:
             _TimedGatherer(gatherer, own),
             self._tokenizer,
             partial(self._verdict, group, own),
-            self._limit,
+            self._limits,
+            self._options,
         )
         self._running.add(own)
         try:
@@ -158,14 +162,17 @@ class TrajectoryRunner:
         reward = weighed_reward(verdict.reward, text, task.question, model.in_thinking, self._rewards)
         return verdict._replace(reward=reward)
 
-    async def _verdict(self, group: ClaimedGroup, own: OwnTime, text: str, in_thinking: bool) -> Verdict:
+    async def _verdict(
+        self, group: ClaimedGroup, own: OwnTime, text: str, in_thinking: bool, by: str | None
+    ) -> Verdict:
+        task = group.claim.task if by is None else replace(group.claim.task, data_source=by)
         group.clock.change("reward", 1)
         self.scoring += 1
         try:
             if own.ended:
-                return await self._scorer.score(group.claim.task, text, in_thinking=in_thinking)
+                return await self._scorer.score(task, text, in_thinking=in_thinking)
             with own.waiting():
-                return await self._scorer.score(group.claim.task, text, in_thinking=in_thinking)
+                return await self._scorer.score(task, text, in_thinking=in_thinking)
         finally:
             heartbeat.count_work()
             self.scoring -= 1

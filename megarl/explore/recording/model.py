@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import numpy as np
 
-from megarl.core.errors import PromptRefused
+from megarl.core.errors import DataError, PromptRefused
 from megarl.core.schema import GREEDY, Author, End, Reward, Task, Turn, WeightsSpan, WeightsVersion
 from megarl.engine.client.frames import Completion
 from megarl.engine.client.gather import SampleRequest
+from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.recording.turns import RecordedTurns
 from megarl.explore.recording.values import check_request, recorded_limit
 from megarl.explore.rewards import Verdict
@@ -20,6 +22,7 @@ from megarl.explore.rewards.shape import opens_thinking
 from megarl.explore.store import Claim
 from megarl.explore.tasksets import ChatTokenizer, chat_messages
 from megarl.explore.tasksets.turns import render_turn, turn_ids
+from megarl.explore.tools import FORMATS, ToolCall, format_of
 
 ROLES: dict[Author, str] = {"environment": "user"}
 """Authors whose messages chat templates know under another role."""
@@ -50,6 +53,15 @@ class RenderedPrompt:
         return cls(token_ids, task.images, opens_thinking(text))
 
 
+class AskVerifier(Protocol):
+    """Verdict of a text; ``by``: data source of another verifier than the task's."""
+
+    async def __call__(self, text: str, in_thinking: bool, by: str | None) -> Verdict: ...
+
+
+NO_LIMITS, NO_OPTIONS = TokenLimits(), MappingProxyType[str, Any]({})
+
+
 class RolloutModel(RecordedTurns):
     """The rollout model in one trajectory. It records the turns itself, so a workflow returns nothing.
 
@@ -57,8 +69,8 @@ class RolloutModel(RecordedTurns):
         claim: The group's; its version is that of engines which name none.
         index: Of the trajectory in the group.
         seed: The group's.
-        limit: Most tokens of a line of turns.
-        judge: Verdict of a text, which may begin inside a thought.
+        judge: Verdict of a text, which may begin inside a thought, by the verifier of its task or one that is named.
+        options: ``rollout.options``.
     """
 
     def __init__(
@@ -69,10 +81,14 @@ class RolloutModel(RecordedTurns):
         seed: int | None,
         gatherer: Sampler,
         tokenizer: ChatTokenizer,
-        judge: Callable[[str, bool], Awaitable[Verdict]],
-        limit: int | None = None,
+        judge: AskVerifier,
+        limits: TokenLimits = NO_LIMITS,
+        options: Mapping[str, Any] = NO_OPTIONS,
     ) -> None:
-        super().__init__(tokenizer.largest_id, limit)
+        super().__init__(tokenizer.largest_id, limits.trajectory)
+        self.limits = limits
+        self.options = options
+        """Settings of the user's own (``rollout.options``)."""
         self._claim = claim
         self._index = index
         self._prompt = prompt
@@ -97,15 +113,32 @@ class RolloutModel(RecordedTurns):
     def seed(self) -> int:
         """Seed for what is random in the trajectory beside its samples, the same when it begins again. Where sampling
         has none, as in a greedy evaluation, it is the task's: every evaluation meets the same episodes."""
-        own = zlib.crc32(self._claim.task.task_id.encode()) if self._seed is None else self._seed
-        return episode_seed(own, self._index)
+        return episode_seed(self.group_seed, self._index)
 
-    def ask(self, task: Task) -> Turn:
-        """Add the task's prompt, rendered by the chat template, with its images."""
+    @property
+    def group_seed(self) -> int:
+        """Seed for what all trajectories of the group have in common."""
+        return zlib.crc32(self._claim.task.task_id.encode()) if self._seed is None else self._seed
+
+    def ask(self, task: Task, observation: str | None = None) -> Turn:
+        """Add the task's prompt, rendered by the chat template, with its images.
+
+        Args:
+            observation: Text that follows the prompt: in its last message where that is a user's, else as one.
+
+        Raises ValueError where the prompt is then longer than ``rollout.max_prompt_tokens``.
+        """
         if self.turns:
             raise ValueError("a trajectory begins with the task of its group, which has been asked already")
         if (task.task_id, task.prompt) != (self._claim.task.task_id, self._claim.task.prompt):
             raise ValueError("ask takes the task that the workflow was given, unchanged; begin takes other prompts")
+        if observation is not None:
+            self._prompt = RenderedPrompt.of(observed(task, observation), self._tokenizer)
+            if (length := len(self._prompt.token_ids)) > self.limits.prompt:
+                raise ValueError(
+                    f"the prompt with its first observation has {length} tokens, more than "
+                    f"rollout.max_prompt_tokens={self.limits.prompt}; shorten the observation, or raise it"
+                )
         self._task_turn = len(self.turns)
         return self._add(Turn("user", self._prompt.token_ids), -1, self._prompt.in_thinking)
 
@@ -135,9 +168,26 @@ class RolloutModel(RecordedTurns):
             self._add(Turn("user", self._prompt.token_ids), -1)
         super().fail(reason, cause)
 
-    async def verify(self) -> Reward:
-        """Reward of the model's last turn, as the trajectory would get it."""
-        return (await self.verdict()).reward
+    def count_tokens(self, text: str) -> int:
+        """Count the tokens of a text."""
+        return len(self._tokenizer.rendered_ids(text))
+
+    def tool_calls(self, turn: Turn) -> list[ToolCall]:
+        """Tool calls in a turn of the model, as its family writes them. Raises DataError where its chat template has
+        no form of them that is known."""
+        found = FORMATS.get(format_of(self._tokenizer.template) or "")
+        if found is None:
+            raise DataError("the model's chat template writes no tool calls that megarl can read")
+        return found.parse(self._tokenizer.decode(turn.token_ids, special=True))[1]
+
+    async def verify(self, by: str | None = None) -> Reward:
+        """Reward of the model's last turn, as the trajectory would get it.
+
+        ``by``: another data source, whose verifier is asked instead; the trajectory's own reward stays to be found.
+        """
+        if by is None:
+            return (await self.verdict()).reward
+        return (await self._judge(self.text(self.last_of_model()), self.in_thinking, by)).reward
 
     async def verdict(self) -> Verdict:
         """Verdict of the model's last turn, asked for once."""
@@ -145,7 +195,7 @@ class RolloutModel(RecordedTurns):
             return self.given
         response = self.last_of_model()
         if self._verdict is None or self._verdict[0] is not response:
-            self._verdict = response, await self._judge(self.text(response), self.in_thinking)
+            self._verdict = response, await self._judge(self.text(response), self.in_thinking, None)
         return self._verdict[1]
 
     async def generate(self, *, after: int = -1, max_tokens: int | None = None) -> Turn:
@@ -194,6 +244,14 @@ class RolloutModel(RecordedTurns):
         placeholders of its images again."""
         later = self._log.line(last)[1:]
         return np.concatenate([self._prompt.token_ids, *(self.turns[i].token_ids for i in later)])
+
+
+def observed(task: Task, observation: str) -> Task:
+    """A task whose prompt goes on with an observation."""
+    *before, last = task.prompt
+    if last["role"] == "user" and isinstance(last["content"], str):
+        return replace(task, prompt=(*before, {**last, "content": f"{last['content']}\n\n{observation}".lstrip()}))
+    return replace(task, prompt=(*task.prompt, {"role": "user", "content": observation}))
 
 
 def episode_seed(group_seed: int, index: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -38,11 +39,14 @@ class TurnLog:
         self.turns.append(turn)
         return turn
 
-    def ordered(self) -> tuple[Turn, ...]:
-        """Turns in the order in which they were begun: that of requests and their choices, whichever ended first."""
+    def ordered(self, rewards: Mapping[int, float]) -> tuple[Turn, ...]:
+        """Turns in the order in which they were begun: that of requests and their choices, whichever ended first.
+
+        ``rewards``: index of a turn -> its own reward.
+        """
         order = sorted(range(len(self.turns)), key=self._numbers.__getitem__)
         place = {turn: i for i, turn in enumerate(order)} | {-1: -1}
-        return tuple(replace(self.turns[i], follows=place[self.turns[i].follows]) for i in order)
+        return tuple(replace(self.turns[i], follows=place[self.turns[i].follows], reward=rewards.get(i)) for i in order)
 
     def last_of_model(self) -> Turn:
         """The model's turn that was begun last."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import sys
+import math
 from collections.abc import Sequence
+from numbers import Real
 
 import numpy as np
 
@@ -18,16 +19,18 @@ class RecordedTurns(RecordedEnd):
 
     Args:
         largest_id: Largest id of a token.
-        limit: Most tokens of a line of turns; None for no limit.
+        limit: Most tokens of a line of turns.
     """
 
-    def __init__(self, largest_id: int, limit: int | None) -> None:
+    def __init__(self, largest_id: int, limit: int) -> None:
         super().__init__()
-        self.limit = sys.maxsize if limit is None else limit
+        self.limit = limit
         self._largest_id = largest_id
         self._log = TurnLog()
         self._in_thinking: set[int] = set()
         """Turns that end inside a thought."""
+        self._rewards: dict[int, float] = {}
+        """Index of a turn -> its own reward."""
 
     @property
     def turns(self) -> Sequence[Turn]:
@@ -35,8 +38,17 @@ class RecordedTurns(RecordedEnd):
         return self._log.turns
 
     def recorded(self) -> tuple[Turn, ...]:
-        """Turns in the order in which they were begun."""
-        return self._log.ordered()
+        """Turns in the order in which they were begun, with their own rewards."""
+        return self._log.ordered(self._rewards)
+
+    def rate(self, turn: Turn, reward: float) -> None:
+        """Keep the reward of one turn of the model, beside that of the trajectory. Raises ValueError unless it is a
+        finite number."""
+        self._check_open()
+        if not isinstance(reward, Real) or not math.isfinite(reward):
+            raise ValueError(f"the reward of a turn must be a finite number, got {reward!r:.60}")
+        [index] = [i for i, one in enumerate(self.turns) if one is turn and one.author == "model"]
+        self._rewards[index] = float(reward)
 
     @property
     def has_response(self) -> bool:

@@ -5,6 +5,7 @@ from megarl.explore.store.database import OWN_SERVER, VARIABLE, check_url, sqlit
 from megarl.explore.store.engines import RegisteredEngine
 from megarl.explore.store.journal import NOTHING_USED, Used
 from megarl.explore.store.store import Store
+from megarl.explore.store.tables import EngineStatus
 
 __all__ = [
     "NOTHING_USED",
@@ -12,6 +13,7 @@ __all__ = [
     "VARIABLE",
     "Claim",
     "EndedGroup",
+    "EngineStatus",
     "RegisteredEngine",
     "Store",
     "Used",

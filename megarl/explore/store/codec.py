@@ -116,12 +116,12 @@ def trajectory_from_row(row: Any) -> Trajectory:
 
 def _turn_record(turn: Turn) -> list[Any]:
     spans = [[span.start, span.end, str(span.version)] for span in turn.spans]
-    return [turn.author, len(turn), turn.follows, turn.logp is not None, turn.finish_reason, spans]
+    return [turn.author, len(turn), turn.follows, turn.logp is not None, turn.finish_reason, spans, turn.reward]
 
 
 def _turns(records: Sequence[Sequence[Any]], tensors: Mapping[str, np.ndarray]) -> Iterator[Turn]:
     tokens_at, logp_at = 0, 0
-    for author, length, follows, has_logp, finish_reason, spans in records:
+    for author, length, follows, has_logp, finish_reason, spans, reward in records:
         logp = tensors["logp"][logp_at : logp_at + length] if has_logp else None
         yield Turn(
             author,
@@ -130,6 +130,7 @@ def _turns(records: Sequence[Sequence[Any]], tensors: Mapping[str, np.ndarray]) 
             logp,
             tuple(WeightsSpan(start, end, WeightsVersion.parse(version)) for start, end, version in spans),
             finish_reason,
+            reward,
         )
         tokens_at, logp_at = tokens_at + length, logp_at + length * has_logp
 

@@ -1,40 +1,75 @@
-"""The engines of a job: whoever asks them finds them here."""
+"""The engines of a run: whoever asks them finds them here, and orders what they shall be."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, delete, insert, select
+from sqlalchemy import Connection, Row, delete, insert, select, update
 
 from megarl.explore.store.handle import Handle
-from megarl.explore.store.tables import ENGINES
+from megarl.explore.store.tables import ENGINES, EngineStatus
 
 
 class RegisteredEngine(NamedTuple):
-    """An engine that serves, or will."""
+    """An engine of a job."""
 
     number: int
     """Number of the replica; the ranks of its workers in the weight plan follow from it."""
     url: str
     workers: int
     """Workers that hold its weights: tp * pp."""
+    wanted: EngineStatus = EngineStatus.SERVING
+    state: EngineStatus = EngineStatus.STARTING
 
 
 class EngineRegistry(Handle):
-    """Engines of the running attempt. A supervisor writes, explorer and trainer read."""
+    """Engines of the run's jobs, by the program of the job that owns them.
+
+    The supervisor of that job registers its engines, carries out orders and notes states. Explorer and trainer read.
+    """
 
     def register_engines(self, engines: Sequence[RegisteredEngine]) -> None:
-        """Make ``engines`` the job's. Safe to repeat: the table is written again."""
+        """Make ``engines`` those of this handle's job. Safe to repeat: they are written again."""
 
         def work(connection: Connection, again: bool) -> None:
-            connection.execute(delete(ENGINES))
+            connection.execute(delete(ENGINES).where(ENGINES.c.program == self.program))
             if engines:
-                connection.execute(insert(ENGINES), [engine._asdict() for engine in engines])
+                connection.execute(insert(ENGINES), [self._row(engine) for engine in engines])
 
         self._write(work)
 
     def engines(self) -> list[RegisteredEngine]:
-        """The job's engines by number; none before its start, or in an offline job."""
-        query = select(ENGINES).order_by(ENGINES.c.number)
-        return [RegisteredEngine(*row) for row in self._read(lambda connection: connection.execute(query).all())]
+        """Engines of all jobs that are wanted, by program and number; none before a start, or in an offline job."""
+        query = select(ENGINES).where(ENGINES.c.wanted != EngineStatus.ABSENT)
+        rows = self._read(lambda connection: connection.execute(query.order_by(*ENGINES.primary_key)).all())
+        return [_engine(row) for row in rows]
+
+    def own_engines(self) -> list[RegisteredEngine]:
+        """Engines of this handle's job by number, absent ones too."""
+        query = select(ENGINES).where(ENGINES.c.program == self.program).order_by(ENGINES.c.number)
+        return [_engine(row) for row in self._read(lambda connection: connection.execute(query).all())]
+
+    def order_engine(self, number: int, wanted: EngineStatus, program: str | None = None) -> None:
+        """Ask the supervisor of a job (None: this handle's) for a state of its engine. Safe to repeat.
+
+        Raises ValueError for a state that is reached, not ordered.
+        """
+        if wanted not in (EngineStatus.SERVING, EngineStatus.ABSENT):
+            raise ValueError(f"an engine can be ordered to be serving or absent, not {wanted}")
+        self._set(number, program, wanted=wanted)
+
+    def note_engine(self, number: int, state: EngineStatus) -> None:
+        """Write what has become of an engine of this handle's job. Safe to repeat."""
+        self._set(number, None, state=state)
+
+    def _set(self, number: int, program: str | None, **values: EngineStatus) -> None:
+        which = (ENGINES.c.program == (program or self.program), ENGINES.c.number == number)
+        self._write(lambda connection, again: connection.execute(update(ENGINES).where(*which).values(values)))
+
+    def _row(self, engine: RegisteredEngine) -> dict[str, object]:
+        return {"program": self.program, **engine._asdict()}
+
+
+def _engine(row: Row[Any]) -> RegisteredEngine:
+    return RegisteredEngine(row.number, row.url, row.workers, EngineStatus(row.wanted), EngineStatus(row.state))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megarl.core.jobs import TRAIN
 from megarl.explore.store.transactions import Transactions
 
 IDS = 1000
@@ -21,8 +22,12 @@ class Handle:
         outage_s: float = 0.0,
         read_only: bool = False,
         has_tables: bool = False,
+        program: str = TRAIN,
     ) -> None:
-        self._database = Transactions(url, attempt, outage_s, read_only=read_only, has_tables=has_tables)
+        self._database = Transactions(
+            url, attempt, outage_s, read_only=read_only, has_tables=has_tables, program=program
+        )
+        self.program = program
         self._read, self._write = self._database.read, self._database.write
 
     def close(self) -> None:

@@ -27,6 +27,7 @@ class Store(TaskTable, RolloutTable, Buffer, EngineRegistry, Journal):
         attempt: Of the job that this process belongs to. Every write raises FencedError once another one has begun.
             None (reports, tools) writes whatever attempt there is.
         outage_s: How long a database that does not answer is waited for; 0 fails at once.
+        program: Of the job that this process belongs to; attempts of another program are not its own.
         has_tables: Another process has made the tables. Then nothing connects before the first call.
 
     Raises:

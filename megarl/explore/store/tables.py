@@ -26,6 +26,16 @@ class GroupState(StrEnum):
     """A step has left it out; ``reason`` is why."""
 
 
+class EngineStatus(StrEnum):
+    """Life of an engine; the first two are states that can be wanted."""
+
+    SERVING = "serving"
+    ABSENT = "absent"
+    """Without a process, by order: neither replaced nor waited for."""
+    STARTING = "starting"
+    """Its process runs, and listens nowhere yet."""
+
+
 WHOLE = (GroupState.READY, GroupState.CONSUMED, GroupState.DROPPED)
 """States in which a group's trajectories are there."""
 
@@ -130,10 +140,13 @@ EVENTS = Table(
 ENGINES = Table(
     "engines",
     METADATA,
+    Column("program", String, primary_key=True),  # of the job that owns it
     Column("number", Integer, primary_key=True, autoincrement=False),
     Column("url", String, nullable=False),
     Column("workers", Integer, nullable=False),
+    Column("wanted", String, nullable=False),  # an EngineStatus
+    Column("state", String, nullable=False),  # an EngineStatus, as the job's supervisor has seen it last
 )
-"""Engines of the running attempt; each start writes them again."""
+"""Engines of all running jobs; each start of a job writes its own again."""
 
 JOB = Table("job", METADATA, Column("key", String, primary_key=True), Column("value", Text, nullable=False))

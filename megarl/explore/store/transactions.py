@@ -23,6 +23,7 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 
 from megarl.core import heartbeat
 from megarl.core.errors import ConfigError, FencedError, JobError, StoreDamagedError
+from megarl.core.jobs import TRAIN
 from megarl.explore.store import database
 from megarl.explore.store.database import open_engine, open_read_only, reason, shown, sqlite_file, sync_folder
 from megarl.explore.store.tables import JOB, METADATA, SCHEMA, SCHEMA_KEY
@@ -48,7 +49,7 @@ _SQLITE_INACCESSIBLE = (
     "SQLITE_IOERR_SHMOPEN",
 )
 _TABLES_LOCK = 0x6D65676172  # any number that nobody else takes; those of handles are random
-_ATTEMPT, _SYNCED = "attempt", "synced"
+_SYNCED = "synced"
 _JITTER = random.Random()  # not the generator that a run's results depend on
 
 
@@ -66,9 +67,17 @@ class Transactions:
     """
 
     def __init__(
-        self, url: str, attempt: int | None, outage_s: float, *, read_only: bool = False, has_tables: bool = False
+        self,
+        url: str,
+        attempt: int | None,
+        outage_s: float,
+        *,
+        read_only: bool = False,
+        has_tables: bool = False,
+        program: str = TRAIN,
     ) -> None:
         self.shown = shown(url)
+        self._attempt_key = f"attempt/{program}"
         self.attempt = attempt
         self._outage_s = outage_s
         self._path = sqlite_file(url)
@@ -133,7 +142,7 @@ class Transactions:
         def work(connection: Connection, again: bool) -> None:
             if connection.dialect.name == "postgresql":  # two that begin together take turns
                 connection.execute(select(func.pg_advisory_xact_lock(_TABLES_LOCK)))
-            stored = connection.scalar(select(JOB.c.value).where(JOB.c.key == _ATTEMPT))
+            stored = connection.scalar(select(JOB.c.value).where(JOB.c.key == self._attempt_key))
             if stored == f"{attempt} {mark}":
                 return
             if stored is not None and _number(stored) >= attempt:
@@ -142,7 +151,7 @@ class Transactions:
                     "that job; if there is none, the database is another run's or an earlier one's: give this run its "
                     "own (store.url)"
                 )
-            put(connection, JOB, [{"key": _ATTEMPT, "value": f"{attempt} {mark}"}])
+            put(connection, JOB, [{"key": self._attempt_key, "value": f"{attempt} {mark}"}])
 
         self.attempt = None  # or the check before ``work`` would look for the attempt that is to end
         self.write(work)
@@ -176,7 +185,7 @@ class Transactions:
             if postgres:
                 connection.execute(select(alone))
             return
-        query = select(JOB.c.value, *([alone] if postgres else [])).where(JOB.c.key == _ATTEMPT)
+        query = select(JOB.c.value, *([alone] if postgres else [])).where(JOB.c.key == self._attempt_key)
         stored = connection.scalar(query.with_for_update(read=True))
         if stored is None or _number(stored) != self.attempt:
             seen = "none has begun" if stored is None else f"attempt {_number(stored)} has begun since"

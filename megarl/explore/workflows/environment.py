@@ -6,6 +6,7 @@ import logging
 
 from megarl.core.schema import Reward, Task
 from megarl.explore.environments import EnvironmentFault, Episode, EpisodeThreads, MakeEnvironment, Observation
+from megarl.explore.environments.types import PARAMETERS
 from megarl.explore.recording.model import RolloutModel
 from megarl.explore.rewards.verdict import MAX_PARTS
 from megarl.explore.workflows.types import Workflow
@@ -25,15 +26,19 @@ def environment(make: MakeEnvironment, threads: EpisodeThreads) -> Workflow:
     """
 
     async def workflow(task: Task, model: RolloutModel) -> None:
-        model.ask(task)
         rewards: list[float] = []
         episode = Episode(threads)
         try:
-            await episode.begin(make, task, model.seed)
+            first = await episode.begin(make, task, {name: getattr(model, name) for name in PARAMETERS})
+            try:
+                model.ask(task, first)
+            except ValueError as error:
+                raise EnvironmentFault(str(error)) from error
             while True:
                 response = await model.generate()
                 seen = await episode.step(model.text(response))
                 rewards.append(float(seen.reward))
+                model.rate(response, rewards[-1])
                 if seen.done or response.finish_reason != "stop" or model.add("environment", seen.text) is None:
                     break
             model.finish(_reward(rewards, seen))

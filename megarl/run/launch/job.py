@@ -15,11 +15,13 @@ import psutil
 
 from megarl.core.config import Config
 from megarl.core.errors import DiskFullError, FencedError, JobError, NonRetryableError
+from megarl.core.jobs import of_program
 from megarl.core.metrics import COMMAND, Timeline
 from megarl.engine.client.auth import KEY_VARIABLE
 from megarl.engine.client.leftovers import remove_stale_folders
 from megarl.explore.store import Store
 from megarl.explore.tasksets import source_of
+from megarl.learn.algorithms import job_of
 from megarl.run.checks.filters import Selected
 from megarl.run.checks.job import check, check_sizes
 from megarl.run.nodes import agent, health
@@ -58,7 +60,7 @@ def run(config: Config, servers: ForkServers | None = None) -> int:
     key = os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(24)
     if not allocation.is_head:
         return agent.serve(allocation, config, key)
-    run_dir = Path(config.run.dir)
+    run_dir, program = Path(config.run.dir), job_of(config).program
     start = time.monotonic()
     if allocation.nodes > 1:
         servers = None
@@ -66,10 +68,10 @@ def run(config: Config, servers: ForkServers | None = None) -> int:
         preload(config, servers)
     with (
         Gathering(allocation, key, config.cluster.heartbeat_s) as gathering,
-        own_run_dir(run_dir) as lock,
+        own_run_dir(run_dir, program) as lock,
         ExitStack() as stack,
     ):
-        last = current_attempt(run_dir)  # whoever counts from here on has taken over
+        last = current_attempt(run_dir, program)  # whoever counts from here on has taken over
         timeline = Timeline(run_dir / "timeline", COMMAND)
         born = psutil.Process().create_time()
         timeline.add("import", born, time.time() - born, attempt=last + 1)
@@ -148,7 +150,7 @@ def _run_attempts(
                 if not left or stop_request.count:
                     raise
                 log.error("%s", error)
-                check_fence(run_dir, attempt)
+                check_fence(run_dir, attempt, job_of(config).program)
                 set_aside_damaged(run_dir, digests=config.trainer.verify_checkpoints, stopping=stop_request.is_set)
                 replace_damaged_store(config, stopping=stop_request.is_set)
                 log.warning("starting again from the newest checkpoint (cluster.restarts: %d left)", left - 1)
@@ -162,11 +164,11 @@ def _begin_attempt(config: Config, stop_request: StopRequest, last: int | None =
         JobError: it cannot be written down.
     """
     run_dir, end = Path(config.run.dir), time.monotonic() + config.store.outage_s
-    warned = False
+    program, warned = job_of(config).program, False
     while True:
         try:
-            with writing(run_dir / "attempt"):
-                return next_attempt(run_dir, last)
+            with writing(run_dir / of_program("attempt", program)):
+                return next_attempt(run_dir, last, program)
         except DiskFullError as error:
             if stop_request.count or time.monotonic() > end:
                 raise
@@ -244,7 +246,7 @@ def _fill_store(config: Config, tasks: Mapping[str, Selected], attempt: int) -> 
     Before the explorer starts: it would claim what is still open, while no engine has the weights or even answers.
     """
     run_dir = Path(config.run.dir)
-    store = Store(config.store.url, outage_s=config.store.outage_s)
+    store = Store(config.store.url, outage_s=config.store.outage_s, program=job_of(config).program)
     check_owner_of_store(config, run_dir, store)
     store.begin_attempt(attempt)
     check_store_of_run(config, run_dir, store)

@@ -81,9 +81,10 @@ def fit(
 
 
 def planned(config: Config, nodes: Sequence[NodeInfo]) -> str:
-    """Describe what would run where, a line for each node. Raises ConfigError where the whole job does not fit them."""
-    fitted = fit(config, nodes, nodes, lambda smaller: None)
-    return table(fitted.plan, nodes)
+    """Describe a job: its mode, when it ends, and what would run where, a line for each node. Raises ConfigError where
+    the whole job does not fit them."""
+    plan = fit(config, nodes, nodes, lambda smaller: None).plan
+    return f"mode {plan.job.mode}: the job ends when each {plan.job.until.label} has\n{table(plan, nodes)}"
 
 
 def reductions(old: Config, new: Config) -> list[Change]:

@@ -16,6 +16,7 @@ from typing import IO
 
 from megarl.core.durable import write_text
 from megarl.core.errors import ConfigError, FencedError
+from megarl.core.jobs import TRAIN, of_program
 from megarl.core.machine import start_ticks
 from megarl.run.process.reaper import end
 from megarl.weights.checkpoint.training.manifest import current_attempt
@@ -42,8 +43,8 @@ def check_writable(setting: str, folder: Path) -> None:
 
 
 @contextmanager
-def own_run_dir(run_dir: Path) -> Iterator[int]:
-    """Hold the run directory: two jobs in one directory would overwrite each other's state.
+def own_run_dir(run_dir: Path, program: str = TRAIN) -> Iterator[int]:
+    """Hold the run directory for a program: two jobs of one program would overwrite each other's state.
 
     Yields the lock's descriptor. Every process that keeps it open holds the directory too, so that after the death of
     a supervisor the next one waits until all of the job's processes are gone, and ends those that outlive ORPHANS_S.
@@ -55,13 +56,13 @@ def own_run_dir(run_dir: Path) -> Iterator[int]:
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        handle: IO[str] = (run_dir / "lock").open("a+")
+        handle: IO[str] = (run_dir / of_program("lock", program)).open("a+")
     except OSError as error:
         raise ConfigError(
             f"run.dir={run_dir} cannot be made or written in ({error.strerror}); set run.dir to another place"
         ) from error
     try:
-        _lock(run_dir, handle)
+        _lock(run_dir, handle, program)
         handle.truncate(0)
         handle.write(
             f"{os.getpid()} {os.uname().nodename} {os.environ.get('SLURM_JOB_ID', '')} {start_ticks(os.getpid())}"
@@ -72,7 +73,7 @@ def own_run_dir(run_dir: Path) -> Iterator[int]:
         handle.close()
 
 
-def _lock(run_dir: Path, handle: IO[str]) -> None:
+def _lock(run_dir: Path, handle: IO[str], program: str) -> None:
     """Take the lock. Raises ConfigError."""
     fenced = ended = False
     deadline = time.monotonic() + ORPHANS_S
@@ -82,7 +83,7 @@ def _lock(run_dir: Path, handle: IO[str]) -> None:
         here = host == os.uname().nodename
         earlier_self = slurm_job != "" and slurm_job == os.environ.get("SLURM_JOB_ID")
         if earlier_self and not fenced:
-            next_attempt(run_dir)
+            next_attempt(run_dir, program=program)
             fenced = True
         lives = not earlier_self and here and _is_alive(pid, started)
         if lives or time.monotonic() > deadline:
@@ -169,10 +170,10 @@ def _is_alive(pid: str, started: str) -> bool:
     return state != "Z"  # dead, and its parent has not asked yet
 
 
-def next_attempt(run_dir: Path, last: int | None = None) -> int:
-    """Count a start of the job, which fences all earlier ones.
+def next_attempt(run_dir: Path, last: int | None = None, program: str = TRAIN) -> int:
+    """Count a start of a job, which fences all earlier ones of its program.
 
-    Weights versions carry the number, so none is ever used twice.
+    Weights versions carry the number of the trainer's program, so none is ever used twice.
 
     Args:
         last: The newest attempt that the caller knows of; None fences whatever there is.
@@ -180,16 +181,17 @@ def next_attempt(run_dir: Path, last: int | None = None) -> int:
     Raises:
         FencedError: a later one than ``last`` has begun.
     """
-    with (run_dir / "attempt.lock").open("a") as lock:  # two heads of one run may count at the same time
+    path = run_dir / of_program("attempt", program)
+    with path.with_name(f"{path.name}.lock").open("a") as lock:  # two heads of one run may count at the same time
         fcntl.flock(lock, fcntl.LOCK_EX)
         if last is not None:
-            check_fence(run_dir, last)
-        attempt = current_attempt(run_dir) + 1
-        write_text(run_dir / "attempt", str(attempt))
+            check_fence(run_dir, last, program)
+        attempt = current_attempt(run_dir, program) + 1
+        write_text(path, str(attempt))
     return attempt
 
 
-def check_fence(run_dir: Path, attempt: int) -> None:
-    """Raise FencedError where a later attempt has begun."""
-    if (newest := current_attempt(run_dir)) > attempt:
+def check_fence(run_dir: Path, attempt: int, program: str = TRAIN) -> None:
+    """Raise FencedError where a later attempt of the program has begun."""
+    if (newest := current_attempt(run_dir, program)) > attempt:
         raise FencedError(f"attempt {newest} of the run in {run_dir} has begun; attempt {attempt} ends")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from megarl.core.errors import JobError
 from megarl.core.jobs import ProcessKind, kind_of, unit_of
+from megarl.explore.store import EngineStatus
 from megarl.run.nodes.node import Process, Started
 from megarl.run.process.process import ERROR
 
@@ -49,6 +50,8 @@ class Replacements:
         self._closed: dict[str, float] = {}
         """Since when they do not any more."""
         self._looked_at = 0.0
+        self._absent: set[str] = set()
+        """Units without processes, by order."""
         self.used_up = ""
         """Reason why a dead process was not replaced, where it could have been."""
 
@@ -82,7 +85,7 @@ class Replacements:
         if time.monotonic() - self._looked_at < LOOK_S:
             return
         self._looked_at = now = time.monotonic()
-        for s in self._started:
+        for s in self.present():
             if s.spec is None or not s.spec.listens or s.process.poll() is not None:
                 continue
             listens, unit = _listens(s.spec.listens), unit_of(s.process.name)
@@ -100,7 +103,29 @@ class Replacements:
                 s.process.signal(signal.SIGKILL)
 
     def _dead(self) -> list[Started]:
-        return [s for s in self._started if failed(s.process)]
+        return [s for s in self.present() if failed(s.process)]
+
+    def present(self) -> list[Started]:
+        """Processes that are not absent by order."""
+        return [s for s in self._started if unit_of(s.process.name) not in self._absent]
+
+    def state(self, unit: str) -> EngineStatus:
+        """State of an engine, as the last look at its port found it."""
+        if unit in self._absent:
+            return EngineStatus.ABSENT
+        return EngineStatus.SERVING if unit in self._up else EngineStatus.STARTING
+
+    def end(self, unit: str, grace_s: float) -> None:
+        """End all parts of a unit; until ``begin`` it is absent."""
+        self._absent.add(unit)
+        self._forget(unit)
+        for s in self._members(unit):
+            s.node.stop([s.process.name], grace_s)
+
+    def begin(self, unit: str) -> None:
+        """Start a unit that was absent. Raises JobError where it cannot be started."""
+        self._start(unit)
+        self._absent.discard(unit)
 
     def _members(self, unit: str) -> list[Started]:
         return [s for s in self._started if unit_of(s.process.name) == unit]
@@ -127,10 +152,17 @@ class Replacements:
                     s.process.log,
                     left,
                 )
-        self._up.discard(unit)
-        self._closed.pop(unit, None)
+        self._forget(unit)
         for s in members:
             s.node.stop([s.process.name], 0.0)
+        self._start(unit)
+
+    def _forget(self, unit: str) -> None:
+        self._up.discard(unit)
+        self._closed.pop(unit, None)
+
+    def _start(self, unit: str) -> None:
+        members = self._members(unit)
         for s in members:
             assert s.spec is not None
             _until_free(s.process.name, s.spec.listens)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megarl.core.config import Config, save_resolved
 from megarl.core.errors import FencedError, JobError, NonRetryableError
-from megarl.core.jobs import ProcessKind, kind_of
+from megarl.core.jobs import PROGRAM, ProcessKind, kind_of
 from megarl.engine.client.auth import KEY_VARIABLE
 from megarl.explore.store import RegisteredEngine, Store
 from megarl.learn.algorithms import job_of
@@ -21,6 +21,7 @@ from megarl.run.nodes.plan import Plan, workers_of
 from megarl.run.postgres import Server
 from megarl.run.process.interrupt import StopRequest
 from megarl.run.run_dir.owner import check_fence
+from megarl.run.supervise.orders import EngineOrders
 from megarl.run.supervise.replace import SETTLE_S, Replacements, ending, failed
 from megarl.run.supervise.specs import Addresses, resolved, specs, urls
 from megarl.run.supervise.watchdog import Watchdog
@@ -47,9 +48,10 @@ def start_attempt(config: Config, plan: Plan, nodes: Sequence[Node], attempt: in
     by_rank = {node.rank: node for node in nodes}
     addresses = _addresses(plan, by_rank)
     logs = _logs(config, attempt)
-    environment = {KEY_VARIABLE: key, "MEGARL_ATTEMPT": str(attempt), "MEGARL_TTY": "1" if sys.stderr.isatty() else "0"}
+    environment = {KEY_VARIABLE: key, "MEGARL_ATTEMPT": str(attempt), PROGRAM: plan.job.program}
+    environment["MEGARL_TTY"] = "1" if sys.stderr.isatty() else "0"
     save_resolved(config, resolved(config))
-    _register_engines(config, addresses, attempt)
+    _register_engines(config, plan, addresses, attempt)
     started: list[Started] = []
     try:
         for rank, spec in specs(config, plan, addresses, environment, logs):
@@ -64,11 +66,11 @@ def start_attempt(config: Config, plan: Plan, nodes: Sequence[Node], attempt: in
     return started
 
 
-def _register_engines(config: Config, addresses: Addresses, attempt: int) -> None:
+def _register_engines(config: Config, plan: Plan, addresses: Addresses, attempt: int) -> None:
     """Write the engines into the store, where explorer and trainer look for them."""
     if not addresses.engines:
         return
-    store = Store(config.store.url, attempt=attempt, outage_s=config.store.outage_s)
+    store = Store(config.store.url, attempt=attempt, outage_s=config.store.outage_s, program=plan.job.program)
     try:
         workers = workers_of(config)
         store.register_engines([RegisteredEngine(i, url, workers) for i, url in enumerate(urls(addresses))])
@@ -137,17 +139,21 @@ def watch(
     """
     started = list(started)
     replacements = Replacements(started, config.cluster.replacements)
-    until = job_of(config).until
-    deciding = [s.process for s in started if kind_of(s.process.name) is until]
+    job = job_of(config)
+    deciding = [s.process for s in started if kind_of(s.process.name) is job.until]
     engines: list[Process] = []
     asked_at: float | None = None
     looked_at = 0.0
     watchdog = Watchdog(config, _logs(config, attempt or 0))
+    orders = None
+    if attempt is not None and job.has(ProcessKind.ENGINE):
+        store = Store(config.store.url, attempt=attempt, program=job.program, has_tables=True)
+        orders = EngineOrders(store, replacements, STOP_S)
     try:
         while True:
             if attempt is not None and time.monotonic() - looked_at > FENCE_S:
                 looked_at = time.monotonic()
-                check_fence(Path(config.run.dir), attempt)
+                check_fence(Path(config.run.dir), attempt, job.program)
             if server is not None and server.poll() is not None:
                 log.warning("the job's PostgreSQL has ended (status %s); starting it again", server.poll())
                 server.start()
@@ -173,11 +179,13 @@ def watch(
             # Once asked, who stops a whole session or Slurm step has ended the others too: only a trainer's failure is
             # news.
             if asked_at is None:
+                if orders is not None:
+                    orders.carry_out()
                 replaced = replacements.replace_dead()
                 if stop_request.count:
                     continue  # who asked may have ended the others as well
                 if not replaced:
-                    _raise_for_dead([s.process for s in started], replacements.used_up)
+                    _raise_for_dead([s.process for s in replacements.present()], replacements.used_up)
             else:
                 _raise_for_dead(deciding, "")
             if all(p.poll() == 0 for p in deciding):
@@ -190,6 +198,8 @@ def watch(
             s.process.signal(signal.SIGKILL)
         raise
     finally:
+        if orders is not None:
+            orders.close()
         stop(started, STOP_S)
 
 

@@ -6,7 +6,6 @@ A step is made by ``online.OnlineTrainer`` or ``offline.OfflineTrainer``.
 from __future__ import annotations
 
 import gc
-import os
 import random
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
@@ -52,7 +51,7 @@ class Trainer(ABC):
         position = groups.initialize(config.parallel, seed=config.trainer.seed, timeout_s=self.timeout_s)
         random.seed(config.trainer.seed)
         np.random.seed(config.trainer.seed)
-        self.context = RunContext(config, Path(config.run.dir), int(os.environ["MEGARL_ATTEMPT"]), position.rank)
+        self.context = RunContext.of(config, position.rank)
         self.store = self.context.open_store()
         self.reporter = Reporter(self.context, self.store)
         self.reporter.record_start()

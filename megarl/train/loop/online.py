@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+
+from megarl.core import heartbeat
 from megarl.core.config import Config
 from megarl.core.config.algorithms import MixConfig
 from megarl.core.errors import NonRetryableError
@@ -53,7 +56,7 @@ class OnlineTrainer(Trainer):
                 actor.layout,
                 self.models.hf_config,
                 rank,
-                engines=lambda: [engine.url for engine in self.store.engines()],
+                engines=self.engines,
                 stopping=lambda: self.ranks.stopping,
             )
             self.weights = WeightSync(self.context, self.ranks, self.reporter, self.models, publisher)
@@ -61,6 +64,16 @@ class OnlineTrainer(Trainer):
             self.rollouts = Rollouts(self.context, self.algorithm, self.store, self.reporter, self.reader, waiter.wait)
             self.evaluation = Evaluation(self.context, self.store, self.reporter, waiter.wait)
             self.weights.connect()
+
+    def engines(self) -> list[str]:
+        """URLs of the engines that are wanted; where all are absent by order, wait for one to be wanted again."""
+        until = time.monotonic() + self.config.rollout.start_timeout_s
+        while not (found := self.store.engines()) and self.store.own_engines():
+            if self.ranks.stopping or time.monotonic() > until:
+                break
+            heartbeat.beat()
+            time.sleep(self.config.store.poll_s)
+        return [engine.url for engine in found]
 
     def step(self, state: TrainState) -> TrainState | None:
         """Make one step: sync, rollout, inference, update; None when the job is asked to stop."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from megarl.core.config import Config
+from megarl.core.jobs import PROGRAM, TRAIN
 from megarl.explore.store import Store
 
 
@@ -18,9 +21,16 @@ class RunContext:
     attempt: int
     """Number of this start of the job; stores and files refuse an older one."""
     rank: int
+    program: str = TRAIN
+
+    @classmethod
+    def of(cls, config: Config, rank: int) -> Self:
+        """The place that the supervisor has given this process, by its environment."""
+        program = os.environ.get(PROGRAM, TRAIN)
+        return cls(config, Path(config.run.dir), int(os.environ["MEGARL_ATTEMPT"]), rank, program)
 
     def open_store(self) -> Store:
         """Open the store, whose tables the supervisor has made. A rank that neither reads nor writes never connects: a
         job may have more ranks than a database sessions."""
         store = self.config.store
-        return Store(store.url, attempt=self.attempt, outage_s=store.outage_s, has_tables=True)
+        return Store(store.url, attempt=self.attempt, outage_s=store.outage_s, program=self.program, has_tables=True)

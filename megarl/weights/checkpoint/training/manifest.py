@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from megarl.core import durable, heartbeat
 from megarl.core.durable import write_text
 from megarl.core.errors import CheckpointError, JobError
+from megarl.core.jobs import TRAIN, of_program
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +58,10 @@ class Fingerprint(NamedTuple):
             return cls(os.fstat(file.fileno()).st_size, digest.hexdigest())
 
 
-def current_attempt(run_dir: Path) -> int:
-    """Number of the newest start of the run; 0 before the first. Raises JobError where the file is not megarl's."""
-    path = run_dir / "attempt"
+def current_attempt(run_dir: Path, program: str = TRAIN) -> int:
+    """Number of the newest start of a program of the run; 0 before the first. Raises JobError where the file is not
+    megarl's."""
+    path = run_dir / of_program("attempt", program)
     if not path.is_file():
         return 0
     if not _NUMBER.fullmatch(text := path.read_text(errors="replace").strip()):

@@ -1,0 +1,26 @@
+"""Lengths that the turns of a trajectory may have."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from megarl.core.config.lengths import context_tokens, prompt_tokens
+from megarl.core.config.schema import RolloutConfig
+
+
+@dataclass(frozen=True)
+class TokenLimits:
+    """Most tokens; ``sys.maxsize`` for no limit."""
+
+    prompt: int = sys.maxsize
+    """Tokens of a prompt (``rollout.max_prompt_tokens``)."""
+    response: int = sys.maxsize
+    """Tokens of a response (``rollout.max_response_tokens``)."""
+    trajectory: int = sys.maxsize
+    """Tokens of a line of turns, the prompt included (``rollout.max_trajectory_tokens``)."""
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig) -> TokenLimits:
+        """TokenLimits that the settings name."""
+        return cls(prompt_tokens(rollout), rollout.max_response_tokens, context_tokens(rollout))
