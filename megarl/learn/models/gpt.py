@@ -12,6 +12,7 @@ from megarl.core.config.schema import ModelConfig, ParallelConfig
 from megarl.learn.models.specs import RMSNorm, block_spec, check_implementation
 from megarl.weights.architectures import Head, architecture
 from megarl.weights.architectures.megatron_config import gpt_kwargs, transformer_kwargs
+from megarl.weights.megatron_private import keep_float32_bias
 from megarl.weights.reshard.layouts import padded_vocab_size
 
 __all__ = ["RMSNorm", "build_chunks", "named_tensors", "transformer_config", "unwrap"]
@@ -135,10 +136,8 @@ def _mark_experts(stage: torch.nn.Module) -> None:
 
 def _keep_float32(stage: torch.nn.Module) -> None:
     """Float16Module casts every buffer; a router's bias decides between nearly equal experts and stays in float32."""
-    router: Any
-    for router in stage.modules():
-        if hasattr(router, "_maintain_float32_expert_bias"):
-            router._maintain_float32_expert_bias()
+    for module in stage.modules():
+        keep_float32_bias(module)
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 from megarl.core.config.schema import ParallelConfig
 from megarl.learn.parallel import cpu
 from megarl.learn.parallel.grid import check_parallel
+from megarl.weights.megatron_private import HYBRID, TRACKER, device_generator, group_names, put_device_generator
 
 BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
 """``parallel.backend`` in torch's words. Messages about a step stay on the host, and goes by gloo there too."""
@@ -185,16 +186,14 @@ class _State:
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import random
 
-        groups = {name: getattr(parallel_state, name) for name in _group_names()}
-        return cls(groups, {name: getattr(random, name) for name in _TRACKER}, random._get_cuda_rng_state())
+        groups = {name: getattr(parallel_state, name) for name in group_names()}
+        return cls(groups, {name: getattr(random, name) for name in TRACKER}, device_generator())
 
     @classmethod
     def blank(cls) -> _State:
         """State before the first grid. The generator stays as it is: the next seed sets it."""
-        from megatron.core.tensor_parallel import random
-
-        groups: dict[str, Any] = dict.fromkeys(_group_names())
-        return cls(groups | {_HYBRID: {}}, dict(_TRACKER), random._get_cuda_rng_state())
+        groups: dict[str, Any] = dict.fromkeys(group_names())
+        return cls(groups | {HYBRID: {}}, dict(TRACKER), device_generator())
 
     def put(self) -> None:
         from megatron.core import parallel_state
@@ -203,20 +202,4 @@ class _State:
         for module, values in ((parallel_state, self.groups), (random, self.tracker)):
             for name, value in values.items():
                 setattr(module, name, value)
-        random._set_cuda_rng_state(self.generator)
-
-
-_HYBRID = "_HYBRID_DP_CP_GROUPS"
-"""The one global of parallel_state that is a dict, filled in place; all others start as None."""
-_TRACKER = {"_CUDA_RNG_STATE_TRACKER": None, "_CUDA_RNG_STATE_TRACKER_INITIALIZED": False}
-"""Globals of tensor_parallel.random -> as they start."""
-_SHARED = {"_global_process_group_list"}
-"""Attributes that belong to no single grid: the list of all groups that were ever made."""
-
-
-def _group_names() -> list[str]:
-    """Globals of parallel_state that belong to one grid: by how they are written, so that none of a newer version is
-    missed."""
-    from megatron.core import parallel_state
-
-    return [name for name in vars(parallel_state) if name.startswith("_") and name.isupper() and name not in _SHARED]
+        put_device_generator(self.generator)

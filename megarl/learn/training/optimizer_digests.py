@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megarl.core.errors import WeightsDiffer
 from megarl.learn.models.gpt import named_tensors, unwrap
 from megarl.ops import slice_digest
+from megarl.weights.megatron_private import first_element
 
 
 def digest_of(tensor: torch.Tensor) -> int:
@@ -51,8 +52,8 @@ def _shares(optimizer: Any, parameters: Sequence[torch.nn.Parameter]) -> np.ndar
     mine = np.zeros(len(parameters), dtype=np.uint64)
     for p, (group, place) in optimizer.model_param_group_index_map.items():
         share = optimizer.optimizer.param_groups[group]["params"][place]
-        start = optimizer._get_model_param_range_map(p)["param"].start
-        mine[number[p]] = slice_digest(share.to(p.dtype), start=(start,), shape=(p.numel(),))
+        start = (first_element(optimizer, p),)
+        mine[number[p]] = slice_digest(share.to(p.dtype), start=start, shape=(p.numel(),))
     total = torch.from_numpy(mine.view(np.int64)).to(parameters[0].device)
     dist.all_reduce(total, group=optimizer.data_parallel_group)  # modulo 2**64
     return total.cpu().numpy().view(np.uint64)

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from megarl.weights.megatron_private import device_generator, put_device_generator
+
 
 def of_process() -> dict[str, Any]:
     """Generators that a process has once: Python's and numpy's."""
@@ -40,7 +42,7 @@ def of_grid() -> dict[str, Any]:
         "torch": _text(torch.get_rng_state()),
         "tracker": {name: _text(state) for name, state in megatron.get_cuda_rng_tracker().get_states().items()},
     }
-    return found | ({"cuda": _text(megatron._get_cuda_rng_state())} if torch.cuda.is_available() else {})
+    return found | ({"cuda": _text(device_generator())} if torch.cuda.is_available() else {})
 
 
 def put_grid(states: Mapping[str, Any]) -> bool:
@@ -52,7 +54,7 @@ def put_grid(states: Mapping[str, Any]) -> bool:
         return False
     torch.set_rng_state(_tensor(states["torch"]))
     if "cuda" in states:
-        megatron._set_cuda_rng_state(_tensor(states["cuda"]))
+        put_device_generator(_tensor(states["cuda"]))
     megatron.get_cuda_rng_tracker().set_states({name: _tensor(text) for name, text in states["tracker"].items()})
     return True
 

@@ -34,6 +34,7 @@ from megarl.weights.checkpoint.training.manifest import (
 )
 from megarl.weights.checkpoint.training.rank_0 import SmallFiles, on_rank_0
 from megarl.weights.checkpoint.training.writer import PendingWrite
+from megarl.weights.megatron_private import put_results_queue
 
 
 @dataclass(frozen=True)
@@ -319,16 +320,13 @@ def save(
 
 def _request(folder: Path, part: CheckpointedModel) -> _Request:
     from megatron.core import dist_checkpointing, parallel_state
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
     if part.optimizer is not None:
         start_moments(part.optimizer)
-    # Its results need no way between processes, ``Writer`` has one: Megatron-Core would spawn a manager on every rank,
-    # which imports torch and stays until the job ends.
-    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    filesystem_async._results_queue = results
+    results: queue.SimpleQueue[Any] = queue.SimpleQueue()  # ``Writer`` has a way between processes
+    put_results_queue(results)
     strategy = FullyParallelSaveStrategyWrapper(
         TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
         parallel_state.get_data_parallel_group(with_context_parallel=True),

@@ -1,0 +1,60 @@
+"""Private parts of Megatron-Core 0.16 that megarl uses; the patches for a CPU are in ``learn/parallel/cpu.py``.
+
+Another version of Megatron-Core is met here. Imports it inside the functions: most of ``weights/`` works without.
+"""
+
+from __future__ import annotations
+
+import queue
+from typing import Any
+
+import torch
+
+TRACKER = {"_CUDA_RNG_STATE_TRACKER": None, "_CUDA_RNG_STATE_TRACKER_INITIALIZED": False}
+"""Globals of tensor_parallel.random -> as they start."""
+HYBRID = "_HYBRID_DP_CP_GROUPS"
+"""The one global of parallel_state that is a dict, filled in place; all others start as None."""
+_SHARED = {"_global_process_group_list"}
+"""Attributes that belong to no single grid: the list of all groups that were ever made."""
+
+
+def group_names() -> list[str]:
+    """Globals of parallel_state that belong to one grid: by how they are written, so that none of a newer version is
+    missed."""
+    from megatron.core import parallel_state
+
+    return [name for name in vars(parallel_state) if name.startswith("_") and name.isupper() and name not in _SHARED]
+
+
+def device_generator() -> torch.Tensor:
+    """State of the device's own generator, uint8."""
+    from megatron.core.tensor_parallel import random
+
+    state: torch.Tensor = random._get_cuda_rng_state()
+    return state
+
+
+def put_device_generator(state: torch.Tensor) -> None:
+    """Restore what ``device_generator`` returned."""
+    from megatron.core.tensor_parallel import random
+
+    random._set_cuda_rng_state(state)
+
+
+def first_element(optimizer: Any, parameter: torch.nn.Parameter) -> int:
+    """First element of a flat parameter that this rank of a distributed optimizer has."""
+    return int(optimizer._get_model_param_range_map(parameter)["param"].start)
+
+
+def keep_float32_bias(router: Any) -> None:
+    """Put a router's bias of experts back to float32, where it has one."""
+    if hasattr(router, "_maintain_float32_expert_bias"):
+        router._maintain_float32_expert_bias()
+
+
+def put_results_queue(results: queue.SimpleQueue[Any]) -> None:
+    """Give the asynchronous writer of checkpoints its queue: it would spawn a manager for one on every rank, which
+    imports torch and stays until the job ends."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = results
