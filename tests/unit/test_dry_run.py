@@ -189,13 +189,13 @@ def test_rows_with_tokens_that_the_model_lacks(prepared: Path, tmp_path: Path) -
 
 def test_answers_with_tokens_that_the_model_lacks(prepared: Path, tmp_path: Path) -> None:
     rows = read_rows(prepared / "data" / "warm_start.parquet", require_response=True)
-    write_rows(tmp_path / "rows.parquet", [*rows[:3], replace(rows[3], response="12 xyzzy"), *rows[4:]])
+    write_rows(tmp_path / "rows.parquet", [*rows[:3], replace(rows[3], response="12 777777"), *rows[4:]])
     config = config_of(
         prepared,
-        with_tokens(prepared, tmp_path / "model", "<never>", "xyzzy"),
+        with_tokens(prepared, tmp_path / "model", "<never>", "777777"),
         f"taskset.warm_start={tmp_path}/rows.parquet",
     )
-    refused(DataError, config, "rows.parquet: row 4 (taskset.warm_start)", "token 129, 'xyzzy'")
+    refused(DataError, config, "rows.parquet: row 4 (taskset.warm_start)", "token 129, '777777'")
 
 
 def test_a_larger_tokenizer_whose_tokens_no_row_has_is_warned_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
@@ -340,3 +341,20 @@ class Silent(Board):
 def test_a_first_observation_that_cannot_be_used_is_the_environments_fault(make: Any, reason: str) -> None:
     model = run(Model("1"), make)
     assert reason in str(model.reason) and model.cause is End.ENVIRONMENT_ERROR and model.reward is None
+
+
+def test_first_observations_need_a_limit_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "board.py").write_text("class make:\n    def reset(self): return ''\n")
+    rollout = RolloutConfig(workflow="environment", environment=f"{tmp_path}/board.py")
+    with pytest.raises(ConfigError, match="rollout.max_prompt_tokens is not set"):
+        workflows.check(rollout, tmp_path)
+    workflows.check(replace(rollout, max_prompt_tokens=64), tmp_path)
+
+
+def test_an_environment_may_change_its_task() -> None:
+    def make(task: Task) -> Board:
+        task.extra_info.clear()
+        return Board(task, 3, TokenLimits(), len, {"size": 4})
+
+    row = task()
+    assert run(Model("1"), make, row).reward is not None and row.extra_info

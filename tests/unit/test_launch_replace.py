@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.core.errors import JobError
+from megarl.core.errors import ConfigError, JobError
 from megarl.core.machine import group_members
 from megarl.explore.store import EngineStatus, RegisteredEngine, Store
 from megarl.run.nodes.node import LocalNode, Spec, Started
@@ -301,7 +301,7 @@ def test_nothing_is_replaced_once_the_job_is_asked_to_stop(run: Callable[..., Lo
 
 def test_engines_are_ended_and_started_by_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Absent by order: neither replaced nor a death; no replacement is used up."""
-    monkeypatch.setattr(orders, "LOOK_S", 0.0)
+    monkeypatch.setattr(orders, "LOOK_S", 0.01)
     config, port = config_of(tmp_path, "cluster.replacements=0"), ports.choose("127.0.0.1", 1, None)[0]
     store = Store(config.store.url)
     store.begin_attempt(1)
@@ -316,7 +316,9 @@ def test_engines_are_ended_and_started_by_order(tmp_path: Path, monkeypatch: pyt
         until(EngineStatus.SERVING)
         store.order_engine(0, EngineStatus.ABSENT)
         until(EngineStatus.ABSENT)
-        assert store.engines() == [] and not [pid for pid in starts(tmp_path, "engine 0") if alive(pid)]
+        assert store.engines()[0].wanted is EngineStatus.ABSENT and not [
+            pid for pid in starts(tmp_path, "engine 0") if alive(pid)
+        ]
         time.sleep(0.5)  # nobody starts it again
         assert len(starts(tmp_path, "engine 0")) == 1
         store.order_engine(0, EngineStatus.SERVING)
@@ -331,19 +333,20 @@ def test_engines_are_ended_and_started_by_order(tmp_path: Path, monkeypatch: pyt
     store.close()
 
 
-def test_orders_of_a_store_that_is_away_wait(tmp_path: Path) -> None:
+def test_a_store_that_is_away_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orders, "LOOK_S", 0.01)
     store = Store(f"sqlite:///{tmp_path}/store.db")
     looks: list[float] = []
 
     def away() -> list[RegisteredEngine]:
         looks.append(time.monotonic())
-        raise JobError("away")
+        raise JobError("away") if len(looks) < 3 else ConfigError("its folder is gone")
 
     store.own_engines = away  # type: ignore[method-assign]
     waiting = orders.EngineOrders(store, replace.Replacements([], 0), 0.0)
-    for _ in range(3):
+    while len(looks) < 5:
         waiting.carry_out()
-    assert len(looks) == 1
+        time.sleep(0.01)
     waiting.close()
 
 
@@ -351,6 +354,8 @@ def test_orders_of_a_store_that_is_away_wait(tmp_path: Path) -> None:
 def test_a_state_that_is_reached_cannot_be_ordered(tmp_path: Path, state: EngineStatus) -> None:
     with pytest.raises(ValueError, match="serving or absent, not starting"):
         Store(f"sqlite:///{tmp_path}/store.db").order_engine(0, state)
+    with pytest.raises(ValueError, match="no engine 3 of the job train is registered"):
+        Store(f"sqlite:///{tmp_path}/store.db").order_engine(3, EngineStatus.ABSENT)
 
 
 def alive(pid: int) -> bool:

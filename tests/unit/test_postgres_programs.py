@@ -29,7 +29,7 @@ HANG = "sleep 1000 & wait"
 START = """
 import sys
 from pathlib import Path
-from megarl.run.launch import postgres
+from megarl.run import postgres
 postgres._identity = lambda folder: postgres.Identity("me", 0, {})
 postgres.Server(Path(sys.argv[1]), "key").start()
 """

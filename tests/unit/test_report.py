@@ -315,14 +315,16 @@ def test_stopped_after_the_first_evaluation(run_dir: Path) -> None:
 
 
 def test_damaged_answers_are_left_out_and_noted(run_dir: Path) -> None:
-    store = Store(load(run_dir).config.store.url)
-    connection = sqlite3.connect(run_dir / "store.db")
-    connection.execute("update trajectories set score = 0.25 where rollout_id = 'eval-after' and \"index\" = 0")
-    connection.commit()
+    path = run_dir / "store.db"
+    connection = sqlite3.connect(path)
+    connection.execute("pragma wal_checkpoint(truncate)").fetchone()
+    [root] = connection.execute("select rootpage from sqlite_master where name = 'trajectories'").fetchone()
     connection.close()
-    store.close()
+    damaged = bytearray(path.read_bytes())
+    damaged[4096 * (root - 1) : 4096 * root] = b"\xff" * 4096
+    path.write_bytes(damaged)
     text = Page(write_report(run_dir).read_text()).text
-    assert "The answers of eval-after are left out" in text and "a row of trajectories is not as it was written" in text
+    assert "The answers of eval-after are left out" in text and "is damaged" in text
     assert "after" in summary(run_dir)
 
 

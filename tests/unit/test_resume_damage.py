@@ -319,7 +319,7 @@ def test_a_damaged_store_is_set_aside_at_the_start(tmp_path: Path, caplog: pytes
     config = config_of(tmp_path)
     newest = finished_checkpoint(tmp_path, 3)
     with (tmp_path / "metrics.jsonl").open("w") as file:
-        for step in range(1, 4):
+        for step in (1, 3):  # the line of step 2 found no room on the disk
             metrics = {"training/global_step": step, "reward": step / 2}
             file.write(
                 json.dumps({"step": step, "sft/loss": 1.0}) + "\n" + json.dumps({"step": step, **metrics}) + "\n"
@@ -338,10 +338,10 @@ def test_a_damaged_store_is_set_aside_at_the_start(tmp_path: Path, caplog: pytes
     replace_damaged_store(config, rename=False)
     assert f"the store {path} is damaged: " in caplog.text and path.read_bytes() == damaged
     replace_damaged_store(config)
-    assert f"THE STORE {path} WAS DAMAGED" in caplog.text and "the 3 steps of metrics.jsonl" in caplog.text
+    assert f"THE STORE {path} WAS DAMAGED" in caplog.text and "the 2 steps of metrics.jsonl" in caplog.text
     assert (tmp_path / "store.db.damaged").read_bytes() == damaged
     store = Store(config.store.url)
-    assert store.steps() == whole
+    assert store.steps() == [whole[0], (2, {}), whole[2]]
     check_store_of_run(config, tmp_path, store)
     assert latest(newest.parent) == newest
     store.close()

@@ -14,7 +14,7 @@ import sqlalchemy
 from megarl.core.errors import ConfigError, JobError, StoreDamagedError
 from megarl.explore.store import Store, database
 from megarl.explore.store.database import open_engine
-from megarl.run.run_dir.store_damage import _set_aside, fault
+from megarl.run.run_dir.store_damage import fault, replace_store
 from tests.power_cut import ForgetfulDisk
 from tests.stores import finish, make_task, request
 
@@ -75,9 +75,68 @@ def test_a_damaged_file_is_told_in_one_line_and_set_aside(tmp_path: Path, damage
         store = Store(url)
         store.steps(), store.tasks("train"), store.events(), [store.trajectories(f"r{i}") for i in range(2)]
     assert "\n" not in str(raised.value)
-    aside = _set_aside(path)
+    aside = replace_store(path, {})
     assert aside == tmp_path / "store.db.damaged" and aside.read_bytes() == broken
     Store(url).begin_attempt(2)
+
+
+def one_byte(text: bytes, other: bytes) -> Callable[[Path], None]:
+    """Of a row: SQLite's check of pages sees nothing."""
+
+    def damage(path: Path) -> None:
+        content = path.read_bytes()
+        path.write_bytes(content.replace(text, text[:-1] + other, 1))
+
+    return damage
+
+
+ROWS = {
+    "no text": one_byte(b'"filler":1020', b"\xff"),
+    "no JSON": one_byte(b'{"reward"', b" "),
+    "a task": one_byte(b'"ground_truth"', b"\xff"),
+}
+
+
+@pytest.mark.parametrize("damage", ROWS)
+def test_a_row_that_no_start_could_read_is_found(tmp_path: Path, damage: str) -> None:
+    """Else every start would end with the promise that the next one sets the file aside."""
+    path = tmp_path / "store.db"
+    url = filled(path)
+    ROWS[damage](path)
+    assert fault(path) is not None
+    store = Store(url)
+    with pytest.raises(StoreDamagedError, match="start the run again"):
+        store.steps(), store.tasks("train")
+    store.close()
+
+
+@pytest.mark.parametrize("cut", range(5))
+def test_a_replacement_that_was_cut_off_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int) -> None:
+    """Before each of its renames; then the log of a killed job lies beside the file too."""
+    path = tmp_path / "store.db"
+    url = filled(path)
+    code = f"import os\nfrom megarl.explore.store import Store\nStore({url!r}).close_job()\nos._exit(9)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 9
+    path.write_bytes(b"x" * 20000)
+    replace, done = os.replace, []
+
+    def dies(source: object, target: object) -> None:
+        if len(done) == cut:
+            raise KeyboardInterrupt
+        done.append(target)
+        replace(str(source), str(target))
+
+    steps: dict[int, dict[str, float | None]] = {step: {"reward": 0.5} for step in range(1, 100)}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "replace", dies)
+        replace_store(path, steps)
+    assert fault(path) is not None
+    aside = replace_store(path, steps)
+    assert fault(path) is None and aside.read_bytes() == b"x" * 20000
+    store = Store(url)
+    assert store.steps() == list(steps.items())
+    store.close()
+    assert sorted(p.name for p in tmp_path.iterdir() if "damaged" not in p.name) == ["store.db"]
 
 
 def test_a_second_damage_keeps_the_file_of_the_first(tmp_path: Path) -> None:
@@ -86,7 +145,7 @@ def test_a_second_damage_keeps_the_file_of_the_first(tmp_path: Path) -> None:
     for name in ("store.db.damaged", "store.db.damaged_2", "store.db.damaged_3"):
         path.write_bytes(name.encode() * 1000)
         kept.append((tmp_path / name, path.read_bytes()))
-        assert _set_aside(path) == tmp_path / name
+        assert replace_store(path, {}) == tmp_path / name
     assert all(file.read_bytes() == content for file, content in kept)
 
 

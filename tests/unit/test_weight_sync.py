@@ -26,7 +26,10 @@ class Syncs:
         self.failures = list(failures)
         self.said: list[str] = []
         self.left = stop_after
-        self.publisher = SimpleNamespace(connect=self.connect, died=lambda: list(died))
+        self.changed, self.joined = False, 0
+        self.publisher = SimpleNamespace(
+            connect=self.connect, died=lambda: list(died), engines_changed=lambda: self.changed
+        )
         self.models = SimpleNamespace()
 
     def sync(self) -> WeightSync:
@@ -37,6 +40,7 @@ class Syncs:
         return WeightSync(context, ranks, ranks, models, publisher)
 
     def connect(self) -> None:
+        self.joined += 1
         if self.left is not None:
             self.left -= 1
         if self.failures:
@@ -114,6 +118,7 @@ def test_weights_that_an_update_has_changed_are_another_version(monkeypatch: pyt
     sync = s.sync()
     monkeypatch.setattr(sync, "_probe", lambda: 0.0)
     sync.publish()
+    assert s.joined == 0
     sync.publish_again("the engine at e is another", updated=updated)
     assert given == [WeightsVersion(1, 1), WeightsVersion(1, 2 if updated else 1)] and sync.version == given[-1]
 
@@ -133,3 +138,17 @@ def test_what_is_sent_is_compared_with_what_the_optimizer_wrote(monkeypatch: pyt
     monkeypatch.setattr(sync, "_probe", lambda: 0.0)
     assert sync.publish() == {"sync/bytes": 4.0, "sync/probe_diff_max": 0.0}
     assert given == [{"w": weight}, WeightsVersion(1, 1), {"w": 7}] and sync.version == WeightsVersion(1, 1)
+
+
+def test_engines_that_are_wanted_anew_are_joined_before_a_publication(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several, one was absent by order and comes back: nobody has died, and it needs the weights all the same."""
+    s = Syncs()
+    order: list[str] = []
+    s.publisher.connect = lambda: order.append("joined")
+    s.publisher.publish = lambda *_, **__: order.append("published") or SimpleNamespace(metrics=dict)
+    s.models.actor = SimpleNamespace(tensors={}, written=dict)
+    sync = s.sync()
+    monkeypatch.setattr(sync, "_probe", lambda: 0.0)
+    for s.changed in (False, True):
+        sync.publish()
+    assert order == ["published", "joined", "published"]

@@ -24,7 +24,7 @@ from megarl.explore.explorer.explorer import run_through
 from megarl.explore.explorer.rollout_clock import RolloutClock
 from megarl.explore.explorer.trajectories import ClaimedGroup, TrajectoryRunner
 from megarl.explore.recording.limits import TokenLimits
-from megarl.explore.recording.model import RenderedPrompt
+from megarl.explore.recording.model import RenderedPrompt, observed
 from megarl.explore.rewards import Verdict
 from megarl.explore.store import Claim
 from megarl.explore.store.codec import trajectory_from_row, trajectory_to_row
@@ -596,3 +596,24 @@ def test_nothing_is_taken_from_a_task_that_the_workflow_left(
     found = asyncio.run(runner.run(group(tokenizer), 0, engine, lambda: None))
     assert found.reward == Reward(2.0, "ok", {"answer": 1.0}) and found.end is End.FINISHED
     assert [turn.author for turn in found.turns] == ["user", "model"]
+
+
+def test_settings_of_a_trajectory_are_its_own(tokenizer: ChatTokenizer) -> None:
+    sizes = []
+
+    async def workflow(task: Task, model: Any) -> None:
+        sizes.append(model.options["nested"].pop("size", None))
+        await single_turn(task, model)
+
+    play(workflow, tokenizer, 2, options={"nested": {"size": 3}})
+    assert sizes == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("content", "observation", "seen"), [("  f(x)", "", "  f(x)"), ("", "12", "12"), (" a", "b ", " a\n\nb ")]
+)
+def test_an_observation_changes_no_prompt(content: str, observation: str, seen: str) -> None:
+    row = replace(task(), prompt=({"role": "user", "content": content},))
+    assert observed(row, observation).prompt == ({"role": "user", "content": seen},)
+    with pytest.raises(ValueError, match="stands for an image"):
+        observed(replace(row, images=(b"",)), "an <image>")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from megarl.explore.rewards import Verdict
 from megarl.explore.rewards.shape import opens_thinking
 from megarl.explore.store import Claim
 from megarl.explore.tasksets import ChatTokenizer, chat_messages
+from megarl.explore.tasksets.images import PLACEHOLDER
 from megarl.explore.tasksets.turns import render_turn, turn_ids
 from megarl.explore.tools import FORMATS, ToolCall, format_of
 
@@ -87,8 +89,8 @@ class RolloutModel(RecordedTurns):
     ) -> None:
         super().__init__(tokenizer.largest_id, limits.trajectory)
         self.limits = limits
-        self.options = options
-        """Settings of the user's own (``rollout.options``)."""
+        self.options = deepcopy(dict(options))
+        """Settings of the user's own (``rollout.options``), a copy for this trajectory."""
         self._claim = claim
         self._index = index
         self._prompt = prompt
@@ -247,11 +249,14 @@ class RolloutModel(RecordedTurns):
 
 
 def observed(task: Task, observation: str) -> Task:
-    """A task whose prompt goes on with an observation."""
+    """A task whose prompt goes on with an observation. Raises ValueError where that would be read as an image."""
+    if task.images and PLACEHOLDER in observation:
+        raise ValueError(f"a first observation has {PLACEHOLDER!r}, which stands for an image of the task")
     *before, last = task.prompt
-    if last["role"] == "user" and isinstance(last["content"], str):
-        return replace(task, prompt=(*before, {**last, "content": f"{last['content']}\n\n{observation}".lstrip()}))
-    return replace(task, prompt=(*task.prompt, {"role": "user", "content": observation}))
+    if last["role"] != "user" or not isinstance(last["content"], str):
+        return replace(task, prompt=(*task.prompt, {"role": "user", "content": observation}))
+    content = "\n\n".join(text for text in (last["content"], observation) if text)
+    return replace(task, prompt=(*before, {**last, "content": content}))
 
 
 def episode_seed(group_seed: int, index: int) -> int:

@@ -43,12 +43,14 @@ class RecordedTurns(RecordedEnd):
 
     def rate(self, turn: Turn, reward: float) -> None:
         """Keep the reward of one turn of the model, beside that of the trajectory. Raises ValueError unless it is a
-        finite number."""
+        finite number, and the turn one of this trajectory's."""
         self._check_open()
         if not isinstance(reward, Real) or not math.isfinite(reward):
             raise ValueError(f"the reward of a turn must be a finite number, got {reward!r:.60}")
-        [index] = [i for i, one in enumerate(self.turns) if one is turn and one.author == "model"]
-        self._rewards[index] = float(reward)
+        found = [i for i, one in enumerate(self.turns) if one is turn and one.author == "model"]
+        if not found:
+            raise ValueError("rate takes a turn that generate has returned in this trajectory")
+        self._rewards[found[0]] = float(reward)
 
     @property
     def has_response(self) -> bool:

@@ -40,32 +40,33 @@ class EngineRegistry(Handle):
         self._write(work)
 
     def engines(self) -> list[RegisteredEngine]:
-        """Engines of all jobs that are wanted, by program and number; none before a start, or in an offline job."""
-        query = select(ENGINES).where(ENGINES.c.wanted != EngineStatus.ABSENT)
-        rows = self._read(lambda connection: connection.execute(query.order_by(*ENGINES.primary_key)).all())
-        return [_engine(row) for row in rows]
+        """Engines of all jobs, absent ones too, by program and number; none before a start, or in an offline job."""
+        query = select(ENGINES).order_by(*ENGINES.primary_key)
+        return [_engine(row) for row in self._read(lambda connection: connection.execute(query).all())]
 
     def own_engines(self) -> list[RegisteredEngine]:
-        """Engines of this handle's job by number, absent ones too."""
+        """Engines of this handle's job by number."""
         query = select(ENGINES).where(ENGINES.c.program == self.program).order_by(ENGINES.c.number)
         return [_engine(row) for row in self._read(lambda connection: connection.execute(query).all())]
 
     def order_engine(self, number: int, wanted: EngineStatus, program: str | None = None) -> None:
         """Ask the supervisor of a job (None: this handle's) for a state of its engine. Safe to repeat.
 
-        Raises ValueError for a state that is reached, not ordered.
+        Raises ValueError for a state that is reached, not ordered, and for an engine that is not registered.
         """
         if wanted not in (EngineStatus.SERVING, EngineStatus.ABSENT):
             raise ValueError(f"an engine can be ordered to be serving or absent, not {wanted}")
-        self._set(number, program, wanted=wanted)
+        if not self._set(number, program, wanted=wanted):
+            raise ValueError(f"no engine {number} of the job {program or self.program} is registered")
 
     def note_engine(self, number: int, state: EngineStatus) -> None:
         """Write what has become of an engine of this handle's job. Safe to repeat."""
         self._set(number, None, state=state)
 
-    def _set(self, number: int, program: str | None, **values: EngineStatus) -> None:
+    def _set(self, number: int, program: str | None, **values: EngineStatus) -> bool:
         which = (ENGINES.c.program == (program or self.program), ENGINES.c.number == number)
-        self._write(lambda connection, again: connection.execute(update(ENGINES).where(*which).values(values)))
+        change = update(ENGINES).where(*which).values(values)
+        return self._write(lambda connection, again: connection.execute(change).rowcount == 1)
 
     def _row(self, engine: RegisteredEngine) -> dict[str, object]:
         return {"program": self.program, **engine._asdict()}

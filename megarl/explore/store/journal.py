@@ -37,14 +37,18 @@ class Journal(Handle):
 
         A repeated step replaces its first record, so that it is safe to repeat. ``step`` counts from 1.
         """
-        finite = {name: value if value - value == 0 else None for name, value in metrics.items()}
-        row = {"step": step, "recorded_at": time.time(), "metrics": dumps(finite)}
+        row = _step_row(step, metrics)
 
         def work(connection: Connection, again: bool) -> None:
             put(connection, STEPS, [row])
             mark_used(connection, step, used)
 
         self._write(work)
+
+    def record_steps(self, steps: Mapping[int, Mapping[str, float | None]]) -> None:
+        """Keep the metrics of many steps, in one transaction. Safe to repeat."""
+        rows = [_step_row(step, metrics) for step, metrics in steps.items()]
+        self._write(lambda connection, again: put(connection, STEPS, rows))
 
     def record_evaluation(self, source: str, rollout_id: str, data: Mapping[str, Any]) -> None:
         """Append the event of an evaluation, and mark its groups consumed, in one transaction.
@@ -114,6 +118,11 @@ class Journal(Handle):
 
     def _set_job(self, key: str, value: str) -> None:
         self._write(lambda connection, again: put(connection, JOB, [{"key": key, "value": value}]))
+
+
+def _step_row(step: int, metrics: Mapping[str, float | None]) -> dict[str, Any]:
+    finite = {name: value if value is not None and value - value == 0 else None for name, value in metrics.items()}
+    return {"step": step, "recorded_at": time.time(), "metrics": dumps(finite)}
 
 
 def mark_used(connection: Connection, step: int, used: Used) -> None:

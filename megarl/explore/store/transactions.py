@@ -10,6 +10,7 @@ that nobody could end, on a node whose daemon died, finds another number there a
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import secrets
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from safetensors import SafetensorError
 from sqlalchemy import Connection, Engine, Table, func, inspect, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError, OperationalError
@@ -210,6 +212,8 @@ class Transactions:
                 continue
             except StoreDamagedError as error:
                 raise self._damaged(str(error)) from None
+            except (json.JSONDecodeError, SafetensorError) as error:
+                raise self._damaged(f"a row is not as it was written ({error})") from error
             outage.end()
             return result
 

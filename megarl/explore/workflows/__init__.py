@@ -41,11 +41,18 @@ async def opened(rollout: RolloutConfig, tokenizer: ChatTokenizer) -> AsyncItera
 
 
 def check(rollout: RolloutConfig, run_dir: Path) -> None:
-    """Raise ConfigError unless there is such a workflow, one whose sandbox hides the run's directory."""
+    """Raise ConfigError unless there is such a workflow, one whose sandbox hides the run's directory, and whose first
+    observations have room."""
     if rollout.workflow == "agent":
         runner.check(rollout, run_dir)
-    else:
-        get(rollout)
+        return
+    get(rollout)
+    observes = rollout.workflow == "environment" and hasattr(environments.get(rollout.environment), "reset")
+    if observes and rollout.max_prompt_tokens is None:
+        raise ConfigError(
+            "rollout.max_prompt_tokens is not set: the longest prompt of the rows would leave no room for the first "
+            f"observations of rollout.environment={rollout.environment}; set it to what both have together"
+        )
 
 
 def get(rollout: RolloutConfig) -> Workflow:

@@ -29,7 +29,7 @@ def environment(make: MakeEnvironment, threads: EpisodeThreads) -> Workflow:
         rewards: list[float] = []
         episode = Episode(threads)
         try:
-            first = await episode.begin(make, task, {name: getattr(model, name) for name in PARAMETERS})
+            first = await episode.begin(make, task.copy(), {name: getattr(model, name) for name in PARAMETERS})
             try:
                 model.ask(task, first)
             except ValueError as error:

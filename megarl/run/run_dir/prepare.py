@@ -227,11 +227,11 @@ def with_limit_of_run(config: Config) -> Config:
 
 
 def _texts(config: Config) -> tuple[list[str], str]:
-    """Prompts that a tokenizer is trained on, and the characters of their answers."""
+    """Prompts that a tokenizer is trained on, and the characters that only their answers have."""
     rows = read_split(config, "train" if config.taskset.warm_start is None else "warm_start")
     prompts = [m.get("content") or "" for row in rows for m in row.prompt]
     answers = (row.chosen + row.rejected if isinstance(row, Preference) else row.response or "" for row in rows)
-    return prompts, "".join(sorted(set().union(*answers)))
+    return prompts, "".join(sorted(set().union(*answers) - set().union(*prompts)))
 
 
 def _model_recipe(config: Config, texts: tuple[list[str], str]) -> dict[str, Any]:

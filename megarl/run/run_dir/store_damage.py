@@ -5,46 +5,52 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy import Connection, select
 from sqlalchemy.exc import DBAPIError
 
 from megarl.core.config import Config
 from megarl.core.errors import JobError
 from megarl.explore.store import Store, sqlite_file
-from megarl.explore.store.database import is_pending, open_read_only, reason
+from megarl.explore.store.database import is_pending, open_read_only, reason, sync_folder
+from megarl.explore.store.tables import EVENTS, GROUPS, JOB, ROLLOUTS, STEPS, TASKS
 from megarl.explore.store.transactions import is_damage
+from megarl.weights.checkpoint.training.state import latest, read_state
 
 log = logging.getLogger(__name__)
 
+SMALL = (JOB, STEPS, EVENTS, ROLLOUTS, GROUPS, TASKS)
+JSON_COLUMNS = {"metrics", "data", "sampling", "prompt", "reward_model", "extra_info"}
+_FILES = ("", "-wal", "-shm")
+
 
 def replace_damaged_store(config: Config, *, rename: bool = True, stopping: Callable[[], bool] = lambda: False) -> None:
-    """Put a new SQLite store in the place of a damaged one, with the steps of the run's ``metrics.jsonl``, and warn;
-    the damaged file is kept. Without ``rename`` there is only the warning.
+    """Put a new SQLite store in the place of a damaged one, with the steps of the run so far, and warn; the damaged
+    file is kept. Without ``rename`` there is only the warning. Repeat it where it was cut off.
 
     SQLite comes through kills and power cuts by itself. So this is for disks that lose pages, and saves no rows: a run
-    goes on from its checkpoint, which holds all that training needs.
+    goes on from its checkpoint, which holds all that training needs. Metrics are those of ``metrics.jsonl``; a step
+    that is missing there, and that a checkpoint has behind it, has none.
 
     Raises:
         ConfigError: ``store.url`` cannot be read.
-        JobError: ``stopping`` returned True before all pages were read.
+        JobError: ``stopping`` returned True before all pages were read; or the new file cannot be written.
     """
     if is_pending(config.store.url):
         return
-    path = sqlite_file(config.store.url)
-    steps = _written(Path(config.run.dir) / "metrics.jsonl")
+    path, run_dir = sqlite_file(config.store.url), Path(config.run.dir)
+    steps = _written(run_dir / "metrics.jsonl")
     if path is None or (found := fault(path, stopping, used=bool(steps))) is None:
         return
     if not rename:
         log.warning("the store %s is damaged: %s; the next start sets it aside", path, found)
         return
-    aside = _set_aside(path)
-    store = Store(config.store.url)
-    for step, metrics in steps.items():
-        store.record_step(step, metrics)
-    store.close()
+    newest = latest(run_dir / "checkpoints")
+    behind = 0 if newest is None else int(read_state(newest)["step"])
+    aside = replace_store(path, dict.fromkeys(range(1, behind + 1), dict[str, Any]()) | steps)
     log.warning(
         "THE STORE %s WAS DAMAGED: %s. It is now %s, and a new one has the %d steps of metrics.jsonl. Answers of these "
         "steps are missing in the report, and taskset.order=prioritized begins again; training loses nothing, since it "
@@ -57,13 +63,16 @@ def replace_damaged_store(config: Config, *, rename: bool = True, stopping: Call
 
 
 def fault(path: Path, stopping: Callable[[], bool] = lambda: False, *, used: bool = False) -> str | None:
-    """Reason why the store cannot be used; None where it can, or is not there. Reads all pages.
+    """Reason why the store cannot be used; None where it can, or is not there. Reads all pages, and the rows that a
+    start needs.
 
     Args:
         used: The run has steps. Before the first one a killed start leaves a file of 0 bytes.
 
     Raises JobError when ``stopping`` returned True before that.
     """
+    if _rebuilt(path).exists():
+        return "putting a new one in its place was interrupted"
     if not path.is_file():
         return None
     if path.stat().st_size == 0:
@@ -72,7 +81,9 @@ def fault(path: Path, stopping: Callable[[], bool] = lambda: False, *, used: boo
     try:
         with engine.connect() as connection:
             found = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar_one()
-            return None if found == "ok" else " ".join(str(found).split())
+            return _unreadable(connection) if found == "ok" else " ".join(str(found).split())
+    except ValueError as error:
+        return f"a row is no JSON ({error})"
     except DBAPIError as error:
         if getattr(error.orig, "sqlite_errorname", "") == "SQLITE_INTERRUPT":
             raise JobError(f"asked to stop while {path} was checked for damage") from error
@@ -81,14 +92,48 @@ def fault(path: Path, stopping: Callable[[], bool] = lambda: False, *, used: boo
         engine.dispose()
 
 
-def _set_aside(path: Path) -> Path:
-    """Rename the damaged file and its log; that of an earlier damage is not replaced."""
-    names = (path.with_name(f"{path.name}.damaged{number}") for number in ("", *(f"_{n}" for n in range(2, 1000))))
-    aside = next(name for name in names if not name.exists())
-    for name in ("-shm", "-wal", ""):  # SQLite looks for the log under the name of its file
+def _unreadable(connection: Connection) -> str | None:
+    """Read the rows that every start reads, as it does. Raises DBAPIError or ValueError for a text that is none."""
+    there = {str(name) for (name,) in connection.exec_driver_sql("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    for table in SMALL:
+        for row in connection.execute(select(table)).mappings() if table.name in there else ():
+            for column in JSON_COLUMNS & row.keys():
+                json.loads(row[column])
+            if table is JOB and row["key"].startswith("attempt/") and not row["value"].partition(" ")[0].isdecimal():
+                return f"an attempt has no number: {row['value']!r}"
+    return None
+
+
+def replace_store(path: Path, steps: Mapping[int, Mapping[str, Any]]) -> Path:
+    """Put a new store with these steps at ``path``, whole; return where the damaged one is.
+
+    A kill leaves the damaged file with nothing beside it, or the whole new one as ``.rebuilt``: the next call goes on
+    with that.
+    """
+    rebuilt = _rebuilt(path)
+    if not rebuilt.exists():
+        new = path.with_name(f"{path.name}.new")
+        for name in _FILES:
+            Path(f"{new}{name}").unlink(missing_ok=True)
+        store = Store(f"sqlite:///{new}")
+        store.record_steps(steps)
+        store.sync()
+        store.close()
+        os.replace(new, rebuilt)
+        sync_folder(path.parent)
+    names = [path.with_name(f"{path.name}.damaged{number}") for number in ("", *(f"_{n}" for n in range(2, 1000)))]
+    taken = sum(name.exists() for name in names)
+    aside = names[taken if path.exists() else max(taken - 1, 0)]  # without ``path`` it was moved before a kill
+    for name in reversed(_FILES):  # SQLite looks for the log under the name of its file
         if (file := Path(f"{path}{name}")).exists():
             os.replace(file, f"{aside}{name}")
+    os.replace(rebuilt, path)
+    sync_folder(path.parent)
     return aside
+
+
+def _rebuilt(path: Path) -> Path:
+    return path.with_name(f"{path.name}.rebuilt")
 
 
 def _written(metrics: Path) -> dict[int, dict[str, Any]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-import time
-from contextlib import suppress
+import threading
+from collections.abc import Mapping
 
-from megarl.core.errors import FencedError, JobError
+from sqlalchemy.exc import SQLAlchemyError
+
+from megarl.core.errors import ConfigError, JobError
 from megarl.core.jobs import ProcessKind
 from megarl.explore.store import EngineStatus, Store
 from megarl.run.supervise.replace import Replacements
@@ -15,15 +17,15 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 """Seconds between two looks into the store."""
-AWAY_S = 10.0
-"""The same after a store that could not be read."""
 
 
 class EngineOrders:
-    """Orders for the engines of one attempt. A store that is away delays them; it ends nothing.
+    """Orders for the engines of one attempt.
+
+    A thread reads and writes the store, so that one which is away delays orders and holds nobody up.
 
     Args:
-        store: One that fails at once (``outage_s`` 0).
+        store: Used by the thread alone, which closes it.
         grace_s: Seconds that an engine gets to end.
     """
 
@@ -31,50 +33,39 @@ class EngineOrders:
         self._store = store
         self._replacements = replacements
         self._grace_s = grace_s
-        self._look_at = 0.0
+        self._wanted: Mapping[int, EngineStatus] = {}
+        self._states: Mapping[int, EngineStatus] = {}
+        self._over = threading.Event()
+        threading.Thread(target=self._follow, daemon=True, name="engine orders").start()
 
     def carry_out(self) -> None:
-        """Call often; once in LOOK_S it reads the store.
-
-        Raises:
-            JobError: an engine that is wanted again cannot be started.
-            FencedError: another attempt has begun.
-        """
-        if time.monotonic() < self._look_at:
-            return
-        self._look_at = time.monotonic() + AWAY_S
-        with suppress(_StoreAway):
-            for number, wanted, noted in self._read():
-                unit = ProcessKind.ENGINE.named(number)
-                state = self._replacements.state(unit)
-                if wanted is EngineStatus.ABSENT and state is not EngineStatus.ABSENT:
-                    log.info("%s is ended, as ordered", unit)
-                    self._replacements.end(unit, self._grace_s)
-                elif wanted is EngineStatus.SERVING and state is EngineStatus.ABSENT:
-                    log.info("%s is started again, as ordered", unit)
-                    self._replacements.begin(unit)
-                if (state := self._replacements.state(unit)) is not noted:
-                    self._note(number, state)
-            self._look_at = time.monotonic() + LOOK_S
+        """End or start engines as they are wanted. Raises JobError where one cannot be started again."""
+        states = {}
+        for number, wanted in self._wanted.items():
+            unit = ProcessKind.ENGINE.named(number)
+            is_absent = self._replacements.state(unit) is EngineStatus.ABSENT
+            if wanted is EngineStatus.ABSENT and not is_absent:
+                log.info("%s is ended, as ordered", unit)
+                self._replacements.end(unit, self._grace_s)
+            elif wanted is EngineStatus.SERVING and is_absent:
+                log.info("%s is started again, as ordered", unit)
+                self._replacements.begin(unit)
+            states[number] = self._replacements.state(unit)
+        self._states = states
 
     def close(self) -> None:
-        """Close the store."""
+        """Have the thread end, without a wait for it."""
+        self._over.set()
+
+    def _follow(self) -> None:
+        while not self._over.wait(LOOK_S):
+            try:
+                engines = self._store.own_engines()
+                self._wanted = {engine.number: engine.wanted for engine in engines}
+                for engine in engines:
+                    state = self._states.get(engine.number, engine.state)
+                    if state is not engine.state:
+                        self._store.note_engine(engine.number, state)
+            except (JobError, ConfigError, SQLAlchemyError) as error:  # others report it
+                log.debug("orders for engines: %s", error)
         self._store.close()
-
-    def _read(self) -> list[tuple[int, EngineStatus, EngineStatus]]:
-        try:
-            return [(engine.number, engine.wanted, engine.state) for engine in self._store.own_engines()]
-        except JobError as error:
-            raise _StoreAway from error
-
-    def _note(self, number: int, state: EngineStatus) -> None:
-        try:
-            self._store.note_engine(number, state)
-        except FencedError:
-            raise
-        except JobError as error:
-            raise _StoreAway from error
-
-
-class _StoreAway(Exception):
-    pass

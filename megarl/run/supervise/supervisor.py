@@ -159,7 +159,8 @@ def watch(
                 server.start()
             if stop_request.count and asked_at is None:
                 asked_at = time.monotonic()
-                engines = [s.process for s in started if kind_of(s.process.name) is ProcessKind.ENGINE]
+                present = [s.process for s in replacements.present()]
+                engines = [process for process in present if kind_of(process.name) is ProcessKind.ENGINE]
                 log.warning("stopping: saving a checkpoint (interrupt twice more to end at once)")
                 for process in deciding:
                     process.signal(signal.SIGTERM)

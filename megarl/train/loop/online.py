@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
-from megarl.core import heartbeat
 from megarl.core.config import Config
 from megarl.core.config.algorithms import MixConfig
 from megarl.core.errors import NonRetryableError
@@ -13,6 +10,7 @@ from megarl.core.schema import End, Outcome, Trajectory, WeightsVersion
 from megarl.core.truncation import TruncationWarning
 from megarl.explore.experience import Report, add_model_scores, with_group_stats
 from megarl.explore.order.draws import Demonstration, ExpertRows, data_seed, num_expert_rows
+from megarl.explore.store import EngineStatus
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.train.loop.base import Trainer
 from megarl.train.loop.waiting import RolloutWaiter
@@ -65,15 +63,11 @@ class OnlineTrainer(Trainer):
             self.evaluation = Evaluation(self.context, self.store, self.reporter, waiter.wait)
             self.weights.connect()
 
-    def engines(self) -> list[str]:
-        """URLs of the engines that are wanted; where all are absent by order, wait for one to be wanted again."""
-        until = time.monotonic() + self.config.rollout.start_timeout_s
-        while not (found := self.store.engines()) and self.store.own_engines():
-            if self.ranks.stopping or time.monotonic() > until:
-                break
-            heartbeat.beat()
-            time.sleep(self.config.store.poll_s)
-        return [engine.url for engine in found]
+    def engines(self) -> list[str] | None:
+        """URLs of the engines that are wanted; None where all are absent by order."""
+        found = self.store.engines()
+        wanted = [engine.url for engine in found if engine.wanted is not EngineStatus.ABSENT]
+        return wanted if wanted or not found else None
 
     def step(self, state: TrainState) -> TrainState | None:
         """Make one step: sync, rollout, inference, update; None when the job is asked to stop."""

@@ -6,6 +6,7 @@ key-value store, so that all of them learn how a call ended.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -59,7 +60,7 @@ class EngineConnection:
         layout: The trainer's: ``megatron_layout`` of config.parallel.
         hf_config: config.json of the model.
         rank: This process's rank in the layout.
-        engines: URLs of the job's engines now; called on rank 0 at each ``connect``.
+        engines: URLs of the engines that are wanted now, None while all are absent by order; called on rank 0.
         vocab_multiple: What the layout was built with; the engines rebuild it.
         addresses: Of the links' store; read from the environment when not given.
         stopping: True once the job is asked to stop; ends the wait for engines that are not ready.
@@ -72,7 +73,7 @@ class EngineConnection:
         hf_config: Mapping[str, Any],
         rank: int,
         *,
-        engines: Callable[[], Sequence[str]],
+        engines: Callable[[], Sequence[str] | None],
         vocab_multiple: int = VOCAB_MULTIPLE,
         addresses: JobAddresses | None = None,
         stopping: Callable[[], bool] = lambda: False,
@@ -148,10 +149,25 @@ class EngineConnection:
         self._sender = SharedMemorySender(self._links, places.workers_on_same_machine(self._rank), self._memory)
         self.transport = self._sender
 
+    def engines_changed(self) -> bool:
+        """Return True on rank 0 if other engines are wanted than those that are joined; False on other ranks."""
+        return self._rank == 0 and self._engines() != self._fleet.urls
+
+    def _wanted(self) -> list[str]:
+        """URLs of the engines to join. Waits while all are absent by order. Raises EngineError."""
+        until = time.monotonic() + self._config.rollout.start_timeout_s
+        while (urls := self._engines()) is None:
+            if self._stopping() or time.monotonic() > until:
+                raise EngineError("all engines of the job are absent by order; none was wanted again in time")
+            heartbeat.beat()
+            time.sleep(self._config.store.poll_s)
+        if not urls:
+            raise EngineError("the job has no engine: none is registered in its store")
+        return list(urls)
+
     def _agree(self, topic: str) -> dict[str, Any]:
         """Find the engines and those that are to be joined, and let these build the plan; rank 0's part."""
-        if not (urls := list(self._engines())):
-            raise EngineError("the job has no engine: none is registered in its store")
+        urls = self._wanted()
         if urls != self._fleet.urls:
             self._fleet = EngineFleet(urls, self._addresses.key, self._config.sync.timeout_s)
         self._make_plan(len(urls))

@@ -49,12 +49,14 @@ class WeightSync:
         self._again_if_one_dies(lambda: None, join=True)
 
     def publish(self) -> dict[str, float]:
-        """Give the actor's weights to every engine under a new version, proven equal; return sync metrics.
+        """Give the actor's weights to every engine that is wanted, under a new version, proven equal; return sync
+        metrics.
 
         Raises EngineError, WeightSyncError, Stopped.
         """
         self.version = WeightsVersion(self._context.attempt, self.version.n + 1)
-        return self._again_if_one_dies(self._publish, join=False)
+        changed = not self._ranks.agree(not self._publisher.engines_changed())
+        return self._again_if_one_dies(self._publish, join=changed)
 
     def publish_again(self, why: str | None, *, updated: bool = False) -> None:
         """Give the weights to an engine that has replaced one that had them, under the same version.
