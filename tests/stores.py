@@ -10,7 +10,7 @@ import numpy as np
 from sqlalchemy import select
 
 from megarl.core.schema import Reward, Task, Trajectory, WeightsVersion
-from megarl.explore.store import Claim, EndedGroup, RegisteredEngine, Store, Used
+from megarl.explore.store import Claim, EndedGroup, EngineStatus, RegisteredEngine, Store, Used
 from megarl.explore.store.database import open_engine
 from megarl.explore.store.tables import METADATA
 from tests.trajectories import one_turn
@@ -64,6 +64,9 @@ WRITES: dict[str, Callable[[Store, Sequence[Claim]], Any]] = {
     "record_evaluation": lambda store, claims: store.record_evaluation("a", "r0", {"step": 1}),
     "record_event": lambda store, claims: store.record_event("trainer", "evaluation", {"step": 1}),
     "register_engines": lambda store, claims: store.register_engines([RegisteredEngine(0, "http://e", 2)]),
+    "order_engine": lambda store, claims: store.order_engine(0, EngineStatus.ABSENT),
+    "note_engine": lambda store, claims: store.note_engine(0, EngineStatus.ABSENT),
+    "record_steps": lambda store, claims: store.record_steps({2: {"reward": 1.0}, 3: {}}),
     "set_run_id": lambda store, claims: store.set_run_id("r" * 32),
     "sync": lambda store, claims: store.sync(),
     "open_job": lambda store, claims: store.open_job(),

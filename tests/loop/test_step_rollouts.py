@@ -39,6 +39,8 @@ STATE, VERSION = TrainState("rl", 2), WeightsVersion(0, 1)
 class Words:
     """Of a model without a chat template: a prompt is its token ids, a text too."""
 
+    largest_id = VOCAB - 1
+
     def render(self, messages: Iterable[dict[str, str]], kwargs: Any = None) -> str:
         [message] = messages
         return message["content"]

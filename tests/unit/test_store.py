@@ -532,6 +532,7 @@ def test_every_write_is_in_the_table_of_writes() -> None:
         "to_evaluate",
         "evaluation",
         "engines",
+        "own_engines",
         "task_sources",
         "steps",
         "events",
