@@ -86,7 +86,7 @@ class NonRetryableError(JobError):
 
 
 class StoreDamagedError(JobError):
-    """A page of the store that cannot be read."""
+    """A page or a row of the store that cannot be read."""
 
 
 class FencedError(JobError):

@@ -17,7 +17,7 @@ from megarl.explore.recording.model import RolloutModel
 from megarl.explore.rewards.shape import opens_thinking
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.tasksets.turns import exceeds, render_turns, turn_ids
-from megarl.explore.tools import FORMATS, ToolCall, format_of
+from megarl.explore.tools import ToolCall, written_by
 
 NO_ROOM = "context_length_exceeded"
 """Code of a refusal for want of room, as agents' libraries know it."""
@@ -42,7 +42,7 @@ class Session:
         self._model = model
         self._tokenizer = tokenizer
         self._kwargs = dict(task.chat_template_kwargs)
-        self._format = FORMATS.get(format_of(tokenizer.template) or "")
+        self._format = written_by(tokenizer.template)
         self._known: dict[bytes, int] = {}
         """Digest of a conversation -> index of its last turn."""
         self._last: tuple[list[Message], list[bytes]] = [], []

@@ -67,7 +67,7 @@ class Episode:
             environment = await self._threads.result(self._made, "make")
             if (reset := getattr(environment, "reset", None)) is None:
                 return None
-            self._last = in_thread(lambda: _checked_text(reset()))
+            self._last = in_thread(lambda: _checked(reset(), str, "reset must return a text"))
             return await self._threads.result(self._last, "reset")  # type: ignore[no-any-return]
 
     async def step(self, response: str) -> Observation:
@@ -75,7 +75,8 @@ class Episode:
         assert self._made is not None, "an episode begins before its first step"
         environment = self._made.result()
         async with self._threads.free:
-            self._last = in_thread(lambda: _checked(environment.step(response)))
+            rule = "step must return an Observation"
+            self._last = in_thread(lambda: _checked(environment.step(response), Observation, rule))
             return await self._threads.result(self._last, "step")  # type: ignore[no-any-return]
 
     async def close(self) -> None:
@@ -118,16 +119,10 @@ def in_thread(function: Callable[[], T]) -> Future[T]:
     return call
 
 
-def _checked_text(text: str) -> str:
-    if not isinstance(text, str):
-        raise TypeError(f"reset must return a text, got {text!r:.60}")
-    return text
-
-
-def _checked(seen: Observation) -> Observation:
-    if not isinstance(seen, Observation):
-        raise TypeError(f"step must return an Observation, got {seen!r:.60}")
-    return seen
+def _checked(given: T, kind: type[T], rule: str) -> T:
+    if not isinstance(given, kind):
+        raise TypeError(f"{rule}, got {given!r:.60}")
+    return given
 
 
 def _close(made: Future[Environment]) -> None:

@@ -22,5 +22,5 @@ class TokenLimits:
 
     @classmethod
     def of(cls, rollout: RolloutConfig) -> TokenLimits:
-        """TokenLimits that the settings name."""
+        """Limits that the settings name."""
         return cls(prompt_tokens(rollout), rollout.max_response_tokens, context_tokens(rollout))

@@ -24,14 +24,14 @@ from megarl.explore.store import Claim
 from megarl.explore.tasksets import ChatTokenizer, chat_messages
 from megarl.explore.tasksets.images import PLACEHOLDER
 from megarl.explore.tasksets.turns import render_turn, turn_ids
-from megarl.explore.tools import FORMATS, ToolCall, format_of
+from megarl.explore.tools import ToolCall, written_by
 
 ROLES: dict[Author, str] = {"environment": "user"}
 """Authors whose messages chat templates know under another role."""
 
 
 class Sampler(Protocol):
-    """Part of ``rollout.gather.Gatherer``."""
+    """Part of ``engine.client.gather.Gatherer``."""
 
     async def sample(self, request: SampleRequest) -> Completion: ...
 
@@ -177,7 +177,7 @@ class RolloutModel(RecordedTurns):
     def tool_calls(self, turn: Turn) -> list[ToolCall]:
         """Tool calls in a turn of the model, as its family writes them. Raises DataError where its chat template has
         no form of them that is known."""
-        found = FORMATS.get(format_of(self._tokenizer.template) or "")
+        found = written_by(self._tokenizer.template)
         if found is None:
             raise DataError("the model's chat template writes no tool calls that megarl can read")
         return found.parse(self._tokenizer.decode(turn.token_ids, special=True))[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, Row, delete, insert, select, update
+from sqlalchemy import Connection, Select, delete, insert, select, update
 
 from megarl.explore.store.handle import Handle
 from megarl.explore.store.tables import ENGINES, EngineStatus
@@ -41,13 +41,11 @@ class EngineRegistry(Handle):
 
     def engines(self) -> list[RegisteredEngine]:
         """Engines of all jobs, absent ones too, by program and number; none before a start, or in an offline job."""
-        query = select(ENGINES).order_by(*ENGINES.primary_key)
-        return [_engine(row) for row in self._read(lambda connection: connection.execute(query).all())]
+        return self._engines(select(ENGINES))
 
     def own_engines(self) -> list[RegisteredEngine]:
         """Engines of this handle's job by number."""
-        query = select(ENGINES).where(ENGINES.c.program == self.program).order_by(ENGINES.c.number)
-        return [_engine(row) for row in self._read(lambda connection: connection.execute(query).all())]
+        return self._engines(select(ENGINES).where(ENGINES.c.program == self.program))
 
     def order_engine(self, number: int, wanted: EngineStatus, program: str | None = None) -> None:
         """Ask the supervisor of a job (None: this handle's) for a state of its engine. Safe to repeat.
@@ -68,9 +66,12 @@ class EngineRegistry(Handle):
         change = update(ENGINES).where(*which).values(values)
         return self._write(lambda connection, again: connection.execute(change).rowcount == 1)
 
+    def _engines(self, query: Select[Any]) -> list[RegisteredEngine]:
+        rows = self._read(lambda connection: connection.execute(query.order_by(*ENGINES.primary_key)).all())
+        return [
+            RegisteredEngine(row.number, row.url, row.workers, EngineStatus(row.wanted), EngineStatus(row.state))
+            for row in rows
+        ]
+
     def _row(self, engine: RegisteredEngine) -> dict[str, object]:
         return {"program": self.program, **engine._asdict()}
-
-
-def _engine(row: Row[Any]) -> RegisteredEngine:
-    return RegisteredEngine(row.number, row.url, row.workers, EngineStatus(row.wanted), EngineStatus(row.state))

@@ -33,6 +33,6 @@ class Store(TaskTable, RolloutTable, Buffer, EngineRegistry, Journal):
     Raises:
         ConfigError: the URL cannot be read or its driver is missing.
         JobError: (here, and every method) the database could not be used for ``outage_s``.
-        StoreDamagedError: (here, and every method) the file has a page that cannot be read.
+        StoreDamagedError: (here, and every method) a page or a row cannot be read.
         FencedError: (here, and every write) the job has begun another attempt.
     """

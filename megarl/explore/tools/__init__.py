@@ -1,5 +1,5 @@
 """Tools that a model calls in the middle of a trajectory."""
 
-from megarl.explore.tools.formats import FORMATS, ToolCall, ToolFormat, format_of
+from megarl.explore.tools.formats import FORMATS, ToolCall, ToolFormat, format_of, written_by
 
-__all__ = ["FORMATS", "ToolCall", "ToolFormat", "format_of"]
+__all__ = ["FORMATS", "ToolCall", "ToolFormat", "format_of", "written_by"]

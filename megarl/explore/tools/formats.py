@@ -116,6 +116,11 @@ def format_of(template: str) -> str | None:
     return next((name for name, known in FORMATS.items() if known.marker.search(template)), None)
 
 
+def written_by(template: str) -> ToolFormat | None:
+    """The format that a chat template writes; None as ``format_of``."""
+    return FORMATS.get(format_of(template) or "")
+
+
 def _json_call(body: str) -> ToolCall:
     call = _object(body)
     if call is None or not isinstance(call.get("name"), str):

@@ -67,9 +67,9 @@ class Plan:
         """Processes of one kind."""
         return [process for process in self.processes if process.kind is kind]
 
-    def spans(self, engine: Planned) -> bool:
-        """Return True if an engine has more than one part."""
-        return any(other.part and other.number == engine.number for other in self.of(engine.kind))
+    def parts(self, engine: Planned) -> int:
+        """Number of an engine's parts; more than 1 for one that spans nodes."""
+        return sum(other.number == engine.number for other in self.of(engine.kind))
 
 
 def trainer_nodes(nodes: Sequence[NodeInfo]) -> list[int]:
@@ -187,7 +187,7 @@ def _ranks(ranks: Sequence[Planned]) -> str:
 
 
 def _engine(plan: Plan, process: Planned) -> str:
-    parts = sum(other.number == process.number for other in plan.of(ProcessKind.ENGINE))
+    parts = plan.parts(process)
     name = process.kind.named(process.number)
     return name if parts == 1 else f"{name} (part {process.part + 1} of {parts})"
 

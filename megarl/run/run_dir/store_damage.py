@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 SMALL = (JOB, STEPS, EVENTS, ROLLOUTS, GROUPS, TASKS)
 JSON_COLUMNS = {"metrics", "data", "sampling", "prompt", "reward_model", "extra_info"}
 _FILES = ("", "-wal", "-shm")
+EMPTY = "it has 0 bytes"
 
 
 def replace_damaged_store(config: Config, *, rename: bool = True, stopping: Callable[[], bool] = lambda: False) -> None:
@@ -42,9 +43,11 @@ def replace_damaged_store(config: Config, *, rename: bool = True, stopping: Call
     if is_pending(config.store.url):
         return
     path, run_dir = sqlite_file(config.store.url), Path(config.run.dir)
-    steps = _written(run_dir / "metrics.jsonl")
-    if path is None or (found := fault(path, stopping, used=bool(steps))) is None:
+    if path is None or (found := fault(path, stopping)) is None:
         return
+    steps = _written(run_dir / "metrics.jsonl")
+    if found == EMPTY and not steps:
+        return  # a start that was killed before the first step leaves such a file
     if not rename:
         log.warning("the store %s is damaged: %s; the next start sets it aside", path, found)
         return
@@ -62,12 +65,9 @@ def replace_damaged_store(config: Config, *, rename: bool = True, stopping: Call
     )
 
 
-def fault(path: Path, stopping: Callable[[], bool] = lambda: False, *, used: bool = False) -> str | None:
+def fault(path: Path, stopping: Callable[[], bool] = lambda: False) -> str | None:
     """Reason why the store cannot be used; None where it can, or is not there. Reads all pages, and the rows that a
     start needs.
-
-    Args:
-        used: The run has steps. Before the first one a killed start leaves a file of 0 bytes.
 
     Raises JobError when ``stopping`` returned True before that.
     """
@@ -76,7 +76,7 @@ def fault(path: Path, stopping: Callable[[], bool] = lambda: False, *, used: boo
     if not path.is_file():
         return None
     if path.stat().st_size == 0:
-        return "it has 0 bytes" if used else None
+        return EMPTY
     engine = open_read_only(path, stopping)
     try:
         with engine.connect() as connection:

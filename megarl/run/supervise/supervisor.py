@@ -84,7 +84,7 @@ def _addresses(plan: Plan, nodes: dict[int, Node]) -> Addresses:
     engines = [engine for engine in plan.of(ProcessKind.ENGINE) if not engine.part]
     hosts = [host.node for host in plan.of(ProcessKind.REWARD_HOST)]
     wanted = [first, *([first] if engines else []), *hosts]
-    wanted += [engine.node for engine in engines for _ in range(2 if plan.spans(engine) else 1)]
+    wanted += [engine.node for engine in engines for _ in range(2 if plan.parts(engine) > 1 else 1)]
     free = {rank: iter(nodes[rank].free_ports(wanted.count(rank))) for rank in dict.fromkeys(wanted)}
 
     def listen(rank: int) -> str:
@@ -93,7 +93,7 @@ def _addresses(plan: Plan, nodes: dict[int, Node]) -> Addresses:
     rendezvous = listen(first)
     link = listen(first) if engines else ""
     serving = tuple(listen(engine.node) for engine in engines)
-    groups = tuple(listen(engine.node) if plan.spans(engine) else "" for engine in engines)
+    groups = tuple(listen(engine.node) if plan.parts(engine) > 1 else "" for engine in engines)
     return Addresses(rendezvous, link, serving, groups, tuple(listen(node) for node in hosts))
 
 

@@ -151,7 +151,10 @@ class EngineConnection:
 
     def engines_changed(self) -> bool:
         """Return True on rank 0 if other engines are wanted than those that are joined; False on other ranks."""
-        return self._rank == 0 and self._engines() != self._fleet.urls
+        if self._rank != 0:
+            return False
+        urls = self._engines()
+        return urls is None or list(urls) != self._fleet.urls
 
     def _wanted(self) -> list[str]:
         """URLs of the engines to join. Waits while all are absent by order. Raises EngineError."""
