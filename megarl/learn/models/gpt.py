@@ -42,7 +42,7 @@ def build_chunks(
     from megatron.core.transformer.module import Float16Module
 
     from megarl.learn.models import head as lm_head
-    from megarl.learn.models import router, value_head
+    from megarl.learn.models import rotary, router, value_head
 
     check_implementation(model, parallel)
     gpt = gpt_kwargs(architecture(hf_config, head), hf_config)
@@ -66,6 +66,7 @@ def build_chunks(
         _mark_experts(stage)
         (value_head if head == "score" else lm_head).install(stage)
         router.install(stage)
+        rotary.install()
         if parallel.backend == "nccl":
             stage = stage.cuda()
         if config.bf16:
