@@ -177,8 +177,9 @@ class Stopped(NamedTuple):
 def stopped(cluster: SlurmCluster, beside: Beside, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stopped]:
     """Each on nodes of its own, so that both are stopped at the same time."""
     folder = tmp_path_factory.mktemp("stopped")
-    limited = Submitted(cluster, "train_dpo.sh", folder / "limited", *DPO, options=on(*NODES[2:]))
-    killed = Submitted(cluster, "train_grpo.sh", folder / "killed", *GRPO, options=on(*NODES[:2]))
+    forks = "run.fork_servers=false"  # over several nodes nothing is forked, and each command would import torch for it
+    limited = Submitted(cluster, "train_dpo.sh", folder / "limited", *DPO, forks, options=on(*NODES[2:]))
+    killed = Submitted(cluster, "train_grpo.sh", folder / "killed", *GRPO, forks, options=on(*NODES[:2]))
     with ThreadPoolExecutor(2) as pool:
         limiting = pool.submit(stop_at_the_limit, cluster, limited)
         yield Stopped(limited, limiting, killed, pool.submit(kill_the_head, cluster, killed, beside.components))
@@ -239,15 +240,23 @@ def test_trainer_and_engines_in_components_of_their_own(beside: Beside) -> None:
     assert "node 1 node2: engine 0, reward workers" in said
 
 
-def test_stopped_at_the_time_limit(beside: Beside, stopped: Stopped) -> None:
-    """The job saves a checkpoint, is queued again and goes on; in ``make soak``, ``scancel --signal`` and a killed node
-    daemon stop it too.
-
-    Offline: a trainer alone computes the same bits every time, so the model is that of a run that nothing stopped,
-    which has its ranks on one node.
-    """
-    job = stopped.limited
+def test_queued_again_at_the_time_limit(stopped: Stopped) -> None:
+    """The job has saved a checkpoint; in ``make soak``, ``scancel --signal`` and a killed node daemon stop it too."""
     stopped.limiting.result()
+    assert stopped.limited.restarts() == 1 + 2 * SOAK
+    assert stopped.limited.said().count("stopping: saving") == 1 + SOAK
+
+
+def test_queued_again_when_a_node_daemon_is_killed(stopped: Stopped) -> None:
+    before = stopped.killing.result()
+    assert stopped.killed.restarts() == 1
+    assert [record["step"] for record in before.metrics if "actor/loss" in record] == [1]
+
+
+def test_the_same_model_in_the_end(beside: Beside, stopped: Stopped) -> None:
+    """Offline: a trainer alone computes the same bits every time, so the model is that of a run that nothing stopped,
+    which has its ranks on one node."""
+    job = stopped.limited
     job.completed()
     assert job.restarts() == 1 + 2 * SOAK
     models = [(run_dir / "hf" / "model.safetensors").read_bytes() for run_dir in (beside.whole(), job.run_dir)]
@@ -255,12 +264,9 @@ def test_stopped_at_the_time_limit(beside: Beside, stopped: Stopped) -> None:
     assert [record["step"] for record in job.metrics() if "actor/loss" in record] == list(range(1, STEPS + 1))
 
 
-def test_a_killed_node_daemon(stopped: Stopped) -> None:
-    """It puts the job into the queue again.
-
-    Online: a TP rank and an engine's worker on each node; the rollout of the step that the kill interrupts was there
-    before, and the answers of the one that takes its place are the same.
-    """
+def test_the_same_answers_in_the_end(stopped: Stopped) -> None:
+    """Online: a TP rank and an engine's worker on each node; the rollout of the step that the kill interrupts was there
+    before, and the answers of the one that takes its place are the same."""
     job, before = stopped.killed, stopped.killing.result()
     job.completed()
     assert job.restarts() == 1
