@@ -28,7 +28,7 @@ from tests.parallel.parity import (
 from tests.parallel.several import OBJECTIVES, TRAJECTORY, several
 
 pytestmark = pytest.mark.timeout(900)
-"""The first test of each number of ranks waits for all its cells."""
+"""The first test of each grid waits for all its cells."""
 MEASURED = [cell for cell in CELLS if SOAK or in_every_run(cell)]
 
 
@@ -42,12 +42,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def errors_of(root: Path) -> Callable[[Cell], Errors]:
-    """Errors of a cell; all cells of one number of ranks are measured together, when the first is asked for."""
+    """Errors of a cell; all cells of one grid are measured together, when the first is asked for."""
     found: dict[Cell, Errors] = {}
 
     def of(cell: Cell) -> Errors:
         if cell not in found:
-            found.update(measure_world(root, GRIDS[cell.grid].world_size, MEASURED))
+            of_grid = [other for other in MEASURED if other.grid == cell.grid]
+            found.update(measure_world(root, GRIDS[cell.grid].world_size, of_grid))
         return found[cell]
 
     return of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def possible() -> bool:
@@ -57,6 +57,15 @@ class Networks:
         """What a command begins with that runs there: nsenter, since `ip netns exec` mounts another /sys, where slurmd
         misses its cgroups."""
         return ["nsenter", f"--net=/run/netns/{self._namespace(name)}"]
+
+    def inside_python(self, name: str, variables: Mapping[str, str]) -> list[str]:
+        """Arguments of Python before a module that runs there with further variables."""
+        return [
+            "-m",
+            "tests.system.inside",
+            self._namespace(name),
+            *(f"{key}={value}" for key, value in variables.items()),
+        ]
 
     def cut(self, name: str) -> None:
         """Nothing comes there or from there any more; nobody is told."""

@@ -1,4 +1,4 @@
-"""A real Slurm on this machine: a controller and two nodes, each in a network of its own with a scratch folder of its
+"""A real Slurm on this machine: a controller and four nodes, each in a network of its own with a scratch folder of its
 own.
 
 ``python -m tests.system.slurm_cluster FOLDER`` keeps one up until Ctrl-C, to try things by hand.
@@ -24,7 +24,7 @@ from megarl.engine.client.leftovers import shared_memory
 from tests.system.jobs import end_with_the_tests
 from tests.system.networks import Networks, possible
 
-NODES = ("node1", "node2")
+NODES = ("node1", "node2", "node3", "node4")
 CONF = """
 ClusterName=megarl
 SlurmctldHost={host}({controller})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from safetensors.torch import save_file
 from megarl.weights.checkpoint.formats.hf_files import header_bytes
 from megarl.weights.checkpoint.formats.output import MANIFEST
 from megarl.weights.reshard.layouts import hf_layout
+from tests.system import commands
+from tests.system.commands import Command
 
 CONFIG = {
     "model_type": "llama",
@@ -53,34 +56,44 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def start(log: Path, *arguments: object) -> subprocess.Popen[bytes] | Command:
+    """A conversion that is forked from a process with its imports, where it can be."""
+    argv = command(*arguments)
+    with log.open("wb") as output:
+        return commands.start(argv[1:], dict(os.environ), output.fileno()) or subprocess.Popen(
+            argv, stdout=output, stderr=output
+        )
+
+
+def run(log: Path, *arguments: object) -> str:
+    """What a conversion printed that ended well."""
+    status = start(log, *arguments).wait(timeout=120)
+    assert status == 0, log.read_text()
+    return log.read_text()
+
+
 def test_killed_and_repeated(source: Path, tmp_path: Path) -> None:
     """Round trip; the first half is killed twice, whenever some more files are finished."""
-    whole, out, back = tmp_path / "whole", tmp_path / "out", tmp_path / "back"
+    whole, out, back, log = (tmp_path / name for name in ("whole", "out", "back", "log"))
     options = ("--file-gib", "0.001", "--workers", "2")
-    subprocess.run(command("hf-to-megatron", source, whole, *options), check=True, timeout=120)
+    run(log, "hf-to-megatron", source, whole, *options)
     journal, finished = tmp_path / ".out.partial/journal.jsonl", 0
     for _ in range(2):
-        process = subprocess.Popen(command("hf-to-megatron", source, out, *options))
+        process = start(log, "hf-to-megatron", source, out, *options)
         while process.poll() is None:
             done = journal.read_text().count("\n") - 1 if journal.is_file() else 0
             if done >= finished + 5:
-                process.send_signal(signal.SIGKILL)
+                os.kill(process.pid, signal.SIGKILL)
                 break
             time.sleep(0.002)
         assert process.wait(timeout=60) == -signal.SIGKILL and not out.exists()
         finished = journal.read_text().count("\n") - 1
     files = len(list(whole.glob("__[0-9]*.distcp")))
     assert finished < files
-    again = subprocess.run(
-        command("hf-to-megatron", source, out, *options, "--verify"),
-        check=True,
-        timeout=120,
-        capture_output=True,
-        text=True,
-    )
-    assert f"in {files} files, {finished} of them finished before" in again.stderr
+    said = run(log, "hf-to-megatron", source, out, *options, "--verify")
+    assert f"in {files} files, {finished} of them finished before" in said
     assert contents(out) == contents(whole)
-    subprocess.run(command("megatron-to-hf", out, back, "--file-gib", "1"), check=True, timeout=120)
+    run(log, "megatron-to-hf", out, back, "--file-gib", "1")
     tensors = [json.loads((folder / MANIFEST).read_text())["tensors"] for folder in (whole, out, back)]
     same = [{name: value["digest"] for name, value in t.items()} for t in tensors]
     assert same[0] == same[1] == same[2]

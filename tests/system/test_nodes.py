@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from megarl.run.process import ports
+from tests.system import commands
 from tests.system.jobs import START_S, TINY, end_with_the_tests
 from tests.system.networks import Networks, possible
 
@@ -39,18 +41,17 @@ class Nodes:
     def __init__(self, folder: Path) -> None:
         self.run_dir = folder / "run"
         self._folder = folder
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes] | commands.Command] = []
 
-    def start(self, argv: Sequence[str], env: dict[str, str], *settings: str) -> None:
-        command = [*argv, "train", *DPO, *settings, f"run.dir={self.run_dir}"]
+    def start(self, argv: Sequence[str], *settings: str, fork: bool = False) -> None:
+        """Start ``python ARGV train ...``; ``fork``: from a process that has its imports."""
+        argv = [*argv, "train", *DPO, *settings, f"run.dir={self.run_dir}"]
+        env = {**os.environ, **KEY}
         with self._output(len(self._processes)).open("wb") as output:
             self._processes.append(
-                subprocess.Popen(
-                    command,
-                    env={**os.environ, **KEY, **env},
-                    stdout=output,
-                    stderr=output,
-                    preexec_fn=end_with_the_tests,
+                (commands.start(argv, env, output.fileno()) if fork else None)
+                or subprocess.Popen(
+                    [sys.executable, *argv], env=env, stdout=output, stderr=output, preexec_fn=end_with_the_tests
                 )
             )
 
@@ -73,11 +74,11 @@ class Nodes:
 
     def end(self) -> None:
         for process in self._processes:
-            process.terminate()
+            _send(process, signal.SIGTERM)
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(30)
-            process.kill()
+            _send(process, signal.SIGKILL)
 
     def _output(self, node: int) -> Path:
         return self._folder / f"node{node}.log"
@@ -101,9 +102,7 @@ def test_torchrun_starts_the_supervisors(nodes: Nodes) -> None:
             f"--master-port={port}",
         ]
         nodes.start(
-            [sys.executable, "-m", "torch.distributed.run", *where, "--no-python", sys.executable, "-m", "megarl"],
-            {},
-            "trainer.steps=2",
+            ["-m", "torch.distributed.run", *where, "--no-python", sys.executable, "-m", "megarl"], "trainer.steps=2"
         )
     assert [nodes.wait(0), nodes.wait(1)] == [0, 0], nodes.said()
     assert nodes.steps() == [1, 2]
@@ -128,7 +127,7 @@ def test_nodes_that_are_cut_off_are_replaced_and_then_done_without(nodes: Nodes)
                 "MASTER_PORT": "29500",
             }
             more = (f"trainer.steps={steps}", "cluster.restarts=2", "cluster.spare_nodes=1", "cluster.heartbeat_s=3")
-            nodes.start([*networks.inside(name), sys.executable, "-m", "megarl"], env, *more)
+            nodes.start([*networks.inside_python(name, env), "megarl"], *more, fork=True)
         nodes.until(lambda: max(nodes.steps(), default=0) >= 2, "second step")
         assert "spare nodes: node 2" in nodes.said()
         networks.cut("n1")
@@ -148,6 +147,11 @@ def test_nodes_that_are_cut_off_are_replaced_and_then_done_without(nodes: Nodes)
     assert json.loads((nodes.run_dir / "resolved.json").read_text())["parallel"]["dp"] == 1
     left = [path.parent for path in Path("/proc").glob("[0-9]*/cmdline") if str(nodes.run_dir).encode() in _read(path)]
     assert not left
+
+
+def _send(process: subprocess.Popen[bytes] | commands.Command, number: int) -> None:
+    if process.poll() is None:
+        os.kill(process.pid, number)
 
 
 def _read(path: Path) -> bytes:

@@ -1,6 +1,7 @@
-"""The job scripts on a real Slurm of two nodes: jobs over both, and what ends them before their end.
+"""The job scripts on a real Slurm of four nodes: jobs over two of them, and what ends them before their end.
 
-Jobs run side by side where they can: most of their time is imports and Slurm's waiting.
+Jobs run side by side where they can: most of their time is imports and Slurm's waiting. What stops them is done in
+threads, while tests wait for other jobs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -60,6 +61,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
         pytest.fail(reason, pytrace=False)
     with SlurmCluster(tmp_path_factory.mktemp("slurm")) as started:
         yield started
+
+
+def on(*nodes: str) -> tuple[str, ...]:
+    """Options of a job on these nodes, or of a component of one."""
+    return (*SHARED, f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}")
 
 
 class Submitted:
@@ -137,7 +143,10 @@ class Beside(NamedTuple):
     components: Submitted
     sweep: tuple[Path, int]
     """Its directory, and the number of its array."""
-    dpo: Submitted
+
+    def whole(self) -> Path:
+        """Run directory of the combination that is ``DPO`` on one node."""
+        return self.sweep[0] / f"trainer.steps={STEPS}"
 
 
 @pytest.fixture(scope="module")
@@ -145,26 +154,35 @@ def beside(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> B
     """All of them are submitted at once."""
     folder = tmp_path_factory.mktemp("beside")
     overrides = (*TINY, "parallel=tp2", "trainer.steps=2")
-    both = (*SHARED, ":", *SHARED)
+    both = (*on(NODES[0]), ":", *on(NODES[1]))
     components = Submitted(cluster, "train_hetjob.sh", folder / "components", *overrides, options=both)
-    one = (*SHARED, "--nodes=1", f"--nodelist={NODES[1]}")
-    dpo = Submitted(cluster, "train_dpo.sh", folder / "whole", *DPO, options=one)
     sweep = folder / "sweep"
-    settings = [setting for setting in DPO if not setting.startswith(("parallel", "trainer.steps"))]
-    argv = [
-        "slurm/array_sweep.sh",
-        *settings,
-        "parallel=tp1",
-        "trainer.steps=1",
-        "trainer.seed=1,2",
-        f"run.dir={sweep}",
-    ]
-    said = cluster.run(
-        *argv,
-        cwd=HOME,
-        env={**ENV, "SBATCH_ARGS": f"--parsable --output={folder}/task_%a.log {' '.join(SHARED)}", "PARALLEL": "2"},
-    )
-    return Beside(components, (sweep, int(said.split()[-1])), dpo)
+    settings = [setting for setting in DPO if not setting.startswith("trainer.steps=")]
+    argv = ["slurm/array_sweep.sh", *settings, f"trainer.steps=1,{STEPS}", f"run.dir={sweep}"]
+    options = f"--parsable --output={folder}/task_%a.log {' '.join(on(NODES[3]))}"
+    said = cluster.run(*argv, cwd=HOME, env={**ENV, "SBATCH_ARGS": options, "PARALLEL": "2"})
+    return Beside(components, (sweep, int(said.split()[-1])))
+
+
+class Stopped(NamedTuple):
+    """Jobs over two nodes each that are queued again, and what does that to them."""
+
+    limited: Submitted
+    limiting: Future[None]
+    killed: Submitted
+    killing: Future[Before]
+
+
+@pytest.fixture(scope="module")
+def stopped(cluster: SlurmCluster, beside: Beside, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stopped]:
+    """Each on nodes of its own, so that both are stopped at the same time."""
+    folder = tmp_path_factory.mktemp("stopped")
+    forks = "run.fork_servers=false"  # over several nodes nothing is forked, and each command would import torch for it
+    limited = Submitted(cluster, "train_dpo.sh", folder / "limited", *DPO, forks, options=on(*NODES[2:]))
+    killed = Submitted(cluster, "train_grpo.sh", folder / "killed", *GRPO, forks, options=on(*NODES[:2]))
+    with ThreadPoolExecutor(2) as pool:
+        limiting = pool.submit(stop_at_the_limit, cluster, limited)
+        yield Stopped(limited, limiting, killed, pool.submit(kill_the_head, cluster, killed, beside.components))
 
 
 def test_scripts_are_accepted(cluster: SlurmCluster) -> None:
@@ -197,14 +215,6 @@ def test_cpus_that_a_job_gets(
     assert words in job.said()
 
 
-def test_trainer_and_engines_in_components_of_their_own(beside: Beside) -> None:
-    job = beside.components
-    job.completed()
-    said = job.output.read_text()
-    assert "node 0 node1: trainer ranks 0-1, explorer and reward workers" in said
-    assert "node 1 node2: engine 0, reward workers" in said
-
-
 def test_a_sweep_as_an_array(cluster: SlurmCluster, beside: Beside) -> None:
     """Each task runs one combination, in a directory of its own, to its end."""
     folder, array = beside.sweep
@@ -214,70 +224,61 @@ def test_a_sweep_as_an_array(cluster: SlurmCluster, beside: Beside) -> None:
         time.sleep(0.5)
     logs = [(folder.parent / f"task_{task}.log").read_text() for task in range(2)]
     assert states == {0: "COMPLETED", 1: "COMPLETED"}, "\n".join(logs)
-    for seed, log in enumerate(logs, start=1):
-        run_dir = folder / f"trainer.seed={seed}"
-        assert f"combination {seed - 1}: trainer.seed={seed}" in log
+    for task, (steps, log) in enumerate(zip((1, STEPS), logs, strict=True)):
+        run_dir = folder / f"trainer.steps={steps}"
+        assert f"combination {task}: trainer.steps={steps}" in log
         assert (run_dir / "hf" / "config.json").is_file()
-        assert json.loads((run_dir / "resolved.json").read_text())["trainer"]["seed"] == seed
+        assert json.loads((run_dir / "resolved.json").read_text())["trainer"]["steps"] == steps
 
 
-def test_stopped_and_the_same_in_the_end(cluster: SlurmCluster, beside: Beside, tmp_path: Path) -> None:
-    """The time limit and a killed node daemon put a job into the queue again; in ``make soak``, ``scancel --signal``
-    too.
-
-    Offline: a trainer alone computes the same bits every time, so the model is that of a run that nothing stopped,
-    which has its ranks on one node. Online: a TP rank and an engine's worker on each node; the rollout of the step
-    that the kill interrupts was there before, and the answers of the one that takes its place are the same.
-    """
-    beside.dpo.completed()
-    grpo = Submitted(cluster, "train_grpo.sh", tmp_path / "grpo", *GRPO)
-    job = Submitted(cluster, "train_dpo.sh", tmp_path / "run", *DPO)
-    with ThreadPoolExecutor(1) as pool:
-        interrupted = pool.submit(stand_still_behind_second_rollout, grpo)
-        job.until(lambda: job.steps() >= 3, "third step")
-        if SOAK:
-            cluster.run("scancel", "--signal=TERM", str(job.number))
-            job.until(lambda: job.said().count("queued again") == 1, "requeue after scancel --signal")
-            stopped_at = job.steps()
-            job.until(lambda: job.steps() > stopped_at, "step after the first stop")
-        stops = job.said().count("stopping: saving")
-        with job.held():
-            cluster.run(
-                "scontrol", "update", f"JobId={job.number}", "TimeLimit=3"
-            )  # the scripts' signal comes 180 s before the limit
-            job.until(lambda: job.said().count("stopping: saving") > stops, "signal before the time limit")
-        job.until(lambda: job.said().count("queued again") == 1 + SOAK, "requeue at the time limit")
-        cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=60")
-
-        stopped_at = job.steps()
-        job.until(lambda: job.steps() > stopped_at, "step after the stop at the time limit")
-        attempt = current_attempt(job.run_dir)
-        with job.held():
-            before = interrupted.result()
-            metrics = grpo.metrics()
-            cluster.kill_node(NODES[0])  # the heads': what the jobs have there lives on, and must not go on
-            try:
-                for stopped in (job, grpo):
-                    stopped.until(lambda: cluster.state(stopped.number) == "PENDING", "requeue after the node's end")  # noqa: B023 - at once
-            finally:
-                cluster.start_node(NODES[0])
-            grpo.go_on()
+@pytest.mark.usefixtures("stopped")
+def test_trainer_and_engines_in_components_of_their_own(beside: Beside) -> None:
+    job = beside.components
     job.completed()
-    grpo.completed()
-    assert (job.restarts(), grpo.restarts(), beside.dpo.restarts()) == (2 + SOAK, 1, 0)
-    assert current_attempt(job.run_dir) > attempt
-    models = [(run.run_dir / "hf" / "model.safetensors").read_bytes() for run in (beside.dpo, job)]
+    said = job.output.read_text()
+    assert "node 0 node1: trainer ranks 0-1, explorer and reward workers" in said
+    assert "node 1 node2: engine 0, reward workers" in said
+
+
+def test_queued_again_at_the_time_limit(stopped: Stopped) -> None:
+    """The job has saved a checkpoint; in ``make soak``, ``scancel --signal`` and a killed node daemon stop it too."""
+    stopped.limiting.result()
+    assert stopped.limited.restarts() == 1 + 2 * SOAK
+    assert stopped.limited.said().count("stopping: saving") == 1 + SOAK
+
+
+def test_queued_again_when_a_node_daemon_is_killed(stopped: Stopped) -> None:
+    before = stopped.killing.result()
+    assert stopped.killed.restarts() == 1
+    assert [record["step"] for record in before.metrics if "actor/loss" in record] == [1]
+
+
+def test_the_same_model_in_the_end(beside: Beside, stopped: Stopped) -> None:
+    """Offline: a trainer alone computes the same bits every time, so the model is that of a run that nothing stopped,
+    which has its ranks on one node."""
+    job = stopped.limited
+    job.completed()
+    assert job.restarts() == 1 + 2 * SOAK
+    models = [(run_dir / "hf" / "model.safetensors").read_bytes() for run_dir in (beside.whole(), job.run_dir)]
     assert models[0] == models[1]
     assert [record["step"] for record in job.metrics() if "actor/loss" in record] == list(range(1, STEPS + 1))
 
-    assert "node 1 node2: trainer rank 1, engine 0 (part 2 of 2), reward workers" in grpo.said()
-    trained = [record for record in grpo.metrics() if "actor/loss" in record]
+
+def test_the_same_answers_in_the_end(stopped: Stopped) -> None:
+    """Online: a TP rank and an engine's worker on each node; the rollout of the step that the kill interrupts was there
+    before, and the answers of the one that takes its place are the same."""
+    job, before = stopped.killed, stopped.killing.result()
+    job.completed()
+    assert job.restarts() == 1
+    assert current_attempt(job.run_dir) > before.attempt
+    assert "node 1 node2: trainer rank 1, engine 0 (part 2 of 2), reward workers" in job.said()
+    trained = [record for record in job.metrics() if "actor/loss" in record]
     assert [record["step"] for record in trained] == [1, 2, 3]
     assert all(record["sync/digests"] > 0 for record in trained)
-    assert [compared(record) for record in metrics if "actor/loss" in record] == [compared(trained[0])]
-    with job_store(OWN_SERVER, grpo.run_dir, KEY, host="127.0.0.1"):
+    assert [compared(record) for record in before.metrics if "actor/loss" in record] == [compared(trained[0])]
+    with job_store(OWN_SERVER, job.run_dir, KEY, host="127.0.0.1"):
         store = Store(OWN_SERVER)
-        assert answers(store, 1) == before
+        assert answers(store, 1) == before.answers
         tasks = store.task_ids("train")
         for step in range(3):
             assert [task for task, index, *_ in answers(store, step) if index == 0] == tasks_of_step(
@@ -285,6 +286,62 @@ def test_stopped_and_the_same_in_the_end(cluster: SlurmCluster, beside: Beside, 
             )
             assert store.progress(rollout(step)) == (TASKS, TASKS)
         store.close()
+
+
+def stop_at_the_limit(cluster: SlurmCluster, job: Submitted) -> None:
+    """End when the job is in the queue again, in ``make soak`` after two further stops."""
+    job.until(lambda: job.steps() >= 3, "third step")
+    if SOAK:
+        cluster.run("scancel", "--signal=TERM", str(job.number))
+        job.until(lambda: job.said().count("queued again") == 1, "requeue after scancel --signal")
+        until_next_step(job)
+    stops = job.said().count("stopping: saving")
+    with job.held():
+        cluster.run(
+            "scontrol", "update", f"JobId={job.number}", "TimeLimit=3"
+        )  # the scripts' signal comes 180 s before the limit
+        job.until(lambda: job.said().count("stopping: saving") > stops, "signal before the time limit")
+    job.until(lambda: job.said().count("queued again") == 1 + SOAK, "requeue at the time limit")
+    cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=60")
+    if SOAK:
+        until_next_step(job)
+        with job.held(), killed_daemon(cluster, NODES[2]):
+            job.until(lambda: cluster.state(job.number) == "PENDING", "requeue after the node's end")
+
+
+class Before(NamedTuple):
+    """Of a job, when a node's daemon is killed."""
+
+    answers: list[Answer]
+    """Of the rollout that the step to come is trained with."""
+    metrics: list[dict[str, float]]
+    attempt: int
+
+
+def kill_the_head(cluster: SlurmCluster, job: Submitted, other: Submitted) -> Before:
+    """The daemon of the node of the head, when ``other`` no longer needs it."""
+    found = stand_still_behind_second_rollout(job)
+    before = Before(found, job.metrics(), current_attempt(job.run_dir))
+    other.completed()
+    with killed_daemon(cluster, NODES[0]):
+        job.until(lambda: cluster.state(job.number) == "PENDING", "requeue after the node's end")
+    job.go_on()
+    return before
+
+
+@contextmanager
+def killed_daemon(cluster: SlurmCluster, node: str) -> Iterator[None]:
+    """What jobs have on the node lives on, and must not go on."""
+    cluster.kill_node(node)
+    try:
+        yield
+    finally:
+        cluster.start_node(node)
+
+
+def until_next_step(job: Submitted) -> None:
+    stopped_at = job.steps()
+    job.until(lambda: job.steps() > stopped_at, "step after the stop")
 
 
 def stand_still_behind_second_rollout(job: Submitted) -> list[Answer]:

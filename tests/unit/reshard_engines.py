@@ -1,14 +1,18 @@
-"""What the engines themselves hold on a rank, without the other ranks: ``python -m tests.unit.reshard_engines ENGINE``.
+"""What the engines themselves hold on a rank, without the other ranks.
 
-``megatron``: real GPTModels over torch's fake process group; their names, shapes, layer and expert numbers.
-    ``checkpoint``: the
-values that they save. ``vllm``: the values in real models whose own loaders read a whole HF model, told which place in
-their groups they have. Each line printed is a case and how the oracle differs from it, as JSON.
+``python -m tests.unit.reshard_engines ENGINE...`` prints a line of JSON for each case: the engine, the case and how the
+oracle differs from it.
+
+- ``megatron``: real GPTModels over torch's fake process group; their names, shapes, layer and expert numbers.
+- ``checkpoint``: the values that they save.
+- ``vllm``: the values in real models whose own loaders read a whole HF model, told which place in their groups they
+  have.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -143,10 +147,18 @@ def ranks_of(family: str, changes: Config, grid: Grid) -> list[int]:
     return sorted({0, grid.world - 1} | ({grid.world // 2} if not changes else set()))
 
 
+@functools.cache
+def seed_once() -> None:
+    """Megatron makes no model without seeds. No case depends on them, and torch seeds a missing GPU slowly."""
+    from megatron.core import tensor_parallel
+
+    tensor_parallel.model_parallel_cuda_manual_seed(0)
+
+
 @contextlib.contextmanager
 def megatron_chunks(c: Config, grid: Grid, rank: int) -> Iterator[dict[str, Any]]:
     """Name prefix -> GPTModel of every model chunk of a rank, in a world of which the other ranks do not answer."""
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
     from torch import distributed as dist
@@ -165,7 +177,7 @@ def megatron_chunks(c: Config, grid: Grid, rank: int) -> Iterator[dict[str, Any]
         expert_tensor_parallel_size=oracle.expert_size(grid),
         create_gloo_process_groups=False,
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(0)
+    seed_once()
     settings, unit = megatron_settings(c, grid), 64 * grid.tp
     chunks = {}
     for chunk in range(grid.vpp):
@@ -316,6 +328,7 @@ def megatron_settings(c: Config, grid: Grid) -> Any:
         "expert_model_parallel_size": grid.ep,
         "expert_tensor_parallel_size": oracle.expert_size(grid),
         "use_cpu_initialization": True,
+        "perform_initialization": False,  # no case reads initial values
         "gradient_accumulation_fusion": False,
         "apply_rope_fusion": False,
         "hidden_dropout": 0.0,
@@ -433,5 +446,6 @@ def vllm_holds(
 
 
 if __name__ == "__main__":
-    for line in {"megatron": megatron, "checkpoint": checkpoint, "vllm": vllm}[sys.argv[1]]():
-        print(json.dumps(line), flush=True)
+    for engine in sys.argv[1:]:
+        for line in {"megatron": megatron, "checkpoint": checkpoint, "vllm": vllm}[engine]():
+            print(json.dumps([engine, *line]), flush=True)
