@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from megarl.core.config.rewards import RewardConfig
+from megarl.core.fork import ForkServer
 from megarl.explore.rewards import RewardPool, Verdict
 from megarl.explore.rewards.pool import child
 from megarl.explore.rewards.router import IMPORTS, imports_of
@@ -78,12 +79,15 @@ def test_a_forked_worker_is_as_one_that_was_started(
     asyncio.run(child._server(child.PRELOAD))
     monkeypatch.setenv("MEGARL_JOB_KEY", "very-secret")
     forks: list[int | None] = []
-    fork = child.ForkServer.fork
-    monkeypatch.setattr(
-        child.ForkServer, "fork", lambda *args, **options: forks.append(fork(*args, **options)) or forks[-1]
-    )
+    fork = ForkServer.fork
+
+    def noted(*args: Any, **options: Any) -> int | None:
+        forks.append(fork(*args, **options))
+        return forks[-1]
+
+    monkeypatch.setattr(ForkServer, "fork", noted)
     forked = report(reporting, tmp_path / "forked")
-    monkeypatch.setattr(child.ForkServer, "fork", lambda *_, **__: None)
+    monkeypatch.setattr(ForkServer, "fork", lambda *_, **__: None)
     fresh = report(reporting, tmp_path / "fresh")
     assert forks[0] is not None and forked["parent"] == os.getpid()
     assert forked.pop("threads") == 1 and fresh.pop("threads") >= 1
@@ -105,11 +109,11 @@ def test_workers_that_hang_or_are_killed_are_forked_again(reporting: Path) -> No
             server.kill()
             assert [(await pool.score(TASK, f"{i}")).kills for i in range(4)] == [0] * 4 and set(pool.pids) == second
             for _ in range(2):  # the first one notices, and is started by itself
-                for pid in pool.pids:
+                dead = pool.pids
+                for pid in dead:
                     os.kill(pid, signal.SIGKILL)
                 assert (await pool.score(TASK, "12")).reward.score == 1.0
-                await until(lambda: len(pool.pids) == 2 and not second & set(pool.pids))
-                second = set(pool.pids)
+                await until(lambda dead=dead: len(pool.pids) == 2 and not {*dead} & {*pool.pids})
             (other,) = server_processes()
             assert other != server and not psutil.pid_exists(server.pid)
 
