@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import copy
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
