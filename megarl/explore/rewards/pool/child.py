@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Self
@@ -148,6 +150,9 @@ async def _ended(process: subprocess.Popen[bytes] | Forked) -> None:
     loop.add_reader(descriptor, ended.set)
     try:
         await ended.wait()
+    except asyncio.CancelledError:  # the loop ends first: no zombie is left all the same
+        threading.Thread(target=process.wait, args=(math.inf,), daemon=True, name="reward process").start()
+        raise
     finally:
         loop.remove_reader(descriptor)
         os.close(descriptor)
