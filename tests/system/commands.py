@@ -10,16 +10,12 @@ from __future__ import annotations
 
 import atexit
 import functools
-import json
 import os
-import socket
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 
+from megarl.core.fork import Forked, ForkServer
 from megarl.core.jobs import ProcessKind
-from megarl.run.process.forkserver import COMMON, PRELOAD, Forked, ForkServer
+from megarl.run.process.forkserver import COMMON, PRELOAD
 
 VARIABLE = "MEGARL_TEST_COMMANDS"
 """Variable that is 0 to start each command by itself."""
@@ -43,12 +39,6 @@ ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
 }
 """Variables of engines that vLLM may read while it is imported."""
-OF_PYTEST = ("PYTEST_CURRENT_TEST", "PYTEST_VERSION")
-SERVE = """
-import json, socket, sys
-from megarl.run.process import forkserver
-forkserver.serve(socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2]), json.loads(sys.argv[3]))
-"""
 
 
 class Command(Forked):
@@ -60,32 +50,9 @@ class Command(Forked):
 
 @functools.cache
 def _server() -> ForkServer:
-    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    environment = _without_pytest({**os.environ, **ENVIRONMENT})
-    arguments = [str(there.fileno()), json.dumps(MODULES), json.dumps(environment)]
-    with there:
-        process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", SERVE, *arguments],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=[there.fileno()],
-        )
-    server = ForkServer(here, environment)
-
-    def end() -> None:
-        server.close()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(10)
-        process.kill()
-
-    atexit.register(end)
+    server = ForkServer.start(MODULES, {**os.environ, **ENVIRONMENT})
+    atexit.register(server.close)
     return server
-
-
-def _without_pytest(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name not in OF_PYTEST}
 
 
 def start(argv: Sequence[str], env: Mapping[str, str], output: int) -> Command | None:
@@ -96,5 +63,5 @@ def start(argv: Sequence[str], env: Mapping[str, str], output: int) -> Command |
     """
     if os.environ.get(VARIABLE) == "0":
         return None
-    pid = _server().fork(argv, _without_pytest({**env, **ENVIRONMENT}), output, {}, ())
+    pid = _server().fork(argv, {**env, **ENVIRONMENT}, output, {})
     return None if pid is None else Command(pid)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import copy
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -332,3 +334,19 @@ def test_a_family_is_named_in_its_file_and_its_row_only() -> None:
             assert not (isinstance(node, ast.Constant) and node.value in ARCHITECTURES), (
                 f"{path}:{node.lineno} names {node.value}"
             )
+
+
+def test_a_config_is_completed_without_transformers_modelling() -> None:
+    """It takes seconds to import, and each command reads a config.json."""
+    source = """
+import sys
+from transformers.utils import auto_docstring
+from megarl.weights.architectures.complete import complete
+assert complete({"model_type": "qwen3"})["hidden_act"] == "silu"
+found = {"transformers.modeling_utils", "transformers.models.auto.modeling_auto", "torch._dynamo"} & sys.modules.keys()
+assert not found, found
+from transformers import Qwen2Config
+assert "Qwen2Model" in Qwen2Config.__doc__, "docstrings are written again"
+"""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr

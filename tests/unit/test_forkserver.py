@@ -22,7 +22,8 @@ import json, os, signal, sys, threading, time
 from pathlib import Path
 from megarl.core.jobs import ProcessKind
 from megarl.run.process import forkserver
-from megarl.run.process.forkserver import Forked, ForkServers
+from megarl.core.fork import Forked
+from megarl.run.process.forkserver import ForkServers
 from megarl.run.process.process import Child
 forkserver.COMMON = ("decimal",)
 forkserver.PRELOAD = {ProcessKind.ENGINE: ("fractions", *MODULES), ProcessKind.TRAINER: ()}
@@ -175,8 +176,8 @@ def until(condition: Any, timeout_s: float = 60.0) -> bool:
 def test_it_is_asked_to_end_when_its_launcher_is_killed_and_no_server_is_left(launcher: Any, tmp_path: Path) -> None:
     lines = """
 child = start(0, "waits", servers, str(folder / "asked"))
-stats = list(Path("/proc").glob("[0-9]*/stat"))
-server = [path.parent.name for path in stats if path.read_text().split()[3] == str(os.getpid())]
+import psutil
+server = [str(process.pid) for process in psutil.Process().children()]
 print(json.dumps([is_forked(child), server]), flush=True)
 time.sleep(1000)
 """

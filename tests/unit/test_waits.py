@@ -43,9 +43,11 @@ LIMITED = {
     ),
     "explore/explorer/explorer.Explorer._finish: self._writer.put": "store.outage_s",
     "explore/sandbox/box.is_over: link.recv": "no wait: not blocking",
-    "run/process/forkserver.Forked.poll: os.waitpid": "no wait: WNOHANG",
-    "run/process/forkserver.ForkServer.fork: self._requests.recv": "forkserver.START_S, set for the socket",
-    "run/process/forkserver.serve: os.waitpid": "a process that only forks another",
+    "core/fork.Forked.poll: os.waitpid": "no wait: WNOHANG",
+    "core/fork.ForkServer.await_imports: self._requests.recv": "fork.START_S, set for the socket",
+    "core/fork.ForkServer.close: self._process.wait": "SIGKILL before it",
+    "core/fork.ForkServer.fork: self._requests.recv": "fork.START_S, set for the socket",
+    "core/fork.serve: os.waitpid": "a process that only forks another",
     "explore/environments/episode.Episode.step: self._made.result": "no wait: the environment was made",
     "explore/environments/episode._close: made.result": "no wait: the environment was made",
     "run/start.leave: logging.shutdown": "no wait: flushes the handlers",
@@ -77,7 +79,7 @@ LIMITED = {
     "weights/reshard/transport.Received.wait: self.work.wait": "sync.timeout_s, or groups.collective_timeout_s of "
     "the default "
     "group",
-    "explore/rewards/pool/child.RewardProcess._watch: self._process.wait": "a task that waits for the process's "
+    "explore/rewards/pool/child._ended: ended.wait": "a task that waits for the process's "
     "end; `end` waits END_S for it",
     "explore/rewards/pool/host.RewardHost._refusal: reader.readline": "asyncio.wait_for, process.CONNECT_S",
     "explore/rewards/judge/cache.JudgementCache.close: self._thread.shutdown": "one statement of SQLite, whose "

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from megarl.core.config.rewards import RewardConfig
@@ -37,6 +38,13 @@ FAMILIES: dict[str, Callable[[str, RewardConfig], Scorer]] = {
 }
 """Family -> function of what follows the prefix in ``data_source``, and of the settings, that gives the scorer. Heavy
 imports happen there."""
+
+ALGEBRA = ("megarl.explore.rewards.math.algebra", "latex2sympy2_extended.latex2sympy2", "math_verify", "sympy")
+IMPORTS: dict[str, tuple[str, ...]] = {
+    "reasoning_gym": ("reasoning_gym",),
+    **dict.fromkeys(("math", "math_named", "math_boxed"), ALGEBRA),
+}
+"""Family -> modules that its scorer imports late, of those that take 0.2 s and more."""
 
 RowCheck = Callable[[str, Any, dict[str, Any]], None]
 ROW_CHECKS: dict[str, RowCheck] = {
@@ -104,6 +112,15 @@ def route(data_source: str, routes: Mapping[str, str]) -> tuple[str, str]:
         f"data_source {data_source!r} has no verifier; known prefixes: {', '.join(ROUTES)}; send it to one of them by "
         "reward.routes, or set reward.path to a Python file with compute_score"
     )
+
+
+def imports_of(data_sources: Iterable[str], routes: Mapping[str, str]) -> list[str]:
+    """Modules that the verifiers of data sources import late; none for a source without a verifier."""
+    found: list[str] = []
+    for data_source in data_sources:
+        with suppress(DataError):
+            found += IMPORTS.get(route(data_source, routes)[0], ())
+    return sorted(set(found))
 
 
 def scorer_for(data_source: str, config: RewardConfig | None = None) -> Scorer:

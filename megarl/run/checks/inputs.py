@@ -19,6 +19,7 @@ from megarl.core.errors import ConfigError, DataError, SandboxError
 from megarl.core.schema import Message, Preference, Task
 from megarl.explore.rewards import RewardPool, Verdict, scorer_for
 from megarl.explore.rewards.code.verifier import check_code
+from megarl.explore.rewards.pool.child import end_servers
 from megarl.explore.rewards.pool.process import check_hosts
 from megarl.explore.rewards.router import JUDGE, route
 from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations, encode_preferences, place_of_row
@@ -85,6 +86,7 @@ def _try_reward(config: Config, task: Task) -> None:
             return await pool.score(task, str(task.ground_truth))
 
     verdict = asyncio.run(trial())
+    end_servers()  # the explorer has one of its own
     if verdict.message is None:
         return
     if verdict.reported:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
+from importlib import import_module
 from typing import Any
 
 from megarl.weights.architectures import ARCHITECTURES
@@ -31,7 +34,8 @@ def complete(hf_config: HFConfig) -> dict[str, Any]:
     from transformers import PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    family = CONFIG_MAPPING[model_type]
+    with _without_docstrings():
+        family = CONFIG_MAPPING[model_type]
     common = {field.name for field in fields(PreTrainedConfig)}
     try:
         values = family(**copy.deepcopy(dict(hf_config))).to_dict()
@@ -41,3 +45,16 @@ def complete(hf_config: HFConfig) -> dict[str, Any]:
         return dict(hf_config)
     own = {key: value for key, value in values.items() if key not in common and not key.startswith("_")}
     return {key: value for key, value in hf_config.items() if key not in _OLDER} | own
+
+
+@contextmanager
+def _without_docstrings() -> Iterator[None]:
+    """Import classes of transformers without the docstrings that it writes for them: for one name in them it imports
+    all of its modelling, 1.5 s."""
+    module = import_module("transformers.utils.auto_docstring")
+    written = module.auto_class_docstring
+    module.auto_class_docstring = lambda cls, **_: cls  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        module.auto_class_docstring = written  # type: ignore[attr-defined]

@@ -31,7 +31,7 @@ from megarl.explore.rewards.pool.process import (
 )
 from megarl.explore.rewards.pool.tally import Tally
 from megarl.explore.rewards.pool.worker_queue import WorkerQueue
-from megarl.explore.rewards.router import CODE, JUDGE, route
+from megarl.explore.rewards.router import CODE, JUDGE, imports_of, route
 from megarl.explore.rewards.shape import as_written
 from megarl.explore.rewards.verdict import NO_VERDICT, weighed
 
@@ -110,7 +110,8 @@ class RewardPool:
         self._output = None if output is None else PrintedOutput(output)
         self.tally = Tally()
         """Counts of scoring, failed tries included."""
-        self._workers: list[Worker] = [LocalWorker(config, self._output) for _ in range(config.workers)]
+        modules = imports_of(sources, config.routes) if config.path is None else []
+        self._workers: list[Worker] = [LocalWorker(config, self._output, modules) for _ in range(config.workers)]
         self._workers += [RemoteWorker(config, address, key) for address in addresses(config.hosts)]
         self._queue = WorkerQueue(len(self._workers), config.timeout_s)
         self._preparing: list[asyncio.Task[None]] = []

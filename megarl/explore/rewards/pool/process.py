@@ -191,11 +191,13 @@ class LocalWorker(Worker):
 
     Args:
         output: For what the function prints; without one it goes to stderr.
+        modules: Those that its verifiers import late.
     """
 
-    def __init__(self, config: RewardConfig, output: PrintedOutput | None = None) -> None:
+    def __init__(self, config: RewardConfig, output: PrintedOutput | None = None, modules: Sequence[str] = ()) -> None:
         super().__init__(config)
         self._output = output
+        self._modules = modules
         self._process: RewardProcess | None = None
 
     @property
@@ -204,7 +206,7 @@ class LocalWorker(Worker):
 
     async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         try:
-            self._process = await RewardProcess.start(MAX_LINE_BYTES, self._output)
+            self._process = await RewardProcess.start(MAX_LINE_BYTES, self._output, self._modules)
         except OSError as error:
             raise WorkerDied(f"a reward process cannot be started: {error.strerror}") from error
         return self._process.reader, self._process.writer

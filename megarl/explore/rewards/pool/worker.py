@@ -1,5 +1,5 @@
 """The process that runs a reward function: one JSON line in, one out. ``python -m megarl.explore.rewards.pool.worker
-PARENT SOCKET``.
+PARENT``.
 
 The first line holds the settings. It may be killed at any time: it holds nothing. Stdout and stderr are the function's
 to print to.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import os
 import resource
 import signal
 import socket
@@ -23,6 +24,7 @@ from megarl.core.errors import ConfigError, DataError, describe
 from megarl.core.parent import die_with
 from megarl.core.secrets import hide_secrets
 from megarl.core.user_file import import_file
+from megarl.explore.rewards.pool.child import SOCKET
 from megarl.explore.rewards.router import Scorer, scorer_for
 from megarl.explore.rewards.shape import as_written
 from megarl.explore.rewards.verdict import weighed, with_question
@@ -131,7 +133,7 @@ def _reply(replies: IO[str], reply: dict[str, Any]) -> None:
 def main(arguments: list[str]) -> None:
     hide_secrets()
     die_with(int(arguments[0]), signal.SIGKILL)  # even in the middle of a user's endless loop
-    connection = socket.socket(fileno=int(arguments[1]))
+    connection = socket.socket(fileno=int(os.environ.pop(SOCKET)))
     connection.set_inheritable(False)  # not for programs that the function starts
     requests, replies = (
         connection.makefile("r", encoding="utf-8", errors="replace"),
