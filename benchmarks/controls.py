@@ -3,7 +3,7 @@
 Three seeds of each. Repeat the command to resume: finished runs are kept in ``runs/controls/``. Prints a Markdown table
 and writes it to ``docs/benchmarks/controls.md`` with the commit and the durations.
 
-    python benchmarks/controls.py [--seeds 1 2 3] [--steps N] [hydra overrides]
+    python benchmarks/controls.py [--seeds 1 2 3] [--arms GRPO] [--steps N] [hydra overrides]
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def run(name: str, overrides: list[str]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument(
         "--steps", type=int, default=None, help="reinforcement-learning steps (default: the experiment's)"
     )
@@ -73,8 +74,8 @@ def main() -> None:
         "| arm | " + " | ".join(f"seed {s}" for s in arguments.seeds) + " | mean change | minutes a run |",
         "|---|" + "---|" * (len(arguments.seeds) + 2),
     ]
-    for arm, settings in ARMS.items():
-        results = []
+    for arm in arguments.arms:
+        results, settings = [], ARMS[arm]
         for seed in arguments.seeds:
             first = ROOT / "runs" / "controls" / f"grpo-{seed}"
             shared = [] if arm == "GRPO" else [f"model.path={first / 'reference'}", "trainer.warm_start.steps=0"]

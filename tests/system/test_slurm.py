@@ -46,7 +46,7 @@ DPO = (
     ),
     *(setting for setting in TINY if setting.startswith(("trainer.warm_start", "taskset"))),
 )
-GRPO = (*TINY, "parallel.tp=2", "rollout.tp=2", "rollout.nodes=2", "trainer.steps=3", "trainer.checkpoint_interval=1")
+GRPO = (*TINY, "parallel=tp2", "rollout.tp=2", "rollout.nodes=2", "trainer.steps=3", "trainer.checkpoint_interval=1")
 SHARED = ("--oversubscribe", "--cpus-per-task=2")
 """The scripts ask for whole nodes; jobs of these tests run side by side."""
 TASKS = 8
