@@ -68,8 +68,7 @@ def main() -> None:
         overrides.append(f"trainer.steps={arguments.steps}")
     lines = [
         "Held-out accuracy on 500 tasks, greedy, before → after the reinforcement-learning steps; the three arms of a "
-        "seed share its",
-        "warm-started weights.",
+        "seed share its warm-started weights.",
         "",
         "| arm | " + " | ".join(f"seed {s}" for s in arguments.seeds) + " | mean change | minutes a run |",
         "|---|" + "---|" * (len(arguments.seeds) + 2),
