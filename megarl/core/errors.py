@@ -78,6 +78,14 @@ class DiskFullError(JobError):
     """No room, on a disk or in a quota, for what was to be written."""
 
 
+class OffloadError(JobError):
+    """Memory of a model could not leave the device, or came back as other bytes."""
+
+
+class NotResident(MegarlError, RuntimeError):
+    """Memory of a model was needed on the device while it was elsewhere: a fault of ours, with its name and place."""
+
+
 class NonRetryableError(JobError):
     """The job ends of something that would come again however often it were started."""
 

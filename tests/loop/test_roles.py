@@ -42,6 +42,9 @@ PPO = (
     "algorithm.overlong_filtering=true",
     "evaluation={samples: 3, temperature: 0.8, top_p: 0.9}",
 )
+ROLES = ("trainer", "critic", "reference", "reward_model")
+AWAY = (("disk", "memory", "disk", "memory"), ("memory", "disk", "memory", "disk"))
+"""Places of the roles' memory in the phases that do not need it, before the kill and after."""
 NOT_COMPARED = re.compile(r"(timing_s|perf|rollout|sync|training/attempt)|reward/\w+/(seconds|waited_s)/")
 """What depends on the machine or counts attempts."""
 
@@ -79,27 +82,29 @@ def metrics(run_dir: Path) -> dict[int, dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
-    """One that ran to its end, and one that was killed in its third step and started again."""
+    """One that ran to its end, and one that was killed in its third step and started again, whose models leave the
+    device."""
     root = tmp_path_factory.mktemp("ppo")
     scores = score_model(root / "scores")
     started: list[Job] = []
 
-    def start(name: str) -> Job:
-        job = Job(root / name, [*PPO, f"reward_model.path={scores}", f"critic.path={scores}"]).start()
+    def start(name: str, away: tuple[str, ...] = ()) -> Job:
+        offload = [f"{role}.offload={place}" for role, place in zip(ROLES, away, strict=False)]
+        job = Job(root / name, [*PPO, f"reward_model.path={scores}", f"critic.path={scores}", *offload]).start()
         started.append(job)
         return job
 
     try:
         first, second = (
             start("whole"),
-            start("killed"),
+            start("killed", AWAY[0]),
         )  # beside each other: most of a start is one process after the other
         second.until(lambda: 3 in second.steps(), "step 3", 2 * START_S)
         for pid in [*second.processes(), second.pid]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         second.until_gone(60)
-        third = start("killed")
+        third = start("killed", AWAY[1])
         assert first.wait(400) == 0, first.output.read_text()
         assert third.wait(400) == 0, third.output.read_text()
         yield first.run_dir, third.run_dir

@@ -36,7 +36,7 @@ def learner_of(
     algorithm = replace(algorithms.get(config.algorithm.name), **changes)
     models: Any = SimpleNamespace(actor=actor, reference=reference, critic=critic)
     ranks: Any = SimpleNamespace(gather=list)
-    return Learner(config, algorithm, models, updates, ranks)
+    return Learner(config, algorithm, models, updates, ranks, lambda _: None)
 
 
 def batch(reasons: tuple[FinishReason, ...] = ("stop", "length")) -> StepBatch:

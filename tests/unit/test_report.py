@@ -25,7 +25,7 @@ from megarl.explore.store import Store
 from megarl.run.report import svg
 from megarl.run.report.data import changed_settings, load
 from megarl.run.report.html import page, summary, write_report
-from megarl.run.report.timeline import Phase, exclusive, last_start, seconds_by_phase, seconds_by_step, union
+from megarl.run.report.timeline import TimedPhase, exclusive, last_start, seconds_by_phase, seconds_by_step, union
 from tests.trajectories import one_turn
 
 TASKS = 40
@@ -366,10 +366,10 @@ def test_settings_that_interpolate_to_the_default_are_not_changed() -> None:
 
 def test_nested_phases_count_once() -> None:
     phases = [
-        Phase("step", 0, 10, 4),
-        Phase("checkpoint", 6, 9, 4),
-        Phase("checkpoint", 6.5, 9.0000001),
-        Phase("sync", 1, 2, 4),
+        TimedPhase("step", 0, 10, 4),
+        TimedPhase("checkpoint", 6, 9, 4),
+        TimedPhase("checkpoint", 6.5, 9.0000001),
+        TimedPhase("sync", 1, 2, 4),
     ]
     assert seconds_by_phase("trainer_0", phases) == pytest.approx({"other": 6, "checkpoint": 3, "sync": 1})
     assert seconds_by_step(phases) == {5: pytest.approx({"other": 6, "checkpoint": 3, "sync": 1})}
@@ -377,7 +377,9 @@ def test_nested_phases_count_once() -> None:
 
 def test_neighbours_that_seem_to_overlap_stay_neighbours() -> None:
     """A start is rounded and the clocks differ, so a step may seem to begin before the last one ended."""
-    phases = [Phase("step", i, i + 1.0003, i) for i in range(5)] + [Phase("sync", i, i + 0.25, i) for i in range(5)]
+    phases = [TimedPhase("step", i, i + 1.0003, i) for i in range(5)] + [
+        TimedPhase("sync", i, i + 0.25, i) for i in range(5)
+    ]
     found = seconds_by_step(phases)
     assert set(found) == {1, 2, 3, 4, 5}
     for seconds in found.values():
@@ -385,9 +387,19 @@ def test_neighbours_that_seem_to_overlap_stay_neighbours() -> None:
 
 
 def test_the_last_start_lasts_from_its_command_until_the_engines_have_joined() -> None:
-    command = [Phase("import", 1, 4), Phase("check", 4, 6), Phase("import", 100, 103), Phase("check", 103, 104)]
-    first, again = Phase("wait_for_engine", 9, 11), Phase("wait_for_engine", 106, 110.5)
-    trainer = [Phase("start", 6, 9), first, again, Phase("wait_for_engine", 200, 201)]  # an engine was replaced
+    command = [
+        TimedPhase("import", 1, 4),
+        TimedPhase("check", 4, 6),
+        TimedPhase("import", 100, 103),
+        TimedPhase("check", 103, 104),
+    ]
+    first, again = TimedPhase("wait_for_engine", 9, 11), TimedPhase("wait_for_engine", 106, 110.5)
+    trainer = [
+        TimedPhase("start", 6, 9),
+        first,
+        again,
+        TimedPhase("wait_for_engine", 200, 201),
+    ]  # an engine was replaced
     assert last_start({"command": command, "trainer_0": trainer}) == (100, 110.5)
     assert last_start({"command": command[:2], "trainer_0": trainer[:2]}) == (1, 11)
     assert last_start({"command": command, "trainer_0": trainer[:2]}) is None
@@ -406,12 +418,17 @@ def test_the_report_shows_the_last_start(run_dir: Path) -> None:
 
 
 def test_concurrent_phases_of_another_process_are_united() -> None:
-    phases = [Phase("reward", 0, 2), Phase("reward", 1, 3), Phase("generation", 0, 4)]
+    phases = [TimedPhase("reward", 0, 2), TimedPhase("reward", 1, 3), TimedPhase("generation", 0, 4)]
     assert seconds_by_phase("explorer", phases) == {"generation": 4, "reward": 3}
 
 
 def test_a_step_done_again_counts_with_its_last_time() -> None:
-    phases = [Phase("step", 0, 10, 0), Phase("sync", 0, 9, 0), Phase("step", 20, 22, 0), Phase("sync", 20, 21, 0)]
+    phases = [
+        TimedPhase("step", 0, 10, 0),
+        TimedPhase("sync", 0, 9, 0),
+        TimedPhase("step", 20, 22, 0),
+        TimedPhase("sync", 20, 21, 0),
+    ]
     assert seconds_by_step(phases) == {1: {"sync": 1, "other": 1}}
 
 
@@ -426,7 +443,7 @@ spans = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50), st.sampled_fr
 @given(spans)
 def test_exclusive_pieces_cover_the_same_time_without_overlap(parts: list[tuple[int, int, str]]) -> None:
     """For properly nested phases; others are cut to what they lie in, so there is never an overlap."""
-    phases = [Phase(name, min(a, b), max(a, b)) for a, b, name in parts]
+    phases = [TimedPhase(name, min(a, b), max(a, b)) for a, b, name in parts]
     pieces = sorted(exclusive(phases), key=lambda p: p.start)
     assert all(a.end <= b.start for a, b in zip(pieces, pieces[1:], strict=False))
     covered = {t for start, end in union(phases) for t in range(int(start), int(end))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +38,8 @@ class Syncs:
         models: Any = self.models
         publisher: Any = self.publisher
         context: Any = RunContext(None, None, 1, 0)  # type: ignore[arg-type]
-        return WeightSync(context, ranks, ranks, models, publisher)
+        turns: Any = SimpleNamespace(enter=lambda _: None, during=lambda _: nullcontext())
+        return WeightSync(context, ranks, ranks, models, publisher, turns)
 
     def connect(self) -> None:
         self.joined += 1

@@ -203,6 +203,10 @@ class UpdateFilterConfig:
     """The job ends at so many steps in a row with such an update."""
 
 
+Offload = Literal["none", "memory", "disk"]
+"""Place of a model's memory in the phases that do not need it: it stays, goes to host memory or to a file."""
+
+
 @dataclass(frozen=True)
 class TrainerConfig:
     steps: Count = 100
@@ -254,6 +258,12 @@ class TrainerConfig:
     """Supervised steps before the first rollout."""
     update_filter: UpdateFilterConfig = field(default_factory=UpdateFilterConfig)
     """Treatment of harmful updates."""
+    offload: Offload = "none"
+    """Place of the actor's parameters and optimizer in the phases of a step that do not need them; its gradients are
+    dropped there."""
+    offload_disk_bytes: Count | None = None
+    """Most bytes that one rank may have on disk for ``offload=disk`` of all roles, in RUN_DIR/offload; null for no
+    limit."""
 
 
 WrongEnd = Literal["workflow_error", "workflow_timeout", "abandoned", "environment_error", "environment_timeout"]
@@ -353,6 +363,8 @@ class ReferenceConfig:
     """Its own grid on the same ranks; None takes the actor's."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Its compute type; null takes the model's."""
+    offload: Offload = "none"
+    """Place of its parameters in the phases that do not need them."""
 
 
 @dataclass(frozen=True)
@@ -368,6 +380,8 @@ class CriticConfig:
     """AdamW and learning-rate schedule of the critic."""
     warmup_steps: NonNegative = 0
     """Steps at the start in which the critic learns alone."""
+    offload: Offload = "none"
+    """Place of its parameters and optimizer in the phases that do not need them; its gradients are dropped there."""
 
 
 @dataclass(frozen=True)
@@ -381,6 +395,8 @@ class RewardModelConfig:
     """Its compute type; null takes the model's."""
     coef: RewardWeight = 1.0
     """Factor of its score in the reward."""
+    offload: Offload = "none"
+    """Place of its parameters in the phases that do not need them."""
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,14 @@ import torch.distributed as dist
 
 from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from megarl.core.metrics import Sums
+from megarl.core.phases import Place
 from megarl.learn.batching import MicroBatch, MicroBatching, Sequences, micro_batches
 from megarl.learn.models.gpt import build_chunks, named_tensors, unwrap
 from megarl.learn.parallel.grid import megatron_grid
 from megarl.learn.training.objectives import LossTokens, Objective
 from megarl.learn.training.optimizer import Optimizer
 from megarl.learn.training.optimizer_digests import check_written, digests_written
+from megarl.learn.training.residents import Residents
 from megarl.learn.training.schedule import Head, run
 from megarl.weights.architectures import architecture
 from megarl.weights.checkpoint.formats import hf
@@ -76,10 +78,13 @@ class FrozenModel:
             self.dp_rank: int = parallel_state.get_data_parallel_rank()
             self.chunks: list[Any] = list(build_chunks(hf_config, model, parallel, kind))
         """``parallel.vpp`` modules."""
+        self.residents = Residents()
+        """What may leave the device; none until ``train/update/turns.py`` has its settings."""
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Local parameter name -> data."""
+        """Local parameter name -> data. Raises NotResident, as all that reads or writes a model."""
+        self.residents.require("parameters")
         return named_tensors(self.chunks if len(self.chunks) > 1 else self.chunks[0])
 
     def proven_tensors(self) -> dict[str, torch.Tensor]:
@@ -126,6 +131,7 @@ class FrozenModel:
                 first update is exactly 1.
             temperature: None takes the head's.
         """
+        self.residents.require("parameters")
         head = self.head
         if head is not None and temperature is not None:
             head = replace(head, temperature=temperature)
@@ -187,17 +193,35 @@ class TrainedModel(FrozenModel):
             self.chunks = [DistributedDataParallel(config, settings, chunk) for chunk in self.chunks]
             self.optimizer = Optimizer(self.chunks, optimizer, model.dtype)
         config.grad_scale_func = self.optimizer.inner.scale_loss
+        self._written: dict[str, int] | None = None
         self._balanced = model.router.is_used and bool(architecture(hf_config).sizes(hf_config).moe_layers)
         self._routers = routers(self.chunks)
 
     def weights_changed(self) -> None:
         """Call after writing into ``tensors``: the optimizer's float32 masters are taken from them again."""
+        self.residents.require("parameters", "optimizer")
         with self.grid():
             self.optimizer.inner.reload_model_params()
 
     def written(self) -> dict[str, int]:
-        """Local parameter name -> digest of what the optimizer last wrote (``written.py``). Every rank calls it."""
+        """Local parameter name -> digest of what the optimizer last wrote. Every rank calls it.
+
+        While the optimizer is not on the device: what ``keep_written`` found.
+        """
+        if self._written is not None:
+            return self._written
+        self.residents.require("parameters", "optimizer")
         return digests_written(self.chunks, self.optimizer.inner)
+
+    def keep_written(self) -> None:
+        """Take ``written`` before the optimizer leaves the device. Every rank calls it."""
+        self._written = self.written()
+
+    def forget_written(self) -> None:
+        """Call when memory has come back: from here on ``written`` looks at the optimizer again, where that is on the
+        device."""
+        if all(resident.place is Place.DEVICE for resident in self.residents):
+            self._written = None
 
     def proven_tensors(self) -> dict[str, torch.Tensor]:
         tensors = self.tensors
@@ -221,6 +245,7 @@ class TrainedModel(FrozenModel):
             Metric sums over this rank's sequences on the rank that speaks for its replica, {} elsewhere;
             ``<name>/loss`` is their mean.
         """
+        self.residents.require("parameters", "gradients")
         with self.grid():
             if logp is None:
                 return self._backward(sequences, batches, objective, None)
@@ -286,6 +311,7 @@ class TrainedModel(FrozenModel):
         checked them); return their norm."""
         from megarl.learn.models.router import move_biases
 
+        self.residents.require("parameters", "gradients", "optimizer")
         with self.grid():
             norm = self.optimizer.step(lr)
         move_biases(self._routers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shutil
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from megarl.core.config import Config
 from megarl.core.errors import DiskFullError, FencedError, JobError, NonRetryableError
 from megarl.core.jobs import of_program
 from megarl.core.metrics import COMMAND, Timeline
+from megarl.core.phases import OFFLOAD
 from megarl.engine.client.auth import KEY_VARIABLE
 from megarl.engine.client.leftovers import remove_stale_folders
 from megarl.explore.store import Store
@@ -138,6 +140,7 @@ def _run_attempts(
             with timeline.phase("prepare"):
                 fitted, nodes = _fitted(config, here, everybody, [node for node in others if node.is_there()])
                 attempt = last = _begin_attempt(config, stop_request, last)
+                shutil.rmtree(run_dir / OFFLOAD, ignore_errors=True)  # of ranks that were killed
                 _fill_store(config, tasks, attempt)
             try:
                 with timeline.phase("spawn"):

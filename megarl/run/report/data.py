@@ -21,7 +21,7 @@ from megarl.core.errors import ConfigError, StoreDamagedError, masked_text
 from megarl.core.schema import Task, Trajectory
 from megarl.core.truncation import truncation
 from megarl.explore.store import Store
-from megarl.run.report.timeline import Phase, union
+from megarl.run.report.timeline import TimedPhase, union
 
 SAMPLES = 10
 STOPPED_S = 60.0
@@ -91,7 +91,7 @@ class ReportData:
     """Held-out tasks that were not right before and are right after."""
     unlearned: int
     samples: tuple[AnswerComparison, ...]
-    timelines: Mapping[str, tuple[Phase, ...]]
+    timelines: Mapping[str, tuple[TimedPhase, ...]]
     notes: tuple[str, ...]
     """Parts that could not be read."""
 
@@ -226,8 +226,8 @@ def _records(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-def _phases(records: Iterable[Mapping[str, Any]]) -> tuple[Phase, ...]:
-    return tuple(Phase(r["phase"], r["start"], r["start"] + r["seconds"], r.get("step")) for r in records)
+def _phases(records: Iterable[Mapping[str, Any]]) -> tuple[TimedPhase, ...]:
+    return tuple(TimedPhase(r["phase"], r["start"], r["start"] + r["seconds"], r.get("step")) for r in records)
 
 
 def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -30,7 +30,15 @@ from megarl.run.report.text import (
     status,
     summary,
 )
-from megarl.run.report.timeline import CONTAINER, WAITING, Phase, last_start, rows, seconds_by_phase, seconds_by_step
+from megarl.run.report.timeline import (
+    CONTAINER,
+    WAITING,
+    TimedPhase,
+    last_start,
+    rows,
+    seconds_by_phase,
+    seconds_by_step,
+)
 
 __all__ = ["page", "summary", "write_report"]
 
@@ -238,7 +246,9 @@ def _lanes(run: ReportData) -> Markup:
     return PIECES.section("Who did what", text, PIECES.card(Markup(drawn) + _legend(_ordered(shown)), scroll=True))
 
 
-def _between(timelines: Mapping[str, Sequence[Phase]], start: float, end: float) -> list[tuple[str, list[list[Phase]]]]:
+def _between(
+    timelines: Mapping[str, Sequence[TimedPhase]], start: float, end: float
+) -> list[tuple[str, list[list[TimedPhase]]]]:
     """Rows of each process's phases that reach into a stretch of time."""
     return [
         (name, rows(name, [p for p in phases if p.end > start and p.start < end])) for name, phases in timelines.items()

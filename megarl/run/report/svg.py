@@ -9,7 +9,7 @@ from html import escape
 from zlib import crc32
 
 from megarl.core.jobs import ProcessKind, kind_of
-from megarl.run.report.timeline import WAITING, Phase
+from megarl.run.report.timeline import WAITING, TimedPhase
 
 Series = Sequence[tuple[int, float]]
 MAX_POINTS = 400
@@ -214,7 +214,7 @@ def stacked_chart(
 
 
 def lanes_chart(
-    lanes: Sequence[tuple[str, Sequence[Sequence[Phase]]]], start: float, end: float, steps: Mapping[int, float]
+    lanes: Sequence[tuple[str, Sequence[Sequence[TimedPhase]]]], start: float, end: float, steps: Mapping[int, float]
 ) -> str:
     """One lane a process with its rows of phases between two moments (unix seconds); waiting is hatched.
 
@@ -252,7 +252,7 @@ def lanes_chart(
     return _svg(width, height, f"What every process did during {end - start:.1f} seconds", "".join(body))
 
 
-def _bar(phase: Phase, left: float, right: float, y: float, row: int, waits: bool) -> str:
+def _bar(phase: TimedPhase, left: float, right: float, y: float, row: int, waits: bool) -> str:
     wide = max(right - left, 0.6)
     seconds = phase.end - phase.start
     title = escape(f"{phase.name}{' (waiting)' if waits else ''}: {seconds:.3f} s")

@@ -16,7 +16,7 @@ CONTAINER = "step"
 """The phase that holds the others of a step; what it spends in none of them is shown as ``other``."""
 
 
-class Phase(NamedTuple):
+class TimedPhase(NamedTuple):
     """A stretch of one process's time; ``step`` counts from 0."""
 
     name: str
@@ -26,11 +26,11 @@ class Phase(NamedTuple):
     step: int | None = None
 
 
-def exclusive(phases: Iterable[Phase]) -> list[Phase]:
+def exclusive(phases: Iterable[TimedPhase]) -> list[TimedPhase]:
     """Phases of one process cut so that each moment belongs to the innermost; ``step`` becomes the enclosing step's
     (None outside of steps), and the rest of a step is called ``other``."""
-    pieces: list[Phase] = []
-    stack: list[Phase] = []
+    pieces: list[TimedPhase] = []
+    stack: list[TimedPhase] = []
     at = -math.inf
 
     def advance(until: float) -> None:
@@ -39,7 +39,7 @@ def exclusive(phases: Iterable[Phase]) -> list[Phase]:
             top = stack[-1]
             begin, end = max(at, top.start), min(top.end, until)
             if end > begin:
-                pieces.append(Phase("other" if top.name == CONTAINER else top.name, begin, end, top.step))
+                pieces.append(TimedPhase("other" if top.name == CONTAINER else top.name, begin, end, top.step))
                 at = end
             if top.end > until:
                 break
@@ -60,7 +60,7 @@ def exclusive(phases: Iterable[Phase]) -> list[Phase]:
     return pieces
 
 
-def last_start(timelines: Mapping[str, Sequence[Phase]]) -> tuple[float, float] | None:
+def last_start(timelines: Mapping[str, Sequence[TimedPhase]]) -> tuple[float, float] | None:
     """(start, end) of the last start, from the command until the engines had joined; None where none was recorded."""
     began = [phase.start for phase in timelines.get(COMMAND, ()) if phase.name == "import"]
     joined = [phase.end for phase in timelines.get("trainer_0", ()) if phase.name == "wait_for_engine"]
@@ -68,7 +68,7 @@ def last_start(timelines: Mapping[str, Sequence[Phase]]) -> tuple[float, float] 
     return (began[-1], ends[0]) if ends else None
 
 
-def union(phases: Iterable[Phase], *, bridge_s: float = 0.0) -> list[tuple[float, float]]:
+def union(phases: Iterable[TimedPhase], *, bridge_s: float = 0.0) -> list[tuple[float, float]]:
     """(start, end) of the time that any of the phases covers; gaps of up to ``bridge_s`` count as covered."""
     spans: list[tuple[float, float]] = []
     for phase in sorted(phases, key=lambda p: p.start):
@@ -79,18 +79,18 @@ def union(phases: Iterable[Phase], *, bridge_s: float = 0.0) -> list[tuple[float
     return spans
 
 
-def rows(process: str, phases: Sequence[Phase]) -> list[list[Phase]]:
+def rows(process: str, phases: Sequence[TimedPhase]) -> list[list[TimedPhase]]:
     """A process's phases as rows without overlap: one row for a trainer rank, which does one thing at a time; one a
     kind of phase for a process that does several at once."""
     if kind_of(process) is ProcessKind.TRAINER:
         return [exclusive(phases)]
-    kinds: dict[str, list[Phase]] = defaultdict(list)
+    kinds: dict[str, list[TimedPhase]] = defaultdict(list)
     for phase in sorted(phases, key=lambda p: p.start):
         kinds[phase.name].append(phase)
-    return [[Phase(name, start, end) for start, end in union(kinds[name])] for name in kinds]
+    return [[TimedPhase(name, start, end) for start, end in union(kinds[name])] for name in kinds]
 
 
-def seconds_by_phase(process: str, phases: Sequence[Phase]) -> dict[str, float]:
+def seconds_by_phase(process: str, phases: Sequence[TimedPhase]) -> dict[str, float]:
     """Seconds that a process spent in each phase, most first; those of a trainer rank add up."""
     total: dict[str, float] = defaultdict(float)
     for row in rows(process, phases):
@@ -99,7 +99,7 @@ def seconds_by_phase(process: str, phases: Sequence[Phase]) -> dict[str, float]:
     return dict(sorted(total.items(), key=lambda item: -item[1]))
 
 
-def seconds_by_step(phases: Sequence[Phase]) -> dict[int, dict[str, float]]:
+def seconds_by_step(phases: Sequence[TimedPhase]) -> dict[int, dict[str, float]]:
     """Step (from 1) -> seconds in each of its phases; of a step that was done again after a resume, the last time."""
     last = {p.step: p for p in sorted(phases, key=lambda p: p.start) if p.name == CONTAINER and p.step is not None}
     found: dict[int, dict[str, float]] = {

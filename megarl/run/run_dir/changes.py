@@ -26,6 +26,9 @@ FREE = (
     "reference.parallel",
     "critic.parallel",
     "reward_model.parallel",
+    "reference.offload",
+    "critic.offload",
+    "reward_model.offload",
     *(
         f"trainer.{name}"
         for name in (
@@ -43,6 +46,8 @@ FREE = (
             "logits_bytes",
             "kernels",
             "trackers",
+            "offload",
+            "offload_disk_bytes",
             "warm_start.checkpoint_interval",
         )
     ),

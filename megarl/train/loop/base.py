@@ -17,6 +17,7 @@ import numpy as np
 
 from megarl.core import heartbeat
 from megarl.core.config import Config
+from megarl.core.phases import Phase
 from megarl.core.schema import WeightsVersion
 from megarl.explore.store import NOTHING_USED, Used
 from megarl.learn import algorithms
@@ -30,6 +31,7 @@ from megarl.train.rank.state import TrainState
 from megarl.train.sync.weights import Stopped
 from megarl.train.update.learner import Learner
 from megarl.train.update.models import Models
+from megarl.train.update.turns import Turns
 from megarl.train.update.updates import RollBack, UpdateFilter
 from megarl.weights.checkpoint.training import writer as checkpoint_writer
 
@@ -60,17 +62,17 @@ class Trainer(ABC):
         self.models = self.make_models()
         self.checkpoints = Checkpointer(self.context, self.store, self.ranks, self.reporter)
         self.updates = UpdateFilter(config.trainer.update_filter, self.reporter)
-        self.learner = Learner(config, self.algorithm, self.models, self.updates, self.ranks)
+        self.turns = Turns(self.context, self.models, self.ranks, self.timeline)
+        self.learner = Learner(config, self.algorithm, self.models, self.updates, self.ranks, self.turns.enter)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.checkpoints.give_up()  # one is pending only after an error
+        self.turns.close()
         self.reporter.close()
         self.store.close()
-
-    # ---------------------------------------------------------------- what a kind of job adds
 
     def make_models(self) -> Models:
         """The job's models, not yet built."""
@@ -95,8 +97,6 @@ class Trainer(ABC):
     def version(self) -> WeightsVersion:
         """Weights published last."""
         return WeightsVersion(self.context.attempt, 0)
-
-    # ---------------------------------------------------------------- the course of a job
 
     def train(self) -> None:
         """Warm start when there is none yet, then ``trainer.steps`` steps; resumes from the newest checkpoint."""
@@ -154,6 +154,7 @@ class Trainer(ABC):
         gc.unfreeze()  # after a rollback, models that are replaced
         with self.timeline.phase("load"), starting(self.config):
             models.build(state.step, self.checkpoints.newest(), reference)
+        self.turns.begin()
         gc.collect()
         # modules and models stay: a collection that walks them takes 0.3 s of every fourth step of the quickstart
         gc.freeze()
@@ -178,8 +179,7 @@ class Trainer(ABC):
             return state, False
 
     def evaluate_if_due(self, state: TrainState) -> bool:
-        """Evaluate before the first step and every ``trainer.eval_interval`` steps, again in a job that resumes
-        there."""
+        """Evaluate before the first step and every ``trainer.eval_interval`` steps, also after a resume there."""
         number, interval = state.step, self.config.trainer.eval_interval
         if number and (not interval or number % interval):
             return True
@@ -201,16 +201,17 @@ class Trainer(ABC):
 
     def commit(self, state: TrainState, *, interval: bool = False, **labels: int) -> None:
         """Checkpoint the models under ``state`` (``Checkpointer.commit``)."""
+        self.turns.enter(Phase.SAVE)
         self.checkpoints.commit(state, self.models, version=self.version, interval=interval, **labels)
 
     def rolled_back(self, state: TrainState, bad: RollBack) -> TrainState:
-        """Bring models, store and metrics to the newest checkpoint, or to the run's start where there is none; return
-        its state.
+        """Bring models, store and metrics to the newest checkpoint, or the run's start; return its state.
 
         Equal to the checkpoint to the bit, but for the count of rollbacks: the tasks and seeds of what follows are
         others.
         """
         self.checkpoints.settle(wait=True)
+        self.turns.enter(Phase.WHOLE)
         before = state.step
         self.reporter.log(f"WARNING: {bad}; going back to the newest checkpoint")
         state = replace(self.checkpoints.resume(self.models), rollbacks=state.rollbacks + 1)

@@ -13,6 +13,7 @@ import torch
 
 from megarl.core.config import Config
 from megarl.core.metrics import OFFLINE_CONSOLE, mean_of_sums
+from megarl.core.phases import Phase
 from megarl.explore.order.draws import data_seed, numbers_of_step
 from megarl.explore.tasksets import (
     ChatTokenizer,
@@ -73,6 +74,7 @@ class OfflineTrainer(Trainer):
             return
         with self.timeline.phase("load"):
             self.models.score_from_here()
+        self.turns.begin()
         if state.step:
             self.checkpoints.put_random_states(self.models)
 
@@ -124,7 +126,9 @@ class OfflineTrainer(Trainer):
         sequences, step = test.sequences, state.step
         with self.timeline.phase("validation", step=step):
             if reference is not None and sequences.ref_logp is None:  # it stays as it is
+                self.turns.enter(Phase.REF_LOGP)
                 sequences.ref_logp = reference.outputs(sequences, [reference.micro_batches(sequences, test.units)])
+            self.turns.enter(Phase.OLD_LOGP)
             answers = actor.outputs(sequences, [actor.micro_batches(sequences, test.units)])
             metrics = measured(self.objective_of(test), sequences, answers)
         known = {key: value for key, value in metrics.items() if math.isfinite(value)}  # JSON knows no others

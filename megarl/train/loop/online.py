@@ -6,6 +6,7 @@ from megarl.core.config import Config
 from megarl.core.config.algorithms import MixConfig
 from megarl.core.errors import NonRetryableError
 from megarl.core.metrics import spread
+from megarl.core.phases import Phase
 from megarl.core.schema import End, Outcome, Trajectory, WeightsVersion
 from megarl.core.truncation import TruncationWarning
 from megarl.explore.experience import Report, add_model_scores, with_group_stats
@@ -57,7 +58,7 @@ class OnlineTrainer(Trainer):
                 engines=self.engines,
                 stopping=lambda: self.ranks.stopping,
             )
-            self.weights = WeightSync(self.context, self.ranks, self.reporter, self.models, publisher)
+            self.weights = WeightSync(self.context, self.ranks, self.reporter, self.models, publisher, self.turns)
             waiter = RolloutWaiter(self.context, self.store, self.ranks, self.reporter, self.weights, self.checkpoints)
             self.rollouts = Rollouts(self.context, self.algorithm, self.store, self.reporter, self.reader, waiter.wait)
             self.evaluation = Evaluation(self.context, self.store, self.reporter, waiter.wait)
@@ -76,7 +77,10 @@ class OnlineTrainer(Trainer):
         with phase("step", step=number):
             with phase("sync", step=number):
                 synced = self.weights.publish()
-                self.models.refresh_when_due(number)
+                if self.models.refresh_due(number):
+                    self.turns.enter(Phase.REFRESH)
+                    self.models.refresh_reference()
+            self.turns.enter(Phase.ROLLOUT)
             groups = self.rollouts.groups(state, self.weights.version, self.models.head.vocab_size)
             if groups is None:
                 return None
@@ -117,6 +121,7 @@ class OnlineTrainer(Trainer):
         model = self.models.reward_model
         if model is None:
             return with_group_stats(trajectories), {}
+        self.turns.enter(Phase.SCORES)
         scores = model_scores(model, trajectories)
         scored = add_model_scores(trajectories, scores, self.config.reward_model.coef)
         return with_group_stats(scored), spread("reward_model/score", scores)
@@ -124,6 +129,7 @@ class OnlineTrainer(Trainer):
     def evaluate(self, state: TrainState, name: str) -> bool:
         """Publish the weights and evaluate them on held-out tasks."""
         self.weights.publish()
+        self.turns.enter(Phase.ROLLOUT)
         return self.evaluation.run(state, self.weights.version, name)
 
     def demonstrations(self, state: TrainState, usual: int) -> list[Demonstration]:

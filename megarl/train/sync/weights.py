@@ -12,6 +12,7 @@ import torch
 
 from megarl.core.config.lengths import prompt_tokens
 from megarl.core.errors import EngineError, WeightsDiffer, WeightSyncError
+from megarl.core.phases import Phase
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.watch import EngineWatch
 from megarl.learn.batching import Sequences
@@ -20,6 +21,7 @@ from megarl.train.rank.ranks import Ranks
 from megarl.train.rank.reporter import Reporter
 from megarl.train.sync.publish import WeightPublisher
 from megarl.train.update.models import Models
+from megarl.train.update.turns import Turns
 
 T = TypeVar("T")
 TRIES = 4
@@ -34,7 +36,13 @@ class WeightSync:
     """The engines of a job as all its trainer ranks see them together."""
 
     def __init__(
-        self, context: RunContext, ranks: Ranks, reporter: Reporter, models: Models, publisher: WeightPublisher
+        self,
+        context: RunContext,
+        ranks: Ranks,
+        reporter: Reporter,
+        models: Models,
+        publisher: WeightPublisher,
+        turns: Turns,
     ) -> None:
         self.version = WeightsVersion(context.attempt, 0)
         """Last published; 0 is none."""
@@ -43,6 +51,7 @@ class WeightSync:
         self._reporter = reporter
         self._models = models
         self._publisher = publisher
+        self._turns = turns
 
     def connect(self) -> None:
         """Wait for the engines, and join them for weight syncs. Raises EngineError, WeightSyncError, Stopped."""
@@ -54,6 +63,7 @@ class WeightSync:
 
         Raises EngineError, WeightSyncError, Stopped.
         """
+        self._turns.enter(Phase.SYNC)
         self.version = WeightsVersion(self._context.attempt, self.version.n + 1)
         changed = not self._ranks.agree(not self._publisher.engines_changed())
         return self._again_if_one_dies(self._publish, join=changed)
@@ -70,7 +80,8 @@ class WeightSync:
         if updated:
             self.version = WeightsVersion(self._context.attempt, self.version.n + 1)
         self._reporter.log(f"{why}: it has replaced one that died; joining it")
-        self._again_if_one_dies(lambda: self._publish(abort=True), join=True)
+        with self._turns.during(Phase.SYNC):
+            self._again_if_one_dies(lambda: self._publish(abort=True), join=True)
         self._reporter.log(f"published {self.version} again; the rollout goes on")
 
     def watch(self) -> EngineWatch:

@@ -5,6 +5,7 @@ Shape legend: N sequences of a step, T their positions (``batching.Sequences``).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -13,6 +14,7 @@ import torch
 from megarl.core.config import Config
 from megarl.core.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig
 from megarl.core.metrics import Sums, mean_of_sums
+from megarl.core.phases import Phase
 from megarl.core.schema import GroupStats, Trajectory
 from megarl.explore.experience.groups import group_stats
 from megarl.learn.algorithms import Algorithm, StepInput
@@ -37,13 +39,21 @@ class Learner:
     """Computes with a step's batch, on every rank alike."""
 
     def __init__(
-        self, config: Config, algorithm: Algorithm, models: Models, updates: UpdateFilter, ranks: Ranks
+        self,
+        config: Config,
+        algorithm: Algorithm,
+        models: Models,
+        updates: UpdateFilter,
+        ranks: Ranks,
+        enter: Callable[[Phase], None],
     ) -> None:
         self._config = config
         self._algorithm = algorithm
         self._models = models
         self._updates = updates
         self._ranks = ranks
+        self._enter = enter
+        """Has what a phase needs on the device (``Turns.enter``)."""
 
     @property
     def _first_update_infers(self) -> bool:
@@ -69,10 +79,13 @@ class Learner:
             return model.outputs(sequences, [model.micro_batches(sequences, units) for units in each_once(asked)])
 
         if "old_logp" in needs:
+            self._enter(Phase.OLD_LOGP)
             sequences.old_logp = forward(self._models.actor, rest, first=int(self._first_update_infers))
         if self._models.reference is not None:
+            self._enter(Phase.REF_LOGP)
             sequences.ref_logp = forward(self._models.reference)
         if self._models.critic is not None:
+            self._enter(Phase.VALUES)
             sequences.values = forward(self._models.critic)
 
     def train_step(self, state: TrainState, batch: StepBatch) -> tuple[TrainState, dict[str, float]]:
@@ -151,6 +164,7 @@ class Learner:
                 sums.append(found)
                 updates.append({f"{objective.name}/grad_norm": (norm, 1.0), f"{objective.name}/lr": (lr, 1.0)})
 
+        self._enter(Phase.UPDATE)
         self._updates.begin()
         if self._algorithm.restarts_optimizer:
             actor.optimizer.restart(config.trainer.optimizer)

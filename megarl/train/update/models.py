@@ -127,11 +127,16 @@ class Models:
             critic.load_hf(path)
         return critic
 
-    def refresh_when_due(self, step: int) -> None:
-        """Renew the reference at the start of a step, when ``reference.refresh`` asks for it."""
+    def by_role(self) -> dict[str, FrozenModel]:
+        """Role -> model, of those that there are."""
+        roles = {"critic": self.critic, "reference": self.reference, "reward_model": self.reward_model}
+        return {"actor": self.actor} | {role: model for role, model in roles.items() if model is not None}
+
+    def refresh_due(self, step: int) -> bool:
+        """True if ``reference.refresh`` asks for a new reference at the start of a step."""
         refresh = self._config.reference.refresh
-        if refresh == "every_iteration" or (isinstance(refresh, int) and step % refresh == 0):
-            self.refresh_reference()
+        due = refresh == "every_iteration" or (isinstance(refresh, int) and step % refresh == 0)
+        return due and self.reference is not None
 
     def refresh_reference(self) -> None:
         """Give the reference the actor's weights of now, proven equal. Nothing to do without a reference."""

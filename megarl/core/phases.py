@@ -1,0 +1,93 @@
+"""Phases of a step, and where the memory of a rank's models is in each of them: a plan that depends on settings alone.
+
+A resident is named ``role.kind``: actor, reference, critic or reward_model; parameters, gradients or optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Self
+
+from megarl.core.config.schema import Config, Offload
+
+OFFLOAD = "offload"
+"""Folder of a run for memory on disk, a folder for each rank in it. Nothing in it outlives an attempt."""
+
+
+class Place(StrEnum):
+    """Where the bytes of a resident are."""
+
+    DEVICE = "device"
+    MEMORY = "memory"
+    """A copy in host memory."""
+    DISK = "disk"
+    """A file of the run."""
+    ABSENT = "absent"
+    """Nowhere: it is written before it is read again."""
+
+
+class Phase(StrEnum):
+    """Parts of a step of a trainer rank, each with the memory that it needs."""
+
+    SYNC = "sync"
+    REFRESH = "refresh"
+    """The reference takes the actor's weights."""
+    ROLLOUT = "rollout"
+    SCORES = "scores"
+    OLD_LOGP = "old_logp"
+    REF_LOGP = "ref_logp"
+    VALUES = "values"
+    UPDATE = "update"
+    SAVE = "save"
+    """Checkpoint and export."""
+    WHOLE = "whole"
+    """Loads, and the warm start."""
+
+
+TRAINED = ("parameters", "gradients", "optimizer")
+NEEDS: Mapping[Phase, tuple[str, ...]] = {
+    Phase.SYNC: ("actor.parameters",),
+    Phase.REFRESH: ("actor.parameters", "reference.parameters"),
+    Phase.ROLLOUT: (),
+    Phase.SCORES: ("reward_model.parameters",),
+    Phase.OLD_LOGP: ("actor.parameters",),
+    Phase.REF_LOGP: ("reference.parameters",),
+    Phase.VALUES: ("critic.parameters",),
+    Phase.UPDATE: tuple(f"{role}.{kind}" for role in ("actor", "critic") for kind in TRAINED),
+    Phase.SAVE: (
+        "actor.parameters",
+        "actor.optimizer",
+        "critic.parameters",
+        "critic.optimizer",
+        "reference.parameters",
+    ),
+}
+"""Phase -> residents that it needs on the device; ``WHOLE`` needs all."""
+
+
+@dataclass(frozen=True)
+class PhasePlan:
+    """Place of each resident in each phase. ``away``: role -> place of what a phase does not need."""
+
+    away: Mapping[str, Place]
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """The plan that the settings ``<role>.offload`` ask for."""
+        settings: dict[str, Offload] = {
+            "actor": config.trainer.offload,
+            "critic": config.critic.offload,
+            "reference": config.reference.offload,
+            "reward_model": config.reward_model.offload,
+        }
+        return cls({role: Place.DEVICE if place == "none" else Place(place) for role, place in settings.items()})
+
+    def place(self, phase: Phase, resident: str) -> Place:
+        """Place of a resident in a phase."""
+        if phase is Phase.WHOLE or resident in NEEDS[phase]:
+            return Place.DEVICE
+        role, _, kind = resident.partition(".")
+        place = self.away[role]
+        return Place.ABSENT if place is not Place.DEVICE and kind == "gradients" else place

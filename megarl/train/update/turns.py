@@ -1,0 +1,107 @@
+"""Moves the models' memory between two phases of a step, as the plan says (``core/phases.py``)."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from megarl.core import heartbeat
+from megarl.core.errors import NonRetryableError, OffloadError
+from megarl.core.metrics import Timeline
+from megarl.core.phases import OFFLOAD, Phase, PhasePlan, Place
+from megarl.learn.training.model import TrainedModel
+from megarl.learn.training.residents import Resident, Residents, release_freed_memory, residents_of
+from megarl.train.rank.context import RunContext
+from megarl.train.rank.ranks import Ranks
+from megarl.train.update.models import Models
+
+
+class Turns:
+    """The memory of a rank's models, moved from phase to phase. Every rank makes the same calls.
+
+    Until ``begin`` everything is on the device.
+    """
+
+    def __init__(self, context: RunContext, models: Models, ranks: Ranks, timeline: Timeline) -> None:
+        self._models, self._ranks, self._timeline = models, ranks, timeline
+        self._plan = PhasePlan.of(context.config)
+        self._folder = context.run_dir / OFFLOAD / f"rank_{context.rank}"
+        self._disk_bytes = context.config.trainer.offload_disk_bytes
+        self.phase = Phase.WHOLE
+
+    def begin(self) -> None:
+        """Take charge of the models' memory, all of which is on the device; again after a rollback.
+
+        Raises NonRetryableError: more is to be on disk than may be.
+        """
+        self.phase = Phase.WHOLE
+        for role, model in self._models.by_role().items():
+            away = self._plan.away[role]
+            model.residents = residents_of(role, model) if away is not Place.DEVICE else Residents()
+            if away is Place.DISK:
+                self._folder.mkdir(parents=True, exist_ok=True)
+        residents = self._residents()
+        needed = sum(r.nbytes for r in residents if self._plan.place(Phase.ROLLOUT, r.name) is Place.DISK)
+        if self._disk_bytes is not None and needed > self._disk_bytes:
+            raise NonRetryableError(
+                f"{needed} bytes of a trainer rank are to be on disk, trainer.offload_disk_bytes={self._disk_bytes} "
+                "are allowed: raise it, or offload a role to memory"
+            )
+
+    def close(self) -> None:
+        """Remove what is on disk."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        with suppress(OSError):  # another rank's is there still, or there is none
+            self._folder.parent.rmdir()
+
+    def enter(self, phase: Phase) -> None:
+        """Have what ``phase`` needs on the device and the rest where the plan puts it: first what leaves, then what
+        comes.
+
+        Raises OffloadError, on every rank where one failed.
+        """
+        if phase is self.phase:
+            return
+        self.phase = phase
+        leaving: list[Resident] = []
+        coming: list[Resident] = []
+        for resident in self._residents():
+            place = self._plan.place(phase, resident.name)
+            if resident.place is not place and Place.DEVICE in (resident.place, place):
+                (coming if place is Place.DEVICE else leaving).append(resident)
+        if leaving or coming:
+            with self._timeline.phase("offload"):
+                self._move(leaving, coming)
+
+    def _move(self, leaving: list[Resident], coming: list[Resident]) -> None:
+        trained = [model for model in self._models.by_role().values() if isinstance(model, TrainedModel)]
+        for model in trained:
+            if any(resident in leaving for resident in model.residents if resident.kind != "gradients"):
+                model.keep_written()  # a sync compares with it while the optimizer is away
+        failure: OffloadError | None = None
+        try:
+            for resident in leaving:
+                heartbeat.beat()
+                resident.leave(self._plan.place(self.phase, resident.name), self._folder)
+            for resident in coming:
+                heartbeat.beat()
+                resident.come_back()
+        except OffloadError as error:
+            failure = error
+        release_freed_memory()
+        if not self._ranks.agree(failure is None):
+            raise failure or OffloadError("memory could not be moved on another trainer rank, whose log says why")
+        for model in trained:
+            model.forget_written()
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """Enter ``phase`` and then the one that was before."""
+        before = self.phase
+        self.enter(phase)
+        yield
+        self.enter(before)
+
+    def _residents(self) -> list[Resident]:
+        return [resident for model in self._models.by_role().values() for resident in model.residents]

@@ -1,0 +1,159 @@
+"""A model whose memory leaves the device between phases trains as one that stays, on every grid, in every dtype."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.core.config.schema import Config, ParallelConfig, TrainerConfig
+from megarl.core.errors import NotResident, OffloadError, WeightsDiffer
+from megarl.core.metrics import Timeline
+from megarl.core.phases import OFFLOAD, Phase, Place
+from tests.parallel.families import save
+from tests.parallel.grid import run_grid
+from tests.parallel.models import save_tiny_qwen3
+from tests.parallel.test_megatron_on_cpu import sft_steps
+from tests.parallel.test_written import LR, actor_on
+
+CASES = {
+    2: [
+        ("qwen3", ParallelConfig(tp=2), "bfloat16"),
+        ("qwen3", ParallelConfig(dp=2), "float32"),
+        ("tied", ParallelConfig(pp=2, vpp=2), "bfloat16"),
+        ("moe", ParallelConfig(dp=2, ep=2), "bfloat16"),
+    ],
+    4: [
+        ("qwen3", ParallelConfig(tp=2, pp=2), "float32"),
+        ("moe", ParallelConfig(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True), "float32"),
+    ],
+}
+STEPS = 3
+
+
+def turns_of(actor: Any, place: Place, folder: Path, limit: int | None = None) -> Any:
+    from megarl.train.rank.context import RunContext
+    from megarl.train.rank.ranks import Ranks
+    from megarl.train.update.turns import Turns
+
+    models: Any = SimpleNamespace(by_role=lambda: {"actor": actor})
+    offload: Any = "none" if place is Place.DEVICE else str(place)
+    config = Config(trainer=TrainerConfig(offload=offload, offload_disk_bytes=limit))
+    context = RunContext(config, folder, 1, torch.distributed.get_rank())
+    turns = Turns(context, models, Ranks(), Timeline(folder / "timeline", folder.name))
+    turns.begin()
+    return turns
+
+
+def storages(actor: Any) -> int:
+    """Bytes of parameters and gradients on the device."""
+    buffers = [b for chunk in actor.chunks for b in [*chunk.buffers, *chunk.expert_parallel_buffers]]
+    return sum(t.untyped_storage().nbytes() for b in buffers for t in (b.param_data, b.grad_data))
+
+
+def trained(rank: int, folder: str, case: Any, place: Place) -> tuple[dict[str, torch.Tensor], list[bool]]:
+    """Weights after ``STEPS`` steps, and whether each look between them found what it should."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    actor = actor_on(Path(folder), case)
+    turns = turns_of(actor, place, Path(folder) / f"rank_{rank}")
+    looks: list[bool] = []
+    for step in range(STEPS):
+        turns.enter(Phase.ROLLOUT)
+        looks.append((storages(actor) == 0) is (place is not Place.DEVICE))
+        turns.enter(Phase.SYNC)
+        actor.proven_tensors()  # while the optimizer is away
+        turns.enter(Phase.UPDATE)
+        sft_steps(actor, range(step, step + 1), lr=LR)
+    turns.enter(Phase.ROLLOUT)
+    with turns.during(Phase.SYNC):
+        found = {name: tensor.clone() for name, tensor in actor.proven_tensors().items()}
+    looks.append(turns.phase is Phase.ROLLOUT)
+    if place is not Place.DEVICE:
+        for use in (lambda: actor.tensors, lambda: actor.step(LR), lambda: sft_steps(actor, range(1), lr=LR)):
+            try:
+                use()
+                looks.append(False)
+            except NotResident as error:
+                looks.append(str(place) in str(error) or "host memory" in str(error))
+    turns.close()
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    return found, looks
+
+
+def on_grids(rank: int, folder: str, cases: list[Any]) -> list[tuple[bool, list[bool]]]:
+    """Runs in each rank, for each case: do the weights equal those of a model that stays, and the looks."""
+    found = []
+    for case in cases:
+        stays, _ = trained(rank, folder, case, Place.DEVICE)
+        for place in (Place.MEMORY, Place.DISK):
+            leaves, looks = trained(rank, folder, case, place)
+            found.append((all(torch.equal(stays[name], leaves[name]) for name in stays), looks))
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("turns")
+    save_tiny_qwen3(folder / "qwen3")
+    save_tiny_qwen3(folder / "tied", tied=True)
+    save("qwen3_moe", folder / "moe")
+    return folder
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_the_weights_are_those_of_a_model_that_stays(folder: Path, world: int) -> None:
+    for rank, found in enumerate(run_grid(world, on_grids, str(folder), CASES[world])):
+        cases = [(case, place) for case in CASES[world] for place in ("memory", "disk")]
+        for case, (same, looks) in zip(cases, found, strict=True):
+            assert same and all(looks), (rank, case, looks)
+    assert not list(folder.glob(f"rank_*/{OFFLOAD}"))
+
+
+def faults(rank: int, folder: str) -> list[str]:
+    """Runs in each rank: what is said of weights changed after they came back, and of a copy that rank 1 has lost."""
+    said = []
+    actor = actor_on(Path(folder), ("qwen3", ParallelConfig(tp=2), "bfloat16"))
+    own = Path(folder) / f"fault_{rank}"
+    turns = turns_of(actor, Place.DISK, own)
+    turns.enter(Phase.ROLLOUT)
+    turns.enter(Phase.SYNC)
+    next(iter(actor.tensors.values())).view(-1)[0] += 1.0
+    for kind, do in ((WeightsDiffer, actor.proven_tensors), (OffloadError, lambda: turns.enter(Phase.UPDATE))):
+        if kind is OffloadError and rank == 1:
+            (own / OFFLOAD / "rank_1" / "actor.optimizer").unlink()
+        try:
+            do()
+            said.append("")
+        except kind as error:
+            said.append(str(error))
+    return said
+
+
+def test_faults_end_every_rank(folder: Path) -> None:
+    first, second = run_grid(2, faults, str(folder))
+    for said in (first, second):
+        assert "not what the optimizer last wrote" in said[0]
+    assert "on another trainer rank" in first[1]
+    assert "actor.optimizer cannot come back from disk" in second[1]
+
+
+def limited(rank: int, folder: str) -> str:
+    from megarl.core.errors import NonRetryableError
+
+    actor = actor_on(Path(folder), ("qwen3", ParallelConfig(tp=2), "bfloat16"))
+    try:
+        turns_of(actor, Place.DISK, Path(folder) / f"limited_{rank}", limit=1000)
+    except NonRetryableError as error:
+        return str(error)
+    return ""
+
+
+def test_more_on_disk_than_the_setting_allows_is_refused(folder: Path) -> None:
+    for said in run_grid(2, limited, str(folder)):
+        assert "trainer.offload_disk_bytes=1000" in said
