@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
-import torch
 from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 from megarl.core.config.schema import ParallelConfig
@@ -87,7 +88,15 @@ def worker_bytes(engine: RunningEngine) -> int:
 
 
 def greedy(engine: RunningEngine) -> list[Completion]:
-    return engine.generate(some_prompts(), GREEDY)
+    """One prompt after the other: the sizes of batches, which the time decides, change bits without any sleep."""
+    return [completion for prompt in some_prompts() for completion in engine.generate([prompt], GREEDY)]
+
+
+def until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def assert_same_bits(first: Sequence[Completion], second: Sequence[Completion]) -> None:
@@ -152,6 +161,26 @@ def test_weights_may_come_after_the_kv_cache(engine: RunningEngine, ranks: Ranks
     ranks.publish_whole(model)
     assert_same_bits(before, greedy(engine))
     assert any(a.token_ids.tolist() != b.token_ids.tolist() for a, b in zip(before, other, strict=True))
+
+
+def test_a_request_that_was_accepted_before_runs_after_the_sleep(
+    engine: RunningEngine, ranks: Ranks, model: Qwen3ForCausalLM
+) -> None:
+    """It waits in vLLM, behind the gate: a publication's resume must not run it while the KV cache has no memory."""
+    wake_and_publish(engine, ranks, model)
+    before = greedy(engine)
+    engine.control.pause()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(greedy, engine)
+        until(lambda: any(c.status == psutil.CONN_ESTABLISHED for c in psutil.Process(engine.pid).net_connections()))
+        time.sleep(0.3)  # from the connection to vLLM's queue
+        engine.control.sleep()
+        engine.control.wake("weights")
+        ranks.publish_whole(model)
+        time.sleep(0.2)
+        assert not waiting.done()
+        engine.control.wake("kv_cache")
+        assert_same_bits(before, waiting.result(60))
 
 
 def test_steps_that_need_weights_name_the_sleep(engine: RunningEngine, ranks: Ranks, model: Qwen3ForCausalLM) -> None:
