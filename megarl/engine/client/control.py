@@ -19,6 +19,8 @@ from megarl.engine.client.names import last_lines
 _POLL_S = 0.1
 _REPORT_S = 5.0
 """Seconds from a worker's timeout until its reason arrives."""
+SLEEPING = "the engine sleeps: its weights were freed, and it generates after the next publication"
+"""Reason of an engine that has been sent to sleep."""
 FAILURE = "failure"
 """Key of a worker's reply that has what went wrong there."""
 
@@ -94,6 +96,30 @@ class EngineControl:
     def refuse(self, reason: str | None) -> None:
         """Makes the engine answer generation with 503 and ``reason``; None lets it generate again."""
         self._call("POST", "/megarl/refuse", {"reason": reason})
+
+    def sleep(self) -> list[dict[str, int]]:
+        """Free weights and KV cache once running requests have ended; return ``freed`` and ``rss`` of each worker.
+
+        The engine refuses generation until a publication has brought weights and ``wake`` the KV cache, in any order.
+        It may sleep before a trainer has joined, and sleeping twice does nothing.
+        """
+        self.refuse(SLEEPING)
+        self.pause("wait")
+        self.reset_prefix_cache()
+        self._call("POST", "/megarl/asleep", {"asleep": True})
+        answers: list[dict[str, int]] = self.workers("megarl_sleep")
+        return answers
+
+    def wake(self, what: Literal["weights", "kv_cache"]) -> list[dict[str, int]]:
+        """Take memory again; return ``taken`` and ``rss`` of each worker. Waking what is awake does nothing.
+
+        Weights must wake before a publication, which brings their values. An engine whose weights were published while
+        its KV cache slept generates as soon as that wakes.
+        """
+        answers: list[dict[str, int]] = self.workers("megarl_wake", what)
+        if what == "kv_cache":
+            self._call("POST", "/megarl/asleep", {"asleep": False})
+        return answers
 
     def init(self, info: Mapping[str, Any]) -> None:
         """Makes every worker join the trainer's group (``megarl.engine.sync.receiver.InitInfo``)."""

@@ -5,7 +5,8 @@ the moment it ends, and heartbeats between them. vLLM's own ``/inference/v1/gene
 either waits for all n samples or sends a line a token.
 
 ``Gate`` refuses generation, with the reason, once a weight update has failed: the engine then holds a mixture.
-Requests that come while an update runs are held by vLLM's own pause and are not refused.
+Requests that come while an update runs are held by vLLM's own pause and are not refused. While the KV cache sleeps it
+refuses as well, and lets no request run that vLLM still has: a publication's ``/resume`` is kept until the cache wakes.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from megarl.engine.client.names import UNTIL_PUBLISHED, record_phase
 _GENERATION_PREFIXES = ("/megarl/generate", "/inference/", "/v1/", "/generative_scoring", "/invocations")
 _JOIN_PATH = "/init_weight_transfer_engine"
 _UPDATE_PATHS = (_JOIN_PATH, "/start_weight_update", "/update_weights", "/finish_weight_update")
+_KV_SLEEPS = "the engine's KV cache sleeps"
 _PAUSE_PATH, _RESUME_PATH = "/pause", "/resume"
 _request_numbers = itertools.count()
 
@@ -106,6 +108,7 @@ class Endpoints:
     def attach_router(self, app: FastAPI) -> None:
         app.add_api_route("/megarl/generate", _generate, methods=["POST"])
         app.add_api_route("/megarl/refuse", _refuse, methods=["POST"])
+        app.add_api_route("/megarl/asleep", _asleep, methods=["POST"])
         app.add_api_route("/megarl/state", _state, methods=["GET"])
         app.add_middleware(Gate, state=app.state)
 
@@ -113,6 +116,7 @@ class Endpoints:
         state.megarl_process = secrets.token_hex(8)
         record_phase("load")
         state.megarl_progress = Progress(engine_client)
+        state.megarl_asleep = state.megarl_resumes = False
         state.megarl_refusing = (
             "the job's weights have not been published to this engine yet" if os.environ.get(UNTIL_PUBLISHED) else None
         )
@@ -124,6 +128,8 @@ class Gate:
 
     It sets the reason itself when a step of a weight update fails, so that an engine refuses even when the trainer is
     gone. Only ``POST /megarl/refuse`` with ``reason: null`` opens it again.
+
+    Apart from that reason, it refuses while ``state.megarl_asleep``: the KV cache then has no memory.
     """
 
     def __init__(self, app: App, state: State) -> None:
@@ -133,8 +139,11 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-        elif scope["path"].startswith(_GENERATION_PREFIXES) and self._state.megarl_refusing is not None:
-            await JSONResponse({"error": self._state.megarl_refusing}, status_code=503)(scope, receive, send)
+        elif scope["path"].startswith(_GENERATION_PREFIXES) and (reason := _refusing(self._state)) is not None:
+            await JSONResponse({"error": reason}, status_code=503)(scope, receive, send)
+        elif scope["path"] == _RESUME_PATH and self._state.megarl_asleep:
+            self._state.megarl_resumes = True
+            await JSONResponse({"status": "resumes when its KV cache wakes"})(scope, receive, send)
         elif scope["path"] in _UPDATE_PATHS:
             await self._watched(scope, receive, send)
         elif scope["path"] in (_PAUSE_PATH, _RESUME_PATH):
@@ -154,6 +163,7 @@ class Gate:
             await send(message)
 
         progress.paused = before or pausing
+        self._state.megarl_resumes = False  # what was asked last counts
         await self._app(scope, receive, follow)
 
     async def _watched(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -190,12 +200,29 @@ async def _refuse(request: Request) -> JSONResponse:
     return JSONResponse({"refusing": request.app.state.megarl_refusing})
 
 
+async def _asleep(request: Request) -> JSONResponse:
+    """Close the gate because the KV cache sleeps, or open it and resume where that was asked meanwhile."""
+    state = request.app.state
+    state.megarl_asleep = (await request.json())["asleep"]
+    if state.megarl_resumes and not state.megarl_asleep:
+        state.megarl_resumes = False
+        await state.engine_client.resume_generation()
+        state.megarl_progress.paused = False
+    return JSONResponse({"asleep": state.megarl_asleep})
+
+
+def _refusing(state: State) -> str | None:
+    """Reason for which the gate is closed."""
+    reason: str | None = state.megarl_refusing
+    return _KV_SLEEPS if reason is None and state.megarl_asleep else reason
+
+
 async def _state(request: Request) -> JSONResponse:
     engine: EngineClient = request.app.state.engine_client
     version, paused = await asyncio.gather(engine.get_weight_version(), engine.is_paused())
     own = request.app.state
     return JSONResponse(
-        {"version": version, "paused": paused, "refusing": own.megarl_refusing, "process": own.megarl_process}
+        {"version": version, "paused": paused, "refusing": _refusing(own), "process": own.megarl_process}
     )
 
 

@@ -19,6 +19,7 @@ from megarl.core.errors import WeightSyncError
 from megarl.engine.client.control import FAILURE
 from megarl.engine.sync.link import Link, LinkAddress, join, open_store
 from megarl.engine.sync.shared import Places, SharedMemoryReceiver, machine
+from megarl.engine.sync.sleep import WHAT, Sleeper, What, sleeper_of
 from megarl.engine.sync.writer import LocalTensor, SliceWriter
 from megarl.weights.checkpoint.formats.hf import read_hf_config
 from megarl.weights.reshard.execute import digests_of, receive, wire_dtype
@@ -106,6 +107,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     failure: str | None = None
     """Failure of the last step, until it has been asked for."""
     _store: TCPStore | None = None
+    sleeper: Sleeper | None = None
+    """None until the worker sleeps for the first time."""
 
     def agree(self, info: InitInfo) -> None:
         """Builds the plan and checks that it is the trainer's; apart from joining, so that a difference shows at once.
@@ -168,12 +171,14 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @_kept
     def start_weight_update(self) -> None:
+        self._require_weights("start_weight_update")
         assert self._writer is not None, "no trainer: megarl_agree comes before start_weight_update"
         with torch.device(self.device), torch.no_grad():
             self._writer.start()
 
     @_kept
     def receive_weights(self, update_info: UpdateInfo) -> None:
+        self._require_weights("update_weights")
         assert self._writer is not None
         assert self._receiver is not None, "no link: init_weight_transfer_engine comes before update_weights"
         try:
@@ -194,16 +199,23 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @_kept
     def finish_weight_update(self) -> None:
+        self._require_weights("finish_weight_update")
         assert self._writer is not None
         with torch.device(self.device), torch.no_grad():
             self._writer.finish()
 
     def digests(self) -> dict[str, int]:
         """Logical tensor -> digest of this worker's part of it, read back from what the model computes with."""
+        self._require_weights("megarl_digests")
         assert self._writer is not None, "no trainer: megarl_agree comes before megarl_digests"
         with torch.device(self.device), torch.no_grad():
             # One tensor at a time is unpacked; its pieces follow each other.
             return digests_of(self._layout, self._rank, lru_cache(maxsize=1)(self._writer.computed_with))
+
+    def _require_weights(self, step: str) -> None:
+        """Raise WeightSyncError while the weights sleep."""
+        if self.sleeper is not None and "weights" in self.sleeper.asleep:
+            raise WeightSyncError(f"the engine's weights are asleep: megarl_wake('weights') comes before {step}")
 
     def shutdown(self) -> None:
         if self._link is not None:
@@ -244,3 +256,22 @@ class WorkerExtension:
         self._weight_update_active = False
         self.weight_transfer_engine.failure = None
         return {"abandoned": abandoned}
+
+    @_answered
+    def megarl_sleep(self) -> dict[str, int]:
+        """Free weights and KV cache; ``Sleeper.sleep``. Also before a trainer has joined."""
+        if self._weight_update_active:
+            raise WeightSyncError("a weight update is under way: it ends, or is abandoned, before megarl_sleep")
+        return self._sleeper().sleep()
+
+    @_answered
+    def megarl_wake(self, what: What) -> dict[str, int]:
+        """Take the memory of ``what`` again; ``Sleeper.wake``."""
+        if what not in WHAT:
+            raise WeightSyncError(f"megarl_wake takes one of {', '.join(WHAT)}, not {what!r}")
+        return self._sleeper().wake(what)
+
+    def _sleeper(self) -> Sleeper:
+        receiver = self.weight_transfer_engine
+        receiver.sleeper = receiver.sleeper or sleeper_of(self)
+        return receiver.sleeper

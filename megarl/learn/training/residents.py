@@ -6,7 +6,6 @@ stay valid, and find the bytes again when it is filled.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from megarl.core.errors import NotResident, OffloadError
+from megarl.core.machine import trim_memory
 from megarl.core.phases import Place
 from megarl.ops import slice_digest
 from megarl.weights.checkpoint.training.state import inner_optimizers
@@ -209,12 +209,10 @@ def residents_of(role: str, model: Any) -> Residents:
 
 
 def release_freed_memory() -> None:
-    """Give memory that was freed back to the system: glibc keeps what came in small pieces."""
+    """Give memory that was freed back to the system: that of GPUs and of the host."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    trim_memory()
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.UntypedStorage, torch.device, int]]:

@@ -26,6 +26,7 @@ def engine_process(
     port: int,
     device: Literal["cpu", "cuda"] = "cpu",
     group: tuple[int, str] | None = None,
+    sleeps: bool = False,
 ) -> tuple[list[str], dict[str, str]]:
     """Returns (argv, environment to add) of one engine server that listens on ``host:port``.
 
@@ -34,6 +35,7 @@ def engine_process(
     Args:
         group: Of an engine that spans ``rollout.nodes`` machines: which part this is, and HOST:PORT where the parts
             meet. Part 0 is the server.
+        sleeps: It is to sleep (``EngineControl.sleep``). On CUDA its memory then comes from vLLM's pool.
     """
     context = context_tokens(rollout)
     kind = "server" if group is None or group[0] == 0 else "part"
@@ -76,6 +78,8 @@ def engine_process(
         # Others permute the experts' weights for their kernels (on Blackwell it would choose one): they could not be
         # read back.
         argv += ["--moe-backend", "triton"]
+        if sleeps:
+            argv += ["--enable-sleep-mode"]
     return argv, environment
 
 
