@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,14 @@ def items(run_dir: Path) -> dict[str, Any]:
     return found
 
 
-def learned(run_dir: Path) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
-    """Metrics of every step, and the exported weights."""
+def learned(run_dir: Path) -> dict[str, Any]:
+    """Metrics of every step, as last written, and digests of the exported weights."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    metrics = [{name: value for name, value in r.items() if not NOT_COMPARED.match(name)} for r in records]
+    found: dict[str, Any] = {
+        f"step {record['step']}: {name}": value
+        for record in records
+        for name, value in record.items()
+        if not NOT_COMPARED.match(name)
+    }
     weights = load_file(run_dir / "hf" / "model.safetensors")
-    return metrics, {name: tensor.numpy().tobytes() for name, tensor in weights.items()}
+    return found | {name: sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in weights.items()}
