@@ -33,14 +33,18 @@ class ColocatedEngines:
             self._store.order_engine(number, EngineStatus.SERVING)
         self._away = []
 
-    def leave(self) -> None:
-        """Have the engines give up their memory; return on every rank when they have. Raises EngineError on every
-        rank."""
+    def leave(self) -> dict[str, float]:
+        """Have the engines give up their memory; return when they have: the bytes that their workers freed and still
+        have, on rank 0 and where they sleep.
+
+        Raises EngineError on every rank.
+        """
         failure: EngineError | None = None
+        found: dict[str, float] = {}
         try:
             if self._context.config.rollout.offload == "sleep":
                 self._order(EngineStatus.ASLEEP)
-                self._publisher.sleep()
+                found = self._publisher.sleep()
             else:
                 self._publisher.part()
                 self._wait_for(self._order(EngineStatus.ABSENT))
@@ -48,6 +52,7 @@ class ColocatedEngines:
             failure = error
         if not self._ranks.agree(failure is None):
             raise failure or EngineError("an engine did not leave the trainer's devices; rank 0's log says why")
+        return found
 
     def _order(self, wanted: EngineStatus) -> dict[int, int]:
         """Order the engines that serve; return the number of each one's order."""

@@ -96,15 +96,21 @@ class WeightPublisher(EngineConnection):
         self._fleet.forget_processes()
         self._disconnect()
 
-    def sleep(self) -> None:
-        """Have the engines give up weights and KV cache until ``wake``. Raises EngineError on rank 0 where a living one
-        does not."""
-        if self._rank == 0:
-            try:
-                self._fleet.each(lambda i, engine: engine.sleep())
-            except EngineError:
-                if not self._fleet.died():  # a dead one has no memory, and is started again when it is wanted
-                    raise
+    def sleep(self) -> dict[str, float]:
+        """Have the engines give up weights and KV cache until ``wake``; return the bytes that their workers freed and
+        still have, on rank 0. Raises EngineError there, where a living one does not."""
+        if self._rank:
+            return {}
+        try:
+            workers = [w for engine in self._fleet.each(lambda i, engine: engine.sleep()) for w in engine]
+        except EngineError:
+            if not self._fleet.died():  # a dead one has no memory, and is started again when it is wanted
+                raise
+            return {}
+        return {
+            "memory/engines/freed_bytes": sum(worker["freed"] for worker in workers),
+            "memory/engines/asleep_bytes": sum(worker["rss"] for worker in workers),
+        }
 
     def wake(self, what: Literal["weights", "kv_cache"]) -> None:
         """Give engines that sleep this memory again; the others have it. Raises EngineError on rank 0."""

@@ -12,7 +12,7 @@ from megarl.core.errors import NonRetryableError, OffloadError
 from megarl.core.metrics import Timeline
 from megarl.core.phases import OFFLOAD, WITH_ENGINES, Phase, PhasePlan, Place
 from megarl.learn.training.model import TrainedModel
-from megarl.learn.training.residents import Resident, Residents, release_freed_memory, residents_of
+from megarl.learn.training.residents import Resident, device_bytes, release_freed_memory, residents_of
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks
 from megarl.train.update.models import Models
@@ -24,8 +24,8 @@ class TakesTurns(Protocol):
     def come(self) -> None:
         """Begin to have them there, for ``Phase.SYNC``."""
 
-    def leave(self) -> None:
-        """Have them give up their memory; return when they have."""
+    def leave(self) -> dict[str, float]:
+        """Have them give up their memory; return metrics of it when they have."""
 
 
 class Turns:
@@ -42,6 +42,7 @@ class Turns:
         self.engines: TakesTurns | None = None
         """Colocated engines, once there are any."""
         self.phase = Phase.WHOLE
+        self._measured: dict[str, float] = {}
 
     def begin(self) -> None:
         """Take charge of the models' memory, all of which is on the device; again after a rollback.
@@ -50,9 +51,8 @@ class Turns:
         """
         self.phase = Phase.WHOLE
         for role, model in self._models.by_role().items():
-            away = self._plan.away[role]
-            model.residents = residents_of(role, model) if away is not Place.DEVICE else Residents()
-            if away is Place.DISK:
+            model.residents = residents_of(role, model)
+            if self._plan.away[role] is Place.DISK:
                 self._folder.mkdir(parents=True, exist_ok=True)
         residents = self._residents()
         needed = sum(r.nbytes for r in residents if self._plan.place(Phase.ROLLOUT, r.name) is Place.DISK)
@@ -88,11 +88,20 @@ class Turns:
             return
         with self._timeline.phase("offload"):
             if engines is not None and phase not in WITH_ENGINES:
-                engines.leave()
+                with self._timeline.phase("engines_leave"):
+                    self._measured |= engines.leave()
             if leaving or coming:
                 self._move(leaving, coming)
             if engines is not None and phase in WITH_ENGINES:
                 engines.come()
+        planned = sum(r.nbytes for r in self._residents() if r.place is Place.DEVICE)
+        self._measured |= {f"memory/{phase}/planned_bytes": planned, f"memory/{phase}/bytes": device_bytes()}
+
+    def metrics(self) -> dict[str, float]:
+        """Bytes on this rank's device since the last call, as each phase was entered where something moved: planned for
+        models, and measured. See docs/metrics.md."""
+        measured, self._measured = self._measured, {}
+        return measured
 
     def _move(self, leaving: list[Resident], coming: list[Resident]) -> None:
         trained = [model for model in self._models.by_role().values() if isinstance(model, TrainedModel)]
