@@ -104,3 +104,19 @@ def test_addresses_come_from_the_environment() -> None:
     del environment["MEGARL_LINK"]
     with pytest.raises(ConfigError, match="MEGARL_LINK"):
         JobAddresses.from_environment(environment)
+
+
+@pytest.mark.parametrize(
+    ("device", "sleeps", "asked"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
+)
+def test_only_on_a_gpu_vllm_must_be_told_that_an_engine_sleeps(device: str, sleeps: bool, asked: bool) -> None:
+    argv, _ = engine_process(
+        "m",
+        RolloutConfig(max_prompt_tokens=8),
+        ModelConfig(),
+        "127.0.0.1",
+        1,
+        device,
+        sleeps=sleeps,  # type: ignore[arg-type]
+    )
+    assert ("--enable-sleep-mode" in argv) == asked
