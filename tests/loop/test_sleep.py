@@ -252,16 +252,15 @@ CELLS = (
 def test_other_engines_sleep(cell: Cell, tmp_path: Path, zygote: Zygote) -> None:
     with engine_of(cell, tmp_path, zygote) as (engine, ranks, model):
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
-        for seed in (1, 2):
-            new = perturbed(model, seed)
-            ranks.publish_whole(new)
-            before = greedy(engine)
-            freed = [answer["freed"] for answer in engine.control.sleep()]
-            # The cache's last pages may be none of its own.
-            assert sum(freed) > 0.9 * weights + 0.5 * engine.config.rollout.kv_cache_bytes * len(freed)
-            refusing(engine)
-            wake_and_publish(engine, ranks, new)
-            assert_same_bits(before, greedy(engine))
+        new = perturbed(model, 1)
+        ranks.publish_whole(new)
+        before = greedy(engine)
+        freed = [answer["freed"] for answer in engine.control.sleep()]
+        # The cache's last pages may be none of its own.
+        assert sum(freed) > 0.9 * weights + 0.5 * engine.config.rollout.kv_cache_bytes * len(freed)
+        refusing(engine)
+        wake_and_publish(engine, ranks, new)
+        assert_same_bits(before, greedy(engine))
 
 
 class DeviceWorker:
