@@ -74,6 +74,7 @@ PATHS = [
     ("POST", "/inference/v1/generate"),
     ("POST", "/megarl/generate"),
     ("POST", "/megarl/refuse"),
+    ("POST", "/megarl/asleep"),
     ("POST", "/collective_rpc"),
     ("POST", "/pause"),
     ("POST", "/start_weight_update"),

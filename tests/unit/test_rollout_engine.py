@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from megarl.core.config.schema import ModelConfig, RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.machine import group_members
 from megarl.engine.client.addresses import JobAddresses
+from megarl.engine.client.control import SLEEPING, EngineControl
 from megarl.engine.client.names import last_lines
 from megarl.run.supervise.engine_process import engine_process
 
@@ -104,3 +106,46 @@ def test_addresses_come_from_the_environment() -> None:
     del environment["MEGARL_LINK"]
     with pytest.raises(ConfigError, match="MEGARL_LINK"):
         JobAddresses.from_environment(environment)
+
+
+@pytest.mark.parametrize(
+    ("device", "sleeps", "asked"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
+)
+def test_only_on_a_gpu_vllm_must_be_told_that_an_engine_sleeps(device: str, sleeps: bool, asked: bool) -> None:
+    argv, _ = engine_process(
+        "m",
+        RolloutConfig(max_prompt_tokens=8),
+        ModelConfig(),
+        "127.0.0.1",
+        1,
+        device,
+        sleeps=sleeps,  # type: ignore[arg-type]
+    )
+    assert ("--enable-sleep-mode" in argv) == asked
+
+
+def test_an_engine_refuses_and_is_idle_before_its_memory_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def call(self: EngineControl, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
+        calls.append((path, body))
+        return {"success": True, "results": [{"freed": 1, "rss": 2}]}
+
+    monkeypatch.setattr(EngineControl, "_call", call)
+    engine = EngineControl("http://127.0.0.1:1", "k")
+    assert engine.sleep() == [{"freed": 1, "rss": 2}]
+    assert calls == [
+        ("/megarl/refuse", {"reason": SLEEPING}),
+        ("/pause?mode=abort", None),
+        ("/reset_prefix_cache", None),
+        ("/megarl/asleep", {"asleep": True}),
+        ("/collective_rpc", {"method": "megarl_sleep", "args": []}),
+    ]
+    calls.clear()
+    engine.wake("weights")
+    engine.wake("kv_cache")
+    assert [body for _, body in calls] == [
+        {"method": "megarl_wake", "args": ["weights"]},
+        {"method": "megarl_wake", "args": ["kv_cache"]},
+        {"asleep": False},
+    ]

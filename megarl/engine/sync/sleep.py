@@ -74,11 +74,12 @@ class HostSleeper:
         packs them and copies them into the storages that vLLM's kernels know."""
         before = resident_bytes()
         if what in self.asleep:
-            for storage, size in self._freed.pop(what):
-                storage.resize_(size)
+            for storage, size in self._freed[what]:
+                storage.resize_(size)  # without memory it raises, and another wake begins here again
                 if what == "kv_cache":
                     torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size,)).zero_()  # type: ignore[call-overload]
             self.asleep.discard(what)
+            del self._freed[what]
         after = resident_bytes()
         return {"taken": after - before, "rss": after}
 
