@@ -29,7 +29,7 @@ class Place(StrEnum):
 
 
 class Phase(StrEnum):
-    """Parts of a step of a trainer rank, each with the memory that it needs."""
+    """Parts of a step and of a start of a trainer rank, each with the memory that it needs."""
 
     SYNC = "sync"
     REFRESH = "refresh"
@@ -42,8 +42,12 @@ class Phase(StrEnum):
     UPDATE = "update"
     SAVE = "save"
     """Checkpoint and export."""
-    WHOLE = "whole"
-    """Loads, and the warm start."""
+    START = "start"
+    """The actor's loads, and the warm start."""
+    CRITIC = "critic"
+    """The critic is made."""
+    LOAD = "load"
+    """Critic and reference of a checkpoint are loaded."""
 
 
 WITH_ENGINES = frozenset({Phase.SYNC, Phase.ROLLOUT})
@@ -65,8 +69,11 @@ NEEDS: Mapping[Phase, tuple[str, ...]] = {
         "critic.optimizer",
         "reference.parameters",
     ),
+    Phase.START: tuple(f"actor.{kind}" for kind in TRAINED),
+    Phase.CRITIC: ("actor.parameters", "reward_model.parameters", *(f"critic.{kind}" for kind in TRAINED)),
+    Phase.LOAD: (*(f"critic.{kind}" for kind in TRAINED), "reference.parameters"),
 }
-"""Phase -> residents that it needs on the device; ``WHOLE`` needs all."""
+"""Phase -> residents that it needs on the device."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,7 @@ class PhasePlan:
 
     def place(self, phase: Phase, resident: str) -> Place:
         """Place of a resident in a phase."""
-        if phase is Phase.WHOLE or resident in NEEDS[phase]:
+        if resident in NEEDS[phase]:
             return Place.DEVICE
         role, _, kind = resident.partition(".")
         place = self.away[role]

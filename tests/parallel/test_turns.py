@@ -148,7 +148,7 @@ def limited(rank: int, folder: str) -> str:
 
     actor = actor_on(Path(folder), ("qwen3", ParallelConfig(tp=2), "bfloat16"))
     try:
-        turns_of(actor, Place.DISK, Path(folder) / f"limited_{rank}", limit=1000)
+        turns_of(actor, Place.DISK, Path(folder) / f"limited_{rank}", limit=1000).enter(Phase.ROLLOUT)
     except NonRetryableError as error:
         return str(error)
     return ""

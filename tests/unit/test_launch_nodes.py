@@ -170,7 +170,9 @@ def test_a_colocated_job_needs_the_larger_of_ranks_and_workers() -> None:
     with pytest.raises(ConfigError, match="2 trainer ranks and 3 engine workers.* but has 2 GPUs"):
         plan_job(on_gpus, [NodeInfo(0, "n0", "all", 2)])
     with pytest.raises(ConfigError, match="take turns with rollout.placement=colocated"):
-        plan_job(replace(on_gpus, rollout=replace(on_gpus.rollout, placement="separate")), [NodeInfo(0, "n0", "all", 3)])
+        plan_job(
+            replace(on_gpus, rollout=replace(on_gpus.rollout, placement="separate")), [NodeInfo(0, "n0", "all", 3)]
+        )
 
 
 def test_components_of_a_heterogeneous_job() -> None:

@@ -121,4 +121,4 @@ def test_a_plan_keeps_what_a_phase_needs_and_what_has_no_setting() -> None:
         assert {plan.place(phase, name) for name in needed} <= {Place.DEVICE}
     assert plan.place(Phase.SYNC, "actor.parameters") is Place.DEVICE
     assert plan.place(Phase.SYNC, "actor.optimizer") is Place.DISK
-    assert plan.place(Phase.WHOLE, "actor.gradients") is Place.DEVICE
+    assert plan.place(Phase.START, "actor.gradients") is Place.DEVICE

@@ -152,9 +152,9 @@ class Trainer(ABC):
             self.export(reference)
         models.actor.head = models.head
         gc.unfreeze()  # after a rollback, models that are replaced
-        with self.timeline.phase("load"), starting(self.config):
-            models.build(state.step, self.checkpoints.newest(), reference)
         self.turns.begin()
+        with self.timeline.phase("load"), starting(self.config):
+            models.build(state.step, self.checkpoints.newest(), reference, self.turns.enter)
         gc.collect()
         # modules and models stay: a collection that walks them takes 0.3 s of every fourth step of the quickstart
         gc.freeze()
@@ -211,7 +211,7 @@ class Trainer(ABC):
         others.
         """
         self.checkpoints.settle(wait=True)
-        self.turns.enter(Phase.WHOLE)
+        self.turns.enter(Phase.START)
         before = state.step
         self.reporter.log(f"WARNING: {bad}; going back to the newest checkpoint")
         state = replace(self.checkpoints.resume(self.models), rollbacks=state.rollbacks + 1)

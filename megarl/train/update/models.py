@@ -6,12 +6,14 @@ All share the job's ranks, each on a grid of its own (``<role>.parallel``; the a
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 from megarl.core.config import Config
 from megarl.core.config.schema import CriticConfig, ModelConfig, ParallelConfig, ReferenceConfig, RewardModelConfig
+from megarl.core.phases import Phase
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.parallel import groups
 from megarl.learn.training.model import FrozenModel, Grid, TrainedModel, micro_batching_for
@@ -62,11 +64,12 @@ class Models:
             self.hf_config, config.model, config.parallel, head, micro_batching, config.trainer.optimizer
         )
 
-    def build(self, step: int, checkpoint: Path | None, own_reference: Path) -> None:
+    def build(self, step: int, checkpoint: Path | None, own_reference: Path, enter: Callable[[Phase], None]) -> None:
         """Build the other models with the weights that they have at ``step``; those that are there are kept and given
         these.
 
         Args:
+            enter: Has what a phase needs on the device (``Turns.enter``).
             step: Completed steps; at 0 reference and critic begin with the actor's weights.
             checkpoint: The one that the actor was loaded from.
             own_reference: HF checkpoint of the actor at step 0.
@@ -76,6 +79,7 @@ class Models:
         """
         config = self._config
         if self._algorithm.has_reference(config.algorithm):
+            enter(Phase.REFRESH)
             if self.reference is None:
                 parallel, grid = self._grid(config.reference)
                 micro_batching = micro_batching_for(parallel, config.trainer)
@@ -87,12 +91,15 @@ class Models:
             else:
                 self.refresh_reference()
         if config.reward_model.path is not None and self.reward_model is None:
+            enter(Phase.SCORES)
             self.reward_model = self._reward_model(Path(config.reward_model.path))
         if "critic" in self._algorithm.roles and (self.critic is None or not step):
             self.critic = None  # before the next one takes its room
             gc.collect()
+            enter(Phase.CRITIC)
             self.critic = self._critic()
         if step and checkpoint is not None and (parts := self._other_parts()):
+            enter(Phase.LOAD)
             state.load(checkpoint, parts)
             if self.critic is not None:
                 self.critic.optimizer.set_hyperparameters(config.critic.optimizer)

@@ -31,7 +31,7 @@ class TakesTurns(Protocol):
 class Turns:
     """The memory of a rank's models, moved from phase to phase. Every rank makes the same calls.
 
-    Until ``begin`` everything is on the device.
+    Until ``begin`` everything stays on the device.
     """
 
     def __init__(self, context: RunContext, models: Models, ranks: Ranks, timeline: Timeline) -> None:
@@ -41,26 +41,13 @@ class Turns:
         self._disk_bytes = context.config.trainer.offload_disk_bytes
         self.engines: TakesTurns | None = None
         """Colocated engines, once there are any."""
-        self.phase = Phase.WHOLE
+        self.phase = Phase.START
+        self._charge = False
         self._measured: dict[str, float] = {}
 
     def begin(self) -> None:
-        """Take charge of the models' memory, all of which is on the device; again after a rollback.
-
-        Raises NonRetryableError: more is to be on disk than may be.
-        """
-        self.phase = Phase.WHOLE
-        for role, model in self._models.by_role().items():
-            model.residents = residents_of(role, model)
-            if self._plan.away[role] is Place.DISK:
-                self._folder.mkdir(parents=True, exist_ok=True)
-        residents = self._residents()
-        needed = sum(r.nbytes for r in residents if self._plan.place(Phase.ROLLOUT, r.name) is Place.DISK)
-        if self._disk_bytes is not None and needed > self._disk_bytes:
-            raise NonRetryableError(
-                f"{needed} bytes of a trainer rank are to be on disk, trainer.offload_disk_bytes={self._disk_bytes} "
-                "are allowed: raise it, or offload a role to memory"
-            )
+        """Take charge of the models' memory, in ``Phase.START``. Models that are made later begin on the device."""
+        self.phase, self._charge = Phase.START, True
 
     def close(self) -> None:
         """Remove what is on disk."""
@@ -72,10 +59,12 @@ class Turns:
         """Have what ``phase`` needs on the device and the rest where the plan puts it: first what leaves, then what
         comes.
 
-        Raises OffloadError, on every rank where one failed; EngineError where an engine does not leave.
+        Raises OffloadError, on every rank where one failed; NonRetryableError where more is to be on disk than may be;
+        EngineError where an engine does not leave.
         """
-        if phase is self.phase:
+        if phase is self.phase or not self._charge:
             return
+        self._take_new_ones()
         before, self.phase = self.phase, phase
         leaving: list[Resident] = []
         coming: list[Resident] = []
@@ -103,7 +92,26 @@ class Turns:
         measured, self._measured = self._measured, {}
         return measured
 
+    def _take_new_ones(self) -> None:
+        for role, model in self._models.by_role().items():
+            if not any(True for _ in model.residents):
+                model.residents = residents_of(role, model)
+                if self._plan.away[role] is Place.DISK:
+                    self._folder.mkdir(parents=True, exist_ok=True)
+
+    def _check_quota(self, leaving: list[Resident]) -> None:
+        """Raise NonRetryableError if files of what leaves would be more than this rank may have."""
+        there = [r for r in self._residents() if r.place is Place.DISK]
+        going = [r for r in leaving if self._plan.place(self.phase, r.name) is Place.DISK]
+        needed = sum(r.nbytes for r in (*there, *going))
+        if self._disk_bytes is not None and needed > self._disk_bytes:
+            raise NonRetryableError(
+                f"{needed} bytes of a trainer rank are to be on disk, trainer.offload_disk_bytes={self._disk_bytes} "
+                "are allowed: raise it, or offload a role to memory"
+            )
+
     def _move(self, leaving: list[Resident], coming: list[Resident]) -> None:
+        self._check_quota(leaving)
         trained = [model for model in self._models.by_role().values() if isinstance(model, TrainedModel)]
         for model in trained:
             if any(resident in leaving for resident in model.residents if resident.kind != "gradients"):
