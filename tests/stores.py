@@ -65,7 +65,7 @@ WRITES: dict[str, Callable[[Store, Sequence[Claim]], Any]] = {
     "record_event": lambda store, claims: store.record_event("trainer", "evaluation", {"step": 1}),
     "register_engines": lambda store, claims: store.register_engines([RegisteredEngine(0, "http://e", 2)]),
     "order_engine": lambda store, claims: store.order_engine(0, EngineStatus.ABSENT),
-    "note_engine": lambda store, claims: store.note_engine(0, EngineStatus.ABSENT),
+    "note_engine": lambda store, claims: store.note_engine(0, EngineStatus.ABSENT, 1),
     "record_steps": lambda store, claims: store.record_steps({2: {"reward": 1.0}, 3: {}}),
     "set_run_id": lambda store, claims: store.set_run_id("r" * 32),
     "sync": lambda store, claims: store.sync(),

@@ -46,6 +46,8 @@ class Phase(StrEnum):
     """Loads, and the warm start."""
 
 
+WITH_ENGINES = frozenset({Phase.SYNC, Phase.ROLLOUT})
+"""Phases in which colocated engines have memory."""
 TRAINED = ("parameters", "gradients", "optimizer")
 NEEDS: Mapping[Phase, tuple[str, ...]] = {
     Phase.SYNC: ("actor.parameters",),

@@ -4,25 +4,16 @@ what a job has that lost nothing."""
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import signal
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from megarl.explore.store import EngineStatus, Store
 from tests.loop.conftest import WHOLE
+from tests.loop.same_run import groups, items, kill, learned
 from tests.system.jobs import START_S, Job
 
 pytestmark = pytest.mark.timeout(3 * START_S)
-ROLLOUTS = ("eval-before", "train-000000", "train-000001", "train-000002", "eval-after")
 SCORER = """
 import time
 from megarl.explore.rewards import compute_score as score
@@ -30,14 +21,6 @@ def compute_score(*args, **more):
     time.sleep(0.02)  # a rollout lasts long enough to be broken in its middle
     return score(*args, **more)
 """
-NOT_COMPARED = re.compile(r"timing_s|perf|rollout|sync|reward/")
-"""What depends on the machine, or on where rewards are computed."""
-
-
-def kill(job: Job, role: str, pid: int) -> None:
-    """Of a process known before: to look for it takes longer than what it is to be killed in."""
-    os.kill(pid, signal.SIGKILL)
-    job.until(lambda: f"{role} was ended by signal 9" in job.output.read_text(), f"the end of {role} noticed")
 
 
 def order(job: Job, state: EngineStatus) -> None:
@@ -46,10 +29,6 @@ def order(job: Job, state: EngineStatus) -> None:
     store.order_engine(0, state)
     job.until(lambda: store.own_engines()[0].state is state, f"an engine that is {state}")
     store.close()
-
-
-def groups(job: Job, rollout: str, state: str) -> int:
-    return len(job.query(f"select 1 from groups where rollout_id = '{rollout}' and state = '{state}'"))
 
 
 @pytest.fixture(scope="module")
@@ -103,29 +82,6 @@ def test_the_engine_was_lost_while_it_was_asked(job: Job) -> None:
     assert asked_again
 
 
-def items(run_dir: Path) -> dict[str, Any]:
-    """Every answer of every rollout: what was sampled, by which weights, and what it got."""
-    store = Store(f"sqlite:///{run_dir}/store.db")
-    found: dict[str, Any] = {}
-    for rollout in ROLLOUTS:
-        for e in store.trajectories(rollout):
-            key = f"{rollout} {e.group_id} {e.index}"
-            assert key not in found
-            logp = np.asarray(e.response.logp).tobytes().hex()
-            versions = [(s.start, s.end, str(s.version)) for s in e.response.spans]
-            found[key] = (
-                e.task_id,
-                e.response.token_ids.tolist(),
-                logp,
-                versions,
-                e.reward.score,
-                e.reward.status,
-                e.finish_reason,
-            )
-    store.close()
-    return found
-
-
 def test_no_trajectory_is_lost_doubled_or_another(job: Job, whole_job: Job) -> None:
     assert whole_job.poll() == 0
     mine, others = items(job.run_dir), items(whole_job.run_dir)
@@ -135,13 +91,4 @@ def test_no_trajectory_is_lost_doubled_or_another(job: Job, whole_job: Job) -> N
 
 
 def test_the_same_was_learned(job: Job, whole_job: Job) -> None:
-    metrics = []
-    for run_dir in (job.run_dir, whole_job.run_dir):
-        records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-        metrics.append(
-            [{name: value for name, value in record.items() if not NOT_COMPARED.match(name)} for record in records]
-        )
-    assert metrics[0] == metrics[1]
-    weights = [load_file(run.run_dir / "hf" / "model.safetensors") for run in (job, whole_job)]
-    assert weights[0].keys() == weights[1].keys()
-    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    assert learned(job.run_dir) == learned(whole_job.run_dir)

@@ -42,10 +42,11 @@ PPO = (
     "algorithm.overlong_filtering=true",
     "evaluation={samples: 3, temperature: 0.8, top_p: 0.9}",
 )
-ROLES = ("trainer", "critic", "reference", "reward_model")
-AWAY = (("disk", "memory", "disk", "memory"), ("memory", "disk", "memory", "disk"))
-"""Places of the roles' memory in the phases that do not need it, before the kill and after."""
-NOT_COMPARED = re.compile(r"(timing_s|perf|rollout|sync|training/attempt)|reward/\w+/(seconds|waited_s)/")
+ROLES = ("trainer", "critic", "reference", "reward_model", "rollout")
+AWAY = (("disk", "memory", "disk", "memory", "destroy"), ("memory", "disk", "memory", "disk", "sleep"))
+"""Places of the roles' memory in the phases that do not need it, and how the engine leaves, before the kill and
+after."""
+NOT_COMPARED = re.compile(r"(timing_s|perf|memory|rollout|sync|training/attempt)|reward/\w+/(seconds|waited_s)/")
 """What depends on the machine or counts attempts."""
 
 
@@ -90,6 +91,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]
 
     def start(name: str, away: tuple[str, ...] = ()) -> Job:
         offload = [f"{role}.offload={place}" for role, place in zip(ROLES, away, strict=False)]
+        offload += ["rollout.placement=colocated"] if away else []
         job = Job(root / name, [*PPO, f"reward_model.path={scores}", f"critic.path={scores}", *offload]).start()
         started.append(job)
         return job

@@ -51,6 +51,11 @@ def test_port_in_use(prepared: Path, busy_port: int) -> None:
     refused(ConfigError, config_of(prepared, f"run.port={busy_port}"), f"port {busy_port}", "in use", "run.port")
 
 
+def test_engines_that_take_turns_sample_no_step_ahead(prepared: Path) -> None:
+    config = config_of(prepared, "rollout.placement=colocated", "sync.max_staleness=1")
+    refused(ConfigError, config, "sync.max_staleness=1", "rollout.placement=colocated", "rollout.placement=separate")
+
+
 def test_a_later_port_of_the_job_in_use(prepared: Path, busy_port: int) -> None:
     refused(ConfigError, config_of(prepared, f"run.port={busy_port - 2}"), "in use", f"run.port={busy_port - 2} takes")
 

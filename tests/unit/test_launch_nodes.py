@@ -161,6 +161,18 @@ def test_every_process_of_a_gpu_job_has_its_own() -> None:
     plan_job(config, [NodeInfo(0, "n0", "all", 0)])
 
 
+def test_a_colocated_job_needs_the_larger_of_ranks_and_workers() -> None:
+    config = config_of(Path("x"), "parallel=tp2", "rollout.replicas=3", "rollout.placement=colocated")
+    on_gpus = replace(config, parallel=replace(config.parallel, backend="nccl"))
+    plan = plan_job(on_gpus, [NodeInfo(0, "n0", "all", 3)])
+    assert [engine.gpus for engine in plan.of(ProcessKind.ENGINE)] == [(0,), (1,), (2,)]
+    assert [rank.gpus for rank in plan.of(ProcessKind.TRAINER)] == [(0, 1)] * 2
+    with pytest.raises(ConfigError, match="2 trainer ranks and 3 engine workers.* but has 2 GPUs"):
+        plan_job(on_gpus, [NodeInfo(0, "n0", "all", 2)])
+    with pytest.raises(ConfigError, match="take turns with rollout.placement=colocated"):
+        plan_job(replace(on_gpus, rollout=replace(on_gpus.rollout, placement="separate")), [NodeInfo(0, "n0", "all", 3)])
+
+
 def test_components_of_a_heterogeneous_job() -> None:
     plan = plan_job(config_of(Path("x"), "parallel=dp2", "rollout.replicas=3"), nodes(4, "ttrr"))
     assert nodes_of_ranks(plan) == (0, 1)

@@ -136,7 +136,7 @@ def test_an_engine_refuses_and_is_idle_before_its_memory_goes(monkeypatch: pytes
     assert engine.sleep() == [{"freed": 1, "rss": 2}]
     assert calls == [
         ("/megarl/refuse", {"reason": SLEEPING}),
-        ("/pause?mode=wait", None),
+        ("/pause?mode=abort", None),
         ("/reset_prefix_cache", None),
         ("/megarl/asleep", {"asleep": True}),
         ("/collective_rpc", {"method": "megarl_sleep", "args": []}),

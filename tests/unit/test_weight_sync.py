@@ -28,8 +28,14 @@ class Syncs:
         self.said: list[str] = []
         self.left = stop_after
         self.changed, self.joined = False, 0
+        self.order: list[str] = []
+        """Phases, memory that engines were given again, and the probe."""
         self.publisher = SimpleNamespace(
-            connect=self.connect, died=lambda: list(died), engines_changed=lambda: self.changed
+            connect=self.connect,
+            died=lambda: list(died),
+            engines_changed=lambda: self.changed,
+            wake=self.order.append,
+            probe=self.probe,
         )
         self.models = SimpleNamespace()
 
@@ -38,7 +44,7 @@ class Syncs:
         models: Any = self.models
         publisher: Any = self.publisher
         context: Any = RunContext(None, None, 1, 0)  # type: ignore[arg-type]
-        turns: Any = SimpleNamespace(enter=lambda _: None, during=lambda _: nullcontext())
+        turns: Any = SimpleNamespace(enter=self.order.append, during=lambda _: nullcontext())
         return WeightSync(context, ranks, ranks, models, publisher, turns)
 
     def connect(self) -> None:
@@ -47,6 +53,10 @@ class Syncs:
             self.left -= 1
         if self.failures:
             raise self.failures.pop(0)
+
+    def probe(self, tokens: list[int], logp: list[float]) -> float:
+        self.order.append("probe")
+        return 0.0
 
     def agree(self, yes: bool) -> bool:
         return yes
@@ -118,7 +128,7 @@ def test_weights_that_an_update_has_changed_are_another_version(monkeypatch: pyt
     s.publisher.publish = publish
     s.models.actor = SimpleNamespace(tensors={}, written=dict)
     sync = s.sync()
-    monkeypatch.setattr(sync, "_probe", lambda: 0.0)
+    monkeypatch.setattr(sync, "_probe", lambda: ([], []))
     sync.publish()
     assert s.joined == 0
     sync.publish_again("the engine at e is another", updated=updated)
@@ -137,8 +147,9 @@ def test_what_is_sent_is_compared_with_what_the_optimizer_wrote(monkeypatch: pyt
     s.publisher.publish = publish
     s.models.actor = SimpleNamespace(tensors={"w": weight}, written=lambda: {"w": 7})
     sync = s.sync()
-    monkeypatch.setattr(sync, "_probe", lambda: 0.0)
+    monkeypatch.setattr(sync, "_probe", lambda: ([], []))
     assert sync.publish() == {"sync/bytes": 4.0, "sync/probe_diff_max": 0.0}
+    assert s.order == ["sync", "sync", "weights", "rollout", "kv_cache", "probe"]
     assert given == [{"w": weight}, WeightsVersion(1, 1), {"w": 7}] and sync.version == WeightsVersion(1, 1)
 
 
@@ -150,7 +161,7 @@ def test_engines_that_are_wanted_anew_are_joined_before_a_publication(monkeypatc
     s.publisher.publish = lambda *_, **__: order.append("published") or SimpleNamespace(metrics=dict)
     s.models.actor = SimpleNamespace(tensors={}, written=dict)
     sync = s.sync()
-    monkeypatch.setattr(sync, "_probe", lambda: 0.0)
+    monkeypatch.setattr(sync, "_probe", lambda: ([], []))
     for s.changed in (False, True):
         sync.publish()
     assert order == ["published", "joined", "published"]

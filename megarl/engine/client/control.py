@@ -98,13 +98,13 @@ class EngineControl:
         self._call("POST", "/megarl/refuse", {"reason": reason})
 
     def sleep(self) -> list[dict[str, int]]:
-        """Free weights and KV cache once running requests have ended; return ``freed`` and ``rss`` of each worker.
+        """Free weights and KV cache; return ``freed`` and ``rss`` of each worker. Requests under way are ended.
 
         The engine refuses generation until a publication has brought weights and ``wake`` the KV cache, in any order.
         It may sleep before a trainer has joined, and sleeping twice does nothing.
         """
         self.refuse(SLEEPING)
-        self.pause("wait")
+        self.pause("abort")  # of a rollout that was given up: a job that stops does not wait for it
         self.reset_prefix_cache()
         self._call("POST", "/megarl/asleep", {"asleep": True})
         answers: list[dict[str, int]] = self.workers("megarl_sleep")

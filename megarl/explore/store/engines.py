@@ -21,6 +21,10 @@ class RegisteredEngine(NamedTuple):
     """Workers that hold its weights: tp * pp."""
     wanted: EngineStatus = EngineStatus.SERVING
     state: EngineStatus = EngineStatus.STARTING
+    orders: int = 0
+    """Number of the last order, which is for ``wanted``."""
+    done: int = 0
+    """Number of the last order that was carried out; ``state`` is the engine's since then."""
 
 
 class EngineRegistry(Handle):
@@ -47,29 +51,44 @@ class EngineRegistry(Handle):
         """Engines of this handle's job by number."""
         return self._engines(select(ENGINES).where(ENGINES.c.program == self.program))
 
-    def order_engine(self, number: int, wanted: EngineStatus, program: str | None = None) -> None:
-        """Ask the supervisor of a job (None: this handle's) for a state of its engine. Safe to repeat.
+    def order_engine(self, number: int, wanted: EngineStatus, program: str | None = None) -> int:
+        """Ask the supervisor of a job (None: this handle's) for a state of its engine; return the order's number. Safe
+        to repeat.
 
         Raises ValueError for a state that is reached, not ordered, and for an engine that is not registered.
         """
-        if wanted not in (EngineStatus.SERVING, EngineStatus.ABSENT):
-            raise ValueError(f"an engine can be ordered to be serving or absent, not {wanted}")
-        if not self._set(number, program, wanted=wanted):
-            raise ValueError(f"no engine {number} of the job {program or self.program} is registered")
-
-    def note_engine(self, number: int, state: EngineStatus) -> None:
-        """Write what has become of an engine of this handle's job. Safe to repeat."""
-        self._set(number, None, state=state)
-
-    def _set(self, number: int, program: str | None, **values: EngineStatus) -> bool:
+        if wanted is EngineStatus.STARTING:
+            raise ValueError(f"an engine can be ordered to be serving, asleep or absent, not {wanted}")
         which = (ENGINES.c.program == (program or self.program), ENGINES.c.number == number)
-        change = update(ENGINES).where(*which).values(values)
-        return self._write(lambda connection, again: connection.execute(change).rowcount == 1)
+        change = update(ENGINES).where(*which).values(wanted=wanted, orders=ENGINES.c.orders + 1)
+
+        def work(connection: Connection, again: bool) -> int | None:
+            connection.execute(change)
+            return connection.execute(select(ENGINES.c.orders).where(*which)).scalar()
+
+        order = self._write(work)
+        if order is None:
+            raise ValueError(f"no engine {number} of the job {program or self.program} is registered")
+        return order
+
+    def note_engine(self, number: int, state: EngineStatus, order: int) -> None:
+        """Write what has become of an engine of this handle's job since an order. Safe to repeat."""
+        which = (ENGINES.c.program == self.program, ENGINES.c.number == number)
+        change = update(ENGINES).where(*which).values(state=state, done=order)
+        self._write(lambda connection, again: connection.execute(change))
 
     def _engines(self, query: Select[Any]) -> list[RegisteredEngine]:
         rows = self._read(lambda connection: connection.execute(query.order_by(*ENGINES.primary_key)).all())
         return [
-            RegisteredEngine(row.number, row.url, row.workers, EngineStatus(row.wanted), EngineStatus(row.state))
+            RegisteredEngine(
+                row.number,
+                row.url,
+                row.workers,
+                EngineStatus(row.wanted),
+                EngineStatus(row.state),
+                row.orders,
+                row.done,
+            )
             for row in rows
         ]
 

@@ -7,7 +7,7 @@ from enum import StrEnum
 from sqlalchemy import Column, Float, Index, Integer, LargeBinary, MetaData, String, Table, Text
 
 METADATA = MetaData()
-SCHEMA, SCHEMA_KEY = 8, "schema"
+SCHEMA, SCHEMA_KEY = 9, "schema"
 """Number of these tables, and its key in ``job``. A store of another number is refused."""
 
 
@@ -27,9 +27,11 @@ class GroupState(StrEnum):
 
 
 class EngineStatus(StrEnum):
-    """Life of an engine; the first two are states that can be wanted."""
+    """Life of an engine; all but the last are states that can be wanted."""
 
     SERVING = "serving"
+    ASLEEP = "asleep"
+    """Without weights and KV cache; a dead one is started again when it is wanted serving."""
     ABSENT = "absent"
     """Without a process, by order: neither replaced nor waited for."""
     STARTING = "starting"
@@ -146,6 +148,8 @@ ENGINES = Table(
     Column("workers", Integer, nullable=False),
     Column("wanted", String, nullable=False),  # an EngineStatus
     Column("state", String, nullable=False),  # an EngineStatus, as the job's supervisor has seen it last
+    Column("orders", Integer, nullable=False),  # given so far; the last one is that for ``wanted``
+    Column("done", Integer, nullable=False),  # the last order that ``state`` follows from
 )
 """Engines of all running jobs; each start of a job writes its own again."""
 

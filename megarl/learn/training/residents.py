@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from megarl.core.errors import NotResident, OffloadError
-from megarl.core.machine import trim_memory
+from megarl.core.machine import resident_bytes, trim_memory
 from megarl.core.phases import Place
 from megarl.ops import slice_digest
 from megarl.weights.checkpoint.training.state import inner_optimizers
@@ -213,6 +213,11 @@ def release_freed_memory() -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     trim_memory()
+
+
+def device_bytes() -> int:
+    """Bytes that this process has on its device: those of torch's tensors on a GPU, on a CPU all of its memory."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else resident_bytes()
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.UntypedStorage, torch.device, int]]:

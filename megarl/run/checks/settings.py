@@ -58,6 +58,7 @@ def check_settings(config: Config, algorithm: Algorithm, nodes: int, *, elsewher
     if nodes == 1:  # else each node is asked for its own
         check_ports(config, job)
     check_role_settings(config, algorithm)
+    check_placement(config, job)
     check_memory(config, job, nodes)
     check_url(config.store.url, nodes)
     if job.has(ProcessKind.EXPLORER):
@@ -212,6 +213,18 @@ def check_memory(config: Config, job: Job, nodes: int) -> None:
         raise ConfigError(
             f"{ours if engines else ''}{config.parallel.world_size} trainer ranks take at least {least / GIB:.1f} GiB, "
             f"this machine has {available / GIB:.1f} GiB available; lower one of them"
+        )
+
+
+def check_placement(config: Config, job: Job) -> None:
+    """Raise ConfigError if engines that take turns with the trainer are to sample while it computes."""
+    if not job.has(ProcessKind.ENGINE) or config.rollout.placement == "separate":
+        return
+    if config.sync.max_staleness:
+        raise ConfigError(
+            f"sync.max_staleness={config.sync.max_staleness} samples the next step while the trainer updates, and with "
+            "rollout.placement=colocated no engine is there then; set sync.max_staleness=0 or "
+            "rollout.placement=separate"
         )
 
 

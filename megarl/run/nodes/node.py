@@ -72,6 +72,28 @@ class Process(Protocol):
         """Heartbeat of now; for a process elsewhere, that of its node's last report."""
 
 
+@dataclass(eq=False)
+class NotStarted:
+    """Process that is to be started later."""
+
+    name: str
+    log: Path
+
+    def poll(self) -> int:
+        return 0
+
+    def tail(self) -> str:
+        return ""
+
+    def signal(self, number: int) -> None: ...
+
+    def last_output_at(self) -> float:
+        return 0.0
+
+    def heartbeat(self) -> ProcessHeartbeat:
+        raise AssertionError(f"{self.name} was not started")
+
+
 class Node(Protocol):
     """Place where processes are started."""
 

@@ -140,19 +140,23 @@ def workers_of(config: Config) -> int:
 
 
 def _with_gpus(config: Config, nodes: Sequence[NodeInfo], plan: Plan) -> Plan:
-    """The plan, where each process that computes on a GPU has one of its own. Raises ConfigError."""
+    """The plan, where each process that computes on a GPU has one of its own, or, colocated, a trainer rank and an
+    engine worker have one together. Raises ConfigError."""
     each = workers_of(config) // config.rollout.nodes
+    colocated = config.rollout.placement == "colocated"
     on_node = Counter(rank.node for rank in plan.of(ProcessKind.TRAINER))
     engines = Counter(part.node for part in plan.of(ProcessKind.ENGINE))
     for node in nodes:
         ranks, workers = on_node[node.rank], each * engines[node.rank]
-        if ranks + workers > node.gpus:
+        if (max(ranks, workers) if colocated else ranks + workers) > node.gpus:
+            whose = "its own" if not colocated else "which may be that of one of the other kind"
+            fix = "" if colocated else ", or have them take turns with rollout.placement=colocated"
             raise ConfigError(
-                f"{node} would have {ranks} trainer ranks and {workers} engine workers, each with a GPU of its own "
-                f"(parallel.backend=nccl), but has {node.gpus} GPUs; add nodes or GPUs (sbatch --gpus-per-node), or "
-                "lower parallel.dp or rollout.replicas"
+                f"{node} would have {ranks} trainer ranks and {workers} engine workers, each with a GPU, {whose} "
+                f"(parallel.backend=nccl), but has {node.gpus} GPUs; add nodes or GPUs (sbatch --gpus-per-node), lower "
+                f"parallel.dp or rollout.replicas{fix}"
             )
-    free = Counter(on_node)
+    free: Counter[int] = Counter() if colocated else Counter(on_node)
     placed = []
     for process in plan.processes:
         if process.kind is ProcessKind.TRAINER:

@@ -59,6 +59,8 @@ FREE = (
             "expert_parallel",
             "replicas",
             "nodes",
+            "placement",
+            "offload",
             "max_num_seqs",
             "block_size",
             "kv_cache_bytes",

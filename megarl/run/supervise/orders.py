@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from sqlalchemy.exc import SQLAlchemyError
 
 from megarl.core.errors import ConfigError, JobError
 from megarl.core.jobs import ProcessKind
-from megarl.explore.store import EngineStatus, Store
+from megarl.explore.store import EngineStatus, RegisteredEngine, Store
 from megarl.run.supervise.replace import Replacements
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 """Seconds between two looks into the store."""
+LOOK_OFTEN_S = 0.1
 
 
 class EngineOrders:
@@ -27,45 +28,56 @@ class EngineOrders:
     Args:
         store: Used by the thread alone, which closes it.
         grace_s: Seconds that an engine gets to end.
+        often: Each step has orders, for which the trainer waits: the log says nothing of them.
     """
 
-    def __init__(self, store: Store, replacements: Replacements, grace_s: float) -> None:
+    def __init__(self, store: Store, replacements: Replacements, grace_s: float, *, often: bool = False) -> None:
         self._store = store
         self._replacements = replacements
         self._grace_s = grace_s
-        self._wanted: Mapping[int, EngineStatus] = {}
-        self._states: Mapping[int, EngineStatus] = {}
+        self._look_s = LOOK_OFTEN_S if often else LOOK_S
+        self._level = logging.DEBUG if often else logging.INFO
+        self._engines: Sequence[RegisteredEngine] = ()
+        self._found: Mapping[int, tuple[EngineStatus, int]] = {}
+        """Number of an engine -> its state, and the order that was carried out before it was looked at."""
         self._over = threading.Event()
         threading.Thread(target=self._follow, daemon=True, name="engine orders").start()
 
-    def carry_out(self) -> None:
-        """End or start engines as they are wanted. Raises JobError where one cannot be started again."""
-        states = {}
-        for number, wanted in self._wanted.items():
-            unit = ProcessKind.ENGINE.named(number)
+    def carry_out(self, *, stopping: bool = False) -> None:
+        """End or start engines as they are wanted; none is started in a job that is ``stopping``.
+
+        Raises JobError where one cannot be started again.
+        """
+        found = {}
+        for engine in self._engines:
+            unit = ProcessKind.ENGINE.named(engine.number)
             is_absent = self._replacements.state(unit) is EngineStatus.ABSENT
-            if wanted is EngineStatus.ABSENT and not is_absent:
-                log.info("%s is ended, as ordered", unit)
+            self._replacements.let_sleep(unit, engine.wanted is EngineStatus.ASLEEP)
+            if engine.wanted is EngineStatus.ABSENT and not is_absent:
+                log.log(self._level, "%s is ended, as ordered", unit)
                 self._replacements.end(unit, self._grace_s)
-            elif wanted is EngineStatus.SERVING and is_absent:
-                log.info("%s is started again, as ordered", unit)
+            elif engine.wanted is EngineStatus.SERVING and is_absent and not stopping:
+                log.log(self._level, "%s is started again, as ordered", unit)
                 self._replacements.begin(unit)
-            states[number] = self._replacements.state(unit)
-        self._states = states
+            found[engine.number] = (self._replacements.state(unit), engine.orders)
+        self._found = found
 
     def close(self) -> None:
         """Have the thread end, without a wait for it."""
         self._over.set()
 
     def _follow(self) -> None:
-        while not self._over.wait(LOOK_S):
+        while not self._over.wait(self._look_s):
             try:
-                engines = self._store.own_engines()
-                self._wanted = {engine.number: engine.wanted for engine in engines}
-                for engine in engines:
-                    state = self._states.get(engine.number, engine.state)
-                    if state is not engine.state:
-                        self._store.note_engine(engine.number, state)
+                self.look()
             except (JobError, ConfigError, SQLAlchemyError) as error:  # others report it
                 log.debug("orders for engines: %s", error)
         self._store.close()
+
+    def look(self) -> None:
+        """Read what is wanted, and write what has been found since the look before."""
+        found, self._engines = self._found, self._store.own_engines()
+        for engine in self._engines:
+            now = (engine.state, engine.done)
+            if (noted := found.get(engine.number, now)) != now:
+                self._store.note_engine(engine.number, *noted)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from megarl.core.errors import JobError
 from megarl.core.jobs import ProcessKind, kind_of, unit_of
 from megarl.explore.store import EngineStatus
-from megarl.run.nodes.node import Process, Started
+from megarl.run.nodes.node import NotStarted, Process, Started
 from megarl.run.process.process import ERROR
 
 log = logging.getLogger(__name__)
@@ -50,8 +50,10 @@ class Replacements:
         self._closed: dict[str, float] = {}
         """Since when they do not any more."""
         self._looked_at = 0.0
-        self._absent: set[str] = set()
+        self._absent = {unit_of(s.process.name) for s in started if isinstance(s.process, NotStarted)}
         """Units without processes, by order."""
+        self._asleep: set[str] = set()
+        """Units that are not started again when they die, until they are wanted."""
         self.used_up = ""
         """Reason why a dead process was not replaced, where it could have been."""
 
@@ -113,7 +115,13 @@ class Replacements:
         """State of an engine, as the last look at its port found it."""
         if unit in self._absent:
             return EngineStatus.ABSENT
+        if unit in self._asleep:
+            return EngineStatus.ASLEEP
         return EngineStatus.SERVING if unit in self._up else EngineStatus.STARTING
+
+    def let_sleep(self, unit: str, asleep: bool) -> None:
+        """Start a unit that dies again at once, or, while it is ``asleep``, when ``begin`` asks for it."""
+        (self._asleep.add if asleep else self._asleep.discard)(unit)
 
     def end(self, unit: str, grace_s: float) -> None:
         """End all parts of a unit; until ``begin`` it is absent."""
@@ -155,7 +163,10 @@ class Replacements:
         self._forget(unit)
         for s in members:
             s.node.stop([s.process.name], 0.0)
-        self._start(unit)
+        if unit in self._asleep:
+            self._absent.add(unit)
+        else:
+            self._start(unit)
 
     def _forget(self, unit: str) -> None:
         self._up.discard(unit)

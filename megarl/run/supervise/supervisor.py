@@ -14,9 +14,9 @@ from megarl.core.config import Config, save_resolved
 from megarl.core.errors import FencedError, JobError, NonRetryableError
 from megarl.core.jobs import PROGRAM, ProcessKind, kind_of
 from megarl.engine.client.auth import KEY_VARIABLE
-from megarl.explore.store import RegisteredEngine, Store
+from megarl.explore.store import EngineStatus, RegisteredEngine, Store
 from megarl.learn.algorithms import job_of
-from megarl.run.nodes.node import Node, Process, Started, on_every_node
+from megarl.run.nodes.node import Node, NotStarted, Process, Started, on_every_node
 from megarl.run.nodes.plan import Plan, workers_of
 from megarl.run.postgres import Server
 from megarl.run.process.interrupt import StopRequest
@@ -53,15 +53,19 @@ def start_attempt(config: Config, plan: Plan, nodes: Sequence[Node], attempt: in
     save_resolved(config, resolved(config))
     _register_engines(config, plan, addresses, attempt)
     started: list[Started] = []
+    colocated = config.rollout.placement == "colocated"
     try:
         for rank, spec in specs(config, plan, addresses, environment, logs):
             node = by_rank[rank]
             spec.env.update(_node_environment(node))
-            started.append(Started(node.start(spec), node, spec))
+            later = colocated and kind_of(spec.name) is ProcessKind.ENGINE  # the trainer orders it
+            process = NotStarted(spec.name, Path(spec.log)) if later else node.start(spec)
+            started.append(Started(process, node, spec))
     except BaseException:
         stop(started, STOP_S)
         raise
-    names = ", ".join(s.process.name + (f" on {s.node.name}" if len(nodes) > 1 else "") for s in started)
+    running = [s for s in started if not isinstance(s.process, NotStarted)]
+    names = ", ".join(s.process.name + (f" on {s.node.name}" if len(nodes) > 1 else "") for s in running)
     log.info("started %s; logs in %s", names, logs)
     return started
 
@@ -73,7 +77,11 @@ def _register_engines(config: Config, plan: Plan, addresses: Addresses, attempt:
     store = Store(config.store.url, attempt=attempt, outage_s=config.store.outage_s, program=plan.job.program)
     try:
         workers = workers_of(config)
-        store.register_engines([RegisteredEngine(i, url, workers) for i, url in enumerate(urls(addresses))])
+        absent = config.rollout.placement == "colocated"
+        status = EngineStatus.ABSENT if absent else EngineStatus.SERVING
+        state = EngineStatus.ABSENT if absent else EngineStatus.STARTING
+        engines = [RegisteredEngine(i, url, workers, status, state) for i, url in enumerate(urls(addresses))]
+        store.register_engines(engines)
     finally:
         store.close()
 
@@ -148,7 +156,7 @@ def watch(
     orders = None
     if attempt is not None and job.has(ProcessKind.ENGINE):
         store = Store(config.store.url, attempt=attempt, program=job.program, has_tables=True)
-        orders = EngineOrders(store, replacements, STOP_S)
+        orders = EngineOrders(store, replacements, STOP_S, often=config.rollout.placement == "colocated")
     try:
         while True:
             if attempt is not None and time.monotonic() - looked_at > FENCE_S:
@@ -188,6 +196,8 @@ def watch(
                 if not replaced:
                     _raise_for_dead([s.process for s in replacements.present()], replacements.used_up)
             else:
+                if orders is not None:
+                    orders.carry_out(stopping=True)
                 _raise_for_dead(deciding, "")
             if all(p.poll() == 0 for p in deciding):
                 return

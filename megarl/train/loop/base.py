@@ -191,7 +191,7 @@ class Trainer(ABC):
         self.checkpoints.settle()
         state = replace(state, step=number + 1)
         metrics |= {"training/global_step": float(state.step), "training/attempt": float(self.context.attempt)}
-        metrics["checkpoint/failed"] = float(self.checkpoints.failed)
+        metrics |= self.turns.metrics() | {"checkpoint/failed": float(self.checkpoints.failed)}
         if state.step % config.checkpoint_interval == 0 and state.step < config.steps:
             # A job that is killed after its checkpoint resumes after this step: its metrics must be there by then.
             self.reporter.keep(state.step, metrics, used)

@@ -19,6 +19,7 @@ from megarl.train.rank.state import TrainState
 from megarl.train.rollout.evaluation import Evaluation
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.rollout.rollouts import Rollouts
+from megarl.train.sync.colocated import ColocatedEngines
 from megarl.train.sync.publish import WeightPublisher
 from megarl.train.sync.weights import WeightSync
 from megarl.train.update.batch import filter_overlong, make_batch, mismatch
@@ -62,6 +63,9 @@ class OnlineTrainer(Trainer):
             waiter = RolloutWaiter(self.context, self.store, self.ranks, self.reporter, self.weights, self.checkpoints)
             self.rollouts = Rollouts(self.context, self.algorithm, self.store, self.reporter, self.reader, waiter.wait)
             self.evaluation = Evaluation(self.context, self.store, self.reporter, waiter.wait)
+            if self.config.rollout.placement == "colocated":
+                self.turns.engines = ColocatedEngines(self.context, self.store, self.ranks, publisher)
+            self.turns.enter(Phase.SYNC)
             self.weights.connect()
 
     def engines(self) -> list[str] | None:
@@ -76,11 +80,10 @@ class OnlineTrainer(Trainer):
         self.timeline.reset()
         with phase("step", step=number):
             with phase("sync", step=number):
-                synced = self.weights.publish()
                 if self.models.refresh_due(number):
                     self.turns.enter(Phase.REFRESH)
                     self.models.refresh_reference()
-            self.turns.enter(Phase.ROLLOUT)
+                synced = self.weights.publish()
             groups = self.rollouts.groups(state, self.weights.version, self.models.head.vocab_size)
             if groups is None:
                 return None
@@ -129,7 +132,6 @@ class OnlineTrainer(Trainer):
     def evaluate(self, state: TrainState, name: str) -> bool:
         """Publish the weights and evaluate them on held-out tasks."""
         self.weights.publish()
-        self.turns.enter(Phase.ROLLOUT)
         return self.evaluation.run(state, self.weights.version, name)
 
     def demonstrations(self, state: TrainState, usual: int) -> list[Demonstration]:

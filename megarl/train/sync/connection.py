@@ -150,7 +150,10 @@ class EngineConnection:
         self.transport = self._sender
 
     def engines_changed(self) -> bool:
-        """Return True on rank 0 if other engines are wanted than those that are joined; False on other ranks."""
+        """Return True if other engines are wanted than those that are joined, which rank 0 knows alone, or if none is
+        joined."""
+        if self.transport is None:
+            return True
         if self._rank != 0:
             return False
         urls = self._engines()

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from traceback import clear_frames
+from typing import Literal
 
 import torch
 
-from megarl.core.errors import WeightSyncError
+from megarl.core.errors import EngineError, WeightSyncError
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.watch import EngineWatch
 from megarl.learn.training.optimizer_digests import check_written
@@ -89,6 +90,33 @@ class WeightPublisher(EngineConnection):
     def watch(self, version: WeightsVersion) -> EngineWatch:
         """Watch the engines, which have this version, on rank 0; none on others."""
         return self._fleet.watch(str(version)) if self._rank == 0 else EngineWatch([], str(version))
+
+    def part(self) -> None:
+        """Close the links before the engines end: the next ``connect`` joins all of them."""
+        self._fleet.forget_processes()
+        self._disconnect()
+
+    def sleep(self) -> dict[str, float]:
+        """Have the engines give up weights and KV cache until ``wake``; return the bytes that their workers freed and
+        still have, on rank 0. Raises EngineError there, where a living one does not."""
+        if self._rank:
+            return {}
+        try:
+            workers = [w for engine in self._fleet.each(lambda i, engine: engine.sleep()) for w in engine]
+        except EngineError:
+            if not self._fleet.died():  # a dead one has no memory, and is started again when it is wanted
+                raise
+            return {}
+        return {
+            "memory/engines/freed_bytes": sum(worker["freed"] for worker in workers),
+            "memory/engines/asleep_bytes": sum(worker["rss"] for worker in workers),
+        }
+
+    def wake(self, what: Literal["weights", "kv_cache"]) -> None:
+        """Give engines that sleep this memory again; the others have it. Raises EngineError on rank 0."""
+        rollout = self._config.rollout
+        if self._rank == 0 and rollout.placement == "colocated" and rollout.offload == "sleep":
+            self._fleet.each(lambda i, engine: engine.wake(what))
 
     def _send(self, tensors: Mapping[str, torch.Tensor], written: Mapping[str, int]) -> Digests:
         assert self.transport is not None

@@ -58,12 +58,12 @@ class WeightSync:
         self._again_if_one_dies(lambda: None, join=True)
 
     def publish(self) -> dict[str, float]:
-        """Give the actor's weights to every engine that is wanted, under a new version, proven equal; return sync
-        metrics.
+        """Give the actor's weights to every engine that is wanted, under a new version, proven equal; enter
+        ``Phase.ROLLOUT`` and return sync metrics.
 
         Raises EngineError, WeightSyncError, Stopped.
         """
-        self._turns.enter(Phase.SYNC)
+        self._turns.enter(Phase.SYNC)  # engines that are away may be wanted then
         self.version = WeightsVersion(self._context.attempt, self.version.n + 1)
         changed = not self._ranks.agree(not self._publisher.engines_changed())
         return self._again_if_one_dies(self._publish, join=changed)
@@ -90,21 +90,26 @@ class WeightSync:
 
     def _publish(self, *, abort: bool = False) -> dict[str, float]:
         actor = self._models.actor
+        self._turns.enter(Phase.SYNC)
+        self._together(lambda: self._publisher.wake("weights"))
         written = actor.written()
         report = self._together(
             lambda: self._publisher.publish(actor.tensors, self.version, written=written, abort=abort)
         )
-        return report.metrics() | {"sync/probe_diff_max": self._together(self._probe)}
+        tokens, logp = self._probe()
+        self._turns.enter(Phase.ROLLOUT)  # the KV cache has the memory that the actor leaves
+        self._together(lambda: self._publisher.wake("kv_cache"))
+        return report.metrics() | {"sync/probe_diff_max": self._together(lambda: self._publisher.probe(tokens, logp))}
 
-    def _probe(self) -> float:
-        """Largest log-prob difference between this trainer and the engines on a short fixed text."""
+    def _probe(self) -> tuple[list[int], list[float]]:
+        """Tokens of a short fixed text, and this trainer's log-probs of all but the first."""
         config, actor = self._context.config, self._models.actor
         length = min(config.sync.probe_tokens, prompt_tokens(config.rollout))
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, self._models.head.vocab_size, (length,), generator=generator)
         text = Sequences(tokens, torch.tensor([length]), torch.arange(length) < length - 1)
         logp = actor.outputs(text, [actor.micro_batches(text)], temperature=1.0)
-        return self._publisher.probe(tokens.tolist(), logp[:-1].tolist())
+        return tokens.tolist(), logp[:-1].tolist()
 
     def _again_if_one_dies(self, do: Callable[[], T], *, join: bool) -> T:
         """Call ``do``; where an engine died in it, once more when the one that replaces it has been joined.

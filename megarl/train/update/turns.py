@@ -5,16 +5,27 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Protocol
 
 from megarl.core import heartbeat
 from megarl.core.errors import NonRetryableError, OffloadError
 from megarl.core.metrics import Timeline
-from megarl.core.phases import OFFLOAD, Phase, PhasePlan, Place
+from megarl.core.phases import OFFLOAD, WITH_ENGINES, Phase, PhasePlan, Place
 from megarl.learn.training.model import TrainedModel
-from megarl.learn.training.residents import Resident, Residents, release_freed_memory, residents_of
+from megarl.learn.training.residents import Resident, device_bytes, release_freed_memory, residents_of
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks
 from megarl.train.update.models import Models
+
+
+class TakesTurns(Protocol):
+    """Engines on the trainer's devices. Every rank makes the same calls."""
+
+    def come(self) -> None:
+        """Begin to have them there, for ``Phase.SYNC``."""
+
+    def leave(self) -> dict[str, float]:
+        """Have them give up their memory; return metrics of it when they have."""
 
 
 class Turns:
@@ -28,7 +39,10 @@ class Turns:
         self._plan = PhasePlan.of(context.config)
         self._folder = context.run_dir / OFFLOAD / f"rank_{context.rank}"
         self._disk_bytes = context.config.trainer.offload_disk_bytes
+        self.engines: TakesTurns | None = None
+        """Colocated engines, once there are any."""
         self.phase = Phase.WHOLE
+        self._measured: dict[str, float] = {}
 
     def begin(self) -> None:
         """Take charge of the models' memory, all of which is on the device; again after a rollback.
@@ -37,9 +51,8 @@ class Turns:
         """
         self.phase = Phase.WHOLE
         for role, model in self._models.by_role().items():
-            away = self._plan.away[role]
-            model.residents = residents_of(role, model) if away is not Place.DEVICE else Residents()
-            if away is Place.DISK:
+            model.residents = residents_of(role, model)
+            if self._plan.away[role] is Place.DISK:
                 self._folder.mkdir(parents=True, exist_ok=True)
         residents = self._residents()
         needed = sum(r.nbytes for r in residents if self._plan.place(Phase.ROLLOUT, r.name) is Place.DISK)
@@ -59,20 +72,36 @@ class Turns:
         """Have what ``phase`` needs on the device and the rest where the plan puts it: first what leaves, then what
         comes.
 
-        Raises OffloadError, on every rank where one failed.
+        Raises OffloadError, on every rank where one failed; EngineError where an engine does not leave.
         """
         if phase is self.phase:
             return
-        self.phase = phase
+        before, self.phase = self.phase, phase
         leaving: list[Resident] = []
         coming: list[Resident] = []
         for resident in self._residents():
             place = self._plan.place(phase, resident.name)
             if resident.place is not place and Place.DEVICE in (resident.place, place):
                 (coming if place is Place.DEVICE else leaving).append(resident)
-        if leaving or coming:
-            with self._timeline.phase("offload"):
+        engines = self.engines if (before in WITH_ENGINES) is not (phase in WITH_ENGINES) else None
+        if not leaving and not coming and engines is None:
+            return
+        with self._timeline.phase("offload"):
+            if engines is not None and phase not in WITH_ENGINES:
+                with self._timeline.phase("engines_leave"):
+                    self._measured |= engines.leave()
+            if leaving or coming:
                 self._move(leaving, coming)
+            if engines is not None and phase in WITH_ENGINES:
+                engines.come()
+        planned = sum(r.nbytes for r in self._residents() if r.place is Place.DEVICE)
+        self._measured |= {f"memory/{phase}/planned_bytes": planned, f"memory/{phase}/bytes": device_bytes()}
+
+    def metrics(self) -> dict[str, float]:
+        """Bytes on this rank's device since the last call, as each phase was entered where something moved: planned for
+        models, and measured. See docs/metrics.md."""
+        measured, self._measured = self._measured, {}
+        return measured
 
     def _move(self, leaving: list[Resident], coming: list[Resident]) -> None:
         trained = [model for model in self._models.by_role().values() if isinstance(model, TrainedModel)]

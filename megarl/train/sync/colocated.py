@@ -1,0 +1,79 @@
+"""Engines on the trainer's devices, which leave while it computes and come back for its weights."""
+
+from __future__ import annotations
+
+import time
+
+from megarl.core import heartbeat
+from megarl.core.errors import EngineError
+from megarl.explore.store import EngineStatus, Store
+from megarl.train.rank.context import RunContext
+from megarl.train.rank.ranks import Ranks
+from megarl.train.sync.publish import WeightPublisher
+
+
+class ColocatedEngines:
+    """The job's own engines: asleep or absent (``rollout.offload``) until they are ordered to be there.
+
+    Every rank makes the same calls; rank 0 writes the orders, which the supervisor carries out. At its start a job's
+    colocated engines are absent.
+    """
+
+    def __init__(self, context: RunContext, store: Store, ranks: Ranks, publisher: WeightPublisher) -> None:
+        self._context = context
+        self._store = store
+        self._ranks = ranks
+        self._publisher = publisher
+        self._away = [engine.number for engine in store.own_engines()] if context.rank == 0 else []
+        """Engines that this has ordered away, on rank 0. Others that are absent were ordered so by somebody else."""
+
+    def come(self) -> None:
+        """Order those that are away to serve. A weight sync waits for them, and wakes those that are asleep."""
+        for number in self._away:
+            self._store.order_engine(number, EngineStatus.SERVING)
+        self._away = []
+
+    def leave(self) -> dict[str, float]:
+        """Have the engines give up their memory; return when they have: the bytes that their workers freed and still
+        have, on rank 0 and where they sleep.
+
+        Raises EngineError on every rank.
+        """
+        failure: EngineError | None = None
+        found: dict[str, float] = {}
+        try:
+            if self._context.config.rollout.offload == "sleep":
+                self._order(EngineStatus.ASLEEP)
+                found = self._publisher.sleep()
+            else:
+                self._publisher.part()
+                self._wait_for(self._order(EngineStatus.ABSENT))
+        except EngineError as error:
+            failure = error
+        if not self._ranks.agree(failure is None):
+            raise failure or EngineError("an engine did not leave the trainer's devices; rank 0's log says why")
+        return found
+
+    def _order(self, wanted: EngineStatus) -> dict[int, int]:
+        """Order the engines that serve; return the number of each one's order."""
+        if self._context.rank:
+            return {}
+        serving = [engine for engine in self._store.own_engines() if engine.wanted is EngineStatus.SERVING]
+        self._away = [engine.number for engine in serving]
+        return {number: self._store.order_engine(number, wanted) for number in self._away}
+
+    def _wait_for(self, orders: dict[int, int]) -> None:
+        """Wait until the supervisor has carried out these orders. Raises EngineError."""
+        rollout = self._context.config.rollout
+        until = time.monotonic() + rollout.start_timeout_s
+        while orders:
+            left = [e.number for e in self._store.own_engines() if e.done < orders.get(e.number, 0)]
+            if not left:
+                return
+            if time.monotonic() > until:
+                raise EngineError(
+                    f"engine {left[0]} was ordered to end and has not within "
+                    f"rollout.start_timeout_s={rollout.start_timeout_s:g}; the supervisor carries out such orders"
+                )
+            heartbeat.beat()
+            time.sleep(self._context.config.store.poll_s)

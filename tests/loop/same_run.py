@@ -1,0 +1,67 @@
+"""Jobs that are disturbed, and what they must have in common with ``whole_job``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.torch import load_file
+
+from megarl.explore.store import Store
+from tests.system.jobs import Job
+
+ROLLOUTS = ("eval-before", "train-000000", "train-000001", "train-000002", "eval-after")
+NOT_COMPARED = re.compile(r"timing_s|perf|memory|rollout|sync|reward/|training/attempt")
+"""What depends on the machine, on where rewards are computed, or counts attempts."""
+
+
+def kill(job: Job, role: str, pid: int) -> None:
+    """Of a process known before: to look for it takes longer than what it is to be killed in."""
+    os.kill(pid, signal.SIGKILL)
+    job.until(lambda: f"{role} was ended by signal 9" in job.output.read_text(), f"the end of {role} noticed")
+
+
+def groups(job: Job, rollout: str, state: str) -> int:
+    return len(job.query(f"select 1 from groups where rollout_id = '{rollout}' and state = '{state}'"))
+
+
+def items(run_dir: Path) -> dict[str, Any]:
+    """Every answer of every rollout: what was sampled, by which weights, and what it got."""
+    store = Store(f"sqlite:///{run_dir}/store.db")
+    found: dict[str, Any] = {}
+    for rollout in ROLLOUTS:
+        for e in store.trajectories(rollout):
+            key = f"{rollout} {e.group_id} {e.index}"
+            assert key not in found
+            logp = np.asarray(e.response.logp).tobytes().hex()
+            versions = [(s.start, s.end, str(s.version)) for s in e.response.spans]
+            found[key] = (
+                e.task_id,
+                e.response.token_ids.tolist(),
+                logp,
+                versions,
+                e.reward.score,
+                e.reward.status,
+                e.finish_reason,
+            )
+    store.close()
+    return found
+
+
+def learned(run_dir: Path) -> dict[str, Any]:
+    """Metrics of every step, as last written, and digests of the exported weights."""
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    found: dict[str, Any] = {
+        f"step {record['step']}: {name}": value
+        for record in records
+        for name, value in record.items()
+        if not NOT_COMPARED.match(name)
+    }
+    weights = load_file(run_dir / "hf" / "model.safetensors")
+    return found | {name: sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in weights.items()}
