@@ -20,6 +20,7 @@ from megarl.core.config.schema import ParallelConfig
 from megarl.core.errors import EngineError, WeightSyncError
 from megarl.core.machine import group_members, resident_bytes
 from megarl.engine.client.client import Sampling
+from megarl.engine.client.control import EngineControl
 from megarl.engine.client.frames import Completion
 from megarl.engine.client.names import UNTIL_PUBLISHED
 from tests.loop.conftest import TINY_ROLLOUT
@@ -166,10 +167,11 @@ def test_weights_may_come_after_the_kv_cache(engine: RunningEngine, ranks: Ranks
     assert any(a.token_ids.tolist() != b.token_ids.tolist() for a, b in zip(before, other, strict=True))
 
 
-def test_a_request_that_was_accepted_before_runs_after_the_sleep(
-    engine: RunningEngine, ranks: Ranks, model: Qwen3ForCausalLM
+def test_a_request_that_the_pause_did_not_end_waits_for_the_kv_cache(
+    engine: RunningEngine, ranks: Ranks, model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waits in vLLM, behind the gate: a publication's resume must not run it while the KV cache has no memory."""
+    """One that passed the gate before the sleep and reached vLLM after its pause: a publication's resume must not run
+    it while the KV cache has no memory."""
     wake_and_publish(engine, ranks, model)
     before = greedy(engine)
     engine.control.pause()
@@ -177,7 +179,9 @@ def test_a_request_that_was_accepted_before_runs_after_the_sleep(
         waiting = pool.submit(greedy, engine)
         until(lambda: any(c.status == psutil.CONN_ESTABLISHED for c in psutil.Process(engine.pid).net_connections()))
         time.sleep(0.3)  # from the connection to vLLM's queue
+        monkeypatch.setattr(EngineControl, "pause", lambda self, mode="wait": None)  # it would end what is queued
         engine.control.sleep()
+        monkeypatch.undo()
         engine.control.wake("weights")
         ranks.publish_whole(model)
         time.sleep(0.2)
