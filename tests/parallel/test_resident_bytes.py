@@ -40,7 +40,7 @@ CASES: dict[int, list[Case]] = {
         ("moe", ParallelConfig(dp=2, ep=2), "bfloat16"),
         ("mixed", ParallelConfig(pp=2, vpp=2), "bfloat16"),
         ("deepseek", ParallelConfig(dp=2, ep=2), "bfloat16"),
-        ("deepseek", ParallelConfig(dp=2), "bfloat16"),
+        ("direct", ParallelConfig(dp=2), "bfloat16"),
         ("deepseek", ParallelConfig(pp=2, first_stage_layers=1), "float32"),
     ],
     4: [
@@ -107,6 +107,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save("qwen3_moe", folder / "moe")
     save("qwen3_moe_mixed", folder / "mixed")
     save("deepseek_v3", folder / "deepseek")
+    save("deepseek_v3", folder / "direct", q_lora_rank=None, hidden_size=72)
     hf_classifier("qwen3").save_pretrained(folder / "scores")
     return folder
 
