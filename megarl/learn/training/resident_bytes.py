@@ -1,0 +1,193 @@
+"""Bytes of a model's residents on every rank, computed from its layout before anything is built.
+
+They equal ``Resident.nbytes`` (``residents.py``) after the first optimizer step, which makes the moments.
+
+Source: Megatron-Core 0.16.1 ``distributed/param_and_grad_buffer.py`` (buckets, padding) and
+``optimizer/distrib_optimizer.py`` (shares of data-parallel ranks).
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import lcm, prod
+from typing import Any, NamedTuple, Self
+
+from megarl.core.config.schema import ModelConfig, ParallelConfig
+from megarl.learn.parallel.grid import megatron_grid
+from megarl.weights.architectures import Head, architecture
+from megarl.weights.reshard.layout import Layout, Owners
+from megarl.weights.reshard.layouts import megatron_layout
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+"""Bytes of an element of each ``model.dtype``."""
+MASTER_BYTES = ITEM_BYTES["float32"]
+"""Bytes of an element of gradients, masters and moments."""
+PARAMETER_UNIT = 64
+"""Elements. Parameters begin at multiples of it."""
+BUCKET_UNIT = 128
+"""Elements. Buckets end at multiples of it and of the data-parallel size."""
+SHARED = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Copies of a tied embedding on the first and last stage; each has a bucket of its own."""
+EXPERTS = ".mlp.experts."
+"""Part of the names of what has buffers of its own (``gpt._mark_experts``)."""
+MODULES = (
+    "chunk",
+    "embedding",
+    "decoder",
+    "output_layer",
+    "layers",
+    "final_layernorm",
+    "input_layernorm",
+    "self_attention",
+    "pre_mlp_layernorm",
+    "mlp",
+    "linear_proj",
+    "linear_qkv",
+    "linear_q_proj",
+    "linear_q_down_proj",
+    "linear_q_up_proj",
+    "linear_kv_down_proj",
+    "linear_kv_up_proj",
+    "q_layernorm",
+    "k_layernorm",
+    "kv_layernorm",
+    "router",
+    "experts",
+    "shared_experts",
+    "local_experts",
+    "linear_fc",
+    "layer_norm_weight",
+    "weight",
+    "bias",
+)
+"""Parts of names in the order in which Megatron's modules register them. The order decides which data-parallel rank's
+share has the gaps between parameters."""
+
+
+def model_bytes(
+    hf_config: Mapping[str, Any], model: ModelConfig, parallel: ParallelConfig, head: Head, *, trained: bool
+) -> list[dict[str, int]]:
+    """Kind -> bytes, for every rank of the grid.
+
+    Args:
+        hf_config: Of this model.
+        model: Its settings, with the dtype of its role.
+        trained: It has gradients and an optimizer, in Megatron's padded buffers. Else each parameter is a tensor.
+
+    Raises:
+        ConfigError: the grid does not divide the model.
+    """
+    layout = megatron_layout(
+        hf_config, megatron_grid(parallel), transformer_impl=model.transformer_impl, head=head, setting="parallel"
+    )
+    tied = architecture(hf_config, head).sizes(hf_config).tied and parallel.pp > 1
+    found: dict[tuple[tuple[Owners, int], ...], _RankBuffers] = {}
+    ranks = []
+    for rank in range(layout.num_ranks):
+        kind = layout.kind(rank)
+        if kind not in found:
+            found[kind] = _RankBuffers.of(layout, rank, parallel, tied)
+        ranks.append(found[kind].bytes_of(rank, parallel, model.dtype, trained))
+    return ranks
+
+
+class _Bucket(NamedTuple):
+    """Parameters of a buffer that are reduced together. Every data-parallel rank has an equal run of its elements."""
+
+    begins: tuple[int, ...]
+    """First element of each parameter ..."""
+    before: tuple[int, ...]
+    """... and the elements of those before it; one more for all of them."""
+    size: int
+    ranks: int
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], ranks: int) -> Self:
+        begins, before, end = [], [0], 0
+        for size in sizes:
+            begin = _padded(end, PARAMETER_UNIT)
+            begins.append(begin)
+            before.append(before[-1] + size)
+            end = begin + size
+        return cls(tuple(begins), tuple(before), _padded(end, lcm(ranks, BUCKET_UNIT)), ranks)
+
+    def share(self, rank: int) -> int:
+        """Elements of parameters in a data-parallel rank's run, without the gaps between them."""
+        each = self.size // self.ranks
+        return self._until((rank + 1) * each) - self._until(rank * each)
+
+    def _until(self, end: int) -> int:
+        """Elements of parameters before ``end``."""
+        last = bisect_left(self.begins, end) - 1
+        if last < 0:
+            return 0
+        return min(self.before[last] + end - self.begins[last], self.before[last + 1])
+
+
+@dataclass(frozen=True)
+class _RankBuffers:
+    """Parameters of one rank, and the buckets that Megatron makes of them."""
+
+    elements: int
+    """Elements of all parameters, without padding."""
+    dense: tuple[_Bucket, ...]
+    experts: tuple[_Bucket, ...]
+
+    @classmethod
+    def of(cls, layout: Layout, rank: int, parallel: ParallelConfig, tied: bool) -> Self:
+        """Buffers of a rank. ``tied``: two stages have a copy of the embedding."""
+        own = {row.local for row, _ in layout.rows_of(rank) if layout.dtype_of(row.parts[0]) is not None}
+        # A router's bias keeps its dtype: a buffer of the module, no parameter.
+        sizes = {name: prod(shape) for name, shape in layout.local_shapes(rank).items() if name not in own}
+        buffers: dict[tuple[bool, str], list[tuple[str, int]]] = defaultdict(list)
+        for name in sorted(sizes, key=_registered):
+            chunk = name.partition(".")[0] if parallel.vpp > 1 else ""
+            buffers[EXPERTS in name, chunk].append((name, sizes[name]))
+        replicas = {False: parallel.dp * parallel.cp, True: parallel.stage_size // (parallel.ep * parallel.expert_tp)}
+        buckets: dict[bool, list[_Bucket]] = {False: [], True: []}
+        for (expert, _), parameters in buffers.items():
+            buckets[expert] += _buckets(parameters, tied, replicas[expert])
+        return cls(sum(sizes.values()), tuple(buckets[False]), tuple(buckets[True]))
+
+    def bytes_of(self, rank: int, parallel: ParallelConfig, dtype: str, trained: bool) -> dict[str, int]:
+        """Kind -> bytes of a rank that has these buffers."""
+        if not trained:
+            return {"parameters": self.elements * ITEM_BYTES[dtype]}
+        in_stage = rank % parallel.stage_size
+        dense, expert = in_stage // parallel.tp, in_stage // (parallel.ep * parallel.expert_tp)
+        padded = sum(bucket.size for bucket in (*self.dense, *self.experts))
+        share = sum(b.share(dense) for b in self.dense) + sum(b.share(expert) for b in self.experts)
+        copies = 2 if dtype == "float32" else 3  # two moments; masters of a float32 model are its parameters
+        return {
+            "parameters": padded * ITEM_BYTES[dtype],
+            "gradients": padded * MASTER_BYTES,
+            "optimizer": copies * share * MASTER_BYTES,
+        }
+
+
+def _buckets(parameters: Sequence[tuple[str, int]], tied: bool, ranks: int) -> list[_Bucket]:
+    """Buckets of one buffer. Parameters lie in it from the last to the first, as gradients get ready."""
+    groups: list[list[int]] = [[]]
+    for name, size in reversed(parameters):
+        if tied and name.endswith(SHARED):
+            groups += [[size], []]
+        else:
+            groups[-1].append(size)
+    return [_Bucket.of(group, ranks) for group in groups if group]
+
+
+def _registered(name: str) -> list[tuple[int, int]]:
+    """Sort key: the order of ``named_parameters()``."""
+    parts = (re.fullmatch(r"(.*?)(\d*)", part) for part in name.split("."))
+    return [(_PLACE.get(part[1], len(_PLACE)), int(part[2] or 0)) for part in parts if part is not None]
+
+
+_PLACE = {name: place for place, name in enumerate(MODULES)}
+
+
+def _padded(size: int, unit: int) -> int:
+    return -(-size // unit) * unit

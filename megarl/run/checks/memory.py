@@ -1,0 +1,97 @@
+"""Bytes of the residents of every trainer rank and engine worker of a job, computed before a process starts.
+
+Residents alone: activations, logits, communication buffers and what CUDA takes for itself come beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from math import prod
+from typing import Any
+
+from megarl.core.config import Config
+from megarl.learn.algorithms import Algorithm
+from megarl.learn.parallel.grid import role_grids
+from megarl.learn.training.resident_bytes import ITEM_BYTES, model_bytes
+from megarl.run.checks.roles import roles_of
+from megarl.weights.architectures import Head, architecture
+from megarl.weights.reshard.layouts import vllm_layout
+
+TRAINED = frozenset({"actor", "critic"})
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""vLLM's names of the two ends of a model."""
+
+
+def resident_bytes(
+    config: Config, algorithm: Algorithm, hf_configs: Mapping[str, Mapping[str, Any]]
+) -> list[dict[str, int]]:
+    """``role.kind`` -> bytes on the device, for every trainer rank.
+
+    A reward model that a job trains is counted with its score head. Its warm start, a language model's, takes more.
+
+    Args:
+        hf_configs: Role -> its model's config.json. One that is not there has the actor's.
+
+    Raises:
+        ConfigError: a grid does not divide its model.
+    """
+    roles = roles_of(config, algorithm)
+    grids = role_grids(config, roles)
+    ranks: list[dict[str, int]] = [{} for _ in range(config.parallel.world_size)]
+    for role in ("actor", *roles):
+        scores = "reward" in algorithm.roles if role == "actor" else role != "reference"
+        head: Head = "score" if scores else "lm"
+        dtype = (None if role == "actor" else getattr(config, role).dtype) or config.model.dtype
+        found = model_bytes(
+            hf_configs.get(role, hf_configs["actor"]),
+            replace(config.model, dtype=dtype),
+            grids["parallel" if role == "actor" else f"{role}.parallel"],
+            head,
+            trained=role in TRAINED,
+        )
+        for rank, kinds in zip(ranks, found, strict=True):
+            rank.update({f"{role}.{kind}": size for kind, size in kinds.items()})
+    return ranks
+
+
+def engine_bytes(config: Config, hf_config: Mapping[str, Any]) -> list[dict[str, int]]:
+    """Bytes of ``engine.weights`` and ``engine.kv_cache``, for every worker of every engine.
+
+    On CPUs a tied model's output weight is a tensor of its own (vLLM packs it), on GPUs the embedding itself. Of the
+    KV cache vLLM takes whole blocks, so its bytes are an upper bound.
+
+    Raises:
+        ConfigError: the engines' grid does not divide the model.
+    """
+    rollout = config.rollout
+    layout = vllm_layout(
+        hf_config, rollout.tp, rollout.replicas, pp=rollout.pp, expert_parallel=rollout.expert_parallel
+    )
+    one_copy = architecture(hf_config).sizes(hf_config).tied and config.parallel.backend == "nccl"
+    workers = []
+    for worker in range(layout.num_ranks):
+        sizes = {
+            row.local: prod(row.local_shape(share)) * ITEM_BYTES[layout.dtype_of(row.parts[0]) or config.model.dtype]
+            for row, share in layout.rows_of(worker)
+        }
+        if one_copy and EMBEDDING in sizes:
+            sizes.pop(LM_HEAD, None)
+        workers.append({"engine.weights": sum(sizes.values()), "engine.kv_cache": rollout.kv_cache_bytes})
+    return workers
+
+
+def device_bytes(
+    ranks: Sequence[Mapping[str, int]], workers: Sequence[Mapping[str, int]], *, nodes: int = 1
+) -> list[dict[str, int]]:
+    """Residents of every device that trainer ranks and engine workers share.
+
+    On one node rank and worker of one number share a device (``run/nodes/plan.py``). On several nodes, where placement
+    decides, every rank is taken to share with a worker of the largest sizes.
+    """
+    if nodes > 1 and workers:
+        largest = {name: max(worker[name] for worker in workers) for name in workers[0]}
+        workers = [largest] * len(ranks)
+    nothing: Mapping[str, int] = {}
+    return [{**rank, **worker} for rank, worker in zip_longest(ranks, workers, fillvalue=nothing)]

@@ -1,0 +1,173 @@
+"""The predicted bytes of residents equal those of models that were built and have made a step, on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.core.config.algorithms import KLConfig, PPOConfig
+from megarl.core.config.schema import (
+    Config,
+    CriticConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ReferenceConfig,
+    RewardModelConfig,
+    TrainerConfig,
+)
+from tests.parallel.families import save
+from tests.parallel.grid import run_grid
+from tests.parallel.test_value_head import hf_classifier
+
+Case = tuple[str, ParallelConfig, str]
+"""Model, grid, dtype."""
+CASES: dict[int, list[Case]] = {
+    1: [("tied", ParallelConfig(), "float32"), ("moe", ParallelConfig(), "bfloat16")],
+    2: [
+        ("qwen3", ParallelConfig(tp=2), "float32"),
+        ("qwen3", ParallelConfig(tp=2), "bfloat16"),
+        ("qwen3", ParallelConfig(cp=2), "bfloat16"),
+        ("tied", ParallelConfig(dp=2), "float32"),
+        ("tied", ParallelConfig(dp=2), "bfloat16"),
+        ("tied", ParallelConfig(pp=2), "bfloat16"),
+        ("tied", ParallelConfig(pp=2, vpp=2), "float32"),
+        ("uneven", ParallelConfig(dp=2), "bfloat16"),
+        ("moe", ParallelConfig(dp=2), "float32"),
+        ("moe", ParallelConfig(dp=2, ep=2), "bfloat16"),
+        ("mixed", ParallelConfig(pp=2, vpp=2), "bfloat16"),
+        ("deepseek", ParallelConfig(dp=2, ep=2), "bfloat16"),
+        ("direct", ParallelConfig(dp=2), "bfloat16"),
+        ("deepseek", ParallelConfig(pp=2, first_stage_layers=1), "float32"),
+    ],
+    4: [
+        ("tied", ParallelConfig(pp=2, dp=2), "bfloat16"),
+        ("tied", ParallelConfig(pp=2, vpp=2, dp=2), "bfloat16"),
+        ("uneven", ParallelConfig(dp=4), "bfloat16"),
+        ("uneven", ParallelConfig(tp=2, dp=2), "float32"),
+        ("moe", ParallelConfig(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True), "bfloat16"),
+        ("moe", ParallelConfig(dp=4, ep=2), "float32"),
+    ],
+}
+HEADS = "lm", "score"
+
+
+def built(case: Case, folder: Path, head: str, trained: bool) -> Any:
+    from megarl.learn.training.model import FrozenModel, TrainedModel, micro_batching_for
+    from megarl.learn.training.schedule import Head
+    from megarl.weights.checkpoint.formats import hf
+    from tests.parallel.families import VOCAB
+
+    model, parallel, dtype = case
+    arguments = (
+        hf.read_hf_config(folder / model),
+        ModelConfig(path=str(folder / model), dtype=dtype),  # type: ignore[arg-type]
+        parallel,
+        Head(VOCAB) if head == "lm" else None,
+        micro_batching_for(parallel, TrainerConfig(packing=False, micro_batch_size=1)),
+    )
+    return TrainedModel(*arguments, OptimizerConfig(lr=1e-3)) if trained else FrozenModel(*arguments)
+
+
+def on_grids(rank: int, folder: str, cases: list[Case]) -> list[dict[str, int]]:
+    """Runs in each rank: of every case, head and way to use it, kind -> bytes of the residents after a step."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from megarl.learn.parallel import groups
+    from megarl.learn.training.residents import residents_of
+    from tests.parallel.test_megatron_on_cpu import sft_steps
+
+    found = []
+    for case in cases:
+        groups.initialize(case[1], seed=1)
+        for head in HEADS:
+            for trained in (False, True):
+                model = built(case, Path(folder), head, trained)
+                if trained and head == "lm":
+                    sft_steps(model, range(1))
+                elif trained:
+                    model.step(1e-3)
+                found.append({resident.kind: resident.nbytes for resident in residents_of("actor", model)})
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resident_bytes")
+    save("qwen3", folder / "qwen3")
+    save("qwen3", folder / "tied", tie_word_embeddings=True)
+    # Most sizes are no multiple of 64, so that there are gaps between parameters.
+    save("qwen2", folder / "uneven", hidden_size=24, intermediate_size=30, tie_word_embeddings=False)
+    save("qwen3_moe", folder / "moe")
+    save("qwen3_moe_mixed", folder / "mixed")
+    save("deepseek_v3", folder / "deepseek")
+    save("deepseek_v3", folder / "direct", q_lora_rank=None, hidden_size=72)
+    hf_classifier("qwen3").save_pretrained(folder / "scores")
+    return folder
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_predicted_bytes_are_those_of_built_models(folder: Path, world: int) -> None:
+    from megarl.learn.training.resident_bytes import model_bytes
+    from megarl.weights.checkpoint.formats import hf
+
+    measured = run_grid(world, on_grids, str(folder), CASES[world])
+    number = 0
+    for case in CASES[world]:
+        model, parallel, dtype = case
+        settings = ModelConfig(dtype=dtype)  # type: ignore[arg-type]
+        for head in HEADS:
+            for trained in (False, True):
+                hf_config = hf.read_hf_config(folder / model)
+                predicted = model_bytes(hf_config, settings, parallel, head, trained=trained)  # type: ignore[arg-type]
+                assert [dict(each) for each in predicted] == [rank[number] for rank in measured], (case, head, trained)
+                number += 1
+
+
+def job(folder: Path) -> Config:
+    """A job with all four roles, each on a grid or in a dtype of its own."""
+    return Config(
+        model=ModelConfig(path=str(folder / "tied"), dtype="bfloat16"),
+        parallel=ParallelConfig(pp=2),
+        reference=ReferenceConfig(parallel=ParallelConfig(tp=2)),
+        critic=CriticConfig(parallel=ParallelConfig(dp=2), dtype="float32"),
+        reward_model=RewardModelConfig(path=str(folder / "scores"), dtype="float32"),
+        algorithm=replace(PPOConfig(name="ppo"), kl=KLConfig(coef=0.1)),
+    )
+
+
+def all_roles(rank: int, folder: str) -> dict[str, int]:
+    """Runs in each rank: ``role.kind`` -> bytes of what the trainer's own ``Models`` builds."""
+    from megarl.learn import algorithms
+    from megarl.learn.parallel import groups
+    from megarl.learn.training.residents import residents_of
+    from megarl.train.update.models import Models
+
+    config = job(Path(folder))
+    groups.initialize(config.parallel, seed=1)
+    models = Models(config, algorithms.get(config.algorithm.name))
+    models.make_actor(None)
+    models.load_beginning()
+    models.build(0, None, Path(folder) / "none")
+    assert models.critic is not None
+    for model in (models.actor, models.critic):
+        model.step(1e-3)
+    return {each.name: each.nbytes for role, model in models.by_role().items() for each in residents_of(role, model)}
+
+
+def test_predicted_bytes_are_those_of_a_job_with_all_roles(folder: Path) -> None:
+    from megarl.learn import algorithms
+    from megarl.run.checks.memory import resident_bytes
+    from megarl.weights.checkpoint.formats import hf
+
+    config = job(folder)
+    hf_configs = {"actor": hf.read_hf_config(folder / "tied"), "reward_model": hf.read_hf_config(folder / "scores")}
+    predicted = resident_bytes(config, algorithms.get("ppo"), hf_configs)
+    assert predicted == run_grid(2, all_roles, str(folder))
+    assert len(predicted[0]) == 8
