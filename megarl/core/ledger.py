@@ -74,7 +74,7 @@ class Ledger:
         needed = self.colocated and resident in ENGINE_NEEDS.get(there, ())
         return Place.DEVICE if needed else Place.ABSENT
 
-    def of(self, phase: Phase, rank: int) -> PhaseBytes:
+    def at(self, phase: Phase, rank: int) -> PhaseBytes:
         """Memory of a rank in a phase."""
         by_place: dict[Place, dict[str, int]] = {place: {} for place in Place}
         for resident, size in self.ranks[rank].items():
@@ -84,7 +84,7 @@ class Ledger:
 
     def most(self, phase: Phase) -> PhaseBytes:
         """Memory of the rank that has most on its device in a phase; the first of equal ones."""
-        return max((self.of(phase, rank) for rank in range(len(self.ranks))), key=lambda found: found.total)
+        return max((self.at(phase, rank) for rank in range(len(self.ranks))), key=lambda found: found.total)
 
     def largest(self) -> PhaseBytes:
         """Phase and rank with the most bytes on a device; the first of equal ones."""

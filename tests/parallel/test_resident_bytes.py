@@ -43,6 +43,7 @@ CASES: dict[int, list[Case]] = {
         ("direct", ParallelConfig(dp=2), "bfloat16"),
         ("deepseek", ParallelConfig(pp=2, first_stage_layers=1), "float32"),
     ],
+    3: [("tied", ParallelConfig(dp=3), "bfloat16"), ("moe", ParallelConfig(dp=3), "float32")],
     4: [
         ("tied", ParallelConfig(pp=2, dp=2), "bfloat16"),
         ("tied", ParallelConfig(pp=2, vpp=2, dp=2), "bfloat16"),

@@ -230,6 +230,7 @@ NEITHER = (
     "megarl.ops",
     "megarl.learn.algorithms",
     "megarl.run.launch.job",
+    "megarl.run.checks.memory",
 )
 
 

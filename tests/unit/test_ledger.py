@@ -41,7 +41,7 @@ def test_each_phase_has_its_residents_and_the_rest_where_the_plan_puts_it() -> N
         Phase.SAVE: (16, 0, 0),
         Phase.WHOLE: (20, 0, 0),
     }
-    assert ledger.of(Phase.ROLLOUT, 0).device == {ENGINE_WEIGHTS: 2, ENGINE_KV_CACHE: 30}
+    assert ledger.at(Phase.ROLLOUT, 0).device == {ENGINE_WEIGHTS: 2, ENGINE_KV_CACHE: 30}
     assert ledger.largest().phase is Phase.ROLLOUT
 
 

@@ -18,6 +18,7 @@ from megarl.core.config.schema import (
     RewardModelConfig,
     RolloutConfig,
 )
+from megarl.core.errors import ConfigError
 from megarl.core.ledger import Ledger
 from megarl.core.phases import PhasePlan
 from megarl.learn import algorithms
@@ -114,6 +115,9 @@ def test_every_role_has_its_grid_dtype_and_model() -> None:
     cut = (EMBEDDING + 2 * (LAYER - NORMS)) // 2
     assert first["actor.optimizer"] == 12 * (cut + 2 * NORMS + 64)
     assert len(first) == 8
+    with pytest.raises(ConfigError, match=r"critic\.parallel\.pp=3"):
+        wrong = replace(config, critic=CriticConfig(parallel=ParallelConfig(pp=3)))
+        resident_bytes(wrong, algorithms.get("ppo"), {"actor": TINY, "reward_model": small})
     alone = resident_bytes(replace(config, reward_model=RewardModelConfig()), algorithms.get("sft"), {"actor": TINY})
     assert set(alone[0]) == {"actor.parameters", "actor.gradients", "actor.optimizer"}
     scoring = resident_bytes(

@@ -69,7 +69,13 @@ share has the gaps between parameters."""
 
 
 def model_bytes(
-    hf_config: Mapping[str, Any], model: ModelConfig, parallel: ParallelConfig, head: Head, *, trained: bool
+    hf_config: Mapping[str, Any],
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    head: Head,
+    *,
+    trained: bool,
+    setting: str = "parallel",
 ) -> list[dict[str, int]]:
     """Kind -> bytes, for every rank of the grid.
 
@@ -77,12 +83,13 @@ def model_bytes(
         hf_config: Of this model.
         model: Its settings, with the dtype of its role.
         trained: It has gradients and an optimizer, in Megatron's padded buffers. Else each parameter is a tensor.
+        setting: Section of the settings that the grid comes from, for errors.
 
     Raises:
         ConfigError: the grid does not divide the model.
     """
     layout = megatron_layout(
-        hf_config, megatron_grid(parallel), transformer_impl=model.transformer_impl, head=head, setting="parallel"
+        hf_config, megatron_grid(parallel), transformer_impl=model.transformer_impl, head=head, setting=setting
     )
     tied = architecture(hf_config, head).sizes(hf_config).tied and parallel.pp > 1
     found: dict[tuple[tuple[Owners, int], ...], _RankBuffers] = {}

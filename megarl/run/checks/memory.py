@@ -44,12 +44,14 @@ def resident_bytes(
         scores = "reward" in algorithm.roles if role == "actor" else role != "reference"
         head: Head = "score" if scores else "lm"
         dtype = (None if role == "actor" else getattr(config, role).dtype) or config.model.dtype
+        setting = "parallel" if role == "actor" else f"{role}.parallel"
         found = model_bytes(
             hf_configs.get(role, hf_configs["actor"]),
             replace(config.model, dtype=dtype),
-            grids["parallel" if role == "actor" else f"{role}.parallel"],
+            grids[setting],
             head,
             trained=role in TRAINED,
+            setting=setting,
         )
         for rank, kinds in zip(ranks, found, strict=True):
             rank.update({f"{role}.{kind}": size for kind, size in kinds.items()})
