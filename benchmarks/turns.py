@@ -232,10 +232,13 @@ def main() -> None:
             (page.ROOT / "docs/images/turns_memory.svg").write_text(
                 line_chart("MiB of a rank as it enters the rollout", points, width=680, zero=True)
             )
+    if options.write and "memory" in options.parts:
+        page.write("benchmarks/turns.md", str(text), "benchmarks/turns.py memory")
     if "engines" in options.parts:
+        text = page.Text()
         say_engines(text, options.rounds)
-    if options.write:
-        page.write("benchmarks/turns.md", str(text))
+        if options.write:
+            page.write("benchmarks/turns.md", str(text), "benchmarks/turns.py engines")
 
 
 if __name__ == "__main__":

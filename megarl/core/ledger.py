@@ -6,19 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from megarl.core.phases import Phase, PhasePlan, Place
+from megarl.core.phases import WITH_ENGINES, Phase, PhasePlan, Place
 
 ENGINE_WEIGHTS, ENGINE_KV_CACHE = "engine.weights", "engine.kv_cache"
-ENGINE_NEEDS: Mapping[Phase, tuple[str, ...]] = {
-    Phase.SYNC: (ENGINE_WEIGHTS,),
-    Phase.ROLLOUT: (ENGINE_WEIGHTS, ENGINE_KV_CACHE),
-}
-"""Phase -> residents of a colocated engine that are on the device; none in any other."""
 ASKED: Mapping[Phase, str] = {
     Phase.REFRESH: "reference",
     Phase.SCORES: "reward_model",
     Phase.REF_LOGP: "reference",
     Phase.VALUES: "critic",
+    Phase.CRITIC: "critic",
+    Phase.LOAD: "critic",
 }
 """Phase -> the role without which a job does not have it."""
 FIRST_TO_LEAVE = ("reward_model", "reference", "critic", "actor")
@@ -56,10 +53,8 @@ class Ledger:
     ranks: Sequence[Mapping[str, int]]
     """Resident -> bytes, for each rank: ``role.kind``, ``engine.weights`` and ``engine.kv_cache``."""
     colocated: bool = False
-    engines_start: bool = False
-    """Engines start within ``SYNC``, with their KV cache: ``rollout.offload=destroy``, and the first sync of a job."""
     phases: tuple[Phase, ...] = tuple(Phase)
-    """Phases that count. ``WHOLE`` needs every model on the device: there no offload makes room."""
+    """Phases that count."""
 
     def __iter__(self) -> Iterator[PhaseBytes]:
         """Phases that the job has, each on the rank that has most on its device then."""
@@ -70,9 +65,8 @@ class Ledger:
         """Place of a resident in a phase, engines included."""
         if not resident.startswith("engine."):
             return self.plan.place(phase, resident)
-        there = Phase.ROLLOUT if self.engines_start and phase is Phase.SYNC else phase
-        needed = self.colocated and resident in ENGINE_NEEDS.get(there, ())
-        return Place.DEVICE if needed else Place.ABSENT
+        # In a sync too: an engine that starts there, as each does once, takes its KV cache at once.
+        return Place.DEVICE if self.colocated and phase in WITH_ENGINES else Place.ABSENT
 
     def at(self, phase: Phase, rank: int) -> PhaseBytes:
         """Memory of a rank in a phase."""

@@ -12,10 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from megarl.core.config import compose
+from megarl.core.errors import ConfigError
 from megarl.explore.store import EngineStatus, Store
+from megarl.learn import algorithms
+from megarl.run.checks.devices import ledger_of
+from megarl.run.checks.job import check
+from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 from tests.loop.conftest import WHOLE
 from tests.loop.same_run import groups, items, kill, learned
-from tests.system.jobs import START_S, Job
+from tests.system.jobs import START_S, Job, last_of_each
 
 pytestmark = pytest.mark.timeout(3 * START_S)
 COLOCATED = (*WHOLE, "rollout.placement=colocated")
@@ -29,10 +35,23 @@ def is_engine(run_dir: Path, state: EngineStatus) -> bool:
         store.close()
 
 
+def nearest(budget: str, run_dir: Path) -> list[str]:
+    """Settings that the refusal of a job whose models all stay gives."""
+    with pytest.raises(ConfigError) as refused:
+        check(compose([*last_of_each(COLOCATED), budget, f"run.dir={run_dir}"]), dry=True)
+    return str(refused.value).partition("nearest that fits: ")[2].split()
+
+
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+def job(tmp_path_factory: pytest.TempPathFactory, whole_job: Job) -> Iterator[Job]:
+    """Begins with the plan that fits the smallest device on which it can run."""
     run_dir = tmp_path_factory.mktemp("colocated") / "run"
-    job = Job(run_dir, [*COLOCATED, "rollout.offload=destroy", "trainer.offload=memory", "reference.offload=disk"])
+    away = ["trainer.offload=memory", "reference.offload=memory"]
+    config = compose([*last_of_each(COLOCATED), *away])
+    ledger = ledger_of(config, algorithms.get("grpo"), read_hf_config(whole_job.run_dir / "model"))
+    budget = f"cluster.device_bytes={ledger.largest().total}"
+    assert sorted(nearest(budget, run_dir)) == sorted(away)
+    job = Job(run_dir, [*COLOCATED, "rollout.offload=destroy", budget, *away])
     job.start()
     try:
         job.until(lambda: groups(job, "eval-before", "claimed") > 0, "a rollout", poll_s=0.002)
@@ -40,7 +59,6 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
         job.until(lambda: len(job.steps()) == 2, "two steps, and a checkpoint")
         job.until(lambda: is_engine(run_dir, EngineStatus.ABSENT), "a phase without an engine", poll_s=0.01)
         job.kill_all()
-        assert (run_dir / "offload").is_dir()  # what the next start removes
         job = Job(run_dir, [*COLOCATED, "rollout.offload=sleep", "trainer.offload=disk", "reference.offload=memory"])
         job.start()
         job.until(lambda: groups(job, "train-000002", "claimed") > 0, "a rollout", poll_s=0.002)

@@ -13,7 +13,7 @@ from megarl.core.ledger import ENGINE_KV_CACHE, ENGINE_WEIGHTS, FIRST_TO_LEAVE, 
 from megarl.core.phases import TRAINED, Phase, PhasePlan, Place
 from tests.conftest import examples
 
-STEP = tuple(phase for phase in Phase if phase is not Phase.WHOLE)
+STEP = tuple(phase for phase in Phase if phase is not Phase.START)
 NAMES = tuple(f"{role}.{kind}" for role in ("actor", "critic") for kind in TRAINED)
 ALL = (*NAMES, "reference.parameters", "reward_model.parameters", ENGINE_WEIGHTS, ENGINE_KV_CACHE)
 STAYS = PhasePlan.of(Config())
@@ -32,25 +32,25 @@ def test_each_phase_has_its_residents_and_the_rest_where_the_plan_puts_it() -> N
     ledger = Ledger(plan, [RANK], colocated=True)
     found = {each.phase: (each.total, each.memory, each.disk) for each in ledger}
     assert found == {
-        Phase.SYNC: (2 + 2, 12, 2),  # gradients are nowhere
+        Phase.SYNC: (2 + 32, 12, 2),  # gradients are nowhere
         Phase.REFRESH: (4, 12, 0),
         Phase.ROLLOUT: (32, 14, 2),
         Phase.OLD_LOGP: (2, 12, 2),
         Phase.REF_LOGP: (2, 14, 0),
         Phase.UPDATE: (18, 0, 2),
         Phase.SAVE: (16, 0, 0),
-        Phase.WHOLE: (20, 0, 0),
+        Phase.START: (18, 0, 2),
     }
     assert ledger.at(Phase.ROLLOUT, 0).device == {ENGINE_WEIGHTS: 2, ENGINE_KV_CACHE: 30}
-    assert ledger.largest().phase is Phase.ROLLOUT
+    assert ledger.largest().phase is Phase.SYNC
 
 
-def test_engines_elsewhere_are_left_out_and_ones_that_start_have_their_cache() -> None:
+def test_engines_elsewhere_are_left_out() -> None:
     separate = Ledger(STAYS, [RANK])
     assert {each.total for each in separate} == {20}
-    starting = Ledger(STAYS, [RANK], colocated=True, engines_start=True)
-    assert starting.most(Phase.SYNC).total == starting.most(Phase.ROLLOUT).total == 52
-    assert starting.most(Phase.UPDATE).total == 20
+    colocated = Ledger(STAYS, [RANK], colocated=True)
+    assert colocated.most(Phase.SYNC).total == colocated.most(Phase.ROLLOUT).total == 52
+    assert colocated.most(Phase.UPDATE).total == 20
 
 
 def test_each_phase_is_that_of_its_largest_rank() -> None:
@@ -88,25 +88,16 @@ def test_bytes_have_three_digits(size: int, text: str) -> None:
 
 
 def test_one_byte_less_moves_another_role_and_at_last_nothing_helps() -> None:
-    ledger = Ledger(STAYS, [RANK], colocated=True, phases=STEP)
+    ledger = Ledger(STAYS, [RANK], colocated=True)
     assert ledger.nearest(52) == STAYS
     without_reference = ledger.nearest(51)
     assert without_reference is not None and without_reference.away["reference"] is Place.MEMORY
     assert without_reference.away["actor"] is Place.DEVICE
-    only_actor = ledger.nearest(34)
+    only_actor = ledger.nearest(36)
     assert only_actor is not None and only_actor.away["actor"] is Place.MEMORY
     assert only_actor.away["reference"] is Place.DEVICE
-    both = ledger.nearest(33)
-    assert both is not None and ledger.nearest(32) == both and ledger.nearest(31) is None
-
-
-def test_loads_need_every_model_whatever_is_offloaded() -> None:
-    ledger = Ledger(STAYS, [RANK], colocated=True)
-    assert ledger.nearest(20) is None  # rollouts do not fit
-    small = Ledger(STAYS, [{**RANK, ENGINE_KV_CACHE: 1}], colocated=True)
-    found = small.nearest(20)
-    assert found is not None and Ledger(found, small.ranks, colocated=True).fits(20)
-    assert small.nearest(19) is None
+    both = ledger.nearest(35)
+    assert both is not None and ledger.nearest(34) == both and ledger.nearest(33) is None
 
 
 plans = st.builds(
@@ -125,7 +116,6 @@ ledgers = st.builds(
     plans,
     ranks,
     st.booleans(),
-    st.booleans(),
     st.sampled_from([tuple(Phase), STEP, (Phase.SYNC, Phase.ROLLOUT), (Phase.UPDATE,)]),
 )
 
@@ -133,7 +123,7 @@ ledgers = st.builds(
 def by_hand(ledger: Ledger, away: frozenset[str]) -> int:
     """Most bytes of a device when the roles of ``away`` leave it; the phases' needs are written again here."""
     needs = {
-        Phase.SYNC: {"actor.parameters", ENGINE_WEIGHTS} | ({ENGINE_KV_CACHE} if ledger.engines_start else set()),
+        Phase.SYNC: {"actor.parameters", ENGINE_WEIGHTS, ENGINE_KV_CACHE},
         Phase.REFRESH: {"actor.parameters", "reference.parameters"},
         Phase.ROLLOUT: {ENGINE_WEIGHTS, ENGINE_KV_CACHE},
         Phase.SCORES: {"reward_model.parameters"},
@@ -142,10 +132,14 @@ def by_hand(ledger: Ledger, away: frozenset[str]) -> int:
         Phase.VALUES: {"critic.parameters"},
         Phase.UPDATE: set(NAMES),
         Phase.SAVE: set(NAMES) - {"actor.gradients", "critic.gradients"} | {"reference.parameters"},
-        Phase.WHOLE: {name for name in ALL if not name.startswith("engine.")},
+        Phase.START: {name for name in NAMES if name.startswith("actor.")},
+        Phase.CRITIC: {"actor.parameters", "reward_model.parameters"} | {n for n in NAMES if n.startswith("critic.")},
+        Phase.LOAD: {"reference.parameters"} | {name for name in NAMES if name.startswith("critic.")},
     }
     asked = {Phase.REFRESH: "reference.parameters", Phase.SCORES: "reward_model.parameters"}
-    asked |= {Phase.REF_LOGP: "reference.parameters", Phase.VALUES: "critic"}
+    asked |= {Phase.REF_LOGP: "reference.parameters"} | dict.fromkeys(
+        (Phase.VALUES, Phase.CRITIC, Phase.LOAD), "critic"
+    )
     largest = 0
     for phase in ledger.phases:
         if not any(name.startswith(asked.get(phase, "actor")) for rank in ledger.ranks for name in rank):

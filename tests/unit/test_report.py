@@ -228,6 +228,13 @@ def test_verifiers_are_summed_over_the_steps(run_dir: Path) -> None:
     assert "format 0.750" in text
 
 
+def test_memory_is_shown_where_it_moved(run_dir: Path) -> None:
+    assert "Memory by phase" not in page(load(run_dir))
+    moved = {"memory/sync/planned_bytes": 3.0 * 2**30, "memory/sync/bytes": 3.5 * 2**30}
+    text = re.sub("<[^>]+>", " ", page(replace(load(run_dir), steps=((1, {}), (2, moved)))))
+    assert "sync 3.00 GiB 3.50 GiB" in " ".join(text.split())
+
+
 def test_report_needs_nothing_beside_it(run_dir: Path) -> None:
     html = write_report(run_dir).read_text()
     page = Page(html)

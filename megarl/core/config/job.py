@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from megarl.core.config.bounds import Bound, NonNegative, Positive, Seconds
+from megarl.core.config.bounds import Bound, Count, NonNegative, Positive, Seconds
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,11 @@ class ClusterConfig:
     """Go on without nodes that differ or lack something, if the rest are enough."""
     max_clock_skew_s: Seconds = 5.0
     """Largest difference between two nodes' clocks at the start."""
+    device_bytes: Count | None = None
+    """Memory of a device for models, and for engines: a job of which a phase needs more is refused before its start;
+    null does not ask. Activations and what libraries take come beside it (docs/roles.md)."""
+    host_bytes: Count | None = None
+    """Memory of a node for what ``offload=memory`` takes from its devices, refused alike."""
     min_free_disk_bytes: NonNegative = 1073741824
     """Free disk for temporary files, on every node."""
 

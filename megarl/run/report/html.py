@@ -10,7 +10,9 @@ from markupsafe import Markup
 
 from megarl.core.durable import whole, write_text
 from megarl.core.jobs import ProcessKind, kind_of
+from megarl.core.ledger import human
 from megarl.core.metrics import COMMAND
+from megarl.core.phases import Phase
 from megarl.run.report import offline, svg
 from megarl.run.report.data import Answer, ReportData, changed_settings, load
 from megarl.run.report.pieces import PIECES
@@ -89,6 +91,7 @@ def page(run: ReportData) -> str:
         _lanes,
         _start_up,
         _phase_table,
+        _memory,
         _verifiers,
         _settings,
         _files,
@@ -299,6 +302,20 @@ def _phase_table(run: ReportData) -> Markup:
     return PIECES.section(
         "Seconds per phase", f"{text} Each moment counts for the innermost phase.", PIECES.card(table) + extra
     )
+
+
+def _memory(run: ReportData) -> Markup:
+    """Table of the bytes on rank 0's device in each phase of the last step, planned and measured."""
+    last = run.steps[-1][1] if run.steps else {}
+    body = [
+        (phase, human(int(planned)), human(int(last[f"memory/{phase}/bytes"])))
+        for phase in Phase
+        if (planned := last.get(f"memory/{phase}/planned_bytes")) is not None
+    ]
+    if not body:
+        return Markup()
+    text = "On the device of trainer rank 0 as it entered a phase of the last step; on a CPU all of its memory."
+    return PIECES.section("Memory by phase", text, PIECES.card(PIECES.table(("phase", "models", "measured"), body)))
 
 
 def _verifiers(run: ReportData) -> Markup:

@@ -1,0 +1,108 @@
+"""Memory that a job's models and engines need on each device, in each phase, against budgets, before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.core.config import Config
+from megarl.core.errors import ConfigError
+from megarl.core.jobs import ProcessKind
+from megarl.core.ledger import Ledger, human
+from megarl.core.phases import Phase, PhasePlan
+from megarl.learn import algorithms
+from megarl.learn.algorithms import Algorithm
+from megarl.run.checks.memory import device_bytes, engine_bytes, resident_bytes
+from megarl.run.checks.roles import roles_of
+from megarl.weights.checkpoint.formats.hf_source import read_hf_config
+
+SETTING = {"actor": "trainer"}
+"""Role -> the group of settings that has its ``offload``, where that is not the role."""
+
+
+def ledger_of(config: Config, algorithm: Algorithm, hf_config: Mapping[str, Any], nodes: int = 1) -> Ledger:
+    """Ledger of a job's trainer ranks, with the engine workers that share their devices.
+
+    Args:
+        hf_config: The actor's config.json.
+        nodes: Machines of the job.
+
+    Raises:
+        ConfigError: a grid does not divide its model.
+    """
+    hf_configs = {"actor": hf_config}
+    for role in roles_of(config, algorithm):
+        path = getattr(getattr(config, role), "path", None)
+        if path is not None:
+            hf_configs[role] = read_hf_config(Path(path))
+    ranks = resident_bytes(config, algorithm, hf_configs)
+    engines = algorithms.job_of(config).has(ProcessKind.ENGINE)
+    colocated = engines and config.rollout.placement == "colocated"
+    if colocated:
+        ranks = device_bytes(ranks, engine_bytes(config, hf_config), nodes=nodes)
+    phases = tuple(phase for phase in Phase if engines or phase not in (Phase.SYNC, Phase.ROLLOUT))
+    return Ledger(PhasePlan.of(config), ranks, colocated, phases)
+
+
+def check_devices(config: Config, algorithm: Algorithm, hf_config: Mapping[str, Any], nodes: int = 1) -> Ledger:
+    """Check that the memory of models and engines fits devices, hosts and disks; return the ledger.
+
+    Arguments as ``ledger_of``.
+
+    Raises:
+        ConfigError: naming phase, residents, the budget's setting and the nearest plan that fits.
+    """
+    ledger = ledger_of(config, algorithm, hf_config, nodes)
+    cluster, disk = config.cluster, config.trainer.offload_disk_bytes
+    if cluster.device_bytes is not None:
+        if not ledger.fits(cluster.device_bytes):
+            raise ConfigError(_too_large(ledger, cluster.device_bytes))
+        if algorithms.job_of(config).has(ProcessKind.ENGINE) and not ledger.colocated:
+            _check_engines(config, hf_config, cluster.device_bytes)
+    most = [max(ledger.at(phase, rank).memory for phase in ledger.phases) for rank in range(len(ledger.ranks))]
+    on_node = sum(most) // max(1, nodes - cluster.spare_nodes)
+    if cluster.host_bytes is not None and on_node > cluster.host_bytes:
+        raise ConfigError(
+            f"offload=memory moves {human(on_node)} ({on_node} bytes) into the memory of a node, more than "
+            f"cluster.host_bytes={cluster.host_bytes}; raise it, or set a role's offload to disk"
+        )
+    for rank in range(len(ledger.ranks)):
+        for phase in ledger.phases:
+            if disk is not None and (found := ledger.at(phase, rank).disk) > disk:
+                raise ConfigError(
+                    f"offload=disk has {human(found)} ({found} bytes) of rank {rank} on disk in phase {phase}, more "
+                    f"than trainer.offload_disk_bytes={disk}; raise it, or set a role's offload to memory"
+                )
+    return ledger
+
+
+def _too_large(ledger: Ledger, budget: int) -> str:
+    most = ledger.largest()
+    sizes = sorted(most.device.items(), key=lambda item: -item[1])
+    held = ", ".join(f"{name} {human(size)}" for name, size in sizes if size)
+    nearest = ledger.nearest(budget)
+    if nearest is None:
+        fix = (
+            "whatever is offloaded: raise it, spread the models over more ranks (parallel, <role>.parallel), or lower "
+            "rollout.kv_cache_bytes of colocated engines"
+        )
+    else:
+        moved = [role for role, place in nearest.away.items() if place is not ledger.plan.away[role]]
+        fix = "nearest that fits: " + " ".join(f"{SETTING.get(role, role)}.offload=memory" for role in moved)
+    return (
+        f"phase {most.phase} has {human(most.total)} ({most.total} bytes) on the device of rank {most.rank} ({held}), "
+        f"more than cluster.device_bytes={budget}; {fix}"
+    )
+
+
+def _check_engines(config: Config, hf_config: Mapping[str, Any], budget: int) -> None:
+    """Raise ConfigError if an engine worker on a device of its own needs more."""
+    workers = engine_bytes(config, hf_config)
+    number, most = max(enumerate(workers), key=lambda item: sum(item[1].values()))
+    if (total := sum(most.values())) > budget:
+        held = ", ".join(f"{name} {human(size)}" for name, size in most.items())
+        raise ConfigError(
+            f"engine worker {number} has {human(total)} ({total} bytes) on its device ({held}), more than "
+            f"cluster.device_bytes={budget}; raise it, lower rollout.kv_cache_bytes, or raise rollout.tp"
+        )
