@@ -79,6 +79,7 @@ class SharedMemorySender:
         self._file = file
         self._offsets: dict[int, int] = {}
         """Address of a bucket -> where it lies in the file."""
+        os.ftruncate(file.descriptor, 0)  # buckets of a sync that failed; who joins the link again reads them no more
 
     def allocate(self, nbytes: int, /) -> torch.Tensor:
         if not self._same_machine or nbytes == 0:
