@@ -62,10 +62,15 @@ def halved(config: Config, fits: Callable[[Config], None] = check_micro_batches)
     Raises:
         InputError: there is no half, or it does not fit.
     """
-    name = "max_tokens_per_micro_batch" if config.trainer.packing else "micro_batch_size"
-    old = int(getattr(config.trainer, name))
+    trainer = config.trainer
+    if trainer.packing:
+        old, name = trainer.max_tokens_per_micro_batch, "max_tokens_per_micro_batch"
+        trainer = replace(trainer, max_tokens_per_micro_batch=old // 2)
+    else:
+        old, name = trainer.micro_batch_size, "micro_batch_size"
+        trainer = replace(trainer, micro_batch_size=old // 2)
     if old == 1:
         raise ConfigError(f"trainer.{name} is 1 already")
-    smaller = replace(config, trainer=replace(config.trainer, **{name: old // 2}))
+    smaller = replace(config, trainer=trainer)
     fits(smaller)
     return smaller, Change(f"trainer.{name}", old, old // 2)
