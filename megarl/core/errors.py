@@ -93,6 +93,13 @@ class NonRetryableError(JobError):
     """Exit status of a process that ends of it."""
 
 
+class MemoryFullError(JobError):
+    """A trainer rank ran out of memory where smaller micro-batches need less."""
+
+    STATUS = 5
+    """Exit status of a process that ends of it."""
+
+
 class StoreDamagedError(JobError):
     """A page or a row of the store that cannot be read."""
 

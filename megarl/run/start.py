@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from megarl.core import heartbeat
+from megarl.core.errors import MemoryFullError
 from megarl.core.parent import end_after_parent
 from megarl.core.secrets import hide_secrets
 
@@ -34,7 +35,10 @@ def main() -> int:
     gc.freeze()  # modules stay, and take long to walk
     if role == "explorer":
         leave(run, arguments)
-    return run(arguments)
+    status = run(arguments)
+    if status == MemoryFullError.STATUS:
+        _end(status)  # its peers fail when its connections close: by then its own status must be there
+    return status
 
 
 def leave(run: Callable[[list[str]], int], arguments: list[str]) -> NoReturn:
@@ -46,6 +50,11 @@ def leave(run: Callable[[list[str]], int], arguments: list[str]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         status = 1
+    _end(status)
+
+
+def _end(status: int) -> NoReturn:
+    """End the process without Python's teardown."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

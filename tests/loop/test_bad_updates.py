@@ -111,6 +111,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("jobs")
     (folder / "spoiled.py").write_text(ALGORITHM)
+    write_rows(folder)
+    prepare_model(compose(overrides(folder, folder / "first")))
+    return folder
+
+
+def write_rows(folder: Path) -> None:
+    """Write train.jsonl and eval.jsonl, sums with some answer."""
     dice = random.Random(1)
     for split, size in (("train", 80), ("eval", 8)):
         rows = [
@@ -119,8 +126,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ]
         lines = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in rows]
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    prepare_model(compose(overrides(folder, folder / "first")))
-    return folder
 
 
 def run(folder: Path, run_dir: Path, *more: str, attempt: int = 1, **environment: str) -> list[str]:

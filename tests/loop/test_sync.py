@@ -5,20 +5,36 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from megarl.core.config.schema import ParallelConfig, RolloutConfig
+from megarl.core.config.schema import ParallelConfig, RolloutConfig, SyncConfig
 from megarl.core.errors import EngineError, WeightsDiffer, WeightSyncError
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.client import Prompt, Sampling
 from megarl.engine.client.names import UNTIL_PUBLISHED
+from megarl.engine.sync.shared import SharedMemorySender
+from megarl.learn.training.optimizer_digests import digest_of
 from megarl.train.sync.probe import check_probe
+from megarl.train.sync.publish import LEAST_BUCKET
+from megarl.train.sync.weights import WeightSync
+from megarl.weights.reshard.execute import HEADER
 from tests.loop.engines import RunningEngine, perturbed, some_prompts, tiny_engine, transformers_logp, worst_difference
-from tests.loop.trainers import Breaking, Flipping, Losing, Ranks, ranks_of, refusing, versions
+from tests.loop.trainers import (
+    Breaking,
+    Flipping,
+    Losing,
+    Ranks,
+    checkpoint_tensors,
+    ranks_of,
+    refusing,
+    shards,
+    versions,
+)
 from tests.loop.zygote import Zygote
 
 FP32_TOLERANCE = 1e-4
@@ -134,6 +150,40 @@ def test_one_flipped_bit_names_its_tensor_and_a_retry_mends_it(
         assert str(failure).count("digest sent") == 1
     assert "model.embed_tokens.weight" in refusing(engine)
     ranks.publish_whole(new)
+    assert difference(engine, new) < FP32_TOLERANCE
+
+
+def test_buckets_without_memory_are_halved_and_the_weights_proven(
+    engine: RunningEngine, linked: dict[str, Ranks], model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sender really fails to allocate the first size; the engine is told the second one when it is joined again."""
+    sizes, most, allocate = [], LEAST_BUCKET + HEADER, SharedMemorySender.allocate
+
+    def limited(sender: SharedMemorySender, nbytes: int) -> torch.Tensor:
+        sizes.append(nbytes)
+        if nbytes > most:
+            torch.empty(1 << 50)
+        return allocate(sender, nbytes)
+
+    monkeypatch.setattr(SharedMemorySender, "allocate", limited)
+    config = replace(engine.config, parallel=ParallelConfig())
+    ranks = ranks_of(engine, replace(config, sync=SyncConfig(bucket_bytes=2 * LEAST_BUCKET)))
+    linked.clear()  # the engine leaves the link of others
+    [publisher] = ranks.publishers
+    new, said, tokens = perturbed(model, 8), [], [1, 9, 77, 150]
+    tensors = shards(checkpoint_tensors(new), ranks.layout, 0)
+    written = {name: digest_of(tensor) for name, tensor in tensors.items()}
+    one: Any = SimpleNamespace(agree=lambda yes: yes, stop_requested=lambda: False, log=said.append)
+    models: Any = SimpleNamespace(actor=SimpleNamespace(tensors=tensors, written=lambda: written))
+    context: Any = SimpleNamespace(attempt=1)
+    turns: Any = SimpleNamespace(enter=lambda phase: None)
+    sync = WeightSync(context, one, one, models, publisher, turns)
+    monkeypatch.setattr(sync, "_probe", lambda: (tokens, transformers_logp(new, tokens[:1], tokens[1:]).tolist()))
+    sync.connect()
+    sync.version = next(versions)
+    assert sync.publish()["sync/digests"] == len(list(new.parameters()))
+    assert f"sync.bucket_bytes {2 * LEAST_BUCKET} -> {LEAST_BUCKET}" in said[0] and len(said) == 1
+    assert "can't allocate memory" in said[0] and sizes[0] > most and len(sizes) == 3
     assert difference(engine, new) < FP32_TOLERANCE
 
 

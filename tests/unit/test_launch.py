@@ -19,11 +19,12 @@ from typing import Any
 import pytest
 
 from megarl.core.config import Config
-from megarl.core.errors import ConfigError, FencedError, JobError, NonRetryableError
+from megarl.core.errors import ConfigError, FencedError, JobError, MemoryFullError, NonRetryableError
 from megarl.core.machine import group_members
 from megarl.core.metrics import Timeline
 from megarl.core.schema import Task
 from megarl.run.launch import job
+from megarl.run.launch.memory import MicroBatchBudget
 from megarl.run.nodes.allocation import Allocation
 from megarl.run.nodes.node import LocalNode, Spec, Started
 from megarl.run.nodes.plan import NodeInfo, plan_job
@@ -293,6 +294,46 @@ def test_trainer_that_fails_while_it_stops_is_named(tmp_path: Path) -> None:
 def test_what_would_come_again_is_told_from_what_may_pass(tmp_path: Path) -> None:
     with pytest.raises(NonRetryableError, match="trainer rank 0 ended with status 4"):
         watch_stopping(tmp_path, TRAINER.format(status=NonRetryableError.STATUS))
+
+
+def test_a_trainer_that_ran_out_of_memory_is_told_from_others(tmp_path: Path) -> None:
+    with pytest.raises(MemoryFullError, match="trainer rank 0 ended with status 5"):
+        watch_stopping(tmp_path, TRAINER.format(status=MemoryFullError.STATUS))
+
+
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_out_of_memory_is_followed_by_half_the_budget_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int
+) -> None:
+    """Other failures in between use up the restarts, with the smaller budget."""
+    config = config_of(tmp_path, f"cluster.restarts={restarts}", "trainer.max_tokens_per_micro_batch=4096")
+    ends: list[type[JobError]] = [MemoryFullError, *[JobError] * restarts, MemoryFullError]
+    budgets: list[int] = []
+
+    def start(config: Config, plan: object, nodes: object, attempt: int, *_: object) -> list[Started]:
+        budgets.append(config.trainer.max_tokens_per_micro_batch)
+        return []
+
+    def end(*_: object) -> None:
+        raise ends.pop(0)("it ended")
+
+    monkeypatch.setattr(job, "start_attempt", start)
+    monkeypatch.setattr(job, "watch", end)
+    monkeypatch.setattr(job, "_fill_store", lambda *_: None)
+    monkeypatch.setattr(job, "MicroBatchBudget", lambda: MicroBatchBudget(lambda config: None))
+    with (tmp_path / "lock").open("w") as lock, pytest.raises(NonRetryableError, match=r"again, with .*4096 -> 2048"):
+        job._run_attempts(
+            config,
+            {},
+            Allocation(),
+            Gathering(Allocation(), "", 1.0),
+            lock.fileno(),
+            None,
+            "",
+            0,
+            Timeline(tmp_path, "c"),
+        )
+    assert budgets == [4096, *[2048] * (restarts + 1)] and ends == []
 
 
 @pytest.mark.parametrize(("error", "starts"), [(JobError, 3), (NonRetryableError, 1)])

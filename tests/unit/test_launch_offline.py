@@ -16,6 +16,7 @@ from megarl.core.errors import CheckpointError, ConfigError, DataError
 from megarl.core.schema import Preference, Task
 from megarl.explore.tasksets import ChatTokenizer, encode_preferences, read_preferences, read_rows
 from megarl.run.checks import job as checks
+from megarl.run.launch.memory import halved
 from tests.unit.small_job import config_of, refused
 
 KINDS = ("sft", "dpo", "reward_model")
@@ -133,6 +134,14 @@ def test_a_pair_must_fit_a_micro_batch(offline: dict[str, Path]) -> None:
         "row 1 (taskset.train)",
         "is 5",
     )
+
+
+def test_half_a_micro_batch_must_hold_the_longest_rows(offline: dict[str, Path]) -> None:
+    """A job that ran out of memory reads its rows again before it starts with half."""
+    smaller, change = halved(offline_config(offline, "sft", "trainer.max_tokens_per_micro_batch=60"))
+    assert change.new == smaller.trainer.max_tokens_per_micro_batch == 30
+    with pytest.raises(DataError, match=r"row 1 \(taskset\.train\) .* two answers.* is 30; raise it"):
+        halved(offline_config(offline, "dpo", "trainer.max_tokens_per_micro_batch=60"))
 
 
 @pytest.mark.parametrize("name", KINDS)

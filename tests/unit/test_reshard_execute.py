@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from math import gcd
 
@@ -12,10 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.core.errors import ConfigError, PlanError, WeightSyncError
+from megarl.engine.sync.shared import SharedMemorySender, memory_file
 from megarl.weights.reshard import boxes
 from megarl.weights.reshard.execute import (
     HEADER,
+    NO_ROOM,
+    Arrival,
+    Bucket,
     Digests,
+    Work,
+    _Incoming,
+    _Outgoing,
     buckets_of,
     compare,
     digests_of,
@@ -282,3 +290,34 @@ def test_parameters_that_require_gradients_are_sources_and_destinations() -> Non
     got = {name: torch.nn.Parameter(torch.zeros_like(t)) for name, t in hf.items()}
     exchange(plan, 0, hf, got.__getitem__, Network().port(0), dtype=FP32, bucket_bytes=1 << 20)
     assert_same(got, hf)
+
+
+HUGE = 1 << 50
+
+
+class Allocating:
+    """A transport that takes memory for each message at once."""
+
+    def allocate(self, nbytes: int, /) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def isend(self, message: torch.Tensor, rank: int, /) -> Work:
+        raise AssertionError("nothing could be packed")
+
+    def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor], /) -> Arrival:
+        raise AssertionError(f"there was room for {spare().numel()} bytes")
+
+
+def test_a_bucket_without_memory_is_told_from_other_failures() -> None:
+    """Allocations that really fail, on either side and in shared memory; the words go to the other processes."""
+    plan = build_plan(hf_layout(qwen3_config()), vllm_layout(qwen3_config(), 1))
+    buckets, rank = [Bucket(RankPair(0, 0), HUGE, ())], plan.destination.num_ranks
+    shared = SharedMemorySender(Allocating(), frozenset({0}), memory_file())
+    attempts: list[Callable[[], object]] = [
+        lambda: _Outgoing(plan, {}, Allocating(), buckets),
+        lambda: _Outgoing(plan, {}, shared, buckets),
+        lambda: _Incoming(plan, rank, {}.__getitem__, lambda local, numel: None, Allocating(), buckets),
+    ]
+    for attempt in attempts:
+        with pytest.raises(WeightSyncError, match=f"{NO_ROOM} {HUGE + HEADER} bytes: .*annot allocate memory"):
+            attempt()

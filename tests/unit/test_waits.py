@@ -50,7 +50,7 @@ LIMITED = {
     "core/fork.serve: os.waitpid": "a process that only forks another",
     "explore/environments/episode.Episode.step: self._made.result": "no wait: the environment was made",
     "explore/environments/episode._close: made.result": "no wait: the environment was made",
-    "run/start.leave: logging.shutdown": "no wait: flushes the handlers",
+    "run/start._end: logging.shutdown": "no wait: flushes the handlers",
     "explore/explorer/workflow_run._run: work.result": "no wait: the workflow has ended",
     "weights/checkpoint/training/manifest._digested: with ThreadPoolExecutor": "looks at the stop request after "
     "every 4 MiB",

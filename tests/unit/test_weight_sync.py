@@ -12,7 +12,9 @@ import torch
 from megarl.core.errors import WeightsDiffer, WeightSyncError
 from megarl.core.schema import WeightsVersion
 from megarl.train.rank.context import RunContext
+from megarl.train.sync.publish import LEAST_BUCKET
 from megarl.train.sync.weights import Stopped, WeightSync
+from megarl.weights.reshard.execute import memory_for
 
 
 class Syncs:
@@ -27,13 +29,14 @@ class Syncs:
         self.failures = list(failures)
         self.said: list[str] = []
         self.left = stop_after
-        self.changed, self.joined = False, 0
+        self.changed, self.joined, self.bucket = False, 0, 4 * LEAST_BUCKET
         self.order: list[str] = []
         """Phases, memory that engines were given again, and the probe."""
         self.publisher = SimpleNamespace(
             connect=self.connect,
             died=lambda: list(died),
             engines_changed=lambda: self.changed,
+            halve_buckets=self.halve_buckets,
             wake=self.order.append,
             probe=self.probe,
         )
@@ -53,6 +56,12 @@ class Syncs:
             self.left -= 1
         if self.failures:
             raise self.failures.pop(0)
+
+    def halve_buckets(self) -> tuple[int, int] | None:
+        if self.bucket // 2 < LEAST_BUCKET:
+            return None
+        self.bucket //= 2
+        return 2 * self.bucket, self.bucket
 
     def probe(self, tokens: list[int], logp: list[float]) -> float:
         self.order.append("probe")
@@ -113,6 +122,27 @@ def test_a_stop_hides_no_difference_of_weights() -> None:
     s = Syncs(WeightsDiffer("a tensor"), stop_after=0)
     with pytest.raises(WeightsDiffer):
         connect(s)
+
+
+def no_room(count: int) -> list[WeightSyncError]:
+    """Errors of an allocation that really fails, as they come over from an engine."""
+    with pytest.raises(WeightSyncError) as raised, memory_for(1 << 50):
+        torch.empty(1 << 50)
+    return [WeightSyncError(f"weights 1.1 did not reach the engines whole: {raised.value}")] * count
+
+
+def test_buckets_are_halved_until_there_is_memory_for_them() -> None:
+    s = Syncs(*no_room(2), died=())
+    connect(s)
+    assert s.bucket == LEAST_BUCKET and s.joined == 3 and len(s.said) == 2
+    assert f"sync.bucket_bytes {4 * LEAST_BUCKET} -> {2 * LEAST_BUCKET}" in s.said[0]
+
+
+def test_no_bucket_is_halved_below_the_least() -> None:
+    s = Syncs(*no_room(3), died=())
+    with pytest.raises(WeightSyncError, match="no memory for a bucket of"):
+        connect(s)
+    assert s.bucket == LEAST_BUCKET and s.joined == 3
 
 
 @pytest.mark.parametrize("updated", [False, True])

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megarl.weights.reshard.execute import Arrival, Transport, Work
+from megarl.weights.reshard.execute import Arrival, Transport, Work, memory_for
 
 
 class MemoryFile(NamedTuple):
@@ -79,6 +79,7 @@ class SharedMemorySender:
         self._file = file
         self._offsets: dict[int, int] = {}
         """Address of a bucket -> where it lies in the file."""
+        os.ftruncate(file.descriptor, 0)  # buckets of a sync that failed; who joins the link again reads them no more
 
     def allocate(self, nbytes: int, /) -> torch.Tensor:
         if not self._same_machine or nbytes == 0:
@@ -156,7 +157,8 @@ class SharedMemoryReceiver:
             pid, descriptor = self._same_machine[rank]
             opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
             try:
-                mapped = mmap.mmap(opened, nbytes, offset=offset)
+                with memory_for(nbytes):
+                    mapped = mmap.mmap(opened, nbytes, offset=offset)
             finally:
                 os.close(opened)
             bucket = self._maps[rank, offset] = torch.frombuffer(mapped, dtype=torch.uint8)

@@ -88,10 +88,7 @@ def _check_inputs(
     check_budget(config, algorithm)
     dropped: dict[str, Counter[str]] = {split: Counter() for split in SPLITS}
     rows = {split: read_split(config, split, dropped[split]) for split in SPLITS}
-    if config.trainer.warm_start.steps:
-        rows["warm_start"] = read_split(config, "warm_start")
-    if needs_expert_rows(config):
-        rows["expert"] = read_split(config, "expert")
+    rows |= {split: read_split(config, split) for split in _other_splits(config)}
     check_held_out(config, rows["eval"], {split: others for split, others in rows.items() if split != "eval"})
     hf_config = read_hf_config(Path(config.model.path))
     check_images(config, hf_config, rows)
@@ -126,6 +123,26 @@ def _check_inputs(
             place = partial(place_of_row, config.taskset, split)
             check_prompts(found, tokenizer, prompt_tokens(config.rollout), path=place)
     return tasks, ledger
+
+
+def _other_splits(config: Config) -> list[str]:
+    """Splits of demonstrations that a job reads beside train and eval."""
+    wanted = {"warm_start": config.trainer.warm_start.steps > 0, "expert": needs_expert_rows(config)}
+    return [split for split, is_wanted in wanted.items() if is_wanted]
+
+
+def check_micro_batches(config: Config) -> None:
+    """Check that a micro-batch holds every sequence, or pair of them, where all else has been checked before.
+
+    Raises:
+        ConfigError, DataError: naming the setting, or the row.
+    """
+    algorithm = algorithms.get(config.algorithm.name)
+    check_budget(config, algorithm)
+    tokenizer, hf_config = ChatTokenizer.of(config), read_hf_config(Path(config.model.path))
+    for split in [*(SPLITS if algorithm.offline else ()), *_other_splits(config)]:
+        rows = read_split(config, split)
+        check_lengths(config, split, rows, tokenizer, int(hf_config["max_position_embeddings"]))
 
 
 def check_sizes(config: Config) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from megarl.core.config import Config
-from megarl.core.errors import DiskFullError, FencedError, JobError, NonRetryableError
+from megarl.core.errors import DiskFullError, FencedError, JobError, MemoryFullError, NonRetryableError
 from megarl.core.jobs import of_program
 from megarl.core.metrics import COMMAND, Timeline
 from megarl.core.phases import OFFLOAD
@@ -26,6 +26,7 @@ from megarl.explore.tasksets import source_of
 from megarl.learn.algorithms import job_of
 from megarl.run.checks.filters import Selected
 from megarl.run.checks.job import check, check_sizes
+from megarl.run.launch.memory import MicroBatchBudget
 from megarl.run.nodes import agent, health
 from megarl.run.nodes.allocation import Allocation, find
 from megarl.run.nodes.fit import Fit, fit, reductions
@@ -109,6 +110,8 @@ def _run_attempts(
 ) -> None:  # fmt: skip
     """Attempts after the ``last`` one, until one ends in order, or ``cluster.restarts`` are used up.
 
+    One that ran out of memory is followed, once, by one with smaller micro-batches beside these.
+
     Raises:
         FencedError: another job has begun an attempt.
         JobError: the last attempt failed.
@@ -136,7 +139,8 @@ def _run_attempts(
         )
         if allocation.nodes > 1:
             here.address, here.interface, here.first_port = allocation.head, health.interface_of(allocation.head), None
-        for left in reversed(range(config.cluster.restarts + 1)):
+        left, budget = config.cluster.restarts, MicroBatchBudget()
+        while True:
             with timeline.phase("prepare"):
                 fitted, nodes = _fitted(config, here, everybody, [node for node in others if node.is_there()])
                 attempt = last = _begin_attempt(config, stop_request, last)
@@ -150,13 +154,17 @@ def _run_attempts(
             except (FencedError, NonRetryableError):
                 raise
             except JobError as error:
-                if not left or stop_request.count:
+                smaller = None
+                if isinstance(error, MemoryFullError) and not stop_request.count:
+                    smaller = budget.halve(config, error)
+                elif not left or stop_request.count:
                     raise
                 log.error("%s", error)
                 check_fence(run_dir, attempt, job_of(config).program)
                 set_aside_damaged(run_dir, digests=config.trainer.verify_checkpoints, stopping=stop_request.is_set)
                 replace_damaged_store(config, stopping=stop_request.is_set)
-                log.warning("starting again from the newest checkpoint (cluster.restarts: %d left)", left - 1)
+                left, config = (left - 1, config) if smaller is None else (left, smaller)
+                log.warning("starting again from the newest checkpoint (cluster.restarts: %d left)", left)
 
 
 def _begin_attempt(config: Config, stop_request: StopRequest, last: int | None = None) -> int:

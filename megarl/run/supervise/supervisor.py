@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.core.config import Config, save_resolved
-from megarl.core.errors import FencedError, JobError, NonRetryableError
+from megarl.core.errors import FencedError, JobError, MemoryFullError, NonRetryableError
 from megarl.core.jobs import PROGRAM, ProcessKind, kind_of
 from megarl.engine.client.auth import KEY_VARIABLE
 from megarl.explore.store import EngineStatus, RegisteredEngine, Store
@@ -143,6 +143,7 @@ def watch(
         JobError: a process died and was not replaced; carries its name, exit status and last lines. Or the trainer does
             not move: who is where. All others are gone by then.
         NonRetryableError: it was of something that would come again.
+        MemoryFullError: a trainer rank ran out of memory.
         FencedError: a later attempt has begun.
     """
     started = list(started)
@@ -219,8 +220,9 @@ def _raise_for_dead(processes: Sequence[Process], used_up: str) -> None:
         time.sleep(SETTLE_S)
         first, *others = sorted(_failed(processes), key=lambda p: p.last_output_at())
         also = "".join(f"\nthen {ending(process)} ({process.log})" for process in others)
-        non_retryable = any(process.poll() == NonRetryableError.STATUS for process in processes)
-        raise (NonRetryableError if non_retryable else JobError)(
+        statuses = {process.poll() for process in processes}
+        kinds = (kind for kind in (NonRetryableError, MemoryFullError) if kind.STATUS in statuses)
+        raise next(kinds, JobError)(
             f"{ending(first)}{used_up and f', {used_up}'}; its last lines ({first.log}):\n{first.tail()}{also}"
         )
 

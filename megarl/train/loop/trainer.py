@@ -11,11 +11,12 @@ import torch
 
 from megarl import ops
 from megarl.core.config import load_resolved
-from megarl.core.errors import MegarlError, NonRetryableError
+from megarl.core.errors import MegarlError, MemoryFullError, NonRetryableError
 from megarl.core.jobs import Mode
 from megarl.learn import algorithms
 from megarl.train.loop.offline import OfflineTrainer
 from megarl.train.loop.online import OnlineTrainer
+from megarl.train.update.memory import memory_explained
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +38,10 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(config.trainer.num_threads)
     ops.use(config.trainer.kernels)
     try:
-        with TRAINERS[algorithms.job_of(config).mode](config) as trainer:
+        make = TRAINERS[algorithms.job_of(config).mode]
+        with make(config) as trainer, memory_explained(trainer.turns, trainer.models):
             trainer.train()
     except MegarlError as error:
         log.error("trainer: %s", error)
-        return NonRetryableError.STATUS if isinstance(error, NonRetryableError) else 1
+        return error.STATUS if isinstance(error, NonRetryableError | MemoryFullError) else 1
     return 0

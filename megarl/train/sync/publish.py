@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from traceback import clear_frames
 from typing import Literal
@@ -17,6 +18,9 @@ from megarl.train.sync.connection import EngineConnection, with_timeout
 from megarl.train.sync.probe import PROBE_TOLERANCES, check_probe
 from megarl.train.sync.publication import Publication, SyncReport
 from megarl.weights.reshard.execute import Digests, bytes_of, send
+
+LEAST_BUCKET = 65536
+"""Bytes below which no bucket is halved: memory that lacks so little is not the buckets'."""
 
 
 class WeightPublisher(EngineConnection):
@@ -90,6 +94,15 @@ class WeightPublisher(EngineConnection):
     def watch(self, version: WeightsVersion) -> EngineWatch:
         """Watch the engines, which have this version, on rank 0; none on others."""
         return self._fleet.watch(str(version)) if self._rank == 0 else EngineWatch([], str(version))
+
+    def halve_buckets(self) -> tuple[int, int] | None:
+        """Halve ``sync.bucket_bytes`` for the next ``connect``; return the bytes before and after, None where they
+        would be too few."""
+        old = self._config.sync.bucket_bytes
+        if old // 2 < LEAST_BUCKET:
+            return None
+        self._config = replace(self._config, sync=replace(self._config.sync, bucket_bytes=old // 2))
+        return old, old // 2
 
     def part(self) -> None:
         """Close the links before the engines end: the next ``connect`` joins all of them."""

@@ -22,6 +22,7 @@ from megarl.train.rank.reporter import Reporter
 from megarl.train.sync.publish import WeightPublisher
 from megarl.train.update.models import Models
 from megarl.train.update.turns import Turns
+from megarl.weights.reshard.execute import NO_ROOM
 
 T = TypeVar("T")
 TRIES = 4
@@ -112,12 +113,14 @@ class WeightSync:
         return tokens.tolist(), logp[:-1].tolist()
 
     def _again_if_one_dies(self, do: Callable[[], T], *, join: bool) -> T:
-        """Call ``do``; where an engine died in it, once more when the one that replaces it has been joined.
+        """Call ``do``; where an engine died in it, once more when the one that replaces it has been joined. Where
+        memory for a bucket lacked, once more with buckets of half the size.
 
         An error while all engines live is raised at once, above all that weights differ. A job that is asked to
         stop gets no other engine: then any failure but a difference of weights raises ``Stopped``.
         """
-        for left in reversed(range(TRIES)):
+        left = TRIES
+        while True:
             try:
                 if join:
                     self._together(self._publisher.connect)
@@ -126,6 +129,10 @@ class WeightSync:
                 differ = not self._ranks.agree(not isinstance(error, WeightsDiffer))
                 if not differ and self._ranks.stop_requested():
                     raise Stopped(str(error)) from error
+                join = True
+                if not differ and self._smaller_buckets(error):
+                    continue
+                left -= 1
                 found = [] if differ else self._publisher.died()
                 if self._ranks.agree(not found):  # only rank 0 finds any
                     raise
@@ -135,8 +142,16 @@ class WeightSync:
                 self._reporter.log(
                     f"an engine died in a weight sync ({'; '.join(found)}); waiting for the one that replaces it"
                 )
-                join = True
-        raise AssertionError("unreachable")
+
+    def _smaller_buckets(self, error: EngineError | WeightSyncError) -> bool:
+        """Halve the buckets on every rank if a side had no memory for one; True if they were halved."""
+        if self._ranks.agree(NO_ROOM not in str(error)) or (halved := self._publisher.halve_buckets()) is None:
+            return False
+        self._reporter.log(
+            f"WARNING: out of memory in a weight sync; trying again with sync.bucket_bytes {halved[0]} -> {halved[1]} "
+            f"until this attempt ends ({error})"
+        )
+        return True
 
     def _together(self, do: Callable[[], T]) -> T:
         """Call ``do``, which has failed on every rank when it has on one."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import groupby
 from math import prod
@@ -24,6 +25,7 @@ import torch
 
 from megarl.core import heartbeat
 from megarl.core.errors import ConfigError, PlanError, WeightsDiffer, WeightSyncError
+from megarl.core.out_of_memory import is_out_of_memory
 from megarl.ops import slice_digest
 from megarl.weights.reshard import boxes
 from megarl.weights.reshard.boxes import Box, Shape
@@ -39,6 +41,8 @@ _MODULUS = 1 << 64
 _SYNC_FAILURE = (
     "weights differ after the sync from what was sent; nothing is sampled with them (docs/weight_sync.md, Proof)"
 )
+NO_ROOM = "no memory for a bucket of"
+"""Words of an error that smaller buckets may avoid; texts are what comes from an engine, or from another rank."""
 _ALIGNMENT = 16
 """Bytes; every dtype may be viewed at a multiple of it."""
 HEADER = _ALIGNMENT
@@ -314,7 +318,8 @@ class _Outgoing:
     ) -> None:
         self.buckets = buckets
         size = HEADER + max((bucket.nbytes for bucket in buckets), default=0)
-        self.buffers = [transport.allocate(size) for _ in range(min(len(buckets), 2))]
+        with memory_for(size):
+            self.buffers = [transport.allocate(size) for _ in range(min(len(buckets), 2))]
         self.works: list[tuple[Bucket, Work] | None] = [None] * len(self.buffers)
         self.turn = 0
         self.shapes = plan.source.tensors
@@ -429,13 +434,25 @@ class _Incoming:
     def _buffer(self, which: int) -> torch.Tensor:
         buffer = self.buffers[which]
         if buffer is None:
-            buffer = self.buffers[which] = torch.empty(self.size, dtype=torch.uint8, device="cpu")
+            with memory_for(self.size):
+                buffer = self.buffers[which] = torch.empty(self.size, dtype=torch.uint8, device="cpu")
         return buffer
 
     def _zero_padding(self, local: str) -> None:
         for box in self.padding.pop(local, ()):
             self.write(local)[boxes.index_of(boxes.start_of(box), boxes.shape_of(box))].zero_()
             self.wrote(local, boxes.volume(box))
+
+
+@contextmanager
+def memory_for(nbytes: int) -> Iterator[None]:
+    """Raise a WeightSyncError with ``NO_ROOM`` where the body, which allocates a bucket, runs out of memory."""
+    try:
+        yield
+    except (RuntimeError, OSError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise WeightSyncError(f"{NO_ROOM} {nbytes} bytes: {error}") from error
 
 
 def _number(message: torch.Tensor) -> torch.Tensor:

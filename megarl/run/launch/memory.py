@@ -1,0 +1,76 @@
+"""Settings of the attempt that follows one whose trainer ran out of memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+from megarl.core.config import Config
+from megarl.core.errors import ConfigError, InputError, MemoryFullError, NonRetryableError
+from megarl.run.checks.job import check_micro_batches
+from megarl.run.run_dir.changes import Change
+
+log = logging.getLogger(__name__)
+
+ADVICE = (
+    "lower trainer.max_tokens_per_micro_batch (with trainer.packing=false: trainer.micro_batch_size) or "
+    "rollout.max_response_tokens, take models from the device (trainer.offload, critic.offload, reference.offload, "
+    "reward_model.offload), set model.recompute=full, or use more devices (parallel.tp, parallel.dp)"
+)
+
+
+class MicroBatchBudget:
+    """The budget of micro-batches, which a job may halve once. A start of the run by hand has the configured one."""
+
+    def __init__(self, fits: Callable[[Config], None] = check_micro_batches) -> None:
+        self._fits = fits
+        self._halved: Change | None = None
+
+    def halve(self, config: Config, error: MemoryFullError) -> Config:
+        """Return the settings with half the budget.
+
+        Raises NonRetryableError, with what to change, where it was halved before or half of it holds too little.
+        """
+        if self._halved is not None:
+            setting, old, new = self._halved
+            raise NonRetryableError(f"{error}\nout of memory again, with {setting} {old} -> {new}; {ADVICE}") from error
+        try:
+            smaller, self._halved = halved(config, self._fits)
+        except InputError as too_small:
+            raise NonRetryableError(
+                f"{error}\nout of memory, and half the micro-batch is too little: {too_small}. Instead, {ADVICE}"
+            ) from error
+        setting, old, new = self._halved
+        log.warning(
+            "OUT OF MEMORY: the job goes on with %s %d -> %d. Losses and gradients are equal up to the order of "
+            "summation. It is halved once, which takes nothing from cluster.restarts; a resume by hand has %d again",
+            setting,
+            old,
+            new,
+            old,
+        )
+        return smaller
+
+
+def halved(config: Config, fits: Callable[[Config], None] = check_micro_batches) -> tuple[Config, Change]:
+    """Return the settings with half the tokens of a micro-batch (half the rows, without packing), and that change.
+
+    Args:
+        fits: Raises an InputError for settings whose micro-batches do not hold the run's longest sequence.
+
+    Raises:
+        InputError: there is no half, or it does not fit.
+    """
+    trainer = config.trainer
+    if trainer.packing:
+        old, name = trainer.max_tokens_per_micro_batch, "max_tokens_per_micro_batch"
+        trainer = replace(trainer, max_tokens_per_micro_batch=old // 2)
+    else:
+        old, name = trainer.micro_batch_size, "micro_batch_size"
+        trainer = replace(trainer, micro_batch_size=old // 2)
+    if old == 1:
+        raise ConfigError(f"trainer.{name} is 1 already")
+    smaller = replace(config, trainer=trainer)
+    fits(smaller)
+    return smaller, Change(f"trainer.{name}", old, old // 2)
