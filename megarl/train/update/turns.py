@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,7 +16,10 @@ from megarl.learn.training.model import TrainedModel
 from megarl.learn.training.residents import Resident, device_bytes, release_freed_memory, residents_of
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks
+from megarl.train.update.growth import Growth
 from megarl.train.update.models import Models
+
+log = logging.getLogger(__name__)
 
 
 class TakesTurns(Protocol):
@@ -44,6 +48,7 @@ class Turns:
         self.phase = Phase.START
         self._charge = False
         self._measured: dict[str, float] = {}
+        self._growth = Growth()
 
     def begin(self) -> None:
         """Take charge of the models' memory, in ``Phase.START``. Models that are made later begin on the device."""
@@ -83,8 +88,14 @@ class Turns:
                 self._move(leaving, coming)
             if engines is not None and phase in WITH_ENGINES:
                 engines.come()
-        planned = sum(r.nbytes for r in self._residents() if r.place is Place.DEVICE)
-        self._measured |= {f"memory/{phase}/planned_bytes": planned, f"memory/{phase}/bytes": device_bytes()}
+        there = {r.name: r.nbytes for r in self._residents() if r.place is Place.DEVICE}
+        measured = device_bytes()
+        if (grown := self._growth.look(phase, measured, there)) is not None:
+            log.warning("%s", grown)
+        self._measured |= {
+            f"memory/{phase}/planned_bytes": float(sum(there.values())),
+            f"memory/{phase}/bytes": float(measured),
+        }
 
     def metrics(self) -> dict[str, float]:
         """Bytes on this rank's device since the last call, as each phase was entered where something moved: planned for

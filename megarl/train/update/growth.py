@@ -1,0 +1,46 @@
+"""Memory that grows from step to step, told with the name of what grew."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megarl.core.ledger import human
+from megarl.core.phases import Phase
+
+LEAST_BYTES = 256 * 2**20
+LEAST_SHARE = 0.1
+"""Growth below either is told by nobody: allocators keep some memory, and batches differ."""
+
+
+class Growth:
+    """Compares what a device has in each phase with what it had when the phase was entered for the second time.
+
+    The first time an optimizer has no moments yet.
+    """
+
+    def __init__(self) -> None:
+        self._looks: dict[Phase, int] = {}
+        self._first: dict[Phase, tuple[int, Mapping[str, int]]] = {}
+
+    def look(self, phase: Phase, measured: int, residents: Mapping[str, int]) -> str | None:
+        """Return a warning where memory has grown since, each time from there on; None else.
+
+        Args:
+            measured: Bytes on the device.
+            residents: Name -> bytes of models there.
+        """
+        self._looks[phase] = self._looks.get(phase, 0) + 1
+        if self._looks[phase] == 2:
+            self._first[phase] = (measured, dict(residents))
+        if phase not in self._first:
+            return None
+        before, had = self._first[phase]
+        grown = measured - before
+        if grown < max(LEAST_BYTES, LEAST_SHARE * before):
+            return None
+        self._first[phase] = (measured, dict(residents))
+        larger = [
+            f"{name} by {human(size - had.get(name, 0))}" for name, size in residents.items() if size > had.get(name, 0)
+        ]
+        who = ", ".join(larger) if larger else "not a model: their bytes are the same"
+        return f"memory in phase {phase} has grown by {human(grown)} to {human(measured)}: {who}"
