@@ -109,19 +109,22 @@ def test_addresses_come_from_the_environment() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "sleeps", "asked"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
+    ("device", "placement", "offload", "asked"),
+    [
+        ("cuda", "colocated", "sleep", "--enable-sleep-mode"),
+        ("cuda", "colocated", "destroy", "--load-format"),
+        ("cuda", "separate", "sleep", None),
+        ("cpu", "colocated", "sleep", None),
+        ("cpu", "colocated", "destroy", "--load-format"),
+    ],
 )
-def test_only_on_a_gpu_vllm_must_be_told_that_an_engine_sleeps(device: str, sleeps: bool, asked: bool) -> None:
-    argv, _ = engine_process(
-        "m",
-        RolloutConfig(max_prompt_tokens=8),
-        ModelConfig(),
-        "127.0.0.1",
-        1,
-        device,
-        sleeps=sleeps,  # type: ignore[arg-type]
-    )
-    assert ("--enable-sleep-mode" in argv) == asked
+def test_an_engine_is_told_how_it_leaves(
+    tmp_path: Path, device: Any, placement: Any, offload: Any, asked: str | None
+) -> None:
+    """On a CPU vLLM's sleep is not used; one that ends reads no weights when it starts."""
+    rollout = RolloutConfig(max_prompt_tokens=8, placement=placement, offload=offload)
+    argv, _ = engine_process(str(tmp_path), rollout, ModelConfig(), "127.0.0.1", 1, device)
+    assert {"--enable-sleep-mode", "--load-format"}.intersection(argv) == ({asked} if asked else set())
 
 
 def test_an_engine_refuses_and_is_idle_before_its_memory_goes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,6 @@ def engine_process(
     port: int,
     device: Literal["cpu", "cuda"] = "cpu",
     group: tuple[int, str] | None = None,
-    sleeps: bool = False,
 ) -> tuple[list[str], dict[str, str]]:
     """Returns (argv, environment to add) of one engine server that listens on ``host:port``.
 
@@ -35,7 +34,6 @@ def engine_process(
     Args:
         group: Of an engine that spans ``rollout.nodes`` machines: which part this is, and HOST:PORT where the parts
             meet. Part 0 is the server.
-        sleeps: It is to sleep (``EngineControl.sleep``). On CUDA its memory then comes from vLLM's pool.
     """
     context = context_tokens(rollout)
     kind = "server" if group is None or group[0] == 0 else "part"
@@ -68,6 +66,12 @@ def engine_process(
         argv += ["--distributed-executor-backend", "mp"]
     if rollout.expert_parallel:
         argv += ["--enable-expert-parallel"]
+    leaves = rollout.offload if rollout.placement == "colocated" else None
+    if leaves == "destroy":
+        argv += [
+            "--load-format",
+            "dummy",
+        ]  # started for a sync, which brings all weights: a read from disk is for nothing
     if device == "cpu":
         argv += _cpu_options(model_path, rollout)
         # A seeded request whose prefill is cut in two kills the engine on CPU ("CPU Generator does not use offset").
@@ -78,8 +82,8 @@ def engine_process(
         # Others permute the experts' weights for their kernels (on Blackwell it would choose one): they could not be
         # read back.
         argv += ["--moe-backend", "triton"]
-        if sleeps:
-            argv += ["--enable-sleep-mode"]
+        if leaves == "sleep":
+            argv += ["--enable-sleep-mode"]  # its memory comes from vLLM's pool then
     return argv, environment
 
 

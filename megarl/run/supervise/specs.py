@@ -104,8 +104,7 @@ def _engine(attempt: _Attempt, process: Planned) -> _Command:
     group = attempt.addresses.engine_groups[process.number]
     span = (process.part, group) if group else None
     device: Literal["cpu", "cuda"] = "cuda" if config.parallel.backend == "nccl" else "cpu"
-    sleeps = config.rollout.placement == "colocated" and config.rollout.offload == "sleep"
-    argv, env = engine_process(config.model.path, config.rollout, config.model, host, int(port), device, span, sleeps)
+    argv, env = engine_process(config.model.path, config.rollout, config.model, host, int(port), device, span)
     timeline = f"{config.run.dir}/timeline/{process.kind.stem}_{process.number}"
     return _Command(argv[1:], env | {UNTIL_PUBLISHED: "1", TIMELINE: timeline}, "" if process.part else address)
 
