@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 from megarl.core import heartbeat
@@ -10,6 +11,8 @@ from megarl.explore.store import EngineStatus, Store
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks
 from megarl.train.sync.publish import WeightPublisher
+
+log = logging.getLogger(__name__)
 
 
 class ColocatedEngines:
@@ -39,27 +42,35 @@ class ColocatedEngines:
 
         Raises EngineError on every rank.
         """
+        if self._context.config.rollout.offload == "sleep":
+            self._order(EngineStatus.ASLEEP)
+            found = self._asleep()
+            if self._ranks.agree(found is not None):
+                return found or {}
+        self._publisher.part()
         failure: EngineError | None = None
-        found: dict[str, float] = {}
         try:
-            if self._context.config.rollout.offload == "sleep":
-                self._order(EngineStatus.ASLEEP)
-                found = self._publisher.sleep()
-            else:
-                self._publisher.part()
-                self._wait_for(self._order(EngineStatus.ABSENT))
+            self._wait_for(self._order(EngineStatus.ABSENT))
         except EngineError as error:
             failure = error
         if not self._ranks.agree(failure is None):
             raise failure or EngineError("an engine did not leave the trainer's devices; rank 0's log says why")
-        return found
+        return {}
+
+    def _asleep(self) -> dict[str, float] | None:
+        """Put the engines to sleep; return their metrics, and None on rank 0 where one does not: it is ended then."""
+        try:
+            return self._publisher.sleep()
+        except EngineError as error:
+            log.warning("the engines are ended, since one does not sleep: %s", error)
+            return None
 
     def _order(self, wanted: EngineStatus) -> dict[int, int]:
-        """Order the engines that serve; return the number of each one's order."""
+        """Order the engines that are there; return the number of each one's order."""
         if self._context.rank:
             return {}
-        serving = [engine for engine in self._store.own_engines() if engine.wanted is EngineStatus.SERVING]
-        self._away = [engine.number for engine in serving]
+        there = [engine for engine in self._store.own_engines() if engine.wanted is not EngineStatus.ABSENT]
+        self._away = [engine.number for engine in there]
         return {number: self._store.order_engine(number, wanted) for number in self._away}
 
     def _wait_for(self, orders: dict[int, int]) -> None:

@@ -111,15 +111,12 @@ class WeightPublisher(EngineConnection):
 
     def sleep(self) -> dict[str, float]:
         """Have the engines give up weights and KV cache until ``wake``; return the bytes that their workers freed and
-        still have, on rank 0. Raises EngineError there, where a living one does not."""
+        still have, on rank 0. Raises EngineError there."""
         if self._rank:
             return {}
-        try:
-            workers = [w for engine in self._fleet.each(lambda i, engine: engine.sleep()) for w in engine]
-        except EngineError:
-            if not self._fleet.died():  # a dead one has no memory, and is started again when it is wanted
-                raise
-            return {}
+        if self.transport is None:
+            raise EngineError("no engine is joined")
+        workers = [w for engine in self._fleet.each(lambda i, engine: engine.sleep()) for w in engine]
         return {
             "memory/engines/freed_bytes": sum(worker["freed"] for worker in workers),
             "memory/engines/asleep_bytes": sum(worker["rss"] for worker in workers),

@@ -1,0 +1,99 @@
+"""Orders with which a trainer has its engines come and leave."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.core.config.schema import Config, RolloutConfig
+from megarl.core.errors import EngineError
+from megarl.explore.store import EngineStatus, RegisteredEngine, Store
+from megarl.train.rank.context import RunContext
+from megarl.train.sync.colocated import ColocatedEngines
+
+SERVING, ASLEEP, ABSENT = EngineStatus.SERVING, EngineStatus.ASLEEP, EngineStatus.ABSENT
+
+
+class Engines:
+    """The registry of a job with two colocated engines, and its trainer's publisher."""
+
+    def __init__(self, folder: Path, offload: Any, *, fault: str = "") -> None:
+        self.url = f"sqlite:///{folder}/store.db"
+        self.store = Store(self.url)
+        self.store.register_engines([RegisteredEngine(n, f"http://{n}", 1, ABSENT, ABSENT) for n in range(2)])
+        self.parted = 0
+        publisher: Any = SimpleNamespace(sleep=self.sleep, part=self.part)
+        ranks: Any = SimpleNamespace(agree=lambda yes: yes)
+        config = Config(rollout=RolloutConfig(placement="colocated", offload=offload, start_timeout_s=1.0))
+        self.fault = fault
+        self.turns = ColocatedEngines(RunContext(config, folder, 1, 0), self.store, ranks, publisher)
+
+    def sleep(self) -> dict[str, float]:
+        if self.fault:
+            raise EngineError(self.fault)
+        return {"memory/engines/freed_bytes": 1.0}
+
+    def part(self) -> None:
+        self.parted += 1
+
+    @property
+    def wanted(self) -> list[EngineStatus]:
+        return [engine.wanted for engine in self.store.own_engines()]
+
+
+@pytest.fixture
+def supervised(tmp_path: Path) -> Iterator[None]:
+    """Orders are carried out a moment after they were given."""
+    over = threading.Event()
+
+    def supervise() -> None:
+        store = Store(f"sqlite:///{tmp_path}/store.db")
+        while not over.wait(0.05):
+            for engine in store.own_engines():
+                store.note_engine(engine.number, engine.wanted, engine.orders)
+        store.close()
+
+    thread = threading.Thread(target=supervise)
+    thread.start()
+    yield
+    over.set()
+    thread.join()
+
+
+def test_engines_are_ended_when_the_supervisor_has_ended_them(tmp_path: Path, supervised: None) -> None:
+    engines = Engines(tmp_path, "destroy")
+    engines.turns.come()
+    assert engines.wanted == [SERVING, SERVING]
+    assert engines.turns.leave() == {} and engines.parted == 1
+    assert [(e.wanted, e.state, e.done) for e in engines.store.own_engines()] == [(ABSENT, ABSENT, 2)] * 2
+
+
+def test_engines_sleep_and_one_that_is_absent_by_order_stays_so(tmp_path: Path) -> None:
+    engines = Engines(tmp_path, "sleep")
+    engines.turns.come()
+    engines.store.order_engine(1, ABSENT)  # by somebody else
+    assert engines.turns.leave() == {"memory/engines/freed_bytes": 1.0}
+    assert engines.wanted == [ASLEEP, ABSENT] and engines.parted == 0
+    engines.turns.come()
+    assert engines.wanted == [SERVING, ABSENT]
+
+
+def test_engines_that_do_not_sleep_are_ended(tmp_path: Path, supervised: None) -> None:
+    engines = Engines(tmp_path, "sleep", fault="no answer")
+    engines.turns.come()
+    assert engines.turns.leave() == {} and engines.parted == 1
+    assert engines.wanted == [ABSENT, ABSENT]
+    engines.turns.come()
+    assert engines.wanted == [SERVING, SERVING]
+
+
+def test_an_order_that_nobody_carries_out_is_an_error(tmp_path: Path) -> None:
+    engines = Engines(tmp_path, "destroy")
+    engines.turns.come()
+    with pytest.raises(EngineError, match=r"engine 0 was ordered to end and has not within rollout.start_timeout_s=1"):
+        engines.turns.leave()
