@@ -56,10 +56,15 @@ class Ledger:
     phases: tuple[Phase, ...] = tuple(Phase)
     """Phases that count."""
 
+    @property
+    def of_job(self) -> list[Phase]:
+        """Phases that the job has: those of ``phases`` whose role it has."""
+        roles = self._roles()
+        return [phase for phase in self.phases if ASKED.get(phase, "actor") in roles]
+
     def __iter__(self) -> Iterator[PhaseBytes]:
         """Phases that the job has, each on the rank that has most on its device then."""
-        roles = self._roles()
-        return (self.most(phase) for phase in self.phases if ASKED.get(phase, "actor") in roles)
+        return (self.most(phase) for phase in self.of_job)
 
     def place(self, phase: Phase, resident: str) -> Place:
         """Place of a resident in a phase, engines included."""
@@ -97,7 +102,7 @@ class Ledger:
         left = [role for role in FIRST_TO_LEAVE if role in roles and self.plan.away[role] is Place.DEVICE]
         for number in range(len(left) + 1):
             for moved in combinations(left, number):
-                plan = PhasePlan({**self.plan.away, **dict.fromkeys(moved, Place.MEMORY)})
+                plan = replace(self.plan, away={**self.plan.away, **dict.fromkeys(moved, Place.MEMORY)})
                 if replace(self, plan=plan).fits(budget_bytes):
                     return plan
         return None

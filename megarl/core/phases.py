@@ -81,6 +81,8 @@ class PhasePlan:
     """Place of each resident in each phase. ``away``: role -> place of what a phase does not need."""
 
     away: Mapping[str, Place]
+    saves_reference: bool = True
+    """Checkpoints have the reference: one that is renewed every N steps."""
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -91,12 +93,14 @@ class PhasePlan:
             "reference": config.reference.offload,
             "reward_model": config.reward_model.offload,
         }
-        return cls({role: Place.DEVICE if place == "none" else Place(place) for role, place in settings.items()})
+        away = {role: Place.DEVICE if place == "none" else Place(place) for role, place in settings.items()}
+        return cls(away, isinstance(config.reference.refresh, int))
 
     def place(self, phase: Phase, resident: str) -> Place:
         """Place of a resident in a phase."""
-        if resident in NEEDS[phase]:
-            return Place.DEVICE
         role, _, kind = resident.partition(".")
+        unsaved = role == "reference" and phase in (Phase.SAVE, Phase.LOAD) and not self.saves_reference
+        if resident in NEEDS[phase] and not unsaved:
+            return Place.DEVICE
         place = self.away[role]
         return Place.ABSENT if place is not Place.DEVICE and kind == "gradients" else place

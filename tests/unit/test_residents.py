@@ -117,6 +117,7 @@ def test_a_plan_keeps_what_a_phase_needs_and_what_has_no_setting() -> None:
     assert plan.place(Phase.ROLLOUT, "actor.optimizer") is Place.DISK
     assert plan.place(Phase.ROLLOUT, "actor.gradients") is Place.ABSENT
     assert plan.place(Phase.ROLLOUT, "critic.optimizer") is Place.DEVICE
+    assert plan.place(Phase.SAVE, "reference.parameters") is Place.DEVICE  # it has no setting
     for phase, needed in NEEDS.items():
         assert {plan.place(phase, name) for name in needed} <= {Place.DEVICE}
     assert plan.place(Phase.SYNC, "actor.parameters") is Place.DEVICE

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from megarl.core import heartbeat
 from megarl.core.errors import NotResident, OffloadError
 from megarl.core.machine import resident_bytes, trim_memory
 from megarl.core.phases import Place
@@ -21,6 +22,8 @@ from megarl.ops import slice_digest
 from megarl.weights.checkpoint.training.state import inner_optimizers
 
 Kind = Literal["parameters", "gradients", "optimizer"]
+PIECE = 2**28
+"""Bytes that are copied or written without a heartbeat between."""
 WORD = 8
 """Bytes. Copies of storages begin at multiples of it."""
 
@@ -78,8 +81,11 @@ class Resident:
     def come_back(self) -> None:
         """Fill its memory on the device again and compare it with what left. Raises OffloadError where it differs."""
         assert self.place is not Place.DEVICE, f"{self.name} is on the device"
-        for storage, _, size in self._away:
-            storage.resize_(size)
+        try:
+            for storage, _, size in self._away:
+                storage.resize_(size)
+        except (RuntimeError, MemoryError) as error:
+            raise OffloadError(f"the device has no room for {self.name} ({self.nbytes} bytes): {error}") from error
         if self._copy is None:
             for bytes_ in _views(self._away):
                 bytes_.zero_()
@@ -126,7 +132,9 @@ class _Copy:
                 os.posix_fallocate(file, 0, self._size)  # a full disk is an error here, not a signal later
                 with mmap.mmap(file, self._size) as mapped:
                     self._each(mapped, sources, lambda kept, source: kept.copy_(source))
-                    mapped.flush()  # dirty pages would stay in memory
+                    for start in range(0, self._size, PIECE):  # dirty pages would stay in memory
+                        heartbeat.beat()
+                        mapped.flush(start, min(PIECE, self._size - start))
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(file)
@@ -151,7 +159,10 @@ class _Copy:
         """Call ``do`` with the copy of each storage and the storage."""
         for start, tensor in zip(self._starts, tensors, strict=True):
             assert mapped is not None, "a storage without bytes is no storage of a resident"
-            do(torch.frombuffer(mapped, dtype=torch.uint8, offset=start, count=tensor.numel()), tensor)
+            kept = torch.frombuffer(mapped, dtype=torch.uint8, offset=start, count=tensor.numel())
+            for piece, other in zip(kept.split(PIECE), tensor.split(PIECE), strict=True):
+                heartbeat.beat()
+                do(piece, other)
 
     def drop(self) -> None:
         if self._map is not None:

@@ -21,12 +21,12 @@ SETTING = {"actor": "trainer"}
 """Role -> the group of settings that has its ``offload``, where that is not the role."""
 
 
-def ledger_of(config: Config, algorithm: Algorithm, hf_config: Mapping[str, Any], nodes: int = 1) -> Ledger:
+def ledger_of(config: Config, algorithm: Algorithm, hf_config: Mapping[str, Any], nodes: int | None = 1) -> Ledger:
     """Ledger of a job's trainer ranks, with the engine workers that share their devices.
 
     Args:
         hf_config: The actor's config.json.
-        nodes: Machines of the job.
+        nodes: Machines of the job, over all of which its ranks are taken to spread evenly; None is unknown.
 
     Raises:
         ConfigError: a grid does not divide its model.
@@ -40,15 +40,15 @@ def ledger_of(config: Config, algorithm: Algorithm, hf_config: Mapping[str, Any]
     engines = algorithms.job_of(config).has(ProcessKind.ENGINE)
     colocated = engines and config.rollout.placement == "colocated"
     if colocated:
-        ranks = device_bytes(ranks, engine_bytes(config, hf_config), nodes=nodes)
+        ranks = device_bytes(ranks, engine_bytes(config, hf_config), nodes=2 if nodes is None else nodes)
     phases = tuple(phase for phase in Phase if engines or phase not in (Phase.SYNC, Phase.ROLLOUT))
     return Ledger(PhasePlan.of(config), ranks, colocated, phases)
 
 
-def check_devices(config: Config, algorithm: Algorithm, hf_config: Mapping[str, Any], nodes: int = 1) -> Ledger:
+def check_devices(config: Config, algorithm: Algorithm, hf_config: Mapping[str, Any], nodes: int | None = 1) -> Ledger:
     """Check that the memory of models and engines fits devices, hosts and disks; return the ledger.
 
-    Arguments as ``ledger_of``.
+    Arguments as ``ledger_of``; of an unknown number of nodes host memory is not asked.
 
     Raises:
         ConfigError: naming phase, residents, the budget's setting and the nearest plan that fits.
@@ -60,15 +60,15 @@ def check_devices(config: Config, algorithm: Algorithm, hf_config: Mapping[str, 
             raise ConfigError(_too_large(ledger, cluster.device_bytes))
         if algorithms.job_of(config).has(ProcessKind.ENGINE) and not ledger.colocated:
             _check_engines(config, hf_config, cluster.device_bytes)
-    most = [max(ledger.at(phase, rank).memory for phase in ledger.phases) for rank in range(len(ledger.ranks))]
-    on_node = sum(most) // max(1, nodes - cluster.spare_nodes)
+    most = [max(ledger.at(phase, rank).memory for phase in ledger.of_job) for rank in range(len(ledger.ranks))]
+    on_node = sum(most) // max(1, nodes - cluster.spare_nodes) if nodes is not None else 0
     if cluster.host_bytes is not None and on_node > cluster.host_bytes:
         raise ConfigError(
             f"offload=memory moves {human(on_node)} ({on_node} bytes) into the memory of a node, more than "
             f"cluster.host_bytes={cluster.host_bytes}; raise it, or set a role's offload to disk"
         )
     for rank in range(len(ledger.ranks)):
-        for phase in ledger.phases:
+        for phase in ledger.of_job:
             if disk is not None and (found := ledger.at(phase, rank).disk) > disk:
                 raise ConfigError(
                     f"offload=disk has {human(found)} ({found} bytes) of rank {rank} on disk in phase {phase}, more "

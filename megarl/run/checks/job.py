@@ -150,7 +150,7 @@ def check_sizes(config: Config) -> None:
     check_roles(config, roles_of(config, algorithms.get(config.algorithm.name)))
     hf_config = read_hf_config(Path(config.model.path))
     _check_models(config, hf_config)
-    check_devices(config, algorithms.get(config.algorithm.name), hf_config)
+    check_devices(config, algorithms.get(config.algorithm.name), hf_config, nodes=None)
 
 
 def _check_models(config: Config, hf_config: Mapping[str, Any]) -> None:

@@ -48,18 +48,22 @@ class EngineOrders:
 
         Raises JobError where one cannot be started again.
         """
-        found = {}
+        found, ended = {}, []
         for engine in self._engines:
             unit = ProcessKind.ENGINE.named(engine.number)
             is_absent = self._replacements.state(unit) is EngineStatus.ABSENT
             self._replacements.let_sleep(unit, engine.wanted is EngineStatus.ASLEEP)
             if engine.wanted is EngineStatus.ABSENT and not is_absent:
                 log.log(self._level, "%s is ended, as ordered", unit)
-                self._replacements.end(unit, self._grace_s)
+                ended.append(unit)
             elif engine.wanted is EngineStatus.SERVING and is_absent and not stopping:
                 log.log(self._level, "%s is started again, as ordered", unit)
                 self._replacements.begin(unit)
-            found[engine.number] = (self._replacements.state(unit), engine.orders)
+        if ended:
+            # A job that stops has little time, and an engine nothing to save.
+            self._replacements.end(ended, 0.0 if stopping else self._grace_s)
+        for engine in self._engines:
+            found[engine.number] = (self._replacements.state(ProcessKind.ENGINE.named(engine.number)), engine.orders)
         self._found = found
 
     def close(self) -> None:

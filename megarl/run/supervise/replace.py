@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from megarl.core.errors import JobError
 from megarl.core.jobs import ProcessKind, kind_of, unit_of
 from megarl.explore.store import EngineStatus
-from megarl.run.nodes.node import NotStarted, Process, Started
+from megarl.run.nodes.node import NotStarted, Process, Started, on_every_node
 from megarl.run.process.process import ERROR
 
 log = logging.getLogger(__name__)
@@ -123,12 +123,13 @@ class Replacements:
         """Start a unit that dies again at once, or, while it is ``asleep``, when ``begin`` asks for it."""
         (self._asleep.add if asleep else self._asleep.discard)(unit)
 
-    def end(self, unit: str, grace_s: float) -> None:
-        """End all parts of a unit; until ``begin`` it is absent."""
-        self._absent.add(unit)
-        self._forget(unit)
-        for s in self._members(unit):
-            s.node.stop([s.process.name], grace_s)
+    def end(self, units: Sequence[str], grace_s: float) -> None:
+        """End all parts of units, at once; until ``begin`` they are absent."""
+        for unit in units:
+            self._absent.add(unit)
+            self._forget(unit)
+        members = [s for unit in units for s in self._members(unit)]
+        on_every_node(members, lambda node, names: node.stop(names, grace_s))
 
     def begin(self, unit: str) -> None:
         """Start a unit that was absent. Raises JobError where it cannot be started."""

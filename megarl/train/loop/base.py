@@ -201,8 +201,7 @@ class Trainer(ABC):
 
     def commit(self, state: TrainState, *, interval: bool = False, **labels: int) -> None:
         """Checkpoint the models under ``state`` (``Checkpointer.commit``)."""
-        self.turns.enter(Phase.SAVE)
-        self.checkpoints.commit(state, self.models, version=self.version, interval=interval, **labels)
+        self.checkpoints.commit(state, self.models, self.turns.enter, version=self.version, interval=interval, **labels)
 
     def rolled_back(self, state: TrainState, bad: RollBack) -> TrainState:
         """Bring models, store and metrics to the newest checkpoint, or the run's start; return its state.
@@ -210,6 +209,7 @@ class Trainer(ABC):
         Equal to the checkpoint to the bit, but for the count of rollbacks: the tasks and seeds of what follows are
         others.
         """
+        bad.__traceback__ = None  # its frames hold models that are to be replaced
         self.checkpoints.settle(wait=True)
         self.turns.enter(Phase.START)
         before = state.step
@@ -231,6 +231,7 @@ class Trainer(ABC):
 
     def export(self, target: Path) -> None:
         """Write the actor as an ordinary HF checkpoint."""
+        self.turns.enter(Phase.SAVE)
         with self.timeline.phase("export"):
             self.models.export_actor(target, self.context.rank)
             self.ranks.wait_for_all()  # rank 0 writes; the others may read it next

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import DiskFullError, FencedError, NonRetryableError
+from megarl.core.phases import Phase
 from megarl.core.schema import WeightsVersion
 from megarl.explore.order.draws import data_cursor
 from megarl.explore.store import Store
@@ -84,6 +86,7 @@ class Checkpointer:
         self,
         state: TrainState,
         models: Models,
+        enter: Callable[[Phase], None] | None = None,
         *,
         version: WeightsVersion | None = None,
         interval: bool = False,
@@ -92,6 +95,7 @@ class Checkpointer:
         """Checkpoint models, optimizers and ``state``; nothing to do when the newest checkpoint holds ``state``.
 
         Args:
+            enter: Has what a phase needs on the device (``Turns.enter``); None while everything stays there.
             version: Last published weights.
             interval: A periodic checkpoint, without which the job can go on. With ``trainer.async_checkpoint`` it
                 counts once ``settle`` has found it written. On a full disk it is left out, at most
@@ -107,6 +111,8 @@ class Checkpointer:
             self.settle(wait=True)
             if state == self._saved:
                 return
+            if enter is not None:
+                enter(Phase.SAVE)
             folder = self._folder(warming_up=state.warming_up)
             manifest = saving.Manifest(asdict(state), self._context.attempt, self._made(state, version))
             config = self._context.config.trainer

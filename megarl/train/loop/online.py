@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from megarl.core.config import Config
 from megarl.core.config.algorithms import MixConfig
 from megarl.core.errors import NonRetryableError
@@ -21,7 +23,7 @@ from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.rollout.rollouts import Rollouts
 from megarl.train.sync.colocated import ColocatedEngines
 from megarl.train.sync.publish import WeightPublisher
-from megarl.train.sync.weights import WeightSync
+from megarl.train.sync.weights import Stopped, WeightSync
 from megarl.train.update.batch import filter_overlong, make_batch, mismatch
 from megarl.train.update.learner import model_scores
 
@@ -111,7 +113,8 @@ class OnlineTrainer(Trainer):
                 differences = mismatch(batch.sequences, sampled)
             # Rewards in the metrics of the estimate are those with the KL taken off.
             metrics = trajectory_metrics(batch.outcomes, groups.report) | scored | trained | differences | synced
-            self.rollouts.drain(before)
+            with suppress(Stopped):  # the step counts: its update is made
+                self.rollouts.drain(before)
             state = self.end_step(state, metrics, groups.used)
         metrics |= groups.metrics
         if (text := self.truncation.warning(metrics)) is not None:

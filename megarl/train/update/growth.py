@@ -13,32 +13,30 @@ LEAST_SHARE = 0.1
 
 
 class Growth:
-    """Compares what a device has in each phase with what it had when the phase was entered for the second time.
+    """Compares what a device has in each phase with what it had when that had grown last.
 
-    The first time an optimizer has no moments yet.
+    Memory that grows once is no leak: moments are made in the first update, a checkpoint's buffers with the first one.
     """
 
     def __init__(self) -> None:
-        self._looks: dict[Phase, int] = {}
-        self._first: dict[Phase, tuple[int, Mapping[str, int]]] = {}
+        self._before: dict[Phase, tuple[int, Mapping[str, int]]] = {}
+        self._grown: set[Phase] = set()
 
     def look(self, phase: Phase, measured: int, residents: Mapping[str, int]) -> str | None:
-        """Return a warning where memory has grown since, each time from there on; None else.
+        """Return a warning where memory has grown, the second time and from there on; None else.
 
         Args:
             measured: Bytes on the device.
             residents: Name -> bytes of models there.
         """
-        self._looks[phase] = self._looks.get(phase, 0) + 1
-        if self._looks[phase] == 2:
-            self._first[phase] = (measured, dict(residents))
-        if phase not in self._first:
-            return None
-        before, had = self._first[phase]
+        before, had = self._before.setdefault(phase, (measured, dict(residents)))
         grown = measured - before
         if grown < max(LEAST_BYTES, LEAST_SHARE * before):
             return None
-        self._first[phase] = (measured, dict(residents))
+        self._before[phase] = (measured, dict(residents))
+        if phase not in self._grown:
+            self._grown.add(phase)
+            return None
         larger = [
             f"{name} by {human(size - had.get(name, 0))}" for name, size in residents.items() if size > had.get(name, 0)
         ]

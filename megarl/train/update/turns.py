@@ -79,6 +79,8 @@ class Turns:
                 (coming if place is Place.DEVICE else leaving).append(resident)
         engines = self.engines if (before in WITH_ENGINES) is not (phase in WITH_ENGINES) else None
         if not leaving and not coming and engines is None:
+            if self.engines is not None and phase in WITH_ENGINES:
+                release_freed_memory()  # the engines wake
             return
         with self._timeline.phase("offload"):
             if engines is not None and phase not in WITH_ENGINES:
@@ -87,6 +89,7 @@ class Turns:
             if leaving or coming:
                 self._move(leaving, coming)
             if engines is not None and phase in WITH_ENGINES:
+                release_freed_memory()
                 engines.come()
         there = {r.name: r.nbytes for r in self._residents() if r.place is Place.DEVICE}
         measured = device_bytes()
@@ -122,20 +125,20 @@ class Turns:
             )
 
     def _move(self, leaving: list[Resident], coming: list[Resident]) -> None:
-        self._check_quota(leaving)
         trained = [model for model in self._models.by_role().values() if isinstance(model, TrainedModel)]
         for model in trained:
             if any(resident in leaving for resident in model.residents if resident.kind != "gradients"):
                 model.keep_written()  # a sync compares with it while the optimizer is away
-        failure: OffloadError | None = None
+        failure: OffloadError | NonRetryableError | None = None
         try:
+            self._check_quota(leaving)
             for resident in leaving:
                 heartbeat.beat()
                 resident.leave(self._plan.place(self.phase, resident.name), self._folder)
             for resident in coming:
                 heartbeat.beat()
                 resident.come_back()
-        except OffloadError as error:
+        except (OffloadError, NonRetryableError) as error:
             failure = error
         release_freed_memory()
         if not self._ranks.agree(failure is None):

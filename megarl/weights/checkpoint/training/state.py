@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.core.errors import CheckpointError
+from megarl.core.out_of_memory import is_out_of_memory
 from megarl.weights.checkpoint.training import rng
 from megarl.weights.checkpoint.training.manifest import (
     LATEST,
@@ -82,6 +83,8 @@ def load(checkpoint: Path, parts: Mapping[str, CheckpointedModel]) -> None:
     try:
         _load_parts(checkpoint, parts)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        if is_out_of_memory(error):
+            raise
         raise CheckpointError(
             f"{checkpoint} cannot be loaded ({type(error).__name__}: {error}); remove it to resume from the one before "
             "it"
