@@ -93,5 +93,5 @@ class RunConfig:
     last start (docs/checkpoints.md)."""
     shutdown_grace_s: Seconds = 20.0
     """Seconds from a request to stop until all is ended, checkpoint or not: as long as a step and its checkpoint take,
-    and models that are away need to come back.
-    The scripts of slurm/ set 150; their signal comes 180 s before the time limit."""
+    and models that are away need to come back. The scripts of slurm/ set 150; their signal comes 180 s before the
+    time limit."""
