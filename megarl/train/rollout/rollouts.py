@@ -220,7 +220,10 @@ class Rollouts:
 
         They have been verified when they were first used; that is done again because lengths are rewarded there.
         """
-        seed = data_seed(self._context.config.trainer.seed, state.rollbacks)
+        config = self._context.config
+        if not config.buffer.replay.share:
+            return True
+        seed = data_seed(config.trainer.seed, state.rollbacks)
         read = self._reader.replayed(lambda: self._replay.groups(state.step, seed, state.step))
         if read is None:
             return False
