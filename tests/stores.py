@@ -60,7 +60,9 @@ WRITES: dict[str, Callable[[Store, Sequence[Claim]], Any]] = {
     ),
     "renew_claims": lambda store, claims: store.renew_claims("a"),
     "release_claims": lambda store, claims: store.release_claims("a"),
-    "record_step": lambda store, claims: store.record_step(1, {"reward": 1.0}, Used(("r0/4",), {"r0/5": "surplus"})),
+    "record_step": lambda store, claims: store.record_step(
+        1, {"reward": 1.0}, Used(("r0/4",), {"r0/5": "surplus"}, ("r0/3",))
+    ),
     "record_evaluation": lambda store, claims: store.record_evaluation("a", "r0", {"step": 1}),
     "record_event": lambda store, claims: store.record_event("trainer", "evaluation", {"step": 1}),
     "register_engines": lambda store, claims: store.register_engines([RegisteredEngine(0, "http://e", 2)]),

@@ -16,6 +16,7 @@ GROUPS = (
     "val",
     "perf",
     "rollout",
+    "replay",
     "taskset",
     "sync",
     "response_length",
@@ -23,7 +24,15 @@ GROUPS = (
     "reward_model",
     "rewards",
 )
-WRITERS = ("learn/algorithms", "explore/experience", "explore/explorer", "train", "learn/training", "core/metrics.py")
+WRITERS = (
+    "learn/algorithms",
+    "explore/experience",
+    "explore/order",
+    "explore/explorer",
+    "train",
+    "learn/training",
+    "core/metrics.py",
+)
 SPREAD = {"critic/advantages", "critic/returns", "critic/score", "critic/values", "reward_model/score"}
 """First halves of names, to which /mean, /max and /min are added."""
 

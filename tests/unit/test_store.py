@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from megarl.core.config import compose
 from megarl.core.errors import ConfigError, DataError, FencedError, JobError
 from megarl.core.schema import GREEDY, GroupStats, Reward, Trajectory, Turn, WeightsSpan, WeightsVersion
-from megarl.explore.store import OWN_SERVER, EndedGroup, Store, Used, buffer, check_url, database, journal
+from megarl.explore.store import OWN_SERVER, EndedGroup, Store, Used, UsedGroup, buffer, check_url, database, journal
 from megarl.explore.store.codec import trajectory_from_row, trajectory_to_row
 from megarl.explore.store.database import shown
 from megarl.run.postgres import without_password
@@ -348,6 +348,62 @@ def test_groups_that_were_asked_for_ahead(store: Store) -> None:
     assert states(store, "r1") == []
 
 
+def test_replayed_groups_are_recorded_with_their_step_and_forgotten_with_it(store: Store) -> None:
+    for step in range(3):
+        request(store, f"r{step}", step, groups=2)
+        for claim in store.claim_groups("a", 9):
+            finish(store, claim)
+    store.record_step(1, {}, Used(("r0/0", "r0/1")))
+    store.record_step(2, {}, Used(("r1/0",), {"r1/1": "all_right"}, ("r0/1",)))
+    for _ in range(2):  # a checkpoint records its step too
+        store.record_step(3, {}, Used(("r2/0",), {"r2/1": "surplus"}, ("r0/1", "r1/0")))
+    assert store.replays(0, 3) == {"r0/1": 2, "r1/0": 1} and store.replays(2, 3) == {"r0/1": 1, "r1/0": 1}
+    assert store.replays(0, 1) == {} and store.replays(0, 2) == {"r0/1": 1}
+    assert [group.group_id for group in store.consumed(0, 3)] == ["r0/0", "r0/1", "r1/0", "r2/0"], "none dropped"
+    assert store.group_states("r0")["r0/1"] == ("consumed", 1, None), "its first use"
+    store.record_step(3, {}, Used(("r2/0",)))
+    assert store.replays(0, 3) == {"r0/1": 1}, "a step that is made again replaces its record"
+    store.record_step(3, {}, Used(("r2/0",), {}, ("r0/0",)))
+    store.discard_rollouts(2)
+    assert store.replays(0, 9) == {"r0/1": 1}
+    assert [group.group_id for group in store.consumed(0, 9)] == ["r0/0", "r0/1", "r1/0"]
+    store.discard_rollouts(0)
+    assert store.replays(0, 9) == {} and store.consumed(0, 9) == []
+
+
+def test_a_step_and_its_replays_are_one_transaction(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    request(store, groups=1)
+    finish(store, store.claim_groups("a", 1)[0])
+    store.record_step(1, {}, Used(("r0/0",)))
+
+    def broken(*args: Any) -> None:
+        mark_used(*args)
+        raise RuntimeError("killed here")
+
+    mark_used = journal.mark_used
+    monkeypatch.setattr(journal, "mark_used", broken)
+    with pytest.raises(RuntimeError, match="killed here"):
+        store.record_step(2, {}, Used((), {}, ("r0/0",)))
+    assert [step for step, _ in store.steps()] == [1] and store.replays(0, 9) == {}
+
+
+def test_consumed_groups_come_in_one_order_with_their_accuracy(store: Store) -> None:
+    """Not in a database's collation, nor as they were asked for; a greedy response is no member."""
+    for name in ("train-000001", "train-000000-1", "train-000000"):
+        request(store, name, groups=2, greedy=True)
+    for claim in store.claim_groups("a", 9):
+        members = [make_trajectory(claim, index) for index in claim.indices]
+        if claim.position:
+            members[2] = replace(members[2], reward=Reward(math.nan, "error"))
+        assert store.put(claim, members)
+    names = [f"train-{name}/{i}" for name in ("000000", "000000-1", "000001") for i in range(2)]
+    store.record_step(4, {}, Used(tuple(reversed(names))))
+    found = store.consumed(3, 4)
+    assert [group.group_id for group in found] == names and [group.accuracy for group in found] == [1.0, 0.5] * 3
+    assert found[1] == UsedGroup("train-000000", 1, "train-000000/1", 4, 0.5)
+    assert store.consumed(4, 9) == store.consumed(0, 3) == []
+
+
 def test_an_evaluation_is_recorded_once_and_with_its_groups(store: Store) -> None:
     store.request_rollout("eval-0", "eval", 0, VERSION, store.task_ids("train")[:3], 2, {})
     claims = store.claim_groups("a", 9)
@@ -537,6 +593,8 @@ def test_every_write_is_in_the_table_of_writes() -> None:
         "steps",
         "events",
         "successes",
+        "consumed",
+        "replays",
         "job_state",
     }
     methods = {name for part in Store.__mro__[:-1] for name in vars(part) if not name.startswith("_")}

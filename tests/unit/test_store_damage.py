@@ -14,6 +14,7 @@ import sqlalchemy
 from megarl.core.errors import ConfigError, JobError, StoreDamagedError
 from megarl.explore.store import Store, database
 from megarl.explore.store.database import open_engine
+from megarl.explore.store.tables import SCHEMA
 from megarl.run.run_dir.store_damage import fault, replace_store
 from tests.power_cut import ForgetfulDisk
 from tests.stores import finish, make_task, request
@@ -157,7 +158,7 @@ def test_a_store_of_another_version_is_refused(tmp_path: Path, schema: str) -> N
         connection.execute(sqlalchemy.text(f"update job set value = '{schema}' where key = 'schema'"))
     engine.dispose()
     with pytest.raises(
-        ConfigError, match=f"schema {schema}, this version of megarl has schema 8; take another run.name"
+        ConfigError, match=f"schema {schema}, this version of megarl has schema {SCHEMA}; take another run.name"
     ):
         Store(url)
 

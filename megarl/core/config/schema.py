@@ -1,5 +1,6 @@
 """Every setting of megarl, once; those of rewards are in ``rewards.py``, those of tasks in ``taskset.py``, those of the
-job around the training in ``job.py``. YAML files under ``configs/`` only set values of these frozen dataclasses.
+buffer in ``buffer.py``, those of the job around the training in ``job.py``. YAML files under ``configs/`` only set
+values of these frozen dataclasses.
 
 Units are in the names (``_s`` seconds, ``_bytes``, ``_tokens``); a field's docstring is its help text.
 """
@@ -23,6 +24,7 @@ from megarl.core.config.bounds import (
     Threads,
     UnitInterval,
 )
+from megarl.core.config.buffer import BufferConfig
 from megarl.core.config.job import ClusterConfig, RunConfig, StoreConfig, SyncConfig
 from megarl.core.config.rewards import RewardConfig
 from megarl.core.config.taskset import TasksetConfig
@@ -420,3 +422,4 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
+    buffer: BufferConfig = field(default_factory=BufferConfig)

@@ -26,7 +26,10 @@ class TaskChoice:
 
     def __init__(self, config: Config, store: Store) -> None:
         self._taskset = config.taskset
-        self._count = config.trainer.tasks_per_step
+        asked = config.trainer.tasks_per_step
+        self._count = asked - config.buffer.replay.num_groups(asked)
+        extra = config.algorithm.max_extra_rollouts if config.algorithm.dynamic_sampling else 0
+        self._first_spare = 1 + extra
         self._staleness = config.sync.max_staleness
         self._store = store
         self._sources = sources_of(config.taskset, "train")
@@ -81,6 +84,15 @@ class TaskChoice:
             for source in range(len(self._sources))
         ]
         return [next(chosen[source]) for source in slots]
+
+    def with_spare(self, step: int, seed: int, count: int) -> list[str]:
+        """Ids of the tasks of a step's first rollout, and of further ones until there are ``count``: in place of
+        groups that a step replays, where there are too few of them."""
+        tasks, extra = self.tasks(step, seed), self._first_spare
+        while len(tasks) < count:
+            tasks += self.tasks(step, seed, extra)
+            extra += 1
+        return tasks[:count]
 
     def _stream(self, source: int) -> tuple[int, ...]:
         """A single file has the stream of jobs from before there were sources."""

@@ -14,7 +14,7 @@ import numpy as np
 from megarl.core.config.taskset import TasksetConfig
 from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations, read_rows, single_file, with_templates
 
-EXTRA, EXPERT, ROLLBACK, EVALUATION, SOURCE, CURRICULUM, PRIORITY = 1, 2, 3, 4, 5, 6, 7
+EXTRA, EXPERT, ROLLBACK, EVALUATION, SOURCE, CURRICULUM, PRIORITY, REPLAY = 1, 2, 3, 4, 5, 6, 7, 8
 """Streams of random numbers beside that of the tasks, so that one's choices are independent of another's."""
 
 Demonstration = tuple[np.ndarray, np.ndarray]

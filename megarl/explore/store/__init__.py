@@ -4,6 +4,7 @@ from megarl.explore.store.claims import Claim, EndedGroup
 from megarl.explore.store.database import OWN_SERVER, VARIABLE, check_url, sqlite_file
 from megarl.explore.store.engines import RegisteredEngine
 from megarl.explore.store.journal import NOTHING_USED, Used
+from megarl.explore.store.replays import UsedGroup
 from megarl.explore.store.store import Store
 from megarl.explore.store.tables import EngineStatus
 
@@ -17,6 +18,7 @@ __all__ = [
     "RegisteredEngine",
     "Store",
     "Used",
+    "UsedGroup",
     "check_url",
     "sqlite_file",
 ]

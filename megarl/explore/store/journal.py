@@ -7,11 +7,11 @@ import time
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from sqlalchemy import Connection, bindparam, insert, select, update
+from sqlalchemy import Connection, bindparam, delete, insert, select, update
 
 from megarl.explore.store.codec import dumps
 from megarl.explore.store.handle import Handle
-from megarl.explore.store.tables import EVENTS, GROUPS, JOB, STEPS, GroupState
+from megarl.explore.store.tables import EVENTS, GROUPS, JOB, REPLAYS, STEPS, GroupState
 from megarl.explore.store.transactions import put
 
 JobState = Literal["open", "closed"]
@@ -24,6 +24,8 @@ class Used(NamedTuple):
     """It has trained on them."""
     dropped: Mapping[str, str] = {}
     """Those that it has left out, and why."""
+    replayed: tuple[str, ...] = ()
+    """Those of earlier steps that it has trained on again."""
 
 
 NOTHING_USED = Used()
@@ -132,6 +134,9 @@ def mark_used(connection: Connection, step: int, used: Used) -> None:
     if marks:
         values = {"state": bindparam("state"), "used_by": step, "reason": bindparam("reason")}
         connection.execute(update(GROUPS).where(GROUPS.c.group_id == bindparam("id")).values(values), marks)
+    connection.execute(delete(REPLAYS).where(REPLAYS.c.step == step))
+    if used.replayed:
+        connection.execute(insert(REPLAYS), [{"step": step, "group_id": group_id} for group_id in used.replayed])
 
 
 def event_of(row: Any) -> dict[str, Any]:

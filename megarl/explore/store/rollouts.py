@@ -18,6 +18,7 @@ from megarl.explore.store.journal import event_of
 from megarl.explore.store.tables import (
     EVENTS,
     GROUPS,
+    REPLAYS,
     ROLLOUT_METRICS,
     ROLLOUTS,
     STEPS,
@@ -111,7 +112,8 @@ class RolloutTable(Handle):
         """Forget every rollout of weights with >= ``from_step`` steps, and metrics and evaluations of later steps.
 
         A trainer that resumes at that step calls it first: what an earlier attempt left undone was asked for with
-        weights that no longer exist. Groups of earlier weights which a later step had used are ready again.
+        weights that no longer exist. Groups of earlier weights which a later step had used are ready again, and
+        what later steps had replayed counts as unused by them.
 
         Rollouts carry the number of steps done before them, recorded metrics the number done with theirs: those of
         ``from_step`` itself stay. Safe to repeat: then there is nothing left to forget.
@@ -125,6 +127,7 @@ class RolloutTable(Handle):
             ids = list(connection.scalars(select(ROLLOUTS.c.rollout_id).where(steps >= from_step)))
             delete_rollouts(connection, ids)
             connection.execute(update(GROUPS).where(GROUPS.c.used_by > from_step).values(UNUSED))
+            connection.execute(delete(REPLAYS).where(REPLAYS.c.step > from_step))
             connection.execute(delete(STEPS).where(STEPS.c.step > from_step))
             evaluations = connection.execute(select(EVENTS).where(EVENTS.c.kind == "evaluation"))
             later = [row.event_id for row in evaluations if event_of(row)["data"].get("step", 0) > from_step]

@@ -15,11 +15,12 @@ from __future__ import annotations
 from megarl.explore.store.buffer import Buffer
 from megarl.explore.store.engines import EngineRegistry
 from megarl.explore.store.journal import Journal
+from megarl.explore.store.replays import ReplayTable
 from megarl.explore.store.rollouts import RolloutTable
 from megarl.explore.store.tasks import TaskTable
 
 
-class Store(TaskTable, RolloutTable, Buffer, EngineRegistry, Journal):
+class Store(TaskTable, RolloutTable, Buffer, ReplayTable, EngineRegistry, Journal):
     """A connection to the store, for one process (make a new one after a fork).
 
     Args:

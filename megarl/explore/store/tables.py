@@ -7,7 +7,7 @@ from enum import StrEnum
 from sqlalchemy import Column, Float, Index, Integer, LargeBinary, MetaData, String, Table, Text
 
 METADATA = MetaData()
-SCHEMA, SCHEMA_KEY = 9, "schema"
+SCHEMA, SCHEMA_KEY = 10, "schema"
 """Number of these tables, and its key in ``job``. A store of another number is refused."""
 
 
@@ -92,12 +92,20 @@ GROUPS = Table(
     Column("claimed_at", Float),  # or renewed
     Column("claim_token", String),
     Column("attempt", Integer, nullable=False),
-    Column("used_by", Integer),  # number of the step, from 1, that consumed or dropped it
+    Column("used_by", Integer),  # number of the step, from 1, that consumed or dropped it; replays: REPLAYS
     Column("reason", String),  # why it was dropped
     Index("groups_by_rollout", "rollout_id", "position"),
     Index("groups_in_order", "state", "rollout_id", "position"),
     Index("groups_by_use", "used_by"),
 )
+
+REPLAYS = Table(
+    "replays",
+    METADATA,
+    Column("step", Integer, primary_key=True, autoincrement=False),  # number of the step, from 1
+    Column("group_id", String, primary_key=True),
+)
+"""Consumed groups that a later step has trained on again."""
 
 TRAJECTORIES = Table(
     "trajectories",

@@ -197,10 +197,11 @@ class Checkpointer:
 
     def _data_cursor(self, state: TrainState) -> dict[str, int] | None:
         """Place in the order of the data; None on the ranks that write no manifest."""
-        config = self._context.config.trainer
+        config, replay = self._context.config.trainer, self._context.config.buffer.replay
         if state.warming_up or self._context.rank:
             return None
-        return data_cursor(self._num_tasks, state.step, config.tasks_per_step, config.seed)
+        sampled = config.tasks_per_step - replay.num_groups(config.tasks_per_step)
+        return data_cursor(self._num_tasks, state.step, sampled, config.seed)
 
     def _fence(self) -> None:
         """Return when the store would keep the steps that a checkpoint counts through a power cut.

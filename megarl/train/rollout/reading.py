@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -15,6 +15,8 @@ from megarl.core import heartbeat
 from megarl.core.errors import JobError, MegarlError, describe
 from megarl.core.schema import Trajectory
 from megarl.engine.sync.shared import machine
+from megarl.explore.experience import by_group
+from megarl.explore.order.replay import Replayed
 from megarl.explore.store import Store
 
 log = logging.getLogger(__name__)
@@ -125,6 +127,20 @@ class RolloutReader:
 
         found = self._reader.read(parts, self._stopping)
         return None if found is None else [trajectory for part in found for trajectory in part]
+
+    def replayed(self, choose: Callable[[], Sequence[Replayed]]) -> list[tuple[Replayed, list[Trajectory]]] | None:
+        """Groups that ``choose`` draws, in its order, with their trajectories; None on every rank when the job is asked
+        to stop. Only readers call ``choose``."""
+        store = self._store
+
+        def parts() -> Iterator[list[tuple[Replayed, list[Trajectory]]]]:
+            chosen = {group.group_id: group for group in choose()}
+            for part in store.parts(list(chosen)):
+                read = {group[0].group_id: group for group in by_group(store.read(part))}
+                yield [(chosen[group_id], read[group_id]) for group_id in part]
+
+        found = self._reader.read(parts, self._stopping)
+        return None if found is None else [group for part in found for group in part]
 
     def metrics(self, rollout_id: str) -> dict[str, float]:
         """Metrics of a rollout, as its explorers measured them."""

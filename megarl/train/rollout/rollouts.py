@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from megarl.core.errors import NonRetryableError
 from megarl.core.schema import Trajectory, WeightsVersion
 from megarl.explore.experience import (
     Report,
+    Verified,
     by_group,
     part_metrics,
     shuffle_rewards,
@@ -20,6 +21,7 @@ from megarl.explore.experience import (
 )
 from megarl.explore.order.choice import TaskChoice
 from megarl.explore.order.draws import EXTRA, data_seed, drawn_seed
+from megarl.explore.order.replay import ReplayChoice, Replayed, replay_metrics
 from megarl.explore.store import Store, Used
 from megarl.learn.algorithms import Algorithm
 from megarl.train.rank.context import RunContext
@@ -62,13 +64,24 @@ class _Found:
     raw: list[Trajectory] = field(default_factory=list)
     report: Report = field(default_factory=lambda: Report(0, {}, {}, ()))
     measured: list[dict[str, float]] = field(default_factory=list)
+    replayed: list[Replayed] = field(default_factory=list)
+    again: list[list[Trajectory]] = field(default_factory=list)
+    """Groups of earlier steps, by ``replayed``."""
 
     def ids(self) -> set[str]:
         return {trajectory.group_id for trajectory in self.raw}
 
     def used(self, wanted: int) -> Used:
         ids = [group[0].group_id for group in self.groups]
-        return Used(tuple(ids[:wanted]), self.dropped | dict.fromkeys(ids[wanted:], SURPLUS))
+        dropped = self.dropped | dict.fromkeys(ids[wanted:], SURPLUS)
+        return Used(tuple(ids[:wanted]), dropped, tuple(group.group_id for group in self.replayed))
+
+    def trained(self, wanted: int) -> list[Trajectory]:
+        """Trajectories of the step: replayed groups are spread evenly among those that were sampled for it, so that
+        each of its updates has some."""
+        kinds = (self.groups[:wanted], self.again)
+        placed = [((2 * i + 1) / len(groups), group) for groups in kinds for i, group in enumerate(groups)]
+        return [trajectory for _, group in sorted(placed, key=lambda place: place[0]) for trajectory in group]
 
 
 class Rollouts:
@@ -94,6 +107,7 @@ class Rollouts:
         self._reader = reader
         self._wait = wait
         self._choice = TaskChoice(context.config, store)
+        self._replay = ReplayChoice(context.config, store)
 
     def admit(self, state: TrainState, version: WeightsVersion) -> None:
         """Ask for the groups of this step and of those up to ``sync.max_staleness`` ahead, if the store has not got
@@ -124,7 +138,7 @@ class Rollouts:
 
         With ``algorithm.dynamic_sampling`` groups that are all right or all wrong are left out, and further rollouts of
         other tasks are asked for, at most ``algorithm.max_extra_rollouts``, until there are ``trainer.tasks_per_step``
-        groups; of more, the first ones count.
+        groups; of more, the first ones count. Groups that the step replays (``buffer.replay``) are among these.
 
         Args:
             version: The weights to sample with, published last.
@@ -145,17 +159,20 @@ class Rollouts:
                 if not self._wait(ids[-1], label):
                     return None
             with timeline.phase("batch", step=step):
+                if not extra:
+                    if not self._take_again(found, state, vocab_size):
+                        return None
+                    wanted -= len(found.replayed)
                 if not self._take(found, step, vocab_size):
                     return None
             found.measured.append(self._reader.metrics(ids[-1]))
             if len(found.groups) >= wanted:
                 break
-        trajectories = [trajectory for group in found.groups[:wanted] for trajectory in group]
-        measured = found.measured
+        trajectories, measured = found.trained(wanted), found.measured
         metrics = {f"rollout/{name}": sum(m.get(name, 0.0) for m in measured) for m in measured for name in m}
         kept = float(min(len(found.groups), wanted))
         metrics |= {"rollout/extra": len(ids) - 1.0, "rollout/kept_groups": kept}
-        if dynamic and not found.groups and found.report.kept:
+        if dynamic and not found.groups and not found.again and found.report.kept:
             raise NonRetryableError(
                 f"algorithm.dynamic_sampling=true: none of the {found.report.kept} groups of {len(ids)} rollouts of "
                 f"step {step + 1} is between all right ({metrics['rollout/all_right']:.0f}) and all wrong "
@@ -166,7 +183,10 @@ class Rollouts:
         if self._context.rank == 0:
             asked = {trajectory.group_id: trajectory.task_id for trajectory in found.raw}
             metrics |= self._choice.metrics(step, list(asked.values()))
-        if config.sync.max_staleness:
+        replays = config.buffer.replay.share > 0
+        if replays:
+            metrics |= replay_metrics(found.replayed, len(found.replayed) + int(kept))
+        if replays or config.sync.max_staleness:
             metrics |= staleness(trajectories, version)
         if config.reward.shuffle:
             trajectories = shuffle_rewards(
@@ -183,14 +203,7 @@ class Rollouts:
         if answers is None:
             return False
         found.raw += answers
-        verified = verify(
-            answers,
-            config.reward,
-            vocab_size=vocab_size,
-            max_response_tokens=config.rollout.max_response_tokens,
-            greedy="greedy" in self._algorithm.needs,
-            step=step,
-        )
+        verified = self._verified(answers, step, vocab_size)
         found.report += verified.report
         found.dropped |= verified.dropped
         groups = by_group(verified.trajectories)
@@ -202,13 +215,46 @@ class Rollouts:
         found.groups += groups
         return True
 
+    def _take_again(self, found: _Found, state: TrainState, vocab_size: int) -> bool:
+        """Add the groups of earlier steps that this one replays; False when the job is asked to stop.
+
+        They have been verified when they were first used; that is done again because lengths are rewarded there.
+        """
+        config = self._context.config
+        if not config.buffer.replay.share:
+            return True
+        seed = data_seed(config.trainer.seed, state.rollbacks)
+        read = self._reader.replayed(lambda: self._replay.groups(state.step, seed, state.step))
+        if read is None:
+            return False
+        found.replayed = [replayed for replayed, _ in read]
+        verified = self._verified([t for _, group in read for t in group], state.step, vocab_size)
+        found.again = by_group(verified.trajectories)
+        found.report += replace(verified.report, groups=0, dropped={}, ends={})  # counted in their own step
+        return True
+
+    def _verified(self, trajectories: Sequence[Trajectory], step: int, vocab_size: int) -> Verified:
+        config = self._context.config
+        return verify(
+            trajectories,
+            config.reward,
+            vocab_size=vocab_size,
+            max_response_tokens=config.rollout.max_response_tokens,
+            greedy="greedy" in self._algorithm.needs,
+            step=step,
+        )
+
     def _request(self, state: TrainState, step: int, version: WeightsVersion, extra: int) -> str:
         """Ask for rollout number ``extra`` of a step beyond its first, if the store has not got it; return its id."""
         config, rollout_id = self._context.config, _rollout_id(step, extra)
         seed = data_seed(config.trainer.seed, state.rollbacks)
         oldest = step - config.sync.max_staleness
         if self._context.rank == 0 and not self._store.is_requested(rollout_id, oldest):
-            tasks = self._choice.tasks(step, seed, extra)
+            if extra:
+                tasks = self._choice.tasks(step, seed, extra)
+            else:
+                sampled = config.trainer.tasks_per_step - len(self._replay.groups(step, seed, state.step))
+                tasks = self._choice.with_spare(step, seed, sampled)
             own_seed = drawn_seed(seed, step, extra, EXTRA) if extra else seed * 1_000_003 + step
             sampling = {
                 "temperature": config.rollout.temperature,
