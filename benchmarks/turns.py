@@ -243,7 +243,7 @@ def main() -> None:
         text = page.Text()
         say_engines(text, options.rounds)
         if options.write:
-            page.write("benchmarks/turns.md", str(text), "benchmarks/turns.py engines")
+            page.write("benchmarks/turns.md", str(text))
 
 
 if __name__ == "__main__":
