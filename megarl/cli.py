@@ -20,6 +20,10 @@ Settings are hydra overrides: `megarl train experiment=quickstart trainer.steps=
 Running a command again resumes it."""
 
 
+IMPORT_EXPERTS = "import-experts"
+"""First word after ``megarl data`` that imports rows into a store."""
+
+
 class _Version(argparse.Action):
     """Asks for the version only when somebody wants it: reading package metadata takes time."""
 
@@ -70,8 +74,24 @@ def build_parser() -> argparse.ArgumentParser:
         "--index", type=int, metavar="N", help="of a sweep: combination N alone, counted from 0 (for job arrays)"
     )
     train.add_argument("--count", action="store_true", help="of a sweep: print how many combinations there are")
-    data = add("data", "Write the rows of an experiment (tasks, demonstrations, preferences) as parquet.")
-    data.add_argument("overrides", nargs="*", help="hydra overrides, e.g. experiment=quickstart")
+    data = add(
+        "data",
+        "Write the rows of an experiment (tasks, demonstrations, preferences) as parquet.\n"
+        "`megarl data import-experts SOURCE... [overrides]` adds expert rows to the store of its run instead; a source "
+        "is a parquet or jsonl file of demonstrations, or run:DIR, another run's responses.",
+    )
+    data.add_argument(
+        "overrides",
+        nargs="*",
+        help="hydra overrides, e.g. experiment=quickstart; or import-experts, sources, overrides",
+    )
+    data.add_argument(
+        "--min-score",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="of import-experts: least score of another run's responses (default %(default)s)",
+    )
     doctor = add("doctor", "Say what this machine has: packages, kernels' path, ports, memory.")
     doctor.add_argument("--host", default="127.0.0.1", help="address on which ports are tried (default %(default)s)")
     report = add("report", "Write the HTML report, the reward curve and the answer samples of a run again.")
@@ -263,7 +283,24 @@ def _data(arguments: argparse.Namespace) -> int:
     from megarl.core.config import compose
     from megarl.run.run_dir.prepare import prepare_data
 
+    if arguments.overrides[:1] == [IMPORT_EXPERTS]:
+        return _import_experts(arguments)
     prepare_data(compose(arguments.overrides, own=arguments.config_dir), verbose=True)
+    return 0
+
+
+def _import_experts(arguments: argparse.Namespace) -> int:
+    from megarl.core.config import compose
+    from megarl.core.errors import ConfigError
+
+    words = arguments.overrides[1:]
+    sources = [word for word in words if "=" not in word or os.path.exists(word)]
+    config = compose([word for word in words if word not in sources], own=arguments.config_dir)
+    if not sources:
+        raise ConfigError(f"{IMPORT_EXPERTS}: give a parquet or jsonl file of demonstrations, or run:DIR")
+    from megarl.run.launch.experts import import_experts
+
+    import_experts(config, sources, arguments.min_score)
     return 0
 
 
