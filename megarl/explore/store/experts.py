@@ -1,4 +1,4 @@
-"""Expert experiences: demonstrations that steps draw beside sampled trajectories, imported from files and other runs."""
+"""Expert experiences: demonstrations that steps draw beside sampled trajectories, from files and other runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOCK = 0x657870657274  # any number that nobody else takes
 
 @dataclass(frozen=True, eq=False)
 class ExpertExperience:
-    """A demonstration, with what its teacher thought of it where that is known."""
+    """A demonstration, with its score and its teacher's log-probs where they are known."""
 
     task: Task
     """Prompt and response. The number at the end of its id is its row in the source."""

@@ -16,7 +16,7 @@ from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 
 
 class ExpertCheck:
-    """What a job demands of its expert rows, for rows of any source."""
+    """Checks that a job makes of its expert rows, for rows of any source."""
 
     def __init__(self, config: Config) -> None:
         self._config = config

@@ -105,7 +105,7 @@ def _is_finite(value: Any) -> bool:
 def read_run(run_dir: Path, min_score: float) -> list[ExpertExperience]:
     """Single responses of a run's training that scored at least ``min_score``, with their log-probs.
 
-    Left out and counted in the log: trajectories of several turns, truncated ones, and tasks with images.
+    Left out and counted in the log: trajectories of several turns, truncated or empty ones, and tasks with images.
     The log-probs stay where the response's text becomes the same tokens again.
 
     Raises:
@@ -123,9 +123,15 @@ def read_run(run_dir: Path, min_score: float) -> list[ExpertExperience]:
             if len(trajectory.turns) != 2 or trajectory.end is not End.FINISHED or task.images:
                 left_out += 1
                 continue
-            found.append(_of_trajectory(len(found), task, trajectory, tokenizer, digest))
+            expert = _of_trajectory(len(found), task, trajectory, tokenizer, digest)
+            if expert.task.response:
+                found.append(expert)
+            else:
+                left_out += 1
     if left_out:
-        log.info("%s%s: %d trajectories left out (several turns, truncated, or images)", RUN, run_dir, left_out)
+        log.info(
+            "%s%s: %d trajectories left out (several turns, truncated, empty, or with images)", RUN, run_dir, left_out
+        )
     if not found:
         raise DataError(f"{RUN}{run_dir}: no single response of training has a score of {min_score:g} or more")
     return found
