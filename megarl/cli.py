@@ -85,6 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="*",
         help="hydra overrides, e.g. experiment=quickstart; or import-experts, sources, overrides",
     )
+    data.set_defaults(sources=[])
     data.add_argument(
         "--min-score",
         type=float,
@@ -191,6 +192,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         arguments.overrides += rest
+    if arguments.command == "data" and arguments.overrides[:1] == [IMPORT_EXPERTS]:
+        words = arguments.overrides[1:]
+        arguments.sources = [word for word in words if "=" not in word or os.path.exists(word)]
+        arguments.overrides = [word for word in words if word not in arguments.sources]
+        if not arguments.sources:
+            parser.error(f"{IMPORT_EXPERTS}: give a parquet or jsonl file of demonstrations, or run:DIR")
     return arguments
 
 
@@ -283,24 +290,13 @@ def _data(arguments: argparse.Namespace) -> int:
     from megarl.core.config import compose
     from megarl.run.run_dir.prepare import prepare_data
 
-    if arguments.overrides[:1] == [IMPORT_EXPERTS]:
-        return _import_experts(arguments)
-    prepare_data(compose(arguments.overrides, own=arguments.config_dir), verbose=True)
-    return 0
-
-
-def _import_experts(arguments: argparse.Namespace) -> int:
-    from megarl.core.config import compose
-    from megarl.core.errors import ConfigError
-
-    words = arguments.overrides[1:]
-    sources = [word for word in words if "=" not in word or os.path.exists(word)]
-    config = compose([word for word in words if word not in sources], own=arguments.config_dir)
-    if not sources:
-        raise ConfigError(f"{IMPORT_EXPERTS}: give a parquet or jsonl file of demonstrations, or run:DIR")
+    config = compose(arguments.overrides, own=arguments.config_dir)
+    if not arguments.sources:
+        prepare_data(config, verbose=True)
+        return 0
     from megarl.run.launch.experts import import_experts
 
-    import_experts(config, sources, arguments.min_score)
+    import_experts(config, arguments.sources, arguments.min_score)
     return 0
 
 
