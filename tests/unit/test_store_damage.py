@@ -157,7 +157,7 @@ def test_a_store_of_another_version_is_refused(tmp_path: Path, schema: str) -> N
         connection.execute(sqlalchemy.text(f"update job set value = '{schema}' where key = 'schema'"))
     engine.dispose()
     with pytest.raises(
-        ConfigError, match=f"schema {schema}, this version of megarl has schema 8; take another run.name"
+        ConfigError, match=f"schema {schema}, this version of megarl has schema 10; take another run.name"
     ):
         Store(url)
 
