@@ -20,6 +20,10 @@ Settings are hydra overrides: `megarl train experiment=quickstart trainer.steps=
 Running a command again resumes it."""
 
 
+IMPORT_EXPERTS = "import-experts"
+"""First word after ``megarl data`` that imports rows into a store."""
+
+
 class _Version(argparse.Action):
     """Asks for the version only when somebody wants it: reading package metadata takes time."""
 
@@ -70,8 +74,25 @@ def build_parser() -> argparse.ArgumentParser:
         "--index", type=int, metavar="N", help="of a sweep: combination N alone, counted from 0 (for job arrays)"
     )
     train.add_argument("--count", action="store_true", help="of a sweep: print how many combinations there are")
-    data = add("data", "Write the rows of an experiment (tasks, demonstrations, preferences) as parquet.")
-    data.add_argument("overrides", nargs="*", help="hydra overrides, e.g. experiment=quickstart")
+    data = add(
+        "data",
+        "Write the rows of an experiment (tasks, demonstrations, preferences) as parquet.\n"
+        "`megarl data import-experts SOURCE... [overrides]` adds expert rows to the store of its run instead; a source "
+        "is a parquet or jsonl file of demonstrations, or run:DIR, another run's responses.",
+    )
+    data.add_argument(
+        "overrides",
+        nargs="*",
+        help="hydra overrides, e.g. experiment=quickstart; or import-experts, sources, overrides",
+    )
+    data.set_defaults(sources=[])
+    data.add_argument(
+        "--min-score",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="of import-experts: least score of another run's responses (default %(default)s)",
+    )
     doctor = add("doctor", "Say what this machine has: packages, kernels' path, ports, memory.")
     doctor.add_argument("--host", default="127.0.0.1", help="address on which ports are tried (default %(default)s)")
     report = add("report", "Write the HTML report, the reward curve and the answer samples of a run again.")
@@ -171,6 +192,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         arguments.overrides += rest
+    if arguments.command == "data" and arguments.overrides[:1] == [IMPORT_EXPERTS]:
+        words = arguments.overrides[1:]
+        arguments.sources = [word for word in words if "=" not in word or os.path.exists(word)]
+        arguments.overrides = [word for word in words if word not in arguments.sources]
+        if not arguments.sources:
+            parser.error(f"{IMPORT_EXPERTS}: give a parquet or jsonl file of demonstrations, or run:DIR")
     return arguments
 
 
@@ -263,7 +290,13 @@ def _data(arguments: argparse.Namespace) -> int:
     from megarl.core.config import compose
     from megarl.run.run_dir.prepare import prepare_data
 
-    prepare_data(compose(arguments.overrides, own=arguments.config_dir), verbose=True)
+    config = compose(arguments.overrides, own=arguments.config_dir)
+    if not arguments.sources:
+        prepare_data(config, verbose=True)
+        return 0
+    from megarl.run.launch.experts import import_experts
+
+    import_experts(config, arguments.sources, arguments.min_score)
     return 0
 
 

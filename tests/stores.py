@@ -4,13 +4,14 @@ too."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from sqlalchemy import select
 
 from megarl.core.schema import Reward, Task, Trajectory, WeightsVersion
-from megarl.explore.store import Claim, EndedGroup, EngineStatus, RegisteredEngine, Store, Used
+from megarl.explore.store import Claim, EndedGroup, EngineStatus, ExpertExperience, RegisteredEngine, Store, Used
 from megarl.explore.store.database import open_engine
 from megarl.explore.store.tables import METADATA
 from tests.trajectories import one_turn
@@ -21,6 +22,11 @@ VERSION = WeightsVersion(0, 3)
 def make_task(i: int, split: str = "train") -> Task:
     messages = ({"role": "user", "content": f"{i} + 1 ="},)
     return Task(f"{split}/{i}", "reasoning_gym/chain_sum", messages, "math", {"ground_truth": str(i + 1)}, {"index": i})
+
+
+def expert(i: int, row: int | None = None, **teacher: Any) -> ExpertExperience:
+    task = replace(make_task(i), task_id=f"expert/{i if row is None else row}", response=str(i + 1))
+    return ExpertExperience(task, **teacher)
 
 
 def make_trajectory(claim: Claim, index: int, length: int = 4) -> Trajectory:
@@ -52,6 +58,8 @@ def request(
 
 WRITES: dict[str, Callable[[Store, Sequence[Claim]], Any]] = {
     "add_tasks": lambda store, claims: store.add_tasks("other", [make_task(9, "other")]),
+    "import_experts": lambda store, claims: store.import_experts([("a.jsonl", [expert(0), expert(1)])]),
+    "set_experts": lambda store, claims: store.set_experts("b.jsonl", [expert(1), expert(2)]),
     "request_rollout": lambda store, claims: request(store, "r9", step=9),
     "claim_groups": lambda store, claims: store.claim_groups("a", 1),
     "put": lambda store, claims: finish(store, claims[0]),

@@ -117,6 +117,8 @@ def test_interrupted_job_resumes_without_a_gap(start: Start, run_dir: Path) -> N
     asked = again.query("select rollout_id, version from rollouts where kind = 'train' order by step")
     assert [rollout for rollout, _ in asked] == rollouts
     assert len({version for _, version in asked}) == 8
+    sources = again.query("select number, count(*) from experts group by number")
+    assert len(sources) == 1 and sources[0][1] > 0, "one import, which no later start has repeated"
 
 
 def test_finished_job_says_so_and_starts_nothing(start: Start, run_dir: Path) -> None:

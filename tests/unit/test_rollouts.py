@@ -21,13 +21,12 @@ from tqdm import tqdm
 from megarl.core.config.algorithms import AlgorithmConfig
 from megarl.core.config.rewards import RewardConfig
 from megarl.core.config.schema import Config, TrainerConfig
-from megarl.core.config.taskset import TasksetConfig
-from megarl.core.errors import DataError, JobError
+from megarl.core.errors import JobError
 from megarl.core.schema import GREEDY, Reward, Task, Trajectory, WeightsVersion
 from megarl.engine.client.watch import EngineWatch
 from megarl.explore.order import draws as data
-from megarl.explore.store import Claim, Store
-from megarl.explore.tasksets import ChatTokenizer, write_rows
+from megarl.explore.store import Claim, ExpertExperience, Store
+from megarl.explore.tasksets import ChatTokenizer
 from megarl.learn import algorithms
 from megarl.train.loop import waiting
 from megarl.train.loop.waiting import RolloutWaiter
@@ -164,19 +163,17 @@ def test_expert_rows_are_not_chosen_as_tasks_are() -> None:
     assert [str(prompt[0]) for prompt, _ in experts.of_step(0, 16, 1)] != tasks
 
 
-def test_expert_rows_are_read_and_encoded(prepared: Path, tmp_path: Path) -> None:
+def test_expert_rows_are_read_and_encoded_in_the_order_of_the_store(prepared: Path, tmp_path: Path) -> None:
     tokenizer = ChatTokenizer.open(prepared / "model")
+    store = Store(f"sqlite:///{tmp_path}/store.db")
     rows = [task_of(i, response=str(i + 1)) for i in range(5)]
-    write_rows(tmp_path / "expert.parquet", rows)
-    experts = data.ExpertRows.read(TasksetConfig(expert=str(tmp_path / "expert.parquet")), tokenizer)
-    for prompt, response in experts.of_step(0, 5, 3):
-        question = tokenizer.decode(prompt)
-        i = next(i for i in range(5) if f"{i} + 1 =" in question)
+    store.import_experts([("late", [ExpertExperience(row) for row in rows[3:]])])
+    store.set_experts("file", [ExpertExperience(row) for row in rows[:3]])
+    found = RolloutReader(NodeReader(), store, lambda: False).demonstrations(tokenizer)
+    store.close()
+    for (prompt, response), i in zip(found, (3, 4, 0, 1, 2), strict=True):
         np.testing.assert_array_equal(prompt, tokenizer.prompt_ids(rows[i].prompt))
         np.testing.assert_array_equal(response, tokenizer.response_ids(str(i + 1)))
-    write_rows(tmp_path / "none.parquet", [task_of(0)])
-    with pytest.raises(DataError, match="column 'response' is missing"):
-        data.ExpertRows.read(TasksetConfig(expert=str(tmp_path / "none.parquet")), tokenizer)
 
 
 def task_of(i: int, response: str | None = None) -> Task:

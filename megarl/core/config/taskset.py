@@ -57,7 +57,8 @@ class TasksetConfig:
     warm_start: str | None = None
     """Parquet or jsonl file of rows with a ``response``."""
     expert: str | None = None
-    """Parquet or jsonl file of rows with a ``response``: the expert rows of mix."""
+    """Parquet or jsonl file of rows with a ``response``: the expert rows of mix, imported into the store at a job's
+    start; None leaves those of ``megarl data import-experts FILE``."""
     generate: str | None = None
     """Generator that writes these files when they are missing (``megarl data``): a name, or a Python file
     (docs/own_experiments.md)."""

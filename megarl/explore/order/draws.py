@@ -6,13 +6,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from fractions import Fraction
-from pathlib import Path
-from typing import Self
 
 import numpy as np
-
-from megarl.core.config.taskset import TasksetConfig
-from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations, read_rows, single_file, with_templates
 
 EXTRA, EXPERT, ROLLBACK, EVALUATION, SOURCE, CURRICULUM, PRIORITY, REPLAY = 1, 2, 3, 4, 5, 6, 7, 8
 """Streams of random numbers beside that of the tasks, so that one's choices are independent of another's."""
@@ -92,17 +87,10 @@ def num_expert_rows(usual: int, ratio: float) -> int:
 
 
 class ExpertRows:
-    """The demonstrations of ``taskset.expert``; a step's choice depends on seed and step alone."""
+    """The store's expert experiences in their order; a step's choice depends on seed and step alone."""
 
     def __init__(self, demonstrations: Sequence[Demonstration]) -> None:
         self._demonstrations = demonstrations
-
-    @classmethod
-    def read(cls, taskset: TasksetConfig, tokenizer: ChatTokenizer) -> Self:
-        """Read ``taskset.expert``. Raises DataError naming the row that cannot be used."""
-        path = single_file(taskset, "expert")
-        rows = [with_templates(row, taskset) for row in read_rows(Path(path), require_response=True)]
-        return cls(encode_demonstrations(rows, tokenizer, path=path))
 
     def of_step(self, step: int, count: int, seed: int) -> list[Demonstration]:
         """``count`` rows for a step, each row as often as any other over the epochs of steps with this count."""

@@ -3,6 +3,7 @@
 from megarl.explore.store.claims import Claim, EndedGroup
 from megarl.explore.store.database import OWN_SERVER, VARIABLE, check_url, sqlite_file
 from megarl.explore.store.engines import RegisteredEngine
+from megarl.explore.store.experts import ExpertExperience, ImportedSource
 from megarl.explore.store.journal import NOTHING_USED, Used
 from megarl.explore.store.replays import UsedGroup
 from megarl.explore.store.store import Store
@@ -15,6 +16,8 @@ __all__ = [
     "Claim",
     "EndedGroup",
     "EngineStatus",
+    "ExpertExperience",
+    "ImportedSource",
     "RegisteredEngine",
     "Store",
     "Used",

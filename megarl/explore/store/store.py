@@ -1,4 +1,4 @@
-"""Tasks, rollouts, groups and trajectories in one SQL database.
+"""Tasks, expert experiences, rollouts, groups and trajectories in one SQL database.
 
 The trainer asks for a rollout (one group per task); explorers claim groups and put each back whole, in one
 transaction; the trainer takes what is ready, and commits what it has used with its step. A claim carries a token.
@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from megarl.explore.store.buffer import Buffer
 from megarl.explore.store.engines import EngineRegistry
+from megarl.explore.store.experts import ExpertTable
 from megarl.explore.store.journal import Journal
 from megarl.explore.store.replays import ReplayTable
 from megarl.explore.store.rollouts import RolloutTable
 from megarl.explore.store.tasks import TaskTable
 
 
-class Store(TaskTable, RolloutTable, Buffer, ReplayTable, EngineRegistry, Journal):
+class Store(TaskTable, ExpertTable, RolloutTable, Buffer, ReplayTable, EngineRegistry, Journal):
     """A connection to the store, for one process (make a new one after a fork).
 
     Args:

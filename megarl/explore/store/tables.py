@@ -65,6 +65,31 @@ TASK_IMAGES = Table(
     Column("image", LargeBinary, nullable=False),  # the file
 )
 
+EXPERT_IMPORTS = Table(
+    "expert_imports",
+    METADATA,
+    Column("number", Integer, primary_key=True, autoincrement=False),  # from 1
+    Column("token", String, nullable=False, unique=True),  # of the call that wrote it
+    Column("source", String, nullable=False),  # path of a file, or run:DIR
+    Column("imported_at", Float, nullable=False),
+    Column("given", Integer, nullable=False),  # rows of the source
+    Column("added", Integer, nullable=False),  # those that were new
+    Column("by_setting", Integer, nullable=False),  # 1: of taskset.expert, which replaces its earlier rows
+)
+
+EXPERTS = Table(
+    "experts",
+    METADATA,
+    Column("experience_id", String, primary_key=True),  # digest of prompt and response
+    Column("number", Integer, nullable=False),  # of its import
+    Column("position", Integer, nullable=False),  # its row in the source, from 0
+    Column("record", Text, nullable=False),
+    Column("score", Float),
+    Column("teacher_logp", LargeBinary),  # float32, little-endian, one per token of the response
+    Column("tokenizer", String),  # digest of the tokenizer whose tokens have these log-probs
+    Index("experts_in_order", "number", "position"),
+)
+
 ROLLOUTS = Table(
     "rollouts",
     METADATA,

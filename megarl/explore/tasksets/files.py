@@ -35,8 +35,8 @@ class RowLocation:
 
 def place_of(path: str | os.PathLike[str], row: int) -> str:
     """``FILE: row N`` for row number ``row`` (from 0) of a file, or ``FILE: line N`` of a jsonl file; N counts from
-    1."""
-    if not is_jsonl(path):
+    1. A jsonl file that is gone has rows, since its empty lines are not known."""
+    if not is_jsonl(path) or not Path(path).is_file():
         return f"{path}: row {row + 1}"
     with Path(path).open("rb") as file:
         lines = (number for number, line in enumerate(file, 1) if line.strip())

@@ -127,7 +127,10 @@ def _check_inputs(
 
 def _other_splits(config: Config) -> list[str]:
     """Splits of demonstrations that a job reads beside train and eval."""
-    wanted = {"warm_start": config.trainer.warm_start.steps > 0, "expert": needs_expert_rows(config)}
+    wanted = {
+        "warm_start": config.trainer.warm_start.steps > 0,
+        "expert": config.taskset.expert is not None and needs_expert_rows(config),
+    }
     return [split for split, is_wanted in wanted.items() if is_wanted]
 
 

@@ -11,6 +11,8 @@ from megarl.core.config import Config, hub
 from megarl.core.config.lengths import context_tokens
 from megarl.core.config.schema import CriticConfig, RewardModelConfig
 from megarl.core.errors import CheckpointError, ConfigError
+from megarl.explore.store import sqlite_file
+from megarl.explore.store.database import is_pending
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.algorithms.terms import kl
 from megarl.learn.parallel.grid import check_parallel, check_roles, megatron_grid, role_grids
@@ -43,8 +45,11 @@ def check_role_settings(config: Config, algorithm: Algorithm) -> None:
             "reward.shuffle=true with reward_model.path: the model's scores would not be shuffled, so this is no "
             "control; leave one out"
         )
-    if "expert" in algorithm.needs and config.taskset.expert is None:
-        raise ConfigError(f"algorithm.name={name} needs taskset.expert, a file of rows with a response")
+    if "expert" in algorithm.needs and config.taskset.expert is None and not _may_have_experts(config):
+        raise ConfigError(
+            f"algorithm.name={name} needs taskset.expert, a file of rows with a response, or imported rows in its "
+            "store (megarl data import-experts)"
+        )
     if "greedy" in algorithm.needs and config.reward_model.path is not None:
         raise ConfigError(
             f"reward_model.path with algorithm.name={name}: the greedy answers that others are compared with get no "
@@ -64,6 +69,12 @@ def check_role_settings(config: Config, algorithm: Algorithm) -> None:
         )
     responses = config.trainer.tasks_per_step * config.algorithm.group_size
     kl.adapted(0.0, responses, config.algorithm.kl)
+
+
+def _may_have_experts(config: Config) -> bool:
+    """Return False where no store has been made yet; its rows are counted when the job has opened it."""
+    path = None if is_pending(config.store.url) else sqlite_file(config.store.url)
+    return path is None or path.is_file()
 
 
 def check_budget(config: Config, algorithm: Algorithm) -> None:

@@ -26,6 +26,7 @@ from megarl.explore.tasksets import source_of
 from megarl.learn.algorithms import job_of
 from megarl.run.checks.filters import Selected
 from megarl.run.checks.job import check, check_sizes
+from megarl.run.launch.experts import fill_experts
 from megarl.run.launch.memory import MicroBatchBudget
 from megarl.run.nodes import agent, health
 from megarl.run.nodes.allocation import Allocation, find
@@ -272,5 +273,6 @@ def _fill_store(config: Config, tasks: Mapping[str, Selected], attempt: int) -> 
             sources = Counter(source_of(task.task_id) for task in selected.tasks)
             data = {"split": split, "tasks": len(selected.tasks), "dropped": selected.dropped}
             store.record_event("supervisor", "tasks", data | ({} if "" in sources else {"sources": dict(sources)}))
+    fill_experts(config, store)
     store.open_job()
     store.close()

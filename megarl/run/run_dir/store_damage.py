@@ -56,8 +56,8 @@ def replace_damaged_store(config: Config, *, rename: bool = True, stopping: Call
     aside = replace_store(path, dict.fromkeys(range(1, behind + 1), dict[str, Any]()) | steps)
     log.warning(
         "THE STORE %s WAS DAMAGED: %s. It is now %s, and a new one has the %d steps of metrics.jsonl. Answers of these "
-        "steps are missing in the report, and taskset.order=prioritized begins again; training loses nothing, since it "
-        "goes on from a checkpoint.",
+        "steps are missing in the report, and taskset.order=prioritized begins again; expert rows that were imported "
+        "by hand have to be imported again; training loses nothing else, since it goes on from a checkpoint.",
         path,
         found,
         aside,

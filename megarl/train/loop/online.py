@@ -42,7 +42,7 @@ class OnlineTrainer(Trainer):
         self.truncation = TruncationWarning(config.rollout.max_response_tokens)
         self.expert: ExpertRows | None = None
         if "expert" in self.algorithm.needs:
-            self.expert = ExpertRows.read(config.taskset, ChatTokenizer.of(config))
+            self.expert = ExpertRows(self.reader.demonstrations(ChatTokenizer.of(config)))
 
     @property
     def version(self) -> WeightsVersion:

@@ -16,8 +16,10 @@ from megarl.core.errors import JobError, MegarlError, describe
 from megarl.core.schema import Trajectory
 from megarl.engine.sync.shared import machine
 from megarl.explore.experience import by_group
+from megarl.explore.order.draws import Demonstration
 from megarl.explore.order.replay import Replayed
 from megarl.explore.store import Store
+from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -110,7 +112,7 @@ class NodeReader:
 
 
 class RolloutReader:
-    """Reads rollouts from the store, the same on every rank."""
+    """Reads rollouts and expert experiences from the store, the same on every rank."""
 
     def __init__(self, reader: NodeReader, store: Store, stopping: Callable[[], bool]) -> None:
         self._reader = reader
@@ -147,3 +149,14 @@ class RolloutReader:
         found = self._reader.read(lambda: [self._store.rollout_metrics(rollout_id)])
         assert found is not None, "nothing here looks at the stop request"
         return found[0]
+
+    def demonstrations(self, tokenizer: ChatTokenizer) -> list[Demonstration]:
+        """All expert experiences as tokens, in the store's order."""
+
+        def parts() -> Iterator[list[Demonstration]]:
+            for part in self._store.experts():
+                yield encode_demonstrations([expert.task for expert in part], tokenizer)
+
+        found = self._reader.read(parts)
+        assert found is not None, "nothing here looks at the stop request"
+        return [demonstration for part in found for demonstration in part]

@@ -1,0 +1,87 @@
+"""Expert experiences into a run's store: ``megarl data import-experts``, and ``taskset.expert`` at a job's start."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from megarl.core.config import Config
+from megarl.core.errors import ConfigError
+from megarl.explore.store import ExpertExperience, Store
+from megarl.run.checks.experts import ExpertCheck
+from megarl.run.run_dir.experts import RUN, from_source, read_experts, read_run, store_of_run
+from megarl.run.run_dir.prepare import make
+from megarl.run.run_dir.rows import needs_expert_rows
+
+log = logging.getLogger(__name__)
+
+
+def import_experts(config: Config, sources: Sequence[str], min_score: float) -> None:
+    """Check the rows of all sources, then write those that are new into the run's store, in one transaction.
+
+    Args:
+        sources: Parquet or jsonl files of demonstrations, or ``run:DIR``.
+        min_score: Least score of another run's trajectories.
+
+    Raises:
+        ConfigError, DataError: with file and row; then nothing is written.
+    """
+    config = make(config)
+    check, found = ExpertCheck(config), list[tuple[str, list[ExpertExperience]]]()
+    for source in sources:
+        folder = Path(source.removeprefix(RUN))
+        if source.startswith(RUN):
+            rows = read_run(folder, min_score)
+        else:
+            rows = read_experts(from_source(config, source))
+        check.rows(source, rows)
+        found.append((source, rows))
+    count = sum(len(rows) for _, rows in found)
+    with (
+        store_of_run(config.store.url, Path(config.run.dir)) as store,
+        tqdm(total=count, desc="expert rows", unit=" rows", leave=False, disable=None, file=sys.stderr) as bar,
+    ):
+        done = store.import_experts(found, advance=bar.update)
+        bar.close()
+        for each in done:
+            log.info("%s: %d rows, %d new, %d were there", each.source, each.given, each.added, each.given - each.added)
+        log_counts(store)
+
+
+def log_counts(store: Store) -> None:
+    """Log how many expert experiences each import has in the store."""
+    for each in store.expert_imports():
+        kind = "taskset.expert" if each.by_setting else f"import {each.number}"
+        log.info("%s, %s: %d expert rows", kind, each.source, each.stored)
+    log.info("%d expert rows in the store", store.num_experts())
+
+
+def fill_experts(config: Config, store: Store) -> None:
+    """Import ``taskset.expert`` at a job's start, where the algorithm trains on expert rows; check those of imports.
+
+    Raises:
+        ConfigError: the store has none.
+        DataError: a row of an earlier import does not fit these settings.
+    """
+    if not needs_expert_rows(config):
+        return
+    source = config.taskset.expert
+    done = store.set_experts(source or "taskset.expert=null", [] if source is None else read_experts(config))
+    if done is not None:
+        data = {"source": done.source, "rows": done.given, "stored": done.stored}
+        store.record_event("supervisor", "experts", data)
+    imports = [each for each in store.expert_imports() if not each.by_setting and each.stored]
+    if imports:
+        log_counts(store)
+        check = ExpertCheck(config)
+        for each in imports:
+            check.rows(each.source, [row for part in store.experts(each.number) for row in part])
+    if not store.num_experts():
+        raise ConfigError(
+            f"algorithm.name={config.algorithm.name} needs expert rows, and the store has none; set taskset.expert to "
+            "a file of rows with a response, or import some (megarl data import-experts)"
+        )

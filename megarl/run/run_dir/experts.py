@@ -1,0 +1,156 @@
+"""Rows of expert experiences: from files of demonstrations, and from the trajectories of another run."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.core.config import Config, load_resolved
+from megarl.core.errors import DataError
+from megarl.core.schema import End, Task, Trajectory
+from megarl.explore.store import OWN_SERVER, VARIABLE, ExpertExperience, Store
+from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations
+from megarl.explore.tasksets.files import RowLocation, read_table
+from megarl.run.postgres import job_store, live_url
+from megarl.run.run_dir.rows import read_split
+
+log = logging.getLogger(__name__)
+
+RUN = "run:"
+"""Begins the name of a source that is a run's directory."""
+SCORE, TEACHER_LOGP = "score", "teacher_logp"
+"""Columns that expert rows may have beside those of demonstrations."""
+
+
+@contextmanager
+def store_of_run(url: str, run_dir: Path, *, read_only: bool = False) -> Iterator[Store]:
+    """Open a run's store for a tool: the server of a job that is running, or one that is started for as long.
+
+    Raises:
+        ConfigError: a job is running with a server of its own, and ``MEGARL_JOB_KEY`` is missing.
+    """
+    key = os.environ.get("MEGARL_JOB_KEY")
+    live = live_url(run_dir, key) if url == OWN_SERVER and VARIABLE not in os.environ else None
+    if live is not None:
+        os.environ[VARIABLE] = live
+    try:
+        with job_store(url, run_dir, secrets.token_hex(), host="127.0.0.1"):
+            store = Store(url, read_only=read_only)
+            try:
+                yield store
+            finally:
+                store.close()
+    finally:
+        if live is not None:
+            del os.environ[VARIABLE]
+
+
+def from_source(config: Config, source: str) -> Config:
+    """The settings with a source in the place of ``taskset.expert``, so that messages name its rows."""
+    return replace(config, taskset=replace(config.taskset, expert=source))
+
+
+def read_experts(config: Config) -> list[ExpertExperience]:
+    """Rows of ``taskset.expert``, with the templates of ``taskset`` around prompts.
+
+    Raises:
+        DataError: a row is no demonstration, its score is no finite number, or its ``teacher_logp`` has another length
+            than the response has tokens.
+    """
+    path = Path(str(config.taskset.expert))
+    tasks = [row for row in read_split(config, "expert") if isinstance(row, Task)]
+    names, rows = read_table(path, (SCORE, TEACHER_LOGP))
+    if not {SCORE, TEACHER_LOGP} & set(names):
+        return [ExpertExperience(task) for task in tasks]
+    tokenizer, digest = ChatTokenizer.of(config), tokenizer_digest(Path(config.model.path))
+    return [
+        _with_teacher(RowLocation(path, i), task, row, tokenizer, digest)
+        for i, (task, row) in enumerate(zip(tasks, rows, strict=True))
+    ]
+
+
+def _with_teacher(
+    location: RowLocation, task: Task, row: dict[str, Any], tokenizer: ChatTokenizer, digest: str
+) -> ExpertExperience:
+    score, logp = row.get(SCORE), row.get(TEACHER_LOGP)
+    if score is not None and not _is_finite(score):
+        location.refuse(SCORE, "a finite number or null", score)
+    expert = ExpertExperience(task, None if score is None else float(score))
+    if logp is None:
+        return expert
+    if not isinstance(logp, list) or not all(_is_finite(value) and value <= 0 for value in logp):
+        location.refuse(TEACHER_LOGP, "a list of log-probs, none above 0, or null", logp)
+    ((_, response),) = encode_demonstrations([task], tokenizer)
+    if len(logp) != len(response):
+        location.refuse(
+            TEACHER_LOGP, f"as long as the response, {len(response)} tokens with its end (model.path)", len(logp)
+        )
+    return replace(expert, teacher_logp=np.asarray(logp, np.float32), tokenizer=digest)
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def read_run(run_dir: Path, min_score: float) -> list[ExpertExperience]:
+    """Single responses of a run's training that scored at least ``min_score``, with their log-probs.
+
+    Left out and counted in the log: trajectories of several turns, truncated or empty ones, and tasks with images.
+    The log-probs stay where the response's text becomes the same tokens again.
+
+    Raises:
+        DataError: there is no run, or it has no such response.
+    """
+    resolved = run_dir / "resolved.json"
+    if not resolved.is_file():
+        raise DataError(f"{RUN}{run_dir}: no resolved.json; give the directory of a run, e.g. {RUN}runs/quickstart")
+    config = load_resolved(resolved)
+    tokenizer, digest = ChatTokenizer.of(config), tokenizer_digest(Path(config.model.path))
+    found: list[ExpertExperience] = []
+    left_out = 0
+    with store_of_run(config.store.url, run_dir, read_only=True) as store:
+        for task, trajectory in store.scored_trajectories(min_score):
+            if len(trajectory.turns) != 2 or trajectory.end is not End.FINISHED or task.images:
+                left_out += 1
+                continue
+            expert = _of_trajectory(len(found), task, trajectory, tokenizer, digest)
+            if expert.task.response:
+                found.append(expert)
+            else:
+                left_out += 1
+    if left_out:
+        log.info(
+            "%s%s: %d trajectories left out (several turns, truncated, empty, or with images)", RUN, run_dir, left_out
+        )
+    if not found:
+        raise DataError(f"{RUN}{run_dir}: no single response of training has a score of {min_score:g} or more")
+    return found
+
+
+def _of_trajectory(
+    number: int, task: Task, trajectory: Trajectory, tokenizer: ChatTokenizer, digest: str
+) -> ExpertExperience:
+    response = trajectory.response
+    ids = response.token_ids
+    ended = len(ids) > 0 and int(ids[-1]) in tokenizer.eos_ids
+    text = tokenizer.decode(ids[:-1] if ended else ids, special=True)
+    shown = Task(
+        f"expert/{number}", "", task.prompt, "", {}, response=text, chat_template_kwargs=task.chat_template_kwargs
+    )
+    same = np.array_equal(tokenizer.response_ids(text), ids)
+    return ExpertExperience(shown, trajectory.reward.score, response.logp if same else None, digest if same else None)
+
+
+def tokenizer_digest(model: Path) -> str:
+    """Digest of a model's tokenizer.json: log-probs belong to its tokens."""
+    return hashlib.blake2b((model / "tokenizer.json").read_bytes(), digest_size=8).hexdigest()
