@@ -41,10 +41,10 @@ def filled(path: Path) -> str:
 
 
 def garbage(path: Path) -> None:
-    """Over the middle of the file."""
+    """Over the pages of tasks."""
     content = bytearray(path.read_bytes())
-    half = len(content) // 2
-    content[half : half + 8192] = os.urandom(8192)
+    place = content.index(b'"ground_truth"') // 4096 * 4096
+    content[place : place + 8192] = os.urandom(8192)
     path.write_bytes(content)
 
 
