@@ -176,7 +176,7 @@ def trainer_of(config: Any, store: Any) -> Any:
     critic = model_of("critic", config) if config.algorithm.name == "ppo" else None
     trainer.models = SimpleNamespace(
         actor=model_of("actor", config), reference=model_of("reference", config), critic=critic, reward_model=None,
-        refresh_when_due=lambda step: None, head=SimpleNamespace(vocab_size=VOCAB),
+        refresh_due=lambda step: False, head=SimpleNamespace(vocab_size=VOCAB),
     )  # fmt: skip
     trainer.weights, trainer.expert = SimpleNamespace(publish=dict, version=None), None
     trainer.reporter = SimpleNamespace(
@@ -191,7 +191,8 @@ def trainer_of(config: Any, store: Any) -> Any:
     )
     updates: Any = SimpleNamespace(begin=lambda: None, end=lambda state: {}, admits=lambda state, *_: (True, state))
     ranks: Any = SimpleNamespace(gather=lambda sums: sums)
-    trainer.learner = Learner(config, trainer.algorithm, trainer.models, updates, ranks)
+    trainer.turns = SimpleNamespace(enter=lambda phase: None)
+    trainer.learner = Learner(config, trainer.algorithm, trainer.models, updates, ranks, trainer.turns.enter)
     return trainer
 
 

@@ -155,7 +155,7 @@ def all_roles(rank: int, folder: str) -> dict[str, int]:
     models = Models(config, algorithms.get(config.algorithm.name))
     models.make_actor(None)
     models.load_beginning()
-    models.build(0, None, Path(folder) / "none")
+    models.build(0, None, Path(folder) / "none", lambda phase: None)
     assert models.critic is not None
     for model in (models.actor, models.critic):
         model.step(1e-3)
