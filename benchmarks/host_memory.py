@@ -94,6 +94,7 @@ def model_of(kind: str, config: Any) -> Any:
     import torch
 
     from megarl.learn.training.model import TrainedModel, micro_batching_for
+    from megarl.learn.training.residents import Residents
     from megarl.learn.training.schedule import Head
 
     class Chunk(torch.nn.Module):
@@ -118,6 +119,7 @@ def model_of(kind: str, config: Any) -> Any:
             )
             self.chunks = [Chunk()]
             self._routers, self._balanced = [], False
+            self.residents, self._written = Residents(), None
             self.optimizer: Any = SimpleNamespace(inner=SimpleNamespace(zero_grad=lambda: None))
 
         def gradient_norm(self) -> float:
