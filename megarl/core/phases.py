@@ -17,7 +17,7 @@ OFFLOAD = "offload"
 
 
 class Place(StrEnum):
-    """Where the bytes of a resident are."""
+    """Place of a resident's bytes."""
 
     DEVICE = "device"
     MEMORY = "memory"
@@ -74,6 +74,11 @@ NEEDS: Mapping[Phase, tuple[str, ...]] = {
     Phase.LOAD: (*(f"critic.{kind}" for kind in TRAINED), "reference.parameters"),
 }
 """Phase -> residents that it needs on the device."""
+
+
+def offload_setting(role: str) -> str:
+    """Name of the setting that says where a role's memory goes."""
+    return f"{'trainer' if role == 'actor' else role}.offload"
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class FrozenModel:
             self.chunks: list[Any] = list(build_chunks(hf_config, model, parallel, kind))
         """``parallel.vpp`` modules."""
         self.residents = Residents()
-        """What may leave the device; none until ``train/update/turns.py`` has its settings."""
+        """What may leave the device; none until ``train/update/turns.py`` takes charge of it."""
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:

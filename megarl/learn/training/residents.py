@@ -17,7 +17,7 @@ import torch
 from megarl.core import heartbeat
 from megarl.core.errors import NotResident, OffloadError
 from megarl.core.machine import resident_bytes, trim_memory
-from megarl.core.phases import Place
+from megarl.core.phases import Place, offload_setting
 from megarl.ops import slice_digest
 from megarl.weights.checkpoint.training.state import inner_optimizers
 
@@ -72,7 +72,7 @@ class Resident:
                 size = sum(size for _, _, size in storages)
                 raise OffloadError(
                     f"{self.name} ({size} bytes) cannot be moved to {place}: {error}; give it room, or set "
-                    f"{_SETTING[self.role]}=none"
+                    f"{offload_setting(self.role)}=none"
                 ) from error
         for storage, _, _ in storages:
             storage.resize_(0)
@@ -172,7 +172,7 @@ class _Copy:
 
 
 class Residents:
-    """The residents of one model. Empty where its memory never leaves the device."""
+    """The residents of one model. Empty until ``train/update/turns.py`` takes charge of them."""
 
     def __init__(self, residents: Iterable[Resident] = ()) -> None:
         self._by_kind = {resident.kind: resident for resident in residents}
@@ -192,7 +192,6 @@ class Residents:
 
 
 _WHERE = {Place.MEMORY: "in host memory", Place.DISK: "on disk", Place.ABSENT: "absent"}
-_SETTING = {"actor": "trainer.offload"} | {role: f"{role}.offload" for role in ("critic", "reference", "reward_model")}
 
 
 def residents_of(role: str, model: Any) -> Residents:

@@ -10,15 +10,18 @@ from megarl.core.config import Config
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import ProcessKind
 from megarl.core.ledger import Ledger, human
-from megarl.core.phases import Phase, PhasePlan
+from megarl.core.phases import Phase, PhasePlan, offload_setting
 from megarl.learn import algorithms
 from megarl.learn.algorithms import Algorithm
 from megarl.run.checks.memory import device_bytes, engine_bytes, resident_bytes
 from megarl.run.checks.roles import roles_of
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 
-SETTING = {"actor": "trainer"}
-"""Role -> the group of settings that has its ``offload``, where that is not the role."""
+
+def has_budget(config: Config) -> bool:
+    """Return True if a setting limits the memory of devices, hosts or disks."""
+    cluster = config.cluster
+    return (cluster.device_bytes, cluster.host_bytes, config.trainer.offload_disk_bytes) != (None, None, None)
 
 
 def ledger_of(config: Config, algorithm: Algorithm, hf_config: Mapping[str, Any], nodes: int | None = 1) -> Ledger:
@@ -45,8 +48,8 @@ def ledger_of(config: Config, algorithm: Algorithm, hf_config: Mapping[str, Any]
     return Ledger(PhasePlan.of(config), ranks, colocated, phases)
 
 
-def check_devices(config: Config, algorithm: Algorithm, hf_config: Mapping[str, Any], nodes: int | None = 1) -> Ledger:
-    """Check that the memory of models and engines fits devices, hosts and disks; return the ledger.
+def check_devices(config: Config, algorithm: Algorithm, hf_config: Mapping[str, Any], nodes: int | None = 1) -> None:
+    """Check that the memory of models and engines fits devices, hosts and disks.
 
     Arguments as ``ledger_of``; of an unknown number of nodes host memory is not asked.
 
@@ -54,27 +57,38 @@ def check_devices(config: Config, algorithm: Algorithm, hf_config: Mapping[str, 
         ConfigError: naming phase, residents, the budget's setting and the nearest plan that fits.
     """
     ledger = ledger_of(config, algorithm, hf_config, nodes)
-    cluster, disk = config.cluster, config.trainer.offload_disk_bytes
+    cluster = config.cluster
     if cluster.device_bytes is not None:
         if not ledger.fits(cluster.device_bytes):
             raise ConfigError(_too_large(ledger, cluster.device_bytes))
         if algorithms.job_of(config).has(ProcessKind.ENGINE) and not ledger.colocated:
             _check_engines(config, hf_config, cluster.device_bytes)
-    most = [max(ledger.at(phase, rank).memory for phase in ledger.of_job) for rank in range(len(ledger.ranks))]
-    on_node = sum(most) // max(1, nodes - cluster.spare_nodes) if nodes is not None else 0
-    if cluster.host_bytes is not None and on_node > cluster.host_bytes:
+    if cluster.host_bytes is not None and nodes is not None:
+        _check_host(ledger, max(1, nodes - cluster.spare_nodes), cluster.host_bytes)
+    if config.trainer.offload_disk_bytes is not None:
+        _check_disk(ledger, config.trainer.offload_disk_bytes)
+
+
+def _check_host(ledger: Ledger, nodes: int, budget: int) -> None:
+    """Raise ConfigError if copies take more of a node's memory, each rank's in the phase where they are largest."""
+    phases, ranks = ledger.of_job, range(len(ledger.ranks))
+    on_node = sum(max(ledger.at(phase, rank).memory for phase in phases) for rank in ranks) // nodes
+    if on_node > budget:
         raise ConfigError(
             f"offload=memory moves {human(on_node)} ({on_node} bytes) into the memory of a node, more than "
-            f"cluster.host_bytes={cluster.host_bytes}; raise it, or set a role's offload to disk"
+            f"cluster.host_bytes={budget}; raise it, or set a role's offload to disk"
         )
-    for rank in range(len(ledger.ranks)):
-        for phase in ledger.of_job:
-            if disk is not None and (found := ledger.at(phase, rank).disk) > disk:
-                raise ConfigError(
-                    f"offload=disk has {human(found)} ({found} bytes) of rank {rank} on disk in phase {phase}, more "
-                    f"than trainer.offload_disk_bytes={disk}; raise it, or set a role's offload to memory"
-                )
-    return ledger
+
+
+def _check_disk(ledger: Ledger, budget: int) -> None:
+    """Raise ConfigError if a rank has more on disk in some phase."""
+    phases, ranks = ledger.of_job, range(len(ledger.ranks))
+    most = max((ledger.at(phase, rank) for rank in ranks for phase in phases), key=lambda found: found.disk)
+    if most.disk > budget:
+        raise ConfigError(
+            f"offload=disk has {human(most.disk)} ({most.disk} bytes) of rank {most.rank} on disk in phase "
+            f"{most.phase}, more than trainer.offload_disk_bytes={budget}; raise it, or set a role's offload to memory"
+        )
 
 
 def _too_large(ledger: Ledger, budget: int) -> str:
@@ -89,7 +103,7 @@ def _too_large(ledger: Ledger, budget: int) -> str:
         )
     else:
         moved = [role for role, place in nearest.away.items() if place is not ledger.plan.away[role]]
-        fix = "nearest that fits: " + " ".join(f"{SETTING.get(role, role)}.offload=memory" for role in moved)
+        fix = "nearest that fits: " + " ".join(f"{offload_setting(role)}=memory" for role in moved)
     return (
         f"phase {most.phase} has {human(most.total)} ({most.total} bytes) on the device of rank {most.rank} ({held}), "
         f"more than cluster.device_bytes={budget}; {fix}"

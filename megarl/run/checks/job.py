@@ -14,14 +14,13 @@ from megarl.core.config import Config
 from megarl.core.config.lengths import prompt_tokens
 from megarl.core.errors import CheckpointError, ConfigError
 from megarl.core.jobs import ProcessKind
-from megarl.core.ledger import Ledger
 from megarl.core.schema import Task
 from megarl.explore.tasksets import ChatTokenizer, check_prompts, place_of_row
 from megarl.learn import algorithms
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.models.specs import check_implementation
 from megarl.learn.parallel.grid import check_roles
-from megarl.run.checks.devices import check_devices
+from megarl.run.checks.devices import check_devices, has_budget, ledger_of
 from megarl.run.checks.filters import Selected, selected
 from megarl.run.checks.inputs import check_held_out, check_lengths, check_rewards
 from megarl.run.checks.model import check_model
@@ -72,17 +71,16 @@ def check(
     algorithm = algorithms.get(config.algorithm.name)
     check_settings(config, algorithm, nodes, elsewhere=elsewhere)
     if not dry:
-        return _check_inputs(make(config), algorithm, nodes, elsewhere)[0]
+        return _check_inputs(make(config), algorithm, nodes, elsewhere)
     with scratch(config) as made:
-        tasks, ledger = _check_inputs(made, algorithm, nodes, elsewhere)
+        tasks = _check_inputs(made, algorithm, nodes, elsewhere)
+        ledger = ledger_of(made, algorithm, read_hf_config(Path(made.model.path)), nodes)
     log.info("memory of the models, on the rank that has most in each phase:\n%s", ledger.table())
     return tasks
 
 
-def _check_inputs(
-    config: Config, algorithm: Algorithm, nodes: int, elsewhere: bool
-) -> tuple[dict[str, Selected], Ledger]:
-    """Check rows, model and rewards, all of which are there. Returns tasks as ``check``, and raises as it."""
+def _check_inputs(config: Config, algorithm: Algorithm, nodes: int, elsewhere: bool) -> dict[str, Selected]:
+    """Check rows, model and rewards, all of which are there. Returns and raises as ``check``."""
     if not elsewhere:
         check_implementation(config.model, config.parallel)
     check_budget(config, algorithm)
@@ -93,7 +91,8 @@ def _check_inputs(
     hf_config = read_hf_config(Path(config.model.path))
     check_images(config, hf_config, rows)
     _check_models(config, hf_config)
-    ledger = check_devices(config, algorithm, hf_config, nodes)
+    if has_budget(config):
+        check_devices(config, algorithm, hf_config, nodes)
     _check_exports(config)
     for setting, path in _model_paths(config).items():
         check_digests(path, setting, workers=os.cpu_count() or 1, digests=config.trainer.verify_checkpoints)
@@ -122,7 +121,7 @@ def _check_inputs(
         elif config.taskset.overlong_prompts == "refuse":
             place = partial(place_of_row, config.taskset, split)
             check_prompts(found, tokenizer, prompt_tokens(config.rollout), path=place)
-    return tasks, ledger
+    return tasks
 
 
 def _other_splits(config: Config) -> list[str]:
@@ -153,7 +152,8 @@ def check_sizes(config: Config) -> None:
     check_roles(config, roles_of(config, algorithms.get(config.algorithm.name)))
     hf_config = read_hf_config(Path(config.model.path))
     _check_models(config, hf_config)
-    check_devices(config, algorithms.get(config.algorithm.name), hf_config, nodes=None)
+    if has_budget(config):
+        check_devices(config, algorithms.get(config.algorithm.name), hf_config, nodes=None)
 
 
 def _check_models(config: Config, hf_config: Mapping[str, Any]) -> None:

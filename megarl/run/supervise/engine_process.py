@@ -68,10 +68,8 @@ def engine_process(
         argv += ["--enable-expert-parallel"]
     leaves = rollout.offload if rollout.placement == "colocated" else None
     if leaves == "destroy":
-        argv += [
-            "--load-format",
-            "dummy",
-        ]  # started for a sync, which brings all weights: a read from disk is for nothing
+        # Started for a sync, which brings all weights: a read from disk would be for nothing.
+        argv += ["--load-format", "dummy"]
     if device == "cpu":
         argv += _cpu_options(model_path, rollout)
         # A seeded request whose prefill is cut in two kills the engine on CPU ("CPU Generator does not use offset").

@@ -51,7 +51,7 @@ def _described(error: Exception, phase: Phase, models: Models) -> str:
 
 
 def _residents(models: Models) -> dict[Place, list[str]]:
-    """Place -> name and bytes of each resident there, also of models whose memory never moves."""
+    """Place -> name and bytes of each resident there, also before ``Turns`` takes charge of them."""
     found: dict[Place, list[str]] = {}
     for role, model in (models.by_role() if hasattr(models, "actor") else {}).items():
         for resident in list(model.residents) or residents_of(role, model):
