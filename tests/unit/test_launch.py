@@ -301,6 +301,12 @@ def test_a_trainer_that_ran_out_of_memory_is_told_from_others(tmp_path: Path) ->
         watch_stopping(tmp_path, TRAINER.format(status=MemoryFullError.STATUS))
 
 
+def run_attempts(config: Config, lock: int) -> None:
+    """The attempts of a job on this machine, after attempt 0."""
+    gathering, timeline = Gathering(Allocation(), "", 1.0), Timeline(Path(config.run.dir), "c")
+    job._run_attempts(config, {}, Allocation(), gathering, lock, None, "", 0, timeline)
+
+
 @pytest.mark.parametrize("restarts", [0, 2])
 def test_out_of_memory_is_followed_by_half_the_budget_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int
@@ -322,17 +328,7 @@ def test_out_of_memory_is_followed_by_half_the_budget_once(
     monkeypatch.setattr(job, "_fill_store", lambda *_: None)
     monkeypatch.setattr(job, "MicroBatchBudget", lambda: MicroBatchBudget(lambda config: None))
     with (tmp_path / "lock").open("w") as lock, pytest.raises(NonRetryableError, match=r"again, with .*4096 -> 2048"):
-        job._run_attempts(
-            config,
-            {},
-            Allocation(),
-            Gathering(Allocation(), "", 1.0),
-            lock.fileno(),
-            None,
-            "",
-            0,
-            Timeline(tmp_path, "c"),
-        )
+        run_attempts(config, lock.fileno())
     assert budgets == [4096, *[2048] * (restarts + 1)] and ends == []
 
 
@@ -354,17 +350,7 @@ def test_only_what_may_pass_is_tried_again(
     monkeypatch.setattr(job, "watch", end)
     monkeypatch.setattr(job, "_fill_store", lambda *_: None)
     with (tmp_path / "lock").open("w") as lock, pytest.raises(error, match="it ended"):
-        job._run_attempts(
-            config,
-            {},
-            Allocation(),
-            Gathering(Allocation(), "", 1.0),
-            lock.fileno(),
-            None,
-            "",
-            0,
-            Timeline(tmp_path, "c"),
-        )
+        run_attempts(config, lock.fileno())
     assert attempts == list(range(1, starts + 1))
 
 
@@ -386,17 +372,7 @@ def test_a_job_that_was_fenced_takes_no_further_number(tmp_path: Path, monkeypat
         (tmp_path / "lock").open("w") as lock,
         pytest.raises(FencedError, match=r"attempt 2 .*has begun.* attempt 1 ends"),
     ):
-        job._run_attempts(
-            config,
-            {},
-            Allocation(),
-            Gathering(Allocation(), "", 1.0),
-            lock.fileno(),
-            None,
-            "",
-            0,
-            Timeline(tmp_path, "c"),
-        )
+        run_attempts(config, lock.fileno())
     assert current_attempt(tmp_path) == 2
 
 
