@@ -165,7 +165,9 @@ def fill(store: Any, step: int, answers: int, tokens: int) -> None:
 
 def trainer_of(config: Any, store: Any) -> Any:
     """An online trainer, of which the step is real."""
+    from megarl.core.schema import WeightsVersion
     from megarl.core.truncation import TruncationWarning
+    from megarl.explore.order.pacing import Pacing
     from megarl.learn import algorithms
     from megarl.train.loop.online import OnlineTrainer
     from megarl.train.rank.context import RunContext
@@ -180,10 +182,14 @@ def trainer_of(config: Any, store: Any) -> Any:
         actor=model_of("actor", config), reference=model_of("reference", config), critic=critic, reward_model=None,
         refresh_due=lambda step: False, head=SimpleNamespace(vocab_size=VOCAB),
     )  # fmt: skip
-    trainer.weights, trainer.expert = SimpleNamespace(publish=dict, version=None), None
+    trainer.weights, trainer.expert = (
+        SimpleNamespace(publish=lambda step: {}, version=WeightsVersion(1, 0), step=0),
+        None,
+    )
     trainer.reporter = SimpleNamespace(
         timeline=trainer.timeline, log=lambda text: None, record_step=lambda *_, **__: None
     )
+    trainer.pacing = Pacing.of(config.sync)
     trainer.truncation = TruncationWarning(config.rollout.max_response_tokens)
     trainer.end_step = lambda state, metrics, used: state
     reader = RolloutReader(NodeReader(), store, lambda: False)

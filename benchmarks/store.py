@@ -134,7 +134,7 @@ def successes(steps: int) -> float:
             store.request_rollout(f"rl-{step}", "train", step, VERSION, ids, 2, {"temperature": 1.0})
             for claim in store.claim_groups(WORKER, ASKED):
                 assert store.put(claim, answers(claim))
-            store.record_step(step + 1, {}, Used(tuple(store.take(ASKED, step=step, min_weights=step))))
+            store.record_step(step + 1, {}, Used(tuple(store.take(ASKED, step=step))))
         for _ in range(ROUNDS):
             assert len(clock.call("", store.successes, steps - 1, steps)) == ASKED
     return statistics.median(clock.seconds[""])

@@ -27,6 +27,7 @@ from megarl.train.loop.waiting import RolloutWaiter
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
+from megarl.train.rollout.asking import Published
 from megarl.train.rollout.evaluation import Evaluation
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.rollout.rollouts import Rollouts
@@ -34,6 +35,7 @@ from tests.loop.engines import KEY, VOCAB, RunningEngine
 
 MAX_TOKENS = 6
 STATE, VERSION = TrainState("rl", 2), WeightsVersion(0, 1)
+PUBLISHED = Published(VERSION, 2)
 
 
 class Words:
@@ -143,9 +145,9 @@ def test_a_steps_groups_with_their_greedy_answers(engine: RunningEngine, tmp_pat
     store = Store(f"sqlite:///{tmp_path}/store.db")
     store.add_tasks("train", [task(i) for i in range(60)])
     with exploring(store, engine):
-        first = services(store, tmp_path)[0].groups(STATE, VERSION, VOCAB)
+        first = services(store, tmp_path)[0].groups(STATE, PUBLISHED, VOCAB)
         store.discard_rollouts(2)  # the step is repeated, as after a kill
-        second = services(store, tmp_path)[0].groups(STATE, VERSION, VOCAB)
+        second = services(store, tmp_path)[0].groups(STATE, PUBLISHED, VOCAB)
     assert first is not None and second is not None
     assert len(first.rollout_ids) > 1, "the first rollout had enough groups: nothing was replaced"
     assert len(tokens(first.trajectories)) == len(first.trajectories) == 32

@@ -66,7 +66,7 @@ def rollout(rank: int, nodes: list[str], url: str) -> tuple[bytes, dict[str, flo
     decode = rows.trajectory_from_row
     rows.trajectory_from_row = lambda row: (decoded.append(len(row.tensors) + len(row.record)), decode(row))[1]  # type: ignore[func-returns-value]
     rollouts = RolloutReader(reader, store, lambda: False)
-    found, metrics = rollouts.take(GROUPS, step=0, min_weights=0), rollouts.metrics("r0")
+    found, metrics = rollouts.take(lambda: store.take(GROUPS, step=0)), rollouts.metrics(lambda: ["r0"])
     assert found is not None
     shared = len({id(e.greedy) for e in found}) == GROUPS
     return pickle.dumps([plain(e) for e in found]), metrics, sum(decoded), shared

@@ -30,6 +30,7 @@ from megarl.run.checks.replay import check_replay
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
+from megarl.train.rollout.asking import Published
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.rollout.rollouts import Rollouts, StepGroups
 from tests.stores import make_task, make_trajectory
@@ -144,7 +145,9 @@ class ReplayJob:
 
     def step(self, number: int, *, record: bool = True) -> StepGroups:
         """Make step ``number``, from 0."""
-        found = self.rollouts.groups(TrainState("rl", number), WeightsVersion(1, number), 64)
+        version = WeightsVersion(1, number)
+        self.store.record_version(version, number)
+        found = self.rollouts.groups(TrainState("rl", number), Published(version, number), 64)
         assert found is not None
         if record:
             self.store.record_step(number + 1, found.metrics, found.used)

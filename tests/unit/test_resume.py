@@ -236,7 +236,8 @@ def test_groups_that_were_asked_for_ahead_with_other_settings_are_asked_for_agai
     store = Store(config.store.url, attempt=1)
     task = Task("t", "math", ({"role": "user", "content": "1 + 1 ="},), "math", {"ground_truth": "2"})
     store.add_tasks("train", [task])
-    store.request_rollout("ahead", "train", 2, WeightsVersion(1, 2), ["t"], 2, {"temperature": 1.0}, weights_step=1)
+    store.record_version(WeightsVersion(1, 2), 1)
+    store.request_rollout("ahead", "train", 2, WeightsVersion(1, 2), ["t"], 2, {"temperature": 1.0})
     for step in (1, 2):
         store.record_step(step, {})
     finished_checkpoint(tmp_path, 2)

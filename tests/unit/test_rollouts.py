@@ -34,6 +34,7 @@ from megarl.train.rank.context import RunContext
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
 from megarl.train.rollout import rollouts
+from megarl.train.rollout.asking import Progress, Published
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from tests.trajectories import one_turn
 
@@ -46,13 +47,17 @@ class Waited:
         self.settling = False  # no checkpoint is being written
         self._stop_at = stop_at
         config: Any = SimpleNamespace(store=SimpleNamespace(poll_s=0.001), cluster=SimpleNamespace(stall_s=300.0))
-        store: Any = SimpleNamespace(
-            progress=lambda rollout_id: progress.pop(0) if len(progress) > 1 else progress[0],
-            is_complete=lambda rollout_id: True,
-            events=lambda *_: [],
-        )
+        store: Any = SimpleNamespace(events=lambda *_: [])
+        self._progress = progress
         this: Any = self
         self.waiter = RolloutWaiter(RunContext(config, Path(), 1, rank), store, this, this, this, this)
+
+    def look(self) -> Progress:
+        done, total = self._progress.pop(0) if len(self._progress) > 1 else self._progress[0]
+        return Progress(done, total, done == total)
+
+    def wait(self) -> bool:
+        return self.waiter.wait(self.look, "rollout", weights_step=0)
 
     def settle(self) -> None: ...
 
@@ -81,19 +86,19 @@ def meets_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_long_rollout_meets_in_between() -> None:
     s = Waited(0, [(0, 2), (1, 2), (1, 2), (2, 2)])
-    assert s.waiter.wait("r", "rollout")
+    assert s.wait()
     assert s.answers[-1] and 1 <= s.answers.count(False) <= 3
 
 
 def test_other_ranks_wait_for_the_first() -> None:
     s = Waited(1, [])
-    assert s.waiter.wait("r", "rollout")
+    assert s.wait()
     assert s.answers == [True]
 
 
 def test_a_stop_ends_the_wait() -> None:
     s = Waited(0, [(0, 2)], stop_at=2)
-    assert not s.waiter.wait("r", "rollout")
+    assert not s.wait()
     assert s.answers == [False, True, False]  # the second: no engine is lost
 
 
@@ -240,7 +245,7 @@ class Step:
         self._rollouts = rollouts.Rollouts(context, needed, self.store, reporter, reader, lambda *_, **__: not stopped)
 
     def groups(self) -> rollouts.StepGroups | None:
-        return self._rollouts.groups(self.state, WeightsVersion(1, 2), 64)
+        return self._rollouts.groups(self.state, Published(WeightsVersion(1, 2), self.state.step), 64)
 
 
 def groups_of(found: rollouts.StepGroups | None) -> list[str]:

@@ -302,8 +302,8 @@ def test_a_group_from_pending_to_consumed_or_dropped(store: Store) -> None:
     for claim in [claims[0], *store.claim_groups("a", 1)]:
         finish(store, claim)
     assert states(store) == ["ready"] * 4 and store.is_complete("r0")
-    assert store.take(2, step=0, min_weights=0) == ["r0/0", "r0/1"]
-    assert store.take(9, step=0, min_weights=0, without=["r0/0"]) == ["r0/1", "r0/2", "r0/3"]
+    assert store.take(2, step=0) == ["r0/0", "r0/1"]
+    assert store.take(9, step=0, without=["r0/0"]) == ["r0/1", "r0/2", "r0/3"]
     assert states(store) == ["ready"] * 4  # a step that is killed finds them again
     store.record_step(1, {"reward": 1.0}, Used(("r0/0", "r0/2"), {"r0/1": "all_right", "r0/3": "surplus"}))
     assert store.group_states("r0") == {
@@ -312,7 +312,7 @@ def test_a_group_from_pending_to_consumed_or_dropped(store: Store) -> None:
         "r0/2": ("consumed", 1, None),
         "r0/3": ("dropped", 1, "surplus"),
     }
-    assert store.take(9, step=0, min_weights=0) == [] and len(store.trajectories("r0")) == 8
+    assert store.take(9, step=0) == [] and len(store.trajectories("r0")) == 8
 
 
 def test_a_step_and_its_consumption_are_one_transaction(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,16 +332,16 @@ def test_groups_that_were_asked_for_ahead(store: Store) -> None:
     """Of step 2, with weights of one step; a job that resumes at step 2 keeps them, one that resumes at step 1 not."""
     ids = store.task_ids("train")[:2]
     request(store, "r1", step=1, groups=2)
-    store.request_rollout("r2", "train", 2, VERSION, ids, 2, {}, weights_step=1)
+    store.record_version(WeightsVersion(1, 7), 1)
+    store.request_rollout("r2", "train", 2, WeightsVersion(1, 7), ids, 2, {})
     for claim in store.claim_groups("a", 9):
         finish(store, claim)
-    assert store.take(9, step=2, min_weights=2) == [] and not store.is_requested("r2", 2)
-    assert store.take(9, step=2, min_weights=1) == ["r2/0", "r2/1"] and store.is_requested("r2", 1)
+    assert store.take(9, step=2) == ["r2/0", "r2/1"] and store.is_requested("r2") and not store.is_requested("r3")
     store.record_step(2, {}, Used(("r1/0", "r1/1")))
     store.record_step(3, {}, Used(("r2/1",), {"r2/0": "surplus"}))
     store.discard_rollouts(2)  # the step that had used them is made again
     assert states(store, "r1") == ["consumed"] * 2 and store.group_states("r2")["r2/0"] == ("ready", None, None)
-    assert store.take(9, step=2, min_weights=1) == ["r2/0", "r2/1"]
+    assert store.take(9, step=2) == ["r2/0", "r2/1"]
     store.discard_rollouts(2, ahead=True)  # after a rollback its tasks are others
     assert states(store, "r1") == ["consumed"] * 2 and states(store, "r2") == []
     store.discard_rollouts(1)
@@ -412,7 +412,7 @@ def test_an_evaluation_is_recorded_once_and_with_its_groups(store: Store) -> Non
     assert store.to_evaluate() == []
     finish(store, claims[2])
     assert store.to_evaluate() == [("eval-0", 0, 2)] and not store.is_complete("eval-0")
-    assert store.take(9, step=0, min_weights=0) == []
+    assert store.take(9, step=0) == []
     for accuracy in (0.5, 0.25):  # the second explorer was late
         store.record_evaluation("a", "eval-0", {"rollout_id": "eval-0", "step": 0, "accuracy": accuracy})
     assert store.is_complete("eval-0") and states(store, "eval-0") == ["consumed"] * 3 and store.to_evaluate() == []
@@ -585,6 +585,9 @@ def test_every_write_is_in_the_table_of_writes() -> None:
         "group_states",
         "is_complete",
         "is_requested",
+        "unused",
+        "num_asked",
+        "version_steps",
         "to_evaluate",
         "evaluation",
         "engines",

@@ -41,6 +41,7 @@ class Syncs:
             probe=self.probe,
         )
         self.models = SimpleNamespace()
+        self.recorded: list[tuple[WeightsVersion, int]] = []
 
     def sync(self) -> WeightSync:
         ranks: Any = self
@@ -48,7 +49,9 @@ class Syncs:
         publisher: Any = self.publisher
         context: Any = RunContext(None, None, 1, 0)  # type: ignore[arg-type]
         turns: Any = SimpleNamespace(enter=self.order.append, during=lambda _: nullcontext())
-        return WeightSync(context, ranks, ranks, models, publisher, turns)
+        return WeightSync(
+            context, ranks, ranks, models, publisher, turns, lambda *version: self.recorded.append(version)
+        )
 
     def connect(self) -> None:
         self.joined += 1
@@ -159,10 +162,11 @@ def test_weights_that_an_update_has_changed_are_another_version(monkeypatch: pyt
     s.models.actor = SimpleNamespace(tensors={}, written=dict)
     sync = s.sync()
     monkeypatch.setattr(sync, "_probe", lambda: ([], []))
-    sync.publish()
+    sync.publish(4)
     assert s.joined == 0
-    sync.publish_again("the engine at e is another", updated=updated)
+    sync.publish_again("the engine at e is another", 4 + updated)
     assert given == [WeightsVersion(1, 1), WeightsVersion(1, 2 if updated else 1)] and sync.version == given[-1]
+    assert s.recorded == [(WeightsVersion(1, 1), 4), *([(WeightsVersion(1, 2), 5)] if updated else [])]
 
 
 def test_what_is_sent_is_compared_with_what_the_optimizer_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +182,7 @@ def test_what_is_sent_is_compared_with_what_the_optimizer_wrote(monkeypatch: pyt
     s.models.actor = SimpleNamespace(tensors={"w": weight}, written=lambda: {"w": 7})
     sync = s.sync()
     monkeypatch.setattr(sync, "_probe", lambda: ([], []))
-    assert sync.publish() == {"sync/bytes": 4.0, "sync/probe_diff_max": 0.0}
+    assert sync.publish(0) == {"sync/bytes": 4.0, "sync/probe_diff_max": 0.0}
     assert s.order == ["sync", "sync", "weights", "rollout", "kv_cache", "probe"]
     assert given == [{"w": weight}, WeightsVersion(1, 1), {"w": 7}] and sync.version == WeightsVersion(1, 1)
 
@@ -193,5 +197,5 @@ def test_engines_that_are_wanted_anew_are_joined_before_a_publication(monkeypatc
     sync = s.sync()
     monkeypatch.setattr(sync, "_probe", lambda: ([], []))
     for s.changed in (False, True):
-        sync.publish()
+        sync.publish(0)
     assert order == ["published", "joined", "published"]

@@ -4,7 +4,7 @@ engines."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from megarl.core.config.bounds import Bound, Count, NonNegative, Positive, Seconds
 
@@ -20,9 +20,14 @@ class SyncConfig:
     """Longest wait for the other side within a sync."""
     probe_tokens: Annotated[int, Bound(2, 2**20)] = 16
     """Length of the probe text whose log-probs are compared on both sides after every sync."""
-    max_staleness: Annotated[int, Bound(0, 1)] = 0
-    """Steps by which the weights that sample may be behind those that are trained: 0 samples and trains in turn; 1
-    samples for the next step while this one trains (docs/algorithms.md)."""
+    max_staleness: Annotated[int, Bound(0, 100)] = 0
+    """Steps by which the weights that sample may be behind those that are trained: 0 samples and trains in turn; above
+    it groups are sampled ahead while the trainer computes (docs/asynchrony.md)."""
+    interval: Annotated[int, Bound(1, 101)] = 1
+    """Steps from one publication of weights to the next, ``max_staleness`` + 1 at most."""
+    order: Literal["admission", "completion"] = "admission"
+    """Groups that a step takes: those asked for for it, which is repeatable; or those that ended first, so that no step
+    waits for the longest response."""
     probe_tolerance: Positive | None = None
     """Largest log-prob difference that the probe text may show; None takes 1e-3 for float32 and 0.05 for bfloat16."""
 

@@ -85,9 +85,9 @@ class EngineControl:
         except TypeError as error:
             raise self._malformed("GET /megarl/state", answer) from error
 
-    def pause(self, mode: Literal["abort", "wait", "keep"] = "wait") -> None:
+    def pause(self, mode: Literal["abort", "wait", "keep"] = "wait", timeout_s: float | None = None) -> None:
         """Stops scheduling; requests that come later queue. ``wait`` lets the running ones end first."""
-        self._call("POST", f"/pause?mode={mode}")
+        self._call("POST", f"/pause?mode={mode}", timeout_s=timeout_s)
 
     def resume(self) -> None:
         """Let the engine generate again."""

@@ -27,7 +27,8 @@ class TaskChoice:
     def __init__(self, config: Config, store: Store) -> None:
         self._taskset = config.taskset
         asked = config.trainer.tasks_per_step
-        self._count = asked - config.buffer.replay.num_groups(asked)
+        self.per_step = asked - config.buffer.replay.num_groups(asked)
+        """Tasks of a step that replays its whole share."""
         extra = config.algorithm.max_extra_rollouts if config.algorithm.dynamic_sampling else 0
         self._first_spare = 1 + extra
         self._staleness = config.sync.max_staleness
@@ -76,8 +77,8 @@ class TaskChoice:
             step: Steps done before it.
             seed: ``data_seed`` of the run's state.
         """
-        start = step * self._count
-        slots = self._shares.of(start, self._count)
+        start = step * self.per_step
+        slots = self._shares.of(start, self.per_step)
         before, counts = self._shares.before(start), Counter(slots)
         chosen = [
             iter(self._of_one(source, Draw(step, before[source], counts[source], extra, seed, self._stream(source))))

@@ -5,6 +5,7 @@ from megarl.explore.store.database import OWN_SERVER, VARIABLE, check_url, sqlit
 from megarl.explore.store.engines import RegisteredEngine
 from megarl.explore.store.experts import ExpertExperience, ImportedSource
 from megarl.explore.store.journal import NOTHING_USED, Used
+from megarl.explore.store.pacing import UnusedGroup
 from megarl.explore.store.replays import UsedGroup
 from megarl.explore.store.store import Store
 from megarl.explore.store.tables import EngineStatus
@@ -20,6 +21,7 @@ __all__ = [
     "ImportedSource",
     "RegisteredEngine",
     "Store",
+    "UnusedGroup",
     "Used",
     "UsedGroup",
     "check_url",

@@ -37,8 +37,9 @@ class Buffer(Handle):
     def claim_groups(
         self, worker: str, limit: int, *, max_samples: int | None = None, lease_s: float = LEASE_S
     ) -> list[Claim]:
-        """Claim up to ``limit`` groups, oldest rollout first; groups whose worker, another one, has not renewed its
-        claims for ``lease_s`` count as free (``release_claims`` frees those of a predecessor of the same name).
+        """Claim up to ``limit`` groups, evaluations first, then the oldest rollout. Groups whose worker, another one,
+        has not renewed its claims for ``lease_s`` count as free (``release_claims`` frees those of a predecessor of the
+        same name).
 
         With ``max_samples`` the groups' sizes add up to at most that many, except that one group is always claimed.
 
@@ -113,24 +114,22 @@ class Buffer(Handle):
             lambda connection, again: connection.execute(update(GROUPS).where(*held).values(free)).rowcount
         )
 
-    def take(self, n: int, *, step: int, min_weights: int, without: Collection[str] = ()) -> list[str]:
-        """Choose up to ``n`` ready groups for a training step; return their ids in the order in which they were asked
-        for.
+    def take(self, n: int, *, step: int, without: Collection[str] = ()) -> list[str]:
+        """Choose up to ``n`` ready groups that were asked for for a training step; return their ids in the order in
+        which they were asked for.
 
         Nothing is written: groups are consumed with the step that has trained on them, so that a killed step finds
         them again.
 
         Args:
             step: Steps done before the one that trains on them.
-            min_weights: Least number of steps in the weights that they were asked for with: ``step`` - staleness.
             without: Ids of groups that the step has already.
         """
-        weights = func.coalesce(ROLLOUTS.c.weights_step, ROLLOUTS.c.step)
         query = (
             select(GROUPS.c.group_id)
             .join(ROLLOUTS, ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
             .where(GROUPS.c.state == GroupState.READY, ROLLOUTS.c.kind == "train")
-            .where(ROLLOUTS.c.step == step, weights >= min_weights)
+            .where(ROLLOUTS.c.step == step)
             .order_by(ROLLOUTS.c.sequence, GROUPS.c.position)
         )
         ready = self._read(lambda connection: list(connection.scalars(query)))

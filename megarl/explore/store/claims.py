@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Connection, Row, Select, and_, func, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Select, and_, case, func, select, update
 
 from megarl.core.schema import GREEDY, Task, Trajectory, WeightsVersion
 from megarl.explore.store.codec import dumps, task_from_row
@@ -92,12 +93,14 @@ def claim(
 
 
 def _open_rollouts(connection: Connection, expired: ColumnElement[bool]) -> list[str]:
-    """Ids of the rollouts that have free groups, in order. Of a rollout's pending groups one is read."""
+    """Ids of the rollouts that have free groups: evaluations first, then in order. Of a rollout's pending groups one is
+    read."""
     found = set(connection.scalars(select(GROUPS.c.rollout_id).where(expired)))
     least, last = select(func.min(GROUPS.c.rollout_id)).where(PENDING), ""
     while (following := connection.scalar(least.where(GROUPS.c.rollout_id > last))) is not None:
         found.add(last := following)
-    query = select(ROLLOUTS.c.rollout_id).where(ROLLOUTS.c.rollout_id.in_(found)).order_by(ROLLOUTS.c.sequence)
+    trains = case((ROLLOUTS.c.kind == "train", 1), else_=0)
+    query = select(ROLLOUTS.c.rollout_id).where(ROLLOUTS.c.rollout_id.in_(found)).order_by(trains, ROLLOUTS.c.sequence)
     return list(connection.scalars(query))
 
 
@@ -148,7 +151,8 @@ def make_ready(connection: Connection, claim: Claim) -> bool:
     """Mark a group as ready if the claim is the one that it has now. Call it before its trajectories are written:
     whoever asks for the rollout again deletes the group's row first too, and waits for us there."""
     claimed = GROUPS.c.state == GroupState.CLAIMED
-    return connection.execute(update(GROUPS).where(*_of(claim), claimed).values(state=GroupState.READY)).rowcount == 1
+    ready = {"state": GroupState.READY, "ended_at": time.time()}
+    return connection.execute(update(GROUPS).where(*_of(claim), claimed).values(ready)).rowcount == 1
 
 
 def is_ready(connection: Connection, claim: Claim) -> bool:

@@ -114,6 +114,15 @@ def trajectory_from_row(row: Any) -> Trajectory:
     )
 
 
+def versions_in(record: str) -> set[str]:
+    """Versions of weights that have sampled tokens of the trajectory with this record."""
+    return {span[2] for turn in json.loads(record)["turns"] for span in turn[SPANS]}
+
+
+SPANS = 5
+"""Place of the spans in a turn's record."""
+
+
 def _turn_record(turn: Turn) -> list[Any]:
     spans = [[span.start, span.end, str(span.version)] for span in turn.spans]
     return [turn.author, len(turn), turn.follows, turn.logp is not None, turn.finish_reason, spans, turn.reward]

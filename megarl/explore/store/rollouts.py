@@ -12,9 +12,10 @@ from sqlalchemy import ColumnElement, Connection, case, delete, exists, func, in
 from megarl.core.errors import DataError
 from megarl.core.schema import WeightsVersion
 from megarl.explore.store.claims import RolloutKind
-from megarl.explore.store.codec import dumps
+from megarl.explore.store.codec import dumps, versions_in
 from megarl.explore.store.handle import Handle, chunks
 from megarl.explore.store.journal import event_of
+from megarl.explore.store.pacing import steps_of_weights
 from megarl.explore.store.tables import (
     EVENTS,
     GROUPS,
@@ -24,6 +25,7 @@ from megarl.explore.store.tables import (
     STEPS,
     TASKS,
     TRAJECTORIES,
+    VERSIONS,
     WHOLE,
     GroupState,
 )
@@ -44,16 +46,15 @@ class RolloutTable(Handle):
         task_ids: Sequence[str],
         group_size: int,
         sampling: Mapping[str, Any],
-        *,
-        weights_step: int | None = None,
     ) -> None:
         """Ask for ``group_size`` samples of every task. A rollout of the same id is replaced with all it produced,
         so that a resumed trainer asks again with its new weights; a claim on the old one can no longer be finished.
 
         Args:
-            step: Steps done before the one that the groups are for; of an evaluation, those of its weights.
+            step: Steps done before the one that the groups are for; of an evaluation, those of its weights; in
+                completion order, those done when it is asked for.
+            version: Published last; ``record_version`` has its steps.
             sampling: temperature, max_tokens, seed; ``greedy``: one greedy answer to each task beside the samples.
-            weights_step: Steps of training in the weights of ``version``, where that is another number than ``step``.
 
         Safe to repeat: a call knows its own rollout by the time at which it asked, and does not replace that one, whose
         groups may be claimed already.
@@ -75,7 +76,6 @@ class RolloutTable(Handle):
             "group_size": group_size,
             "sampling": dumps(dict(sampling)),
             "requested_at": time.time(),
-            "weights_step": weights_step,
         }
         groups = [
             {
@@ -113,20 +113,25 @@ class RolloutTable(Handle):
 
         A trainer that resumes at that step calls it first: what an earlier attempt left undone was asked for with
         weights that no longer exist. Groups of earlier weights which a later step had used are ready again, and
-        what later steps had replayed counts as unused by them.
+        what later steps had replayed counts as unused by them. Unused groups with tokens of later weights are sampled
+        again.
 
         Rollouts carry the number of steps done before them, recorded metrics the number done with theirs: those of
         ``from_step`` itself stay. Safe to repeat: then there is nothing left to forget.
 
         Args:
-            ahead: Forget the rollouts of step ``from_step`` that were asked for ahead of it, too.
+            ahead: Forget what was asked for ahead of step ``from_step``, too: no unused training group stays.
         """
-        steps = ROLLOUTS.c.step if ahead else func.coalesce(ROLLOUTS.c.weights_step, ROLLOUTS.c.step)
+        steps = ROLLOUTS.c.step if ahead else steps_of_weights()
 
         def work(connection: Connection, again: bool) -> None:
             ids = list(connection.scalars(select(ROLLOUTS.c.rollout_id).where(steps >= from_step)))
             delete_rollouts(connection, ids)
             connection.execute(update(GROUPS).where(GROUPS.c.used_by > from_step).values(UNUSED))
+            if ahead:
+                _delete_unused(connection)
+            else:
+                _sample_again(connection, from_step)
             connection.execute(delete(REPLAYS).where(REPLAYS.c.step > from_step))
             connection.execute(delete(STEPS).where(STEPS.c.step > from_step))
             evaluations = connection.execute(select(EVENTS).where(EVENTS.c.kind == "evaluation"))
@@ -189,10 +194,9 @@ class RolloutTable(Handle):
         found: dict[str, Any] = next(data for data in events if data["rollout_id"] == rollout_id)
         return found
 
-    def is_requested(self, rollout_id: str, min_weights: int) -> bool:
-        """True for a rollout of weights with at least ``min_weights`` steps of training."""
-        weights = func.coalesce(ROLLOUTS.c.weights_step, ROLLOUTS.c.step)
-        query = select(ROLLOUTS.c.sequence).where(ROLLOUTS.c.rollout_id == rollout_id, weights >= min_weights)
+    def is_requested(self, rollout_id: str) -> bool:
+        """True once it was asked for."""
+        query = select(ROLLOUTS.c.sequence).where(ROLLOUTS.c.rollout_id == rollout_id)
         return self._read(lambda connection: connection.execute(query).first()) is not None
 
     def rollout_metrics(self, rollout_id: str) -> dict[str, float]:
@@ -203,6 +207,34 @@ class RolloutTable(Handle):
             for name, value in metrics.items():
                 total[name] = total.get(name, 0.0) + value
         return total
+
+
+def _delete_unused(connection: Connection) -> None:
+    """Delete training groups that no step has used."""
+    unused = GROUPS.c.state.in_((GroupState.PENDING, GroupState.CLAIMED, GroupState.READY))
+    trained = select(ROLLOUTS.c.rollout_id).where(ROLLOUTS.c.kind == "train")
+    ids = list(connection.scalars(select(GROUPS.c.group_id).where(unused, GROUPS.c.rollout_id.in_(trained))))
+    for few in chunks(ids):
+        connection.execute(delete(GROUPS).where(GROUPS.c.group_id.in_(few)))  # first, as in ``delete_rollouts``
+        connection.execute(delete(TRAJECTORIES).where(TRAJECTORIES.c.group_id.in_(few)))
+
+
+def _sample_again(connection: Connection, from_step: int) -> None:
+    """Make unused groups pending that have tokens of weights with more than ``from_step`` steps."""
+    dead = set(connection.scalars(select(VERSIONS.c.version).where(VERSIONS.c.step > from_step)))
+    if not dead:
+        return
+    query = (
+        select(TRAJECTORIES.c.group_id, TRAJECTORIES.c.record)
+        .join(GROUPS, GROUPS.c.group_id == TRAJECTORIES.c.group_id)
+        .join(ROLLOUTS, ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
+        .where(GROUPS.c.state == GroupState.READY, ROLLOUTS.c.kind == "train")
+    )
+    ids = {row.group_id for row in connection.execute(query) if versions_in(row.record) & dead}
+    again = {"state": GroupState.PENDING, "claimed_by": None, "claimed_at": None, "claim_token": None, "ended_at": None}
+    for few in chunks(sorted(ids)):
+        connection.execute(delete(TRAJECTORIES).where(TRAJECTORIES.c.group_id.in_(few)))
+        connection.execute(update(GROUPS).where(GROUPS.c.group_id.in_(few)).values(again))
 
 
 def delete_rollouts(connection: Connection, rollout_ids: Sequence[str]) -> None:

@@ -16,12 +16,13 @@ from megarl.explore.store.buffer import Buffer
 from megarl.explore.store.engines import EngineRegistry
 from megarl.explore.store.experts import ExpertTable
 from megarl.explore.store.journal import Journal
+from megarl.explore.store.pacing import PacingTable
 from megarl.explore.store.replays import ReplayTable
 from megarl.explore.store.rollouts import RolloutTable
 from megarl.explore.store.tasks import TaskTable
 
 
-class Store(TaskTable, ExpertTable, RolloutTable, Buffer, ReplayTable, EngineRegistry, Journal):
+class Store(TaskTable, ExpertTable, RolloutTable, Buffer, PacingTable, ReplayTable, EngineRegistry, Journal):
     """A connection to the store, for one process (make a new one after a fork).
 
     Args:

@@ -7,7 +7,7 @@ from enum import StrEnum
 from sqlalchemy import Column, Float, Index, Integer, LargeBinary, MetaData, String, Table, Text
 
 METADATA = MetaData()
-SCHEMA, SCHEMA_KEY = 10, "schema"
+SCHEMA, SCHEMA_KEY = 11, "schema"
 """Number of these tables, and its key in ``job``. A store of another number is refused."""
 
 
@@ -102,8 +102,17 @@ ROLLOUTS = Table(
     Column("group_size", Integer, nullable=False),
     Column("sampling", Text, nullable=False),
     Column("requested_at", Float, nullable=False),
-    Column("weights_step", Integer),  # steps of training in the weights asked for; NULL: ``step``
 )
+
+VERSIONS = Table(
+    "versions",
+    METADATA,
+    Column("version", String, primary_key=True),  # attempt.n
+    Column("step", Integer, nullable=False),  # steps of training in these weights
+    Column("published_at", Float, nullable=False),
+)
+"""Weights that engines were given, in any attempt. Those of steps after a resume are dead: no unused group keeps tokens
+of them."""
 
 GROUPS = Table(
     "groups",
@@ -117,6 +126,7 @@ GROUPS = Table(
     Column("claimed_at", Float),  # or renewed
     Column("claim_token", String),
     Column("attempt", Integer, nullable=False),
+    Column("ended_at", Float),  # when its trajectories were put
     Column("used_by", Integer),  # number of the step, from 1, that consumed or dropped it; replays: REPLAYS
     Column("reason", String),  # why it was dropped
     Index("groups_by_rollout", "rollout_id", "position"),

@@ -20,6 +20,7 @@ from megarl.explore.rewards.router import FAMILIES
 from megarl.explore.store import check_url
 from megarl.learn import algorithms
 from megarl.learn.algorithms import Algorithm
+from megarl.run.checks.pacing import check_pacing
 from megarl.run.checks.replay import check_replay
 from megarl.run.checks.roles import check_role_settings
 from megarl.run.checks.tasksets import check_taskset
@@ -55,6 +56,7 @@ def check_settings(config: Config, algorithm: Algorithm, nodes: int, *, elsewher
     check_evaluation(config)
     check_rows_of_files(config, job)
     check_taskset(config, job)
+    check_pacing(config, job)
     check_replay(config, job)
     check_trackers(config.trainer.trackers)
     if nodes == 1:  # else each node is asked for its own

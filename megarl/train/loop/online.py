@@ -13,14 +13,16 @@ from megarl.core.schema import End, Outcome, Trajectory, WeightsVersion
 from megarl.core.truncation import TruncationWarning
 from megarl.explore.experience import Report, add_model_scores, with_group_stats
 from megarl.explore.order.draws import Demonstration, ExpertRows, data_seed, num_expert_rows
+from megarl.explore.order.pacing import Pacing
 from megarl.explore.store import EngineStatus
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.train.loop.base import Trainer
 from megarl.train.loop.waiting import RolloutWaiter
 from megarl.train.rank.state import TrainState
+from megarl.train.rollout.asking import Published
 from megarl.train.rollout.evaluation import Evaluation
 from megarl.train.rollout.reading import NodeReader, RolloutReader
-from megarl.train.rollout.rollouts import Rollouts
+from megarl.train.rollout.rollouts import Rollouts, Wait
 from megarl.train.sync.colocated import ColocatedEngines
 from megarl.train.sync.publish import WeightPublisher
 from megarl.train.sync.weights import Stopped, WeightSync
@@ -34,11 +36,13 @@ class OnlineTrainer(Trainer):
     weights: WeightSync
     rollouts: Rollouts
     evaluation: Evaluation
+    wait: Wait
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         reader = NodeReader(self.timeout_s + config.store.outage_s)
         self.reader = RolloutReader(reader, self.store, lambda: self.ranks.stopping)
+        self.pacing = Pacing.of(config.sync)
         self.truncation = TruncationWarning(config.rollout.max_response_tokens)
         self.expert: ExpertRows | None = None
         if "expert" in self.algorithm.needs:
@@ -61,10 +65,14 @@ class OnlineTrainer(Trainer):
                 engines=self.engines,
                 stopping=lambda: self.ranks.stopping,
             )
-            self.weights = WeightSync(self.context, self.ranks, self.reporter, self.models, publisher, self.turns)
-            waiter = RolloutWaiter(self.context, self.store, self.ranks, self.reporter, self.weights, self.checkpoints)
-            self.rollouts = Rollouts(self.context, self.algorithm, self.store, self.reporter, self.reader, waiter.wait)
-            self.evaluation = Evaluation(self.context, self.store, self.reporter, waiter.wait)
+            self.weights = WeightSync(
+                self.context, self.ranks, self.reporter, self.models, publisher, self.turns, self.store.record_version
+            )
+            wait = self.wait = RolloutWaiter(
+                self.context, self.store, self.ranks, self.reporter, self.weights, self.checkpoints
+            ).wait
+            self.rollouts = Rollouts(self.context, self.algorithm, self.store, self.reporter, self.reader, wait)
+            self.evaluation = Evaluation(self.context, self.store, self.reporter, wait)
             if self.config.rollout.placement == "colocated":
                 self.turns.engines = ColocatedEngines(self.context, self.store, self.ranks, publisher)
             self.turns.enter(Phase.SYNC)
@@ -85,8 +93,13 @@ class OnlineTrainer(Trainer):
                 if self.models.refresh_due(number):
                     self.turns.enter(Phase.REFRESH)
                     self.models.refresh_reference()
-                synced = self.weights.publish()
-            groups = self.rollouts.groups(state, self.weights.version, self.models.head.vocab_size)
+                synced: dict[str, float] | None = {}
+                if self.pacing.publishes(number) or not self.weights.version.n:
+                    synced = self.publish(state)
+            if synced is None:
+                return None
+            published = Published(self.weights.version, self.weights.step)
+            groups = self.rollouts.groups(state, published, self.models.head.vocab_size)
             if groups is None:
                 return None
             if not groups.trajectories:
@@ -113,8 +126,9 @@ class OnlineTrainer(Trainer):
                 differences = mismatch(batch.sequences, sampled)
             # Rewards in the metrics of the estimate are those with the KL taken off.
             metrics = trajectory_metrics(batch.outcomes, groups.report) | scored | trained | differences | synced
-            with suppress(Stopped):  # the step counts: its update is made
-                self.rollouts.drain(before)
+            if self.drains(before.step + 1):
+                with suppress(Stopped):  # the step counts: its update is made
+                    self.rollouts.drain(before)
             state = self.end_step(state, metrics, groups.used)
         metrics |= groups.metrics
         if (text := self.truncation.warning(metrics)) is not None:
@@ -134,8 +148,22 @@ class OnlineTrainer(Trainer):
 
     def evaluate(self, state: TrainState, name: str) -> bool:
         """Publish the weights and evaluate them on held-out tasks."""
-        self.weights.publish()
-        return self.evaluation.run(state, self.weights.version, name)
+        return self.publish(state) is not None and self.evaluation.run(state, self.weights.version, name)
+
+    def publish(self, state: TrainState) -> dict[str, float] | None:
+        """Publish the weights (``WeightSync.publish``); None when the job is asked to stop before that."""
+        if self.config.sync.order == "completion":
+            with self.weights.quieting() as look:
+                if not self.wait(look, "requests that end before the weights change", weights_step=state.step):
+                    return None
+        return self.weights.publish(state.step)
+
+    def drains(self, step: int) -> bool:
+        """True if what was asked for ahead must be there when ``step`` steps are done: a checkpoint or other weights
+        come next."""
+        trainer = self.config.trainer
+        interval = trainer.eval_interval or trainer.steps
+        return self.pacing.publishes(step) or not (step % trainer.checkpoint_interval and step % interval)
 
     def demonstrations(self, state: TrainState, usual: int) -> list[Demonstration]:
         """Expert rows of the step beside ``usual`` samples; [] where the algorithm has none."""

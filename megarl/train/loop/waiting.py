@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from megarl.core import heartbeat
@@ -13,12 +14,15 @@ from megarl.train.loop.checkpoints import Checkpointer
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks
 from megarl.train.rank.reporter import Reporter
+from megarl.train.rollout.asking import Progress
 from megarl.train.sync.weights import WeightSync
 
 MEET_S = 30.0
 """Seconds between two collectives while ranks wait: a rollout may take longer than a collective waits for its ranks."""
 EVENTS_S = 1.0
 """Seconds between two reads of the explorer's news from the store."""
+SHARE = 4
+"""Seconds between two looks for each second that one takes."""
 SETTLE_S = 1.0
 """The same while a checkpoint is being written, which counts only when they have met."""
 
@@ -61,24 +65,25 @@ class RolloutWaiter:
         self._checkpoints = checkpoints
         self._event_lines = EventLines(store) if context.rank == 0 else None
 
-    def wait(self, rollout_id: str, label: str, *, updated: bool = False) -> bool:
-        """Wait on every rank until a rollout is complete, with a progress bar; False when the job is asked to stop.
+    def wait(self, look: Callable[[], Progress], label: str, *, weights_step: int) -> bool:
+        """Wait on every rank until all is there, with a progress bar; False when the job is asked to stop.
 
         Args:
-            updated: The actor has other weights than those published last.
+            look: Says on rank 0 what is there.
+            weights_step: Steps of training in the actor's weights.
         """
         with self._reporter.progress(None, label, "group") as bar:
             while True:
                 with self._weights.watch() as watch:
-                    done = self._wait(rollout_id, bar, watch)
+                    done = self._wait(look, bar, watch)
                 if done is not None:
                     return done
-                self._weights.publish_again(watch.lost, updated=updated)
+                self._weights.publish_again(watch.lost, weights_step)
 
-    def _wait(self, rollout_id: str, bar: Any, watch: EngineWatch) -> bool | None:
+    def _wait(self, look: Callable[[], Progress], bar: Any, watch: EngineWatch) -> bool | None:
         """Wait as ``wait``; None, on every rank, when a new engine needs the weights that another had in its place."""
         while True:
-            done = self._context.rank != 0 or self._follow(rollout_id, bar, watch)
+            done = self._context.rank != 0 or self._follow(look, bar, watch)
             self._checkpoints.settle()
             if self._ranks.agree(done):
                 return True
@@ -87,8 +92,8 @@ class RolloutWaiter:
             if not self._ranks.agree(watch.lost is None):
                 return None
 
-    def _follow(self, rollout_id: str, bar: Any, watch: EngineWatch) -> bool:
-        """Show the progress until ranks meet; True when the rollout is complete.
+    def _follow(self, look: Callable[[], Progress], bar: Any, watch: EngineWatch) -> bool:
+        """Show the progress until ranks meet; True when all is there.
 
         Returns False early when the job is asked to stop or an engine needs weights.
         """
@@ -96,11 +101,12 @@ class RolloutWaiter:
         until = time.monotonic() + (SETTLE_S if self._checkpoints.settling else min(MEET_S, config.cluster.stall_s / 3))
         while True:
             heartbeat.beat()  # the explorer has a heartbeat of its own
-            done, bar.total = self._store.progress(rollout_id)
+            looked_at = time.monotonic()
+            done, bar.total, complete = look()
             bar.update(done - bar.n)
             for line in self._event_lines.lines() if self._event_lines else ():
                 self._reporter.log(line)
-            complete = done == bar.total and self._store.is_complete(rollout_id)
             if complete or self._ranks.stopping or watch.lost is not None or time.monotonic() > until:
                 return complete
-            time.sleep(config.store.poll_s)
+            # A look at many groups is no cheap one: most of the time belongs to those that write them.
+            time.sleep(max(config.store.poll_s, SHARE * (time.monotonic() - looked_at)))

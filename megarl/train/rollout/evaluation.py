@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 
 from megarl.core.config import Config
 from megarl.core.config.schema import EvaluationConfig
@@ -13,6 +13,7 @@ from megarl.explore.store import Store
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
+from megarl.train.rollout.asking import whole
 from megarl.train.rollout.rollouts import Wait
 
 
@@ -36,7 +37,7 @@ class Evaluation:
             if self._context.rank == 0:
                 samples, sampling = config.evaluation.samples, evaluation_sampling(config, state.step)
                 self._store.request_rollout(rollout_id, "eval", state.step, version, self._tasks, samples, sampling)
-            if not self._wait(rollout_id, "held-out tasks"):
+            if not self._wait(partial(whole, self._store, rollout_id), "held-out tasks", weights_step=state.step):
                 return False
         if self._context.rank == 0:
             self._record(state.step, rollout_id)

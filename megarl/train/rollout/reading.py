@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megarl.core import heartbeat
 from megarl.core.errors import JobError, MegarlError, describe
-from megarl.core.schema import Trajectory
+from megarl.core.schema import Trajectory, WeightsVersion
 from megarl.engine.sync.shared import machine
 from megarl.explore.experience import by_group
 from megarl.explore.order.draws import Demonstration
@@ -74,6 +74,22 @@ class NodeReader:
             found.append(part)
         return found if self._agree(fault) else None
 
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What ``make`` returns on rank 0, on every rank. Raises its error on every rank, as ``read`` does."""
+        if self._world == 1:
+            return make()
+        box: list[Any] = [None, None]
+        if dist.get_rank() == 0:
+            try:
+                box[0] = make()
+            except Exception as error:
+                box[1] = self._as_error(error)
+        dist.broadcast_object_list(box, 0)
+        heartbeat.beat()
+        if isinstance(box[1], tuple):
+            raise box[1][0](box[1][1])
+        return box[0]  # type: ignore[no-any-return]
+
     def _messages(
         self, parts: Callable[[], Iterable[T]], stopping: Callable[[], bool]
     ) -> Iterator[tuple[Any, Fault, bool]]:
@@ -119,13 +135,13 @@ class RolloutReader:
         self._store = store
         self._stopping = stopping
 
-    def take(self, n: int, *, step: int, min_weights: int, without: Collection[str] = ()) -> list[Trajectory] | None:
-        """Trajectories of the groups that ``Buffer.take`` chooses; None on every rank when the job is asked to stop."""
-        store = self._store
+    def take(self, choose: Callable[[], Sequence[str]]) -> list[Trajectory] | None:
+        """Trajectories of the groups that ``choose`` returns on rank 0, in its order; None on every rank when the job
+        is asked to stop."""
+        store, chosen = self._store, self._reader.from_first(choose)
 
         def parts() -> Iterator[list[Trajectory]]:
-            groups = store.take(n, step=step, min_weights=min_weights, without=without)
-            return (store.read(part) for part in store.parts(groups))
+            return (store.read(part) for part in store.parts(chosen))
 
         found = self._reader.read(parts, self._stopping)
         return None if found is None else [trajectory for part in found for trajectory in part]
@@ -144,9 +160,15 @@ class RolloutReader:
         found = self._reader.read(parts, self._stopping)
         return None if found is None else [group for part in found for group in part]
 
-    def metrics(self, rollout_id: str) -> dict[str, float]:
-        """Metrics of a rollout, as its explorers measured them."""
-        found = self._reader.read(lambda: [self._store.rollout_metrics(rollout_id)])
+    def metrics(self, rollouts: Callable[[], Sequence[str]]) -> dict[str, float]:
+        """Metrics of rollouts, as their explorers measured them, summed. Only readers call ``rollouts``."""
+        found = self._reader.read(lambda: [self._store.rollout_metrics(rollout_id) for rollout_id in rollouts()])
+        assert found is not None, "nothing here looks at the stop request"
+        return {name: sum(metrics.get(name, 0.0) for metrics in found) for metrics in found for name in metrics}
+
+    def version_steps(self, versions: Sequence[WeightsVersion]) -> dict[WeightsVersion, int]:
+        """Steps of training in ``versions``."""
+        found = self._reader.read(lambda: [self._store.version_steps(versions)])
         assert found is not None, "nothing here looks at the stop request"
         return found[0]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 from megarl.core.errors import NonRetryableError
@@ -20,20 +21,31 @@ from megarl.explore.experience import (
     verify,
 )
 from megarl.explore.order.choice import TaskChoice
-from megarl.explore.order.draws import EXTRA, data_seed, drawn_seed
+from megarl.explore.order.draws import data_seed
+from megarl.explore.order.pacing import Pacing
 from megarl.explore.order.replay import ReplayChoice, Replayed, replay_metrics
 from megarl.explore.store import Store, Used
 from megarl.learn.algorithms import Algorithm
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
+from megarl.train.rollout.asking import (
+    Asking,
+    InAdmissionOrder,
+    InCompletionOrder,
+    Progress,
+    Published,
+    rollout_id,
+    rollout_of,
+    whole,
+)
 from megarl.train.rollout.reading import RolloutReader
 
 
 class Wait(Protocol):
     """``RolloutWaiter.wait``."""
 
-    def __call__(self, rollout_id: str, label: str, *, updated: bool = False) -> bool: ...
+    def __call__(self, look: Callable[[], Progress], label: str, *, weights_step: int) -> bool: ...
 
 
 SURPLUS = "surplus"
@@ -47,7 +59,7 @@ class StepGroups:
     trajectories: list[Trajectory]
     """Whole groups; their statistics come with the reward model's scores."""
     rollout_ids: tuple[str, ...]
-    """Rollouts that the groups were asked for in. They carry the step's number in the store."""
+    """Rollouts that the groups were asked for in."""
     used: Used
     """All groups of these rollouts: consumed, or dropped with a reason."""
     report: Report
@@ -85,11 +97,7 @@ class _Found:
 
 
 class Rollouts:
-    """Training groups of a step. Every rank makes the same calls; rank 0 writes the requests.
-
-    Groups are asked for up to ``sync.max_staleness`` steps ahead of the one that trains on them. All have been sampled
-    before the weights change, so that a run has the same bits when it is repeated.
-    """
+    """Training groups of a step. Every rank makes the same calls; rank 0 asks for groups and chooses them."""
 
     def __init__(
         self,
@@ -106,34 +114,28 @@ class Rollouts:
         self._reporter = reporter
         self._reader = reader
         self._wait = wait
+        self._pacing = Pacing.of(context.config.sync)
         self._choice = TaskChoice(context.config, store)
         self._replay = ReplayChoice(context.config, store)
-
-    def admit(self, state: TrainState, version: WeightsVersion) -> None:
-        """Ask for the groups of this step and of those up to ``sync.max_staleness`` ahead, if the store has not got
-        them.
-
-        Args:
-            version: The weights to sample with, published last.
-        """
-        config = self._context.config
-        end = min(state.step + 1 + config.sync.max_staleness, max(config.trainer.steps, state.step + 1))
-        for step in range(state.step, end):
-            self._request(state, step, version, 0)
+        order = {"admission": InAdmissionOrder, "completion": InCompletionOrder}[context.config.sync.order]
+        self._asking: Asking = order(context, algorithm, store, self._choice, self._replay)
 
     def drain(self, state: TrainState) -> None:
-        """Wait until the groups that were asked for ahead are ready, after the update of step ``state.step``.
+        """Wait until the groups that were asked for ahead are ready, after the update of step ``state.step``; not in
+        completion order.
 
         A checkpoint then finds them in the store, and weights change when no engine samples. Ends early when the job
         is asked to stop.
         """
-        config = self._context.config
-        for step in range(state.step + 1, min(state.step + 1 + config.sync.max_staleness, config.trainer.steps)):
+        if self._context.config.sync.order == "completion":
+            return
+        for step in range(state.step + 1, min(self._pacing.asked(state.step), self._context.config.trainer.steps)):
             with self._reporter.timeline.phase("rollout", step=state.step):
-                if not self._wait(_rollout_id(step), f"rollout {step + 1}, ahead", updated=True):
+                look = partial(whole, self._store, rollout_id(step))
+                if not self._wait(look, f"rollout {step + 1}, ahead", weights_step=state.step + 1):
                     return
 
-    def groups(self, state: TrainState, version: WeightsVersion, vocab_size: int) -> StepGroups | None:
+    def groups(self, state: TrainState, published: Published, vocab_size: int) -> StepGroups | None:
         """Wait for this step's groups, take and verify them; None when the job is asked to stop.
 
         With ``algorithm.dynamic_sampling`` groups that are all right or all wrong are left out, and further rollouts of
@@ -141,40 +143,45 @@ class Rollouts:
         groups; of more, the first ones count. Groups that the step replays (``buffer.replay``) are among these.
 
         Args:
-            version: The weights to sample with, published last.
+            published: The weights to sample with.
 
         Raises:
             NonRetryableError: dynamic sampling left no group at all.
         """
         config, step, timeline = self._context.config, state.step, self._reporter.timeline
         dynamic, wanted = config.algorithm.dynamic_sampling, config.trainer.tasks_per_step
-        found = _Found()
-        ids: list[str] = []
+        found, rounds, asking = _Found(), 0, self._asking
+        missing = self._choice.per_step
         for extra in range(1 + config.algorithm.max_extra_rollouts if dynamic else 1):
             with timeline.phase("rollout", step=step):
-                if not extra:
-                    self.admit(state, version)
-                ids.append(self._request(state, step, version, extra) if extra else _rollout_id(step))
+                if self._context.rank == 0:
+                    if extra:
+                        asking.ask_more(state, published, extra, missing)
+                    else:
+                        asking.ask(state, published)
                 label = f"rollout {step + 1}" + (f", again ({len(found.groups)} of {wanted} groups)" if extra else "")
-                if not self._wait(ids[-1], label):
+                look = partial(asking.look, step, extra, found.ids(), missing)
+                if not self._wait(look, label, weights_step=step):
                     return None
+                rounds += 1
             with timeline.phase("batch", step=step):
                 if not extra:
                     if not self._take_again(found, state, vocab_size):
                         return None
-                    wanted -= len(found.replayed)
-                if not self._take(found, step, vocab_size):
+                    wanted = asking.wanted(len(found.replayed))
+                if not self._take(found, step, missing, vocab_size):
                     return None
-            found.measured.append(self._reader.metrics(ids[-1]))
-            if len(found.groups) >= wanted:
+            if (missing := wanted - len(found.groups)) <= 0:
                 break
+        ids = list(dict.fromkeys(trajectory.group_id for trajectory in found.raw))
+        found.measured.append(self._reader.metrics(lambda: asking.rollouts(step, rounds, ids)))
         trajectories, measured = found.trained(wanted), found.measured
         metrics = {f"rollout/{name}": sum(m.get(name, 0.0) for m in measured) for m in measured for name in m}
         kept = float(min(len(found.groups), wanted))
-        metrics |= {"rollout/extra": len(ids) - 1.0, "rollout/kept_groups": kept}
+        metrics |= {"rollout/extra": rounds - 1.0, "rollout/kept_groups": kept}
         if dynamic and not found.groups and not found.again and found.report.kept:
             raise NonRetryableError(
-                f"algorithm.dynamic_sampling=true: none of the {found.report.kept} groups of {len(ids)} rollouts of "
+                f"algorithm.dynamic_sampling=true: none of the {found.report.kept} groups of {rounds} rollouts of "
                 f"step {step + 1} is between all right ({metrics['rollout/all_right']:.0f}) and all wrong "
                 f"({metrics['rollout/all_wrong']:.0f}); raise algorithm.max_extra_rollouts or algorithm.group_size, "
                 "take other tasks, or set it to false"
@@ -187,19 +194,32 @@ class Rollouts:
         if replays:
             metrics |= replay_metrics(found.replayed, len(found.replayed) + int(kept))
         if replays or config.sync.max_staleness:
-            metrics |= staleness(trajectories, version)
+            metrics |= staleness(trajectories, published.version)
+        if config.sync.max_staleness:
+            metrics |= self._lags(found.groups[:wanted], step)
         if config.reward.shuffle:
             trajectories = shuffle_rewards(
                 trajectories, seed=data_seed(config.trainer.seed, state.rollbacks) * 1_000_003 + step
             )
-        return StepGroups(trajectories, tuple(ids), found.used(wanted), found.report, metrics)
+        rollout_ids = tuple(dict.fromkeys(map(rollout_of, ids)))
+        return StepGroups(trajectories, rollout_ids, found.used(wanted), found.report, metrics)
 
-    def _take(self, found: _Found, step: int, vocab_size: int) -> bool:
+    def _lags(self, groups: Sequence[Sequence[Trajectory]], step: int) -> dict[str, float]:
+        """Mean and maximum of the lags of sampled tokens."""
+        sampled = Counter[WeightsVersion]()
+        for span in (span for group in groups for e in group for turn in e.turns for span in turn.spans):
+            sampled[span.version] += span.end - span.start
+        steps = self._reader.version_steps(sorted(sampled))
+        lags = [(step - steps[version], tokens) for version, tokens in sampled.items()]
+        if not lags:
+            return {}
+        mean = sum(lag * tokens for lag, tokens in lags) / sampled.total()
+        return {"rollout/lag/mean": mean, "rollout/lag/max": float(max(lag for lag, _ in lags))}
+
+    def _take(self, found: _Found, step: int, missing: int, vocab_size: int) -> bool:
         """Add the groups that are ready for the step; False when the job is asked to stop."""
         config = self._context.config
-        answers = self._reader.take(
-            config.trainer.tasks_per_step, step=step, min_weights=step - config.sync.max_staleness, without=found.ids()
-        )
+        answers = self._reader.take(lambda: self._asking.choose(step, found.ids(), missing))
         if answers is None:
             return False
         found.raw += answers
@@ -244,37 +264,6 @@ class Rollouts:
             step=step,
         )
 
-    def _request(self, state: TrainState, step: int, version: WeightsVersion, extra: int) -> str:
-        """Ask for rollout number ``extra`` of a step beyond its first, if the store has not got it; return its id."""
-        config, rollout_id = self._context.config, _rollout_id(step, extra)
-        seed = data_seed(config.trainer.seed, state.rollbacks)
-        oldest = step - config.sync.max_staleness
-        if self._context.rank == 0 and not self._store.is_requested(rollout_id, oldest):
-            if extra:
-                tasks = self._choice.tasks(step, seed, extra)
-            else:
-                sampled = config.trainer.tasks_per_step - len(self._replay.groups(step, seed, state.step))
-                tasks = self._choice.with_spare(step, seed, sampled)
-            own_seed = drawn_seed(seed, step, extra, EXTRA) if extra else seed * 1_000_003 + step
-            sampling = {
-                "temperature": config.rollout.temperature,
-                "max_tokens": config.rollout.max_response_tokens,
-                "seed": own_seed,
-            }
-            if "greedy" in self._algorithm.needs:
-                sampling["greedy"] = True
-            self._store.request_rollout(
-                rollout_id,
-                "train",
-                step,
-                version,
-                tasks,
-                config.algorithm.group_size,
-                sampling,
-                weights_step=state.step,
-            )
-        return rollout_id
-
 
 def staleness(trajectories: Sequence[Trajectory], version: WeightsVersion) -> dict[str, float]:
     """Share of the trained tokens that other weights than ``version`` have sampled."""
@@ -284,7 +273,3 @@ def staleness(trajectories: Sequence[Trajectory], version: WeightsVersion) -> di
             total += len(turn.token_ids) if turn.author == "model" else 0
             old += sum(span.end - span.start for span in turn.spans if span.version != version)
     return {"rollout/stale_tokens": old / max(total, 1)}
-
-
-def _rollout_id(step: int, extra: int = 0) -> str:
-    return f"train-{step:06d}" + (f"-{extra}" if extra else "")

@@ -95,6 +95,11 @@ class WeightPublisher(EngineConnection):
         """Watch the engines, which have this version, on rank 0; none on others."""
         return self._fleet.watch(str(version)) if self._rank == 0 else EngineWatch([], str(version))
 
+    def pause(self, timeout_s: float) -> None:
+        """Have the engines end their requests, for so long at most, and begin none before a publication. Raises
+        EngineError."""
+        self._fleet.each(lambda i, engine: engine.pause("wait", timeout_s))
+
     def halve_buckets(self) -> tuple[int, int] | None:
         """Halve ``sync.bucket_bytes`` for the next ``connect``; return the bytes before and after, None where they
         would be too few."""

@@ -5,7 +5,9 @@ Every rank makes the same calls and leaves them alike: with a result, or with an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -19,6 +21,7 @@ from megarl.learn.batching import Sequences
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks
 from megarl.train.rank.reporter import Reporter
+from megarl.train.rollout.asking import Progress
 from megarl.train.sync.publish import WeightPublisher
 from megarl.train.update.models import Models
 from megarl.train.update.turns import Turns
@@ -44,9 +47,13 @@ class WeightSync:
         models: Models,
         publisher: WeightPublisher,
         turns: Turns,
+        record: Callable[[WeightsVersion, int], None],
     ) -> None:
         self.version = WeightsVersion(context.attempt, 0)
         """Last published; 0 is none."""
+        self.step = 0
+        """Steps of training in it."""
+        self._record = record
         self._context = context
         self._ranks = ranks
         self._reporter = reporter
@@ -58,36 +65,55 @@ class WeightSync:
         """Wait for the engines, and join them for weight syncs. Raises EngineError, WeightSyncError, Stopped."""
         self._again_if_one_dies(lambda: None, join=True)
 
-    def publish(self) -> dict[str, float]:
-        """Give the actor's weights to every engine that is wanted, under a new version, proven equal; enter
-        ``Phase.ROLLOUT`` and return sync metrics.
+    def publish(self, step: int) -> dict[str, float]:
+        """Give the actor's weights, which have ``step`` steps of training, to every engine that is wanted, under a new
+        version, proven equal; enter ``Phase.ROLLOUT`` and return sync metrics.
 
         Raises EngineError, WeightSyncError, Stopped.
         """
         self._turns.enter(Phase.SYNC)  # engines that are away may be wanted then
-        self.version = WeightsVersion(self._context.attempt, self.version.n + 1)
+        self._begin_version(step)
         changed = not self._ranks.agree(not self._publisher.engines_changed())
         return self._again_if_one_dies(self._publish, join=changed)
 
-    def publish_again(self, why: str | None, *, updated: bool = False) -> None:
+    def publish_again(self, why: str | None, step: int) -> None:
         """Give the weights to an engine that has replaced one that had them, under the same version.
 
         The others are asked again for what they are computing.
 
         Args:
             why: State of the engine, on the rank that saw it.
-            updated: The actor has been updated since the last version: these weights are a new one.
+            step: Steps of training in the actor's weights; where the last version has others, these are a new one.
         """
-        if updated:
-            self.version = WeightsVersion(self._context.attempt, self.version.n + 1)
+        if step != self.step:
+            self._begin_version(step)
         self._reporter.log(f"{why}: it has replaced one that died; joining it")
         with self._turns.during(Phase.SYNC):
             self._again_if_one_dies(lambda: self._publish(abort=True), join=True)
         self._reporter.log(f"published {self.version} again; the rollout goes on")
 
+    def _begin_version(self, step: int) -> None:
+        """Name the actor's weights, and write that down before an engine samples with them."""
+        self.version, self.step = WeightsVersion(self._context.attempt, self.version.n + 1), step
+        if self._context.rank == 0:
+            self._record(self.version, step)
+
     def watch(self) -> EngineWatch:
         """Watch the engines while they generate, on rank 0."""
         return self._publisher.watch(self.version)
+
+    @contextmanager
+    def quieting(self) -> Iterator[Callable[[], Progress]]:
+        """Have the engines end what they are computing and begin nothing, in a thread; yield its progress, on rank 0.
+
+        Leaving waits for the thread. An engine that fails is the next publication's affair.
+        """
+        if self._context.rank or not self.version.n:
+            yield lambda: Progress(1, 1, True)
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="pause") as pool:
+            ended = pool.submit(self._publisher.pause, self._context.config.rollout.request_timeout_s)
+            yield lambda: Progress(int(ended.done()), 1, ended.done())
 
     def _publish(self, *, abort: bool = False) -> dict[str, float]:
         actor = self._models.actor

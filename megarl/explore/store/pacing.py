@@ -1,0 +1,73 @@
+"""Published weights, and training groups that no step has used: what ``order/pacing.py`` reasons about."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from typing import NamedTuple
+
+from sqlalchemy import ColumnElement, func, select
+
+from megarl.core.schema import WeightsVersion
+from megarl.explore.store.handle import Handle, chunks
+from megarl.explore.store.tables import GROUPS, ROLLOUTS, VERSIONS, GroupState
+from megarl.explore.store.transactions import put
+
+
+class UnusedGroup(NamedTuple):
+    """A training group that no step has used."""
+
+    group_id: str
+    rollout_id: str
+    weights_step: int
+    """Steps in the weights that had been published last when it was asked for."""
+    ready: bool
+
+
+class PacingTable(Handle):
+    """Versions and unused groups."""
+
+    def record_version(self, version: WeightsVersion, step: int) -> None:
+        """Write down that ``version`` has ``step`` steps of training, before an engine has it. Safe to repeat."""
+        row = {"version": str(version), "step": step, "published_at": time.time()}
+        self._write(lambda connection, again: put(connection, VERSIONS, [row]))
+
+    def version_steps(self, versions: Collection[WeightsVersion]) -> dict[WeightsVersion, int]:
+        """Steps of training in those of ``versions`` that have been published."""
+        found: dict[WeightsVersion, int] = {}
+        for few in chunks([str(version) for version in versions]):
+            query = select(VERSIONS.c.version, VERSIONS.c.step).where(VERSIONS.c.version.in_(few))
+            rows = self._read(lambda connection, query=query: connection.execute(query).all())  # type: ignore[misc]
+            found |= {WeightsVersion.parse(row.version): row.step for row in rows}
+        return found
+
+    def unused(self) -> list[UnusedGroup]:
+        """Return training groups that no step has used: ready ones first, in the order in which they ended."""
+        states = (GroupState.PENDING, GroupState.CLAIMED, GroupState.READY)
+        columns = (GROUPS.c.group_id, GROUPS.c.rollout_id, steps_of_weights().label("step"), GROUPS.c.state)
+        query = (
+            select(*columns, GROUPS.c.ended_at)
+            .join(ROLLOUTS, ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
+            .where(GROUPS.c.state.in_(states), ROLLOUTS.c.kind == "train")
+        )
+        rows = self._read(lambda connection: connection.execute(query).all())
+        ready = [row for row in rows if row.state == GroupState.READY]
+        ready.sort(key=lambda row: (row.ended_at, row.group_id))
+        others = [row for row in rows if row.state != GroupState.READY]
+        return [
+            UnusedGroup(row.group_id, row.rollout_id, row.step, row.state == GroupState.READY)
+            for row in (*ready, *others)
+        ]
+
+    def num_asked(self, before: int) -> int:
+        """Number of training groups that were asked for when fewer than ``before`` steps were done, without those in
+        the place of others."""
+        first = (ROLLOUTS.c.kind == "train", ROLLOUTS.c.step < before, ROLLOUTS.c.rollout_id.not_like("train-%-%"))
+        query = select(func.coalesce(func.sum(ROLLOUTS.c.num_groups), 0)).where(*first)
+        return self._read(lambda connection: int(connection.execute(query).scalar_one()))
+
+
+def steps_of_weights() -> ColumnElement[int]:
+    """Steps in the weights that a rollout was asked for with; those done then, where the version is not recorded."""
+    published = select(VERSIONS.c.step).where(VERSIONS.c.version == ROLLOUTS.c.version).scalar_subquery()
+    return func.coalesce(published, ROLLOUTS.c.step)

@@ -1,0 +1,33 @@
+"""Checks of ``sync.max_staleness``, ``sync.interval`` and ``sync.order``."""
+
+from __future__ import annotations
+
+import logging
+
+from megarl.core.config import Config
+from megarl.core.errors import ConfigError
+from megarl.core.jobs import Job
+
+log = logging.getLogger(__name__)
+
+
+def check_pacing(config: Config, job: Job) -> None:
+    """Raise ConfigError if groups cannot be sampled that far ahead; warn without a correction."""
+    sync = config.sync
+    if sync.interval > sync.max_staleness + 1:
+        raise ConfigError(
+            f"sync.interval={sync.interval}: weights that are published every {sync.interval} steps are up to "
+            f"{sync.interval - 1} steps behind, and sync.max_staleness={sync.max_staleness} allows fewer; set "
+            f"sync.max_staleness={sync.interval - 1} or more, or sync.interval={sync.max_staleness + 1} or less"
+        )
+    if sync.order == "completion" and not sync.max_staleness:
+        raise ConfigError(
+            "sync.order=completion with sync.max_staleness=0: a step then has no other groups to take than its own; "
+            "set sync.max_staleness to 1 or more, or sync.order=admission"
+        )
+    if sync.max_staleness and job.rollouts and config.algorithm.correction == "none":
+        log.warning(
+            "sync.max_staleness=%d without algorithm.correction: earlier weights sample the tokens, and the loss takes "
+            "them for those of the step; set algorithm.correction=truncate (docs/algorithms.md)",
+            sync.max_staleness,
+        )

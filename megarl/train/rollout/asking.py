@@ -1,0 +1,192 @@
+"""Asking for training groups: how many, of which tasks, when, and which of them a step takes (``sync.order``)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from megarl.core.schema import WeightsVersion
+from megarl.explore.order.choice import TaskChoice
+from megarl.explore.order.draws import EXTRA, data_seed, drawn_seed
+from megarl.explore.order.pacing import Pacing, choose
+from megarl.explore.order.replay import ReplayChoice
+from megarl.explore.store import Store, UnusedGroup
+from megarl.learn.algorithms import Algorithm
+from megarl.train.rank.context import RunContext
+from megarl.train.rank.state import TrainState
+
+
+class Published(NamedTuple):
+    """Weights that were published last."""
+
+    version: WeightsVersion
+    step: int
+    """Steps of training in them."""
+
+
+class Progress(NamedTuple):
+    """How much of what is waited for is there."""
+
+    done: int
+    total: int
+    complete: bool
+
+
+class Asking(ABC):
+    """Asks for groups and chooses those of a step: on rank 0."""
+
+    def __init__(
+        self, context: RunContext, algorithm: Algorithm, store: Store, choice: TaskChoice, replay: ReplayChoice
+    ) -> None:
+        self._config = context.config
+        self._greedy = "greedy" in algorithm.needs
+        self._store = store
+        self._choice = choice
+        self._replay = replay
+        self._pacing = Pacing.of(context.config.sync)
+
+    @abstractmethod
+    def ask(self, state: TrainState, published: Published) -> None:
+        """Ask for the groups of a step, and ahead of it, if the store has not got them."""
+
+    @abstractmethod
+    def ask_more(self, state: TrainState, published: Published, extra: int, missing: int) -> None:
+        """Ask for further groups, the ``extra``-th time in a step that lacks so many."""
+
+    @abstractmethod
+    def look(self, step: int, extra: int, without: Collection[str], missing: int) -> Progress:
+        """Return the progress of what ``choose`` waits for."""
+
+    @abstractmethod
+    def choose(self, step: int, without: Collection[str], missing: int) -> list[str]:
+        """Choose up to ``missing`` ready groups of a step, beside those ``without``; return their ids in order."""
+
+    @abstractmethod
+    def wanted(self, replayed: int) -> int:
+        """Return the number of new groups of a step that replays so many."""
+
+    @abstractmethod
+    def rollouts(self, step: int, rounds: int, used: Sequence[str]) -> list[str]:
+        """Ids of the rollouts that a step reports, which has asked in so many rounds and used these groups: the same on
+        every rank that calls it."""
+
+    def _request(
+        self, rollout_id: str, state: TrainState, step: int, published: Published, tasks: list[str], extra: int = 0
+    ) -> None:
+        seed = data_seed(self._config.trainer.seed, state.rollbacks)
+        sampling = {
+            "temperature": self._config.rollout.temperature,
+            "max_tokens": self._config.rollout.max_response_tokens,
+            "seed": drawn_seed(seed, step, extra, EXTRA) if extra else seed * 1_000_003 + step,
+        }
+        if self._greedy:
+            sampling["greedy"] = True
+        size = self._config.algorithm.group_size
+        self._store.request_rollout(rollout_id, "train", step, published.version, tasks, size, sampling)
+
+
+class InAdmissionOrder(Asking):
+    """Every step has a rollout of its own, and trains on its groups.
+
+    All groups are sampled before the weights change, so that a run has the same bits when it is repeated.
+    """
+
+    def ask(self, state: TrainState, published: Published) -> None:
+        steps = max(self._config.trainer.steps, state.step + 1)
+        for step in range(state.step, min(self._pacing.asked(state.step), steps)):
+            if not self._store.is_requested(rollout_id(step)):
+                seed = data_seed(self._config.trainer.seed, state.rollbacks)
+                sampled = self._config.trainer.tasks_per_step - len(self._replay.groups(step, seed, state.step))
+                tasks = self._choice.with_spare(step, seed, sampled)
+                self._request(rollout_id(step), state, step, published, tasks)
+
+    def ask_more(self, state: TrainState, published: Published, extra: int, missing: int) -> None:
+        if not self._store.is_requested(rollout_id(state.step, extra)):
+            seed = data_seed(self._config.trainer.seed, state.rollbacks)
+            tasks = self._choice.tasks(state.step, seed, extra)
+            self._request(rollout_id(state.step, extra), state, state.step, published, tasks, extra)
+
+    def look(self, step: int, extra: int, without: Collection[str], missing: int) -> Progress:
+        return whole(self._store, rollout_id(step, extra))
+
+    def choose(self, step: int, without: Collection[str], missing: int) -> list[str]:
+        return self._store.take(self._config.trainer.tasks_per_step, step=step, without=without)
+
+    def wanted(self, replayed: int) -> int:
+        return self._config.trainer.tasks_per_step - replayed
+
+    def rollouts(self, step: int, rounds: int, used: Sequence[str]) -> list[str]:
+        return [rollout_id(step, extra) for extra in range(rounds)]
+
+
+class InCompletionOrder(Asking):
+    """A step takes groups as they end, whichever step asked for them, within ``sync.max_staleness``.
+
+    Every publication asks for as many as may be asked for then. Their tasks go on where the last ones ended.
+    """
+
+    def ask(self, state: TrainState, published: Published) -> None:
+        each, step = self._choice.per_step, state.step
+        steps = min(self._pacing.deadline(published.step) + 1, self._config.trainer.steps) - step
+        missing = steps * each - len(self._store.unused())
+        if missing > 0:
+            self._request(rollout_id(step), state, step, published, self._tasks(state, missing))
+
+    def _tasks(self, state: TrainState, count: int) -> list[str]:
+        seed, each = data_seed(self._config.trainer.seed, state.rollbacks), self._choice.per_step
+        step, skipped = divmod(self._store.num_asked(state.step), each)
+        found: list[str] = []
+        while len(found) < skipped + count:
+            found += self._choice.tasks(step, seed)
+            step += 1
+        return found[skipped : skipped + count]
+
+    def ask_more(self, state: TrainState, published: Published, extra: int, missing: int) -> None:
+        if not self._store.is_requested(rollout_id(state.step, extra)):
+            seed = data_seed(self._config.trainer.seed, state.rollbacks)
+            tasks = self._choice.tasks(state.step, seed, extra)[:missing]
+            self._request(rollout_id(state.step, extra), state, state.step, published, tasks, extra)
+
+    def look(self, step: int, extra: int, without: Collection[str], missing: int) -> Progress:
+        unused = self._unused(without)
+        chosen, wanted = self._chosen(unused, step, missing), min(missing, len(unused))
+        return Progress(len(chosen), wanted, len(chosen) == wanted)
+
+    def choose(self, step: int, without: Collection[str], missing: int) -> list[str]:
+        return self._chosen(self._unused(without), step, missing)
+
+    def _unused(self, without: Collection[str]) -> list[UnusedGroup]:
+        return [group for group in self._store.unused() if group.group_id not in without]
+
+    def _chosen(self, unused: Sequence[UnusedGroup], step: int, missing: int) -> list[str]:
+        ready = [group for group in unused if group.ready]
+        due, others = (
+            [self._pacing.deadline(group.weights_step) for group in groups]
+            for groups in (ready, [group for group in unused if not group.ready])
+        )
+        return [ready[number].group_id for number in choose(due, others, step, missing, self._choice.per_step)]
+
+    def wanted(self, replayed: int) -> int:
+        return self._choice.per_step  # a step that replays less than its share is smaller
+
+    def rollouts(self, step: int, rounds: int, used: Sequence[str]) -> list[str]:
+        """Rollouts that have ended: the step has used the last of their groups."""
+        left = {group.rollout_id for group in self._store.unused() if group.group_id not in used}
+        return [rollout for rollout in dict.fromkeys(map(rollout_of, used)) if rollout not in left]
+
+
+def whole(store: Store, rollout: str) -> Progress:
+    """Progress of a rollout, in groups."""
+    done, total = store.progress(rollout)
+    return Progress(done, total, done == total and store.is_complete(rollout))
+
+
+def rollout_id(step: int, extra: int = 0) -> str:
+    """Id of a training rollout."""
+    return f"train-{step:06d}" + (f"-{extra}" if extra else "")
+
+
+def rollout_of(group_id: str) -> str:
+    """Id of the rollout of a group."""
+    return group_id.rpartition("/")[0]
