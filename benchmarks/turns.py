@@ -171,10 +171,9 @@ def job(size: str, mode: str, folder: Path) -> list[dict[str, float]]:
     """Metrics of a job's steps after the first."""
     run_dir = folder / f"{size}-{mode}".replace(" ", "-")
     scratch = [f"model.from_scratch.{name}={value}" for name, value in SIZES[size].items()]
-    subprocess.run(
-        [sys.executable, "-m", "megarl", "train", *JOB, *scratch, *MODES[mode], f"run.dir={run_dir}"],
-        check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "megarl", "train", *JOB, *scratch, *MODES[mode], f"run.dir={run_dir}"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [r for r in records if r.get("training/global_step", 0) > 1]
 

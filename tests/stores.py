@@ -61,6 +61,7 @@ WRITES: dict[str, Callable[[Store, Sequence[Claim]], Any]] = {
     "import_experts": lambda store, claims: store.import_experts([("a.jsonl", [expert(0), expert(1)])]),
     "set_experts": lambda store, claims: store.set_experts("b.jsonl", [expert(1), expert(2)]),
     "request_rollout": lambda store, claims: request(store, "r9", step=9),
+    "record_version": lambda store, claims: store.record_version(WeightsVersion(9, 9), 9),
     "claim_groups": lambda store, claims: store.claim_groups("a", 1),
     "put": lambda store, claims: finish(store, claims[0]),
     "put_all": lambda store, claims: store.put_all(

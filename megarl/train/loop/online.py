@@ -19,7 +19,7 @@ from megarl.explore.tasksets import ChatTokenizer
 from megarl.train.loop.base import Trainer
 from megarl.train.loop.waiting import RolloutWaiter
 from megarl.train.rank.state import TrainState
-from megarl.train.rollout.asking import Published
+from megarl.train.rollout.asking import Progress, Published
 from megarl.train.rollout.evaluation import Evaluation
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.rollout.rollouts import Rollouts, Wait
@@ -153,8 +153,9 @@ class OnlineTrainer(Trainer):
     def publish(self, state: TrainState) -> dict[str, float] | None:
         """Publish the weights (``WeightSync.publish``); None when the job is asked to stop before that."""
         if self.config.sync.order == "completion":
-            with self.weights.quieting() as look:
-                if not self.wait(look, "requests that end before the weights change", weights_step=state.step):
+            label = "requests that end before the weights change"
+            with self.weights.quieting() as ended:
+                if not self.wait(lambda: Progress(ended(), 1, ended()), label, weights_step=state.step):
                     return None
         return self.weights.publish(state.step)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
 from megarl.core.errors import NonRetryableError
-from megarl.core.schema import Trajectory, WeightsVersion
+from megarl.core.schema import Trajectory
 from megarl.explore.experience import (
     Report,
     Verified,
@@ -194,9 +194,7 @@ class Rollouts:
         if replays:
             metrics |= replay_metrics(found.replayed, len(found.replayed) + int(kept))
         if replays or config.sync.max_staleness:
-            metrics |= staleness(trajectories, published.version)
-        if config.sync.max_staleness:
-            metrics |= self._lags(found.groups[:wanted], step)
+            metrics |= self._staleness(trajectories, {group.group_id for group in found.replayed}, step)
         if config.reward.shuffle:
             trajectories = shuffle_rewards(
                 trajectories, seed=data_seed(config.trainer.seed, state.rollbacks) * 1_000_003 + step
@@ -204,17 +202,22 @@ class Rollouts:
         rollout_ids = tuple(dict.fromkeys(map(rollout_of, ids)))
         return StepGroups(trajectories, rollout_ids, found.used(wanted), found.report, metrics)
 
-    def _lags(self, groups: Sequence[Sequence[Trajectory]], step: int) -> dict[str, float]:
-        """Mean and maximum of the lags of sampled tokens."""
-        sampled = Counter[WeightsVersion]()
-        for span in (span for group in groups for e in group for turn in e.turns for span in turn.spans):
-            sampled[span.version] += span.end - span.start
-        steps = self._reader.version_steps(sorted(sampled))
-        lags = [(step - steps[version], tokens) for version, tokens in sampled.items()]
-        if not lags:
-            return {}
-        mean = sum(lag * tokens for lag, tokens in lags) / sampled.total()
-        return {"rollout/lag/mean": mean, "rollout/lag/max": float(max(lag for lag, _ in lags))}
+    def _staleness(self, trajectories: Sequence[Trajectory], replayed: Collection[str], step: int) -> dict[str, float]:
+        """Share of the trained tokens that earlier weights than the step's have sampled; mean and maximum of their lags
+        in groups that are new."""
+        versions = {span.version for e in trajectories for turn in e.turns for span in turn.spans}
+        steps = self._reader.version_steps(sorted(versions))
+        new, all_tokens = Counter[int](), Counter[int]()
+        for e in trajectories:
+            for span in (span for turn in e.turns for span in turn.spans):
+                lag, tokens = step - steps[span.version], span.end - span.start
+                all_tokens[lag] += tokens
+                new[lag] += tokens * (e.group_id not in replayed)
+        metrics = {"rollout/stale_tokens": 1.0 - all_tokens[0] / max(all_tokens.total(), 1)}
+        if new.total():
+            mean = sum(lag * tokens for lag, tokens in new.items()) / new.total()
+            metrics |= {"rollout/lag/mean": mean, "rollout/lag/max": float(max(lag for lag, n in new.items() if n))}
+        return metrics
 
     def _take(self, found: _Found, step: int, missing: int, vocab_size: int) -> bool:
         """Add the groups that are ready for the step; False when the job is asked to stop."""
@@ -263,13 +266,3 @@ class Rollouts:
             greedy="greedy" in self._algorithm.needs,
             step=step,
         )
-
-
-def staleness(trajectories: Sequence[Trajectory], version: WeightsVersion) -> dict[str, float]:
-    """Share of the trained tokens that other weights than ``version`` have sampled."""
-    old = total = 0
-    for trajectory in trajectories:
-        for turn in trajectory.turns:
-            total += len(turn.token_ids) if turn.author == "model" else 0
-            old += sum(span.end - span.start for span in turn.spans if span.version != version)
-    return {"rollout/stale_tokens": old / max(total, 1)}

@@ -21,7 +21,6 @@ from megarl.learn.batching import Sequences
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks
 from megarl.train.rank.reporter import Reporter
-from megarl.train.rollout.asking import Progress
 from megarl.train.sync.publish import WeightPublisher
 from megarl.train.update.models import Models
 from megarl.train.update.turns import Turns
@@ -103,17 +102,18 @@ class WeightSync:
         return self._publisher.watch(self.version)
 
     @contextmanager
-    def quieting(self) -> Iterator[Callable[[], Progress]]:
-        """Have the engines end what they are computing and begin nothing, in a thread; yield its progress, on rank 0.
+    def quieting(self) -> Iterator[Callable[[], bool]]:
+        """Have the engines end what they are computing and begin nothing, in a thread of rank 0; yield whether they
+        have.
 
         Leaving waits for the thread. An engine that fails is the next publication's affair.
         """
         if self._context.rank or not self.version.n:
-            yield lambda: Progress(1, 1, True)
+            yield lambda: True
             return
         with ThreadPoolExecutor(1, thread_name_prefix="pause") as pool:
             ended = pool.submit(self._publisher.pause, self._context.config.rollout.request_timeout_s)
-            yield lambda: Progress(int(ended.done()), 1, ended.done())
+            yield ended.done
 
     def _publish(self, *, abort: bool = False) -> dict[str, float]:
         actor = self._models.actor
