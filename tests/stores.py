@@ -49,11 +49,17 @@ def finish(store: Store, claim: Claim) -> bool:
 
 
 def request(
-    store: Store, name: str = "r0", step: int = 0, groups: int = 6, group_size: int = 2, greedy: bool = False
+    store: Store,
+    name: str = "r0",
+    step: int = 0,
+    groups: int = 6,
+    group_size: int = 2,
+    greedy: bool = False,
+    version: WeightsVersion = VERSION,
 ) -> None:
     ids = store.task_ids("train")[:groups]
     sampling = {"temperature": 0.7} | ({"greedy": True} if greedy else {})
-    store.request_rollout(name, "train", step, VERSION, ids, group_size, sampling)
+    store.request_rollout(name, "train", step, version, ids, group_size, sampling)
 
 
 WRITES: dict[str, Callable[[Store, Sequence[Claim]], Any]] = {

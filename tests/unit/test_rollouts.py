@@ -34,7 +34,7 @@ from megarl.train.rank.context import RunContext
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
 from megarl.train.rollout import rollouts
-from megarl.train.rollout.asking import Progress, Published
+from megarl.train.rollout.asking import Awaited, Published
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from tests.trajectories import one_turn
 
@@ -52,9 +52,9 @@ class Waited:
         this: Any = self
         self.waiter = RolloutWaiter(RunContext(config, Path(), 1, rank), store, this, this, this, this)
 
-    def look(self) -> Progress:
+    def look(self) -> Awaited:
         done, total = self._progress.pop(0) if len(self._progress) > 1 else self._progress[0]
-        return Progress(done, total, done == total)
+        return Awaited(done, total, done == total)
 
     def wait(self) -> bool:
         return self.waiter.wait(self.look, "rollout", weights_step=0)

@@ -404,6 +404,36 @@ def test_consumed_groups_come_in_one_order_with_their_accuracy(store: Store) -> 
     assert store.consumed(4, 9) == store.consumed(0, 3) == []
 
 
+def test_unused_groups_lose_tokens_of_weights_that_a_resume_has_undone(store: Store) -> None:
+    """Groups that were asked for with weights of 1 step; one was sampled with these, one with those of 3 steps."""
+    versions = [WeightsVersion(1, n) for n in range(4)]
+    for step, version in enumerate(versions):
+        store.record_version(version, step)
+    request(store, "train-000001", step=1, groups=3, version=versions[1])
+    for number, claim in enumerate(store.claim_groups("a", 2)):
+        own = replace(claim, version=versions[(1, 3)[number]])
+        assert store.put(claim, [make_trajectory(own, i) for i in claim.indices])
+    assert [(group.group_id[-1], group.weights_step, group.ready) for group in store.unused()] == [
+        ("0", 1, True),
+        ("1", 1, True),
+        ("2", 1, False),
+    ]
+    store.discard_rollouts(3)
+    assert states(store, "train-000001") == ["ready", "ready", "pending"]
+    store.discard_rollouts(2)
+    assert states(store, "train-000001") == ["ready", "pending", "pending"]
+    assert len(store.trajectories("train-000001")) == 2
+    assert [claim.position for claim in store.claim_groups("b", 9)] == [1, 2]
+    assert store.version_steps(versions) == {version: step for step, version in enumerate(versions)}
+
+
+def test_evaluations_are_claimed_before_training_groups(store: Store) -> None:
+    request(store, "r0", groups=2)
+    store.request_rollout("eval-1", "eval", 1, VERSION, store.task_ids("train")[:1], 2, {})
+    assert [claim.rollout_id for claim in store.claim_groups("a", 2)] == ["r0", "eval-1"]
+    assert [claim.rollout_id for claim in store.claim_groups("a", 2)] == ["r0"]
+
+
 def test_an_evaluation_is_recorded_once_and_with_its_groups(store: Store) -> None:
     store.request_rollout("eval-0", "eval", 0, VERSION, store.task_ids("train")[:3], 2, {})
     claims = store.claim_groups("a", 9)

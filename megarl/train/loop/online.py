@@ -19,7 +19,7 @@ from megarl.explore.tasksets import ChatTokenizer
 from megarl.train.loop.base import Trainer
 from megarl.train.loop.waiting import RolloutWaiter
 from megarl.train.rank.state import TrainState
-from megarl.train.rollout.asking import Progress, Published
+from megarl.train.rollout.asking import Awaited, Published
 from megarl.train.rollout.evaluation import Evaluation
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.rollout.rollouts import Rollouts, Wait
@@ -155,7 +155,7 @@ class OnlineTrainer(Trainer):
         if self.config.sync.order == "completion":
             label = "requests that end before the weights change"
             with self.weights.quieting() as ended:
-                if not self.wait(lambda: Progress(ended(), 1, ended()), label, weights_step=state.step):
+                if not self.wait(lambda: Awaited(ended(), 1, ended()), label, weights_step=state.step):
                     return None
         return self.weights.publish(state.step)
 

@@ -14,7 +14,7 @@ from megarl.train.loop.checkpoints import Checkpointer
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks
 from megarl.train.rank.reporter import Reporter
-from megarl.train.rollout.asking import Progress
+from megarl.train.rollout.asking import Awaited
 from megarl.train.sync.weights import WeightSync
 
 MEET_S = 30.0
@@ -65,7 +65,7 @@ class RolloutWaiter:
         self._checkpoints = checkpoints
         self._event_lines = EventLines(store) if context.rank == 0 else None
 
-    def wait(self, look: Callable[[], Progress], label: str, *, weights_step: int) -> bool:
+    def wait(self, look: Callable[[], Awaited], label: str, *, weights_step: int) -> bool:
         """Wait on every rank until all is there, with a progress bar; False when the job is asked to stop.
 
         Args:
@@ -80,7 +80,7 @@ class RolloutWaiter:
                     return done
                 self._weights.publish_again(watch.lost, weights_step)
 
-    def _wait(self, look: Callable[[], Progress], bar: Any, watch: EngineWatch) -> bool | None:
+    def _wait(self, look: Callable[[], Awaited], bar: Any, watch: EngineWatch) -> bool | None:
         """Wait as ``wait``; None, on every rank, when a new engine needs the weights that another had in its place."""
         while True:
             done = self._context.rank != 0 or self._follow(look, bar, watch)
@@ -92,7 +92,7 @@ class RolloutWaiter:
             if not self._ranks.agree(watch.lost is None):
                 return None
 
-    def _follow(self, look: Callable[[], Progress], bar: Any, watch: EngineWatch) -> bool:
+    def _follow(self, look: Callable[[], Awaited], bar: Any, watch: EngineWatch) -> bool:
         """Show the progress until ranks meet; True when all is there.
 
         Returns False early when the job is asked to stop or an engine needs weights.

@@ -25,7 +25,7 @@ class Published(NamedTuple):
     """Steps of training in them."""
 
 
-class Progress(NamedTuple):
+class Awaited(NamedTuple):
     """How much of what is waited for is there."""
 
     done: int
@@ -55,7 +55,7 @@ class Asking(ABC):
         """Ask for further groups, the ``extra``-th time in a step that lacks so many."""
 
     @abstractmethod
-    def look(self, step: int, extra: int, without: Collection[str], missing: int) -> Progress:
+    def look(self, step: int, extra: int, without: Collection[str], missing: int) -> Awaited:
         """Return the progress of what ``choose`` waits for."""
 
     @abstractmethod
@@ -107,7 +107,7 @@ class InAdmissionOrder(Asking):
             tasks = self._choice.tasks(state.step, seed, extra)
             self._request(rollout_id(state.step, extra), state, state.step, published, tasks, extra)
 
-    def look(self, step: int, extra: int, without: Collection[str], missing: int) -> Progress:
+    def look(self, step: int, extra: int, without: Collection[str], missing: int) -> Awaited:
         return whole(self._store, rollout_id(step, extra))
 
     def choose(self, step: int, without: Collection[str], missing: int) -> list[str]:
@@ -148,10 +148,10 @@ class InCompletionOrder(Asking):
             tasks = self._choice.tasks(state.step, seed, extra)[:missing]
             self._request(rollout_id(state.step, extra), state, state.step, published, tasks, extra)
 
-    def look(self, step: int, extra: int, without: Collection[str], missing: int) -> Progress:
+    def look(self, step: int, extra: int, without: Collection[str], missing: int) -> Awaited:
         unused = self._unused(without)
         chosen, wanted = self._chosen(unused, step, missing), min(missing, len(unused))
-        return Progress(len(chosen), wanted, len(chosen) == wanted)
+        return Awaited(len(chosen), wanted, len(chosen) == wanted)
 
     def choose(self, step: int, without: Collection[str], missing: int) -> list[str]:
         return self._chosen(self._unused(without), step, missing)
@@ -176,10 +176,10 @@ class InCompletionOrder(Asking):
         return [rollout for rollout in dict.fromkeys(map(rollout_of, used)) if rollout not in left]
 
 
-def whole(store: Store, rollout: str) -> Progress:
-    """Progress of a rollout, in groups."""
+def whole(store: Store, rollout: str) -> Awaited:
+    """Awaited of a rollout, in groups."""
     done, total = store.progress(rollout)
-    return Progress(done, total, done == total and store.is_complete(rollout))
+    return Awaited(done, total, done == total and store.is_complete(rollout))
 
 
 def rollout_id(step: int, extra: int = 0) -> str:

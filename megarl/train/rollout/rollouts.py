@@ -31,9 +31,9 @@ from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
 from megarl.train.rollout.asking import (
     Asking,
+    Awaited,
     InAdmissionOrder,
     InCompletionOrder,
-    Progress,
     Published,
     rollout_id,
     rollout_of,
@@ -45,7 +45,7 @@ from megarl.train.rollout.reading import RolloutReader
 class Wait(Protocol):
     """``RolloutWaiter.wait``."""
 
-    def __call__(self, look: Callable[[], Progress], label: str, *, weights_step: int) -> bool: ...
+    def __call__(self, look: Callable[[], Awaited], label: str, *, weights_step: int) -> bool: ...
 
 
 SURPLUS = "surplus"

@@ -1,5 +1,5 @@
-"""A job with sync.max_staleness=1 samples for the next step while it trains; killed and resumed, it has the same
-bits."""
+"""A job with sync.max_staleness=2 and sync.interval=2 samples ahead while it trains; killed and resumed between two
+publications, it has the same bits."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.core.schema import WeightsVersion
+from megarl.explore.order.pacing import Pacing
 from megarl.explore.store import Store
 from tests.system.jobs import START_S, TINY, Job
 
 pytestmark = pytest.mark.timeout(4 * START_S)
-STEPS = 4
-SETTINGS = (*TINY, f"trainer.steps={STEPS}", "trainer.checkpoint_interval=1", "sync.max_staleness=1")
+STEPS = 5
+SETTINGS = (*TINY, f"trainer.steps={STEPS}", "trainer.checkpoint_interval=1", "sync.max_staleness=2", "sync.interval=2")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
-    """A job that was left alone, and one that was killed in its third step and went on."""
+    """A job that was left alone, and one that was killed in its fourth step and went on."""
     root = tmp_path_factory.mktemp("ahead")
     whole, killed = Job(root / "whole", SETTINGS).start(), Job(root / "killed", SETTINGS)
     try:
         assert whole.wait(START_S) == 0, whole.output.read_text()
         killed.start()
-        killed.until(lambda: 2 in killed.steps(), "two steps", poll_s=0.002)
+        killed.until(lambda: 3 in killed.steps(), "three steps", poll_s=0.002)
         killed.kill_all()
         again = Job(root / "killed", SETTINGS).start()
         try:
@@ -46,13 +46,16 @@ def steps(run_dir: Path) -> list[dict[str, float]]:
     return [record for record in records if "actor/pg_loss" in record]
 
 
-def test_every_step_but_the_first_trains_on_what_earlier_weights_sampled(runs: tuple[Path, Path]) -> None:
-    assert [record["rollout/stale_tokens"] for record in steps(runs[0])] == [0.0, 1.0, 1.0, 1.0]
+def test_lags_are_what_the_formula_says(runs: tuple[Path, Path]) -> None:
+    lags = [Pacing(2, 2).lag_of_step(step) for step in range(STEPS)]
+    assert lags == [0, 1, 2, 1, 2]
+    for name in ("rollout/lag/mean", "rollout/lag/max"):
+        assert [record[name] for record in steps(runs[0])] == lags
+    assert [record["rollout/stale_tokens"] for record in steps(runs[0])] == [float(lag > 0) for lag in lags]
     store = Store(f"sqlite:///{runs[0]}/store.db", read_only=True)
     for step in range(STEPS):
         spans = {s.version for e in store.trajectories(f"train-{step:06d}") for s in e.response.spans}
-        # an evaluation published version 1; step s publishes version s + 2
-        assert spans == {WeightsVersion(1, max(step + 1, 2))}
+        assert set(store.version_steps(spans).values()) == {step - lags[step]}
         assert {(state, used) for state, used, _ in store.group_states(f"train-{step:06d}").values()} == {
             ("consumed", step + 1)
         }
@@ -67,6 +70,6 @@ def test_the_engines_log_probs_are_those_of_the_weights_before(runs: tuple[Path,
 def test_a_killed_job_has_the_same_bits(runs: tuple[Path, Path]) -> None:
     whole, killed = (load_file(run / "hf" / "model.safetensors") for run in runs)
     assert whole.keys() == killed.keys() and all(torch.equal(whole[name], killed[name]) for name in whole)
-    names = ("actor/pg_loss", "critic/score/mean", "rollout/stale_tokens", "training/rollout_logp_diff_max")
+    names = ("actor/pg_loss", "critic/score/mean", "rollout/lag/mean", "training/rollout_logp_diff_max")
     a, b = ([{name: record[name] for name in names} for record in steps(run)] for run in runs)
     assert a == b

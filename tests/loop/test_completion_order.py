@@ -1,0 +1,50 @@
+"""Jobs in completion order with two engines: no token is older than ``sync.max_staleness``, also after a kill."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from sqlalchemy import select
+
+from megarl.explore.store import Store
+from megarl.explore.store.tables import GROUPS
+from tests.loop.test_ahead import steps
+from tests.system.jobs import START_S, TINY, Job
+
+pytestmark = pytest.mark.timeout(3 * START_S)
+STEPS, EACH, K = 6, 8, 2
+SETTINGS = (
+    *TINY,
+    f"trainer.steps={STEPS}",
+    "rollout.replicas=2",
+    "sync.order=completion",
+    f"sync.max_staleness={K}",
+    "algorithm.correction=truncate",
+)
+
+
+def test_no_token_is_older_than_the_bound_and_no_group_is_used_twice(tmp_path: Path) -> None:
+    """Killed after its fourth step, whose checkpoint is the newest but one, and started again."""
+    job = Job(tmp_path / "run", SETTINGS).start()
+    try:
+        job.until(lambda: 3 in job.steps(), "three steps", poll_s=0.002)
+        job.kill_all()
+        job.start()
+        assert job.wait(START_S) == 0, job.output.read_text()
+    finally:
+        job.clean_up()
+    records = steps(tmp_path / "run")
+    assert sorted({record["training/global_step"] for record in records}) == [float(s + 1) for s in range(STEPS)]
+    lags = [record["rollout/lag/max"] for record in records]
+    assert max(lags) == K and min(lags) >= 0
+    store = Store(f"sqlite:///{tmp_path}/run/store.db", read_only=True)
+    query = select(GROUPS.c.rollout_id, GROUPS.c.group_id, GROUPS.c.used_by).where(GROUPS.c.state == "consumed")
+    rows = [row for row in store._read(lambda c: c.execute(query).all()) if row.rollout_id.startswith("train")]
+    assert all(0 < used <= EACH for used in Counter(row.used_by for row in rows).values())
+    assert {row.used_by for row in rows} == set(range(1, STEPS + 1)) and store.unused() == []
+    for row in rows:
+        spans = {span.version for e in store.read([row.group_id]) for turn in e.turns for span in turn.spans}
+        assert all(0 <= row.used_by - 1 - step <= K for step in store.version_steps(spans).values())
+    store.close()
