@@ -139,7 +139,7 @@ class Jobs(RuleBasedStateMachine):
                 self.explore(number)
             except KilledError:
                 self.explorer_dies(number)
-        raise AssertionError(f"waiting for ever for {label}: {look()}, {self.store.unused()}")
+        raise AssertionError(f"waiting without end for {label}: {look()}, {self.store.unused()}")
 
     def explore(self, number: int) -> None:
         """An explorer claims a group, or ends one that it holds, in any order."""

@@ -108,7 +108,7 @@ class Schedule:
                         break
                     self.sample(capacity)
                 else:
-                    raise AssertionError("the job waits for ever")
+                    raise AssertionError("the job waits without end")
                 taken = [self.ready[number] for number in chosen]
                 self.ready = [group for group in self.ready if group not in taken]
                 dropped = self.random.choice([0, 0, self.random.randint(0, missing)])

@@ -26,7 +26,7 @@ class Published(NamedTuple):
 
 
 class Awaited(NamedTuple):
-    """How much of what is waited for is there."""
+    """Progress of what is waited for."""
 
     done: int
     total: int

@@ -75,7 +75,7 @@ class NodeReader:
         return found if self._agree(fault) else None
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """What ``make`` returns on rank 0, on every rank. Raises its error on every rank, as ``read`` does."""
+        """Call ``make`` on rank 0; return its result on every rank. Raises its error everywhere, as ``read`` does."""
         if self._world == 1:
             return make()
         box: list[Any] = [None, None]
