@@ -1,4 +1,5 @@
-"""Weights of an engine that has read them from a model's files, compared with those files. Runs inside vLLM's workers."""
+"""Weights of an engine that has read them from a model's files, compared with those files. Runs inside vLLM's
+workers."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def compare_with_files(
             held = read(piece.local)[boxes.index_of(piece.at, boxes.shape_of(piece.box))]
             wire = wire_dtype(layout, piece.tensor, dtype)
             for box in boxes.split(piece.box, ELEMENTS):
-                within = tuple(slice(lo - start, hi - start) for (lo, hi), (start, _) in zip(box, piece.box, strict=True))
+                within = tuple(
+                    slice(lo - start, hi - start) for (lo, hi), (start, _) in zip(box, piece.box, strict=True)
+                )
                 differ = _differing(held[within], source.read(piece.tensor, box).to(wire))
                 count += boxes.volume(box)
                 if differ:

@@ -22,7 +22,7 @@ class Interval:
 
     mean: float
     low: float | None
-    """None for a single task that is neither 0 nor 1."""
+    """None where all values are equal, and neither 0 nor 1: a spread of 0 would claim too much."""
     high: float | None
     tasks: int
 
@@ -53,7 +53,10 @@ def t_quantile(freedom: int) -> float:
         y = math.expm1(a * y * y)
     else:
         y = (
-            (1.0 / (((freedom + 6.0) / (freedom * y) - 0.089 * d - 0.822) * (freedom + 2.0) * 3.0) + 0.5 / (freedom + 4.0))
+            (
+                1.0 / (((freedom + 6.0) / (freedom * y) - 0.089 * d - 0.822) * (freedom + 2.0) * 3.0)
+                + 0.5 / (freedom + 4.0)
+            )
             * y
             - 1.0
         ) * (freedom + 1.0) / (freedom + 2.0) + 1.0 / y
@@ -74,7 +77,7 @@ def paired(first: np.ndarray, second: np.ndarray) -> Interval:
 
 def _student(values: np.ndarray) -> Interval:
     mean, n = float(values.mean()), len(values)
-    if n == 1:
+    if bool((values == values[0]).all()):
         return Interval(mean, None, None, n)
     half = t_quantile(n - 1) * float(values.std(ddof=1)) / math.sqrt(n)
     return Interval(mean, mean - half, mean + half, n)

@@ -48,9 +48,7 @@ def _wins(k: int, count: int, others: tuple[int, ...], silent: int) -> Fraction:
     return total
 
 
-def _with_answer(
-    ways: dict[tuple[int, int], int], size: int, most: int, room: int
-) -> dict[tuple[int, int], int]:
+def _with_answer(ways: dict[tuple[int, int], int], size: int, most: int, room: int) -> dict[tuple[int, int], int]:
     """Choices with up to ``most`` further samples, those of an answer that ``size`` samples give."""
     found: dict[tuple[int, int], int] = {}
     for (taken, ties), number in ways.items():

@@ -85,10 +85,7 @@ def _check_inputs(config: Config) -> dict[str, Selected]:
     check_images(config, hf_config, {SPLIT: rows})
     check_model(config, hf_config, engines=True)
     check_digests(
-        Path(config.model.path),
-        "MODEL",
-        workers=os.cpu_count() or 1,
-        digests=config.trainer.verify_checkpoints,
+        Path(config.model.path), "MODEL", workers=os.cpu_count() or 1, digests=config.trainer.verify_checkpoints
     )
     tokenizer = ChatTokenizer.of(config)
     check_rewards(config, {SPLIT: rows})

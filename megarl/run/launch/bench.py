@@ -46,7 +46,12 @@ SETTINGS = "settings.json"
 MODEL = "model.json"
 MEASURED = ("model", "trainer.seed", "taskset", "rollout", "evaluation", "reward")
 """Settings, and groups of them, that answers and verdicts depend on, without those of ``changes.FREE``."""
-OF_NO_ROW = ("model.path", "model.router", "taskset.date", *(f"taskset.{name}" for name in ("train", "warm_start", "expert")))
+OF_NO_ROW = (
+    "model.path",
+    "model.router",
+    "taskset.date",
+    *(f"taskset.{name}" for name in ("train", "warm_start", "expert")),
+)
 
 
 class _Planned(NamedTuple):
@@ -144,6 +149,7 @@ def _prepare(base: Config, folder: Path, left: Sequence[_Planned], *, check_only
         _note_settings(base, folder)
     for each in left:
         if not check_only:
+            each.folder.mkdir(parents=True, exist_ok=True)
             each.subject.convert(each.folder)
             write_text(each.folder / MODEL, json.dumps(_identity(each.subject), indent=1))
     for number, each in enumerate(left):

@@ -61,7 +61,6 @@ class Subject:
         from megarl.weights.checkpoint.convert.convert import Settings, convert_megatron_to_hf
 
         log.info("%s: converting %s to an HF checkpoint in %s", self.name, self.path, target)
-        folder.mkdir(parents=True, exist_ok=True)
         convert_megatron_to_hf(self.path, target, settings=Settings(verify=True, progress=False))
 
     def clean_up(self, folder: Path) -> None:

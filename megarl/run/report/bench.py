@@ -13,7 +13,7 @@ from megarl.core.config import Config
 from megarl.core.durable import write_text
 from megarl.explore.experience.intervals import Interval
 from megarl.run.report import comparison
-from megarl.run.report.comparison import OVERALL, Difference, Measured, Row
+from megarl.run.report.comparison import OVERALL, SCORE, Difference, Measured, Row
 from megarl.run.report.pieces import PIECES
 from megarl.run.report.style import CSS, HATCH
 from megarl.run.report.text import duration
@@ -21,12 +21,13 @@ from megarl.run.report.text import duration
 __all__ = ["Measured", "table", "write_bench"]
 
 METHOD = (
-    "± is a 95 % confidence interval over tasks: Student’s t with the standard error of the tasks’ means; Wilson’s where "
-    "every task has 0 or 1."
+    "[a, b] is the 95 % confidence interval over tasks: Student’s t with the standard error of the tasks’ means; "
+    "Wilson’s where every task has 0 or 1."
 )
 PAIRED = (
-    "Second model minus first, on the tasks that both answered: a difference on the same tasks is known better than two "
-    "accuracies. ✓: the interval leaves out 0, so that chance alone is unlikely. It knows nothing of other "
+    "Second model minus first, on the tasks that both answered: a difference on the same tasks is known better than "
+    "two accuracies. ✓: the interval leaves out 0, so that chance alone is unlikely; without an interval no task "
+    "differs from another in it. It knows nothing of other "
     "comparisons on this page: of twenty without a cause, one has a ✓."
 )
 
@@ -47,7 +48,7 @@ def page(config: Config, measured: Sequence[Measured], rows: Sequence[Row]) -> s
         mine = [row for row in rows if row.source == source]
         title = "All tasks" if source == OVERALL else source
         head = ("", *(model.name for model in measured))
-        body = [(row.metric, *map(_shown, row.values)) for row in mine]
+        body = [(row.metric, *_all_shown(row)) for row in mine]
         sections.append(PIECES.section(title, METHOD, PIECES.card(PIECES.table(head, body), scroll=True)))
         if len(measured) > 1:
             sections.append(_differences(title, measured, mine))
@@ -61,17 +62,18 @@ def table(measured: Sequence[Measured]) -> str:
     cells = [("", *(model.name for model in measured))]
     for row in rows:
         name = row.metric if row.source == OVERALL else f"{row.source}: {row.metric}"
-        cells.append((name, *map(_shown, row.values)))
+        cells.append((name, *_all_shown(row)))
     if len(measured) > 1:
         cells.append((f"paired differences to {measured[0].name}", *[""] * len(measured)))
         for row in rows:
             to_first = {d.second: d for d in row.differences if d.first == 0}
             name = row.metric if row.source == OVERALL else f"{row.source}: {row.metric}"
-            cells.append((name, "", *(_difference(to_first.get(i)) for i in range(1, len(measured)))))
+            cells.append((name, "", *(_difference(row, to_first.get(i)) for i in range(1, len(measured)))))
     widths = [max(len(line[i]) for line in cells) for i in range(len(measured) + 1)]
     return "\n".join(
-        "  ".join([line[0].ljust(widths[0]), *(cell.rjust(n) for cell, n in zip(line[1:], widths[1:], strict=True))])
-        .rstrip()
+        "  ".join(
+            [line[0].ljust(widths[0]), *(cell.rjust(n) for cell, n in zip(line[1:], widths[1:], strict=True))]
+        ).rstrip()
         for line in cells
     )
 
@@ -81,9 +83,10 @@ def _headline(config: Config, measured: Sequence[Measured], rows: Sequence[Row])
     best = max(range(len(measured)), key=lambda i: _mean(first.values[i]))
     evaluation, answers = config.evaluation, measured[0].answers
     how = "greedy" if evaluation.temperature == 0 else f"temperature {evaluation.temperature:g}"
-    head = f"{first.metric}: {_shown(first.values[0])}"
+    shown = _all_shown(first)
+    head = f"{first.metric}: {shown[0]}"
     if len(measured) > 1:
-        head = f"{measured[best].name}: {first.metric} {_shown(first.values[best])}, the highest of {len(measured)}"
+        head = f"{measured[best].name}: {first.metric} {shown[best]}, the highest of {len(measured)}"
     tiles = [
         ("models", str(len(measured))),
         ("tasks", str(len(answers.tasks))),
@@ -98,11 +101,16 @@ def _headline(config: Config, measured: Sequence[Measured], rows: Sequence[Row])
 def _notes(measured: Sequence[Measured]) -> list[str]:
     notes = []
     if len({tuple(task.task_id for task in model.answers.tasks) for model in measured}) > 1:
-        notes.append("Not all models have the same tasks (too long a prompt in one’s tokens): differences are of those common.")
+        notes.append(
+            "Not all models have the same tasks (too long a prompt in one’s tokens): differences are of those common."
+        )
     for model in measured:
         if missing := sum(task.samples - task.judged for task in model.answers.tasks):
             notes.append(f"{model.name}: {missing} answers without a verdict count as wrong, and have no score.")
-    if any(task.votes is None for model in measured for task in model.answers.tasks) and measured[0].answers.samples > 1:
+    if (
+        any(task.votes is None for model in measured for task in model.answers.tasks)
+        and measured[0].answers.samples > 1
+    ):
         notes.append("n/a: the verifier of some tasks extracts no answer that could be voted on.")
     return notes
 
@@ -113,7 +121,7 @@ def _differences(title: str, measured: Sequence[Measured], rows: Sequence[Row]) 
     body = []
     for row in rows:
         found = {(d.first, d.second): d for d in row.differences}
-        body.append((row.metric, *(_difference(found.get(pair)) for pair in pairs)))
+        body.append((row.metric, *(_difference(row, found.get(pair)) for pair in pairs)))
     drawn: Markup = PIECES.section(
         f"{title}: paired differences", PAIRED, PIECES.card(PIECES.table(head, body), scroll=True)
     )
@@ -138,7 +146,9 @@ def _answers(measured: Sequence[Measured]) -> Markup:
                 model.path,
             )
         )
-    drawn: Markup = PIECES.section("Answers", "", PIECES.card(PIECES.table(head, body, numeric=range(1, 7)), scroll=True))
+    drawn: Markup = PIECES.section(
+        "Answers", "", PIECES.card(PIECES.table(head, body, numeric=range(1, 7)), scroll=True)
+    )
     return drawn
 
 
@@ -157,7 +167,9 @@ def _settings(config: Config) -> Markup:
     }
     body = [(name, PIECES.code(str(value))) for name, value in named.items()]
     drawn: Markup = PIECES.section(
-        "Settings", "Of all models; the rest is in settings.json.", PIECES.card(PIECES.table(("", ""), body, numeric=()))
+        "Settings",
+        "Of all models; the rest is in settings.json.",
+        PIECES.card(PIECES.table(("", ""), body, numeric=())),
     )
     return drawn
 
@@ -166,21 +178,25 @@ def _mean(value: Interval | None) -> float:
     return -1.0 if value is None else value.mean
 
 
-def _shown(value: Interval | None) -> str:
-    """``45.2% [40.1, 50.3]``."""
-    if value is None:
-        return "n/a"
-    if value.low is None or value.high is None:
-        return f"{value.mean:.1%}"
-    return f"{value.mean:.1%} [{100 * value.low:.1f}, {100 * value.high:.1f}]"
+def _all_shown(row: Row) -> list[str]:
+    """``45.2% [40.1, 50.3]`` of each model; scores are no shares."""
+    return ["n/a" if value is None else _with_limits(row, value, "{:.1%}", "{:.3f}") for value in row.values]
 
 
-def _difference(found: Difference | None) -> str:
-    """``+4.2 [1.0, 7.4] ✓`` in percentage points."""
+def _difference(row: Row, found: Difference | None) -> str:
+    """``+4.2 [+1.0, +7.4] ✓`` in percentage points, or in units of the score."""
     if found is None:
         return "n/a"
-    value = found.interval
-    text = f"{100 * value.mean:+.1f}"
+    return _with_limits(row, found.interval, "{:+.1f}", "{:+.3f}") + (" ✓" if found.interval.excludes_zero else "")
+
+
+def _with_limits(row: Row, value: Interval, share: str, score: str) -> str:
+    if row.metric == SCORE:
+        form, mean, unit = score, value.mean, 1.0
+    else:
+        form, mean, unit = share, value.mean * (1.0 if "%" in share else 100.0), 100.0
+    text = form.format(mean)
     if value.low is None or value.high is None:
         return text
-    return f"{text} [{100 * value.low:+.1f}, {100 * value.high:+.1f}]{' ✓' if value.excludes_zero else ''}"
+    limit = form.replace(".1%", ".1f")
+    return f"{text} [{limit.format(unit * value.low)}, {limit.format(unit * value.high)}]"

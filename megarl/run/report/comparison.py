@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from megarl.explore.experience.intervals import Interval, interval, paired
 from megarl.explore.experience.majority import majority_at
 
 OVERALL = "all"
+SCORE = "mean score"
 Value = Callable[[TaskAnswers], float | None]
 """A task's value of a metric; None where it has none."""
 
@@ -50,18 +52,21 @@ def metrics_of(samples: int) -> Mapping[str, Value]:
     """Metrics of ``samples`` answers to each task, by their names."""
     found: dict[str, Value] = {
         "accuracy" if samples == 1 else f"avg@{samples}": lambda task: task.right / task.samples,
-        "mean score": lambda task: task.mean_score,
+        SCORE: lambda task: task.mean_score,
     }
     if samples == 1:
         return found
-    for k in sizes(samples):
-        found[f"pass@{k}"] = lambda task, k=k: float(pass_at(k, np.array([task.right]), task.samples)[0])
-    for k in sizes(samples):
-        if k > 2 or k == samples:  # two votes that differ are a tie: the accuracy
-            found[f"majority@{k}"] = lambda task, k=k: (
-                None if task.votes is None else majority_at(k, [vote[1:] for vote in task.votes], task.samples)
-            )
-    return found
+    found |= {f"pass@{k}": partial(_pass, k) for k in sizes(samples)}
+    # Two votes that differ are a tie: the accuracy.
+    return found | {f"majority@{k}": partial(_majority, k) for k in sizes(samples) if k > 2 or k == samples}
+
+
+def _pass(k: int, task: TaskAnswers) -> float:
+    return float(pass_at(k, np.array([task.right]), task.samples)[0])
+
+
+def _majority(k: int, task: TaskAnswers) -> float | None:
+    return None if task.votes is None else majority_at(k, [vote[1:] for vote in task.votes], task.samples)
 
 
 def compare(measured: Sequence[Measured]) -> list[Row]:
@@ -121,9 +126,7 @@ def as_json(measured: Sequence[Measured], rows: Sequence[Row]) -> dict[str, Any]
                 "source": row.source,
                 "metric": row.metric,
                 "values": [None if value is None else asdict(value) for value in row.values],
-                "differences": [
-                    {"first": d.first, "second": d.second, **asdict(d.interval)} for d in row.differences
-                ],
+                "differences": [{"first": d.first, "second": d.second, **asdict(d.interval)} for d in row.differences],
             }
             for row in rows
         ],

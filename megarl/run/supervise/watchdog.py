@@ -120,9 +120,7 @@ class Watchdog:
 
     def _idle(self, passed: float) -> str | None:
         """Report of a rollout that has stood still for too long."""
-        waiting = any(
-            s.heartbeat.phase in WAITING for p, s in self._seen.items() if p.name in ASKING
-        )
+        waiting = any(s.heartbeat.phase in WAITING for p, s in self._seen.items() if p.name in ASKING)
         explorers = [s.heartbeat for p, s in self._seen.items() if kind_of(p.name) is ProcessKind.EXPLORER]
         work = sum(heartbeat.work for heartbeat in explorers)
         self._idle_s = self._idle_s + passed if waiting and explorers and work == self._work else 0.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 
-from megarl.core.config import Config
 from megarl.core.config.schema import EvaluationConfig
 from megarl.core.schema import WeightsVersion
 from megarl.explore.order.draws import evaluation_sampling
