@@ -55,7 +55,8 @@ def end_with_the_tests() -> None:
 
 @dataclass
 class Job:
-    """``megarl train``, or another command, as a process group of its own; every process of the job carries a mark in its environment."""
+    """``megarl train``, or another command, as a process group of its own; every process of the job carries a mark in
+    its environment."""
 
     run_dir: Path
     overrides: Sequence[str]
