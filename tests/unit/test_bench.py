@@ -21,8 +21,9 @@ from megarl import cli
 from megarl.core.config import Config, compose
 from megarl.core.config.rewards import RewardConfig
 from megarl.core.config.schema import EvaluationConfig
-from megarl.core.errors import ConfigError, DataError, WeightsDiffer
+from megarl.core.errors import ConfigError, DataError, EngineError, WeightsDiffer
 from megarl.core.schema import Reward, RewardStatus, Task, Trajectory
+from megarl.engine.client.control import EngineState
 from megarl.engine.sync.files import compare_with_files
 from megarl.explore.bench.answers import RESULT, ModelAnswers, TaskAnswers, read_result
 from megarl.explore.bench.driver import FROM_FILES, ROLLOUT, BenchDriver, Gates
@@ -32,7 +33,7 @@ from megarl.explore.explorer.held_out import record_evaluations
 from megarl.explore.rewards.votes import extractor
 from megarl.explore.store import Store
 from megarl.run.launch.bench import run_bench
-from megarl.run.launch.subjects import subject_of
+from megarl.run.launch.subjects import Subject, short_names, subject_of
 from megarl.run.report.bench import table, write_bench
 from megarl.run.report.comparison import OVERALL, Measured, Row, compare
 from megarl.weights.reshard.layouts import vllm_layout
@@ -229,6 +230,48 @@ class _NoEngines(Gates):
         super().__init__([])
 
 
+class _Engine:
+    """Control of an engine whose process is another one from time to time, or does not answer."""
+
+    url, timeout_s = "http://127.0.0.1:1", 1.0
+
+    def __init__(self, processes: list[str | None], elements: int = 7) -> None:
+        self._processes = processes
+        self._elements = elements
+        self.calls: list[str] = []
+
+    def state(self, timeout_s: float) -> EngineState:
+        process = self._processes.pop(0)
+        if process is None:
+            raise EngineError("gone")
+        return EngineState("default", False, "not published", process)
+
+    def workers(self, method: str) -> list[dict[str, int]]:
+        self.calls.append(method)
+        if not self._elements:
+            raise EngineError("other weights")
+        return [{"elements": self._elements}]
+
+    def refuse(self, reason: str | None) -> None:
+        assert reason is None
+        self.calls.append("opened")
+
+
+def test_a_gate_is_opened_once_for_each_start_of_a_server_and_after_the_proof() -> None:
+    engine = _Engine(["a", "a", None, "b", "b"])
+    gates = Gates([engine])  # type: ignore[list-item]
+    for _ in range(5):
+        gates.open_proven()
+    assert engine.calls == ["megarl_check_files", "opened"] * 2
+
+
+def test_a_gate_stays_closed_where_the_weights_differ() -> None:
+    engine = _Engine(["a"], elements=0)
+    with pytest.raises(EngineError, match="other weights"):
+        Gates([engine]).open_proven()  # type: ignore[list-item]
+    assert engine.calls == ["megarl_check_files"]
+
+
 def config_of(run_dir: Path, model: Path) -> Config:
     config = compose(
         ["experiment=quickstart", f"run.dir={run_dir}", f"model.path={model}", "run.mode=bench"]
@@ -341,6 +384,14 @@ def test_models_that_are_none_are_named(tmp_path: Path) -> None:
     before = exported.identity()
     (run / "hf" / "config.json").write_text("{ }")
     assert exported.identity() != before
+
+
+def test_short_names_leave_out_what_all_begin_with() -> None:
+    def short(*names: str) -> list[str]:
+        return short_names([Subject(name, Path(name), is_hf=True) for name in names])
+
+    assert short("run:/a/runs/x@20", "run:/a/runs/x@40", "/a/runs/y/hf") == ["x@20", "x@40", "y/hf"]
+    assert short("models/qwen") == ["models/qwen"] and short("a/b", "a/b/c") == ["b", "b/c"]
 
 
 def test_a_bench_is_refused_in_the_place_of_a_training_run(tmp_path: Path) -> None:

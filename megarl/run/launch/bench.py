@@ -30,8 +30,11 @@ from megarl.explore.store import sqlite_file
 from megarl.run.checks.bench import SPLIT, check_place
 from megarl.run.checks.job import check
 from megarl.run.launch.job import UNFINISHED, run
-from megarl.run.launch.subjects import Subject, subject_of
+from megarl.run.launch.subjects import Subject, short_names, subject_of
+from megarl.run.nodes import devices
 from megarl.run.nodes.allocation import find
+from megarl.run.nodes.fit import planned as described_plan
+from megarl.run.nodes.plan import NodeInfo
 from megarl.run.process.forkserver import ForkServers
 from megarl.run.report.bench import Measured, table, write_bench
 from megarl.run.run_dir.changes import FREE, Change, changes, described, is_in
@@ -86,12 +89,15 @@ def run_bench(models: Sequence[str], config: Config, servers: ForkServers | None
     with no_bytecode() if check_only else nullcontext():
         _prepare(base, folder, left, check_only=check_only)
     if check_only:
+        here = NodeInfo(0, "", "all", len(devices.visible()))
+        log.info("of each model in turn: %s", described_plan(planned[0].config, [here]))
         log.info("the settings, rows and models fit; nothing was started or written")
         return 0
     status = _run_all(planned, servers)
+    names = short_names([each.subject for each in planned])
     measured = [
-        Measured(each.subject.name, str(each.subject.path), read_result(each.folder / RESULT))
-        for each in planned
+        Measured(name, str(each.subject.path), read_result(each.folder / RESULT))
+        for name, each in zip(names, planned, strict=True)
         if is_finished(each.config, each.folder)
     ]
     if measured:

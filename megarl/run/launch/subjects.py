@@ -7,6 +7,7 @@ import hashlib
 import logging
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,6 +68,17 @@ class Subject:
         """Remove what ``convert`` has written."""
         if not self.is_hf:
             shutil.rmtree(self.hf_path(folder), ignore_errors=True)
+
+
+def short_names(subjects: Sequence[Subject]) -> list[str]:
+    """Names without the folders that all paths begin with, for the heads of columns."""
+    parts = [subject.name.removeprefix(RUN).strip("/").split("/") for subject in subjects]
+    shared = 0
+    while (
+        len(parts) > 1 and len({tuple(p[: shared + 1]) for p in parts}) == 1 and all(len(p) > shared + 1 for p in parts)
+    ):
+        shared += 1
+    return ["/".join(p[shared:]) for p in parts]
 
 
 def subject_of(word: str) -> Subject:
