@@ -214,6 +214,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         arguments.models, arguments.overrides = _separated(arguments.overrides)
         if not arguments.models:
             parser.error("bench: give a model: the directory of an HF checkpoint, run:DIR, or run:DIR@STEP")
+        if any(word.startswith("model.path=") for word in arguments.overrides):
+            parser.error("bench: model.path is what MODEL names; leave it out")
+        arguments.overrides += _left_out(arguments)
     return arguments
 
 
@@ -221,6 +224,17 @@ def _separated(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Separate names of files and runs from overrides."""
     names = [word for word in words if "=" not in word or os.path.exists(word)]
     return names, [word for word in words if word not in names]
+
+
+def _left_out(arguments: argparse.Namespace) -> list[str]:
+    """Overrides of a bench for what its command leaves out: a first model, a name, and training rows, which are not
+    read."""
+    from megarl.run.launch.sweep import quoted
+
+    given = {word.partition("=")[0].lstrip("+") for word in arguments.overrides}
+    words = [f"model.path={quoted(arguments.models[0])}"]
+    words += [] if given & {"run.name", "run.dir"} else ["run.name=bench"]
+    return words + ([] if "taskset.train" in given else ["taskset.train=unread"])
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -267,17 +281,9 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _bench(arguments: argparse.Namespace) -> int:
     from megarl.core.config import compose
-    from megarl.core.errors import ConfigError
-    from megarl.run.launch.sweep import quoted
     from megarl.run.process.forkserver import ForkServers
 
-    given = {word.partition("=")[0].lstrip("+") for word in arguments.overrides}
-    if "model.path" in given:
-        raise ConfigError("model.path is what MODEL says; leave it out")
-    words = [*arguments.overrides, f"model.path={quoted(arguments.models[0])}"]
-    if not given & {"run.name", "run.dir"}:
-        words.append("run.name=bench")
-    config = compose(words, own=arguments.config_dir)
+    config = compose(arguments.overrides, own=arguments.config_dir)
     is_forked = config.run.fork_servers and config.parallel.backend == "gloo" and not arguments.check
     servers = ForkServers([config.rollout.num_threads]) if is_forked else None
     try:

@@ -353,9 +353,11 @@ def test_weights_of_an_engine_are_compared_with_the_files(tmp_path: Path) -> Non
 def test_words_are_models_or_overrides() -> None:
     arguments = cli._parse(["bench", "a/b", "run:runs/x@40", "trainer.seed=2", "--check", "evaluation.samples=4"])
     assert arguments.models == ["a/b", "run:runs/x@40"] and arguments.check
-    assert arguments.overrides == ["trainer.seed=2", "evaluation.samples=4"]
-    with pytest.raises(SystemExit):
-        cli._parse(["bench", "trainer.seed=2"])
+    assert arguments.overrides[:2] == ["trainer.seed=2", "evaluation.samples=4"]
+    assert arguments.overrides[2:] == ["model.path='a/b'", "run.name=bench", "taskset.train=unread"]
+    for words in (["trainer.seed=2"], ["a/b", "model.path=c"]):
+        with pytest.raises(SystemExit):
+            cli._parse(["bench", *words])
 
 
 def test_models_that_are_none_are_named(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ class Row:
     source: str
     metric: str
     values: tuple[Interval | None, ...]
-    """Of each model; None where the metric is not defined: a verifier without answers to vote on, no verdict."""
+    """Means of each model; None where the metric is not defined: a verifier without answers to vote on, no verdict."""
     differences: tuple[Difference, ...]
 
 
