@@ -99,7 +99,7 @@ class BenchDriver:
         self._gates.wait_ready(config.rollout.start_timeout_s, self._stopping)
         self._gates.open_proven()
         task_ids = self._store.task_ids("eval")
-        if self._store.is_requested(ROLLOUT, 0):
+        if self._store.is_requested(ROLLOUT):
             log.info("going on: answers to %d of %d tasks are there", *self._store.progress(ROLLOUT))
         else:
             sampling = evaluation_sampling(config, 0)
