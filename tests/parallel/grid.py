@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import pickle
@@ -55,7 +54,6 @@ def free_port() -> int:
 def _rank_main(
     function: Callable[..., Any], rank: int, world: int, port: int, args: tuple[Any, ...], results: Any, gpus: bool
 ) -> None:
-    gc.freeze()  # what was imported before the fork stays, and takes long to walk
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     if not gpus:  # as the supervisor does for parallel.backend=gloo
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
