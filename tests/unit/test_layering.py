@@ -33,7 +33,9 @@ APART = {
 @functools.cache
 def nodes(source: str) -> list[ast.AST]:
     """Of a file's imports and classes: all that is looked at here."""
-    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef)]
+    return [
+        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef)
+    ]
 
 
 @functools.cache
