@@ -34,7 +34,8 @@ def validate(config: Config) -> None:
 
 def numbers(group: Any, where: str = "") -> Iterator[Number]:
     """Every number in a dataclass and those within it; those of other free dicts are their owner's to check."""
-    hints = annotations_of(type(group), bounds=True)
+    kind: Any = type(group)
+    hints = annotations_of(kind, bounds=True)
     for field in fields(group):
         name, value = where + field.name, getattr(group, field.name)
         inner = value if isinstance(value, dict) else {}
