@@ -1,4 +1,4 @@
-"""A whole job whose answers have 5,000 tokens each, in `make soak` 24,500: rollout, reward, inference and update on
+"""A whole job whose answers have 2,500 tokens each, in `make soak` 24,500: rollout, reward, inference and update on
 TP2 × CP2, its stream cut once."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megarl.learn.models.from_scratch import create
 from tests.conftest import SOAK
 from tests.system.jobs import Job
 
-TOKENS = 24_500 if SOAK else 5_000
+TOKENS = 24_500 if SOAK else 2_500
 CUT = ("ss", "-H", "-K", "-t", "state", "established", "dst", "127.0.0.1")
 """Aborts all TCP connections to a port; ``dport = PORT`` is still to come."""
 END = 4

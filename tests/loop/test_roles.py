@@ -252,13 +252,13 @@ def test_the_critic_explains_what_the_prompt_decides(tmp_path: Path) -> None:
         "algorithm.group_size=4",
         "parallel=tp1",
         f"reward.path={scorer}",
-        "trainer.steps=40",
+        "trainer.steps=16",
     ]
     settings += [
         "trainer.tasks_per_step=16",
         "trainer.optimizer.lr=0",
-        "critic.optimizer.lr=1e-3",
-        "trainer.checkpoint_interval=40",
+        "critic.optimizer.lr=2e-3",
+        "trainer.checkpoint_interval=16",
     ]
     job = Job(tmp_path / "run", settings).start()
     try:

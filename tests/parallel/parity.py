@@ -143,6 +143,8 @@ def in_every_run(cell: Cell) -> bool:
         return cell.recompute == "full" or (MODELS.index(cell.model) + turn) % 2 == 0
     if cell.recompute == "full":
         return cell.rows == (None, 2)[turn % 2]
+    if cell.several:
+        return cell.rows == (None, LAYOUTS[1 + turn % 3])[turn % 2]
     return cell.rows in (None, LAYOUTS[1 + turn % 3])
 
 

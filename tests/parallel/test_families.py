@@ -52,7 +52,13 @@ SHORT: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 CASES = [(family, grid) for family in FAMILIES for grid in (*GRIDS, *(EXPERT_GRIDS if family in MOE else ()))]
 CASES += [(name, "tp1") for name in SHORT]
 ALL_GRIDS = GRIDS | EXPERT_GRIDS
-TURNS = (("pp1+3", "pp3+1"), ("tp2pp2", "tp4-sp"))
+TURNS = (
+    ("tp2-sp", "tp2"),
+    ("pp2-vpp2", "pp2"),
+    ("pp1+3", "pp3+1"),
+    ("tp2pp2", "tp4-sp"),
+    ("tp2dp2ep2-etp2", "tp2pp2ep2"),
+)
 """Pairs of grids of which every run has one for each family, in turn; ``make soak`` has both."""
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.run.nodes.allocation import Allocation
 from megarl.run.process import ports
 from tests.system import commands
 from tests.system.jobs import START_S, TINY, end_with_the_tests
@@ -91,19 +92,38 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
     made.end()
 
 
+FIND = "from megarl.run.nodes.allocation import find; print(find(), flush=True)"
+
+
+def torchrun(rank: int, port: int) -> list[str]:
+    """Arguments of Python before a program that torchrun starts on each of two nodes."""
+    where = f"--nnodes=2 --node-rank={rank} --nproc-per-node=1 --master-addr=127.0.0.1 --master-port={port}"
+    return ["-m", "torch.distributed.run", *where.split(), "--no-python"]
+
+
+def test_torchrun_gives_the_nodes_of_a_job(tmp_path: Path) -> None:
+    """What the job below finds in variables that are written by hand; in ``make soak`` torchrun starts a job."""
+    port = ports.choose("127.0.0.1", 1, None)[0]
+    started = []
+    for rank in range(2):
+        argv = [*torchrun(rank, port), sys.executable, "-c", FIND]
+        with (tmp_path / f"node{rank}.log").open("wb") as output:
+            env = {**os.environ, **KEY}
+            started.append(
+                commands.start(argv, env, output.fileno())
+                or subprocess.Popen([sys.executable, *argv], env=env, stdout=output, stderr=output)
+            )
+    said = [process.wait(START_S) or (tmp_path / f"node{i}.log").read_text() for i, process in enumerate(started)]
+    for rank in range(2):
+        name = os.uname().nodename
+        assert str(Allocation(rank, 2, "127.0.0.1", port + 1, name, "all", "torchrun")) in str(said[rank]), said
+
+
+@pytest.mark.soak
 def test_torchrun_starts_the_supervisors(nodes: Nodes) -> None:
     port = ports.choose("127.0.0.1", 1, None)[0]
     for rank in range(2):
-        where = [
-            "--nnodes=2",
-            f"--node-rank={rank}",
-            "--nproc-per-node=1",
-            "--master-addr=127.0.0.1",
-            f"--master-port={port}",
-        ]
-        nodes.start(
-            ["-m", "torch.distributed.run", *where, "--no-python", sys.executable, "-m", "megarl"], "trainer.steps=2"
-        )
+        nodes.start([*torchrun(rank, port), sys.executable, "-m", "megarl"], "trainer.steps=2")
     assert [nodes.wait(0), nodes.wait(1)] == [0, 0], nodes.said()
     assert nodes.steps() == [1, 2]
     assert all(f"node {rank} {os.uname().nodename}: trainer rank {rank}" in nodes.said() for rank in range(2))
@@ -113,7 +133,7 @@ def test_torchrun_starts_the_supervisors(nodes: Nodes) -> None:
 def test_nodes_that_are_cut_off_are_replaced_and_then_done_without(nodes: Nodes) -> None:
     """A link goes down and nobody is told: a spare takes the node's place; then its link too, and the job ends on the
     head alone."""
-    names, steps = ["n0", "n1", "n2"], 16
+    names, steps = ["n0", "n1", "n2"], 12
     networks = Networks(random.SystemRandom().randrange(1, 250), names)
     try:
         networks.make()

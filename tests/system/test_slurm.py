@@ -34,7 +34,7 @@ HOME = Path(__file__).parents[2]
 SCRIPTS = sorted(path for path in (HOME / "slurm").glob("*.sh") if path.name != "common.sh")
 KEY = "the key of the jobs of these tests"
 ENV = {"MEGARL_SETUP": f"venv:{sys.prefix}", "MEGARL_JOB_KEY": KEY, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
-STEPS = 24
+STEPS = 24 if SOAK else 16
 DPO = (
     *(
         "experiment=dpo",

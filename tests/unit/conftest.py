@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -16,3 +17,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tasks = checks.check(config_of(folder))
     assert {split: len(found.tasks) for split, found in tasks.items()} == {"train": 30, "eval": 10}
     return folder
+
+
+@pytest.fixture
+def soon_dry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generator counts as exhausted after fewer draws: the words are the same, and nobody waits for 50,000."""
+    monkeypatch.setattr(importlib.import_module("megarl.explore.tasksets.generate"), "MAX_DRY_DRAWS", 2000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,7 @@ def _within(node: ast.AST, file: str, public: bool) -> Iterator[Documented]:
             yield Documented(f"{file}:{child.lineno}", False, child.value.value)
 
 
+@functools.cache
 def found() -> list[Documented]:
     return [d for path in sorted(PACKAGE.rglob("*.py")) for d in documented(path.read_text(), path.name)]
 

@@ -225,7 +225,8 @@ print(json.dumps([is_forked(child), child.wait(60) and child.poll()]))
 def test_what_is_preloaded_can_be_imported() -> None:
     """As the servers do it: what is common is imported once, and each kind's in a fork of that process."""
     source = """
-import importlib, json, os, sys, threading
+import gc, importlib, json, os, sys, threading
+gc.disable()
 common, kinds = json.loads(sys.argv[1])
 for name in common:
     importlib.import_module(name)

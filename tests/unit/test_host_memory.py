@@ -22,11 +22,14 @@ def documented(algorithm: str) -> tuple[float, float]:
     return float(rows[0][0]), float(rows[0][1])
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.parametrize("algorithm", [pytest.param("grpo", marks=pytest.mark.soak), "ppo"])
 def test_a_step_peaks_within_a_tenth_of_the_documented_bytes_a_token(
     algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A million tokens in a process of its own, where a tenth is still far above what else moves; more to soak."""
+    """A million tokens in a process of its own, where a tenth is still far above what else moves; more to soak.
+
+    PPO goes through the same stages as GRPO, and through those of a critic.
+    """
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.delitem(sys.modules, "host_memory", raising=False)
     import host_memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -29,6 +30,15 @@ APART = {
 """(layer or package, one that it never imports, though that stands above it)"""
 
 
+@functools.cache
+def nodes(source: str) -> list[ast.AST]:
+    """Of a file's imports and classes: all that is looked at here."""
+    return [
+        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef)
+    ]
+
+
+@functools.cache
 def packages_in_order() -> list[str]:
     """Packages as the table of ARCHITECTURE.md names them: from top to bottom, within a row from left to right."""
     text = (ROOT / "ARCHITECTURE.md").read_text()
@@ -43,6 +53,7 @@ def package_of(parts: tuple[str, ...]) -> str:
     return "/".join(parts[: 2 if parts[0] in LAYERS else 1])
 
 
+@functools.cache
 def modules() -> dict[str, list[Path]]:
     """Package -> its Python files; ``__init__`` and ``__main__`` of megarl and of layers are no packages."""
     found: dict[str, list[Path]] = {}
@@ -55,7 +66,7 @@ def modules() -> dict[str, list[Path]]:
 
 def imported_packages(source: str) -> Iterator[tuple[str, int]]:
     """(package, line) of every import of megarl in a file, also those inside functions and ``if TYPE_CHECKING``."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -97,7 +108,7 @@ def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
     """Module -> modules of ``sources`` that it imports, also inside functions and ``if TYPE_CHECKING``."""
     graph: dict[str, set[str]] = {name: set() for name in sources}
     for name, source in sources.items():
-        for node in ast.walk(ast.parse(source)):
+        for node in nodes(source):
             if isinstance(node, ast.Import):
                 graph[name] |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
@@ -143,7 +154,7 @@ def test_violations_are_seen_wherever_the_import_stands() -> None:
 def classes(sources: dict[str, str]) -> Iterator[tuple[str, str, int]]:
     """(class, module, lines) of every class of ``sources``, also of private ones and those inside functions."""
     for module, source in sources.items():
-        for node in ast.walk(ast.parse(source)):
+        for node in nodes(source):
             if isinstance(node, ast.ClassDef):
                 yield node.name, module, (node.end_lineno or node.lineno) - node.lineno + 1
 
@@ -156,6 +167,7 @@ def shared_names(sources: dict[str, str]) -> dict[str, list[str]]:
     return {name: where for name, where in found.items() if len(where) > 1}
 
 
+@functools.cache
 def all_sources() -> dict[str, str]:
     return {str(path.relative_to(ROOT)): path.read_text() for path in PACKAGE.rglob("*.py")}
 
@@ -184,7 +196,7 @@ def test_no_class_is_too_large() -> None:
 def test_only_the_engines_side_names_vllm(package: str) -> None:
     """The trainer's and the explorer's processes never import vLLM: it costs 13 s and takes over the process."""
     for path in modules()[package]:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path.read_text()):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not any(name.split(".")[0] == "vllm" for name in names), f"{path}:{node.lineno}"

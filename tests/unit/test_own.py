@@ -150,6 +150,7 @@ def test_a_generator_that_lacks_something(tmp_path: Path, old: str, new: str, wo
     )
 
 
+@pytest.mark.usefixtures("soon_dry")
 def test_what_else_is_refused(tmp_path: Path) -> None:
     refused(
         ConfigError,

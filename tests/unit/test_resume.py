@@ -82,6 +82,7 @@ def test_tasks_are_made_anew_when_a_setting_changes(run_dir: Path, override: str
     assert contents(run_dir / "data") == after
 
 
+@pytest.mark.usefixtures("soon_dry")
 @pytest.mark.parametrize(
     ("override", "words"),
     [

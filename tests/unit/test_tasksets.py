@@ -266,6 +266,7 @@ def test_max_number_filters(tmp_path: Path) -> None:
     assert max(numbers) <= 30 and max(numbers) > 25 and min(numbers) >= 10
 
 
+@pytest.mark.usefixtures("soon_dry")
 def test_an_unreachable_size_is_an_error_and_writes_nothing(tmp_path: Path) -> None:
     paths = {split: tmp_path / f"{split}.parquet" for split in SPLITS}
     with pytest.raises(DataError, match=r"taskset.train_size=300 cannot be reached: .* about 1\d\d distinct questions"):

@@ -278,6 +278,7 @@ def test_longer_sums(tmp_path: Path, name: str) -> None:
             assert sum_of(task) == int(task.ground_truth)
 
 
+@pytest.mark.usefixtures("soon_dry")
 def test_an_unreachable_size_is_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"taskset.train_size=300 cannot be reached: k12 with"):
         generate("k12", {"train": tmp_path / "t.parquet"}, {"train": 300}, seed=1, options={"max_digits": 1})

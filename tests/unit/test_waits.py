@@ -4,6 +4,7 @@ limits."""
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -160,6 +161,7 @@ def _walk(node: ast.AST, where: str) -> Iterator[str]:
         yield from _walk(child, inner)
 
 
+@functools.cache
 def endless() -> set[str]:
     files = (path for path in ROOT.rglob("*.py"))
     return {

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Annotated, Any, NamedTuple, get_args
+from collections.abc import Mapping
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 
 class Bound(NamedTuple):
@@ -30,6 +32,12 @@ class Bound(NamedTuple):
         if self.high < math.inf:
             text += f" and {'below' if self.below else 'at most'} {number_text(self.high)}"
         return text + (f" and a multiple of {self.multiple}" if self.multiple > 1 else "")
+
+
+@functools.cache
+def annotations_of(cls: Any, bounds: bool = False) -> Mapping[str, Any]:
+    """Return the types of a dataclass's fields, with their bounds where asked; evaluated once, which takes long."""
+    return get_type_hints(cls, include_extras=bounds)
 
 
 def bound_of(annotation: Any) -> Bound | None:

@@ -13,9 +13,10 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin
 
 from megarl.core.config.algorithms import AlgorithmConfig, check_owners, settings_of
+from megarl.core.config.bounds import annotations_of
 from megarl.core.config.hub import with_snapshots
 from megarl.core.config.overrides import check_overrides, check_setting, force, grammar_fault, nearest, unknown
 from megarl.core.config.schema import Config
@@ -116,7 +117,7 @@ def from_dict(cls: Any, values: Mapping[str, Any], where: str = "") -> Any:
         ConfigError: a key that ``cls`` does not have, or a value that its annotation does not admit.
     """
     names = [f.name for f in dataclasses.fields(cls)]
-    hints = get_type_hints(cls)
+    hints = annotations_of(cls)
     for key in values:
         if key not in names:
             raise unknown(where + key, where + key, [f"{where}{n}" for n in names])

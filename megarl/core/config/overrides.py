@@ -7,9 +7,10 @@ import difflib
 import shlex
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 from megarl.core.config.algorithms import AlgorithmConfig, AnyAlgorithmConfig
+from megarl.core.config.bounds import annotations_of
 from megarl.core.config.hints import in_our_words
 from megarl.core.config.schema import Config
 from megarl.core.errors import ConfigError
@@ -94,7 +95,7 @@ def check_setting(key: str, where: str = "", groups: Collection[str] = ()) -> No
             known += sorted({*groups}.difference(names)) if not seen else []  # several groups are settings as well
             raise unknown(key, ".".join([*seen, part]), known, where)
         seen.append(part)
-        cls = get_type_hints(cls)[part]
+        cls = annotations_of(cls)[part]
 
 
 def _check_given_once(overrides: Sequence[str]) -> None:

@@ -9,9 +9,9 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
-from megarl.core.config.bounds import Bound, bound_of, number_text
+from megarl.core.config.bounds import Bound, annotations_of, bound_of, number_text
 from megarl.core.config.schema import Config, FromScratchConfig, ModelConfig
 from megarl.core.config.taskset import SourceConfig
 from megarl.core.errors import ConfigError, masked_text
@@ -34,7 +34,8 @@ def validate(config: Config) -> None:
 
 def numbers(group: Any, where: str = "") -> Iterator[Number]:
     """Every number in a dataclass and those within it; those of other free dicts are their owner's to check."""
-    hints = get_type_hints(type(group), include_extras=True)
+    kind: Any = type(group)
+    hints = annotations_of(kind, bounds=True)
     for field in fields(group):
         name, value = where + field.name, getattr(group, field.name)
         inner = value if isinstance(value, dict) else {}

@@ -6,6 +6,7 @@ The command forks them before it imports anything itself, so that they import wh
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import logging
@@ -130,6 +131,7 @@ def _serve_as(parent: int, serve: Callable[[], None]) -> NoReturn:
 
 def _serve_kinds(requests: socket.socket, threads: int) -> None:
     os.environ["OMP_NUM_THREADS"] = str(threads)
+    gc.disable()
     for name in COMMON:
         importlib.import_module(name)
     while True:
