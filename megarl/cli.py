@@ -74,6 +74,20 @@ def build_parser() -> argparse.ArgumentParser:
         "--index", type=int, metavar="N", help="of a sweep: combination N alone, counted from 0 (for job arrays)"
     )
     train.add_argument("--count", action="store_true", help="of a sweep: print how many combinations there are")
+    bench = add(
+        "bench",
+        "Measure models on the held-out tasks: accuracy, pass@k, majority@k with confidence intervals, side by side on "
+        "one page (docs/bench.md). What is finished is not done again when repeated.",
+    )
+    bench.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="MODEL|override",
+        help="models: directory of an HF checkpoint, run:DIR, or run:DIR@STEP; and hydra overrides, e.g. "
+        "taskset.eval=math500.parquet evaluation.samples=8 evaluation.temperature=0.6",
+    )
+    bench.set_defaults(models=[])
+    bench.add_argument("--check", action="store_true", help="validate settings, rows and models, start nothing")
     data = add(
         "data",
         "Write the rows of an experiment (tasks, demonstrations, preferences) as parquet.\n"
@@ -137,7 +151,7 @@ def build_parser() -> argparse.ArgumentParser:
     config.add_argument(
         "--reference", action="store_true", help="print docs/settings.md instead: every setting, its values and meaning"
     )
-    for command in (train, data, config):
+    for command in (train, bench, data, config):
         command.add_argument(
             "--config-dir",
             metavar="DIR",
@@ -193,12 +207,34 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     if rest:
         arguments.overrides += rest
     if arguments.command == "data" and arguments.overrides[:1] == [IMPORT_EXPERTS]:
-        words = arguments.overrides[1:]
-        arguments.sources = [word for word in words if "=" not in word or os.path.exists(word)]
-        arguments.overrides = [word for word in words if word not in arguments.sources]
+        arguments.sources, arguments.overrides = _separated(arguments.overrides[1:])
         if not arguments.sources:
             parser.error(f"{IMPORT_EXPERTS}: give a parquet or jsonl file of demonstrations, or run:DIR")
+    if arguments.command == "bench":
+        arguments.models, arguments.overrides = _separated(arguments.overrides)
+        if not arguments.models:
+            parser.error("bench: give a model: the directory of an HF checkpoint, run:DIR, or run:DIR@STEP")
+        if any(word.startswith("model.path=") for word in arguments.overrides):
+            parser.error("bench: model.path is what MODEL names; leave it out")
+        arguments.overrides += _left_out(arguments)
     return arguments
+
+
+def _separated(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Separate names of files and runs from overrides."""
+    names = [word for word in words if "=" not in word or os.path.exists(word)]
+    return names, [word for word in words if word not in names]
+
+
+def _left_out(arguments: argparse.Namespace) -> list[str]:
+    """Overrides of a bench for what its command leaves out: a first model, a name, and training rows, which are not
+    read."""
+    from megarl.run.launch.sweep import quoted
+
+    given = {word.partition("=")[0].lstrip("+") for word in arguments.overrides}
+    words = [f"model.path={quoted(arguments.models[0])}"]
+    words += [] if given & {"run.name", "run.dir"} else ["run.name=bench"]
+    return words + ([] if "taskset.train" in given else ["taskset.train=unread"])
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -238,7 +274,25 @@ def _train(arguments: argparse.Namespace) -> int:
     config = compose(
         arguments.overrides, own=arguments.config_dir
     )  # before the imports that take seconds: a mistyped key is reported at once
+    if config.run.mode != "both":
+        raise ConfigError(f"run.mode={config.run.mode} is of `megarl {config.run.mode}`; leave it out, or run that")
     return _check_job(config, arguments) if arguments.check else _run_job(config)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from megarl.core.config import compose
+    from megarl.run.process.forkserver import ForkServers
+
+    config = compose(arguments.overrides, own=arguments.config_dir)
+    is_forked = config.run.fork_servers and config.parallel.backend == "gloo" and not arguments.check
+    servers = ForkServers([config.rollout.num_threads]) if is_forked else None
+    try:
+        from megarl.run.launch.bench import run_bench
+
+        return run_bench(arguments.models, config, servers, check_only=arguments.check)
+    finally:
+        if servers is not None:
+            servers.close()
 
 
 def _run_job(config: Config) -> int:
@@ -404,6 +458,7 @@ def _config(arguments: argparse.Namespace) -> int:
 
 COMMANDS = {
     "train": _train,
+    "bench": _bench,
     "data": _data,
     "doctor": _doctor,
     "report": _report,

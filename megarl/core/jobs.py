@@ -15,6 +15,7 @@ class ProcessKind(Enum):
     TRAINER = ("trainer rank", "trainer")
     REWARD_HOST = ("reward host", "reward_host")
     EXPLORER = ("explorer", "explorer")
+    BENCH = ("bench", "bench")
 
     def __init__(self, label: str, stem: str) -> None:
         self.label = label
@@ -22,17 +23,19 @@ class ProcessKind(Enum):
 
     def named(self, number: int, part: int = 0) -> str:
         """Name of process ``number``. ``part`` counts the processes of an engine that spans nodes, from 0."""
-        if self is ProcessKind.EXPLORER:  # a job has one
+        if self in ALONE:
             return self.label
         return f"{self.label} {number}" + (f" part {part + 1}" if part else "")
 
     def log(self, number: int, part: int = 0) -> str:
         """File name of the log of that process."""
-        if self is ProcessKind.EXPLORER:
+        if self in ALONE:
             return f"{self.stem}.log"
         return f"{self.stem}_{number}" + (f"_part_{part + 1}" if part else "") + ".log"
 
 
+ALONE = frozenset({ProcessKind.EXPLORER, ProcessKind.BENCH})
+"""Kinds of which a job has one process, which has no number."""
 TRAIN = "train"
 """Program of every job that has a trainer. Jobs of different programs live side by side in one run, on one store: a
 start of one ends earlier attempts of its own program alone."""
@@ -55,7 +58,7 @@ def unit_of(name: str) -> str:
     return name.partition(" part ")[0]
 
 
-Mode = Literal["both", "offline"]
+Mode = Literal["both", "offline", "bench"]
 
 
 @dataclass(frozen=True)
@@ -86,5 +89,12 @@ JOBS: Mapping[Mode, Job] = {
             until=ProcessKind.TRAINER,
         ),
         Job("offline", (ProcessKind.TRAINER,), rollouts=False, until=ProcessKind.TRAINER),
+        Job(
+            "bench",
+            (ProcessKind.ENGINE, ProcessKind.REWARD_HOST, ProcessKind.EXPLORER, ProcessKind.BENCH),
+            rollouts=True,
+            until=ProcessKind.BENCH,
+            program="bench",
+        ),
     )
 }

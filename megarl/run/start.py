@@ -1,6 +1,6 @@
-"""``python -m megarl.run.start trainer|explorer --config RUN/resolved.json``: one process of a job.
+"""``python -m megarl.run.start trainer|explorer|bench --config RUN/resolved.json``: one process of a job.
 
-Imports nothing heavy at the top: the explorer needs no torch.
+Imports nothing heavy at the top: explorer and bench need no torch.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ def main() -> int:
         from megarl.train.loop.trainer import main as run
     elif role == "explorer":
         from megarl.explore.explorer.explorer import main as run
+    elif role == "bench":
+        from megarl.explore.bench.driver import main as run
     else:
-        sys.stderr.write("usage: python -m megarl.run.start trainer|explorer --config RUN/resolved.json\n")
+        sys.stderr.write("usage: python -m megarl.run.start trainer|explorer|bench --config RUN/resolved.json\n")
         return 2
     gc.freeze()  # modules stay, and take long to walk
     if role == "explorer":

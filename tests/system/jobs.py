@@ -55,11 +55,14 @@ def end_with_the_tests() -> None:
 
 @dataclass
 class Job:
-    """``megarl train`` as a process group of its own; every process of the job carries a mark in its environment."""
+    """``megarl train``, or another command, as a process group of its own; every process of the job carries a mark in
+    its environment."""
 
     run_dir: Path
     overrides: Sequence[str]
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    command: Sequence[str] = ("train",)
+    """Words of the command before the overrides."""
     _process: subprocess.Popen[bytes] | commands.Command | None = None
     _sessions: set[int] = field(default_factory=set)
     _segments: set[Path] = field(default_factory=set)
@@ -67,7 +70,7 @@ class Job:
 
     def start(self) -> Job:
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        argv = ["-m", "megarl", "train", *last_of_each(self.overrides), f"run.dir={self.run_dir}"]
+        argv = ["-m", "megarl", *self.command, *last_of_each(self.overrides), f"run.dir={self.run_dir}"]
         env = {**os.environ, MARK: self.mark}
         with self.output.open("wb") as output:
             self._process = commands.start(argv, env, output.fileno()) or subprocess.Popen(

@@ -35,18 +35,26 @@ def test_parts_of_an_engine_are_one_unit() -> None:
     assert parts == {ProcessKind.ENGINE.named(2)} != {ProcessKind.ENGINE.named(1)}
 
 
-@pytest.mark.parametrize(("mode", "algorithm"), [("both", "grpo"), ("offline", "sft")])
-def test_a_job_has_the_processes_of_its_row(mode: Mode, algorithm: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "experiment", "algorithm", "ranks", "engines"),
+    [("both", "quickstart", "grpo", 2, 2), ("offline", "sft", "sft", 2, 0), ("bench", "quickstart", "grpo", 0, 2)],
+)
+def test_a_job_has_the_processes_of_its_row(
+    mode: Mode, experiment: str, algorithm: str, ranks: int, engines: int
+) -> None:
     """On two nodes, of which the second has reward workers too; in the order of the row."""
     overrides = ["parallel=tp2", "rollout.replicas=2", f"algorithm={algorithm}"]
-    config = compose(["experiment=quickstart" if mode == "both" else "experiment=sft", *overrides])
+    overrides += ["run.mode=bench"] if mode == "bench" else []
+    config = compose([f"experiment={experiment}", *overrides])
     plan = plan_job(config, [NodeInfo(0, "a", "all"), NodeInfo(1, "b", "all")])
     ports = iter(f"127.0.0.1:{port}" for port in range(1000, 2000))
     servers = (ProcessKind.ENGINE, ProcessKind.REWARD_HOST)
-    engines, hosts = (tuple(next(ports) for _ in plan.of(kind)) for kind in servers)
-    addresses = Addresses(next(ports), next(ports), engines, ("",) * len(engines), hosts)
+    serving, hosts = (tuple(next(ports) for _ in plan.of(kind)) for kind in servers)
+    addresses = Addresses(next(ports), next(ports), serving, ("",) * len(serving), hosts)
     job = plan.job
     assert job == JOBS[mode]
-    kinds = [kind_of(spec.name) for _, spec in specs(config, plan, addresses, {}, Path("logs"))]
+    found = specs(config, plan, addresses, {}, Path("logs"))
+    kinds = [kind_of(spec.name) for _, spec in found]
     assert tuple(dict.fromkeys(kinds)) == job.processes
-    assert kinds.count(ProcessKind.TRAINER) == 2 and kinds.count(ProcessKind.ENGINE) == (2 if mode == "both" else 0)
+    assert kinds.count(ProcessKind.TRAINER) == ranks and kinds.count(ProcessKind.ENGINE) == engines
+    assert [kind_of(spec.name) for _, spec in found if spec.echo] == [job.until]

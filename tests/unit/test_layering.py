@@ -213,9 +213,11 @@ def test_explorer_workers_and_report_run_without_torch() -> None:
     """Started once for every job or engine beside the trainers: torch would cost seconds and 300 MB each."""
     imported = imported_by(
         "megarl.explore.explorer.explorer",
+        "megarl.explore.bench.driver",
         "megarl.engine.client.client",
         "megarl.engine.client.control",
         "megarl.explore.rewards.pool.worker",
+        "megarl.run.report.bench",
         "megarl.run.report.html",
     )
     assert not imported & {"torch", "vllm", "megatron", "transformers"}

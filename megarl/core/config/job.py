@@ -86,6 +86,8 @@ class RunConfig:
     """Name of the run, and of its directory."""
     dir: str = "runs/${run.name}"
     """Directory of the run: checkpoints, store, logs, report."""
+    mode: Literal["both", "bench"] = "both"
+    """Kind of job that has these settings. The command sets it: bench is that of `megarl bench`."""
     host: str = "127.0.0.1"
     """Address that engines and trainer ranks of one machine listen on."""
     port: Annotated[int, Bound(1024, 65535)] | None = None

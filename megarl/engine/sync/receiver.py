@@ -18,6 +18,7 @@ from megarl import ops
 from megarl.core.errors import WeightSyncError
 from megarl.core.machine import trim_memory
 from megarl.engine.client.control import FAILURE
+from megarl.engine.sync.files import compare_with_files
 from megarl.engine.sync.link import Link, LinkAddress, join, open_store
 from megarl.engine.sync.shared import Places, SharedMemoryReceiver, machine
 from megarl.engine.sync.sleep import WHAT, Sleeper, What, sleeper_of
@@ -214,6 +215,21 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             # One tensor at a time is unpacked; its pieces follow each other.
             return digests_of(self._layout, self._rank, lru_cache(maxsize=1)(self._writer.computed_with))
 
+    def check_files(self) -> int:
+        """Compare what the model computes with with the files that it was loaded from; return the number of elements.
+        No trainer is needed. Raises WeightsDiffer."""
+        path, mine = Path(self.model_config.model), self.parallel_config
+        layout = vllm_layout(
+            read_hf_config(path),
+            mine.tensor_parallel_size,
+            pp=mine.pipeline_parallel_size,
+            expert_parallel=mine.enable_expert_parallel,
+        )
+        writer = SliceWriter(self.model, self.model_config, self._local_tensors(layout, mine.rank))
+        read = lru_cache(maxsize=1)(writer.computed_with)  # a tensor's pieces follow each other
+        with torch.device(self.device), torch.no_grad():
+            return compare_with_files(layout, mine.rank, read, path, self.model_config.dtype)
+
     def _require_weights(self, step: str) -> None:
         """Raise WeightSyncError while the weights sleep."""
         if self.sleeper is not None and "weights" in self.sleeper.asleep:
@@ -243,6 +259,11 @@ class WorkerExtension:
     def megarl_digests(self) -> dict[str, str]:
         """Logical tensor -> digest in hexadecimal (JSON readers elsewhere lose 64-bit integers)."""
         return {name: f"{digest:016x}" for name, digest in self.weight_transfer_engine.digests().items()}
+
+    @_answered
+    def megarl_check_files(self) -> dict[str, int]:
+        """Number of ``elements`` that equal those of the model's files; a failure names the tensors that do not."""
+        return {"elements": self.weight_transfer_engine.check_files()}
 
     @_answered
     def megarl_outcome(self) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from fractions import Fraction
 
 import numpy as np
 
+from megarl.core.config import Config
+
 EXTRA, EXPERT, ROLLBACK, EVALUATION, SOURCE, CURRICULUM, PRIORITY, REPLAY = 1, 2, 3, 4, 5, 6, 7, 8
 """Streams of random numbers beside that of the tasks, so that one's choices are independent of another's."""
 
@@ -27,6 +29,16 @@ def data_seed(seed: int, rollbacks: int) -> int:
 def drawn_seed(*numbers: int) -> int:
     """A seed that is drawn from ``numbers``."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+
+
+def evaluation_sampling(config: Config, step: int) -> dict[str, float]:
+    """Sampling of an evaluation, a function of the settings and the step, so that a resumed run samples the same."""
+    evaluation = config.evaluation
+    sampling = {"temperature": evaluation.temperature, "max_tokens": config.rollout.max_response_tokens}
+    if evaluation.temperature == 0.0:
+        return sampling
+    seed = drawn_seed(config.trainer.seed, step, EVALUATION)
+    return sampling | {"seed": seed, "top_p": evaluation.top_p, "top_k": evaluation.top_k}
 
 
 def tasks_of_step(task_ids: Sequence[str], step: int, count: int, seed: int) -> list[str]:

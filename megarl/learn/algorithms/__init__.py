@@ -63,4 +63,6 @@ def get(name: str) -> Algorithm:
 
 def job_of(config: Config) -> Job:
     """The job that ``config`` describes: nothing else asks for its mode. Raises ConfigError as ``get``."""
+    if config.run.mode == "bench":
+        return JOBS["bench"]
     return JOBS["offline" if get(config.algorithm.name).offline else "both"]

@@ -41,7 +41,7 @@ def check_rewards(config: Config, tasks: Mapping[str, list[Task]]) -> None:
     reward = config.reward
     key = os.environ.get("MEGARL_JOB_KEY", "")
     if reward.path is not None:
-        _try_reward(config, tasks["train"][0])
+        _try_reward(config, next(iter(tasks.values()))[0])
         asyncio.run(check_hosts(reward, key, []))
         return
     sources = _families(config, tasks)

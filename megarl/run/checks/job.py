@@ -20,6 +20,7 @@ from megarl.learn import algorithms
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.models.specs import check_implementation
 from megarl.learn.parallel.grid import check_roles
+from megarl.run.checks.bench import check_bench
 from megarl.run.checks.devices import check_devices, has_budget, ledger_of
 from megarl.run.checks.filters import Selected, selected
 from megarl.run.checks.inputs import check_held_out, check_lengths, check_rewards
@@ -64,6 +65,9 @@ def check(
     """
     run_dir = Path(config.run.dir)
     check_writable(f"run.dir={run_dir}", run_dir)
+    if config.run.mode == "bench":
+        replace_damaged_store(config, rename=repair)
+        return check_bench(config, dry=dry)
     set_aside_damaged(run_dir, rename=repair, digests=config.trainer.verify_checkpoints)
     replace_damaged_store(config, rename=repair)
     config = with_limit_of_run(config)

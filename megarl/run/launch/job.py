@@ -88,12 +88,13 @@ def run(config: Config, servers: ForkServers | None = None) -> int:
             job_store(config.store.url, run_dir, key, host=host, connections=connections, held=[lock])
         )
         if is_finished(config, run_dir):
-            log.info("%s is finished; raise trainer.steps to go on, or take another run.name to begin again", run_dir)
+            fix = "" if config.run.mode == "bench" else "raise trainer.steps to go on, or "
+            log.info("%s is finished; %stake another run.name to begin again", run_dir, fix)
         else:
             _run_attempts(config, tasks, allocation, gathering, lock, server, key, last, timeline, servers)
         # A rank that was asked to end, by whomever, ends in order: only the run itself shows whether it is finished.
         finished = is_finished(config, run_dir)
-        if finished:  # its report too, which may not have been written when it ended
+        if finished and config.run.mode != "bench":  # its report too, which may not have been written when it ended
             from megarl.run.report.html import summary, write_report
 
             write_report(run_dir)
@@ -263,10 +264,8 @@ def _fill_store(config: Config, tasks: Mapping[str, Selected], attempt: int) -> 
     store.begin_attempt(attempt)
     check_store_of_run(config, run_dir, store)
     store.set_run_id(run_id(run_dir))
-    found = latest(run_dir / "checkpoints")
-    # Groups that were asked for ahead have the sampling and the verdicts of the settings of then.
-    changed = any(change.trains() for change in changes_since_last_start(config, run_dir))
-    store.discard_rollouts(0 if found is None else int(read_state(found)["step"]), ahead=changed)
+    if config.run.mode != "bench":  # whose answers are of one model, and stay
+        _discard_rollouts(config, run_dir, store)
     for split, selected in tasks.items():
         if store.tasks(split) != selected.tasks:
             store.add_tasks(split, selected.tasks)
@@ -276,3 +275,11 @@ def _fill_store(config: Config, tasks: Mapping[str, Selected], attempt: int) -> 
     fill_experts(config, store)
     store.open_job()
     store.close()
+
+
+def _discard_rollouts(config: Config, run_dir: Path, store: Store) -> None:
+    """Forget what an earlier attempt asked for with weights that the newest checkpoint does not have."""
+    found = latest(run_dir / "checkpoints")
+    # Groups that were asked for ahead have the sampling and the verdicts of the settings of then.
+    changed = any(change.trains() for change in changes_since_last_start(config, run_dir))
+    store.discard_rollouts(0 if found is None else int(read_state(found)["step"]), ahead=changed)

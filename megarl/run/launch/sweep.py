@@ -54,7 +54,7 @@ def combinations(overrides: Sequence[str], index: int | None = None, own: str | 
         try:
             where = compose(words, own=own).run.dir
             others = [word for word in words if word.partition("=")[0].lstrip("+") != "run.dir"]
-            config = compose([*others, f"run.dir={_quoted(f'{where}/{slug}')}"], own=own)
+            config = compose([*others, f"run.dir={quoted(f'{where}/{slug}')}"], own=own)
         except ConfigError as error:
             raise ConfigError(f"combination {number}, {' '.join(swept)}: {error}") from error
         found.append(Combination(number, slug, config))
@@ -113,7 +113,7 @@ def _slug(swept: Sequence[str]) -> str:
     return name
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """Quote a value in hydra's grammar."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 

@@ -94,7 +94,7 @@ def plan_job(config: Config, nodes: Sequence[NodeInfo], *, trainers: int | None 
     """
     job = algorithms.job_of(config)
     chosen = trainer_nodes(nodes)[:trainers]
-    world = config.parallel.world_size
+    world = config.parallel.world_size if job.has(ProcessKind.TRAINER) else 0
     if not chosen or nodes[0].role == "rollout":
         raise ConfigError(
             "node 0 must be one of the trainer's (MEGARL_ROLE trainer or all): rank 0 and the explorer run there"
@@ -110,6 +110,7 @@ def plan_job(config: Config, nodes: Sequence[NodeInfo], *, trainers: int | None 
         ProcessKind.ENGINE: _engines(config, engine_nodes(nodes)) if job.has(ProcessKind.ENGINE) else [],
         ProcessKind.REWARD_HOST: [Planned(ProcessKind.REWARD_HOST, node.rank, node.rank) for node in nodes[1:]],
         ProcessKind.EXPLORER: [Planned(ProcessKind.EXPLORER, 0, nodes[0].rank)],
+        ProcessKind.BENCH: [Planned(ProcessKind.BENCH, 0, nodes[0].rank)],
     }
     plan = Plan(job, tuple(process for kind in job.processes for process in found[kind]))
     return _with_gpus(config, nodes, plan) if config.parallel.backend == "nccl" else plan
@@ -168,7 +169,11 @@ def _with_gpus(config: Config, nodes: Sequence[NodeInfo], plan: Plan) -> Plan:
     return Plan(plan.job, tuple(placed))
 
 
-_OTHERS = {ProcessKind.EXPLORER: "explorer and reward workers", ProcessKind.REWARD_HOST: "reward workers"}
+_OTHERS = {
+    ProcessKind.EXPLORER: "explorer and reward workers",
+    ProcessKind.REWARD_HOST: "reward workers",
+    ProcessKind.BENCH: "bench",
+}
 
 
 def table(plan: Plan, nodes: Sequence[NodeInfo]) -> str:

@@ -66,7 +66,10 @@ class ForkServers:
         self._servers: dict[ProcessKind, ForkServer] = {}
 
     def preload(self, kind: ProcessKind, environment: Mapping[str, str]) -> None:
-        """Import what processes of a kind need, with variables that its imports may read."""
+        """Import what processes of a kind need, with variables that its imports may read. Repeating does nothing: the
+        jobs of a command are alike."""
+        if kind in self._servers:
+            return
         root = self._roots.get(int(environment["OMP_NUM_THREADS"]))
         if root is None:
             return

@@ -26,7 +26,7 @@ from megarl.core.schema import Preference
 from megarl.explore.tasksets import ChatTokenizer, encode_rows, generate, place_of_row, read_recipe, recipe, sources_of
 from megarl.explore.tasksets.template import writes_date
 from megarl.run.run_dir.changes import Change, changes, described, has_checkpoints
-from megarl.run.run_dir.rows import SPLITS, kind_of_rows, needs_expert_rows, read_split
+from megarl.run.run_dir.rows import kind_of_rows, needs_expert_rows, read_split, splits_of
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def missing_data(config: Config) -> dict[str, Path]:
     missing = {split: path for split, path in files.items() if not path.is_file()}
     missing_sources = [
         f"taskset.{split}.{name}.path={source.path}"
-        for split in SPLITS
+        for split in splits_of(config)
         if not isinstance(getattr(taskset, split), str)
         for name, source in sources_of(taskset, split).items()
         if not Path(source.path).is_file()
@@ -103,7 +103,9 @@ def write_data(config: Config, files: Mapping[str, Path]) -> None:
 
 def _files(config: Config) -> dict[str, Path]:
     taskset = config.taskset
-    named = {"train": taskset.train, "eval": taskset.eval, "warm_start": taskset.warm_start}
+    named = {split: getattr(taskset, split) for split in splits_of(config)}
+    if config.run.mode != "bench":
+        named["warm_start"] = taskset.warm_start
     if needs_expert_rows(config):
         named["expert"] = taskset.expert
     return {split: Path(path) for split, path in named.items() if isinstance(path, str)}
@@ -202,7 +204,7 @@ def with_prompt_limit(config: Config) -> Config:
         return config
     tokenizer = ChatTokenizer.of(config)
     longest, place = 0, ""
-    for split in SPLITS:
+    for split in splits_of(config):
         rows, place_of = read_split(config, split), partial(place_of_row, config.taskset, split)
         for row, ids in zip(rows, encode_rows(rows, tokenizer, path=place_of), strict=True):
             if len(ids) > longest:

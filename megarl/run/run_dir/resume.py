@@ -11,6 +11,7 @@ from pathlib import Path
 from megarl.core.config import Config
 from megarl.core.durable import exists, write_text
 from megarl.core.errors import CheckpointError, ConfigError
+from megarl.explore.bench.answers import RESULT
 from megarl.explore.store import Store, sqlite_file
 from megarl.explore.store.database import is_pending, shown
 from megarl.learn import algorithms
@@ -43,6 +44,8 @@ FIXED = ("model", "taskset")
 
 def is_finished(config: Config, run_dir: Path) -> bool:
     """Return True if all that these settings ask for is done."""
+    if config.run.mode == "bench":
+        return (run_dir / RESULT).is_file()
     found = latest(run_dir / "checkpoints")
     if found is None or not (run_dir / "hf" / "config.json").is_file():
         return False

@@ -26,6 +26,11 @@ OWN_REWARD = "user"
 """``data_source`` of tasks without one, where ``reward.path`` scores them all."""
 
 
+def splits_of(config: Config) -> tuple[str, ...]:
+    """Splits of ``SPLITS`` whose rows a job reads: a bench has no training rows."""
+    return ("eval",) if config.run.mode == "bench" else SPLITS
+
+
 def needs_expert_rows(config: Config) -> bool:
     """Return True if the algorithm trains on ``taskset.expert``.
 

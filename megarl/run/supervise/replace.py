@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megarl.core.errors import JobError
-from megarl.core.jobs import ProcessKind, kind_of, unit_of
+from megarl.core.jobs import JOBS, ProcessKind, kind_of, unit_of
 from megarl.explore.store import EngineStatus
 from megarl.run.nodes.node import NotStarted, Process, Started, on_every_node
 from megarl.run.process.process import ERROR
@@ -29,6 +29,8 @@ CLOSED_S = 5.0
 died."""
 SERVERS = frozenset({ProcessKind.ENGINE, ProcessKind.REWARD_HOST})
 """Kinds that never end by themselves."""
+DECIDING = frozenset(job.until for job in JOBS.values())
+"""Kinds whose death ends the attempt."""
 FREE_S = 10.0
 """Seconds that children of a dead server may hold its port, before its successor is given up."""
 
@@ -141,7 +143,7 @@ class Replacements:
 
     def _replaceable(self, unit: str) -> bool:
         members = self._members(unit)
-        if kind_of(unit) is ProcessKind.TRAINER or any(s.spec is None or s.node.fault() is not None for s in members):
+        if kind_of(unit) in DECIDING or any(s.spec is None or s.node.fault() is not None for s in members):
             return False
         return unit in self._up or any(_by_signal(s.process) for s in members)
 

@@ -134,7 +134,7 @@ def _reward_host(attempt: _Attempt, process: Planned) -> _Command:
     return _Command(argv, {"OMP_NUM_THREADS": "1", ENGINES: ",".join(urls(attempt.addresses))}, address)
 
 
-def _explorer(attempt: _Attempt, process: Planned) -> _Command:
+def _light(attempt: _Attempt, process: Planned) -> _Command:
     return _Command(_started(attempt, process), {"OMP_NUM_THREADS": "1"})
 
 
@@ -146,5 +146,6 @@ _COMMANDS: Mapping[ProcessKind, Callable[[_Attempt, Planned], _Command]] = {
     ProcessKind.ENGINE: _engine,
     ProcessKind.TRAINER: _trainer,
     ProcessKind.REWARD_HOST: _reward_host,
-    ProcessKind.EXPLORER: _explorer,
+    ProcessKind.EXPLORER: _light,
+    ProcessKind.BENCH: _light,
 }

@@ -88,7 +88,7 @@ def _register_engines(config: Config, plan: Plan, addresses: Addresses, attempt:
 
 def _addresses(plan: Plan, nodes: dict[int, Node]) -> Addresses:
     """Ports are asked of each node once, so that it gives no port twice."""
-    first = plan.of(ProcessKind.TRAINER)[0].node
+    first = plan.of(plan.job.until)[0].node
     engines = [engine for engine in plan.of(ProcessKind.ENGINE) if not engine.part]
     hosts = [host.node for host in plan.of(ProcessKind.REWARD_HOST)]
     wanted = [first, *([first] if engines else []), *hosts]
@@ -170,7 +170,8 @@ def watch(
                 asked_at = time.monotonic()
                 present = [s.process for s in replacements.present()]
                 engines = [process for process in present if kind_of(process.name) is ProcessKind.ENGINE]
-                log.warning("stopping: saving a checkpoint (interrupt twice more to end at once)")
+                saving = "saving a checkpoint" if job.has(ProcessKind.TRAINER) else "answers that are finished are kept"
+                log.warning("stopping: %s (interrupt twice more to end at once)", saving)
                 for process in deciding:
                     process.signal(signal.SIGTERM)
             engines_s = ENGINES_SHARE * config.run.shutdown_grace_s

@@ -23,7 +23,9 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 WAITING = ("rollout", "evaluation")
-"""Phases in which trainer ranks wait for the explorer."""
+"""Phases in which trainer ranks, or a bench, wait for the explorer."""
+ASKING = (ProcessKind.TRAINER.named(0), ProcessKind.BENCH.named(0))
+"""Processes that ask for rollouts."""
 
 
 @dataclass
@@ -118,9 +120,7 @@ class Watchdog:
 
     def _idle(self, passed: float) -> str | None:
         """Report of a rollout that has stood still for too long."""
-        waiting = any(
-            s.heartbeat.phase in WAITING for p, s in self._seen.items() if p.name == ProcessKind.TRAINER.named(0)
-        )
+        waiting = any(s.heartbeat.phase in WAITING for p, s in self._seen.items() if p.name in ASKING)
         explorers = [s.heartbeat for p, s in self._seen.items() if kind_of(p.name) is ProcessKind.EXPLORER]
         work = sum(heartbeat.work for heartbeat in explorers)
         self._idle_s = self._idle_s + passed if waiting and explorers and work == self._work else 0.0
@@ -129,7 +129,7 @@ class Watchdog:
         if self._idle_s <= self._stall_s + self._config.rollout.request_timeout_s:
             return None
         return (
-            "the trainer waits for a rollout of which no sample has ended and no token was generated for "
+            "the job waits for a rollout of which no sample has ended and no token was generated for "
             f"{self._idle_s:.0f} s (cluster.stall_s={self._stall_s:g} beyond "
             f"rollout.request_timeout_s={self._config.rollout.request_timeout_s:g}); the explorer: {explorers[0].phase}"
         )

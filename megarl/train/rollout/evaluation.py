@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property, partial
 
-from megarl.core.config import Config
 from megarl.core.config.schema import EvaluationConfig
 from megarl.core.schema import WeightsVersion
-from megarl.explore.order.draws import EVALUATION, drawn_seed
+from megarl.explore.order.draws import evaluation_sampling
 from megarl.explore.store import Store
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.reporter import Reporter
@@ -51,16 +50,6 @@ class Evaluation:
         score = f", mean score {event['score']:.3f}" if event["graded"] and event["score"] is not None else ""
         without = f"; {errors} without a verdict" if errors else ""
         self._reporter.log(f"held-out accuracy at step {step}: {text}{score}{without}")
-
-
-def evaluation_sampling(config: Config, step: int) -> dict[str, float]:
-    """Sampling of an evaluation, a function of the settings and the step, so that a resumed run samples the same."""
-    evaluation = config.evaluation
-    sampling = {"temperature": evaluation.temperature, "max_tokens": config.rollout.max_response_tokens}
-    if evaluation.temperature == 0.0:
-        return sampling
-    seed = drawn_seed(config.trainer.seed, step, EVALUATION)
-    return sampling | {"seed": seed, "top_p": evaluation.top_p, "top_k": evaluation.top_k}
 
 
 def evaluation_text(metrics: Mapping[str, float], right: int, tasks: int, config: EvaluationConfig) -> str:

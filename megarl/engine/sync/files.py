@@ -1,0 +1,61 @@
+"""Weights of an engine that has read them from a model's files, compared with those files. Runs inside vLLM's
+workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from megarl.core.errors import WeightsDiffer
+from megarl.weights.checkpoint.formats.hf_source import open_hf
+from megarl.weights.reshard import boxes
+from megarl.weights.reshard.execute import wire_dtype
+from megarl.weights.reshard.layout import Layout
+
+ELEMENTS = 4 << 20
+"""Elements that are read from the files and compared at once."""
+SHOWN = 4
+
+
+def compare_with_files(
+    layout: Layout, rank: int, read: Callable[[str], torch.Tensor], path: Path, dtype: torch.dtype
+) -> int:
+    """Compare what a worker computes with, element by element, with the files; return the number of elements.
+
+    The files are read by megarl's own reader and cut by its own layout: two loaders must agree. Numbers compare, not
+    bits: a packed matrix gives back neither the sign of a zero nor subnormal numbers.
+
+    Args:
+        read: Local tensor by its name, in the layout's shape.
+
+    Raises:
+        WeightsDiffer: an element differs, with the names of the tensors.
+    """
+    source, count, wrong = open_hf(path), 0, dict[str, int]()
+    try:
+        for piece in layout.pieces(rank):
+            held = read(piece.local)[boxes.index_of(piece.at, boxes.shape_of(piece.box))]
+            wire = wire_dtype(layout, piece.tensor, dtype)
+            for box in boxes.split(piece.box, ELEMENTS):
+                within = tuple(
+                    slice(lo - start, hi - start) for (lo, hi), (start, _) in zip(box, piece.box, strict=True)
+                )
+                differ = _differing(held[within], source.read(piece.tensor, box).to(wire))
+                count += boxes.volume(box)
+                if differ:
+                    wrong[piece.tensor] = wrong.get(piece.tensor, 0) + differ
+    finally:
+        source.close()
+    if wrong:
+        shown = ", ".join(f"{number} elements of {name}" for name, number in list(wrong.items())[:SHOWN])
+        more = f" and {len(wrong) - SHOWN} more tensors" if len(wrong) > SHOWN else ""
+        raise WeightsDiffer(f"the engine computes with other weights than those of {path}: {shown}{more} differ")
+    return count
+
+
+def _differing(held: torch.Tensor, stored: torch.Tensor) -> int:
+    stored = stored.to(held.device)
+    faint = (held == 0) & (stored.abs() < torch.finfo(stored.dtype).tiny)
+    return int((~((held == stored) | faint)).sum())

@@ -1,0 +1,198 @@
+"""The process of a bench: proves the engines' weights, asks for the answers, counts them.
+
+``python -m megarl.run.start bench --config RUN/resolved.json`` with the job's key in ``MEGARL_JOB_KEY`` and its attempt
+in ``MEGARL_ATTEMPT``. Ends with 0 when the answers are counted, and on SIGTERM or SIGINT: what is finished is in the
+store, and the next start goes on from there. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+from megarl.core import heartbeat
+from megarl.core.config import Config, load_resolved
+from megarl.core.durable import write_text
+from megarl.core.errors import EngineError, InputError, JobError
+from megarl.core.jobs import PROGRAM
+from megarl.core.metrics import Timeline
+from megarl.core.schema import Trajectory, WeightsVersion
+from megarl.engine.client.control import EngineControl
+from megarl.explore.bench.answers import RESULT, ModelAnswers, TaskAnswers
+from megarl.explore.order.draws import evaluation_sampling
+from megarl.explore.rewards.votes import extractor
+from megarl.explore.store import Store
+from megarl.explore.tasksets import ChatTokenizer
+from megarl.explore.workflows import asks_verifier
+
+log = logging.getLogger(__name__)
+
+ROLLOUT = "bench"
+FROM_FILES = WeightsVersion(0, 0)
+"""Version of weights that an engine has read from the model's files: no attempt, which count from 1, published them."""
+LOOK_S = 1.0
+"""Seconds between two looks at the engines: one that was replaced is to be proven."""
+ANSWER_S = 2.0
+PROGRESS_S = 10.0
+"""Seconds between two lines about progress."""
+
+
+class Gates:
+    """Gates of a job's engines, which refuse generation until their weights are proven."""
+
+    def __init__(self, engines: Sequence[EngineControl]) -> None:
+        self._engines = engines
+        self._proven: set[str] = set()
+        """Processes of engines."""
+
+    def wait_ready(self, start_s: float, stopping: Callable[[], bool]) -> None:
+        """Wait until every engine serves. Raises EngineError."""
+        for engine in self._engines:
+            engine.wait_ready(start_s, stopping=stopping)
+
+    def open_proven(self) -> None:
+        """Open the gate of every engine whose weights equal the model's files; look at each start of a server once.
+
+        An engine that does not answer is busy, or dead: another comes up in its place. Raises EngineError for one that
+        has other weights.
+        """
+        for engine in self._engines:
+            state = None
+            with suppress(EngineError):
+                state = engine.state(ANSWER_S)
+            if state is None or state.process in self._proven:
+                continue
+            started = time.monotonic()
+            with heartbeat.timeout(engine.timeout_s):
+                elements = sum(worker["elements"] for worker in engine.workers("megarl_check_files"))
+            engine.refuse(None)
+            self._proven.add(state.process)
+            log.info(
+                "engine at %s: %d weights equal the model's files (%.1f s)",
+                engine.url,
+                elements,
+                time.monotonic() - started,
+            )
+
+
+class BenchDriver:
+    """Asks for answers to every held-out task and counts them."""
+
+    def __init__(self, config: Config, store: Store, gates: Gates, stopping: Callable[[], bool]) -> None:
+        self._config = config
+        self._store = store
+        self._gates = gates
+        self._stopping = stopping
+
+    def run(self) -> bool:
+        """Return False when the job is asked to stop before all answers are there. Raises EngineError, JobError."""
+        begun, config = time.time(), self._config
+        self._gates.wait_ready(config.rollout.start_timeout_s, self._stopping)
+        self._gates.open_proven()
+        task_ids = self._store.task_ids("eval")
+        if self._store.is_requested(ROLLOUT):
+            log.info("going on: answers to %d of %d tasks are there", *self._store.progress(ROLLOUT))
+        else:
+            sampling = evaluation_sampling(config, 0)
+            self._store.request_rollout(ROLLOUT, "eval", 0, FROM_FILES, task_ids, config.evaluation.samples, sampling)
+        if not self._wait():
+            return False
+        answers = ModelAnswers(
+            config.evaluation.samples,
+            config.evaluation.temperature,
+            round(time.time() - begun, 3),
+            tuple(self._counted()),
+        )
+        write_text(Path(config.run.dir) / RESULT, answers.to_json())
+        self._store.close_job()
+        return True
+
+    def _wait(self) -> bool:
+        """Wait for the answers. Return False when the job is asked to stop."""
+        looked = told = time.monotonic()
+        with heartbeat.phase("evaluation"):
+            while not self._store.is_complete(ROLLOUT):
+                if self._stopping():
+                    return False
+                if (now := time.monotonic()) - looked > LOOK_S:
+                    self._gates.open_proven()
+                    looked = now
+                if now - told > PROGRESS_S:
+                    log.info("answers to %d of %d tasks", *self._store.progress(ROLLOUT))
+                    told = now
+                heartbeat.beat()
+                time.sleep(self._config.store.poll_s)
+        return True
+
+    def _counted(self) -> list[TaskAnswers]:
+        """Answers to each task, in the tasks' order; never all of them in memory at once."""
+        tokenizer = ChatTokenizer.of(self._config)
+        tasks = {task.task_id: task for task in self._store.tasks("eval", images=False)}
+        reads = {
+            task_id: extractor(task, self._config.reward) if asks_verifier(self._config.rollout) else None
+            for task_id, task in tasks.items()
+        }
+
+        def vote(answer: Trajectory) -> str | None:
+            read = reads[answer.task_id]
+            return None if read is None else read(tokenizer.decode(answer.response.token_ids))
+
+        found = []
+        for part in self._store.parts(self._store.group_ids(ROLLOUT)):
+            groups: dict[str, list[Trajectory]] = {}
+            for answer in self._store.read(part):
+                groups.setdefault(answer.task_id, []).append(answer)
+            heartbeat.beat()
+            found += [TaskAnswers.of(i, tasks[i].data_source, answers, vote) for i, answers in groups.items()]
+        return found
+
+
+def measure(config: Config, key: str, stopping: Callable[[], bool]) -> bool:
+    """Measure the model of a job; return False when it was asked to stop. Raises EngineError, JobError, InputError."""
+    store = Store(
+        config.store.url,
+        attempt=int(os.environ["MEGARL_ATTEMPT"]),
+        outage_s=config.store.outage_s,
+        program=os.environ[PROGRAM],
+    )
+    try:
+        urls = [engine.url for engine in store.own_engines()]
+        gates = Gates([EngineControl(url, key, config.rollout.start_timeout_s) for url in urls])
+        with Timeline(Path(config.run.dir) / "timeline", "bench").phase("evaluation"):
+            return BenchDriver(config, store, gates, stopping).run()
+    finally:
+        store.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The process; returns its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m megarl.run.start bench", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--config", required=True, help="the run's resolved.json")
+    config = load_resolved(parser.parse_args(argv).config)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    stop = threading.Event()
+
+    def asked(number: int, frame: FrameType | None) -> None:
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, asked)
+    try:
+        measure(config, os.environ["MEGARL_JOB_KEY"], stop.is_set)
+    except (EngineError, JobError, InputError) as error:
+        if stop.is_set() and isinstance(error, EngineError):  # an engine that was not there yet, or ended before us
+            return 0
+        log.error("bench: %s", error)
+        return 1
+    return 0

@@ -1,0 +1,124 @@
+"""Models that a bench measures: an HF checkpoint, a run, or a checkpoint of a run, each as a directory that an engine
+reads."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.core.config import hub
+from megarl.core.errors import ConfigError
+from megarl.run.run_dir.experts import RUN
+from megarl.weights.checkpoint.formats.dist import find_dist
+from megarl.weights.checkpoint.training.manifest import PREFIX, finished
+
+log = logging.getLogger(__name__)
+
+CONFIG = "config.json"
+LONGEST = 60
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One model of a bench."""
+
+    name: str
+    """As the command names it, with the step where that was left out."""
+    path: Path
+    """HF checkpoint, or the training checkpoint that is converted to one."""
+    is_hf: bool
+
+    @property
+    def slug(self) -> str:
+        """Name of its directory in the bench: the same for the same path, whatever other models there are."""
+        plain = re.sub(r"[^\w.@-]+", "_", self.name.removeprefix(RUN).strip("/"), flags=re.ASCII)[-LONGEST:]
+        digest = hashlib.blake2b(str(self.path.resolve()).encode(), digest_size=3).hexdigest()
+        return f"{plain.lstrip('._')}-{digest}"
+
+    def identity(self) -> str:
+        """Digest of the names, sizes and times of its files, without reading them."""
+        found = sorted(
+            (str(path.relative_to(self.path)), stat.st_size, stat.st_mtime_ns)
+            for path in self.path.rglob("*")
+            if path.is_file() and (stat := path.stat())
+        )
+        return hashlib.blake2b(repr(found).encode(), digest_size=16).hexdigest()
+
+    def hf_path(self, folder: Path) -> Path:
+        """HF checkpoint of the model; in ``folder`` where it is converted."""
+        return self.path if self.is_hf else folder / "model"
+
+    def convert(self, folder: Path) -> None:
+        """Write the HF checkpoint of a training checkpoint, whole and with its digests compared; one that is there is
+        kept. Raises CheckpointError."""
+        target = self.hf_path(folder)
+        if self.is_hf or (target / CONFIG).is_file():
+            return
+        from megarl.weights.checkpoint.convert.convert import Settings, convert_megatron_to_hf
+
+        log.info("%s: converting %s to an HF checkpoint in %s", self.name, self.path, target)
+        convert_megatron_to_hf(self.path, target, settings=Settings(verify=True, progress=False))
+
+    def clean_up(self, folder: Path) -> None:
+        """Remove what ``convert`` has written."""
+        if not self.is_hf:
+            shutil.rmtree(self.hf_path(folder), ignore_errors=True)
+
+
+def short_names(subjects: Sequence[Subject]) -> list[str]:
+    """Names without the folders that all paths begin with, for the heads of columns."""
+    parts = [subject.name.removeprefix(RUN).strip("/").split("/") for subject in subjects]
+    shared = 0
+    while (
+        len(parts) > 1 and len({tuple(p[: shared + 1]) for p in parts}) == 1 and all(len(p) > shared + 1 for p in parts)
+    ):
+        shared += 1
+    return ["/".join(p[shared:]) for p in parts]
+
+
+def subject_of(word: str) -> Subject:
+    """Find the model that a word of the command names: a directory, a name in the hub's cache, ``run:DIR`` or
+    ``run:DIR@STEP``.
+
+    Raises ConfigError naming what is there instead.
+    """
+    if word.startswith(RUN):
+        return _of_run(word)
+    path = Path(hub.snapshot(word))
+    if (path / "resolved.json").is_file():
+        raise ConfigError(f"MODEL {word} is the directory of a run; write {RUN}{word}, or {RUN}{word}@STEP")
+    if (path / CONFIG).is_file():
+        return Subject(word, path, is_hf=True)
+    if path.is_dir() and find_dist(path) is not None:
+        return Subject(word, path, is_hf=False)
+    fix = f"give the directory of an HF checkpoint, {RUN}DIR of a run, or {RUN}DIR@STEP of one of its checkpoints"
+    if hub.is_name(word):
+        fix += f"; of a name on the Hugging Face hub, `hf download {word}` puts it where it is found by the name"
+    raise ConfigError(f"MODEL {word} has no {CONFIG}; {fix}")
+
+
+def _of_run(word: str) -> Subject:
+    place, _, step = word.removeprefix(RUN).rpartition("@") if "@" in word else (word.removeprefix(RUN), "", "")
+    run_dir = Path(place)
+    if not (run_dir / "resolved.json").is_file():
+        raise ConfigError(f"MODEL {word}: {run_dir} has no resolved.json; give the directory of a run")
+    checkpoints = {path.name.removeprefix(PREFIX): path for path in finished(run_dir / "checkpoints")}
+    if step:
+        if step not in checkpoints:
+            there = ", ".join(checkpoints) or "none"
+            raise ConfigError(
+                f"MODEL {word}: no finished checkpoint of step {step}; steps with one: {there} "
+                "(trainer.keep_checkpoints keeps the newest)"
+            )
+        return Subject(word, checkpoints[step], is_hf=False)
+    if (run_dir / "hf" / CONFIG).is_file():
+        return Subject(word, run_dir / "hf", is_hf=True)
+    if not checkpoints:
+        raise ConfigError(f"MODEL {word}: it has neither an exported model (hf/) nor a finished checkpoint yet")
+    newest, path = list(checkpoints.items())[-1]
+    return Subject(f"{word}@{newest}", path, is_hf=False)

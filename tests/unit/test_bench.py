@@ -1,0 +1,407 @@
+"""What a bench counts, compares and refuses, against counting by hand; no engine."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megarl import cli
+from megarl.core.config import Config, compose
+from megarl.core.config.rewards import RewardConfig
+from megarl.core.config.schema import EvaluationConfig
+from megarl.core.errors import ConfigError, DataError, EngineError, WeightsDiffer
+from megarl.core.schema import Reward, RewardStatus, Task, Trajectory
+from megarl.engine.client.control import EngineState
+from megarl.engine.sync.files import compare_with_files
+from megarl.explore.bench.answers import RESULT, ModelAnswers, TaskAnswers, read_result
+from megarl.explore.bench.driver import FROM_FILES, ROLLOUT, BenchDriver, Gates
+from megarl.explore.experience.intervals import interval, paired, t_quantile
+from megarl.explore.experience.majority import majority_at
+from megarl.explore.explorer.held_out import record_evaluations
+from megarl.explore.rewards.votes import extractor
+from megarl.explore.store import Store
+from megarl.run.launch.bench import run_bench
+from megarl.run.launch.subjects import Subject, short_names, subject_of
+from megarl.run.report.bench import table, write_bench
+from megarl.run.report.comparison import OVERALL, Measured, Row, compare
+from megarl.weights.reshard.layouts import vllm_layout
+from tests.parallel.models import save_tiny_qwen3
+from tests.trajectories import one_turn
+
+# ------------------------------------------------------------------ statistics
+
+
+def by_hand(k: int, answers: Sequence[str], right: Sequence[bool]) -> Fraction:
+    """Share of the choices of k samples whose majority is right; "-" is no answer."""
+    total, number = Fraction(0), 0
+    for chosen in itertools.combinations(range(len(answers)), k):
+        number += 1
+        counts = Counter(answers[i] for i in chosen if answers[i] != "-")
+        winners = [answer for answer in counts if counts[answer] == max(counts.values())]
+        for answer in winners:
+            given = [right[i] for i in range(len(answers)) if answers[i] == answer]
+            total += Fraction(sum(given), len(given)) / len(winners)
+    return total / number
+
+
+def test_majority_at_k_is_the_share_of_choices_whose_majority_is_right() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        n = int(random.integers(1, 8))
+        answers = [str(random.choice(list("abc-"))) for _ in range(n)]
+        right = [answer == "a" or (answer != "-" and bool(random.random() < 0.3)) for answer in answers]
+        counts = Counter(answer for answer in answers if answer != "-")
+        votes = [(counts[a], sum(r for r, b in zip(right, answers, strict=True) if b == a)) for a in counts]
+        for k in range(1, n + 1):
+            assert majority_at(k, votes, n) == pytest.approx(float(by_hand(k, answers, right)), abs=1e-12)
+
+
+def test_majority_of_one_is_the_accuracy_and_of_all_is_the_vote() -> None:
+    assert majority_at(1, [(3, 3), (4, 0)], 8) == 3 / 8
+    assert majority_at(8, [(3, 3), (4, 0)], 8) == 0.0 and majority_at(8, [(4, 4), (4, 0)], 8) == 0.5
+    assert majority_at(512, [(300, 300), (700, 0)], 1024) < 1e-9  # integers as large as these are no floats
+
+
+@pytest.mark.parametrize(
+    ("freedom", "quantile"), [(1, 12.7062), (2, 4.3027), (3, 3.1824), (9, 2.2622), (29, 2.0452), (499, 1.9647)]
+)
+def test_quantiles_of_student(freedom: int, quantile: float) -> None:
+    assert t_quantile(freedom) == pytest.approx(quantile, abs=1e-4)
+
+
+def test_intervals_cover_the_mean_as_often_as_they_say() -> None:
+    """Of 2,000 draws: shares of 8 answers to 40 tasks, and 0 or 1 of 40 tasks."""
+    random, covered = np.random.default_rng(1), np.zeros((2, 2000), dtype=bool)
+    for draw in range(2000):
+        chances = random.beta(1, 2, size=40)
+        for kind, values in enumerate((random.binomial(8, chances) / 8, random.binomial(1, chances).astype(float))):
+            found = interval(values)
+            assert found.low is not None and found.high is not None
+            covered[kind, draw] = found.low <= 1 / 3 <= found.high
+    assert (np.abs(covered.mean(axis=1) - 0.95) < 0.02).all()
+
+
+def test_wilson_by_its_defining_equation() -> None:
+    """Its ends are the shares p with (found - p)^2 = z^2 p (1 - p) / n."""
+    found = interval(np.array([1.0] * 7 + [0.0] * 13))
+    for end in (found.low, found.high):
+        assert end is not None
+        assert (0.35 - end) ** 2 == pytest.approx(1.959964**2 * end * (1 - end) / 20, rel=1e-5)
+    nothing = interval(np.zeros(20))
+    assert nothing.low == 0.0 and nothing.high == pytest.approx(0.1611, abs=1e-4)
+
+
+def test_a_paired_difference_is_known_better_than_two_means() -> None:
+    first = np.array([0.0, 0.25, 0.5, 0.75, 1.0] * 8)
+    second = np.clip(first + np.array([0.25, 0.0, 0.25, 0.25] * 10), 0, 1)
+    found, apart = paired(first, second), interval(first)
+    assert found.low is not None and found.high is not None and apart.low is not None and apart.high is not None
+    assert found.excludes_zero and found.high - found.low < (apart.high - apart.low) / 2
+    values = second - first
+    assert found.high - found.mean == pytest.approx(2.0227 * values.std(ddof=1) / math.sqrt(40), rel=1e-4)
+    assert paired(first, first).low is None, "no task differs: no interval"
+
+
+# --------------------------------------------------------------------- answers
+
+
+def answer_of(task_id: str, index: int, text: Sequence[int], status: RewardStatus, score: float) -> Trajectory:
+    return Trajectory(ROLLOUT, task_id, f"{ROLLOUT}/{task_id}", index, 4, one_turn([1], text), Reward(score, status))
+
+
+def test_counts_of_a_task() -> None:
+    given = [("ok", 1.0, "5"), ("ok", 1.0, "5"), ("wrong", 0.25, "7"), ("error", 0.0, "")]
+    answers = [answer_of("a", i, [i] * 3, status, score) for i, (status, score, _) in enumerate(given)]  # type: ignore[arg-type]
+    found = TaskAnswers.of("a", "math", answers, lambda answer: given[answer.index][2])
+    assert (found.samples, found.right, found.judged, found.mean_score) == (4, 2, 3, 0.75)
+    assert found.votes == [("5", 2, 2), ("7", 1, 0)] and found.tokens == 12
+    assert TaskAnswers.of("a", "code", answers, lambda answer: None).votes is None
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "vote"),
+    [
+        ("math", r"so \boxed{\dfrac{1}{2}}", r"\frac{1}{2}"),
+        ("lighteval/MATH", "the answer is 4", ""),
+        ("openai/gsm8k", "work\n#### 18", "18"),
+        ("reasoning_gym/chain_sum", "<think>3</think> 12 ", "12"),
+        ("k12", "答案是 B", "B"),
+    ],
+)
+def test_votes_are_what_the_verifier_extracts(source: str, text: str, vote: str) -> None:
+    task = Task("a", source, ({"role": "user", "content": "?"},), "", {"ground_truth": "1"})
+    read = extractor(task, RewardConfig())
+    assert read is not None and read(text) == vote
+
+
+def test_verifiers_that_extract_nothing_have_no_votes() -> None:
+    task = Task("a", "code", ({"role": "user", "content": "?"},), "", {"ground_truth": "1"})
+    assert extractor(task, RewardConfig()) is None
+    assert extractor(replace(task, data_source="math"), RewardConfig(path="mine.py")) is None
+
+
+# ------------------------------------------------------------------ comparison
+
+
+def model(name: str, right: Sequence[int], votes: bool = True) -> Measured:
+    """Four answers to each task, of two sources in turn."""
+    tasks = tuple(
+        TaskAnswers(
+            f"t{i}",
+            "ab"[i % 2],
+            4,
+            r,
+            float(r),
+            4,
+            40,
+            0,
+            [("x", r, r)] * (r > 0) + [("y", 4 - r, 0)] if votes else None,
+        )
+        for i, r in enumerate(right)
+    )
+    return Measured(name, f"models/{name}", ModelAnswers(4, 1.0, 2.0, tasks))
+
+
+def rows_of(measured: Sequence[Measured]) -> dict[tuple[str, str], Row]:
+    return {(row.source, row.metric): row for row in compare(measured)}
+
+
+def test_models_are_compared_on_all_tasks_and_on_each_source() -> None:
+    first, second = [4, 2, 1, 0, 3, 2, 0, 1], [4, 3, 2, 1, 4, 2, 1, 1]
+    rows = rows_of([model("one", first), model("two", second)])
+    assert list(dict.fromkeys(source for source, _ in rows)) == [OVERALL, "a", "b"]
+    assert [m for s, m in rows if s == "a"] == ["avg@4", "mean score", "pass@2", "pass@4", "majority@4"]
+    average = rows[OVERALL, "avg@4"]
+    assert [value.mean for value in average.values if value] == [sum(first) / 32, sum(second) / 32]
+    (difference,) = average.differences
+    assert (difference.first, difference.second, difference.interval.tasks) == (0, 1, 8)
+    assert difference.interval.mean == pytest.approx((sum(second) - sum(first)) / 32)
+    passed = rows["a", "pass@2"].values[0]
+    assert passed is not None and passed.mean == pytest.approx(np.mean([1, 1 - 3 / 6, 1, 0]))
+    majority = rows["b", "majority@4"].values[0]
+    assert majority is not None and majority.mean == pytest.approx(np.mean([0.5, 0, 0.5, 0]))
+
+
+def test_differences_are_of_the_tasks_that_both_have() -> None:
+    rows = rows_of([model("one", [4, 2, 1, 0]), model("two", [4, 3, 2, 1, 4, 4])])
+    assert rows[OVERALL, "avg@4"].differences[0].interval.tasks == 4
+
+
+def test_a_majority_without_votes_is_not_shown_as_a_number(tmp_path: Path) -> None:
+    measured = [model("one", [4, 2, 1, 0], votes=False), model("two", [4, 3, 2, 1])]
+    assert rows_of(measured)[OVERALL, "majority@4"].values[0] is None
+    page = write_bench(tmp_path, Config(evaluation=EvaluationConfig(4, 1.0)), measured).read_text()
+    assert "n/a" in page and "paired differences" in page and "two − one" in page
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert [entry["name"] for entry in found["models"]] == ["one", "two"]
+    lines = table(measured).splitlines()
+    assert lines[0].split() == ["one", "two"] and re.search(r"avg@4 +43\.8% \[.*\] +62\.5% \[", lines[1])
+
+
+def test_counts_are_read_as_they_were_written(tmp_path: Path) -> None:
+    answers = model("one", [4, 2, 1, 0]).answers
+    (tmp_path / RESULT).write_text(answers.to_json())
+    again = read_result(tmp_path / RESULT)
+    assert compare([Measured("a", "", again)]) == compare([Measured("a", "", answers)])
+    (tmp_path / RESULT).write_text(answers.to_json()[:-9])
+    with pytest.raises(DataError, match=r"bench\.json cannot be read .*; remove it"):
+        read_result(tmp_path / RESULT)
+
+
+# ---------------------------------------------------------------------- driver
+
+
+class _NoEngines(Gates):
+    """Gates of engines that are all proven."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+
+
+class _Engine:
+    """Control of an engine whose process is another one from time to time, or does not answer."""
+
+    url, timeout_s = "http://127.0.0.1:1", 1.0
+
+    def __init__(self, processes: list[str | None], elements: int = 7) -> None:
+        self._processes = processes
+        self._elements = elements
+        self.calls: list[str] = []
+
+    def state(self, timeout_s: float) -> EngineState:
+        process = self._processes.pop(0)
+        if process is None:
+            raise EngineError("gone")
+        return EngineState("default", False, "not published", process)
+
+    def workers(self, method: str) -> list[dict[str, int]]:
+        self.calls.append(method)
+        if not self._elements:
+            raise EngineError("other weights")
+        return [{"elements": self._elements}]
+
+    def refuse(self, reason: str | None) -> None:
+        assert reason is None
+        self.calls.append("opened")
+
+
+def test_a_gate_is_opened_once_for_each_start_of_a_server_and_after_the_proof() -> None:
+    engine = _Engine(["a", "a", None, "b", "b"])
+    gates = Gates([engine])  # type: ignore[list-item]
+    for _ in range(5):
+        gates.open_proven()
+    assert engine.calls == ["megarl_check_files", "opened"] * 2
+
+
+def test_a_gate_stays_closed_where_the_weights_differ() -> None:
+    engine = _Engine(["a"], elements=0)
+    with pytest.raises(EngineError, match="other weights"):
+        Gates([engine]).open_proven()  # type: ignore[list-item]
+    assert engine.calls == ["megarl_check_files"]
+
+
+def config_of(run_dir: Path, model: Path) -> Config:
+    config = compose(
+        ["experiment=quickstart", f"run.dir={run_dir}", f"model.path={model}", "run.mode=bench"]
+        + ["evaluation.samples=4", "evaluation.temperature=1.0", "store.poll_s=0.005"]
+    )
+    run_dir.mkdir(parents=True)
+    return config
+
+
+def answer_all(store: Store, status: RewardStatus, limit: int) -> int:
+    """Put answers to up to ``limit`` groups, as an explorer does."""
+    claims = store.claim_groups("explorer-0", limit)
+    for claim in claims:
+        assert claim.version == FROM_FILES and claim.sampling["temperature"] == 1.0
+        turns = one_turn([1], [5, 6], version=claim.version)
+        members = [
+            Trajectory(ROLLOUT, claim.task.task_id, claim.group_id, i, 4, turns, Reward(float(status == "ok"), status))
+            for i in claim.indices
+        ]
+        store.put(claim, members)
+    record_evaluations(store, "explorer-0")
+    return len(claims)
+
+
+def test_a_bench_that_was_stopped_goes_on_with_the_answers_that_are_there(tmp_path: Path) -> None:
+    from megarl.run.run_dir.prepare import make
+    from tests.unit.small_job import config_of as small
+
+    path = make(small(tmp_path / "small")).model.path
+    config = config_of(tmp_path / "run", Path(path))
+    tasks = [Task(f"eval/{i}", "code", ({"role": "user", "content": "?"},), "", {"ground_truth": 1}) for i in range(6)]
+    store = Store(config.store.url, program="bench")
+    store.add_tasks("eval", tasks)
+    stop = threading.Event()
+    first = threading.Thread(
+        target=lambda: BenchDriver(config, Store(config.store.url), _NoEngines(), stop.is_set).run()
+    )
+    first.start()
+    while not answer_all(store, "ok", 4):
+        pass
+    stop.set()
+    first.join(10)
+    assert not (tmp_path / "run" / RESULT).exists() and store.progress(ROLLOUT) == (4, 6)
+    assert answer_all(store, "wrong", 9) == 2
+    assert BenchDriver(config, store, _NoEngines(), lambda: False).run()
+    found = read_result(tmp_path / "run" / RESULT)
+    assert [task.right for task in found.tasks] == [4, 4, 4, 4, 0, 0]
+    assert [task.task_id for task in found.tasks] == [task.task_id for task in tasks]
+    assert store.job_state() == "closed" and {task.votes for task in found.tasks} == {None}  # type: ignore[arg-type]
+    store.close()
+
+
+# ----------------------------------------------------------- weights from files
+
+
+def test_weights_of_an_engine_are_compared_with_the_files(tmp_path: Path) -> None:
+    path = save_tiny_qwen3(tmp_path / "model", layers=2)
+    config = json.loads((path / "config.json").read_text())
+    from megarl.weights.checkpoint.formats.hf import load_into, read_hf_config
+
+    layout = vllm_layout(read_hf_config(path), 2)
+    for rank in range(2):
+        tensors = {name: torch.empty(shape) for name, shape in layout.local_shapes(rank).items()}
+        load_into(path, layout, rank, tensors)
+        count = compare_with_files(layout, rank, tensors.__getitem__, path, torch.float32)
+        assert count == sum(math.prod(hi - lo for lo, hi in piece.box) for piece in layout.pieces(rank))
+        name = next(name for name in tensors if name.endswith("qkv_proj.weight"))
+        tensors[name].view(-1)[7] += 1e-3
+        with pytest.raises(
+            WeightsDiffer, match=r"other weights than those of .*: 1 elements of .*q_proj\.weight differ"
+        ):
+            compare_with_files(layout, rank, tensors.__getitem__, path, torch.float32)
+    assert config["num_hidden_layers"] == 2
+
+
+# --------------------------------------------------------------------- command
+
+
+def test_words_are_models_or_overrides() -> None:
+    arguments = cli._parse(["bench", "a/b", "run:runs/x@40", "trainer.seed=2", "--check", "evaluation.samples=4"])
+    assert arguments.models == ["a/b", "run:runs/x@40"] and arguments.check
+    assert arguments.overrides[:2] == ["trainer.seed=2", "evaluation.samples=4"]
+    assert arguments.overrides[2:] == ["model.path='a/b'", "run.name=bench", "taskset.train=unread"]
+    for words in (["trainer.seed=2"], ["a/b", "model.path=c"]):
+        with pytest.raises(SystemExit):
+            cli._parse(["bench", *words])
+
+
+def test_models_that_are_none_are_named(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    with pytest.raises(ConfigError, match="has no resolved.json; give the directory of a run"):
+        subject_of(f"run:{run}")
+    with pytest.raises(ConfigError, match=r"has no config\.json; give the directory of an HF checkpoint, run:DIR"):
+        subject_of(str(run))
+    (run / "resolved.json").write_text("{}")
+    with pytest.raises(ConfigError, match=f"is the directory of a run; write run:{run}"):
+        subject_of(str(run))
+    with pytest.raises(ConfigError, match=r"neither an exported model \(hf/\) nor a finished checkpoint"):
+        subject_of(f"run:{run}")
+    with pytest.raises(ConfigError, match="no finished checkpoint of step 40; steps with one: none"):
+        subject_of(f"run:{run}@40")
+    for step in (20, 40):
+        (run / "checkpoints" / f"global_step_{step}").mkdir(parents=True)
+        (run / "checkpoints" / f"global_step_{step}" / "state.json").write_text("{}")
+    assert subject_of(f"run:{run}").name == f"run:{run}@40"
+    assert subject_of(f"run:{run}@20").path.name == "global_step_20"
+    (run / "hf").mkdir()
+    (run / "hf" / "config.json").write_text("{}")
+    exported = subject_of(f"run:{run}")
+    assert exported.is_hf and exported.path == run / "hf"
+    before = exported.identity()
+    (run / "hf" / "config.json").write_text("{ }")
+    assert exported.identity() != before
+
+
+def test_short_names_leave_out_what_all_begin_with() -> None:
+    def short(*names: str) -> list[str]:
+        return short_names([Subject(name, Path(name), is_hf=True) for name in names])
+
+    assert short("run:/a/runs/x@20", "run:/a/runs/x@40", "/a/runs/y/hf") == ["x@20", "x@40", "y/hf"]
+    assert short("models/qwen") == ["models/qwen"] and short("a/b", "a/b/c") == ["b", "b/c"]
+
+
+def test_a_bench_is_refused_in_the_place_of_a_training_run(tmp_path: Path) -> None:
+    (tmp_path / "attempt").write_text("1")
+    with pytest.raises(ConfigError, match=r"holds a training run; take another run\.name"):
+        run_bench(["x"], compose([f"run.dir={tmp_path}", "model.path=x"]), None, check_only=True)
+
+
+def test_a_training_job_has_no_mode_of_a_bench(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="run.mode=bench is of `megarl bench`"):
+        cli._train(cli._parse(["train", "run.mode=bench"]))
