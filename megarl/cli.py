@@ -20,8 +20,13 @@ Settings are hydra overrides: `megarl train experiment=quickstart trainer.steps=
 Running a command again resumes it."""
 
 
-IMPORT_EXPERTS = "import-experts"
-"""First word after ``megarl data`` that imports rows into a store."""
+IMPORT_EXPERTS, AWAITING, REWARD = "import-experts", "awaiting", "reward"
+"""First words after ``megarl data`` that name what it does with a run's store."""
+WANTS = {
+    IMPORT_EXPERTS: "a parquet or jsonl file of demonstrations, or run:DIR",
+    AWAITING: "a jsonl file to write",
+    REWARD: "a parquet or jsonl file with group_id, index and score",
+}
 
 
 class _Version(argparse.Action):
@@ -92,14 +97,16 @@ def build_parser() -> argparse.ArgumentParser:
         "data",
         "Write the rows of an experiment (tasks, demonstrations, preferences) as parquet.\n"
         "`megarl data import-experts SOURCE... [overrides]` adds expert rows to the store of its run instead; a source "
-        "is a parquet or jsonl file of demonstrations, or run:DIR, another run's responses.",
+        "is a parquet or jsonl file of demonstrations, or run:DIR, another run's responses.\n"
+        "`megarl data awaiting FILE.jsonl [overrides]` writes the run's responses that await a reward, and `megarl "
+        "data reward FILE... [overrides]` gives them the scores of such rows.",
     )
     data.add_argument(
         "overrides",
         nargs="*",
-        help="hydra overrides, e.g. experiment=quickstart; or import-experts, sources, overrides",
+        help="hydra overrides, e.g. experiment=quickstart; or import-experts, awaiting or reward, files, overrides",
     )
-    data.set_defaults(sources=[])
+    data.set_defaults(sources=[], what=None)
     data.add_argument(
         "--min-score",
         type=float,
@@ -206,10 +213,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         arguments.overrides += rest
-    if arguments.command == "data" and arguments.overrides[:1] == [IMPORT_EXPERTS]:
-        arguments.sources, arguments.overrides = _separated(arguments.overrides[1:])
-        if not arguments.sources:
-            parser.error(f"{IMPORT_EXPERTS}: give a parquet or jsonl file of demonstrations, or run:DIR")
+    if arguments.command == "data" and arguments.overrides and arguments.overrides[0] in WANTS:
+        arguments.what, *words = arguments.overrides
+        arguments.sources, arguments.overrides = _separated(words)
+        if not arguments.sources or (arguments.what == AWAITING and len(arguments.sources) > 1):
+            parser.error(f"{arguments.what}: give {WANTS[arguments.what]}")
     if arguments.command == "bench":
         arguments.models, arguments.overrides = _separated(arguments.overrides)
         if not arguments.models:
@@ -345,12 +353,19 @@ def _data(arguments: argparse.Namespace) -> int:
     from megarl.run.run_dir.prepare import prepare_data
 
     config = compose(arguments.overrides, own=arguments.config_dir)
-    if not arguments.sources:
+    if arguments.what is None:
         prepare_data(config, verbose=True)
-        return 0
-    from megarl.run.launch.experts import import_experts
+    elif arguments.what == IMPORT_EXPERTS:
+        from megarl.run.launch.experts import import_experts
 
-    import_experts(config, arguments.sources, arguments.min_score)
+        import_experts(config, arguments.sources, arguments.min_score)
+    else:
+        from megarl.run.launch.late import give_rewards, write_awaiting_rows
+
+        if arguments.what == AWAITING:
+            write_awaiting_rows(config, arguments.sources[0])
+        else:
+            give_rewards(config, arguments.sources)
     return 0
 
 

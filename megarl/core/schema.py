@@ -19,7 +19,7 @@ import numpy as np
 GREEDY = -1
 """Index of the greedy trajectory beside a group's sampled ones: it is compared with, never trained on."""
 
-RewardStatus = Literal["ok", "wrong", "error", "timeout"]
+RewardStatus = Literal["ok", "wrong", "error", "timeout", "late"]
 FinishReason = Literal["stop", "length", "abort"]
 Author = Literal["system", "user", "environment", "tool", "model"]
 
@@ -39,6 +39,8 @@ class End(StrEnum):
     ENVIRONMENT_TIMEOUT = "environment_timeout"
     REWARD_ERROR = "reward_error"
     REWARD_TIMEOUT = "reward_timeout"
+    REWARD_LATE = "reward_late"
+    """Its reward comes later; at a step, it has not come in time."""
 
     @property
     def by_policy(self) -> bool:
@@ -48,7 +50,7 @@ class End(StrEnum):
     @property
     def by_reward(self) -> bool:
         """True for trajectories that the verifier gave no verdict of."""
-        return self in (End.REWARD_ERROR, End.REWARD_TIMEOUT)
+        return self in (End.REWARD_ERROR, End.REWARD_TIMEOUT, End.REWARD_LATE)
 
 
 Message = dict[str, Any]
@@ -228,7 +230,7 @@ class Trajectory:
     @property
     def end(self) -> End:
         """Cause of its end. A missing verdict comes before an end by the policy, which has a reward."""
-        if self.reward.status in ("error", "timeout") and (self.cause is None or self.cause.by_policy):
+        if self.reward.status in ("error", "timeout", "late") and (self.cause is None or self.cause.by_policy):
             return End(f"reward_{self.reward.status}")
         truncated = [turn.finish_reason == "length" for turn in self.turns if turn.author == "model"][-1:]
         return self.cause or (End.TRUNCATED if any(truncated) else End.FINISHED)

@@ -127,6 +127,9 @@ class RewardConfig:
     on_error: Literal["drop", "zero"] = "drop"
     """Treatment of a group with an error or timeout: dropped from training, or its score counted as 0. Always
     reported."""
+    late_steps: NonNegative | None = None
+    """Steps after which a group that was asked for and still awaits rewards (data sources of the family ``late``) is
+    left out; null waits for them. At most ``sync.max_staleness``."""
     shuffle: bool = False
     """Control experiment: rewards permuted within each rollout, so that they carry no information."""
     overlong_buffer: Count | None = None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from megarl.core.metrics import spread
 from megarl.core.schema import Trajectory
-from megarl.explore.rewards.verdict import NO_VERDICT
+from megarl.explore.rewards.verdict import FAILURES
 
 
 def part_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -32,7 +32,7 @@ def verifier_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     for verifier, found in sorted(answers.items()):
         records, at = [answer.metadata["reward"] for answer in found], f"reward/{verifier}"
         metrics[f"{at}/answers"] = float(len(found))
-        for status in NO_VERDICT:
+        for status in FAILURES:
             metrics[f"{at}/{status}"] = float(sum(answer.reward.status == status for answer in found))
         metrics[f"{at}/retries"] = float(sum(max(0, record["tries"] - 1) for record in records))
         metrics[f"{at}/kills"] = float(sum(record["kills"] for record in records))

@@ -13,6 +13,7 @@ from megarl.explore.experience.held_out import (
     source_metrics,
     standard_error,
 )
+from megarl.explore.rewards.verdict import NO_VERDICT
 from megarl.explore.store import Store
 
 
@@ -38,7 +39,7 @@ def evaluated(store: Store, rollout_id: str, step: int, samples: int) -> dict[st
         answers = store.read(part)
         right += right_answers(answers, tasks)
         scores += TaskScores.of(answers, tasks)
-        errors += sum(e.reward.status in ("error", "timeout") for e in answers)
+        errors += sum(e.reward.status in NO_VERDICT for e in answers)
     answered = len(tasks) * samples
     metrics = {"val/accuracy": int(right.sum()) / answered, "val/error_rate": errors / answered}
     metrics |= source_metrics(right, scores, samples, list(sources.values()))

@@ -19,6 +19,8 @@ from megarl.explore.rewards.verdict import to_verdict
 from megarl.explore.rewards.vision import verifier as vision
 
 CODE = "code"
+LATE = "late"
+"""The family of data sources whose rewards are given later."""
 JUDGE = "judge"
 """The family that a pool gives to its ``judge`` instead of a worker."""
 
@@ -33,6 +35,7 @@ FAMILIES: dict[str, Callable[[str, RewardConfig], Scorer]] = {
     "gsm8k": lambda rest, config: math_verifier.gsm8k(rest),
     "k12": lambda rest, config: k12.scorer(rest),
     CODE: lambda rest, config: code.scorer(rest, config.code),
+    LATE: lambda rest, config: lambda text, truth, info: {"score": 0.0, "status": LATE},
     JUDGE: lambda rest, config: judge_family.scorer(config),
     "vision": lambda rest, config: vision.scorer(rest),
 }
@@ -70,6 +73,7 @@ ROUTES: dict[str, str] = {
     "HuggingFaceH4/MATH-500": "math_boxed",
     "k12": "k12",
     "judge": "judge",
+    "late": "late",
     "vision": "vision",
     "hiyouga/geometry3k": "math_boxed",
     **dict.fromkeys(

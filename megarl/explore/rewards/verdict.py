@@ -12,8 +12,11 @@ from megarl.core.durable import without_surrogates
 from megarl.core.schema import Reward
 from megarl.explore.rewards.shape import shape_parts
 
-STATUSES = ("ok", "wrong", "error", "timeout")
-NO_VERDICT = ("error", "timeout")
+LATE = "late"
+"""Status of what gets its reward later (``megarl data reward``)."""
+FAILURES = ("error", "timeout")
+NO_VERDICT = (*FAILURES, LATE)
+STATUSES = ("ok", "wrong", *NO_VERDICT)
 MAX_PARTS = 256
 MAX_NAME = 200
 """Characters of a part's name; it becomes the name of a metric."""

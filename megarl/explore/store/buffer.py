@@ -19,7 +19,7 @@ from megarl.explore.store import claims
 from megarl.explore.store.claims import Claim, EndedGroup, images_of
 from megarl.explore.store.codec import trajectory_from_row, trajectory_to_row
 from megarl.explore.store.handle import IDS, Handle, chunks
-from megarl.explore.store.tables import GROUPS, ROLLOUTS, TRAJECTORIES, WHOLE, GroupState
+from megarl.explore.store.tables import GROUPS, ROLLOUTS, SAMPLED, TRAJECTORIES, GroupState
 
 PART_BYTES = 64 * 2**20
 """Bytes of the arrays that are read or written together: of a row, the driver's and the decoded bytes exist side by
@@ -82,7 +82,7 @@ class Buffer(Handle):
         rows = [_rows_of(group) for group in ended]
 
         def work(connection: Connection, again: bool) -> list[bool]:
-            made = [claims.make_ready(connection, group.claim) for group in ended]
+            made = [claims.make_ready(connection, group) for group in ended]
             if new := [row for found, is_new in zip(rows, made, strict=True) if is_new for row in found]:
                 connection.execute(insert(TRAJECTORIES), new)
             written = [
@@ -114,7 +114,7 @@ class Buffer(Handle):
             lambda connection, again: connection.execute(update(GROUPS).where(*held).values(free)).rowcount
         )
 
-    def take(self, n: int, *, step: int, without: Collection[str] = ()) -> list[str]:
+    def take(self, n: int, *, step: int, without: Collection[str] = (), awaiting: bool = False) -> list[str]:
         """Choose up to ``n`` ready groups that were asked for for a training step; return their ids in the order in
         which they were asked for.
 
@@ -124,11 +124,13 @@ class Buffer(Handle):
         Args:
             step: Steps done before the one that trains on them.
             without: Ids of groups that the step has already.
+            awaiting: Take those too that still await rewards.
         """
+        states = (GroupState.READY, *([GroupState.AWAITING] if awaiting else []))
         query = (
             select(GROUPS.c.group_id)
             .join(ROLLOUTS, ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
-            .where(GROUPS.c.state == GroupState.READY, ROLLOUTS.c.kind == "train")
+            .where(GROUPS.c.state.in_(states), ROLLOUTS.c.kind == "train")
             .where(ROLLOUTS.c.step == step)
             .order_by(ROLLOUTS.c.sequence, GROUPS.c.position)
         )
@@ -164,8 +166,8 @@ class Buffer(Handle):
         return [e for few in chunks(group_ids) for e in self._read_where(TRAJECTORIES.c.group_id.in_(few))]
 
     def group_ids(self, rollout_id: str) -> list[str]:
-        """Ids of a rollout's whole groups, by position."""
-        mine = (GROUPS.c.rollout_id == rollout_id, GROUPS.c.state.in_(WHOLE))
+        """Ids of a rollout's groups whose trajectories are there, by position."""
+        mine = (GROUPS.c.rollout_id == rollout_id, GROUPS.c.state.in_(SAMPLED))
         query = select(GROUPS.c.group_id).where(*mine).order_by(GROUPS.c.position)
         return self._read(lambda connection: list(connection.scalars(query)))
 
@@ -200,7 +202,7 @@ class Buffer(Handle):
             select(TRAJECTORIES)
             .join(GROUPS, GROUPS.c.group_id == TRAJECTORIES.c.group_id)
             .join(ROLLOUTS, ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
-            .where(which, GROUPS.c.state.in_(WHOLE))
+            .where(which, GROUPS.c.state.in_(SAMPLED))
             .order_by(ROLLOUTS.c.sequence, GROUPS.c.position, TRAJECTORIES.c.index)
         )
         found = self._read(lambda connection: [trajectory_from_row(row) for row in connection.execute(query)])

@@ -14,7 +14,7 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, and_, case, func,
 
 from megarl.core.schema import GREEDY, Task, Trajectory, WeightsVersion
 from megarl.explore.store.codec import dumps, task_from_row
-from megarl.explore.store.tables import GROUPS, ROLLOUT_METRICS, ROLLOUTS, TASK_IMAGES, TASKS, WHOLE, GroupState
+from megarl.explore.store.tables import GROUPS, ROLLOUT_METRICS, ROLLOUTS, SAMPLED, TASK_IMAGES, TASKS, GroupState
 from megarl.explore.store.transactions import put
 
 RolloutKind = Literal["train", "eval"]
@@ -147,17 +147,19 @@ def claims_of(
     ]
 
 
-def make_ready(connection: Connection, claim: Claim) -> bool:
-    """Mark a group as ready if the claim is the one that it has now. Call it before its trajectories are written:
-    whoever asks for the rollout again deletes the group's row first too, and waits for us there."""
-    claimed = GROUPS.c.state == GroupState.CLAIMED
-    ready = {"state": GroupState.READY, "ended_at": time.time()}
+def make_ready(connection: Connection, group: EndedGroup) -> bool:
+    """Mark a group as ready, or as awaiting rewards, if the claim is the one that it has now. Call it before its
+    trajectories are written: whoever asks for the rollout again deletes the group's row first too, and waits for us
+    there."""
+    claim, claimed = group.claim, GROUPS.c.state == GroupState.CLAIMED
+    late = claim.kind == "train" and any(e.reward.status == "late" for e in group.trajectories)
+    ready = {"state": GroupState.AWAITING if late else GroupState.READY, "ended_at": time.time()}
     return connection.execute(update(GROUPS).where(*_of(claim), claimed).values(ready)).rowcount == 1
 
 
 def is_ready(connection: Connection, claim: Claim) -> bool:
     """Return True if this claim has made its group ready: the token stays with what it has finished."""
-    query = select(GROUPS.c.group_id).where(*_of(claim), GROUPS.c.state.in_(WHOLE))
+    query = select(GROUPS.c.group_id).where(*_of(claim), GROUPS.c.state.in_(SAMPLED))
     return connection.execute(query).first() is not None
 
 

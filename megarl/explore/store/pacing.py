@@ -22,6 +22,8 @@ class UnusedGroup(NamedTuple):
     weights_step: int
     """Steps in the weights that had been published last when it was asked for."""
     ready: bool
+    awaiting: bool
+    """Its rewards are to come."""
 
 
 class PacingTable(Handle):
@@ -42,8 +44,9 @@ class PacingTable(Handle):
         return found
 
     def unused(self) -> list[UnusedGroup]:
-        """Return training groups that no step has used: ready ones first, in the order in which they ended."""
-        states = (GroupState.PENDING, GroupState.CLAIMED, GroupState.READY)
+        """Return training groups that no step has used: those whose trajectories are there first, in the order in
+        which they ended."""
+        states = (GroupState.PENDING, GroupState.CLAIMED, GroupState.AWAITING, GroupState.READY)
         columns = (GROUPS.c.group_id, GROUPS.c.rollout_id, steps_of_weights().label("step"), GROUPS.c.state)
         query = (
             select(*columns, GROUPS.c.ended_at)
@@ -51,12 +54,12 @@ class PacingTable(Handle):
             .where(GROUPS.c.state.in_(states), ROLLOUTS.c.kind == "train")
         )
         rows = self._read(lambda connection: connection.execute(query).all())
-        ready = [row for row in rows if row.state == GroupState.READY]
-        ready.sort(key=lambda row: (row.ended_at, row.group_id))
-        others = [row for row in rows if row.state != GroupState.READY]
+        there = [row for row in rows if row.ended_at is not None]
+        there.sort(key=lambda row: (row.ended_at, row.group_id))
+        others = [row for row in rows if row.ended_at is None]
         return [
-            UnusedGroup(row.group_id, row.rollout_id, row.step, row.state == GroupState.READY)
-            for row in (*ready, *others)
+            UnusedGroup(row.group_id, row.rollout_id, row.step, *(row.state == state for state in states[:1:-1]))
+            for row in (*there, *others)
         ]
 
     def num_asked(self, before: int) -> int:

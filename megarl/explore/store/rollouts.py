@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, case, delete, exists, func, insert, not_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, case, delete, exists, func, insert, not_, select, update
 
 from megarl.core.errors import DataError
 from megarl.core.schema import WeightsVersion
@@ -22,6 +22,7 @@ from megarl.explore.store.tables import (
     REPLAYS,
     ROLLOUT_METRICS,
     ROLLOUTS,
+    SAMPLED,
     STEPS,
     TASKS,
     TRAJECTORIES,
@@ -128,6 +129,7 @@ class RolloutTable(Handle):
             ids = list(connection.scalars(select(ROLLOUTS.c.rollout_id).where(steps >= from_step)))
             delete_rollouts(connection, ids)
             connection.execute(update(GROUPS).where(GROUPS.c.used_by > from_step).values(UNUSED))
+            connection.execute(update(GROUPS).where(_lacks_rewards()).values(state=GroupState.AWAITING))
             if ahead:
                 _delete_unused(connection)
             else:
@@ -140,16 +142,17 @@ class RolloutTable(Handle):
 
         self._write(work)
 
-    def progress(self, rollout_id: str) -> tuple[int, int]:
-        """(groups that are whole, groups in all)."""
-        whole = func.sum(case((GROUPS.c.state.in_(WHOLE), 1), else_=0))
+    def progress(self, rollout_id: str, *, awaiting: bool = False) -> tuple[int, int]:
+        """(groups that are whole, groups in all); ``awaiting``: those that still await rewards count as whole."""
+        whole = func.sum(case((GROUPS.c.state.in_(SAMPLED if awaiting else WHOLE), 1), else_=0))
         query = select(whole, func.count()).where(GROUPS.c.rollout_id == rollout_id)
         row = self._read(lambda connection: connection.execute(query).one())
         return int(row[0] or 0), int(row[1])
 
-    def is_complete(self, rollout_id: str) -> bool:
-        """True when all groups are whole, and those of an evaluation have been counted."""
-        done = case((ROLLOUTS.c.kind == "eval", GROUPS.c.state == GroupState.CONSUMED), else_=GROUPS.c.state.in_(WHOLE))
+    def is_complete(self, rollout_id: str, *, awaiting: bool = False) -> bool:
+        """True when all groups are whole, as ``progress`` counts, and those of an evaluation have been counted."""
+        whole = GROUPS.c.state.in_(SAMPLED if awaiting else WHOLE)
+        done = case((ROLLOUTS.c.kind == "eval", GROUPS.c.state == GroupState.CONSUMED), else_=whole)
         missing = (
             select(GROUPS.c.group_id)
             .join(ROLLOUTS, ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
@@ -209,9 +212,18 @@ class RolloutTable(Handle):
         return total
 
 
+def _lacks_rewards() -> ColumnElement[bool]:
+    """Unused training groups that a step had left out because rewards were missing."""
+    late = select(TRAJECTORIES.c.group_id).where(
+        TRAJECTORIES.c.group_id == GROUPS.c.group_id, TRAJECTORIES.c.status == "late"
+    )
+    trained = select(ROLLOUTS.c.rollout_id).where(ROLLOUTS.c.kind == "train")
+    return and_(GROUPS.c.state == GroupState.READY, GROUPS.c.rollout_id.in_(trained), late.exists())
+
+
 def _delete_unused(connection: Connection) -> None:
     """Delete training groups that no step has used."""
-    unused = GROUPS.c.state.in_((GroupState.PENDING, GroupState.CLAIMED, GroupState.READY))
+    unused = GROUPS.c.state.in_((GroupState.PENDING, GroupState.CLAIMED, GroupState.AWAITING, GroupState.READY))
     trained = select(ROLLOUTS.c.rollout_id).where(ROLLOUTS.c.kind == "train")
     ids = list(connection.scalars(select(GROUPS.c.group_id).where(unused, GROUPS.c.rollout_id.in_(trained))))
     for few in chunks(ids):
@@ -228,7 +240,7 @@ def _sample_again(connection: Connection, from_step: int) -> None:
         select(TRAJECTORIES.c.group_id, TRAJECTORIES.c.record)
         .join(GROUPS, GROUPS.c.group_id == TRAJECTORIES.c.group_id)
         .join(ROLLOUTS, ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
-        .where(GROUPS.c.state == GroupState.READY, ROLLOUTS.c.kind == "train")
+        .where(GROUPS.c.state.in_((GroupState.AWAITING, GroupState.READY)), ROLLOUTS.c.kind == "train")
     )
     ids = {row.group_id for row in connection.execute(query) if versions_in(row.record) & dead}
     again = {"state": GroupState.PENDING, "claimed_by": None, "claimed_at": None, "claim_token": None, "ended_at": None}

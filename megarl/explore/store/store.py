@@ -12,17 +12,17 @@ Every write is one transaction, fenced by the job's attempt and repeated when th
 
 from __future__ import annotations
 
-from megarl.explore.store.buffer import Buffer
 from megarl.explore.store.engines import EngineRegistry
 from megarl.explore.store.experts import ExpertTable
 from megarl.explore.store.journal import Journal
+from megarl.explore.store.late import LateRewards
 from megarl.explore.store.pacing import PacingTable
 from megarl.explore.store.replays import ReplayTable
 from megarl.explore.store.rollouts import RolloutTable
 from megarl.explore.store.tasks import TaskTable
 
 
-class Store(TaskTable, ExpertTable, RolloutTable, Buffer, PacingTable, ReplayTable, EngineRegistry, Journal):
+class Store(TaskTable, ExpertTable, RolloutTable, LateRewards, PacingTable, ReplayTable, EngineRegistry, Journal):
     """A connection to the store, for one process (make a new one after a fork).
 
     Args:

@@ -18,8 +18,10 @@ class GroupState(StrEnum):
     """Asked for."""
     CLAIMED = "claimed"
     """An explorer works on it."""
+    AWAITING = "awaiting"
+    """All its trajectories are there, and rewards are to come."""
     READY = "ready"
-    """Whole: all its trajectories are there."""
+    """Whole: all its trajectories are there, with their rewards."""
     CONSUMED = "consumed"
     """A step has trained on it; an evaluation has counted it."""
     DROPPED = "dropped"
@@ -39,6 +41,8 @@ class EngineStatus(StrEnum):
 
 
 WHOLE = (GroupState.READY, GroupState.CONSUMED, GroupState.DROPPED)
+"""States in which a group's trajectories are there, with their rewards."""
+SAMPLED = (GroupState.AWAITING, *WHOLE)
 """States in which a group's trajectories are there."""
 
 

@@ -25,6 +25,12 @@ def check_pacing(config: Config, job: Job) -> None:
             "sync.order=completion with sync.max_staleness=0: a step then has no other groups to take than its own; "
             "set sync.max_staleness to 1 or more, or sync.order=admission"
         )
+    late = config.reward.late_steps
+    if late is not None and late > sync.max_staleness:
+        raise ConfigError(
+            f"reward.late_steps={late}: with sync.max_staleness={sync.max_staleness} a step needs its groups before; "
+            f"set it to {sync.max_staleness} or less, raise sync.max_staleness, or leave it out to wait for rewards"
+        )
     if sync.max_staleness and job.rollouts and config.algorithm.correction == "none":
         log.warning(
             "sync.max_staleness=%d without algorithm.correction: earlier weights sample the tokens, and the loss takes "

@@ -15,6 +15,7 @@ VERDICTS = {
     "wrong": ("✗ wrong", "wrong"),
     "error": ("! reward error", "wrong"),
     "timeout": ("! reward timeout", "wrong"),
+    "late": ("reward to come", "wrong"),
 }
 
 

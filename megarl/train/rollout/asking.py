@@ -71,6 +71,11 @@ class Asking(ABC):
         """Ids of the rollouts that a step reports, which has asked in so many rounds and used these groups: the same on
         every rank that calls it."""
 
+    def _is_overdue(self, group: UnusedGroup, step: int) -> bool:
+        """True if the group still awaits rewards ``reward.late_steps`` steps after it was asked for."""
+        limit = self._config.reward.late_steps
+        return limit is not None and group.awaiting and step - group.weights_step >= limit
+
     def _request(
         self, rollout_id: str, state: TrainState, step: int, published: Published, tasks: list[str], extra: int = 0
     ) -> None:
@@ -108,10 +113,16 @@ class InAdmissionOrder(Asking):
             self._request(rollout_id(state.step, extra), state, state.step, published, tasks, extra)
 
     def look(self, step: int, extra: int, without: Collection[str], missing: int) -> Awaited:
-        return whole(self._store, rollout_id(step, extra))
+        return whole(self._store, rollout_id(step, extra), awaiting=self._waits_no_more(step))
 
     def choose(self, step: int, without: Collection[str], missing: int) -> list[str]:
-        return self._store.take(self._config.trainer.tasks_per_step, step=step, without=without)
+        count, awaiting = self._config.trainer.tasks_per_step, self._waits_no_more(step)
+        return self._store.take(count, step=step, without=without, awaiting=awaiting)
+
+    def _waits_no_more(self, step: int) -> bool:
+        """True if groups of a step that still await rewards are left out: all were asked for at one time."""
+        unused = self._store.unused() if self._config.reward.late_steps is not None else []
+        return any(self._is_overdue(group, step) for group in unused if group.rollout_id == rollout_id(step))
 
     def wanted(self, replayed: int) -> int:
         return self._config.trainer.tasks_per_step - replayed
@@ -160,10 +171,10 @@ class InCompletionOrder(Asking):
         return [group for group in self._store.unused() if group.group_id not in without]
 
     def _chosen(self, unused: Sequence[UnusedGroup], step: int, missing: int) -> list[str]:
-        ready = [group for group in unused if group.ready]
+        ready = [group for group in unused if group.ready or self._is_overdue(group, step)]
         due, others = (
             [self._pacing.deadline(group.weights_step) for group in groups]
-            for groups in (ready, [group for group in unused if not group.ready])
+            for groups in (ready, [group for group in unused if group not in ready])
         )
         return [ready[number].group_id for number in choose(due, others, step, missing, self._choice.per_step)]
 
@@ -176,10 +187,10 @@ class InCompletionOrder(Asking):
         return [rollout for rollout in dict.fromkeys(map(rollout_of, used)) if rollout not in left]
 
 
-def whole(store: Store, rollout: str) -> Awaited:
-    """Awaited of a rollout, in groups."""
-    done, total = store.progress(rollout)
-    return Awaited(done, total, done == total and store.is_complete(rollout))
+def whole(store: Store, rollout: str, *, awaiting: bool = False) -> Awaited:
+    """Progress of a rollout, in groups; ``awaiting``: without the rewards that are to come."""
+    done, total = store.progress(rollout, awaiting=awaiting)
+    return Awaited(done, total, done == total and store.is_complete(rollout, awaiting=awaiting))
 
 
 def rollout_id(step: int, extra: int = 0) -> str:

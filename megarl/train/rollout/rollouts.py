@@ -131,7 +131,7 @@ class Rollouts:
             return
         for step in range(state.step + 1, min(self._pacing.asked(state.step), self._context.config.trainer.steps)):
             with self._reporter.timeline.phase("rollout", step=state.step):
-                look = partial(whole, self._store, rollout_id(step))
+                look = partial(whole, self._store, rollout_id(step), awaiting=True)
                 if not self._wait(look, f"rollout {step + 1}, ahead", weights_step=state.step + 1):
                     return
 

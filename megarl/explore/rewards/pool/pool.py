@@ -33,7 +33,7 @@ from megarl.explore.rewards.pool.tally import Tally
 from megarl.explore.rewards.pool.worker_queue import WorkerQueue
 from megarl.explore.rewards.router import CODE, JUDGE, imports_of, route
 from megarl.explore.rewards.shape import as_written
-from megarl.explore.rewards.verdict import NO_VERDICT, weighed
+from megarl.explore.rewards.verdict import FAILURES, LATE, NO_VERDICT, weighed
 
 log = logging.getLogger(__name__)
 
@@ -223,7 +223,7 @@ class RewardPool:
             if verdict.tries == tried:
                 continue  # that worker has no such verifier: another one's turn
             self.tally.add(verdict.reward.status, verdict.message)
-            if verdict.reward.status not in NO_VERDICT:
+            if verdict.reward.status not in FAILURES:
                 return verdict
             if verdict.kills >= self._config.max_kills:
                 self._quarantine.add(key)
@@ -295,6 +295,8 @@ def _verifier(config: RewardConfig, data_source: str) -> str:
 
 def _of_reply(reply: dict[str, Any]) -> Verdict:
     status = reply["status"]
+    if status == LATE:
+        return Verdict(Reward(math.nan, status, reply["parts"]))
     if status in NO_VERDICT:
         message = reply.get("reason") or f"the reward function reported {status}"
         return Verdict(Reward(math.nan, status, reply["parts"]), message, reported=True)

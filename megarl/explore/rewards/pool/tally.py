@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from megarl.explore.rewards.verdict import NO_VERDICT
+from megarl.explore.rewards.verdict import FAILURES
 
 EVENT = "reward_failures"
 """Kind of the store's event with a line of this, which the trainer shows while it waits."""
@@ -36,7 +36,7 @@ class Tally:
 
     def add(self, status: str, message: str | None) -> None:
         self._recent.append(status)
-        if status in NO_VERDICT:
+        if status in FAILURES:
             self._failed = True
             self._newest = " ".join((message or status).split())[:NEWEST_CHARACTERS]
 
@@ -63,7 +63,7 @@ class Tally:
 
     def _failures(self) -> Iterator[str]:
         if self._failed:
-            counts = Counter(status for status in self._recent if status in NO_VERDICT)
+            counts = Counter(status for status in self._recent if status in FAILURES)
             kinds = ", ".join(f"{status} {count}" for status, count in counts.most_common())
             yield f"{counts.total()} of the last {len(self._recent)} verdicts failed ({kinds}); newest: {self._newest}"
 

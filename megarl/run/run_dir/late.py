@@ -1,0 +1,94 @@
+"""Rewards that are given later: trajectories that await one as a file to fill in, and rows with rewards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megarl.core.config import Config
+from megarl.core.errors import ConfigError, DataError
+from megarl.core.schema import Reward, Task, Trajectory
+from megarl.explore.rewards.verdict import NO_VERDICT, to_verdict, weigh
+from megarl.explore.store import GivenReward, Store
+from megarl.explore.tasksets import ChatTokenizer
+from megarl.explore.tasksets.files import RowLocation, read_table
+
+WHICH = ("group_id", "index")
+GIVEN = ("score", "acc", "status", "parts")
+"""Columns of a reward: keys of verl's reward dict."""
+
+
+def check_weights(config: Config) -> None:
+    """Raise ConfigError where the score has parts that are computed as a response ends."""
+    reward = config.reward
+    for name in ("format", "repetition", "language"):
+        if (weight := getattr(reward, name).weight) != 0:
+            raise ConfigError(
+                f"reward.{name}.weight={weight:g} with rewards that are given later: these are the whole score; set it "
+                "to 0 and have it in the score that is given"
+            )
+
+
+def awaiting_rows(store: Store, tokenizer: ChatTokenizer) -> Iterator[dict[str, Any]]:
+    """Rows of trajectories that await a reward: what they are, and what a judge needs to see."""
+    for part in store.awaiting():
+        for task, trajectory in part:
+            yield _row(task, trajectory, tokenizer)
+
+
+def _row(task: Task, trajectory: Trajectory, tokenizer: ChatTokenizer) -> dict[str, Any]:
+    turns = [
+        {"author": turn.author, "text": tokenizer.decode(turn.token_ids, special=turn.author != "model")}
+        for turn in trajectory.turns[1:]
+    ]
+    return {
+        "group_id": trajectory.group_id,
+        "index": trajectory.index,
+        "data_source": task.data_source,
+        "prompt": list(task.prompt),
+        "ground_truth": task.ground_truth,
+        "response": turns[-1]["text"],
+        "turns": turns,
+        "score": None,
+    }
+
+
+def write_awaiting(store: Store, tokenizer: ChatTokenizer, path: Path) -> int:
+    """Write the rows to a jsonl file; return their number."""
+    count = 0
+    with path.open("w", encoding="utf-8") as file:
+        for row in awaiting_rows(store, tokenizer):
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            count += 1
+    return count
+
+
+def read_rewards(path: Path, config: Config) -> list[GivenReward]:
+    """Rewards of a parquet or jsonl file; rows whose ``score`` is null are left out.
+
+    Raises:
+        DataError: a row names no trajectory, or its reward is none that a reward function may return.
+    """
+    check_weights(config)
+    names, rows = read_table(path, (*WHICH, *GIVEN))
+    if lacking := [name for name in (*WHICH, "score") if name not in names]:
+        raise DataError(f"{path}: no column {lacking[0]!r}; a row has group_id, index and score")
+    return [_given(RowLocation(path, i), row, config) for i, row in enumerate(rows) if row.get("score") is not None]
+
+
+def _given(location: RowLocation, row: dict[str, Any], config: Config) -> GivenReward:
+    group, index = row.get("group_id"), row.get("index")
+    if not isinstance(group, str):
+        location.refuse("group_id", "the id of a group", group)
+    if not isinstance(index, int) or isinstance(index, bool):
+        location.refuse("index", "the number of a response in its group", index)
+    try:
+        verdict = to_verdict({name: row[name] for name in GIVEN if row.get(name) is not None})
+    except (TypeError, ValueError) as error:
+        location.refuse("score", f"a reward ({error})", row["score"])
+    if verdict["status"] in NO_VERDICT:
+        location.refuse("status", "ok or wrong", verdict["status"])
+    found = weigh(verdict, {}, config.reward)
+    return GivenReward(group, index, Reward(found["score"], found["status"], found["parts"]))

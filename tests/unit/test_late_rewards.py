@@ -1,0 +1,156 @@
+"""Rewards that come after their responses: groups wait for them, and no longer than asked."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.core.config import Config
+from megarl.core.config.job import SyncConfig
+from megarl.core.config.rewards import FormatConfig, RewardConfig
+from megarl.core.config.schema import TrainerConfig
+from megarl.core.errors import ConfigError, DataError
+from megarl.core.jobs import JOBS
+from megarl.core.schema import Reward, WeightsVersion
+from megarl.explore.experience import verify
+from megarl.explore.order.choice import TaskChoice
+from megarl.explore.order.replay import ReplayChoice
+from megarl.explore.rewards.router import compute_score
+from megarl.explore.store import Claim, GivenReward, Store, Used
+from megarl.learn import algorithms
+from megarl.run.checks.pacing import check_pacing
+from megarl.run.run_dir.late import read_rewards
+from megarl.train.rank.context import RunContext
+from megarl.train.rollout.asking import InAdmissionOrder, InCompletionOrder
+from tests.stores import make_task, make_trajectory, request
+
+LATE = Reward(math.nan, "late")
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    url = f"sqlite:///{tmp_path}/store.db" if request.param == "sqlite" else request.getfixturevalue("new_postgres")()
+    store = Store(url)
+    store.add_tasks("train", [make_task(i) for i in range(6)])
+    yield store
+    store.close()
+
+
+def put(store: Store, claim: Claim, late: Sequence[int] = (0, 1)) -> None:
+    members = [make_trajectory(claim, i) for i in claim.indices]
+    assert store.put(claim, [replace(e, reward=LATE) if e.index in late else e for e in members])
+
+
+def states(store: Store, rollout: str = "r0") -> list[str]:
+    return [state for state, _, _ in store.group_states(rollout).values()]
+
+
+def test_a_group_is_ready_when_its_last_reward_has_come(store: Store) -> None:
+    request(store, groups=3)
+    for claim, late in zip(store.claim_groups("a", 3), ((0, 1), (1,), ()), strict=True):
+        put(store, claim, late)
+    assert states(store) == ["awaiting", "awaiting", "ready"] and store.progress("r0") == (1, 3)
+    assert store.progress("r0", awaiting=True) == (3, 3) and store.take(9, step=0) == ["r0/2"]
+    waiting = [(task.task_id, e.group_id, e.index) for part in store.awaiting() for task, e in part]
+    assert waiting == [("train/0", "r0/0", 0), ("train/0", "r0/0", 1), ("train/1", "r0/1", 1)]
+    right, wrong = Reward(1.0, "ok", {"style": 0.5}), Reward(0.0, "wrong")
+    done = store.reward([GivenReward("r0/0", 0, right), GivenReward("r0/1", 1, wrong), GivenReward("r0/2", 0, wrong)])
+    assert (done.written, done.ready, done.left_out) == (2, 1, (("r0/2", 0),))
+    assert states(store) == ["awaiting", "ready", "ready"]
+    again = store.reward([GivenReward("r0/0", 0, wrong), GivenReward("r0/0", 1, right), GivenReward("no/0", 0, wrong)])
+    assert (again.written, again.ready, again.left_out) == (1, 1, (("r0/0", 0), ("no/0", 0)))
+    rewards = {(e.group_id, e.index): e.reward for e in store.read(["r0/0", "r0/1"])}
+    assert rewards[("r0/0", 0)] == rewards[("r0/0", 1)] == right and rewards[("r0/1", 1)] == wrong
+    assert store.take(9, step=0) == ["r0/0", "r0/1", "r0/2"] and store.is_complete("r0")
+
+
+def test_an_evaluation_waits_for_no_reward(store: Store) -> None:
+    store.request_rollout("eval-0", "eval", 0, WeightsVersion(1, 1), store.task_ids("train")[:1], 2, {})
+    for claim in store.claim_groups("a", 9):
+        put(store, claim)
+    assert states(store, "eval-0") == ["ready"]
+
+
+def asking(store: Store, order: Any, late_steps: int | None) -> Any:
+    config = Config(
+        trainer=TrainerConfig(tasks_per_step=2, steps=9),
+        sync=SyncConfig(max_staleness=2),
+        reward=RewardConfig(late_steps=late_steps),
+    )
+    context = RunContext(config, Path(), 1, 0)
+    choices = TaskChoice(config, store), ReplayChoice(config, store)
+    return order(context, algorithms.get("grpo"), store, *choices)
+
+
+@pytest.mark.parametrize("order", [InAdmissionOrder, InCompletionOrder])
+def test_a_group_is_left_out_once_it_has_waited_as_long_as_it_may(store: Store, order: Any) -> None:
+    """Asked for with the weights of step 0; one of two still awaits its rewards."""
+    step = 2 if order is InAdmissionOrder else 0
+    name = f"train-{step:06d}"
+    request(store, name, step=step, groups=2, version=WeightsVersion(1, 1))
+    store.record_version(WeightsVersion(1, 1), 0)
+    for claim, late in zip(store.claim_groups("a", 2), ((0, 1), ()), strict=True):
+        put(store, claim, late)
+    waits, gives_up = asking(store, order, None), asking(store, order, 2)
+    assert waits.look(2, 0, (), 2)[:2] == (1, 2) and not waits.look(2, 0, (), 2).complete
+    assert gives_up.look(2, 0, (), 2).complete and set(gives_up.choose(2, (), 2)) == {f"{name}/0", f"{name}/1"}
+    assert order is InAdmissionOrder or not gives_up.look(1, 0, (), 2).complete
+    verified = verify(store.read([f"{name}/0", f"{name}/1"]), RewardConfig(), vocab_size=1000)
+    assert verified.dropped == {f"{name}/0": "reward_late"} and verified.report.ends["reward_late"] == 2
+    store.record_step(3, {}, Used((f"{name}/1",), verified.dropped))
+    store.discard_rollouts(2)  # a job that goes back waits again
+    assert states(store, name) == ["awaiting", "ready"]
+
+
+def test_a_source_of_the_family_late_gets_no_verdict() -> None:
+    assert compute_score("late/humans", "42", "42")["status"] == "late"
+    config = RewardConfig(routes={"my_set": "late"})
+    assert compute_score("my_set", "42", "42", config=config)["status"] == "late"
+
+
+def rows_file(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_rewards_are_read_as_reward_functions_return_them(tmp_path: Path) -> None:
+    path = rows_file(
+        tmp_path / "r.jsonl",
+        {"group_id": "g/0", "index": 0, "score": 1.0, "response": "x"},
+        {"group_id": "g/0", "index": 1, "score": None},
+        {"group_id": "g/0", "index": 2, "score": 0.25, "acc": True, "parts": {"style": 0.5}},
+    )
+    found = read_rewards(path, Config(reward=RewardConfig(weight=2.0)))
+    assert [(each.group_id, each.position, each.reward.score, each.reward.status) for each in found] == [
+        ("g/0", 0, 2.0, "ok"),
+        ("g/0", 2, 0.5, "ok"),
+    ]
+    assert found[1].reward.parts == {"acc": 1.0, "style": 0.5, "answer": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"group_id": 1, "index": 0, "score": 1.0}, "group_id must be the id of a group, got 1"),
+        ({"group_id": "g", "index": "0", "score": 1.0}, "index must be the number of a response"),
+        ({"group_id": "g", "index": 0, "score": "good"}, "line 1: score must be a reward"),
+        ({"group_id": "g", "index": 0, "score": 1.0, "status": "late"}, "status must be ok or wrong, got 'late'"),
+        ({"group_id": "g", "score": 1.0}, "no column 'index'; a row has group_id, index and score"),
+    ],
+)
+def test_rows_that_are_no_rewards_are_refused(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read_rewards(rows_file(tmp_path / "r.jsonl", row), Config())
+
+
+def test_settings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"reward\.late_steps=2: with sync\.max_staleness=1 .* set it to 1 or less"):
+        check_pacing(Config(reward=RewardConfig(late_steps=2), sync=SyncConfig(max_staleness=1)), JOBS["both"])
+    with pytest.raises(ConfigError, match=r"reward\.format\.weight=1 with rewards that are given later"):
+        read_rewards(tmp_path / "r.jsonl", Config(reward=RewardConfig(format=FormatConfig(weight=1.0))))
