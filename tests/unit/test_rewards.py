@@ -268,7 +268,7 @@ def test_a_hanging_sample_does_not_hold_up_another_worker(user_config: RewardCon
         await pool.score(TASK, "12")
         return hanging.done(), await hanging
 
-    config = RewardConfig(path=user_config.path, timeout_s=5.0, workers=2)
+    config = RewardConfig(path=user_config.path, timeout_s=5.0, workers=2, retries=0)
     held_up, verdict = run_pool(config, work)
     assert not held_up and verdict.reward.status == "timeout"
 
