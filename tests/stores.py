@@ -11,7 +11,16 @@ import numpy as np
 from sqlalchemy import select
 
 from megarl.core.schema import Reward, Task, Trajectory, WeightsVersion
-from megarl.explore.store import Claim, EndedGroup, EngineStatus, ExpertExperience, RegisteredEngine, Store, Used
+from megarl.explore.store import (
+    Claim,
+    EndedGroup,
+    EngineStatus,
+    ExpertExperience,
+    GivenReward,
+    RegisteredEngine,
+    Store,
+    Used,
+)
 from megarl.explore.store.database import open_engine
 from megarl.explore.store.tables import METADATA
 from tests.trajectories import one_turn
@@ -73,6 +82,7 @@ WRITES: dict[str, Callable[[Store, Sequence[Claim]], Any]] = {
     "put_all": lambda store, claims: store.put_all(
         [EndedGroup(claim, [make_trajectory(claim, i) for i in claim.indices]) for claim in claims[1:3]]
     ),
+    "reward": lambda store, claims: store.reward([GivenReward("r0/3", 0, Reward(1.0, "ok"))]),
     "renew_claims": lambda store, claims: store.renew_claims("a"),
     "release_claims": lambda store, claims: store.release_claims("a"),
     "record_step": lambda store, claims: store.record_step(

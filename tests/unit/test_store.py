@@ -618,6 +618,7 @@ def test_every_write_is_in_the_table_of_writes() -> None:
         "unused",
         "num_asked",
         "version_steps",
+        "awaiting",
         "to_evaluate",
         "evaluation",
         "engines",
