@@ -4,7 +4,7 @@ engines."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from megarl.core.config.bounds import Bound, Count, NonNegative, Positive, Seconds
 
@@ -81,6 +81,11 @@ class RunConfig:
     """Name of the run, and of its directory."""
     dir: str = "runs/${run.name}"
     """Directory of the run: checkpoints, store, logs, report."""
+    mode: Literal["both", "explore", "train"] = "both"
+    """Part of the run that this command starts: both, the engines and their explorer (``megarl explore``), or the
+    trainer ranks alone (docs/modes.md)."""
+    number: Annotated[int, Bound(0, 9999)] = 0
+    """Number of this explore program among those of the run: each has its own (``megarl explore --number 1``)."""
     host: str = "127.0.0.1"
     """Address that engines and trainer ranks of one machine listen on."""
     port: Annotated[int, Bound(1024, 65535)] | None = None

@@ -30,11 +30,12 @@ from megarl.core import heartbeat
 from megarl.core.config import Config, load_resolved
 from megarl.core.config.rewards import RewardConfig
 from megarl.core.errors import EngineError, InputError, JobError, describe
-from megarl.core.jobs import PROGRAM, TRAIN
+from megarl.core.jobs import PROGRAM, STOPPED, TRAIN, logs_of
 from megarl.core.metrics import Timeline
 from megarl.core.schema import GREEDY, End, WeightsVersion
 from megarl.engine.client.client import EngineClient, Sampling
 from megarl.engine.client.gather import Engine, Gatherer
+from megarl.engine.client.open import OpenEngines
 from megarl.explore import workflows
 from megarl.explore.explorer.group_writer import GroupWriter
 from megarl.explore.explorer.held_out import record_evaluations
@@ -48,7 +49,7 @@ from megarl.explore.rewards.pool.pool import Judging
 from megarl.explore.rewards.pool.process import await_hosts
 from megarl.explore.rewards.pool.tally import EVENT
 from megarl.explore.store import Claim, EndedGroup, Store
-from megarl.explore.store.buffer import RENEW_S
+from megarl.explore.store.workers import Silence
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.workflows import WORKFLOWS, Workflow
 
@@ -57,11 +58,11 @@ log = logging.getLogger(__name__)
 RETRY_S = 0.5
 """First wait before samples that an engine failed to give are asked for again."""
 
+BEATS = 4
+"""Heartbeats of an explorer in the time of silence after which it counts as dead."""
+
 EVENTS_S = 1.0
 """Seconds between two checks for a line about scoring on the terminal."""
-
-STOPPED = 128 + signal.SIGTERM
-"""Exit status of an explorer that was asked to stop before the job was closed."""
 
 
 class Explorer:
@@ -75,6 +76,8 @@ class Explorer:
         rewards: As of :class:`TrajectoryRunner`, as are ``wrong_ends``, ``limits`` and ``options``.
         workflow_timeout_s: Most seconds of a workflow of its own; None for one that has a limit itself.
         engine_timeout_s: How long samples are asked for again while engines give none of them.
+        gate: Of engines that a trainer of another program gives weights: nothing is claimed while it is closed.
+        silence_s: Silence of another worker after which its groups are free.
         event_lines: A line about failing rewards, if there is one; it goes to the log and, as an event of the store, to
             the terminal.
     """
@@ -102,7 +105,12 @@ class Explorer:
         wrong_ends: Collection[End] = (),
         timeline: Timeline | None = None,
         event_lines: Callable[[], str | None] = lambda: None,
+        gate: OpenEngines | None = None,
+        silence_s: float = 30.0,
     ) -> None:
+        self._gate = gate
+        self._silence_s = silence_s
+        self._others = Silence(silence_s / BEATS)
         self._timeline = timeline
         self._event_lines = event_lines
         self._store = store
@@ -146,7 +154,8 @@ class Explorer:
             async with asyncio.TaskGroup() as tasks:
                 ticking = tasks.create_task(heartbeat.beat_periodically(self._mark))
                 reporting = tasks.create_task(self._report())
-                renewing = tasks.create_task(self._renew())
+                beating = tasks.create_task(self._beat())
+                opening = tasks.create_task(self._open())
                 while await self._call(self._store.job_state) == "open":
                     claims = await self._claim()
                     for batch in self._batches(claims):
@@ -155,7 +164,7 @@ class Explorer:
                         flight.add_done_callback(flights.discard)
                     if not claims:
                         await asyncio.sleep(self._poll_s)
-                for task in (ticking, reporting, renewing, *flights):
+                for task in (ticking, reporting, beating, opening, *flights):
                     task.cancel()
         except BaseExceptionGroup as failures:
             if (failure := _first(failures)) is None:
@@ -172,10 +181,19 @@ class Explorer:
                 log.warning("%s", line)
                 await self._call(self._store.record_event, self._worker, EVENT, {"line": line})
 
-    async def _renew(self) -> None:
+    async def _beat(self) -> None:
+        """Show that this explorer lives, and see which others do not."""
         while True:
-            await asyncio.sleep(RENEW_S)
-            await self._call(self._store.renew_claims, self._worker)
+            await self._call(self._store.beat, self._worker)
+            self._others.look(await self._call(self._store.beats))
+            if self._others.longer_than(self._silence_s):  # one of them may have died before its evaluation counted
+                await self._call(record_evaluations, self._store, self._worker)
+            await asyncio.sleep(self._silence_s / BEATS)
+
+    async def _open(self) -> None:
+        while self._gate is not None:
+            await self._gate.wait()
+            await asyncio.sleep(EVENTS_S)
 
     def _mark(self) -> str:
         """Describe the work of now. Workflows that are within their limits are work too, be no sample under way."""
@@ -188,9 +206,10 @@ class Explorer:
 
     async def _claim(self) -> list[Claim]:
         free = self._capacity - self._generating
-        if free < 1 or self._runner.scoring >= self._backlog:
+        if free < 1 or self._runner.scoring >= self._backlog or not (self._gate is None or self._gate.is_open):
             return []
-        claims = await self._call(self._store.claim_groups, self._worker, free, max_samples=free)
+        silent = self._others.longer_than(self._silence_s)
+        claims = await self._call(self._store.claim_groups, self._worker, free, max_samples=free, silent=silent)
         self._generating += sum(claim.group_size for claim in claims)
         return claims
 
@@ -212,18 +231,24 @@ class Explorer:
         clock, settings = groups[0].clock, groups[0].claim.sampling
 
         async def retried(error: EngineError) -> None:
+            if self._gate is not None:
+                self._gate.doubt()
             clock.counts["retries"] += 1
             await self._call(self._store.record_event, self._worker, "engine_retry", {"error": str(error)})
 
         async with asyncio.TaskGroup() as tasks:
             gatherer = Gatherer(
                 self._engine,
-                Sampling(**{name: value for name, value in settings.items() if name not in ("seed", "greedy")}),
+                Sampling(
+                    **{name: value for name, value in settings.items() if name not in ("seed", "greedy")},
+                    oldest=groups[0].claim.version,
+                ),
                 tasks,
                 change=partial(clock.change, "generation"),
                 retried=retried,
                 timeout_s=self._engine_timeout_s,
                 retry_s=self._retry_s,
+                ready=None if self._gate is None else self._gate.wait,
             )
             for group in groups:
                 for index in group.claim.indices:
@@ -289,7 +314,7 @@ async def explore(config: Config, key: str, worker: str) -> None:
         program=os.environ.get(PROGRAM, TRAIN),
     )
     try:
-        engines = [engine.url for engine in store.engines()]
+        engines = [engine.url for engine in store.own_engines()]
         if not engines:
             raise JobError("no engine is registered in the store: `megarl train` registers those that it starts")
         os.environ[ENGINES] = ",".join(engines)  # for verifiers in worker processes that ask the judge themselves
@@ -326,6 +351,8 @@ async def explore(config: Config, key: str, worker: str) -> None:
                 poll_s=config.store.poll_s,
                 timeline=Timeline(Path(config.run.dir) / "timeline", worker),
                 event_lines=scorer.tally.line,
+                gate=None if store.program == TRAIN else OpenEngines(engines, key),
+                silence_s=config.cluster.heartbeat_s,
             )
             gc.collect()
             gc.freeze()  # modules stay, and take long to walk
@@ -335,7 +362,7 @@ async def explore(config: Config, key: str, worker: str) -> None:
 
 
 def _logs(config: Config) -> Path:
-    return Path(config.run.dir) / "logs" / f"attempt_{os.environ['MEGARL_ATTEMPT']}"
+    return logs_of(config.run.dir, os.environ["MEGARL_ATTEMPT"], os.environ.get(PROGRAM, TRAIN))
 
 
 async def _with_hosts_of_nodes(config: RewardConfig) -> RewardConfig:

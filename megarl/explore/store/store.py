@@ -19,9 +19,10 @@ from megarl.explore.store.journal import Journal
 from megarl.explore.store.replays import ReplayTable
 from megarl.explore.store.rollouts import RolloutTable
 from megarl.explore.store.tasks import TaskTable
+from megarl.explore.store.workers import WorkerTable
 
 
-class Store(TaskTable, ExpertTable, RolloutTable, Buffer, ReplayTable, EngineRegistry, Journal):
+class Store(TaskTable, ExpertTable, RolloutTable, Buffer, ReplayTable, EngineRegistry, WorkerTable, Journal):
     """A connection to the store, for one process (make a new one after a fork).
 
     Args:

@@ -63,4 +63,4 @@ def get(name: str) -> Algorithm:
 
 def job_of(config: Config) -> Job:
     """The job that ``config`` describes: nothing else asks for its mode. Raises ConfigError as ``get``."""
-    return JOBS["offline" if get(config.algorithm.name).offline else "both"]
+    return JOBS["offline" if get(config.algorithm.name).offline else config.run.mode].numbered(config.run.number)

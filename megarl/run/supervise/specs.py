@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from megarl.core.config import Config
-from megarl.core.jobs import ProcessKind
+from megarl.core.jobs import ProcessKind, of_program, worker_of
 from megarl.core.metrics import TIMELINE
 from megarl.engine.client.names import UNTIL_PUBLISHED
 from megarl.explore.rewards.judge.family import ENGINES
@@ -58,8 +58,8 @@ def urls(addresses: Addresses) -> list[str]:
 
 
 def resolved(config: Config) -> Path:
-    """The file with the settings of a run, which its processes read."""
-    return Path(config.run.dir) / "resolved.json"
+    """The file with the settings of a run, which its processes read. A program that joins the run has its own."""
+    return Path(config.run.dir) / f"{of_program('resolved', algorithms.job_of(config).program)}.json"
 
 
 def specs(config: Config, plan: Plan, addresses: Addresses, environment: Mapping[str, str], logs: Path) -> list[Placed]:
@@ -105,7 +105,8 @@ def _engine(attempt: _Attempt, process: Planned) -> _Command:
     span = (process.part, group) if group else None
     device: Literal["cpu", "cuda"] = "cuda" if config.parallel.backend == "nccl" else "cpu"
     argv, env = engine_process(config.model.path, config.rollout, config.model, host, int(port), device, span)
-    timeline = f"{config.run.dir}/timeline/{process.kind.stem}_{process.number}"
+    name = of_program(f"{process.kind.stem}_{process.number}", attempt.plan.job.program)
+    timeline = f"{config.run.dir}/timeline/{name}"
     return _Command(argv[1:], env | {UNTIL_PUBLISHED: "1", TIMELINE: timeline}, "" if process.part else address)
 
 
@@ -135,7 +136,8 @@ def _reward_host(attempt: _Attempt, process: Planned) -> _Command:
 
 
 def _explorer(attempt: _Attempt, process: Planned) -> _Command:
-    return _Command(_started(attempt, process), {"OMP_NUM_THREADS": "1"})
+    worker = ["--worker", worker_of(attempt.plan.job.program)]
+    return _Command([*_started(attempt, process), *worker], {"OMP_NUM_THREADS": "1"})
 
 
 def _started(attempt: _Attempt, process: Planned) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megarl.core.config import Config, save_resolved
 from megarl.core.errors import FencedError, JobError, MemoryFullError, NonRetryableError
-from megarl.core.jobs import PROGRAM, ProcessKind, kind_of
+from megarl.core.jobs import PROGRAM, STOPPED, ProcessKind, kind_of, logs_of
 from megarl.engine.client.auth import KEY_VARIABLE
 from megarl.explore.store import EngineStatus, RegisteredEngine, Store
 from megarl.learn.algorithms import job_of
@@ -88,25 +88,27 @@ def _register_engines(config: Config, plan: Plan, addresses: Addresses, attempt:
 
 def _addresses(plan: Plan, nodes: dict[int, Node]) -> Addresses:
     """Ports are asked of each node once, so that it gives no port twice."""
-    first = plan.of(ProcessKind.TRAINER)[0].node
+    ranks = plan.of(ProcessKind.TRAINER)
+    first = ranks[0].node if ranks else 0
+    linked = bool(ranks) and plan.job.rollouts
     engines = [engine for engine in plan.of(ProcessKind.ENGINE) if not engine.part]
     hosts = [host.node for host in plan.of(ProcessKind.REWARD_HOST)]
-    wanted = [first, *([first] if engines else []), *hosts]
+    wanted = [*([first] if ranks else []), *([first] if linked else []), *hosts]
     wanted += [engine.node for engine in engines for _ in range(2 if plan.parts(engine) > 1 else 1)]
     free = {rank: iter(nodes[rank].free_ports(wanted.count(rank))) for rank in dict.fromkeys(wanted)}
 
     def listen(rank: int) -> str:
         return f"{nodes[rank].address}:{next(free[rank])}"
 
-    rendezvous = listen(first)
-    link = listen(first) if engines else ""
+    rendezvous = listen(first) if ranks else ""
+    link = listen(first) if linked else ""
     serving = tuple(listen(engine.node) for engine in engines)
     groups = tuple(listen(engine.node) if plan.parts(engine) > 1 else "" for engine in engines)
     return Addresses(rendezvous, link, serving, groups, tuple(listen(node) for node in hosts))
 
 
 def _logs(config: Config, attempt: int) -> Path:
-    return Path(config.run.dir) / "logs" / f"attempt_{attempt}"
+    return logs_of(config.run.dir, attempt, job_of(config).program)
 
 
 def _node_environment(node: Node) -> dict[str, str]:
@@ -149,7 +151,12 @@ def watch(
     started = list(started)
     replacements = Replacements(started, config.cluster.replacements)
     job = job_of(config)
-    deciding = [s.process for s in started if kind_of(s.process.name) is job.until]
+
+    def deciding() -> list[Process]:
+        return [s.process for s in started if kind_of(s.process.name) is job.until]
+
+    asked = 0 if job.trains else STOPPED
+    """Exit status of what has ended in order because it was asked to."""
     engines: list[Process] = []
     asked_at: float | None = None
     looked_at = 0.0
@@ -157,7 +164,8 @@ def watch(
     orders = None
     if attempt is not None and job.has(ProcessKind.ENGINE):
         store = Store(config.store.url, attempt=attempt, program=job.program, has_tables=True)
-        orders = EngineOrders(store, replacements, STOP_S, often=config.rollout.placement == "colocated")
+        colocated = config.rollout.placement == "colocated"
+        orders = EngineOrders(store, replacements, STOP_S, often=colocated, beats=not job.is_alone)
     try:
         while True:
             if attempt is not None and time.monotonic() - looked_at > FENCE_S:
@@ -170,15 +178,16 @@ def watch(
                 asked_at = time.monotonic()
                 present = [s.process for s in replacements.present()]
                 engines = [process for process in present if kind_of(process.name) is ProcessKind.ENGINE]
-                log.warning("stopping: saving a checkpoint (interrupt twice more to end at once)")
-                for process in deciding:
+                what = "saving a checkpoint" if job.trains else "giving claims back"
+                log.warning("stopping: %s (interrupt twice more to end at once)", what)
+                for process in deciding():
                     process.signal(signal.SIGTERM)
             engines_s = ENGINES_SHARE * config.run.shutdown_grace_s
             if engines and asked_at is not None and time.monotonic() - asked_at > engines_s:
                 while engines:
                     engines.pop().signal(signal.SIGKILL)
             late = asked_at is not None and time.monotonic() - asked_at > config.run.shutdown_grace_s
-            early = asked_at is not None and any(p.poll() == -signal.SIGTERM for p in deciding)  # had no handler yet
+            early = asked_at is not None and any(p.poll() == -signal.SIGTERM for p in deciding())  # had no handler yet
             if stop_request.count > 2 or late or early:
                 log.warning(
                     "ending at once: what is not saved within %g s is lost; the run resumes from the newest checkpoint "
@@ -199,8 +208,8 @@ def watch(
             else:
                 if orders is not None:
                     orders.carry_out(stopping=True)
-                _raise_for_dead(deciding, "")
-            if all(p.poll() == 0 for p in deciding):
+                _raise_for_dead([p for p in deciding() if p.poll() != asked], "")
+            if all(p.poll() in (0, asked if asked_at is not None else 0) for p in deciding()):
                 return
             if asked_at is None:
                 watchdog.look(started)

@@ -32,6 +32,10 @@ from megarl.weights.reshard.layout import Layout
 from megarl.weights.reshard.layouts import VOCAB_MULTIPLE, vllm_layout
 from megarl.weights.reshard.plan import ReshardPlan, build_plan
 
+LEAVE_S = 10.0
+"""Seconds that an engine of another program, which has answered, may take to answer again."""
+AWAIT_S = 0.2
+"""Least seconds between two looks for engines of other programs."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -63,6 +67,8 @@ class EngineConnection:
         engines: URLs of the engines that are wanted now, None while all are absent by order; called on rank 0.
         vocab_multiple: What the layout was built with; the engines rebuild it.
         addresses: Of the links' store; read from the environment when not given.
+        come_and_go: The engines are other programs': ``engines`` returns those that answer, and one that does not any
+            more is left out.
         stopping: True once the job is asked to stop; ends the wait for engines that are not ready.
     """
 
@@ -76,11 +82,13 @@ class EngineConnection:
         engines: Callable[[], Sequence[str] | None],
         vocab_multiple: int = VOCAB_MULTIPLE,
         addresses: JobAddresses | None = None,
+        come_and_go: bool = False,
         stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         self._addresses = addresses or JobAddresses.from_environment()
         self._config = config
         self._engines = engines
+        self.come_and_go = come_and_go
         self._stopping = stopping
         self._rank = rank
         self._layout, self._hf_config = layout, hf_config
@@ -159,6 +167,22 @@ class EngineConnection:
         urls = self._engines()
         return urls is None or list(urls) != self._fleet.urls
 
+    def await_any(self, seconds: float) -> bool:
+        """Wait for so long for an engine that is there, on rank 0; ends early when the job is asked to stop."""
+        until = time.monotonic() + seconds
+        while not (there := bool(self._engines())) and not self._stopping() and time.monotonic() < until:
+            heartbeat.beat()
+            time.sleep(max(self._config.store.poll_s, AWAIT_S))
+        return there
+
+    def deserted(self) -> str | None:
+        """Reason to join other engines while answers are awaited, on rank 0: they have taken the places of all those
+        that were joined. Engines that come while another is left are joined at the next publication."""
+        urls = (self._engines() or ()) if self.come_and_go and self.transport is not None else ()
+        if not urls or not set(self._fleet.urls).isdisjoint(urls):
+            return None
+        return f"no engine that was given the weights is there, and {', '.join(urls)} is"
+
     def _wanted(self) -> list[str]:
         """URLs of the engines to join. Waits while all are absent by order. Raises EngineError."""
         until = time.monotonic() + self._config.rollout.start_timeout_s
@@ -177,7 +201,8 @@ class EngineConnection:
         if urls != self._fleet.urls:
             self._fleet = EngineFleet(urls, self._addresses.key, self._config.sync.timeout_s)
         self._make_plan(len(urls))
-        self._fleet.wait_ready(self._config.rollout.start_timeout_s, self._stopping)
+        start_s = LEAVE_S if self.come_and_go else self._config.rollout.start_timeout_s
+        self._fleet.wait_ready(start_s, self._stopping)
         posted = [self._messages.posted(f"{topic}/{rank}") for rank in range(1, self._layout.num_ranks)]
         senders = [[machine(), *self._memory], *(where for _, *where in posted)]
         open_everywhere = self.transport is not None and all(is_open for is_open, *_ in posted)
@@ -197,6 +222,8 @@ class EngineConnection:
         def of_engine(i: int, engine: EngineControl) -> list[str]:
             if i not in joining:
                 return before.machines[i]
+            if self.come_and_go:  # an earlier trainer may have been killed in the middle of an update
+                engine.workers("megarl_abandon_update")
             return [worker["machine"] for worker in engine.workers("megarl_agree", self._init_info(i))]
 
         return self._fleet.each(of_engine)

@@ -89,7 +89,11 @@ class WeightPublisher(EngineConnection):
 
     def died(self) -> list[str]:
         """``EngineFleet.died`` since ``connect``; empty on ranks other than 0."""
-        return self._fleet.died()
+        if self._rank or not self.come_and_go:
+            return self._fleet.died()
+        there = self._engines() or ()
+        gone = [f"the engine at {url} is gone" for url in self._fleet.urls if url not in there]
+        return gone or self._fleet.died() or ([] if there else ["no engine is there"])
 
     def watch(self, version: WeightsVersion) -> EngineWatch:
         """Watch the engines, which have this version, on rank 0; none on others."""
