@@ -59,6 +59,7 @@ class Job:
 
     run_dir: Path
     overrides: Sequence[str]
+    command: Sequence[str] = ("train",)
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     _process: subprocess.Popen[bytes] | commands.Command | None = None
     _sessions: set[int] = field(default_factory=set)
@@ -67,7 +68,7 @@ class Job:
 
     def start(self) -> Job:
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        argv = ["-m", "megarl", "train", *last_of_each(self.overrides), f"run.dir={self.run_dir}"]
+        argv = ["-m", "megarl", *self.command, *last_of_each(self.overrides), f"run.dir={self.run_dir}"]
         env = {**os.environ, MARK: self.mark}
         with self.output.open("wb") as output:
             self._process = commands.start(argv, env, output.fileno()) or subprocess.Popen(
