@@ -57,13 +57,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
         assert explore.poll() is None, "the explore program ended with its trainer"
         train = start("train")
         last = "select claimed_by from groups where rollout_id = 'train-000002' and claimed_by is not null"
-        train.until(
-            lambda: len(set(train.query(last))) == 2 and groups(train, "train-000002", "claimed") > 0,
-            "both explorers in a rollout",
-            poll_s=0.002,
-        )
+        claimed_by = Counter[Any]()
+
+        def both() -> bool:
+            claimed_by.clear()
+            claimed_by.update(row[0] for row in train.query(last))
+            return len(claimed_by) == 2
+
+        train.until(both, "both explorers in a rollout", poll_s=0.002)
         other.kill_all()
-        claimed_by = Counter(row[0] for row in train.query(last))
         train.wait(START_S)
         explore.wait(START_S)
         yield Programs(train, explore, claimed_by, time.monotonic() - began)
