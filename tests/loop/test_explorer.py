@@ -151,20 +151,19 @@ def test_a_workflow_within_its_limit_is_work_for_the_watchdog(
     assert len(store.trajectories("r0")) == 12
 
 
-def test_claims_are_renewed_while_their_trajectories_last(
+def test_an_explorer_gives_heartbeats_while_its_trajectories_last(
     store: Store, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(explorer_module, "RENEW_S", 0.01)
+    monkeypatch.setattr(explorer_module, "BEATS", 3000)
     renewed = asyncio.Event()
-    renew = store.renew_claims
+    beat = store.beat
 
-    def counted(worker: str) -> int:
-        held = renew(worker)
-        if held and loop:  # a workflow has begun
+    def counted(worker: str) -> None:
+        beat(worker)
+        if loop:  # a workflow has begun
             loop[0].call_soon_threadsafe(renewed.set)
-        return held
 
-    monkeypatch.setattr(store, "renew_claims", counted)
+    monkeypatch.setattr(store, "beat", counted)
     loop = list[asyncio.AbstractEventLoop]()
 
     async def slow(task: Task, model: RolloutModel) -> None:

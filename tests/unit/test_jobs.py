@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 
 from megarl.core.config import compose
-from megarl.core.jobs import JOBS, Mode, ProcessKind, kind_of, unit_of
+from megarl.core.errors import ConfigError
+from megarl.core.jobs import JOBS, Mode, ProcessKind, kind_of, logs_of, unit_of, worker_of
+from megarl.learn.algorithms import job_of
+from megarl.run.checks.settings import check_mode
+from megarl.run.launch.joining import differences
 from megarl.run.nodes.plan import NodeInfo, plan_job
 from megarl.run.supervise.specs import Addresses, specs
 
@@ -35,11 +39,14 @@ def test_parts_of_an_engine_are_one_unit() -> None:
     assert parts == {ProcessKind.ENGINE.named(2)} != {ProcessKind.ENGINE.named(1)}
 
 
-@pytest.mark.parametrize(("mode", "algorithm"), [("both", "grpo"), ("offline", "sft")])
+@pytest.mark.parametrize(
+    ("mode", "algorithm"), [("both", "grpo"), ("explore", "grpo"), ("train", "grpo"), ("offline", "sft")]
+)
 def test_a_job_has_the_processes_of_its_row(mode: Mode, algorithm: str) -> None:
     """On two nodes, of which the second has reward workers too; in the order of the row."""
     overrides = ["parallel=tp2", "rollout.replicas=2", f"algorithm={algorithm}"]
-    config = compose(["experiment=quickstart" if mode == "both" else "experiment=sft", *overrides])
+    own = ["experiment=sft"] if mode == "offline" else ["experiment=quickstart", f"run.mode={mode}"]
+    config = compose([*own, *overrides])
     plan = plan_job(config, [NodeInfo(0, "a", "all"), NodeInfo(1, "b", "all")])
     ports = iter(f"127.0.0.1:{port}" for port in range(1000, 2000))
     servers = (ProcessKind.ENGINE, ProcessKind.REWARD_HOST)
@@ -49,4 +56,44 @@ def test_a_job_has_the_processes_of_its_row(mode: Mode, algorithm: str) -> None:
     assert job == JOBS[mode]
     kinds = [kind_of(spec.name) for _, spec in specs(config, plan, addresses, {}, Path("logs"))]
     assert tuple(dict.fromkeys(kinds)) == job.processes
-    assert kinds.count(ProcessKind.TRAINER) == 2 and kinds.count(ProcessKind.ENGINE) == (2 if mode == "both" else 0)
+    assert kinds.count(ProcessKind.TRAINER) == (0 if mode == "explore" else 2)
+    assert kinds.count(ProcessKind.ENGINE) == (2 if mode in ("both", "explore") else 0)
+
+
+def test_programs_of_a_run_have_names_of_their_own(tmp_path: Path) -> None:
+    first, second = (
+        job_of(compose(["experiment=quickstart", "run.mode=explore", f"run.number={number}"])) for number in (0, 1)
+    )
+    assert (first.program, second.program, JOBS["train"].program) == ("explore-0", "explore-1", "train")
+    assert [worker_of(program) for program in ("train", "explore-0", "explore-1")] == ["explorer-0"] * 2 + [
+        "explorer-1"
+    ]
+    assert len({logs_of(tmp_path, 1, program) for program in ("train", "explore-0", "explore-1")}) == 3
+    assert [JOBS[mode].is_alone for mode in ("both", "offline", "train", "explore")] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["experiment=sft", "run.mode=explore"], ["run.mode=explore", "leave run.mode out"]),
+        (["experiment=quickstart", "run.number=1"], ["run.number=1", "set run.mode=explore"]),
+        (
+            ["experiment=quickstart", "run.mode=train", "rollout.placement=colocated"],
+            ["rollout.placement=colocated", "set run.mode=both"],
+        ),
+    ],
+)
+def test_a_part_of_a_run_that_does_not_fit_is_refused(overrides: list[str], words: list[str]) -> None:
+    config = compose(overrides)
+    with pytest.raises(ConfigError) as refused:
+        check_mode(config, job_of(config))
+    assert all(word in str(refused.value) for word in words)
+
+
+def test_an_explore_program_has_the_settings_of_its_run() -> None:
+    """But for those of the trainer's ranks."""
+    run = compose(["experiment=quickstart", "run.mode=train"])
+    own = ["experiment=quickstart", "run.mode=explore", "trainer.steps=9", "rollout.replicas=2", "cluster.stall_s=5"]
+    assert differences(run, compose(own)) == []
+    others = compose([*own, "rollout.tp=2", "reward.timeout_s=1"])
+    assert [change.setting for change in differences(run, others)] == ["rollout.tp", "reward.timeout_s"]

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Sequence
 
 from megarl.core.errors import EngineError
+from megarl.core.schema import WeightsVersion
 from megarl.engine.client.control import EngineControl
 
 log = logging.getLogger(__name__)
@@ -17,7 +18,7 @@ ANSWER_S = 5.0
 
 
 class OpenEngines:
-    """Shows when one of the engines may be asked: it is up and does not refuse.
+    """Shows when one of the engines may be asked: it is up, does not refuse, and has the weights that are wanted.
 
     Args:
         every_s: Seconds between two looks.
@@ -26,13 +27,15 @@ class OpenEngines:
     def __init__(self, urls: Sequence[str], key: str, every_s: float = EVERY_S) -> None:
         self._engines = [EngineControl(url, key) for url in urls]
         self._every_s = every_s
+        self._oldest = WeightsVersion(0, 0)
         self._looking: asyncio.Task[None] | None = None
         self.is_open = False
         """As the last look, or ``doubt``, has it."""
 
-    def doubt(self) -> None:
-        """Have the next ``wait`` look again: an engine has failed."""
+    def doubt(self, version: WeightsVersion) -> None:
+        """Have the next ``wait`` look again: an engine has failed to sample with these weights, or later ones."""
         self.is_open = False
+        self._oldest = max(self._oldest, version)
 
     async def wait(self) -> None:
         """Return when an engine may be asked, however long that takes."""
@@ -42,20 +45,22 @@ class OpenEngines:
             await asyncio.shield(self._looking)
 
     async def _look(self) -> None:
-        waited = 0
+        waited = False
         while True:
-            states = await asyncio.gather(*(asyncio.to_thread(_may_be_asked, engine) for engine in self._engines))
+            looks = [asyncio.to_thread(_may_be_asked, engine, self._oldest) for engine in self._engines]
+            states = await asyncio.gather(*looks)
             if any(states):
                 self.is_open = True
                 return
-            if waited == 0:
-                log.info("no engine has weights: waiting for a trainer to publish them")
-            waited += 1
+            if not waited:
+                log.info("no engine has the weights: waiting for a trainer to publish them")
+            waited = True
             await asyncio.sleep(self._every_s)
 
 
-def _may_be_asked(engine: EngineControl) -> bool:
+def _may_be_asked(engine: EngineControl, oldest: WeightsVersion) -> bool:
     try:
-        return engine.state(ANSWER_S).refusing is None
-    except EngineError:
+        state = engine.state(ANSWER_S)
+        return state.refusing is None and WeightsVersion.parse(state.version) >= oldest
+    except (EngineError, ValueError):  # it is not up, or has the weights of the model's files
         return False

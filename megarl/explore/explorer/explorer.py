@@ -108,6 +108,7 @@ class Explorer:
         gate: OpenEngines | None = None,
         silence_s: float = 30.0,
     ) -> None:
+        self._flights: set[asyncio.Task[None]] = set()
         self._gate = gate
         self._silence_s = silence_s
         self._others = Silence(silence_s / BEATS)
@@ -147,7 +148,7 @@ class Explorer:
 
         Raises EngineError when an engine keeps failing, JobError when the store is gone or fences this process.
         """
-        flights: set[asyncio.Task[None]] = set()
+        flights = self._flights
         try:
             await self._call(self._store.release_claims, self._worker)  # of a predecessor that was killed
             await self._call(record_evaluations, self._store, self._worker)
@@ -191,9 +192,25 @@ class Explorer:
             await asyncio.sleep(self._silence_s / BEATS)
 
     async def _open(self) -> None:
+        """Open the gate as soon as that may be; give claims back where it stays closed: other explorers may have
+        engines with weights."""
         while self._gate is not None:
-            await self._gate.wait()
+            try:
+                await asyncio.wait_for(self._gate.wait(), self._silence_s)
+            except TimeoutError:
+                await self._give_back()
             await asyncio.sleep(EVENTS_S)
+
+    async def _give_back(self) -> None:
+        if not self._flights:
+            return
+        log.warning("no engine may be asked for %g s: %d calls are given up", self._silence_s, len(self._flights))
+        flights = list(self._flights)
+        for flight in flights:
+            flight.cancel()
+        await asyncio.gather(*flights, return_exceptions=True)
+        self._generating = 0
+        await self._call(self._store.release_claims, self._worker)
 
     def _mark(self) -> str:
         """Describe the work of now. Workflows that are within their limits are work too, be no sample under way."""
@@ -232,7 +249,7 @@ class Explorer:
 
         async def retried(error: EngineError) -> None:
             if self._gate is not None:
-                self._gate.doubt()
+                self._gate.doubt(groups[0].claim.version)
             clock.counts["retries"] += 1
             await self._call(self._store.record_event, self._worker, "engine_retry", {"error": str(error)})
 

@@ -49,6 +49,11 @@ class EngineRegistry(Handle):
         query = select(ENGINES)
         return self._engines(query if programs is None else query.where(ENGINES.c.program.in_(programs)))
 
+    def engine_programs(self) -> list[str]:
+        """Programs that have registered engines."""
+        query = select(ENGINES.c.program).distinct().order_by(ENGINES.c.program)
+        return self._read(lambda connection: list(connection.scalars(query)))
+
     def own_engines(self) -> list[RegisteredEngine]:
         """Engines of this handle's job by number."""
         return self._engines(select(ENGINES).where(ENGINES.c.program == self.program))

@@ -10,7 +10,9 @@ from megarl.engine.client.control import EngineControl
 from megarl.explore.store import EngineStatus, Store
 from megarl.explore.store.workers import Silence
 
-ANSWER_S = 5.0
+SETTLE_S = 3.0
+"""Seconds within which a program that is alive gives a heartbeat, since it was first seen."""
+ANSWER_S = 10.0
 """Seconds within which an engine that is there answers."""
 
 
@@ -31,9 +33,14 @@ class EnginesOfOthers:
         self._silence = Silence()
 
     def urls(self) -> Sequence[str]:
-        """URLs of the engines, by program and number."""
-        self._silence.look(self._store.beats())
-        found = self._store.engines(self._silence.alive(self._silence_s))
+        """URLs of the engines, by program and number. None for a moment after a program was first seen: it may be
+        alive, and an engine that a trainer leaves out keeps older weights."""
+        beats, programs = self._store.beats(), self._store.engine_programs()
+        self._silence.look({program: beats.get(program, 0) for program in programs})
+        alive = self._silence.alive(self._silence_s)
+        if set(programs) - set(alive) - set(self._silence.longer_than(SETTLE_S)):
+            return []
+        found = self._store.engines(alive)
         wanted = [engine.url for engine in found if engine.wanted is EngineStatus.SERVING]
         if not wanted:
             return []
