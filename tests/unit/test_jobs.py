@@ -65,10 +65,9 @@ def test_programs_of_a_run_have_names_of_their_own(tmp_path: Path) -> None:
         job_of(compose(["experiment=quickstart", "run.mode=explore", f"run.number={number}"])) for number in (0, 1)
     )
     assert (first.program, second.program, JOBS["train"].program) == ("explore-0", "explore-1", "train")
-    assert [worker_of(program) for program in ("train", "explore-0", "explore-1")] == ["explorer-0"] * 2 + [
-        "explorer-1"
-    ]
-    assert len({logs_of(tmp_path, 1, program) for program in ("train", "explore-0", "explore-1")}) == 3
+    programs = ("train", "explore-0", "explore-1")
+    assert [worker_of(program) for program in programs] == ["explorer-0", "explorer-0", "explorer-1"]
+    assert len({logs_of(tmp_path, 1, program) for program in programs}) == 3
     assert [JOBS[mode].is_alone for mode in ("both", "offline", "train", "explore")] == [True, True, False, False]
 
 
