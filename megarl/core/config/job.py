@@ -46,7 +46,7 @@ class ClusterConfig:
     connect_timeout_s: Seconds = 300.0
     """Seconds for which the head waits for the other nodes, and they for it."""
     heartbeat_s: Annotated[float, Bound(1, 3600)] = 30.0
-    """Silence after which a node counts as lost."""
+    """Silence after which a node counts as lost; that of an explorer after which its groups are free to others."""
     stall_s: Annotated[float, Bound(1, 86400)] = 300.0
     """Seconds for which trainer ranks, the explorer or an engine may show no progress. Then the job reports where each
     process is, and ends the one that the others wait for. A process that starts has ``rollout.start_timeout_s``."""
