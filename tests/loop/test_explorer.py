@@ -26,7 +26,6 @@ from megarl.core.errors import EngineError, RequestRefused
 from megarl.core.schema import GREEDY, Reward, Task, WeightsVersion
 from megarl.engine.client.client import Prompt, Sampling
 from megarl.engine.client.frames import Completion, VersionSpan, encode
-from megarl.explore.explorer import explorer as explorer_module
 from megarl.explore.explorer.explorer import Explorer
 from megarl.explore.explorer.rollout_clock import RolloutClock
 from megarl.explore.recording.limits import TokenLimits
@@ -154,7 +153,6 @@ def test_a_workflow_within_its_limit_is_work_for_the_watchdog(
 def test_an_explorer_gives_heartbeats_while_its_trajectories_last(
     store: Store, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(explorer_module, "BEATS", 3000)
     renewed = asyncio.Event()
     beat = store.beat
 
@@ -173,7 +171,7 @@ def test_an_explorer_gives_heartbeats_while_its_trajectories_last(
         await model.generate()
 
     request(store)
-    explore(store, FakeEngine(tokenizer), FakeScorer(), tokenizer, workflow=slow)
+    explore(store, FakeEngine(tokenizer), FakeScorer(), tokenizer, workflow=slow, silence_s=0.04)
     assert len(store.trajectories("r0")) == 12
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from megarl.core.errors import EngineError
 from megarl.core.schema import WeightsVersion
@@ -43,6 +43,15 @@ class OpenEngines:
             if self._looking is None or self._looking.done():
                 self._looking = asyncio.create_task(self._look())
             await asyncio.shield(self._looking)
+
+    async def keep(self, closed_s: float, closed: Callable[[], Awaitable[None]]) -> None:
+        """Open the gate as soon as that may be, until cancelled; call ``closed`` where it stays closed for so long."""
+        while True:
+            try:
+                await asyncio.wait_for(self.wait(), closed_s)
+            except TimeoutError:
+                await closed()
+            await asyncio.sleep(self._every_s)
 
     async def _look(self) -> None:
         waited = False

@@ -32,13 +32,14 @@ from megarl.core.config.rewards import RewardConfig
 from megarl.core.errors import EngineError, InputError, JobError, describe
 from megarl.core.jobs import PROGRAM, STOPPED, TRAIN, logs_of
 from megarl.core.metrics import Timeline
-from megarl.core.schema import GREEDY, End, WeightsVersion
+from megarl.core.schema import GREEDY, End, Trajectory, WeightsVersion
 from megarl.engine.client.client import EngineClient, Sampling
 from megarl.engine.client.gather import Engine, Gatherer
 from megarl.engine.client.open import OpenEngines
 from megarl.explore import workflows
 from megarl.explore.explorer.group_writer import GroupWriter
 from megarl.explore.explorer.held_out import record_evaluations
+from megarl.explore.explorer.lease import Lease
 from megarl.explore.explorer.rollout_clock import RolloutClock
 from megarl.explore.explorer.trajectories import ClaimedGroup, Scorer, TrajectoryRunner
 from megarl.explore.recording.limits import TokenLimits
@@ -49,7 +50,6 @@ from megarl.explore.rewards.pool.pool import Judging
 from megarl.explore.rewards.pool.process import await_hosts
 from megarl.explore.rewards.pool.tally import EVENT
 from megarl.explore.store import Claim, EndedGroup, Store
-from megarl.explore.store.workers import Silence
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.workflows import WORKFLOWS, Workflow
 
@@ -57,9 +57,6 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 """First wait before samples that an engine failed to give are asked for again."""
-
-BEATS = 4
-"""Heartbeats of an explorer in the time of silence after which it counts as dead."""
 
 EVENTS_S = 1.0
 """Seconds between two checks for a line about scoring on the terminal."""
@@ -111,7 +108,6 @@ class Explorer:
         self._flights: set[asyncio.Task[None]] = set()
         self._gate = gate
         self._silence_s = silence_s
-        self._others = Silence(silence_s / BEATS)
         self._timeline = timeline
         self._event_lines = event_lines
         self._store = store
@@ -142,30 +138,30 @@ class Explorer:
         # One thread, so that the store's calls never hold up the loop and happen in the order in which they are made:
         # claims given back at the end cannot be overtaken by a claim that was still waiting.
         self._store_thread = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._lease = Lease(store, worker, self._call, silence_s)
 
     async def run(self) -> None:
         """Work until the job is closed; claims still held are given back, however this ends.
 
         Raises EngineError when an engine keeps failing, JobError when the store is gone or fences this process.
         """
-        flights = self._flights
         try:
             await self._call(self._store.release_claims, self._worker)  # of a predecessor that was killed
             await self._call(record_evaluations, self._store, self._worker)
             async with asyncio.TaskGroup() as tasks:
-                ticking = tasks.create_task(heartbeat.beat_periodically(self._mark))
-                reporting = tasks.create_task(self._report())
-                beating = tasks.create_task(self._beat())
-                opening = tasks.create_task(self._open())
+                works = [heartbeat.beat_periodically(self._mark), self._lease.keep()]
+                keeping = [tasks.create_task(w) for w in (*works, _report(self._event_lines, self._record))]
+                if self._gate is not None:
+                    keeping.append(tasks.create_task(self._gate.keep(self._silence_s, self._give_back)))
                 while await self._call(self._store.job_state) == "open":
                     claims = await self._claim()
                     for batch in self._batches(claims):
                         flight = tasks.create_task(self._run_groups(batch))
-                        flights.add(flight)
-                        flight.add_done_callback(flights.discard)
+                        self._flights.add(flight)
+                        flight.add_done_callback(self._flights.discard)
                     if not claims:
                         await asyncio.sleep(self._poll_s)
-                for task in (ticking, reporting, beating, opening, *flights):
+                for task in (*keeping, *self._flights):
                     task.cancel()
         except BaseExceptionGroup as failures:
             if (failure := _first(failures)) is None:
@@ -175,42 +171,18 @@ class Explorer:
             await self._call(self._store.release_claims, self._worker)
             self._store_thread.shutdown(wait=False)  # idle: that was its last call
 
-    async def _report(self) -> None:
-        while True:
-            await asyncio.sleep(EVENTS_S)
-            if (line := self._event_lines()) is not None:
-                log.warning("%s", line)
-                await self._call(self._store.record_event, self._worker, EVENT, {"line": line})
-
-    async def _beat(self) -> None:
-        """Show that this explorer lives, and see which others do not."""
-        while True:
-            await self._call(self._store.beat, self._worker)
-            self._others.look(await self._call(self._store.beats))
-            if self._others.longer_than(self._silence_s):  # one of them may have died before its evaluation counted
-                await self._call(record_evaluations, self._store, self._worker)
-            await asyncio.sleep(self._silence_s / BEATS)
-
-    async def _open(self) -> None:
-        """Open the gate as soon as that may be; give claims back where it stays closed: other explorers may have
-        engines with weights."""
-        while self._gate is not None:
-            try:
-                await asyncio.wait_for(self._gate.wait(), self._silence_s)
-            except TimeoutError:
-                await self._give_back()
-            await asyncio.sleep(EVENTS_S)
-
     async def _give_back(self) -> None:
-        if not self._flights:
-            return
-        log.warning("no engine may be asked for %g s: %d calls are given up", self._silence_s, len(self._flights))
-        flights = list(self._flights)
+        """Give all claims back: other explorers may have engines with weights."""
+        if flights := list(self._flights):
+            log.warning("no engine may be asked: %d calls are given up, and their claims given back", len(flights))
         for flight in flights:
             flight.cancel()
         await asyncio.gather(*flights, return_exceptions=True)
         self._generating = 0
         await self._call(self._store.release_claims, self._worker)
+
+    async def _record(self, kind: str, data: Mapping[str, Any]) -> None:
+        await self._call(self._store.record_event, self._worker, kind, data)
 
     def _mark(self) -> str:
         """Describe the work of now. Workflows that are within their limits are work too, be no sample under way."""
@@ -225,8 +197,9 @@ class Explorer:
         free = self._capacity - self._generating
         if free < 1 or self._runner.scoring >= self._backlog or not (self._gate is None or self._gate.is_open):
             return []
-        silent = self._others.longer_than(self._silence_s)
-        claims = await self._call(self._store.claim_groups, self._worker, free, max_samples=free, silent=silent)
+        claims = await self._call(
+            self._store.claim_groups, self._worker, free, max_samples=free, silent=self._lease.silent
+        )
         self._generating += sum(claim.group_size for claim in claims)
         return claims
 
@@ -245,21 +218,18 @@ class Explorer:
 
     async def _run_groups(self, groups: Sequence[ClaimedGroup]) -> None:
         """Run the workflow for every trajectory of some groups of one rollout."""
-        clock, settings = groups[0].clock, groups[0].claim.sampling
+        clock = groups[0].clock
 
         async def retried(error: EngineError) -> None:
             if self._gate is not None:
                 self._gate.doubt(groups[0].claim.version)
             clock.counts["retries"] += 1
-            await self._call(self._store.record_event, self._worker, "engine_retry", {"error": str(error)})
+            await self._record("engine_retry", {"error": str(error)})
 
         async with asyncio.TaskGroup() as tasks:
             gatherer = Gatherer(
                 self._engine,
-                Sampling(
-                    **{name: value for name, value in settings.items() if name not in ("seed", "greedy")},
-                    oldest=groups[0].claim.version,
-                ),
+                _sampling(groups[0].claim),
                 tasks,
                 change=partial(clock.change, "generation"),
                 retried=retried,
@@ -280,12 +250,8 @@ class Explorer:
         self._generating -= index != GREEDY
 
     async def _finish(self, group: ClaimedGroup) -> None:
-        counts, members = group.clock.counts, [group.scored[j] for j in group.claim.indices]
-        counts["groups"] += 1
-        counts["samples"] += group.claim.group_size
-        counts["greedy"] += len(members) - group.claim.group_size
-        counts["prompt_tokens"] += sum(member.prompt_length for member in members)
-        counts["response_tokens"] += sum(member.response_length for member in members)
+        members = [group.scored[j] for j in group.claim.indices]
+        _count(group, members)
         if not await self._writer.put(EndedGroup(group.claim, members, group.clock.metrics())):
             log.warning(
                 "group %s is no longer ours: its rollout was asked for again; its samples are dropped",
@@ -297,6 +263,29 @@ class Explorer:
     async def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._store_thread, lambda: function(*args, **kwargs))
+
+
+async def _report(lines: Callable[[], str | None], record: Callable[..., Coroutine[Any, Any, None]]) -> None:
+    """Log and record the lines about failing rewards, until cancelled."""
+    while True:
+        await asyncio.sleep(EVENTS_S)
+        if (line := lines()) is not None:
+            log.warning("%s", line)
+            await record(EVENT, {"line": line})
+
+
+def _count(group: ClaimedGroup, members: Sequence[Trajectory]) -> None:
+    counts = group.clock.counts
+    counts["groups"] += 1
+    counts["samples"] += group.claim.group_size
+    counts["greedy"] += len(members) - group.claim.group_size
+    counts["prompt_tokens"] += sum(member.prompt_length for member in members)
+    counts["response_tokens"] += sum(member.response_length for member in members)
+
+
+def _sampling(claim: Claim) -> Sampling:
+    own = {name: value for name, value in claim.sampling.items() if name not in ("seed", "greedy")}
+    return Sampling(**own, oldest=claim.version)
 
 
 def _seed(claim: Claim) -> int | None:

@@ -39,7 +39,7 @@ class WorkerTable(Handle):
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _LastBeat:
     """A worker as the last look found it."""
 
     beat: int
@@ -60,7 +60,7 @@ class Silence:
         self._every_s = every_s
         self._clock = clock
         self._looked = clock()
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, _LastBeat] = {}
 
     def look(self, beats: Mapping[str, int]) -> None:
         """Take in what ``WorkerTable.beats`` returned now."""
@@ -68,13 +68,13 @@ class Silence:
         passed, self._looked = min(now - self._looked, 2 * self._every_s), now
         self._seen = {name: self._glance(name, beat, passed) for name, beat in beats.items()}
 
-    def _glance(self, name: str, beat: int, passed: float) -> _Seen:
+    def _glance(self, name: str, beat: int, passed: float) -> _LastBeat:
         before = self._seen.get(name)
         if before is None:
-            return _Seen(beat)
+            return _LastBeat(beat)
         if beat != before.beat:
-            return _Seen(beat, moved=True)
-        return _Seen(beat, before.silent_s + passed, before.moved)
+            return _LastBeat(beat, moved=True)
+        return _LastBeat(beat, before.silent_s + passed, before.moved)
 
     def longer_than(self, seconds: float) -> Collection[str]:
         """Names of those that have been silent for so long."""

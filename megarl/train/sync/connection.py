@@ -34,8 +34,6 @@ from megarl.weights.reshard.plan import ReshardPlan, build_plan
 
 LEAVE_S = 10.0
 """Seconds that an engine of another program, which has answered, may take to answer again."""
-AWAIT_S = 0.2
-"""Least seconds between two looks for engines of other programs."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -89,10 +87,8 @@ class EngineConnection:
         self._config = config
         self._engines = engines
         self.come_and_go = come_and_go
-        self._stopping = stopping
-        self._rank = rank
-        self._layout, self._hf_config = layout, hf_config
-        self._vocab_multiple = vocab_multiple
+        self._rank, self._stopping = rank, stopping
+        self._layout, self._hf_config, self._vocab_multiple = layout, hf_config, vocab_multiple
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._fleet = EngineFleet([], self._addresses.key, config.sync.timeout_s)
         self._plan: ReshardPlan | None = None
@@ -167,22 +163,6 @@ class EngineConnection:
         urls = self._engines()
         return urls is None or list(urls) != self._fleet.urls
 
-    def await_any(self, seconds: float) -> bool:
-        """Wait for so long for an engine that is there, on rank 0; ends early when the job is asked to stop."""
-        until = time.monotonic() + seconds
-        while not (there := bool(self._engines())) and not self._stopping() and time.monotonic() < until:
-            heartbeat.beat()
-            time.sleep(max(self._config.store.poll_s, AWAIT_S))
-        return there
-
-    def deserted(self) -> str | None:
-        """Reason to join other engines while answers are awaited, on rank 0: they have taken the places of all those
-        that were joined. Engines that come while another is left are joined at the next publication."""
-        urls = (self._engines() or ()) if self.come_and_go and self.transport is not None else ()
-        if not urls or not set(self._fleet.urls).isdisjoint(urls):
-            return None
-        return f"no engine that was given the weights is there, and {', '.join(urls)} is"
-
     def _wanted(self) -> list[str]:
         """URLs of the engines to join. Waits while all are absent by order. Raises EngineError."""
         until = time.monotonic() + self._config.rollout.start_timeout_s
@@ -201,8 +181,7 @@ class EngineConnection:
         if urls != self._fleet.urls:
             self._fleet = EngineFleet(urls, self._addresses.key, self._config.sync.timeout_s)
         self._make_plan(len(urls))
-        start_s = LEAVE_S if self.come_and_go else self._config.rollout.start_timeout_s
-        self._fleet.wait_ready(start_s, self._stopping)
+        self._fleet.wait_ready(LEAVE_S if self.come_and_go else self._config.rollout.start_timeout_s, self._stopping)
         posted = [self._messages.posted(f"{topic}/{rank}") for rank in range(1, self._layout.num_ranks)]
         senders = [[machine(), *self._memory], *(where for _, *where in posted)]
         open_everywhere = self.transport is not None and all(is_open for is_open, *_ in posted)
