@@ -181,7 +181,7 @@ def test_groups_are_written_whole_as_the_engine_gave_them(store: Store, tokenize
     explore(store, engine, FakeScorer(), tokenizer)
     got = store.trajectories("r0")
     assert [(e.group_id, e.index) for e in got] == [(f"r0/{p}", j) for p in range(3) for j in range(4)]
-    assert engine.sampling == Sampling(max_tokens=8, temperature=0.9)
+    assert engine.sampling == Sampling(max_tokens=8, temperature=0.9, oldest=VERSION)
     for e in got:
         asked = task(int(e.group_id[-1]))
         np.testing.assert_array_equal(e.prompt.token_ids, tokenizer.prompt_ids(asked.prompt))
@@ -236,7 +236,7 @@ def test_a_greedy_answer_is_sampled_scored_and_asked_for_again_like_any_other(
     explore(store, engine, FakeScorer(), tokenizer)
     asked = [[(p.n, p.greedy) for p in call] for call in engine.calls]
     assert asked == [[(1, True), (4, False)] * 3, *[[(4, False), (1, True), (4, False)]] * 2]
-    assert engine.sampling == Sampling(max_tokens=8, temperature=0.9)
+    assert engine.sampling == Sampling(max_tokens=8, temperature=0.9, oldest=VERSION)
     got = store.trajectories("r0")
     assert [(e.group_id, e.index) for e in got] == [(f"r0/{p}", j) for p in range(3) for j in range(4)]
     for e in got:
