@@ -93,6 +93,21 @@ def build_parser() -> argparse.ArgumentParser:
     )
     bench.set_defaults(models=[])
     bench.add_argument("--check", action="store_true", help="validate settings, rows and models, start nothing")
+    explore = add(
+        "explore",
+        "Run the engines and the explorer of a run whose trainer is a program of its own (`megarl train "
+        "run.mode=train`), in either order; ends with the run (docs/modes.md).",
+    )
+    explore.add_argument("overrides", nargs="*", help="hydra overrides: those of the trainer")
+    explore.add_argument(
+        "--number", type=int, default=0, metavar="N", help="of several explore programs of a run, from 0: each its own"
+    )
+    store = add(
+        "store",
+        "Run the PostgreSQL server of a run whose other parts are programs of their own (store=postgres); ends with "
+        "the run, or on SIGTERM (docs/modes.md).",
+    )
+    store.add_argument("overrides", nargs="*", help="hydra overrides: those of the trainer")
     data = add(
         "data",
         "Write the rows of an experiment (tasks, demonstrations, preferences) as parquet.\n"
@@ -158,7 +173,7 @@ def build_parser() -> argparse.ArgumentParser:
     config.add_argument(
         "--reference", action="store_true", help="print docs/settings.md instead: every setting, its values and meaning"
     )
-    for command in (train, bench, data, config):
+    for command in (train, bench, explore, store, data, config):
         command.add_argument(
             "--config-dir",
             metavar="DIR",
@@ -301,6 +316,20 @@ def _bench(arguments: argparse.Namespace) -> int:
     finally:
         if servers is not None:
             servers.close()
+
+
+def _explore(arguments: argparse.Namespace) -> int:
+    from megarl.core.config import compose
+
+    own = ["run.mode=explore", f"run.number={arguments.number}"]
+    return _run_job(compose([*arguments.overrides, *own], own=arguments.config_dir))
+
+
+def _store(arguments: argparse.Namespace) -> int:
+    from megarl.core.config import compose
+    from megarl.run.launch.store import serve
+
+    return serve(compose(arguments.overrides, own=arguments.config_dir))
 
 
 def _run_job(config: Config) -> int:
@@ -474,6 +503,8 @@ def _config(arguments: argparse.Namespace) -> int:
 COMMANDS = {
     "train": _train,
     "bench": _bench,
+    "explore": _explore,
+    "store": _store,
     "data": _data,
     "doctor": _doctor,
     "report": _report,

@@ -53,8 +53,12 @@ check_cpus() {
 check_cpus
 
 # megarl_train DEFAULT... -- OVERRIDE...: defaults whose key no override gives, then the overrides.
-megarl_train() {
-  local defaults=() key
+megarl_train() { megarl_command train "$@"; }
+
+# megarl_command COMMAND DEFAULT... -- OVERRIDE...: the same for any command that takes overrides.
+megarl_command() {
+  local command=$1 defaults=() key
+  shift
   while [ "$1" != -- ]; do defaults+=("$1"); shift; done
   shift
   local overrides=("$@")
@@ -62,7 +66,7 @@ megarl_train() {
     key=${default%%=*}
     [[ " $* " == *" $key="* ]] || overrides+=("$default")
   done
-  megarl_srun train "${overrides[@]}"
+  megarl_srun "$command" "${overrides[@]}"
 }
 
 # status_folder ARGUMENTS: folder that the head sees from its container too: the run's directory, where it is given

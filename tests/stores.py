@@ -83,7 +83,7 @@ WRITES: dict[str, Callable[[Store, Sequence[Claim]], Any]] = {
         [EndedGroup(claim, [make_trajectory(claim, i) for i in claim.indices]) for claim in claims[1:3]]
     ),
     "reward": lambda store, claims: store.reward([GivenReward("r0/3", 0, Reward(1.0, "ok"))]),
-    "renew_claims": lambda store, claims: store.renew_claims("a"),
+    "beat": lambda store, claims: store.beat("a"),
     "release_claims": lambda store, claims: store.release_claims("a"),
     "record_step": lambda store, claims: store.record_step(
         1, {"reward": 1.0}, Used(("r0/4",), {"r0/5": "surplus"}, ("r0/3",))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from pathlib import Path
 from typing import Literal
 
 
@@ -39,6 +41,10 @@ ALONE = frozenset({ProcessKind.EXPLORER, ProcessKind.BENCH})
 TRAIN = "train"
 """Program of every job that has a trainer. Jobs of different programs live side by side in one run, on one store: a
 start of one ends earlier attempts of its own program alone."""
+EXPLORE = "explore"
+"""Programs that explore for a trainer of another program begin so: ``explore-0``, ``explore-1``."""
+STOPPED = 128 + signal.SIGTERM
+"""Exit status of an explorer that was asked to stop before the job was closed."""
 PROGRAM = "MEGARL_PROGRAM"
 """Variable that tells a process its job's program."""
 
@@ -53,12 +59,22 @@ def of_program(name: str, program: str) -> str:
     return name if program == TRAIN else f"{name}_{program}"
 
 
+def worker_of(program: str) -> str:
+    """Name under which the explorer of a program claims groups."""
+    return f"explorer-{0 if program == TRAIN else program.rpartition('-')[2]}"
+
+
+def logs_of(run_dir: str | Path, attempt: int | str, program: str) -> Path:
+    """Folder of the logs of an attempt."""
+    return Path(run_dir) / "logs" / of_program(f"attempt_{attempt}", program)
+
+
 def unit_of(name: str) -> str:
     """Name under which a process is replaced: all parts of ``engine 0`` together."""
     return name.partition(" part ")[0]
 
 
-Mode = Literal["both", "offline", "bench"]
+Mode = Literal["both", "explore", "train", "offline", "bench"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +94,25 @@ class Job:
         """Return True if the job has processes of ``kind``."""
         return kind in self.processes
 
+    @property
+    def trains(self) -> bool:
+        """True for a job that has trainer ranks."""
+        return self.has(ProcessKind.TRAINER)
+
+    @property
+    def joins(self) -> bool:
+        """True for a job that joins a run; another program begins, fills and ends it."""
+        return self.mode == "explore"
+
+    @property
+    def is_alone(self) -> bool:
+        """True for a job that needs no other program."""
+        return self.mode not in ("explore", "train")
+
+    def numbered(self, number: int) -> Job:
+        """The job as program ``number`` of several that explore; any other job as it is."""
+        return replace(self, program=f"{EXPLORE}-{number}") if self.joins else self
+
 
 JOBS: Mapping[Mode, Job] = {
     job.mode: job
@@ -88,6 +123,14 @@ JOBS: Mapping[Mode, Job] = {
             rollouts=True,
             until=ProcessKind.TRAINER,
         ),
+        Job(
+            "explore",
+            (ProcessKind.ENGINE, ProcessKind.REWARD_HOST, ProcessKind.EXPLORER),
+            rollouts=True,
+            until=ProcessKind.EXPLORER,
+            program=f"{EXPLORE}-0",
+        ),
+        Job("train", (ProcessKind.TRAINER,), rollouts=True, until=ProcessKind.TRAINER),
         Job("offline", (ProcessKind.TRAINER,), rollouts=False, until=ProcessKind.TRAINER),
         Job(
             "bench",

@@ -5,6 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import secrets
+from pathlib import Path
+
+from megarl.core.durable import sync
+from megarl.core.errors import ConfigError
 
 SECRET = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)
 """Found in names of variables that hold a key."""
@@ -26,3 +31,40 @@ def hide_secrets() -> None:
         place += 1
     for variable in shown:
         os.environ[variable] = os.environ[variable]  # in memory of its own
+
+
+def shared_key(path: Path) -> str:
+    """The key in a file that only this user can read, made where there is none. Programs that ask for it at the same
+    moment get the same one.
+
+    Raises ConfigError: others can read the file, or it is no key.
+    """
+    if not path.exists():
+        _make_key(path)
+    try:
+        mode, key = path.stat().st_mode & 0o777, path.read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); run all programs as one user") from error
+    if mode & 0o077:
+        raise ConfigError(f"{path} has mode {mode:03o}, so others may know the key; remove it, end the run's programs")
+    if not key:
+        raise ConfigError(f"{path} is empty; remove it and start the run's programs again")
+    return key
+
+
+def _make_key(path: Path) -> None:
+    temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
+    try:
+        temporary.unlink(missing_ok=True)
+        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        with open(descriptor, "w") as file:
+            file.write(secrets.token_urlsafe(24))
+        sync(temporary)
+        os.link(temporary, path)  # fails where another program was first
+        sync(path.parent)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror}); set run.dir to another place") from error
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -33,6 +33,7 @@ from megarl.core.parent import die_with
 from megarl.engine.client.leftovers import shared_memory
 from megarl.explore.store import OWN_SERVER, VARIABLE, check_url
 from megarl.run.process import ports
+from megarl.run.process.interrupt import INTERRUPT
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ START_S = 300.0
 """Seconds that a server may take to recover after a killed one, and each program that prepares its data."""
 LOCK_S = 60.0
 STOP_S = 60.0
+SHARED_S = 300.0
+"""Seconds for which a program waits for the server of `megarl store`."""
 TAIL_LINES = 15
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _CLONE_NEWUSER = 0x10000000
@@ -104,11 +107,42 @@ def job_store(
         server.stop()
 
 
-def live_url(run_dir: Path, key: str | None) -> str | None:
+@contextmanager
+def shared_store(url: str, run_dir: Path, key: str, limit_s: float = SHARED_S) -> Iterator[None]:
+    """Find the server that ``megarl store`` runs for several programs, where ``url`` asks for one, and put its URL into
+    the environment, as ``job_store`` does for a job's own.
+
+    Raises:
+        ConfigError: none is there within ``limit_s``, or it cannot be reached.
+    """
+    if url != OWN_SERVER or VARIABLE in os.environ:
+        yield None
+        return
+    until, said = time.monotonic() + limit_s, False
+    while (found := live_url(run_dir, key, starting=True)) is None:
+        if time.monotonic() > until:
+            raise ConfigError(
+                f"store.url={url}: no server of {run_dir} is up after {limit_s:g} s; run `megarl store` with this "
+                "command's overrides, which serves all programs of the run"
+            )
+        if not said:
+            log.info("waiting for the server of `megarl store`, up to %g s", limit_s)
+        said = True
+        INTERRUPT.check()
+        time.sleep(0.5)
+    os.environ[VARIABLE] = found
+    try:
+        yield None
+    finally:
+        del os.environ[VARIABLE]
+
+
+def live_url(run_dir: Path, key: str | None, *, starting: bool = False) -> str | None:
     """The URL at which the server of the job that is running in ``run_dir`` now can be read; None when none is running.
 
     Args:
         key: The job's, where it is known here.
+        starting: None, too, while it does not answer yet.
 
     Raises:
         ConfigError: one is running, and cannot be reached from here or with this key.
@@ -130,12 +164,16 @@ def live_url(run_dir: Path, key: str | None) -> str | None:
         "that the job was started with, on a node that reaches that address"
     )
     host, _, port = where.rpartition(":")
+    if starting and not host:
+        return None
     if not key or not host:
         raise ConfigError(fix)
     url = _url(key, host, int(port))
     try:
         check_url(url)
     except ConfigError as error:
+        if starting:
+            return None
         raise ConfigError(f"{fix} ({error})") from error
     return url
 

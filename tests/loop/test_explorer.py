@@ -26,7 +26,6 @@ from megarl.core.errors import EngineError, RequestRefused
 from megarl.core.schema import GREEDY, Reward, Task, WeightsVersion
 from megarl.engine.client.client import Prompt, Sampling
 from megarl.engine.client.frames import Completion, VersionSpan, encode
-from megarl.explore.explorer import explorer as explorer_module
 from megarl.explore.explorer.explorer import Explorer
 from megarl.explore.explorer.rollout_clock import RolloutClock
 from megarl.explore.recording.limits import TokenLimits
@@ -151,20 +150,18 @@ def test_a_workflow_within_its_limit_is_work_for_the_watchdog(
     assert len(store.trajectories("r0")) == 12
 
 
-def test_claims_are_renewed_while_their_trajectories_last(
+def test_an_explorer_gives_heartbeats_while_its_trajectories_last(
     store: Store, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(explorer_module, "RENEW_S", 0.01)
     renewed = asyncio.Event()
-    renew = store.renew_claims
+    beat = store.beat
 
-    def counted(worker: str) -> int:
-        held = renew(worker)
-        if held and loop:  # a workflow has begun
+    def counted(worker: str) -> None:
+        beat(worker)
+        if loop:  # a workflow has begun
             loop[0].call_soon_threadsafe(renewed.set)
-        return held
 
-    monkeypatch.setattr(store, "renew_claims", counted)
+    monkeypatch.setattr(store, "beat", counted)
     loop = list[asyncio.AbstractEventLoop]()
 
     async def slow(task: Task, model: RolloutModel) -> None:
@@ -174,7 +171,7 @@ def test_claims_are_renewed_while_their_trajectories_last(
         await model.generate()
 
     request(store)
-    explore(store, FakeEngine(tokenizer), FakeScorer(), tokenizer, workflow=slow)
+    explore(store, FakeEngine(tokenizer), FakeScorer(), tokenizer, workflow=slow, silence_s=0.04)
     assert len(store.trajectories("r0")) == 12
 
 
@@ -184,7 +181,7 @@ def test_groups_are_written_whole_as_the_engine_gave_them(store: Store, tokenize
     explore(store, engine, FakeScorer(), tokenizer)
     got = store.trajectories("r0")
     assert [(e.group_id, e.index) for e in got] == [(f"r0/{p}", j) for p in range(3) for j in range(4)]
-    assert engine.sampling == Sampling(max_tokens=8, temperature=0.9)
+    assert engine.sampling == Sampling(max_tokens=8, temperature=0.9, oldest=VERSION)
     for e in got:
         asked = task(int(e.group_id[-1]))
         np.testing.assert_array_equal(e.prompt.token_ids, tokenizer.prompt_ids(asked.prompt))
@@ -239,7 +236,7 @@ def test_a_greedy_answer_is_sampled_scored_and_asked_for_again_like_any_other(
     explore(store, engine, FakeScorer(), tokenizer)
     asked = [[(p.n, p.greedy) for p in call] for call in engine.calls]
     assert asked == [[(1, True), (4, False)] * 3, *[[(4, False), (1, True), (4, False)]] * 2]
-    assert engine.sampling == Sampling(max_tokens=8, temperature=0.9)
+    assert engine.sampling == Sampling(max_tokens=8, temperature=0.9, oldest=VERSION)
     got = store.trajectories("r0")
     assert [(e.group_id, e.index) for e in got] == [(f"r0/{p}", j) for p in range(3) for j in range(4)]
     for e in got:

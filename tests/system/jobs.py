@@ -60,6 +60,7 @@ class Job:
 
     run_dir: Path
     overrides: Sequence[str]
+    command: Sequence[str] = ("train",)
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     command: Sequence[str] = ("train",)
     """Words of the command before the overrides."""

@@ -34,7 +34,7 @@ from tests.stores import finish, make_task, make_trajectory, request, rows
 from tests.unit.test_store_outage import child, go, shows_that_it_waits
 
 pytestmark = pytest.mark.postgres
-NUMBERS_AND_TIMES = ("sequence", "requested_at", "claimed_at", "claim_token", "recorded_at", "event_id", "at")
+NUMBERS_AND_TIMES = ("sequence", "requested_at", "claim_token", "beat", "recorded_at", "event_id", "at")
 """Columns in which two stores differ that were told the same."""
 
 
@@ -181,7 +181,7 @@ SCRIPT: list[tuple[str, Callable[[Store, list[Any]], Any]]] = [
     ("request_rollout", lambda store, held: request(store)),
     ("claim_groups", lambda store, held: names(held.extend(store.claim_groups("a", 3, max_samples=4)) or held)),
     ("put", lambda store, held: finish(store, held.pop())),
-    ("renew_claims", lambda store, held: [store.renew_claims("a")][:0]),
+    ("beat", lambda store, held: store.beat("a")),
     ("release_claims", lambda store, held: [store.release_claims("a")][:0]),  # how many it were may get lost
     ("claim_groups", lambda store, held: names(held.extend(store.claim_groups("b", 2)) or held)),
     ("put", lambda store, held: [finish(store, claim) for claim in held[1:]]),  # what a had is released

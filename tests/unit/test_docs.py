@@ -173,7 +173,7 @@ def test_blocks_have_commands() -> None:
         "megarl train --chek",
         "megarl trian",
         "make tests",
-        "sbatch --nodes=2 slurm/train_async.sh",
+        "sbatch --nodes=2 slurm/train_alone.sh",
         "sbatch slurm/train_grpo.sh trainer.step=3",
         "python benchmarks/loops.py",
         "torchrun --nnodes 2 --no-python megarl trian",

@@ -5,6 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.core.errors import ConfigError
+from megarl.core.secrets import shared_key
 
 PROGRAM = """
 import os, subprocess
@@ -37,3 +43,17 @@ libc.execve(arguments[0], arguments, entries)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.split()[:2] == ["1", "0"], done.stderr
+
+
+def test_programs_that_start_together_have_one_key_that_nobody_else_can_read(tmp_path: Path) -> None:
+    code = (
+        f"from pathlib import Path; from megarl.core.secrets import shared_key as k; print(k(Path('{tmp_path}/key')))"
+    )
+    started = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    keys = {process.communicate(timeout=60)[0] for process in started}
+    assert len(keys) == 1 and len(keys.pop().strip()) >= 32
+    assert [path.name for path in tmp_path.iterdir()] == ["key"]
+    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "key").chmod(0o644)
+    with pytest.raises(ConfigError, match="mode 644"):
+        shared_key(tmp_path / "key")

@@ -26,7 +26,9 @@ STAND_INS = {
 }
 
 
-def script(tmp_path: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def script(
+    tmp_path: Path, *arguments: str, path: Path = SCRIPT, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """The script with megarl itself and stand-ins for Slurm; tests/system has a real one."""
     for name, text in STAND_INS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
@@ -34,7 +36,7 @@ def script(tmp_path: Path, *arguments: str, **environment: str) -> subprocess.Co
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "MEGARL_"))}
     env = {**kept, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), **environment}
     return subprocess.run(
-        ["bash", str(SCRIPT), *arguments], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
+        ["bash", str(path), *arguments], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
 
 
@@ -174,3 +176,32 @@ def test_the_example_of_the_array_is_a_sweep() -> None:
     for page in (SCRIPT, ROOT / "docs" / "sweeps.md"):
         (example,) = set(re.findall(r"slurm/array_sweep.sh (experiment=.*)", page.read_text()))
         assert len(combinations(shlex.split(example))) == 4
+
+
+ASYNC = SCRIPT.with_name("train_async.sh")
+
+
+def test_a_run_of_separate_jobs_is_submitted_as_a_whole(tmp_path: Path) -> None:
+    settings = {"EXPLORE": "2", "SBATCH_ARGS": "--time=1:00", "EXPLORE_ARGS": "--nodes=2"}
+    done = script(tmp_path, "experiment=quickstart", "run.name=s", path=ASYNC, **settings)
+    assert done.returncode == 0, done.stderr
+    jobs = [line.split() for line in done.stdout.splitlines()]
+    assert [words[1] for words in jobs] == [
+        f"--job-name=megarl-{name}" for name in ("store", "explore-0", "explore-1", "train")
+    ]
+    assert all("--time=1:00" in words and words[-2:] == ["experiment=quickstart", "run.name=s"] for words in jobs)
+    assert ["--nodes=2" in words for words in jobs] == [False, True, True, False]
+    assert [words[words.index("--number") + 1] for words in jobs[1:3]] == ["0", "1"]
+    refused = script(tmp_path, "experiment=quickstart", path=ASYNC)
+    assert refused.returncode == 2 and "give run.name or run.dir" in refused.stderr and refused.stdout == ""
+
+
+@pytest.mark.usefixtures("shown")
+@pytest.mark.parametrize("part", ["store", "explore", "train"])
+def test_each_job_of_a_run_starts_its_part(tmp_path: Path, part: str) -> None:
+    where = f"run.dir={tmp_path}/runs"
+    done = script(tmp_path, where, path=ASYNC, **job(tmp_path), MEGARL_PART=part)
+    words = done.stdout.split()
+    assert done.returncode == 0 and words[words.index("megarl") + 1] == part, done.stderr
+    assert "store=postgres" in words and "run.host=127.0.0.1" in words
+    assert ("run.mode=train" in words) == (part == "train")

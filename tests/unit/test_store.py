@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,9 +24,10 @@ from hypothesis import strategies as st
 from megarl.core.config import compose
 from megarl.core.errors import ConfigError, DataError, FencedError, JobError
 from megarl.core.schema import GREEDY, GroupStats, Reward, Trajectory, Turn, WeightsSpan, WeightsVersion
-from megarl.explore.store import OWN_SERVER, EndedGroup, Store, Used, UsedGroup, buffer, check_url, database, journal
+from megarl.explore.store import OWN_SERVER, EndedGroup, Store, Used, UsedGroup, check_url, database, journal
 from megarl.explore.store.codec import trajectory_from_row, trajectory_to_row
 from megarl.explore.store.database import shown
+from megarl.explore.store.workers import Silence
 from megarl.run.postgres import without_password
 from tests.stores import VERSION, WRITES, finish, make_task, make_trajectory, request, rows
 from tests.trajectories import one_turn
@@ -229,28 +229,48 @@ def test_released_claims_are_free_again_and_the_old_ones_void(store: Store) -> N
     assert store.release_claims("b") == 0
 
 
-def test_a_renewed_claim_is_not_taken(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1000.0]
-    monkeypatch.setattr(buffer, "time", SimpleNamespace(time=lambda: now[0]))
+def test_claims_of_a_silent_worker_are_free(store: Store) -> None:
     request(store, groups=2)
     (slow,) = store.claim_groups("a", 1)
-    store.claim_groups("c", 1)
-    now[0] += buffer.LEASE_S
-    assert store.renew_claims("a") == 1
-    now[0] += buffer.RENEW_S
-    taken = store.claim_groups("b", 2)
-    assert [claim.group_id for claim in taken] == ["r0/1"], "that of c, who did not renew"
-    assert finish(store, slow) and store.renew_claims("a") == 0
+    (dead,) = store.claim_groups("c", 1)
+    assert store.claim_groups("b", 2) == []
+    assert store.claim_groups("c", 2, silent=["c"]) == [], "a slow worker is not given its own work again"
+    (taken,) = store.claim_groups("b", 2, silent=["c", "nobody"])
+    assert taken.group_id == dead.group_id and taken.attempt == 2
+    assert not finish(store, dead) and finish(store, taken) and finish(store, slow)
 
 
-def test_an_expired_lease_frees_a_claim(store: Store) -> None:
-    request(store, groups=1)
-    (dead,) = store.claim_groups("a", 1)
-    assert store.claim_groups("b", 1) == []
-    time.sleep(0.02)
-    assert store.claim_groups("a", 1, lease_s=0.01) == [], "a slow worker is not given its own work again"
-    (alive,) = store.claim_groups("b", 1, lease_s=0.01)
-    assert not finish(store, dead) and finish(store, alive)
+def test_who_gives_heartbeats_is_never_silent(store: Store) -> None:
+    """However long the claims last, and whatever the machine's clock says."""
+    now = [0.0]
+    silence = Silence(2.0, clock=lambda: now[0])
+    request(store, groups=2)
+    store.claim_groups("a", 1)
+    store.claim_groups("c", 1)  # and never a heartbeat
+    for _ in range(100):
+        store.beat("a")
+        silence.look(store.beats())
+        now[0] += 2.0
+    assert store.beats() == {"a": 100, "c": 0}
+    assert silence.longer_than(8.0) == {"c"} and silence.alive(8.0) == {"a"}
+    for _ in range(5):
+        silence.look(store.beats())
+        now[0] += 2.0
+    assert silence.longer_than(8.0) == {"a", "c"} and silence.alive(8.0) == set()
+    store.beat("a")
+    silence.look(store.beats())
+    assert silence.longer_than(8.0) == {"c"} and silence.alive(8.0) == {"a"}
+
+
+def test_time_in_which_nobody_looked_is_no_silence() -> None:
+    """A job that was suspended takes no claims from others that were suspended with it."""
+    now = [0.0]
+    silence = Silence(2.0, clock=lambda: now[0])
+    silence.look({"a": 1})
+    now[0] = 1000.0
+    silence.look({"a": 1})
+    assert silence.longer_than(8.0) == set()
+    assert silence.alive(8.0) == set(), "it has given no heartbeat since it was first seen"
 
 
 def test_groups_that_are_put_together_are_judged_one_by_one(store: Store) -> None:
@@ -623,6 +643,7 @@ def test_every_write_is_in_the_table_of_writes() -> None:
         "evaluation",
         "engines",
         "own_engines",
+        "engine_programs",
         "task_sources",
         "steps",
         "events",
@@ -630,6 +651,8 @@ def test_every_write_is_in_the_table_of_writes() -> None:
         "consumed",
         "replays",
         "job_state",
+        "has_begun",
+        "beats",
         "experts",
         "expert_imports",
         "num_experts",

@@ -42,6 +42,8 @@ LIMITED = {
         ],
         "rollout.agent_timeout_s",
     ),
+    "engine/client/open.OpenEngines.keep: self.wait": "closed_s, of wait_for",
+    "train/sync/others.EnginesOfOthers.urls: with ThreadPoolExecutor": "others.ANSWER_S",
     "explore/explorer/explorer.Explorer._finish: self._writer.put": "store.outage_s",
     "explore/sandbox/box.is_over: link.recv": "no wait: not blocking",
     "core/fork.Forked.poll: os.waitpid": "no wait: WNOHANG",

@@ -51,7 +51,7 @@ class ClusterConfig:
     connect_timeout_s: Seconds = 300.0
     """Seconds for which the head waits for the other nodes, and they for it."""
     heartbeat_s: Annotated[float, Bound(1, 3600)] = 30.0
-    """Silence after which a node counts as lost."""
+    """Silence after which a node counts as lost; that of an explorer after which its groups are free to others."""
     stall_s: Annotated[float, Bound(1, 86400)] = 300.0
     """Seconds for which trainer ranks, the explorer or an engine may show no progress. Then the job reports where each
     process is, and ends the one that the others wait for. A process that starts has ``rollout.start_timeout_s``."""
@@ -86,8 +86,11 @@ class RunConfig:
     """Name of the run, and of its directory."""
     dir: str = "runs/${run.name}"
     """Directory of the run: checkpoints, store, logs, report."""
-    mode: Literal["both", "bench"] = "both"
-    """Kind of job that has these settings. The command sets it: bench is that of `megarl bench`."""
+    mode: Literal["both", "explore", "train", "bench"] = "both"
+    """Part of the run that this command starts: both, the engines and their explorer (``megarl explore``), or the
+    trainer ranks alone (docs/modes.md). ``bench`` is set by ``megarl bench``."""
+    number: Annotated[int, Bound(0, 9999)] = 0
+    """Number of this explore program among those of the run: each has its own (``megarl explore --number 1``)."""
     host: str = "127.0.0.1"
     """Address that engines and trainer ranks of one machine listen on."""
     port: Annotated[int, Bound(1024, 65535)] | None = None

@@ -12,6 +12,7 @@ import aiohttp
 import numpy as np
 
 from megarl.core.errors import EngineError, PromptRefused, RequestRefused
+from megarl.core.schema import WeightsVersion
 from megarl.engine.client.auth import bearer
 from megarl.engine.client.frames import Completion, Decoder, Failure, FrameError, StreamHeartbeat, pack_ids
 
@@ -50,6 +51,9 @@ class Sampling:
     """0 keeps all tokens."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    oldest: WeightsVersion | None = None
+    """Oldest weights that may sample: those that the samples were asked for with. A trainer that lost sight of an
+    engine leaves it with others."""
 
     def parameters(self) -> dict[str, Any]:
         """Keyword arguments of vLLM's SamplingParams."""
@@ -157,6 +161,7 @@ class EngineClient:
         try:
             async for completion in self._stream(url, prompts, sampling):
                 _check(url, completion, missing)
+                _check_version(url, completion, sampling.oldest)
                 missing.remove((completion.request, completion.index))
                 self._outstanding[url] -= 1
                 yield completion
@@ -241,6 +246,15 @@ def _check(url: str, sample: Completion, missing: Set[tuple[int, int]]) -> None:
             f"the engine at {url} failed at prompt {sample.request}, sample {sample.index}: its versions do not tile "
             f"its {len(sample.token_ids)} tokens: {sample.versions}"
         )
+
+
+def _check_version(url: str, sample: Completion, oldest: WeightsVersion | None) -> None:
+    """Raise EngineError for a sample of weights that are older than ``oldest``."""
+    if oldest is None:
+        return
+    for span in sample.versions:
+        if WeightsVersion.parse(span.version) < oldest:
+            raise EngineError(f"the engine at {url} samples with weights {span.version}, which are older than {oldest}")
 
 
 def _completion(url: str, record: Completion | Failure) -> Completion:

@@ -73,6 +73,7 @@ class Gatherer:
         retried: Called with the error before samples are asked for again.
         timeout_s: How long samples are asked for again while engines give none of them.
         retry_s: First wait before that.
+        ready: Awaited before each call; the time that it takes does not count.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Gatherer:
         retried: Callable[[EngineError], Awaitable[None]],
         timeout_s: float,
         retry_s: float,
+        ready: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._engine = engine
         self._sampling = sampling
@@ -93,6 +95,7 @@ class Gatherer:
         self._retried = retried
         self._timeout_s = timeout_s
         self._retry_s = retry_s
+        self._ready = ready
         self._waiting: dict[SampleRequest, asyncio.Future[Completion]] = {}
         """Requests of this moment, which no call has taken yet."""
 
@@ -114,6 +117,10 @@ class Gatherer:
     async def _persist(self, missing: dict[SampleRequest, asyncio.Future[Completion]]) -> None:
         since, left, delay_s = time.monotonic(), -1, self._retry_s
         while missing:
+            if self._ready is not None:
+                began = time.monotonic()
+                await self._ready()
+                since += time.monotonic() - began
             try:
                 await self._call(missing)
             except RequestRefused:

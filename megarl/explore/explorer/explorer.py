@@ -30,14 +30,16 @@ from megarl.core import heartbeat
 from megarl.core.config import Config, load_resolved
 from megarl.core.config.rewards import RewardConfig
 from megarl.core.errors import EngineError, InputError, JobError, describe
-from megarl.core.jobs import PROGRAM, TRAIN
+from megarl.core.jobs import PROGRAM, STOPPED, TRAIN, logs_of
 from megarl.core.metrics import Timeline
-from megarl.core.schema import GREEDY, End, WeightsVersion
+from megarl.core.schema import GREEDY, End, Trajectory, WeightsVersion
 from megarl.engine.client.client import EngineClient, Sampling
 from megarl.engine.client.gather import Engine, Gatherer
+from megarl.engine.client.open import OpenEngines
 from megarl.explore import workflows
 from megarl.explore.explorer.group_writer import GroupWriter
 from megarl.explore.explorer.held_out import record_evaluations
+from megarl.explore.explorer.lease import Lease
 from megarl.explore.explorer.rollout_clock import RolloutClock
 from megarl.explore.explorer.trajectories import ClaimedGroup, Scorer, TrajectoryRunner
 from megarl.explore.recording.limits import TokenLimits
@@ -48,7 +50,6 @@ from megarl.explore.rewards.pool.pool import Judging
 from megarl.explore.rewards.pool.process import await_hosts
 from megarl.explore.rewards.pool.tally import EVENT
 from megarl.explore.store import Claim, EndedGroup, Store
-from megarl.explore.store.buffer import RENEW_S
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.workflows import WORKFLOWS, Workflow
 
@@ -59,9 +60,6 @@ RETRY_S = 0.5
 
 EVENTS_S = 1.0
 """Seconds between two checks for a line about scoring on the terminal."""
-
-STOPPED = 128 + signal.SIGTERM
-"""Exit status of an explorer that was asked to stop before the job was closed."""
 
 
 class Explorer:
@@ -75,6 +73,8 @@ class Explorer:
         rewards: As of :class:`TrajectoryRunner`, as are ``wrong_ends``, ``limits`` and ``options``.
         workflow_timeout_s: Most seconds of a workflow of its own; None for one that has a limit itself.
         engine_timeout_s: How long samples are asked for again while engines give none of them.
+        gate: Of engines that a trainer of another program gives weights: nothing is claimed while it is closed.
+        silence_s: Silence of another worker after which its groups are free.
         event_lines: A line about failing rewards, if there is one; it goes to the log and, as an event of the store, to
             the terminal.
     """
@@ -102,7 +102,12 @@ class Explorer:
         wrong_ends: Collection[End] = (),
         timeline: Timeline | None = None,
         event_lines: Callable[[], str | None] = lambda: None,
+        gate: OpenEngines | None = None,
+        silence_s: float = 30.0,
     ) -> None:
+        self._flights: set[asyncio.Task[None]] = set()
+        self._gate = gate
+        self._silence_s = silence_s
         self._timeline = timeline
         self._event_lines = event_lines
         self._store = store
@@ -133,29 +138,30 @@ class Explorer:
         # One thread, so that the store's calls never hold up the loop and happen in the order in which they are made:
         # claims given back at the end cannot be overtaken by a claim that was still waiting.
         self._store_thread = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._lease = Lease(store, worker, self._call, silence_s)
 
     async def run(self) -> None:
         """Work until the job is closed; claims still held are given back, however this ends.
 
         Raises EngineError when an engine keeps failing, JobError when the store is gone or fences this process.
         """
-        flights: set[asyncio.Task[None]] = set()
         try:
             await self._call(self._store.release_claims, self._worker)  # of a predecessor that was killed
             await self._call(record_evaluations, self._store, self._worker)
             async with asyncio.TaskGroup() as tasks:
-                ticking = tasks.create_task(heartbeat.beat_periodically(self._mark))
-                reporting = tasks.create_task(self._report())
-                renewing = tasks.create_task(self._renew())
+                works = [heartbeat.beat_periodically(self._mark), self._lease.keep()]
+                keeping = [tasks.create_task(w) for w in (*works, _report(self._event_lines, self._record))]
+                if self._gate is not None:
+                    keeping.append(tasks.create_task(self._gate.keep(self._silence_s, self._give_back)))
                 while await self._call(self._store.job_state) == "open":
                     claims = await self._claim()
                     for batch in self._batches(claims):
                         flight = tasks.create_task(self._run_groups(batch))
-                        flights.add(flight)
-                        flight.add_done_callback(flights.discard)
+                        self._flights.add(flight)
+                        flight.add_done_callback(self._flights.discard)
                     if not claims:
                         await asyncio.sleep(self._poll_s)
-                for task in (ticking, reporting, renewing, *flights):
+                for task in (*keeping, *self._flights):
                     task.cancel()
         except BaseExceptionGroup as failures:
             if (failure := _first(failures)) is None:
@@ -165,17 +171,18 @@ class Explorer:
             await self._call(self._store.release_claims, self._worker)
             self._store_thread.shutdown(wait=False)  # idle: that was its last call
 
-    async def _report(self) -> None:
-        while True:
-            await asyncio.sleep(EVENTS_S)
-            if (line := self._event_lines()) is not None:
-                log.warning("%s", line)
-                await self._call(self._store.record_event, self._worker, EVENT, {"line": line})
+    async def _give_back(self) -> None:
+        """Give all claims back: other explorers may have engines with weights."""
+        if flights := list(self._flights):
+            log.warning("no engine may be asked: %d calls are given up, and their claims given back", len(flights))
+        for flight in flights:
+            flight.cancel()
+        await asyncio.gather(*flights, return_exceptions=True)
+        self._generating = 0
+        await self._call(self._store.release_claims, self._worker)
 
-    async def _renew(self) -> None:
-        while True:
-            await asyncio.sleep(RENEW_S)
-            await self._call(self._store.renew_claims, self._worker)
+    async def _record(self, kind: str, data: Mapping[str, Any]) -> None:
+        await self._call(self._store.record_event, self._worker, kind, data)
 
     def _mark(self) -> str:
         """Describe the work of now. Workflows that are within their limits are work too, be no sample under way."""
@@ -188,9 +195,11 @@ class Explorer:
 
     async def _claim(self) -> list[Claim]:
         free = self._capacity - self._generating
-        if free < 1 or self._runner.scoring >= self._backlog:
+        if free < 1 or self._runner.scoring >= self._backlog or not (self._gate is None or self._gate.is_open):
             return []
-        claims = await self._call(self._store.claim_groups, self._worker, free, max_samples=free)
+        claims = await self._call(
+            self._store.claim_groups, self._worker, free, max_samples=free, silent=self._lease.silent
+        )
         self._generating += sum(claim.group_size for claim in claims)
         return claims
 
@@ -209,21 +218,24 @@ class Explorer:
 
     async def _run_groups(self, groups: Sequence[ClaimedGroup]) -> None:
         """Run the workflow for every trajectory of some groups of one rollout."""
-        clock, settings = groups[0].clock, groups[0].claim.sampling
+        clock = groups[0].clock
 
         async def retried(error: EngineError) -> None:
+            if self._gate is not None:
+                self._gate.doubt(groups[0].claim.version)
             clock.counts["retries"] += 1
-            await self._call(self._store.record_event, self._worker, "engine_retry", {"error": str(error)})
+            await self._record("engine_retry", {"error": str(error)})
 
         async with asyncio.TaskGroup() as tasks:
             gatherer = Gatherer(
                 self._engine,
-                Sampling(**{name: value for name, value in settings.items() if name not in ("seed", "greedy")}),
+                _sampling(groups[0].claim),
                 tasks,
                 change=partial(clock.change, "generation"),
                 retried=retried,
                 timeout_s=self._engine_timeout_s,
                 retry_s=self._retry_s,
+                ready=None if self._gate is None else self._gate.wait,
             )
             for group in groups:
                 for index in group.claim.indices:
@@ -238,12 +250,8 @@ class Explorer:
         self._generating -= index != GREEDY
 
     async def _finish(self, group: ClaimedGroup) -> None:
-        counts, members = group.clock.counts, [group.scored[j] for j in group.claim.indices]
-        counts["groups"] += 1
-        counts["samples"] += group.claim.group_size
-        counts["greedy"] += len(members) - group.claim.group_size
-        counts["prompt_tokens"] += sum(member.prompt_length for member in members)
-        counts["response_tokens"] += sum(member.response_length for member in members)
+        members = [group.scored[j] for j in group.claim.indices]
+        _count(group, members)
         if not await self._writer.put(EndedGroup(group.claim, members, group.clock.metrics())):
             log.warning(
                 "group %s is no longer ours: its rollout was asked for again; its samples are dropped",
@@ -255,6 +263,29 @@ class Explorer:
     async def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._store_thread, lambda: function(*args, **kwargs))
+
+
+async def _report(lines: Callable[[], str | None], record: Callable[..., Coroutine[Any, Any, None]]) -> None:
+    """Log and record the lines about failing rewards, until cancelled."""
+    while True:
+        await asyncio.sleep(EVENTS_S)
+        if (line := lines()) is not None:
+            log.warning("%s", line)
+            await record(EVENT, {"line": line})
+
+
+def _count(group: ClaimedGroup, members: Sequence[Trajectory]) -> None:
+    counts = group.clock.counts
+    counts["groups"] += 1
+    counts["samples"] += group.claim.group_size
+    counts["greedy"] += len(members) - group.claim.group_size
+    counts["prompt_tokens"] += sum(member.prompt_length for member in members)
+    counts["response_tokens"] += sum(member.response_length for member in members)
+
+
+def _sampling(claim: Claim) -> Sampling:
+    own = {name: value for name, value in claim.sampling.items() if name not in ("seed", "greedy")}
+    return Sampling(**own, oldest=claim.version)
 
 
 def _seed(claim: Claim) -> int | None:
@@ -289,7 +320,7 @@ async def explore(config: Config, key: str, worker: str) -> None:
         program=os.environ.get(PROGRAM, TRAIN),
     )
     try:
-        engines = [engine.url for engine in store.engines()]
+        engines = [engine.url for engine in store.own_engines()]
         if not engines:
             raise JobError("no engine is registered in the store: `megarl train` registers those that it starts")
         os.environ[ENGINES] = ",".join(engines)  # for verifiers in worker processes that ask the judge themselves
@@ -326,6 +357,8 @@ async def explore(config: Config, key: str, worker: str) -> None:
                 poll_s=config.store.poll_s,
                 timeline=Timeline(Path(config.run.dir) / "timeline", worker),
                 event_lines=scorer.tally.line,
+                gate=None if store.program == TRAIN else OpenEngines(engines, key),
+                silence_s=config.cluster.heartbeat_s,
             )
             gc.collect()
             gc.freeze()  # modules stay, and take long to walk
@@ -335,7 +368,7 @@ async def explore(config: Config, key: str, worker: str) -> None:
 
 
 def _logs(config: Config) -> Path:
-    return Path(config.run.dir) / "logs" / f"attempt_{os.environ['MEGARL_ATTEMPT']}"
+    return logs_of(config.run.dir, os.environ["MEGARL_ATTEMPT"], os.environ.get(PROGRAM, TRAIN))
 
 
 async def _with_hosts_of_nodes(config: RewardConfig) -> RewardConfig:

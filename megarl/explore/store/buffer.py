@@ -6,7 +6,6 @@ put each back whole. A trainer takes those that are ready; ``Journal.record_step
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -24,22 +23,17 @@ from megarl.explore.store.tables import GROUPS, ROLLOUTS, SAMPLED, TRAJECTORIES,
 PART_BYTES = 64 * 2**20
 """Bytes of the arrays that are read or written together: of a row, the driver's and the decoded bytes exist side by
 side."""
-LEASE_S = 600.0
-"""Time without ``renew_claims`` after which claims are taken from a worker that never came back. A live worker renews
-them every ``RENEW_S``, however long its trajectories take."""
-RENEW_S = 60.0
-"""Seconds between two renewals."""
 
 
 class Buffer(Handle):
     """Groups on their way from explorers to a trainer."""
 
     def claim_groups(
-        self, worker: str, limit: int, *, max_samples: int | None = None, lease_s: float = LEASE_S
+        self, worker: str, limit: int, *, max_samples: int | None = None, silent: Collection[str] = ()
     ) -> list[Claim]:
-        """Claim up to ``limit`` groups, evaluations first, then the oldest rollout. Groups whose worker, another one,
-        has not renewed its claims for ``lease_s`` count as free (``release_claims`` frees those of a predecessor of the
-        same name).
+        """Claim up to ``limit`` groups, evaluations first, then the oldest rollout. Groups of other workers that are
+        ``silent`` (``workers.Silence``) count as free; ``release_claims`` frees those of a predecessor of the same
+        name.
 
         With ``max_samples`` the groups' sizes add up to at most that many, except that one group is always claimed.
 
@@ -47,13 +41,13 @@ class Buffer(Handle):
 
         Safe to repeat: a call knows by its token what it has claimed already, and claims nothing beside that.
         """
-        now, token = time.time(), uuid.uuid4().hex
-        expired = claims.is_expired(worker, claimed_before=now - lease_s)
+        token = uuid.uuid4().hex
+        expired = claims.is_held_by(set(silent) - {worker})
         # Without the write lock: an idle explorer disturbs nobody.
         look = select(GROUPS.c.group_id).where(or_(claims.PENDING, expired)).limit(1)
         if limit < 1 or self._read(lambda connection: connection.execute(look).first()) is None:
             return []
-        held = {"claimed_by": worker, "claimed_at": now, "claim_token": token}
+        held = {"claimed_by": worker, "claim_token": token}
 
         def work(connection: Connection, again: bool) -> tuple[list[Row[Any]], list[Row[Any]]]:
             groups = claims.held_by(connection, token) if again else []
@@ -94,22 +88,13 @@ class Buffer(Handle):
 
         return self._write(work)
 
-    def renew_claims(self, worker: str) -> int:
-        """Show that ``worker`` still works on all groups that it holds; returns how many.
-
-        Safe to repeat.
-        """
-        held = (GROUPS.c.state == GroupState.CLAIMED, GROUPS.c.claimed_by == worker)
-        renewed = update(GROUPS).where(*held).values(claimed_at=time.time())
-        return self._write(lambda connection, again: connection.execute(renewed).rowcount)
-
     def release_claims(self, worker: str) -> int:
         """Give back every group that ``worker`` holds; returns how many. For a worker that stops or has died.
 
         Safe to repeat, since the worker claims nothing meanwhile; the number is then what was left to give back.
         """
         held = (GROUPS.c.state == GroupState.CLAIMED, GROUPS.c.claimed_by == worker)
-        free = {"state": GroupState.PENDING, "claimed_by": None, "claimed_at": None, "claim_token": None}
+        free = {"state": GroupState.PENDING, "claimed_by": None, "claim_token": None}
         return self._write(
             lambda connection, again: connection.execute(update(GROUPS).where(*held).values(free)).rowcount
         )

@@ -60,10 +60,9 @@ PENDING = GROUPS.c.state == GroupState.PENDING
 """Groups that nobody holds."""
 
 
-def is_expired(worker: str, claimed_before: float) -> ColumnElement[bool]:
-    """Groups whose claim another than ``worker`` has not renewed since that time: they are free too."""
-    claimed = GROUPS.c.state == GroupState.CLAIMED
-    return and_(claimed, GROUPS.c.claimed_at < claimed_before, GROUPS.c.claimed_by != worker)
+def is_held_by(workers: Collection[str]) -> ColumnElement[bool]:
+    """Groups that one of ``workers`` has claimed: of those that are dead, they are free too."""
+    return and_(GROUPS.c.state == GroupState.CLAIMED, GROUPS.c.claimed_by.in_(workers))
 
 
 _WITH_ROLLOUT = select(GROUPS, *(c for c in ROLLOUTS.c if c.name not in GROUPS.c)).join(

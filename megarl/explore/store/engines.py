@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, Select, delete, insert, select, update
@@ -43,9 +43,16 @@ class EngineRegistry(Handle):
 
         self._write(work)
 
-    def engines(self) -> list[RegisteredEngine]:
-        """Engines of all jobs, absent ones too, by program and number; none before a start, or in an offline job."""
-        return self._engines(select(ENGINES))
+    def engines(self, programs: Collection[str] | None = None) -> list[RegisteredEngine]:
+        """Engines of all jobs, or of some programs, absent ones too, by program and number; none before a start, or in
+        an offline job."""
+        query = select(ENGINES)
+        return self._engines(query if programs is None else query.where(ENGINES.c.program.in_(programs)))
+
+    def engine_programs(self) -> list[str]:
+        """Programs that have registered engines."""
+        query = select(ENGINES.c.program).distinct().order_by(ENGINES.c.program)
+        return self._read(lambda connection: list(connection.scalars(query)))
 
     def own_engines(self) -> list[RegisteredEngine]:
         """Engines of this handle's job by number."""

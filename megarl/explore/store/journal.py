@@ -106,6 +106,11 @@ class Journal(Handle):
         query = select(JOB.c.value).where(JOB.c.key == "state")
         return self._read(lambda connection: connection.scalar(query)) or "open"
 
+    def has_begun(self) -> bool:
+        """True once a trainer's program has filled the store and opened the job, in whichever attempt."""
+        query = select(JOB.c.value).where(JOB.c.key == "state")
+        return self._read(lambda connection: connection.scalar(query)) is not None
+
     def run_id(self) -> str | None:
         """Identity of the run whose store this is; None in a new one, and in those from before there were any."""
         query = select(JOB.c.value).where(JOB.c.key == "run")

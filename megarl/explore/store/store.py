@@ -20,9 +20,12 @@ from megarl.explore.store.pacing import PacingTable
 from megarl.explore.store.replays import ReplayTable
 from megarl.explore.store.rollouts import RolloutTable
 from megarl.explore.store.tasks import TaskTable
+from megarl.explore.store.workers import WorkerTable
 
 
-class Store(TaskTable, ExpertTable, RolloutTable, LateRewards, PacingTable, ReplayTable, EngineRegistry, Journal):
+class Store(
+    TaskTable, ExpertTable, RolloutTable, LateRewards, PacingTable, ReplayTable, EngineRegistry, WorkerTable, Journal
+):
     """A connection to the store, for one process (make a new one after a fork).
 
     Args:

@@ -127,7 +127,6 @@ GROUPS = Table(
     Column("task_id", String, nullable=False),
     Column("state", String, nullable=False),  # a GroupState
     Column("claimed_by", String),
-    Column("claimed_at", Float),  # or renewed
     Column("claim_token", String),
     Column("attempt", Integer, nullable=False),
     Column("ended_at", Float),  # when its trajectories were put
@@ -199,5 +198,15 @@ ENGINES = Table(
     Column("done", Integer, nullable=False),  # the last order that ``state`` follows from
 )
 """Engines of all running jobs; each start of a job writes its own again."""
+
+WORKERS = Table(
+    "workers",
+    METADATA,
+    Column("name", String, primary_key=True),  # of an explorer, or of a program's supervisor
+    Column("program", String, nullable=False),
+    Column("attempt", Integer),
+    Column("beat", Integer, nullable=False),  # heartbeats so far
+)
+"""Heartbeats. Whoever looks measures with its own clock how long a number stays the same."""
 
 JOB = Table("job", METADATA, Column("key", String, primary_key=True), Column("value", Text, nullable=False))

@@ -6,7 +6,7 @@ import difflib
 
 from megarl.core.config import Config
 from megarl.core.errors import ConfigError
-from megarl.core.jobs import JOBS, Job
+from megarl.core.jobs import JOBS, Job, Mode
 from megarl.learn.algorithms.cispo import CISPO
 from megarl.learn.algorithms.dpo import DPO
 from megarl.learn.algorithms.grpo import GRPO
@@ -63,6 +63,7 @@ def get(name: str) -> Algorithm:
 
 def job_of(config: Config) -> Job:
     """The job that ``config`` describes: nothing else asks for its mode. Raises ConfigError as ``get``."""
-    if config.run.mode == "bench":
-        return JOBS["bench"]
-    return JOBS["offline" if get(config.algorithm.name).offline else "both"]
+    mode: Mode = config.run.mode
+    if mode != "bench" and get(config.algorithm.name).offline:
+        mode = "offline"
+    return JOBS[mode].numbered(config.run.number)

@@ -40,7 +40,7 @@ def ledger_of(config: Config, algorithm: Algorithm, hf_config: Mapping[str, Any]
         if path is not None:
             hf_configs[role] = read_hf_config(Path(path))
     ranks = resident_bytes(config, algorithm, hf_configs)
-    engines = algorithms.job_of(config).has(ProcessKind.ENGINE)
+    engines = algorithms.job_of(config).rollouts
     colocated = engines and config.rollout.placement == "colocated"
     if colocated:
         ranks = device_bytes(ranks, engine_bytes(config, hf_config), nodes=2 if nodes is None else nodes)

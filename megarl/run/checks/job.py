@@ -13,7 +13,6 @@ from typing import Any
 from megarl.core.config import Config
 from megarl.core.config.lengths import prompt_tokens
 from megarl.core.errors import CheckpointError, ConfigError
-from megarl.core.jobs import ProcessKind
 from megarl.core.schema import Task
 from megarl.explore.tasksets import ChatTokenizer, check_prompts, place_of_row
 from megarl.learn import algorithms
@@ -102,7 +101,7 @@ def _check_inputs(config: Config, algorithm: Algorithm, nodes: int, elsewhere: b
         check_digests(path, setting, workers=os.cpu_count() or 1, digests=config.trainer.verify_checkpoints)
     tokenizer = ChatTokenizer.of(config)
     tasks = {}
-    if algorithms.job_of(config).has(ProcessKind.EXPLORER):
+    if algorithms.job_of(config).rollouts:
         found_tasks = {split: [row for row in rows[split] if isinstance(row, Task)] for split in SPLITS}
         check_rewards(config, found_tasks)
         tasks = {
@@ -163,7 +162,7 @@ def check_sizes(config: Config) -> None:
 def _check_models(config: Config, hf_config: Mapping[str, Any]) -> None:
     algorithm = algorithms.get(config.algorithm.name)
     scores = "actor" not in algorithm.roles and config.trainer.warm_start.steps == 0  # else a language model at first
-    engines = algorithms.job_of(config).has(ProcessKind.ENGINE)
+    engines = algorithms.job_of(config).rollouts  # those of other programs too
     check_model(config, hf_config, engines=engines, head="score" if scores else "lm")
     check_role_models(config, algorithm, hf_config)
 

@@ -47,6 +47,7 @@ def check_settings(config: Config, algorithm: Algorithm, nodes: int, *, elsewher
         ConfigError: a setting does not fit another, the algorithm, this machine or what is installed.
     """
     job = algorithms.job_of(config)
+    check_mode(config, job)
     check_algorithm(config)
     check_updates(config, algorithm)
     check_warm_start(config)
@@ -65,9 +66,26 @@ def check_settings(config: Config, algorithm: Algorithm, nodes: int, *, elsewher
     check_placement(config, job)
     check_memory(config, job, nodes)
     check_url(config.store.url, nodes)
-    if job.has(ProcessKind.EXPLORER):
+    if job.rollouts:
         workflows.check(config.rollout, Path(config.run.dir))
         check_reward_settings(config)
+
+
+def check_mode(config: Config, job: Job) -> None:
+    """Raise ConfigError if the part of a run that this job is does not fit its other settings."""
+    mode, number = config.run.mode, config.run.number
+    if not job.rollouts and mode != "both":
+        raise ConfigError(
+            f"run.mode={mode} with algorithm.name={config.algorithm.name}, which learns from files and has no rollouts "
+            "to explore; leave run.mode out"
+        )
+    if number and mode != "explore":
+        raise ConfigError(f"run.number={number} numbers explore programs; leave it out, or set run.mode=explore")
+    if mode != "both" and config.rollout.placement != "separate":
+        raise ConfigError(
+            f"run.mode={mode} with rollout.placement={config.rollout.placement}: engines that take turns with the "
+            "trainer are of its own job; set run.mode=both or rollout.placement=separate"
+        )
 
 
 def check_algorithm(config: Config) -> None:
@@ -210,12 +228,13 @@ def check_memory(config: Config, job: Job, nodes: int) -> None:
     rollout = config.rollout
     engines = rollout.replicas * rollout.tp * rollout.pp if job.has(ProcessKind.ENGINE) else 0
     cache = rollout.kv_cache_bytes if config.parallel.backend == "gloo" else 0  # else a GPU has it
-    least = engines * (cache + PROCESS_BYTES) + config.parallel.world_size * PROCESS_BYTES
+    ranks = config.parallel.world_size if job.trains else 0
+    least = engines * (cache + PROCESS_BYTES) + ranks * PROCESS_BYTES
     least //= max(1, nodes - config.cluster.spare_nodes)
     if least > (available := available_memory()):
         ours = f"rollout.replicas={rollout.replicas} with rollout.kv_cache_bytes={rollout.kv_cache_bytes} and "
         raise ConfigError(
-            f"{ours if engines else ''}{config.parallel.world_size} trainer ranks take at least {least / GIB:.1f} GiB, "
+            f"{ours if engines else ''}{ranks} trainer ranks take at least {least / GIB:.1f} GiB, "
             f"this machine has {available / GIB:.1f} GiB available; lower one of them"
         )
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from megarl.core.config import Config
+from megarl.core.config import Config, save_resolved
 from megarl.core.errors import DiskFullError, FencedError, JobError, MemoryFullError, NonRetryableError
 from megarl.core.jobs import of_program
 from megarl.core.metrics import COMMAND, Timeline
@@ -27,23 +27,24 @@ from megarl.learn.algorithms import job_of
 from megarl.run.checks.filters import Selected
 from megarl.run.checks.job import check, check_sizes
 from megarl.run.launch.experts import fill_experts
+from megarl.run.launch.joining import await_run, enter, is_closed, leave
 from megarl.run.launch.memory import MicroBatchBudget
 from megarl.run.nodes import agent, health
-from megarl.run.nodes.allocation import Allocation, find
+from megarl.run.nodes.allocation import Allocation, find, is_loopback
 from megarl.run.nodes.fit import Fit, fit, reductions
 from megarl.run.nodes.node import LocalNode, Node
 from megarl.run.nodes.plan import NodeInfo, table
 from megarl.run.nodes.remote import Gathering, RemoteNode
-from megarl.run.postgres import Server, job_store
+from megarl.run.postgres import Server, job_store, shared_store
 from megarl.run.process.forkserver import ForkServers
 from megarl.run.process.interrupt import INTERRUPT, StopRequest
 from megarl.run.process.reaper import Reaper
 from megarl.run.run_dir.changes import changes_since_last_start
-from megarl.run.run_dir.owner import check_fence, next_attempt, own_run_dir, run_id
+from megarl.run.run_dir.owner import check_fence, next_attempt, own_run_dir, run_id, run_key
 from megarl.run.run_dir.prepare import with_prompt_limit
 from megarl.run.run_dir.resume import check_owner_of_store, check_store_of_run, is_finished, set_aside_damaged
 from megarl.run.run_dir.store_damage import replace_damaged_store
-from megarl.run.supervise.specs import preload
+from megarl.run.supervise.specs import preload, resolved
 from megarl.run.supervise.supervisor import start_attempt, watch
 from megarl.weights.checkpoint.training.disk_space import writing
 from megarl.weights.checkpoint.training.manifest import current_attempt
@@ -61,10 +62,11 @@ def run(config: Config, servers: ForkServers | None = None) -> int:
     """Run the job to its end, or this node's part in it; exit status 0 when it finished, 130 when it was stopped and
     can be resumed. Its processes are forked from ``servers`` where this machine is the job's only one."""
     allocation = find()
-    key = os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(24)
+    job, run_dir = job_of(config), Path(config.run.dir)
+    key = os.environ.get(KEY_VARIABLE) or (secrets.token_urlsafe(24) if job.is_alone else run_key(run_dir))
     if not allocation.is_head:
         return agent.serve(allocation, config, key)
-    run_dir, program = Path(config.run.dir), job_of(config).program
+    program = job.program
     start = time.monotonic()
     if allocation.nodes > 1:
         servers = None
@@ -76,25 +78,30 @@ def run(config: Config, servers: ForkServers | None = None) -> int:
         ExitStack() as stack,
     ):
         last = current_attempt(run_dir, program)  # whoever counts from here on has taken over
-        timeline = Timeline(run_dir / "timeline", COMMAND)
+        timeline = Timeline(run_dir / "timeline", of_program(COMMAND, program))
         born = psutil.Process().create_time()
         timeline.add("import", born, time.time() - born, attempt=last + 1)
-        with timeline.phase("check"):
-            tasks = check(config, repair=True, nodes=allocation.nodes)
-            config = with_prompt_limit(config)
+        tasks: Mapping[str, Selected] = {}
+        if not job.joins:
+            with timeline.phase("check"):
+                tasks = check(config, repair=True, nodes=allocation.nodes)
+                config = with_prompt_limit(config)
         host = config.run.host if allocation.nodes == 1 else allocation.head
         connections = allocation.nodes + OTHERS
         server = stack.enter_context(
             job_store(config.store.url, run_dir, key, host=host, connections=connections, held=[lock])
+            if job.is_alone
+            else shared_store(config.store.url, run_dir, key)
         )
-        if is_finished(config, run_dir):
+        begun = await_run(config, allocation.nodes) if job.joins else config
+        if begun is None or _is_finished(config):
             fix = "" if config.run.mode == "bench" else "raise trainer.steps to go on, or "
             log.info("%s is finished; %stake another run.name to begin again", run_dir, fix)
         else:
-            _run_attempts(config, tasks, allocation, gathering, lock, server, key, last, timeline, servers)
+            _run_attempts(begun, tasks, allocation, gathering, lock, server, key, last, timeline, servers)
         # A rank that was asked to end, by whomever, ends in order: only the run itself shows whether it is finished.
-        finished = is_finished(config, run_dir)
-        if finished and config.run.mode != "bench":  # its report too, which may not have been written when it ended
+        finished = _is_finished(config)
+        if finished and job.trains:  # its report too, which may not have been written when it ended
             from megarl.run.report.html import summary, write_report
 
             write_report(run_dir)
@@ -103,6 +110,11 @@ def run(config: Config, servers: ForkServers | None = None) -> int:
     if not finished:
         log.warning("stopped; run the same command again to resume")
     return 0 if finished else UNFINISHED
+
+
+def _is_finished(config: Config) -> bool:
+    """Return True if the run is finished; an explore program leaves it to the trainer's to say so."""
+    return is_closed(config) if job_of(config).joins else is_finished(config, Path(config.run.dir))
 
 
 def _run_attempts(
@@ -118,7 +130,7 @@ def _run_attempts(
         FencedError: another job has begun an attempt.
         JobError: the last attempt failed.
     """
-    run_dir = Path(config.run.dir)
+    job, run_dir = job_of(config), Path(config.run.dir)
     with StopRequest() as stop_request, ExitStack() as stack:
         INTERRUPT.check()
         others = gathering.wait(config.cluster.connect_timeout_s, stop_request.is_set) if allocation.nodes > 1 else []
@@ -141,13 +153,20 @@ def _run_attempts(
         )
         if allocation.nodes > 1:
             here.address, here.interface, here.first_port = allocation.head, health.interface_of(allocation.head), None
+        elif not job.is_alone and not is_loopback(here.address):  # programs on other machines reach it there
+            here.interface = health.interface_of(here.address)
         left, budget = config.cluster.restarts, MicroBatchBudget()
         while True:
             with timeline.phase("prepare"):
                 fitted, nodes = _fitted(config, here, everybody, [node for node in others if node.is_there()])
                 attempt = last = _begin_attempt(config, stop_request, last)
-                shutil.rmtree(run_dir / OFFLOAD, ignore_errors=True)  # of ranks that were killed
-                _fill_store(config, tasks, attempt)
+                if not job.joins:
+                    shutil.rmtree(run_dir / OFFLOAD, ignore_errors=True)  # of ranks that were killed
+                    _fill_store(config, tasks, attempt)
+                    save_resolved(fitted.config, resolved(config))  # before an explore program sees the open job
+                    _open_job(config, attempt)
+                else:
+                    enter(config, attempt)
             try:
                 with timeline.phase("spawn"):
                     started = start_attempt(fitted.config, fitted.plan, nodes, attempt, key)
@@ -162,11 +181,16 @@ def _run_attempts(
                 elif not left or stop_request.count:
                     raise
                 log.error("%s", error)
-                check_fence(run_dir, attempt, job_of(config).program)
-                set_aside_damaged(run_dir, digests=config.trainer.verify_checkpoints, stopping=stop_request.is_set)
-                replace_damaged_store(config, stopping=stop_request.is_set)
+                check_fence(run_dir, attempt, job.program)
                 left, config = (left - 1, config) if smaller is None else (left, smaller)
                 log.warning("starting again from the newest checkpoint (cluster.restarts: %d left)", left)
+                if job.joins:
+                    continue
+                set_aside_damaged(run_dir, digests=config.trainer.verify_checkpoints, stopping=stop_request.is_set)
+                replace_damaged_store(config, stopping=stop_request.is_set)
+            finally:
+                if job.joins:
+                    leave(config, attempt)
 
 
 def _begin_attempt(config: Config, stop_request: StopRequest, last: int | None = None) -> int:
@@ -273,6 +297,12 @@ def _fill_store(config: Config, tasks: Mapping[str, Selected], attempt: int) -> 
             data = {"split": split, "tasks": len(selected.tasks), "dropped": selected.dropped}
             store.record_event("supervisor", "tasks", data | ({} if "" in sources else {"sources": dict(sources)}))
     fill_experts(config, store)
+    store.close()
+
+
+def _open_job(config: Config, attempt: int) -> None:
+    """Let explorers work."""
+    store = Store(config.store.url, attempt=attempt, outage_s=config.store.outage_s, program=job_of(config).program)
     store.open_job()
     store.close()
 

@@ -6,6 +6,7 @@ what it sends them.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -121,3 +122,11 @@ def _role(env: Mapping[str, str]) -> Role:
     if role not in get_args(Role):
         raise ConfigError(f"MEGARL_ROLE={role}: a node is one of {', '.join(get_args(Role))}")
     return cast(Role, role)
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if only this machine reaches ``host``."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

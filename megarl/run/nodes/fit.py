@@ -61,6 +61,8 @@ def fit(
         engines = _engines(config, _working(allocated, whole), nodes)
     if (there == whole and engines == config.rollout.replicas) or not config.cluster.shrink:
         return Fit(config, nodes, there)
+    if engines and not algorithms.job_of(config).trains:
+        return Fit(replace(config, rollout=replace(config.rollout, replicas=engines)), nodes, there)
     each = config.parallel.world_size // whole
     for smaller in _smaller(config, engines) if engines else ():
         count = _fewest(smaller.parallel.world_size, there, each)

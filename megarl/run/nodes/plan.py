@@ -93,8 +93,21 @@ def plan_job(config: Config, nodes: Sequence[NodeInfo], *, trainers: int | None 
             a node has.
     """
     job = algorithms.job_of(config)
+    found = {
+        ProcessKind.TRAINER: _ranks_of(config, nodes, trainers) if job.trains else [],
+        ProcessKind.ENGINE: _engines(config, engine_nodes(nodes)) if job.has(ProcessKind.ENGINE) else [],
+        ProcessKind.REWARD_HOST: [Planned(ProcessKind.REWARD_HOST, node.rank, node.rank) for node in nodes[1:]],
+        ProcessKind.EXPLORER: [Planned(ProcessKind.EXPLORER, 0, nodes[0].rank)],
+        ProcessKind.BENCH: [Planned(ProcessKind.BENCH, 0, nodes[0].rank)],
+    }
+    plan = Plan(job, tuple(process for kind in job.processes for process in found[kind]))
+    return _with_gpus(config, nodes, plan) if config.parallel.backend == "nccl" else plan
+
+
+def _ranks_of(config: Config, nodes: Sequence[NodeInfo], trainers: int | None) -> list[Planned]:
+    """Every trainer rank. Raises ConfigError."""
     chosen = trainer_nodes(nodes)[:trainers]
-    world = config.parallel.world_size if job.has(ProcessKind.TRAINER) else 0
+    world = config.parallel.world_size
     if not chosen or nodes[0].role == "rollout":
         raise ConfigError(
             "node 0 must be one of the trainer's (MEGARL_ROLE trainer or all): rank 0 and the explorer run there"
@@ -104,16 +117,7 @@ def plan_job(config: Config, nodes: Sequence[NodeInfo], *, trainers: int | None 
             f"parallel tp*cp*dp*pp = {world} ranks do not spread evenly over {len(chosen)} trainer nodes; change "
             "parallel.dp or the number of nodes"
         )
-    ranks = [Planned(ProcessKind.TRAINER, rank, chosen[rank // (world // len(chosen))]) for rank in range(world)]
-    found = {
-        ProcessKind.TRAINER: ranks,
-        ProcessKind.ENGINE: _engines(config, engine_nodes(nodes)) if job.has(ProcessKind.ENGINE) else [],
-        ProcessKind.REWARD_HOST: [Planned(ProcessKind.REWARD_HOST, node.rank, node.rank) for node in nodes[1:]],
-        ProcessKind.EXPLORER: [Planned(ProcessKind.EXPLORER, 0, nodes[0].rank)],
-        ProcessKind.BENCH: [Planned(ProcessKind.BENCH, 0, nodes[0].rank)],
-    }
-    plan = Plan(job, tuple(process for kind in job.processes for process in found[kind]))
-    return _with_gpus(config, nodes, plan) if config.parallel.backend == "nccl" else plan
+    return [Planned(ProcessKind.TRAINER, rank, chosen[rank // (world // len(chosen))]) for rank in range(world)]
 
 
 def _engines(config: Config, nodes: Sequence[int]) -> list[Planned]:

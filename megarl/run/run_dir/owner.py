@@ -18,11 +18,14 @@ from megarl.core.durable import write_text
 from megarl.core.errors import ConfigError, FencedError
 from megarl.core.jobs import TRAIN, of_program
 from megarl.core.machine import start_ticks
+from megarl.core.secrets import shared_key
 from megarl.run.process.reaper import end
 from megarl.weights.checkpoint.training.manifest import current_attempt
 
 log = logging.getLogger(__name__)
 
+KEY = "key"
+"""File of a run's directory."""
 WAIT_S = 0.1
 ORPHANS_S = 40.0
 """Seconds that a start waits for the processes of a supervisor that was killed: longer than they take to end."""
@@ -141,6 +144,17 @@ def _end(orphans: Sequence[int], supervisor: str) -> None:
                 end([pid], 0.0)
             else:
                 os.kill(pid, signal.SIGKILL)
+
+
+def run_key(run_dir: Path) -> str:
+    """Key of a run that has several programs, which all of them know by its directory. Raises ConfigError."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir={run_dir} cannot be made ({error.strerror}); set run.dir to another place"
+        ) from error
+    return shared_key(run_dir / KEY)
 
 
 def run_id(run_dir: Path) -> str:

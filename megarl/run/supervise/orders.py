@@ -29,12 +29,16 @@ class EngineOrders:
         store: Used by the thread alone, which closes it.
         grace_s: Seconds that an engine gets to end.
         often: Each step has orders, for which the trainer waits: the log says nothing of them.
+        beats: Give heartbeats for the program, by which a trainer of another one knows that its engines are there.
     """
 
-    def __init__(self, store: Store, replacements: Replacements, grace_s: float, *, often: bool = False) -> None:
+    def __init__(
+        self, store: Store, replacements: Replacements, grace_s: float, *, often: bool = False, beats: bool = False
+    ) -> None:
         self._store = store
         self._replacements = replacements
         self._grace_s = grace_s
+        self._beats = beats
         self._look_s = LOOK_OFTEN_S if often else LOOK_S
         self._level = logging.DEBUG if often else logging.INFO
         self._engines: Sequence[RegisteredEngine] = ()
@@ -80,6 +84,8 @@ class EngineOrders:
 
     def look(self) -> None:
         """Read what is wanted, and write what has been found since the look before."""
+        if self._beats:
+            self._store.beat(self._store.program)
         found, self._engines = self._found, self._store.own_engines()
         for engine in self._engines:
             now = (engine.state, engine.done)

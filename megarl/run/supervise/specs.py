@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from megarl.core.config import Config
-from megarl.core.jobs import ProcessKind
+from megarl.core.jobs import ProcessKind, of_program, worker_of
 from megarl.core.metrics import TIMELINE
 from megarl.engine.client.names import UNTIL_PUBLISHED
 from megarl.explore.rewards.judge.family import ENGINES
@@ -58,8 +58,9 @@ def urls(addresses: Addresses) -> list[str]:
 
 
 def resolved(config: Config) -> Path:
-    """The file with the settings of a run, which its processes read."""
-    return Path(config.run.dir) / "resolved.json"
+    """The file with the settings of a run, which its processes read. A program that joins the run has its own."""
+    job = algorithms.job_of(config)
+    return Path(config.run.dir) / f"{of_program('resolved', job.program) if job.joins else 'resolved'}.json"
 
 
 def specs(config: Config, plan: Plan, addresses: Addresses, environment: Mapping[str, str], logs: Path) -> list[Placed]:
@@ -105,7 +106,8 @@ def _engine(attempt: _Attempt, process: Planned) -> _Command:
     span = (process.part, group) if group else None
     device: Literal["cpu", "cuda"] = "cuda" if config.parallel.backend == "nccl" else "cpu"
     argv, env = engine_process(config.model.path, config.rollout, config.model, host, int(port), device, span)
-    timeline = f"{config.run.dir}/timeline/{process.kind.stem}_{process.number}"
+    name = of_program(f"{process.kind.stem}_{process.number}", attempt.plan.job.program)
+    timeline = f"{config.run.dir}/timeline/{name}"
     return _Command(argv[1:], env | {UNTIL_PUBLISHED: "1", TIMELINE: timeline}, "" if process.part else address)
 
 
@@ -134,8 +136,13 @@ def _reward_host(attempt: _Attempt, process: Planned) -> _Command:
     return _Command(argv, {"OMP_NUM_THREADS": "1", ENGINES: ",".join(urls(attempt.addresses))}, address)
 
 
-def _light(attempt: _Attempt, process: Planned) -> _Command:
+def _bench(attempt: _Attempt, process: Planned) -> _Command:
     return _Command(_started(attempt, process), {"OMP_NUM_THREADS": "1"})
+
+
+def _explorer(attempt: _Attempt, process: Planned) -> _Command:
+    worker = ["--worker", worker_of(attempt.plan.job.program)]
+    return _Command([*_started(attempt, process), *worker], {"OMP_NUM_THREADS": "1"})
 
 
 def _started(attempt: _Attempt, process: Planned) -> list[str]:
@@ -146,6 +153,6 @@ _COMMANDS: Mapping[ProcessKind, Callable[[_Attempt, Planned], _Command]] = {
     ProcessKind.ENGINE: _engine,
     ProcessKind.TRAINER: _trainer,
     ProcessKind.REWARD_HOST: _reward_host,
-    ProcessKind.EXPLORER: _light,
-    ProcessKind.BENCH: _light,
+    ProcessKind.EXPLORER: _explorer,
+    ProcessKind.BENCH: _bench,
 }

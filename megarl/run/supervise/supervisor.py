@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megarl.core.config import Config, save_resolved
 from megarl.core.errors import FencedError, JobError, MemoryFullError, NonRetryableError
-from megarl.core.jobs import PROGRAM, ProcessKind, kind_of
+from megarl.core.jobs import PROGRAM, STOPPED, ProcessKind, kind_of, logs_of
 from megarl.engine.client.auth import KEY_VARIABLE
 from megarl.explore.store import EngineStatus, RegisteredEngine, Store
 from megarl.learn.algorithms import job_of
@@ -34,6 +34,12 @@ FENCE_S = 1.0
 ENGINES_SHARE = 0.25
 """Part of ``run.shutdown_grace_s`` after which the engines end: a trainer that waits for one that hangs can save
 then."""
+STOPPING = {
+    ProcessKind.TRAINER: "saving a checkpoint",
+    ProcessKind.EXPLORER: "giving claims back",
+    ProcessKind.BENCH: "answers that are finished are kept",
+}
+"""Kind whose end ends a job -> what it does when it is asked to stop."""
 STOP_S = 10.0
 """Seconds that processes get to end after SIGTERM once one of them has died."""
 
@@ -88,25 +94,27 @@ def _register_engines(config: Config, plan: Plan, addresses: Addresses, attempt:
 
 def _addresses(plan: Plan, nodes: dict[int, Node]) -> Addresses:
     """Ports are asked of each node once, so that it gives no port twice."""
-    first = plan.of(plan.job.until)[0].node
+    ranks = plan.of(ProcessKind.TRAINER)
+    first = ranks[0].node if ranks else 0
+    linked = bool(ranks) and plan.job.rollouts
     engines = [engine for engine in plan.of(ProcessKind.ENGINE) if not engine.part]
     hosts = [host.node for host in plan.of(ProcessKind.REWARD_HOST)]
-    wanted = [first, *([first] if engines else []), *hosts]
+    wanted = [*([first] if ranks else []), *([first] if linked else []), *hosts]
     wanted += [engine.node for engine in engines for _ in range(2 if plan.parts(engine) > 1 else 1)]
     free = {rank: iter(nodes[rank].free_ports(wanted.count(rank))) for rank in dict.fromkeys(wanted)}
 
     def listen(rank: int) -> str:
         return f"{nodes[rank].address}:{next(free[rank])}"
 
-    rendezvous = listen(first)
-    link = listen(first) if engines else ""
+    rendezvous = listen(first) if ranks else ""
+    link = listen(first) if linked else ""
     serving = tuple(listen(engine.node) for engine in engines)
     groups = tuple(listen(engine.node) if plan.parts(engine) > 1 else "" for engine in engines)
     return Addresses(rendezvous, link, serving, groups, tuple(listen(node) for node in hosts))
 
 
 def _logs(config: Config, attempt: int) -> Path:
-    return Path(config.run.dir) / "logs" / f"attempt_{attempt}"
+    return logs_of(config.run.dir, attempt, job_of(config).program)
 
 
 def _node_environment(node: Node) -> dict[str, str]:
@@ -149,7 +157,12 @@ def watch(
     started = list(started)
     replacements = Replacements(started, config.cluster.replacements)
     job = job_of(config)
-    deciding = [s.process for s in started if kind_of(s.process.name) is job.until]
+
+    def deciding() -> list[Process]:
+        return [s.process for s in started if kind_of(s.process.name) is job.until]
+
+    asked = STOPPED if job.joins else 0
+    """Exit status of what has ended in order because it was asked to."""
     engines: list[Process] = []
     asked_at: float | None = None
     looked_at = 0.0
@@ -157,7 +170,8 @@ def watch(
     orders = None
     if attempt is not None and job.has(ProcessKind.ENGINE):
         store = Store(config.store.url, attempt=attempt, program=job.program, has_tables=True)
-        orders = EngineOrders(store, replacements, STOP_S, often=config.rollout.placement == "colocated")
+        colocated = config.rollout.placement == "colocated"
+        orders = EngineOrders(store, replacements, STOP_S, often=colocated, beats=not job.is_alone)
     try:
         while True:
             if attempt is not None and time.monotonic() - looked_at > FENCE_S:
@@ -170,16 +184,15 @@ def watch(
                 asked_at = time.monotonic()
                 present = [s.process for s in replacements.present()]
                 engines = [process for process in present if kind_of(process.name) is ProcessKind.ENGINE]
-                saving = "saving a checkpoint" if job.has(ProcessKind.TRAINER) else "answers that are finished are kept"
-                log.warning("stopping: %s (interrupt twice more to end at once)", saving)
-                for process in deciding:
+                log.warning("stopping: %s (interrupt twice more to end at once)", STOPPING[job.until])
+                for process in deciding():
                     process.signal(signal.SIGTERM)
             engines_s = ENGINES_SHARE * config.run.shutdown_grace_s
             if engines and asked_at is not None and time.monotonic() - asked_at > engines_s:
                 while engines:
                     engines.pop().signal(signal.SIGKILL)
             late = asked_at is not None and time.monotonic() - asked_at > config.run.shutdown_grace_s
-            early = asked_at is not None and any(p.poll() == -signal.SIGTERM for p in deciding)  # had no handler yet
+            early = asked_at is not None and any(p.poll() == -signal.SIGTERM for p in deciding())  # had no handler yet
             if stop_request.count > 2 or late or early:
                 log.warning(
                     "ending at once: what is not saved within %g s is lost; the run resumes from the newest checkpoint "
@@ -200,8 +213,8 @@ def watch(
             else:
                 if orders is not None:
                     orders.carry_out(stopping=True)
-                _raise_for_dead(deciding, "")
-            if all(p.poll() == 0 for p in deciding):
+                _raise_for_dead([p for p in deciding() if p.poll() != asked], "")
+            if all(p.poll() in (0, asked if asked_at is not None else 0) for p in deciding()):
                 return
             if asked_at is None:
                 watchdog.look(started)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from contextlib import suppress
 
 from megarl.core.config import Config
@@ -11,11 +13,13 @@ from megarl.core.metrics import spread
 from megarl.core.phases import Phase
 from megarl.core.schema import End, Outcome, Trajectory, WeightsVersion
 from megarl.core.truncation import TruncationWarning
+from megarl.engine.client.auth import KEY_VARIABLE
 from megarl.explore.experience import Report, add_model_scores, with_group_stats
 from megarl.explore.order.draws import Demonstration, ExpertRows, data_seed, num_expert_rows
 from megarl.explore.order.pacing import Pacing
 from megarl.explore.store import EngineStatus
 from megarl.explore.tasksets import ChatTokenizer
+from megarl.learn import algorithms
 from megarl.train.loop.base import Trainer
 from megarl.train.loop.waiting import RolloutWaiter
 from megarl.train.rank.state import TrainState
@@ -24,6 +28,7 @@ from megarl.train.rollout.evaluation import Evaluation
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.rollout.rollouts import Rollouts, Wait
 from megarl.train.sync.colocated import ColocatedEngines
+from megarl.train.sync.others import EnginesOfOthers
 from megarl.train.sync.publish import WeightPublisher
 from megarl.train.sync.weights import Stopped, WeightSync
 from megarl.train.update.batch import filter_overlong, make_batch, mismatch
@@ -43,6 +48,9 @@ class OnlineTrainer(Trainer):
         reader = NodeReader(self.timeout_s + config.store.outage_s)
         self.reader = RolloutReader(reader, self.store, lambda: self.ranks.stopping)
         self.pacing = Pacing.of(config.sync)
+        self.job = algorithms.job_of(config)
+        key, silence_s = os.environ.get(KEY_VARIABLE, ""), config.cluster.heartbeat_s
+        self.others = None if self.job.is_alone else EnginesOfOthers(self.store, key, silence_s)
         self.truncation = TruncationWarning(config.rollout.max_response_tokens)
         self.expert: ExpertRows | None = None
         if "expert" in self.algorithm.needs:
@@ -63,6 +71,7 @@ class OnlineTrainer(Trainer):
                 self.models.hf_config,
                 rank,
                 engines=self.engines,
+                come_and_go=not self.job.is_alone,
                 stopping=lambda: self.ranks.stopping,
             )
             self.weights = WeightSync(
@@ -78,9 +87,11 @@ class OnlineTrainer(Trainer):
             self.turns.enter(Phase.SYNC)
             self.weights.connect()
 
-    def engines(self) -> list[str] | None:
+    def engines(self) -> Sequence[str] | None:
         """URLs of the engines that are wanted; None where all are absent by order."""
-        found = self.store.engines()
+        if self.others is not None:
+            return self.others.urls()
+        found = self.store.own_engines()
         wanted = [engine.url for engine in found if engine.wanted is not EngineStatus.ABSENT]
         return wanted if wanted or not found else None
 

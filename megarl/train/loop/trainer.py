@@ -20,7 +20,11 @@ from megarl.train.update.memory import memory_explained
 
 log = logging.getLogger(__name__)
 
-TRAINERS: dict[Mode, type[OnlineTrainer | OfflineTrainer]] = {"both": OnlineTrainer, "offline": OfflineTrainer}
+TRAINERS: dict[Mode, type[OnlineTrainer | OfflineTrainer]] = {
+    "both": OnlineTrainer,
+    "train": OnlineTrainer,
+    "offline": OfflineTrainer,
+}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -99,6 +99,7 @@ class RolloutWaiter:
         """
         config = self._context.config
         until = time.monotonic() + (SETTLE_S if self._checkpoints.settling else min(MEET_S, config.cluster.stall_s / 3))
+        looked = time.monotonic()
         while True:
             heartbeat.beat()  # the explorer has a heartbeat of its own
             looked_at = time.monotonic()
@@ -106,6 +107,8 @@ class RolloutWaiter:
             bar.update(done - bar.n)
             for line in self._event_lines.lines() if self._event_lines else ():
                 self._reporter.log(line)
+            if watch.lost is None and time.monotonic() - looked > EVENTS_S:
+                watch.lost, looked = self._weights.deserted(), time.monotonic()
             if complete or self._ranks.stopping or watch.lost is not None or time.monotonic() > until:
                 return complete
             # A look at many groups is no cheap one: most of the time belongs to those that write them.

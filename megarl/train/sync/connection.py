@@ -32,6 +32,8 @@ from megarl.weights.reshard.layout import Layout
 from megarl.weights.reshard.layouts import VOCAB_MULTIPLE, vllm_layout
 from megarl.weights.reshard.plan import ReshardPlan, build_plan
 
+LEAVE_S = 10.0
+"""Seconds that an engine of another program, which has answered, may take to answer again."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -63,6 +65,8 @@ class EngineConnection:
         engines: URLs of the engines that are wanted now, None while all are absent by order; called on rank 0.
         vocab_multiple: What the layout was built with; the engines rebuild it.
         addresses: Of the links' store; read from the environment when not given.
+        come_and_go: The engines are other programs': ``engines`` returns those that answer, and one that does not any
+            more is left out.
         stopping: True once the job is asked to stop; ends the wait for engines that are not ready.
     """
 
@@ -76,15 +80,15 @@ class EngineConnection:
         engines: Callable[[], Sequence[str] | None],
         vocab_multiple: int = VOCAB_MULTIPLE,
         addresses: JobAddresses | None = None,
+        come_and_go: bool = False,
         stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         self._addresses = addresses or JobAddresses.from_environment()
         self._config = config
         self._engines = engines
-        self._stopping = stopping
-        self._rank = rank
-        self._layout, self._hf_config = layout, hf_config
-        self._vocab_multiple = vocab_multiple
+        self.come_and_go = come_and_go
+        self._rank, self._stopping = rank, stopping
+        self._layout, self._hf_config, self._vocab_multiple = layout, hf_config, vocab_multiple
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._fleet = EngineFleet([], self._addresses.key, config.sync.timeout_s)
         self._plan: ReshardPlan | None = None
@@ -177,7 +181,7 @@ class EngineConnection:
         if urls != self._fleet.urls:
             self._fleet = EngineFleet(urls, self._addresses.key, self._config.sync.timeout_s)
         self._make_plan(len(urls))
-        self._fleet.wait_ready(self._config.rollout.start_timeout_s, self._stopping)
+        self._fleet.wait_ready(LEAVE_S if self.come_and_go else self._config.rollout.start_timeout_s, self._stopping)
         posted = [self._messages.posted(f"{topic}/{rank}") for rank in range(1, self._layout.num_ranks)]
         senders = [[machine(), *self._memory], *(where for _, *where in posted)]
         open_everywhere = self.transport is not None and all(is_open for is_open, *_ in posted)
@@ -197,6 +201,8 @@ class EngineConnection:
         def of_engine(i: int, engine: EngineControl) -> list[str]:
             if i not in joining:
                 return before.machines[i]
+            if self.come_and_go:  # an earlier trainer may have been killed in the middle of an update
+                engine.workers("megarl_abandon_update")
             return [worker["machine"] for worker in engine.workers("megarl_agree", self._init_info(i))]
 
         return self._fleet.each(of_engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from megarl.core import heartbeat
 from megarl.core.errors import EngineError, WeightSyncError
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.watch import EngineWatch
@@ -19,6 +21,8 @@ from megarl.train.sync.probe import PROBE_TOLERANCES, check_probe
 from megarl.train.sync.publication import Publication, SyncReport
 from megarl.weights.reshard.execute import Digests, bytes_of, send
 
+AWAIT_S = 0.2
+"""Least seconds between two looks for engines of other programs."""
 LEAST_BUCKET = 65536
 """Bytes below which no bucket is halved: memory that lacks so little is not the buckets'."""
 
@@ -89,7 +93,27 @@ class WeightPublisher(EngineConnection):
 
     def died(self) -> list[str]:
         """``EngineFleet.died`` since ``connect``; empty on ranks other than 0."""
-        return self._fleet.died()
+        if self._rank or not self.come_and_go:
+            return self._fleet.died()
+        there = self._engines() or ()
+        gone = [f"the engine at {url} is gone" for url in self._fleet.urls if url not in there]
+        return gone or self._fleet.died() or ([] if there else ["no engine is there"])
+
+    def await_any(self, seconds: float) -> bool:
+        """Wait for so long for an engine that is there, on rank 0; ends early when the job is asked to stop."""
+        until = time.monotonic() + seconds
+        while not (there := bool(self._engines())) and not self._stopping() and time.monotonic() < until:
+            heartbeat.beat()
+            time.sleep(max(self._config.store.poll_s, AWAIT_S))
+        return there
+
+    def deserted(self) -> str | None:
+        """Reason to join other engines while answers are awaited, on rank 0: they have taken the places of all those
+        that were joined. Engines that come while another is left are joined at the next publication."""
+        urls = (self._engines() or ()) if self.come_and_go and self.transport is not None else ()
+        if not urls or not set(self._fleet.urls).isdisjoint(urls):
+            return None
+        return f"no engine that was given the weights is there, and {', '.join(urls)} is"
 
     def watch(self, version: WeightsVersion) -> EngineWatch:
         """Watch the engines, which have this version, on rank 0; none on others."""

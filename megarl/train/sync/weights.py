@@ -5,6 +5,8 @@ Every rank makes the same calls and leaves them alike: with a result, or with an
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,6 +29,10 @@ from megarl.train.update.turns import Turns
 from megarl.weights.reshard.execute import NO_ROOM
 
 T = TypeVar("T")
+FIRST_S = 5.0
+"""Seconds without an engine before the first line about it."""
+MEET_S = 30.0
+"""Seconds between two collectives while ranks wait for engines."""
 TRIES = 4
 """Attempts at one publication, each but the first after an engine has died in the one before."""
 
@@ -73,7 +79,9 @@ class WeightSync:
         self._turns.enter(Phase.SYNC)  # engines that are away may be wanted then
         self._begin_version(step)
         changed = not self._ranks.agree(not self._publisher.engines_changed())
-        return self._again_if_one_dies(self._publish, join=changed)
+        # What an earlier attempt has asked engines of other programs for is asked for again.
+        abort = self._publisher.come_and_go and self.version.n == 1
+        return self._again_if_one_dies(lambda: self._publish(abort=abort), join=changed)
 
     def publish_again(self, why: str | None, step: int) -> None:
         """Give the weights to an engine that has replaced one that had them, under the same version.
@@ -149,6 +157,7 @@ class WeightSync:
         while True:
             try:
                 if join:
+                    self._await_engines()
                     self._together(self._publisher.connect)
                 return do()
             except (EngineError, WeightSyncError) as error:
@@ -168,6 +177,35 @@ class WeightSync:
                 self._reporter.log(
                     f"an engine died in a weight sync ({'; '.join(found)}); waiting for the one that replaces it"
                 )
+
+    def _await_engines(self) -> None:
+        """Wait until an explore program's engine is there: at the start of an attempt for
+        ``rollout.start_timeout_s``, later however long. Nothing where the job has engines of its own.
+
+        Raises EngineError, Stopped.
+        """
+        if not self._publisher.come_and_go:
+            return
+        config, began, said = self._context.config, time.monotonic(), 0
+        limit_s = config.rollout.start_timeout_s if not self.version.n else math.inf
+        while True:
+            wait_s = min(MEET_S, config.cluster.stall_s / 3)
+            there = self._context.rank != 0 or self._publisher.await_any(wait_s if said else FIRST_S)
+            if self._ranks.agree(there):
+                return
+            if self._ranks.stop_requested():
+                raise Stopped("no engine of an explore program is there")
+            if not self._ranks.agree(time.monotonic() - began < limit_s):
+                raise EngineError(
+                    f"no engine of an explore program is there after rollout.start_timeout_s={limit_s:g}; start "
+                    "`megarl explore` with the overrides of this run"
+                )
+            self._reporter.log(f"waiting for engines of `megarl explore` ({time.monotonic() - began:.0f} s so far)")
+            said += 1
+
+    def deserted(self) -> str | None:
+        """``WeightPublisher.deserted`` on rank 0; None on others."""
+        return self._publisher.deserted() if self._context.rank == 0 else None
 
     def _smaller_buckets(self, error: EngineError | WeightSyncError) -> bool:
         """Halve the buckets on every rank if a side had no memory for one; True if they were halved."""

@@ -1,0 +1,44 @@
+"""Lease of an explorer's claims: its heartbeats, and which other explorers give none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any
+
+from megarl.explore.explorer.held_out import record_evaluations
+from megarl.explore.store import Store
+from megarl.explore.store.workers import Silence
+
+BEATS = 4
+"""Heartbeats of an explorer in the time of silence after which it counts as dead."""
+
+
+class Lease:
+    """Shows that an explorer lives, and sees which others do not: their groups are free.
+
+    Args:
+        call: Calls a function of the store in the store's thread.
+        silence_s: Silence after which a worker counts as dead.
+    """
+
+    def __init__(
+        self, store: Store, worker: str, call: Callable[..., Awaitable[Any]], silence_s: float, beats: int = BEATS
+    ) -> None:
+        self._store, self._worker, self._call = store, worker, call
+        self._silence_s, self._every_s = silence_s, silence_s / beats
+        self._others = Silence(self._every_s)
+
+    @property
+    def silent(self) -> Collection[str]:
+        """Names of workers that are dead, as the last look has it."""
+        return self._others.longer_than(self._silence_s)
+
+    async def keep(self) -> None:
+        """Give heartbeats until cancelled."""
+        while True:
+            await self._call(self._store.beat, self._worker)
+            self._others.look(await self._call(self._store.beats))
+            if self.silent:  # one of them may have died before its evaluation was counted
+                await self._call(record_evaluations, self._store, self._worker)
+            await asyncio.sleep(self._every_s)

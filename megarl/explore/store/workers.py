@@ -1,0 +1,85 @@
+"""Heartbeats of explorers and programs, for whoever else works on the store: what one that is silent holds is free."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, select
+
+from megarl.explore.store.handle import Handle
+from megarl.explore.store.tables import GROUPS, WORKERS, GroupState
+from megarl.explore.store.transactions import put
+
+
+class WorkerTable(Handle):
+    """Heartbeats of those who work on the store."""
+
+    def beat(self, name: str) -> None:
+        """Show that ``name`` lives. Safe to repeat: nobody reads more into a number than that it is another one."""
+        before = select(WORKERS.c.beat).where(WORKERS.c.name == name)
+
+        def work(connection: Connection, again: bool) -> None:
+            row = {"name": name, "program": self.program, "attempt": self._database.attempt}
+            put(connection, WORKERS, [row | {"beat": (connection.scalar(before) or 0) + 1}])
+
+        self._write(work)
+
+    def beats(self) -> dict[str, int]:
+        """Name -> number of its last heartbeat; 0 for a worker that holds claims and never gave one."""
+        holders = select(GROUPS.c.claimed_by).where(GROUPS.c.state == GroupState.CLAIMED).distinct()
+
+        def look(connection: Connection) -> dict[str, int]:
+            found = {str(name): 0 for name in connection.scalars(holders)}
+            return found | {row.name: row.beat for row in connection.execute(select(WORKERS))}
+
+        return self._read(look)
+
+
+@dataclass(frozen=True)
+class _LastBeat:
+    """A worker as the last look found it."""
+
+    beat: int
+    silent_s: float = 0.0
+    moved: bool = False
+    """It has given a heartbeat since it was first seen."""
+
+
+class Silence:
+    """Seconds for which others gave no heartbeat, by this process's monotonic clock.
+
+    Args:
+        every_s: Seconds between two looks; of a longer time, in which this process may have been suspended together
+            with the others, twice as much counts.
+    """
+
+    def __init__(self, every_s: float = math.inf, clock: Callable[[], float] = time.monotonic) -> None:
+        self._every_s = every_s
+        self._clock = clock
+        self._looked = clock()
+        self._seen: dict[str, _LastBeat] = {}
+
+    def look(self, beats: Mapping[str, int]) -> None:
+        """Take in what ``WorkerTable.beats`` returned now."""
+        now = self._clock()
+        passed, self._looked = min(now - self._looked, 2 * self._every_s), now
+        self._seen = {name: self._glance(name, beat, passed) for name, beat in beats.items()}
+
+    def _glance(self, name: str, beat: int, passed: float) -> _LastBeat:
+        before = self._seen.get(name)
+        if before is None:
+            return _LastBeat(beat)
+        if beat != before.beat:
+            return _LastBeat(beat, moved=True)
+        return _LastBeat(beat, before.silent_s + passed, before.moved)
+
+    def longer_than(self, seconds: float) -> Collection[str]:
+        """Names of those that have been silent for so long."""
+        return {name for name, seen in self._seen.items() if seen.silent_s > seconds}
+
+    def alive(self, seconds: float) -> Collection[str]:
+        """Names of those that were seen to give a heartbeat, and have not been silent for so long since."""
+        return {name for name, seen in self._seen.items() if seen.moved and seen.silent_s <= seconds}

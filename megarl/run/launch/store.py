@@ -1,0 +1,97 @@
+"""``megarl store``: the PostgreSQL server of a run, as a program that outlives the others."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import time
+from pathlib import Path
+
+from megarl.core.config import Config
+from megarl.core.errors import ConfigError
+from megarl.engine.client.auth import KEY_VARIABLE
+from megarl.explore.store import OWN_SERVER, VARIABLE, Store
+from megarl.run.postgres import ADDRESS, Server
+from megarl.run.process.interrupt import StopRequest
+from megarl.run.process.ports import is_free
+from megarl.run.run_dir.owner import own_run_dir, run_key
+
+log = logging.getLogger(__name__)
+
+PROGRAM = "store"
+WATCH_S = 0.5
+ENDED_S = 5.0
+"""Seconds for which a finished run must have had no other program, before its server ends."""
+CONNECTIONS = 1000
+"""Connections that all programs of a run may have together: each trainer node, explorer and supervisor one or two."""
+UNFINISHED = 130
+"""Exit status of a server that was stopped before its run was finished."""
+
+
+def serve(config: Config) -> int:
+    """Run the server until the run is finished and its other programs have ended (status 0), or it is asked to stop
+    (130).
+
+    Raises:
+        ConfigError: ``store.url`` asks for no such server, or another one is there; and as ``Server.start``.
+    """
+    if config.store.url != OWN_SERVER:
+        raise ConfigError(
+            f"store.url={config.store.url} needs no program of its own; set store=postgres for a server of the run"
+        )
+    run_dir = Path(config.run.dir)
+    key = os.environ.get(KEY_VARIABLE) or run_key(run_dir)
+    with own_run_dir(run_dir, PROGRAM) as lock:
+        port = _earlier_port(run_dir, config.run.host)
+        server = Server(
+            run_dir / "postgres", key, host=config.run.host, port=port, connections=CONNECTIONS, held=[lock]
+        )
+        with StopRequest() as stop_request:
+            server.start()
+            os.environ[VARIABLE] = server.url
+            try:
+                return _watch(config, run_dir, server, stop_request)
+            finally:
+                server.stop()
+
+
+def _watch(config: Config, run_dir: Path, server: Server, stop_request: StopRequest) -> int:
+    store = Store(config.store.url, outage_s=config.store.outage_s)
+    ended_at: float | None = None
+    try:
+        while not stop_request.count:
+            if server.poll() is not None:
+                log.warning("the run's PostgreSQL has ended (status %s); starting it again", server.poll())
+                server.start()
+            ended = store.has_begun() and store.job_state() == "closed" and not _others(run_dir)
+            ended_at = (ended_at or time.monotonic()) if ended else None
+            if ended_at is not None and time.monotonic() - ended_at > ENDED_S:
+                log.info("%s is finished, and its programs have ended", run_dir)
+                return 0
+            time.sleep(WATCH_S)
+    finally:
+        store.close()
+    log.warning("stopped; run the same command again to go on")
+    return UNFINISHED
+
+
+def _others(run_dir: Path) -> list[str]:
+    """Locks of programs of the run that are held now, this one's left out."""
+    held = []
+    for path in run_dir.glob("lock*"):
+        with path.open("rb") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if path.name != f"lock_{PROGRAM}":
+                    held.append(path.name)
+    return held
+
+
+def _earlier_port(run_dir: Path, host: str) -> int | None:
+    """Port of the server before, at which programs that live look for it again; None where there is none, or it is
+    taken."""
+    path = run_dir / "postgres" / ADDRESS
+    before, _, port = path.read_text().rpartition(":") if path.is_file() else ("", "", "")
+    return int(port) if before == host and is_free(host, int(port)) else None
