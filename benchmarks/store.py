@@ -1,9 +1,10 @@
 """Time of the store's calls whose work must not grow with what the store holds, on SQLite, small beside large.
 
-``python benchmarks/store.py [--write]``. Three cases: an evaluation as an explorer's thread for the store goes through
-it, a rollout that is asked for among many tasks, and the success of a step's tasks after many steps. A ratio near 1 is
-a call that takes as long in the larger store. Times are the thread's CPU time, which other work on the machine changes
-least; waits for the disk are not in it, but in the seconds of the whole.
+``python benchmarks/store.py [--write]``. Four cases: the steps of a job that has used many groups, an evaluation as an
+explorer's thread for the store goes through it, a rollout that is asked for among many tasks, and the success of a
+step's tasks after many steps. A ratio near 1 is a call that takes as long in the larger store. Times are the thread's
+CPU time, which other work on the machine changes least; waits for the disk are not in it, but in the seconds of the
+whole.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ import page
 
 from megarl.core.schema import Reward, Task, Trajectory, Turn, WeightsSpan, WeightsVersion
 from megarl.explore.explorer.held_out import record_evaluations
-from megarl.explore.store import Claim, Store, Used
+from megarl.explore.store import Claim, EndedGroup, Store, Used
+from megarl.explore.store.codec import trajectory_to_row
+from megarl.explore.store.tables import GROUPS, ROLLOUTS, TRAJECTORIES
 
+USED = (1_024, 102_400)
 HELD_OUT = (2_000, 20_000)
 TASKS = (30_000, 300_000)
 STEPS = (4, 40)
@@ -140,6 +144,55 @@ def successes(steps: int) -> float:
     return statistics.median(clock.seconds[""])
 
 
+def steps_after(number: int) -> dict[str, float]:
+    """Call -> median CPU seconds of it in a step, in a store with so many groups that steps have used."""
+    clock = Clock()
+    with opened() as store:
+        store.add_tasks("train", tasks("train", ASKED))
+        ids, done = store.task_ids("train"), number // ASKED
+        for step in range(done):
+            store.request_rollout(f"train-{step:06d}", "train", step, VERSION, ids, 1, {})
+        with store._database._writer.begin() as connection:  # as if each had been claimed, put and recorded
+            used = GROUPS.update().where(ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
+            connection.execute(used.values(state="consumed", used_by=ROLLOUTS.c.step + 1, ended_at=0.0))
+            rows = [trajectory_to_row(answers(claim)[0]) for claim in claims_on(done, ids[0])]
+            for row in rows:  # one answer of each group, without its tokens
+                others = [row | {"group_id": f"{row['rollout_id']}/{i}", "tensors": b""} for i in range(ASKED)]
+                connection.execute(TRAJECTORIES.insert(), others)
+        for step in range(done, done + ROUNDS):
+            store.record_version(WeightsVersion(1, step), step)
+            clock.call(
+                "request_rollout", store.request_rollout, f"train-{step:06d}", "train", step, VERSION, ids, 2, {}
+            )
+            while claims := clock.call("claim_groups", store.claim_groups, WORKER, CAPACITY, max_samples=2 * CAPACITY):
+                ended = [EndedGroup(claim, answers(claim)) for claim in claims]
+                clock.call("put_all", store.put_all, ended)
+            clock.call("unused", store.unused)
+            groups = clock.call("take", store.take, ASKED, step=step)
+            clock.call("parts", store.parts, groups)
+            clock.call("record_step", store.record_step, step + 1, {}, Used(tuple(groups)))
+    return {name: statistics.median(seconds) for name, seconds in clock.seconds.items()}
+
+
+def claims_on(rollouts: int, task_id: str) -> Iterator[Claim]:
+    """A claim on the first group of each of the first rollouts."""
+    task = Task(task_id, "benchmark", (), "math", {})
+    for step in range(rollouts):
+        name = f"train-{step:06d}"
+        yield Claim(name, "train", step, VERSION, f"{name}/0", 0, 1, {}, task, WORKER, "", 1)
+
+
+def of_steps(text: page.Text, sizes: Sequence[int]) -> None:
+    few, many = sizes
+    small, large = (steps_after(number) for number in sizes)
+    text.say(f"| a call in a step of {ASKED} groups, CPU ms | {few:,} groups used | {many:,} groups used | ratio |")
+    text.say("|---|---:|---:|---:|")
+    names = {"claim_groups": f"`claim_groups`, {CAPACITY} at a time", "put_all": f"`put_all` of {CAPACITY} groups"}
+    for name in small:
+        a, b = 1e3 * small[name], 1e3 * large[name]
+        text.say(f"| {names.get(name, f'`{name}`')} | {a:.2f} | {b:.2f} | {b / a:.1f} |")
+
+
 def of_evaluations(text: page.Text, sizes: Sequence[int]) -> None:
     small, large = (evaluation(number) for number in sizes)
     few, many = sizes
@@ -169,6 +222,8 @@ def main() -> None:
     options = parser.parse_args()
     evaluation(100)  # warm
     text = page.Text()
+    of_steps(text, USED)
+    text.say("")
     of_evaluations(text, HELD_OUT)
     text.say("")
     text.say("| call | store | CPU | larger store | CPU | ratio |")
