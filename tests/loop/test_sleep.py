@@ -252,7 +252,11 @@ CELLS = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell.family}-{cell.dtype}")
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(cell, marks=pytest.mark.soak if cell.family == "llama3" else ()) for cell in CELLS],
+    ids=lambda cell: f"{cell.family}-{cell.dtype}",
+)
 def test_other_engines_sleep(cell: Cell, tmp_path: Path, zygote: Zygote) -> None:
     with engine_of(cell, tmp_path, zygote) as (engine, ranks, model):
         weights = sum(p.numel() * p.element_size() for p in model.parameters())

@@ -82,7 +82,9 @@ def differences(a: Any, b: Any, where: str = "") -> list[str]:
     return [] if a == b else [where]
 
 
-@pytest.mark.parametrize("case", list(TOGETHER))
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.soak) if case == "pp2+tp2+dp2" else case for case in TOGETHER]
+)
 def test_models_that_take_turns_compute_what_they_do_alone(tmp_path: Path, case: str) -> None:
     path = save("qwen3_moe", tmp_path / "m") if case == "experts" else save_tiny_qwen3(tmp_path / "m", tied=True)
     answers = run_grid(2, together, str(path), TOGETHER[case])
