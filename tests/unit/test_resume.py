@@ -232,7 +232,7 @@ def test_groups_that_were_asked_for_ahead_with_other_settings_are_asked_for_agai
     """Their tokens were sampled, or judged, as the settings do not say any more."""
     before = ("sync.max_staleness=1", "trainer.steps=9")
     config = config_of(tmp_path, *before)
-    job._fill_store(config, {}, 1)
+    job._fill_store(config, {}, 1, config)
     save_resolved(config, tmp_path / "resolved.json")
     store = Store(config.store.url, attempt=1)
     task = Task("t", "math", ({"role": "user", "content": "1 + 1 ="},), "math", {"ground_truth": "2"})
@@ -242,7 +242,8 @@ def test_groups_that_were_asked_for_ahead_with_other_settings_are_asked_for_agai
     for step in (1, 2):
         store.record_step(step, {})
     finished_checkpoint(tmp_path, 2)
-    job._fill_store(config_of(tmp_path, *before, *overrides), {}, 2)
+    changed = config_of(tmp_path, *before, *overrides)
+    job._fill_store(changed, {}, 2, changed)
     assert store.progress("ahead") == (0, int(kept))
     store.close()
 

@@ -283,8 +283,8 @@ def test_what_is_left_out_is_counted_in_the_store(prepared: Path, tmp_path: Path
     found = checks.check(config)
     assert found["train"].dropped == {"process": 1, "duplicate": 1, "overlong_prompt": 1}
     assert len(found["train"].tasks) == len(rows) and found["eval"].dropped == {}
-    _fill_store(config, found, 1)
-    _fill_store(config, found, 2)
+    _fill_store(config, found, 1, config)
+    _fill_store(config, found, 2, config)
     events = [event["data"] for event in Store(config.store.url).events("tasks")]
     expected = {"split": "train", "tasks": 30, "dropped": found["train"].dropped}
     assert events == [expected, {"split": "eval", "tasks": 10, "dropped": {}}], "once, not at every start"

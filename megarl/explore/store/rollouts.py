@@ -243,7 +243,7 @@ def _sample_again(connection: Connection, from_step: int) -> None:
         .where(GROUPS.c.state.in_((GroupState.AWAITING, GroupState.READY)), ROLLOUTS.c.kind == "train")
     )
     ids = {row.group_id for row in connection.execute(query) if versions_in(row.record) & dead}
-    again = {"state": GroupState.PENDING, "claimed_by": None, "claimed_at": None, "claim_token": None, "ended_at": None}
+    again = {"state": GroupState.PENDING, "claimed_by": None, "claim_token": None, "ended_at": None}
     for few in chunks(sorted(ids)):
         connection.execute(delete(TRAJECTORIES).where(TRAJECTORIES.c.group_id.in_(few)))
         connection.execute(update(GROUPS).where(GROUPS.c.group_id.in_(few)).values(again))

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megarl.core.errors import JobError
-from megarl.core.jobs import JOBS, ProcessKind, kind_of, unit_of
+from megarl.core.jobs import ProcessKind, kind_of, unit_of
 from megarl.explore.store import EngineStatus
 from megarl.run.nodes.node import NotStarted, Process, Started, on_every_node
 from megarl.run.process.process import ERROR
@@ -29,7 +29,7 @@ CLOSED_S = 5.0
 died."""
 SERVERS = frozenset({ProcessKind.ENGINE, ProcessKind.REWARD_HOST})
 """Kinds that never end by themselves."""
-DECIDING = frozenset(job.until for job in JOBS.values())
+DECIDING = frozenset({ProcessKind.TRAINER, ProcessKind.BENCH})
 """Kinds whose death ends the attempt."""
 FREE_S = 10.0
 """Seconds that children of a dead server may hold its port, before its successor is given up."""
