@@ -297,7 +297,7 @@ def _train(arguments: argparse.Namespace) -> int:
     config = compose(
         arguments.overrides, own=arguments.config_dir
     )  # before the imports that take seconds: a mistyped key is reported at once
-    if config.run.mode != "both":
+    if config.run.mode in ("explore", "bench"):
         raise ConfigError(f"run.mode={config.run.mode} is of `megarl {config.run.mode}`; leave it out, or run that")
     return _check_job(config, arguments) if arguments.check else _run_job(config)
 
