@@ -30,7 +30,7 @@ from megarl.core import heartbeat
 from megarl.core.config import Config, load_resolved
 from megarl.core.config.rewards import RewardConfig
 from megarl.core.errors import EngineError, InputError, JobError, describe
-from megarl.core.jobs import PROGRAM, STOPPED, TRAIN, logs_of
+from megarl.core.jobs import EXPLORE, PROGRAM, STOPPED, TRAIN, logs_of
 from megarl.core.metrics import Timeline
 from megarl.core.schema import GREEDY, End, Trajectory, WeightsVersion
 from megarl.engine.client.client import EngineClient, Sampling
@@ -355,7 +355,7 @@ async def explore(config: Config, key: str, worker: str) -> None:
                 poll_s=config.store.poll_s,
                 timeline=Timeline(Path(config.run.dir) / "timeline", worker),
                 event_lines=scorer.tally.line,
-                gate=None if store.program == TRAIN else OpenEngines(engines, key),
+                gate=OpenEngines(engines, key) if store.program.startswith(EXPLORE) else None,
                 silence_s=config.cluster.heartbeat_s,
             )
             gc.collect()
