@@ -34,6 +34,7 @@ class Syncs:
         """Phases, memory that engines were given again, and the probe."""
         self.publisher = SimpleNamespace(
             connect=self.connect,
+            come_and_go=False,
             died=lambda: list(died),
             engines_changed=lambda: self.changed,
             halve_buckets=self.halve_buckets,

@@ -106,8 +106,7 @@ class Explorer:
         silence_s: float = 30.0,
     ) -> None:
         self._flights: set[asyncio.Task[None]] = set()
-        self._gate = gate
-        self._silence_s = silence_s
+        self._gate, self._silence_s = gate, silence_s
         self._timeline = timeline
         self._event_lines = event_lines
         self._store = store
@@ -128,8 +127,7 @@ class Explorer:
         self._worker = worker
         self._capacity = capacity
         self._backlog = backlog
-        self._calls = calls
-        self._poll_s = poll_s
+        self._calls, self._poll_s = calls, poll_s
         self._engine_timeout_s = engine_timeout_s
         self._retry_s = retry_s
         self._generating = 0

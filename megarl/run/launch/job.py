@@ -161,9 +161,7 @@ def _run_attempts(
                 attempt = last = _begin_attempt(config, stop_request, last)
                 if job.trains:
                     shutil.rmtree(run_dir / OFFLOAD, ignore_errors=True)  # of ranks that were killed
-                    _fill_store(config, tasks, attempt)
-                    save_resolved(fitted.config, resolved(config))  # before an explore program sees the open job
-                    _open_job(config, attempt)
+                    _fill_store(config, tasks, attempt, fitted.config)
                 else:
                     enter(config, attempt)
             try:
@@ -275,7 +273,7 @@ def _healthy(config: Config, allocation: Allocation, others: Sequence[RemoteNode
     return [node for node in others if node.name not in faults]
 
 
-def _fill_store(config: Config, tasks: Mapping[str, Selected], attempt: int) -> None:
+def _fill_store(config: Config, tasks: Mapping[str, Selected], attempt: int, fitted: Config | None = None) -> None:
     """The attempt, which ends all earlier ones' right to write; tasks, and nothing that an earlier attempt asked for
     and the newest checkpoint knows nothing of, nor groups that it asked for ahead with settings that have changed.
 
@@ -298,11 +296,6 @@ def _fill_store(config: Config, tasks: Mapping[str, Selected], attempt: int) -> 
             data = {"split": split, "tasks": len(selected.tasks), "dropped": selected.dropped}
             store.record_event("supervisor", "tasks", data | ({} if "" in sources else {"sources": dict(sources)}))
     fill_experts(config, store)
-    store.close()
-
-
-def _open_job(config: Config, attempt: int) -> None:
-    """Let explorers work."""
-    store = Store(config.store.url, attempt=attempt, outage_s=config.store.outage_s, program=job_of(config).program)
+    save_resolved(fitted or config, resolved(config))  # before an explore program sees the open job
     store.open_job()
     store.close()
