@@ -283,7 +283,8 @@ def _count(group: ClaimedGroup, members: Sequence[Trajectory]) -> None:
 
 def _sampling(claim: Claim) -> Sampling:
     own = {name: value for name, value in claim.sampling.items() if name not in ("seed", "greedy")}
-    return Sampling(**own, oldest=claim.version)
+    # Weights that an engine has read from files are of no attempt.
+    return Sampling(**own, oldest=claim.version if claim.version.attempt else None)
 
 
 def _seed(claim: Claim) -> int | None:
