@@ -34,7 +34,17 @@ from tests.stores import finish, make_task, make_trajectory, request, rows
 from tests.unit.test_store_outage import child, go, shows_that_it_waits
 
 pytestmark = pytest.mark.postgres
-NUMBERS_AND_TIMES = ("sequence", "requested_at", "claim_token", "beat", "recorded_at", "event_id", "at")
+NUMBERS_AND_TIMES = (
+    "sequence",
+    "requested_at",
+    "claim_token",
+    "beat",
+    "recorded_at",
+    "published_at",
+    "ended_at",
+    "event_id",
+    "at",
+)
 """Columns in which two stores differ that were told the same."""
 
 
