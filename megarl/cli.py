@@ -25,7 +25,7 @@ IMPORT_EXPERTS, AWAITING, REWARD = "import-experts", "awaiting", "reward"
 WANTS = {
     IMPORT_EXPERTS: "a parquet or jsonl file of demonstrations, or run:DIR",
     AWAITING: "a jsonl file to write",
-    REWARD: "a parquet or jsonl file with group_id, index and score",
+    REWARD: "a parquet or jsonl file with the rows of `megarl data awaiting` and their score",
 }
 
 

@@ -104,7 +104,7 @@ LIMITED = {
     "explore/store/waiting._marking: with ThreadPoolExecutor": "connect_timeout of libpq",
     "train/sync/fleet.EngineFleet.calling: with ThreadPoolExecutor": "one request to each engine: sync.timeout_s, or "
     "rollout.start_timeout_s while they start",
-    "train/sync/weights.WeightSync.quieting: with ThreadPoolExecutor": "one request: rollout.request_timeout_s",
+    "train/sync/weights.WeightSync.quieting: with ThreadPoolExecutor": "given up: one try of EngineControl.drain",
     "train/sync/fleet.results: future.result": "one request to each engine: sync.timeout_s",
     "engine/sync/link.Link.irecv: self._open().recv": "does not wait: it begins to receive",
     "engine/sync/receiver.Receiver.init_transfer_engine: self.shutdown": "no wait: closes the link",

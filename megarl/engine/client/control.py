@@ -89,6 +89,22 @@ class EngineControl:
         """Stops scheduling; requests that come later queue. ``wait`` lets the running ones end first."""
         self._call("POST", f"/pause?mode={mode}", timeout_s=timeout_s)
 
+    def drain(self, given_up: Callable[[], bool], try_s: float = 10.0) -> None:
+        """Pause as ``pause`` does, however long the running requests take, or until ``given_up``, within ``try_s``.
+
+        A request that generates nothing is ended by who asked for it (``rollout.request_timeout_s``).
+        """
+        while True:
+            try:
+                self.pause("wait", try_s)
+                return
+            except EngineError as error:
+                if given_up():
+                    return
+                if not isinstance(error.__cause__, TimeoutError):
+                    raise
+                self.state()  # it lives
+
     def resume(self) -> None:
         """Let the engine generate again."""
         self._call("POST", "/resume")

@@ -5,13 +5,14 @@ from megarl.explore.store.database import OWN_SERVER, VARIABLE, check_url, sqlit
 from megarl.explore.store.engines import RegisteredEngine
 from megarl.explore.store.experts import ExpertExperience, ImportedSource
 from megarl.explore.store.journal import NOTHING_USED, Used
-from megarl.explore.store.late import GivenReward, Rewarded
+from megarl.explore.store.late import AwaitingReward, GivenReward, Rewarded
 from megarl.explore.store.pacing import UnusedGroup
 from megarl.explore.store.replays import UsedGroup
 from megarl.explore.store.store import Store
 from megarl.explore.store.tables import EngineStatus
 
 __all__ = [
+    "AwaitingReward",
     "NOTHING_USED",
     "OWN_SERVER",
     "VARIABLE",

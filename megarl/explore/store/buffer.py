@@ -99,7 +99,7 @@ class Buffer(Handle):
             lambda connection, again: connection.execute(update(GROUPS).where(*held).values(free)).rowcount
         )
 
-    def take(self, n: int, *, step: int, without: Collection[str] = (), awaiting: bool = False) -> list[str]:
+    def take(self, n: int, *, step: int, without: Collection[str] = ()) -> list[str]:
         """Choose up to ``n`` ready groups that were asked for for a training step; return their ids in the order in
         which they were asked for.
 
@@ -109,13 +109,11 @@ class Buffer(Handle):
         Args:
             step: Steps done before the one that trains on them.
             without: Ids of groups that the step has already.
-            awaiting: Take those too that still await rewards.
         """
-        states = (GroupState.READY, *([GroupState.AWAITING] if awaiting else []))
         query = (
             select(GROUPS.c.group_id)
             .join(ROLLOUTS, ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
-            .where(GROUPS.c.state.in_(states), ROLLOUTS.c.kind == "train")
+            .where(GROUPS.c.state == GroupState.READY, ROLLOUTS.c.kind == "train")
             .where(ROLLOUTS.c.step == step)
             .order_by(ROLLOUTS.c.sequence, GROUPS.c.position)
         )

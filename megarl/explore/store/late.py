@@ -24,7 +24,17 @@ class GivenReward(NamedTuple):
     group_id: str
     position: int
     """``Trajectory.index``."""
+    claim: str
+    """Token of the claim that sampled it: a group of this id may have been sampled again since."""
     reward: Reward
+
+
+class AwaitingReward(NamedTuple):
+    """A trajectory that awaits a reward."""
+
+    task: Task
+    trajectory: Trajectory
+    claim: str
 
 
 class Rewarded(NamedTuple):
@@ -34,40 +44,50 @@ class Rewarded(NamedTuple):
     ready: int
     """Groups that have all their rewards now."""
     left_out: tuple[tuple[str, int], ...]
-    """(group, index) of trajectories that awaited none: already rewarded, used without, or not in the store."""
+    """(group, index) of trajectories that awaited none: already rewarded, used without, sampled again, or not in the
+    store."""
 
 
 class LateRewards(Buffer):
     """Groups that await rewards."""
 
-    def awaiting(self) -> Iterator[list[tuple[Task, Trajectory]]]:
-        """Trajectories that await a reward, with their tasks, in parts of bounded size."""
-        query = select(GROUPS.c.group_id).where(GROUPS.c.state == GroupState.AWAITING).order_by(GROUPS.c.ended_at)
-        for few in self.parts(self._read(lambda connection: list(connection.scalars(query)))):
-            found = [e for e in self.read(few) if e.reward.status == "late"]
+    def awaiting(self) -> Iterator[list[AwaitingReward]]:
+        """Trajectories that await a reward, in parts of bounded size."""
+        columns = (GROUPS.c.group_id, GROUPS.c.claim_token)
+        query = select(*columns).where(GROUPS.c.state == GroupState.AWAITING).order_by(GROUPS.c.ended_at)
+        claims = {row.group_id: row.claim_token for row in self._read(lambda c: c.execute(query).all())}
+        for few in self.parts(list(claims)):
+            groups = by_id(self.read(few))
+            members = [e for group in groups for e in ([group[0].greedy] if group[0].greedy else []) + group]
+            found = [e for e in members if e.reward.status == "late"]
             ids = {e.task_id for e in found}
             tasks, images = self._read(lambda c, ids=ids: (tasks_of(c, ids), images_of(c, ids)))  # type: ignore[misc]
             of_id = {row.task_id: task_from_row(row, images.get(row.task_id, ())) for row in tasks}
-            yield [(of_id[e.task_id], e) for e in found]
+            yield [AwaitingReward(of_id[e.task_id], e, claims[e.group_id]) for e in found]
 
     def reward(self, given: Sequence[GivenReward]) -> Rewarded:
         """Write rewards of trajectories that await one, and make groups ready that have all, in one transaction.
 
         Safe to repeat: what has its reward is left as it is.
         """
-        of_group: dict[str, dict[int, Reward]] = {}
+        of_group: dict[tuple[str, str], dict[int, Reward]] = {}
         for each in given:
-            of_group.setdefault(each.group_id, {})[each.position] = each.reward
+            of_group.setdefault((each.group_id, each.claim), {})[each.position] = each.reward
 
         def work(connection: Connection, again: bool) -> Rewarded:
             written, ready = set[tuple[str, int]](), 0
-            for few in chunks(list(of_group)):
+            for few in chunks(sorted({group for group, _ in of_group})):
                 waiting = (GROUPS.c.group_id.in_(few), GROUPS.c.state == GroupState.AWAITING)
-                held = set(connection.scalars(select(GROUPS.c.group_id).where(*waiting).with_for_update()))
-                left = _late(connection, held)
-                new = {(group, index): record for (group, index), record in left.items() if index in of_group[group]}
-                _write(connection, [(*key, of_group[key[0]][key[1]], record) for key, record in new.items()])
-                whole = held - {group for group, index in left.keys() - new.keys()}
+                query = select(GROUPS.c.group_id, GROUPS.c.claim_token).where(*waiting).with_for_update()
+                rewards = {
+                    row.group_id: of_group[row.group_id, row.claim_token]
+                    for row in connection.execute(query)
+                    if (row.group_id, row.claim_token) in of_group
+                }
+                left = _late(connection, set(rewards))
+                new = {(group, index): record for (group, index), record in left.items() if index in rewards[group]}
+                _write(connection, [(*key, rewards[key[0]][key[1]], record) for key, record in new.items()])
+                whole = rewards.keys() - {group for group, index in left.keys() - new.keys()}
                 now = {"state": GroupState.READY, "ended_at": time.time()}
                 connection.execute(update(GROUPS).where(GROUPS.c.group_id.in_(whole)).values(now))
                 written |= new.keys()
@@ -76,6 +96,24 @@ class LateRewards(Buffer):
             return Rewarded(len(written), ready, tuple(key for key in asked if key not in written))
 
         return self._write(work)
+
+    def stop_waiting(self, group_ids: Sequence[str]) -> None:
+        """Make groups ready without the rewards that they await: a step takes them as they are. Safe to repeat."""
+
+        def work(connection: Connection, again: bool) -> None:
+            for few in chunks(group_ids):
+                which = (GROUPS.c.group_id.in_(few), GROUPS.c.state == GroupState.AWAITING)
+                connection.execute(update(GROUPS).where(*which).values(state=GroupState.READY))
+
+        self._write(work)
+
+
+def by_id(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
+    """Trajectories by group."""
+    groups: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        groups.setdefault(trajectory.group_id, []).append(trajectory)
+    return list(groups.values())
 
 
 def _late(connection: Connection, group_ids: set[str]) -> dict[tuple[str, int], str]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, and_, case, delete, exists, func, insert, not_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, case, delete, exists, func, insert, not_, or_, select, update
 
 from megarl.core.errors import DataError
 from megarl.core.schema import WeightsVersion
@@ -126,7 +126,8 @@ class RolloutTable(Handle):
         steps = ROLLOUTS.c.step if ahead else steps_of_weights()
 
         def work(connection: Connection, again: bool) -> None:
-            ids = list(connection.scalars(select(ROLLOUTS.c.rollout_id).where(steps >= from_step)))
+            further = and_(ROLLOUTS.c.step >= from_step, ROLLOUTS.c.rollout_id.like("train-%-%"))
+            ids = list(connection.scalars(select(ROLLOUTS.c.rollout_id).where(or_(steps >= from_step, further))))
             delete_rollouts(connection, ids)
             connection.execute(update(GROUPS).where(GROUPS.c.used_by > from_step).values(UNUSED))
             connection.execute(update(GROUPS).where(_lacks_rewards()).values(state=GroupState.AWAITING))
@@ -232,7 +233,8 @@ def _delete_unused(connection: Connection) -> None:
 
 
 def _sample_again(connection: Connection, from_step: int) -> None:
-    """Make unused groups pending that have tokens of weights with more than ``from_step`` steps."""
+    """Make unused groups pending that have, or may have, tokens of weights with more than ``from_step`` steps: those of
+    explorers that live on too."""
     dead = set(connection.scalars(select(VERSIONS.c.version).where(VERSIONS.c.step > from_step)))
     if not dead:
         return
@@ -243,6 +245,9 @@ def _sample_again(connection: Connection, from_step: int) -> None:
         .where(GROUPS.c.state.in_((GroupState.AWAITING, GroupState.READY)), ROLLOUTS.c.kind == "train")
     )
     ids = {row.group_id for row in connection.execute(query) if versions_in(row.record) & dead}
+    trained = select(ROLLOUTS.c.rollout_id).where(ROLLOUTS.c.kind == "train")
+    claimed = (GROUPS.c.state == GroupState.CLAIMED, GROUPS.c.rollout_id.in_(trained))
+    ids |= set(connection.scalars(select(GROUPS.c.group_id).where(*claimed)))
     again = {"state": GroupState.PENDING, "claimed_by": None, "claim_token": None, "ended_at": None}
     for few in chunks(sorted(ids)):
         connection.execute(delete(TRAJECTORIES).where(TRAJECTORIES.c.group_id.in_(few)))

@@ -37,7 +37,8 @@ def give_rewards(config: Config, sources: Sequence[str]) -> None:
     if done.left_out:
         group, index = done.left_out[0]
         log.warning(
-            "%d rows left out, the first of %s[%d]: rewarded already, used by a step without, or not in the store",
+            "%d rows left out, the first of %s[%d]: rewarded already, used by a step without, sampled again, or not "
+            "in the store",
             len(done.left_out),
             group,
             index,

@@ -9,13 +9,13 @@ from typing import Any
 
 from megarl.core.config import Config
 from megarl.core.errors import ConfigError, DataError
-from megarl.core.schema import Reward, Task, Trajectory
+from megarl.core.schema import Reward
 from megarl.explore.rewards.verdict import NO_VERDICT, to_verdict, weigh
-from megarl.explore.store import GivenReward, Store
+from megarl.explore.store import AwaitingReward, GivenReward, Store
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.tasksets.files import RowLocation, read_table
 
-WHICH = ("group_id", "index")
+WHICH = ("group_id", "index", "claim")
 GIVEN = ("score", "acc", "status", "parts")
 """Columns of a reward: keys of verl's reward dict."""
 
@@ -34,11 +34,12 @@ def check_weights(config: Config) -> None:
 def awaiting_rows(store: Store, tokenizer: ChatTokenizer) -> Iterator[dict[str, Any]]:
     """Rows of trajectories that await a reward: what they are, and what a judge needs to see."""
     for part in store.awaiting():
-        for task, trajectory in part:
-            yield _row(task, trajectory, tokenizer)
+        for each in part:
+            yield _row(each, tokenizer)
 
 
-def _row(task: Task, trajectory: Trajectory, tokenizer: ChatTokenizer) -> dict[str, Any]:
+def _row(each: AwaitingReward, tokenizer: ChatTokenizer) -> dict[str, Any]:
+    task, trajectory = each.task, each.trajectory
     turns = [
         {"author": turn.author, "text": tokenizer.decode(turn.token_ids, special=turn.author != "model")}
         for turn in trajectory.turns[1:]
@@ -46,6 +47,7 @@ def _row(task: Task, trajectory: Trajectory, tokenizer: ChatTokenizer) -> dict[s
     return {
         "group_id": trajectory.group_id,
         "index": trajectory.index,
+        "claim": each.claim,
         "data_source": task.data_source,
         "prompt": list(task.prompt),
         "ground_truth": task.ground_truth,
@@ -74,7 +76,9 @@ def read_rewards(path: Path, config: Config) -> list[GivenReward]:
     check_weights(config)
     names, rows = read_table(path, (*WHICH, *GIVEN))
     if lacking := [name for name in (*WHICH, "score") if name not in names]:
-        raise DataError(f"{path}: no column {lacking[0]!r}; a row has group_id, index and score")
+        raise DataError(
+            f"{path}: no column {lacking[0]!r}; a row has group_id, index, claim and score, as `megarl data awaiting` writes them"
+        )
     return [_given(RowLocation(path, i), row, config) for i, row in enumerate(rows) if row.get("score") is not None]
 
 
@@ -84,6 +88,8 @@ def _given(location: RowLocation, row: dict[str, Any], config: Config) -> GivenR
         location.refuse("group_id", "the id of a group", group)
     if not isinstance(index, int) or isinstance(index, bool):
         location.refuse("index", "the number of a response in its group", index)
+    if not isinstance(row.get("claim"), str):
+        location.refuse("claim", "that of the row which `megarl data awaiting` wrote", row.get("claim"))
     try:
         verdict = to_verdict({name: row[name] for name in GIVEN if row.get(name) is not None})
     except (TypeError, ValueError) as error:
@@ -91,4 +97,4 @@ def _given(location: RowLocation, row: dict[str, Any], config: Config) -> GivenR
     if verdict["status"] in NO_VERDICT:
         location.refuse("status", "ok or wrong", verdict["status"])
     found = weigh(verdict, {}, config.reward)
-    return GivenReward(group, index, Reward(found["score"], found["status"], found["parts"]))
+    return GivenReward(group, index, row["claim"], Reward(found["score"], found["status"], found["parts"]))

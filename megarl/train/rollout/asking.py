@@ -45,6 +45,7 @@ class Asking(ABC):
         self._choice = choice
         self._replay = replay
         self._pacing = Pacing.of(context.config.sync)
+        self._late = context.config.reward.late_steps is not None
 
     @abstractmethod
     def ask(self, state: TrainState, published: Published) -> None:
@@ -60,7 +61,10 @@ class Asking(ABC):
 
     @abstractmethod
     def choose(self, step: int, without: Collection[str], missing: int) -> list[str]:
-        """Choose up to ``missing`` ready groups of a step, beside those ``without``; return their ids in order."""
+        """Choose up to ``missing`` ready groups of a step, beside those ``without``; return their ids in order.
+
+        Overdue ones await their rewards no more, so that all who read them read the same.
+        """
 
     @abstractmethod
     def wanted(self, replayed: int) -> int:
@@ -116,12 +120,16 @@ class InAdmissionOrder(Asking):
         return whole(self._store, rollout_id(step, extra), awaiting=self._waits_no_more(step))
 
     def choose(self, step: int, without: Collection[str], missing: int) -> list[str]:
-        count, awaiting = self._config.trainer.tasks_per_step, self._waits_no_more(step)
-        return self._store.take(count, step=step, without=without, awaiting=awaiting)
+        overdue = (
+            [group.group_id for group in self._store.unused() if self._is_overdue(group, step)] if self._late else []
+        )
+        if overdue:
+            self._store.stop_waiting(overdue)
+        return self._store.take(self._config.trainer.tasks_per_step, step=step, without=without)
 
     def _waits_no_more(self, step: int) -> bool:
         """True if groups of a step that still await rewards are left out: all were asked for at one time."""
-        unused = self._store.unused() if self._config.reward.late_steps is not None else []
+        unused = self._store.unused() if self._late else []
         return any(self._is_overdue(group, step) for group in unused if group.rollout_id == rollout_id(step))
 
     def wanted(self, replayed: int) -> int:
@@ -165,7 +173,11 @@ class InCompletionOrder(Asking):
         return Awaited(len(chosen), wanted, len(chosen) == wanted)
 
     def choose(self, step: int, without: Collection[str], missing: int) -> list[str]:
-        return self._chosen(self._unused(without), step, missing)
+        unused = self._unused(without)
+        chosen = self._chosen(unused, step, missing)
+        if overdue := [group.group_id for group in unused if group.awaiting and group.group_id in set(chosen)]:
+            self._store.stop_waiting(overdue)
+        return chosen
 
     def _unused(self, without: Collection[str]) -> list[UnusedGroup]:
         return [group for group in self._store.unused() if group.group_id not in without]

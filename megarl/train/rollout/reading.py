@@ -144,7 +144,9 @@ class RolloutReader:
             return (store.read(part) for part in store.parts(chosen))
 
         found = self._reader.read(parts, self._stopping)
-        return None if found is None else [trajectory for part in found for trajectory in part]
+        place = {group_id: number for number, group_id in enumerate(chosen)}
+        read = None if found is None else [trajectory for part in found for trajectory in part]
+        return None if read is None else sorted(read, key=lambda trajectory: place[trajectory.group_id])
 
     def replayed(self, choose: Callable[[], Sequence[Replayed]]) -> list[tuple[Replayed, list[Trajectory]]] | None:
         """Groups that ``choose`` draws, in its order, with their trajectories; None on every rank when the job is asked

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from traceback import clear_frames
@@ -119,10 +119,10 @@ class WeightPublisher(EngineConnection):
         """Watch the engines, which have this version, on rank 0; none on others."""
         return self._fleet.watch(str(version)) if self._rank == 0 else EngineWatch([], str(version))
 
-    def pause(self, timeout_s: float) -> None:
-        """Have the engines end their requests, for so long at most, and begin none before a publication. Raises
+    def drain(self, given_up: Callable[[], bool]) -> None:
+        """Have the engines end their requests, and begin none before a publication (``EngineControl.drain``). Raises
         EngineError."""
-        self._fleet.each(lambda i, engine: engine.pause("wait", timeout_s))
+        self._fleet.each(lambda i, engine: engine.drain(given_up))
 
     def halve_buckets(self) -> tuple[int, int] | None:
         """Halve ``sync.bucket_bytes`` for the next ``connect``; return the bytes before and after, None where they

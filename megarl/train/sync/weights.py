@@ -6,6 +6,7 @@ Every rank makes the same calls and leaves them alike: with a result, or with an
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -114,14 +115,19 @@ class WeightSync:
         """Have the engines end what they are computing and begin nothing, in a thread of rank 0; yield whether they
         have.
 
-        Leaving waits for the thread. An engine that fails is the next publication's affair.
+        Leaving waits for the thread, which gives up within seconds. An engine that fails is the next publication's
+        affair.
         """
         if self._context.rank or not self.version.n:
             yield lambda: True
             return
+        given_up = threading.Event()
         with ThreadPoolExecutor(1, thread_name_prefix="pause") as pool:
-            ended = pool.submit(self._publisher.pause, self._context.config.rollout.request_timeout_s)
-            yield ended.done
+            ended = pool.submit(self._publisher.drain, given_up.is_set)
+            try:
+                yield ended.done
+            finally:
+                given_up.set()
 
     def _publish(self, *, abort: bool = False) -> dict[str, float]:
         actor = self._models.actor
