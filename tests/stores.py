@@ -82,7 +82,8 @@ WRITES: dict[str, Callable[[Store, Sequence[Claim]], Any]] = {
     "put_all": lambda store, claims: store.put_all(
         [EndedGroup(claim, [make_trajectory(claim, i) for i in claim.indices]) for claim in claims[1:3]]
     ),
-    "reward": lambda store, claims: store.reward([GivenReward("r0/3", 0, Reward(1.0, "ok"))]),
+    "reward": lambda store, claims: store.reward([GivenReward("r0/3", 0, "token", Reward(1.0, "ok"))]),
+    "stop_waiting": lambda store, claims: store.stop_waiting(["r0/3"]),
     "beat": lambda store, claims: store.beat("a"),
     "release_claims": lambda store, claims: store.release_claims("a"),
     "record_step": lambda store, claims: store.record_step(

@@ -60,8 +60,8 @@ def of_program(name: str, program: str) -> str:
 
 
 def worker_of(program: str) -> str:
-    """Name under which the explorer of a program claims groups."""
-    return f"explorer-{0 if program == TRAIN else program.rpartition('-')[2]}"
+    """Name under which the explorer of a program claims groups: no other program's."""
+    return "explorer-0" if program == TRAIN else of_program("explorer", program)
 
 
 def logs_of(run_dir: str | Path, attempt: int | str, program: str) -> Path:

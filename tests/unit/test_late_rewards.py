@@ -17,7 +17,7 @@ from megarl.core.config.rewards import FormatConfig, RewardConfig
 from megarl.core.config.schema import TrainerConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.jobs import JOBS
-from megarl.core.schema import Reward, WeightsVersion
+from megarl.core.schema import GREEDY, Reward, WeightsVersion
 from megarl.explore.experience import verify
 from megarl.explore.order.choice import TaskChoice
 from megarl.explore.order.replay import ReplayChoice
@@ -57,17 +57,53 @@ def test_a_group_is_ready_when_its_last_reward_has_come(store: Store) -> None:
         put(store, claim, late)
     assert states(store) == ["awaiting", "awaiting", "ready"] and store.progress("r0") == (1, 3)
     assert store.progress("r0", awaiting=True) == (3, 3) and store.take(9, step=0) == ["r0/2"]
-    waiting = [(task.task_id, e.group_id, e.index) for part in store.awaiting() for task, e in part]
+    found = [each for part in store.awaiting() for each in part]
+    waiting = [(each.task.task_id, each.trajectory.group_id, each.trajectory.index) for each in found]
     assert waiting == [("train/0", "r0/0", 0), ("train/0", "r0/0", 1), ("train/1", "r0/1", 1)]
+    token = found[0].claim
+    assert {each.claim for each in found} == {token}
     right, wrong = Reward(1.0, "ok", {"style": 0.5}), Reward(0.0, "wrong")
-    done = store.reward([GivenReward("r0/0", 0, right), GivenReward("r0/1", 1, wrong), GivenReward("r0/2", 0, wrong)])
+    done = store.reward(
+        [
+            GivenReward("r0/0", 0, token, right),
+            GivenReward("r0/1", 1, token, wrong),
+            GivenReward("r0/2", 0, token, wrong),
+        ]
+    )
     assert (done.written, done.ready, done.left_out) == (2, 1, (("r0/2", 0),))
     assert states(store) == ["awaiting", "ready", "ready"]
-    again = store.reward([GivenReward("r0/0", 0, wrong), GivenReward("r0/0", 1, right), GivenReward("no/0", 0, wrong)])
+    again = store.reward(
+        [
+            GivenReward("r0/0", 0, token, wrong),
+            GivenReward("r0/0", 1, token, right),
+            GivenReward("no/0", 0, token, wrong),
+        ]
+    )
     assert (again.written, again.ready, again.left_out) == (1, 1, (("r0/0", 0), ("no/0", 0)))
     rewards = {(e.group_id, e.index): e.reward for e in store.read(["r0/0", "r0/1"])}
     assert rewards[("r0/0", 0)] == rewards[("r0/0", 1)] == right and rewards[("r0/1", 1)] == wrong
     assert store.take(9, step=0) == ["r0/0", "r0/1", "r0/2"] and store.is_complete("r0")
+
+
+def test_a_reward_is_of_the_responses_that_were_judged(store: Store) -> None:
+    """Meanwhile the job went back, and the group's id has other responses."""
+    given: list[GivenReward] = []
+    for _ in range(2):
+        request(store, groups=1)
+        (claim,) = store.claim_groups("a", 1)
+        put(store, claim)
+        given.append(GivenReward("r0/0", 0, claim.token, Reward(1.0, "ok")))
+    done = store.reward(given[:1])
+    assert (done.written, done.left_out) == (0, (("r0/0", 0),)) and store.reward(given).written == 1
+
+
+def test_a_late_greedy_answer_is_awaited_too(store: Store) -> None:
+    request(store, groups=1, greedy=True)
+    (claim,) = store.claim_groups("a", 1)
+    put(store, claim, claim.indices)
+    found = [each.trajectory.index for part in store.awaiting() for each in part]
+    assert found == [GREEDY, 0, 1]
+    assert store.reward([GivenReward("r0/0", i, claim.token, Reward(1.0, "ok")) for i in found]).ready == 1
 
 
 def test_an_evaluation_waits_for_no_reward(store: Store) -> None:
@@ -97,10 +133,11 @@ def test_a_group_is_left_out_once_it_has_waited_as_long_as_it_may(store: Store, 
     store.record_version(WeightsVersion(1, 1), 0)
     for claim, late in zip(store.claim_groups("a", 2), ((0, 1), ()), strict=True):
         put(store, claim, late)
+    assert order is InAdmissionOrder or not asking(store, order, 2).look(1, 0, (), 2).complete
     waits, gives_up = asking(store, order, None), asking(store, order, 2)
     assert waits.look(2, 0, (), 2)[:2] == (1, 2) and not waits.look(2, 0, (), 2).complete
-    assert gives_up.look(2, 0, (), 2).complete and set(gives_up.choose(2, (), 2)) == {f"{name}/0", f"{name}/1"}
-    assert order is InAdmissionOrder or not gives_up.look(1, 0, (), 2).complete
+    assert gives_up.look(2, 0, (), 2).complete and waits.choose(2, (), 2) == [f"{name}/1"]
+    assert set(gives_up.choose(2, (), 2)) == {f"{name}/0", f"{name}/1"} and states(store, name) == ["ready"] * 2
     verified = verify(store.read([f"{name}/0", f"{name}/1"]), RewardConfig(), vocab_size=1000)
     assert verified.dropped == {f"{name}/0": "reward_late"} and verified.report.ends["reward_late"] == 2
     store.record_step(3, {}, Used((f"{name}/1",), verified.dropped))
@@ -122,9 +159,9 @@ def rows_file(path: Path, *rows: dict[str, Any]) -> Path:
 def test_rewards_are_read_as_reward_functions_return_them(tmp_path: Path) -> None:
     path = rows_file(
         tmp_path / "r.jsonl",
-        {"group_id": "g/0", "index": 0, "score": 1.0, "response": "x"},
-        {"group_id": "g/0", "index": 1, "score": None},
-        {"group_id": "g/0", "index": 2, "score": 0.25, "acc": True, "parts": {"style": 0.5}},
+        {"group_id": "g/0", "index": 0, "claim": "t", "score": 1.0, "response": "x"},
+        {"group_id": "g/0", "index": 1, "claim": "t", "score": None},
+        {"group_id": "g/0", "index": 2, "claim": "t", "score": 0.25, "acc": True, "parts": {"style": 0.5}},
     )
     found = read_rewards(path, Config(reward=RewardConfig(weight=2.0)))
     assert [(each.group_id, each.position, each.reward.score, each.reward.status) for each in found] == [
@@ -137,11 +174,15 @@ def test_rewards_are_read_as_reward_functions_return_them(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"group_id": 1, "index": 0, "score": 1.0}, "group_id must be the id of a group, got 1"),
-        ({"group_id": "g", "index": "0", "score": 1.0}, "index must be the number of a response"),
-        ({"group_id": "g", "index": 0, "score": "good"}, "line 1: score must be a reward"),
-        ({"group_id": "g", "index": 0, "score": 1.0, "status": "late"}, "status must be ok or wrong, got 'late'"),
-        ({"group_id": "g", "score": 1.0}, "no column 'index'; a row has group_id, index and score"),
+        ({"group_id": 1, "index": 0, "claim": "t", "score": 1.0}, "group_id must be the id of a group, got 1"),
+        ({"group_id": "g", "index": "0", "claim": "t", "score": 1.0}, "index must be the number of a response"),
+        ({"group_id": "g", "index": 0, "claim": "t", "score": "good"}, "line 1: score must be a reward"),
+        (
+            {"group_id": "g", "index": 0, "claim": "t", "score": 1.0, "status": "late"},
+            "status must be ok or wrong, got 'late'",
+        ),
+        ({"group_id": "g", "index": 0, "claim": None, "score": 1.0}, "claim must be that of the row"),
+        ({"group_id": "g", "score": 1.0}, "no column 'index'; a row has group_id, index, claim and score"),
     ],
 )
 def test_rows_that_are_no_rewards_are_refused(tmp_path: Path, row: dict[str, Any], message: str) -> None:
@@ -150,7 +191,7 @@ def test_rows_that_are_no_rewards_are_refused(tmp_path: Path, row: dict[str, Any
 
 
 def test_settings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"reward\.late_steps=2: with sync\.max_staleness=1 .* set it to 1 or less"):
+    with pytest.raises(ConfigError, match=r"reward\.late_steps=2: with sync\.max_staleness=1, .* set it to 1 to 1,"):
         check_pacing(Config(reward=RewardConfig(late_steps=2), sync=SyncConfig(max_staleness=1)), JOBS["both"])
     with pytest.raises(ConfigError, match=r"reward\.format\.weight=1 with rewards that are given later"):
         read_rewards(tmp_path / "r.jsonl", Config(reward=RewardConfig(format=FormatConfig(weight=1.0))))

@@ -638,6 +638,7 @@ def test_every_write_is_in_the_table_of_writes() -> None:
         "unused",
         "num_asked",
         "version_steps",
+        "last_step",
         "awaiting",
         "to_evaluate",
         "evaluation",

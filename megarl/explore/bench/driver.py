@@ -72,9 +72,14 @@ class Gates:
             if state is None or state.process in self._proven:
                 continue
             started = time.monotonic()
-            with heartbeat.timeout(engine.timeout_s):
-                elements = sum(worker["elements"] for worker in engine.workers("megarl_check_files"))
-            engine.refuse(None)
+            try:
+                with heartbeat.timeout(engine.timeout_s):
+                    elements = sum(worker["elements"] for worker in engine.workers("megarl_check_files"))
+                engine.refuse(None)
+            except EngineError:
+                if _is_there(engine, state.process):
+                    raise
+                continue
             self._proven.add(state.process)
             log.info(
                 "engine at %s: %d weights equal the model's files (%.1f s)",
@@ -82,6 +87,14 @@ class Gates:
                 elements,
                 time.monotonic() - started,
             )
+
+
+def _is_there(engine: EngineControl, process: str) -> bool:
+    """Return True if this start of the server still answers."""
+    try:
+        return engine.state(ANSWER_S).process == process
+    except EngineError:
+        return False
 
 
 class BenchDriver:

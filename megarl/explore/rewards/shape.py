@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from megarl.core.config.rewards import RewardConfig
+from megarl.core.errors import ConfigError
 
 Form = Literal["think", "think_answer"]
 Language = Literal["en", "zh", "other"]
@@ -168,3 +169,13 @@ def overlong_penalty(length: int, limit: int, buffer: int, penalty: float = 1.0)
     assert 1 <= buffer <= limit, f"reward.overlong_buffer={buffer} must be within 1 .. {limit}"
     over = min(max(0, length - (limit - buffer)), buffer)
     return -penalty * over / buffer if over else 0.0
+
+
+def check_weights(reward: RewardConfig) -> None:
+    """Raise ConfigError where rewards are given later, and the score has parts of how a response is written."""
+    for name in ("format", "repetition", "language"):
+        if (weight := getattr(reward, name).weight) != 0:
+            raise ConfigError(
+                f"reward.{name}.weight={weight:g} with rewards that are given later: these are the whole score; set it "
+                "to 0 and have it in the score that is given"
+            )

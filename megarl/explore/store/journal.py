@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from sqlalchemy import Connection, bindparam, delete, insert, select, update
+from sqlalchemy import Connection, bindparam, delete, func, insert, select, update
 
 from megarl.explore.store.codec import dumps
 from megarl.explore.store.handle import Handle
@@ -71,6 +71,10 @@ class Journal(Handle):
         """Recorded (step, metrics) in order; a metric that was not finite reads None."""
         query = select(STEPS).order_by(STEPS.c.step)
         return self._read(lambda connection: [(row.step, json.loads(row.metrics)) for row in connection.execute(query)])
+
+    def last_step(self) -> int:
+        """Number of the last recorded step; 0 before the first."""
+        return self._read(lambda connection: connection.scalar(select(func.max(STEPS.c.step))) or 0)
 
     def record_event(self, source: str, kind: str, data: Mapping[str, Any]) -> None:
         """Append to the job's log of events (a retry, a restart, a warning).

@@ -21,7 +21,8 @@ from megarl.explore.rewards import RewardPool, Verdict, scorer_for
 from megarl.explore.rewards.code.verifier import check_code
 from megarl.explore.rewards.pool.child import end_servers
 from megarl.explore.rewards.pool.process import check_hosts
-from megarl.explore.rewards.router import JUDGE, route
+from megarl.explore.rewards.router import JUDGE, LATE, route
+from megarl.explore.rewards.shape import check_weights
 from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations, encode_preferences, place_of_row
 from megarl.explore.workflows import asks_verifier
 from megarl.run.run_dir.rows import Rows, place
@@ -52,6 +53,8 @@ def check_rewards(config: Config, tasks: Mapping[str, list[Task]]) -> None:
             raise ConfigError(
                 f"rows go to the verifier of programs, which are not run unless they can be isolated: {error}"
             ) from error
+    if LATE in sources:
+        check_weights(reward)
     if JUDGE in sources or reward.judge.url is not None:
         from megarl.explore.rewards.judge.judge import check_judge
 

@@ -175,6 +175,7 @@ def _run_all(planned: Sequence[_Planned], servers: ForkServers | None) -> int:
         name = f"{each.subject.name} ({number} of {len(planned)})"
         if is_finished(each.config, each.folder):
             log.info("%s: measured before, not again", name)
+            each.subject.clean_up(each.folder)  # a kill may have left it
             continue
         log.info("%s: in %s", name, each.folder)
         try:

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 
 from megarl.core.config import Config, save_resolved
-from megarl.core.errors import DiskFullError, FencedError, JobError, MemoryFullError, NonRetryableError
-from megarl.core.jobs import of_program
+from megarl.core.errors import ConfigError, DiskFullError, FencedError, JobError, MemoryFullError, NonRetryableError
+from megarl.core.jobs import EXPLORE, of_program
 from megarl.core.metrics import COMMAND, Timeline
 from megarl.core.phases import OFFLOAD
 from megarl.engine.client.auth import KEY_VARIABLE
@@ -40,7 +40,7 @@ from megarl.run.process.forkserver import ForkServers
 from megarl.run.process.interrupt import INTERRUPT, StopRequest
 from megarl.run.process.reaper import Reaper
 from megarl.run.run_dir.changes import changes_since_last_start
-from megarl.run.run_dir.owner import check_fence, next_attempt, own_run_dir, run_id, run_key
+from megarl.run.run_dir.owner import check_fence, held_locks, next_attempt, own_run_dir, run_id, run_key
 from megarl.run.run_dir.prepare import with_prompt_limit
 from megarl.run.run_dir.resume import check_owner_of_store, check_store_of_run, is_finished, set_aside_damaged
 from megarl.run.run_dir.store_damage import replace_damaged_store
@@ -77,6 +77,11 @@ def run(config: Config, servers: ForkServers | None = None) -> int:
         own_run_dir(run_dir, program) as lock,
         ExitStack() as stack,
     ):
+        if job.mode == "both" and (held := [name for name in held_locks(run_dir, program) if EXPLORE in name]):
+            raise ConfigError(
+                f"run.mode=both: explore programs of the run in {run_dir} are running ({', '.join(held)}); end them, "
+                "or set run.mode=train"
+            )
         last = current_attempt(run_dir, program)  # whoever counts from here on has taken over
         timeline = Timeline(run_dir / "timeline", of_program(COMMAND, program))
         born = psutil.Process().create_time()

@@ -61,9 +61,10 @@ def await_run(config: Config, nodes: int) -> Config | None:
             continue
         run = load_resolved(run_dir / "resolved.json")
         if is_closed(config):
-            if run.trainer.steps >= config.trainer.steps:
+            if run.trainer.steps >= config.trainer.steps and _steps(config) >= run.trainer.steps:
                 return None
-            waiting.pause(f"`megarl train run.mode=train` to go on to trainer.steps={config.trainer.steps}")
+            steps = max(run.trainer.steps, config.trainer.steps)
+            waiting.pause(f"`megarl train run.mode=train` to go on to trainer.steps={steps}")
         elif run.run.mode == "both":
             waiting.pause(f"`megarl train run.mode=train`: {run_dir} was last started with run.mode=both")
         else:
@@ -95,6 +96,15 @@ def is_closed(config: Config) -> bool:
     store = Store(config.store.url, read_only=True, outage_s=config.store.outage_s)
     try:
         return store.has_begun() and store.job_state() == "closed"
+    finally:
+        store.close()
+
+
+def _steps(config: Config) -> int:
+    """Steps that the run has made: a trainer that is to make more may not have said so yet."""
+    store = Store(config.store.url, read_only=True, outage_s=config.store.outage_s)
+    try:
+        return store.last_step()
     finally:
         store.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import time
@@ -15,7 +14,7 @@ from megarl.explore.store import OWN_SERVER, VARIABLE, Store
 from megarl.run.postgres import ADDRESS, Server
 from megarl.run.process.interrupt import StopRequest
 from megarl.run.process.ports import is_free
-from megarl.run.run_dir.owner import own_run_dir, run_key
+from megarl.run.run_dir.owner import held_locks, own_run_dir, run_key
 
 log = logging.getLogger(__name__)
 
@@ -59,12 +58,15 @@ def serve(config: Config) -> int:
 def _watch(config: Config, run_dir: Path, server: Server, stop_request: StopRequest) -> int:
     store = Store(config.store.url, outage_s=config.store.outage_s)
     ended_at: float | None = None
+    begun = False  # in this program's life: a run that was finished before may be about to go on
     try:
         while not stop_request.count:
             if server.poll() is not None:
                 log.warning("the run's PostgreSQL has ended (status %s); starting it again", server.poll())
                 server.start()
-            ended = store.has_begun() and store.job_state() == "closed" and not _others(run_dir)
+            others, closed = held_locks(run_dir, PROGRAM), store.has_begun() and store.job_state() == "closed"
+            begun = begun or bool(others) or not closed
+            ended = begun and closed and not others
             ended_at = (ended_at or time.monotonic()) if ended else None
             if ended_at is not None and time.monotonic() - ended_at > ENDED_S:
                 log.info("%s is finished, and its programs have ended", run_dir)
@@ -74,19 +76,6 @@ def _watch(config: Config, run_dir: Path, server: Server, stop_request: StopRequ
         store.close()
     log.warning("stopped; run the same command again to go on")
     return UNFINISHED
-
-
-def _others(run_dir: Path) -> list[str]:
-    """Locks of programs of the run that are held now, this one's left out."""
-    held = []
-    for path in run_dir.glob("lock*"):
-        with path.open("rb") as handle:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if path.name != f"lock_{PROGRAM}":
-                    held.append(path.name)
-    return held
 
 
 def _earlier_port(run_dir: Path, host: str) -> int | None:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.config import Config
-from megarl.core.errors import ConfigError, DataError
+from megarl.core.errors import DataError
 from megarl.core.schema import Reward
+from megarl.explore.rewards.shape import check_weights
 from megarl.explore.rewards.verdict import NO_VERDICT, to_verdict, weigh
 from megarl.explore.store import AwaitingReward, GivenReward, Store
 from megarl.explore.tasksets import ChatTokenizer
@@ -18,17 +19,6 @@ from megarl.explore.tasksets.files import RowLocation, read_table
 WHICH = ("group_id", "index", "claim")
 GIVEN = ("score", "acc", "status", "parts")
 """Columns of a reward: keys of verl's reward dict."""
-
-
-def check_weights(config: Config) -> None:
-    """Raise ConfigError where the score has parts that are computed as a response ends."""
-    reward = config.reward
-    for name in ("format", "repetition", "language"):
-        if (weight := getattr(reward, name).weight) != 0:
-            raise ConfigError(
-                f"reward.{name}.weight={weight:g} with rewards that are given later: these are the whole score; set it "
-                "to 0 and have it in the score that is given"
-            )
 
 
 def awaiting_rows(store: Store, tokenizer: ChatTokenizer) -> Iterator[dict[str, Any]]:
@@ -73,11 +63,12 @@ def read_rewards(path: Path, config: Config) -> list[GivenReward]:
     Raises:
         DataError: a row names no trajectory, or its reward is none that a reward function may return.
     """
-    check_weights(config)
+    check_weights(config.reward)
     names, rows = read_table(path, (*WHICH, *GIVEN))
     if lacking := [name for name in (*WHICH, "score") if name not in names]:
         raise DataError(
-            f"{path}: no column {lacking[0]!r}; a row has group_id, index, claim and score, as `megarl data awaiting` writes them"
+            f"{path}: no column {lacking[0]!r}; a row has group_id, index, claim and score, as `megarl data awaiting` "
+            "writes them"
         )
     return [_given(RowLocation(path, i), row, config) for i, row in enumerate(rows) if row.get("score") is not None]
 

@@ -76,6 +76,19 @@ def own_run_dir(run_dir: Path, program: str = TRAIN) -> Iterator[int]:
         handle.close()
 
 
+def held_locks(run_dir: Path, program: str) -> list[str]:
+    """Names of locks of other programs than this one that are held now."""
+    held = []
+    for path in run_dir.glob("lock*"):
+        with path.open("rb") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if path.name != of_program("lock", program):
+                    held.append(path.name)
+    return held
+
+
 def _lock(run_dir: Path, handle: IO[str], program: str) -> None:
     """Take the lock. Raises ConfigError."""
     fenced = ended = False

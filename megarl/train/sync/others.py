@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,6 +10,8 @@ from megarl.core.errors import EngineError
 from megarl.engine.client.control import EngineControl
 from megarl.explore.store import EngineStatus, Store
 from megarl.explore.store.workers import Silence
+
+log = logging.getLogger(__name__)
 
 SETTLE_S = 3.0
 """Seconds within which a program that is alive gives a heartbeat, since it was first seen."""
@@ -31,6 +34,8 @@ class EnginesOfOthers:
         self._key = key
         self._silence_s = silence_s
         self._silence = Silence()
+        self._why = ""
+        """Fault that was logged last."""
 
     def urls(self) -> Sequence[str]:
         """URLs of the engines, by program and number. None for a moment after a program was first seen: it may be
@@ -40,6 +45,9 @@ class EnginesOfOthers:
         alive = self._silence.alive(self._silence_s)
         if set(programs) - set(alive) - set(self._silence.longer_than(SETTLE_S)):
             return []
+        silent = sorted(set(programs) - set(alive))
+        if silent:
+            self._say(f"no heartbeat of {', '.join(silent)}")
         found = self._store.engines(alive)
         wanted = [engine.url for engine in found if engine.wanted is EngineStatus.SERVING]
         if not wanted:
@@ -50,6 +58,12 @@ class EnginesOfOthers:
     def _answers(self, url: str) -> bool:
         try:
             EngineControl(url, self._key).health(ANSWER_S)
-        except EngineError:
+        except EngineError as error:
+            self._say(str(error))
             return False
         return True
+
+    def _say(self, why: str) -> None:
+        if why != self._why:
+            log.warning("engines of explore programs are left out: %s", why)
+        self._why = why
