@@ -362,9 +362,10 @@ def test_a_rollout_is_asked_for_again_while_a_group_of_it_is_being_finished(serv
 
     def slow(connection: Any, again: bool) -> bool:
         members = [make_trajectory(claims[0], i) for i in claims[0].indices]
-        done = make_ready(connection, claims[0])
+        ended = EndedGroup(claims[0], members, {"samples": 2.0})
+        done = make_ready(connection, ended)
         connection.execute(insert(TRAJECTORIES), [trajectory_to_row(member) for member in members])
-        report(connection, [EndedGroup(claims[0], members, {"samples": 2.0})])
+        report(connection, [ended])
         inside.set()
         go.wait()
         return done

@@ -129,7 +129,7 @@ class RewardConfig:
     reported."""
     late_steps: NonNegative | None = None
     """Steps after which a group that was asked for and still awaits rewards (data sources of the family ``late``) is
-    left out; null waits for them. At most ``sync.max_staleness``."""
+    left out; null waits for them (docs/rewards.md)."""
     shuffle: bool = False
     """Control experiment: rewards permuted within each rollout, so that they carry no information."""
     overlong_buffer: Count | None = None

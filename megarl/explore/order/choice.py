@@ -118,7 +118,8 @@ class TaskChoice:
     def _successes(self, step: int) -> dict[str, float]:
         """Task id -> share of right responses in its newest group, of those that had been used when the tasks of
         ``step`` could first be asked for: the same whenever they are."""
-        last = step - self._staleness
+        # In completion order tasks may be asked for that a step further ahead would have.
+        last = min(step - self._staleness, self._store.last_step())
         if last < self._read_to:  # the run has gone back
             self._success, self._read_to = {}, 0
         if last > self._read_to:
