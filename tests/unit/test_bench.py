@@ -266,9 +266,16 @@ def test_a_gate_is_opened_once_for_each_start_of_a_server_and_after_the_proof() 
 
 
 def test_a_gate_stays_closed_where_the_weights_differ() -> None:
-    engine = _Engine(["a"], elements=0)
+    engine = _Engine(["a", "a"], elements=0)
     with pytest.raises(EngineError, match="other weights"):
         Gates([engine]).open_proven()  # type: ignore[list-item]
+    assert engine.calls == ["megarl_check_files"]
+
+
+@pytest.mark.parametrize("then", [None, "b"])
+def test_an_engine_that_dies_while_it_is_compared_is_looked_at_again(then: str | None) -> None:
+    engine = _Engine(["a", then], elements=0)
+    Gates([engine]).open_proven()  # type: ignore[list-item]
     assert engine.calls == ["megarl_check_files"]
 
 
