@@ -113,6 +113,8 @@ def expected_of(
     if settings.name == "mix":
         name = "actor/sft_loss" if settings.expert_loss == "sft" else "actor/expert_loss"
         values[name] = weights(settings, TRAJECTORY[row], shown) * taught
+        if settings.expert_loss == "off_policy":
+            values["actor/expert_ratio/mean"] = shown / shown.sum() * log_x.exp()
     whole, size = loss(TRAJECTORY[row])
     metrics = {name: (float(x.detach().sum()), float(x.detach().abs().sum())) for name, x in values.items()}
     return Expected(whole, size, float(loss(row)[0].detach()), metrics)

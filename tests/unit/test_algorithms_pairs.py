@@ -364,7 +364,6 @@ def test_a_shaped_ratio_overflows_nowhere() -> None:
     assert logp.grad[0] == 0 and -1 < float(logp.grad[1]) < 0
 
 
-
 @pytest.mark.parametrize(
     ("rewards", "pairs"),
     [

@@ -134,7 +134,8 @@ class ExpertTable(Handle):
     def set_experts(self, source: str, rows: Sequence[ExpertExperience]) -> ImportedSource | None:
         """Make ``rows`` those of ``taskset.expert``, in this order; return None where they are already.
 
-        Rows that another import has stay there, with the log-probs that they have. Safe to repeat: the second call finds the rows of the first.
+        Rows that another import has stay there, with the log-probs that they have. Safe to repeat: the second call
+        finds the rows of the first.
         """
         wanted, token = _distinct(rows), secrets.token_hex(8)
         of_setting = select(EXPERT_IMPORTS.c.number).where(EXPERT_IMPORTS.c.by_setting == 1)
