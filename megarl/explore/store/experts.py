@@ -144,10 +144,9 @@ class ExpertTable(Handle):
             _take_turns(connection)
             if again and (done := _by_token(connection, token)) is not None:
                 return done
-            mine = select(EXPERTS.c["experience_id", "position", "teacher_logp", "tokenizer"]).where(
-                EXPERTS.c.number.in_(of_setting)
-            )
-            held = {row.experience_id: _place_and_teacher(row._mapping) for row in connection.execute(mine)}
+            columns_of = (EXPERTS.c.experience_id, EXPERTS.c.position, EXPERTS.c.teacher_logp, EXPERTS.c.tokenizer)
+            mine = select(*columns_of).where(EXPERTS.c.number.in_(of_setting))
+            held = {row.experience_id: _place_and_teacher(row._asdict()) for row in connection.execute(mine)}
             taken = _stored(connection, list(wanted)) - held.keys()
             if held == {row: _place_and_teacher(columns) for row, columns in wanted.items() if row not in taken}:
                 return None

@@ -10,10 +10,10 @@ from megarl.core.config.algorithms import reads_teacher
 from megarl.core.errors import DataError
 from megarl.explore.store import ExpertExperience
 from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations
-from megarl.run.checks.inputs import check_held_out, check_lengths, place
+from megarl.run.checks.inputs import check_held_out, check_lengths
 from megarl.run.checks.vocabulary import check_vocabulary
 from megarl.run.run_dir.experts import from_source, tokenizer_digest
-from megarl.run.run_dir.rows import read_split
+from megarl.run.run_dir.rows import place, read_split
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 
 
