@@ -35,6 +35,7 @@ OBJECTIVES: tuple[AlgorithmConfig, ...] = (
         kl=_KL,
     ),
     MixConfig(name="mix", mu=0.3, aggregation="seq_mean_token_mean", kl=_KL),
+    MixConfig(name="mix", mu=0.3, aggregation="seq_mean_token_mean", kl=_KL, expert_loss="off_policy"),
 )
 
 
@@ -62,6 +63,7 @@ def kept(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 def several(batch: dict[str, torch.Tensor], settings: AlgorithmConfig) -> Sequences:
     """The step of an objective."""
     more = {"expert": EXPERT} if settings.name == "mix" else {}
+    batch = batch | {"engine_logp": batch["ref_logp"]}  # of the teacher, for mix
     return replace(sequences_of(**(batch | {"mask": kept(batch)})), trajectory=TRAJECTORY, **more)
 
 
@@ -85,14 +87,19 @@ def expected_of(
     k3 = log_r.exp() - log_r - 1
     policy = surrogate + settings.kl.coef * k3 - settings.entropy_coef * entropy
 
+    log_x = logp - ref
+    taught = -logp
+    if isinstance(settings, MixConfig) and settings.expert_loss == "off_policy":
+        taught = -log_x.exp() / (log_x.exp() + (settings.expert_shaping or 0))
+
     def loss(unit: torch.Tensor) -> tuple[torch.Tensor, float]:
         """(loss, sum of its terms without signs) where ``unit`` [T] numbers what counts as a response."""
         w, of_shown = weights(settings, unit, ~shown), weights(settings, unit, shown)
         mu = settings.mu if isinstance(settings, MixConfig) else 0.0
         terms = (1 - mu) * w * torch.stack([surrogate, settings.kl.coef * k3, -settings.entropy_coef * entropy])
-        taught = -mu * of_shown * logp
+        imitation = mu * of_shown * taught
         assert torch.allclose(terms.sum(), ((1 - mu) * w * policy).sum())
-        return terms.sum() + taught.sum(), float((terms.abs().sum() + taught.abs().sum()).detach())
+        return terms.sum() + imitation.sum(), float((terms.abs().sum() + imitation.abs().sum()).detach())
 
     sampled, tokens = weights(settings, TRAJECTORY[row], ~shown), (~shown) / (~shown).sum()
     clipped = (bounded * advantages < ratio * advantages).double()
@@ -104,7 +111,10 @@ def expected_of(
         "actor/pg_clipfrac": tokens * clipped,
     }
     if settings.name == "mix":
-        values["actor/sft_loss"] = -weights(settings, TRAJECTORY[row], shown) * logp
+        name = "actor/sft_loss" if settings.expert_loss == "sft" else "actor/expert_loss"
+        values[name] = weights(settings, TRAJECTORY[row], shown) * taught
+        if settings.expert_loss == "off_policy":
+            values["actor/expert_ratio/mean"] = shown / shown.sum() * log_x.exp()
     whole, size = loss(TRAJECTORY[row])
     metrics = {name: (float(x.detach().sum()), float(x.detach().abs().sum())) for name, x in values.items()}
     return Expected(whole, size, float(loss(row)[0].detach()), metrics)

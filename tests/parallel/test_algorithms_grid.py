@@ -42,6 +42,7 @@ SETTINGS = [
         name="kimi_mirror_descent", tau=0.5, aggregation="seq_mean_token_sum", entropy_coef=0.01, kl=KL
     ),
     MixConfig(name="mix", mu=0.3, kl=KL),
+    MixConfig(name="mix", mu=0.3, kl=KL, expert_loss="off_policy"),
     PreferenceConfig(name="dpo", beta=0.3, label_smoothing=0.1),
     PreferenceConfig(name="online_dpo", beta=0.3, preference="ipo"),
 ]
@@ -102,7 +103,11 @@ def loss_of(settings: AlgorithmConfig, b: LossInput) -> torch.Tensor:
         shown = EXPERT[b.row]
         tokens = ("logp", "entropy", "old_logp", "ref_logp", "advantages", "engine_logp", "mask", "row")
         sampled = replace(b, **{name: getattr(b, name)[~shown] for name in tokens})
-        return (1 - settings.mu) * reference_loss("grpo", settings, sampled) - settings.mu * b.logp[shown].mean()
+        gain = b.logp[shown]
+        if settings.expert_loss == "off_policy":
+            ratio = (gain - b.engine_logp[shown]).exp()
+            gain = ratio / (ratio + settings.expert_shaping)
+        return (1 - settings.mu) * reference_loss("grpo", settings, sampled) - settings.mu * gain.mean()
     return reference_loss(settings.name, settings, b)
 
 

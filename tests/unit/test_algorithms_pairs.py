@@ -43,7 +43,10 @@ IDS = ["dpo", "cdpo", "ipo", "online"]
 MIX = [
     MixConfig(name="mix", mu=0.1, kl=KLConfig(0.1), entropy_coef=0.05),
     MixConfig(name="mix", mu=0.6, kl=KLConfig(0.0), correction="truncate", correction_cap=1.2),
+    MixConfig(name="mix", mu=0.3, kl=KLConfig(0.1), expert_loss="off_policy"),
+    MixConfig(name="mix", mu=0.6, correction="truncate", expert_loss="off_policy", expert_shaping=None),
 ]
+MIX_IDS = ["mix", "mix 2", "off policy", "off policy, bare"]
 
 
 @pytest.fixture(params=["cpu double", "torch"], ids=["kernels", "torch"], autouse=True)
@@ -167,11 +170,17 @@ def test_reward_model(margin: bool, empty: tuple[int, ...]) -> None:
         assert (int(accuracy[0]), int(accuracy[1])) == (right, len(counted))
 
 
+def off_policy_token(b: LossInput, t: int, c: MixConfig, frozen: LossInput) -> float:
+    x = math.exp(float(b.logp[t])) / math.exp(float(b.engine_logp[t]))
+    return -x if c.expert_shaping is None else -x / (x + c.expert_shaping)
+
+
 @pytest.mark.parametrize("mode", AGGREGATIONS)
-@pytest.mark.parametrize("config", MIX, ids=["mu=0.1", "mu=0.6"])
+@pytest.mark.parametrize("config", MIX, ids=MIX_IDS)
 def test_mix(config: AlgorithmConfig, mode: str) -> None:
-    """(1 − mu)·GRPO of the batch of sampled rows + mu·SFT of that of expert rows, each by the oracles of
-    test_algorithms.py."""
+    """(1 − mu)·GRPO of the batch of sampled rows + mu·SFT (or LUFFY's loss) of that of expert rows, each by the oracles
+    of test_algorithms.py."""
+    expert_token = sft_token if config.expert_loss == "sft" else off_policy_token
     config = dataclasses.replace(config, aggregation=mode, aggregation_length=9)
     for seed in range(2):
         batch = pairs_batch(seed)
@@ -181,7 +190,7 @@ def test_mix(config: AlgorithmConfig, mode: str) -> None:
 
         def want(change: dict[str, torch.Tensor], config=config, sampled=sampled, shown=shown) -> float:
             a, b = dataclasses.replace(sampled, **change), dataclasses.replace(shown, **change)
-            return (1 - config.mu) * oracle(grpo_token, a, config) + config.mu * oracle(sft_token, b, config)
+            return (1 - config.mu) * oracle(grpo_token, a, config) + config.mu * oracle(expert_token, b, config)
 
         assert float(value) == pytest.approx(want({}), rel=1e-12)
         for t in range(0, len(batch.mask), 3):
@@ -194,7 +203,7 @@ def test_mix(config: AlgorithmConfig, mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [*DPO, AlgorithmConfig(name="reward_model"), *MIX], ids=[*IDS, "reward_model", "mix", "mix 2"]
+    "config", [*DPO, AlgorithmConfig(name="reward_model"), *MIX], ids=[*IDS, "reward_model", *MIX_IDS]
 )
 def test_what_is_masked_out_does_not_matter(config: AlgorithmConfig) -> None:
     batch = pairs_batch(3, empty=(2, 3, 6))
@@ -205,9 +214,10 @@ def test_what_is_masked_out_does_not_matter(config: AlgorithmConfig) -> None:
         dirty: dict[str, Any] = {f: torch.where(batch.mask, getattr(batch, f), junk) for f in FIELDS}
         dirty["scores"] = torch.where(missing, junk, batch.scores)
         dirty["margin"] = torch.where(missing.view(-1, 2).all(1), junk, batch.margin)
-        if config.name == "mix":  # of expert rows logp alone counts
+        if config.name == "mix":  # of expert rows logp alone counts, and off policy their teacher's
             expert = batch.expert[batch.row]
-            dirty |= {f: torch.where(expert, junk, dirty[f]) for f in FIELDS if f != "logp"}
+            counts = ("logp",) if config.expert_loss == "sft" else ("logp", "engine_logp")
+            dirty |= {f: torch.where(expert, junk, dirty[f]) for f in FIELDS if f not in counts}
         soiled = dataclasses.replace(batch, **dirty)
         assert all(torch.equal(a, b) for a, b in zip(clean, gradient(soiled, config), strict=True))
         metrics = algorithms.get(config.name).loss(soiled, config).metrics
@@ -225,7 +235,7 @@ def test_a_pair_that_is_not_counted_has_no_gradient_whatever_its_one_answer_hold
 
 
 @pytest.mark.parametrize(
-    "config", [*DPO, AlgorithmConfig(name="reward_model"), *MIX], ids=[*IDS, "reward_model", "mix", "mix 2"]
+    "config", [*DPO, AlgorithmConfig(name="reward_model"), *MIX], ids=[*IDS, "reward_model", *MIX_IDS]
 )
 def test_no_token_at_all(config: AlgorithmConfig) -> None:
     batch = pairs_batch(1)
@@ -318,6 +328,40 @@ def test_mix_golden() -> None:
         mix.MIX.denominators(batch.mask, batch.row, 3, config, batch.expert),
     )
     assert counts.tolist() == [3, 1] and float((totals / counts).sum()) == pytest.approx(-0.7)
+
+
+@pytest.mark.parametrize("shaping", [None, 0.1, 2.0])
+def test_off_policy_expert_rows_by_autograd(shaping: float | None) -> None:
+    """Probabilities in the place of log-probs, and a teacher that is sure of tokens which the policy hardly knows."""
+    g = torch.Generator().manual_seed(3)
+    teacher, own = (torch.rand(40, generator=g, dtype=torch.float64) ** power for power in (1, 6))
+    logp, by_hand = own.log().requires_grad_(), own.clone().requires_grad_()
+    row, expert = torch.arange(40) // 10, torch.tensor([False, True, False, True])
+    fixed = (logp.detach(), None, torch.ones(40, dtype=torch.float64), torch.ones(40, dtype=torch.bool), row, 4)
+    batch = LossInput(logp, None, *fixed, engine_logp=teacher.log(), expert=expert)
+    config = MixConfig(name="mix", mu=1.0, kl=KLConfig(0.0), expert_loss="off_policy", expert_shaping=shaping)
+    found = mix.loss(batch, config)
+    (found.totals / torch.tensor([20, 20])).sum().backward()
+    shown = expert[row]
+    ratio = by_hand[shown] / teacher[shown]
+    wanted = -(ratio if shaping is None else ratio / (ratio + shaping)).mean()
+    wanted.backward()
+    assert float(found.totals[1].detach()) / 20 == pytest.approx(float(wanted.detach()), rel=1e-12)
+    assert torch.allclose(logp.grad, by_hand.grad * own, rtol=1e-10, atol=0)
+    total, number = found.metrics["actor/expert_ratio/mean"]
+    assert (float(total), int(number)) == (pytest.approx(float(ratio.detach().sum()), rel=1e-12), 20)
+    assert "actor/sft_loss" not in found.metrics
+    with pytest.raises(ConfigError, match="off_policy needs the teacher's log-probs"):
+        mix.loss(dataclasses.replace(batch, engine_logp=None), config)
+
+
+def test_a_shaped_ratio_overflows_nowhere() -> None:
+    """A teacher that gave a token a probability of 0 in any float."""
+    logp = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    fixed = (None, logp.detach(), None, logp.detach(), torch.ones(2, dtype=torch.bool), torch.tensor([0, 0]), 1)
+    batch = LossInput(logp, *fixed, engine_logp=torch.tensor([-1e9, -0.5]), expert=torch.tensor([True]))
+    mix.loss(batch, MixConfig(name="mix", mu=1.0, kl=KLConfig(0.0), expert_loss="off_policy")).totals.sum().backward()
+    assert logp.grad[0] == 0 and -1 < float(logp.grad[1]) < 0
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,10 @@ def test_values_sit_where_their_token_is_predicted() -> None:
     assert found.engine_logp.tolist() == [0, 0, -8, -9, 0, -6, -7, -8, 0]
     demonstrations = of_demonstrations([(e.prompt_ids, e.response_ids) for e in samples])
     assert demonstrations.targets.tolist() == [-100, -100, 8, 9, -100, 6, 7, 8, -100]
+    assert joined(found, demonstrations).engine_logp.tolist() == found.engine_logp.tolist() + [0] * 9
+    taught = of_demonstrations([(e.prompt_ids, e.response_ids) for e in samples], [e.engine_logp for e in samples])
+    assert taught.engine_logp.tolist() == found.engine_logp.tolist()
+    assert joined(found, taught).engine_logp.tolist() == found.engine_logp.tolist() * 2
 
 
 def test_a_step_takes_29_bytes_a_token_of_which_the_engine_gives_9() -> None:

@@ -15,6 +15,7 @@ from megarl.core.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig, 
 from megarl.core.config.schema import Config, CriticConfig, ParallelConfig, RolloutConfig, TrainerConfig
 from megarl.core.schema import FinishReason, Reward, Trajectory
 from megarl.explore.experience.groups import group_stats
+from megarl.explore.order.draws import ExpertRow
 from megarl.learn import algorithms
 from megarl.learn.algorithms import Estimate, StepInput
 from megarl.learn.batching import Sequences, micro_batches
@@ -232,7 +233,7 @@ def test_a_step_of_truncated_answers_alone_has_no_update_but_for_demonstrations(
     config = AlgorithmConfig(overlong_filtering=True)
     _, found, _ = filtered(config, reasons=["length"] * 4)
     assert found.updates == [] and not found.sequences.mask.any()
-    shown = [(np.arange(2), np.arange(3))]
+    shown = [ExpertRow(np.arange(2), np.arange(3))]
     _, found, _ = filtered(replace(config, name="mix"), reasons=["length"] * 4, demonstrations=shown)
     assert found.updates == [[[4]]] and int(found.sequences.mask.sum()) == 3
 

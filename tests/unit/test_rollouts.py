@@ -147,16 +147,16 @@ def test_the_share_of_expert_rows_is_taken_in_decimals() -> None:
     assert data.num_expert_rows(512, 0.0) == 0
 
 
-def demonstrations(size: int) -> list[data.Demonstration]:
-    return [(np.array([i], dtype=np.int32), np.array([i, 9], dtype=np.int32)) for i in range(size)]
+def demonstrations(size: int) -> list[data.ExpertRow]:
+    return [data.ExpertRow(np.array([i], dtype=np.int32), np.array([i, 9], dtype=np.int32)) for i in range(size)]
 
 
 @given(size=sizes, count=counts, seed=seeds)
 def test_expert_rows_of_a_step_are_fixed_and_all_come_up(size: int, count: int, seed: int) -> None:
     experts, again = (data.ExpertRows(demonstrations(size)) for _ in range(2))
-    chosen = [[int(prompt[0]) for prompt, _ in experts.of_step(step, count, seed)] for step in range(size)]
+    chosen = [[int(prompt[0]) for prompt, *_ in experts.of_step(step, count, seed)] for step in range(size)]
     assert all(len(rows) == count for rows in chosen)
-    assert chosen[-1] == [int(prompt[0]) for prompt, _ in again.of_step(size - 1, count, seed)], (
+    assert chosen[-1] == [int(prompt[0]) for prompt, *_ in again.of_step(size - 1, count, seed)], (
         "earlier steps had an influence"
     )
     assert set(Counter(i for rows in chosen for i in rows).values()) == {count}, "`size` steps are `count` whole epochs"
@@ -165,7 +165,7 @@ def test_expert_rows_of_a_step_are_fixed_and_all_come_up(size: int, count: int, 
 def test_expert_rows_are_not_chosen_as_tasks_are() -> None:
     experts = data.ExpertRows(demonstrations(64))
     tasks = data.tasks_of_step([str(i) for i in range(64)], 0, 16, 1)
-    assert [str(prompt[0]) for prompt, _ in experts.of_step(0, 16, 1)] != tasks
+    assert [str(prompt[0]) for prompt, *_ in experts.of_step(0, 16, 1)] != tasks
 
 
 def test_expert_rows_are_read_and_encoded_in_the_order_of_the_store(prepared: Path, tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_expert_rows_are_read_and_encoded_in_the_order_of_the_store(prepared: Pa
     store.set_experts("file", [ExpertExperience(row) for row in rows[:3]])
     found = RolloutReader(NodeReader(), store, lambda: False).demonstrations(tokenizer)
     store.close()
-    for (prompt, response), i in zip(found, (3, 4, 0, 1, 2), strict=True):
+    for (prompt, response, _), i in zip(found, (3, 4, 0, 1, 2), strict=True):
         np.testing.assert_array_equal(prompt, tokenizer.prompt_ids(rows[i].prompt))
         np.testing.assert_array_equal(response, tokenizer.response_ids(str(i + 1)))
 

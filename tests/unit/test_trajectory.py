@@ -14,6 +14,7 @@ from megarl.core.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig, 
 from megarl.core.errors import NonRetryableError
 from megarl.core.schema import End, FinishReason, Outcome, Reward, Task, Trajectory, Turn
 from megarl.explore.experience.groups import group_stats
+from megarl.explore.order.draws import ExpertRow
 from megarl.learn import algorithms
 from megarl.learn.batching import micro_batches
 from megarl.learn.batching.packing import MicroBatching
@@ -186,7 +187,7 @@ def test_samples_of_a_trajectory_may_be_in_any_micro_batches(
     """Also beside demonstrations, and in any order on the ranks."""
     importance = "sequence_mean" if name == "gspo" else "token"
     settings = settings_of(name)(name=name, aggregation=aggregation, importance=importance, kl=KLConfig(0.1))
-    shown = [(np.arange(2), np.arange(n)) for n in (3, 1)] if name == "mix" else []
+    shown = [ExpertRow(np.arange(2), np.arange(n)) for n in (3, 1)] if name == "mix" else []
     members = [three_lines(i, *lengths) for i, lengths in enumerate(parts)]
 
     def found(rows: int) -> tuple[torch.Tensor, float]:

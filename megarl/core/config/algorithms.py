@@ -103,6 +103,11 @@ class MixConfig(AlgorithmConfig):
     """Weight of the loss on expert rows; the usual rows have 1 - mu."""
     expert_ratio: Annotated[float, Bound(0, 1, below=True)] = 0.2
     """Share of a step's rows that are taken from the expert rows (``taskset.expert``)."""
+    expert_loss: Literal["sft", "off_policy"] = "sft"
+    """Loss of expert rows: their negative log-likelihood; or minus their ratio to the teacher's log-probs, which the
+    rows must have (``teacher_logp``), as responses of another policy (LUFFY)."""
+    expert_shaping: Positive | None = 0.1
+    """γ of ``expert_loss=off_policy``: a ratio x counts as x / (x + γ); None for the bare ratio."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +155,11 @@ SETTINGS: dict[str, type[AlgorithmConfig]] = {
 def settings_of(name: str) -> type[AlgorithmConfig]:
     """Return the dataclass of an algorithm's settings; ``name`` may be a Python file."""
     return AnyAlgorithmConfig if name.endswith(".py") else SETTINGS.get(name, AlgorithmConfig)
+
+
+def reads_teacher(config: AlgorithmConfig) -> bool:
+    """Return True if the loss of expert rows reads their teacher's log-probs."""
+    return isinstance(config, MixConfig) and config.expert_loss == "off_policy"
 
 
 def owners(setting: str) -> list[str]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from fractions import Fraction
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,17 @@ EXTRA, EXPERT, ROLLBACK, EVALUATION, SOURCE, CURRICULUM, PRIORITY, REPLAY = 1, 2
 
 Demonstration = tuple[np.ndarray, np.ndarray]
 """int32 [P], int32 [R]: the tokens of a prompt and of the answer to imitate."""
+
+
+class ExpertRow(NamedTuple):
+    """A demonstration that a step draws beside sampled responses."""
+
+    prompt: np.ndarray
+    """int32 [P]"""
+    response: np.ndarray
+    """int32 [R]"""
+    teacher_logp: np.ndarray | None = None
+    """float32 [R], where the loss reads it."""
 
 
 def data_seed(seed: int, rollbacks: int) -> int:
@@ -101,9 +113,9 @@ def num_expert_rows(usual: int, ratio: float) -> int:
 class ExpertRows:
     """The store's expert experiences in their order; a step's choice depends on seed and step alone."""
 
-    def __init__(self, demonstrations: Sequence[Demonstration]) -> None:
-        self._demonstrations = demonstrations
+    def __init__(self, rows: Sequence[ExpertRow]) -> None:
+        self._rows = rows
 
-    def of_step(self, step: int, count: int, seed: int) -> list[Demonstration]:
+    def of_step(self, step: int, count: int, seed: int) -> list[ExpertRow]:
         """``count`` rows for a step, each row as often as any other over the epochs of steps with this count."""
-        return [self._demonstrations[i] for i in numbers_of_step(len(self._demonstrations), step, count, seed, EXPERT)]
+        return [self._rows[i] for i in numbers_of_step(len(self._rows), step, count, seed, EXPERT)]

@@ -6,7 +6,7 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -134,7 +134,8 @@ class ExpertTable(Handle):
     def set_experts(self, source: str, rows: Sequence[ExpertExperience]) -> ImportedSource | None:
         """Make ``rows`` those of ``taskset.expert``, in this order; return None where they are already.
 
-        Rows that another import has stay there. Safe to repeat: the second call finds the rows of the first.
+        Rows that another import has stay there, with the log-probs that they have. Safe to repeat: the second call
+        finds the rows of the first.
         """
         wanted, token = _distinct(rows), secrets.token_hex(8)
         of_setting = select(EXPERT_IMPORTS.c.number).where(EXPERT_IMPORTS.c.by_setting == 1)
@@ -143,10 +144,11 @@ class ExpertTable(Handle):
             _take_turns(connection)
             if again and (done := _by_token(connection, token)) is not None:
                 return done
-            mine = select(EXPERTS.c.experience_id, EXPERTS.c.position).where(EXPERTS.c.number.in_(of_setting))
-            held = {row.experience_id: row.position for row in connection.execute(mine)}
+            columns_of = (EXPERTS.c.experience_id, EXPERTS.c.position, EXPERTS.c.teacher_logp, EXPERTS.c.tokenizer)
+            mine = select(*columns_of).where(EXPERTS.c.number.in_(of_setting))
+            held = {row.experience_id: _place_and_teacher(row._asdict()) for row in connection.execute(mine)}
             taken = _stored(connection, list(wanted)) - held.keys()
-            if held == {row: columns["position"] for row, columns in wanted.items() if row not in taken}:
+            if held == {row: _place_and_teacher(columns) for row, columns in wanted.items() if row not in taken}:
                 return None
             connection.execute(delete(EXPERTS).where(EXPERTS.c.number.in_(of_setting)))
             return _add(connection, source, wanted, len(rows), token, by_setting=True)
@@ -197,6 +199,12 @@ def _take_turns(connection: Connection) -> None:
     by themselves."""
     if connection.dialect.name == "postgresql":
         connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
+
+
+def _place_and_teacher(row: Mapping[str, Any]) -> tuple[int, bytes | None, str | None]:
+    """Columns of a row of ``taskset.expert`` that may change while its id stays."""
+    logp = row["teacher_logp"]
+    return row["position"], None if logp is None else bytes(logp), row["tokenizer"]
 
 
 def _distinct(rows: Sequence[ExpertExperience]) -> dict[str, dict[str, Any]]:

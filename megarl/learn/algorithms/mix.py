@@ -1,11 +1,16 @@
 """MIX (Trinity-RFT, 2505.17826): GRPO on sampled rows and supervised learning on demonstrated ones, in one update.
 
-loss = (1 − mu)·GRPO(sampled rows) + mu·SFT(expert rows), each part divided by its own global denominator
+loss = (1 − mu)·GRPO(sampled rows) + mu·X(expert rows), each part divided by its own global denominator
 (``aggregation``): how many rows of which kind a micro-batch or a rank happens to have changes nothing.
+X by ``expert_loss``, w_t by ``aggregation``:
+sft: Σ_t w_t·(−logp_t)
+off_policy: −Σ_t w_t·f(x_t), x_t = exp(logp_t − teacher_logp_t), f(x) = x / (x + ``expert_shaping``), or x without it;
+    mixed-policy GRPO and policy shaping of LUFFY (2504.14945), with an advantage of 1 and without its clipping
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -27,20 +32,42 @@ def count(
 
 
 def loss(batch: LossInput, config: MixConfig) -> Loss:
-    """[2] sums: see the file's head. What expert rows hold beside ``logp`` does not matter.
+    """[2] sums: see the file's head. Of expert rows ``logp`` counts, and off policy ``engine_logp``, their teacher's;
+    what else they hold does not matter.
 
     Raises:
-        ConfigError: expert rows are not marked.
+        ConfigError: expert rows are not marked, or have no log-probs of a teacher where they are needed.
     """
     if batch.expert is None:
         raise ConfigError("mix needs to know which rows are expert rows; the trainer must give LossInput.expert")
     of_expert = batch.mask & batch.expert[batch.row]
     sampled = surrogate.clipped("mix", replace(batch, mask=batch.mask & ~of_expert), config)
     weights = terms.token_weights(of_expert, batch.row, batch.num_rows, config, share=batch.share, dtype=torch.float64)
-    shown = -(weights * terms.masked(batch.logp.double(), of_expert)).sum()
     number = terms.denominator(of_expert, batch.row, batch.num_rows, config)
+    metrics = sampled.metrics
+    if config.expert_loss == "sft":
+        shown = -(weights * terms.masked(batch.logp.double(), of_expert)).sum()
+        metrics |= {"actor/sft_loss": (shown.detach(), number)}
+    else:
+        log_ratio = terms.masked(_log_ratio(batch), of_expert)
+        shown = -(weights * _shaped(log_ratio, config.expert_shaping)).sum()
+        ratios = terms.masked(log_ratio.detach().exp(), of_expert)
+        metrics |= {"actor/expert_loss": (shown.detach(), number)}
+        metrics |= {"actor/expert_ratio/mean": (ratios.sum(), of_expert.sum())}
     total = torch.stack([(1.0 - config.mu) * sampled.total, (config.mu * shown).to(sampled.total.dtype)])
-    return Loss(total, sampled.metrics | {"actor/sft_loss": (shown.detach(), number)})
+    return Loss(total, metrics)
+
+
+def _log_ratio(batch: LossInput) -> torch.Tensor:
+    """float64 [T]: log of the trained policy's probability over the teacher's."""
+    if batch.engine_logp is None:
+        raise ConfigError("algorithm.expert_loss=off_policy needs the teacher's log-probs; give LossInput.engine_logp")
+    return batch.logp.double() - batch.engine_logp.double()
+
+
+def _shaped(log_ratio: torch.Tensor, shaping: float | None) -> torch.Tensor:
+    """f(exp(``log_ratio``)); x / (x + γ) is σ(log x − log γ), which overflows nowhere."""
+    return log_ratio.exp() if shaping is None else torch.sigmoid(log_ratio - math.log(shaping))
 
 
 MIX = Algorithm(

@@ -43,7 +43,7 @@ class LossInput:
     num_rows: int
     engine_logp: torch.Tensor | None = None
     """float [T], of the engine that sampled the tokens: for ``correction`` alone, never in the place of
-    ``old_logp``."""
+    ``old_logp``. Of expert rows the teacher's, with ``expert_loss=off_policy``."""
     expert: torch.Tensor | None = None
     """bool [num_rows]: rows that were demonstrated, not sampled (mix)."""
     scores: torch.Tensor | None = None

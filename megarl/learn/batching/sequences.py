@@ -35,6 +35,7 @@ class Sequences:
     """float32 [T], as all that follow."""
     returns: torch.Tensor | None = None
     engine_logp: torch.Tensor | None = None
+    """By the engine; for demonstrations by their teacher, where the loss reads it, else 0."""
     old_logp: torch.Tensor | None = None
     ref_logp: torch.Tensor | None = None
     values: torch.Tensor | None = None
@@ -96,27 +97,41 @@ def _join(sequences: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray | bool]])
     return Sequences(torch.from_numpy(tokens), lengths, torch.from_numpy(mask))
 
 
-def of_demonstrations(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Sequences:
-    """Prompt and response ids; the loss is on the whole response."""
-    return _join([(prompt, response, True) for prompt, response in pairs])
+def of_demonstrations(pairs: Sequence[tuple[np.ndarray, np.ndarray]], logp: Sequence[np.ndarray] = ()) -> Sequences:
+    """Prompt and response ids; the loss is on the whole response.
+
+    Args:
+        logp: float32 [R] of each response, by the policy that gave it; none where it is unknown.
+    """
+    result = _join([(prompt, response, True) for prompt, response in pairs])
+    if len(logp):
+        _put_logp(result, logp)
+    return result
 
 
 def of_samples(samples: Sequence[TrainingSample]) -> Sequences:
     """Samples with the log-probs of the engine that sampled them; the rest is for the trainer to fill in."""
     result = _join([(s.prompt_ids, s.response_ids, s.response_mask) for s in samples])
-    result.engine_logp = torch.zeros(len(result.tokens))
-    for sample, end in zip(samples, result.cu_seqlens[1:].tolist(), strict=True):
-        last = end - 1  # nothing is predicted there
-        result.engine_logp[last - len(sample.response_ids) : last] = torch.from_numpy(sample.engine_logp)
+    _put_logp(result, [sample.engine_logp for sample in samples])
     return result
+
+
+def _put_logp(sequences: Sequences, logp: Sequence[np.ndarray]) -> None:
+    """Set ``engine_logp`` to the log-probs [R] of the responses."""
+    sequences.engine_logp = torch.zeros(len(sequences.tokens))
+    for values, end in zip(logp, sequences.cu_seqlens[1:].tolist(), strict=True):
+        last = end - 1  # nothing is predicted there
+        sequences.engine_logp[last - len(values) : last] = torch.from_numpy(values)
 
 
 def joined(sampled: Sequences, demonstrated: Sequences) -> Sequences:
     """Join two batches, the second marked as ``expert``; values that only the first has are 0 for the second."""
 
     def together(name: str) -> torch.Tensor | None:
-        value = getattr(sampled, name)
-        return None if value is None else torch.cat([value, value.new_zeros(len(demonstrated.tokens))])
+        value, other = getattr(sampled, name), getattr(demonstrated, name)
+        if value is None:
+            return None
+        return torch.cat([value, value.new_zeros(len(demonstrated.tokens)) if other is None else other])
 
     own = sampled.trajectory
     more = torch.arange(len(demonstrated))

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.core.config import Config
+from megarl.core.config.algorithms import reads_teacher
+from megarl.core.errors import DataError
 from megarl.explore.store import ExpertExperience
-from megarl.explore.tasksets import ChatTokenizer
+from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations
 from megarl.run.checks.inputs import check_held_out, check_lengths
 from megarl.run.checks.vocabulary import check_vocabulary
-from megarl.run.run_dir.experts import from_source
-from megarl.run.run_dir.rows import read_split
+from megarl.run.run_dir.experts import from_source, tokenizer_digest
+from megarl.run.run_dir.rows import place, read_split
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 
 
@@ -31,3 +33,38 @@ class ExpertCheck:
         vocabulary = int(self._hf_config["vocab_size"])
         check_vocabulary(config, {"expert": rows}, self._tokenizer, vocabulary, sampled=())
         check_lengths(config, "expert", rows, self._tokenizer, int(self._hf_config["max_position_embeddings"]))
+        check_teacher(config, experts, self._tokenizer)
+
+
+def check_teacher(config: Config, experts: Sequence[ExpertExperience], tokenizer: ChatTokenizer) -> None:
+    """Check that rows have their teacher's log-probs, of these tokens, where the loss reads them.
+
+    Args:
+        config: The settings with the rows' source as ``taskset.expert``.
+
+    Raises:
+        DataError: a row lacks them, or they are of another tokenizer or template.
+    """
+    if not reads_teacher(config.algorithm):
+        return
+    digest = tokenizer_digest(Path(config.model.path))
+    fix = (
+        "give each row of the source one log-prob for each token of its response (for rows that are imported already, "
+        "in a new run), or set algorithm.expert_loss=sft"
+    )
+    responses = encode_demonstrations([expert.task for expert in experts], tokenizer)
+    for expert, (_, response) in zip(experts, responses, strict=True):
+        logp, where = expert.teacher_logp, place(config, "expert", expert.task)
+        if logp is None:
+            raise DataError(f"{where} has no teacher_logp, and algorithm.expert_loss=off_policy reads it; {fix}")
+        if expert.tokenizer != digest:
+            raise DataError(
+                f"{where}: teacher_logp is of the tokenizer {expert.tokenizer}, that of model.path={config.model.path} "
+                f"is {digest}; import log-probs of a teacher with the same tokenizer.json, or set "
+                "algorithm.expert_loss=sft"
+            )
+        if len(logp) != len(response):
+            raise DataError(
+                f"{where}: teacher_logp has {len(logp)} log-probs, and the response {len(response)} tokens with the "
+                f"chat template of model.path={config.model.path}; {fix}"
+            )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.config import Config
+from megarl.core.config.algorithms import reads_teacher
 from megarl.core.config.lengths import prompt_tokens
 from megarl.core.errors import CheckpointError, ConfigError
 from megarl.core.schema import Task
@@ -21,6 +22,7 @@ from megarl.learn.models.specs import check_implementation
 from megarl.learn.parallel.grid import check_roles
 from megarl.run.checks.bench import check_bench
 from megarl.run.checks.devices import check_devices, has_budget, ledger_of
+from megarl.run.checks.experts import check_teacher
 from megarl.run.checks.filters import Selected, selected
 from megarl.run.checks.inputs import check_held_out, check_lengths, check_rewards
 from megarl.run.checks.model import check_model
@@ -30,6 +32,7 @@ from megarl.run.checks.tasksets import check_count
 from megarl.run.checks.vision import check_images
 from megarl.run.checks.vocabulary import check_vocabulary
 from megarl.run.run_dir.dry_run import scratch
+from megarl.run.run_dir.experts import read_experts
 from megarl.run.run_dir.owner import check_writable
 from megarl.run.run_dir.prepare import make, with_limit_of_run
 from megarl.run.run_dir.resume import check_settings_of_run, set_aside_damaged
@@ -107,6 +110,8 @@ def _check_inputs(config: Config, algorithm: Algorithm, nodes: int, elsewhere: b
         tasks = {
             split: selected(config, split, found, tokenizer, dropped[split]) for split, found in found_tasks.items()
         }
+    if "expert" in rows and reads_teacher(config.algorithm):
+        check_teacher(config, read_experts(config), tokenizer)
     check_count(config, tasks["train"].tasks if tasks else rows["train"])
     if tokenizer.ends_otherwise is not None and rows.keys() - tasks.keys():
         log.warning(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from megarl.core.config import Config
-from megarl.core.config.algorithms import MixConfig
+from megarl.core.config.algorithms import MixConfig, reads_teacher
 from megarl.core.errors import NonRetryableError
 from megarl.core.metrics import spread
 from megarl.core.phases import Phase
@@ -15,7 +15,7 @@ from megarl.core.schema import End, Outcome, Trajectory, WeightsVersion
 from megarl.core.truncation import TruncationWarning
 from megarl.engine.client.auth import KEY_VARIABLE
 from megarl.explore.experience import Report, add_model_scores, with_group_stats
-from megarl.explore.order.draws import Demonstration, ExpertRows, data_seed, num_expert_rows
+from megarl.explore.order.draws import ExpertRow, ExpertRows, data_seed, num_expert_rows
 from megarl.explore.order.pacing import Pacing
 from megarl.explore.store import EngineStatus
 from megarl.explore.tasksets import ChatTokenizer
@@ -54,7 +54,8 @@ class OnlineTrainer(Trainer):
         self.truncation = TruncationWarning(config.rollout.max_response_tokens)
         self.expert: ExpertRows | None = None
         if "expert" in self.algorithm.needs:
-            self.expert = ExpertRows(self.reader.demonstrations(ChatTokenizer.of(config)))
+            rows = self.reader.demonstrations(ChatTokenizer.of(config), teacher=reads_teacher(config.algorithm))
+            self.expert = ExpertRows(rows)
 
     @property
     def version(self) -> WeightsVersion:
@@ -177,7 +178,7 @@ class OnlineTrainer(Trainer):
         interval = trainer.eval_interval or trainer.steps
         return self.pacing.publishes(step) or not (step % trainer.checkpoint_interval and step % interval)
 
-    def demonstrations(self, state: TrainState, usual: int) -> list[Demonstration]:
+    def demonstrations(self, state: TrainState, usual: int) -> list[ExpertRow]:
         """Expert rows of the step beside ``usual`` samples; [] where the algorithm has none."""
         if self.expert is None:
             return []

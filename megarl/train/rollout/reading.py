@@ -16,7 +16,7 @@ from megarl.core.errors import JobError, MegarlError, describe
 from megarl.core.schema import Trajectory, WeightsVersion
 from megarl.engine.sync.shared import machine
 from megarl.explore.experience import by_group
-from megarl.explore.order.draws import Demonstration
+from megarl.explore.order.draws import ExpertRow
 from megarl.explore.order.replay import Replayed
 from megarl.explore.store import Store
 from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations
@@ -174,13 +174,16 @@ class RolloutReader:
         assert found is not None, "nothing here looks at the stop request"
         return found[0]
 
-    def demonstrations(self, tokenizer: ChatTokenizer) -> list[Demonstration]:
-        """All expert experiences as tokens, in the store's order."""
+    def demonstrations(self, tokenizer: ChatTokenizer, *, teacher: bool = False) -> list[ExpertRow]:
+        """All expert experiences as tokens, in the store's order; with ``teacher``, log-probs too where a row has
+        them."""
 
-        def parts() -> Iterator[list[Demonstration]]:
+        def parts() -> Iterator[list[ExpertRow]]:
             for part in self._store.experts():
-                yield encode_demonstrations([expert.task for expert in part], tokenizer)
+                pairs = encode_demonstrations([expert.task for expert in part], tokenizer)
+                logp = [expert.teacher_logp if teacher else None for expert in part]
+                yield [ExpertRow(*pair, own) for pair, own in zip(pairs, logp, strict=True)]
 
         found = self._reader.read(parts)
         assert found is not None, "nothing here looks at the stop request"
-        return [demonstration for part in found for demonstration in part]
+        return [row for part in found for row in part]

@@ -13,7 +13,7 @@ from megarl.core.config.algorithms import AlgorithmConfig
 from megarl.core.errors import NonRetryableError
 from megarl.core.schema import FinishReason, Outcome, Trajectory
 from megarl.explore.experience import by_group
-from megarl.explore.order.draws import Demonstration
+from megarl.explore.order.draws import ExpertRow
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.algorithms.terms.parts import doubles, repeated
 from megarl.learn.batching import Sequences, joined, of_demonstrations, of_samples
@@ -47,7 +47,7 @@ class StepBatch:
 
 def make_batch(
     trajectories: list[Trajectory],
-    demonstrations: Sequence[Demonstration],
+    demonstrations: Sequence[ExpertRow],
     algorithm: Algorithm,
     settings: AlgorithmConfig,
     updates_per_step: int,
@@ -71,10 +71,18 @@ def make_batch(
         updates = [list(itertools.chain(*part)) for part in updates_of(of_trajectories, updates_per_step)]
     if demonstrations:
         first, updates = len(sequences), updates or [[]]
-        sequences = joined(sequences, of_demonstrations(demonstrations))
+        sequences = joined(sequences, of_experts(demonstrations))
         dealt = updates_of([[i] for i in range(first, len(sequences))], len(updates), exactly=True)
         updates = [usual + expert for usual, expert in zip(updates, dealt, strict=True)]
     return StepBatch(outcomes, rows, sequences, updates, [sample.finish_reason for _, sample in samples])
+
+
+def of_experts(rows: Sequence[ExpertRow]) -> Sequences:
+    """Demonstrations; their teacher's log-probs, if there are any, in the place of an engine's."""
+    pairs = [(row.prompt, row.response) for row in rows]
+    logp = [row.teacher_logp for row in rows if row.teacher_logp is not None]
+    assert len(logp) in (0, len(rows)), "the teacher's log-probs are those of all rows, as was checked before the start"
+    return of_demonstrations(pairs, logp)
 
 
 def overlong(rows: Sequence[Outcome], settings: AlgorithmConfig) -> list[int]:
