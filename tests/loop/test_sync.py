@@ -175,13 +175,13 @@ def test_buckets_without_memory_are_halved_and_the_weights_proven(
     written = {name: digest_of(tensor) for name, tensor in tensors.items()}
     one: Any = SimpleNamespace(agree=lambda yes: yes, stop_requested=lambda: False, log=said.append)
     models: Any = SimpleNamespace(actor=SimpleNamespace(tensors=tensors, written=lambda: written))
-    context: Any = SimpleNamespace(attempt=1)
+    context: Any = SimpleNamespace(attempt=1, rank=0)
     turns: Any = SimpleNamespace(enter=lambda phase: None)
-    sync = WeightSync(context, one, one, models, publisher, turns)
+    sync = WeightSync(context, one, one, models, publisher, turns, lambda *version: None)
     monkeypatch.setattr(sync, "_probe", lambda: (tokens, transformers_logp(new, tokens[:1], tokens[1:]).tolist()))
     sync.connect()
     sync.version = next(versions)
-    assert sync.publish()["sync/digests"] == len(list(new.parameters()))
+    assert sync.publish(0)["sync/digests"] == len(list(new.parameters()))
     assert f"sync.bucket_bytes {2 * LEAST_BUCKET} -> {LEAST_BUCKET}" in said[0] and len(said) == 1
     assert "can't allocate memory" in said[0] and sizes[0] > most and len(sizes) == 3
     assert difference(engine, new) < FP32_TOLERANCE

@@ -120,7 +120,7 @@ def test_the_explorer_rolls_out_and_scores_rows_with_images(
         "r0",
         "train",
         0,
-        WeightsVersion(1, 0),
+        WeightsVersion(0, 0),
         store.task_ids("train"),
         3,
         {"temperature": 1.0, "max_tokens": 8, "seed": 3, "greedy": True},

@@ -140,12 +140,12 @@ class Evaluated:
         monkeypatch.setattr(reporter, "write", lambda step, metrics: self.metrics.update(metrics))
         monkeypatch.setattr(reporter, "log", self.lines.append)
 
-        def wait(rollout_id: str, label: str, *, updated: bool = False) -> bool:
+        def wait(look: Any, label: str, *, weights_step: int) -> bool:
             for claim in self.store.claim_groups("w", 100):
                 self.sampling, found = claim.sampling, right[int(claim.task.task_id[1:])]
                 assert self.store.put(claim, [answered(claim, j, found) for j in range(claim.group_size)])
                 record_evaluations(self.store, "w", claim.rollout_id)
-            assert self.store.is_complete(rollout_id)
+            assert look().complete
             return True
 
         assert Evaluation(context, self.store, reporter, wait).run(TrainState("rl", step), VERSION, f"eval-{step}")

@@ -253,7 +253,11 @@ def _check_version(url: str, sample: Completion, oldest: WeightsVersion | None) 
     if oldest is None:
         return
     for span in sample.versions:
-        if WeightsVersion.parse(span.version) < oldest:
+        try:
+            version = WeightsVersion.parse(span.version)
+        except ValueError:  # those of the model's files: nothing was published
+            version = WeightsVersion(0, 0)
+        if version < oldest:
             raise EngineError(f"the engine at {url} samples with weights {span.version}, which are older than {oldest}")
 
 
