@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import numpy as np
 from safetensors.torch import load_file
 
 from megarl.explore.store import Store
-from tests.system.jobs import Job
+from tests.system.jobs import START_S, Job
 
 ROLLOUTS = ("eval-before", "train-000000", "train-000001", "train-000002", "eval-after")
 NOT_COMPARED = re.compile(r"timing_s|perf|memory|rollout|sync|reward/|training/attempt")
@@ -65,3 +67,34 @@ def learned(run_dir: Path) -> dict[str, Any]:
     }
     weights = load_file(run_dir / "hf" / "model.safetensors")
     return found | {name: sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in weights.items()}
+
+
+def steps_of(run_dir: Path) -> list[dict[str, float]]:
+    """Metrics of each step."""
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if "actor/pg_loss" in record]
+
+
+@contextmanager
+def whole_and_killed(
+    root: Path, settings: Sequence[str], after: int, look: Callable[[Job], None] = lambda job: None
+) -> Iterator[tuple[Path, Path]]:
+    """Directories of a job that was left alone, and of one that was killed after so many steps, looked at, and went
+    on."""
+    whole, killed = Job(root / "whole", settings).start(), Job(root / "killed", settings)
+    try:
+        assert whole.wait(START_S) == 0, whole.output.read_text()
+        killed.start()
+        killed.until(lambda: after in killed.steps(), f"{after} steps", poll_s=0.002)
+        killed.kill_all()
+        look(killed)
+        again = Job(root / "killed", settings).start()
+        try:
+            assert again.wait(START_S) == 0, again.output.read_text()
+            assert "resumed from" in again.output.read_text()
+        finally:
+            again.clean_up()
+        yield whole.run_dir, killed.run_dir
+    finally:
+        killed.clean_up()
+        whole.clean_up()

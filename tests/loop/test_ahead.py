@@ -3,7 +3,6 @@ publications, it has the same bits."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,8 @@ from safetensors.torch import load_file
 
 from megarl.explore.order.pacing import Pacing
 from megarl.explore.store import Store
-from tests.system.jobs import START_S, TINY, Job
+from tests.loop.same_run import steps_of, whole_and_killed
+from tests.system.jobs import START_S, TINY
 
 pytestmark = pytest.mark.timeout(4 * START_S)
 STEPS = 5
@@ -23,35 +23,16 @@ SETTINGS = (*TINY, f"trainer.steps={STEPS}", "trainer.checkpoint_interval=1", "s
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
     """A job that was left alone, and one that was killed in its fourth step and went on."""
-    root = tmp_path_factory.mktemp("ahead")
-    whole, killed = Job(root / "whole", SETTINGS).start(), Job(root / "killed", SETTINGS)
-    try:
-        assert whole.wait(START_S) == 0, whole.output.read_text()
-        killed.start()
-        killed.until(lambda: 3 in killed.steps(), "three steps", poll_s=0.002)
-        killed.kill_all()
-        again = Job(root / "killed", SETTINGS).start()
-        try:
-            assert again.wait(START_S) == 0, again.output.read_text()
-        finally:
-            again.clean_up()
-        yield whole.run_dir, killed.run_dir
-    finally:
-        killed.clean_up()
-        whole.clean_up()
-
-
-def steps(run_dir: Path) -> list[dict[str, float]]:
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in records if "actor/pg_loss" in record]
+    with whole_and_killed(tmp_path_factory.mktemp("ahead"), SETTINGS, 3) as runs:
+        yield runs
 
 
 def test_lags_are_what_the_formula_says(runs: tuple[Path, Path]) -> None:
     lags = [Pacing(2, 2).lag_of_step(step) for step in range(STEPS)]
     assert lags == [0, 1, 2, 1, 2]
     for name in ("rollout/lag/mean", "rollout/lag/max"):
-        assert [record[name] for record in steps(runs[0])] == lags
-    assert [record["rollout/stale_tokens"] for record in steps(runs[0])] == [float(lag > 0) for lag in lags]
+        assert [record[name] for record in steps_of(runs[0])] == lags
+    assert [record["rollout/stale_tokens"] for record in steps_of(runs[0])] == [float(lag > 0) for lag in lags]
     store = Store(f"sqlite:///{runs[0]}/store.db", read_only=True)
     for step in range(STEPS):
         spans = {s.version for e in store.trajectories(f"train-{step:06d}") for s in e.response.spans}
@@ -63,7 +44,7 @@ def test_lags_are_what_the_formula_says(runs: tuple[Path, Path]) -> None:
 
 
 def test_the_engines_log_probs_are_those_of_the_weights_before(runs: tuple[Path, Path]) -> None:
-    differences = [record["training/rollout_logp_diff_max"] for record in steps(runs[0])]
+    differences = [record["training/rollout_logp_diff_max"] for record in steps_of(runs[0])]
     assert differences[0] < 1e-3 < min(differences[1:])
 
 
@@ -71,5 +52,5 @@ def test_a_killed_job_has_the_same_bits(runs: tuple[Path, Path]) -> None:
     whole, killed = (load_file(run / "hf" / "model.safetensors") for run in runs)
     assert whole.keys() == killed.keys() and all(torch.equal(whole[name], killed[name]) for name in whole)
     names = ("actor/pg_loss", "critic/score/mean", "rollout/lag/mean", "training/rollout_logp_diff_max")
-    a, b = ([{name: record[name] for name in names} for record in steps(run)] for run in runs)
+    a, b = ([{name: record[name] for name in names} for record in steps_of(run)] for run in runs)
     assert a == b

@@ -10,7 +10,7 @@ from sqlalchemy import select
 
 from megarl.explore.store import Store
 from megarl.explore.store.tables import GROUPS
-from tests.loop.test_ahead import steps
+from tests.loop.same_run import steps_of
 from tests.system.jobs import START_S, TINY, Job
 
 pytestmark = pytest.mark.timeout(3 * START_S)
@@ -35,7 +35,7 @@ def test_no_token_is_older_than_the_bound_and_no_group_is_used_twice(tmp_path: P
         assert job.wait(START_S) == 0, job.output.read_text()
     finally:
         job.clean_up()
-    records = steps(tmp_path / "run")
+    records = steps_of(tmp_path / "run")
     assert sorted({record["training/global_step"] for record in records}) == [float(s + 1) for s in range(STEPS)]
     lags = [record["rollout/lag/max"] for record in records]
     assert max(lags) == K and min(lags) >= 0

@@ -10,7 +10,7 @@ import pytest
 
 from megarl.cli import main
 from megarl.explore.rewards import compute_score
-from tests.loop.test_ahead import steps
+from tests.loop.same_run import steps_of
 from tests.system.jobs import START_S, TINY, Job
 
 pytestmark = pytest.mark.timeout(3 * START_S)
@@ -41,7 +41,7 @@ def test_a_job_trains_on_rewards_that_come_later(tmp_path: Path) -> None:
         assert job.wait(START_S) == 0, job.output.read_text()
     finally:
         job.clean_up()
-    records = steps(tmp_path / "run")
+    records = steps_of(tmp_path / "run")
     assert given == STEPS * 64 and len(records) == STEPS
     assert all(record["rollout/kept_groups"] == 8 and record["ends/reward_late"] == 0 for record in records)
     assert records[0]["critic/score/max"] <= 1 and "reward/error_rate" in records[0]

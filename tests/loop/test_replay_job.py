@@ -3,7 +3,6 @@ has the same bits."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from safetensors.torch import load_file
 from megarl.core.schema import Trajectory, WeightsVersion
 from megarl.explore.order.draws import REPLAY
 from megarl.explore.store import Store
+from tests.loop.same_run import steps_of, whole_and_killed
 from tests.system.jobs import START_S, TINY, Job
 
 pytestmark = pytest.mark.timeout(4 * START_S)
@@ -36,29 +36,12 @@ SETTINGS = (
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
     """A job that was left alone, and one that was killed after its third step and resumed after its second."""
-    root = tmp_path_factory.mktemp("replay")
-    whole, killed = Job(root / "whole", SETTINGS).start(), Job(root / "killed", SETTINGS)
-    try:
-        assert whole.wait(START_S) == 0, whole.output.read_text()
-        killed.start()
-        killed.until(lambda: 3 in killed.steps(), "three steps", poll_s=0.002)
-        killed.kill_all()
+
+    def undone(killed: Job) -> None:
         assert killed.query("select count(*) from replays where step = 3") == [(TASKS // 2,)], "nothing is undone"
-        again = Job(root / "killed", SETTINGS).start()
-        try:
-            assert again.wait(START_S) == 0, again.output.read_text()
-            assert "resumed from" in again.output.read_text()
-        finally:
-            again.clean_up()
-        yield whole.run_dir, killed.run_dir
-    finally:
-        killed.clean_up()
-        whole.clean_up()
 
-
-def metrics_of(run_dir: Path) -> list[dict[str, float]]:
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in records if "actor/pg_loss" in record]
+    with whole_and_killed(tmp_path_factory.mktemp("replay"), SETTINGS, 3, undone) as runs:
+        yield runs
 
 
 def trained(run_dir: Path) -> list[tuple[dict[str, list[Trajectory]], dict[str, list[Trajectory]]]]:
@@ -77,7 +60,7 @@ def test_metrics_and_rows_are_what_was_asked_for(runs: tuple[Path, Path]) -> Non
     steps = trained(runs[0])
     born: dict[str, int] = {}
     uses: Counter[str] = Counter()
-    for number, (record, (first, replayed)) in enumerate(zip(metrics_of(runs[0]), steps, strict=True), 1):
+    for number, (record, (first, replayed)) in enumerate(zip(steps_of(runs[0]), steps, strict=True), 1):
         assert len(replayed) == (TASKS // 2 if number > 1 else 0) and len(first) + len(replayed) == TASKS
         born |= dict.fromkeys(first, number)
         uses.update([*first, *replayed])
@@ -120,9 +103,9 @@ def test_replayed_tokens_keep_the_weights_and_log_probs_of_their_step(runs: tupl
         old = {span.version for group in replayed.values() for e in group for span in e.response.spans}
         assert old <= set(versions[:-1]) and (old or len(versions) == 1)
     assert versions == sorted(versions) and isinstance(versions[0], WeightsVersion)
-    differences = [record["training/rollout_logp_diff_max"] for record in metrics_of(runs[0])]
+    differences = [record["training/rollout_logp_diff_max"] for record in steps_of(runs[0])]
     assert differences[0] < 1e-3 < min(differences[1:])
-    weights = [record["rollout_corr/weight_mean"] for record in metrics_of(runs[0])]
+    weights = [record["rollout_corr/weight_mean"] for record in steps_of(runs[0])]
     assert abs(weights[0] - 1) < 1e-5 < min(abs(weight - 1) for weight in weights[1:])
 
 
@@ -132,5 +115,5 @@ def test_a_killed_job_has_the_same_bits(runs: tuple[Path, Path]) -> None:
     a, b = ([(list(first), sorted(again)) for first, again in trained(run)] for run in runs)
     assert a == b
     for name in ("actor/pg_loss", "critic/score/mean", "replay/share", "rollout_corr/weight_mean"):
-        first, second = ([record[name] for record in metrics_of(run)] for run in runs)
+        first, second = ([record[name] for record in steps_of(run)] for run in runs)
         assert first == second
