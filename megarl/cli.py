@@ -407,14 +407,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    import secrets
     from pathlib import Path
 
     from megarl.core.config import load_resolved
-    from megarl.explore.store import OWN_SERVER, VARIABLE
-    from megarl.run.postgres import job_store, live_url
     from megarl.run.report import sweep
     from megarl.run.report.html import write_report
+    from megarl.run.run_dir.open_store import database_of_run
 
     run_dir = Path(arguments.run_dir)
     resolved = run_dir / "resolved.json"
@@ -423,13 +421,7 @@ def _report(arguments: argparse.Namespace) -> int:
         logging.info("%s is a sweep; `megarl report '%s'` writes the report of one run", run_dir, runs[0])
         return 0
     url = load_resolved(resolved).store.url if resolved.is_file() else ""
-    if (
-        url == OWN_SERVER
-        and VARIABLE not in os.environ
-        and (live := live_url(run_dir, os.environ.get("MEGARL_JOB_KEY"))) is not None
-    ):
-        os.environ[VARIABLE] = live
-    with job_store(url, run_dir, secrets.token_hex(), host="127.0.0.1"):  # the run's own server ended with the job
+    with database_of_run(url, run_dir):
         sys.stdout.write(f"{write_report(run_dir)}\n")
     return 0
 

@@ -28,6 +28,7 @@ from megarl.core.metrics import Timeline
 from megarl.core.schema import Trajectory, WeightsVersion
 from megarl.engine.client.control import EngineControl
 from megarl.explore.bench.answers import RESULT, ModelAnswers, TaskAnswers
+from megarl.explore.experience import by_group
 from megarl.explore.order.draws import evaluation_sampling
 from megarl.explore.rewards.votes import extractor
 from megarl.explore.store import Store
@@ -161,9 +162,7 @@ class BenchDriver:
 
         found = []
         for part in self._store.parts(self._store.group_ids(ROLLOUT)):
-            groups: dict[str, list[Trajectory]] = {}
-            for answer in self._store.read(part):
-                groups.setdefault(answer.task_id, []).append(answer)
+            groups = {group[0].task_id: group for group in by_group(self._store.read(part))}
             heartbeat.beat()
             found += [TaskAnswers.of(i, tasks[i].data_source, answers, vote) for i, answers in groups.items()]
         return found

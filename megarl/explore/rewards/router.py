@@ -15,12 +15,10 @@ from megarl.explore.rewards.code import verifier as code
 from megarl.explore.rewards.judge import family as judge_family
 from megarl.explore.rewards.math import verifier as math_verifier
 from megarl.explore.rewards.school import verifier as k12
-from megarl.explore.rewards.verdict import to_verdict
+from megarl.explore.rewards.verdict import LATE, to_verdict
 from megarl.explore.rewards.vision import verifier as vision
 
 CODE = "code"
-LATE = "late"
-"""The family of data sources whose rewards are given later."""
 JUDGE = "judge"
 """The family that a pool gives to its ``judge`` instead of a worker."""
 
@@ -73,7 +71,7 @@ ROUTES: dict[str, str] = {
     "HuggingFaceH4/MATH-500": "math_boxed",
     "k12": "k12",
     "judge": "judge",
-    "late": "late",
+    LATE: LATE,
     "vision": "vision",
     "hiyouga/geometry3k": "math_boxed",
     **dict.fromkeys(

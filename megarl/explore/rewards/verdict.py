@@ -13,7 +13,7 @@ from megarl.core.schema import Reward
 from megarl.explore.rewards.shape import shape_parts
 
 LATE = "late"
-"""Status of what gets its reward later (``megarl data reward``)."""
+"""Status of what gets its reward later (``megarl data reward``), and family of data sources of which all does."""
 FAILURES = ("error", "timeout")
 NO_VERDICT = (*FAILURES, LATE)
 STATUSES = ("ok", "wrong", *NO_VERDICT)

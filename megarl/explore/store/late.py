@@ -57,8 +57,12 @@ class LateRewards(Buffer):
         query = select(*columns).where(GROUPS.c.state == GroupState.AWAITING).order_by(GROUPS.c.ended_at)
         claims = {row.group_id: row.claim_token for row in self._read(lambda c: c.execute(query).all())}
         for few in self.parts(list(claims)):
-            groups = by_id(self.read(few))
-            members = [e for group in groups for e in ([group[0].greedy] if group[0].greedy else []) + group]
+            members = [
+                e
+                for first in self.read(few)
+                for e in (first.greedy if first.index == 0 else None, first)
+                if e is not None
+            ]
             found = [e for e in members if e.reward.status == "late"]
             ids = {e.task_id for e in found}
             tasks, images = self._read(lambda c, ids=ids: (tasks_of(c, ids), images_of(c, ids)))  # type: ignore[misc]
@@ -106,14 +110,6 @@ class LateRewards(Buffer):
                 connection.execute(update(GROUPS).where(*which).values(state=GroupState.READY))
 
         self._write(work)
-
-
-def by_id(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
-    """Trajectories by group."""
-    groups: dict[str, list[Trajectory]] = {}
-    for trajectory in trajectories:
-        groups.setdefault(trajectory.group_id, []).append(trajectory)
-    return list(groups.values())
 
 
 def _late(connection: Connection, group_ids: set[str]) -> dict[tuple[str, int], str]:

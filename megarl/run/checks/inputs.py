@@ -21,8 +21,9 @@ from megarl.explore.rewards import RewardPool, Verdict, scorer_for
 from megarl.explore.rewards.code.verifier import check_code
 from megarl.explore.rewards.pool.child import end_servers
 from megarl.explore.rewards.pool.process import check_hosts
-from megarl.explore.rewards.router import JUDGE, LATE, route
+from megarl.explore.rewards.router import JUDGE, route
 from megarl.explore.rewards.shape import check_weights
+from megarl.explore.rewards.verdict import LATE
 from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations, encode_preferences, place_of_row
 from megarl.explore.workflows import asks_verifier
 from megarl.run.run_dir.rows import Rows, place

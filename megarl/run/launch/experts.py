@@ -13,7 +13,8 @@ from megarl.core.config import Config
 from megarl.core.errors import ConfigError
 from megarl.explore.store import ExpertExperience, Store
 from megarl.run.checks.experts import ExpertCheck
-from megarl.run.run_dir.experts import RUN, from_source, read_experts, read_run, store_of_run
+from megarl.run.run_dir.experts import RUN, from_source, read_experts, read_run
+from megarl.run.run_dir.open_store import store_of_run
 from megarl.run.run_dir.prepare import make
 from megarl.run.run_dir.rows import needs_expert_rows
 

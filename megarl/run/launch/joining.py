@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,31 +93,26 @@ def differences(run: Config, config: Config) -> list[Change]:
 
 def is_closed(config: Config) -> bool:
     """Return True if the run has been finished, as far as it was asked for."""
-    store = Store(config.store.url, read_only=True, outage_s=config.store.outage_s)
-    try:
+    with _opened(config) as store:
         return store.has_begun() and store.job_state() == "closed"
-    finally:
-        store.close()
 
 
 def _steps(config: Config) -> int:
     """Steps that the run has made: a trainer that is to make more may not have said so yet."""
-    store = Store(config.store.url, read_only=True, outage_s=config.store.outage_s)
-    try:
+    with _opened(config) as store:
         return store.last_step()
-    finally:
-        store.close()
 
 
 def _has_begun(config: Config) -> bool:
     path = sqlite_file(config.store.url)
     if path is not None and not (path.is_file() and path.stat().st_size):
         return False
-    store = Store(config.store.url, read_only=True, outage_s=config.store.outage_s)
-    try:
+    with _opened(config) as store:
         return store.has_begun()
-    finally:
-        store.close()
+
+
+def _opened(config: Config) -> closing[Store]:
+    return closing(Store(config.store.url, read_only=True, outage_s=config.store.outage_s))
 
 
 def enter(config: Config, attempt: int) -> None:

@@ -5,10 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import os
-import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +14,10 @@ import numpy as np
 from megarl.core.config import Config, load_resolved
 from megarl.core.errors import DataError
 from megarl.core.schema import End, Task, Trajectory
-from megarl.explore.store import OWN_SERVER, VARIABLE, ExpertExperience, Store
+from megarl.explore.store import ExpertExperience
 from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations
 from megarl.explore.tasksets.files import RowLocation, read_table
-from megarl.run.postgres import job_store, live_url
+from megarl.run.run_dir.open_store import store_of_run
 from megarl.run.run_dir.rows import read_split
 
 log = logging.getLogger(__name__)
@@ -30,29 +26,6 @@ RUN = "run:"
 """Begins the name of a source that is a run's directory."""
 SCORE, TEACHER_LOGP = "score", "teacher_logp"
 """Columns that expert rows may have beside those of demonstrations."""
-
-
-@contextmanager
-def store_of_run(url: str, run_dir: Path, *, read_only: bool = False) -> Iterator[Store]:
-    """Open a run's store for a tool: the server of a job that is running, or one that is started for as long.
-
-    Raises:
-        ConfigError: a job is running with a server of its own, and ``MEGARL_JOB_KEY`` is missing.
-    """
-    key = os.environ.get("MEGARL_JOB_KEY")
-    live = live_url(run_dir, key) if url == OWN_SERVER and VARIABLE not in os.environ else None
-    if live is not None:
-        os.environ[VARIABLE] = live
-    try:
-        with job_store(url, run_dir, secrets.token_hex(), host="127.0.0.1"):
-            store = Store(url, read_only=read_only)
-            try:
-                yield store
-            finally:
-                store.close()
-    finally:
-        if live is not None:
-            del os.environ[VARIABLE]
 
 
 def from_source(config: Config, source: str) -> Config:

@@ -51,9 +51,15 @@ class Asking(ABC):
     def ask(self, state: TrainState, published: Published) -> None:
         """Ask for the groups of a step, and ahead of it, if the store has not got them."""
 
-    @abstractmethod
     def ask_more(self, state: TrainState, published: Published, extra: int, missing: int) -> None:
         """Ask for further groups, the ``extra``-th time in a step that lacks so many."""
+        if not self._store.is_requested(rollout_id(state.step, extra)):
+            tasks = self._choice.tasks(state.step, self._seed(state), extra)[: self.further(missing)]
+            self._request(rollout_id(state.step, extra), state, state.step, published, tasks, extra)
+
+    @abstractmethod
+    def further(self, missing: int) -> int:
+        """Return the number of groups to ask for in a step that lacks so many."""
 
     @abstractmethod
     def look(self, step: int, extra: int, without: Collection[str], missing: int) -> Awaited:
@@ -80,10 +86,13 @@ class Asking(ABC):
         limit = self._config.reward.late_steps
         return limit is not None and group.awaiting and step - group.weights_step >= limit
 
+    def _seed(self, state: TrainState) -> int:
+        return data_seed(self._config.trainer.seed, state.rollbacks)
+
     def _request(
         self, rollout_id: str, state: TrainState, step: int, published: Published, tasks: list[str], extra: int = 0
     ) -> None:
-        seed = data_seed(self._config.trainer.seed, state.rollbacks)
+        seed = self._seed(state)
         sampling = {
             "temperature": self._config.rollout.temperature,
             "max_tokens": self._config.rollout.max_response_tokens,
@@ -105,16 +114,13 @@ class InAdmissionOrder(Asking):
         steps = max(self._config.trainer.steps, state.step + 1)
         for step in range(state.step, min(self._pacing.asked(state.step), steps)):
             if not self._store.is_requested(rollout_id(step)):
-                seed = data_seed(self._config.trainer.seed, state.rollbacks)
+                seed = self._seed(state)
                 sampled = self._config.trainer.tasks_per_step - len(self._replay.groups(step, seed, state.step))
                 tasks = self._choice.with_spare(step, seed, sampled)
                 self._request(rollout_id(step), state, step, published, tasks)
 
-    def ask_more(self, state: TrainState, published: Published, extra: int, missing: int) -> None:
-        if not self._store.is_requested(rollout_id(state.step, extra)):
-            seed = data_seed(self._config.trainer.seed, state.rollbacks)
-            tasks = self._choice.tasks(state.step, seed, extra)
-            self._request(rollout_id(state.step, extra), state, state.step, published, tasks, extra)
+    def further(self, missing: int) -> int:
+        return self._choice.per_step
 
     def look(self, step: int, extra: int, without: Collection[str], missing: int) -> Awaited:
         return whole(self._store, rollout_id(step, extra), awaiting=self._waits_no_more(step))
@@ -153,7 +159,7 @@ class InCompletionOrder(Asking):
             self._request(rollout_id(step), state, step, published, self._tasks(state, missing))
 
     def _tasks(self, state: TrainState, count: int) -> list[str]:
-        seed, each = data_seed(self._config.trainer.seed, state.rollbacks), self._choice.per_step
+        seed, each = self._seed(state), self._choice.per_step
         step, skipped = divmod(self._store.num_asked(state.step), each)
         found: list[str] = []
         while len(found) < skipped + count:
@@ -161,11 +167,8 @@ class InCompletionOrder(Asking):
             step += 1
         return found[skipped : skipped + count]
 
-    def ask_more(self, state: TrainState, published: Published, extra: int, missing: int) -> None:
-        if not self._store.is_requested(rollout_id(state.step, extra)):
-            seed = data_seed(self._config.trainer.seed, state.rollbacks)
-            tasks = self._choice.tasks(state.step, seed, extra)[:missing]
-            self._request(rollout_id(state.step, extra), state, state.step, published, tasks, extra)
+    def further(self, missing: int) -> int:
+        return missing
 
     def look(self, step: int, extra: int, without: Collection[str], missing: int) -> Awaited:
         unused = self._unused(without)
