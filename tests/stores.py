@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from sqlalchemy import select
 
-from megarl.core.schema import Reward, Task, Trajectory, WeightsVersion
+from megarl.core.schema import Reward, Segment, Task, Trajectory, WeightsSpan, WeightsVersion, digest_of
 from megarl.explore.store import (
     Claim,
     EndedGroup,
@@ -53,6 +53,20 @@ def make_trajectory(claim: Claim, index: int, length: int = 4) -> Trajectory:
     )
 
 
+def make_segment(index: int, turn: int = 0, start: int = 0, tokens: int = 4, **fields: Any) -> Segment:
+    values = {"version": VERSION, "finish_reason": None, "context": digest_of(np.arange(5, dtype=np.int32))} | fields
+    return Segment(
+        index,
+        turn,
+        start,
+        values["context"],
+        np.arange(start, start + tokens, dtype=np.int32),
+        np.linspace(-1, 0, tokens, dtype=np.float32),
+        (WeightsSpan(0, tokens, values["version"]),),
+        values["finish_reason"],
+    )
+
+
 def finish(store: Store, claim: Claim) -> bool:
     return store.put(claim, [make_trajectory(claim, i) for i in claim.indices], {"samples": 2.0})
 
@@ -77,6 +91,10 @@ WRITES: dict[str, Callable[[Store, Sequence[Claim]], Any]] = {
     "set_experts": lambda store, claims: store.set_experts("b.jsonl", [expert(1), expert(2)]),
     "request_rollout": lambda store, claims: request(store, "r9", step=9),
     "record_version": lambda store, claims: store.record_version(WeightsVersion(9, 9), 9),
+    "record_live": lambda store, claims: store.record_live(WeightsVersion(9, 9)),
+    "append_segments": lambda store, claims: store.append_segments([(claims[0], make_segment(0))]),
+    "forget_segments": lambda store, claims: store.forget_segments(claims[0], 1),
+    "reach": lambda store, claims: store.reach(claims[0], 1),
     "claim_groups": lambda store, claims: store.claim_groups("a", 1),
     "put": lambda store, claims: finish(store, claims[0]),
     "put_all": lambda store, claims: store.put_all(

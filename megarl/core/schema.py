@@ -7,9 +7,10 @@ Shape legend: T tokens of a turn, P prompt tokens, R response tokens of a sample
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Collection, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from numbers import Real
 from typing import Any, Literal, NamedTuple, get_args
@@ -191,6 +192,40 @@ class Turn:
         return len(self.token_ids)
 
 
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Tokens of one response of the model that an engine has sampled in one go."""
+
+    index: int
+    """Index of the trajectory in its group."""
+    turn: int
+    """Number of the response among those that the trajectory has asked for."""
+    start: int
+    """Tokens of the response before it."""
+    context: str
+    """``digest_of`` the tokens that the response follows."""
+    token_ids: np.ndarray
+    """int32 [T]"""
+    logp: np.ndarray
+    """float32 [T]"""
+    spans: tuple[WeightsSpan, ...]
+    """Weights that have sampled them, from 0 to T."""
+    finish_reason: FinishReason | None = None
+    """Reason why the response ended with it; None where more tokens follow."""
+    prompt_ids: np.ndarray | None = None
+    """int32 [P]; in the first segment after a prompt with images: its ids with placeholders expanded."""
+
+    def before(self, dead: Collection[str]) -> Segment | None:
+        """Return the part before the first token of a ``dead`` version; None if that is the first one."""
+        cut = min((span.start for span in self.spans if str(span.version) in dead), default=len(self.token_ids))
+        if cut == len(self.token_ids):
+            return self
+        if not cut:
+            return None
+        spans = tuple(replace(span, end=min(span.end, cut)) for span in self.spans if span.start < cut)
+        return replace(self, token_ids=self.token_ids[:cut], logp=self.logp[:cut], spans=spans, finish_reason=None)
+
+
 class TrainingSample(NamedTuple):
     """A sequence to train on; the tokens of the prompt are in no loss."""
 
@@ -298,6 +333,11 @@ class Trajectory:
             if new:
                 yield line, new
                 trained.update(new)
+
+
+def digest_of(token_ids: np.ndarray) -> str:
+    """Digest of the tokens that a response follows."""
+    return hashlib.blake2b(np.ascontiguousarray(token_ids, "<i4").tobytes(), digest_size=8).hexdigest()
 
 
 def line_of_turns(turns: Sequence[Turn], last: int) -> list[int]:

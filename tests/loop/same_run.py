@@ -96,5 +96,6 @@ def whole_and_killed(
             again.clean_up()
         yield whole.run_dir, killed.run_dir
     finally:
-        killed.clean_up()
-        whole.clean_up()
+        for job in (killed, whole):
+            if job.has_started:
+                job.clean_up()

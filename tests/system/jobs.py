@@ -91,6 +91,10 @@ class Job:
         return self.run_dir.with_name(f"{self.run_dir.name}.{self.mark[:8]}.log")
 
     @property
+    def has_started(self) -> bool:
+        return self._process is not None
+
+    @property
     def pid(self) -> int:
         assert self._process is not None
         return self._process.pid

@@ -294,6 +294,12 @@ class RolloutConfig:
     its start."""
     max_response_tokens: Count = 64
     """Longest response; longer ones are truncated and have finish reason ``length``."""
+    segment_tokens: Count | None = None
+    """Tokens after which an unfinished response is written to the store, to go on from there after a death
+    (docs/asynchrony.md). None writes groups only when they are whole."""
+    budget_tokens: Count | None = None
+    """Partial rollouts: tokens after which a trajectory of a later step waits for the next publication of weights, and
+    goes on with them. None lets every trajectory end."""
     max_trajectory_tokens: Count | None = None
     """Most tokens of a trajectory: its prompt and all turns. None is a prompt and one response."""
     temperature: Annotated[float, Bound(0, 100, above=True)] = 1.0  # greedy responses of a group would all be equal

@@ -45,16 +45,19 @@ class SampleRequest:
     """Number of samples that the trajectory has asked for before."""
     max_tokens: int | None = None
     """Most tokens, where fewer than the sampling's."""
+    start: int = 0
+    """Tokens of the response that ``token_ids`` end with: it goes on from there."""
 
     @property
     def seed(self) -> int | None:
-        """The group's seed and the index in the first turn, as an engine draws the n samples of one prompt; a seed of
-        its own in later ones."""
+        """The group's seed and the index at the start of the first turn, as an engine draws the n samples of one
+        prompt; a seed of its own in later ones, and where a response goes on."""
         if self.group_seed is None or self.index == GREEDY:
             return None
-        if self.turn == 0:
+        if self.turn == 0 and self.start == 0:
             return self.group_seed + self.index
-        return int(np.random.SeedSequence([self.group_seed, self.index, self.turn]).generate_state(1)[0])
+        place = [self.turn, self.start] if self.start else [self.turn]
+        return int(np.random.SeedSequence([self.group_seed, self.index, *place]).generate_state(1)[0])
 
 
 class _Ask(NamedTuple):
@@ -191,6 +194,6 @@ def _prompt(request: SampleRequest, **settings: Any) -> Prompt:
 def _is_one_prompt(requests: Sequence[SampleRequest]) -> bool:
     first = requests[0]
     return len(requests) == first.group_size and all(
-        r.turn == 0 and r.max_tokens == first.max_tokens and np.array_equal(r.token_ids, first.token_ids)
+        r.turn == 0 == r.start and r.max_tokens == first.max_tokens and np.array_equal(r.token_ids, first.token_ids)
         for r in requests
     )

@@ -37,10 +37,12 @@ from megarl.engine.client.client import EngineClient, Sampling
 from megarl.engine.client.gather import Engine, Gatherer
 from megarl.engine.client.open import OpenEngines
 from megarl.explore import workflows
-from megarl.explore.explorer.group_writer import GroupWriter
 from megarl.explore.explorer.held_out import record_evaluations
+from megarl.explore.explorer.iterations import PartialRollouts
 from megarl.explore.explorer.lease import Lease
 from megarl.explore.explorer.rollout_clock import RolloutClock
+from megarl.explore.explorer.segments import SegmentSettings
+from megarl.explore.explorer.store_queue import StoreQueue
 from megarl.explore.explorer.trajectories import ClaimedGroup, Scorer, TrajectoryRunner
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.recording.model import NO_LIMITS, NO_OPTIONS, RenderedPrompt
@@ -57,6 +59,8 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 """First wait before samples that an engine failed to give are asked for again."""
+
+WHOLE_RESPONSES = SegmentSettings()
 
 EVENTS_S = 1.0
 """Seconds between two checks for a line about scoring on the terminal."""
@@ -104,14 +108,12 @@ class Explorer:
         event_lines: Callable[[], str | None] = lambda: None,
         gate: OpenEngines | None = None,
         silence_s: float = 30.0,
+        segments: SegmentSettings = WHOLE_RESPONSES,
     ) -> None:
         self._flights: set[asyncio.Task[None]] = set()
         self._gate, self._silence_s = gate, silence_s
-        self._timeline = timeline
-        self._event_lines = event_lines
-        self._store = store
-        self._engine = engine
-        self._tokenizer = tokenizer
+        self._timeline, self._event_lines = timeline, event_lines
+        self._store, self._engine, self._tokenizer = store, engine, tokenizer
         self._runner = TrajectoryRunner(
             workflow,
             scorer,
@@ -123,16 +125,18 @@ class Explorer:
             timeout_s=workflow_timeout_s,
             rewards=rewards,
             wrong_ends=wrong_ends,
+            segment_tokens=segments.tokens,
+            record=StoreQueue(partial(self._call, store.append_segments)).put if segments.tokens else None,
+            forget=partial(self._call, store.forget_segments),
         )
-        self._worker = worker
-        self._capacity = capacity
-        self._backlog = backlog
+        self._partial = PartialRollouts(store, self._call, segments.budget, segments.pacing, poll_s, self._suspend)
+        self._worker, self._capacity, self._backlog = worker, capacity, backlog
         self._calls, self._poll_s = calls, poll_s
         self._engine_timeout_s = engine_timeout_s
         self._retry_s = retry_s
         self._generating = 0
         self._clocks: dict[tuple[str, WeightsVersion], RolloutClock] = {}
-        self._writer = GroupWriter(partial(self._call, store.put_all))
+        self._writer = StoreQueue(partial(self._call, store.put_all))
         # One thread, so that the store's calls never hold up the loop and happen in the order in which they are made:
         # claims given back at the end cannot be overtaken by a claim that was still waiting.
         self._store_thread = ThreadPoolExecutor(1, thread_name_prefix="store")
@@ -147,13 +151,13 @@ class Explorer:
             await self._call(self._store.release_claims, self._worker)  # of a predecessor that was killed
             await self._call(record_evaluations, self._store, self._worker)
             async with asyncio.TaskGroup() as tasks:
-                works = [heartbeat.beat_periodically(self._mark), self._lease.keep()]
+                works = [heartbeat.beat_periodically(self._mark), self._lease.keep(), self._partial.keep()]
                 keeping = [tasks.create_task(w) for w in (*works, _report(self._event_lines, self._record))]
                 if self._gate is not None:
                     keeping.append(tasks.create_task(self._gate.keep(self._silence_s, self._give_back)))
                 while await self._call(self._store.job_state) == "open":
                     claims = await self._claim()
-                    for batch in self._batches(claims):
+                    for batch in _batches([await self._group(claim) for claim in claims], self._calls):
                         flight = tasks.create_task(self._run_groups(batch))
                         self._flights.add(flight)
                         flight.add_done_callback(self._flights.discard)
@@ -201,18 +205,15 @@ class Explorer:
         self._generating += sum(claim.group_size for claim in claims)
         return claims
 
-    def _batches(self, claims: Sequence[Claim]) -> list[list[ClaimedGroup]]:
-        """One list of groups for each call to an engine: same rollout, spread over the engines."""
-        rollouts: dict[str, list[ClaimedGroup]] = {}
-        for claim in claims:
-            rollouts.setdefault(claim.rollout_id, []).append(self._group(claim))
-        return [groups[i :: self._calls] for groups in rollouts.values() for i in range(min(self._calls, len(groups)))]
-
-    def _group(self, claim: Claim) -> ClaimedGroup:
+    async def _group(self, claim: Claim) -> ClaimedGroup:
         clock = self._clocks.setdefault(
             (claim.rollout_id, claim.version), RolloutClock(timeline=self._timeline, rollout_id=claim.rollout_id)
         )
-        return ClaimedGroup(claim, RenderedPrompt.of(claim.task, self._tokenizer), _seed(claim), clock)
+        prompt = RenderedPrompt.of(claim.task, self._tokenizer)
+        return ClaimedGroup(claim, prompt, _seed(claim), clock, await self._partial.pace(claim))
+
+    def _suspend(self, samples: int) -> None:
+        self._generating -= samples  # those that wait are in no engine
 
     async def _run_groups(self, groups: Sequence[ClaimedGroup]) -> None:
         """Run the workflow for every trajectory of some groups of one rollout."""
@@ -240,12 +241,15 @@ class Explorer:
                     tasks.create_task(self._run_trajectory(group, index, gatherer))
 
     async def _run_trajectory(self, group: ClaimedGroup, index: int, gatherer: Gatherer) -> None:
-        group.scored[index] = await self._runner.run(group, index, gatherer, partial(self._generated, index))
+        generated = partial(self._generated, group, index)
+        group.scored[index] = await self._runner.run(group, index, gatherer, generated)
         if len(group.scored) == len(group.claim.indices):
             await self._finish(group)
 
-    def _generated(self, index: int) -> None:
+    async def _generated(self, group: ClaimedGroup, index: int) -> None:
         self._generating -= index != GREEDY
+        if group.pace is not None:
+            await group.pace.ended(index)
 
     async def _finish(self, group: ClaimedGroup) -> None:
         members = [group.scored[j] for j in group.claim.indices]
@@ -261,6 +265,14 @@ class Explorer:
     async def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._store_thread, lambda: function(*args, **kwargs))
+
+
+def _batches(claimed: Sequence[ClaimedGroup], calls: int) -> list[list[ClaimedGroup]]:
+    """One list of groups for each call to an engine: same rollout, spread over the engines."""
+    rollouts: dict[str, list[ClaimedGroup]] = {}
+    for group in claimed:
+        rollouts.setdefault(group.claim.rollout_id, []).append(group)
+    return [groups[i::calls] for groups in rollouts.values() for i in range(min(calls, len(groups)))]
 
 
 async def _report(lines: Callable[[], str | None], record: Callable[..., Coroutine[Any, Any, None]]) -> None:
@@ -358,6 +370,7 @@ async def explore(config: Config, key: str, worker: str) -> None:
                 event_lines=scorer.tally.line,
                 gate=OpenEngines(engines, key) if store.program.startswith(EXPLORE) else None,
                 silence_s=config.cluster.heartbeat_s,
+                segments=SegmentSettings.of(config),
             )
             gc.collect()
             gc.freeze()  # modules stay, and take long to walk

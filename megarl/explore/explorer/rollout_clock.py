@@ -7,6 +7,10 @@ from collections.abc import Callable
 
 from megarl.core.metrics import Timeline
 
+COUNTS = ("groups", "samples", "greedy", "prompt_tokens", "response_tokens", "retries", "restarts")
+SEGMENT_COUNTS = ("resumed_tokens", "replay_diverged")
+"""Recorded tokens of earlier claims that were taken, and those that were not."""
+
 
 class RolloutClock:
     """Seconds during which a rollout had generation under way, rewards under way, and both; and what it counted."""
@@ -21,9 +25,7 @@ class RolloutClock:
         self._active = {"generation": 0, "reward": 0}
         self._last = now()
         self._seconds = {"generation_s": 0.0, "reward_s": 0.0, "overlap_s": 0.0}
-        self.counts = dict.fromkeys(
-            ("groups", "samples", "greedy", "prompt_tokens", "response_tokens", "retries", "restarts"), 0
-        )
+        self.counts = dict.fromkeys((*COUNTS, *SEGMENT_COUNTS), 0)
 
     def change(self, phase: str, by: int) -> None:
         """``by`` more (or fewer) samples are in ``phase``: generation or reward."""

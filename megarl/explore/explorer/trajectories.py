@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
 from megarl.core import heartbeat
 from megarl.core.config.rewards import RewardConfig
-from megarl.core.schema import End, Reward, Task, Trajectory
+from megarl.core.schema import End, Reward, Segment, Task, Trajectory
 from megarl.engine.client.frames import Completion
 from megarl.engine.client.gather import LONGEST_RETRY_S, Gatherer, SampleRequest
+from megarl.explore.explorer.iterations import GroupPace
 from megarl.explore.explorer.rollout_clock import RolloutClock
+from megarl.explore.explorer.segments import Record, SegmentSampler
 from megarl.explore.explorer.workflow_run import OwnTime, run_workflow
 from megarl.explore.recording.limits import TokenLimits
-from megarl.explore.recording.model import NO_LIMITS, NO_OPTIONS, RenderedPrompt, RolloutModel
+from megarl.explore.recording.model import NO_LIMITS, NO_OPTIONS, RenderedPrompt, RolloutModel, Sampler
 from megarl.explore.rewards import Verdict
 from megarl.explore.rewards.verdict import NO_VERDICT, weighed_reward
 from megarl.explore.store import Claim
@@ -41,6 +43,7 @@ class ClaimedGroup:
     prompt: RenderedPrompt
     seed: int | None
     clock: RolloutClock
+    pace: GroupPace | None = None
     scored: dict[int, Trajectory] = field(default_factory=dict)
 
 
@@ -54,6 +57,9 @@ class TrajectoryRunner:
         wrong_ends: Ends that count as a wrong response (``rollout.wrong_ends``).
         timeout_s: Most seconds of a workflow of its own; None for one that has a limit itself.
         options: ``rollout.options``.
+        segment_tokens: ``rollout.segment_tokens``.
+        record: Records segments.
+        forget: Forgets the segments of a trajectory that begins again.
     """
 
     def __init__(
@@ -69,7 +75,11 @@ class TrajectoryRunner:
         timeout_s: float | None = None,
         limits: TokenLimits = NO_LIMITS,
         options: Mapping[str, Any] = NO_OPTIONS,
+        segment_tokens: int | None = None,
+        record: Record | None = None,
+        forget: Callable[[Claim, int], Awaitable[None]] | None = None,
     ) -> None:
+        self._segment_tokens, self._record, self._forget = segment_tokens, record, forget
         self._workflow = workflow
         self._scorer = scorer
         self._tokenizer = tokenizer
@@ -90,14 +100,14 @@ class TrajectoryRunner:
         return sum(own.running for own in self._running)
 
     async def run(
-        self, group: ClaimedGroup, index: int, gatherer: Gatherer, generated: Callable[[], None]
+        self, group: ClaimedGroup, index: int, gatherer: Gatherer, generated: Callable[[], Awaitable[None]]
     ) -> Trajectory:
         """Return a trajectory with its reward. ``generated`` is called once no token of it is missing.
 
         Raises EngineError and JobError.
         """
         model = await self._recorded(group, index, gatherer)
-        generated()
+        await generated()
         verdict = self._settled(model, await model.verdict(), group.claim.task)
         if verdict.message is not None:
             log.warning("task %s: reward %s: %s", group.claim.task.task_id, verdict.reward.status, verdict.message)
@@ -116,9 +126,9 @@ class TrajectoryRunner:
 
     async def _recorded(self, group: ClaimedGroup, index: int, gatherer: Gatherer) -> RolloutModel:
         """Run the workflow until it fails no more, or has been begun again ``retries`` times."""
-        retry = 0
+        retry, recorded = 0, group.claim.segments.get(index, ())
         while True:
-            model = await self._attempt(group, index, gatherer)
+            model = await self._attempt(group, index, gatherer, recorded)
             cause = model.cause
             if cause is None or cause.by_policy or self._is_wrong(model) or retry == self._retries:
                 return model
@@ -127,16 +137,26 @@ class TrajectoryRunner:
             log.warning("task %s: %s: %s; beginning again", group.claim.task.task_id, model.cause, message)
             await asyncio.sleep(min(LONGEST_RETRY_S, self._retry_s * 2**retry))
             retry += 1
+            recorded = ()
+            if self._forget is not None:
+                await self._forget(group.claim, index)
+            if group.pace is not None:
+                group.pace.restart(index)
 
-    async def _attempt(self, group: ClaimedGroup, index: int, gatherer: Gatherer) -> RolloutModel:
+    async def _attempt(
+        self, group: ClaimedGroup, index: int, gatherer: Gatherer, recorded: Sequence[Segment]
+    ) -> RolloutModel:
         """Run the workflow once, on a task of its own: what it changes there, no other trajectory sees."""
         own = OwnTime()
+        claim, counts = group.claim, group.clock.counts
+        of_segments = (self._limits, self._segment_tokens, self._record)
+        sampler = SegmentSampler(gatherer, claim, index, *of_segments, group.pace, counts, recorded)
         model = RolloutModel(
             group.claim,
             index,
             group.prompt,
             group.seed,
-            _TimedGatherer(gatherer, own),
+            _TimedSampler(sampler, own),
             self._tokenizer,
             partial(self._verdict, group, own),
             self._limits,
@@ -179,13 +199,13 @@ class TrajectoryRunner:
             group.clock.change("reward", -1)
 
 
-class _TimedGatherer:
-    """A gatherer whose time is not the workflow's."""
+class _TimedSampler:
+    """A sampler whose time is not the workflow's."""
 
-    def __init__(self, gatherer: Gatherer, own: OwnTime) -> None:
-        self._gatherer = gatherer
+    def __init__(self, sampler: Sampler, own: OwnTime) -> None:
+        self._sampler = sampler
         self._own = own
 
     async def sample(self, request: SampleRequest) -> Completion:
         with self._own.waiting():
-            return await self._gatherer.sample(request)
+            return await self._sampler.sample(request)

@@ -11,21 +11,22 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, case, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, case, delete, func, insert, or_, select, update
 
 from megarl.core.schema import GREEDY, Trajectory
 from megarl.explore.store import claims
 from megarl.explore.store.claims import Claim, EndedGroup, images_of
 from megarl.explore.store.codec import trajectory_from_row, trajectory_to_row
-from megarl.explore.store.handle import IDS, Handle, chunks
-from megarl.explore.store.tables import GROUPS, ROLLOUTS, SAMPLED, TRAJECTORIES, GroupState
+from megarl.explore.store.handle import IDS, chunks
+from megarl.explore.store.segments import SegmentTable
+from megarl.explore.store.tables import GROUPS, ROLLOUTS, SAMPLED, SEGMENTS, TRAJECTORIES, GroupState
 
 PART_BYTES = 64 * 2**20
 """Bytes of the arrays that are read or written together: of a row, the driver's and the decoded bytes exist side by
 side."""
 
 
-class Buffer(Handle):
+class Buffer(SegmentTable):
     """Groups on their way from explorers to a trainer."""
 
     def claim_groups(
@@ -55,10 +56,9 @@ class Buffer(Handle):
             return groups, claims.tasks_of(connection, {group.task_id for group in groups})
 
         groups, tasks = self._write(work)
-        # Images may be many bytes: not under the write lock.
-        return self._read(
-            lambda connection: claims.claims_of(groups, tasks, images_of(connection, {task.task_id for task in tasks}))
-        )
+        # Images and segments may be many bytes: not under the write lock.
+        images = self._read(lambda connection: images_of(connection, {task.task_id for task in tasks}))
+        return claims.claims_of(groups, tasks, images, self.segments([group.group_id for group in groups]))
 
     def put(self, claim: Claim, trajectories: Sequence[Trajectory], metrics: Mapping[str, float] | None = None) -> bool:
         """Write one whole group; as ``put_all``."""
@@ -79,6 +79,7 @@ class Buffer(Handle):
             made = [claims.make_ready(connection, group) for group in ended]
             if new := [row for found, is_new in zip(rows, made, strict=True) if is_new for row in found]:
                 connection.execute(insert(TRAJECTORIES), new)
+                connection.execute(delete(SEGMENTS).where(SEGMENTS.c.group_id.in_({row["group_id"] for row in new})))
             written = [
                 is_new or (again and claims.is_ready(connection, group.claim))
                 for group, is_new in zip(ended, made, strict=True)

@@ -6,13 +6,13 @@ import itertools
 import json
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, Connection, Row, Select, and_, case, func, select, update
 
-from megarl.core.schema import GREEDY, Task, Trajectory, WeightsVersion
+from megarl.core.schema import GREEDY, Segment, Task, Trajectory, WeightsVersion
 from megarl.explore.store.codec import dumps, task_from_row
 from megarl.explore.store.tables import GROUPS, ROLLOUT_METRICS, ROLLOUTS, SAMPLED, TASK_IMAGES, TASKS, GroupState
 from megarl.explore.store.transactions import put
@@ -38,6 +38,8 @@ class Claim:
     """Token of the call that claimed the group."""
     attempt: int
     """Number of claims of this group, this one included."""
+    segments: Mapping[int, tuple[Segment, ...]] = field(default_factory=dict)
+    """Tokens of unfinished trajectories that earlier claims have left, by index."""
 
     @property
     def indices(self) -> list[int]:
@@ -123,9 +125,12 @@ def held_by(connection: Connection, token: str) -> list[Row[Any]]:
 
 
 def claims_of(
-    groups: Sequence[Row[Any]], tasks: Sequence[Row[Any]], images: Mapping[str, tuple[bytes, ...]]
+    groups: Sequence[Row[Any]],
+    tasks: Sequence[Row[Any]],
+    images: Mapping[str, tuple[bytes, ...]],
+    segments: Mapping[str, Mapping[int, tuple[Segment, ...]]],
 ) -> list[Claim]:
-    """Return claims on ``groups`` with their tasks."""
+    """Return claims on ``groups`` with their tasks and what earlier claims have left."""
     of_id = {row.task_id: task_from_row(row, images.get(row.task_id, ())) for row in tasks}
     return [
         Claim(
@@ -141,6 +146,7 @@ def claims_of(
             worker=group.claimed_by,
             token=group.claim_token,
             attempt=group.attempt,
+            segments=segments.get(group.group_id, {}),
         )
         for group in groups
     ]
@@ -153,16 +159,17 @@ def make_ready(connection: Connection, group: EndedGroup) -> bool:
     claim, claimed = group.claim, GROUPS.c.state == GroupState.CLAIMED
     late = claim.kind == "train" and any(e.reward.status == "late" for e in group.trajectories)
     ready = {"state": GroupState.AWAITING if late else GroupState.READY, "ended_at": time.time()}
-    return connection.execute(update(GROUPS).where(*_of(claim), claimed).values(ready)).rowcount == 1
+    return connection.execute(update(GROUPS).where(*of_claim(claim), claimed).values(ready)).rowcount == 1
 
 
 def is_ready(connection: Connection, claim: Claim) -> bool:
     """Return True if this claim has made its group ready: the token stays with what it has finished."""
-    query = select(GROUPS.c.group_id).where(*_of(claim), GROUPS.c.state.in_(SAMPLED))
+    query = select(GROUPS.c.group_id).where(*of_claim(claim), GROUPS.c.state.in_(SAMPLED))
     return connection.execute(query).first() is not None
 
 
-def _of(claim: Claim) -> tuple[ColumnElement[bool], ...]:
+def of_claim(claim: Claim) -> tuple[ColumnElement[bool], ...]:
+    """Condition on the group of a claim, if the claim is the one that it has now."""
     return GROUPS.c.group_id == claim.group_id, GROUPS.c.claim_token == claim.token
 
 

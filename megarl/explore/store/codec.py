@@ -15,7 +15,7 @@ from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
 from megarl.core.errors import DataError
-from megarl.core.schema import End, GroupStats, Reward, Task, Trajectory, Turn, WeightsSpan, WeightsVersion
+from megarl.core.schema import End, GroupStats, Reward, Segment, Task, Trajectory, Turn, WeightsSpan, WeightsVersion
 
 
 def dumps(value: Any) -> str:
@@ -114,6 +114,39 @@ def trajectory_from_row(row: Any) -> Trajectory:
     )
 
 
+def segment_to_row(group_id: str, rollout_id: str, segment: Segment) -> dict[str, Any]:
+    """Columns of one segment."""
+    spans = [[span.start, span.end, str(span.version)] for span in segment.spans]
+    tensors = {"token_ids": segment.token_ids, "logp": segment.logp}
+    if segment.prompt_ids is not None:
+        tensors["prompt_ids"] = segment.prompt_ids
+    return {
+        "group_id": group_id,
+        "index": segment.index,
+        "turn": segment.turn,
+        "start": segment.start,
+        "rollout_id": rollout_id,
+        "record": dumps({"context": segment.context, "spans": spans, "finish_reason": segment.finish_reason}),
+        "tensors": save_tensors(tensors),
+    }
+
+
+def segment_from_row(row: Any) -> Segment:
+    """Return the segment in a row."""
+    record, tensors = json.loads(row.record), load_tensors(row.tensors)
+    return Segment(
+        index=row.index,
+        turn=row.turn,
+        start=row.start,
+        context=record["context"],
+        token_ids=tensors["token_ids"],
+        logp=tensors["logp"],
+        spans=_spans(record["spans"]),
+        finish_reason=record["finish_reason"],
+        prompt_ids=tensors.get("prompt_ids"),
+    )
+
+
 def versions_in(record: str) -> set[str]:
     """Versions of weights that have sampled tokens of the trajectory with this record."""
     return {span[2] for turn in json.loads(record)["turns"] for span in turn[SPANS]}
@@ -137,11 +170,15 @@ def _turns(records: Sequence[Sequence[Any]], tensors: Mapping[str, np.ndarray]) 
             tensors["token_ids"][tokens_at : tokens_at + length],
             follows,
             logp,
-            tuple(WeightsSpan(start, end, WeightsVersion.parse(version)) for start, end, version in spans),
+            _spans(spans),
             finish_reason,
             reward,
         )
         tokens_at, logp_at = tokens_at + length, logp_at + length * has_logp
+
+
+def _spans(records: Sequence[tuple[int, int, str]]) -> tuple[WeightsSpan, ...]:
+    return tuple(WeightsSpan(start, end, WeightsVersion.parse(version)) for start, end, version in records)
 
 
 def _check_array(name: str, array: Any, dtype: np.dtype[Any], length: int | None) -> None:

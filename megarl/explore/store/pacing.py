@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection
 from typing import NamedTuple
 
-from sqlalchemy import ColumnElement, func, select
+from sqlalchemy import ColumnElement, func, select, update
 
 from megarl.core.schema import WeightsVersion
 from megarl.explore.store.handle import Handle, chunks
@@ -31,8 +31,27 @@ class PacingTable(Handle):
 
     def record_version(self, version: WeightsVersion, step: int) -> None:
         """Write down that ``version`` has ``step`` steps of training, before an engine has it. Safe to repeat."""
-        row = {"version": str(version), "step": step, "published_at": time.time()}
+        row = {
+            "version": str(version),
+            "attempt": version.attempt,
+            "n": version.n,
+            "step": step,
+            "published_at": time.time(),
+            "live": 0,
+        }
         self._write(lambda connection, again: put(connection, VERSIONS, [row]))
+
+    def record_live(self, version: WeightsVersion) -> None:
+        """Write down that every engine has proven to have ``version``. Safe to repeat."""
+        live = update(VERSIONS).where(VERSIONS.c.version == str(version)).values(live=1)
+        self._write(lambda connection, again: connection.execute(live))
+
+    def live_step(self) -> int | None:
+        """Steps of training in the weights that engines have proven to have last; None before the first ones."""
+        query = (
+            select(VERSIONS.c.step).where(VERSIONS.c.live == 1).order_by(VERSIONS.c.attempt.desc(), VERSIONS.c.n.desc())
+        )
+        return self._read(lambda connection: connection.scalar(query.limit(1)))
 
     def version_steps(self, versions: Collection[WeightsVersion]) -> dict[WeightsVersion, int]:
         """Steps of training in those of ``versions`` that have been published."""

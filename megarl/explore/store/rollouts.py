@@ -16,6 +16,7 @@ from megarl.explore.store.codec import dumps, versions_in
 from megarl.explore.store.handle import Handle, chunks
 from megarl.explore.store.journal import event_of
 from megarl.explore.store.pacing import steps_of_weights
+from megarl.explore.store.segments import cut_segments
 from megarl.explore.store.tables import (
     EVENTS,
     GROUPS,
@@ -23,6 +24,7 @@ from megarl.explore.store.tables import (
     ROLLOUT_METRICS,
     ROLLOUTS,
     SAMPLED,
+    SEGMENTS,
     STEPS,
     TASKS,
     TRAJECTORIES,
@@ -135,6 +137,8 @@ class RolloutTable(Handle):
                 _delete_unused(connection)
             else:
                 _sample_again(connection, from_step)
+            # Engines that have them are given others before they are asked again.
+            connection.execute(update(VERSIONS).where(VERSIONS.c.step > from_step).values(live=0))
             connection.execute(delete(REPLAYS).where(REPLAYS.c.step > from_step))
             connection.execute(delete(STEPS).where(STEPS.c.step > from_step))
             evaluations = connection.execute(select(EVENTS).where(EVENTS.c.kind == "evaluation"))
@@ -229,12 +233,13 @@ def _delete_unused(connection: Connection) -> None:
     ids = list(connection.scalars(select(GROUPS.c.group_id).where(unused, GROUPS.c.rollout_id.in_(trained))))
     for few in chunks(ids):
         connection.execute(delete(GROUPS).where(GROUPS.c.group_id.in_(few)))  # first, as in ``delete_rollouts``
-        connection.execute(delete(TRAJECTORIES).where(TRAJECTORIES.c.group_id.in_(few)))
+        for table in (TRAJECTORIES, SEGMENTS):
+            connection.execute(delete(table).where(table.c.group_id.in_(few)))
 
 
 def _sample_again(connection: Connection, from_step: int) -> None:
     """Make unused groups pending that have, or may have, tokens of weights with more than ``from_step`` steps: those of
-    explorers that live on too."""
+    explorers that live on too. Tokens that earlier weights have sampled before those stay, as segments."""
     dead = set(connection.scalars(select(VERSIONS.c.version).where(VERSIONS.c.step > from_step)))
     if not dead:
         return
@@ -248,8 +253,12 @@ def _sample_again(connection: Connection, from_step: int) -> None:
     trained = select(ROLLOUTS.c.rollout_id).where(ROLLOUTS.c.kind == "train")
     claimed = (GROUPS.c.state == GroupState.CLAIMED, GROUPS.c.rollout_id.in_(trained))
     ids |= set(connection.scalars(select(GROUPS.c.group_id).where(*claimed)))
+    ids |= set(connection.scalars(select(SEGMENTS.c.group_id).where(SEGMENTS.c.rollout_id.in_(trained)).distinct()))
     again = {"state": GroupState.PENDING, "claimed_by": None, "claim_token": None, "ended_at": None}
+    beyond = (GROUPS.c.reached > from_step, GROUPS.c.rollout_id.in_(trained))
+    connection.execute(update(GROUPS).where(*beyond).values(reached=None))
     for few in chunks(sorted(ids)):
+        cut_segments(connection, few, dead)
         connection.execute(delete(TRAJECTORIES).where(TRAJECTORIES.c.group_id.in_(few)))
         connection.execute(update(GROUPS).where(GROUPS.c.group_id.in_(few)).values(again))
 
@@ -257,6 +266,6 @@ def _sample_again(connection: Connection, from_step: int) -> None:
 def delete_rollouts(connection: Connection, rollout_ids: Sequence[str]) -> None:
     """Delete rollouts with their groups, trajectories and metrics."""
     # Groups first: on PostgreSQL this waits for a worker that is finishing one, and what that wrote is deleted next.
-    for table in (GROUPS, TRAJECTORIES, ROLLOUT_METRICS, ROLLOUTS):
+    for table in (GROUPS, TRAJECTORIES, SEGMENTS, ROLLOUT_METRICS, ROLLOUTS):
         for rollout_id in rollout_ids:
             connection.execute(delete(table).where(table.c.rollout_id == rollout_id))

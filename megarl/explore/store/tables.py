@@ -7,7 +7,7 @@ from enum import StrEnum
 from sqlalchemy import Column, Float, Index, Integer, LargeBinary, MetaData, String, Table, Text
 
 METADATA = MetaData()
-SCHEMA, SCHEMA_KEY = 11, "schema"
+SCHEMA, SCHEMA_KEY = 12, "schema"
 """Number of these tables, and its key in ``job``. A store of another number is refused."""
 
 
@@ -112,8 +112,12 @@ VERSIONS = Table(
     "versions",
     METADATA,
     Column("version", String, primary_key=True),  # attempt.n
+    Column("attempt", Integer, nullable=False),
+    Column("n", Integer, nullable=False),
     Column("step", Integer, nullable=False),  # steps of training in these weights
     Column("published_at", Float, nullable=False),
+    Column("live", Integer, nullable=False),  # 1 once every engine has proven to have them
+    Index("versions_in_order", "attempt", "n"),
 )
 """Weights that engines were given, in any attempt. Those of steps after a resume are dead: no unused group keeps tokens
 of them."""
@@ -130,6 +134,7 @@ GROUPS = Table(
     Column("claim_token", String),
     Column("attempt", Integer, nullable=False),
     Column("ended_at", Float),  # when its trajectories were put
+    Column("reached", Integer),  # steps in the weights whose budget of tokens its trajectories have used up
     Column("used_by", Integer),  # number of the step, from 1, that consumed or dropped it; replays: REPLAYS
     Column("reason", String),  # why it was dropped
     Index("groups_by_rollout", "rollout_id", "position"),
@@ -158,6 +163,20 @@ TRAJECTORIES = Table(
     Column("tensors", LargeBinary, nullable=False),
     Index("trajectories_by_rollout", "rollout_id"),
 )
+
+SEGMENTS = Table(
+    "segments",
+    METADATA,
+    Column("group_id", String, primary_key=True),
+    Column("index", Integer, primary_key=True),
+    Column("turn", Integer, primary_key=True),  # number of the response among those that the trajectory asked for
+    Column("start", Integer, primary_key=True),  # tokens of the response before it
+    Column("rollout_id", String, nullable=False),
+    Column("record", Text, nullable=False),
+    Column("tensors", LargeBinary, nullable=False),
+    Index("segments_by_rollout", "rollout_id"),
+)
+"""Tokens of unfinished trajectories, deleted once their group is whole."""
 
 ROLLOUT_METRICS = Table(
     "rollout_metrics",

@@ -1,4 +1,4 @@
-"""Checks of ``sync.max_staleness``, ``sync.interval`` and ``sync.order``."""
+"""Checks of ``sync.max_staleness``, ``sync.interval`` and ``sync.order``, and of partial rollouts."""
 
 from __future__ import annotations
 
@@ -25,12 +25,46 @@ def check_pacing(config: Config, job: Job) -> None:
             "sync.order=completion with sync.max_staleness=0: a step then has no other groups to take than its own; "
             "set sync.max_staleness to 1 or more, or sync.order=admission"
         )
+    _check_budget(config)
     _check_late(config)
     if sync.max_staleness and job.rollouts and config.algorithm.correction == "none":
         log.warning(
             "sync.max_staleness=%d without algorithm.correction: earlier weights sample the tokens, and the loss takes "
             "them for those of the step; set algorithm.correction=truncate (docs/algorithms.md)",
             sync.max_staleness,
+        )
+
+
+def _check_budget(config: Config) -> None:
+    """Raise ConfigError for partial rollouts that could not be suspended, or never would be."""
+    sync, rollout = config.sync, config.rollout
+    if rollout.budget_tokens is None:
+        return
+    given = f"rollout.budget_tokens={rollout.budget_tokens}"
+    if rollout.segment_tokens is None:
+        raise ConfigError(
+            f"{given} without rollout.segment_tokens: responses are suspended between segments; set it, to "
+            f"{rollout.budget_tokens} at most"
+        )
+    if rollout.segment_tokens > rollout.budget_tokens:
+        raise ConfigError(
+            f"{given} with rollout.segment_tokens={rollout.segment_tokens}: a segment is never cut, so it has no more "
+            f"tokens than the budget; set rollout.segment_tokens={rollout.budget_tokens} or less"
+        )
+    if not sync.max_staleness:
+        raise ConfigError(
+            f"{given} with sync.max_staleness=0: every response is trained in the step that it is sampled for, so none "
+            "is suspended; set sync.max_staleness to 1 or more"
+        )
+    if sync.order == "completion":
+        raise ConfigError(
+            f"{given} with sync.order=completion: responses go on over updates by themselves; leave "
+            "rollout.budget_tokens out, or set sync.order=admission"
+        )
+    if rollout.workflow == "agent":
+        raise ConfigError(
+            f"{given} with rollout.workflow=agent: an agent of others does not wait while the trainer computes; leave "
+            "rollout.budget_tokens out"
         )
 
 

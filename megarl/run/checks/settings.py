@@ -241,13 +241,19 @@ def check_memory(config: Config, job: Job, nodes: int) -> None:
 
 def check_placement(config: Config, job: Job) -> None:
     """Raise ConfigError if engines that take turns with the trainer are to sample while it computes."""
-    if not job.has(ProcessKind.ENGINE) or config.rollout.placement == "separate":
+    sync, rollout = config.sync, config.rollout
+    if not job.has(ProcessKind.ENGINE) or rollout.placement == "separate" or not sync.max_staleness:
         return
-    if config.sync.max_staleness:
+    if rollout.budget_tokens is None:
         raise ConfigError(
-            f"sync.max_staleness={config.sync.max_staleness} samples the next step while the trainer updates, and with "
-            "rollout.placement=colocated no engine is there then; set sync.max_staleness=0 or "
-            "rollout.placement=separate"
+            f"sync.max_staleness={sync.max_staleness} samples the next step while the trainer updates, and with "
+            "rollout.placement=colocated no engine is there then; set sync.max_staleness=0, "
+            "rollout.placement=separate, or rollout.budget_tokens for partial rollouts"
+        )
+    if sync.interval > 1:
+        raise ConfigError(
+            f"sync.interval={sync.interval} with rollout.placement=colocated: engines that were away come back for "
+            "weights; set sync.interval=1"
         )
 
 

@@ -114,6 +114,8 @@ class OnlineTrainer(Trainer):
             groups = self.rollouts.groups(state, published, self.models.head.vocab_size)
             if groups is None:
                 return None
+            if self.config.rollout.placement == "colocated":  # engines leave before the update
+                self.rollouts.drain(state)
             if not groups.trajectories:
                 raise NonRetryableError(
                     f"rollout {groups.rollout_ids[-1]} left nothing to train on: {groups.report.dropped}; "
@@ -138,7 +140,7 @@ class OnlineTrainer(Trainer):
                 differences = mismatch(batch.sequences, sampled)
             # Rewards in the metrics of the estimate are those with the KL taken off.
             metrics = trajectory_metrics(batch.outcomes, groups.report) | scored | trained | differences | synced
-            if self.drains(before.step + 1):
+            if self.drains(before.step + 1) and self.config.rollout.placement == "separate":
                 with suppress(Stopped):  # the step counts: its update is made
                     self.rollouts.drain(before)
             state = self.end_step(state, metrics, groups.used)
@@ -169,7 +171,10 @@ class OnlineTrainer(Trainer):
             with self.weights.quieting() as ended:
                 if not self.wait(lambda: Awaited(ended(), 1, ended()), label, weights_step=state.step):
                     return None
-        return self.weights.publish(state.step)
+        synced = self.weights.publish(state.step)
+        if self.context.rank == 0:
+            self.store.record_live(self.weights.version)
+        return synced
 
     def drains(self, step: int) -> bool:
         """True if what was asked for ahead must be there when ``step`` steps are done: a checkpoint or other weights

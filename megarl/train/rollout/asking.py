@@ -65,6 +65,15 @@ class Asking(ABC):
     def look(self, step: int, extra: int, without: Collection[str], missing: int) -> Awaited:
         """Return the progress of what ``choose`` waits for."""
 
+    def look_ahead(self, ahead: int, step: int) -> Awaited:
+        """Return the progress of the groups of step ``ahead``, which must be there before weights change while step
+        ``step`` is made: all of them, or in a partial rollout all that these weights sample of them."""
+        published, rollout = self._pacing.published(step), rollout_id(ahead)
+        if self._config.rollout.budget_tokens is None or ahead < published + self._pacing.interval:
+            return whole(self._store, rollout, awaiting=True)
+        done, total = self._store.reached(rollout, published)
+        return Awaited(done, total, done == total)
+
     @abstractmethod
     def choose(self, step: int, without: Collection[str], missing: int) -> list[str]:
         """Choose up to ``missing`` ready groups of a step, beside those ``without``; return their ids in order.

@@ -29,16 +29,7 @@ from megarl.learn.algorithms import Algorithm
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
-from megarl.train.rollout.asking import (
-    Asking,
-    Awaited,
-    InAdmissionOrder,
-    InCompletionOrder,
-    Published,
-    rollout_id,
-    rollout_of,
-    whole,
-)
+from megarl.train.rollout.asking import Asking, Awaited, InAdmissionOrder, InCompletionOrder, Published, rollout_of
 from megarl.train.rollout.reading import RolloutReader
 
 
@@ -124,14 +115,14 @@ class Rollouts:
         """Wait until the groups that were asked for ahead are ready, after the update of step ``state.step``; not in
         completion order.
 
-        A checkpoint then finds them in the store, and weights change when no engine samples. Ends early when the job
-        is asked to stop.
+        A checkpoint then finds them in the store, and weights change when no engine samples. Of partial rollouts those
+        of later steps are there as far as their budget goes. Ends early when the job is asked to stop.
         """
         if self._context.config.sync.order == "completion":
             return
         for step in range(state.step + 1, min(self._pacing.asked(state.step), self._context.config.trainer.steps)):
             with self._reporter.timeline.phase("rollout", step=state.step):
-                look = partial(whole, self._store, rollout_id(step), awaiting=True)
+                look = partial(self._asking.look_ahead, step, state.step)
                 if not self._wait(look, f"rollout {step + 1}, ahead", weights_step=state.step + 1):
                     return
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megarl.core.errors import JobError
-from megarl.explore.explorer.group_writer import GroupWriter
+from megarl.explore.explorer.store_queue import StoreQueue
 from megarl.explore.store import Claim, EndedGroup, Store
 from tests.stores import make_task, make_trajectory, request
 
@@ -38,7 +38,7 @@ def put_at_once(store: Store, claims: list[Claim], fails: bool) -> tuple[Any, li
     ended = [EndedGroup(claim, [make_trajectory(claim, i) for i in claim.indices]) for claim in claims]
 
     async def main() -> Any:
-        writer = GroupWriter(counted)
+        writer = StoreQueue(counted)
         return await asyncio.gather(*map(writer.put, ended), return_exceptions=True)
 
     return asyncio.run(asyncio.wait_for(main(), 60)), sizes

@@ -1,0 +1,185 @@
+"""Partial rollouts: trajectories get a budget of tokens from each published weights, and go on with the next ones.
+
+An iteration begins when all engines have proven to have the weights of a publication. Groups of steps that train before
+the next publication have no budget: they end. All others begin no segment after ``rollout.budget_tokens`` tokens.
+Which weights sample which token so follows from settings and seeds alone, not from time (``sync.order=admission``).
+Source: Kimi k1.5 (arXiv:2501.12599, section 2.6.2).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from megarl.core.schema import GREEDY, Segment, WeightsVersion
+from megarl.explore.order.pacing import Pacing
+from megarl.explore.store import Claim, Store
+
+
+class Iterations:
+    """The iteration of now, as the store has it.
+
+    Args:
+        live_step: ``Store.live_step``.
+        poll_s: Seconds between two looks while somebody waits.
+    """
+
+    def __init__(self, live_step: Callable[[], Awaitable[int | None]], pacing: Pacing, poll_s: float) -> None:
+        self._live_step, self._pacing, self._poll_s = live_step, pacing, poll_s
+        self._waiting = 0
+        self._changed = asyncio.Condition()
+        self.step = 0
+        """Steps in the weights that were published at its begin."""
+
+    @property
+    def next_step(self) -> int:
+        """Steps done at the next publication."""
+        return self.step + self._pacing.interval
+
+    def of(self, step: int) -> int:
+        """Iteration in which weights of ``step`` steps sample: a start or an evaluation may publish between two."""
+        return self._pacing.published(step)
+
+    async def look(self) -> None:
+        """Look into the store."""
+        live = await self._live_step()
+        step = 0 if live is None else self.of(live)
+        if step != self.step:
+            self.step = step
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def after(self, step: int) -> None:
+        """Wait until it is another iteration than that of ``step``."""
+        self._waiting += 1
+        try:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self.step != step)
+        finally:
+            self._waiting -= 1
+
+    async def keep(self) -> None:
+        """Look as long as somebody waits, until cancelled."""
+        while True:
+            await asyncio.sleep(self._poll_s)
+            if self._waiting:
+                await self.look()
+
+
+class GroupPace:
+    """Begins of segments of a claimed group.
+
+    Args:
+        spent: Tokens that earlier claims of the group have had, by trajectory and iteration.
+        reach: Called with the iteration once no trajectory of the group gets further tokens in it.
+        waits: Called with the samples by which those that wait for the next iteration become more, or fewer.
+    """
+
+    def __init__(
+        self,
+        iterations: Iterations,
+        claim: Claim,
+        budget: int,
+        spent: Mapping[int, Counter[int]],
+        reach: Callable[[Claim, int], Awaitable[None]],
+        waits: Callable[[int], None],
+    ) -> None:
+        self._iterations, self._claim, self._budget = iterations, claim, budget
+        self._spent = {index: Counter(spent.get(index, {})) for index in claim.indices}
+        self._reach, self._waits = reach, waits
+        self._open = set(claim.indices)
+        self._suspended: dict[int, int] = {}
+        """Index of a trajectory that waits -> the iteration that it waits to be over."""
+
+    async def begin(self, index: int) -> None:
+        """Return once a trajectory may have another segment."""
+        while self._claim.step >= self._iterations.next_step:
+            step = self._iterations.step
+            if self._spent[index][step] < self._budget:
+                return
+            await self._suspend(index, step)
+
+    def spend(self, index: int, tokens: int) -> None:
+        """Count tokens that a trajectory has had."""
+        self._spent[index][self._iterations.step] += tokens
+
+    def restart(self, index: int) -> None:
+        """Count from 0 again, for a trajectory that begins again."""
+        self._spent[index].clear()
+
+    async def ended(self, index: int) -> None:
+        """Count a trajectory out: no token of it is missing."""
+        self._open.discard(index)
+        await self._report(self._iterations.step)
+
+    async def _suspend(self, index: int, step: int) -> None:
+        self._suspended[index] = step
+        counted = int(index != GREEDY)
+        self._waits(counted)
+        try:
+            await self._report(step)
+            await self._iterations.after(step)
+        finally:
+            del self._suspended[index]
+            self._waits(-counted)
+
+    async def _report(self, step: int) -> None:
+        if self._open and all(self._suspended.get(index) == step for index in self._open):
+            await self._reach(self._claim, step)
+
+
+class PartialRollouts:
+    """Budgets of the claims of an explorer.
+
+    Args:
+        call: Calls a function of the store in the store's thread.
+        budget: ``rollout.budget_tokens``.
+        poll_s: As of :class:`Iterations`.
+        waits: As of :class:`GroupPace`.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        call: Callable[..., Awaitable[Any]],
+        budget: int | None,
+        pacing: Pacing,
+        poll_s: float,
+        waits: Callable[[int], None],
+    ) -> None:
+        self._store, self._call, self._budget, self._waits = store, call, budget, waits
+        self._iterations = Iterations(partial(call, store.live_step), pacing, poll_s)
+
+    async def keep(self) -> None:
+        """See iterations begin, until cancelled."""
+        await self._iterations.keep()
+
+    async def pace(self, claim: Claim) -> GroupPace | None:
+        """Return the pace of a claimed group; None for one without budget."""
+        if self._budget is None or claim.kind != "train":
+            return None
+        await self._iterations.look()  # it was asked for after its weights were published
+        recorded = [segment for segments in claim.segments.values() for segment in segments]
+        versions = {span.version for segment in recorded for span in segment.spans}
+        steps = await self._call(self._store.version_steps, versions) if versions else {}
+        spent = tokens_by_iteration(claim.segments, {v: self._iterations.of(step) for v, step in steps.items()})
+        reach = partial(self._call, self._store.reach)
+        return GroupPace(self._iterations, claim, self._budget, spent, reach, self._waits)
+
+
+def tokens_by_iteration(
+    segments: Mapping[int, Sequence[Segment]], iterations: Mapping[WeightsVersion, int]
+) -> dict[int, Counter[int]]:
+    """Index of a trajectory -> iteration -> tokens that its weights have sampled.
+
+    ``iterations``: version -> its iteration.
+    """
+    found: dict[int, Counter[int]] = {}
+    for index, of_trajectory in segments.items():
+        counter = found.setdefault(index, Counter())
+        for span in (span for segment in of_trajectory for span in segment.spans):
+            counter[iterations[span.version]] += span.end - span.start
+    return found

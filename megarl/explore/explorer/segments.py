@@ -1,0 +1,168 @@
+"""Responses of a trajectory in segments: each is in the store before the next one is asked for.
+
+So whoever claims the group after a death goes on from there: the workflow runs again, and gets what is recorded at
+once. A segment that is sampled again has the same tokens, since its seed follows from where it starts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megarl.core.config import Config
+from megarl.core.schema import Segment, WeightsSpan, WeightsVersion, digest_of
+from megarl.engine.client.frames import Completion, VersionSpan
+from megarl.engine.client.gather import SampleRequest
+from megarl.explore.explorer.iterations import GroupPace
+from megarl.explore.order.pacing import Pacing
+from megarl.explore.recording.limits import TokenLimits
+from megarl.explore.recording.model import Sampler
+from megarl.explore.store import Claim
+
+Record = Callable[[tuple[Claim, Segment]], Awaitable[bool]]
+"""``Store.append_segments`` of one segment, in a thread of its own."""
+
+
+@dataclass(frozen=True)
+class SegmentSettings:
+    """Lengths of segments, and of what a trajectory may have at a time."""
+
+    tokens: int | None = None
+    """Most tokens of a segment (``rollout.segment_tokens``); None for whole responses, which are not recorded."""
+    budget: int | None = None
+    """``rollout.budget_tokens``."""
+    pacing: Pacing = Pacing()
+    """When weights are published."""
+
+    @classmethod
+    def of(cls, config: Config) -> SegmentSettings:
+        return cls(config.rollout.segment_tokens, config.rollout.budget_tokens, Pacing.of(config.sync))
+
+
+class SegmentSampler:
+    """Samples the responses of one trajectory.
+
+    Args:
+        size: Most tokens of a segment; None for a response in one.
+        record: None where nothing is recorded.
+        pace: Limit of a partial rollout; None for none.
+        recorded: What earlier claims of the group have left of it, in order.
+        counts: ``resumed_tokens``: recorded ones that were taken; ``replay_diverged``: those that were not, since the
+            workflow has asked for them with another context.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        claim: Claim,
+        index: int,
+        limits: TokenLimits,
+        size: int | None,
+        record: Record | None,
+        pace: GroupPace | None,
+        counts: Counter[str] | dict[str, int],
+        recorded: Sequence[Segment] = (),
+    ) -> None:
+        self._sampler, self._record, self._pace = sampler, record, pace
+        self._claim, self._index, self._limits, self._size, self._counts = claim, index, limits, size, counts
+        self._recorded = list(recorded)
+        self._is_ours = True
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        """Return the whole response. Raises as ``Gatherer.sample``."""
+        most, size = min(request.max_tokens or self._limits.response, self._limits.response), self._size
+        segments, context = self._replayed(request), ""
+        while not segments or segments[-1].finish_reason is None:
+            start = sum(len(segment.token_ids) for segment in segments)
+            left = min(most - start, self._room(request, segments) - start)
+            if segments and left < 1:  # limits are lower than when it was recorded
+                segments[-1] = replace(segments[-1], finish_reason="length")
+                break
+            if self._pace is not None:
+                await self._pace.begin(self._index)
+            asked = left if size is None else min(left, size - start % size)
+            whole = asked == left and not segments
+            completion = await self._sampler.sample(request if whole else _continued(request, segments, asked))
+            if whole and self._record is None:
+                return completion
+            context = context or digest_of(request.token_ids)
+            segment = self._segment(completion, request, start, context, goes_on=asked < left)
+            segments.append(segment)
+            if self._pace is not None:
+                self._pace.spend(self._index, len(segment.token_ids))
+            if self._record is not None and self._is_ours:
+                self._is_ours = await self._record((self._claim, segment))
+        return _joined(segments)
+
+    def _room(self, request: SampleRequest, segments: Sequence[Segment]) -> int:
+        """Tokens that may follow the context."""
+        expanded = segments[0].prompt_ids if segments else None
+        return self._limits.trajectory - len(request.token_ids if expanded is None else expanded)
+
+    def _replayed(self, request: SampleRequest) -> list[Segment]:
+        """Recorded segments of the response; if they follow another context, they and all later ones are forgotten."""
+        found = [segment for segment in self._recorded if segment.turn == request.turn]
+        if not found:
+            return []
+        starts = np.cumsum([0, *(len(segment.token_ids) for segment in found)])[:-1]
+        context = digest_of(request.token_ids)
+        if any(s.context != context or s.start != start for s, start in zip(found, starts, strict=True)):
+            self._counts["replay_diverged"] += sum(len(s.token_ids) for s in self._recorded if s.turn >= request.turn)
+            self._recorded = [segment for segment in self._recorded if segment.turn < request.turn]
+            return []
+        self._counts["resumed_tokens"] += sum(len(segment.token_ids) for segment in found)
+        return found
+
+    def _segment(
+        self, completion: Completion, request: SampleRequest, start: int, context: str, *, goes_on: bool
+    ) -> Segment:
+        tokens = len(completion.token_ids)
+        spans = completion.versions or (VersionSpan("default", 0, tokens),)
+        # Less than was asked for is the end of the engine's context.
+        unfinished = goes_on and completion.finish_reason == "length"
+        return Segment(
+            self._index,
+            request.turn,
+            start,
+            context,
+            completion.token_ids,
+            completion.logprobs,
+            tuple(WeightsSpan(span.start, span.end, self._version(span.version)) for span in spans),
+            None if unfinished else completion.finish_reason,
+            completion.prompt_ids if start == 0 else None,
+        )
+
+    def _version(self, name: str) -> WeightsVersion:
+        return self._claim.version if name == "default" else WeightsVersion.parse(name)
+
+
+def _continued(request: SampleRequest, segments: Sequence[Segment], max_tokens: int) -> SampleRequest:
+    """Request for the tokens after ``segments``."""
+    token_ids = np.concatenate([request.token_ids, *(segment.token_ids for segment in segments)])
+    start = len(token_ids) - len(request.token_ids)
+    return replace(request, token_ids=token_ids, start=start, max_tokens=max_tokens)
+
+
+def _joined(segments: Sequence[Segment]) -> Completion:
+    """The response that segments make."""
+    reason = segments[-1].finish_reason
+    assert reason is not None
+    spans: list[VersionSpan] = []
+    for segment in segments:
+        for span in segment.spans:
+            start, end, version = segment.start + span.start, segment.start + span.end, str(span.version)
+            if spans and spans[-1].version == version:
+                start = spans.pop().start
+            spans.append(VersionSpan(version, start, end))
+    return Completion(
+        request=0,
+        index=0,
+        token_ids=np.concatenate([segment.token_ids for segment in segments]),
+        logprobs=np.concatenate([segment.logp for segment in segments]),
+        finish_reason=reason,
+        versions=tuple(spans),
+        prompt_ids=segments[0].prompt_ids,
+    )

@@ -1,0 +1,133 @@
+"""Tokens of unfinished trajectories, so that whoever claims their group next goes on where they were.
+
+An explorer appends each segment before it asks for the next one, under the claim that its group has now. They are
+deleted with the write that makes the group whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+from sqlalchemy import Connection, case, delete, func, insert, select, update
+
+from megarl.core.schema import Segment, digest_of, line_of_turns
+from megarl.explore.store.claims import Claim, of_claim
+from megarl.explore.store.codec import segment_from_row, segment_to_row, trajectory_from_row
+from megarl.explore.store.handle import Handle, chunks
+from megarl.explore.store.tables import GROUPS, SEGMENTS, TRAJECTORIES, WHOLE, GroupState
+from megarl.explore.store.transactions import put
+
+
+class SegmentTable(Handle):
+    """Segments of claimed groups, and how far their trajectories have come."""
+
+    def append_segments(self, segments: Sequence[tuple[Claim, Segment]]) -> list[bool]:
+        """Write segments in one transaction; False for those whose claim is no longer their group's. Safe to repeat:
+        the same rows are written again."""
+        rows = [segment_to_row(claim.group_id, claim.rollout_id, segment) for claim, segment in segments]
+        claims = {claim.group_id: claim for claim, _ in segments}
+
+        def work(connection: Connection, again: bool) -> list[bool]:
+            held = {group_id for group_id, claim in claims.items() if _holds(connection, claim)}
+            ours = [claim.group_id in held for claim, _ in segments]
+            put(connection, SEGMENTS, [row for row, is_ours in zip(rows, ours, strict=True) if is_ours])
+            return ours
+
+        return self._write(work)
+
+    def forget_segments(self, claim: Claim, index: int) -> None:
+        """Forget the tokens of a trajectory that begins again. Safe to repeat."""
+
+        def work(connection: Connection, again: bool) -> None:
+            if _holds(connection, claim):
+                of_trajectory = (SEGMENTS.c.group_id == claim.group_id, SEGMENTS.c.index == index)
+                connection.execute(delete(SEGMENTS).where(*of_trajectory))
+                connection.execute(update(GROUPS).where(*of_claim(claim)).values(reached=None))
+
+        self._write(work)
+
+    def reach(self, claim: Claim, step: int) -> None:
+        """Write down that no trajectory of the group gets further tokens of the weights of ``step`` steps. Safe to
+        repeat."""
+        values = {"reached": step}
+        self._write(lambda connection, again: connection.execute(update(GROUPS).where(*of_claim(claim)).values(values)))
+
+    def reached(self, rollout_id: str, step: int) -> tuple[int, int]:
+        """(groups that are whole or have reached ``step``, groups in all)."""
+        there = case((GROUPS.c.state.in_((*WHOLE, GroupState.AWAITING)), 1), (GROUPS.c.reached >= step, 1), else_=0)
+        query = select(func.sum(there), func.count()).where(GROUPS.c.rollout_id == rollout_id)
+        row = self._read(lambda connection: connection.execute(query).one())
+        return int(row[0] or 0), int(row[1])
+
+    def segments(self, group_ids: Sequence[str]) -> dict[str, dict[int, tuple[Segment, ...]]]:
+        """Segments by group and by index of the trajectory, in order."""
+        found: dict[str, dict[int, tuple[Segment, ...]]] = {}
+        for few in chunks(group_ids):
+            query = select(SEGMENTS).where(SEGMENTS.c.group_id.in_(few))
+            for row in self._read(lambda connection, query=query: connection.execute(query).all()):  # type: ignore[misc]
+                of_index = found.setdefault(row.group_id, {})
+                of_index[row.index] = (*of_index.get(row.index, ()), segment_from_row(row))
+        return {
+            group_id: {index: tuple(sorted(few, key=attrgetter("turn", "start"))) for index, few in of_index.items()}
+            for group_id, of_index in found.items()
+        }
+
+
+def _holds(connection: Connection, claim: Claim) -> bool:
+    """Return True if the group is claimed by this claim, and lock its row: whoever deletes the group waits for us."""
+    query = select(GROUPS.c.group_id).where(*of_claim(claim), GROUPS.c.state == GroupState.CLAIMED).with_for_update()
+    return connection.execute(query).first() is not None
+
+
+def cut_segments(connection: Connection, group_ids: Sequence[str], dead: Collection[str]) -> None:
+    """Cut the unfinished trajectories of groups, and those that have ended, before their first token of a ``dead``
+    version; what is left of them are segments."""
+    ended = select(TRAJECTORIES).where(TRAJECTORIES.c.group_id.in_(group_ids))
+    unfinished = select(SEGMENTS).where(SEGMENTS.c.group_id.in_(group_ids))
+    kept: dict[tuple[str, str, int], list[Segment]] = {}
+    row: Any
+    for row in connection.execute(ended):
+        kept[row.group_id, row.rollout_id, row.index] = list(segments_of(row))
+    for row in connection.execute(unfinished):
+        kept.setdefault((row.group_id, row.rollout_id, row.index), []).append(segment_from_row(row))
+    rows = [
+        segment_to_row(group_id, rollout_id, segment)
+        for (group_id, rollout_id, _), segments in kept.items()
+        for segment in until_cut(segments, dead)
+    ]
+    connection.execute(delete(SEGMENTS).where(SEGMENTS.c.group_id.in_(group_ids)))
+    if rows:
+        connection.execute(insert(SEGMENTS), rows)
+
+
+def until_cut(segments: Iterable[Segment], dead: Collection[str]) -> Iterator[Segment]:
+    """Segments of one trajectory up to the first token of a ``dead`` version: what follows it was sampled after it."""
+    for segment in sorted(segments, key=attrgetter("turn", "start")):
+        kept = segment.before(dead)
+        if kept is not None:
+            yield kept
+        if kept is not segment:
+            return
+
+
+def segments_of(row: Any) -> Iterator[Segment]:
+    """Responses of the trajectory in a row, each as one segment. The number of a response is its place among them."""
+    trajectory = trajectory_from_row(row)
+    turns = trajectory.turns
+    model = [turn for turn in turns if turn.author == "model"]
+    for number, turn in enumerate(model):
+        assert turn.logp is not None
+        context = [turns[i].token_ids for i in line_of_turns(turns, turn.follows)]
+        yield Segment(
+            trajectory.index,
+            number,
+            0,
+            digest_of(np.concatenate(context)),
+            turn.token_ids,
+            turn.logp,
+            turn.spans,
+            turn.finish_reason,
+        )

@@ -1,0 +1,63 @@
+"""Partial rollouts: trajectories of later steps get a budget of tokens from each weights, and the same bits when the
+job is killed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megarl.explore.store import Store
+from tests.loop.same_run import steps_of, whole_and_killed
+from tests.system.jobs import START_S, TINY
+
+pytestmark = pytest.mark.timeout(4 * START_S)
+STEPS, BUDGET, SEGMENT = 5, 4, 2
+SETTINGS = (
+    *TINY,
+    f"trainer.steps={STEPS}",
+    "trainer.checkpoint_interval=2",
+    "sync.max_staleness=2",
+    "rollout.max_response_tokens=16",
+    "trainer.warm_start.steps=1",
+    f"rollout.budget_tokens={BUDGET}",
+    f"rollout.segment_tokens={SEGMENT}",
+    "algorithm.correction=truncate",
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
+    """A job that was left alone, and one that was killed in its fourth step and went on from its second."""
+    with whole_and_killed(tmp_path_factory.mktemp("partial"), SETTINGS, 3) as runs:
+        yield runs
+
+
+def test_each_weights_sample_the_budget_of_later_steps(runs: tuple[Path, Path]) -> None:
+    store = Store(f"sqlite:///{runs[0]}/store.db", read_only=True)
+    of_two, longest = 0, 0
+    for step in range(STEPS):
+        for e in store.trajectories(f"train-{step:06d}"):
+            steps, tokens = store.version_steps({span.version for span in e.response.spans}), Counter[int]()
+            for span in e.response.spans:
+                tokens[steps[span.version]] += span.end - span.start
+            first = max(0, step - 2)
+            assert sorted(tokens) == list(range(first, first + len(tokens)))
+            assert all(count == BUDGET for at, count in tokens.items() if at < min(step, max(tokens)))
+            of_two += len(tokens) > 1
+            longest = max(longest, e.response_length)
+    assert of_two and longest > BUDGET
+    assert store._read(lambda c: c.exec_driver_sql("select count(*) from segments").scalar()) == 0
+    store.close()
+
+
+def test_a_killed_job_has_the_same_bits(runs: tuple[Path, Path]) -> None:
+    whole, killed = (load_file(run / "hf" / "model.safetensors") for run in runs)
+    assert whole.keys() == killed.keys() and all(torch.equal(whole[name], killed[name]) for name in whole)
+    names = ("actor/pg_loss", "critic/score/mean", "rollout/lag/mean", "training/rollout_logp_diff_max")
+    a, b = ([{name: record[name] for name in names} for record in steps_of(run)] for run in runs)
+    assert a == b
