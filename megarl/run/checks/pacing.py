@@ -1,4 +1,4 @@
-"""Checks of ``sync.max_staleness``, ``sync.interval`` and ``sync.order``."""
+"""Checks of ``sync.max_staleness``, ``sync.interval``, ``sync.order`` and ``sync.pause``."""
 
 from __future__ import annotations
 
@@ -25,12 +25,35 @@ def check_pacing(config: Config, job: Job) -> None:
             "sync.order=completion with sync.max_staleness=0: a step then has no other groups to take than its own; "
             "set sync.max_staleness to 1 or more, or sync.order=admission"
         )
+    _check_pause(config)
     _check_late(config)
     if sync.max_staleness and job.rollouts and config.algorithm.correction == "none":
         log.warning(
             "sync.max_staleness=%d without algorithm.correction: earlier weights sample the tokens, and the loss takes "
             "them for those of the step; set algorithm.correction=truncate (docs/algorithms.md)",
             sync.max_staleness,
+        )
+
+
+def _check_pause(config: Config) -> None:
+    """Raise ConfigError for ``sync.pause=keep`` where no request may outlive its weights."""
+    sync = config.sync
+    if sync.pause != "keep":
+        return
+    if config.rollout.placement == "colocated":
+        raise ConfigError(
+            "sync.pause=keep with rollout.placement=colocated: such engines have left when weights change, and no "
+            "request is under way; set sync.pause=wait or rollout.placement=separate"
+        )
+    if not sync.max_staleness:
+        raise ConfigError(
+            "sync.pause=keep with sync.max_staleness=0: every group has ended before weights change, so that none is "
+            "updated in flight; set sync.max_staleness to 1 or more and sync.order=completion, or sync.pause=wait"
+        )
+    if sync.order == "admission":
+        raise ConfigError(
+            "sync.pause=keep with sync.order=admission: groups of one version are what that order is for; set "
+            "sync.order=completion or sync.pause=wait"
         )
 
 
