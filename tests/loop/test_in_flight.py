@@ -17,7 +17,7 @@ from sqlalchemy import select
 from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 from megarl.core.config.schema import RolloutConfig
-from megarl.core.errors import WeightSyncError
+from megarl.core.errors import WeightsDiffer, WeightSyncError
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.client import Prompt, Sampling
 from megarl.engine.client.frames import Completion
@@ -27,7 +27,7 @@ from megarl.train.sync.probe import ProbeText
 from megarl.train.sync.publication import SyncReport
 from tests.loop.engines import RunningEngine, perturbed, some_prompts, tiny_engine, transformers_logp
 from tests.loop.same_run import steps_of
-from tests.loop.trainers import Ranks, ranks_of
+from tests.loop.trainers import Flipping, Ranks, ranks_of, refusing
 from tests.loop.zygote import Zygote
 from tests.system.jobs import START_S, TINY, Job
 
@@ -117,6 +117,28 @@ def test_tokens_after_the_cut_are_those_of_the_new_weights(engine: RunningEngine
         assert (sampled[cut:] - transformers_logp(model, prefix, ids[cut:])).abs().max() > 0.05
 
 
+def test_a_flipped_bit_names_the_engine_that_has_it(
+    engine: RunningEngine, model: Qwen3ForCausalLM, zygote: Zygote, tmp_path: Path
+) -> None:
+    """The first engine has the version already, so that the bit is one of the second's, whose ranks begin at 0."""
+    second = RunningEngine(engine.config, tmp_path, zygote).ready()
+    try:
+        published(ranks_of(engine), model, WeightsVersion(2, 1))
+        ranks = ranks_of(engine, others=[second])
+        assert ranks.call(lambda rank, p: p.connect()) == [None, None]
+        sender = ranks.publishers[1]
+        assert sender.transport is not None
+        sender.transport = Flipping(sender.transport, nth=0)
+        for failure in ranks.publish(model, WeightsVersion(2, 1), probe=probe_of(model)):
+            assert isinstance(failure, WeightsDiffer)
+            assert f"the engine at {second.url}" in str(failure) and "on destination rank 0" in str(failure)
+        assert (engine.control.state().refusing, engine.control.state().version) == (None, "2.1")
+        assert "are refused" in refusing(second)
+        assert published(ranks, model, WeightsVersion(2, 1)).digests == len(list(model.parameters()))
+    finally:
+        second.stop()
+
+
 def test_an_engine_that_dies_in_its_update_does_not_stop_the_other(
     engine: RunningEngine, model: Qwen3ForCausalLM, zygote: Zygote, tmp_path: Path
 ) -> None:
@@ -125,7 +147,7 @@ def test_an_engine_that_dies_in_its_update_does_not_stop_the_other(
     first = RunningEngine(engine.config, tmp_path, zygote).ready()
     try:
         ranks, new = ranks_of(first, others=[engine]), perturbed(model, 2)
-        old_version, new_version = WeightsVersion(2, 1), WeightsVersion(2, 2)
+        old_version, new_version = WeightsVersion(3, 1), WeightsVersion(3, 2)
         assert published(ranks, model, old_version).digests == 2 * len(list(model.parameters()))
         with asked(engine, some_prompts(1)) as answer:
             os.killpg(first.pid, signal.SIGKILL)
@@ -147,21 +169,21 @@ def test_an_engine_that_dies_in_its_update_does_not_stop_the_other(
 
 def test_a_job_whose_requests_outlive_their_weights(tmp_path: Path) -> None:
     """Two engines, responses longer than a step: some are sampled by two versions, and none by too old a one."""
-    bound, steps = 2, 5
+    bound, steps = 2, 4
     settings = (
         *TINY,
         "model.from_scratch.max_position_embeddings=256",
         f"trainer.steps={steps}",
         "trainer.tasks_per_step=4",
         "trainer.warm_start.steps=1",  # a model that seldom ends by itself
-        "rollout.max_response_tokens=160",
+        "rollout.max_response_tokens=128",
         "rollout.max_num_seqs=16",
         "rollout.replicas=2",
         "sync.order=completion",
         "sync.pause=keep",
         f"sync.max_staleness={bound}",
         "algorithm.correction=truncate",
-        "taskset.eval_size=8",
+        "taskset.eval_size=4",
     )
     job = Job(tmp_path / "run", settings).start()
     try:

@@ -92,7 +92,8 @@ class Publication:
             try:
                 report = self._drive(send, pause, nbytes, probe)
             except Exception as error:
-                failure = "; ".join([f"weights {self._version} {_failure_text(error)}: {error}", *self._others()])
+                what = f"weights {self._version} {_failure_text(error)}{self._where(pause)}"
+                failure = "; ".join([f"{what}: {error}", *self._others()])
                 self._fleet.close(failure)
                 raise _kind(error)(failure) from error
             message.update(asdict(report))
@@ -152,6 +153,10 @@ class Publication:
             got |= {(rank, name): int(digest, 16) for name, digest in answer.items()}
         compare(self._plan, merge(sent), got)
         return len(got)
+
+    def _where(self, pause: Pause) -> str:
+        """Words for the engines, where they are not all: ranks in an error are then counted from there."""
+        return f" (the engine at {', '.join(self._fleet.urls)})" if pause == "keep" else ""
 
     def _others(self) -> list[str]:
         """Errors of other ranks in a transfer that has failed on rank 0."""
