@@ -141,8 +141,9 @@ class RunningEngine:
         if self._child is None or self._child.poll() is not None:
             self.stop()
             [port] = ports.choose(HOST, 1, None)
+            config = self.config
             argv, environment = engine_process(
-                self.config.model.path, self.config.rollout, self.config.model, HOST, port
+                config.model.path, config.rollout, config.model, HOST, port, pause=config.sync.pause
             )
             self._folder, own = own_folder()
             self._child = self._start([*argv, *self.options], {**environment, **own}, self.logs / f"engine_{port}.log")

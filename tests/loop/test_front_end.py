@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import pytest
+from vllm.exceptions import RetryableRequestError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
@@ -68,12 +69,30 @@ class Engine:
             yield SimpleNamespace(outputs=[output])
 
 
-def records_of(engine: Engine) -> list[Record]:
+class Refusing(Engine):
+    """Refuses the first requests with 503, for others to retry, as later versions of vLLM do in a pause."""
+
+    def __init__(self, progress: Progress, times: int) -> None:
+        super().__init__(1)
+        self.progress, self.left = progress, times
+
+    async def generate(self, *_: object) -> AsyncIterator[object]:
+        if self.left:
+            self.left -= 1
+            asyncio.get_running_loop().call_later(0.1, setattr, self.progress, "paused", False)
+            raise RetryableRequestError("the engine pauses")
+        assert not self.progress.paused
+        async for output in super().generate():
+            yield output
+
+
+def records_of(engine: Engine, progress: Progress | None = None) -> list[Record]:
     async def ask() -> list[Record]:
         parameters = sampling_params({"max_tokens": 4})
         body = GenerateBody([PromptBody(pack_ids([1]), n=2)], {}, heartbeat_s=0.05)
+        told = progress or Progress(engine)  # type: ignore[arg-type]
         async with asyncio.timeout(1):
-            chunks = [chunk async for chunk in _stream(engine, Progress(engine), body, parameters, parameters)]  # type: ignore[arg-type]
+            chunks = [chunk async for chunk in _stream(engine, told, body, parameters, parameters)]  # type: ignore[arg-type]
         return list(Decoder().feed(b"".join(chunks)))
 
     return [record for record in asyncio.run(ask()) if not isinstance(record, StreamHeartbeat)]
@@ -86,6 +105,12 @@ def test_every_sample_has_one_frame(outputs: int, kind: type[Record]) -> None:
     assert [type(record) for record in records] == [kind, kind]
     assert {record.index for record in records if not isinstance(record, StreamHeartbeat)} == {0, 1}
     assert all(len(record.token_ids) == outputs for record in records if isinstance(record, Completion))
+
+
+@pytest.mark.parametrize(("paused", "kind"), [(True, Completion), (False, Failure)])
+def test_requests_that_come_in_a_pause_wait_for_its_end(paused: bool, kind: type[Record]) -> None:
+    progress = Progress(Engine(0), paused=paused)  # type: ignore[arg-type]
+    assert [type(record) for record in records_of(Refusing(progress, times=2), progress)] == [kind, kind]
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "0.0"])

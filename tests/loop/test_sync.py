@@ -19,7 +19,7 @@ from megarl.engine.client.client import Prompt, Sampling
 from megarl.engine.client.names import UNTIL_PUBLISHED
 from megarl.engine.sync.shared import SharedMemorySender
 from megarl.learn.training.optimizer_digests import digest_of
-from megarl.train.sync.probe import check_probe
+from megarl.train.sync.probe import ProbeText, check_probe
 from megarl.train.sync.publish import LEAST_BUCKET
 from megarl.train.sync.weights import WeightSync
 from megarl.weights.reshard.execute import HEADER
@@ -175,10 +175,11 @@ def test_buckets_without_memory_are_halved_and_the_weights_proven(
     written = {name: digest_of(tensor) for name, tensor in tensors.items()}
     one: Any = SimpleNamespace(agree=lambda yes: yes, stop_requested=lambda: False, log=said.append)
     models: Any = SimpleNamespace(actor=SimpleNamespace(tensors=tensors, written=lambda: written))
-    context: Any = SimpleNamespace(attempt=1, rank=0)
+    context: Any = SimpleNamespace(attempt=1, rank=0, config=config)
     turns: Any = SimpleNamespace(enter=lambda phase: None)
     sync = WeightSync(context, one, one, models, publisher, turns, lambda *version: None)
-    monkeypatch.setattr(sync, "_probe", lambda: (tokens, transformers_logp(new, tokens[:1], tokens[1:]).tolist()))
+    text = ProbeText(tokens, transformers_logp(new, tokens[:1], tokens[1:]).tolist(), 1e-3)
+    monkeypatch.setattr(sync, "_probe", lambda: text)
     sync.connect()
     sync.version = next(versions)
     assert sync.publish(0)["sync/digests"] == len(list(new.parameters()))

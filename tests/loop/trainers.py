@@ -22,6 +22,7 @@ from megarl.core.schema import WeightsVersion
 from megarl.engine.client.client import Sampling
 from megarl.learn.parallel.grid import megatron_grid
 from megarl.learn.training.optimizer_digests import digest_of
+from megarl.train.sync.probe import ProbeText
 from megarl.train.sync.publication import SyncReport
 from megarl.train.sync.publish import WeightPublisher
 from megarl.weights.checkpoint.formats.hf import read_hf_config
@@ -54,7 +55,11 @@ class Ranks:
             return list(pool.map(one, range(len(self.publishers))))
 
     def publish(
-        self, model: PreTrainedModel, version: WeightsVersion, trained: PreTrainedModel | None = None
+        self,
+        model: PreTrainedModel,
+        version: WeightsVersion,
+        trained: PreTrainedModel | None = None,
+        probe: ProbeText | None = None,
     ) -> list[SyncReport | Exception]:
         """``trained``: has the weights that an optimizer last wrote, where they are others than those that are sent."""
         full = checkpoint_tensors(model)
@@ -62,7 +67,7 @@ class Ranks:
 
         def one(rank: int, publisher: WeightPublisher) -> SyncReport:
             written = {name: digest_of(tensor) for name, tensor in shards(right, self.layout, rank).items()}
-            return publisher.publish(shards(full, self.layout, rank), version, written=written)
+            return publisher.publish(shards(full, self.layout, rank), version, written=written, probe=probe)
 
         return self.call(one)
 

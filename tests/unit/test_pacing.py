@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from megarl.core.config import Config
 from megarl.core.config.job import SyncConfig
+from megarl.core.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import JOBS
 from megarl.explore.order.pacing import Pacing, choose
@@ -146,11 +147,20 @@ def test_without_the_rule_the_bound_is_broken() -> None:
             r"sync\.interval=2: .* set sync\.max_staleness=1 or more, or sync\.interval=1 or less",
         ),
         (SyncConfig(order="completion"), r"sync\.order=completion with sync\.max_staleness=0"),
+        (SyncConfig(pause="keep"), r"sync\.pause=keep with sync\.max_staleness=0"),
+        (SyncConfig(pause="keep", max_staleness=1), r"sync\.pause=keep with sync\.order=admission"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(sync: SyncConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_pacing(Config(sync=sync), JOBS["both"])
+
+
+def test_engines_that_leave_take_no_weights_in_flight() -> None:
+    sync = SyncConfig(pause="keep", order="completion", max_staleness=1)
+    check_pacing(Config(sync=sync), JOBS["both"])
+    with pytest.raises(ConfigError, match=r"sync\.pause=keep with rollout\.placement=colocated"):
+        check_pacing(Config(sync=sync, rollout=RolloutConfig(placement="colocated")), JOBS["both"])
 
 
 def test_old_tokens_without_a_correction_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:

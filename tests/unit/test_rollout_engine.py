@@ -78,6 +78,12 @@ def test_a_float32_head_is_asked_for() -> None:
     assert argv[argv.index("--hf-overrides") + 1] == '{"head_dtype": "float32"}'
 
 
+def test_priorities_are_asked_for_where_requests_are_kept() -> None:
+    usual, _ = engine_process("m", RolloutConfig(max_prompt_tokens=8), ModelConfig(), "127.0.0.1", 1)
+    argv, _ = engine_process("m", RolloutConfig(max_prompt_tokens=8), ModelConfig(), "127.0.0.1", 1, pause="keep")
+    assert "--scheduling-policy" not in usual and option(argv, "--scheduling-policy") == "priority"
+
+
 def test_expert_parallelism_is_asked_for() -> None:
     for wanted in (True, False):
         argv, _ = engine_process(

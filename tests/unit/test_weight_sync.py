@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.core.config.schema import Config
 from megarl.core.errors import WeightsDiffer, WeightSyncError
 from megarl.core.schema import WeightsVersion
 from megarl.train.rank.context import RunContext
+from megarl.train.sync.probe import ProbeText
 from megarl.train.sync.publish import LEAST_BUCKET
 from megarl.train.sync.weights import Stopped, WeightSync
 from megarl.weights.reshard.execute import memory_for
@@ -48,7 +50,7 @@ class Syncs:
         ranks: Any = self
         models: Any = self.models
         publisher: Any = self.publisher
-        context: Any = RunContext(None, None, 1, 0)  # type: ignore[arg-type]
+        context: Any = RunContext(Config(), None, 1, 0)  # type: ignore[arg-type]
         turns: Any = SimpleNamespace(enter=self.order.append, during=lambda _: nullcontext())
         return WeightSync(
             context, ranks, ranks, models, publisher, turns, lambda *version: self.recorded.append(version)
@@ -155,14 +157,14 @@ def test_weights_that_an_update_has_changed_are_another_version(monkeypatch: pyt
     s = Syncs()
     given: list[WeightsVersion] = []
 
-    def publish(tensors: Any, version: WeightsVersion, *, written: Any, abort: bool) -> Any:
+    def publish(tensors: Any, version: WeightsVersion, *, written: Any, abort: bool, probe: Any) -> Any:
         given.append(version)
         return SimpleNamespace(metrics=dict)
 
     s.publisher.publish = publish
     s.models.actor = SimpleNamespace(tensors={}, written=dict)
     sync = s.sync()
-    monkeypatch.setattr(sync, "_probe", lambda: ([], []))
+    monkeypatch.setattr(sync, "_probe", lambda: ProbeText([], [], 1.0))
     sync.publish(4)
     assert s.joined == 0
     sync.publish_again("the engine at e is another", 4 + updated)
@@ -174,7 +176,7 @@ def test_what_is_sent_is_compared_with_what_the_optimizer_wrote(monkeypatch: pyt
     s = Syncs()
     given: list[Any] = []
 
-    def publish(tensors: Any, version: Any, *, written: Any, abort: bool) -> Any:
+    def publish(tensors: Any, version: Any, *, written: Any, abort: bool, probe: Any) -> Any:
         given.extend([tensors, version, written])
         return SimpleNamespace(metrics=lambda: {"sync/bytes": 4.0})
 
@@ -182,7 +184,7 @@ def test_what_is_sent_is_compared_with_what_the_optimizer_wrote(monkeypatch: pyt
     s.publisher.publish = publish
     s.models.actor = SimpleNamespace(tensors={"w": weight}, written=lambda: {"w": 7})
     sync = s.sync()
-    monkeypatch.setattr(sync, "_probe", lambda: ([], []))
+    monkeypatch.setattr(sync, "_probe", lambda: ProbeText([], [], 1.0))
     assert sync.publish(0) == {"sync/bytes": 4.0, "sync/probe_diff_max": 0.0}
     assert s.order == ["sync", "sync", "weights", "rollout", "kv_cache", "probe"]
     assert given == [{"w": weight}, WeightsVersion(1, 1), {"w": 7}] and sync.version == WeightsVersion(1, 1)
@@ -196,7 +198,7 @@ def test_engines_that_are_wanted_anew_are_joined_before_a_publication(monkeypatc
     s.publisher.publish = lambda *_, **__: order.append("published") or SimpleNamespace(metrics=dict)
     s.models.actor = SimpleNamespace(tensors={}, written=dict)
     sync = s.sync()
-    monkeypatch.setattr(sync, "_probe", lambda: ([], []))
+    monkeypatch.setattr(sync, "_probe", lambda: ProbeText([], [], 1.0))
     for s.changed in (False, True):
         sync.publish(0)
     assert order == ["published", "joined", "published"]

@@ -28,6 +28,9 @@ class SyncConfig:
     order: Literal["admission", "completion"] = "admission"
     """Groups that a step takes: those asked for for it, which is repeatable; or those that ended first, so that no step
     waits for the longest response."""
+    pause: Literal["wait", "keep"] = "wait"
+    """Pause of the engines for new weights: ``wait``, all at once, when the running requests have ended; ``keep``, one
+    engine after another, whose running requests go on with the new weights (docs/asynchrony.md)."""
     probe_tolerance: Positive | None = None
     """Largest log-prob difference that the probe text may show; None takes 1e-3 for float32 and 0.05 for bfloat16."""
 

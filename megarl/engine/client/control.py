@@ -86,7 +86,8 @@ class EngineControl:
             raise self._malformed("GET /megarl/state", answer) from error
 
     def pause(self, mode: Literal["abort", "wait", "keep"] = "wait", timeout_s: float | None = None) -> None:
-        """Stops scheduling; requests that come later queue. ``wait`` lets the running ones end first."""
+        """Stops scheduling; requests that come later queue. ``wait`` lets the running ones end first, ``keep`` goes on
+        with them after ``resume``."""
         self._call("POST", f"/pause?mode={mode}", timeout_s=timeout_s)
 
     def drain(self, given_up: Callable[[], bool], try_s: float = 10.0) -> None:
@@ -156,9 +157,13 @@ class EngineControl:
         """End a weight update under a version."""
         self._call("POST", "/finish_weight_update", {"weight_version": version})
 
-    def reset_prefix_cache(self) -> None:
-        """Forgets keys and values that older weights computed; fails while requests still hold some of them."""
-        answer = self._call("POST", "/reset_prefix_cache")
+    def reset_prefix_cache(self, *, running: bool = False) -> None:
+        """Forgets keys and values that older weights computed; fails while requests still hold some of them.
+
+        Args:
+            running: Forget those of running requests too: they are computed again when the engine resumes.
+        """
+        answer = self._call("POST", f"/reset_prefix_cache{'?reset_running_requests=true' if running else ''}")
         if not isinstance(answer, dict) or "success" not in answer:
             raise self._malformed("POST /reset_prefix_cache", answer)
         if not answer["success"]:
@@ -178,12 +183,15 @@ class EngineControl:
             raise EngineError(self._with_log(f"the engine at {self.url} failed in {method}: {failed}"))
         return answers
 
-    def probe(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probs of ``token_ids[1:]``, each given those before it, at temperature 1. Length len(token_ids) - 1."""
+    def probe(self, token_ids: Sequence[int], *, first: bool = False) -> list[float]:
+        """Log-probs of ``token_ids[1:]``, each given those before it, at temperature 1. Length len(token_ids) - 1.
+
+        Args:
+            first: Before requests that wait; of an engine with ``sync.pause=keep`` alone, which has priorities.
+        """
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
-        answer = self._call(
-            "POST", "/inference/v1/generate", {"token_ids": list(token_ids), "sampling_params": sampling}
-        )
+        body = {"token_ids": list(token_ids), "sampling_params": sampling} | ({"priority": -1} if first else {})
+        answer = self._call("POST", "/inference/v1/generate", body)
         try:
             entries = answer["prompt_logprobs"][1:]
             return [entry[str(token)]["logprob"] for entry, token in zip(entries, token_ids[1:], strict=True)]

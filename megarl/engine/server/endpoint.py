@@ -20,6 +20,7 @@ import secrets
 from argparse import Namespace
 from collections.abc import AsyncIterator, MutableMapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Annotated, Any
 
 import msgspec
@@ -53,6 +54,8 @@ _JOIN_PATH = "/init_weight_transfer_engine"
 _UPDATE_PATHS = (_JOIN_PATH, "/start_weight_update", "/update_weights", "/finish_weight_update")
 _KV_SLEEPS = "the engine's KV cache sleeps"
 _PAUSE_PATH, _RESUME_PATH = "/pause", "/resume"
+_HELD_S = 0.05
+"""Seconds between two looks whether a pause is over."""
 _request_numbers = itertools.count()
 
 
@@ -313,7 +316,7 @@ async def _answer(
     number, i, j = place
     try:
         inputs = tokens_input(unpack_ids(prompt.token_ids)) if seen is None else await seen
-        outputs = [output async for output in engine.generate(inputs, sampling, f"megarl-{number}-{i}-{j}")]
+        outputs = await _outputs(engine, progress, inputs, sampling, f"megarl-{number}-{i}-{j}")
         if not outputs:
             raise RuntimeError("vLLM ended the request without an output")
         finished = outputs[-1]  # FINAL_ONLY: the one output is the finished sample
@@ -324,6 +327,23 @@ async def _answer(
         frames.put_nowait(encode(Failure(i, j, f"{type(error).__name__}: {error}", refused)))
         if not isinstance(error, VLLMError | ValueError):
             raise  # for the log: the client has its frame, without which it would wait
+
+
+async def _outputs(
+    engine: EngineClient, progress: Progress, inputs: EngineInput, sampling: SamplingParams, request: str
+) -> list[RequestOutput]:
+    """Outputs of a request. Later versions of vLLM refuse one that comes in a pause, for others to retry: it waits
+    here, as it does within vLLM 0.32."""
+    while True:
+        paused = progress.paused
+        try:
+            return [output async for output in engine.generate(inputs, sampling, request)]
+        except VLLMError as error:
+            status = getattr(error, "status_code", getattr(error, "http_status", None))
+            if status != HTTPStatus.SERVICE_UNAVAILABLE or not (paused or progress.paused):
+                raise
+        while progress.paused:
+            await asyncio.sleep(_HELD_S)
 
 
 def _record(i: int, j: int, finished: RequestOutput, *, expanded: bool) -> Completion | Failure:

@@ -17,6 +17,8 @@ import torch
 from torch import distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore, Work
 
+from megarl.weights.reshard.execute import Arrival, Transport
+from megarl.weights.reshard.execute import Work as WorkOfSend
 from megarl.weights.reshard.transport import Received
 
 ProcessGroupGloo: Any = dist.ProcessGroupGloo
@@ -111,6 +113,23 @@ class EngineLinks:
     def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor], /) -> Received:
         engine, worker = divmod(rank, self._workers)
         return self._links[engine].irecv(nbytes, worker, spare)
+
+
+class PartOfWorkers:
+    """Some of a transport's ranks as a transport of their own: rank r is ``first`` + r of the whole."""
+
+    def __init__(self, whole: Transport, first: int) -> None:
+        self._whole = whole
+        self._first = first
+
+    def allocate(self, nbytes: int, /) -> torch.Tensor:
+        return self._whole.allocate(nbytes)
+
+    def isend(self, message: torch.Tensor, rank: int, /) -> WorkOfSend:
+        return self._whole.isend(message, self._first + rank)
+
+    def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor], /) -> Arrival:
+        return self._whole.irecv(nbytes, self._first + rank, spare)
 
 
 def open_store(address: LinkAddress, *, master: bool) -> TCPStore:

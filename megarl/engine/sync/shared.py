@@ -51,6 +51,10 @@ class Places:
     senders: Sequence[Sequence[Any]] = ()
     """(machine, process, descriptor of its memory file) of each trainer rank."""
 
+    def of_workers(self, first: int, count: int) -> Places:
+        """Return the places where these workers are all; where nobody shares memory, so nobody does."""
+        return Places(self.workers[first : first + count], self.senders)
+
     def workers_on_same_machine(self, trainer: int) -> frozenset[int]:
         """Destination ranks that read this trainer rank's memory."""
         return frozenset(rank for rank, where in enumerate(self.workers) if where == self.senders[trainer][0])

@@ -1,4 +1,4 @@
-"""Checks of ``sync.max_staleness``, ``sync.interval`` and ``sync.order``, and of partial rollouts."""
+"""Checks of how far ahead groups are sampled, of partial rollouts, and of updates in flight."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def check_pacing(config: Config, job: Job) -> None:
             "set sync.max_staleness to 1 or more, or sync.order=admission"
         )
     _check_budget(config)
+    _check_pause(config)
     _check_late(config)
     if sync.max_staleness and job.rollouts and config.algorithm.correction == "none":
         log.warning(
@@ -65,6 +66,28 @@ def _check_budget(config: Config) -> None:
         raise ConfigError(
             f"{given} with rollout.workflow=agent: an agent of others does not wait while the trainer computes; leave "
             "rollout.budget_tokens out"
+        )
+
+
+def _check_pause(config: Config) -> None:
+    """Raise ConfigError for ``sync.pause=keep`` where no request may outlive its weights."""
+    sync = config.sync
+    if sync.pause != "keep":
+        return
+    if config.rollout.placement == "colocated":
+        raise ConfigError(
+            "sync.pause=keep with rollout.placement=colocated: such engines have left when weights change, and no "
+            "request is under way; set sync.pause=wait or rollout.placement=separate"
+        )
+    if not sync.max_staleness:
+        raise ConfigError(
+            "sync.pause=keep with sync.max_staleness=0: every group has ended before weights change, so that none is "
+            "updated in flight; set sync.max_staleness to 1 or more and sync.order=completion, or sync.pause=wait"
+        )
+    if sync.order == "admission":
+        raise ConfigError(
+            "sync.pause=keep with sync.order=admission: groups of one version are what that order is for; set "
+            "sync.order=completion or sync.pause=wait"
         )
 
 

@@ -26,6 +26,7 @@ def engine_process(
     port: int,
     device: Literal["cpu", "cuda"] = "cpu",
     group: tuple[int, str] | None = None,
+    pause: Literal["wait", "keep"] = "wait",
 ) -> tuple[list[str], dict[str, str]]:
     """Returns (argv, environment to add) of one engine server that listens on ``host:port``.
 
@@ -34,6 +35,7 @@ def engine_process(
     Args:
         group: Of an engine that spans ``rollout.nodes`` machines: which part this is, and HOST:PORT where the parts
             meet. Part 0 is the server.
+        pause: ``sync.pause``. With ``keep`` the engine has priorities: a probe goes before requests that wait.
     """
     context = context_tokens(rollout)
     kind = "server" if group is None or group[0] == 0 else "part"
@@ -64,6 +66,8 @@ def engine_process(
             meeting_port,
         ]
         argv += ["--distributed-executor-backend", "mp"]
+    if pause == "keep":
+        argv += ["--scheduling-policy", "priority"]
     if rollout.expert_parallel:
         argv += ["--enable-expert-parallel"]
     leaves = rollout.offload if rollout.placement == "colocated" else None

@@ -166,7 +166,7 @@ class OnlineTrainer(Trainer):
 
     def publish(self, state: TrainState) -> dict[str, float] | None:
         """Publish the weights (``WeightSync.publish``); None when the job is asked to stop before that."""
-        if self.config.sync.order == "completion":
+        if self.config.sync.order == "completion" and self.config.sync.pause == "wait":
             label = "requests that end before the weights change"
             with self.weights.quieting() as ended:
                 if not self.wait(lambda: Awaited(ended(), 1, ended()), label, weights_step=state.step):

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -27,10 +27,11 @@ from megarl.learn.parallel.grid import megatron_grid
 from megarl.train.sync.fleet import EngineFleet, failures, results
 from megarl.train.sync.joined import NONE_JOINED, Joined
 from megarl.train.sync.messages import RankMessages
+from megarl.train.sync.parts import Part, parts_of, places_of, plan_for
 from megarl.weights.reshard.execute import Transport
 from megarl.weights.reshard.layout import Layout
-from megarl.weights.reshard.layouts import VOCAB_MULTIPLE, vllm_layout
-from megarl.weights.reshard.plan import ReshardPlan, build_plan
+from megarl.weights.reshard.layouts import VOCAB_MULTIPLE
+from megarl.weights.reshard.plan import ReshardPlan
 
 LEAVE_S = 10.0
 """Seconds that an engine of another program, which has answered, may take to answer again."""
@@ -91,13 +92,17 @@ class EngineConnection:
         self._layout, self._hf_config, self._vocab_multiple = layout, hf_config, vocab_multiple
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._fleet = EngineFleet([], self._addresses.key, config.sync.timeout_s)
+        self._each = config.sync.pause == "keep"  # engines take weights one after another, by plans of their own
         self._plan: ReshardPlan | None = None
+        self.parts: list[Part] = []
+        """Engines that take weights together, since ``connect``."""
         self._messages = RankMessages(rank, config.rollout.start_timeout_s + config.sync.timeout_s)
         self._timeout_s = config.sync.timeout_s
         self._generation = self._count = 0
         self._memory = memory_file()
         self._joined = NONE_JOINED
-        self._links = EngineLinks(config.rollout.tp * config.rollout.pp)
+        self._workers = config.rollout.tp * config.rollout.pp
+        self._links = EngineLinks(self._workers)
         self._sender: SharedMemorySender | None = None
         self.transport: Transport | None = None
         """None until ``connect``, and again after a publication has failed."""
@@ -149,7 +154,7 @@ class EngineConnection:
                     "; ".join([f"the weight link could not be joined: {error}", *failures(called)])
                 ) from error
             results(called)
-        self._plan = replace(self.plan, nearness=places.nearness())
+        self.parts = parts_of(self.plan, message["engines"], self._workers, places)
         self._sender = SharedMemorySender(self._links, places.workers_on_same_machine(self._rank), self._memory)
         self.transport = self._sender
 
@@ -208,29 +213,24 @@ class EngineConnection:
         return self._fleet.each(of_engine)
 
     def _make_plan(self, engines: int) -> None:
-        """Plan for so many engines, unless it is there."""
-        rollout = self._config.rollout
-        if self._plan is not None and self._plan.destination.num_ranks == engines * rollout.tp * rollout.pp:
-            return
-        destination = vllm_layout(
-            self._hf_config, rollout.tp, replicas=engines, pp=rollout.pp, expert_parallel=rollout.expert_parallel
-        )
-        self._plan = build_plan(self._layout, destination)
+        """Plan for so many engines, or for one of them where each has its own, unless it is there."""
+        replicas = 1 if self._each else engines
+        if self._plan is None or self._plan.destination.num_ranks != replicas * self._workers:
+            self._plan = plan_for(self._layout, self._hf_config, self._config.rollout, replicas)
 
     @property
     def plan(self) -> ReshardPlan:
-        """The plan for the engines that ``connect`` found last."""
+        """The plan for the engines that ``connect`` found last, or for each of them."""
         assert self._plan is not None, "connect first"
         return self._plan
 
     def _address(self, engine: int, timeout_s: float | None = None) -> LinkAddress:
         """Address of the link of an engine."""
-        rollout = self._config.rollout
         return LinkAddress(
             self._addresses.link_host,
             self._addresses.link_port,
             name=f"{self._generation}/{engine}",
-            world_size=self._layout.num_ranks + rollout.tp * rollout.pp,
+            world_size=self._layout.num_ranks + self._workers,
             timeout_s=timeout_s or self._timeout_s,
         )
 
@@ -240,15 +240,16 @@ class EngineConnection:
 
     def _init_info(self, replica: int, places: Places | None = None) -> dict[str, Any]:
         """``megarl.engine.sync.receiver.InitInfo`` for one engine."""
+        places = places or Places()
         return {
             **asdict(self._address(replica)),
             "grid": asdict(megatron_grid(self._config.parallel)),
             "transformer_impl": self._config.model.transformer_impl,
-            "places": asdict(places or Places()),
+            "places": asdict(places_of(places, replica, self._workers) if self._each else places),
             "vocab_multiple": self._vocab_multiple,
             "kernels": self._config.trainer.kernels,
-            "replicas": self.plan.destination.num_ranks // (self._config.rollout.tp * self._config.rollout.pp),
-            "replica": replica,
+            "replicas": self.plan.destination.num_ranks // self._workers,
+            "replica": 0 if self._each else replica,
             "dtype": self._config.model.dtype,
             "bucket_bytes": self._config.sync.bucket_bytes,
             "fingerprint": self.plan.fingerprint,

@@ -31,6 +31,24 @@ class EngineFleet:
         """URLs of the engines."""
         return [engine.url for engine in self._engines]
 
+    def part(self, engines: Sequence[int]) -> EngineFleet:
+        """Return a fleet of the engines with these numbers."""
+        part = EngineFleet([], "", 0.0)
+        part._engines = [self._engines[i] for i in engines]
+        return part
+
+    def behind(self, version: str) -> list[int]:
+        """Numbers of the engines that do not generate with this version, or do not answer."""
+
+        def is_behind(i: int, engine: EngineControl) -> bool:
+            try:
+                state = engine.state(timeout_s=_STATE_S)
+            except EngineError:
+                return True
+            return state.version != version or state.paused or state.refusing is not None
+
+        return [i for i, behind in enumerate(self.each(is_behind)) if behind]
+
     @contextmanager
     def calling(self, call: Call[T]) -> Iterator[list[Future[T]]]:
         """Call every engine in threads; leaving waits for all."""

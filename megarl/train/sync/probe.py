@@ -3,12 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
+from megarl.core.config.lengths import prompt_tokens
+from megarl.core.config.schema import Config
 from megarl.core.errors import WeightsDiffer
+from megarl.learn.batching import Sequences
+from megarl.train.update.models import Models
 
 PROBE_TOLERANCES = {"float32": 1e-3, "bfloat16": 0.05}
 """sync.probe_tolerance where it is not set."""
+
+
+@dataclass(frozen=True)
+class ProbeText:
+    """A short fixed text, and what the trainer computes for it."""
+
+    token_ids: Sequence[int]
+    trainer_logp: Sequence[float]
+    """Log-probs of ``token_ids[1:]`` at temperature 1; they count on rank 0 only."""
+    tolerance: float
+
+    def check(self, engine_logp: Sequence[float]) -> float:
+        """Return the largest difference from an engine's log-probs. Raises WeightsDiffer."""
+        return check_probe(engine_logp, self.trainer_logp, self.tolerance).max_difference
+
+
+def probe_text(config: Config, models: Models) -> ProbeText:
+    """Make the probe of the actor's weights of now. Every rank calls it."""
+    actor, tolerance = models.actor, config.sync.probe_tolerance
+    length = min(config.sync.probe_tokens, prompt_tokens(config.rollout))
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, models.head.vocab_size, (length,), generator=generator)
+    text = Sequences(tokens, torch.tensor([length]), torch.arange(length) < length - 1)
+    logp = actor.outputs(text, [actor.micro_batches(text)], temperature=1.0)
+    tolerance = PROBE_TOLERANCES[config.model.dtype] if tolerance is None else tolerance
+    return ProbeText(tokens.tolist(), logp[:-1].tolist(), tolerance)
 
 
 class ProbeResult(NamedTuple):

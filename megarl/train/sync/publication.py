@@ -6,7 +6,9 @@ Rank 0 leads; it and the other trainer ranks exchange messages, so that all of t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Literal
@@ -15,11 +17,12 @@ from megarl.core.errors import WeightsDiffer, WeightSyncError
 from megarl.core.schema import WeightsVersion
 from megarl.train.sync.fleet import EngineFleet, failures, results
 from megarl.train.sync.messages import RankMessages
+from megarl.train.sync.probe import ProbeText
 from megarl.weights.reshard.execute import Digests, compare, merge
 from megarl.weights.reshard.plan import ReshardPlan
 
-Pause = Literal["wait", "abort"]
-"""Treatment of requests under way: wait for them, or end them."""
+Pause = Literal["wait", "abort", "keep"]
+"""Treatment of requests under way: wait for them, end them, or go on with them."""
 _FAILURE_S = 5.0
 """Seconds that ranks wait for each other's account of a failure."""
 
@@ -31,16 +34,33 @@ class SyncReport:
     seconds: float
     """Seconds from the first request to pause until every engine generates again."""
     pause_seconds: float
+    """Seconds until the engines had paused; where requests are kept, until they went on."""
     transfer_seconds: float
     digest_seconds: float
     bytes: int
     """Sent over the link by all ranks together."""
     digests: int
     """Compared."""
+    probe_diff_max: float | None = None
+    """Largest difference of the probe's log-probs, where the publication itself has probed."""
 
     def metrics(self) -> dict[str, float]:
         """Return the report as metrics under ``sync/``."""
-        return {f"sync/{name}": float(value) for name, value in asdict(self).items()}
+        return {f"sync/{name}": float(value) for name, value in asdict(self).items() if value is not None}
+
+    @staticmethod
+    def of_parts(parts: Sequence[SyncReport]) -> SyncReport:
+        """Return the report of publications one after another: sums, and the longest pause of all."""
+        probed = [part.probe_diff_max for part in parts if part.probe_diff_max is not None]
+        return SyncReport(
+            seconds=sum(part.seconds for part in parts),
+            pause_seconds=max((part.pause_seconds for part in parts), default=0.0),
+            transfer_seconds=sum(part.transfer_seconds for part in parts),
+            digest_seconds=sum(part.digest_seconds for part in parts),
+            bytes=sum(part.bytes for part in parts),
+            digests=sum(part.digests for part in parts),
+            probe_diff_max=max(probed, default=None),
+        )
 
 
 class Publication:
@@ -57,26 +77,30 @@ class Publication:
         self._topic, self._version = topic, version
         self._num_trainers = plan.source.num_ranks
 
-    def lead(self, send: Callable[[], Digests], pause: Pause, nbytes: int) -> SyncReport:
+    def lead(
+        self, send: Callable[[], Digests], pause: Pause, nbytes: int, probe: ProbeText | None = None
+    ) -> SyncReport:
         """Publish as rank 0, which drives the engines and announces the end to the other ranks.
 
         Args:
             send: Sends this rank's tensors over the link.
             nbytes: Sent over the link by all ranks together.
+            probe: Compared before any request that was kept, or came meanwhile; None leaves that to the caller.
         """
         read_by_all = self._messages.read_by_all()
         with self._messages.announcing(f"{self._topic}/end") as message:
             try:
-                report = self._drive(send, pause, nbytes)
+                report = self._drive(send, pause, nbytes, probe)
             except Exception as error:
-                failure = "; ".join([f"weights {self._version} {_failure_text(error)}: {error}", *self._others()])
+                what = f"weights {self._version} {_failure_text(error)}{self._where(pause)}"
+                failure = "; ".join([f"{what}: {error}", *self._others()])
                 self._fleet.close(failure)
                 raise _kind(error)(failure) from error
             message.update(asdict(report))
         self._messages.remove(read_by_all)  # every rank has sent since, and so has received what came before
         return report
 
-    def _drive(self, send: Callable[[], Digests], pause: Pause, nbytes: int) -> SyncReport:
+    def _drive(self, send: Callable[[], Digests], pause: Pause, nbytes: int, probe: ProbeText | None) -> SyncReport:
         clock = [time.monotonic()]
         with self._messages.announcing(f"{self._topic}/go"):
             self._fleet.each(lambda i, engine: engine.pause(pause))
@@ -88,14 +112,29 @@ class Publication:
             for rank in range(1, self._num_trainers)
         ]
         self._fleet.each(lambda i, engine: engine.finish(str(self._version)))
-        self._fleet.each(lambda i, engine: engine.reset_prefix_cache())
+        self._fleet.each(lambda i, engine: engine.reset_prefix_cache(running=pause == "keep"))
         clock.append(time.monotonic())
         count = self._prove(sent)
         clock.append(time.monotonic())
         self._fleet.each(lambda i, engine: engine.refuse(None))
-        self._fleet.each(lambda i, engine: engine.resume())
+        with self._probing(probe) as probed:
+            self._fleet.each(lambda i, engine: engine.resume())
+            seconds = time.monotonic() - clock[0]
         paused, transferred, proven = (b - a for a, b in pairwise(clock))
-        return SyncReport(time.monotonic() - clock[0], paused, transferred, proven, nbytes, count)
+        difference = None if probe is None else max(probe.check(logp) for logp in results(probed))
+        return SyncReport(
+            seconds, seconds if pause == "keep" else paused, transferred, proven, nbytes, count, difference
+        )
+
+    @contextmanager
+    def _probing(self, probe: ProbeText | None) -> Iterator[list[Future[list[float]]]]:
+        """Ask for the probe's log-probs before the body resumes the engines; leaving waits for them."""
+        if probe is None:
+            yield []
+            return
+        with self._fleet.calling(lambda i, engine: engine.probe(probe.token_ids, first=True)) as probed:
+            self._fleet.each(lambda i, engine: engine.state())  # by then the probe is queued: nothing goes before it
+            yield probed
 
     def _transfer(self, send: Callable[[], Digests]) -> Digests:
         with self._fleet.calling(lambda i, engine: engine.update({"version": str(self._version)})) as updating:
@@ -114,6 +153,10 @@ class Publication:
             got |= {(rank, name): int(digest, 16) for name, digest in answer.items()}
         compare(self._plan, merge(sent), got)
         return len(got)
+
+    def _where(self, pause: Pause) -> str:
+        """Words for the engines, where they are not all: ranks in an error are then counted from there."""
+        return f" (the engine at {', '.join(self._fleet.urls)})" if pause == "keep" else ""
 
     def _others(self) -> list[str]:
         """Errors of other ranks in a transfer that has failed on rank 0."""

@@ -12,13 +12,14 @@ from typing import Literal
 import torch
 
 from megarl.core import heartbeat
-from megarl.core.errors import EngineError, WeightSyncError
+from megarl.core.errors import EngineError, WeightsDiffer, WeightSyncError
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.watch import EngineWatch
 from megarl.learn.training.optimizer_digests import check_written
 from megarl.train.sync.connection import EngineConnection, with_timeout
-from megarl.train.sync.probe import PROBE_TOLERANCES, check_probe
-from megarl.train.sync.publication import Publication, SyncReport
+from megarl.train.sync.parts import Part
+from megarl.train.sync.probe import PROBE_TOLERANCES, ProbeText, check_probe
+from megarl.train.sync.publication import Pause, Publication, SyncReport
 from megarl.weights.reshard.execute import Digests, bytes_of, send
 
 AWAIT_S = 0.2
@@ -38,6 +39,7 @@ class WeightPublisher(EngineConnection):
         *,
         written: Mapping[str, int],
         abort: bool = False,
+        probe: ProbeText | None = None,
     ) -> SyncReport:
         """Send this rank's local tensors (Megatron names, any float dtype); return when every engine has proven to
         have all weights and generates again.
@@ -46,6 +48,10 @@ class WeightPublisher(EngineConnection):
             written: ``TrainedModel.written``: digests of what the optimizer last wrote, which ``tensors`` must have.
             abort: End the requests under way instead of waiting for them, which may take longer than an engine's
                 answer.
+            probe: Compared within the publication; needed, and allowed, with ``sync.pause=keep``.
+
+        With ``sync.pause=keep`` each engine that has not got the version takes it by itself. One that fails is not
+        waited for by the others: the first failure is raised when they have all been given it.
 
         Raises:
             WeightSyncError: on every rank. The engines then refuse requests with the reason; ``connect`` and
@@ -55,17 +61,53 @@ class WeightPublisher(EngineConnection):
         if self.transport is None:
             raise WeightSyncError(f"weights {version} cannot be published without a link: call connect() first")
         self._count += 1
-        topic = f"publish/{self._generation}.{self._count}"
-        publication = Publication(self._fleet, self._messages, self.plan, topic, version)
-        send = partial(self._send, tensors, written)
+        topic, reports = f"publish/{self._generation}.{self._count}", []
+        failure: WeightSyncError | None = None
         try:
-            if self._rank != 0:
-                return publication.follow(send, self._rank)
-            nbytes = bytes_of(self.plan.destination, self._dtype)
-            return publication.lead(send, "abort" if abort else "wait", nbytes)
+            for part in self._parts_behind(topic, version):
+                send = partial(self._send, part, tensors, written)
+                try:
+                    reports.append(self._publish_to(part, topic, version, send, abort, probe))
+                except WeightSyncError as error:
+                    if isinstance(error, WeightsDiffer) or not self._each:
+                        raise
+                    failure = failure or error
+            if failure is not None:
+                raise failure
+            return SyncReport.of_parts(reports) if self._each else reports[0]
         except BaseException:
             self._disconnect()
             raise
+        finally:
+            failure = None  # its traceback holds this frame
+
+    def _parts_behind(self, topic: str, version: WeightsVersion) -> list[Part]:
+        """Parts to publish to: those whose engine generates with the version already need nothing."""
+        if not self._each:
+            return self.parts
+        if self._rank == 0:
+            with self._messages.announcing(topic) as message:
+                message["behind"] = self._fleet.behind(str(version))
+        else:
+            message = self._messages.received(topic)
+        return [self.parts[engine] for engine in message["behind"]]
+
+    def _publish_to(
+        self,
+        part: Part,
+        topic: str,
+        version: WeightsVersion,
+        send: Callable[[], Digests],
+        abort: bool,
+        probe: ProbeText | None,
+    ) -> SyncReport:
+        heartbeat.beat()
+        fleet = self._fleet.part(part.engines if self._rank == 0 else ())
+        publication = Publication(fleet, self._messages, part.plan, f"{topic}/{part.engines[0]}", version)
+        if self._rank != 0:
+            return publication.follow(send, self._rank)
+        pause: Pause = "abort" if abort else self._config.sync.pause
+        return publication.lead(send, pause, bytes_of(part.plan.destination, self._dtype), probe)
 
     @with_timeout(lambda config: config.sync.timeout_s)
     def probe(self, token_ids: Sequence[int], trainer_logp: Sequence[float]) -> float:
@@ -157,16 +199,18 @@ class WeightPublisher(EngineConnection):
         if self._rank == 0 and rollout.placement == "colocated" and rollout.offload == "sleep":
             self._fleet.each(lambda i, engine: engine.wake(what))
 
-    def _send(self, tensors: Mapping[str, torch.Tensor], written: Mapping[str, int]) -> Digests:
-        assert self.transport is not None
-        bucket = self._config.sync.bucket_bytes
-        assert self._sender is not None
+    def _send(self, part: Part, tensors: Mapping[str, torch.Tensor], written: Mapping[str, int]) -> Digests:
+        assert self.transport is not None and self._sender is not None
+        bucket, transport = self._config.sync.bucket_bytes, part.transport(self.transport)
         try:
             check_written(tensors, written)
-            digests = send(self.plan, self._rank, tensors, self.transport, dtype=self._dtype, bucket_bytes=bucket)
+            digests = send(part.plan, self._rank, tensors, transport, dtype=self._dtype, bucket_bytes=bucket)
             self._sender.finish()
             return digests
         except BaseException as error:
             clear_frames(error.__traceback__)  # they hold sends under way, which would keep the link open
-            self._disconnect()
+            for engine in part.engines:
+                self._links.remove(engine)
+            if not self._each:
+                self._disconnect()
             raise

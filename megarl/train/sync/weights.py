@@ -13,17 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
-import torch
-
-from megarl.core.config.lengths import prompt_tokens
 from megarl.core.errors import EngineError, WeightsDiffer, WeightSyncError
 from megarl.core.phases import Phase
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.watch import EngineWatch
-from megarl.learn.batching import Sequences
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks
 from megarl.train.rank.reporter import Reporter
+from megarl.train.sync.probe import ProbeText, probe_text
 from megarl.train.sync.publish import WeightPublisher
 from megarl.train.update.models import Models
 from megarl.train.update.turns import Turns
@@ -87,7 +84,7 @@ class WeightSync:
     def publish_again(self, why: str | None, step: int) -> None:
         """Give the weights to an engine that has replaced one that had them, under the same version.
 
-        The others are asked again for what they are computing.
+        The others are asked again for what they are computing, or go on with it (``sync.pause=keep``).
 
         Args:
             why: State of the engine, on the rank that saw it.
@@ -97,7 +94,7 @@ class WeightSync:
             self._begin_version(step)
         self._reporter.log(f"{why}: it has replaced one that died; joining it")
         with self._turns.during(Phase.SYNC):
-            self._again_if_one_dies(lambda: self._publish(abort=True), join=True)
+            self._again_if_one_dies(lambda: self._publish(abort=not self._keeps), join=True)
         self._reporter.log(f"published {self.version} again; the rollout goes on")
 
     def _begin_version(self, step: int) -> None:
@@ -134,23 +131,26 @@ class WeightSync:
         self._turns.enter(Phase.SYNC)
         self._together(lambda: self._publisher.wake("weights"))
         written = actor.written()
+        # An engine that goes on at once with requests under way is probed before them.
+        first = self._probe() if self._keeps else None
         report = self._together(
-            lambda: self._publisher.publish(actor.tensors, self.version, written=written, abort=abort)
+            lambda: self._publisher.publish(actor.tensors, self.version, written=written, abort=abort, probe=first)
         )
-        tokens, logp = self._probe()
+        text = first or self._probe()
         self._turns.enter(Phase.ROLLOUT)  # the KV cache has the memory that the actor leaves
         self._together(lambda: self._publisher.wake("kv_cache"))
-        return report.metrics() | {"sync/probe_diff_max": self._together(lambda: self._publisher.probe(tokens, logp))}
+        if self._keeps:
+            return report.metrics()
+        largest = self._together(lambda: self._publisher.probe(text.token_ids, text.trainer_logp))
+        return report.metrics() | {"sync/probe_diff_max": largest}
 
-    def _probe(self) -> tuple[list[int], list[float]]:
-        """Tokens of a short fixed text, and this trainer's log-probs of all but the first."""
-        config, actor = self._context.config, self._models.actor
-        length = min(config.sync.probe_tokens, prompt_tokens(config.rollout))
-        generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(0, self._models.head.vocab_size, (length,), generator=generator)
-        text = Sequences(tokens, torch.tensor([length]), torch.arange(length) < length - 1)
-        logp = actor.outputs(text, [actor.micro_batches(text)], temperature=1.0)
-        return tokens.tolist(), logp[:-1].tolist()
+    def _probe(self) -> ProbeText:
+        return probe_text(self._context.config, self._models)
+
+    @property
+    def _keeps(self) -> bool:
+        """True if requests under way go on with new weights."""
+        return self._context.config.sync.pause == "keep"
 
     def _again_if_one_dies(self, do: Callable[[], T], *, join: bool) -> T:
         """Call ``do``; where an engine died in it, once more when the one that replaces it has been joined. Where
