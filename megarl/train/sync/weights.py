@@ -24,7 +24,7 @@ from megarl.learn.batching import Sequences
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks
 from megarl.train.rank.reporter import Reporter
-from megarl.train.sync.publish import WeightPublisher
+from megarl.train.sync.files import Publisher
 from megarl.train.update.models import Models
 from megarl.train.update.turns import Turns
 from megarl.weights.reshard.execute import NO_ROOM
@@ -51,7 +51,7 @@ class WeightSync:
         ranks: Ranks,
         reporter: Reporter,
         models: Models,
-        publisher: WeightPublisher,
+        publisher: Publisher,
         turns: Turns,
         record: Callable[[WeightsVersion, int], None],
     ) -> None:
@@ -140,7 +140,8 @@ class WeightSync:
         tokens, logp = self._probe()
         self._turns.enter(Phase.ROLLOUT)  # the KV cache has the memory that the actor leaves
         self._together(lambda: self._publisher.wake("kv_cache"))
-        return report.metrics() | {"sync/probe_diff_max": self._together(lambda: self._publisher.probe(tokens, logp))}
+        difference = self._together(lambda: self._publisher.probe(tokens, logp))
+        return report.metrics() | ({} if difference is None else {"sync/probe_diff_max": difference})
 
     def _probe(self) -> tuple[list[int], list[float]]:
         """Tokens of a short fixed text, and this trainer's log-probs of all but the first."""
