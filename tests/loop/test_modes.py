@@ -31,12 +31,13 @@ class Programs(NamedTuple):
     seconds: float
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+@pytest.fixture(scope="module", params=["direct", pytest.param("checkpoint", marks=pytest.mark.soak)])
+def run(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Programs]:
     folder, began, started = tmp_path_factory.mktemp("modes"), time.monotonic(), list[Job]()
     scorer = folder / "scorer.py"
     scorer.write_text(SCORER)
     settings = (*WHOLE, f"reward.path={scorer}", "cluster.heartbeat_s=2", "rollout.concurrent_groups=2")
+    settings = (*settings, f"sync.method={request.param}")
 
     def start(*command: str) -> Job:
         own = ("run.mode=train",) if command == ("train",) else ()

@@ -17,9 +17,9 @@ from megarl.core.errors import EngineError, WeightsDiffer, WeightSyncError
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.client import Prompt, Sampling
 from megarl.engine.client.names import UNTIL_PUBLISHED
+from megarl.engine.client.probe import ProbeText, check_probe
 from megarl.engine.sync.shared import SharedMemorySender
 from megarl.learn.training.optimizer_digests import digest_of
-from megarl.train.sync.probe import ProbeText, check_probe
 from megarl.train.sync.publish import LEAST_BUCKET
 from megarl.train.sync.weights import WeightSync
 from megarl.weights.reshard.execute import HEADER

@@ -20,9 +20,9 @@ from megarl.core.config.schema import Config
 from megarl.core.errors import EngineError, WeightSyncError
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.client import Sampling
+from megarl.engine.client.probe import ProbeText
 from megarl.learn.parallel.grid import megatron_grid
 from megarl.learn.training.optimizer_digests import digest_of
-from megarl.train.sync.probe import ProbeText
 from megarl.train.sync.publication import SyncReport
 from megarl.train.sync.publish import WeightPublisher
 from megarl.weights.checkpoint.formats.hf import read_hf_config

@@ -1,5 +1,5 @@
-"""``slurm/train_async.sh`` on a real Slurm: store, explore program and trainer on nodes of their own. Explore and
-trainer are stopped in turn and queued again; every step is made once."""
+"""``slurm/train_async.sh`` on a real Slurm: store, two explore programs and trainer on nodes of their own. Explore and
+trainer are stopped in turn, with notice (SIGTERM) or without (SIGKILL), and queued again; every step is made once."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,15 @@ from tests.system.slurm_cluster import NODES, SlurmCluster, missing
 pytestmark = [pytest.mark.slurm, pytest.mark.soak, pytest.mark.timeout(1800)]
 HOME = Path(__file__).parents[2]
 PATIENCE_S = 400.0
-STEPS, STOPS = 24, 3
+STEPS = 24
+STOPS = (
+    ("explore-0", "TERM"),
+    ("train", "TERM"),
+    ("explore-0", "KILL"),
+    ("train", "KILL"),
+    ("explore-1", "TERM"),
+    ("train", "TERM"),
+)
 
 
 def until(what: Callable[[], bool], name: str, logs: Path) -> None:
@@ -45,17 +54,30 @@ def test_jobs_of_one_run_are_stopped_and_queued_again(tmp_path: Path) -> None:
         def submit(part: str, node: str, *arguments: str) -> int:
             options = ["--oversubscribe", "--cpus-per-task=2", f"--nodelist={node}"]
             output, words = f"--output={tmp_path}/{part}.log", ["slurm/train_async.sh", *arguments, *overrides]
-            return cluster.submit(output, *options, *words, cwd=HOME, env={**env, "MEGARL_PART": part})
+            kind = part.partition("-")[0]
+            return cluster.submit(output, *options, *words, cwd=HOME, env={**env, "MEGARL_PART": kind})
 
-        explore = submit("explore", NODES[1], "--number", "0")  # it waits for both others
-        jobs = {"explore": explore, "train": submit("train", NODES[2]), "store": submit("store", NODES[0])}
-        for stop in range(2 * STOPS):
-            part = ("explore", "train")[stop % 2]
+        def await_steps(count: int, name: str) -> None:
             before = len(steps())
-            until(lambda before=before: len(steps()) > before + 1, "step after the last stop", tmp_path)  # type: ignore[misc]
-            cluster.run("scancel", "--signal=TERM", str(jobs[part]))
-            log, count = tmp_path / f"{part}.log", stop // 2 + 1
-            until(lambda log=log, count=count: log.read_text().count("queued again") == count, "requeue", tmp_path)  # type: ignore[misc]
+            until(lambda: len(steps()) >= before + count, name, tmp_path)
+
+        # explore programs wait for both others
+        jobs = {f"explore-{i}": submit(f"explore-{i}", node, "--number", str(i)) for i, node in enumerate(NODES[1::2])}
+        jobs |= {"train": submit("train", NODES[2]), "store": submit("store", NODES[0])}
+        asked = Counter[str]()
+        for part, how in STOPS:
+            await_steps(2, f"step before {part} is stopped")
+            if how == "TERM":
+                cluster.run("scancel", "--signal=TERM", str(jobs[part]))
+                asked[part] += 1
+                log, count = tmp_path / f"{part}.log", asked[part]
+                until(lambda log=log, count=count: log.read_text().count("queued again") == count, "requeue", tmp_path)  # type: ignore[misc]
+                continue
+            cluster.run("scancel", "--signal=KILL", "--full", str(jobs[part]))  # the job's script dies as well
+            until(lambda part=part: cluster.state(jobs[part]) not in ("RUNNING", "COMPLETING"), "end", tmp_path)  # type: ignore[misc]
+            if part != "train":
+                await_steps(2, "step with the other explore program alone")
+            cluster.run("scontrol", "requeue", str(jobs[part]))  # as an administrator would
         for part, job in jobs.items():
             assert cluster.wait(job, PATIENCE_S) == "COMPLETED", (tmp_path / f"{part}.log").read_text()
     assert steps() == list(range(1, STEPS + 1))

@@ -21,7 +21,8 @@ from megarl import cli
 from megarl.core.config import Config, compose
 from megarl.core.config.rewards import RewardConfig
 from megarl.core.config.schema import EvaluationConfig
-from megarl.core.errors import ConfigError, DataError, EngineError, WeightsDiffer
+from megarl.core.errors import CheckpointError, ConfigError, DataError, EngineError, WeightsDiffer
+from megarl.core.published import PublishedWeights, folder_of
 from megarl.core.schema import Reward, RewardStatus, Task, Trajectory
 from megarl.engine.client.control import EngineState
 from megarl.engine.sync.files import compare_with_files
@@ -386,6 +387,8 @@ def test_models_that_are_none_are_named(tmp_path: Path) -> None:
         (run / "checkpoints" / f"global_step_{step}" / "state.json").write_text("{}")
     assert subject_of(f"run:{run}").name == f"run:{run}@40"
     assert subject_of(f"run:{run}@20").path.name == "global_step_20"
+    with pytest.raises(ConfigError, match=r"no published weights 1\.2 in .*; versions there: none"):
+        subject_of(f"run:{run}@1.2")
     (run / "hf").mkdir()
     (run / "hf" / "config.json").write_text("{}")
     exported = subject_of(f"run:{run}")
@@ -393,6 +396,32 @@ def test_models_that_are_none_are_named(tmp_path: Path) -> None:
     before = exported.identity()
     (run / "hf" / "config.json").write_text("{ }")
     assert exported.identity() != before
+
+
+def test_published_weights_are_copied_before_their_run_removes_them(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for n in (9, 10):
+        folder = folder_of(run, f"1.{n}")
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(str(n))
+        PublishedWeights(f"1.{n}", {}, [1], [], 1e-3).write(folder)
+    (run / "resolved.json").write_text("{}")
+    newest, older = subject_of(f"run:{run}"), subject_of(f"run:{run}@1.9")
+    assert newest.name == f"run:{run}@1.10" and newest.identity() != older.identity()
+    with pytest.raises(ConfigError, match=r"no published weights 1\.8 in .*; versions there: 1\.9, 1\.10"):
+        subject_of(f"run:{run}@1.8")
+    newest.convert(tmp_path / "new")
+    before = newest.identity()
+    for subject in (newest, older):
+        (subject.path / "published.json").unlink()
+    assert newest.identity() == before and not newest.is_hf
+    newest.convert(tmp_path / "new")  # it is there
+    assert (newest.hf_path(tmp_path / "new") / "config.json").read_text() == "10"
+    with pytest.raises(CheckpointError, match="was removed while it was copied"):
+        older.convert(tmp_path / "old")
+    assert not older.hf_path(tmp_path / "old").exists()
+    newest.clean_up(tmp_path / "new")
+    assert not newest.hf_path(tmp_path / "new").exists()
 
 
 def test_short_names_leave_out_what_all_begin_with() -> None:

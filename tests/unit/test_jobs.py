@@ -80,6 +80,7 @@ def test_programs_of_a_run_have_names_of_their_own(tmp_path: Path) -> None:
     ("overrides", "words"),
     [
         (["experiment=sft", "run.mode=explore"], ["run.mode=explore", "leave run.mode out"]),
+        (["experiment=quickstart", "sync.method=checkpoint"], ["run.mode=both", "sync.method=direct"]),
         (["experiment=quickstart", "run.number=1"], ["run.number=1", "set run.mode=explore"]),
         (
             ["experiment=quickstart", "run.mode=train", "rollout.placement=colocated"],
@@ -99,5 +100,6 @@ def test_an_explore_program_has_the_settings_of_its_run() -> None:
     run = compose(["experiment=quickstart", "run.mode=train"])
     own = ["experiment=quickstart", "run.mode=explore", "trainer.steps=9", "rollout.replicas=2", "cluster.stall_s=5"]
     assert differences(run, compose(own)) == []
-    others = compose([*own, "rollout.tp=2", "reward.timeout_s=1"])
-    assert [change.setting for change in differences(run, others)] == ["rollout.tp", "reward.timeout_s"]
+    others = compose([*own, "rollout.tp=2", "reward.timeout_s=1", "sync.method=checkpoint"])
+    changed = {change.setting for change in differences(run, others)}
+    assert changed == {"rollout.tp", "reward.timeout_s", "sync.method"}

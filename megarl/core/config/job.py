@@ -11,6 +11,9 @@ from megarl.core.config.bounds import Bound, Count, NonNegative, Positive, Secon
 
 @dataclass(frozen=True)
 class SyncConfig:
+    method: Literal["direct", "checkpoint"] = "direct"
+    """Way of the weights from the trainer to engines: over links; or as files in ``<run.dir>/weights``, for explore
+    programs that share nothing with the trainer but a file system and the store (docs/modes.md)."""
     bucket_bytes: Annotated[int, Bound(4096)] = 8388608  # smaller ones cost a message for every few numbers
     """Upper bound of one transfer bucket; a sync needs at most two of them on either side."""
     shared_memory: bool = True

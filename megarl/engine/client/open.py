@@ -37,6 +37,10 @@ class OpenEngines:
         self.is_open = False
         self._oldest = max(self._oldest, version)
 
+    def expect(self, version: WeightsVersion) -> None:
+        """Take note that samples of these weights, or later ones, are asked for next. Nothing to do: a trainer with
+        links gives weights before it asks."""
+
     async def wait(self) -> None:
         """Return when an engine may be asked, however long that takes."""
         while not self.is_open:

@@ -1,14 +1,16 @@
-"""Weights of an engine that has read them from a model's files, compared with those files. Runs inside vLLM's
+"""Weights that an engine reads from a model's files, and their comparison with those files. Runs inside vLLM's
 workers."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from megarl.core.errors import WeightsDiffer
+from megarl.ops import slice_digest
 from megarl.weights.checkpoint.formats.hf_source import open_hf
 from megarl.weights.reshard import boxes
 from megarl.weights.reshard.execute import wire_dtype
@@ -17,6 +19,60 @@ from megarl.weights.reshard.layout import Layout
 ELEMENTS = 4 << 20
 """Elements that are read from the files and compared at once."""
 SHOWN = 4
+
+
+def read_files(
+    layout: Layout,
+    rank: int,
+    write: Callable[[str], torch.Tensor],
+    wrote: Callable[[str, int], None],
+    path: Path,
+    dtype: torch.dtype,
+) -> None:
+    """Fill a worker's local tensors, padding included, from a model's files; reads only the slices that it holds.
+
+    Args:
+        write: Local tensor by its name, in the layout's shape.
+        wrote: Called with a local tensor's name and the number of its elements that were written.
+        dtype: The model's, to which values are cast.
+    """
+    source, padding = open_hf(path), defaultdict[str, list[boxes.Box]](list)
+    for pad in layout.padding(rank):
+        padding[pad.local].append(pad.box)
+
+    def zero_padding(local: str) -> None:
+        for box in padding.pop(local, ()):
+            write(local)[boxes.index_of(boxes.start_of(box), boxes.shape_of(box))].zero_()
+            wrote(local, boxes.volume(box))
+
+    try:
+        for piece in layout.pieces(rank):
+            wire = wire_dtype(layout, piece.tensor, dtype)
+            zero_padding(piece.local)
+            for box in boxes.split(piece.box, ELEMENTS):
+                start = boxes.shifted(piece.at, tuple(b[0] - p[0] for b, p in zip(box, piece.box, strict=True)))
+                values = source.read(piece.tensor, box).to(wire)
+                write(piece.local)[boxes.index_of(start, boxes.shape_of(box))].copy_(values)
+                wrote(piece.local, boxes.volume(box))
+        for local in list(padding):
+            zero_padding(local)
+    finally:
+        source.close()
+
+
+def piece_digests(layout: Layout, rank: int, read: Callable[[str], torch.Tensor]) -> list[tuple[str, boxes.Box, int]]:
+    """(logical tensor, its elements, their digest) of every piece that a worker holds. The digests of boxes that cover
+    a tensor once add up to the tensor's.
+
+    Args:
+        read: Local tensor by its name as the model computes with it, in the layout's shape.
+    """
+    found = []
+    for piece in layout.pieces(rank):
+        view = read(piece.local)[boxes.index_of(piece.at, boxes.shape_of(piece.box))]
+        digest = slice_digest(view, start=boxes.start_of(piece.box), shape=layout.tensors[piece.tensor])
+        found.append((piece.tensor, piece.box, digest))
+    return found
 
 
 def compare_with_files(

@@ -18,12 +18,13 @@ from megarl import ops
 from megarl.core.errors import WeightSyncError
 from megarl.core.machine import trim_memory
 from megarl.engine.client.control import FAILURE
-from megarl.engine.sync.files import compare_with_files
+from megarl.engine.sync.files import compare_with_files, piece_digests, read_files
 from megarl.engine.sync.link import Link, LinkAddress, join, open_store
 from megarl.engine.sync.shared import Places, SharedMemoryReceiver, machine
 from megarl.engine.sync.sleep import WHAT, Sleeper, What, sleeper_of
 from megarl.engine.sync.writer import LocalTensor, SliceWriter
 from megarl.weights.checkpoint.formats.hf import read_hf_config
+from megarl.weights.reshard import boxes
 from megarl.weights.reshard.execute import digests_of, receive, wire_dtype
 from megarl.weights.reshard.layouts import Layout, MegatronGrid, megatron_layout, vllm_layout
 from megarl.weights.reshard.plan import build_plan
@@ -64,6 +65,8 @@ class InitInfo(WeightTransferInitInfo):
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
     version: str
+    folder: str | None = None
+    """Folder of the weights' files; None for weights that come over the link."""
 
 
 # vLLM reads the answers of several workers one after the other, and none after one that failed: those then pass for the
@@ -182,6 +185,11 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         self._require_weights("update_weights")
         assert self._writer is not None
+        if update_info.folder is not None:
+            with torch.device(self.device), torch.no_grad():
+                place, dtype = Path(update_info.folder), self.model_config.dtype
+                read_files(self._layout, self._rank, self._writer.tensor, self._writer.wrote, place, dtype)
+            return
         assert self._receiver is not None, "no link: init_weight_transfer_engine comes before update_weights"
         try:
             with torch.device(self.device), torch.no_grad():
@@ -218,17 +226,34 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def check_files(self) -> int:
         """Compare what the model computes with with the files that it was loaded from; return the number of elements.
         No trainer is needed. Raises WeightsDiffer."""
-        path, mine = Path(self.model_config.model), self.parallel_config
+        layout, writer = self._alone()
+        read = lru_cache(maxsize=1)(writer.computed_with)  # a tensor's pieces follow each other
+        path, rank = Path(self.model_config.model), self.parallel_config.rank
+        with torch.device(self.device), torch.no_grad():
+            return compare_with_files(layout, rank, read, path, self.model_config.dtype)
+
+    def expect_files(self) -> None:
+        """Make ready for updates from files, for which no trainer is needed."""
+        self._layout, self._writer = self._alone()
+        self._rank = self.parallel_config.rank
+
+    def piece_digests(self) -> list[tuple[str, boxes.Box, int]]:
+        """``files.piece_digests`` of this worker."""
+        self._require_weights("megarl_piece_digests")
+        assert self._writer is not None, "megarl_expect_files comes before megarl_piece_digests"
+        with torch.device(self.device), torch.no_grad():
+            return piece_digests(self._layout, self._rank, lru_cache(maxsize=1)(self._writer.computed_with))
+
+    def _alone(self) -> tuple[Layout, SliceWriter]:
+        """Layout of this engine by itself, and a writer of this worker's part."""
+        mine = self.parallel_config
         layout = vllm_layout(
-            read_hf_config(path),
+            read_hf_config(Path(self.model_config.model)),
             mine.tensor_parallel_size,
             pp=mine.pipeline_parallel_size,
             expert_parallel=mine.enable_expert_parallel,
         )
-        writer = SliceWriter(self.model, self.model_config, self._local_tensors(layout, mine.rank))
-        read = lru_cache(maxsize=1)(writer.computed_with)  # a tensor's pieces follow each other
-        with torch.device(self.device), torch.no_grad():
-            return compare_with_files(layout, mine.rank, read, path, self.model_config.dtype)
+        return layout, SliceWriter(self.model, self.model_config, self._local_tensors(layout, mine.rank))
 
     def _require_weights(self, step: str) -> None:
         """Raise WeightSyncError while the weights sleep."""
@@ -264,6 +289,19 @@ class WorkerExtension:
     def megarl_check_files(self) -> dict[str, int]:
         """Number of ``elements`` that equal those of the model's files; a failure names the tensors that do not."""
         return {"elements": self.weight_transfer_engine.check_files()}
+
+    @_answered
+    def megarl_expect_files(self) -> dict[str, bool]:
+        """``Receiver.expect_files``; then an update may name a folder."""
+        self.weight_transfer_engine.expect_files()
+        return {"ready": True}
+
+    @_answered
+    def megarl_piece_digests(self) -> dict[str, list[Any]]:
+        """``pieces``: [logical tensor, [[from, to] of each axis], digest in hexadecimal] of each that the worker
+        holds."""
+        found = self.weight_transfer_engine.piece_digests()
+        return {"pieces": [(tensor, box, f"{digest:016x}") for tensor, box, digest in found]}
 
     @_answered
     def megarl_outcome(self) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from megarl.engine.client.client import EngineClient, Sampling
 from megarl.engine.client.gather import Engine, Gatherer
 from megarl.engine.client.open import OpenEngines
 from megarl.explore import workflows
+from megarl.explore.explorer.gates import gate_of
 from megarl.explore.explorer.held_out import record_evaluations
 from megarl.explore.explorer.iterations import PartialRollouts
 from megarl.explore.explorer.lease import Lease
@@ -131,9 +132,7 @@ class Explorer:
         )
         self._partial = PartialRollouts(store, self._call, segments.budget, segments.pacing, poll_s, self._suspend)
         self._worker, self._capacity, self._backlog = worker, capacity, backlog
-        self._calls, self._poll_s = calls, poll_s
-        self._engine_timeout_s = engine_timeout_s
-        self._retry_s = retry_s
+        self._calls, self._poll_s, self._engine_timeout_s, self._retry_s = calls, poll_s, engine_timeout_s, retry_s
         self._generating = 0
         self._clocks: dict[tuple[str, WeightsVersion], RolloutClock] = {}
         self._writer = StoreQueue(partial(self._call, store.put_all))
@@ -203,6 +202,8 @@ class Explorer:
             self._store.claim_groups, self._worker, free, max_samples=free, silent=self._lease.silent
         )
         self._generating += sum(claim.group_size for claim in claims)
+        if self._gate is not None and claims:
+            self._gate.expect(max(claim.version for claim in claims))
         return claims
 
     async def _group(self, claim: Claim) -> ClaimedGroup:
@@ -368,7 +369,7 @@ async def explore(config: Config, key: str, worker: str) -> None:
                 poll_s=config.store.poll_s,
                 timeline=Timeline(Path(config.run.dir) / "timeline", worker),
                 event_lines=scorer.tally.line,
-                gate=OpenEngines(engines, key) if store.program.startswith(EXPLORE) else None,
+                gate=gate_of(config, engines, key) if store.program.startswith(EXPLORE) else None,
                 silence_s=config.cluster.heartbeat_s,
                 segments=SegmentSettings.of(config),
             )

@@ -79,6 +79,11 @@ def _check_pause(config: Config) -> None:
             "sync.pause=keep with rollout.placement=colocated: such engines have left when weights change, and no "
             "request is under way; set sync.pause=wait or rollout.placement=separate"
         )
+    if sync.method == "checkpoint":
+        raise ConfigError(
+            "sync.pause=keep with sync.method=checkpoint: explore programs read the files when their engines are idle; "
+            "set sync.pause=wait or sync.method=direct"
+        )
     if not sync.max_staleness:
         raise ConfigError(
             "sync.pause=keep with sync.max_staleness=0: every group has ended before weights change, so that none is "

@@ -86,6 +86,11 @@ def check_mode(config: Config, job: Job) -> None:
             f"run.mode={mode} with rollout.placement={config.rollout.placement}: engines that take turns with the "
             "trainer are of its own job; set run.mode=both or rollout.placement=separate"
         )
+    if mode == "both" and config.sync.method == "checkpoint":
+        raise ConfigError(
+            "sync.method=checkpoint with run.mode=both: files are for engines of other programs; set "
+            "sync.method=direct, or run.mode=train here and start `megarl explore`"
+        )
 
 
 def check_algorithm(config: Config) -> None:

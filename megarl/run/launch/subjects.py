@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.core.config import hub
-from megarl.core.errors import ConfigError
+from megarl.core.durable import replace_directory
+from megarl.core.errors import CheckpointError, ConfigError
+from megarl.core.published import MANIFEST, folder_of, whole_versions
 from megarl.run.run_dir.experts import RUN
 from megarl.weights.checkpoint.formats.dist import find_dist
+from megarl.weights.checkpoint.formats.output import partial_path
 from megarl.weights.checkpoint.training.manifest import PREFIX, finished
 
 log = logging.getLogger(__name__)
@@ -32,6 +35,8 @@ class Subject:
     path: Path
     """HF checkpoint, or the training checkpoint that is converted to one."""
     is_hf: bool
+    published: str = ""
+    """Digest of the manifest of weights that a run has published; they are copied, since the run removes them."""
 
     @property
     def slug(self) -> str:
@@ -41,7 +46,9 @@ class Subject:
         return f"{plain.lstrip('._')}-{digest}"
 
     def identity(self) -> str:
-        """Digest of the names, sizes and times of its files, without reading them."""
+        """Digest of the names, sizes and times of its files, without reading them; or ``published``."""
+        if self.published:
+            return self.published
         found = sorted(
             (str(path.relative_to(self.path)), stat.st_size, stat.st_mtime_ns)
             for path in self.path.rglob("*")
@@ -54,15 +61,34 @@ class Subject:
         return self.path if self.is_hf else folder / "model"
 
     def convert(self, folder: Path) -> None:
-        """Write the HF checkpoint of a training checkpoint, whole and with its digests compared; one that is there is
-        kept. Raises CheckpointError."""
+        """Write the HF checkpoint of a training checkpoint, whole and with its digests compared, or copy published
+        weights; one that is there is kept. Raises CheckpointError."""
         target = self.hf_path(folder)
         if self.is_hf or (target / CONFIG).is_file():
+            return
+        if self.published:
+            self._copy(target)
             return
         from megarl.weights.checkpoint.convert.convert import Settings, convert_megatron_to_hf
 
         log.info("%s: converting %s to an HF checkpoint in %s", self.name, self.path, target)
         convert_megatron_to_hf(self.path, target, settings=Settings(verify=True, progress=False))
+
+    def _copy(self, target: Path) -> None:
+        """Copy published weights, which their run may remove meanwhile. Raises CheckpointError."""
+        log.info("%s: copying %s to %s", self.name, self.path, target)
+        part = partial_path(target)
+        shutil.rmtree(part, ignore_errors=True)
+        try:
+            shutil.copytree(self.path, part)
+        except OSError as error:  # shutil.Error too
+            raise CheckpointError(f"MODEL {self.name} cannot be copied to {target}: {error}") from error
+        if not (self.path / MANIFEST).is_file():  # it goes first
+            raise CheckpointError(
+                f"MODEL {self.name} was removed while it was copied, since the run has published newer weights; run "
+                "the command again"
+            )
+        replace_directory(part, target)
 
     def clean_up(self, folder: Path) -> None:
         """Remove what ``convert`` has written."""
@@ -82,8 +108,8 @@ def short_names(subjects: Sequence[Subject]) -> list[str]:
 
 
 def subject_of(word: str) -> Subject:
-    """Find the model that a word of the command names: a directory, a name in the hub's cache, ``run:DIR`` or
-    ``run:DIR@STEP``.
+    """Find the model that a word of the command names: a directory, a name in the hub's cache, ``run:DIR``,
+    ``run:DIR@STEP`` or ``run:DIR@VERSION``.
 
     Raises ConfigError naming what is there instead.
     """
@@ -108,6 +134,12 @@ def _of_run(word: str) -> Subject:
     if not (run_dir / "resolved.json").is_file():
         raise ConfigError(f"MODEL {word}: {run_dir} has no resolved.json; give the directory of a run")
     checkpoints = {path.name.removeprefix(PREFIX): path for path in finished(run_dir / "checkpoints")}
+    versions = [str(version) for version in whole_versions(run_dir)]
+    if "." in step:
+        if step not in versions:
+            there = ", ".join(versions) or "none (sync.method=checkpoint writes them)"
+            raise ConfigError(f"MODEL {word}: no published weights {step} in {run_dir}; versions there: {there}")
+        return _of_published(word, run_dir, step)
     if step:
         if step not in checkpoints:
             there = ", ".join(checkpoints) or "none"
@@ -118,7 +150,15 @@ def _of_run(word: str) -> Subject:
         return Subject(word, checkpoints[step], is_hf=False)
     if (run_dir / "hf" / CONFIG).is_file():
         return Subject(word, run_dir / "hf", is_hf=True)
+    if versions:
+        return _of_published(f"{word}@{versions[-1]}", run_dir, versions[-1])
     if not checkpoints:
         raise ConfigError(f"MODEL {word}: it has neither an exported model (hf/) nor a finished checkpoint yet")
     newest, path = list(checkpoints.items())[-1]
     return Subject(f"{word}@{newest}", path, is_hf=False)
+
+
+def _of_published(name: str, run_dir: Path, version: str) -> Subject:
+    path = folder_of(run_dir, version)
+    manifest = (path / MANIFEST).read_bytes()
+    return Subject(name, path, is_hf=False, published=hashlib.blake2b(manifest, digest_size=16).hexdigest())

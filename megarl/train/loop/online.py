@@ -28,6 +28,7 @@ from megarl.train.rollout.evaluation import Evaluation
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.rollout.rollouts import Rollouts, Wait
 from megarl.train.sync.colocated import ColocatedEngines
+from megarl.train.sync.files import FilePublisher
 from megarl.train.sync.others import EnginesOfOthers
 from megarl.train.sync.publish import WeightPublisher
 from megarl.train.sync.weights import Stopped, WeightSync
@@ -65,16 +66,7 @@ class OnlineTrainer(Trainer):
     def connect(self) -> None:
         """Join the engines, and open what asks them. Raises Stopped."""
         with self.timeline.phase("wait_for_engine"):
-            actor, rank = self.models.actor, self.context.rank
-            publisher = WeightPublisher(
-                self.config,
-                actor.layout,
-                self.models.hf_config,
-                rank,
-                engines=self.engines,
-                come_and_go=not self.job.is_alone,
-                stopping=lambda: self.ranks.stopping,
-            )
+            publisher = self.publisher()
             self.weights = WeightSync(
                 self.context, self.ranks, self.reporter, self.models, publisher, self.turns, self.store.record_version
             )
@@ -84,9 +76,19 @@ class OnlineTrainer(Trainer):
             self.rollouts = Rollouts(self.context, self.algorithm, self.store, self.reporter, self.reader, wait)
             self.evaluation = Evaluation(self.context, self.store, self.reporter, wait)
             if self.config.rollout.placement == "colocated":
+                assert isinstance(publisher, WeightPublisher), "sync.method=checkpoint needs engines of other programs"
                 self.turns.engines = ColocatedEngines(self.context, self.store, self.ranks, publisher)
             self.turns.enter(Phase.SYNC)
             self.weights.connect()
+
+    def publisher(self) -> WeightPublisher | FilePublisher:
+        """Make what brings the weights to engines (``sync.method``)."""
+        place = (self.config, self.models.actor.layout, self.models.hf_config, self.context.rank)
+        if self.config.sync.method == "checkpoint":
+            return FilePublisher(*place)
+        return WeightPublisher(
+            *place, engines=self.engines, come_and_go=not self.job.is_alone, stopping=lambda: self.ranks.stopping
+        )
 
     def engines(self) -> Sequence[str] | None:
         """URLs of the engines that are wanted; None where all are absent by order."""

@@ -15,9 +15,9 @@ from typing import Literal
 
 from megarl.core.errors import WeightsDiffer, WeightSyncError
 from megarl.core.schema import WeightsVersion
+from megarl.engine.client.probe import ProbeText
 from megarl.train.sync.fleet import EngineFleet, failures, results
 from megarl.train.sync.messages import RankMessages
-from megarl.train.sync.probe import ProbeText
 from megarl.weights.reshard.execute import Digests, compare, merge
 from megarl.weights.reshard.plan import ReshardPlan
 

@@ -14,11 +14,11 @@ import torch
 from megarl.core import heartbeat
 from megarl.core.errors import EngineError, WeightsDiffer, WeightSyncError
 from megarl.core.schema import WeightsVersion
+from megarl.engine.client.probe import PROBE_TOLERANCES, ProbeText, check_probe
 from megarl.engine.client.watch import EngineWatch
 from megarl.learn.training.optimizer_digests import check_written
 from megarl.train.sync.connection import EngineConnection, with_timeout
 from megarl.train.sync.parts import Part
-from megarl.train.sync.probe import PROBE_TOLERANCES, ProbeText, check_probe
 from megarl.train.sync.publication import Pause, Publication, SyncReport
 from megarl.weights.reshard.execute import Digests, bytes_of, send
 

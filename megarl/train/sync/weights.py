@@ -16,12 +16,13 @@ from typing import TypeVar
 from megarl.core.errors import EngineError, WeightsDiffer, WeightSyncError
 from megarl.core.phases import Phase
 from megarl.core.schema import WeightsVersion
+from megarl.engine.client.probe import ProbeText
 from megarl.engine.client.watch import EngineWatch
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks
 from megarl.train.rank.reporter import Reporter
-from megarl.train.sync.probe import ProbeText, probe_text
-from megarl.train.sync.publish import WeightPublisher
+from megarl.train.sync.files import Publisher
+from megarl.train.sync.probe import probe_text
 from megarl.train.update.models import Models
 from megarl.train.update.turns import Turns
 from megarl.weights.reshard.execute import NO_ROOM
@@ -48,7 +49,7 @@ class WeightSync:
         ranks: Ranks,
         reporter: Reporter,
         models: Models,
-        publisher: WeightPublisher,
+        publisher: Publisher,
         turns: Turns,
         record: Callable[[WeightsVersion, int], None],
     ) -> None:
@@ -141,8 +142,8 @@ class WeightSync:
         self._together(lambda: self._publisher.wake("kv_cache"))
         if self._keeps:
             return report.metrics()
-        largest = self._together(lambda: self._publisher.probe(text.token_ids, text.trainer_logp))
-        return report.metrics() | {"sync/probe_diff_max": largest}
+        difference = self._together(lambda: self._publisher.probe(text.token_ids, text.trainer_logp))
+        return report.metrics() | ({} if difference is None else {"sync/probe_diff_max": difference})
 
     def _probe(self) -> ProbeText:
         return probe_text(self._context.config, self._models)

@@ -114,8 +114,11 @@ def export_hf(
     transport: Transport | None = None,
     bucket_bytes: int = 64 << 20,
     file_bytes: int = 4 << 30,
-) -> None:
+) -> dict[str, int]:
     """Write ``target`` as an ordinary HF checkpoint; every rank of the grid calls it, rank 0 writes.
+
+    Returns logical tensor -> digest of this rank's part of what was written, after the cast; parts of all ranks add up
+    modulo 2**64.
 
     ``plan``: from the grid's layout to ``hf_layout`` (both with the same ``head``: a score model is written as its
         family's
@@ -137,10 +140,12 @@ def export_hf(
     dtypes = {name: wire_dtype(plan.destination, name, dtype) for name in shapes}
     sizes = {name: prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
     files = shards(sizes, file_bytes)
+    digests: dict[str, int] = {}
     for file, names in files.items():
         part = replace(plan.only(set(names).__contains__), colocated=True)
         whole = {name: torch.empty(shapes[name], dtype=dtypes[name]) for name in names} if rank == 0 else {}
-        exchange(part, rank, tensors, whole.__getitem__, transport, dtype=dtype, bucket_bytes=bucket_bytes)
+        sent = exchange(part, rank, tensors, whole.__getitem__, transport, dtype=dtype, bucket_bytes=bucket_bytes)
+        digests |= {name: digest for (_, name), digest in sent.items()}
         if rank == 0:
             save_file(whole, temporary / file, metadata={"format": "pt"})
     if rank == 0:
@@ -150,3 +155,4 @@ def export_hf(
         mtp = any(name.endswith("eh_proj.weight") for name in shapes)
         copy_small_files(source, temporary, dtype, mtp=mtp, is_value=SCORE in shapes)
         replace_directory(temporary, target)
+    return digests

@@ -1,0 +1,72 @@
+"""Weights that a trainer publishes as files (``sync.method=checkpoint``): one folder a version, whole once its manifest
+is there. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megarl.core.durable import read_json, write_text
+from megarl.core.errors import CheckpointError
+from megarl.core.schema import WeightsVersion
+
+FOLDER = "weights"
+MANIFEST = "published.json"
+KEPT = 2
+"""Newest whole versions that are kept: an engine may read one while the next appears."""
+
+
+@dataclass(frozen=True)
+class PublishedWeights:
+    """Manifest of a version: what an engine that has read the files must prove."""
+
+    version: str
+    digests: Mapping[str, str]
+    """Logical tensor -> digest in hexadecimal of all its elements in ``model.dtype``, as the trainer holds them."""
+    probe: Sequence[int]
+    """Token ids of the probe text."""
+    logp: Sequence[float]
+    """The trainer's log-probs of ``probe[1:]`` at temperature 1."""
+    tolerance: float
+    """Largest difference that the engine's may have from them."""
+
+    def write(self, folder: Path) -> None:
+        """Write the manifest, which makes the folder whole. Raises OSError."""
+        write_text(folder / MANIFEST, json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, folder: Path) -> PublishedWeights:
+        """Read the manifest of a folder. Raises CheckpointError where it is missing or not one."""
+        try:
+            return cls(**read_json(folder / MANIFEST))
+        except TypeError as error:
+            raise CheckpointError(f"{folder / MANIFEST} is no manifest of published weights ({error})") from error
+
+
+def folder_of(run_dir: Path, version: WeightsVersion | str) -> Path:
+    """Folder of a version's files."""
+    return run_dir.absolute() / FOLDER / str(version)
+
+
+def whole_versions(run_dir: Path) -> list[WeightsVersion]:
+    """Versions whose folders are whole, the newest last."""
+    found = []
+    for path in (run_dir / FOLDER).glob(f"[0-9]*/{MANIFEST}"):
+        with suppress(ValueError):
+            found.append(WeightsVersion.parse(path.parent.name))
+    return sorted(found)
+
+
+def remove_old(run_dir: Path) -> None:
+    """Remove all but the newest ``KEPT`` whole versions, and older folders that a kill has left unfinished."""
+    kept = whole_versions(run_dir)[-KEPT:]
+    for path in (run_dir / FOLDER).iterdir():
+        with suppress(ValueError):
+            version = WeightsVersion.parse(path.name.removeprefix(".").removesuffix(".partial"))
+            if version not in kept and version < kept[-1]:
+                (path / MANIFEST).unlink(missing_ok=True)  # first: what is left is not whole
+                shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,176 @@
+"""The trainer's side of ``sync.method=checkpoint``: each version is written as files, which explore programs read and
+prove by themselves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import distributed as dist
+
+from megarl.core import heartbeat
+from megarl.core.config.schema import Config
+from megarl.core.errors import WeightsDiffer, WeightSyncError
+from megarl.core.published import PublishedWeights, folder_of, remove_old
+from megarl.core.schema import WeightsVersion
+from megarl.engine.client.probe import PROBE_TOLERANCES, ProbeText
+from megarl.engine.client.watch import EngineWatch
+from megarl.learn.training.optimizer_digests import check_written
+from megarl.train.sync.publication import SyncReport
+from megarl.weights.checkpoint.formats.hf import export_hf
+from megarl.weights.checkpoint.training.disk_space import writing
+from megarl.weights.reshard.execute import bytes_of, merge
+from megarl.weights.reshard.layout import Layout
+from megarl.weights.reshard.layouts import hf_layout
+from megarl.weights.reshard.plan import build_plan
+
+
+class Publisher(Protocol):
+    """Surface of a publisher, as ``WeightSync`` uses it; ``WeightPublisher`` has the contracts."""
+
+    come_and_go: bool
+
+    def connect(self) -> None: ...
+    def engines_changed(self) -> bool: ...
+    def publish(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        version: WeightsVersion,
+        *,
+        written: Mapping[str, int],
+        abort: bool = False,
+        probe: ProbeText | None = None,
+    ) -> SyncReport: ...
+    def probe(self, token_ids: Sequence[int], trainer_logp: Sequence[float]) -> float | None: ...
+    def died(self) -> list[str]: ...
+    def await_any(self, seconds: float) -> bool: ...
+    def deserted(self) -> str | None: ...
+    def watch(self, version: WeightsVersion) -> EngineWatch: ...
+    def drain(self, given_up: Callable[[], bool]) -> None: ...
+    def halve_buckets(self) -> tuple[int, int] | None: ...
+    def wake(self, what: Literal["weights", "kv_cache"]) -> None: ...
+
+
+class FilePublisher:
+    """Publishes weights as files. Every trainer rank makes the same calls; rank 0 writes.
+
+    No engine is known here: those of explore programs come, go and are proven by these programs.
+
+    Args:
+        layout: The trainer's: ``megatron_layout`` of config.parallel.
+        hf_config: config.json of the model.
+        rank: This process's rank in the layout.
+    """
+
+    come_and_go = False
+    """Nothing is waited for: an explore program that starts later reads the newest version."""
+
+    def __init__(self, config: Config, layout: Layout, hf_config: Mapping[str, Any], rank: int) -> None:
+        self._config, self._rank = config, rank
+        self._plan = build_plan(layout, hf_layout(hf_config))
+        self._dtype: torch.dtype = getattr(torch, config.model.dtype)
+        self._unproven: tuple[WeightsVersion, dict[str, str]] | None = None
+        """Version whose files are there, and its digests, until ``probe`` completes it; on rank 0."""
+
+    def connect(self) -> None:
+        """Do nothing: there is no link."""
+
+    def engines_changed(self) -> bool:
+        """Return False: nothing is to be joined again."""
+        return False
+
+    def publish(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        version: WeightsVersion,
+        *,
+        written: Mapping[str, int],
+        abort: bool = False,
+        probe: ProbeText | None = None,
+    ) -> SyncReport:
+        """Write the weights' files; they count once ``probe`` has completed them.
+
+        Args:
+            tensors: This rank's local tensors (Megatron names, any float dtype).
+            written: ``TrainedModel.written``: what ``tensors`` must be.
+            abort, probe: Not used: whoever reads the files decides, and ``probe`` comes later.
+
+        Raises:
+            WeightsDiffer: on every rank, where ``tensors`` of one are not what was written.
+            JobError: on rank 0, where the files cannot be written.
+        """
+        began, config = time.monotonic(), self._config
+        _check_written(tensors, written)
+        target = folder_of(Path(config.run.dir), version)
+        with heartbeat.timeout(config.sync.timeout_s), writing(target):
+            if self._rank == 0:
+                target.parent.mkdir(parents=True, exist_ok=True)
+            source, bucket = Path(config.model.path), config.sync.bucket_bytes
+            mine = export_hf(self._plan, self._rank, tensors, source, target, dtype=self._dtype, bucket_bytes=bucket)
+        parts: list[dict[str, int]] | None = [{}] * dist.get_world_size() if self._rank == 0 else None
+        dist.gather_object(mine, parts)
+        total = merge({(0, name): digest for name, digest in part.items()} for part in parts or ())
+        digests = {name: f"{digest:016x}" for (_, name), digest in total.items()}
+        self._unproven = (version, digests) if self._rank == 0 else None
+        seconds = time.monotonic() - began
+        nbytes = bytes_of(self._plan.destination, self._dtype)
+        return SyncReport(seconds, 0.0, seconds, 0.0, nbytes, 0)
+
+    def probe(self, token_ids: Sequence[int], trainer_logp: Sequence[float]) -> None:
+        """Complete the version with the probe text and this trainer's log-probs, which its readers must reach.
+
+        Raises WeightSyncError on rank 0, where the manifest cannot be written.
+        """
+        if self._unproven is None:
+            return
+        (version, digests), self._unproven = self._unproven, None
+        config = self._config
+        tolerance = config.sync.probe_tolerance or PROBE_TOLERANCES[config.model.dtype]
+        manifest = PublishedWeights(str(version), digests, token_ids, trainer_logp, tolerance)
+        try:
+            manifest.write(folder_of(Path(config.run.dir), version))
+            remove_old(Path(config.run.dir))
+        except OSError as error:
+            raise WeightSyncError(f"weights {version} cannot be published in {config.run.dir}: {error}") from error
+
+    def died(self) -> list[str]:
+        """Return []: no engine takes part in a publication."""
+        return []
+
+    def await_any(self, seconds: float) -> bool:
+        """Return True: no engine is needed."""
+        return True
+
+    def deserted(self) -> str | None:
+        """Return None: explore programs give their engines the weights again."""
+        return None
+
+    def watch(self, version: WeightsVersion) -> EngineWatch:
+        """Watch nothing: explore programs watch their engines."""
+        return EngineWatch([], str(version))
+
+    def drain(self, given_up: Callable[[], bool]) -> None:
+        """Do nothing: each explore program waits for its engines' requests before it changes their weights."""
+
+    def halve_buckets(self) -> tuple[int, int] | None:
+        """Return None: no engine needs memory for a bucket."""
+        return None
+
+    def wake(self, what: Literal["weights", "kv_cache"]) -> None:
+        """Do nothing: such engines do not sleep."""
+
+
+def _check_written(tensors: Mapping[str, torch.Tensor], written: Mapping[str, int]) -> None:
+    """``check_written`` on all ranks together: none may wait for elements that another does not send."""
+    fault: WeightsDiffer | None = None
+    try:
+        check_written(tensors, written)
+    except WeightsDiffer as error:
+        fault = error
+    fine = torch.tensor([int(fault is None)])
+    dist.all_reduce(fine, dist.ReduceOp.MIN)
+    if not fine:
+        raise fault or WeightsDiffer("another trainer rank's weights are not what was written; its log names them")
