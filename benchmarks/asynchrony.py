@@ -26,6 +26,8 @@ import psutil
 import simulation
 
 from megarl.explore.order.pacing import Pacing
+from megarl.explore.store import Store
+from megarl.train.rollout.asking import rollout_id
 
 MEDIAN, P99, MOST = 32, 512, 1024
 WORKFLOW = f"""
@@ -115,6 +117,8 @@ class Measured:
     rollout_s: list[float]
     sync_s: list[float]
     rest_s: list[float]
+    lengths: list[int]
+    """Tokens of every response of the job: few steps of a long-tailed distribution have a mean of their own."""
 
 
 def pin(job: subprocess.Popen[bytes], cores: list[int], ended: threading.Event) -> None:
@@ -168,7 +172,16 @@ def read(run_dir: Path, first: int, count: int) -> Measured:
         rollouts,
         syncs,
         [r["timing_s/step"] - rollout - sync for r, rollout, sync in zip(steps, rollouts, syncs, strict=True)],
+        _lengths(run_dir, first, count),
     )
+
+
+def _lengths(run_dir: Path, first: int, count: int) -> list[int]:
+    store = Store(f"sqlite:///{run_dir}/store.db", read_only=True)
+    rollouts = [rollout_id(step) for step in range(first, first + count)]
+    found = [e.response_length for rollout in rollouts for e in store.trajectories(rollout)]
+    store.close()
+    return found
 
 
 def _spans(run_dir: Path, process: str) -> list[tuple[str, float, float]]:
@@ -206,11 +219,13 @@ def _fit(columns: np.ndarray, values: np.ndarray) -> tuple[float, float]:
     return (single[0], 0.0) if errors[0] <= errors[1] else (0.0, single[1])
 
 
-def forecast(rates: simulation.Rates, job: Job, schedule: simulation.Schedule) -> simulation.Result:
-    """The simulation's, of many steps."""
+def forecast(
+    rates: simulation.Rates, job: Job, schedule: simulation.Schedule, measured: list[int]
+) -> simulation.Result:
+    """The simulation's, of many steps whose lengths are drawn from those that were ``measured``."""
 
     def lengths(draw: np.random.Generator, count: int) -> np.ndarray:
-        return np.minimum(simulation.lognormal(draw, count, median=MEDIAN, p99=P99), MOST)
+        return draw.choice(np.array(measured), count)
 
     return simulation.Simulation(rates, simulation.Load(job.groups, job.size, lengths), schedule).run(300)
 
@@ -250,7 +265,7 @@ def main() -> None:
     text.say("| schedule | s a step | of in turn | trainer idle | engines idle | simulated, s | distance |")
     text.say("|---|---:|---:|---:|---:|---:|---:|")
     for configuration, found in results:
-        simulated = forecast(rates, job, configuration.schedule)
+        simulated = forecast(rates, job, configuration.schedule, found.lengths)
         text.say(
             f"| {configuration.schedule.name} | {found.step_s:.2f} | {found.step_s / in_turn.step_s:.2f} | "
             f"{found.trainer_idle:.0%} | {found.engines_idle:.0%} | {simulated.step_s:.2f} | "
