@@ -8,7 +8,7 @@ Shape legend: T tokens of a turn, P prompt tokens, R response tokens of a sample
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -239,6 +239,9 @@ class TrainingSample(NamedTuple):
     """float32 [R]; 0 where the mask is False."""
     finish_reason: FinishReason
     """Reason why the last turn ended."""
+    lag: np.ndarray | None = None
+    """int16 [R]: steps by which the weights that sampled each token are behind those that the step starts from, 0 where
+    the mask is False. None where every token has lag 0."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,14 +307,17 @@ class Trajectory:
         """Tokens that the model wrote."""
         return sum(len(turn) for turn in self.turns if turn.author == "model")
 
-    def samples(self) -> Iterator[TrainingSample]:
+    def samples(self, lags: Mapping[WeightsVersion, int] | None = None) -> Iterator[TrainingSample]:
         """Yield one sample for each line of turns, from a first turn to one that nothing follows.
 
         Lines that share turns of the model train them once, in the first. Usually there is one line.
+
+        Args:
+            lags: Lag of every version that has sampled some of the tokens; None where all are 0.
         """
         for line, new in self._trained():
             before, after = line[: line.index(new[0])], line[line.index(new[0]) : line.index(new[-1]) + 1]
-            yield _sample([self.turns[i] for i in before], [(self.turns[i], i in new) for i in after])
+            yield _sample([self.turns[i] for i in before], [(self.turns[i], i in new) for i in after], lags)
 
     @property
     def num_samples(self) -> int:
@@ -335,6 +341,9 @@ class Trajectory:
                 trained.update(new)
 
 
+LARGEST_LAG = int(np.iinfo(np.int16).max)
+
+
 def digest_of(token_ids: np.ndarray) -> str:
     """Digest of the tokens that a response follows."""
     return hashlib.blake2b(np.ascontiguousarray(token_ids, "<i4").tobytes(), digest_size=8).hexdigest()
@@ -348,7 +357,9 @@ def line_of_turns(turns: Sequence[Turn], last: int) -> list[int]:
     return line[::-1]
 
 
-def _sample(prompt: Sequence[Turn], response: Sequence[tuple[Turn, bool]]) -> TrainingSample:
+def _sample(
+    prompt: Sequence[Turn], response: Sequence[tuple[Turn, bool]], lags: Mapping[WeightsVersion, int] | None
+) -> TrainingSample:
     logp, reason = [turn.logp if new else None for turn, new in response], response[-1][0].finish_reason
     assert reason is not None, "every turn of a model ended for a reason"
     return TrainingSample(
@@ -357,7 +368,16 @@ def _sample(prompt: Sequence[Turn], response: Sequence[tuple[Turn, bool]]) -> Tr
         _joined([np.full(len(turn), new) for turn, new in response]),
         _joined([np.zeros(len(t), np.float32) if p is None else p for (t, _), p in zip(response, logp, strict=True)]),
         reason,
+        None if lags is None else _joined([_lag(turn, lags if new else {}) for turn, new in response]),
     )
+
+
+def _lag(turn: Turn, lags: Mapping[WeightsVersion, int]) -> np.ndarray:
+    """Lag of each token, int16 [T]; all 0 without ``lags``. A replayed token's is at most what fits."""
+    result = np.zeros(len(turn), np.int16)
+    for span in turn.spans if lags else ():
+        result[span.start : span.end] = min(lags[span.version], LARGEST_LAG)
+    return result
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:

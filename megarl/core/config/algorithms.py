@@ -67,6 +67,10 @@ class AlgorithmConfig:
     min(r, C); times r, and 0 where r is outside [1/C, C]."""
     correction_cap: Annotated[float, Bound(1)] = 2.0
     """C of ``correction``."""
+    segments: Literal["all", "current"] = "all"
+    """Tokens of a trajectory that several versions of the weights have sampled: all are in the loss; or those of its
+    newest weights alone, and what earlier weights sampled is context (Kimi k1.5's partial rollouts). A trajectory of
+    one version is trained whole either way."""
     options: dict[str, float] = field(default_factory=dict)
     """Settings of your own algorithm."""
 

@@ -41,6 +41,9 @@ class Sequences:
     values: torch.Tensor | None = None
     expert: torch.Tensor | None = None
     """bool [N]; demonstrations among answers (mix)."""
+    lag: torch.Tensor | None = None
+    """int16 [T]: steps by which the weights that sampled the token are behind those that the step starts from, 0 where
+    an engine sampled none. None where all are 0."""
     trajectory: torch.Tensor | None = None
     """int64 [N], never decreasing: the trajectory that each sequence is a sample of; None where each has one."""
 
@@ -110,18 +113,27 @@ def of_demonstrations(pairs: Sequence[tuple[np.ndarray, np.ndarray]], logp: Sequ
 
 
 def of_samples(samples: Sequence[TrainingSample]) -> Sequences:
-    """Samples with the log-probs of the engine that sampled them; the rest is for the trainer to fill in."""
+    """Samples with the log-probs of the engine that sampled them, and lags; the rest is for the trainer to fill in."""
     result = _join([(s.prompt_ids, s.response_ids, s.response_mask) for s in samples])
     _put_logp(result, [sample.engine_logp for sample in samples])
+    if any(sample.lag is not None and sample.lag.any() for sample in samples):
+        result.lag = torch.zeros(len(result.tokens), dtype=torch.int16)
+        lags = [np.zeros(len(s.response_ids), np.int16) if s.lag is None else s.lag for s in samples]
+        _put(result.lag, lags, result)
     return result
 
 
 def _put_logp(sequences: Sequences, logp: Sequence[np.ndarray]) -> None:
     """Set ``engine_logp`` to the log-probs [R] of the responses."""
     sequences.engine_logp = torch.zeros(len(sequences.tokens))
-    for values, end in zip(logp, sequences.cu_seqlens[1:].tolist(), strict=True):
+    _put(sequences.engine_logp, logp, sequences)
+
+
+def _put(field: torch.Tensor, responses: Sequence[np.ndarray], sequences: Sequences) -> None:
+    """Write values of the responses' tokens [R] into ``field`` [T], where each token is predicted."""
+    for values, end in zip(responses, sequences.cu_seqlens[1:].tolist(), strict=True):
         last = end - 1  # nothing is predicted there
-        sequences.engine_logp[last - len(values) : last] = torch.from_numpy(values)
+        field[last - len(values) : last] = torch.from_numpy(values)
 
 
 def joined(sampled: Sequences, demonstrated: Sequences) -> Sequences:
@@ -133,13 +145,13 @@ def joined(sampled: Sequences, demonstrated: Sequences) -> Sequences:
             return None
         return torch.cat([value, value.new_zeros(len(demonstrated.tokens)) if other is None else other])
 
-    own = sampled.trajectory
+    own, names = sampled.trajectory, ("advantages", "returns", "engine_logp", "old_logp", "ref_logp", "values", "lag")
     more = torch.arange(len(demonstrated))
     return Sequences(
         torch.cat([sampled.tokens, demonstrated.tokens]),
         torch.cat([sampled.lengths, demonstrated.lengths]),
         torch.cat([sampled.mask, demonstrated.mask]),
-        **{name: together(name) for name in ("advantages", "returns", "engine_logp", "old_logp", "ref_logp", "values")},
+        **{name: together(name) for name in names},
         expert=torch.arange(len(sampled) + len(demonstrated)) >= len(sampled),
         trajectory=None if own is None else torch.cat([own, own[-1] + 1 + more]),
     )

@@ -25,6 +25,12 @@ def check_pacing(config: Config, job: Job) -> None:
             "sync.order=completion with sync.max_staleness=0: a step then has no other groups to take than its own; "
             "set sync.max_staleness to 1 or more, or sync.order=admission"
         )
+    if config.algorithm.segments == "current" and not sync.max_staleness:
+        raise ConfigError(
+            "algorithm.segments=current with sync.max_staleness=0: one version of the weights samples a whole "
+            "trajectory, so there are no earlier segments; set sync.max_staleness to 1 or more, or "
+            "algorithm.segments=all"
+        )
     _check_budget(config)
     _check_pause(config)
     _check_late(config)

@@ -33,6 +33,7 @@ from megarl.train.sync.others import EnginesOfOthers
 from megarl.train.sync.publish import WeightPublisher
 from megarl.train.sync.weights import Stopped, WeightSync
 from megarl.train.update.batch import filter_overlong, make_batch, mismatch
+from megarl.train.update.lags import lag_metrics
 from megarl.train.update.learner import model_scores
 
 
@@ -130,7 +131,7 @@ class OnlineTrainer(Trainer):
             with phase("batch", step=number):
                 demonstrations = self.demonstrations(state, sum(t.num_samples for t in trajectories))
                 settings, updates = self.config.algorithm, self.config.trainer.updates_per_step
-                batch = make_batch(trajectories, demonstrations, self.algorithm, settings, updates)
+                batch = make_batch(trajectories, demonstrations, self.algorithm, settings, updates, groups.lags)
                 for held in (trajectories, groups.trajectories):
                     held.clear()  # their arrays are in the batch
             with phase("inference", step=number):
@@ -139,9 +140,10 @@ class OnlineTrainer(Trainer):
                 filter_overlong(batch, settings)
             with phase("update", step=number):
                 before, (state, trained) = state, self.learner.train_step(state, batch)
-                differences = mismatch(batch.sequences, sampled)
+                differences = mismatch(batch.sequences, sampled) | lag_metrics(batch.sequences, sampled)
             # Rewards in the metrics of the estimate are those with the KL taken off.
             metrics = trajectory_metrics(batch.outcomes, groups.report) | scored | trained | differences | synced
+            metrics |= groups.tokens.metrics(batch.trained_tokens, batch.excluded)
             if self.drains(before.step + 1) and self.config.rollout.placement == "separate":
                 with suppress(Stopped):  # the step counts: its update is made
                     self.rollouts.drain(before)

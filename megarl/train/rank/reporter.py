@@ -108,6 +108,8 @@ class Reporter:
         metrics |= {f"timing_s/{name}": value for name, value in seconds.items()}
         metrics |= {"perf/total_num_tokens": float(tokens), "perf/time_per_step": seconds["step"]}
         metrics["perf/throughput"] = tokens / (seconds["step"] * num_devices(config))
+        if "rollout" in seconds:
+            metrics["idle/trainer"] = seconds["rollout"] / seconds["step"]
         self.write(step, metrics)
         self.keep(step, metrics, used)
         self.log(console_line(step, config.trainer.steps, metrics, console))

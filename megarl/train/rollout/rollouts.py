@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
 from megarl.core.errors import NonRetryableError
-from megarl.core.schema import Trajectory
+from megarl.core.schema import Trajectory, WeightsVersion
 from megarl.explore.experience import (
     Report,
     Verified,
@@ -39,6 +39,28 @@ class Wait(Protocol):
     def __call__(self, look: Callable[[], Awaited], label: str, *, weights_step: int) -> bool: ...
 
 
+@dataclass(frozen=True)
+class StepTokens:
+    """Tokens that engines have sampled for the groups that a step has taken, replayed ones among them."""
+
+    sampled: int
+    excluded: dict[str, int]
+    """Reason -> tokens that the batch has not got: of dropped groups, and of greedy answers."""
+
+    def metrics(self, trained: int, more: Mapping[str, int]) -> dict[str, float]:
+        """Return ``rollout/tokens/*``; ``more``: tokens that the batch excludes, by reason.
+
+        Raises:
+            AssertionError: the numbers do not add up.
+        """
+        excluded = Counter(self.excluded) + Counter(more)
+        found = f"{trained} trained, {dict(excluded)} excluded"
+        assert self.sampled == trained + excluded.total(), f"{self.sampled} tokens sampled, but {found}"
+        metrics = {"sampled": self.sampled, "trained": trained, "excluded": excluded.total()}
+        metrics |= {f"excluded/{reason}": number for reason, number in excluded.items()}
+        return {f"rollout/tokens/{name}": float(number) for name, number in metrics.items()}
+
+
 SURPLUS = "surplus"
 """Reason to drop a group that dynamic sampling found beyond ``trainer.tasks_per_step``."""
 
@@ -56,6 +78,9 @@ class StepGroups:
     report: Report
     """Counts of the groups of all these rollouts, dynamic sampling aside."""
     metrics: dict[str, float]
+    tokens: StepTokens
+    lags: dict[WeightsVersion, int] | None = None
+    """Lag of each version that has sampled some token of them; None where nothing is sampled ahead or replayed."""
 
 
 @dataclass
@@ -70,6 +95,24 @@ class _Found:
     replayed: list[Replayed] = field(default_factory=list)
     again: list[list[Trajectory]] = field(default_factory=list)
     """Groups of earlier steps, by ``replayed``."""
+    again_dropped: dict[str, str] = field(default_factory=dict)
+    tokens: Counter[str] = field(default_factory=Counter)
+    """Tokens that were sampled for each group that was read, its greedy answer aside."""
+    greedy: int = 0
+    """Tokens of the greedy answers of these groups."""
+
+    def count(self, trajectories: Sequence[Trajectory]) -> None:
+        """Count the sampled tokens of whole groups as they were read."""
+        for group in by_group(trajectories):
+            self.tokens[group[0].group_id] += sum(trajectory.response_length for trajectory in group)
+            self.greedy += 0 if group[0].greedy is None else group[0].greedy.response_length
+
+    def counted(self, wanted: int) -> StepTokens:
+        """Sampled tokens, and why some of them are not trained."""
+        excluded = Counter(greedy=self.greedy)
+        for group_id, reason in (*self.used(wanted).dropped.items(), *self.again_dropped.items()):
+            excluded[reason] += self.tokens[group_id]
+        return StepTokens(self.tokens.total() + self.greedy, {r: n for r, n in excluded.items() if n})
 
     def ids(self) -> set[str]:
         return {trajectory.group_id for trajectory in self.raw}
@@ -184,31 +227,22 @@ class Rollouts:
         replays = config.buffer.replay.share > 0
         if replays:
             metrics |= replay_metrics(found.replayed, len(found.replayed) + int(kept))
-        if replays or config.sync.max_staleness:
-            metrics |= self._staleness(trajectories, {group.group_id for group in found.replayed}, step)
+        lags = self._lags(trajectories, step) if replays or config.sync.max_staleness else None
+        if lags is not None:
+            metrics |= staleness(trajectories, {group.group_id for group in found.replayed}, lags)
         if config.reward.shuffle:
             trajectories = shuffle_rewards(
                 trajectories, seed=data_seed(config.trainer.seed, state.rollbacks) * 1_000_003 + step
             )
         rollout_ids = tuple(dict.fromkeys(map(rollout_of, ids)))
-        return StepGroups(trajectories, rollout_ids, found.used(wanted), found.report, metrics)
+        used, tokens = found.used(wanted), found.counted(wanted)
+        return StepGroups(trajectories, rollout_ids, used, found.report, metrics, tokens, lags)
 
-    def _staleness(self, trajectories: Sequence[Trajectory], replayed: Collection[str], step: int) -> dict[str, float]:
-        """Share of the trained tokens that earlier weights than the step's have sampled; mean and maximum of their lags
-        in groups that are new."""
+    def _lags(self, trajectories: Sequence[Trajectory], step: int) -> dict[WeightsVersion, int]:
+        """Steps by which the versions that have sampled some token are behind those that the step starts from."""
         versions = {span.version for e in trajectories for turn in e.turns for span in turn.spans}
         steps = self._reader.version_steps(sorted(versions))
-        new, all_tokens = Counter[int](), Counter[int]()
-        for e in trajectories:
-            for span in (span for turn in e.turns for span in turn.spans):
-                lag, tokens = step - steps[span.version], span.end - span.start
-                all_tokens[lag] += tokens
-                new[lag] += tokens * (e.group_id not in replayed)
-        metrics = {"rollout/stale_tokens": 1.0 - all_tokens[0] / max(all_tokens.total(), 1)}
-        if new.total():
-            mean = sum(lag * tokens for lag, tokens in new.items()) / new.total()
-            metrics |= {"rollout/lag/mean": mean, "rollout/lag/max": float(max(lag for lag, n in new.items() if n))}
-        return metrics
+        return {version: step - steps[version] for version in versions}
 
     def _take(self, found: _Found, step: int, missing: int, vocab_size: int) -> bool:
         """Add the groups that are ready for the step; False when the job is asked to stop."""
@@ -217,6 +251,7 @@ class Rollouts:
         if answers is None:
             return False
         found.raw += answers
+        found.count(answers)
         verified = self._verified(answers, step, vocab_size)
         found.report += verified.report
         found.dropped |= verified.dropped
@@ -242,8 +277,10 @@ class Rollouts:
         if read is None:
             return False
         found.replayed = [replayed for replayed, _ in read]
-        verified = self._verified([t for _, group in read for t in group], state.step, vocab_size)
-        found.again = by_group(verified.trajectories)
+        trajectories = [trajectory for _, group in read for trajectory in group]
+        found.count(trajectories)
+        verified = self._verified(trajectories, state.step, vocab_size)
+        found.again, found.again_dropped = by_group(verified.trajectories), verified.dropped
         found.report += replace(verified.report, groups=0, dropped={}, ends={})  # counted in their own step
         return True
 
@@ -257,3 +294,21 @@ class Rollouts:
             greedy="greedy" in self._algorithm.needs,
             step=step,
         )
+
+
+def staleness(
+    trajectories: Sequence[Trajectory], replayed: Collection[str], lags: Mapping[WeightsVersion, int]
+) -> dict[str, float]:
+    """Share of the trained tokens that earlier weights than the step's have sampled; mean and maximum of their lags in
+    groups that are new."""
+    new, all_tokens = Counter[int](), Counter[int]()
+    for e in trajectories:
+        for span in (span for turn in e.turns for span in turn.spans):
+            lag, tokens = lags[span.version], span.end - span.start
+            all_tokens[lag] += tokens
+            new[lag] += tokens * (e.group_id not in replayed)
+    metrics = {"rollout/stale_tokens": 1.0 - all_tokens[0] / max(all_tokens.total(), 1)}
+    if new.total():
+        mean = sum(lag * tokens for lag, tokens in new.items()) / new.total()
+        metrics |= {"rollout/lag/mean": mean, "rollout/lag/max": float(max(lag for lag, n in new.items() if n))}
+    return metrics

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 
 from megarl.core.config.algorithms import AlgorithmConfig
 from megarl.core.errors import NonRetryableError
-from megarl.core.schema import FinishReason, Outcome, Trajectory
+from megarl.core.schema import FinishReason, Outcome, Trajectory, WeightsVersion
 from megarl.explore.experience import by_group
 from megarl.explore.order.draws import ExpertRow
 from megarl.learn.algorithms import Algorithm
-from megarl.learn.algorithms.terms.parts import doubles, repeated
+from megarl.learn.algorithms.terms.parts import counts, doubles, repeated
 from megarl.learn.batching import Sequences, joined, of_demonstrations, of_samples
+from megarl.train.update.lags import mask_segments
 
 T = TypeVar("T")
 
@@ -36,13 +38,27 @@ class StepBatch:
     of a trajectory are in one update."""
     finish_reasons: list[FinishReason]
     """Reason why the last turn of each sampled sequence ended."""
+    excluded: dict[str, int] = field(default_factory=dict)
+    """Sampled tokens that are in no update: reason -> number."""
 
     @property
     def outside(self) -> list[list[int]]:
         """Units of the sequences that no update trains on: truncated answers that are filtered, answers that are in no
-        pair."""
-        trained = {number for units in self.updates for unit in units for number in unit}
-        return [[i] for i in range(len(self.sequences)) if i not in trained]
+        pair. Earlier segments are not among them: nothing is computed for those."""
+        trained = self._trained
+        tokens = counts(self.sequences.mask, self.sequences.lengths).tolist()
+        return [[i] for i, number in enumerate(tokens) if i not in trained and number]
+
+    @property
+    def trained_tokens(self) -> int:
+        """Sampled tokens in the loss of an update."""
+        trained = self._trained
+        tokens = counts(self.sequences.sampled, self.sequences.lengths).tolist()
+        return sum(number for i, number in enumerate(tokens) if i in trained)
+
+    @property
+    def _trained(self) -> set[int]:
+        return {number for units in self.updates for unit in units for number in unit}
 
 
 def make_batch(
@@ -51,19 +67,29 @@ def make_batch(
     algorithm: Algorithm,
     settings: AlgorithmConfig,
     updates_per_step: int,
+    lags: Mapping[WeightsVersion, int] | None = None,
 ) -> StepBatch:
     """Sequences of a step, dealt to its updates; demonstrations in equal shares.
+
+    Args:
+        lags: Lag of each version that has sampled some token; None where all are 0.
 
     Raises NonRetryableError where an algorithm pairs trajectories of several samples.
     """
     outcomes = [Outcome.of(trajectory) for trajectory in trajectories]
-    samples = [(n, sample) for n, trajectory in enumerate(trajectories) for sample in trajectory.samples()]
+    samples = [(n, sample) for n, trajectory in enumerate(trajectories) for sample in trajectory.samples(lags)]
     numbers = [n for n, _ in samples]
     sequences, rows = of_samples([sample for _, sample in samples]), [outcomes[n] for n in numbers]
     if len(rows) > len(outcomes):
         sequences.trajectory = torch.tensor(numbers)
-    filtered = set(overlong(rows, settings))
-    units = [unit for unit in _units(outcomes, rows, algorithm, settings) if not filtered.intersection(unit)]
+    sampled = int(torch.count_nonzero(sequences.mask))
+    mask_segments(sequences, settings)
+    filtered, tokens = set(overlong(rows, settings)), counts(sequences.mask, sequences.lengths).tolist()
+    left_out = filtered | {i for i, number in enumerate(tokens) if not number}
+    units = [unit for unit in _units(outcomes, rows, algorithm, settings) if not left_out.intersection(unit)]
+    excluded = Counter(segments=sampled - sum(tokens), overlong=sum(tokens[i] for i in filtered))
+    paired = {i for unit in units for i in unit} | left_out
+    excluded["unpaired"] = sum(number for i, number in enumerate(tokens) if i not in paired)
     if sequences.trajectory is None:
         updates = updates_of(units, updates_per_step)
     else:
@@ -74,7 +100,8 @@ def make_batch(
         sequences = joined(sequences, of_experts(demonstrations))
         dealt = updates_of([[i] for i in range(first, len(sequences))], len(updates), exactly=True)
         updates = [usual + expert for usual, expert in zip(updates, dealt, strict=True)]
-    return StepBatch(outcomes, rows, sequences, updates, [sample.finish_reason for _, sample in samples])
+    reasons = [sample.finish_reason for _, sample in samples]
+    return StepBatch(outcomes, rows, sequences, updates, reasons, {r: n for r, n in excluded.items() if n})
 
 
 def of_experts(rows: Sequence[ExpertRow]) -> Sequences:

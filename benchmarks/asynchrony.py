@@ -1,0 +1,279 @@
+"""Real jobs that sample in turn and ahead, side by side: seconds a step, who waited, and the simulation's forecast.
+
+``python benchmarks/asynchrony.py [--steps N] [--write]``. Trainer ranks are pinned to the first core, all else of a job
+(engine, explorer, reward workers) to the others. Lengths of responses are drawn (lognormal, by each trajectory's seed),
+so every configuration samples the same ones. The rates of the job in turn calibrate ``benchmarks/simulation.py``. Wants
+a machine with nothing else on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import page
+import psutil
+import simulation
+
+from megarl.explore.order.pacing import Pacing
+from megarl.explore.store import Store
+from megarl.train.rollout.asking import rollout_id
+
+MEDIAN, P99, MOST = 32, 512, 1024
+WORKFLOW = f"""
+import math
+from random import Random
+
+
+async def workflow(task, model):
+    "Samples as many tokens as the seed says, on and on where the model ends before."
+    model.ask(task)
+    drawn = math.exp(math.log({MEDIAN}) + {np.log(P99 / MEDIAN) / simulation.Z99} * Random(model.seed).gauss(0, 1))
+    missing = min(max(round(drawn), 1), {MOST})
+    while missing:
+        turn = await model.generate(max_tokens=missing)
+        missing -= len(turn)
+        if missing:
+            model.write("user", [5])
+"""
+AHEAD = ("algorithm.correction=truncate",)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A way to sample: a job's settings, and the same for the simulation."""
+
+    overrides: tuple[str, ...]
+    schedule: simulation.Schedule
+
+
+CONFIGURATIONS = (
+    Configuration((), simulation.Schedule("in turn (k=0)")),
+    Configuration(("sync.max_staleness=1", *AHEAD), simulation.Schedule("one step off (k=1, i=1)", Pacing(1, 1))),
+    Configuration(
+        ("sync.max_staleness=2", "sync.order=completion", *AHEAD),
+        simulation.Schedule("completion (k=2)", Pacing(2, 1), "completion"),
+    ),
+)
+"""The first one calibrates the simulation."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Load of a step, and how it is run."""
+
+    groups: int
+    size: int
+    epochs: int
+    """Passes of the trainer over a step, which make its share larger."""
+
+    def overrides(self, run_dir: Path, workflow: Path, steps: int) -> list[str]:
+        return [
+            "experiment=quickstart",
+            "parallel=tp1",
+            f"run.dir={run_dir}",
+            f"trainer.steps={steps}",
+            f"trainer.tasks_per_step={self.groups}",
+            f"trainer.ppo_epochs={self.epochs}",
+            f"algorithm.group_size={self.size}",
+            "trainer.checkpoint_interval=1000",
+            "trainer.eval_interval=1000",
+            "trainer.warm_start.steps=1",
+            "trainer.warm_start.batch_size=8",
+            "trainer.max_tokens_per_micro_batch=2048",
+            "taskset.train_size=2000",
+            "taskset.eval_size=2",
+            "taskset.warm_start_size=100",
+            "model.from_scratch.max_position_embeddings=2048",
+            f"rollout.workflow={workflow}",
+            f"rollout.max_response_tokens={MOST}",
+            f"rollout.max_trajectory_tokens={2 * MOST - 256}",
+            f"rollout.max_num_seqs={4 * self.groups * self.size}",
+            f"rollout.concurrent_groups={4 * self.groups}",
+        ]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A job's steps that count."""
+
+    step_s: float
+    trainer_idle: float
+    engines_idle: float
+    """Share of the time in which no response was generated."""
+    tokens: list[float]
+    """Of each step, as the following."""
+    longest: list[float]
+    rollout_s: list[float]
+    sync_s: list[float]
+    rest_s: list[float]
+    lengths: list[int]
+    """Tokens of every response of the job: few steps of a long-tailed distribution have a mean of their own."""
+
+
+def pin(job: subprocess.Popen[bytes], cores: list[int], ended: threading.Event) -> None:
+    """Keep trainer ranks on the first core and the job's other processes on the others."""
+    while not ended.wait(0.2):
+        with suppress(psutil.Error):
+            for process in psutil.Process(job.pid).children(recursive=True):
+                with suppress(psutil.Error, OSError):
+                    wanted = cores[:1] if "megarl.run.start trainer" in " ".join(process.cmdline()) else cores[1:]
+                    for thread in process.threads():
+                        os.sched_setaffinity(thread.id, wanted)
+
+
+def run(overrides: list[str]) -> None:
+    """Run a job to its end, pinned. Raises RuntimeError with its output."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise RuntimeError(f"{len(cores)} core: trainer and engines need one of their own")
+    with tempfile.TemporaryFile() as output:
+        job = subprocess.Popen(
+            [sys.executable, "-m", "megarl", "train", *overrides], stdout=output, stderr=subprocess.STDOUT
+        )
+        ended = threading.Event()
+        thread = threading.Thread(target=pin, args=(job, cores, ended))
+        thread.start()
+        try:
+            status = job.wait()
+        finally:
+            ended.set()
+            thread.join()
+        if status:
+            output.seek(0)
+            raise RuntimeError(f"a job ended with {status}:\n{output.read().decode(errors='replace')}")
+
+
+def read(run_dir: Path, first: int, count: int) -> Measured:
+    """``count`` steps of a job from number ``first`` on, counted from 0."""
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [r for r in records if "rollout/tokens/sampled" in r][first : first + count]
+    spans = {name: _spans(run_dir, name) for name in ("trainer_0", "explorer-0")}
+    own = [(start, end) for phase, start, end in spans["trainer_0"] if phase == "step"][first : first + count]
+    began, ended = own[0][0], own[-1][1]
+    generating = [(start, end) for phase, start, end in spans["explorer-0"] if phase == "generation"]
+    rollouts, syncs = ([r[f"timing_s/{name}"] for r in steps] for name in ("rollout", "sync"))
+    return Measured(
+        (ended - began) / len(own),
+        statistics.fmean(r["idle/trainer"] for r in steps),
+        1 - covered(generating, began, ended) / (ended - began),
+        [r["rollout/tokens/sampled"] for r in steps],
+        [r["response_length/max"] for r in steps],
+        rollouts,
+        syncs,
+        [r["timing_s/step"] - rollout - sync for r, rollout, sync in zip(steps, rollouts, syncs, strict=True)],
+        _lengths(run_dir, first, count),
+    )
+
+
+def _lengths(run_dir: Path, first: int, count: int) -> list[int]:
+    store = Store(f"sqlite:///{run_dir}/store.db", read_only=True)
+    rollouts = [rollout_id(step) for step in range(first, first + count)]
+    found = [e.response_length for rollout in rollouts for e in store.trajectories(rollout)]
+    store.close()
+    return found
+
+
+def _spans(run_dir: Path, process: str) -> list[tuple[str, float, float]]:
+    lines = (run_dir / "timeline" / f"{process}.jsonl").read_text().splitlines()
+    return [(r["phase"], r["start"], r["start"] + r["seconds"]) for r in map(json.loads, lines)]
+
+
+def covered(spans: list[tuple[float, float]], began: float, ended: float) -> float:
+    """Seconds of a time that some span covers."""
+    total, until = 0.0, began
+    for start, end in sorted(spans):
+        start, end = max(start, until), min(end, ended)
+        total += max(end - start, 0.0)
+        until = max(until, end)
+    return total
+
+
+def calibrated(found: Measured, slots: int) -> simulation.Rates:
+    """Rates of a job in turn, by least squares over its steps: a rollout takes ``token_s`` for each token of its
+    longest response and ``row_s`` for each token of all; an update so much and so much for each token."""
+    tokens = np.array(found.tokens)
+    longest = np.array(found.longest)
+    token_s, row_s = _fit(np.stack([longest, tokens], 1), np.array(found.rollout_s))
+    update_s, update_token_s = _fit(np.stack([np.ones_like(tokens), tokens], 1), np.array(found.rest_s))
+    return simulation.Rates(1, slots, token_s, row_s, update_s, update_token_s, statistics.fmean(found.sync_s))
+
+
+def _fit(columns: np.ndarray, values: np.ndarray) -> tuple[float, float]:
+    """Least squares with two coefficients of 0 or more."""
+    both = np.linalg.lstsq(columns, values, rcond=None)[0]
+    if (both >= 0).all():
+        return float(both[0]), float(both[1])
+    single = [max(float(column @ values / (column @ column)), 0.0) for column in columns.T]
+    errors = [float(((values - column * x) ** 2).sum()) for column, x in zip(columns.T, single, strict=True)]
+    return (single[0], 0.0) if errors[0] <= errors[1] else (0.0, single[1])
+
+
+def forecast(
+    rates: simulation.Rates, job: Job, schedule: simulation.Schedule, measured: list[int]
+) -> simulation.Result:
+    """The simulation's, of many steps whose lengths are drawn from those that were ``measured``."""
+
+    def lengths(draw: np.random.Generator, count: int) -> np.ndarray:
+        return draw.choice(np.array(measured), count)
+
+    return simulation.Simulation(rates, simulation.Load(job.groups, job.size, lengths), schedule).run(300)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40, help="steps of each job that count")
+    parser.add_argument("--groups", type=int, default=8)
+    parser.add_argument("--size", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--write", action="store_true", help="write the page")
+    arguments = parser.parse_args()
+    job, text = Job(arguments.groups, arguments.size, arguments.epochs), page.Text()
+    results: list[tuple[Configuration, Measured]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        workflow = Path(folder) / "lengths.py"
+        workflow.write_text(WORKFLOW)
+        for number, configuration in enumerate(CONFIGURATIONS):
+            run_dir, first = Path(folder) / str(number), configuration.schedule.pacing.max_staleness + 2
+            steps = first + arguments.steps + configuration.schedule.pacing.max_staleness
+            run([*job.overrides(run_dir, workflow, steps), *configuration.overrides])
+            found = read(run_dir, first, arguments.steps)
+            results.append((configuration, found))
+            print(f"{configuration.schedule.name}: {found.step_s:.2f} s a step", flush=True)
+    in_turn = results[0][1]
+    rates = calibrated(in_turn, 4 * job.groups * job.size)
+    text.say(
+        f"{job.groups} groups of {job.size} responses a step, lognormal lengths (median {MEDIAN}, 99th percentile "
+        f"{P99}, at most {MOST}); {arguments.steps} steps of each job."
+    )
+    text.say(
+        f"Rates of the job in turn: {rates.token_s * 1e3:.2f} ms a decoding step and {rates.row_s * 1e3:.3f} ms for "
+        f"each row in it; an update {rates.update_s:.2f} s and {rates.update_token_s * 1e3:.3f} ms a token; a sync "
+        f"{rates.publish_s:.2f} s."
+    )
+    text.say("")
+    text.say("| schedule | s a step | of in turn | trainer idle | engines idle | simulated, s | distance |")
+    text.say("|---|---:|---:|---:|---:|---:|---:|")
+    for configuration, found in results:
+        simulated = forecast(rates, job, configuration.schedule, found.lengths)
+        text.say(
+            f"| {configuration.schedule.name} | {found.step_s:.2f} | {found.step_s / in_turn.step_s:.2f} | "
+            f"{found.trainer_idle:.0%} | {found.engines_idle:.0%} | {simulated.step_s:.2f} | "
+            f"{simulated.step_s / found.step_s - 1:+.0%} |"
+        )
+    if arguments.write:
+        page.write("benchmarks/asynchrony.md", str(text))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""The simulation of ``benchmarks/simulation.py``: closed forms where lengths are equal, bounds where they are drawn."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.explore.order.pacing import Pacing
+
+SAMPLING, UPDATE, PUBLISH = 10 * (0.1 + 4 * 0.05), 2.0, 0.5
+"""Seconds of four rows of ten tokens that one engine decodes together; of an update; of a publication."""
+
+
+@pytest.fixture
+def simulation(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    for name in ("page", "simulation"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    import simulation
+
+    return simulation
+
+
+def equal(draw: np.random.Generator, count: int) -> np.ndarray:
+    return np.full(count, 10, dtype=np.int64)
+
+
+@pytest.mark.parametrize("update", [UPDATE, 2 * SAMPLING])
+@pytest.mark.parametrize(
+    ("pacing", "order", "in_flight"),
+    [
+        (Pacing(), "admission", False),
+        (Pacing(1, 1), "admission", False),
+        (Pacing(1, 2), "admission", False),
+        (Pacing(1, 1), "completion", False),
+    ],
+)
+def test_equal_lengths_have_a_closed_form(
+    simulation: Any, pacing: Pacing, order: Any, in_flight: bool, update: float
+) -> None:
+    """One engine: in turn the two add up; one step ahead the longer one counts; two steps in turn publish once."""
+    rates = simulation.Rates(1, 4, 0.1, 0.05, update, 0.0, PUBLISH)
+    found = simulation.Simulation(
+        rates, simulation.Load(1, 4, equal), simulation.Schedule("", pacing, order, in_flight)
+    ).run(41)
+    if pacing == Pacing():
+        step, waits, samples = PUBLISH + SAMPLING + update, SAMPLING, SAMPLING
+    elif pacing == Pacing(1, 2):
+        # groups of two steps are sampled one after the other, the second while the first is trained
+        step = (PUBLISH + SAMPLING + max(SAMPLING, update) + update) / 2
+        waits, samples = (SAMPLING + max(SAMPLING - update, 0)) / 2, SAMPLING
+    else:
+        step, waits, samples = PUBLISH + max(SAMPLING, update), max(SAMPLING - update, 0), SAMPLING
+    assert found.step_s == pytest.approx(step, rel=0.03)
+    assert found.trainer_idle == pytest.approx(waits / step, abs=0.02)
+    assert found.engines_idle == pytest.approx(1 - samples / step, abs=0.02)
+    assert found.staleness == pacing.max_staleness
+
+
+def test_no_job_is_faster_than_its_limit_or_trains_older_groups(simulation: Any) -> None:
+    rates = simulation.Rates(4, 8, 0.01, 0.001, 0.1, 0.0005, 0.05, prefill_s=1e-4)
+    load, found = simulation.Load(8, 8, simulation.lognormal), {}
+    for schedule in simulation.SCHEDULES:
+        job = simulation.Simulation(rates, load, schedule, seed=3)
+        result = found[schedule.name] = job.run(24)
+        assert result.step_s >= result.limit_s * 0.97, schedule.name
+        assert result.staleness <= schedule.pacing.max_staleness
+        assert 0 <= result.trainer_idle < 1 and 0 <= result.engines_idle < 1
+    seconds = {name: result.step_s for name, result in found.items()}
+    assert seconds["completion (k=4), weights in flight"] < seconds["in turn (k=0)"] / 1.5
+    assert simulation.Simulation(rates, load, simulation.SCHEDULES[0], seed=3).run(24) == found["in turn (k=0)"]
+
+
+def test_a_budget_suspends_rows_and_loses_no_token(simulation: Any) -> None:
+    """Every token of the trained groups was sampled once; rows of the step that trains next have no budget."""
+    rates = simulation.Rates(2, 4, 0.01, 0.001, 0.1, 0.0, 0.05)
+    schedule = simulation.Schedule("", Pacing(2, 1), budget=20)
+    job = simulation.Simulation(rates, simulation.Load(4, 4, simulation.lognormal), schedule)
+    trained: list[Any] = []
+    take, suspended = job._take, 0
+
+    def taking(step: int) -> list[Any]:
+        nonlocal suspended
+        found = take(step)
+        suspended += len(job._suspended)
+        trained.extend(found)
+        assert all(group.number == step for group in found)
+        return found  # type: ignore[no-any-return]
+
+    job._take = taking
+    job.run(12)
+    assert suspended > 0 and len(trained) == (12 + 2 + 2) * 4 and all(group.left == 0 for group in trained)
+    assert job._engines.tokens >= sum(group.tokens for group in trained)
+    job._engines.held = True
+    while job._engines.step():
+        pass
+    rows = [row for row, _ in job._engines.queue] + job._suspended
+    unended = sum(row.left for row in rows)
+    waiting = sum(group.tokens for group in {row.group for row in rows})
+    ended = {id(row.group) for row in rows}
+    whole = sum(group.tokens for group in [*trained, *job._ready] if id(group) not in ended)
+    assert job._engines.tokens == whole + waiting - unended
+
+
+def test_drawn_lengths_have_the_median_and_the_percentile(simulation: Any) -> None:
+    for lengths in (simulation.lognormal, simulation.pareto):
+        values = lengths(np.random.default_rng(1), 200_000)
+        assert np.median(values) == pytest.approx(32, rel=0.04)
+        assert np.percentile(values, 99) == pytest.approx(512, rel=0.05)
+        assert values.min() >= 1 and values.max() <= simulation.MOST
