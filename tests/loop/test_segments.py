@@ -1,0 +1,178 @@
+"""Responses in segments on real engines: cut anywhere and continued on another engine, or after a kill, they are what
+they would have been."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.core.schema import Segment
+from megarl.engine.client.client import EngineClient, Prompt, Sampling
+from megarl.engine.client.frames import Completion
+from megarl.engine.client.gather import Gatherer, SampleRequest
+from megarl.explore.explorer.segments import SegmentSampler
+from megarl.explore.recording.limits import TokenLimits
+from megarl.explore.store import Claim, Store
+from tests.loop.conftest import TINY_ROLLOUT
+from tests.loop.engines import KEY, RunningEngine, some_prompts, tiny_engine
+from tests.loop.same_run import groups, kill, steps_of
+from tests.loop.zygote import Zygote
+from tests.stores import VERSION, make_task
+from tests.system.jobs import START_S, TINY, Job
+
+TOKENS = 40
+LIMITS = TokenLimits(response=TOKENS, trajectory=128)
+
+
+@pytest.fixture(scope="module")
+def other(
+    shared_engine: RunningEngine, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningEngine]:
+    """An engine with the same weights."""
+    running = tiny_engine(tmp_path_factory.mktemp("other"), rollout=TINY_ROLLOUT)
+    running.zygote = zygote
+    try:
+        yield running.ready()
+    finally:
+        running.stop()
+
+
+Answers = dict[int, tuple[Completion, list[Segment]]]
+
+
+def respond(
+    engine: RunningEngine,
+    prompts: Sequence[Prompt],
+    size: int | None,
+    temperature: float,
+    recorded: Mapping[int, Sequence[Segment]],
+) -> Answers:
+    """Responses to prompts, each with its segments; they go on where those in ``recorded`` end."""
+
+    async def retried(error: Exception) -> None:
+        raise error
+
+    async def one(i: int, prompt: Prompt, gatherer: Gatherer) -> tuple[Completion, list[Segment]]:
+        kept: list[Segment] = list(recorded.get(i, ()))
+
+        async def record(written: tuple[Claim, Segment]) -> bool:
+            kept.append(written[1])
+            return True
+
+        claim = Claim("r0", "train", 0, VERSION, f"r0/{i}", i, 2, {}, make_task(i), "a", "token", 1)
+        sampler = SegmentSampler(
+            gatherer, claim, 0, LIMITS, size, record if size else None, None, Counter[str](), recorded.get(i, ())
+        )
+        request = SampleRequest(f"r0/{i}", 0, 2, np.array(prompt.token_ids, np.int32), (), 1000 * i + 1)
+        return await sampler.sample(request), kept
+
+    async def all_of_them() -> Answers:
+        sampling = Sampling(max_tokens=TOKENS, temperature=temperature, ignore_eos=True)
+        async with EngineClient([engine.url], KEY, timeout_s=60) as client, asyncio.TaskGroup() as tasks:
+            gatherer = Gatherer(
+                client, sampling, tasks, change=lambda n: None, retried=retried, timeout_s=60, retry_s=0.1
+            )
+            answers = [tasks.create_task(one(i, prompt, gatherer)) for i, prompt in enumerate(prompts)]
+            return {i: await answer for i, answer in enumerate(answers)}
+
+    return asyncio.run(all_of_them())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "seeded"])
+def test_a_cut_response_goes_on_elsewhere_with_the_same_bits(
+    engine: RunningEngine, other: RunningEngine, temperature: float
+) -> None:
+    """Cut after any number of segments, one after another, on the one engine and the other; log-probs too."""
+    prompts = some_prompts(6)
+    for size in (1, 7, 16):
+        whole = respond(engine, prompts, size, temperature, {})
+        rng, taken = np.random.default_rng(size), dict[int, Sequence[Segment]]()
+        for where in (other, engine, other):
+            cuts = {i: rng.integers(len(taken.get(i, ())), len(kept) + 1) for i, (_, kept) in whole.items()}
+            found = respond(where, prompts, size, temperature, taken)
+            taken = {i: kept[: cuts[i]] for i, (_, kept) in found.items()}
+            for i, (completion, _) in found.items():
+                expected = whole[i][0]
+                assert completion.token_ids.tolist() == expected.token_ids.tolist(), (size, i)
+                assert completion.logprobs.tobytes() == expected.logprobs.tobytes(), (size, i)
+                assert len(completion.token_ids) == TOKENS and completion.versions == expected.versions
+
+
+def test_greedy_segments_are_the_response_in_one(engine: RunningEngine) -> None:
+    prompts = some_prompts(6)
+    in_one = respond(engine, prompts, None, 0.0, {})
+    for i, (completion, kept) in respond(engine, prompts, 5, 0.0, {}).items():
+        assert completion.token_ids.tolist() == in_one[i][0].token_ids.tolist() and len(kept) == TOKENS // 5
+        assert completion.logprobs.tobytes() == in_one[i][0].logprobs.tobytes()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A job
+
+TWO_TURNS = """
+async def workflow(task, model):
+    model.ask(task)
+    await model.generate(max_tokens=12)
+    model.add("user", "Again.")
+    await model.generate()
+"""
+SETTINGS = (
+    *TINY,
+    "trainer.steps=2",
+    "trainer.warm_start.steps=1",
+    "rollout.max_response_tokens=24",
+    "model.from_scratch.max_position_embeddings=160",
+    "rollout.max_trajectory_tokens=120",
+    "rollout.segment_tokens=2",
+)
+
+
+def responses(run_dir: Path) -> dict[tuple[str, int], list[tuple[str, bytes, bytes]]]:
+    """Turns of every training trajectory."""
+    store = Store(f"sqlite:///{run_dir}/store.db", read_only=True)
+    found = {
+        (e.group_id, e.index): [
+            (turn.author, turn.token_ids.tobytes(), b"" if turn.logp is None else turn.logp.tobytes())
+            for turn in e.turns
+        ]
+        for step in range(2)
+        for e in store.trajectories(f"train-{step:06d}")
+    }
+    store.close()
+    return found
+
+
+@pytest.mark.timeout(3 * START_S)
+def test_trajectories_go_on_after_their_explorer_and_their_engine_were_killed(tmp_path: Path) -> None:
+    """Of two turns of the model; each process is killed when tokens of both turns are in the store."""
+    workflow = tmp_path / "two_turns.py"
+    workflow.write_text(TWO_TURNS)
+    settings = (*SETTINGS, f"rollout.workflow={workflow}")
+    whole, killed = Job(tmp_path / "whole", settings), Job(tmp_path / "killed", settings)
+    try:
+        assert whole.start().wait(START_S) == 0, whole.output.read_text()
+        killed.start()
+        killed.until(lambda: groups(killed, "eval-before", "ready") > 0, "the first rollout")
+        pids = {role: killed.pid_of(role) for role in ("explorer", "engine")}
+        for step, (role, pid) in enumerate(pids.items()):
+            late = f"select 1 from segments where rollout_id = 'train-{step:06d}' and turn = 1 and start > 2"
+            killed.until(lambda late=late: len(killed.query(late)) > 3, "segments", poll_s=0.002)  # type: ignore[misc]
+            kill(killed, role if role == "explorer" else "engine 0", pid)
+        assert killed.wait(START_S) == 0, killed.output.read_text()
+        assert (killed.run_dir / "attempt").read_text() == "1"
+        assert responses(killed.run_dir) == responses(whole.run_dir)
+        names = ("rollout/resumed_tokens", "rollout/replay_diverged")
+        assert [[record[name] for name in names] for record in steps_of(whole.run_dir)] == [[0, 0], [0, 0]]
+        [[resumed, _], _] = found = [[record[name] for name in names] for record in steps_of(killed.run_dir)]
+        assert resumed > 0 and [diverged for _, diverged in found] == [0, 0]
+        losses = [[record["actor/pg_loss"] for record in steps_of(job.run_dir)] for job in (whole, killed)]
+        assert losses[0] == losses[1]
+    finally:
+        for job in (killed, whole):
+            if job.has_started:
+                job.clean_up()
