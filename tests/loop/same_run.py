@@ -7,7 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,13 @@ def kill(job: Job, role: str, pid: int) -> None:
     """Of a process known before: to look for it takes longer than what it is to be killed in."""
     os.kill(pid, signal.SIGKILL)
     job.until(lambda: f"{role} was ended by signal 9" in job.output.read_text(), f"the end of {role} noticed")
+
+
+def has(job: Job, role: str) -> bool:
+    """True if a process of the role is there."""
+    with suppress(AssertionError, FileNotFoundError, ProcessLookupError):
+        return bool(job.pid_of(role))
+    return False
 
 
 def groups(job: Job, rollout: str, state: str) -> int:

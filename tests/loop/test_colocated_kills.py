@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.loop.conftest import WHOLE
-from tests.loop.same_run import items, learned
+from tests.loop.same_run import has, items, learned
 from tests.system.jobs import START_S, Job
 
 KILLS = 16
@@ -58,12 +58,6 @@ def test_a_kill_at_any_moment(tmp_path: Path, whole_job: Job, offload: str) -> N
         assert learned(job.run_dir) == learned(whole_job.run_dir)
     finally:
         job.clean_up()
-
-
-def has(job: Job, role: str) -> bool:
-    with suppress(AssertionError, FileNotFoundError, ProcessLookupError):
-        return bool(job.pid_of(role))
-    return False
 
 
 def wait_for(job: Job, role: str, moves: Path) -> None:

@@ -23,6 +23,7 @@ from megarl.train.rank.ranks import Ranks
 from megarl.train.rank.reporter import Reporter
 from megarl.train.sync.files import Publisher
 from megarl.train.sync.probe import probe_text
+from megarl.train.sync.sent import SentWeights, outlives_update
 from megarl.train.update.models import Models
 from megarl.train.update.turns import Turns
 from megarl.weights.reshard.execute import NO_ROOM
@@ -57,6 +58,7 @@ class WeightSync:
         """Last published; 0 is none."""
         self.step = 0
         """Steps of training in it."""
+        self._sent: SentWeights | None = None
         self._record = record
         self._context = context
         self._ranks = ranks
@@ -89,13 +91,15 @@ class WeightSync:
 
         Args:
             why: State of the engine, on the rank that saw it.
-            step: Steps of training in the actor's weights; where the last version has others, these are a new one.
+            step: Steps of training in the actor's weights; where the last version has others, and no copy of it was
+                kept, these are a new one.
         """
-        if step != self.step:
+        sent = self._sent if step != self.step else None
+        if step != self.step and sent is None:
             self._begin_version(step)
         self._reporter.log(f"{why}: it has replaced one that died; joining it")
         with self._turns.during(Phase.SYNC):
-            self._again_if_one_dies(lambda: self._publish(abort=not self._keeps), join=True)
+            self._again_if_one_dies(lambda: self._publish(abort=not self._keeps, sent=sent), join=True)
         self._reporter.log(f"published {self.version} again; the rollout goes on")
 
     def _begin_version(self, step: int) -> None:
@@ -127,17 +131,19 @@ class WeightSync:
             finally:
                 given_up.set()
 
-    def _publish(self, *, abort: bool = False) -> dict[str, float]:
+    def _publish(self, *, abort: bool = False, sent: SentWeights | None = None) -> dict[str, float]:
         actor = self._models.actor
         self._turns.enter(Phase.SYNC)
         self._together(lambda: self._publisher.wake("weights"))
-        written = actor.written()
+        tensors, written = (actor.tensors, actor.written()) if sent is None else (sent.tensors, sent.written)
         # An engine that goes on at once with requests under way is probed before them.
         first = self._probe() if self._keeps else None
         report = self._together(
-            lambda: self._publisher.publish(actor.tensors, self.version, written=written, abort=abort, probe=first)
+            lambda: self._publisher.publish(tensors, self.version, written=written, abort=abort, probe=first)
         )
-        text = first or self._probe()
+        text = first or (self._probe() if sent is None else sent.probe)
+        if sent is None and outlives_update(self._context.config):
+            self._sent = SentWeights.copy_of(tensors, written, text)
         self._turns.enter(Phase.ROLLOUT)  # the KV cache has the memory that the actor leaves
         self._together(lambda: self._publisher.wake("kv_cache"))
         if self._keeps:
