@@ -30,6 +30,8 @@ from megarl.explore.store import Store
 from megarl.train.rollout.asking import rollout_id
 
 MEDIAN, P99, MOST = 32, 512, 1024
+BUDGET = 128
+"""Tokens of a trajectory from each weights, in partial rollouts."""
 WORKFLOW = f"""
 import math
 from random import Random
@@ -62,7 +64,15 @@ CONFIGURATIONS = (
     Configuration(("sync.max_staleness=1", *AHEAD), simulation.Schedule("one step off (k=1, i=1)", Pacing(1, 1))),
     Configuration(
         ("sync.max_staleness=2", "sync.order=completion", *AHEAD),
-        simulation.Schedule("completion (k=2)", Pacing(2, 1), "completion"),
+        simulation.Schedule("completion (k=2), engines drained", Pacing(2, 1), "completion"),
+    ),
+    Configuration(
+        ("sync.max_staleness=2", "sync.order=completion", "sync.pause=keep", *AHEAD),
+        simulation.Schedule("completion (k=2), weights in flight", Pacing(2, 1), "completion", in_flight=True),
+    ),
+    Configuration(
+        ("sync.max_staleness=2", f"rollout.segment_tokens={BUDGET // 2}", f"rollout.budget_tokens={BUDGET}", *AHEAD),
+        simulation.Schedule(f"partial rollouts (k=2, {BUDGET} tokens)", Pacing(2, 1), budget=BUDGET),
     ),
 )
 """The first one calibrates the simulation."""

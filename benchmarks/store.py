@@ -1,10 +1,10 @@
 """Time of the store's calls whose work must not grow with what the store holds, on SQLite, small beside large.
 
-``python benchmarks/store.py [--write]``. Four cases: the steps of a job that has used many groups, an evaluation as an
-explorer's thread for the store goes through it, a rollout that is asked for among many tasks, and the success of a
-step's tasks after many steps. A ratio near 1 is a call that takes as long in the larger store. Times are the thread's
-CPU time, which other work on the machine changes least; waits for the disk are not in it, but in the seconds of the
-whole.
+``python benchmarks/store.py [--write]``. Five cases: the steps of a job that has used many groups, an evaluation as an
+explorer's thread for the store goes through it, a rollout that is asked for among many tasks, the success of a step's
+tasks after many steps, and long responses in segments beside whole ones. A ratio near 1 is a call that takes as long in
+the larger store. Times are the thread's CPU time, which other work on the machine changes least; waits for the disk are
+not in it, but in the seconds of the whole.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import page
 
-from megarl.core.schema import Reward, Task, Trajectory, Turn, WeightsSpan, WeightsVersion
+from megarl.core.schema import Reward, Segment, Task, Trajectory, Turn, WeightsSpan, WeightsVersion
 from megarl.explore.explorer.held_out import record_evaluations
 from megarl.explore.store import Claim, EndedGroup, Store, Used
-from megarl.explore.store.codec import trajectory_to_row
+from megarl.explore.store.codec import segment_to_row, trajectory_to_row
 from megarl.explore.store.tables import GROUPS, ROLLOUTS, TRAJECTORIES
 
 USED = (1_024, 102_400)
@@ -39,6 +40,8 @@ CAPACITY = 64
 FIRST = 50
 """Groups that are claimed one at a time while nearly all are pending."""
 TOKENS = 200
+LONG, SEGMENTS = 4096, (2048, 512, 128)
+"""Tokens of a long response, and of a segment of it."""
 ROUNDS = 9
 VERSION = WeightsVersion(1, 0)
 WORKER = "explorer"
@@ -174,6 +177,49 @@ def steps_after(number: int) -> dict[str, float]:
     return {name: statistics.median(seconds) for name, seconds in clock.seconds.items()}
 
 
+def segmented(size: int | None) -> tuple[float, int]:
+    """Wall seconds for each trajectory of ``LONG`` tokens from its claim until its group is ready, and bytes of its
+    segments. The segments of all trajectories end together, as those of an engine's batch do."""
+    clock, written = Clock(), 0
+    tokens, logp = np.arange(LONG, dtype=np.int32), np.full(LONG, -0.5, np.float32)
+    with opened() as store:
+        store.add_tasks("train", tasks("train", CAPACITY))
+        ids = store.task_ids("train")
+        for step in range(ROUNDS):
+            store.request_rollout(f"rl-{step}", "train", step, VERSION, ids, 1, {})
+            claims = clock.call("claim", store.claim_groups, WORKER, CAPACITY)
+            for start in range(0, LONG, size or LONG):
+                end = start + (size or LONG)
+                spans = (WeightsSpan(0, end - start, VERSION),)
+                part = Segment(0, 0, start, "0" * 16, tokens[start:end], logp[start:end], spans)
+                if size is not None:
+                    assert all(clock.call("append", store.append_segments, [(claim, part) for claim in claims]))
+                    row = segment_to_row("", "", part)
+                    written += len(claims) * (len(row["record"]) + len(row["tensors"]))
+            ended = [EndedGroup(claim, [with_tokens(answers(claim)[0], tokens, logp)]) for claim in claims]
+            assert all(clock.call("put", store.put_all, ended))
+    return clock.elapsed / (ROUNDS * CAPACITY), written // (ROUNDS * CAPACITY)
+
+
+def with_tokens(trajectory: Trajectory, tokens: np.ndarray, logp: np.ndarray) -> Trajectory:
+    prompt, response = trajectory.turns
+    spans = (WeightsSpan(0, len(tokens), VERSION),)
+    return replace(trajectory, turns=(prompt, replace(response, token_ids=tokens, logp=logp, spans=spans)))
+
+
+def of_segments(text: page.Text) -> None:
+    text.say(
+        f"| `rollout.segment_tokens`, {CAPACITY} trajectories of {LONG:,} tokens at a time | ms a trajectory | ratio | "
+        "bytes of its segments |"
+    )
+    text.say("|---|---:|---:|---:|")
+    whole = 0.0
+    for size in (None, *SEGMENTS):
+        seconds, written = segmented(size)
+        whole = whole or seconds
+        text.say(f"| {size or 'none'} | {1e3 * seconds:.2f} | {seconds / whole:.1f} | {written:,} |")
+
+
 def claims_on(rollouts: int, task_id: str) -> Iterator[Claim]:
     """A claim on the first group of each of the first rollouts."""
     task = Task(task_id, "benchmark", (), "math", {})
@@ -234,6 +280,8 @@ def main() -> None:
     ):
         a, b = (1e3 * measure(number) for number in (few, many))
         text.say(f"| {name} | {few:,} {what} | {a:.1f} ms | {many:,} {what} | {b:.1f} ms | {b / a:.1f} |")
+    text.say("")
+    of_segments(text)
     if options.write:
         page.write("benchmarks/store.md", str(text))
 

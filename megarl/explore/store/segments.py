@@ -31,7 +31,7 @@ class SegmentTable(Handle):
         claims = {claim.group_id: claim for claim, _ in segments}
 
         def work(connection: Connection, again: bool) -> list[bool]:
-            held = {group_id for group_id, claim in claims.items() if _holds(connection, claim)}
+            held = _held(connection, claims.values())
             ours = [claim.group_id in held for claim, _ in segments]
             put(connection, SEGMENTS, [row for row, is_ours in zip(rows, ours, strict=True) if is_ours])
             return ours
@@ -42,7 +42,7 @@ class SegmentTable(Handle):
         """Forget the tokens of a trajectory that begins again. Safe to repeat."""
 
         def work(connection: Connection, again: bool) -> None:
-            if _holds(connection, claim):
+            if _held(connection, [claim]):
                 of_trajectory = (SEGMENTS.c.group_id == claim.group_id, SEGMENTS.c.index == index)
                 connection.execute(delete(SEGMENTS).where(*of_trajectory))
                 connection.execute(update(GROUPS).where(*of_claim(claim)).values(reached=None))
@@ -76,10 +76,17 @@ class SegmentTable(Handle):
         }
 
 
-def _holds(connection: Connection, claim: Claim) -> bool:
-    """Return True if the group is claimed by this claim, and lock its row: whoever deletes the group waits for us."""
-    query = select(GROUPS.c.group_id).where(*of_claim(claim), GROUPS.c.state == GroupState.CLAIMED).with_for_update()
-    return connection.execute(query).first() is not None
+def _held(connection: Connection, claims: Collection[Claim]) -> set[str]:
+    """Ids of the groups that these claims have now; their rows are locked: whoever deletes a group waits for us."""
+    tokens = {claim.group_id: claim.token for claim in claims}
+    found: set[str] = set()
+    for few in chunks(sorted(tokens)):  # in one order, so that no two explorers wait for each other
+        query = select(GROUPS.c.group_id, GROUPS.c.claim_token).where(
+            GROUPS.c.group_id.in_(few), GROUPS.c.state == GroupState.CLAIMED
+        )
+        rows = connection.execute(query.order_by(GROUPS.c.group_id).with_for_update())
+        found |= {row.group_id for row in rows if row.claim_token == tokens[row.group_id]}
+    return found
 
 
 def cut_segments(connection: Connection, group_ids: Sequence[str], dead: Collection[str]) -> None:
