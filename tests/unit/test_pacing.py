@@ -163,6 +163,28 @@ def test_engines_that_leave_take_no_weights_in_flight() -> None:
         check_pacing(Config(sync=sync, rollout=RolloutConfig(placement="colocated")), JOBS["both"])
 
 
+PARTIAL = RolloutConfig(budget_tokens=8, segment_tokens=4)
+
+
+@pytest.mark.parametrize(
+    "sync, rollout, message",
+    [
+        (SyncConfig(max_staleness=1), replace(PARTIAL, segment_tokens=None), r"without rollout\.segment_tokens"),
+        (SyncConfig(max_staleness=1), replace(PARTIAL, segment_tokens=9), r"set rollout\.segment_tokens=8 or less"),
+        (SyncConfig(), PARTIAL, r"rollout\.budget_tokens=8 with sync\.max_staleness=0"),
+        (SyncConfig(max_staleness=1, order="completion"), PARTIAL, r"with sync\.order=completion"),
+        (SyncConfig(max_staleness=1, method="checkpoint"), PARTIAL, r"with sync\.method=checkpoint"),
+        (SyncConfig(max_staleness=1), replace(PARTIAL, workflow="agent"), r"with rollout\.workflow=agent"),
+    ],
+)
+def test_partial_rollouts_that_could_not_wait_are_refused(
+    sync: SyncConfig, rollout: RolloutConfig, message: str
+) -> None:
+    check_pacing(Config(sync=SyncConfig(max_staleness=1), rollout=PARTIAL), JOBS["both"])
+    with pytest.raises(ConfigError, match=message):
+        check_pacing(Config(sync=sync, rollout=rollout), JOBS["both"])
+
+
 def test_old_tokens_without_a_correction_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     config = Config(sync=SyncConfig(max_staleness=3, interval=4))
     with caplog.at_level(logging.WARNING):

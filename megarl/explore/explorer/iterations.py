@@ -154,8 +154,9 @@ class PartialRollouts:
         self._iterations = Iterations(partial(call, store.live_step), pacing, poll_s)
 
     async def keep(self) -> None:
-        """See iterations begin, until cancelled."""
-        await self._iterations.keep()
+        """See iterations begin, until cancelled; nothing without a budget."""
+        if self._budget is not None:
+            await self._iterations.keep()
 
     async def pace(self, claim: Claim) -> GroupPace | None:
         """Return the pace of a claimed group; None for one without budget."""

@@ -68,6 +68,11 @@ def _check_budget(config: Config) -> None:
             f"{given} with sync.order=completion: responses go on over updates by themselves; leave "
             "rollout.budget_tokens out, or set sync.order=admission"
         )
+    if sync.method == "checkpoint":
+        raise ConfigError(
+            f"{given} with sync.method=checkpoint: the trainer does not know when engines have the weights that "
+            "suspended trajectories wait for; set sync.method=direct, or leave rollout.budget_tokens out"
+        )
     if rollout.workflow == "agent":
         raise ConfigError(
             f"{given} with rollout.workflow=agent: an agent of others does not wait while the trainer computes; leave "
