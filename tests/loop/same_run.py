@@ -84,10 +84,14 @@ def steps_of(run_dir: Path) -> list[dict[str, float]]:
 
 @contextmanager
 def whole_and_killed(
-    root: Path, settings: Sequence[str], after: int, look: Callable[[Job], None] = lambda job: None
+    root: Path,
+    settings: Sequence[str],
+    after: int,
+    look: Callable[[Job], None] = lambda job: None,
+    then: Sequence[str] = (),
 ) -> Iterator[tuple[Path, Path]]:
     """Directories of a job that was left alone, and of one that was killed after so many steps, looked at, and went
-    on."""
+    on, with the settings ``then`` as well."""
     whole, killed = Job(root / "whole", settings).start(), Job(root / "killed", settings)
     try:
         assert whole.wait(START_S) == 0, whole.output.read_text()
@@ -95,7 +99,7 @@ def whole_and_killed(
         killed.until(lambda: after in killed.steps(), f"{after} steps", poll_s=0.002)
         killed.kill_all()
         look(killed)
-        again = Job(root / "killed", settings).start()
+        again = Job(root / "killed", (*settings, *then)).start()
         try:
             assert again.wait(START_S) == 0, again.output.read_text()
             assert "resumed from" in again.output.read_text()
