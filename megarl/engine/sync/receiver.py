@@ -30,7 +30,11 @@ from megarl.weights.reshard.layouts import Layout, MegatronGrid, megatron_layout
 from megarl.weights.reshard.plan import build_plan
 
 if current_platform.is_cpu():
-    import megarl.engine.sync.local_experts  # noqa: F401  # before a worker builds its model
+    # Before a worker builds its model.
+    import megarl.engine.sync.local_experts  # noqa: F401
+    from megarl.engine.sync import single_rows
+
+    single_rows.install()
 
 log = logging.getLogger(__name__)
 
