@@ -106,12 +106,12 @@ def test_an_evaluation_whose_engine_is_killed(tmp_path: Path) -> None:
     try:
         job.until(lambda: bool(job.query("select 1 from rollouts where rollout_id = 'eval-3'")), "an evaluation")
         explorer = job.pid_of("explorer")
-        url = json.loads(str(job.query("select sampling from rollouts where rollout_id = 'eval-3'")[0][0]))["engines"]
-        [engine] = [int(row[0]) for row in job.query(f"select number from engines where url = '{url[0]}'")]
-        assert engine == 1
-        servers = sorted(pid for pid, words in job.processes().items() if "megarl.engine.server.server" in words)
-        ports = [pid for pid in servers if url[0].rpartition(":")[2] in job.processes()[pid]]
-        os.kill(ports[0], signal.SIGKILL)
+        [url] = json.loads(str(job.query("select sampling from rollouts where rollout_id = 'eval-3'")[0][0]))["engines"]
+        assert job.query(f"select number from engines where url = '{url}'") == [(1,)]
+        port = url.rpartition(":")[2]
+        servers = {pid: words for pid, words in job.processes().items() if "megarl.engine.server.server" in words}
+        [server] = [pid for pid, words in servers.items() if f"--port {port}" in words and os.getsid(pid) == pid]
+        os.kill(server, signal.SIGKILL)
         job.until(lambda: bool(job.query("select 1 from events where kind = 'evaluation_lost'")), "the loss noticed")
         assert job.wait(START_S) == 0, job.output.read_text()
         assert explorer not in job.processes() and "explorer was ended" not in job.output.read_text()
