@@ -66,6 +66,10 @@ class PromptRefused(RequestRefused):
         """Number of the prompt in its request."""
 
 
+class WeightsPassed(RequestRefused):
+    """Samples were asked for with weights that no engine has any more: those of an evaluation that was given up."""
+
+
 class SandboxError(MegarlError, RuntimeError):
     """Programs cannot be isolated here, or the sandbox failed; never something that a program in it did."""
 

@@ -248,6 +248,27 @@ def test_groups_that_were_asked_for_ahead_with_other_settings_are_asked_for_agai
     store.close()
 
 
+@pytest.mark.parametrize(("saved", "lost"), [(2, [1]), (1, [])])
+def test_an_evaluation_whose_weights_are_gone_is_said_not_to_be_measured(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, saved: int, lost: list[int]
+) -> None:
+    """Killed with the evaluation of step 1 open (trainer.eval_engines); from step 1 on it would be made again."""
+    config = config_of(tmp_path, "trainer.steps=9")
+    job._fill_store(config, {}, 1, config)
+    store = Store(config.store.url, attempt=1)
+    store.add_tasks("eval", [Task("t", "math", ({"role": "user", "content": "1 + 1 ="},), "math", {})])
+    store.record_version(WeightsVersion(1, 2), 1)
+    store.request_rollout("eval-1", "eval", 1, WeightsVersion(1, 2), ["t"], 1, {"engines": ["http://e"]})
+    for step in range(1, saved + 1):
+        store.record_step(step, {})
+    finished_checkpoint(tmp_path, saved)
+    job._fill_store(config, {}, 2, config)
+    assert [event["data"]["step"] for event in store.events("evaluation_lost")] == lost
+    assert ("evaluation of step 1 was under way" in caplog.text) is bool(lost)
+    assert store.uncounted() == {} and not store.is_requested("eval-1")
+    store.close()
+
+
 @pytest.mark.parametrize("finished", [False, True])
 def test_a_run_that_goes_on_names_what_changed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, finished: bool

@@ -241,6 +241,9 @@ class TrainerConfig:
     many in a row."""
     eval_interval: NonNegative = 0
     """Held-out accuracy (offline: loss) every N steps; 0 means before and after only."""
+    eval_engines: NonNegative = 0
+    """Engines that an evaluation between steps has for itself, while training goes on with the others; 0 evaluates with
+    all of them and waits. Needs ``sync.pause=keep`` (docs/asynchrony.md)."""
     seed: Seed = 1
     """Seed of task order, of sampling and of torch's generators."""
     num_threads: Threads = 1

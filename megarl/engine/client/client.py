@@ -11,10 +11,11 @@ from typing import Any, Self
 import aiohttp
 import numpy as np
 
-from megarl.core.errors import EngineError, PromptRefused, RequestRefused
+from megarl.core.errors import EngineError, PromptRefused, RequestRefused, WeightsPassed
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.auth import bearer
 from megarl.engine.client.frames import Completion, Decoder, Failure, FrameError, StreamHeartbeat, pack_ids
+from megarl.engine.client.reserved import ReservedEngines
 
 HEARTBEAT_S = 5.0
 """Longest time between two frames of an engine; less where ``timeout_s`` is short."""
@@ -54,6 +55,10 @@ class Sampling:
     oldest: WeightsVersion | None = None
     """Oldest weights that may sample: those that the samples were asked for with. A trainer that lost sight of an
     engine leaves it with others."""
+    newest: WeightsVersion | None = None
+    """Newest weights that may sample, where newer ones must not: those of an evaluation."""
+    engines: Sequence[str] = ()
+    """URLs of the engines that keep these weights, which alone are asked, and for nothing else; () for any."""
 
     def parameters(self) -> dict[str, Any]:
         """Keyword arguments of vLLM's SamplingParams."""
@@ -136,6 +141,7 @@ class EngineClient:
         self._progressed = progressed
         self._timeout = aiohttp.ClientTimeout(total=None, sock_read=timeout_s)
         self._session: aiohttp.ClientSession | None = None
+        self._reserved = ReservedEngines(key)
 
     async def __aenter__(self) -> Self:
         connector = aiohttp.TCPConnector(limit=0)
@@ -143,6 +149,7 @@ class EngineClient:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
+        await self._reserved.close()
         if self._session is not None:
             await self._session.close()
 
@@ -151,17 +158,18 @@ class EngineClient:
 
         Raises:
             EngineError: the engine refuses all calls, or is gone; samples already yielded stay good.
-            RequestRefused: it refused this call for what is in it; PromptRefused: a prompt of it.
+            RequestRefused: it refused this call for what is in it; PromptRefused: a prompt of it; WeightsPassed: no
+                engine will have the weights again that the samples are asked for with.
         """
         missing = {(i, j) for i, prompt in enumerate(prompts) for j in range(prompt.n)}
         total = len(missing)
         now = time.monotonic()
-        url = min(self._outstanding, key=lambda url: (max(now, self._left_out[url]), self._outstanding[url]))
+        url = min(self._choices(sampling), key=lambda url: (max(now, self._left_out[url]), self._outstanding[url]))
         self._outstanding[url] += total
         try:
             async for completion in self._stream(url, prompts, sampling):
                 _check(url, completion, missing)
-                _check_version(url, completion, sampling.oldest)
+                _check_version(url, completion, sampling)
                 missing.remove((completion.request, completion.index))
                 self._outstanding[url] -= 1
                 yield completion
@@ -176,6 +184,19 @@ class EngineClient:
             raise
         finally:
             self._outstanding[url] -= len(missing)
+
+    def _choices(self, sampling: Sampling) -> Sequence[str]:
+        """Engines that may be asked. Raises WeightsPassed where none of those that alone may be asked is there."""
+        if not sampling.engines:
+            return [url for url in self._outstanding if url not in self._reserved] or list(self._outstanding)
+        found = [url for url in sampling.engines if url in self._outstanding]
+        if not found:
+            raise WeightsPassed(
+                f"no engine at {', '.join(sampling.engines)} is left, which had weights {sampling.newest}"
+            )
+        if sampling.newest is not None:
+            self._reserved.reserve(found, sampling.newest)
+        return found
 
     async def _stream(self, url: str, prompts: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Completion]:
         assert self._session is not None, "EngineClient is used as an async context manager"
@@ -248,17 +269,22 @@ def _check(url: str, sample: Completion, missing: Set[tuple[int, int]]) -> None:
         )
 
 
-def _check_version(url: str, sample: Completion, oldest: WeightsVersion | None) -> None:
-    """Raise EngineError for a sample of weights that are older than ``oldest``."""
-    if oldest is None:
+def _check_version(url: str, sample: Completion, sampling: Sampling) -> None:
+    """Raise EngineError for a sample of weights that are older than they may be, WeightsPassed for newer ones."""
+    oldest, newest = sampling.oldest, sampling.newest
+    if oldest is None and newest is None:
         return
     for span in sample.versions:
         try:
             version = WeightsVersion.parse(span.version)
         except ValueError:  # those of the model's files: nothing was published
             version = WeightsVersion(0, 0)
-        if version < oldest:
+        if oldest is not None and version < oldest:
             raise EngineError(f"the engine at {url} samples with weights {span.version}, which are older than {oldest}")
+        if newest is not None and version > newest:
+            raise WeightsPassed(
+                f"the engine at {url} samples with weights {span.version}, which are newer than {newest}"
+            )
 
 
 def _completion(url: str, record: Completion | Failure) -> Completion:

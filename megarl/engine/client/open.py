@@ -60,7 +60,7 @@ class OpenEngines:
     async def _look(self) -> None:
         waited = False
         while True:
-            looks = [asyncio.to_thread(_may_be_asked, engine, self._oldest) for engine in self._engines]
+            looks = [asyncio.to_thread(may_be_asked, engine, self._oldest) for engine in self._engines]
             states = await asyncio.gather(*looks)
             if any(states):
                 self.is_open = True
@@ -71,7 +71,8 @@ class OpenEngines:
             await asyncio.sleep(self._every_s)
 
 
-def _may_be_asked(engine: EngineControl, oldest: WeightsVersion) -> bool:
+def may_be_asked(engine: EngineControl, oldest: WeightsVersion) -> bool:
+    """Return True if an engine is up, does not refuse, and has these weights or newer ones. Blocks."""
     try:
         state = engine.state(ANSWER_S)
         return state.refusing is None and WeightsVersion.parse(state.version) >= oldest

@@ -4,9 +4,9 @@ Standard library only."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self
 
 from megarl.core.errors import EngineError
@@ -22,19 +22,29 @@ class EngineWatch:
 
     An engine that does not answer is busy, or dead: another will come up in its place, or the supervisor ends the
     attempt. Until then the others go on.
+
+    Args:
+        kept: URL of each engine that keeps other weights than ``version`` -> their version.
     """
 
     def __init__(
-        self, engines: Sequence[EngineControl], version: str, *, every_s: float = EVERY_S, answer_s: float = ANSWER_S
+        self,
+        engines: Sequence[EngineControl],
+        version: str,
+        kept: Mapping[str, str] = MappingProxyType({}),
+        *,
+        every_s: float = EVERY_S,
+        answer_s: float = ANSWER_S,
     ) -> None:
         self._engines = engines
         self._version = version
+        self._kept = kept
         self._every_s = every_s
         self._answer_s = answer_s
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="engine watch")
         self.lost: str | None = None
-        """State of an engine that is up and has other weights than ``version``, or refuses. Then it is watched no
+        """State of an engine that is up and has other weights than it was given, or refuses. Then it is watched no
         more."""
 
     def __enter__(self) -> Self:
@@ -60,7 +70,8 @@ class EngineWatch:
     def _look(self, engine: EngineControl) -> None:
         with suppress(EngineError):
             state = engine.state(self._answer_s)
-            if state.version != self._version:
-                self.lost = f"the engine at {engine.url} has weights {state.version} instead of {self._version}"
+            version = self._kept.get(engine.url, self._version)
+            if state.version != version:
+                self.lost = f"the engine at {engine.url} has weights {state.version} instead of {version}"
             elif state.refusing is not None:
                 self.lost = f"the engine at {engine.url} refuses: {state.refusing}"

@@ -45,6 +45,7 @@ from megarl.explore.explorer.rollout_clock import RolloutClock
 from megarl.explore.explorer.segments import SegmentSettings
 from megarl.explore.explorer.store_queue import StoreQueue
 from megarl.explore.explorer.trajectories import ClaimedGroup, Scorer, TrajectoryRunner
+from megarl.explore.explorer.under_way import KEEPERS, SamplesUnderWay
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.recording.model import NO_LIMITS, NO_OPTIONS, RenderedPrompt
 from megarl.explore.rewards import RewardPool
@@ -130,10 +131,11 @@ class Explorer:
             record=StoreQueue(partial(self._call, store.append_segments)).put if segments.tokens else None,
             forget=partial(self._call, store.forget_segments),
         )
-        self._partial = PartialRollouts(store, self._call, segments.budget, segments.pacing, poll_s, self._suspend)
-        self._worker, self._capacity, self._backlog = worker, capacity, backlog
+        self._under_way = SamplesUnderWay(capacity)
+        suspend = self._under_way.suspend
+        self._partial = PartialRollouts(store, self._call, segments.budget, segments.pacing, poll_s, suspend)
+        self._worker, self._backlog = worker, backlog
         self._calls, self._poll_s, self._engine_timeout_s, self._retry_s = calls, poll_s, engine_timeout_s, retry_s
-        self._generating = 0
         self._clocks: dict[tuple[str, WeightsVersion], RolloutClock] = {}
         self._writer = StoreQueue(partial(self._call, store.put_all))
         # One thread, so that the store's calls never hold up the loop and happen in the order in which they are made:
@@ -179,7 +181,7 @@ class Explorer:
         for flight in flights:
             flight.cancel()
         await asyncio.gather(*flights, return_exceptions=True)
-        self._generating = 0
+        self._under_way.forget()
         await self._call(self._store.release_claims, self._worker)
 
     async def _record(self, kind: str, data: Mapping[str, Any]) -> None:
@@ -190,18 +192,17 @@ class Explorer:
         if in_workflow := self._runner.in_workflow:
             heartbeat.count_work()
         return (
-            f"{self._generating} samples being generated, {self._runner.scoring} scored, "
+            f"{self._under_way.total} samples being generated, {self._runner.scoring} scored, "
             f"{in_workflow} trajectories in their workflow"
         )
 
     async def _claim(self) -> list[Claim]:
-        free = self._capacity - self._generating
+        free = self._under_way.free
         if free < 1 or self._runner.scoring >= self._backlog or not (self._gate is None or self._gate.is_open):
             return []
-        claims = await self._call(
-            self._store.claim_groups, self._worker, free, max_samples=free, silent=self._lease.silent
-        )
-        self._generating += sum(claim.group_size for claim in claims)
+        of_kinds = {"max_samples": free, "evaluations": self._under_way.evaluates}
+        claims = await self._call(self._store.claim_groups, self._worker, free, **of_kinds, silent=self._lease.silent)
+        self._under_way.begin(claims)
         if self._gate is not None and claims:
             self._gate.expect(max(claim.version for claim in claims))
         return claims
@@ -213,9 +214,6 @@ class Explorer:
         prompt = RenderedPrompt.of(claim.task, self._tokenizer)
         return ClaimedGroup(claim, prompt, _seed(claim), clock, await self._partial.pace(claim))
 
-    def _suspend(self, samples: int) -> None:
-        self._generating -= samples  # those that wait are in no engine
-
     async def _run_groups(self, groups: Sequence[ClaimedGroup]) -> None:
         """Run the workflow for every trajectory of some groups of one rollout."""
         clock = groups[0].clock
@@ -226,20 +224,21 @@ class Explorer:
             clock.counts["retries"] += 1
             await self._record("engine_retry", {"error": str(error)})
 
-        async with asyncio.TaskGroup() as tasks:
-            gatherer = Gatherer(
-                self._engine,
-                _sampling(groups[0].claim),
-                tasks,
-                change=partial(clock.change, "generation"),
-                retried=retried,
-                timeout_s=self._engine_timeout_s,
-                retry_s=self._retry_s,
-                ready=None if self._gate is None else self._gate.wait,
-            )
-            for group in groups:
-                for index in group.claim.indices:
-                    tasks.create_task(self._run_trajectory(group, index, gatherer))
+        with self._under_way.until_passed([group.claim for group in groups]):
+            async with asyncio.TaskGroup() as tasks:
+                gatherer = Gatherer(
+                    self._engine,
+                    _sampling(groups[0].claim),
+                    tasks,
+                    change=partial(clock.change, "generation"),
+                    retried=retried,
+                    timeout_s=self._engine_timeout_s,
+                    retry_s=self._retry_s,
+                    ready=None if self._gate is None else self._gate.wait,
+                )
+                for group in groups:
+                    for index in group.claim.indices:
+                        tasks.create_task(self._run_trajectory(group, index, gatherer))
 
     async def _run_trajectory(self, group: ClaimedGroup, index: int, gatherer: Gatherer) -> None:
         generated = partial(self._generated, group, index)
@@ -248,7 +247,8 @@ class Explorer:
             await self._finish(group)
 
     async def _generated(self, group: ClaimedGroup, index: int) -> None:
-        self._generating -= index != GREEDY
+        if index != GREEDY:
+            self._under_way.end(group.claim)
         if group.pace is not None:
             await group.pace.ended(index)
 
@@ -297,7 +297,8 @@ def _count(group: ClaimedGroup, members: Sequence[Trajectory]) -> None:
 def _sampling(claim: Claim) -> Sampling:
     own = {name: value for name, value in claim.sampling.items() if name not in ("seed", "greedy")}
     # Weights that an engine has read from files are of no attempt.
-    return Sampling(**own, oldest=claim.version if claim.version.attempt else None)
+    oldest = claim.version if claim.version.attempt else None
+    return Sampling(**own, oldest=oldest, newest=oldest if own.get(KEEPERS) else None)
 
 
 def _seed(claim: Claim) -> int | None:

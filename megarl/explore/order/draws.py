@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,7 +43,7 @@ def drawn_seed(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
-def evaluation_sampling(config: Config, step: int) -> dict[str, float]:
+def evaluation_sampling(config: Config, step: int) -> dict[str, Any]:
     """Sampling of an evaluation, a function of the settings and the step, so that a resumed run samples the same."""
     evaluation = config.evaluation
     sampling = {"temperature": evaluation.temperature, "max_tokens": config.rollout.max_response_tokens}

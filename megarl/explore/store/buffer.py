@@ -30,13 +30,20 @@ class Buffer(SegmentTable):
     """Groups on their way from explorers to a trainer."""
 
     def claim_groups(
-        self, worker: str, limit: int, *, max_samples: int | None = None, silent: Collection[str] = ()
+        self,
+        worker: str,
+        limit: int,
+        *,
+        max_samples: int | None = None,
+        silent: Collection[str] = (),
+        evaluations: bool = True,
     ) -> list[Claim]:
         """Claim up to ``limit`` groups, evaluations first, then the oldest rollout. Groups of other workers that are
         ``silent`` (``workers.Silence``) count as free; ``release_claims`` frees those of a predecessor of the same
         name.
 
         With ``max_samples`` the groups' sizes add up to at most that many, except that one group is always claimed.
+        Without ``evaluations`` none of their groups is claimed.
 
         No two claims hold the same group: SQLite's writers take turns, PostgreSQL skips rows that another locks.
 
@@ -46,13 +53,15 @@ class Buffer(SegmentTable):
         expired = claims.is_held_by(set(silent) - {worker})
         # Without the write lock: an idle explorer disturbs nobody.
         look = select(GROUPS.c.group_id).where(or_(claims.PENDING, expired)).limit(1)
+        if not evaluations:
+            look = look.where(GROUPS.c.rollout_id.in_(claims.TRAINED))
         if limit < 1 or self._read(lambda connection: connection.execute(look).first()) is None:
             return []
         held = {"claimed_by": worker, "claim_token": token}
 
         def work(connection: Connection, again: bool) -> tuple[list[Row[Any]], list[Row[Any]]]:
             groups = claims.held_by(connection, token) if again else []
-            groups = groups or claims.claim(connection, expired, limit, max_samples, held)
+            groups = groups or claims.claim(connection, expired, limit, max_samples, held, evaluations)
             return groups, claims.tasks_of(connection, {group.task_id for group in groups})
 
         groups, tasks = self._write(work)

@@ -58,6 +58,8 @@ class EndedGroup:
     """Replaces what this worker has reported for the rollout so far."""
 
 
+TRAINED = select(ROLLOUTS.c.rollout_id).where(ROLLOUTS.c.kind == "train")
+"""Rollouts that are no evaluation."""
 PENDING = GROUPS.c.state == GroupState.PENDING
 """Groups that nobody holds."""
 
@@ -74,14 +76,19 @@ _IN_ORDER = (ROLLOUTS.c.sequence, GROUPS.c.position)
 
 
 def claim(
-    connection: Connection, expired: ColumnElement[bool], limit: int, max_samples: int | None, held: Mapping[str, Any]
+    connection: Connection,
+    expired: ColumnElement[bool],
+    limit: int,
+    max_samples: int | None,
+    held: Mapping[str, Any],
+    evaluations: bool,
 ) -> list[Row[Any]]:
     """Mark groups as claimed with the columns ``held`` and return them with their rollouts' columns, in order.
 
     However many groups are pending, it reads no more of them than it may claim.
     """
     groups: list[Row[Any]] = []
-    for rollout_id in _open_rollouts(connection, expired):
+    for rollout_id in _open_rollouts(connection, expired, evaluations):
         if len(groups) < limit:
             groups += _free_groups(connection, rollout_id, expired, limit - len(groups))
     if max_samples is not None:
@@ -93,16 +100,16 @@ def claim(
     return held_by(connection, held["claim_token"])
 
 
-def _open_rollouts(connection: Connection, expired: ColumnElement[bool]) -> list[str]:
-    """Ids of the rollouts that have free groups: evaluations first, then in order. Of a rollout's pending groups one is
-    read."""
+def _open_rollouts(connection: Connection, expired: ColumnElement[bool], evaluations: bool) -> list[str]:
+    """Ids of the rollouts that have free groups: evaluations first, where they are wanted, then in order. Of a
+    rollout's pending groups one is read."""
     found = set(connection.scalars(select(GROUPS.c.rollout_id).where(expired)))
     least, last = select(func.min(GROUPS.c.rollout_id)).where(PENDING), ""
     while (following := connection.scalar(least.where(GROUPS.c.rollout_id > last))) is not None:
         found.add(last := following)
     trains = case((ROLLOUTS.c.kind == "train", 1), else_=0)
     query = select(ROLLOUTS.c.rollout_id).where(ROLLOUTS.c.rollout_id.in_(found)).order_by(trains, ROLLOUTS.c.sequence)
-    return list(connection.scalars(query))
+    return list(connection.scalars(query if evaluations else query.where(ROLLOUTS.c.kind == "train")))
 
 
 def _free_groups(connection: Connection, rollout_id: str, expired: ColumnElement[bool], limit: int) -> list[Row[Any]]:

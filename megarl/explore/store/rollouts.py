@@ -37,6 +37,13 @@ UNUSED = {"state": GroupState.READY, "used_by": None, "reason": None}
 """Values of a group that no step has used."""
 
 
+UNCOUNTED = select(ROLLOUTS.c.rollout_id).where(
+    ROLLOUTS.c.kind == "eval",
+    exists().where(GROUPS.c.rollout_id == ROLLOUTS.c.rollout_id, GROUPS.c.state != GroupState.CONSUMED),
+)
+"""Ids of evaluations whose groups are not all counted."""
+
+
 class RolloutTable(Handle):
     """Rollouts that a trainer asks for, group by group."""
 
@@ -117,7 +124,7 @@ class RolloutTable(Handle):
         A trainer that resumes at that step calls it first: what an earlier attempt left undone was asked for with
         weights that no longer exist. Groups of earlier weights which a later step had used are ready again, and
         what later steps had replayed counts as unused by them. Unused groups with tokens of later weights are sampled
-        again.
+        again. Evaluations that have not been counted are forgotten too, whatever their weights: engines have others.
 
         Rollouts carry the number of steps done before them, recorded metrics the number done with theirs: those of
         ``from_step`` itself stay. Safe to repeat: then there is nothing left to forget.
@@ -129,7 +136,9 @@ class RolloutTable(Handle):
 
         def work(connection: Connection, again: bool) -> None:
             further = and_(ROLLOUTS.c.step >= from_step, ROLLOUTS.c.rollout_id.like("train-%-%"))
-            ids = list(connection.scalars(select(ROLLOUTS.c.rollout_id).where(or_(steps >= from_step, further))))
+            given_up = ROLLOUTS.c.rollout_id.in_(UNCOUNTED)
+            which = or_(steps >= from_step, further, given_up)
+            ids = list(connection.scalars(select(ROLLOUTS.c.rollout_id).where(which)))
             delete_rollouts(connection, ids)
             connection.execute(update(GROUPS).where(GROUPS.c.used_by > from_step).values(UNUSED))
             connection.execute(update(GROUPS).where(_lacks_rewards()).values(state=GroupState.AWAITING))
@@ -165,26 +174,6 @@ class RolloutTable(Handle):
         )
         return self._read(lambda connection: connection.execute(missing.limit(1)).first()) is None
 
-    def to_evaluate(self, rollout_id: str | None = None) -> list[tuple[str, int, int]]:
-        """(id, step, answers to each task) of evaluations whose groups are all ready; of ``rollout_id`` alone, if
-        given.
-
-        Whatever the number of groups, it reads one of each state (``groups_in_order``).
-        """
-
-        def has(*states: GroupState) -> ColumnElement[bool]:
-            return exists().where(GROUPS.c.rollout_id == ROLLOUTS.c.rollout_id, GROUPS.c.state.in_(states))
-
-        others = [state for state in GroupState if state != GroupState.READY]
-        query = (
-            select(ROLLOUTS.c.rollout_id, ROLLOUTS.c.step, ROLLOUTS.c.group_size)
-            .where(ROLLOUTS.c.kind == "eval", has(GroupState.READY), not_(has(*others)))
-            .order_by(ROLLOUTS.c.sequence)
-        )
-        if rollout_id is not None:
-            query = query.where(ROLLOUTS.c.rollout_id == rollout_id)
-        return [tuple(row) for row in self._read(lambda connection: connection.execute(query).all())]
-
     def task_sources(self, rollout_id: str) -> dict[str, str]:
         """Id of each task of a rollout -> its data source, by position."""
         query = (
@@ -194,13 +183,6 @@ class RolloutTable(Handle):
             .order_by(GROUPS.c.position)
         )
         return {row[0]: row[1] for row in self._read(lambda connection: connection.execute(query).all())}
-
-    def evaluation(self, rollout_id: str) -> dict[str, Any]:
-        """Content of the event of a complete evaluation."""
-        query = select(EVENTS).where(EVENTS.c.kind == "evaluation").order_by(EVENTS.c.event_id.desc())
-        events = self._read(lambda connection: [event_of(row)["data"] for row in connection.execute(query)])
-        found: dict[str, Any] = next(data for data in events if data["rollout_id"] == rollout_id)
-        return found
 
     def is_requested(self, rollout_id: str) -> bool:
         """True once it was asked for."""

@@ -13,6 +13,7 @@ Every write is one transaction, fenced by the job's attempt and repeated when th
 from __future__ import annotations
 
 from megarl.explore.store.engines import EngineRegistry
+from megarl.explore.store.evaluations import EvaluationTable
 from megarl.explore.store.experts import ExpertTable
 from megarl.explore.store.journal import Journal
 from megarl.explore.store.late import LateRewards
@@ -24,7 +25,16 @@ from megarl.explore.store.workers import WorkerTable
 
 
 class Store(
-    TaskTable, ExpertTable, RolloutTable, LateRewards, PacingTable, ReplayTable, EngineRegistry, WorkerTable, Journal
+    TaskTable,
+    ExpertTable,
+    RolloutTable,
+    EvaluationTable,
+    LateRewards,
+    PacingTable,
+    ReplayTable,
+    EngineRegistry,
+    WorkerTable,
+    Journal,
 ):
     """A connection to the store, for one process (make a new one after a fork).
 

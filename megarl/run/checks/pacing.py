@@ -1,10 +1,11 @@
-"""Checks of how far ahead groups are sampled, of partial rollouts, and of updates in flight."""
+"""Checks of how far ahead groups are sampled, of partial rollouts, updates in flight, and engines of evaluations."""
 
 from __future__ import annotations
 
 import logging
 
 from megarl.core.config import Config
+from megarl.core.config.rewards import JUDGE_IS_ROLLOUT
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import Job
 
@@ -33,6 +34,7 @@ def check_pacing(config: Config, job: Job) -> None:
         )
     _check_budget(config)
     _check_pause(config)
+    _check_eval_engines(config)
     _check_late(config)
     if sync.max_staleness and job.rollouts and config.algorithm.correction == "none":
         log.warning(
@@ -104,6 +106,39 @@ def _check_pause(config: Config) -> None:
         raise ConfigError(
             "sync.pause=keep with sync.order=admission: groups of one version are what that order is for; set "
             "sync.order=completion or sync.pause=wait"
+        )
+
+
+def _check_eval_engines(config: Config) -> None:
+    """Raise ConfigError for ``trainer.eval_engines`` that could not keep their weights, or would evaluate nothing."""
+    trainer, rollout = config.trainer, config.rollout
+    if not (count := trainer.eval_engines):
+        return
+    given = f"trainer.eval_engines={count}"
+    if config.sync.pause != "keep":
+        raise ConfigError(
+            f"{given} with sync.pause={config.sync.pause}: all engines are then updated together; set sync.pause=keep, "
+            "or leave trainer.eval_engines out"
+        )
+    if config.run.mode != "both":
+        raise ConfigError(
+            f"{given} with run.mode={config.run.mode}: engines of explore programs come and go; set run.mode=both, or "
+            "leave trainer.eval_engines out"
+        )
+    if rollout.replicas <= count:
+        raise ConfigError(
+            f"{given} with rollout.replicas={rollout.replicas}: no engine is left for training meanwhile; set "
+            f"rollout.replicas to {count + 1} or more, or trainer.eval_engines to {rollout.replicas - 1} or less"
+        )
+    if not trainer.eval_interval:
+        raise ConfigError(
+            f"{given} with trainer.eval_interval=0: nothing is evaluated between steps; set trainer.eval_interval, or "
+            "leave trainer.eval_engines out"
+        )
+    if config.reward.judge.url == JUDGE_IS_ROLLOUT:
+        raise ConfigError(
+            f"{given} with reward.judge.url={JUDGE_IS_ROLLOUT}: engines with other weights would judge an evaluation; "
+            "set the URL of another judge, or leave trainer.eval_engines out"
         )
 
 

@@ -310,4 +310,8 @@ def _discard_rollouts(config: Config, run_dir: Path, store: Store) -> None:
     found = latest(run_dir / "checkpoints")
     # Groups that were asked for ahead have the sampling and the verdicts of the settings of then.
     changed = any(change.trains() for change in changes_since_last_start(config, run_dir))
-    store.discard_rollouts(0 if found is None else int(read_state(found)["step"]), ahead=changed)
+    from_step = 0 if found is None else int(read_state(found)["step"])
+    for step in sorted(step for step in store.uncounted().values() if step < from_step):
+        log.warning("the evaluation of step %d was under way when the job ended: it is not measured", step)
+        store.record_event("supervisor", "evaluation_lost", {"step": step})
+    store.discard_rollouts(from_step, ahead=changed)

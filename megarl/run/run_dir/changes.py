@@ -44,6 +44,7 @@ FREE = (
             "verify_checkpoints",
             "max_failed_checkpoints",
             "eval_interval",
+            "eval_engines",
             "num_threads",
             "logits_bytes",
             "kernels",

@@ -25,16 +25,19 @@ from megarl.train.loop.waiting import RolloutWaiter
 from megarl.train.rank.state import TrainState
 from megarl.train.rollout.asking import Awaited, Published
 from megarl.train.rollout.evaluation import Evaluation
+from megarl.train.rollout.meanwhile import EvaluationMeanwhile
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.rollout.rollouts import Rollouts, Wait
 from megarl.train.sync.colocated import ColocatedEngines
 from megarl.train.sync.files import FilePublisher
+from megarl.train.sync.kept import KeptEngines
 from megarl.train.sync.others import EnginesOfOthers
 from megarl.train.sync.publish import WeightPublisher
 from megarl.train.sync.weights import Stopped, WeightSync
 from megarl.train.update.batch import filter_overlong, make_batch, mismatch
 from megarl.train.update.lags import lag_metrics
 from megarl.train.update.learner import model_scores
+from megarl.train.update.updates import RollBack
 
 
 class OnlineTrainer(Trainer):
@@ -43,6 +46,7 @@ class OnlineTrainer(Trainer):
     weights: WeightSync
     rollouts: Rollouts
     evaluation: Evaluation
+    meanwhile: EvaluationMeanwhile
     wait: Wait
 
     def __init__(self, config: Config) -> None:
@@ -76,6 +80,9 @@ class OnlineTrainer(Trainer):
             ).wait
             self.rollouts = Rollouts(self.context, self.algorithm, self.store, self.reporter, self.reader, wait)
             self.evaluation = Evaluation(self.context, self.store, self.reporter, wait)
+            services = (self.context, self.store, self.ranks, self.reporter)
+            kept = publisher.kept if isinstance(publisher, WeightPublisher) else KeptEngines()
+            self.meanwhile = EvaluationMeanwhile(*services, self.evaluation, kept, wait)
             if self.config.rollout.placement == "colocated":
                 assert isinstance(publisher, WeightPublisher), "sync.method=checkpoint needs engines of other programs"
                 self.turns.engines = ColocatedEngines(self.context, self.store, self.ranks, publisher)
@@ -164,9 +171,31 @@ class OnlineTrainer(Trainer):
         scored = add_model_scores(trajectories, scores, self.config.reward_model.coef)
         return with_group_stats(scored), spread("reward_model/score", scores)
 
+    def evaluate_if_due(self, state: TrainState) -> bool:
+        """Evaluate as ``Trainer`` does, and in place of an evaluation that was given up; report one that has ended."""
+        self.meanwhile.settle(state.step)
+        if self.meanwhile.due:
+            return self.evaluate(state, f"eval-{state.step}")
+        return super().evaluate_if_due(state)
+
     def evaluate(self, state: TrainState, name: str) -> bool:
-        """Publish the weights and evaluate them on held-out tasks."""
-        return self.publish(state) is not None and self.evaluation.run(state, self.weights.version, name)
+        """Publish the weights and evaluate them on held-out tasks: before and after all steps the job waits for that,
+        between them only if no engines are set apart (``trainer.eval_engines``)."""
+        if not self.meanwhile.wait(state.step) or self.publish(state) is None:
+            return False
+        between = 0 < state.step < self.config.trainer.steps
+        if between and self.meanwhile.begin(state.step, self.weights.version, name):
+            return True
+        return self.evaluation.run(state, self.weights.version, name)
+
+    def rolled_back(self, state: TrainState, bad: RollBack) -> TrainState:
+        """Go back (``Trainer.rolled_back``); what is evaluated meanwhile is given up."""
+        if not state.warming_up:
+            self.meanwhile.settle(state.step)
+        state = super().rolled_back(state, bad)
+        if not state.warming_up:
+            self.meanwhile.forget(state.step)
+        return state
 
     def publish(self, state: TrainState) -> dict[str, float] | None:
         """Publish the weights (``WeightSync.publish``); None when the job is asked to stop before that."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 
 from megarl.core.config.schema import EvaluationConfig
@@ -31,21 +31,29 @@ class Evaluation:
 
     def run(self, state: TrainState, version: WeightsVersion, rollout_id: str) -> bool:
         """Evaluate as the setting ``evaluation`` asks; report ``val/accuracy``. False when the job is asked to stop."""
-        config = self._context.config
         with self._reporter.timeline.phase("evaluation", step=state.step):
-            if self._context.rank == 0:
-                samples, sampling = config.evaluation.samples, evaluation_sampling(config, state.step)
-                self._store.request_rollout(rollout_id, "eval", state.step, version, self._tasks, samples, sampling)
+            self.ask(state.step, version, rollout_id)
             if not self._wait(partial(whole, self._store, rollout_id), "held-out tasks", weights_step=state.step):
                 return False
-        if self._context.rank == 0:
-            self._record(state.step, rollout_id)
+        self.record(state.step, rollout_id)
         return True
 
-    def _record(self, step: int, rollout_id: str) -> None:
+    def ask(self, step: int, version: WeightsVersion, rollout_id: str, engines: Sequence[str] = ()) -> None:
+        """Ask for answers of weights with ``step`` steps, on rank 0; of these engines alone, if any are given."""
+        if self._context.rank:
+            return
+        config = self._context.config
+        sampling = evaluation_sampling(config, step) | ({"engines": list(engines)} if engines else {})
+        samples = config.evaluation.samples
+        self._store.request_rollout(rollout_id, "eval", step, version, self._tasks, samples, sampling)
+
+    def record(self, step: int, rollout_id: str, **more: float) -> None:
+        """Report an evaluation that has ended, on rank 0; ``more``: metrics under ``val/``."""
+        if self._context.rank:
+            return
         event = self._store.evaluation(rollout_id)
         metrics, errors = event["metrics"], event["errors"]
-        self._reporter.write(step, metrics)
+        self._reporter.write(step, metrics | {f"val/{name}": value for name, value in more.items()})
         text = evaluation_text(metrics, event["right"], event["tasks"], self._context.config.evaluation)
         score = f", mean score {event['score']:.3f}" if event["graded"] and event["score"] is not None else ""
         without = f"; {errors} without a verdict" if errors else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -37,15 +37,19 @@ class EngineFleet:
         part._engines = [self._engines[i] for i in engines]
         return part
 
-    def behind(self, version: str) -> list[int]:
-        """Numbers of the engines that do not generate with this version, or do not answer."""
+    def behind(self, version: str, kept: Mapping[str, str]) -> list[int]:
+        """Numbers of the engines that do not generate with this version, or do not answer.
+
+        Args:
+            kept: URL of each engine that keeps another version -> that one.
+        """
 
         def is_behind(i: int, engine: EngineControl) -> bool:
             try:
                 state = engine.state(timeout_s=_STATE_S)
             except EngineError:
                 return True
-            return state.version != version or state.paused or state.refusing is not None
+            return state.version != kept.get(engine.url, version) or state.paused or state.refusing is not None
 
         return [i for i, behind in enumerate(self.each(is_behind)) if behind]
 
@@ -84,9 +88,9 @@ class EngineFleet:
 
         return [found for found in self.each(fate) if found is not None] if self.processes else []
 
-    def watch(self, version: str) -> EngineWatch:
-        """Watch the engines, which have this version."""
-        return EngineWatch(self._engines, version)
+    def watch(self, version: str, kept: Mapping[str, str]) -> EngineWatch:
+        """Watch the engines, which have this version, or the one that they keep."""
+        return EngineWatch(self._engines, version, kept)
 
     def close(self, reason: str) -> None:
         """Make every engine that still answers refuse generation, and ready for another update."""

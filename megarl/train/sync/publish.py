@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from traceback import clear_frames
 from typing import Literal
 
@@ -18,6 +18,7 @@ from megarl.engine.client.probe import PROBE_TOLERANCES, ProbeText, check_probe
 from megarl.engine.client.watch import EngineWatch
 from megarl.learn.training.optimizer_digests import check_written
 from megarl.train.sync.connection import EngineConnection, with_timeout
+from megarl.train.sync.kept import KeptEngines
 from megarl.train.sync.parts import Part
 from megarl.train.sync.publication import Pause, Publication, SyncReport
 from megarl.weights.reshard.execute import Digests, bytes_of, send
@@ -30,6 +31,11 @@ LEAST_BUCKET = 65536
 
 class WeightPublisher(EngineConnection):
     """A connection over which weights are published, proven and probed. Every trainer rank makes the same calls."""
+
+    @cached_property
+    def kept(self) -> KeptEngines:
+        """Engines that are left out of updates."""
+        return KeptEngines()
 
     @with_timeout(lambda config: config.sync.timeout_s)
     def publish(
@@ -50,8 +56,9 @@ class WeightPublisher(EngineConnection):
                 answer.
             probe: Compared within the publication; needed, and allowed, with ``sync.pause=keep``.
 
-        With ``sync.pause=keep`` each engine that has not got the version takes it by itself. One that fails is not
-        waited for by the others: the first failure is raised when they have all been given it.
+        With ``sync.pause=keep`` each engine that has not got the version, and does not keep another one, takes it by
+        itself. One that fails is not waited for by the others: the first failure is raised when all have been given
+        it.
 
         Raises:
             WeightSyncError: on every rank. The engines then refuse requests with the reason; ``connect`` and
@@ -87,7 +94,7 @@ class WeightPublisher(EngineConnection):
             return self.parts
         if self._rank == 0:
             with self._messages.announcing(topic) as message:
-                message["behind"] = self._fleet.behind(str(version))
+                message["behind"] = self.kept.behind(self._fleet, str(version))
         else:
             message = self._messages.received(topic)
         return [self.parts[engine] for engine in message["behind"]]
@@ -159,7 +166,7 @@ class WeightPublisher(EngineConnection):
 
     def watch(self, version: WeightsVersion) -> EngineWatch:
         """Watch the engines, which have this version, on rank 0; none on others."""
-        return self._fleet.watch(str(version)) if self._rank == 0 else EngineWatch([], str(version))
+        return EngineWatch([], str(version)) if self._rank else self._fleet.watch(str(version), self.kept.versions)
 
     def drain(self, given_up: Callable[[], bool]) -> None:
         """Have the engines end their requests, and begin none before a publication (``EngineControl.drain``). Raises

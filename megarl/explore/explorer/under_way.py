@@ -1,0 +1,78 @@
+"""Samples that an explorer has asked engines for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from megarl.core.errors import WeightsPassed
+from megarl.explore.store import Claim
+
+log = logging.getLogger(__name__)
+
+KEEPERS = "engines"
+"""Key of a rollout's sampling: URLs of the engines that keep the weights of an evaluation."""
+
+
+class SamplesUnderWay:
+    """Counts samples in generation, of which there may be ``capacity`` at once; greedy answers are not counted.
+
+    Those of evaluations on engines of their own are counted apart, so that the others are not idle meanwhile.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._shared = 0
+        self._apart: dict[tuple[str, str], int] = {}
+        """(group, token of its claim) -> samples."""
+
+    @property
+    def total(self) -> int:
+        """Number of all."""
+        return self._shared + sum(self._apart.values())
+
+    @property
+    def free(self) -> int:
+        """Number of samples that may be asked for beside them."""
+        return self._capacity - self._shared
+
+    @property
+    def evaluates(self) -> bool:
+        """True while groups of evaluations may be claimed."""
+        return sum(self._apart.values()) < self._capacity
+
+    def begin(self, claims: Sequence[Claim]) -> None:
+        """Count the samples of these groups."""
+        for claim in claims:
+            if claim.sampling.get(KEEPERS):
+                self._apart[claim.group_id, claim.token] = claim.group_size
+            else:
+                self._shared += claim.group_size
+
+    def end(self, claim: Claim) -> None:
+        """Count a sample no more."""
+        if (key := (claim.group_id, claim.token)) in self._apart:
+            self._apart[key] -= 1
+        else:
+            self._shared -= 1
+
+    def suspend(self, samples: int) -> None:
+        """Count so many samples no more: those that wait are in no engine."""
+        self._shared -= samples
+
+    def forget(self) -> None:
+        """Count none: all were given up."""
+        self._shared, self._apart = 0, {}
+
+    @contextmanager
+    def until_passed(self, claims: Sequence[Claim]) -> Iterator[None]:
+        """Let the body end when no engine has the weights of these groups any more: the trainer has given their
+        evaluation up."""
+        try:
+            yield
+        except* WeightsPassed as passed:
+            log.warning("%d groups of %s are given up: %s", len(claims), claims[0].rollout_id, passed.exceptions[0])
+        finally:
+            for claim in claims:
+                self._apart.pop((claim.group_id, claim.token), None)

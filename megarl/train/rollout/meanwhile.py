@@ -1,0 +1,115 @@
+"""Evaluations that do not stop training: some engines keep the weights, the others go on (``trainer.eval_engines``)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megarl.core.schema import WeightsVersion
+from megarl.explore.store import Store
+from megarl.train.rank.context import RunContext
+from megarl.train.rank.ranks import Ranks
+from megarl.train.rank.reporter import Reporter
+from megarl.train.rollout.asking import Awaited, whole
+from megarl.train.rollout.evaluation import Evaluation
+from megarl.train.rollout.rollouts import Wait
+from megarl.train.sync.kept import KeptEngines
+
+
+class OpenEvaluation(NamedTuple):
+    """An evaluation that was asked for and has not been reported."""
+
+    rollout_id: str
+    step: int
+    """Steps of training in its weights."""
+
+
+class EvaluationMeanwhile:
+    """At most one open evaluation, whose engines keep its weights. Every rank makes the same calls.
+
+    Its weights are nowhere else: where an engine of it dies, its answers are forgotten, and weights of now are
+    evaluated in their place. So no evaluation has answers of two versions.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        store: Store,
+        ranks: Ranks,
+        reporter: Reporter,
+        evaluation: Evaluation,
+        kept: KeptEngines,
+        wait: Wait,
+    ) -> None:
+        self._context = context
+        self._store = store
+        self._ranks = ranks
+        self._reporter = reporter
+        self._evaluation = evaluation
+        self._kept = kept
+        self._wait = wait
+        self._open: OpenEvaluation | None = None
+        self._lost = False
+        """Its engines have lost the weights; on rank 0."""
+        self.due = False
+        """One was given up, and the weights of now are to be evaluated."""
+
+    def begin(self, step: int, version: WeightsVersion, rollout_id: str) -> bool:
+        """Ask for an evaluation of the weights that were published last; False, and nothing is asked for, where no
+        engine can be left out of updates."""
+        self.due = False
+        count = self._context.config.trainer.eval_engines
+        if not count:
+            return False
+        engines = [] if self._context.rank else self._kept.keep(count, version, self._give_up)
+        if not self._ranks.agree(self._context.rank != 0 or bool(engines)):
+            return False
+        self._open = OpenEvaluation(rollout_id, step)
+        self._evaluation.ask(step, version, rollout_id, engines)
+        return True
+
+    def settle(self, step: int) -> None:
+        """Report the open evaluation if it has ended, ``step`` steps being done."""
+        if self._open is not None and self._ranks.agree(self._context.rank != 0 or self._look().complete):
+            self._end(step)
+
+    def wait(self, step: int) -> bool:
+        """Wait until none is open; False when the job is asked to stop."""
+        if self._open is None:
+            return True
+        with self._reporter.timeline.phase("evaluation", step=step):
+            if not self._wait(self._look, f"held-out tasks of step {self._open.step}", weights_step=step):
+                return False
+        self._end(step)
+        return True
+
+    def forget(self, step: int) -> None:
+        """Give up the open evaluation: the job has gone back to step ``step``, and the store has forgotten it."""
+        if self._open is not None:
+            self.due = self._open.step < step  # a later one is made again when its step is
+        self._open, self._lost = None, False
+        self._kept.update_all()
+
+    def _look(self) -> Awaited:
+        assert self._open is not None
+        return Awaited(0, 0, True) if self._lost else whole(self._store, self._open.rollout_id)
+
+    def _end(self, step: int) -> None:
+        assert self._open is not None
+        (rollout_id, of), self._open = self._open, None
+        self.due = not self._ranks.agree(not self._lost)
+        self._lost = False
+        self._kept.update_all()
+        if not self.due:
+            self._evaluation.record(of, rollout_id, steps_meanwhile=float(step - of))
+
+    def _give_up(self) -> None:
+        """Forget an evaluation that has not ended: its engines are about to have other weights."""
+        if self._open is None or self._look().complete:
+            return
+        self._lost = True
+        self._store.withdraw(self._open.rollout_id)
+        self._reporter.event("evaluation_lost", {"step": self._open.step, "rollout_id": self._open.rollout_id})
+        self._reporter.log(
+            f"the evaluation of step {self._open.step} is given up: an engine that had its weights for it is gone; "
+            "weights of a later step are evaluated instead"
+        )

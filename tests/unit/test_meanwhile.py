@@ -1,0 +1,319 @@
+"""Evaluations while training goes on: whom engines are asked for, who gets newer weights, and what is given up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from megarl.core.config import Config
+from megarl.core.config.job import SyncConfig
+from megarl.core.config.rewards import JudgeConfig, RewardConfig
+from megarl.core.config.schema import RolloutConfig, RunConfig, TrainerConfig
+from megarl.core.errors import ConfigError, EngineError, WeightsPassed
+from megarl.core.jobs import JOBS
+from megarl.core.schema import Task, WeightsVersion
+from megarl.engine.client.client import EngineClient, Prompt, Sampling
+from megarl.engine.client.frames import VersionSpan
+from megarl.engine.client.reserved import ReservedEngines
+from megarl.explore.explorer.held_out import record_evaluations
+from megarl.explore.explorer.under_way import SamplesUnderWay
+from megarl.explore.store import Store
+from megarl.run.checks.pacing import check_pacing
+from megarl.train.rank.context import RunContext
+from megarl.train.rollout.asking import Awaited
+from megarl.train.rollout.evaluation import Evaluation
+from megarl.train.rollout.meanwhile import EvaluationMeanwhile
+from megarl.train.sync.kept import KeptEngines
+from tests.unit.test_held_out import answered
+from tests.unit.test_rollout_client import sample, streaming
+
+OLD, NEW = WeightsVersion(1, 2), WeightsVersion(1, 3)
+FINE = Config(
+    trainer=TrainerConfig(eval_engines=1, eval_interval=2),
+    rollout=RolloutConfig(replicas=2),
+    sync=SyncConfig(pause="keep", order="completion", max_staleness=1),
+)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"sync": SyncConfig()}, r"trainer\.eval_engines=1 with sync\.pause=wait: .* set sync\.pause=keep"),
+        ({"run": RunConfig(mode="train")}, r"trainer\.eval_engines=1 with run\.mode=train: .* set run\.mode=both"),
+        (
+            {"trainer": TrainerConfig(eval_engines=2, eval_interval=2)},
+            r"eval_engines=2 with rollout\.replicas=2: .* set rollout\.replicas to 3 or more, or .* to 1 or less",
+        ),
+        ({"trainer": TrainerConfig(eval_engines=1)}, r"eval_engines=1 with trainer\.eval_interval=0"),
+        (
+            {"reward": RewardConfig(judge=JudgeConfig(url="rollout"))},
+            r"eval_engines=1 with reward\.judge\.url=rollout: .* set the URL of another judge",
+        ),
+    ],
+)
+def test_what_cannot_keep_its_weights_is_refused(changed: dict[str, Any], message: str) -> None:
+    check_pacing(FINE, JOBS["both"])
+    with pytest.raises(ConfigError, match=message):
+        check_pacing(replace(FINE, **changed), JOBS["both"])
+
+
+class Servers:
+    """Engines that answer with weights that a test sets, and count what they are asked for."""
+
+    def __init__(self) -> None:
+        self.versions: list[WeightsVersion] = [OLD, OLD]
+        self.asked: list[int] = [0, 0]
+        self.urls: list[str] = []
+
+    def handler(self, number: int) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            self.asked[number] += 1
+            return await streaming(sample(0, 0, versions=(VersionSpan(str(self.versions[number]), 0, 2),)))(request)
+
+        return answer
+
+    async def __aenter__(self) -> Servers:
+        self._stack = AsyncExitStack()
+        for number in range(2):
+            app = web.Application()
+            app.router.add_post("/megarl/generate", self.handler(number))
+            server = await self._stack.enter_async_context(TestServer(app))
+            self.urls.append(str(server.make_url("")).rstrip("/"))
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._stack.aclose()
+
+    def has(self, engine: Any, least: WeightsVersion) -> bool:
+        return self.versions[self.urls.index(engine.url)] >= least
+
+
+async def ask(client: EngineClient, sampling: Sampling) -> None:
+    async for _ in client.generate([Prompt([1])], sampling):
+        pass
+
+
+def test_engines_of_an_evaluation_are_asked_for_nothing_else_until_they_have_newer_weights() -> None:
+    training = Sampling(max_tokens=2, oldest=OLD)
+
+    async def run() -> None:
+        async with Servers() as servers, EngineClient(servers.urls, "k") as client:
+            client._reserved = ReservedEngines("k", servers.has, every_s=0.01)
+            evaluation = Sampling(max_tokens=2, oldest=OLD, newest=OLD, engines=servers.urls[1:])
+            for _ in range(3):
+                await ask(client, evaluation)
+            assert servers.asked == [0, 3]
+            servers.versions[0] = NEW
+            for _ in range(4):
+                await ask(client, training)
+            await asyncio.sleep(0.1)  # the evaluation has ended, and its engine has the weights still
+            await ask(client, replace(training, oldest=NEW))
+            assert servers.asked == [5, 3]
+            servers.versions[1] = NEW
+            while servers.urls[1] in client._reserved:
+                await asyncio.sleep(0.01)
+            client._outstanding[servers.urls[0]] = 1
+            await ask(client, training)
+            assert servers.asked == [5, 4]
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_an_evaluation_has_no_answer_of_other_weights() -> None:
+    async def run() -> None:
+        async with Servers() as servers, EngineClient(servers.urls, "k") as client:
+            evaluation = Sampling(max_tokens=2, oldest=OLD, newest=OLD, engines=servers.urls[1:])
+            servers.versions[1] = NEW
+            with pytest.raises(WeightsPassed, match=r"samples with weights 1\.3, which are newer than 1\.2"):
+                await ask(client, evaluation)
+            servers.versions[1] = WeightsVersion(1, 1)
+            with pytest.raises(EngineError, match="older than 1.2"):
+                await ask(client, evaluation)
+            with pytest.raises(WeightsPassed, match=r"no engine at http://gone is left, which had weights 1\.2"):
+                await ask(client, replace(evaluation, engines=["http://gone"]))
+        assert servers.asked[0] == 0
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_look_that_fails_keeps_an_engine_reserved() -> None:
+    """No server is there: the engine may be asked for nothing."""
+
+    async def run() -> None:
+        engines = ReservedEngines("k", every_s=0.01)
+        engines.reserve(["http://127.0.0.1:1"], OLD)
+        await asyncio.sleep(0.2)
+        assert "http://127.0.0.1:1" in engines and engines._looking is not None and not engines._looking.done()
+        await engines.close()
+
+    asyncio.run(run())
+
+
+class Engines:
+    """A fleet whose engines have ``versions``."""
+
+    def __init__(self, *versions: str) -> None:
+        self.urls = [f"http://{number}" for number in range(len(versions))]
+        self.versions = list(versions)
+
+    def behind(self, version: str, kept: dict[str, str]) -> list[int]:
+        return [
+            i
+            for i, (url, has) in enumerate(zip(self.urls, self.versions, strict=True))
+            if has != kept.get(url, version)
+        ]
+
+
+def test_kept_engines_get_no_newer_weights_while_they_have_theirs() -> None:
+    lost: list[bool] = []
+    fleet: Any = Engines("1.1", "1.1", "1.1")
+    kept = KeptEngines()
+    assert kept.behind(fleet, "1.2") == [0, 1, 2]
+    fleet.versions = ["1.2"] * 3
+    assert kept.keep(1, OLD, lambda: lost.append(True)) == ["http://2"]
+    assert kept.behind(fleet, "1.3") == [0, 1] and kept.versions == {"http://2": "1.2"}
+    kept.update_all()
+    assert kept.behind(fleet, "1.3") == [0, 1, 2] and not lost
+    assert kept.keep(7, OLD, lambda: lost.append(True)) == ["http://1", "http://2"]  # one is left for training
+    fleet.versions = ["1.3", "1.2", "files"]  # one was replaced
+    assert kept.behind(fleet, "1.3") == [1, 2] and lost == [True] and not kept.versions
+    assert kept.keep(0, OLD, lambda: None) == []
+
+
+def test_kept_engines_are_given_up_where_no_other_is_left() -> None:
+    lost: list[bool] = []
+    fleet: Any = Engines("1.2", "1.2")
+    kept = KeptEngines()
+    kept.behind(fleet, "1.2")
+    kept.keep(1, OLD, lambda: lost.append(True))
+    fleet.urls, fleet.versions = ["http://1"], ["1.2"]
+    assert kept.behind(fleet, "1.3") == [0] and lost == [True]
+
+
+TASKS = [Task(f"t{i}", "sums", ({"role": "user", "content": str(i)},), "", {"ground_truth": "1"}) for i in range(3)]
+
+
+class Job:
+    """A trainer of one rank, and the groups that an explorer holds for it."""
+
+    def __init__(self, path: Path) -> None:
+        self.store = Store(f"sqlite:///{path}/store.db")
+        self.store.add_tasks("eval", TASKS)
+        self.written: list[tuple[int, dict[str, float]]] = []
+        self.events: list[dict[str, Any]] = []
+        self.said: list[str] = []
+        context = RunContext(FINE, path, 1, 0)
+        this: Any = self
+        self.kept = KeptEngines()
+        self.fleet: Any = Engines("1.2", "1.2")
+        self.kept.behind(self.fleet, "1.2")
+        self.timeline = SimpleNamespace(phase=lambda name, **labels: nullcontext())
+        evaluation = Evaluation(context, self.store, this, self.wait)
+        self.meanwhile = EvaluationMeanwhile(context, self.store, this, this, evaluation, self.kept, self.wait)
+
+    def wait(self, look: Callable[[], Awaited], label: str, *, weights_step: int) -> bool:
+        return look().complete
+
+    def agree(self, yes: bool) -> bool:
+        return yes
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        self.written.append((step, metrics))
+
+    def event(self, kind: str, data: dict[str, Any]) -> None:
+        self.events.append({"kind": kind, **data})
+
+    def log(self, text: str) -> None:
+        self.said.append(text)
+
+    def evaluate(self) -> None:
+        for claim in self.store.claim_groups("w", 100):
+            assert claim.sampling["engines"] == ["http://1"]
+            assert self.store.put(claim, [answered(claim, 0, 1)])
+        record_evaluations(self.store, "w")
+
+
+def test_an_evaluation_is_reported_under_its_step_when_it_has_ended(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    assert job.meanwhile.begin(2, OLD, "eval-2")
+    assert job.kept.versions == {"http://1": "1.2"} and job.store.uncounted() == {"eval-2": 2}
+    job.meanwhile.settle(3)
+    assert not job.meanwhile.wait(3) and job.kept.versions and not job.written
+    job.evaluate()
+    job.meanwhile.settle(4)
+    [(step, metrics)] = job.written
+    assert (step, metrics["val/accuracy"], metrics["val/steps_meanwhile"]) == (2, 1.0, 2.0)
+    assert not job.kept.versions and not job.meanwhile.due and job.meanwhile.wait(4)
+
+
+def test_an_evaluation_whose_engine_dies_is_made_with_later_weights(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    assert job.meanwhile.begin(2, OLD, "eval-2")
+    [held, *_] = job.store.claim_groups("w", 1)
+    job.fleet.versions = ["1.2", "files"]
+    assert job.kept.behind(job.fleet, "1.3") == [0, 1]
+    assert job.store.uncounted() == {} and not job.store.put(held, [answered(held, 0, 1)])
+    assert job.events == [{"kind": "evaluation_lost", "step": 2, "rollout_id": "eval-2"}]
+    assert "evaluation of step 2 is given up" in job.said[0]
+    job.meanwhile.settle(3)
+    assert job.meanwhile.due and not job.written
+    job.fleet.versions = ["1.3", "1.3"]
+    assert job.meanwhile.begin(3, NEW, "eval-3") and not job.meanwhile.due
+    job.evaluate()
+    assert job.meanwhile.wait(3) and [step for step, _ in job.written] == [3]
+
+
+def test_an_evaluation_that_has_ended_is_not_given_up(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    assert job.meanwhile.begin(2, OLD, "eval-2")
+    job.evaluate()
+    job.fleet.versions = ["1.2", "files"]
+    assert job.kept.behind(job.fleet, "1.3") == [0, 1]
+    job.meanwhile.settle(3)
+    assert [step for step, _ in job.written] == [2] and not job.meanwhile.due and not job.events
+
+
+@pytest.mark.parametrize(("back_to", "due"), [(4, True), (2, False), (0, False)])
+def test_an_evaluation_is_made_again_after_a_rollback(back_to: int, due: bool, tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    assert job.meanwhile.begin(2, OLD, "eval-2")
+    job.store.discard_rollouts(back_to, ahead=True)
+    assert not job.store.uncounted() and job.store.claim_groups("w", 9) == []
+    job.meanwhile.forget(back_to)
+    assert job.meanwhile.due is due and not job.kept.versions
+
+
+def test_samples_of_such_an_evaluation_take_no_place_of_others(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path}/store.db")
+    store.add_tasks("train", TASKS)
+    ids = store.task_ids("train")
+    store.request_rollout("train-000000", "train", 0, OLD, ids, 2, {})
+    store.request_rollout("eval-0", "eval", 0, OLD, ids, 2, {"engines": ["http://1"]})
+    under_way = SamplesUnderWay(4)
+    claims = store.claim_groups("w", 9, max_samples=under_way.free)
+    assert [claim.kind for claim in claims] == ["eval", "eval"]
+    under_way.begin(claims)
+    assert (under_way.free, under_way.total, under_way.evaluates) == (4, 4, False)
+    others = store.claim_groups("w", 9, max_samples=under_way.free, evaluations=under_way.evaluates)
+    assert [claim.kind for claim in others] == ["train", "train"]
+    under_way.begin(others)
+    assert (under_way.free, under_way.total) == (0, 8)
+    under_way.end(claims[0])
+    under_way.end(others[0])
+    assert (under_way.free, under_way.total, under_way.evaluates) == (1, 6, True)
+    with under_way.until_passed(claims):
+        raise ExceptionGroup("calls", [WeightsPassed("newer")])
+    assert (under_way.free, under_way.total) == (1, 3)
+    assert [claim.kind for claim in store.claim_groups("w", 9, evaluations=False)] == ["train"]
+    assert store.claim_groups("w", 9, evaluations=False) == []
+    assert [claim.kind for claim in store.claim_groups("w", 9)] == ["eval"]
+    store.close()
