@@ -644,6 +644,7 @@ def test_every_write_is_in_the_table_of_writes() -> None:
         "last_step",
         "awaiting",
         "to_evaluate",
+        "uncounted",
         "evaluation",
         "engines",
         "own_engines",
