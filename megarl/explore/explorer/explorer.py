@@ -42,7 +42,7 @@ from megarl.explore.explorer.held_out import record_evaluations
 from megarl.explore.explorer.iterations import PartialRollouts
 from megarl.explore.explorer.lease import Lease
 from megarl.explore.explorer.rollout_clock import RolloutClock
-from megarl.explore.explorer.segments import SegmentSettings
+from megarl.explore.explorer.segments import WHOLE_RESPONSES, SegmentSettings
 from megarl.explore.explorer.store_queue import StoreQueue
 from megarl.explore.explorer.trajectories import ClaimedGroup, Scorer, TrajectoryRunner
 from megarl.explore.recording.limits import TokenLimits
@@ -60,8 +60,6 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 """First wait before samples that an engine failed to give are asked for again."""
-
-WHOLE_RESPONSES = SegmentSettings()
 
 EVENTS_S = 1.0
 """Seconds between two checks for a line about scoring on the terminal."""
@@ -126,7 +124,7 @@ class Explorer:
             timeout_s=workflow_timeout_s,
             rewards=rewards,
             wrong_ends=wrong_ends,
-            segment_tokens=segments.tokens,
+            segments=segments,
             record=StoreQueue(partial(self._call, store.append_segments)).put if segments.tokens else None,
             forget=partial(self._call, store.forget_segments),
         )
