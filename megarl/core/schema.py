@@ -21,7 +21,7 @@ GREEDY = -1
 """Index of the greedy trajectory beside a group's sampled ones: it is compared with, never trained on."""
 
 RewardStatus = Literal["ok", "wrong", "error", "timeout", "late"]
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "repetition"]
 Author = Literal["system", "user", "environment", "tool", "model"]
 
 
@@ -31,6 +31,8 @@ class End(StrEnum):
     FINISHED = "finished"
     TRUNCATED = "truncated"
     """At the limit of a response, or of the trajectory."""
+    REPETITION = "repetition"
+    """Its last response repeats one sequence of tokens, and was stopped there."""
     WORKFLOW_ERROR = "workflow_error"
     """The workflow, or the agent, has raised an exception."""
     WORKFLOW_TIMEOUT = "workflow_timeout"
@@ -46,13 +48,16 @@ class End(StrEnum):
     @property
     def by_policy(self) -> bool:
         """True for ends that the policy can have caused."""
-        return self in (End.FINISHED, End.TRUNCATED)
+        return self in (End.FINISHED, End.TRUNCATED, End.REPETITION)
 
     @property
     def by_reward(self) -> bool:
         """True for trajectories that the verifier gave no verdict of."""
         return self in (End.REWARD_ERROR, End.REWARD_TIMEOUT, End.REWARD_LATE)
 
+
+ENDS: Mapping[FinishReason | None, End] = {"length": End.TRUNCATED, "repetition": End.REPETITION}
+"""Ends by the reason of the model's last turn, where they are others than ``FINISHED``."""
 
 Message = dict[str, Any]
 """A chat message: ``role``, ``content`` (None beside tool calls), and what else a chat template renders
@@ -270,8 +275,8 @@ class Trajectory:
         """Cause of its end. A missing verdict comes before an end by the policy, which has a reward."""
         if self.reward.status in ("error", "timeout", "late") and (self.cause is None or self.cause.by_policy):
             return End(f"reward_{self.reward.status}")
-        truncated = [turn.finish_reason == "length" for turn in self.turns if turn.author == "model"][-1:]
-        return self.cause or (End.TRUNCATED if any(truncated) else End.FINISHED)
+        reasons = [turn.finish_reason for turn in self.turns if turn.author == "model"][-1:]
+        return self.cause or (ENDS.get(reasons[0], End.FINISHED) if reasons else End.FINISHED)
 
     @property
     def prompt(self) -> Turn:

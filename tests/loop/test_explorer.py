@@ -351,7 +351,7 @@ def test_an_evaluation_that_a_predecessor_left_is_recorded(store: Store, tokeniz
 
 def test_clock() -> None:
     now = [0.0]
-    clock = RolloutClock(lambda: now[0])
+    clock = RolloutClock(now=lambda: now[0])
     for at, phase, by in [(1, "generation", 2), (2, "generation", -1), (2, "reward", 1), (4, "generation", -1)]:
         now[0] = at
         clock.change(phase, by)

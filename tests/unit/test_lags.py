@@ -15,9 +15,10 @@ import torch
 from megarl.core.config import Config
 from megarl.core.config.algorithms import AlgorithmConfig, KLConfig
 from megarl.core.config.job import SyncConfig
+from megarl.core.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import JOBS
-from megarl.core.schema import LARGEST_LAG, Reward, Trajectory, Turn, WeightsSpan, WeightsVersion
+from megarl.core.schema import LARGEST_LAG, End, Outcome, Reward, Trajectory, Turn, WeightsSpan, WeightsVersion
 from megarl.explore.experience.groups import group_stats
 from megarl.explore.order.draws import ExpertRow
 from megarl.learn import algorithms
@@ -27,8 +28,9 @@ from megarl.learn.training import objectives
 from megarl.learn.training.objectives import LossTokens
 from megarl.run.checks.pacing import check_pacing
 from megarl.train.rollout.rollouts import StepTokens
-from megarl.train.update.batch import StepBatch, filter_overlong, make_batch
+from megarl.train.update.batch import StepBatch, filter_overlong, make_batch, overlong
 from megarl.train.update.lags import lag_metrics
+from tests.trajectories import one_turn
 from tests.unit.test_replay import GROUPS, SIZE, ReplayJob, config_of
 
 OLD, MIDDLE, SAME, NEW = (WeightsVersion(1, n) for n in (1, 2, 3, 4))
@@ -242,3 +244,23 @@ def test_segments_need_weights_that_change_within_a_trajectory() -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.segments=current with sync\.max_staleness=0: .* set sync\.max"):
         check_pacing(config, JOBS["both"])
     check_pacing(replace(config, sync=SyncConfig(max_staleness=1)), JOBS["both"])
+
+
+def test_repetition_is_an_end_of_its_own_that_is_trained_on() -> None:
+    repeating, truncated = (
+        trajectory(i, *one_turn([1], [2, 3, 2, 3], finish_reason=reason))
+        for i, reason in enumerate(("repetition", "length"))
+    )
+    assert (repeating.end, truncated.end) == (End.REPETITION, End.TRUNCATED)
+    assert End.REPETITION.by_policy and not repeating.truncated
+    settings = AlgorithmConfig(overlong_filtering=True)
+    assert overlong([Outcome.of(repeating), Outcome.of(truncated)], settings) == [1]
+
+
+def test_repetition_is_looked_for_between_segments() -> None:
+    config = Config(rollout=RolloutConfig(max_repeats=8))
+    with pytest.raises(
+        ConfigError, match=r"rollout\.max_repeats=8 without rollout\.segment_tokens: .* set rollout\.seg"
+    ):
+        check_pacing(config, JOBS["both"])
+    check_pacing(replace(config, rollout=RolloutConfig(max_repeats=8, segment_tokens=64)), JOBS["both"])

@@ -18,7 +18,8 @@ from megarl.core.schema import Segment, WeightsSpan, WeightsVersion, digest_of
 from megarl.engine.client.frames import Completion, VersionSpan
 from megarl.engine.client.gather import SampleRequest
 from megarl.explore.explorer.iterations import GroupPace, Iterations, tokens_by_iteration
-from megarl.explore.explorer.segments import SegmentSampler
+from megarl.explore.explorer.repetition import LONGEST_PERIOD, repeats_at_end
+from megarl.explore.explorer.segments import Record, SegmentSampler
 from megarl.explore.order.pacing import Pacing
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.store import Claim, Store
@@ -73,6 +74,14 @@ def sampler(
     return SegmentSampler(tokens, claim, 0, LIMITS, size, record if size else None, pace, counts, recorded)
 
 
+def recording(kept: list[Segment]) -> Record:
+    async def record(one: tuple[Claim, Segment]) -> bool:
+        kept.append(one[1])
+        return True
+
+    return record
+
+
 @pytest.fixture
 def claim() -> Claim:
     return Claim("r0", "train", 0, VERSION, "r0/0", 0, 2, {}, make_task(0), "a", "token", 1)
@@ -101,6 +110,70 @@ def test_a_response_in_one_is_asked_for_as_it_is(claim: Claim) -> None:
     tokens, request = Tokens(9), ask()
     completion = asyncio.run(sampler(tokens, claim, None).sample(request))
     assert tokens.asked == [request] and completion.finish_reason == "stop"
+
+
+class Looping(Tokens):
+    """Says different tokens, and then the same few without end."""
+
+    def __init__(self, before: int, period: int) -> None:
+        super().__init__(100)
+        self.before, self.period = before, period
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        whole = await super().sample(request)
+        places = range(request.start, request.start + len(whole.token_ids))
+        ids = [50 + i if i < self.before else (i - self.before) % self.period for i in places]
+        return replace(whole, token_ids=np.array(ids, np.int32))
+
+
+def test_a_response_that_repeats_itself_ends_after_its_segment(claim: Claim) -> None:
+    """Tokens 0 1 2 from 3 on: three times by token 12, which the segment up to 15 shows."""
+    kept: list[Segment] = []
+    tokens = Looping(3, 3)
+    loop = SegmentSampler(tokens, claim, 0, LIMITS, 5, recording(kept), None, Counter[str](), max_repeats=3)
+    found = asyncio.run(loop.sample(ask()))
+    assert found.finish_reason == "repetition" and len(found.token_ids) == 15 and len(tokens.asked) == 3
+    assert [s.finish_reason for s in kept] == [None, None, "repetition"]
+    counts = Counter[str]()
+    again = SegmentSampler(Tokens(1), claim, 0, LIMITS, 5, None, None, counts, kept, max_repeats=3)
+    taken = asyncio.run(again.sample(ask()))
+    assert taken.finish_reason == "repetition" and taken.token_ids.tolist() == found.token_ids.tolist()
+    assert counts["resumed_tokens"] == 15
+
+
+@pytest.mark.parametrize(
+    ("times", "size", "reason", "length"),
+    [
+        (None, 5, "length", 20),
+        (7, 5, "length", 20),
+        (5, 5, "repetition", 20),  # shown only by the limit's own segment
+        (2, 20, "repetition", 20),
+    ],
+)
+def test_a_repetition_at_the_limit(claim: Claim, times: int | None, size: int, reason: str, length: int) -> None:
+    loop = SegmentSampler(Looping(3, 3), claim, 0, LIMITS, size, recording([]), None, Counter[str](), max_repeats=times)
+    found = asyncio.run(loop.sample(ask()))
+    assert (found.finish_reason, len(found.token_ids)) == (reason, length)
+
+
+def test_a_response_that_stops_by_itself_has_not_been_stopped(claim: Claim) -> None:
+    tokens = Looping(0, 1)
+    tokens.length = 9
+    loop = SegmentSampler(tokens, claim, 0, LIMITS, 9, recording([]), None, Counter[str](), max_repeats=2)
+    assert asyncio.run(loop.sample(ask())).finish_reason == "stop"
+
+
+@given(ids=st.lists(st.integers(0, 2), max_size=40), times=st.integers(2, 5))
+@settings(max_examples=300, deadline=None)
+def test_repetition_is_found_as_it_is_defined(ids: list[int], times: int) -> None:
+    ends = any(len(ids) >= p * times and ids[-p * times :] == ids[-p:] * times for p in range(1, len(ids) + 1))
+    assert repeats_at_end(np.array(ids, np.int32), times) == ends
+
+
+def test_the_longest_period_that_is_found() -> None:
+    longest = np.tile(np.arange(LONGEST_PERIOD, dtype=np.int32), 2)
+    assert repeats_at_end(longest, 2) and not repeats_at_end(longest, 3)
+    assert not repeats_at_end(np.tile(np.arange(LONGEST_PERIOD + 1, dtype=np.int32), 2), 2)
 
 
 def test_segments_have_seeds_by_where_they_start(claim: Claim) -> None:

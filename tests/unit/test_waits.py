@@ -45,6 +45,7 @@ LIMITED = {
     "engine/client/open.OpenEngines.keep: self.wait": "closed_s, of wait_for",
     "explore/explorer/gates.FileFedEngines._follow: self.wait": "the program's life: as long as no weights are there",
     "train/sync/others.EnginesOfOthers.urls: with ThreadPoolExecutor": "others.ANSWER_S",
+    "explore/explorer/engine_time.EngineTime.keep: self._changed.wait": "10 s",
     "explore/explorer/explorer.Explorer._finish: self._writer.put": "store.outage_s",
     "explore/sandbox/box.is_over: link.recv": "no wait: not blocking",
     "core/fork.Forked.poll: os.waitpid": "no wait: WNOHANG",

@@ -73,6 +73,10 @@ def group(tokenizer: ChatTokenizer, size: int = 1, row: Task | None = None) -> C
     return ClaimedGroup(claim, RenderedPrompt.of(row, tokenizer), 7, RolloutClock())
 
 
+async def nothing() -> None:
+    """Is called once no token of a trajectory is missing."""
+
+
 def play(
     workflow: Play,
     tokenizer: ChatTokenizer,
@@ -87,7 +91,7 @@ def play(
 
     async def main() -> list[Trajectory]:
         runner = TrajectoryRunner(workflow, scorer or RightAlways(), tokenizer, **settings)
-        runs = (runner.run(claimed, i, gatherer, lambda: None) for i in range(size))  # type: ignore[arg-type]
+        runs = (runner.run(claimed, i, gatherer, nothing) for i in range(size))  # type: ignore[arg-type]
         return await asyncio.gather(*runs)
 
     found = asyncio.run(asyncio.wait_for(main(), 60))
@@ -347,7 +351,7 @@ def test_a_cancellation_passes(tokenizer: ChatTokenizer) -> None:
             workflow, RightAlways(), tokenizer, limits=up_to(9), retries=9, retry_s=0.0, timeout_s=None
         )
         gatherer: Any = Engine(tokenizer)
-        running = asyncio.ensure_future(runner.run(group(tokenizer), 0, gatherer, lambda: None))
+        running = asyncio.ensure_future(runner.run(group(tokenizer), 0, gatherer, nothing))
         await asyncio.sleep(0.05)
         assert runner.in_workflow == 1
         running.cancel()
@@ -406,7 +410,7 @@ def test_a_response_after_the_verdict_is_not_recorded(tokenizer: ChatTokenizer) 
             workflow, Slow(), tokenizer, limits=up_to(200), retries=0, retry_s=0.0, timeout_s=30.0
         )
         gatherer: Any = Uneven(tokenizer)
-        found = await runner.run(group(tokenizer), 0, gatherer, lambda: None)
+        found = await runner.run(group(tokenizer), 0, gatherer, nothing)
         await asyncio.gather(*left, return_exceptions=True)
         return found
 
@@ -499,7 +503,7 @@ def test_sys_exit_of_a_task_of_a_workflow_ends_no_explorer(tokenizer: ChatTokeni
             workflow, RightAlways(), tokenizer, limits=up_to(200), retries=0, retry_s=0.0, timeout_s=30.0
         )
         gatherer: Any = Engine(tokenizer)
-        found.extend(await asyncio.gather(*(runner.run(group(tokenizer, 3), i, gatherer, int) for i in range(3))))
+        found.extend(await asyncio.gather(*(runner.run(group(tokenizer, 3), i, gatherer, nothing) for i in range(3))))
         await asyncio.sleep(0.05)
         return 7
 
@@ -526,7 +530,7 @@ def test_sampling_without_a_seed_leaves_the_trajectory_one(tokenizer: ChatTokeni
         )
         gatherer: Any = Engine(tokenizer)
         for index in range(2):
-            await runner.run(claimed, index, gatherer, lambda: None)
+            await runner.run(claimed, index, gatherer, nothing)
 
     asyncio.run(main())
     assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
@@ -593,7 +597,7 @@ def test_nothing_is_taken_from_a_task_that_the_workflow_left(
         workflow, Slow(), tokenizer, limits=up_to(200), retries=0, retry_s=0.0, rewards=RewardConfig(weight=2.0)
     )
     engine: Any = Engine(tokenizer)
-    found = asyncio.run(runner.run(group(tokenizer), 0, engine, lambda: None))
+    found = asyncio.run(runner.run(group(tokenizer), 0, engine, nothing))
     assert found.reward == Reward(2.0, "ok", {"answer": 1.0}) and found.end is End.FINISHED
     assert [turn.author for turn in found.turns] == ["user", "model"]
 

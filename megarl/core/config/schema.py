@@ -300,6 +300,9 @@ class RolloutConfig:
     segment_tokens: Count | None = None
     """Tokens after which an unfinished response is written to the store, to go on from there after a death
     (docs/asynchrony.md). None writes groups only when they are whole."""
+    max_repeats: Annotated[int, Bound(2)] | None = None
+    """A response ends after a segment whose last tokens are one sequence so many times in a row, of at most 256 tokens
+    (docs/asynchrony.md). None never stops a repetition."""
     budget_tokens: Count | None = None
     """Partial rollouts: tokens after which a trajectory of a later step waits for the next publication of weights, and
     goes on with them. None lets every trajectory end."""

@@ -212,7 +212,7 @@ class Session:
         return Reply(
             content,
             tuple(_call(call, f"c{number:04d}{i:04d}") for i, call in enumerate(calls)),
-            turn.finish_reason == "length",
+            turn.finish_reason != "stop",
             prompt_tokens,
             len(turn),
         )

@@ -37,12 +37,13 @@ from megarl.engine.client.client import EngineClient, Sampling
 from megarl.engine.client.gather import Engine, Gatherer
 from megarl.engine.client.open import OpenEngines
 from megarl.explore import workflows
+from megarl.explore.explorer.engine_time import EngineTime
 from megarl.explore.explorer.gates import gate_of
 from megarl.explore.explorer.held_out import record_evaluations
 from megarl.explore.explorer.iterations import PartialRollouts
 from megarl.explore.explorer.lease import Lease
 from megarl.explore.explorer.rollout_clock import RolloutClock
-from megarl.explore.explorer.segments import SegmentSettings
+from megarl.explore.explorer.segments import WHOLE_RESPONSES, SegmentSettings
 from megarl.explore.explorer.store_queue import StoreQueue
 from megarl.explore.explorer.trajectories import ClaimedGroup, Scorer, TrajectoryRunner
 from megarl.explore.explorer.under_way import KEEPERS, SamplesUnderWay
@@ -61,8 +62,6 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 """First wait before samples that an engine failed to give are asked for again."""
-
-WHOLE_RESPONSES = SegmentSettings()
 
 EVENTS_S = 1.0
 """Seconds between two checks for a line about scoring on the terminal."""
@@ -113,8 +112,7 @@ class Explorer:
         segments: SegmentSettings = WHOLE_RESPONSES,
     ) -> None:
         self._flights: set[asyncio.Task[None]] = set()
-        self._gate, self._silence_s = gate, silence_s
-        self._timeline, self._event_lines = timeline, event_lines
+        self._gate, self._silence_s, self._event_lines = gate, silence_s, event_lines
         self._store, self._engine, self._tokenizer = store, engine, tokenizer
         self._runner = TrajectoryRunner(
             workflow,
@@ -127,7 +125,7 @@ class Explorer:
             timeout_s=workflow_timeout_s,
             rewards=rewards,
             wrong_ends=wrong_ends,
-            segment_tokens=segments.tokens,
+            segments=segments,
             record=StoreQueue(partial(self._call, store.append_segments)).put if segments.tokens else None,
             forget=partial(self._call, store.forget_segments),
         )
@@ -142,6 +140,8 @@ class Explorer:
         # claims given back at the end cannot be overtaken by a claim that was still waiting.
         self._store_thread = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._lease = Lease(store, worker, self._call, silence_s)
+        self._engine_time = EngineTime(store, worker, self._call)
+        self._new_clock = partial(RolloutClock, timeline=timeline, generates=self._engine_time.change)
 
     async def run(self) -> None:
         """Work until the job is closed; claims still held are given back, however this ends.
@@ -153,7 +153,8 @@ class Explorer:
             await self._call(record_evaluations, self._store, self._worker)
             async with asyncio.TaskGroup() as tasks:
                 works = [heartbeat.beat_periodically(self._mark), self._lease.keep(), self._partial.keep()]
-                keeping = [tasks.create_task(w) for w in (*works, _report(self._event_lines, self._record))]
+                works += [_report(self._event_lines, self._record), self._engine_time.keep()]
+                keeping = [tasks.create_task(work) for work in works]
                 if self._gate is not None:
                     keeping.append(tasks.create_task(self._gate.keep(self._silence_s, self._give_back)))
                 while await self._call(self._store.job_state) == "open":
@@ -208,9 +209,7 @@ class Explorer:
         return claims
 
     async def _group(self, claim: Claim) -> ClaimedGroup:
-        clock = self._clocks.setdefault(
-            (claim.rollout_id, claim.version), RolloutClock(timeline=self._timeline, rollout_id=claim.rollout_id)
-        )
+        clock = self._clocks.setdefault((claim.rollout_id, claim.version), self._new_clock(claim.rollout_id))
         prompt = RenderedPrompt.of(claim.task, self._tokenizer)
         return ClaimedGroup(claim, prompt, _seed(claim), clock, await self._partial.pace(claim))
 

@@ -16,8 +16,14 @@ class RolloutClock:
     """Seconds during which a rollout had generation under way, rewards under way, and both; and what it counted."""
 
     def __init__(
-        self, now: Callable[[], float] = time.monotonic, timeline: Timeline | None = None, rollout_id: str = ""
+        self,
+        rollout_id: str = "",
+        timeline: Timeline | None = None,
+        now: Callable[[], float] = time.monotonic,
+        generates: Callable[[int], None] = lambda by: None,
     ) -> None:
+        """``generates``: called too with each change of the samples in generation."""
+        self._generates = generates
         self._now = now
         self._timeline = timeline
         self._rollout_id = rollout_id
@@ -30,6 +36,8 @@ class RolloutClock:
     def change(self, phase: str, by: int) -> None:
         """``by`` more (or fewer) samples are in ``phase``: generation or reward."""
         self._account()
+        if phase == "generation":
+            self._generates(by)
         before, after = self._active[phase], self._active[phase] + by
         self._active[phase] = after
         if before == 0 < after:

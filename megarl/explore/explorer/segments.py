@@ -17,6 +17,7 @@ from megarl.core.schema import Segment, WeightsSpan, WeightsVersion, digest_of
 from megarl.engine.client.frames import Completion, VersionSpan
 from megarl.engine.client.gather import SampleRequest
 from megarl.explore.explorer.iterations import GroupPace
+from megarl.explore.explorer.repetition import repeats_at_end
 from megarl.explore.order.pacing import Pacing
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.recording.model import Sampler
@@ -32,6 +33,8 @@ class SegmentSettings:
 
     tokens: int | None = None
     """Most tokens of a segment (``rollout.segment_tokens``); None for whole responses, which are not recorded."""
+    max_repeats: int | None = None
+    """Repetitions that end a response (``rollout.max_repeats``); None for none."""
     budget: int | None = None
     """``rollout.budget_tokens``."""
     pacing: Pacing = Pacing()
@@ -39,7 +42,11 @@ class SegmentSettings:
 
     @classmethod
     def of(cls, config: Config) -> SegmentSettings:
-        return cls(config.rollout.segment_tokens, config.rollout.budget_tokens, Pacing.of(config.sync))
+        rollout = config.rollout
+        return cls(rollout.segment_tokens, rollout.max_repeats, rollout.budget_tokens, Pacing.of(config.sync))
+
+
+WHOLE_RESPONSES = SegmentSettings()
 
 
 class SegmentSampler:
@@ -50,6 +57,7 @@ class SegmentSampler:
         record: None where nothing is recorded.
         pace: Limit of a partial rollout; None for none.
         recorded: What earlier claims of the group have left of it, in order.
+        max_repeats: Equal sequences in a row that end a response after a segment; None for none.
         counts: ``resumed_tokens``: recorded ones that were taken; ``replay_diverged``: those that were not, since the
             workflow has asked for them with another context.
     """
@@ -65,10 +73,11 @@ class SegmentSampler:
         pace: GroupPace | None,
         counts: Counter[str] | dict[str, int],
         recorded: Sequence[Segment] = (),
+        max_repeats: int | None = None,
     ) -> None:
         self._sampler, self._record, self._pace = sampler, record, pace
         self._claim, self._index, self._limits, self._size, self._counts = claim, index, limits, size, counts
-        self._recorded = list(recorded)
+        self._recorded, self._max_repeats = list(recorded), max_repeats
         self._is_ours = True
 
     async def sample(self, request: SampleRequest) -> Completion:
@@ -90,6 +99,8 @@ class SegmentSampler:
                 return completion
             context = context or digest_of(request.token_ids)
             segment = self._segment(completion, request, start, context, goes_on=asked < left)
+            if segment.finish_reason in (None, "length") and self._repeats([*segments, segment]):
+                segment = replace(segment, finish_reason="repetition")
             segments.append(segment)
             if self._pace is not None:
                 self._pace.spend(self._index, len(segment.token_ids))
@@ -134,6 +145,10 @@ class SegmentSampler:
             None if unfinished else completion.finish_reason,
             completion.prompt_ids if start == 0 else None,
         )
+
+    def _repeats(self, segments: Sequence[Segment]) -> bool:
+        tokens = [segment.token_ids for segment in segments]
+        return self._max_repeats is not None and repeats_at_end(np.concatenate(tokens), self._max_repeats)
 
     def _version(self, name: str) -> WeightsVersion:
         return self._claim.version if name == "default" else WeightsVersion.parse(name)

@@ -16,7 +16,7 @@ from megarl.engine.client.frames import Completion
 from megarl.engine.client.gather import LONGEST_RETRY_S, Gatherer, SampleRequest
 from megarl.explore.explorer.iterations import GroupPace
 from megarl.explore.explorer.rollout_clock import RolloutClock
-from megarl.explore.explorer.segments import Record, SegmentSampler
+from megarl.explore.explorer.segments import WHOLE_RESPONSES, Record, SegmentSampler, SegmentSettings
 from megarl.explore.explorer.workflow_run import OwnTime, run_workflow
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.recording.model import NO_LIMITS, NO_OPTIONS, RenderedPrompt, RolloutModel, Sampler
@@ -57,7 +57,7 @@ class TrajectoryRunner:
         wrong_ends: Ends that count as a wrong response (``rollout.wrong_ends``).
         timeout_s: Most seconds of a workflow of its own; None for one that has a limit itself.
         options: ``rollout.options``.
-        segment_tokens: ``rollout.segment_tokens``.
+        segments: Lengths of segments, and the repetitions that end a response.
         record: Records segments.
         forget: Forgets the segments of a trajectory that begins again.
     """
@@ -75,11 +75,11 @@ class TrajectoryRunner:
         timeout_s: float | None = None,
         limits: TokenLimits = NO_LIMITS,
         options: Mapping[str, Any] = NO_OPTIONS,
-        segment_tokens: int | None = None,
+        segments: SegmentSettings = WHOLE_RESPONSES,
         record: Record | None = None,
         forget: Callable[[Claim, int], Awaitable[None]] | None = None,
     ) -> None:
-        self._segment_tokens, self._record, self._forget = segment_tokens, record, forget
+        self._segments, self._record, self._forget = segments, record, forget
         self._workflow = workflow
         self._scorer = scorer
         self._tokenizer = tokenizer
@@ -149,8 +149,8 @@ class TrajectoryRunner:
         """Run the workflow once, on a task of its own: what it changes there, no other trajectory sees."""
         own = OwnTime()
         claim, counts = group.claim, group.clock.counts
-        of_segments = (self._limits, self._segment_tokens, self._record)
-        sampler = SegmentSampler(gatherer, claim, index, *of_segments, group.pace, counts, recorded)
+        of_segments, repeats = (self._limits, self._segments.tokens, self._record), self._segments.max_repeats
+        sampler = SegmentSampler(gatherer, claim, index, *of_segments, group.pace, counts, recorded, repeats)
         model = RolloutModel(
             group.claim,
             index,

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sqlalchemy import Connection, select
 
 from megarl.explore.store.handle import Handle
-from megarl.explore.store.tables import GROUPS, WORKERS, GroupState
+from megarl.explore.store.tables import GROUPS, JOB, WORKERS, GroupState
 from megarl.explore.store.transactions import put
+
+BUSY = "busy "
+"""Prefix of the keys of explorers' times in the table ``job``."""
 
 
 class WorkerTable(Handle):
@@ -36,6 +41,32 @@ class WorkerTable(Handle):
             return found | {row.name: row.beat for row in connection.execute(select(WORKERS))}
 
         return self._read(look)
+
+    def record_busy(self, name: str, busy: BusyTime) -> None:
+        """Write the time in which an explorer has had samples under way. Safe to repeat."""
+        row = {"key": BUSY + name, "value": json.dumps(busy)}
+        self._write(lambda connection, again: put(connection, JOB, [row]))
+
+    def busy_times(self) -> dict[str, BusyTime]:
+        """Explorer -> what it has reported last, those that have ended included."""
+        query = select(JOB).where(JOB.c.key.startswith(BUSY))
+        rows = self._read(lambda connection: connection.execute(query).all())
+        return {row.key.removeprefix(BUSY): BusyTime(*json.loads(row.value)) for row in rows}
+
+
+class BusyTime(NamedTuple):
+    """Time in which an explorer has had samples under way at its engines."""
+
+    seconds: float
+    """Up to ``since``, or to ``at``."""
+    since: float | None
+    """Wall-clock time at which the samples that are under way began; None while there are none."""
+    at: float
+    """Wall-clock time of this report."""
+
+    def until(self, now: float) -> float:
+        """Seconds up to ``now``."""
+        return self.seconds if self.since is None else self.seconds + max(0.0, now - self.since)
 
 
 @dataclass(frozen=True)

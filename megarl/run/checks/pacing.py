@@ -32,6 +32,7 @@ def check_pacing(config: Config, job: Job) -> None:
             "trajectory, so there are no earlier segments; set sync.max_staleness to 1 or more, or "
             "algorithm.segments=all"
         )
+    _check_repeats(config)
     _check_budget(config)
     _check_pause(config)
     _check_eval_engines(config)
@@ -41,6 +42,16 @@ def check_pacing(config: Config, job: Job) -> None:
             "sync.max_staleness=%d without algorithm.correction: earlier weights sample the tokens, and the loss takes "
             "them for those of the step; set algorithm.correction=truncate (docs/algorithms.md)",
             sync.max_staleness,
+        )
+
+
+def _check_repeats(config: Config) -> None:
+    """Raise ConfigError if repetition would be looked for in no segment."""
+    rollout = config.rollout
+    if rollout.max_repeats is not None and rollout.segment_tokens is None:
+        raise ConfigError(
+            f"rollout.max_repeats={rollout.max_repeats} without rollout.segment_tokens: repetition is looked for after "
+            "each segment; set rollout.segment_tokens, or leave rollout.max_repeats out"
         )
 
 

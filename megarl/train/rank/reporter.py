@@ -18,6 +18,7 @@ from megarl.core.metrics import CONSOLE, MetricWriter, Timeline, console_line
 from megarl.explore.store import NOTHING_USED, Store, Used
 from megarl.learn import algorithms
 from megarl.train.rank.context import RunContext
+from megarl.train.rank.engine_time import EngineIdleness
 from megarl.train.rank.state import TrainState
 from megarl.train.tracking import RunInfo, open_trackers
 
@@ -31,6 +32,7 @@ class Reporter:
         self._context = context
         self._store = store
         self._writer: MetricWriter | None = None
+        self._engines = EngineIdleness()
         self.timeline = Timeline(context.run_dir / "timeline", f"trainer_{context.rank}")
         """Its ``phase`` is a context manager that measures."""
 
@@ -110,6 +112,8 @@ class Reporter:
         metrics["perf/throughput"] = tokens / (seconds["step"] * num_devices(config))
         if "rollout" in seconds:
             metrics["idle/trainer"] = seconds["rollout"] / seconds["step"]
+            if self._context.rank == 0 and (idle := self._engines.share(self._store.busy_times())) is not None:
+                metrics["idle/engines"] = idle
         self.write(step, metrics)
         self.keep(step, metrics, used)
         self.log(console_line(step, config.trainer.steps, metrics, console))
