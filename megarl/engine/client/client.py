@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import base64
 import time
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence, Set
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, Self
 
 import aiohttp
 import numpy as np
 
-from megarl.core.errors import EngineError, PromptRefused, RequestRefused
+from megarl.core.errors import EngineClosed, EngineError, PromptRefused, RequestRefused
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.auth import bearer
+from megarl.engine.client.engines import ClientEngines
 from megarl.engine.client.frames import Completion, Decoder, Failure, FrameError, StreamHeartbeat, pack_ids
 
 HEARTBEAT_S = 5.0
@@ -127,8 +130,9 @@ class EngineClient:
     def __init__(
         self, urls: Sequence[str], key: str, timeout_s: float = 300.0, progressed: Callable[[], None] = lambda: None
     ) -> None:
-        self._outstanding = dict.fromkeys(urls, 0)
-        self._left_out = dict.fromkeys(urls, 0.0)
+        self.engines = ClientEngines(urls)
+        self._outstanding = Counter[str]()
+        self._left_out = defaultdict[str, float](float)
         """Until when."""
         self._headers = bearer(key)
         self._timeout_s = timeout_s
@@ -150,13 +154,14 @@ class EngineClient:
         """Yields every sample of every prompt once, in the order in which they end. Leaving early aborts the others.
 
         Raises:
-            EngineError: the engine refuses all calls, or is gone; samples already yielded stay good.
+            EngineError: the engine refuses all calls, or is gone; samples already yielded stay good. An EngineClosed
+                where it has no weights, and others do: the next call asks one of those.
             RequestRefused: it refused this call for what is in it; PromptRefused: a prompt of it.
         """
         missing = {(i, j) for i, prompt in enumerate(prompts) for j in range(prompt.n)}
         total = len(missing)
         now = time.monotonic()
-        url = min(self._outstanding, key=lambda url: (max(now, self._left_out[url]), self._outstanding[url]))
+        url = min(self.engines.to_ask(), key=lambda url: (max(now, self._left_out[url]), self._outstanding[url]))
         self._outstanding[url] += total
         try:
             async for completion in self._stream(url, prompts, sampling):
@@ -164,12 +169,13 @@ class EngineClient:
                 _check_version(url, completion, sampling.oldest)
                 missing.remove((completion.request, completion.index))
                 self._outstanding[url] -= 1
+                self.engines.gave(url)
                 yield completion
             if missing:
                 raise EngineError(
                     f"the engine at {url} ended its answer with {len(missing)} of {total} samples missing"
                 )
-        except RequestRefused:
+        except (RequestRefused, EngineClosed):
             raise
         except EngineError:
             self._left_out[url] = time.monotonic() + LEFT_OUT_S
@@ -188,6 +194,8 @@ class EngineClient:
         decoder = Decoder()
         try:
             async with self._session.post(f"{url}/megarl/generate", json=body) as answer:
+                if answer.status == HTTPStatus.SERVICE_UNAVAILABLE and self.engines.close(url):
+                    raise EngineClosed(f"the engine at {url} has no weights yet, or sleeps; others are asked")
                 if answer.status != 200:
                     reason = await _text(answer)
                     kind = RequestRefused if 400 <= answer.status < 500 else EngineError

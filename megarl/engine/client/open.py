@@ -15,6 +15,7 @@ log = logging.getLogger(__name__)
 
 EVERY_S = 1.0
 ANSWER_S = 5.0
+NO_WEIGHTS = WeightsVersion(0, 0)
 
 
 class OpenEngines:
@@ -31,6 +32,10 @@ class OpenEngines:
         self._looking: asyncio.Task[None] | None = None
         self.is_open = False
         """As the last look, or ``doubt``, has it."""
+
+    def replace(self, urls: Sequence[str], key: str) -> None:
+        """Have other engines from the next look on."""
+        self._engines = [EngineControl(url, key) for url in urls]
 
     def doubt(self, version: WeightsVersion) -> None:
         """Have the next ``wait`` look again: an engine has failed to sample with these weights, or later ones."""
@@ -60,7 +65,7 @@ class OpenEngines:
     async def _look(self) -> None:
         waited = False
         while True:
-            looks = [asyncio.to_thread(_may_be_asked, engine, self._oldest) for engine in self._engines]
+            looks = [asyncio.to_thread(may_be_asked, engine, self._oldest) for engine in self._engines]
             states = await asyncio.gather(*looks)
             if any(states):
                 self.is_open = True
@@ -71,7 +76,8 @@ class OpenEngines:
             await asyncio.sleep(self._every_s)
 
 
-def _may_be_asked(engine: EngineControl, oldest: WeightsVersion) -> bool:
+def may_be_asked(engine: EngineControl, oldest: WeightsVersion = NO_WEIGHTS) -> bool:
+    """Return True if an engine is up, does not refuse, and has published weights that are not older."""
     try:
         state = engine.state(ANSWER_S)
         return state.refusing is None and WeightsVersion.parse(state.version) >= oldest
