@@ -102,6 +102,12 @@ def build_parser() -> argparse.ArgumentParser:
     explore.add_argument(
         "--number", type=int, default=0, metavar="N", help="of several explore programs of a run, from 0: each its own"
     )
+    scale = add(
+        "scale",
+        "Change the number of engines of a run while it trains: `megarl scale RUN engines=N` (docs/elastic.md).",
+    )
+    scale.add_argument("run_dir", metavar="RUN", help="the run's directory, e.g. runs/quickstart")
+    scale.add_argument("settings", nargs="+", metavar="engines=N", help="engines to have; and program=explore-1")
     store = add(
         "store",
         "Run the PostgreSQL server of a run whose other parts are programs of their own (store=postgres); ends with "
@@ -325,6 +331,13 @@ def _explore(arguments: argparse.Namespace) -> int:
     return _run_job(compose([*arguments.overrides, *own], own=arguments.config_dir))
 
 
+def _scale(arguments: argparse.Namespace) -> int:
+    from megarl.run.launch.scale import scale
+
+    scale(arguments.run_dir, arguments.settings)
+    return 0
+
+
 def _store(arguments: argparse.Namespace) -> int:
     from megarl.core.config import compose
     from megarl.run.launch.store import serve
@@ -496,6 +509,7 @@ COMMANDS = {
     "train": _train,
     "bench": _bench,
     "explore": _explore,
+    "scale": _scale,
     "store": _store,
     "data": _data,
     "doctor": _doctor,

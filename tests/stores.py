@@ -110,6 +110,8 @@ WRITES: dict[str, Callable[[Store, Sequence[Claim]], Any]] = {
     "record_evaluation": lambda store, claims: store.record_evaluation("a", "r0", {"step": 1}),
     "record_event": lambda store, claims: store.record_event("trainer", "evaluation", {"step": 1}),
     "register_engines": lambda store, claims: store.register_engines([RegisteredEngine(0, "http://e", 2)]),
+    "scale_engines": lambda store, claims: store.scale_engines("train", 3),
+    "place_engine": lambda store, claims: store.place_engine(0, "http://f"),
     "order_engine": lambda store, claims: store.order_engine(0, EngineStatus.ABSENT),
     "note_engine": lambda store, claims: store.note_engine(0, EngineStatus.ABSENT, 1),
     "record_steps": lambda store, claims: store.record_steps({2: {"reward": 1.0}, 3: {}}),

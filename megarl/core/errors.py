@@ -53,6 +53,10 @@ class EngineError(MegarlError, RuntimeError):
     """The rollout engine refused a request or is gone."""
 
 
+class EngineClosed(EngineError):
+    """It has no weights yet, and other engines do: no failure, and the next call asks one of those."""
+
+
 class RequestRefused(EngineError):
     """The rollout engine refused a request for what is in it, and would refuse it again."""
 

@@ -19,7 +19,7 @@ from megarl.explore.store import Store
 from tests.system.jobs import START_S, Job
 
 ROLLOUTS = ("eval-before", "train-000000", "train-000001", "train-000002", "eval-after")
-NOT_COMPARED = re.compile(r"timing_s|perf|memory|rollout|sync|reward/|training/attempt")
+NOT_COMPARED = re.compile(r"timing_s|idle|perf|memory|rollout|sync|reward/|training/attempt")
 """What depends on the machine, on where rewards are computed, or counts attempts."""
 
 

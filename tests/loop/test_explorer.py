@@ -26,6 +26,7 @@ from megarl.core.errors import EngineError, RequestRefused
 from megarl.core.schema import GREEDY, Reward, Task, WeightsVersion
 from megarl.engine.client.client import Prompt, Sampling
 from megarl.engine.client.frames import Completion, VersionSpan, encode
+from megarl.explore.explorer.engines import EngineCount
 from megarl.explore.explorer.explorer import Explorer
 from megarl.explore.explorer.rollout_clock import RolloutClock
 from megarl.explore.recording.limits import TokenLimits
@@ -326,7 +327,7 @@ def test_slow_verifiers_do_not_hold_up_generation_until_the_backlog_is_full(
 def test_new_groups_are_spread_over_the_engines(store: Store, tokenizer: ChatTokenizer) -> None:
     request(store, groups=5, group_size=1, seed=None)
     engine = FakeEngine(tokenizer)
-    explore(store, engine, FakeScorer(), tokenizer, calls=3)
+    explore(store, engine, FakeScorer(), tokenizer, engines=EngineCount(3))
     assert sorted(len(call) for call in engine.calls) == [1, 2, 2]
     assert all(p.seed is None for call in engine.calls for p in call)
 

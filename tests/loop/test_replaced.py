@@ -67,7 +67,7 @@ def test_it_ends_in_its_first_attempt(job: Job) -> None:
     assert job.poll() == 0, said
     assert (job.run_dir / "attempt").read_text() == "1"
     assert (
-        "cluster.replacements: 0 left" in said
+        "cluster.replacements: 2 left" in said
         and "published 1.3 again" in said
         and "an engine died in a weight sync" in said
     )

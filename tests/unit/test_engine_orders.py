@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.core.errors import ConfigError
 from megarl.explore.store import EngineStatus, RegisteredEngine, Store
 from megarl.run.nodes.node import NotStarted, Spec, Started
 from megarl.run.supervise import orders, replace
@@ -21,6 +22,8 @@ ACTIONS = st.one_of(
     st.tuples(st.just("order"), st.sampled_from(ENGINES), st.sampled_from([SERVING, ASLEEP, ABSENT])),
     st.tuples(st.just("die"), st.sampled_from(ENGINES), st.none()),
     st.tuples(st.sampled_from(["look", "supervise"]), st.none(), st.none()),
+    st.tuples(st.just("scale"), st.integers(1, 4), st.none()),
+    st.tuples(st.just("step"), st.none(), st.none()),
 )
 
 
@@ -63,6 +66,13 @@ class Machine:
     def fault(self) -> None:
         return None
 
+    def place(self, number: int) -> Started:
+        """As ``MoreEngines``; there is room for three."""
+        if number > 2:
+            raise ConfigError("no room")
+        name = f"engine {number}"
+        return Started(NotStarted(name, Path(name)), self, Spec(name, (), {}, name, listens=f"h:{number}"))  # type: ignore[arg-type]
+
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -81,13 +91,13 @@ def at_once() -> Iterator[None]:
 @given(later=st.booleans(), actions=st.lists(ACTIONS, max_size=25))
 def test_every_sequence(url: str, later: bool, actions: list[Any]) -> None:
     machine, store = Machine(), Store(url)
-    names = [f"engine {number}" for number in ENGINES]
-    specs = [Spec(name, (), {}, name) for name in names]
+    names = [f"engine {number}" for number in range(4)]
+    specs = [Spec(name, (), {}, name) for name in names[: len(ENGINES)]]
     started = [Started(NotStarted(s.name, Path(s.log)) if later else machine.start(s), machine, s) for s in specs]  # type: ignore[arg-type]
     wanted, state = (ABSENT, ABSENT) if later else (SERVING, EngineStatus.STARTING)
     store.register_engines([RegisteredEngine(n, f"http://{n}", 1, wanted, state) for n in ENGINES])
     replacements = replace.Replacements(started, left=1000)
-    supervisor = orders.EngineOrders(Store(url), replacements, grace_s=0.0)
+    supervisor = orders.EngineOrders(Store(url), replacements, 0.0, machine)
 
     known: dict[int, EngineStatus] = {}
 
@@ -109,15 +119,75 @@ def test_every_sequence(url: str, later: bool, actions: list[Any]) -> None:
             store.order_engine(number, asked)
         elif action == "die" and machine.lives(names[number]):
             machine.processes[names[number]].status = -9
+        elif action == "scale":
+            before = sum(engine.wanted is not ABSENT for engine in store.own_engines())
+            assert store.scale_engines("train", number)[0] == before
+            assert sum(engine.wanted is not ABSENT for engine in store.own_engines()) == number
+        elif action == "step":
+            store.record_step(store.last_step() + 1, {})
         elif action == "look":
             look()
         elif action == "supervise":
             supervise()
-    for step in (look, supervise, look):
-        step()
+    for _ in range(4):
+        look()
+        supervise()
+    look()
     for engine in store.own_engines():
         assert engine.done == engine.orders
+        if engine.number > 2:
+            assert engine.wanted is ABSENT, "there is no room for it"
+        elif engine.number not in ENGINES and machine.lives(names[engine.number]):
+            assert engine.url == f"http://h:{engine.number}"
         if engine.wanted is not ASLEEP:
             assert machine.lives(names[engine.number]) is (engine.wanted is SERVING)
     supervisor.close()
     store.close()
+
+
+def added(machine: Machine, store: Store, url: str) -> tuple[orders.EngineOrders, replace.Replacements]:
+    """Supervisor of a job with engine 0, to which engine 1 has been added."""
+    spec = Spec("engine 0", (), {}, "engine 0")
+    store.register_engines([RegisteredEngine(0, "http://0", 1)])
+    replacements = replace.Replacements([Started(machine.start(spec), machine, spec)], 1)  # type: ignore[arg-type]
+    supervisor = orders.EngineOrders(Store(url), replacements, 0.0, machine)
+    assert store.scale_engines("train", 2) == (1, 1)
+    supervisor.look()
+    supervisor.carry_out()
+    assert machine.lives("engine 1")
+    return supervisor, replacements
+
+
+def test_an_added_engine_that_does_not_start_is_given_up(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It ended by itself, which ends the attempt where the job began with the engine."""
+    machine, store = Machine(), Store(url)
+    supervisor, replacements = added(machine, store, url)
+    machine.processes["engine 1"].status = 1
+    assert replacements.replace_dead()
+    for _ in range(3):
+        supervisor.carry_out()
+        supervisor.look()
+    first, second = store.own_engines()
+    assert (first.wanted, second.wanted, second.state) == (SERVING, ABSENT, ABSENT)
+    assert "engine 1 is not added: it ended before it served" in caplog.text
+    store.scale_engines("train", 2)  # asked for again, it is tried again
+    supervisor.look()
+    supervisor.carry_out()
+    assert machine.lives("engine 1")
+    supervisor.close()
+
+
+def test_replacements_are_refilled_by_each_step(url: str) -> None:
+    machine, store = Machine(), Store(url)
+    supervisor, replacements = added(machine, store, url)
+    for _ in range(3):
+        machine.processes["engine 0"].status = -9
+        assert replacements.replace_dead() and machine.lives("engine 0")
+        store.record_step(store.last_step() + 1, {})
+        supervisor.look()
+        supervisor.carry_out()
+    for replaced in (True, False):  # two deaths without a step between them
+        machine.processes["engine 0"].status = -9
+        assert replacements.replace_dead() is replaced
+    assert "used up (engine 0 1x)" in replacements.used_up
+    supervisor.close()

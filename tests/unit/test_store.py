@@ -648,6 +648,7 @@ def test_every_write_is_in_the_table_of_writes() -> None:
         "evaluation",
         "engines",
         "own_engines",
+        "engine_room",
         "engine_programs",
         "task_sources",
         "steps",

@@ -65,9 +65,8 @@ class ClusterConfig:
     """Number of times that a job starts again from its newest checkpoint, in the same allocation, after a process or a
     node has died."""
     replacements: Annotated[int, Bound(0, 1000)] = 3
-    """Number of dead engines, explorers and reward hosts that are started again in an attempt while the trainer waits;
-    0 for
-    none: their death ends the attempt."""
+    """Number of dead engines, explorers and reward hosts that are started again between two steps; 0 for none: their
+    death ends the attempt."""
     spare_nodes: Annotated[int, Bound(0, 1000)] = 0
     """Nodes of the allocation that stand by: one takes the place of a node that is lost, or not well at the start."""
     shrink: bool = True

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import base64
 import time
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence, Set
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, Self
 
 import aiohttp
 import numpy as np
 
-from megarl.core.errors import EngineError, PromptRefused, RequestRefused, WeightsPassed
+from megarl.core.errors import EngineClosed, EngineError, PromptRefused, RequestRefused, WeightsPassed
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.auth import bearer
+from megarl.engine.client.engines import ClientEngines
 from megarl.engine.client.frames import Completion, Decoder, Failure, FrameError, StreamHeartbeat, pack_ids
 from megarl.engine.client.reserved import ReservedEngines
 
@@ -132,8 +135,9 @@ class EngineClient:
     def __init__(
         self, urls: Sequence[str], key: str, timeout_s: float = 300.0, progressed: Callable[[], None] = lambda: None
     ) -> None:
-        self._outstanding = dict.fromkeys(urls, 0)
-        self._left_out = dict.fromkeys(urls, 0.0)
+        self.engines = ClientEngines(urls)
+        self._outstanding = Counter[str]()
+        self._left_out = defaultdict[str, float](float)
         """Until when."""
         self._headers = bearer(key)
         self._timeout_s = timeout_s
@@ -157,7 +161,8 @@ class EngineClient:
         """Yields every sample of every prompt once, in the order in which they end. Leaving early aborts the others.
 
         Raises:
-            EngineError: the engine refuses all calls, or is gone; samples already yielded stay good.
+            EngineError: the engine refuses all calls, or is gone; samples already yielded stay good. An EngineClosed
+                where it has no weights, and others do: the next call asks one of those.
             RequestRefused: it refused this call for what is in it; PromptRefused: a prompt of it; WeightsPassed: no
                 engine will have the weights again that the samples are asked for with.
         """
@@ -172,12 +177,13 @@ class EngineClient:
                 _check_version(url, completion, sampling)
                 missing.remove((completion.request, completion.index))
                 self._outstanding[url] -= 1
+                self.engines.gave(url)
                 yield completion
             if missing:
                 raise EngineError(
                     f"the engine at {url} ended its answer with {len(missing)} of {total} samples missing"
                 )
-        except RequestRefused:
+        except (RequestRefused, EngineClosed):
             raise
         except EngineError:
             self._left_out[url] = time.monotonic() + LEFT_OUT_S
@@ -188,8 +194,9 @@ class EngineClient:
     def _choices(self, sampling: Sampling) -> Sequence[str]:
         """Engines that may be asked. Raises WeightsPassed where none of those that alone may be asked is there."""
         if not sampling.engines:
-            return [url for url in self._outstanding if url not in self._reserved] or list(self._outstanding)
-        found = [url for url in sampling.engines if url in self._outstanding]
+            there = self.engines.to_ask()
+            return [url for url in there if url not in self._reserved] or there
+        found = [url for url in sampling.engines if url in self.engines.urls]
         if not found:
             raise WeightsPassed(
                 f"no engine at {', '.join(sampling.engines)} is left, which had weights {sampling.newest}"
@@ -209,6 +216,8 @@ class EngineClient:
         decoder = Decoder()
         try:
             async with self._session.post(f"{url}/megarl/generate", json=body) as answer:
+                if answer.status == HTTPStatus.SERVICE_UNAVAILABLE and self.engines.close(url):
+                    raise EngineClosed(f"the engine at {url} has no weights yet, or sleeps; others are asked")
                 if answer.status != 200:
                     reason = await _text(answer)
                     kind = RequestRefused if 400 <= answer.status < 500 else EngineError

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from megarl.core import heartbeat
-from megarl.core.errors import EngineError, PromptRefused, RequestRefused
+from megarl.core.errors import EngineClosed, EngineError, PromptRefused, RequestRefused
 from megarl.core.schema import GREEDY
 from megarl.engine.client.client import Prompt, Sampling
 from megarl.engine.client.frames import Completion
@@ -128,6 +128,8 @@ class Gatherer:
                 await self._call(missing)
             except RequestRefused:
                 raise
+            except EngineClosed:
+                continue
             except EngineError as error:
                 if len(missing) != left:
                     since, left, delay_s = time.monotonic(), len(missing), self._retry_s

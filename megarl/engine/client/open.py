@@ -15,6 +15,7 @@ log = logging.getLogger(__name__)
 
 EVERY_S = 1.0
 ANSWER_S = 5.0
+NO_WEIGHTS = WeightsVersion(0, 0)
 
 
 class OpenEngines:
@@ -31,6 +32,10 @@ class OpenEngines:
         self._looking: asyncio.Task[None] | None = None
         self.is_open = False
         """As the last look, or ``doubt``, has it."""
+
+    def replace(self, urls: Sequence[str], key: str) -> None:
+        """Have other engines from the next look on."""
+        self._engines = [EngineControl(url, key) for url in urls]
 
     def doubt(self, version: WeightsVersion) -> None:
         """Have the next ``wait`` look again: an engine has failed to sample with these weights, or later ones."""
@@ -71,8 +76,8 @@ class OpenEngines:
             await asyncio.sleep(self._every_s)
 
 
-def may_be_asked(engine: EngineControl, oldest: WeightsVersion) -> bool:
-    """Return True if an engine is up, does not refuse, and has these weights or newer ones. Blocks."""
+def may_be_asked(engine: EngineControl, oldest: WeightsVersion = NO_WEIGHTS) -> bool:
+    """Return True if an engine is up, does not refuse, and has published weights that are not older. Blocks."""
     try:
         state = engine.state(ANSWER_S)
         return state.refusing is None and WeightsVersion.parse(state.version) >= oldest

@@ -38,6 +38,7 @@ from megarl.engine.client.gather import Engine, Gatherer
 from megarl.engine.client.open import OpenEngines
 from megarl.explore import workflows
 from megarl.explore.explorer.engine_time import EngineTime
+from megarl.explore.explorer.engines import ONE_ENGINE, EngineCount, EngineFollower
 from megarl.explore.explorer.gates import gate_of
 from megarl.explore.explorer.held_out import record_evaluations
 from megarl.explore.explorer.iterations import PartialRollouts
@@ -73,7 +74,7 @@ class Explorer:
     Args:
         capacity: Samples kept in generation at once; greedy answers are not counted.
         backlog: Answers that may wait for their score; when there are more, no further group is claimed.
-        calls: Calls over which newly claimed groups are spread (one for each engine).
+        engines: Over whose calls newly claimed groups are spread (one for each engine), as they come and go.
         retries: Times that a trajectory begins again after an error that is neither the policy's nor the verifier's.
         rewards: As of :class:`TrajectoryRunner`, as are ``wrong_ends``, ``limits`` and ``options``.
         workflow_timeout_s: Most seconds of a workflow of its own; None for one that has a limit itself.
@@ -95,7 +96,7 @@ class Explorer:
         worker: str,
         capacity: int,
         backlog: int = 8192,
-        calls: int = 1,
+        engines: EngineCount = ONE_ENGINE,
         limits: TokenLimits = NO_LIMITS,
         options: Mapping[str, Any] = NO_OPTIONS,
         retries: int = 0,
@@ -133,7 +134,7 @@ class Explorer:
         suspend = self._under_way.suspend
         self._partial = PartialRollouts(store, self._call, segments.budget, segments.pacing, poll_s, suspend)
         self._worker, self._backlog = worker, backlog
-        self._calls, self._poll_s, self._engine_timeout_s, self._retry_s = calls, poll_s, engine_timeout_s, retry_s
+        self._engines, self._poll_s, self._engine_timeout_s, self._retry_s = engines, poll_s, engine_timeout_s, retry_s
         self._clocks: dict[tuple[str, WeightsVersion], RolloutClock] = {}
         self._writer = StoreQueue(partial(self._call, store.put_all))
         # One thread, so that the store's calls never hold up the loop and happen in the order in which they are made:
@@ -154,12 +155,13 @@ class Explorer:
             async with asyncio.TaskGroup() as tasks:
                 works = [heartbeat.beat_periodically(self._mark), self._lease.keep(), self._partial.keep()]
                 works += [_report(self._event_lines, self._record), self._engine_time.keep()]
+                works.append(self._engines.keep(self._call))
                 keeping = [tasks.create_task(work) for work in works]
                 if self._gate is not None:
                     keeping.append(tasks.create_task(self._gate.keep(self._silence_s, self._give_back)))
                 while await self._call(self._store.job_state) == "open":
                     claims = await self._claim()
-                    for batch in _batches([await self._group(claim) for claim in claims], self._calls):
+                    for batch in _batches([await self._group(claim) for claim in claims], self._engines.count):
                         flight = tasks.create_task(self._run_groups(batch))
                         self._flights.add(flight)
                         flight.add_done_callback(self._flights.discard)
@@ -332,13 +334,13 @@ async def explore(config: Config, key: str, worker: str) -> None:
         program=os.environ.get(PROGRAM, TRAIN),
     )
     try:
-        engines = [engine.url for engine in store.own_engines()]
-        if not engines:
+        urls = [engine.url for engine in store.own_engines() if engine.url]
+        if not urls:
             raise JobError("no engine is registered in the store: `megarl train` registers those that it starts")
-        os.environ[ENGINES] = ",".join(engines)  # for verifiers in worker processes that ask the judge themselves
+        os.environ[ENGINES] = ",".join(urls)  # for verifiers in worker processes that ask the judge themselves
         async with (
-            EngineClient(engines, key, config.rollout.request_timeout_s, heartbeat.count_work) as engine,
-            _judge(config, engines, key, engine_timeout_s) as judge,
+            EngineClient(urls, key, config.rollout.request_timeout_s, heartbeat.count_work) as engine,
+            _judge(config, urls, key, engine_timeout_s) as judge,
             RewardPool(
                 await _with_hosts_of_nodes(config.reward),
                 judge,
@@ -348,6 +350,9 @@ async def explore(config: Config, key: str, worker: str) -> None:
             ) as scorer,
             workflows.opened(config.rollout, tokenizer) as workflow,
         ):
+            gate = gate_of(config, urls, key) if store.program.startswith(EXPLORE) else None
+            # Colocated engines come and go at once, in each step; those of a bench stay.
+            together = config.rollout.placement == "colocated" or config.run.mode == "bench"
             explorer = Explorer(
                 store,
                 engine,
@@ -357,7 +362,7 @@ async def explore(config: Config, key: str, worker: str) -> None:
                 worker=worker,
                 capacity=config.rollout.concurrent_groups * config.algorithm.group_size,
                 backlog=config.reward.backlog,
-                calls=len(engines),
+                engines=EngineCount(len(urls)) if together else EngineFollower(store, engine.engines, key, gate),
                 limits=TokenLimits.of(config.rollout),
                 options=config.rollout.options,
                 retries=config.rollout.retries,
@@ -369,7 +374,7 @@ async def explore(config: Config, key: str, worker: str) -> None:
                 poll_s=config.store.poll_s,
                 timeline=Timeline(Path(config.run.dir) / "timeline", worker),
                 event_lines=scorer.tally.line,
-                gate=gate_of(config, engines, key) if store.program.startswith(EXPLORE) else None,
+                gate=gate,
                 silence_s=config.cluster.heartbeat_s,
                 segments=SegmentSettings.of(config),
             )

@@ -2,7 +2,7 @@
 
 from megarl.explore.store.claims import Claim, EndedGroup
 from megarl.explore.store.database import OWN_SERVER, VARIABLE, check_url, sqlite_file
-from megarl.explore.store.engines import RegisteredEngine
+from megarl.explore.store.engines import EngineRoom, RegisteredEngine
 from megarl.explore.store.experts import ExpertExperience, ImportedSource
 from megarl.explore.store.journal import NOTHING_USED, Used
 from megarl.explore.store.late import AwaitingReward, GivenReward, Rewarded
@@ -18,6 +18,7 @@ __all__ = [
     "VARIABLE",
     "Claim",
     "EndedGroup",
+    "EngineRoom",
     "EngineStatus",
     "ExpertExperience",
     "GivenReward",

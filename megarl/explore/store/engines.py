@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, Select, delete, insert, select, update
 
 from megarl.explore.store.handle import Handle
-from megarl.explore.store.tables import ENGINES, EngineStatus
+from megarl.explore.store.tables import ENGINES, JOB, EngineStatus
+from megarl.explore.store.transactions import put
 
 
 class RegisteredEngine(NamedTuple):
@@ -17,6 +19,7 @@ class RegisteredEngine(NamedTuple):
     number: int
     """Number of the replica; the ranks of its workers in the weight plan follow from it."""
     url: str
+    """Empty until the supervisor of its job has given it a place."""
     workers: int
     """Workers that hold its weights: tp * pp."""
     wanted: EngineStatus = EngineStatus.SERVING
@@ -27,21 +30,74 @@ class RegisteredEngine(NamedTuple):
     """Number of the last order that was carried out; ``state`` is the engine's since then."""
 
 
+class EngineRoom(NamedTuple):
+    """Room of a job for engines."""
+
+    most: int
+    why: str
+    """Settings and devices that it follows from."""
+
+
 class EngineRegistry(Handle):
     """Engines of the run's jobs, by the program of the job that owns them.
 
     The supervisor of that job registers its engines, carries out orders and notes states. Explorer and trainer read.
     """
 
-    def register_engines(self, engines: Sequence[RegisteredEngine]) -> None:
-        """Make ``engines`` those of this handle's job. Safe to repeat: they are written again."""
+    def register_engines(self, engines: Sequence[RegisteredEngine], room: EngineRoom | None = None) -> None:
+        """Make ``engines`` those of this handle's job, which has ``room`` for so many. Safe to repeat: they are written
+        again."""
 
         def work(connection: Connection, again: bool) -> None:
             connection.execute(delete(ENGINES).where(ENGINES.c.program == self.program))
             if engines:
                 connection.execute(insert(ENGINES), [self._row(engine) for engine in engines])
+            if room is not None:
+                put(connection, JOB, [{"key": _room_key(self.program), "value": json.dumps(room)}])
 
         self._write(work)
+
+    def engine_room(self, program: str) -> EngineRoom | None:
+        """Room of a job for engines, as its last start has noted it; None where none did."""
+        query = select(JOB.c.value).where(JOB.c.key == _room_key(program))
+        value = self._read(lambda connection: connection.scalar(query))
+        return None if value is None else EngineRoom(*json.loads(value))
+
+    def scale_engines(self, program: str, number: int) -> tuple[int, int]:
+        """Order a job to have so many engines; return how many were wanted before, and how many are new rows.
+
+        Those with the highest numbers go first, and come back last. New ones have no url until the job's supervisor has
+        given them a place. Safe to repeat: only what is missing, or too much, is ordered.
+
+        Raises ValueError where the job has registered none, or ``number`` is below 1.
+        """
+        if number < 1:
+            raise ValueError(f"{number} engines: a job has one or more")
+
+        def work(connection: Connection, again: bool) -> tuple[int, int]:
+            query = select(ENGINES).where(ENGINES.c.program == program).order_by(ENGINES.c.number)
+            rows = connection.execute(query).all()
+            if not rows:
+                raise ValueError(f"the job {program} has registered no engine")
+            there = [row.number for row in rows if row.wanted != EngineStatus.ABSENT]
+            away = [row.number for row in rows if row.wanted == EngineStatus.ABSENT]
+            back = away[: max(0, number - len(there))]
+            more = max(0, number - len(there) - len(back))
+            for numbers, wanted in ((there[number:], EngineStatus.ABSENT), (back, EngineStatus.SERVING)):
+                which = (ENGINES.c.program == program, ENGINES.c.number.in_(numbers))
+                connection.execute(update(ENGINES).where(*which).values(wanted=wanted, orders=ENGINES.c.orders + 1))
+            for new in range(rows[-1].number + 1, rows[-1].number + 1 + more):
+                engine = RegisteredEngine(new, "", rows[0].workers, EngineStatus.SERVING, EngineStatus.ABSENT, orders=1)
+                connection.execute(insert(ENGINES), [engine._asdict() | {"program": program}])
+            return len(there), more
+
+        found: tuple[int, int] = self._write(work)
+        return found
+
+    def place_engine(self, number: int, url: str) -> None:
+        """Write where an engine of this handle's job is. Safe to repeat."""
+        which = (ENGINES.c.program == self.program, ENGINES.c.number == number)
+        self._write(lambda connection, again: connection.execute(update(ENGINES).where(*which).values(url=url)))
 
     def engines(self, programs: Collection[str] | None = None) -> list[RegisteredEngine]:
         """Engines of all jobs, or of some programs, absent ones too, by program and number; none before a start, or in
@@ -101,3 +157,7 @@ class EngineRegistry(Handle):
 
     def _row(self, engine: RegisteredEngine) -> dict[str, object]:
         return {"program": self.program, **engine._asdict()}
+
+
+def _room_key(program: str) -> str:
+    return f"engine_room {program}"

@@ -244,6 +244,18 @@ def check_memory(config: Config, job: Job, nodes: int) -> None:
         )
 
 
+def check_memory_of_engine(config: Config) -> None:
+    """Raise ConfigError if this machine lacks the least memory of one more engine."""
+    rollout = config.rollout
+    cache = rollout.kv_cache_bytes if config.parallel.backend == "gloo" else 0
+    least = rollout.tp * rollout.pp * (cache + PROCESS_BYTES)
+    if least > (available := available_memory()):
+        raise ConfigError(
+            f"one more engine with rollout.kv_cache_bytes={rollout.kv_cache_bytes} takes at least {least / GIB:.1f} "
+            f"GiB, this machine has {available / GIB:.1f} GiB available; lower that, or have fewer engines"
+        )
+
+
 def check_placement(config: Config, job: Job) -> None:
     """Raise ConfigError if engines that take turns with the trainer are to sample while it computes."""
     sync, rollout = config.sync, config.rollout

@@ -164,6 +164,8 @@ class LocalNode:
     """Names of the GPUs that the job may use."""
     servers: ForkServers | None = None
     """Processes to fork engines and trainer ranks from."""
+    given: int = 0
+    """Ports that the attempt has got."""
     children: dict[str, Child] = field(default_factory=dict)
     held: dict[str, socket.socket] = field(default_factory=dict)
     """Ports of an attempt's servers, by HOST:PORT."""
@@ -208,7 +210,15 @@ class LocalNode:
         """Ports of the next attempt; those of the one before are given up."""
         while self.held:
             self.held.popitem()[1].close()
+        self.given = count
         return ports.choose(self.address, count, self.first_port)
+
+    def another_port(self) -> int:
+        """One more port for a server of the attempt. Raises ConfigError."""
+        first = None if self.first_port is None else self.first_port + self.given
+        [port] = ports.choose(self.address, 1, first)
+        self.given += 1
+        return port
 
     def stop(self, names: Sequence[str], grace_s: float) -> None:
         children = [self.children.pop(name) for name in names if name in self.children]

@@ -36,7 +36,7 @@ FREE_S = 10.0
 
 
 class Replacements:
-    """Replaces what has died of ``started``, in place, at most ``left`` times.
+    """Replaces what has died of ``started``, in place, at most ``left`` times before it is refilled.
 
     Not a trainer rank, nothing on a lost node, and nothing whose successor would fail alike: an engine or a reward host
     that ended by itself before it ever listened, an explorer that logged why it cannot go on (status 1). Those stay
@@ -46,6 +46,9 @@ class Replacements:
     def __init__(self, started: list[Started], left: int) -> None:
         self._started = started
         self._all = self._left = left
+        self._added: set[str] = set()
+        """Engines that came by order: the job goes on without one that does not start."""
+        self._given_up: list[str] = []
         self._replaced: Counter[str] = Counter()
         self._up: set[str] = set()
         """Units that have listened."""
@@ -67,6 +70,11 @@ class Replacements:
             return True
         time.sleep(SETTLE_S)
         units = list(dict.fromkeys(unit_of(s.process.name) for s in self._dead()))
+        for unit in [unit for unit in units if unit in self._added and not self._replaceable(unit)]:
+            log.error("%s", "; ".join(ending(s.process) for s in self._members(unit)))
+            self.end([unit], 0.0)
+            self._given_up.append(unit)
+            units.remove(unit)
         if not all(self._replaceable(unit) for unit in units):
             return False
         if len(units) > self._left:
@@ -75,6 +83,28 @@ class Replacements:
         for unit in units:
             self._replace(unit)
         return True
+
+    def refill(self) -> None:
+        """Have all replacements again: a step was made."""
+        if self._left < self._all:
+            self._left = self._all
+            self._replaced.clear()
+
+    def take_given_up(self) -> list[str]:
+        """Return engines that were added and have ended before they served, once."""
+        taken, self._given_up = self._given_up, []
+        return taken
+
+    def knows(self, unit: str) -> bool:
+        """Return True if the unit has a place, be it absent."""
+        return any(True for _ in self._members(unit))
+
+    def add(self, started: Started) -> None:
+        """Take a unit in that is absent until ``begin``."""
+        unit = unit_of(started.process.name)
+        self._started.append(started)
+        self._absent.add(unit)
+        self._added.add(unit)
 
     def _what_they_were_used_for(self) -> str:
         used = ", ".join(f"{unit} {count}x" for unit, count in self._replaced.items())
@@ -115,7 +145,7 @@ class Replacements:
 
     def state(self, unit: str) -> EngineStatus:
         """State of an engine, as the last look at its port found it."""
-        if unit in self._absent:
+        if unit in self._absent or not self.knows(unit):
             return EngineStatus.ABSENT
         if unit in self._asleep:
             return EngineStatus.ASLEEP

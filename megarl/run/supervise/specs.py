@@ -86,6 +86,17 @@ def specs(config: Config, plan: Plan, addresses: Addresses, environment: Mapping
     return placed
 
 
+def another_engine(config: Config, plan: Plan, number: int, address: str, like: Spec) -> Spec:
+    """Spec of an engine of ``plan`` that joins an attempt at ``address``, in the environment of one that is there."""
+    logs = Path(like.log).parent
+    addresses = Addresses("", "", ("",) * number + (address,), ("",) * (number + 1), ())
+    process = plan.of(ProcessKind.ENGINE)[number]
+    argv, own, listens = _engine(_Attempt(config, plan, addresses, logs), process)
+    return Spec(
+        process.name, tuple(argv), {**like.env, **own}, str(logs / process.log), listens=listens, gpus=process.gpus
+    )
+
+
 def preload(config: Config, servers: ForkServers) -> None:
     """Have fork servers import what the job's processes need, while the job is checked."""
     for kind in algorithms.job_of(config).processes:

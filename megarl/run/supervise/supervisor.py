@@ -17,10 +17,11 @@ from megarl.engine.client.auth import KEY_VARIABLE
 from megarl.explore.store import EngineStatus, RegisteredEngine, Store
 from megarl.learn.algorithms import job_of
 from megarl.run.nodes.node import Node, NotStarted, Process, Started, on_every_node
-from megarl.run.nodes.plan import Plan, workers_of
+from megarl.run.nodes.plan import NodeInfo, Plan, workers_of
 from megarl.run.postgres import Server
 from megarl.run.process.interrupt import StopRequest
 from megarl.run.run_dir.owner import check_fence
+from megarl.run.supervise.more_engines import MoreEngines, room_for_engines
 from megarl.run.supervise.orders import EngineOrders
 from megarl.run.supervise.replace import SETTLE_S, Replacements, ending, failed
 from megarl.run.supervise.specs import Addresses, resolved, specs, urls
@@ -57,7 +58,7 @@ def start_attempt(config: Config, plan: Plan, nodes: Sequence[Node], attempt: in
     environment = {KEY_VARIABLE: key, "MEGARL_ATTEMPT": str(attempt), PROGRAM: plan.job.program}
     environment["MEGARL_TTY"] = "1" if sys.stderr.isatty() else "0"
     save_resolved(config, resolved(config))
-    _register_engines(config, plan, addresses, attempt)
+    _register_engines(config, plan, addresses, attempt, nodes)
     started: list[Started] = []
     colocated = config.rollout.placement == "colocated"
     try:
@@ -76,8 +77,8 @@ def start_attempt(config: Config, plan: Plan, nodes: Sequence[Node], attempt: in
     return started
 
 
-def _register_engines(config: Config, plan: Plan, addresses: Addresses, attempt: int) -> None:
-    """Write the engines into the store, where explorer and trainer look for them."""
+def _register_engines(config: Config, plan: Plan, addresses: Addresses, attempt: int, nodes: Sequence[Node]) -> None:
+    """Write the engines into the store, where explorer and trainer look for them, and the room for more."""
     if not addresses.engines:
         return
     store = Store(config.store.url, attempt=attempt, outage_s=config.store.outage_s, program=plan.job.program)
@@ -87,7 +88,7 @@ def _register_engines(config: Config, plan: Plan, addresses: Addresses, attempt:
         status = EngineStatus.ABSENT if absent else EngineStatus.SERVING
         state = EngineStatus.ABSENT if absent else EngineStatus.STARTING
         engines = [RegisteredEngine(i, url, workers, status, state) for i, url in enumerate(urls(addresses))]
-        store.register_engines(engines)
+        store.register_engines(engines, room_for_engines(config, plan, [NodeInfo.of(node) for node in nodes]))
     finally:
         store.close()
 
@@ -171,7 +172,8 @@ def watch(
     if attempt is not None and job.has(ProcessKind.ENGINE):
         store = Store(config.store.url, attempt=attempt, program=job.program, has_tables=True)
         colocated = config.rollout.placement == "colocated"
-        orders = EngineOrders(store, replacements, STOP_S, often=colocated, beats=not job.is_alone)
+        more = MoreEngines(config, started)
+        orders = EngineOrders(store, replacements, STOP_S, more, often=colocated, beats=not job.is_alone)
     try:
         while True:
             if attempt is not None and time.monotonic() - looked_at > FENCE_S:

@@ -17,7 +17,6 @@ from megarl.engine.client.auth import KEY_VARIABLE
 from megarl.explore.experience import Report, add_model_scores, with_group_stats
 from megarl.explore.order.draws import ExpertRow, ExpertRows, data_seed, num_expert_rows
 from megarl.explore.order.pacing import Pacing
-from megarl.explore.store import EngineStatus
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.learn import algorithms
 from megarl.train.loop.base import Trainer
@@ -32,6 +31,7 @@ from megarl.train.sync.colocated import ColocatedEngines
 from megarl.train.sync.files import FilePublisher
 from megarl.train.sync.kept import KeptEngines
 from megarl.train.sync.others import EnginesOfOthers
+from megarl.train.sync.own import OwnEngines
 from megarl.train.sync.publish import WeightPublisher
 from megarl.train.sync.weights import Stopped, WeightSync
 from megarl.train.update.batch import filter_overlong, make_batch, mismatch
@@ -57,6 +57,8 @@ class OnlineTrainer(Trainer):
         self.job = algorithms.job_of(config)
         key, silence_s = os.environ.get(KEY_VARIABLE, ""), config.cluster.heartbeat_s
         self.others = None if self.job.is_alone else EnginesOfOthers(self.store, key, silence_s)
+        together = config.rollout.placement == "colocated"
+        self.own = OwnEngines(self.store, key, together=together) if self.job.is_alone else None
         self.truncation = TruncationWarning(config.rollout.max_response_tokens)
         self.expert: ExpertRows | None = None
         if "expert" in self.algorithm.needs:
@@ -95,16 +97,18 @@ class OnlineTrainer(Trainer):
         if self.config.sync.method == "checkpoint":
             return FilePublisher(*place)
         return WeightPublisher(
-            *place, engines=self.engines, come_and_go=not self.job.is_alone, stopping=lambda: self.ranks.stopping
+            *place,
+            engines=self.engines,
+            registered=self.own.registered if self.own is not None else tuple,
+            come_and_go=not self.job.is_alone,
+            stopping=lambda: self.ranks.stopping,
         )
 
     def engines(self) -> Sequence[str] | None:
-        """URLs of the engines that are wanted; None where all are absent by order."""
-        if self.others is not None:
-            return self.others.urls()
-        found = self.store.own_engines()
-        wanted = [engine.url for engine in found if engine.wanted is not EngineStatus.ABSENT]
-        return wanted if wanted or not found else None
+        """URLs of the engines that are to be joined; None where all are absent by order."""
+        if self.own is not None:
+            return self.own.urls(begun=self.version.n > 0)
+        return self.others.urls() if self.others is not None else []
 
     def step(self, state: TrainState) -> TrainState | None:
         """Make one step: sync, rollout, inference, update; None when the job is asked to stop."""

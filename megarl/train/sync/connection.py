@@ -6,7 +6,6 @@ key-value store, so that all of them learn how a call ended.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -18,13 +17,13 @@ import torch
 
 from megarl.core import heartbeat
 from megarl.core.config.schema import Config
-from megarl.core.errors import EngineError, WeightSyncError
+from megarl.core.errors import WeightSyncError
 from megarl.engine.client.addresses import JobAddresses
 from megarl.engine.client.control import EngineControl
 from megarl.engine.sync.link import EngineLinks, LinkAddress, join
 from megarl.engine.sync.shared import Places, SharedMemorySender, machine, memory_file
 from megarl.learn.parallel.grid import megatron_grid
-from megarl.train.sync.fleet import EngineFleet, failures, results
+from megarl.train.sync.fleet import EngineFleet, await_wanted, failures, results
 from megarl.train.sync.joined import NONE_JOINED, Joined
 from megarl.train.sync.messages import RankMessages
 from megarl.train.sync.parts import Part, parts_of, places_of, plan_for
@@ -64,6 +63,7 @@ class EngineConnection:
         hf_config: config.json of the model.
         rank: This process's rank in the layout.
         engines: URLs of the engines that are wanted now, None while all are absent by order; called on rank 0.
+        registered: The same in an instant, be they there or not, where some may come or go while others stay.
         vocab_multiple: What the layout was built with; the engines rebuild it.
         addresses: Of the links' store; read from the environment when not given.
         come_and_go: The engines are other programs': ``engines`` returns those that answer, and one that does not any
@@ -79,6 +79,7 @@ class EngineConnection:
         rank: int,
         *,
         engines: Callable[[], Sequence[str] | None],
+        registered: Callable[[], Sequence[str]] = tuple,
         vocab_multiple: int = VOCAB_MULTIPLE,
         addresses: JobAddresses | None = None,
         come_and_go: bool = False,
@@ -86,7 +87,7 @@ class EngineConnection:
     ) -> None:
         self._addresses = addresses or JobAddresses.from_environment()
         self._config = config
-        self._engines = engines
+        self._engines, self._registered = engines, registered
         self.come_and_go = come_and_go
         self._rank, self._stopping = rank, stopping
         self._layout, self._hf_config, self._vocab_multiple = layout, hf_config, vocab_multiple
@@ -168,25 +169,19 @@ class EngineConnection:
         urls = self._engines()
         return urls is None or list(urls) != self._fleet.urls
 
-    def _wanted(self) -> list[str]:
-        """URLs of the engines to join. Waits while all are absent by order. Raises EngineError."""
-        until = time.monotonic() + self._config.rollout.start_timeout_s
-        while (urls := self._engines()) is None:
-            if self._stopping() or time.monotonic() > until:
-                raise EngineError("all engines of the job are absent by order; none was wanted again in time")
-            heartbeat.beat()
-            time.sleep(self._config.store.poll_s)
-        if not urls:
-            raise EngineError("the job has no engine: none is registered in its store")
-        return list(urls)
+    def _left_out(self) -> list[str]:
+        """Engines that are to be joined no more, since the last look for them."""
+        there = self._engines()
+        return [url for url in self._fleet.urls if there is not None and url not in there]
 
     def _agree(self, topic: str) -> dict[str, Any]:
         """Find the engines and those that are to be joined, and let these build the plan; rank 0's part."""
-        urls = self._wanted()
+        urls = await_wanted(self._engines, self._config.rollout.start_timeout_s, self._stopping)
         if urls != self._fleet.urls:
             self._fleet = EngineFleet(urls, self._addresses.key, self._config.sync.timeout_s)
         self._make_plan(len(urls))
-        self._fleet.wait_ready(LEAVE_S if self.come_and_go else self._config.rollout.start_timeout_s, self._stopping)
+        start_s = LEAVE_S if self.come_and_go else self._config.rollout.start_timeout_s
+        self._fleet.wait_ready(start_s, self._stopping, tuple if self.come_and_go else self._left_out)
         posted = [self._messages.posted(f"{topic}/{rank}") for rank in range(1, self._layout.num_ranks)]
         senders = [[machine(), *self._memory], *(where for _, *where in posted)]
         open_everywhere = self.transport is not None and all(is_open for is_open, *_ in posted)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from threading import Event
 from typing import Any, TypeVar
 
+from megarl.core import heartbeat
 from megarl.core.errors import EngineError
 from megarl.engine.client.control import EngineControl
 from megarl.engine.client.watch import EngineWatch
 
+_LOOK_S = 1.0
+"""Seconds between two looks for engines that are to be joined no more, while others are waited for."""
+_ABSENT_S = 0.02
+"""Seconds between two looks for engines while all are absent by order."""
 T = TypeVar("T")
 Call = Callable[[int, EngineControl], T]
 """(number of the engine, its control) -> its result."""
@@ -68,9 +75,21 @@ class EngineFleet:
         """Forget who was there: ``died`` finds nobody until ``wait_ready`` has found them again."""
         self.processes = []
 
-    def wait_ready(self, start_s: float, stopping: Callable[[], bool]) -> None:
-        """Wait until every engine serves. Raises EngineError."""
-        self.each(lambda i, engine: engine.wait_ready(start_s, stopping=stopping))
+    def wait_ready(
+        self, start_s: float, stopping: Callable[[], bool], left_out: Callable[[], Sequence[str]] = tuple
+    ) -> None:
+        """Wait until every engine serves. Raises EngineError, also where ``left_out`` names one meanwhile."""
+        over = Event()
+        with self.calling(
+            lambda i, engine: engine.wait_ready(start_s, stopping=lambda: over.is_set() or stopping())
+        ) as futures:
+            try:
+                while wait(futures, timeout=_LOOK_S).not_done:
+                    if gone := left_out():
+                        raise EngineError(f"the engine at {gone[0]} was waited for, and is to be joined no more")
+            finally:
+                over.set()
+        results(futures)
         self.processes = [state.process for state in self.each(lambda i, engine: engine.state())]
 
     def died(self) -> list[str]:
@@ -98,6 +117,21 @@ class EngineFleet:
             with suppress(EngineError):
                 engine.refuse(reason)
                 engine.workers("megarl_abandon_update")
+
+
+def await_wanted(
+    engines: Callable[[], Sequence[str] | None], timeout_s: float, stopping: Callable[[], bool]
+) -> list[str]:
+    """URLs of the engines to join; waits while all are absent by order. Raises EngineError."""
+    until = time.monotonic() + timeout_s
+    while (urls := engines()) is None:
+        if stopping() or time.monotonic() > until:
+            raise EngineError("all engines of the job are absent by order; none was wanted again in time")
+        heartbeat.beat()
+        time.sleep(_ABSENT_S)
+    if not urls:
+        raise EngineError("the job has no engine: none is registered in its store")
+    return list(urls)
 
 
 def results(futures: Sequence[Future[T]]) -> list[T]:

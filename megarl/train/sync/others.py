@@ -49,7 +49,7 @@ class EnginesOfOthers:
         if silent:
             self._say(f"no heartbeat of {', '.join(silent)}")
         found = self._store.engines(alive)
-        wanted = [engine.url for engine in found if engine.wanted is EngineStatus.SERVING]
+        wanted = [engine.url for engine in found if engine.url and engine.wanted is EngineStatus.SERVING]
         if not wanted:
             return []
         with ThreadPoolExecutor(len(wanted)) as pool:

@@ -142,11 +142,10 @@ class WeightPublisher(EngineConnection):
 
     def died(self) -> list[str]:
         """``EngineFleet.died`` since ``connect``; empty on ranks other than 0."""
-        if self._rank or not self.come_and_go:
+        if self._rank:
             return self._fleet.died()
-        there = self._engines() or ()
-        gone = [f"the engine at {url} is gone" for url in self._fleet.urls if url not in there]
-        return gone or self._fleet.died() or ([] if there else ["no engine is there"])
+        gone = [f"the engine at {url} is gone" for url in self._left_out()] or self._fleet.died()
+        return gone or (["no engine is there"] if self.come_and_go and not self._engines() else [])
 
     def await_any(self, seconds: float) -> bool:
         """Wait for so long for an engine that is there, on rank 0; ends early when the job is asked to stop."""
@@ -159,8 +158,8 @@ class WeightPublisher(EngineConnection):
     def deserted(self) -> str | None:
         """Reason to join other engines while answers are awaited, on rank 0: they have taken the places of all those
         that were joined. Engines that come while another is left are joined at the next publication."""
-        urls = (self._engines() or ()) if self.come_and_go and self.transport is not None else ()
-        if not urls or not set(self._fleet.urls).isdisjoint(urls):
+        urls = (self._engines() or ()) if self.come_and_go else self._registered()
+        if self.transport is None or not urls or not set(self._fleet.urls).isdisjoint(urls):
             return None
         return f"no engine that was given the weights is there, and {', '.join(urls)} is"
 

@@ -60,12 +60,8 @@ class WeightSync:
         """Steps of training in it."""
         self._sent: SentWeights | None = None
         self._record = record
-        self._context = context
-        self._ranks = ranks
-        self._reporter = reporter
-        self._models = models
-        self._publisher = publisher
-        self._turns = turns
+        self._context, self._ranks, self._reporter = context, ranks, reporter
+        self._models, self._publisher, self._turns = models, publisher, turns
 
     def connect(self) -> None:
         """Wait for the engines, and join them for weight syncs. Raises EngineError, WeightSyncError, Stopped."""

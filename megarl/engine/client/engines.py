@@ -1,0 +1,59 @@
+"""Engines that a client may ask, which come and go while it works."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+log = logging.getLogger(__name__)
+
+
+class ClientEngines:
+    """Engines that are there, and of these the open ones: they have weights, as far as is known.
+
+    One that refuses is closed only where the engines are ``followed``, which opens it again.
+    """
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self._urls = list(urls)
+        self._open = set(urls)
+        self._sampling: set[str] = set()
+        self.followed = False
+
+    @property
+    def urls(self) -> Sequence[str]:
+        """URLs of the engines that are there."""
+        return self._urls
+
+    @property
+    def closed(self) -> list[str]:
+        """URLs of engines that are there and not open."""
+        return [url for url in self._urls if url not in self._open]
+
+    def to_ask(self) -> list[str]:
+        """URLs of open engines; of all where none is open."""
+        return [url for url in self._urls if url in self._open] or self._urls
+
+    def replace(self, urls: Sequence[str]) -> None:
+        """Have other engines; new ones are closed. Of none nothing changes: they are between two attempts."""
+        if urls:
+            self._urls = list(urls)
+            self._open &= set(urls)
+            self._sampling &= set(urls)
+
+    def gave(self, url: str) -> None:
+        """Take note of a sample; the first one of an engine that came is logged."""
+        if url not in self._sampling:
+            self._sampling.add(url)
+            log.info("the engine at %s samples", url)
+
+    def open(self, url: str) -> None:
+        """Take note that an engine has weights."""
+        self._open.add(url)
+
+    def close(self, url: str) -> bool:
+        """Take note that an engine refuses; return True if others are to be asked instead."""
+        if not self.followed:
+            return False
+        self._open.discard(url)
+        return bool(self._open)

@@ -1,0 +1,65 @@
+"""The engines of an explorer's job, as they come and go by orders in the store."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from megarl.engine.client.control import EngineControl
+from megarl.engine.client.engines import ClientEngines
+from megarl.engine.client.open import OpenEngines, may_be_asked
+from megarl.explore.store import EngineStatus, RegisteredEngine, Store
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 1.0
+"""Seconds between two looks into the store."""
+
+
+class EngineCount:
+    """Number of engines that may be asked; here it stays."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    async def keep(self, call: Callable[..., Awaitable[Any]]) -> None:
+        """Follow the engines until cancelled; ``call`` calls a function of the store in the store's thread."""
+
+
+ONE_ENGINE = EngineCount(1)
+
+
+class EngineFollower(EngineCount):
+    """Has a client, and its gate, ask the engines that are wanted now; a new one as soon as it has weights.
+
+    Args:
+        key: The job's key.
+    """
+
+    def __init__(self, store: Store, engines: ClientEngines, key: str, gate: OpenEngines | None) -> None:
+        super().__init__(len(engines.urls))
+        self._store, self._engines, self._key, self._gate = store, engines, key, gate
+        engines.followed = True
+
+    async def keep(self, call: Callable[..., Awaitable[Any]]) -> None:
+        """Follow the engines as ``EngineCount`` says."""
+        while True:
+            await asyncio.sleep(EVERY_S)
+            await self.follow(await call(self._store.own_engines))
+
+    async def follow(self, registered: Sequence[RegisteredEngine]) -> None:
+        """Take in what is registered now."""
+        wanted = [e.url for e in registered if e.url and e.wanted is EngineStatus.SERVING]
+        if wanted and wanted != list(self._engines.urls):
+            log.info("the job's engines are %s", ", ".join(wanted))
+            self._engines.replace(wanted)
+            if self._gate is not None:
+                self._gate.replace(wanted, self._key)
+        closed = self._engines.closed
+        looks = [asyncio.to_thread(may_be_asked, EngineControl(url, self._key)) for url in closed]
+        for url, has_weights in zip(closed, await asyncio.gather(*looks), strict=True):
+            if has_weights:
+                self._engines.open(url)
+        self.count = len(self._engines.to_ask())

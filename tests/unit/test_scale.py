@@ -1,0 +1,214 @@
+"""``megarl scale``: what is refused, what is ordered, and who notices engines that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from megarl.core.config import save_resolved
+from megarl.core.errors import ConfigError, EngineClosed, EngineError
+from megarl.core.jobs import of_program
+from megarl.engine.client.client import EngineClient, Prompt, Sampling
+from megarl.explore.explorer.engines import EngineFollower
+from megarl.explore.store import EngineRoom, EngineStatus, RegisteredEngine, Store
+from megarl.run.launch.scale import scale
+from megarl.run.nodes.plan import NodeInfo, plan_job
+from megarl.run.process import ports
+from megarl.run.run_dir.owner import own_run_dir
+from megarl.run.supervise.more_engines import room_for_engines
+from megarl.train.sync.fleet import EngineFleet
+from megarl.train.sync.own import OwnEngines
+from tests.unit.small_job import config_of
+from tests.unit.test_rollout_client import sample, streaming
+
+SERVING, ABSENT, STARTING = EngineStatus.SERVING, EngineStatus.ABSENT, EngineStatus.STARTING
+ROOM = EngineRoom(3, "3 CPUs")
+
+
+@contextmanager
+def running(folder: Path, *overrides: str, programs: tuple[str, ...] = ("train",), engines: int = 1) -> Iterator[Store]:
+    """A run whose programs hold their locks, and have registered engines."""
+    config = config_of(folder, *overrides)
+    with ExitStack() as stack:
+        for program in programs:
+            stack.enter_context(own_run_dir(folder, program))
+            save_resolved(config, folder / f"{of_program('resolved', program)}.json")
+            store = Store(config.store.url, program=program)
+            store.register_engines([RegisteredEngine(i, f"http://{program}:{i}", 1) for i in range(engines)], ROOM)
+            stack.callback(store.close)
+        save_resolved(config, folder / "resolved.json")
+        yield store
+
+
+def test_engines_are_ordered_by_number(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    with running(tmp_path) as store:
+        for number in (3, 3, 1, 2):
+            scale(str(tmp_path), [f"engines={number}"])
+        found = [(e.number, e.url, e.workers, e.wanted, e.orders) for e in store.own_engines()]
+    assert found == [(0, "http://train:0", 1, SERVING, 0), (1, "", 1, SERVING, 3), (2, "", 1, ABSENT, 2)]
+    assert "engines 1 -> 3, 2 of them new" in caplog.text and "engines 1 -> 2" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "overrides", "said"),
+    [
+        (["engines=0"], [], "engines=0: give a whole number of 1 or more"),
+        (["engines=two"], [], "engines=two: give a whole number"),
+        (["program=train"], [], "engines=: give a whole number"),
+        (["engines=2", "tp=2"], [], "tp is nothing that a run is scaled by"),
+        (["engines=4"], [], r"engines=4: the job has room for 3 \(3 CPUs\)"),
+        (["engines=2", "program=explore-7"], [], "program=explore-7: .* give one of program=train"),
+        (["engines=2"], ["rollout.placement=colocated"], "rollout.placement=colocated"),
+        (
+            ["engines=1"],
+            ["rollout.replicas=2", "reward.judge.url=rollout"],
+            "engines=1: reward.judge.url=rollout asks the rollout.replicas=2 engines",
+        ),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, words: list[str], overrides: list[str], said: str) -> None:
+    with running(tmp_path, *overrides) as store, pytest.raises(ConfigError, match=said):
+        scale(str(tmp_path), words)
+    assert [(e.wanted, e.orders) for e in store.own_engines()] == [(SERVING, 0)]
+
+
+def test_a_run_that_is_not_there_or_not_running_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no run"):
+        scale(str(tmp_path / "typo"), ["engines=2"])
+    assert not (tmp_path / "typo").exists()
+    with running(tmp_path):
+        pass
+    with pytest.raises(ConfigError, match="no job that is running with engines"):
+        scale(str(tmp_path), ["engines=2"])
+
+
+def test_of_several_programs_one_is_named(tmp_path: Path) -> None:
+    with running(tmp_path, programs=("explore-0", "explore-1")) as store:
+        with pytest.raises(ConfigError, match="give one of program=explore-0, program=explore-1"):
+            scale(str(tmp_path), ["engines=2"])
+        scale(str(tmp_path), ["engines=2", "program=explore-0"])
+        assert [len(store.engines([name])) for name in ("explore-0", "explore-1")] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "nodes", "most"),
+    [
+        ([], 1, 8),
+        (["rollout.tp=2"], 1, 4),
+        (["rollout.replicas=9"], 1, 9),
+        ([], 2, 1),
+        (["parallel.backend=nccl"], 1, 5),
+        (["parallel.backend=nccl", "rollout.tp=2"], 1, 2),
+        (["rollout.placement=colocated"], 1, 1),
+    ],
+)
+def test_the_room_is_what_devices_leave(tmp_path: Path, overrides: list[str], nodes: int, most: int) -> None:
+    config = config_of(tmp_path, "parallel.tp=1", *overrides)
+    infos = [NodeInfo(rank, "", "all", 6) for rank in range(nodes)]
+    room = room_for_engines(config, plan_job(config, infos[:1]), infos, cpus=8)
+    assert room.most == most and room.why
+
+
+class Health(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_the_trainer_joins_engines_that_are_there(tmp_path: Path) -> None:
+    """At its start it waits for all; later none that starts or is dead holds it up, unless none is there."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Health)
+    Thread(target=server.serve_forever, daemon=True).start()
+    alive, dead = (f"http://127.0.0.1:{port}" for port in (server.server_port, ports.choose("127.0.0.1", 1, None)[0]))
+    store = Store(f"sqlite:///{tmp_path}/store.db")
+    own, together = (OwnEngines(store, "k", together=t) for t in (False, True))
+
+    def urls(*engines: RegisteredEngine, begun: bool = True) -> object:
+        store.register_engines(engines)
+        return own.urls(begun=begun)
+
+    up = RegisteredEngine(0, alive, 1, SERVING, SERVING)
+    try:
+        assert urls(up, up._replace(number=1, url=dead)) == [alive]
+        assert urls(up, up._replace(number=1, state=STARTING)) == [alive]
+        assert urls(up, up._replace(number=1, url="")) == [alive]
+        assert urls(up, up._replace(number=1, url=dead, state=STARTING), begun=False) == [alive, dead]
+        assert together.urls(begun=True) == [alive, dead] and together.registered() == []
+        assert urls(up._replace(state=STARTING), up._replace(number=1, url=dead)) == [alive, dead], "none is there"
+        assert urls(up._replace(wanted=ABSENT)) is None and urls() == []
+        assert urls(up._replace(wanted=ABSENT), up._replace(number=1, url=dead)) == own.registered() == [dead]
+    finally:
+        server.shutdown()
+
+
+def test_an_engine_that_is_left_out_is_waited_for_no_more() -> None:
+    fleet = EngineFleet([f"http://127.0.0.1:{ports.choose('127.0.0.1', 1, None)[0]}"], "k", 1.0)
+    with pytest.raises(EngineError, match="is to be joined no more"):
+        fleet.wait_ready(600.0, lambda: False, lambda: fleet.urls)
+
+
+def test_an_engine_is_asked_once_it_has_weights_and_until_it_is_wanted_no_more(tmp_path: Path) -> None:
+    refusing, asked = {"b"}, list[str]()
+
+    def engine(name: str) -> web.Application:
+        async def generate(request: web.Request) -> web.StreamResponse:
+            asked.append(name)
+            if name in refusing:
+                return web.json_response({"error": "no weights"}, status=503)
+            return await streaming(sample(0, 0))(request)
+
+        async def state(request: web.Request) -> web.StreamResponse:
+            why = "no weights" if name in refusing else None
+            return web.json_response({"version": "1.2", "paused": False, "refusing": why, "process": name})
+
+        app = web.Application()
+        app.router.add_post("/megarl/generate", generate)
+        app.router.add_get("/megarl/state", state)
+        return app
+
+    async def scenario() -> None:
+        async with TestServer(engine("a")) as first, TestServer(engine("b")) as second:
+            a, b = (str(server.make_url("")).rstrip("/") for server in (first, second))
+            both = [RegisteredEngine(i, url, 1, SERVING, STARTING) for i, url in enumerate((a, b))]
+            async with EngineClient([a], "k") as client:
+                follower = EngineFollower(Store(f"sqlite:///{tmp_path}/store.db"), client.engines, "k", None)
+
+                async def follow(*engines: RegisteredEngine) -> int:
+                    await follower.follow(engines)
+                    return follower.count
+
+                async def ask(times: int) -> set[str]:
+                    asked.clear()
+                    for _ in range(times):
+                        tasks = [client.generate([Prompt([1])], Sampling(max_tokens=1)) for _ in range(2)]
+                        await asyncio.gather(*(anext(task) for task in tasks))
+                        for task in tasks:
+                            await task.aclose()
+                    return set(asked)
+
+                assert await follow(*both) == 1 and await ask(3) == {"a"}, "it has no weights yet"
+                refusing.clear()
+                assert await follow(*both) == 2 and await ask(3) == {"a", "b"}
+                refusing.add("b")  # it has died, and another is in its place
+                with pytest.raises(EngineClosed):
+                    for _ in range(4):
+                        await ask(1)
+                assert await ask(3) == {"a"}, "others are asked, and it is not left out for a time"
+                refusing.clear()
+                assert await follow(*both) == 2 and await ask(3) == {"a", "b"}
+                assert await follow(both[0]._replace(wanted=ABSENT), both[1]) == 1 and await ask(3) == {"b"}
+                assert await follow(both[0]._replace(wanted=ABSENT)) == 1 and await ask(1) == {"b"}, "none is wanted"
+
+    asyncio.run(scenario())
