@@ -23,6 +23,7 @@ from megarl.explore.store import (
 )
 from megarl.explore.store.database import open_engine
 from megarl.explore.store.tables import METADATA
+from megarl.explore.store.workers import BusyTime
 from tests.trajectories import one_turn
 
 VERSION = WeightsVersion(0, 3)
@@ -91,6 +92,7 @@ WRITES: dict[str, Callable[[Store, Sequence[Claim]], Any]] = {
     "set_experts": lambda store, claims: store.set_experts("b.jsonl", [expert(1), expert(2)]),
     "request_rollout": lambda store, claims: request(store, "r9", step=9),
     "record_version": lambda store, claims: store.record_version(WeightsVersion(9, 9), 9),
+    "record_busy": lambda store, claims: store.record_busy("a", BusyTime(1.0, None, 2.0)),
     "record_live": lambda store, claims: store.record_live(WeightsVersion(9, 9)),
     "append_segments": lambda store, claims: store.append_segments([(claims[0], make_segment(0))]),
     "forget_segments": lambda store, claims: store.forget_segments(claims[0], 1),

@@ -639,6 +639,7 @@ def test_every_write_is_in_the_table_of_writes() -> None:
         "num_asked",
         "version_steps",
         "live_step",
+        "busy_times",
         "segments",
         "reached",
         "last_step",
