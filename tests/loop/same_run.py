@@ -83,6 +83,17 @@ def steps_of(run_dir: Path) -> list[dict[str, float]]:
 
 
 @contextmanager
+def left_alone(run_dir: Path, settings: Sequence[str]) -> Iterator[Path]:
+    """Directory of a job that has ended by itself."""
+    job = Job(run_dir, settings).start()
+    try:
+        assert job.wait(START_S) == 0, job.output.read_text()
+        yield job.run_dir
+    finally:
+        job.clean_up()
+
+
+@contextmanager
 def whole_and_killed(
     root: Path,
     settings: Sequence[str],

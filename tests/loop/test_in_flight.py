@@ -167,6 +167,7 @@ def test_an_engine_that_dies_in_its_update_does_not_stop_the_other(
         first.stop()
 
 
+@pytest.mark.soak  # tests/loop/test_meanwhile.py has such a job too
 def test_a_job_whose_requests_outlive_their_weights(tmp_path: Path) -> None:
     """Two engines, responses longer than a step: some are sampled by two versions, and none by too old a one."""
     bound, steps = 2, 4

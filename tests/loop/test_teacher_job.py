@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from megarl.core.schema import End
 from megarl.explore.store import Store
 from megarl.explore.tasksets import ChatTokenizer
 from tests.loop.conftest import WHOLE
-from tests.loop.same_run import NOT_COMPARED, steps_of, whole_and_killed
+from tests.loop.same_run import NOT_COMPARED, left_alone, steps_of, whole_and_killed
 from tests.system.jobs import START_S, Job
 
 pytestmark = pytest.mark.timeout(4 * START_S)
@@ -43,30 +42,27 @@ def write_teacher(run_dir: Path, target: Path) -> None:
     target.write_text("\n".join(map(json.dumps, rows)))
 
 
-@pytest.fixture(scope="module")
-def runs(whole_job: Job, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
-    """A job that was left alone, and one that was killed after its third step and resumed after its second."""
+@pytest.fixture
+def settings(whole_job: Job, tmp_path: Path) -> tuple[str, ...]:
     assert whole_job.poll() == 0
-    root = tmp_path_factory.mktemp("teacher")
-    write_teacher(whole_job.run_dir, root / "teacher.jsonl")
-    settings = (
+    write_teacher(whole_job.run_dir, tmp_path / "teacher.jsonl")
+    return (
         *WHOLE,
         "algorithm=mix",
         "algorithm.group_size=8",
         "algorithm.expert_loss=off_policy",
         "algorithm.expert_ratio=0.5",
         "algorithm.mu=0.5",
-        f"taskset.expert={root}/teacher.jsonl",
+        f"taskset.expert={tmp_path}/teacher.jsonl",
         f"trainer.steps={STEPS}",
         "trainer.updates_per_step=1",
         "trainer.eval_interval=0",
     )
-    with whole_and_killed(root, settings, STEPS) as found:
-        yield found
 
 
-def test_the_teachers_ratio_was_used(runs: tuple[Path, Path]) -> None:
-    steps = steps_of(runs[0])
+def test_the_teachers_ratio_was_used(settings: tuple[str, ...], tmp_path: Path) -> None:
+    with left_alone(tmp_path / "run", settings) as run_dir:
+        steps = steps_of(run_dir)
     assert len(steps) == STEPS
     assert steps[0]["actor/expert_ratio/mean"] == pytest.approx(2, abs=2e-3)  # no update yet
     # −f(x) of a token, x / (x + γ): the mean over the expert rows' tokens, of which each has x = 2
@@ -76,7 +72,14 @@ def test_the_teachers_ratio_was_used(runs: tuple[Path, Path]) -> None:
     assert all(abs(ratio - 2) > 1e-4 for ratio in ratios[1:]), "no update has moved the expert rows' tokens"
 
 
-def test_a_killed_job_has_the_same_bits(runs: tuple[Path, Path]) -> None:
+@pytest.mark.soak
+def test_a_killed_job_has_the_same_bits(settings: tuple[str, ...], tmp_path: Path) -> None:
+    """Killed after its third step, and resumed after its second."""
+    with whole_and_killed(tmp_path, settings, STEPS) as runs:
+        assert_same(*runs)
+
+
+def assert_same(*runs: Path) -> None:
     whole, killed = (load_file(run / "hf" / "model.safetensors") for run in runs)
     assert whole.keys() == killed.keys() and all(torch.equal(whole[name], killed[name]) for name in whole)
     for first, second in zip(*map(steps_of, runs), strict=True):
