@@ -127,6 +127,7 @@ class Jobs(RuleBasedStateMachine):
         number = 1 if self.published is None else self.published.version.n + 1
         version = WeightsVersion(self.attempt, number)
         self.store.record_version(version, self.step)
+        self.store.record_live(version)
         self.published = Published(version, self.step)
 
     def wait(self, look: Callable[[], Awaited], label: str, *, weights_step: int) -> bool:

@@ -107,7 +107,7 @@ def test_engines_of_an_evaluation_are_asked_for_nothing_else_until_they_have_new
 
     async def run() -> None:
         async with Servers() as servers, EngineClient(servers.urls, "k") as client:
-            client._reserved = ReservedEngines("k", servers.has, every_s=0.01)
+            client._reserved = ReservedEngines("k", lambda: client.engines.urls, servers.has, every_s=0.01)
             evaluation = Sampling(max_tokens=2, oldest=OLD, newest=OLD, engines=servers.urls[1:])
             for _ in range(3):
                 await ask(client, evaluation)
@@ -149,7 +149,7 @@ def test_a_look_that_fails_keeps_an_engine_reserved() -> None:
     """No server is there: the engine may be asked for nothing."""
 
     async def run() -> None:
-        engines = ReservedEngines("k", every_s=0.01)
+        engines = ReservedEngines("k", lambda: ["http://127.0.0.1:1"], every_s=0.01)
         engines.reserve(["http://127.0.0.1:1"], OLD)
         await asyncio.sleep(0.2)
         assert "http://127.0.0.1:1" in engines and engines._looking is not None and not engines._looking.done()
@@ -218,7 +218,10 @@ class Job:
         self.kept.behind(self.fleet, "1.2")
         self.timeline = SimpleNamespace(phase=lambda name, **labels: nullcontext())
         evaluation = Evaluation(context, self.store, this, self.wait)
-        self.meanwhile = EvaluationMeanwhile(context, self.store, this, this, evaluation, self.kept, self.wait)
+        self.registered = list(self.fleet.urls)
+        self.meanwhile = EvaluationMeanwhile(
+            context, self.store, this, this, evaluation, self.kept, self.wait, lambda: self.registered
+        )
 
     def wait(self, look: Callable[[], Awaited], label: str, *, weights_step: int) -> bool:
         return look().complete
@@ -270,6 +273,14 @@ def test_an_evaluation_whose_engine_dies_is_made_with_later_weights(tmp_path: Pa
     assert job.meanwhile.begin(3, NEW, "eval-3") and not job.meanwhile.due
     job.evaluate()
     assert job.meanwhile.wait(3) and [step for step, _ in job.written] == [3]
+
+
+def test_an_evaluation_whose_engine_is_scaled_away_is_given_up_without_a_publication(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    assert job.meanwhile.begin(2, OLD, "eval-2") and not job.meanwhile.wait(3)
+    job.registered.pop()
+    assert job.meanwhile.wait(3) and job.meanwhile.due and not job.written
+    assert job.store.uncounted() == {} and [event["kind"] for event in job.events] == ["evaluation_lost"]
 
 
 def test_an_evaluation_that_has_ended_is_not_given_up(tmp_path: Path) -> None:

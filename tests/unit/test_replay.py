@@ -147,6 +147,7 @@ class ReplayJob:
         """Make step ``number``, from 0."""
         version = WeightsVersion(1, number)
         self.store.record_version(version, number)
+        self.store.record_live(version)
         found = self.rollouts.groups(TrainState("rl", number), Published(version, number), 64)
         assert found is not None
         if record:

@@ -268,6 +268,42 @@ async def _waits(claim: Claim) -> None:
         assert one.versions == (VersionSpan("0.3", 0, 4), VersionSpan("0.4", 4, 8), VersionSpan("0.5", 8, 18))
 
 
+def test_a_trajectory_with_two_responses_at_once_waits_when_both_do(claim: Claim) -> None:
+    asyncio.run(_both_wait(replace(claim, step=1)))
+
+
+async def _both_wait(claim: Claim) -> None:
+    live, reached, waiting = Published(), list[int](), list[int]()
+    iterations = Iterations(live.live_step, Pacing(1, 1), 0.0)
+
+    async def reach(claim: Claim, step: int) -> None:
+        reached.append(step)
+
+    pace = GroupPace(iterations, claim, 4, {}, reach, waiting.append)
+    await pace.ended(1)
+    gate = asyncio.Event()
+
+    class Slow(Tokens):
+        async def sample(self, request: SampleRequest) -> Completion:
+            if request.turn == 1 and request.start == 0:
+                await gate.wait()
+            return await super().sample(request)
+
+    tokens = Slow(9)
+    one = SegmentSampler(tokens, claim, 0, LIMITS, 2, None, pace, Counter[str]())
+    keeping = asyncio.create_task(iterations.keep())
+    work = [asyncio.create_task(one.sample(ask(turn))) for turn in (1, 0)]
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert reached == [] and sum(waiting) == 1, "the other response is under way"
+    gate.set()
+    await settled(lambda: reached == [0])
+    assert sum(waiting) == 1
+    live.step = 1
+    assert [len((await task).token_ids) for task in work] == [9, 9] and sum(waiting) == 0
+    keeping.cancel()
+
+
 def test_a_claim_goes_on_with_the_budget_that_is_left(claim: Claim) -> None:
     """Tokens of weights that were published within an iteration, by a start or an evaluation, count in it."""
     a, b = WeightsVersion(1, 1), WeightsVersion(2, 1)
@@ -335,6 +371,10 @@ def test_a_resume_keeps_the_tokens_of_weights_that_are_left(store: Store) -> Non
     store.append_segments([(claim, s) for s in (make_segment(0), two, after, make_segment(1, version=later))])
     store.reach(claim, 2)
     store.discard_rollouts(1)
+    assert store.live_step() is None and store.claim_groups("b", 2) == [], "engines may have the weights of step 2"
+    store.record_version(WeightsVersion(1, 1), 1)
+    assert store.claim_groups("b", 2) == []
+    store.record_live(WeightsVersion(1, 1))
     assert store.live_step() == 1
     assert store.group_states("r0")[whole.group_id][0] == "ready", "untouched"
     [again] = store.claim_groups("b", 2)
@@ -360,6 +400,7 @@ def test_a_group_that_is_whole_becomes_segments_where_its_weights_are_gone(store
         trajectories.append(replace(one, turns=(prompt, replace(response, spans=spans))))
     assert store.put(claim, trajectories)
     store.discard_rollouts(1)
+    store.record_live(VERSION)
     [again] = store.claim_groups("b", 1)
     for index in claim.indices:
         [kept] = again.segments[index]

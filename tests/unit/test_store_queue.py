@@ -38,8 +38,11 @@ def put_at_once(store: Store, claims: list[Claim], fails: bool) -> tuple[Any, li
     ended = [EndedGroup(claim, [make_trajectory(claim, i) for i in claim.indices]) for claim in claims]
 
     async def main() -> Any:
-        writer = StoreQueue(counted)
-        return await asyncio.gather(*map(writer.put, ended), return_exceptions=True)
+        queue = StoreQueue(counted)
+        first = asyncio.create_task(queue.put(ended[0]))
+        while not sizes:
+            await asyncio.sleep(0)
+        return await asyncio.gather(first, *map(queue.put, ended[1:]), return_exceptions=True)
 
     return asyncio.run(asyncio.wait_for(main(), 60)), sizes
 
@@ -56,3 +59,32 @@ def test_a_failure_is_that_of_all_that_were_written_together(store: Store) -> No
     results, sizes = put_at_once(store, store.claim_groups("a", 6), fails=True)
     assert results[0] is True and sizes == [1, 5]
     assert all(isinstance(result, JobError) for result in results[1:])
+
+
+def test_whoever_is_cancelled_takes_nobody_with_it(store: Store) -> None:
+    """The first task is cancelled while its write is under way, another one while it waits for its turn."""
+    claims = store.claim_groups("a", 4)
+    began, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(ended: Sequence[EndedGroup]) -> list[bool]:
+        began.set()
+        await go_on.wait()
+        return await asyncio.to_thread(store.put_all, ended)
+
+    async def main() -> list[Any]:
+        queue = StoreQueue(slow)
+        ended = [EndedGroup(claim, [make_trajectory(claim, i) for i in claim.indices]) for claim in claims]
+        tasks = [asyncio.create_task(queue.put(group)) for group in ended[:2]]
+        await began.wait()
+        tasks += [asyncio.create_task(queue.put(group)) for group in ended[2:]]
+        await asyncio.sleep(0)
+        tasks[0].cancel()
+        tasks[2].cancel()
+        go_on.set()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    results = asyncio.run(asyncio.wait_for(main(), 60))
+    assert [isinstance(result, asyncio.CancelledError) for result in results] == [True, False, True, False]
+    assert results[1] is True and results[3] is True
+    states = [state for state, _, _ in store.group_states("r0").values()]
+    assert states[:4] == ["ready"] * 4, "what was queued is written all the same"

@@ -145,7 +145,7 @@ class EngineClient:
         self._progressed = progressed
         self._timeout = aiohttp.ClientTimeout(total=None, sock_read=timeout_s)
         self._session: aiohttp.ClientSession | None = None
-        self._reserved = ReservedEngines(key)
+        self._reserved = ReservedEngines(key, lambda: self.engines.urls)
 
     async def __aenter__(self) -> Self:
         connector = aiohttp.TCPConnector(limit=0)

@@ -129,7 +129,8 @@ class Gatherer:
             except RequestRefused:
                 raise
             except EngineClosed:
-                continue
+                if self._sampling.engines:  # no other one may be asked
+                    await asyncio.sleep(self._retry_s)
             except EngineError as error:
                 if len(missing) != left:
                     since, left, delay_s = time.monotonic(), len(missing), self._retry_s

@@ -20,14 +20,19 @@ class ReservedEngines:
 
     Args:
         key: The job's key.
+        there: Returns the URLs of the engines that are wanted now: at another one somebody else may listen by then.
         newer: (engine, least weights) -> True if the engine has them and may be asked; blocks.
         every_s: Seconds between two looks.
     """
 
     def __init__(
-        self, key: str, newer: Callable[[EngineControl, WeightsVersion], bool] = may_be_asked, every_s: float = EVERY_S
+        self,
+        key: str,
+        there: Callable[[], Sequence[str]],
+        newer: Callable[[EngineControl, WeightsVersion], bool] = may_be_asked,
+        every_s: float = EVERY_S,
     ) -> None:
-        self._key, self._newer, self._every_s = key, newer, every_s
+        self._key, self._there, self._newer, self._every_s = key, there, newer, every_s
         self._until: dict[str, WeightsVersion] = {}
         """Least weights with which each engine is free again."""
         self._looking: asyncio.Task[None] | None = None
@@ -48,7 +53,9 @@ class ReservedEngines:
         while self._until:
             await asyncio.sleep(self._every_s)
             for url, least in list(self._until.items()):
-                if await asyncio.to_thread(self._newer, EngineControl(url, self._key), least):
+                if url not in self._there():
+                    del self._until[url]
+                elif await asyncio.to_thread(self._newer, EngineControl(url, self._key), least):
                     del self._until[url]
                     log.info("the engine at %s has newer weights than the evaluation's: it samples for training", url)
 

@@ -128,7 +128,7 @@ class Explorer:
             wrong_ends=wrong_ends,
             segments=segments,
             record=StoreQueue(partial(self._call, store.append_segments)).put if segments.tokens else None,
-            forget=partial(self._call, store.forget_segments),
+            forget=partial(self._call, store.forget_segments) if segments.tokens else None,
         )
         self._under_way = SamplesUnderWay(capacity)
         suspend = self._under_way.suspend

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -46,8 +47,7 @@ class Iterations:
     async def look(self) -> None:
         """Look into the store."""
         live = await self._live_step()
-        step = 0 if live is None else self.of(live)
-        if step != self.step:
+        if live is not None and (step := self.of(live)) != self.step:
             self.step = step
             async with self._changed:
                 self._changed.notify_all()
@@ -91,8 +91,19 @@ class GroupPace:
         self._spent = {index: Counter(spent.get(index, {})) for index in claim.indices}
         self._reach, self._waits = reach, waits
         self._open = set(claim.indices)
-        self._suspended: dict[int, int] = {}
-        """Index of a trajectory that waits -> the iteration that it waits to be over."""
+        self._samples = Counter[int]()
+        """Index of a trajectory -> its responses that are under way."""
+        self._waiting: dict[int, list[int]] = {index: [] for index in claim.indices}
+        """Index of a trajectory -> for each of these that waits, the iteration that it waits to be over."""
+
+    @contextmanager
+    def sampling(self, index: int) -> Iterator[None]:
+        """Within, a response of the trajectory is under way; a workflow may ask for several at once."""
+        self._samples[index] += 1
+        try:
+            yield
+        finally:
+            self._samples[index] -= 1
 
     async def begin(self, index: int) -> None:
         """Return once a trajectory may have another segment."""
@@ -116,19 +127,24 @@ class GroupPace:
         await self._report(self._iterations.step)
 
     async def _suspend(self, index: int, step: int) -> None:
-        self._suspended[index] = step
-        counted = int(index != GREEDY)
-        self._waits(counted)
+        waiting = self._waiting[index]
+        waiting.append(step)
+        counts = index != GREEDY and len(waiting) == 1
+        self._waits(int(counts))
         try:
             await self._report(step)
             await self._iterations.after(step)
         finally:
-            del self._suspended[index]
-            self._waits(-counted)
+            waiting.remove(step)
+            self._waits(-int(counts))
 
     async def _report(self, step: int) -> None:
-        if self._open and all(self._suspended.get(index) == step for index in self._open):
+        if self._open and all(self._is_suspended(index, step) for index in self._open):
             await self._reach(self._claim, step)
+
+    def _is_suspended(self, index: int, step: int) -> bool:
+        waiting = self._waiting[index]
+        return len(waiting) == self._samples[index] > 0 and all(one == step for one in waiting)
 
 
 class PartialRollouts:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,6 +26,8 @@ from megarl.explore.store import Claim
 
 Record = Callable[[tuple[Claim, Segment]], Awaitable[bool]]
 """``Store.append_segments`` of one segment, in a thread of its own."""
+Forget = Callable[[Claim, int, int], Awaitable[None]]
+"""``Store.forget_segments``, in a thread of its own."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class SegmentSampler:
         record: None where nothing is recorded.
         pace: Limit of a partial rollout; None for none.
         recorded: What earlier claims of the group have left of it, in order.
+        forget: Called for a trajectory's responses from a number on, which are recorded with another context.
         max_repeats: Equal sequences in a row that end a response after a segment; None for none.
         counts: ``resumed_tokens``: recorded ones that were taken; ``replay_diverged``: those that were not, since the
             workflow has asked for them with another context.
@@ -74,16 +78,21 @@ class SegmentSampler:
         counts: Counter[str] | dict[str, int],
         recorded: Sequence[Segment] = (),
         max_repeats: int | None = None,
+        forget: Forget | None = None,
     ) -> None:
-        self._sampler, self._record, self._pace = sampler, record, pace
+        self._sampler, self._record, self._forget, self._pace = sampler, record, forget, pace
         self._claim, self._index, self._limits, self._size, self._counts = claim, index, limits, size, counts
         self._recorded, self._max_repeats = list(recorded), max_repeats
         self._is_ours = True
 
     async def sample(self, request: SampleRequest) -> Completion:
         """Return the whole response. Raises as ``Gatherer.sample``."""
+        with nullcontext() if self._pace is None else self._pace.sampling(self._index):
+            return await self._sample(request)
+
+    async def _sample(self, request: SampleRequest) -> Completion:
         most, size = min(request.max_tokens or self._limits.response, self._limits.response), self._size
-        segments, context = self._replayed(request), ""
+        segments, context = await self._replayed(request), ""
         while not segments or segments[-1].finish_reason is None:
             start = sum(len(segment.token_ids) for segment in segments)
             left = min(most - start, self._room(request, segments) - start)
@@ -113,7 +122,7 @@ class SegmentSampler:
         expanded = segments[0].prompt_ids if segments else None
         return self._limits.trajectory - len(request.token_ids if expanded is None else expanded)
 
-    def _replayed(self, request: SampleRequest) -> list[Segment]:
+    async def _replayed(self, request: SampleRequest) -> list[Segment]:
         """Recorded segments of the response; if they follow another context, they and all later ones are forgotten."""
         found = [segment for segment in self._recorded if segment.turn == request.turn]
         if not found:
@@ -123,6 +132,8 @@ class SegmentSampler:
         if any(s.context != context or s.start != start for s, start in zip(found, starts, strict=True)):
             self._counts["replay_diverged"] += sum(len(s.token_ids) for s in self._recorded if s.turn >= request.turn)
             self._recorded = [segment for segment in self._recorded if segment.turn < request.turn]
+            if self._forget is not None:
+                await self._forget(self._claim, self._index, request.turn)
             return []
         self._counts["resumed_tokens"] += sum(len(segment.token_ids) for segment in found)
         return found

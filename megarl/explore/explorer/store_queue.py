@@ -20,26 +20,33 @@ class StoreQueue(Generic[T]):
     def __init__(self, write: Callable[[Sequence[T]], Awaitable[list[bool]]]) -> None:
         self._write = write
         self._queue: list[tuple[T, asyncio.Future[bool]]] = []
-        self._writing = asyncio.Lock()
+        self._writing: asyncio.Task[None] | None = None
 
     async def put(self, one: T) -> bool:
         """Write one, with all others that come while those before are written; False if it is not ours now.
 
-        Raises what ``write`` raises, for all that were written together.
+        Whoever waits may be cancelled: what was queued is written all the same. Raises what ``write`` raises, for all
+        that were written together.
         """
         written: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._queue.append((one, written))
-        async with self._writing:
-            if not written.done():
-                queue, self._queue = self._queue, []
-                try:
-                    results = await self._write([one for one, _ in queue])
-                except BaseException as error:
-                    for _, future in queue:  # their tasks fail alike
-                        if future is not written and not future.done():
-                            future.set_exception(error) if isinstance(error, Exception) else future.cancel()
-                    raise
-                for (_, future), ours in zip(queue, results, strict=True):
-                    if not future.done():  # else its task was cancelled
-                        future.set_result(ours)
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.create_task(self._write_all())
         return await written
+
+    async def _write_all(self) -> None:
+        """Write until the queue is empty: a task of its own, which ends with nobody who waits."""
+        while self._queue:
+            queue, self._queue = self._queue, []
+            try:
+                results = await self._write([one for one, _ in queue])
+            except BaseException as error:
+                for _, future in queue:
+                    if not future.done():
+                        future.set_exception(error) if isinstance(error, Exception) else future.cancel()
+                if not isinstance(error, Exception):
+                    raise
+                continue
+            for (_, future), ours in zip(queue, results, strict=True):
+                if not future.done():  # else its task was cancelled
+                    future.set_result(ours)

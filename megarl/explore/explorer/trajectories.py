@@ -16,7 +16,7 @@ from megarl.engine.client.frames import Completion
 from megarl.engine.client.gather import LONGEST_RETRY_S, Gatherer, SampleRequest
 from megarl.explore.explorer.iterations import GroupPace
 from megarl.explore.explorer.rollout_clock import RolloutClock
-from megarl.explore.explorer.segments import WHOLE_RESPONSES, Record, SegmentSampler, SegmentSettings
+from megarl.explore.explorer.segments import WHOLE_RESPONSES, Forget, Record, SegmentSampler, SegmentSettings
 from megarl.explore.explorer.workflow_run import OwnTime, run_workflow
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.recording.model import NO_LIMITS, NO_OPTIONS, RenderedPrompt, RolloutModel, Sampler
@@ -77,7 +77,7 @@ class TrajectoryRunner:
         options: Mapping[str, Any] = NO_OPTIONS,
         segments: SegmentSettings = WHOLE_RESPONSES,
         record: Record | None = None,
-        forget: Callable[[Claim, int], Awaitable[None]] | None = None,
+        forget: Forget | None = None,
     ) -> None:
         self._segments, self._record, self._forget = segments, record, forget
         self._workflow = workflow
@@ -139,7 +139,7 @@ class TrajectoryRunner:
             retry += 1
             recorded = ()
             if self._forget is not None:
-                await self._forget(group.claim, index)
+                await self._forget(group.claim, index, 0)
             if group.pace is not None:
                 group.pace.restart(index)
 
@@ -150,7 +150,9 @@ class TrajectoryRunner:
         own = OwnTime()
         claim, counts = group.claim, group.clock.counts
         of_segments, repeats = (self._limits, self._segments.tokens, self._record), self._segments.max_repeats
-        sampler = SegmentSampler(gatherer, claim, index, *of_segments, group.pace, counts, recorded, repeats)
+        sampler = SegmentSampler(
+            gatherer, claim, index, *of_segments, group.pace, counts, recorded, repeats, self._forget
+        )
         model = RolloutModel(
             group.claim,
             index,

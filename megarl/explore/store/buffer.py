@@ -43,7 +43,8 @@ class Buffer(SegmentTable):
         name.
 
         With ``max_samples`` the groups' sizes add up to at most that many, except that one group is always claimed.
-        Without ``evaluations`` none of their groups is claimed.
+        Without ``evaluations`` none of their groups is claimed. For training nothing is claimed between the start of a
+        trainer that goes on and its first publication.
 
         No two claims hold the same group: SQLite's writers take turns, PostgreSQL skips rows that another locks.
 

@@ -14,7 +14,17 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, and_, case, func,
 
 from megarl.core.schema import GREEDY, Segment, Task, Trajectory, WeightsVersion
 from megarl.explore.store.codec import dumps, task_from_row
-from megarl.explore.store.tables import GROUPS, ROLLOUT_METRICS, ROLLOUTS, SAMPLED, TASK_IMAGES, TASKS, GroupState
+from megarl.explore.store.tables import (
+    GROUPS,
+    ROLLOUT_METRICS,
+    ROLLOUTS,
+    SAMPLED,
+    STALE,
+    TASK_IMAGES,
+    TASKS,
+    VERSIONS,
+    GroupState,
+)
 from megarl.explore.store.transactions import put
 
 RolloutKind = Literal["train", "eval"]
@@ -101,15 +111,23 @@ def claim(
 
 
 def _open_rollouts(connection: Connection, expired: ColumnElement[bool], evaluations: bool) -> list[str]:
-    """Ids of the rollouts that have free groups: evaluations first, where they are wanted, then in order. Of a
-    rollout's pending groups one is read."""
+    """Ids of the rollouts that have free groups: evaluations first, where they are wanted, then in order, without those
+    for training while engines may have weights that no longer exist. Of a rollout's pending groups one is read."""
     found = set(connection.scalars(select(GROUPS.c.rollout_id).where(expired)))
     least, last = select(func.min(GROUPS.c.rollout_id)).where(PENDING), ""
     while (following := connection.scalar(least.where(GROUPS.c.rollout_id > last))) is not None:
         found.add(last := following)
     trains = case((ROLLOUTS.c.kind == "train", 1), else_=0)
     query = select(ROLLOUTS.c.rollout_id).where(ROLLOUTS.c.rollout_id.in_(found)).order_by(trains, ROLLOUTS.c.sequence)
-    return list(connection.scalars(query if evaluations else query.where(ROLLOUTS.c.kind == "train")))
+    wanted = [kind for kind, is_wanted in (("eval", evaluations), ("train", not _is_stale(connection))) if is_wanted]
+    return list(connection.scalars(query.where(ROLLOUTS.c.kind.in_(wanted))))
+
+
+def _is_stale(connection: Connection) -> bool:
+    """Return True between the start of a trainer that goes on and its first publication."""
+    some = select(VERSIONS.c.version).limit(1)
+    has = [connection.scalar(some.where(VERSIONS.c.live == live)) is not None for live in (1, STALE)]
+    return has == [False, True]
 
 
 def _free_groups(connection: Connection, rollout_id: str, expired: ColumnElement[bool], limit: int) -> list[Row[Any]]:

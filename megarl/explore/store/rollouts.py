@@ -25,6 +25,7 @@ from megarl.explore.store.tables import (
     ROLLOUTS,
     SAMPLED,
     SEGMENTS,
+    STALE,
     STEPS,
     TASKS,
     TRAJECTORIES,
@@ -146,8 +147,9 @@ class RolloutTable(Handle):
                 _delete_unused(connection)
             else:
                 _sample_again(connection, from_step)
-            # Engines that have them are given others before they are asked again.
-            connection.execute(update(VERSIONS).where(VERSIONS.c.step > from_step).values(live=0))
+            # Engines of explore programs live on with weights that no longer exist: nothing is claimed for training
+            # before they are given others.
+            connection.execute(update(VERSIONS).values(live=STALE))
             connection.execute(delete(REPLAYS).where(REPLAYS.c.step > from_step))
             connection.execute(delete(STEPS).where(STEPS.c.step > from_step))
             evaluations = connection.execute(select(EVENTS).where(EVENTS.c.kind == "evaluation"))
@@ -240,9 +242,10 @@ def _sample_again(connection: Connection, from_step: int) -> None:
     beyond = (GROUPS.c.reached > from_step, GROUPS.c.rollout_id.in_(trained))
     connection.execute(update(GROUPS).where(*beyond).values(reached=None))
     for few in chunks(sorted(ids)):
+        # First, as in ``delete_rollouts``: it waits for whoever puts or appends, and nobody does after it.
+        connection.execute(update(GROUPS).where(GROUPS.c.group_id.in_(few)).values(again))
         cut_segments(connection, few, dead)
         connection.execute(delete(TRAJECTORIES).where(TRAJECTORIES.c.group_id.in_(few)))
-        connection.execute(update(GROUPS).where(GROUPS.c.group_id.in_(few)).values(again))
 
 
 def delete_rollouts(connection: Connection, rollout_ids: Sequence[str]) -> None:

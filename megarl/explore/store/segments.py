@@ -38,13 +38,13 @@ class SegmentTable(Handle):
 
         return self._write(work)
 
-    def forget_segments(self, claim: Claim, index: int) -> None:
-        """Forget the tokens of a trajectory that begins again. Safe to repeat."""
+    def forget_segments(self, claim: Claim, index: int, from_turn: int = 0) -> None:
+        """Forget the tokens of a trajectory that begins again, there from a response on. Safe to repeat."""
 
         def work(connection: Connection, again: bool) -> None:
             if _held(connection, [claim]):
                 of_trajectory = (SEGMENTS.c.group_id == claim.group_id, SEGMENTS.c.index == index)
-                connection.execute(delete(SEGMENTS).where(*of_trajectory))
+                connection.execute(delete(SEGMENTS).where(*of_trajectory, SEGMENTS.c.turn >= from_turn))
                 connection.execute(update(GROUPS).where(*of_claim(claim)).values(reached=None))
 
         self._write(work)

@@ -108,6 +108,9 @@ ROLLOUTS = Table(
     Column("requested_at", Float, nullable=False),
 )
 
+STALE = -1
+"""Value of ``versions.live`` for those of before the last start of a trainer."""
+
 VERSIONS = Table(
     "versions",
     METADATA,
@@ -116,8 +119,9 @@ VERSIONS = Table(
     Column("n", Integer, nullable=False),
     Column("step", Integer, nullable=False),  # steps of training in these weights
     Column("published_at", Float, nullable=False),
-    Column("live", Integer, nullable=False),  # 1 once every engine has proven to have them
+    Column("live", Integer, nullable=False),  # 1 once every engine has proven to have them; STALE after a start
     Index("versions_in_order", "attempt", "n"),
+    Index("versions_by_live", "live"),
 )
 """Weights that engines were given, in any attempt. Those of steps after a resume are dead: no unused group keeps tokens
 of them."""

@@ -48,6 +48,8 @@ class OnlineTrainer(Trainer):
     evaluation: Evaluation
     meanwhile: EvaluationMeanwhile
     wait: Wait
+    rollbacks = 0
+    """Of the weights that were published last."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -84,7 +86,7 @@ class OnlineTrainer(Trainer):
             self.evaluation = Evaluation(self.context, self.store, self.reporter, wait)
             services = (self.context, self.store, self.ranks, self.reporter)
             kept = publisher.kept if isinstance(publisher, WeightPublisher) else KeptEngines()
-            self.meanwhile = EvaluationMeanwhile(*services, self.evaluation, kept, wait)
+            self.meanwhile = EvaluationMeanwhile(*services, self.evaluation, kept, wait, self.registered)
             if self.config.rollout.placement == "colocated":
                 assert isinstance(publisher, WeightPublisher), "sync.method=checkpoint needs engines of other programs"
                 self.turns.engines = ColocatedEngines(self.context, self.store, self.ranks, publisher)
@@ -99,7 +101,7 @@ class OnlineTrainer(Trainer):
         return WeightPublisher(
             *place,
             engines=self.engines,
-            registered=self.own.registered if self.own is not None else tuple,
+            registered=self.registered,
             come_and_go=not self.job.is_alone,
             stopping=lambda: self.ranks.stopping,
         )
@@ -109,6 +111,10 @@ class OnlineTrainer(Trainer):
         if self.own is not None:
             return self.own.urls(begun=self.version.n > 0)
         return self.others.urls() if self.others is not None else []
+
+    def registered(self) -> list[str]:
+        """URLs of the job's own engines that are wanted, be they there or not (``OwnEngines.registered``)."""
+        return self.own.registered() if self.own is not None else []
 
     def step(self, state: TrainState) -> TrainState | None:
         """Make one step: sync, rollout, inference, update; None when the job is asked to stop."""
@@ -120,8 +126,10 @@ class OnlineTrainer(Trainer):
                     self.turns.enter(Phase.REFRESH)
                     self.models.refresh_reference()
                 synced: dict[str, float] | None = {}
-                if self.pacing.publishes(number) or not self.weights.version.n:
-                    synced = self.publish(state)
+                if self.pacing.publishes(number) or self.rollbacks != state.rollbacks or not self.weights.version.n:
+                    synced, self.rollbacks = self.publish(state), state.rollbacks
+                    if synced is not None and self.context.rank == 0:
+                        self.store.record_live(self.weights.version)
             if synced is None:
                 return None
             published = Published(self.weights.version, self.weights.step)
@@ -129,7 +137,7 @@ class OnlineTrainer(Trainer):
             if groups is None:
                 return None
             if self.config.rollout.placement == "colocated":  # engines leave before the update
-                self.rollouts.drain(state)
+                self.rollouts.drain(state, weights_step=number)
             if not groups.trajectories:
                 raise NonRetryableError(
                     f"rollout {groups.rollout_ids[-1]} left nothing to train on: {groups.report.dropped}; "
@@ -157,7 +165,7 @@ class OnlineTrainer(Trainer):
             metrics |= groups.tokens.metrics(batch.trained_tokens, batch.excluded)
             if self.drains(before.step + 1) and self.config.rollout.placement == "separate":
                 with suppress(Stopped):  # the step counts: its update is made
-                    self.rollouts.drain(before)
+                    self.rollouts.drain(before, weights_step=state.step)
             state = self.end_step(state, metrics, groups.used)
         metrics |= groups.metrics
         if (text := self.truncation.warning(metrics)) is not None:
@@ -208,10 +216,7 @@ class OnlineTrainer(Trainer):
             with self.weights.quieting() as ended:
                 if not self.wait(lambda: Awaited(ended(), 1, ended()), label, weights_step=state.step):
                     return None
-        synced = self.weights.publish(state.step)
-        if self.context.rank == 0:
-            self.store.record_live(self.weights.version)
-        return synced
+        return self.weights.publish(state.step)
 
     def drains(self, step: int) -> bool:
         """True if what was asked for ahead must be there when ``step`` steps are done: a checkpoint or other weights

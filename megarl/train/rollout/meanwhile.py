@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from megarl.core.schema import WeightsVersion
@@ -39,6 +40,7 @@ class EvaluationMeanwhile:
         evaluation: Evaluation,
         kept: KeptEngines,
         wait: Wait,
+        registered: Callable[[], Sequence[str]],
     ) -> None:
         self._context = context
         self._store = store
@@ -47,6 +49,7 @@ class EvaluationMeanwhile:
         self._evaluation = evaluation
         self._kept = kept
         self._wait = wait
+        self._registered = registered
         self._open: OpenEvaluation | None = None
         self._lost = False
         """Its engines have lost the weights; on rank 0."""
@@ -90,8 +93,13 @@ class EvaluationMeanwhile:
         self._kept.update_all()
 
     def _look(self) -> Awaited:
+        if not self._lost and not set(self._kept.versions) <= set(self._registered()):  # scaled away
+            self._give_up()
+        return Awaited(0, 0, True) if self._lost else self._answers()
+
+    def _answers(self) -> Awaited:
         assert self._open is not None
-        return Awaited(0, 0, True) if self._lost else whole(self._store, self._open.rollout_id)
+        return whole(self._store, self._open.rollout_id)
 
     def _end(self, step: int) -> None:
         assert self._open is not None
@@ -104,7 +112,7 @@ class EvaluationMeanwhile:
 
     def _give_up(self) -> None:
         """Forget an evaluation that has not ended: its engines are about to have other weights."""
-        if self._open is None or self._look().complete:
+        if self._open is None or self._answers().complete:
             return
         self._lost = True
         self._store.withdraw(self._open.rollout_id)

@@ -154,19 +154,21 @@ class Rollouts:
         order = {"admission": InAdmissionOrder, "completion": InCompletionOrder}[context.config.sync.order]
         self._asking: Asking = order(context, algorithm, store, self._choice, self._replay)
 
-    def drain(self, state: TrainState) -> None:
-        """Wait until the groups that were asked for ahead are ready, after the update of step ``state.step``; not in
-        completion order.
+    def drain(self, state: TrainState, *, weights_step: int) -> None:
+        """Wait until the groups that were asked for ahead are ready, in step ``state.step``; not in completion order.
 
         A checkpoint then finds them in the store, and weights change when no engine samples. Of partial rollouts those
         of later steps are there as far as their budget goes. Ends early when the job is asked to stop.
+
+        Args:
+            weights_step: Steps of training in the actor's weights.
         """
         if self._context.config.sync.order == "completion":
             return
         for step in range(state.step + 1, min(self._pacing.asked(state.step), self._context.config.trainer.steps)):
             with self._reporter.timeline.phase("rollout", step=state.step):
                 look = partial(self._asking.look_ahead, step, state.step)
-                if not self._wait(look, f"rollout {step + 1}, ahead", weights_step=state.step + 1):
+                if not self._wait(look, f"rollout {step + 1}, ahead", weights_step=weights_step):
                     return
 
     def groups(self, state: TrainState, published: Published, vocab_size: int) -> StepGroups | None:

@@ -139,6 +139,7 @@ class WeightSync:
         )
         text = first or (self._probe() if sent is None else sent.probe)
         if sent is None and outlives_update(self._context.config):
+            self._sent = None  # never two copies
             self._sent = SentWeights.copy_of(tensors, written, text)
         self._turns.enter(Phase.ROLLOUT)  # the KV cache has the memory that the actor leaves
         self._together(lambda: self._publisher.wake("kv_cache"))
