@@ -210,7 +210,7 @@ class Jobs(RuleBasedStateMachine):
         self.trained[self.step + 1] = used
         after = self.step + 1
         if self.pacing.publishes(after) or after % CHECKPOINT == 0:
-            self.rollouts.drain(state)
+            self.rollouts.drain(state, weights_step=state.step + 1)
         self.step = after
         if self.step % CHECKPOINT == 0:
             self.saved = self.step
