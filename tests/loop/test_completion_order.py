@@ -25,6 +25,7 @@ SETTINGS = (
 )
 
 
+@pytest.mark.soak  # tests/loop/test_meanwhile.py has a job in completion order that is not killed
 def test_no_token_is_older_than_the_bound_and_no_group_is_used_twice(tmp_path: Path) -> None:
     """Killed after its fourth step, whose checkpoint is the newest but one, and started again."""
     job = Job(tmp_path / "run", SETTINGS).start()

@@ -76,6 +76,7 @@ def check_whole(run_dir: Path, steps: int) -> None:
     store.close()
 
 
+@pytest.mark.soak
 def test_an_engine_comes_dies_and_leaves_while_the_job_trains(tmp_path: Path) -> None:
     job = Job(tmp_path / "run", [*SETTINGS, "trainer.steps=900"]).start()
     try:
