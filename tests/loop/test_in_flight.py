@@ -139,7 +139,6 @@ def test_a_flipped_bit_names_the_engine_that_has_it(
         second.stop()
 
 
-@pytest.mark.soak
 def test_an_engine_that_dies_in_its_update_does_not_stop_the_other(
     engine: RunningEngine, model: Qwen3ForCausalLM, zygote: Zygote, tmp_path: Path
 ) -> None:
