@@ -422,6 +422,8 @@ def test_rewards_of_a_workflow_pass_the_weights_of_all_rewards(
         async def score(self, task: Any, text: str, *, in_thinking: bool = False) -> Verdict:
             raise AssertionError("no verifier is asked")
 
+    async def nothing() -> None: ...
+
     model: Any = Model(tokenizer)
     one = recorder(model)
     group = ClaimedGroup(one._claim, one._prompt, 7, RolloutClock(timeline=None, rollout_id="r"))
@@ -435,7 +437,7 @@ def test_rewards_of_a_workflow_pass_the_weights_of_all_rewards(
         rewards=dataclasses.replace(SHAPED, on_error="drop"),
         wrong_ends=wrong_ends,
     )
-    found = asyncio.run(runner.run(group, 0, model, lambda: None))
+    found = asyncio.run(runner.run(group, 0, model, nothing))
     assert found.reward.status == status and found.end is (cause or End.FINISHED)
     assert begun == (2 if status == "error" else 1), "what counts as wrong does not begin again"
     if score is not None:

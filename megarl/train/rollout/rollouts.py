@@ -55,7 +55,8 @@ class StepTokens:
         """
         excluded = Counter(self.excluded) + Counter(more)
         found = f"{trained} trained, {dict(excluded)} excluded"
-        assert self.sampled == trained + excluded.total(), f"{self.sampled} tokens sampled, but {found}"
+        if self.sampled != trained + excluded.total():
+            raise AssertionError(f"{self.sampled} tokens sampled, but {found}")
         metrics = {"sampled": self.sampled, "trained": trained, "excluded": excluded.total()}
         metrics |= {f"excluded/{reason}": number for reason, number in excluded.items()}
         return {f"rollout/tokens/{name}": float(number) for name, number in metrics.items()}
