@@ -312,7 +312,9 @@ def test_run_without_evaluations(tmp_path: Path) -> None:
 
 def test_stopped_after_the_first_evaluation(run_dir: Path) -> None:
     store = Store(load(run_dir).config.store.url)
-    store.record_evaluation("explorer-0", "eval-before", {"step": 0})  # else it would be made again
+    store.record_evaluation(
+        "explorer-0", "eval-before", {"rollout_id": "eval-before", "step": 0}
+    )  # else it would be made again
     store.discard_rollouts(2)
     store.close()
     (run_dir / "hf" / "config.json").unlink()
