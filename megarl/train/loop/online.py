@@ -49,7 +49,7 @@ class OnlineTrainer(Trainer):
     meanwhile: EvaluationMeanwhile
     wait: Wait
     rollbacks = 0
-    """Of the weights that were published last."""
+    """Number of rollbacks before the last publication."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
