@@ -30,6 +30,7 @@ from tests.loop.trainers import (
     Losing,
     Ranks,
     checkpoint_tensors,
+    probe,
     ranks_of,
     refusing,
     shards,
@@ -296,10 +297,10 @@ def test_the_probe_compares_both_sides(engine: RunningEngine, ranks: Ranks, mode
     ranks.publish_whole(model)
     tokens = [1, 9, 77, 150, 199, 4, 4, 31]
     logp = transformers_logp(model, tokens[:1], tokens[1:]).tolist()
-    first, second = ranks.call(lambda rank, p: p.probe(tokens, logp if rank == 0 else []))
+    first, second = ranks.call(lambda rank, p: p.probe(probe(tokens, logp if rank == 0 else [])))
     assert isinstance(first, float) and first == second and first < FP32_TOLERANCE
     logp[3] += 0.01
-    failures = ranks.call(lambda rank, p: p.probe(tokens, logp if rank == 0 else []))
+    failures = ranks.call(lambda rank, p: p.probe(probe(tokens, logp if rank == 0 else [])))
     assert isinstance(failures[0], WeightsDiffer)
     for failure in failures:
         assert isinstance(failure, WeightSyncError) and "token 4 of the probe text" in str(failure)

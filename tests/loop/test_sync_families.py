@@ -24,7 +24,7 @@ from megarl.core.errors import EngineError, WeightSyncError
 from megarl.engine.client.client import Sampling
 from tests.loop.conftest import TINY_ROLLOUT
 from tests.loop.engines import RunningEngine, differences, perturbed, save_tokenizer, some_prompts, transformers_logp
-from tests.loop.trainers import Breaking, Ranks, ranks_of, refusing, versions
+from tests.loop.trainers import Breaking, Ranks, probe, ranks_of, refusing, versions
 from tests.loop.zygote import Zygote
 from tests.parallel.families import hf_model
 
@@ -214,12 +214,12 @@ def test_experts_left_unpacked_are_found(tmp_path: Path, zygote: Zygote) -> None
 
         engine.control.refuse(None)
         engine.control.resume()
-        for failure in ranks.call(lambda rank, p: p.probe(tokens, logp if rank == 0 else [])):
+        for failure in ranks.call(lambda rank, p: p.probe(probe(tokens, logp if rank == 0 else []))):
             assert isinstance(failure, WeightSyncError) and "of the probe text" in str(failure)
 
         engine.control.workers("fault_leave_experts_unpacked", False)
         ranks.publish_whole(new)
-        ranks.call(lambda rank, p: p.probe(tokens, logp if rank == 0 else []))
+        ranks.call(lambda rank, p: p.probe(probe(tokens, logp if rank == 0 else [])))
         assert gap(engine, new).max() < FP32_TOLERANCE
 
 

@@ -20,7 +20,7 @@ from megarl.core.config.schema import Config
 from megarl.core.errors import EngineError, WeightSyncError
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.client import Sampling
-from megarl.engine.client.probe import ProbeText
+from megarl.engine.client.probe import PROBE_TOLERANCES, ProbeText
 from megarl.learn.parallel.grid import megatron_grid
 from megarl.learn.training.optimizer_digests import digest_of
 from megarl.train.sync.publication import SyncReport
@@ -160,3 +160,8 @@ def refusing(engine: RunningEngine) -> str:
         engine.generate(some_prompts(1), Sampling(max_tokens=1))
     assert "503" in str(refused.value)
     return str(refused.value)
+
+
+def probe(tokens: Sequence[int], logp: Sequence[float]) -> ProbeText:
+    """Text with the tolerance of a float32 job that sets none."""
+    return ProbeText(tokens, logp, PROBE_TOLERANCES["float32"])

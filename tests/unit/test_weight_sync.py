@@ -69,7 +69,7 @@ class Syncs:
         self.bucket //= 2
         return 2 * self.bucket, self.bucket
 
-    def probe(self, tokens: list[int], logp: list[float]) -> float:
+    def probe(self, text: ProbeText) -> float:
         self.order.append("probe")
         return 0.0
 

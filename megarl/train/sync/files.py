@@ -4,7 +4,7 @@ prove by themselves."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -16,7 +16,7 @@ from megarl.core.config.schema import Config
 from megarl.core.errors import WeightsDiffer, WeightSyncError
 from megarl.core.published import PublishedWeights, folder_of, remove_old
 from megarl.core.schema import WeightsVersion
-from megarl.engine.client.probe import PROBE_TOLERANCES, ProbeText
+from megarl.engine.client.probe import ProbeText
 from megarl.engine.client.watch import EngineWatch
 from megarl.learn.training.optimizer_digests import check_written
 from megarl.train.sync.publication import SyncReport
@@ -44,7 +44,7 @@ class Publisher(Protocol):
         abort: bool = False,
         probe: ProbeText | None = None,
     ) -> SyncReport: ...
-    def probe(self, token_ids: Sequence[int], trainer_logp: Sequence[float]) -> float | None: ...
+    def probe(self, text: ProbeText) -> float | None: ...
     def died(self) -> list[str]: ...
     def await_any(self, seconds: float) -> bool: ...
     def deserted(self) -> str | None: ...
@@ -119,7 +119,7 @@ class FilePublisher:
         nbytes = bytes_of(self._plan.destination, self._dtype)
         return SyncReport(seconds, 0.0, seconds, 0.0, nbytes, 0)
 
-    def probe(self, token_ids: Sequence[int], trainer_logp: Sequence[float]) -> None:
+    def probe(self, text: ProbeText) -> None:
         """Complete the version with the probe text and this trainer's log-probs, which its readers must reach.
 
         Raises WeightSyncError on rank 0, where the manifest cannot be written.
@@ -127,14 +127,13 @@ class FilePublisher:
         if self._unproven is None:
             return
         (version, digests), self._unproven = self._unproven, None
-        config = self._config
-        tolerance = config.sync.probe_tolerance or PROBE_TOLERANCES[config.model.dtype]
-        manifest = PublishedWeights(str(version), digests, token_ids, trainer_logp, tolerance)
+        run_dir = Path(self._config.run.dir)
+        manifest = PublishedWeights(str(version), digests, text.token_ids, text.trainer_logp, text.tolerance)
         try:
-            manifest.write(folder_of(Path(config.run.dir), version))
-            remove_old(Path(config.run.dir))
+            manifest.write(folder_of(run_dir, version))
+            remove_old(run_dir)
         except OSError as error:
-            raise WeightSyncError(f"weights {version} cannot be published in {config.run.dir}: {error}") from error
+            raise WeightSyncError(f"weights {version} cannot be published in {run_dir}: {error}") from error
 
     def died(self) -> list[str]:
         """Return []: no engine takes part in a publication."""

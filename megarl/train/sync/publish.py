@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from traceback import clear_frames
@@ -14,7 +14,7 @@ import torch
 from megarl.core import heartbeat
 from megarl.core.errors import EngineError, WeightsDiffer, WeightSyncError
 from megarl.core.schema import WeightsVersion
-from megarl.engine.client.probe import PROBE_TOLERANCES, ProbeText, check_probe
+from megarl.engine.client.probe import ProbeText
 from megarl.engine.client.watch import EngineWatch
 from megarl.learn.training.optimizer_digests import check_written
 from megarl.train.sync.connection import EngineConnection, with_timeout
@@ -117,24 +117,20 @@ class WeightPublisher(EngineConnection):
         return publication.lead(send, pause, bytes_of(part.plan.destination, self._dtype), probe)
 
     @with_timeout(lambda config: config.sync.timeout_s)
-    def probe(self, token_ids: Sequence[int], trainer_logp: Sequence[float]) -> float:
-        """Largest difference of the log-probs of ``token_ids[1:]`` between this trainer and any engine.
-
-        Every rank calls it; ``trainer_logp`` (len(token_ids) - 1, temperature 1) counts on rank 0 only.
+    def probe(self, text: ProbeText) -> float:
+        """Largest difference of the text's log-probs between this trainer and any engine. Every rank calls it.
 
         Raises:
-            WeightSyncError: on every rank, when it is more than sync.probe_tolerance. The engines then refuse requests.
+            WeightSyncError: on every rank, when it is more than the text's tolerance. The engines then refuse requests.
         """
         self._count += 1
         topic = f"probe/{self._generation}.{self._count}"
         if self._rank != 0:
             return self._messages.received(topic)["max_difference"]
         with self._messages.announcing(topic) as message:
-            tolerance = self._config.sync.probe_tolerance
-            tolerance = PROBE_TOLERANCES[self._config.model.dtype] if tolerance is None else tolerance
             try:
-                answers = self._fleet.each(lambda i, engine: engine.probe(token_ids))
-                message["max_difference"] = max(check_probe(a, trainer_logp, tolerance).max_difference for a in answers)
+                answers = self._fleet.each(lambda i, engine: engine.probe(text.token_ids))
+                message["max_difference"] = max(map(text.check, answers))
             except WeightSyncError as error:
                 self._fleet.close(str(error))
                 raise

@@ -145,7 +145,7 @@ class WeightSync:
         self._together(lambda: self._publisher.wake("kv_cache"))
         if self._keeps:
             return report.metrics()
-        difference = self._together(lambda: self._publisher.probe(text.token_ids, text.trainer_logp))
+        difference = self._together(lambda: self._publisher.probe(text))
         return report.metrics() | ({} if difference is None else {"sync/probe_diff_max": difference})
 
     def _probe(self) -> ProbeText:
