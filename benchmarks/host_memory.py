@@ -193,6 +193,7 @@ def trainer_of(config: Any, store: Any) -> Any:
     trainer.truncation = TruncationWarning(config.rollout.max_response_tokens)
     trainer.end_step = lambda state, metrics, used: state
     reader = RolloutReader(NodeReader(), store, lambda: False)
+    trainer.store = store
     context = trainer.context = RunContext(config, Path(), 1, 0)
     trainer.rollouts = rollouts.Rollouts(
         context, trainer.algorithm, store, trainer.reporter, reader, lambda *_, **__: True

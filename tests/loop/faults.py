@@ -27,12 +27,14 @@ class FaultyWorker(WorkerExtension):
         stale[1, 2, 3] += 1
         attention.W_UV = torch.nn.Parameter(stale, requires_grad=False)
 
-    def fault_change_head(self) -> str:
-        """The LM head's own weight differs from its packed copy; returns the type of the logits."""
+    def fault_change_head(self) -> tuple[str, bool]:
+        """The LM head's own weight changes; returns the type of the logits and whether they have changed."""
         model = self.model_runner.model
-        model.lm_head.weight.data[1, 2] += 1
         hidden = torch.ones(1, model.lm_head.weight.shape[1], dtype=model.lm_head.weight.dtype)
-        return str(model.compute_logits(hidden).dtype)
+        before = model.compute_logits(hidden)
+        model.lm_head.weight.data[1, 2] += 8
+        after = model.compute_logits(hidden)
+        return str(after.dtype), not torch.equal(before, after)
 
 
 _REPACK = writer._repack_experts

@@ -192,7 +192,7 @@ def test_a_rollback_is_a_resume_with_other_rows(folder: Path, rolled_back: Path)
     assert run(folder, again, attempt=2) == ["", ""]
     want, got = weights(run_dir), weights(again)
     assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
-    took = ("timing_s/", "perf/", "training/attempt")
+    took = ("timing_s/", "idle/", "perf/", "training/attempt")
     assert [{k: v for k, v in r.items() if not k.startswith(took)} for r in records(again)] == [
         {k: v for k, v in r.items() if not k.startswith(took)} for r in found
     ]

@@ -46,7 +46,7 @@ ROLES = ("trainer", "critic", "reference", "reward_model", "rollout")
 AWAY = (("disk", "memory", "disk", "memory", "destroy"), ("memory", "disk", "memory", "disk", "sleep"))
 """Places of the roles' memory in the phases that do not need it, and how the engine leaves, before the kill and
 after."""
-NOT_COMPARED = re.compile(r"(timing_s|perf|memory|rollout|sync|training/attempt)|reward/\w+/(seconds|waited_s)/")
+NOT_COMPARED = re.compile(r"(timing_s|idle|perf|memory|rollout|sync|training/attempt)|reward/\w+/(seconds|waited_s)/")
 """What depends on the machine or counts attempts."""
 
 

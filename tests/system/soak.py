@@ -35,7 +35,7 @@ from tests.system.jobs import TINY, Job
 KILLS, STEPS, EVERY = 3, 10, 2
 SETTINGS = (*TINY, f"trainer.steps={STEPS}", f"trainer.checkpoint_interval={EVERY}", "trainer.keep_checkpoints=100")
 END_S = 3600.0
-NOT_COMPARED = re.compile(r"(timing_s|perf|rollout|sync|training/attempt)|reward/\w+/(seconds|waited_s)/")
+NOT_COMPARED = re.compile(r"(timing_s|idle|perf|rollout|sync|training/attempt)|reward/\w+/(seconds|waited_s)/")
 """What depends on the machine or counts attempts."""
 
 

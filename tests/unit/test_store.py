@@ -443,6 +443,10 @@ def test_unused_groups_lose_tokens_of_weights_that_a_resume_has_undone(store: St
     store.discard_rollouts(2)
     assert states(store, "train-000001") == ["ready", "pending", "pending"]
     assert len(store.trajectories("train-000001")) == 2
+    assert store.claim_groups("b", 9) == []  # engines may have weights that were undone
+    again = WeightsVersion(2, 0)
+    store.record_version(again, 2)
+    store.record_live(again)
     assert [claim.position for claim in store.claim_groups("b", 9)] == [1, 2]
     assert store.version_steps(versions) == {version: step for step, version in enumerate(versions)}
 
