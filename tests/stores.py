@@ -107,7 +107,7 @@ WRITES: dict[str, Callable[[Store, Sequence[Claim]], Any]] = {
     "beat": lambda store, claims: store.beat("a"),
     "release_claims": lambda store, claims: store.release_claims("a"),
     "record_step": lambda store, claims: store.record_step(
-        1, {"reward": 1.0}, Used(("r0/4",), {"r0/5": "surplus"}, ("r0/3",))
+        1, {"reward": 1.0}, Used(("r0/4",), {"r0/5": "surplus"}, ("r0/3",), {("r0/4", 1): "duplicate"})
     ),
     "record_evaluation": lambda store, claims: store.record_evaluation("a", "r0", {"step": 1}),
     "record_event": lambda store, claims: store.record_event("trainer", "evaluation", {"step": 1}),

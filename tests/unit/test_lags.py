@@ -27,7 +27,7 @@ from megarl.learn.batching.packing import MicroBatching
 from megarl.learn.training import objectives
 from megarl.learn.training.objectives import LossTokens
 from megarl.run.checks.pacing import check_pacing
-from megarl.train.rollout.rollouts import StepTokens
+from megarl.train.update.accounts import Amount, SampleAccount, account_line
 from megarl.train.update.batch import StepBatch, filter_overlong, make_batch, overlong
 from megarl.train.update.lags import lag_metrics
 from tests.trajectories import one_turn
@@ -76,7 +76,7 @@ def test_every_token_has_its_lag_where_it_is_predicted() -> None:
     assert found.sequences.mask.tolist() == [False, True, True, True, False, True, True, True, False] + [True] * 3 + [
         False
     ]
-    assert found.updates == [[[0], [1]]] and found.trained_tokens == 9 and found.excluded == {}
+    assert found.updates == [[[0], [1]]] and found.trained == Amount(2, 9) and found.excluded == {}
     with_experts = step(AlgorithmConfig(), shown=2)
     assert with_experts.sequences.lag is not None
     assert with_experts.sequences.lag.tolist() == [*found.sequences.lag.tolist(), *[0] * 10]
@@ -100,7 +100,7 @@ def test_current_segments_are_those_of_a_trajectorys_newest_weights() -> None:
     settings = AlgorithmConfig(segments="current", kl=KLConfig(0.0))
     found = step(settings)
     assert found.sequences.mask.tolist() == [False] * 5 + [True] * 3 + [False] + [True] * 3 + [False]
-    assert found.excluded == {"segments": 3} and found.trained_tokens == 6
+    assert found.excluded == {"segments": Amount(0, 3)} and found.trained == Amount(2, 6)
     policy = objectives.policy(GRPO, settings, found.sequences)
     batches = micro_batches(found.sequences, MicroBatching(rows=1), 0, found.updates[0])
     assert float(sum(policy.count(LossTokens.of(b, found.sequences)) for b in batches)) == 6
@@ -116,9 +116,9 @@ def test_a_sample_of_earlier_segments_alone_is_in_no_update_and_computed_by_nobo
     members = [trajectory(0, *turns), trajectory(1, user_turn(1), model_turn(0, (2, MIDDLE)))]
     found = make_batch(members, [], GRPO, AlgorithmConfig(segments="current"), 1, LAGS)
     assert found.updates == [[[1], [2]]] and found.outside == []
-    assert found.excluded == {"segments": 4} and found.trained_tokens == 4
+    assert found.excluded == {"segments": Amount(0, 4)} and found.trained == Amount(2, 4)
     everything = make_batch(members, [], GRPO, AlgorithmConfig(), 1, LAGS)
-    assert everything.updates == [[[0], [1], [2]]] and everything.trained_tokens == 8
+    assert everything.updates == [[[0], [1], [2]]] and everything.trained == Amount(2, 8)
 
 
 def test_tokens_are_excluded_for_one_reason_each() -> None:
@@ -128,11 +128,17 @@ def test_tokens_are_excluded_for_one_reason_each() -> None:
     settings = AlgorithmConfig(segments="current", overlong_filtering=True)
     found = make_batch(members, [], GRPO, settings, 1, LAGS)
     filter_overlong(found, settings)
-    assert found.excluded == {"segments": 4, "overlong": 3} and found.trained_tokens == 3
-    tokens = StepTokens(27, {"all_right": 10, "greedy": 7})
-    with pytest.raises(AssertionError, match="27 tokens sampled, but 3 trained"):
-        tokens.metrics(found.trained_tokens, found.excluded | {"overlong": 4})
-    assert StepTokens(20, {"all_right": 10}).metrics(found.trained_tokens, found.excluded) == {
+    assert found.excluded == {"segments": Amount(0, 4), "overlong": Amount(1, 3)}
+    assert found.trained == Amount(1, 3)
+    account = SampleAccount(Amount(6, 27), {"all_right": Amount(2, 10), "greedy": Amount(2, 7)})
+    with pytest.raises(AssertionError, match=r"tokens=27\) sampled, but Amount\(trajectories=1, tokens=3\) trained"):
+        account.metrics(found.trained, found.excluded | {"overlong": Amount(1, 4)})
+    metrics = SampleAccount(Amount(4, 20), {"all_right": Amount(2, 10)}).metrics(found.trained, found.excluded)
+    assert account_line([metrics, metrics]) == (
+        "trajectories: 8 sampled = 2 trained + 6 excluded (all_right 4, overlong 2, segments 0); "
+        "tokens: 40 sampled = 6 trained + 34 excluded (all_right 20, overlong 6, segments 8)"
+    )
+    assert {name: value for name, value in metrics.items() if name.startswith("rollout/tokens")} == {
         "rollout/tokens/sampled": 20,
         "rollout/tokens/trained": 3,
         "rollout/tokens/excluded": 17,
@@ -208,9 +214,11 @@ def test_replayed_groups_have_their_own_lags_and_tokens_add_up(tmp_path: Path, s
         found = job.step(number)
         assert found.lags is not None
         total = sum(e.response_length for e in found.trajectories)
-        assert len(found.trajectories) == GROUPS * SIZE and found.tokens == StepTokens(total, {})
+        assert len(found.trajectories) == GROUPS * SIZE and found.account == SampleAccount(
+            Amount(GROUPS * SIZE, total), {}
+        )
         batch = make_batch(found.trajectories, [], GRPO, config.algorithm, 1, found.lags)
-        assert found.tokens.metrics(batch.trained_tokens, batch.excluded)["rollout/tokens/trained"] == total
+        assert found.account.metrics(batch.trained, batch.excluded)["rollout/tokens/trained"] == total
         wanted = {number - int(e.rollout_id[-6:]) for e in found.trajectories}
         lags = batch.sequences.lag
         assert (set(lags[batch.sequences.mask].tolist()) if lags is not None else {0}) == wanted
@@ -230,11 +238,11 @@ def test_tokens_of_dropped_groups_are_excluded_by_their_reason(tmp_path: Path) -
         found = job.step(number)
         assert found.lags is None
         batch = make_batch(found.trajectories, [], GRPO, config.algorithm, 1)
-        found.tokens.metrics(batch.trained_tokens, batch.excluded)
+        found.account.metrics(batch.trained, batch.excluded)
         asked = [g for g in found.used.consumed] + list(found.used.dropped)
         read = {e.group_id: e.response_length for e in job.store.read(asked)}
-        assert found.tokens.sampled == SIZE * sum(read.values())
-        reasons.update(found.tokens.excluded)
+        assert found.account.sampled.tokens == SIZE * sum(read.values())
+        reasons.update(found.account.excluded.keys())
     assert {"all_right", "all_wrong"} <= reasons.keys() <= {"all_right", "all_wrong", "surplus"}
     job.store.close()
 

@@ -62,7 +62,7 @@ def group(name: str, *scores: float) -> list[Trajectory]:
 
 
 def test_whole_groups_get_their_statistics() -> None:
-    verified, report, _ = verify([*group("a", 1.0, 0.0, 0.0), *group("b", 1.0, 1.0)], RewardConfig(), vocab_size=VOCAB)
+    verified, report, *_ = verify([*group("a", 1.0, 0.0, 0.0), *group("b", 1.0, 1.0)], RewardConfig(), vocab_size=VOCAB)
     assert [e.group_id for e in verified] == ["a"] * 3 + ["b"] * 2
     assert all(e.group_stats is None for e in verified), "the reward model's scores are still to come"
     scored = with_group_stats(verified)
@@ -134,7 +134,7 @@ def test_validity(changes: dict[str, Any], reason: str | None) -> None:
     found = check_trajectory(wrong, VOCAB)
     assert "reward" in changes or (found is None if reason is None else reason in (found or ""))
     raw = [make(index=0), wrong, *group("b", 0.0)]
-    verified, report, _ = verify(raw, RewardConfig(on_error="zero"), vocab_size=VOCAB)
+    verified, report, *_ = verify(raw, RewardConfig(on_error="zero"), vocab_size=VOCAB)
     assert reason is None or reason in report.messages[0]
     if reason is None:
         assert report.dropped == {} and [e.group_id for e in verified] == ["g0", "g0", "b"]
@@ -164,18 +164,18 @@ def test_incomplete_groups_are_dropped(members: list[int]) -> None:
 def test_missing_verdicts_drop_the_group_or_count_as_zero() -> None:
     failed = make(index=1, reward=Reward(math.nan, "timeout"), metadata={"reward_message": "no verdict within 1 s"})
     raw = [make(index=0), failed, *group("b", 0.0)]
-    verified, report, dropped = verify(raw, RewardConfig(on_error="drop"), vocab_size=VOCAB)
+    verified, report, dropped, _ = verify(raw, RewardConfig(on_error="drop"), vocab_size=VOCAB)
     assert [e.group_id for e in verified] == ["b"] and dropped == {"g0": "reward_timeout"}
     assert report.dropped == {"reward_timeout": 1} and report.ends == {"finished": 2, "reward_timeout": 1}
     assert report.messages == ("group g0[1]: no verdict within 1 s",)
-    verified, report, _ = verify(raw, RewardConfig(on_error="zero"), vocab_size=VOCAB)
+    verified, report, *_ = verify(raw, RewardConfig(on_error="zero"), vocab_size=VOCAB)
     assert [e.reward.score for e in verified] == [1.0, 0.0, 0.0] and report.dropped == {}
     assert verified[1].reward.status == "timeout" and means(verified) == [0.5, 0.5, 0.0]
 
 
 def test_a_score_that_is_no_number_drops_its_group_alone() -> None:
     raw = [*group("a", math.inf, 0.0), *group("b", 1.0, 0.0)]
-    verified, report, _ = verify(raw, RewardConfig(), vocab_size=VOCAB)
+    verified, report, *_ = verify(raw, RewardConfig(), vocab_size=VOCAB)
     assert [e.group_id for e in verified] == ["b", "b"] and report.dropped == {"invalid": 1}
     assert report.messages == ("group a[0]: its reward is inf",)
 
@@ -212,7 +212,7 @@ def with_greedy(members: list[Trajectory], **changes: Any) -> list[Trajectory]:
 
 def test_a_greedy_answer_changes_nothing_of_its_group() -> None:
     plain, compared = group("a", 1.0, 0.0), with_greedy(group("a", 1.0, 0.0), reward=Reward(0.25, "wrong"))
-    verified, report, _ = verify(compared, RewardConfig(), vocab_size=VOCAB, greedy=True)
+    verified, report, *_ = verify(compared, RewardConfig(), vocab_size=VOCAB, greedy=True)
     alone = verify(plain, RewardConfig(), vocab_size=VOCAB).trajectories
     assert [e.group_stats for e in with_group_stats(verified)] == [e.group_stats for e in with_group_stats(alone)]
     assert report.ends == {"finished": 2} and len(verified) == 2
@@ -234,7 +234,7 @@ def test_a_greedy_answer_changes_nothing_of_its_group() -> None:
 )
 def test_a_greedy_answer_without_use_costs_its_group(changes: dict[str, Any], reason: str, message: str) -> None:
     raw = [*with_greedy(group("a", 1.0, 0.0), **changes), *with_greedy(group("b", 1.0, 0.0))]
-    verified, report, _ = verify(raw, RewardConfig(), vocab_size=VOCAB, greedy=True)
+    verified, report, *_ = verify(raw, RewardConfig(), vocab_size=VOCAB, greedy=True)
     assert [e.group_id for e in verified] == ["b", "b"] and report.dropped == {reason: 1}
     assert message in report.messages[0]
 

@@ -52,5 +52,5 @@ def test_a_shared_group_says_where_its_rows_are_and_what_differs() -> None:
 def test_values_are_the_bounds_and_choices() -> None:
     rows = {row.name.strip("`"): row for row in settings(RewardConfig, "reward")}
     assert rows["reward.retries"].values == "at least 0 and at most 100, whole"
-    assert rows["reward.on_error"].values == "`drop`, `zero`" and rows["reward.on_error"].default == "`drop`"
+    assert rows["reward.on_error"].values == "`drop`, `zero`, `mask`" and rows["reward.on_error"].default == "`drop`"
     assert rows["reward.judge.url"].default == "`null`"

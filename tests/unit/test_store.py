@@ -391,6 +391,20 @@ def test_replayed_groups_are_recorded_with_their_step_and_forgotten_with_it(stor
     assert store.replays(0, 9) == {} and store.consumed(0, 9) == []
 
 
+def test_excluded_members_are_recorded_with_their_step_and_forgotten_with_it(store: Store) -> None:
+    request(store, groups=2)
+    for claim in store.claim_groups("a", 9):
+        finish(store, claim)
+    excluded = {("r0/0", 1): "duplicate", ("r0/1", 0): "empty"}
+    for _ in range(2):
+        store.record_step(1, {}, Used(("r0/0", "r0/1"), excluded=excluded))
+    assert store.excluded(["r0/0", "r0/1"]) == excluded and store.excluded(["r0/1"]) == {("r0/1", 0): "empty"}
+    store.discard_rollouts(1)
+    assert store.excluded(["r0/0", "r0/1"]) == excluded
+    store.discard_rollouts(0)
+    assert store.excluded(["r0/0", "r0/1"]) == {}
+
+
 def test_a_step_and_its_replays_are_one_transaction(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     request(store, groups=1)
     finish(store, store.claim_groups("a", 1)[0])
@@ -661,6 +675,7 @@ def test_every_write_is_in_the_table_of_writes() -> None:
         "successes",
         "consumed",
         "replays",
+        "excluded",
         "job_state",
         "has_begun",
         "beats",

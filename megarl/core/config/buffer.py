@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Annotated
+from typing import Annotated, Any
 
 from megarl.core.config.bounds import Bound, Coefficient, Count, UnitInterval
 
@@ -39,3 +39,8 @@ class ReplayConfig:
 class BufferConfig:
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     """Groups that a step trains on again."""
+    operators: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Operators that look at whole groups before they are trained on, in this order: NAME -> its settings, e.g.
+    {duplicates: {}, length: {max_tokens: 512}, mine: {file: mine.py}} (docs/operators.md)."""
+    min_members: Count = 2
+    """Members that a group needs to be trained on once operators, or ``reward.on_error=mask``, have excluded some."""

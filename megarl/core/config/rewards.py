@@ -124,8 +124,9 @@ class RewardConfig:
     """A response whose worker has died or hung so often is tried no more, and is an error wherever it comes again."""
     backlog: Count = 8192
     """Answers that may wait for their score; when there are more, no further group is begun."""
-    on_error: Literal["drop", "zero"] = "drop"
-    """Treatment of a group with an error or timeout: dropped from training, or its score counted as 0. Always
+    on_error: Literal["drop", "zero", "mask"] = "drop"
+    """Treatment of a response without a verdict: its group is dropped from training, its score counts as 0 (the
+    verifier's errors and timeouts alone), or it is left out of the loss and of its group's statistics. Always
     reported."""
     late_steps: NonNegative | None = None
     """Steps after which a group that was asked for and still awaits rewards (data sources of the family ``late``) is

@@ -8,6 +8,8 @@ from megarl.core.schema import Trajectory, Turn
 
 LARGEST_LOGP = 1e-3
 """Above 0 by rounding alone."""
+LARGEST_SCORE = 1e30
+"""Bound of a verdict's score: advantages are float32, whose largest number is 3.4e38."""
 
 
 def check_trajectory(trajectory: Trajectory, vocab_size: int) -> str | None:

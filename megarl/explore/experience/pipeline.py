@@ -4,7 +4,8 @@ In this order, each stage once:
 
 1. a verifier's verdict and the weights of form, repetition and language (``rewards.verdict.weighed``, as each answer
   ends);
-2. ``verify``: groups checked, missing verdicts settled, length rewards added, groups kept or dropped with a reason;
+2. ``verify``: groups checked, missing verdicts settled, operators applied, length rewards added; groups kept or
+  dropped, and members excluded, with a reason;
 3. ``split_by_accuracy``: dynamic sampling;
 4. ``shuffle_rewards``: a control experiment;
 5. ``add_model_scores``: the reward model;
@@ -16,22 +17,21 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from megarl.core.config.rewards import LengthConfig, RewardConfig
 from megarl.core.schema import Outcome, Trajectory
-from megarl.explore.experience.checks import check_trajectory
+from megarl.explore.experience.checks import LARGEST_SCORE, check_trajectory
 from megarl.explore.experience.groups import group_stats, is_zero_variance
+from megarl.explore.experience.operators import Operated
 from megarl.explore.rewards.shape import k15_length_rewards, overlong_penalty
 from megarl.explore.rewards.verdict import NO_VERDICT
 
 T = TypeVar("T", Trajectory, Outcome)
 MESSAGES = 5
-LARGEST_SCORE = 1e30
-"""Bound of a verdict's score: advantages are float32, whose largest number is 3.4e38."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +46,8 @@ class Report:
     """``End`` -> number of trajectories, before anything is dropped. Greedy ones are not counted."""
     messages: tuple[str, ...]
     """Reasons: the first few different texts, each with its first group and how many groups more it befell."""
+    excluded: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Reason -> number of members that were left out of groups that were kept."""
 
     @property
     def kept(self) -> int:
@@ -59,15 +61,22 @@ class Report:
             dict(Counter(self.dropped) + Counter(other.dropped)),
             dict(Counter(self.ends) + Counter(other.ends)),
             (*self.messages, *other.messages)[:MESSAGES],
+            dict(Counter(self.excluded) + Counter(other.excluded)),
         )
 
 
 class Verified(NamedTuple):
     trajectories: list[Trajectory]
-    """Whole groups, in the order given."""
+    """Groups, in the order given, without their excluded members."""
     report: Report
     dropped: dict[str, str]
     """Id of a group that was left out -> reason."""
+    excluded: dict[tuple[str, int], str]
+    """(group id, index) of a member of a group that was kept -> reason why it was not."""
+
+
+def _untouched(group: Sequence[Trajectory]) -> Operated:
+    return Operated(list(group), {})
 
 
 def verify(
@@ -78,13 +87,18 @@ def verify(
     max_response_tokens: int | None = None,
     greedy: bool = False,
     step: int = 0,
+    operate: Callable[[Sequence[Trajectory]], Operated] = _untouched,
+    min_members: int = 1,
 ) -> Verified:
-    """Check every group, settle missing verdicts by ``reward.on_error``, and shape the scores.
+    """Check every group, settle missing verdicts by ``reward.on_error``, apply operators and shape the scores.
 
-    A group with an invalid trajectory, a missing member or (``drop``) a missing verdict is left out and counted. A
-    greedy answer is checked, settled and shaped like a member.
+    A group with an invalid trajectory, a missing member or (``drop``) a missing verdict is left out and counted. Under
+    ``mask`` a member without a verdict is excluded instead, and the group keeps its others. A greedy answer is checked,
+    settled and shaped like a member; operators do not see it.
 
     Args:
+        operate: ``Operators.apply``.
+        min_members: A group that loses members needs so many to be kept.
         max_response_tokens: ``rollout.max_response_tokens``, for ``reward.overlong_buffer`` alone.
         greedy: A group needs its greedy answer to be whole.
         step: Counted from 0, for ``reward.length.warmup_steps`` alone.
@@ -92,19 +106,28 @@ def verify(
     dropped: dict[str, str] = {}
     faults: dict[str, list[str]] = {}
     kept: list[Trajectory] = []
+    excluded: dict[tuple[str, int], str] = {}
     groups = by_group(trajectories)
     for group in groups:
+        group_id = group[0].group_id
         fault = _group_fault(group, config, vocab_size, greedy)
         if fault is None:
-            settled = [shaped(_settled(e, config), config, max_response_tokens) for e in group]
-            kept += length_rewarded(settled, config.length, step)
+            masked = {e.index: e.end.value for e in group if config.on_error == "mask" and _lacks_verdict(e)}
+            members, reasons = operate([_settled(e, config) for e in group if e.index not in masked])
+            reasons = masked | reasons
+            fault = _too_few(group_id, members, reasons, min_members)
+        if fault is None:
+            rated = [shaped(e, config, max_response_tokens) for e in members]
+            kept += length_rewarded(rated, config.length, step)
+            excluded |= {(group_id, index): reason for index, reason in reasons.items()}
         else:
-            dropped[group[0].group_id] = fault.reason
+            dropped[group_id] = fault.reason
             faults.setdefault(fault.message, []).append(fault.where)
     ends: Counter[str] = Counter(trajectory.end.value for trajectory in trajectories)
     messages = tuple(_counted(message, where) for message, where in list(faults.items())[:MESSAGES])
-    report = Report(len(groups), dict(Counter(dropped.values())), dict(ends), messages)
-    return Verified(kept, report, dropped)
+    counts = dict(Counter(excluded.values()))
+    report = Report(len(groups), dict(Counter(dropped.values())), dict(ends), messages, counts)
+    return Verified(kept, report, dropped, excluded)
 
 
 def by_group(trajectories: Sequence[T]) -> list[list[T]]:
@@ -136,11 +159,9 @@ def length_rewarded(group: Sequence[Trajectory], config: LengthConfig, step: int
     compared with nobody."""
     if not config.weight or step < config.warmup_steps:
         return list(group)
-    judged = [e for e in group if e.reward.status not in NO_VERDICT]
+    judged = [e for e in group if not _lacks_verdict(e)]
     rewards = iter(k15_length_rewards([e.response_length for e in judged], [e.reward.status == "ok" for e in judged]))
-    return [
-        e if e.reward.status in NO_VERDICT else _with_part(e, "length", next(rewards), config.weight) for e in group
-    ]
+    return [e if _lacks_verdict(e) else _with_part(e, "length", next(rewards), config.weight) for e in group]
 
 
 def _with_part(trajectory: Trajectory, name: str, value: float, weight: float) -> Trajectory:
@@ -208,6 +229,20 @@ class _Fault(NamedTuple):
     message: str
 
 
+def _lacks_verdict(trajectory: Trajectory) -> bool:
+    return trajectory.reward.status in NO_VERDICT
+
+
+def _too_few(group_id: str, members: Sequence[Trajectory], reasons: dict[int, str], min_members: int) -> _Fault | None:
+    """A group of which too little is left; the reason is the one that most members were excluded for."""
+    if not reasons or len(members) >= min_members:
+        return None
+    [(reason, _)] = Counter(reasons[index] for index in sorted(reasons)).most_common(1)
+    found = ", ".join(f"{name} {number}" for name, number in sorted(Counter(reasons.values()).items()))
+    message = f"fewer than buffer.min_members={min_members} members are left; excluded: {found}"
+    return _Fault(reason, f"group {group_id}", message)
+
+
 def _counted(message: str, where: Sequence[str]) -> str:
     return f"{where[0]}{f' and {len(where) - 1} more' if len(where) > 1 else ''}: {message}"
 
@@ -225,8 +260,10 @@ def _group_fault(group: Sequence[Trajectory], config: RewardConfig, vocab_size: 
     answers = [(str(trajectory.index), trajectory) for trajectory in group]
     answers += [("greedy", baseline)] if baseline is not None else []
     for name, trajectory in answers:
-        end = trajectory.end
-        if trajectory.reward.status in NO_VERDICT and not (end.by_reward and config.on_error == "zero"):
+        end, masks = trajectory.end, config.on_error == "mask" and name != "greedy"
+        if _lacks_verdict(trajectory) and masks:
+            continue
+        if _lacks_verdict(trajectory) and not (end.by_reward and config.on_error == "zero"):
             return _Fault(end.value, f"group {first.group_id}[{name}]", _why(trajectory.metadata))
         reason = check_trajectory(trajectory, vocab_size) or _check_score(trajectory)
         if reason is not None:
@@ -243,7 +280,7 @@ def _settled(trajectory: Trajectory, config: RewardConfig) -> Trajectory:
     """Under ``on_error=zero``: the score becomes 0, the status keeps saying why."""
     if trajectory.greedy is not None:
         trajectory = dataclasses.replace(trajectory, greedy=_settled(trajectory.greedy, config))
-    if trajectory.reward.status not in NO_VERDICT:
+    if not _lacks_verdict(trajectory):
         return trajectory
     assert config.on_error == "zero", f"a missing verdict is dropped under reward.on_error={config.on_error}"
     return dataclasses.replace(trajectory, reward=dataclasses.replace(trajectory.reward, score=0.0))
@@ -252,7 +289,7 @@ def _settled(trajectory: Trajectory, config: RewardConfig) -> Trajectory:
 def _check_score(trajectory: Trajectory) -> str | None:
     """A verdict whose score is not finite, or overflows in the advantages, would spoil those of its whole group."""
     score = trajectory.reward.score
-    if trajectory.reward.status in NO_VERDICT or abs(score) <= LARGEST_SCORE:
+    if _lacks_verdict(trajectory) or abs(score) <= LARGEST_SCORE:
         return None
     return f"its reward is {score}" + (f", beyond ±{LARGEST_SCORE:g}" if math.isfinite(score) else "")
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
 from sqlalchemy import Connection, bindparam, delete, func, insert, select, update
 
 from megarl.explore.store.codec import dumps
-from megarl.explore.store.handle import Handle
-from megarl.explore.store.tables import EVENTS, GROUPS, JOB, REPLAYS, STEPS, GroupState
+from megarl.explore.store.handle import Handle, chunks
+from megarl.explore.store.tables import EVENTS, EXCLUDED, GROUPS, JOB, REPLAYS, STEPS, GroupState
 from megarl.explore.store.transactions import put
 
 JobState = Literal["open", "closed"]
@@ -26,6 +26,8 @@ class Used(NamedTuple):
     """Those that it has left out, and why."""
     replayed: tuple[str, ...] = ()
     """Those of earlier steps that it has trained on again."""
+    excluded: Mapping[tuple[str, int], str] = {}
+    """(group id, index) of members that it has left out of groups that it has trained on, and why."""
 
 
 NOTHING_USED = Used()
@@ -71,6 +73,15 @@ class Journal(Handle):
         """Recorded (step, metrics) in order; a metric that was not finite reads None."""
         query = select(STEPS).order_by(STEPS.c.step)
         return self._read(lambda connection: [(row.step, json.loads(row.metrics)) for row in connection.execute(query)])
+
+    def excluded(self, group_ids: Collection[str]) -> dict[tuple[str, int], str]:
+        """(group id, index) -> reason, of the trajectories that steps have left out of these groups."""
+        found: dict[tuple[str, int], str] = {}
+        for few in chunks(list(group_ids)):
+            query = select(EXCLUDED).where(EXCLUDED.c.group_id.in_(few))
+            rows = self._read(lambda connection, query=query: connection.execute(query).all())  # type: ignore[misc]
+            found |= {(row.group_id, row.index): row.reason for row in rows}
+        return found
 
     def last_step(self) -> int:
         """Number of the last recorded step; 0 before the first."""
@@ -143,7 +154,14 @@ def mark_used(connection: Connection, step: int, used: Used) -> None:
     if marks:
         values = {"state": bindparam("state"), "used_by": step, "reason": bindparam("reason")}
         connection.execute(update(GROUPS).where(GROUPS.c.group_id == bindparam("id")).values(values), marks)
-    connection.execute(delete(REPLAYS).where(REPLAYS.c.step == step))
+    for table in (REPLAYS, EXCLUDED):
+        connection.execute(delete(table).where(table.c.step == step))
+    if used.excluded:
+        rows = [
+            {"step": step, "group_id": group_id, "index": index, "reason": reason}
+            for (group_id, index), reason in used.excluded.items()
+        ]
+        connection.execute(insert(EXCLUDED), rows)
     if used.replayed:
         connection.execute(insert(REPLAYS), [{"step": step, "group_id": group_id} for group_id in used.replayed])
 

@@ -19,6 +19,7 @@ from megarl.explore.store.pacing import steps_of_weights
 from megarl.explore.store.segments import cut_segments
 from megarl.explore.store.tables import (
     EVENTS,
+    EXCLUDED,
     GROUPS,
     REPLAYS,
     ROLLOUT_METRICS,
@@ -150,8 +151,8 @@ class RolloutTable(Handle):
             # Engines of explore programs live on with weights that no longer exist: nothing is claimed for training
             # before they are given others.
             connection.execute(update(VERSIONS).values(live=STALE))
-            connection.execute(delete(REPLAYS).where(REPLAYS.c.step > from_step))
-            connection.execute(delete(STEPS).where(STEPS.c.step > from_step))
+            for table in (REPLAYS, EXCLUDED, STEPS):
+                connection.execute(delete(table).where(table.c.step > from_step))
             evaluations = connection.execute(select(EVENTS).where(EVENTS.c.kind == "evaluation"))
             later = [row.event_id for row in evaluations if event_of(row)["data"].get("step", 0) > from_step]
             connection.execute(delete(EVENTS).where(EVENTS.c.event_id.in_(later)))

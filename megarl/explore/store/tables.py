@@ -7,7 +7,7 @@ from enum import StrEnum
 from sqlalchemy import Column, Float, Index, Integer, LargeBinary, MetaData, String, Table, Text
 
 METADATA = MetaData()
-SCHEMA, SCHEMA_KEY = 12, "schema"
+SCHEMA, SCHEMA_KEY = 13, "schema"
 """Number of these tables, and its key in ``job``. A store of another number is refused."""
 
 
@@ -153,6 +153,17 @@ REPLAYS = Table(
     Column("group_id", String, primary_key=True),
 )
 """Consumed groups that a later step has trained on again."""
+
+EXCLUDED = Table(
+    "excluded",
+    METADATA,
+    Column("step", Integer, primary_key=True, autoincrement=False),  # number of the step, from 1
+    Column("group_id", String, primary_key=True),
+    Column("index", Integer, primary_key=True, autoincrement=False),
+    Column("reason", String, nullable=False),
+    Index("excluded_by_group", "group_id"),
+)
+"""Trajectories that a step has left out of groups that it has trained on."""
 
 TRAJECTORIES = Table(
     "trajectories",

@@ -15,6 +15,7 @@ from megarl.core.errors import ConfigError
 from megarl.core.jobs import Job, ProcessKind
 from megarl.core.machine import available_memory
 from megarl.explore import workflows
+from megarl.explore.experience.operators import operators_of
 from megarl.explore.rewards.pool.process import addresses
 from megarl.explore.rewards.router import FAMILIES
 from megarl.explore.store import check_url
@@ -68,6 +69,7 @@ def check_settings(config: Config, algorithm: Algorithm, nodes: int, *, elsewher
     check_url(config.store.url, nodes)
     if job.rollouts:
         workflows.check(config.rollout, Path(config.run.dir))
+        check_operators(config)
         check_reward_settings(config)
 
 
@@ -115,6 +117,17 @@ def check_algorithm(config: Config) -> None:
     logp = one.clone().requires_grad_()
     token = algorithms.LossInput(logp, one, one, one, one, one == 0, torch.zeros(1, dtype=torch.int64), 1, one)
     algorithms.try_out(algorithm, token, config.algorithm)
+
+
+def check_operators(config: Config) -> None:
+    """Raise ConfigError unless every operator is there and has such settings, and a group may lose members."""
+    size, least = config.algorithm.group_size, config.buffer.min_members
+    loses = operators_of(config.buffer.operators) or config.reward.on_error == "mask"
+    if loses and least > size:
+        raise ConfigError(
+            f"buffer.min_members={least} with algorithm.group_size={size}: a group that loses a member would always be "
+            f"dropped; set it to {size} or less"
+        )
 
 
 def check_updates(config: Config, algorithm: Algorithm) -> None:

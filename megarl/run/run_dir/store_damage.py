@@ -16,13 +16,13 @@ from megarl.core.config import Config
 from megarl.core.errors import JobError
 from megarl.explore.store import Store, sqlite_file
 from megarl.explore.store.database import is_pending, open_read_only, reason, sync_folder
-from megarl.explore.store.tables import EVENTS, GROUPS, JOB, REPLAYS, ROLLOUTS, STEPS, TASKS
+from megarl.explore.store.tables import EVENTS, EXCLUDED, GROUPS, JOB, REPLAYS, ROLLOUTS, STEPS, TASKS
 from megarl.explore.store.transactions import is_damage
 from megarl.weights.checkpoint.training.state import latest, read_state
 
 log = logging.getLogger(__name__)
 
-SMALL = (JOB, STEPS, EVENTS, ROLLOUTS, GROUPS, REPLAYS, TASKS)
+SMALL = (JOB, STEPS, EVENTS, ROLLOUTS, GROUPS, REPLAYS, EXCLUDED, TASKS)
 JSON_COLUMNS = {"metrics", "data", "sampling", "prompt", "reward_model", "extra_info"}
 _FILES = ("", "-wal", "-shm")
 EMPTY = "it has 0 bytes"

@@ -34,6 +34,7 @@ from megarl.train.sync.others import EnginesOfOthers
 from megarl.train.sync.own import OwnEngines
 from megarl.train.sync.publish import WeightPublisher
 from megarl.train.sync.weights import Stopped, WeightSync
+from megarl.train.update.accounts import account_line
 from megarl.train.update.batch import filter_overlong, make_batch, mismatch
 from megarl.train.update.lags import lag_metrics
 from megarl.train.update.learner import model_scores
@@ -162,7 +163,7 @@ class OnlineTrainer(Trainer):
                 differences = mismatch(batch.sequences, sampled) | lag_metrics(batch.sequences, sampled)
             # Rewards in the metrics of the estimate are those with the KL taken off.
             metrics = trajectory_metrics(batch.outcomes, groups.report) | scored | trained | differences | synced
-            metrics |= groups.tokens.metrics(batch.trained_tokens, batch.excluded)
+            metrics |= groups.account.metrics(batch.trained, batch.excluded)
             if self.drains(before.step + 1) and self.config.rollout.placement == "separate":
                 with suppress(Stopped):  # the step counts: its update is made
                     self.rollouts.drain(before, weights_step=state.step)
@@ -183,6 +184,13 @@ class OnlineTrainer(Trainer):
         scored = add_model_scores(trajectories, scores, self.config.reward_model.coef)
         return with_group_stats(scored), spread("reward_model/score", scores)
 
+    def run_steps(self, state: TrainState) -> tuple[TrainState, bool]:
+        """Run the steps (``Trainer.run_steps``); after the last one say what became of all that was sampled."""
+        state, finished = super().run_steps(state)
+        if finished and self.context.rank == 0:
+            self.reporter.log(account_line(metrics for _, metrics in self.store.steps()))
+        return state, finished
+
     def evaluate_if_due(self, state: TrainState) -> bool:
         """Evaluate as ``Trainer`` does, and in place of an evaluation that was given up; report one that has ended."""
         self.meanwhile.settle(state.step)
@@ -191,8 +199,7 @@ class OnlineTrainer(Trainer):
         return super().evaluate_if_due(state)
 
     def evaluate(self, state: TrainState, name: str) -> bool:
-        """Publish the weights and evaluate them on held-out tasks: before and after all steps the job waits for that,
-        between them only if no engines are set apart (``trainer.eval_engines``)."""
+        """Publish and evaluate the weights. The job waits, unless engines are set apart (``trainer.eval_engines``)."""
         if not self.meanwhile.wait(state.step) or self.publish(state) is None:
             return False
         between = 0 < state.step < self.config.trainer.steps
@@ -248,4 +255,5 @@ def trajectory_metrics(trajectories: list[Outcome], verified: Report) -> dict[st
     metrics["reward/error_rate"] = errors / max(1, sum(verified.ends.values()))
     metrics |= {f"ends/{end}": float(verified.ends.get(end, 0)) for end in End}
     metrics["reward/dropped_groups"] = float(verified.groups - verified.kept)
+    metrics |= {f"buffer/excluded/{reason}": float(number) for reason, number in verified.excluded.items()}
     return metrics

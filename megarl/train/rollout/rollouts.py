@@ -20,6 +20,7 @@ from megarl.explore.experience import (
     verifier_metrics,
     verify,
 )
+from megarl.explore.experience.operators import Operators
 from megarl.explore.order.choice import TaskChoice
 from megarl.explore.order.draws import data_seed
 from megarl.explore.order.pacing import Pacing
@@ -31,35 +32,13 @@ from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
 from megarl.train.rollout.asking import Asking, Awaited, InAdmissionOrder, InCompletionOrder, Published, rollout_of
 from megarl.train.rollout.reading import RolloutReader
+from megarl.train.update.accounts import NONE, Amount, Excluded, SampleAccount, sum_of
 
 
 class Wait(Protocol):
     """``RolloutWaiter.wait``."""
 
     def __call__(self, look: Callable[[], Awaited], label: str, *, weights_step: int) -> bool: ...
-
-
-@dataclass(frozen=True)
-class StepTokens:
-    """Tokens that engines have sampled for the groups that a step has taken, replayed ones among them."""
-
-    sampled: int
-    excluded: dict[str, int]
-    """Reason -> tokens that the batch has not got: of dropped groups, and of greedy answers."""
-
-    def metrics(self, trained: int, more: Mapping[str, int]) -> dict[str, float]:
-        """Return ``rollout/tokens/*``; ``more``: tokens that the batch excludes, by reason.
-
-        Raises:
-            AssertionError: the numbers do not add up.
-        """
-        excluded = Counter(self.excluded) + Counter(more)
-        found = f"{trained} trained, {dict(excluded)} excluded"
-        if self.sampled != trained + excluded.total():
-            raise AssertionError(f"{self.sampled} tokens sampled, but {found}")
-        metrics = {"sampled": self.sampled, "trained": trained, "excluded": excluded.total()}
-        metrics |= {f"excluded/{reason}": number for reason, number in excluded.items()}
-        return {f"rollout/tokens/{name}": float(number) for name, number in metrics.items()}
 
 
 SURPLUS = "surplus"
@@ -79,7 +58,7 @@ class StepGroups:
     report: Report
     """Counts of the groups of all these rollouts, dynamic sampling aside."""
     metrics: dict[str, float]
-    tokens: StepTokens
+    account: SampleAccount
     lags: dict[WeightsVersion, int] | None = None
     """Lag of each version that has sampled some token of them; None where nothing is sampled ahead or replayed."""
 
@@ -97,23 +76,33 @@ class _Found:
     again: list[list[Trajectory]] = field(default_factory=list)
     """Groups of earlier steps, by ``replayed``."""
     again_dropped: dict[str, str] = field(default_factory=dict)
-    tokens: Counter[str] = field(default_factory=Counter)
-    """Tokens that were sampled for each group that was read, its greedy answer aside."""
-    greedy: int = 0
-    """Tokens of the greedy answers of these groups."""
+    members: dict[str, dict[int, Amount]] = field(default_factory=dict)
+    """Group id -> index of a member -> what was sampled for it, of every group that was read."""
+    excluded: dict[tuple[str, int], str] = field(default_factory=dict)
+    """(group id, index) of members that kept groups are trained without -> reason."""
+    greedy: Amount = NONE
+    """Greedy answers of these groups."""
 
-    def count(self, trajectories: Sequence[Trajectory]) -> None:
-        """Count the sampled tokens of whole groups as they were read."""
+    def count(self, trajectories: Sequence[Trajectory], verified: Verified) -> None:
+        """Count what was sampled for whole groups, as they were read, and who of them is left out."""
         for group in by_group(trajectories):
-            self.tokens[group[0].group_id] += sum(trajectory.response_length for trajectory in group)
-            self.greedy += 0 if group[0].greedy is None else group[0].greedy.response_length
+            self.members[group[0].group_id] = {e.index: Amount(1, e.response_length) for e in group}
+            if (greedy := group[0].greedy) is not None:
+                self.greedy += Amount(1, greedy.response_length)
+        self.excluded |= verified.excluded
 
-    def counted(self, wanted: int) -> StepTokens:
-        """Sampled tokens, and why some of them are not trained."""
-        excluded = Counter(greedy=self.greedy)
-        for group_id, reason in (*self.used(wanted).dropped.items(), *self.again_dropped.items()):
-            excluded[reason] += self.tokens[group_id]
-        return StepTokens(self.tokens.total() + self.greedy, {r: n for r, n in excluded.items() if n})
+    def account(self, wanted: int) -> SampleAccount:
+        """Account for all that was sampled: why some of it is not trained."""
+        excluded = Excluded()
+        excluded.add("greedy", self.greedy)
+        dropped = {**self.used(wanted).dropped, **self.again_dropped}
+        for group_id, reason in dropped.items():
+            excluded.add(reason, sum_of(self.members[group_id].values()))
+        for (group_id, index), reason in self.excluded.items():
+            if group_id not in dropped:
+                excluded.add(reason, self.members[group_id][index])
+        sampled = sum_of(amount for group in self.members.values() for amount in group.values())
+        return SampleAccount(sampled + self.greedy, excluded)
 
     def ids(self) -> set[str]:
         return {trajectory.group_id for trajectory in self.raw}
@@ -121,7 +110,9 @@ class _Found:
     def used(self, wanted: int) -> Used:
         ids = [group[0].group_id for group in self.groups]
         dropped = self.dropped | dict.fromkeys(ids[wanted:], SURPLUS)
-        return Used(tuple(ids[:wanted]), dropped, tuple(group.group_id for group in self.replayed))
+        again = tuple(group.group_id for group in self.replayed)
+        excluded = {member: reason for member, reason in self.excluded.items() if member[0] in ids[:wanted]}
+        return Used(tuple(ids[:wanted]), dropped, again, excluded)
 
     def trained(self, wanted: int) -> list[Trajectory]:
         """Trajectories of the step: replayed groups are spread evenly among those that were sampled for it, so that
@@ -150,6 +141,7 @@ class Rollouts:
         self._reader = reader
         self._wait = wait
         self._pacing = Pacing.of(context.config.sync)
+        self._operators = Operators(context.config)
         self._choice = TaskChoice(context.config, store)
         self._replay = ReplayChoice(context.config, store)
         order = {"admission": InAdmissionOrder, "completion": InCompletionOrder}[context.config.sync.order]
@@ -238,8 +230,8 @@ class Rollouts:
                 trajectories, seed=data_seed(config.trainer.seed, state.rollbacks) * 1_000_003 + step
             )
         rollout_ids = tuple(dict.fromkeys(map(rollout_of, ids)))
-        used, tokens = found.used(wanted), found.counted(wanted)
-        return StepGroups(trajectories, rollout_ids, used, found.report, metrics, tokens, lags)
+        used, account = found.used(wanted), found.account(wanted)
+        return StepGroups(trajectories, rollout_ids, used, found.report, metrics, account, lags)
 
     def _lags(self, trajectories: Sequence[Trajectory], step: int) -> dict[WeightsVersion, int]:
         """Steps by which the versions that have sampled some token are behind those that the step starts from."""
@@ -254,8 +246,8 @@ class Rollouts:
         if answers is None:
             return False
         found.raw += answers
-        found.count(answers)
         verified = self._verified(answers, step, vocab_size)
+        found.count(answers, verified)
         found.report += verified.report
         found.dropped |= verified.dropped
         groups = by_group(verified.trajectories)
@@ -281,10 +273,11 @@ class Rollouts:
             return False
         found.replayed = [replayed for replayed, _ in read]
         trajectories = [trajectory for _, group in read for trajectory in group]
-        found.count(trajectories)
         verified = self._verified(trajectories, state.step, vocab_size)
+        found.count(trajectories, verified)
         found.again, found.again_dropped = by_group(verified.trajectories), verified.dropped
-        found.report += replace(verified.report, groups=0, dropped={}, ends={})  # counted in their own step
+        # counted in their own step
+        found.report += replace(verified.report, groups=0, dropped={}, ends={}, excluded={})
         return True
 
     def _verified(self, trajectories: Sequence[Trajectory], step: int, vocab_size: int) -> Verified:
@@ -296,6 +289,8 @@ class Rollouts:
             max_response_tokens=config.rollout.max_response_tokens,
             greedy="greedy" in self._algorithm.needs,
             step=step,
+            operate=self._operators.apply,
+            min_members=config.buffer.min_members,
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -18,6 +17,7 @@ from megarl.explore.order.draws import ExpertRow
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.algorithms.terms.parts import counts, doubles, repeated
 from megarl.learn.batching import Sequences, joined, of_demonstrations, of_samples
+from megarl.train.update.accounts import Amount, Excluded
 from megarl.train.update.lags import mask_segments
 
 T = TypeVar("T")
@@ -38,8 +38,8 @@ class StepBatch:
     of a trajectory are in one update."""
     finish_reasons: list[FinishReason]
     """Reason why the last turn of each sampled sequence ended."""
-    excluded: dict[str, int] = field(default_factory=dict)
-    """Sampled tokens that are in no update: reason -> number."""
+    excluded: dict[str, Amount] = field(default_factory=dict)
+    """Reason -> samples that are in no update. Some of a trajectory's tokens count without a trajectory."""
 
     @property
     def outside(self) -> list[list[int]]:
@@ -50,11 +50,12 @@ class StepBatch:
         return [[i] for i, number in enumerate(tokens) if i not in trained and number]
 
     @property
-    def trained_tokens(self) -> int:
-        """Sampled tokens in the loss of an update."""
+    def trained(self) -> Amount:
+        """Sampled tokens in the loss of an update, and their trajectories."""
         trained = self._trained
         tokens = counts(self.sequences.sampled, self.sequences.lengths).tolist()
-        return sum(number for i, number in enumerate(tokens) if i in trained)
+        found = [i for i, number in enumerate(tokens) if i in trained and number]
+        return Amount(len({id(self.rows[i]) for i in found}), sum(tokens[i] for i in found))
 
     @property
     def _trained(self) -> set[int]:
@@ -87,9 +88,10 @@ def make_batch(
     filtered, tokens = set(overlong(rows, settings)), counts(sequences.mask, sequences.lengths).tolist()
     left_out = filtered | {i for i, number in enumerate(tokens) if not number}
     units = [unit for unit in _units(outcomes, rows, algorithm, settings) if not left_out.intersection(unit)]
-    excluded = Counter(segments=sampled - sum(tokens), overlong=sum(tokens[i] for i in filtered))
-    paired = {i for unit in units for i in unit} | left_out
-    excluded["unpaired"] = sum(number for i, number in enumerate(tokens) if i not in paired)
+    excluded, paired = Excluded(), {i for unit in units for i in unit} | left_out
+    excluded.add("segments", Amount(0, sampled - sum(tokens)))
+    for reason, rest in (("overlong", filtered), ("unpaired", set(range(len(rows))) - paired)):
+        excluded.add(reason, Amount(len({numbers[i] for i in rest}), sum(tokens[i] for i in rest)))
     if sequences.trajectory is None:
         updates = updates_of(units, updates_per_step)
     else:
@@ -101,7 +103,7 @@ def make_batch(
         dealt = updates_of([[i] for i in range(first, len(sequences))], len(updates), exactly=True)
         updates = [usual + expert for usual, expert in zip(updates, dealt, strict=True)]
     reasons = [sample.finish_reason for _, sample in samples]
-    return StepBatch(outcomes, rows, sequences, updates, reasons, {r: n for r, n in excluded.items() if n})
+    return StepBatch(outcomes, rows, sequences, updates, reasons, excluded)
 
 
 def of_experts(rows: Sequence[ExpertRow]) -> Sequences:

@@ -1,0 +1,92 @@
+"""Account of a step: all that was sampled for it is trained or excluded by name, in trajectories and in tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class Amount:
+    """Trajectories, and tokens that engines have sampled for them."""
+
+    trajectories: int = 0
+    tokens: int = 0
+
+    def __add__(self, other: Amount) -> Amount:
+        """Add both numbers."""
+        return Amount(self.trajectories + other.trajectories, self.tokens + other.tokens)
+
+
+NONE = Amount()
+
+
+class Excluded(dict[str, Amount]):
+    """Reason -> what was excluded for it."""
+
+    def add(self, reason: str, amount: Amount) -> None:
+        """Add to a reason; nothing where there is nothing."""
+        if amount != NONE:
+            self[reason] = self.get(reason, NONE) + amount
+
+    def merged(self, other: Mapping[str, Amount]) -> Excluded:
+        """Return the sum of both."""
+        found = Excluded(self)
+        for reason, amount in other.items():
+            found.add(reason, amount)
+        return found
+
+
+@dataclass(frozen=True)
+class SampleAccount:
+    """Sum of what engines have sampled for the groups of a step, replayed ones among them, and of what is left out."""
+
+    sampled: Amount
+    excluded: Mapping[str, Amount]
+    """Without what the batch excludes: dropped groups, excluded members, greedy answers."""
+
+    def metrics(self, trained: Amount, more: Mapping[str, Amount]) -> dict[str, float]:
+        """Return ``rollout/trajectories/*`` and ``rollout/tokens/*``.
+
+        Args:
+            trained: In some update of the step.
+            more: What the batch excludes, by reason.
+
+        Raises:
+            AssertionError: the numbers do not add up.
+        """
+        excluded = Excluded(self.excluded).merged(more)
+        total = sum_of(excluded.values())
+        if self.sampled != trained + total:
+            raise AssertionError(f"{self.sampled} sampled, but {trained} trained and {dict(excluded)} excluded")
+        amounts = {"sampled": self.sampled, "trained": trained, "excluded": total}
+        amounts |= {f"excluded/{reason}": amount for reason, amount in excluded.items()}
+        return {
+            f"rollout/{unit}/{name}": float(number)
+            for name, amount in amounts.items()
+            for unit, number in asdict(amount).items()
+        }
+
+
+def sum_of(amounts: Iterable[Amount]) -> Amount:
+    """Return the sum of amounts."""
+    return sum(amounts, NONE)
+
+
+def account_line(steps: Iterable[Mapping[str, float | None]]) -> str:
+    """Say what became of all that the steps of a run have sampled: sampled = trained + excluded, by name."""
+    totals: dict[str, dict[str, float]] = {"trajectories": {}, "tokens": {}}
+    for metrics in steps:
+        for name, value in metrics.items():
+            _, unit, kind = (*name.split("/", 2), "", "")[:3]
+            if name.startswith("rollout/") and unit in totals and kind:
+                totals[unit][kind] = totals[unit].get(kind, 0.0) + (value or 0.0)
+    return "; ".join(_unit_line(unit, found) for unit, found in totals.items() if found)
+
+
+def _unit_line(unit: str, found: Mapping[str, float]) -> str:
+    reasons = {name.partition("/")[2]: number for name, number in sorted(found.items()) if name.startswith("excluded/")}
+    by_name = ", ".join(f"{reason} {number:,.0f}" for reason, number in reasons.items())
+    equal = "=" if found["sampled"] == found["trained"] + found["excluded"] else "≠"
+    total = f"{found['excluded']:,.0f} excluded" + (f" ({by_name})" if by_name else "")
+    return f"{unit}: {found['sampled']:,.0f} sampled {equal} {found['trained']:,.0f} trained + {total}"
