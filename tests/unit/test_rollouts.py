@@ -261,7 +261,7 @@ def test_a_step_without_dynamic_sampling_is_one_rollout(tmp_path: Path) -> None:
     assert found.metrics["rollout/extra"] == 0 and found.metrics["rollout/kept_groups"] == 4
     assert "rollout/all_right" not in found.metrics and list(s.timeline.seconds) == ["rollout", "batch"]
     assert all(e.greedy is None for e in found.trajectories)
-    assert found.used == (tuple(groups_of(found)), {}, ())
+    assert found.used == (tuple(groups_of(found)), {}, (), {})
 
 
 def test_groups_that_say_nothing_are_replaced_until_there_are_enough(tmp_path: Path) -> None:
