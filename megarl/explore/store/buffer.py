@@ -206,9 +206,9 @@ class Buffer(SegmentTable):
 
 def _rows_of(group: EndedGroup) -> list[dict[str, Any]]:
     claim, rows = group.claim, [trajectory_to_row(trajectory) for trajectory in group.trajectories]
-    indices = sorted(row["index"] for row in rows)
-    assert indices == claim.indices, (
-        f"group {claim.group_id} of size {claim.group_size} finished with indices {indices}"
+    indices, size = {row["index"] for row in rows}, claim.group_size + len(claim.indices) - claim.num_samples
+    assert len(rows) == len(indices) == size and indices <= set(claim.indices), (
+        f"group {claim.group_id} of size {claim.group_size} finished with indices {sorted(indices)}"
     )
     assert all(row["group_id"] == claim.group_id for row in rows), f"a trajectory of another group in {claim.group_id}"
     return rows

@@ -30,6 +30,11 @@ from megarl.explore.store.transactions import put
 RolloutKind = Literal["train", "eval"]
 
 
+def samples_of(group_size: int, sampling: Mapping[str, Any]) -> int:
+    """Answers that are sampled for a group, spare ones included (``rollout.spare``)."""
+    return group_size + int(sampling.get("spare", 0))
+
+
 @dataclass(frozen=True)
 class Claim:
     """One group handed to one worker: what to generate, and the right to write its trajectories."""
@@ -52,10 +57,14 @@ class Claim:
     """Tokens of unfinished trajectories that earlier claims have left, by index."""
 
     @property
+    def num_samples(self) -> int:
+        """Answers that are sampled, of which the first ``group_size`` to end make the group whole."""
+        return samples_of(self.group_size, self.sampling)
+
+    @property
     def indices(self) -> list[int]:
-        """Indices of the answers that make the group whole: those sampled, and ``GREEDY`` where the rollout asks for
-        one."""
-        return [*([GREEDY] if self.sampling.get("greedy") else []), *range(self.group_size)]
+        """Indices of the answers that are asked for: those sampled, and ``GREEDY`` where the rollout asks for one."""
+        return [*([GREEDY] if self.sampling.get("greedy") else []), *range(self.num_samples)]
 
 
 @dataclass(frozen=True)
@@ -102,7 +111,7 @@ def claim(
         if len(groups) < limit:
             groups += _free_groups(connection, rollout_id, expired, limit - len(groups))
     if max_samples is not None:
-        samples = itertools.accumulate(group.group_size for group in groups)
+        samples = itertools.accumulate(samples_of(g.group_size, json.loads(g.sampling)) for g in groups)
         groups = [g for i, (g, n) in enumerate(zip(groups, samples, strict=True)) if i == 0 or n <= max_samples]
     ids = [group.group_id for group in groups]
     claimed = {"state": GroupState.CLAIMED, **held, "attempt": GROUPS.c.attempt + 1}
