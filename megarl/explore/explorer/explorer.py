@@ -208,7 +208,7 @@ class Explorer:
         claims = await self._call(self._store.claim_groups, self._worker, free, **of_kinds, silent=self._lease.silent)
         self._under_way.begin(claims)
         if self._gate is not None and claims:
-            self._gate.expect(max(claim.version for claim in claims))
+            self._gate.expect(max(claim.oldest for claim in claims))
         return claims
 
     async def _group(self, claim: Claim) -> ClaimedGroup:
@@ -222,7 +222,7 @@ class Explorer:
 
         async def retried(error: EngineError) -> None:
             if self._gate is not None:
-                self._gate.doubt(groups[0].claim.version)
+                self._gate.doubt(groups[0].claim.oldest)
             clock.counts["retries"] += 1
             await self._record("engine_retry", {"error": str(error)})
 
@@ -230,7 +230,7 @@ class Explorer:
             async with asyncio.TaskGroup() as tasks:
                 gatherer = Gatherer(
                     self._engine,
-                    _sampling(groups[0].claim),
+                    sampling_of(groups[0].claim),
                     tasks,
                     change=partial(clock.change, "generation"),
                     retried=retried,
@@ -287,11 +287,15 @@ async def _report(lines: Callable[[], str | None], record: Callable[..., Corouti
             await record(EVENT, {"line": line})
 
 
-def _sampling(claim: Claim) -> Sampling:
+def sampling_of(claim: Claim) -> Sampling:
     own = {name: value for name, value in claim.sampling.items() if name not in ("seed", "greedy", "spare")}
     # Weights that an engine has read from files are of no attempt.
-    oldest = claim.version if claim.version.attempt else None
-    return Sampling(**own, oldest=oldest, newest=oldest if own.get(KEEPERS) else None)
+    of_trainer = bool(claim.version.attempt)
+    return Sampling(
+        **own,
+        oldest=claim.oldest if of_trainer else None,
+        newest=claim.version if of_trainer and own.get(KEEPERS) else None,
+    )
 
 
 def _seed(claim: Claim) -> int | None:

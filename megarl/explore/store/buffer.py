@@ -13,7 +13,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, case, delete, func, insert, or_, select, update
 
-from megarl.core.schema import GREEDY, Trajectory
+from megarl.core.schema import GREEDY, Trajectory, WeightsVersion
 from megarl.explore.store import claims
 from megarl.explore.store.claims import Claim, EndedGroup, images_of
 from megarl.explore.store.codec import trajectory_from_row, trajectory_to_row
@@ -60,15 +60,16 @@ class Buffer(SegmentTable):
             return []
         held = {"claimed_by": worker, "claim_token": token}
 
-        def work(connection: Connection, again: bool) -> tuple[list[Row[Any]], list[Row[Any]]]:
+        def work(connection: Connection, again: bool) -> tuple[list[Row[Any]], list[Row[Any]], WeightsVersion | None]:
             groups = claims.held_by(connection, token) if again else []
             groups = groups or claims.claim(connection, expired, limit, max_samples, held, evaluations)
-            return groups, claims.tasks_of(connection, {group.task_id for group in groups})
+            tasks = claims.tasks_of(connection, {group.task_id for group in groups})
+            return groups, tasks, claims.first_live(connection)
 
-        groups, tasks = self._write(work)
+        groups, tasks, live = self._write(work)
         # Images and segments may be many bytes: not under the write lock.
         images = self._read(lambda connection: images_of(connection, {task.task_id for task in tasks}))
-        return claims.claims_of(groups, tasks, images, self.segments([group.group_id for group in groups]))
+        return claims.claims_of(groups, tasks, images, self.segments([group.group_id for group in groups]), live)
 
     def put(self, claim: Claim, trajectories: Sequence[Trajectory], metrics: Mapping[str, float] | None = None) -> bool:
         """Write one whole group; as ``put_all``."""

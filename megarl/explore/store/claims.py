@@ -55,6 +55,14 @@ class Claim:
     """Number of claims of this group, this one included."""
     segments: Mapping[int, tuple[Segment, ...]] = field(default_factory=dict)
     """Tokens of unfinished trajectories that earlier claims have left, by index."""
+    live: WeightsVersion | None = None
+    """First weights that engines have proven to have since the trainer began or went back; None before them. Of weights
+    before these some are no more, and an engine may still have them."""
+
+    @property
+    def oldest(self) -> WeightsVersion:
+        """Oldest weights that may sample it."""
+        return self.version if self.live is None else max(self.version, self.live)
 
     @property
     def num_samples(self) -> int:
@@ -139,6 +147,13 @@ def _is_stale(connection: Connection) -> bool:
     return has == [False, True]
 
 
+def first_live(connection: Connection) -> WeightsVersion | None:
+    """First version that engines have proven to have since the trainer began or went back."""
+    query = select(VERSIONS.c.version).where(VERSIONS.c.live == 1).order_by(VERSIONS.c.attempt, VERSIONS.c.n)
+    version = connection.scalar(query.limit(1))
+    return None if version is None else WeightsVersion.parse(version)
+
+
 def _free_groups(connection: Connection, rollout_id: str, expired: ColumnElement[bool], limit: int) -> list[Row[Any]]:
     """Up to ``limit`` free groups of a rollout, by position. Two statements, each of one state: an index has their
     order."""
@@ -163,8 +178,9 @@ def claims_of(
     tasks: Sequence[Row[Any]],
     images: Mapping[str, tuple[bytes, ...]],
     segments: Mapping[str, Mapping[int, tuple[Segment, ...]]],
+    live: WeightsVersion | None,
 ) -> list[Claim]:
-    """Return claims on ``groups`` with their tasks and what earlier claims have left."""
+    """Return claims on ``groups`` with their tasks and what earlier claims have left; ``live``: for training."""
     of_id = {row.task_id: task_from_row(row, images.get(row.task_id, ())) for row in tasks}
     return [
         Claim(
@@ -181,6 +197,7 @@ def claims_of(
             token=group.claim_token,
             attempt=group.attempt,
             segments=segments.get(group.group_id, {}),
+            live=live if group.kind == "train" else None,
         )
         for group in groups
     ]
