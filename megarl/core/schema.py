@@ -257,7 +257,8 @@ class Trajectory:
     task_id: str
     group_id: str
     index: int
-    """Position within the group, 0 .. group_size-1; ``GREEDY`` for the greedy one."""
+    """Number among those that were sampled for the group, from 0; ``GREEDY`` for the greedy one. At least
+    ``group_size`` where a spare one is a member (``rollout.spare``)."""
     group_size: int
     turns: tuple[Turn, ...]
     """In the order in which they were written; the first is the prompt, the last model's turn is the answer."""

@@ -14,21 +14,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from select import select
+from select import select as ready
 from typing import Any, Literal
 
 import psutil
 import psycopg
 import pytest
-from sqlalchemy import insert
+from sqlalchemy import insert, select
 from sqlalchemy.engine import make_url
 
 from megarl.core.errors import ConfigError, FencedError, JobError
-from megarl.explore.store import VARIABLE, Store, check_url, database
+from megarl.explore.store import VARIABLE, RegisteredEngine, Store, check_url, database
 from megarl.explore.store.claims import EndedGroup, make_ready, report
 from megarl.explore.store.codec import trajectory_to_row
+from megarl.explore.store.tables import ENGINES, STEPS, TRAJECTORIES
 from megarl.explore.store.tables import GROUPS as GROUPS_TABLE
-from megarl.explore.store.tables import STEPS, TRAJECTORIES
 from megarl.run.postgres import Server
 from tests.stores import finish, make_task, make_trajectory, request, rows
 from tests.unit.test_store_outage import child, go, shows_that_it_waits
@@ -149,7 +149,7 @@ class Proxy:
     def _serve(self, client: socket.socket) -> None:
         with client, socket.create_connection(("127.0.0.1", self._server)) as server:
             while True:
-                for source in select([client, server], [], [])[0]:
+                for source in ready([client, server], [], [])[0]:
                     data = source.recv(1 << 20)
                     if source is client and self.lose and COMMIT in data:
                         where, self.lose = self.lose, ""
@@ -350,6 +350,35 @@ def until_waiting(look: psycopg.Connection[Any], work: Future[Any]) -> None:
     """Until a session waits for another's lock, or ``work`` ended without."""
     while not work.done() and not look.execute("SELECT 1 FROM pg_locks WHERE NOT granted").fetchone():
         time.sleep(0.01)
+
+
+def test_who_scales_meanwhile_sees_engines_that_were_added(server: Server, url: str) -> None:
+    first, second = Store(url), Store(url)
+    engine = RegisteredEngine(0, "http://0", 1)
+    first.register_engines([engine])
+    inside, go = threading.Event(), threading.Event()
+
+    def slow(connection: Any, again: bool) -> None:
+        connection.execute(select(ENGINES).with_for_update()).all()
+        connection.execute(insert(ENGINES), [engine._replace(number=1)._asdict() | {"program": "train"}])
+        inside.set()
+        go.wait()
+
+    with (
+        ThreadPoolExecutor(2) as threads,
+        psycopg.connect(server.url.replace("+psycopg", ""), autocommit=True) as look,
+        set_at_end(go),
+    ):
+        adding = threads.submit(first._database.write, slow)
+        inside.wait()
+        scaling = threads.submit(second.scale_engines, "train", 3)
+        until_waiting(look, scaling)
+        go.set()
+        adding.result()
+        assert scaling.result() == (2, 1)
+    assert [found.number for found in first.own_engines()] == [0, 1, 2]
+    first.close()
+    second.close()
 
 
 def test_a_rollout_is_asked_for_again_while_a_group_of_it_is_being_finished(server: Server, url: str) -> None:

@@ -84,6 +84,7 @@ def at_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(orders, "LOOK_S", 3600.0)  # the test looks itself
         patch.setattr(replace, "SETTLE_S", 0.0)
+        patch.setattr(replace, "FREE_S", 0.0)  # the address of a test cannot be looked up
         yield
 
 
@@ -171,6 +172,31 @@ def test_an_added_engine_that_does_not_start_is_given_up(url: str, caplog: pytes
     assert (first.wanted, second.wanted, second.state) == (SERVING, ABSENT, ABSENT)
     assert "engine 1 is not added: it ended before it served" in caplog.text
     store.scale_engines("train", 2)  # asked for again, it is tried again
+    supervisor.look()
+    supervisor.carry_out()
+    assert machine.lives("engine 1")
+    supervisor.close()
+
+
+def test_an_order_of_the_moment_is_not_taken_back(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is given up while it is ordered once more."""
+    machine, store = Machine(), Store(url)
+    supervisor, replacements = added(machine, store, url)
+    machine.processes["engine 1"].status = 1
+    assert replacements.replace_dead()
+    supervisor.carry_out()
+    read = supervisor._store.own_engines
+
+    def read_and_order() -> list[RegisteredEngine]:
+        found = read()
+        for number in (1, 2):
+            store.scale_engines("train", number)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(supervisor._store, "own_engines", read_and_order)
+        supervisor.look()
+    assert store.own_engines()[1].wanted is SERVING
     supervisor.look()
     supervisor.carry_out()
     assert machine.lives("engine 1")

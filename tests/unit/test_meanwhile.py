@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import replace
@@ -141,6 +142,28 @@ def test_an_evaluation_has_no_answer_of_other_weights() -> None:
             with pytest.raises(WeightsPassed, match=r"no engine at http://gone is left, which had weights 1\.2"):
                 await ask(client, replace(evaluation, engines=["http://gone"]))
         assert servers.asked[0] == 0
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_an_engine_that_is_reserved_again_during_the_look_stays_reserved() -> None:
+    """For the evaluation of the weights that the look has found there."""
+    looking, go = threading.Event(), threading.Event()
+
+    def has_newer(engine: Any, least: WeightsVersion) -> bool:
+        looking.set()
+        go.wait()
+        return least <= NEW
+
+    async def run() -> None:
+        engines = ReservedEngines("k", lambda: ["http://e"], has_newer, every_s=0.01)
+        engines.reserve(["http://e"], OLD)
+        await asyncio.to_thread(looking.wait)
+        engines.reserve(["http://e"], NEW)
+        go.set()
+        await asyncio.sleep(0.1)
+        assert "http://e" in engines and engines._looking is not None and not engines._looking.done()
+        await engines.close()
 
     asyncio.run(asyncio.wait_for(run(), 30))
 

@@ -185,6 +185,14 @@ def test_partial_rollouts_that_could_not_wait_are_refused(
         check_pacing(Config(sync=sync, rollout=rollout), JOBS["both"])
 
 
+def test_spare_trajectories_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        check_pacing(Config(), JOBS["both"])
+        assert not caplog.text
+        check_pacing(Config(rollout=RolloutConfig(spare=2)), JOBS["both"])
+    assert "short responses are trained more often" in caplog.text and "no run repeats bit for bit" in caplog.text
+
+
 def test_old_tokens_without_a_correction_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     config = Config(sync=SyncConfig(max_staleness=3, interval=4))
     with caplog.at_level(logging.WARNING):

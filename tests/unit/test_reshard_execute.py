@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from math import gcd
@@ -306,6 +307,25 @@ class Allocating:
 
     def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor], /) -> Arrival:
         raise AssertionError(f"there was room for {spare().numel()} bytes")
+
+
+@pytest.mark.parametrize("ends", ["finished", "begun again"])
+def test_memory_that_a_receiver_still_maps_is_not_truncated(ends: str) -> None:
+    """One that was given up while it hung reads on from it: beyond a file's end that would be SIGBUS."""
+    file = memory_file()
+    sender = SharedMemorySender(Allocating(), frozenset({0}), file)
+    sender.allocate(100).fill_(7)
+    with open(f"/proc/{file.pid}/fd/{file.descriptor}", "rb") as mapped:
+        if ends == "finished":
+            sender.finish()
+        else:
+            sender = SharedMemorySender(Allocating(), frozenset({0}), file)
+        assert mapped.read(100) == bytes([7]) * 100
+    assert os.fstat(file.descriptor).st_size == 0 and not os.get_inheritable(file.descriptor)
+    sender.allocate(10).fill_(8)
+    with open(f"/proc/{file.pid}/fd/{file.descriptor}", "rb") as mapped:
+        assert mapped.read(10) == bytes([8]) * 10
+    os.close(file.descriptor)
 
 
 def test_a_bucket_without_memory_is_told_from_other_failures() -> None:

@@ -154,7 +154,7 @@ def test_any_tiling_is_valid(cuts: list[int]) -> None:
         assert check_trajectory(make(turns=(asked, missing)), VOCAB) is not None
 
 
-@pytest.mark.parametrize("members", [[0], [0, 0], [0, 2], [0, 1, 1]])
+@pytest.mark.parametrize("members", [[0], [0, 0], [0, 1, 2], [0, 1, 1]])
 def test_incomplete_groups_are_dropped(members: list[int]) -> None:
     report = verify([make(index=i) for i in members], RewardConfig(), vocab_size=VOCAB).report
     assert report.dropped == {"incomplete": 1} and report.kept == 0

@@ -378,6 +378,7 @@ def test_a_resume_keeps_the_tokens_of_weights_that_are_left(store: Store) -> Non
     assert store.live_step() == 1
     assert store.group_states("r0")[whole.group_id][0] == "ready", "untouched"
     [again] = store.claim_groups("b", 2)
+    assert again.version == VERSION and again.oldest == WeightsVersion(1, 1), "an engine may still have those of step 2"
     assert again.segments.keys() == {0} and store.reached("r0", 1) == (1, 2)
     kept = again.segments[0]
     assert [(s.turn, s.start, len(s.token_ids), s.finish_reason) for s in kept] == [(0, 0, 4, None), (0, 4, 2, None)]

@@ -20,11 +20,13 @@ from megarl.core.published import KEPT, MANIFEST, PublishedWeights, folder_of, r
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.control import EngineControl
 from megarl.engine.sync.files import piece_digests, read_files
+from megarl.explore.explorer import explorer
 from megarl.explore.explorer.gates import FileFedEngines, NewestVersion
 from megarl.explore.explorer.weight_files import FileFedEngine, check_pieces
 from megarl.explore.store import Store
 from megarl.ops import slice_digest
 from megarl.weights.reshard.layouts import hf_layout, vllm_layout
+from tests.stores import make_task
 from tests.unit.reshard_cases import qwen3_config
 
 MANY = PublishedWeights("1.1", {"a": "0f"}, [1, 2], [-0.5], 1e-3)
@@ -202,3 +204,36 @@ def test_other_weights_end_whoever_waits() -> None:
             await gate.wait()
 
     asyncio.run(work())
+
+
+def test_leftover_groups_wait_for_the_weights_of_the_trainer_that_goes_on(tmp_path: Path) -> None:
+    """Whoever claims them before the gate has seen these asks no engine that has those of the killed attempt."""
+    store = Store(f"sqlite:///{tmp_path}/store.db")
+    store.begin_attempt(1)
+    store.add_tasks("train", [make_task(0)])
+    for n in (1, 2, 3):
+        store.record_version(WeightsVersion(1, n), n - 1)
+        store.record_live(WeightsVersion(1, n))
+    store.request_rollout("r0", "train", 0, WeightsVersion(1, 1), ["train/0"], 2, {"max_tokens": 8})
+    published, engine = [WeightsVersion(1, 3)], Fed()
+    gate = FileFedEngines([engine], lambda: max(published), every_s=60.0)
+
+    async def work(closings: list[bool]) -> None:
+        await gate.wait()
+        [before] = store.claim_groups("a", 1)
+        gate.expect(before.oldest)
+        assert gate.is_open and before.oldest == WeightsVersion(1, 1)
+        store.discard_rollouts(1)
+        store.begin_attempt(2)
+        store.record_version(WeightsVersion(2, 1), 1)
+        store.record_live(WeightsVersion(2, 1))
+        [claim] = store.claim_groups("a", 1)
+        assert explorer.sampling_of(claim).oldest == WeightsVersion(2, 1), "an engine that was left out gives nothing"
+        gate.expect(claim.oldest)
+        assert not gate.is_open
+        published.append(WeightsVersion(2, 1))
+        await gate.wait()
+        assert engine.given == published
+
+    asyncio.run(after(60.0, gate, work))
+    store.close()

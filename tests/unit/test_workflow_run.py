@@ -20,9 +20,10 @@ from megarl.engine.client.frames import Completion
 from megarl.engine.client.gather import SampleRequest
 from megarl.explore.experience import verify
 from megarl.explore.explorer import workflow_run
+from megarl.explore.explorer.claimed import ClaimedGroup
 from megarl.explore.explorer.explorer import run_through
 from megarl.explore.explorer.rollout_clock import RolloutClock
-from megarl.explore.explorer.trajectories import ClaimedGroup, TrajectoryRunner
+from megarl.explore.explorer.trajectories import TrajectoryRunner
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.recording.model import RenderedPrompt, observed
 from megarl.explore.rewards import Verdict

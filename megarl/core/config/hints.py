@@ -62,6 +62,7 @@ VERL: dict[str, str] = {
         for theirs, ours in _ROUTER.items()
     },
     f"{_ROLLOUT}.n": "algorithm.group_size",
+    f"{_ROLLOUT}.over_sample_rate": "rollout.spare, a number of trajectories of each group",
     f"{_ROLLOUT}.temperature": "rollout.temperature",
     **{
         f"{_ROLLOUT}.{name}": f"evaluation.{name}, in evaluation alone: training samples from the whole distribution"

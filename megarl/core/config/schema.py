@@ -306,6 +306,9 @@ class RolloutConfig:
     budget_tokens: Count | None = None
     """Partial rollouts: tokens after which a trajectory of a later step waits for the next publication of weights, and
     goes on with them. None lets every trajectory end."""
+    spare: Annotated[int, Bound(0, 1024)] = 0
+    """Trajectories sampled beyond ``algorithm.group_size`` for each training group, of which those that end last are
+    cut (docs/asynchrony.md). It biases towards short responses, and no run repeats bit for bit."""
     max_trajectory_tokens: Count | None = None
     """Most tokens of a trajectory: its prompt and all turns. None is a prompt and one response."""
     temperature: Annotated[float, Bound(0, 100, above=True)] = 1.0  # greedy responses of a group would all be equal

@@ -56,8 +56,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     oldest: WeightsVersion | None = None
-    """Oldest weights that may sample: those that the samples were asked for with. A trainer that lost sight of an
-    engine leaves it with others."""
+    """Oldest weights that may sample. A trainer that lost sight of an engine, or was killed, leaves it with others."""
     newest: WeightsVersion | None = None
     """Newest weights that may sample, where newer ones must not: those of an evaluation."""
     engines: Sequence[str] = ()

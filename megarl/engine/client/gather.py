@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -77,6 +78,8 @@ class Gatherer:
         timeout_s: How long samples are asked for again while engines give none of them.
         retry_s: First wait before that.
         ready: Awaited before each call; the time that it takes does not count.
+        apart: Make a call for each sample, which ends with the trajectory that waits for it: an engine ends what it
+            computes for nobody.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class Gatherer:
         timeout_s: float,
         retry_s: float,
         ready: Callable[[], Awaitable[None]] | None = None,
+        apart: bool = False,
     ) -> None:
         self._engine = engine
         self._sampling = sampling
@@ -99,6 +103,7 @@ class Gatherer:
         self._timeout_s = timeout_s
         self._retry_s = retry_s
         self._ready = ready
+        self._apart = apart
         self._waiting: dict[SampleRequest, asyncio.Future[Completion]] = {}
         """Requests of this moment, which no call has taken yet."""
 
@@ -114,7 +119,11 @@ class Gatherer:
     def _start(self) -> None:
         taken = {request: future for request, future in self._waiting.items() if not future.cancelled()}
         self._waiting = {}
-        if taken:  # else the group of tasks is being ended
+        if self._apart:
+            for request, future in taken.items():
+                call = self._calls.create_task(self._persist({request: future}))
+                future.add_done_callback(partial(_end, call))
+        elif taken:  # else the group of tasks is being ended
             self._calls.create_task(self._persist(taken))
 
     async def _persist(self, missing: dict[SampleRequest, asyncio.Future[Completion]]) -> None:
@@ -170,6 +179,12 @@ class Gatherer:
             self._change(-outstanding)
         if aborted:
             raise EngineError(f"the engine cut {aborted} samples short")
+
+
+def _end(call: asyncio.Task[None], future: asyncio.Future[Completion]) -> None:
+    """End a call whose sample nobody waits for any more."""
+    if future.cancelled():
+        call.cancel()
 
 
 def _asks(requests: Sequence[SampleRequest]) -> list[_Ask]:

@@ -55,7 +55,9 @@ class ReservedEngines:
             for url, least in list(self._until.items()):
                 if url not in self._there():
                     del self._until[url]
-                elif await asyncio.to_thread(self._newer, EngineControl(url, self._key), least):
+                    continue
+                is_newer = await asyncio.to_thread(self._newer, EngineControl(url, self._key), least)
+                if is_newer and self._until[url] == least:  # else it was reserved again meanwhile
                     del self._until[url]
                     log.info("the engine at %s has newer weights than the evaluation's: it samples for training", url)
 

@@ -83,7 +83,7 @@ class SharedMemorySender:
         self._file = file
         self._offsets: dict[int, int] = {}
         """Address of a bucket -> where it lies in the file."""
-        os.ftruncate(file.descriptor, 0)  # buckets of a sync that failed; who joins the link again reads them no more
+        self._renew()  # buckets of a sync that failed
 
     def allocate(self, nbytes: int, /) -> torch.Tensor:
         if not self._same_machine or nbytes == 0:
@@ -105,10 +105,17 @@ class SharedMemorySender:
         raise AssertionError("trainer ranks only send")
 
     def finish(self) -> None:
-        """Gives the memory of the buckets back; every receiver has read what they held."""
+        """Gives the memory of the buckets back; every receiver has read what they held, or is waited for no more."""
         if self._offsets:
-            os.ftruncate(self._file.descriptor, 0)
+            self._renew()
         self._offsets.clear()
+
+    def _renew(self) -> None:
+        """Put another, empty file in the file's place. Its memory is free once nobody maps it any more: were it
+        truncated, a receiver that was given up while it hung would die of SIGBUS when it reads on."""
+        fresh = os.memfd_create("megarl-weights")
+        os.dup2(fresh, self._file.descriptor, inheritable=False)
+        os.close(fresh)
 
 
 @dataclass

@@ -250,7 +250,8 @@ def _counted(message: str, where: Sequence[str]) -> str:
 def _group_fault(group: Sequence[Trajectory], config: RewardConfig, vocab_size: int, greedy: bool) -> _Fault | None:
     first = group[0]
     indices = sorted(trajectory.index for trajectory in group)
-    if indices != list(range(first.group_size)) or any(not _same_group(first, trajectory) for trajectory in group):
+    is_whole = len(set(indices)) == len(group) == first.group_size
+    if not is_whole or any(not _same_group(first, trajectory) for trajectory in group):
         return _Fault(
             "incomplete", f"group {first.group_id}", f"its size is {first.group_size}, its members are {indices}"
         )
@@ -260,15 +261,21 @@ def _group_fault(group: Sequence[Trajectory], config: RewardConfig, vocab_size: 
     answers = [(str(trajectory.index), trajectory) for trajectory in group]
     answers += [("greedy", baseline)] if baseline is not None else []
     for name, trajectory in answers:
-        end, masks = trajectory.end, config.on_error == "mask" and name != "greedy"
-        if _lacks_verdict(trajectory) and masks:
+        if config.on_error == "mask" and name != "greedy" and _lacks_verdict(trajectory):
             continue
-        if _lacks_verdict(trajectory) and not (end.by_reward and config.on_error == "zero"):
-            return _Fault(end.value, f"group {first.group_id}[{name}]", _why(trajectory.metadata))
+        if lacks_reward(trajectory, config):
+            return _Fault(trajectory.end.value, f"group {first.group_id}[{name}]", _why(trajectory.metadata))
         reason = check_trajectory(trajectory, vocab_size) or _check_score(trajectory)
         if reason is not None:
             return _Fault("invalid", f"group {first.group_id}[{name}]", reason)
     return None
+
+
+def lacks_reward(trajectory: Trajectory, config: RewardConfig) -> bool:
+    """Return True for a trajectory without a verdict that ``reward.on_error`` does not settle: it is not trained, and
+    under ``drop`` neither is its group."""
+    settled = trajectory.end.by_reward and config.on_error == "zero"
+    return trajectory.reward.status in NO_VERDICT and not settled
 
 
 def _same_group(first: Trajectory, other: Trajectory) -> bool:

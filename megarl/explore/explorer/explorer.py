@@ -37,6 +37,7 @@ from megarl.engine.client.client import EngineClient, Sampling
 from megarl.engine.client.gather import Engine, Gatherer
 from megarl.engine.client.open import OpenEngines
 from megarl.explore import workflows
+from megarl.explore.explorer.claimed import ClaimedGroup
 from megarl.explore.explorer.engine_time import EngineTime
 from megarl.explore.explorer.engines import ONE_ENGINE, EngineCount, EngineFollower
 from megarl.explore.explorer.gates import gate_of
@@ -46,7 +47,7 @@ from megarl.explore.explorer.lease import Lease
 from megarl.explore.explorer.rollout_clock import RolloutClock
 from megarl.explore.explorer.segments import WHOLE_RESPONSES, SegmentSettings
 from megarl.explore.explorer.store_queue import StoreQueue
-from megarl.explore.explorer.trajectories import ClaimedGroup, Scorer, TrajectoryRunner
+from megarl.explore.explorer.trajectories import Scorer, TrajectoryRunner
 from megarl.explore.explorer.under_way import KEEPERS, SamplesUnderWay
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.recording.model import NO_LIMITS, NO_OPTIONS, RenderedPrompt
@@ -55,7 +56,7 @@ from megarl.explore.rewards.judge.family import ENGINES
 from megarl.explore.rewards.pool.pool import Judging
 from megarl.explore.rewards.pool.process import await_hosts
 from megarl.explore.rewards.pool.tally import EVENT
-from megarl.explore.store import Claim, EndedGroup, Store
+from megarl.explore.store import Claim, Store
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.workflows import WORKFLOWS, Workflow
 
@@ -130,7 +131,7 @@ class Explorer:
             record=StoreQueue(partial(self._call, store.append_segments)).put if segments.tokens else None,
             forget=partial(self._call, store.forget_segments) if segments.tokens else None,
         )
-        self._under_way = SamplesUnderWay(capacity)
+        self._rewards, self._under_way = rewards or RewardConfig(), SamplesUnderWay(capacity)
         suspend = self._under_way.suspend
         self._partial = PartialRollouts(store, self._call, segments.budget, segments.pacing, poll_s, suspend)
         self._worker, self._backlog = worker, backlog
@@ -207,7 +208,7 @@ class Explorer:
         claims = await self._call(self._store.claim_groups, self._worker, free, **of_kinds, silent=self._lease.silent)
         self._under_way.begin(claims)
         if self._gate is not None and claims:
-            self._gate.expect(max(claim.version for claim in claims))
+            self._gate.expect(max(claim.oldest for claim in claims))
         return claims
 
     async def _group(self, claim: Claim) -> ClaimedGroup:
@@ -221,7 +222,7 @@ class Explorer:
 
         async def retried(error: EngineError) -> None:
             if self._gate is not None:
-                self._gate.doubt(groups[0].claim.version)
+                self._gate.doubt(groups[0].claim.oldest)
             clock.counts["retries"] += 1
             await self._record("engine_retry", {"error": str(error)})
 
@@ -229,38 +230,38 @@ class Explorer:
             async with asyncio.TaskGroup() as tasks:
                 gatherer = Gatherer(
                     self._engine,
-                    _sampling(groups[0].claim),
+                    sampling_of(groups[0].claim),
                     tasks,
                     change=partial(clock.change, "generation"),
                     retried=retried,
                     timeout_s=self._engine_timeout_s,
                     retry_s=self._retry_s,
                     ready=None if self._gate is None else self._gate.wait,
+                    apart=groups[0].claim.num_samples > groups[0].claim.group_size,
                 )
                 for group in groups:
                     for index in group.claim.indices:
-                        tasks.create_task(self._run_trajectory(group, index, gatherer))
+                        group.running[index] = tasks.create_task(self._run_trajectory(group, index, gatherer))
 
     async def _run_trajectory(self, group: ClaimedGroup, index: int, gatherer: Gatherer) -> None:
         generated = partial(self._generated, group, index)
         group.scored[index] = await self._runner.run(group, index, gatherer, generated)
-        if len(group.scored) == len(group.claim.indices):
-            await self._finish(group)
+        del group.running[index]
+        if (members := group.members(self._rewards)) is not None:
+            self._under_way.end(group.claim, group.cut_spare())
+            if not group.running:
+                await self._finish(group, members)
 
     async def _generated(self, group: ClaimedGroup, index: int) -> None:
         if index != GREEDY:
+            group.generating.discard(index)
             self._under_way.end(group.claim)
         if group.pace is not None:
             await group.pace.ended(index)
 
-    async def _finish(self, group: ClaimedGroup) -> None:
-        members = [group.scored[j] for j in group.claim.indices]
-        _count(group, members)
-        if not await self._writer.put(EndedGroup(group.claim, members, group.clock.metrics())):
-            log.warning(
-                "group %s is no longer ours: its rollout was asked for again; its samples are dropped",
-                group.claim.group_id,
-            )
+    async def _finish(self, group: ClaimedGroup, members: list[Trajectory]) -> None:
+        if not await self._writer.put(group.ended(members)):
+            log.warning("group %s was asked for again: its samples are dropped", group.claim.group_id)
         elif group.claim.kind == "eval":
             await self._call(record_evaluations, self._store, self._worker, group.claim.rollout_id)
 
@@ -286,20 +287,15 @@ async def _report(lines: Callable[[], str | None], record: Callable[..., Corouti
             await record(EVENT, {"line": line})
 
 
-def _count(group: ClaimedGroup, members: Sequence[Trajectory]) -> None:
-    counts = group.clock.counts
-    counts["groups"] += 1
-    counts["samples"] += group.claim.group_size
-    counts["greedy"] += len(members) - group.claim.group_size
-    counts["prompt_tokens"] += sum(member.prompt_length for member in members)
-    counts["response_tokens"] += sum(member.response_length for member in members)
-
-
-def _sampling(claim: Claim) -> Sampling:
-    own = {name: value for name, value in claim.sampling.items() if name not in ("seed", "greedy")}
+def sampling_of(claim: Claim) -> Sampling:
+    own = {name: value for name, value in claim.sampling.items() if name not in ("seed", "greedy", "spare")}
     # Weights that an engine has read from files are of no attempt.
-    oldest = claim.version if claim.version.attempt else None
-    return Sampling(**own, oldest=oldest, newest=oldest if own.get(KEEPERS) else None)
+    of_trainer = bool(claim.version.attempt)
+    return Sampling(
+        **own,
+        oldest=claim.oldest if of_trainer else None,
+        newest=claim.version if of_trainer and own.get(KEEPERS) else None,
+    )
 
 
 def _seed(claim: Claim) -> int | None:
@@ -360,7 +356,7 @@ async def explore(config: Config, key: str, worker: str) -> None:
                 tokenizer,
                 workflow,
                 worker=worker,
-                capacity=config.rollout.concurrent_groups * config.algorithm.group_size,
+                capacity=config.rollout.concurrent_groups * (config.algorithm.group_size + config.rollout.spare),
                 backlog=config.reward.backlog,
                 engines=EngineCount(len(urls)) if together else EngineFollower(store, engine.engines, key, gate),
                 limits=TokenLimits.of(config.rollout),

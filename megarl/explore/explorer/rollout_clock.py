@@ -10,6 +10,8 @@ from megarl.core.metrics import Timeline
 COUNTS = ("groups", "samples", "greedy", "prompt_tokens", "response_tokens", "retries", "restarts")
 SEGMENT_COUNTS = ("resumed_tokens", "replay_diverged")
 """Recorded tokens of earlier claims that were taken, and those that were not."""
+SPARE_COUNTS = ("spare_cut", "spare_replaced")
+"""Trajectories that were cut because their group was whole, and those left out of it for an end without a reward."""
 
 
 class RolloutClock:
@@ -31,7 +33,7 @@ class RolloutClock:
         self._active = {"generation": 0, "reward": 0}
         self._last = now()
         self._seconds = {"generation_s": 0.0, "reward_s": 0.0, "overlap_s": 0.0}
-        self.counts = dict.fromkeys((*COUNTS, *SEGMENT_COUNTS), 0)
+        self.counts = dict.fromkeys((*COUNTS, *SEGMENT_COUNTS, *SPARE_COUNTS), 0)
 
     def change(self, phase: str, by: int) -> None:
         """``by`` more (or fewer) samples are in ``phase``: generation or reward."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,15 +14,13 @@ from megarl.core.config.rewards import RewardConfig
 from megarl.core.schema import End, Reward, Segment, Task, Trajectory
 from megarl.engine.client.frames import Completion
 from megarl.engine.client.gather import LONGEST_RETRY_S, Gatherer, SampleRequest
-from megarl.explore.explorer.iterations import GroupPace
-from megarl.explore.explorer.rollout_clock import RolloutClock
+from megarl.explore.explorer.claimed import ClaimedGroup
 from megarl.explore.explorer.segments import WHOLE_RESPONSES, Forget, Record, SegmentSampler, SegmentSettings
 from megarl.explore.explorer.workflow_run import OwnTime, run_workflow
 from megarl.explore.recording.limits import TokenLimits
-from megarl.explore.recording.model import NO_LIMITS, NO_OPTIONS, RenderedPrompt, RolloutModel, Sampler
+from megarl.explore.recording.model import NO_LIMITS, NO_OPTIONS, RolloutModel, Sampler
 from megarl.explore.rewards import Verdict
 from megarl.explore.rewards.verdict import NO_VERDICT, weighed_reward
-from megarl.explore.store import Claim
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.workflows import Workflow
 
@@ -33,18 +31,6 @@ class Scorer(Protocol):
     """Part of ``rewards.RewardPool``."""
 
     async def score(self, task: Task, text: str, *, in_thinking: bool = False) -> Verdict: ...
-
-
-@dataclass
-class ClaimedGroup:
-    """A claimed group on its way."""
-
-    claim: Claim
-    prompt: RenderedPrompt
-    seed: int | None
-    clock: RolloutClock
-    pace: GroupPace | None = None
-    scored: dict[int, Trajectory] = field(default_factory=dict)
 
 
 class TrajectoryRunner:

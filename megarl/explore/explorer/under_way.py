@@ -46,16 +46,16 @@ class SamplesUnderWay:
         """Count the samples of these groups."""
         for claim in claims:
             if claim.sampling.get(KEEPERS):
-                self._apart[claim.group_id, claim.token] = claim.group_size
+                self._apart[claim.group_id, claim.token] = claim.num_samples
             else:
-                self._shared += claim.group_size
+                self._shared += claim.num_samples
 
-    def end(self, claim: Claim) -> None:
-        """Count a sample no more."""
+    def end(self, claim: Claim, samples: int = 1) -> None:
+        """Count so many samples of a group no more."""
         if (key := (claim.group_id, claim.token)) in self._apart:
-            self._apart[key] -= 1
+            self._apart[key] -= samples
         else:
-            self._shared -= 1
+            self._shared -= samples
 
     def suspend(self, samples: int) -> None:
         """Count so many samples no more: those that wait are in no engine."""

@@ -216,7 +216,7 @@ class RolloutModel(RecordedTurns):
         request = SampleRequest(
             self._claim.group_id,
             self._index,
-            self._claim.group_size,
+            self._claim.num_samples,
             context,
             images,
             self._seed,

@@ -13,7 +13,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, case, delete, func, insert, or_, select, update
 
-from megarl.core.schema import GREEDY, Trajectory
+from megarl.core.schema import GREEDY, Trajectory, WeightsVersion
 from megarl.explore.store import claims
 from megarl.explore.store.claims import Claim, EndedGroup, images_of
 from megarl.explore.store.codec import trajectory_from_row, trajectory_to_row
@@ -60,15 +60,16 @@ class Buffer(SegmentTable):
             return []
         held = {"claimed_by": worker, "claim_token": token}
 
-        def work(connection: Connection, again: bool) -> tuple[list[Row[Any]], list[Row[Any]]]:
+        def work(connection: Connection, again: bool) -> tuple[list[Row[Any]], list[Row[Any]], WeightsVersion | None]:
             groups = claims.held_by(connection, token) if again else []
             groups = groups or claims.claim(connection, expired, limit, max_samples, held, evaluations)
-            return groups, claims.tasks_of(connection, {group.task_id for group in groups})
+            tasks = claims.tasks_of(connection, {group.task_id for group in groups})
+            return groups, tasks, claims.first_live(connection)
 
-        groups, tasks = self._write(work)
+        groups, tasks, live = self._write(work)
         # Images and segments may be many bytes: not under the write lock.
         images = self._read(lambda connection: images_of(connection, {task.task_id for task in tasks}))
-        return claims.claims_of(groups, tasks, images, self.segments([group.group_id for group in groups]))
+        return claims.claims_of(groups, tasks, images, self.segments([group.group_id for group in groups]), live)
 
     def put(self, claim: Claim, trajectories: Sequence[Trajectory], metrics: Mapping[str, float] | None = None) -> bool:
         """Write one whole group; as ``put_all``."""
@@ -206,9 +207,9 @@ class Buffer(SegmentTable):
 
 def _rows_of(group: EndedGroup) -> list[dict[str, Any]]:
     claim, rows = group.claim, [trajectory_to_row(trajectory) for trajectory in group.trajectories]
-    indices = sorted(row["index"] for row in rows)
-    assert indices == claim.indices, (
-        f"group {claim.group_id} of size {claim.group_size} finished with indices {indices}"
+    indices, size = {row["index"] for row in rows}, claim.group_size + len(claim.indices) - claim.num_samples
+    assert len(rows) == len(indices) == size and indices <= set(claim.indices), (
+        f"group {claim.group_id} of size {claim.group_size} finished with indices {sorted(indices)}"
     )
     assert all(row["group_id"] == claim.group_id for row in rows), f"a trajectory of another group in {claim.group_id}"
     return rows

@@ -30,6 +30,11 @@ from megarl.explore.store.transactions import put
 RolloutKind = Literal["train", "eval"]
 
 
+def samples_of(group_size: int, sampling: Mapping[str, Any]) -> int:
+    """Answers that are sampled for a group, spare ones included (``rollout.spare``)."""
+    return group_size + int(sampling.get("spare", 0))
+
+
 @dataclass(frozen=True)
 class Claim:
     """One group handed to one worker: what to generate, and the right to write its trajectories."""
@@ -50,12 +55,24 @@ class Claim:
     """Number of claims of this group, this one included."""
     segments: Mapping[int, tuple[Segment, ...]] = field(default_factory=dict)
     """Tokens of unfinished trajectories that earlier claims have left, by index."""
+    live: WeightsVersion | None = None
+    """First weights that engines have proven to have since the trainer began or went back; None before them. Of weights
+    before these some are no more, and an engine may still have them."""
+
+    @property
+    def oldest(self) -> WeightsVersion:
+        """Oldest weights that may sample it."""
+        return self.version if self.live is None else max(self.version, self.live)
+
+    @property
+    def num_samples(self) -> int:
+        """Answers that are sampled, of which the first ``group_size`` to end make the group whole."""
+        return samples_of(self.group_size, self.sampling)
 
     @property
     def indices(self) -> list[int]:
-        """Indices of the answers that make the group whole: those sampled, and ``GREEDY`` where the rollout asks for
-        one."""
-        return [*([GREEDY] if self.sampling.get("greedy") else []), *range(self.group_size)]
+        """Indices of the answers that are asked for: those sampled, and ``GREEDY`` where the rollout asks for one."""
+        return [*([GREEDY] if self.sampling.get("greedy") else []), *range(self.num_samples)]
 
 
 @dataclass(frozen=True)
@@ -102,7 +119,7 @@ def claim(
         if len(groups) < limit:
             groups += _free_groups(connection, rollout_id, expired, limit - len(groups))
     if max_samples is not None:
-        samples = itertools.accumulate(group.group_size for group in groups)
+        samples = itertools.accumulate(samples_of(g.group_size, json.loads(g.sampling)) for g in groups)
         groups = [g for i, (g, n) in enumerate(zip(groups, samples, strict=True)) if i == 0 or n <= max_samples]
     ids = [group.group_id for group in groups]
     claimed = {"state": GroupState.CLAIMED, **held, "attempt": GROUPS.c.attempt + 1}
@@ -130,6 +147,13 @@ def _is_stale(connection: Connection) -> bool:
     return has == [False, True]
 
 
+def first_live(connection: Connection) -> WeightsVersion | None:
+    """First version that engines have proven to have since the trainer began or went back."""
+    query = select(VERSIONS.c.version).where(VERSIONS.c.live == 1).order_by(VERSIONS.c.attempt, VERSIONS.c.n)
+    version = connection.scalar(query.limit(1))
+    return None if version is None else WeightsVersion.parse(version)
+
+
 def _free_groups(connection: Connection, rollout_id: str, expired: ColumnElement[bool], limit: int) -> list[Row[Any]]:
     """Up to ``limit`` free groups of a rollout, by position. Two statements, each of one state: an index has their
     order."""
@@ -154,8 +178,9 @@ def claims_of(
     tasks: Sequence[Row[Any]],
     images: Mapping[str, tuple[bytes, ...]],
     segments: Mapping[str, Mapping[int, tuple[Segment, ...]]],
+    live: WeightsVersion | None,
 ) -> list[Claim]:
-    """Return claims on ``groups`` with their tasks and what earlier claims have left."""
+    """Return claims on ``groups`` with their tasks and what earlier claims have left; ``live``: for training."""
     of_id = {row.task_id: task_from_row(row, images.get(row.task_id, ())) for row in tasks}
     return [
         Claim(
@@ -172,6 +197,7 @@ def claims_of(
             token=group.claim_token,
             attempt=group.attempt,
             segments=segments.get(group.group_id, {}),
+            live=live if group.kind == "train" else None,
         )
         for group in groups
     ]

@@ -76,6 +76,8 @@ class EngineRegistry(Handle):
 
         def work(connection: Connection, again: bool) -> tuple[int, int]:
             query = select(ENGINES).where(ENGINES.c.program == program).order_by(ENGINES.c.number)
+            # PostgreSQL: who orders at the same moment waits, and reads after that what was ordered meanwhile.
+            connection.execute(query.with_for_update()).all()
             rows = connection.execute(query).all()
             if not rows:
                 raise ValueError(f"the job {program} has registered no engine")
@@ -114,9 +116,14 @@ class EngineRegistry(Handle):
         """Engines of this handle's job by number."""
         return self._engines(select(ENGINES).where(ENGINES.c.program == self.program))
 
-    def order_engine(self, number: int, wanted: EngineStatus, program: str | None = None) -> int:
-        """Ask the supervisor of a job (None: this handle's) for a state of its engine; return the order's number. Safe
-        to repeat.
+    def order_engine(
+        self, number: int, wanted: EngineStatus, program: str | None = None, *, since: int | None = None
+    ) -> int:
+        """Ask the supervisor of a job (None: this handle's) for a state of its engine; return the number of its
+        last order. Safe to repeat.
+
+        Args:
+            since: Order nothing where the engine has another last order than this one.
 
         Raises ValueError for a state that is reached, not ordered, and for an engine that is not registered.
         """
@@ -124,6 +131,8 @@ class EngineRegistry(Handle):
             raise ValueError(f"an engine can be ordered to be serving, asleep or absent, not {wanted}")
         which = (ENGINES.c.program == (program or self.program), ENGINES.c.number == number)
         change = update(ENGINES).where(*which).values(wanted=wanted, orders=ENGINES.c.orders + 1)
+        if since is not None:
+            change = change.where(ENGINES.c.orders == since)
 
         def work(connection: Connection, again: bool) -> int | None:
             connection.execute(change)

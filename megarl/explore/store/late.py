@@ -57,12 +57,9 @@ class LateRewards(Buffer):
         query = select(*columns).where(GROUPS.c.state == GroupState.AWAITING).order_by(GROUPS.c.ended_at)
         claims = {row.group_id: row.claim_token for row in self._read(lambda c: c.execute(query).all())}
         for few in self.parts(list(claims)):
-            members = [
-                e
-                for first in self.read(few)
-                for e in (first.greedy if first.index == 0 else None, first)
-                if e is not None
-            ]
+            sampled = self.read(few)
+            greedy = {e.group_id: e.greedy for e in sampled if e.greedy is not None}
+            members = [*greedy.values(), *sampled]
             found = [e for e in members if e.reward.status == "late"]
             ids = {e.task_id for e in found}
             tasks, images = self._read(lambda c, ids=ids: (tasks_of(c, ids), images_of(c, ids)))  # type: ignore[misc]

@@ -66,7 +66,8 @@ class RolloutTable(Handle):
             step: Steps done before the one that the groups are for; of an evaluation, those of its weights; in
                 completion order, those done when it is asked for.
             version: Published last; ``record_version`` has its steps.
-            sampling: temperature, max_tokens, seed; ``greedy``: one greedy answer to each task beside the samples.
+            sampling: temperature, max_tokens, seed; ``greedy``: one greedy answer to each task beside the samples;
+                ``spare``: samples beyond ``group_size``, of which those that end last are not part of the group.
 
         Safe to repeat: a call knows its own rollout by the time at which it asked, and does not replace that one, whose
         groups may be claimed already.

@@ -37,6 +37,13 @@ def check_pacing(config: Config, job: Job) -> None:
     _check_pause(config)
     _check_eval_engines(config)
     _check_late(config)
+    if config.rollout.spare and job.rollouts:
+        log.warning(
+            "rollout.spare=%d: of each group the trajectories that end last are cut, so short responses are trained "
+            "more often than they are sampled; which are cut depends on time, so no run repeats bit for bit "
+            "(docs/asynchrony.md)",
+            config.rollout.spare,
+        )
     if sync.max_staleness and job.rollouts and config.algorithm.correction == "none":
         log.warning(
             "sync.max_staleness=%d without algorithm.correction: earlier weights sample the tokens, and the loss takes "

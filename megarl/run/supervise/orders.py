@@ -144,7 +144,7 @@ class EngineOrders:
         found, self._engines = self._found, self._store.own_engines()
         for engine in self._engines:
             if self._given_up.get(engine.number) == engine.orders and engine.wanted is not EngineStatus.ABSENT:
-                self._store.order_engine(engine.number, EngineStatus.ABSENT)
+                self._store.order_engine(engine.number, EngineStatus.ABSENT, since=engine.orders)
             if (url := self._places.get(engine.number, engine.url)) != engine.url:
                 self._store.place_engine(engine.number, url)
             now = (engine.state, engine.done)

@@ -109,6 +109,8 @@ class Asking(ABC):
         }
         if self._greedy:
             sampling["greedy"] = True
+        if self._config.rollout.spare:
+            sampling["spare"] = self._config.rollout.spare
         size = self._config.algorithm.group_size
         self._store.request_rollout(rollout_id, "train", step, published.version, tasks, size, sampling)
 

@@ -1,0 +1,71 @@
+"""A claimed group on its way, and which of its trajectories make it whole.
+
+With spare ones (``rollout.spare``) the first ``group_size`` to end do, and the others are cut. So the members are short
+ones more often than long ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from megarl.core.config.rewards import RewardConfig
+from megarl.core.schema import GREEDY, Trajectory
+from megarl.explore.experience.pipeline import lacks_reward
+from megarl.explore.explorer.iterations import GroupPace
+from megarl.explore.explorer.rollout_clock import RolloutClock
+from megarl.explore.recording.model import RenderedPrompt
+from megarl.explore.store import Claim, EndedGroup
+
+
+@dataclass
+class ClaimedGroup:
+    """A claimed group on its way."""
+
+    claim: Claim
+    prompt: RenderedPrompt
+    seed: int | None
+    clock: RolloutClock
+    pace: GroupPace | None = None
+    scored: dict[int, Trajectory] = field(default_factory=dict)
+    """Trajectories that have ended, by index, in the order in which they did."""
+    running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    """Those that have not, by index; those that were cut are none."""
+    generating: set[int] = field(init=False)
+    """Indices of sampled trajectories that lack tokens."""
+
+    def __post_init__(self) -> None:
+        self.generating = set(range(self.claim.num_samples))
+
+    def members(self, rewards: RewardConfig) -> list[Trajectory] | None:
+        """Return the sampled members, by index; None while some are missing.
+
+        Where too few have a usable end, others complete the group, and it is dropped for their reason.
+        """
+        claim, sampled = self.claim, [e for index, e in self.scored.items() if index != GREEDY]
+        usable = [e for e in sampled if e.reward.status == "late" or not lacks_reward(e, rewards)]
+        if len(usable) < claim.group_size and len(sampled) < claim.num_samples:
+            return None
+        others = [e for e in sampled if e not in usable]
+        return sorted([*usable, *others][: claim.group_size], key=lambda e: e.index)
+
+    def cut_spare(self) -> int:
+        """End the sampled trajectories that still run; return the number of those that lacked tokens."""
+        cut = {index: task for index, task in self.running.items() if index != GREEDY}
+        for index, task in cut.items():
+            del self.running[index]
+            task.cancel()
+        self.clock.counts["spare_cut"] += len(cut)
+        return len(self.generating & set(cut))
+
+    def ended(self, members: list[Trajectory]) -> EndedGroup:
+        """Count the whole group for its rollout's metrics, and return it as the store takes it."""
+        answers = [*(e for index, e in self.scored.items() if index == GREEDY), *members]
+        counts = self.clock.counts
+        counts["groups"] += 1
+        counts["samples"] += len(members)
+        counts["greedy"] += len(answers) - len(members)
+        counts["spare_replaced"] += len(self.scored) - len(answers)
+        counts["prompt_tokens"] += sum(e.prompt_length for e in answers)
+        counts["response_tokens"] += sum(e.response_length for e in answers)
+        return EndedGroup(self.claim, answers, self.clock.metrics())
