@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from tokenizers import Encoding, Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from megarl.core.config import Config
 from megarl.core.durable import read_json
@@ -204,6 +205,12 @@ class ChatTokenizer:
         """Text of a response, with or without its special tokens; those of ``TAGS`` stay."""
         kept = [i for i in map(int, ids) if special or i not in self._dropped]
         return self._tokenizer.decode(kept, skip_special_tokens=False)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Text of each token, special ones included. A character of several tokens stands at its last one; those before
+        it have none."""
+        stream = DecodeStream(skip_special_tokens=False)
+        return [stream.step(self._tokenizer, token) or "" for token in ids]
 
     def _render(self, messages: Messages, kwargs: Mapping[str, Any] | None, *, answered: bool = False) -> str:
         if self.multimodal:
