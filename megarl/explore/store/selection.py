@@ -39,9 +39,9 @@ class Selection:
     def of_group(self) -> list[ColumnElement[bool]]:
         """Conditions on a group, its rollout and its task."""
         first, last = self.steps
-        found = [ROLLOUTS.c.kind.in_(self.kinds), GROUPS.c.state.in_(SAMPLED)]
-        found += [] if first is None else [AT_STEP >= first]
-        found += [] if last is None else [AT_STEP <= last]
+        found: list[ColumnElement[bool]] = [ROLLOUTS.c.kind.in_(self.kinds), GROUPS.c.state.in_(SAMPLED)]
+        found += [] if first is None else [at_step >= first]
+        found += [] if last is None else [at_step <= last]
         return found + ([TASKS.c.data_source.in_(self.sources)] if self.sources else [])
 
     def matches(self, glance: Glance) -> bool:
@@ -56,7 +56,7 @@ class Selection:
         return not self.ends or glance.end in self.ends
 
 
-AT_STEP = func.coalesce(
+at_step = func.coalesce(
     GROUPS.c.used_by, case((ROLLOUTS.c.kind == "train", ROLLOUTS.c.step + 1), else_=ROLLOUTS.c.step)
 )
 
@@ -85,7 +85,8 @@ class Glance(NamedTuple):
     """A trajectory without its tokens."""
 
     group: StoredGroup
-    index: int
+    number: int
+    """``Trajectory.index``."""
     score: float | None
     """None without a verdict."""
     status: str
@@ -124,7 +125,7 @@ class SelectionTable(Handle):
         Args:
             ends: Read how each has ended, which costs some milliseconds for a thousand.
         """
-        columns = [TRAJECTORIES.c[name] for name in ("group_id", "score", "status")]
+        columns: list[ColumnElement[Any]] = [TRAJECTORIES.c[name] for name in ("group_id", "score", "status")]
         columns += [TRAJECTORIES.c.index.label("number"), func.length(TRAJECTORIES.c.tensors).label("nbytes")]
         query = select(*columns, *([TRAJECTORIES.c.record] if ends else [])).where(TRAJECTORIES.c.index != GREEDY)
         query = query.where(TRAJECTORIES.c.group_id.in_([group.group_id for group in groups]))
@@ -140,7 +141,7 @@ class SelectionTable(Handle):
                 members[row.group_id].append(glance)
 
         self._read(work)
-        return [glance for found in members.values() for glance in sorted(found, key=lambda each: each.index)]
+        return [glance for found in members.values() for glance in sorted(found, key=lambda each: each.number)]
 
     def members(self, group_ids: Sequence[str]) -> list[Trajectory]:
         """Trajectories of groups that are there, a greedy one before the others of its group."""
@@ -197,6 +198,6 @@ def _with_rollout(query: Select[Any]) -> Select[Any]:
 def _groups() -> Select[Any]:
     """Query of ``StoredGroup``s."""
     g, r = GROUPS.c, ROLLOUTS.c
-    columns = (g.group_id, g.rollout_id, g.position, r.kind, AT_STEP, g.state, g.used_by, g.reason, r.version)
+    columns = (g.group_id, g.rollout_id, g.position, r.kind, at_step, g.state, g.used_by, g.reason, r.version)
     source = func.coalesce(TASKS.c.data_source, "")  # tasks may have been replaced since
     return _with_rollout(select(*columns, r.group_size, g.task_id, source)).order_by(g.position)

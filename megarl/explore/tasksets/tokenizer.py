@@ -206,12 +206,6 @@ class ChatTokenizer:
         kept = [i for i in map(int, ids) if special or i not in self._dropped]
         return self._tokenizer.decode(kept, skip_special_tokens=False)
 
-    def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Text of each token, special ones included. A character of several tokens stands at its last one; those before
-        it have none."""
-        stream = DecodeStream(skip_special_tokens=False)
-        return [stream.step(self._tokenizer, token) or "" for token in ids]
-
     def _render(self, messages: Messages, kwargs: Mapping[str, Any] | None, *, answered: bool = False) -> str:
         if self.multimodal:
             messages = [
@@ -240,6 +234,13 @@ class ChatTokenizer:
             return self._render(chat, None, answered=True).rpartition(PROBE)[2]
         except DataError:
             return ""
+
+
+def text_of_tokens(tokenizer: ChatTokenizer, ids: Sequence[int]) -> list[str]:
+    """Text of each token, special ones included. A character of several tokens stands at its last one; those before it
+    have none."""
+    stream = DecodeStream(skip_special_tokens=False)
+    return [stream.step(tokenizer._tokenizer, token) or "" for token in ids]
 
 
 def read_tokenizer(file: Path) -> Tokenizer:

@@ -104,7 +104,11 @@ def look(words: Sequence[str]) -> argparse.Namespace | None:
             metavar="N",
             help="the last N groups that match (default %(default)s)",
         )
-    arguments = parser.parse_intermixed_args(rest)
+    arguments, further = parser.parse_known_args(rest)  # filters may stand after an option, too
+    if further and (name == SHOW or any(word.startswith("-") for word in further)):
+        parser.error(f"unrecognized arguments: {' '.join(further)}")
+    if further:
+        arguments.filters += further
     arguments.command, arguments.look = "data", name
     return arguments
 

@@ -21,7 +21,7 @@ KEYS: dict[str, Callable[[Glance], str | int]] = {
 
 
 @dataclass
-class Tally:
+class TrajectoryTally:
     """Sums over trajectories of one key."""
 
     groups: int = 0
@@ -53,13 +53,13 @@ HEAD = ["groups", "trajectories", "right", "mean reward", "no verdict", "MB of t
 def count(run: StoredRun, selection: Selection, by: str) -> str:
     """Table of the trajectories that match, with a row for each value of ``by``; a group counts in each row that has
     one of its trajectories."""
-    tallies: dict[str | int, Tally] = {}
+    tallies: dict[str | int, TrajectoryTally] = {}
     reading = replace(selection, ends=selection.ends or tuple(End)) if by == "end" else selection
-    everything = Tally()
+    everything = TrajectoryTally()
     for _, members in run.glances(reading):
         found = [glance for glance in members if reading.matches(glance)]
         for glance in found:
-            tallies.setdefault(KEYS[by](glance), Tally()).add(glance)
+            tallies.setdefault(KEYS[by](glance), TrajectoryTally()).add(glance)
             everything.add(glance)
         for key in {KEYS[by](glance) for glance in found}:
             tallies[key].groups += 1
@@ -81,9 +81,6 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     """Rows as text: the first column to the left, the others to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))
-        )
-        for row in rows
+        "  ".join([row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in range(1, len(row)))]) for row in rows
     ]
     return "".join(f"{line.rstrip()}\n" for line in lines)

@@ -81,7 +81,7 @@ def _parts(run: StoredRun, selection: Selection) -> Iterator[Rows]:
         if wanted and nbytes + needed > PART_BYTES:
             yield _rows(run, groups, wanted)
             groups, wanted, nbytes = {}, {}, 0
-        groups[group.group_id], wanted[group.group_id] = group, {glance.index for glance in found}
+        groups[group.group_id], wanted[group.group_id] = group, {glance.number for glance in found}
         nbytes += needed
     if wanted:
         yield _rows(run, groups, wanted)

@@ -19,7 +19,7 @@ from megarl.explore.store import Selection, StoredGroup
 from megarl.run.data.opened import StoredRun, progress
 from megarl.run.data.page_pieces import PIECES, visible
 from megarl.run.data.page_style import CSS, SCRIPT
-from megarl.run.data.show import use_of
+from megarl.run.data.show import rewards_of, use_of
 from megarl.run.data.tokens import Token, spans_text, tokens_of, versions_text
 from megarl.run.report import svg
 from megarl.run.report.pieces import PIECES as FRAME
@@ -79,7 +79,7 @@ def _group(
     run: StoredRun, group: StoredGroup, members: Sequence[Trajectory], selection: Selection, anchor: str
 ) -> Markup:
     task = run.store.tasks_named([group.task_id]).get(group.task_id)
-    matching = {g.index for g in run.store.glances([group], ends=bool(selection.ends)) if selection.matches(g)}
+    matching = {g.number for g in run.store.glances([group], ends=bool(selection.ends)) if selection.matches(g)}
     shared = members[0].prompt
     responses = [
         _response(run, each, shared, f"{anchor}-{each.index}", other=each.index not in matching)
@@ -97,13 +97,14 @@ def _group(
 
 
 def _facts(group: StoredGroup, members: Sequence[Trajectory]) -> list[tuple[str, str]]:
-    lengths, stats = [each.response_length for each in members], members[0].group_stats
+    lengths = [each.response_length for each in members]
     right = sum(each.reward.status == "ok" for each in members)
     facts = [(group.kind, f"step {group.at_step}"), ("", use_of(group)), ("task", group.task_id)]
     facts += [("source", group.data_source)] if group.data_source else []
     facts += [("right", f"{right} of {len(members)}")]
-    if stats is not None:
-        facts += [("reward", f"{stats.mean:.3g} ± {stats.std:.3g}" + (" (zero variance)" if not stats.std else ""))]
+    if (mean_std := rewards_of(members)) is not None:
+        mean, std = mean_std
+        facts += [("reward", f"{mean:.3g} ± {std:.3g}" + ("" if std else " (zero variance)"))]
     return [*facts, ("tokens", f"{min(lengths)}–{max(lengths)}, mean {sum(lengths) / len(lengths):.0f}")]
 
 
@@ -128,7 +129,8 @@ def _response(run: StoredRun, each: Trajectory, shared: Turn, anchor: str, *, ot
     why = [str(each.metadata["reward_message"])] if "reward_message" in each.metadata else []
     record = each.metadata.get("reward")
     if isinstance(record, dict):
-        why += [f"{name}: {value}" for name, value in record.items() if isinstance(value, str) and name != "verifier"]
+        texts = {name: value for name, value in record.items() if isinstance(value, str)}
+        why += [f"{name}: {value}" for name, value in texts.items() if name != "verifier"]
         facts += f" · verifier {record['verifier']}" if "verifier" in record else ""
     skipped = each.prompt.author != "model" and each.prompt.token_ids.tolist() == shared.token_ids.tolist()
     turns = [_turn_of(run, each.turns, i, f"{anchor}-{i}") for i in range(int(skipped), len(each.turns))]
@@ -165,7 +167,7 @@ def strip(tokens: Sequence[Token]) -> Markup:
             cells.append(f"<u>{escape(version)}</u>")
         level = sum(math.exp(token.logp) < bound for bound in BOUNDS)
         text = visible(token.text).replace("\n", "↵\n")
-        facts = f"{token.logp:.3f} · {token.version} · {token.token_id}"
+        facts = f"{token.logp:.4f} · {token.version} · {token.token_id}"
         cells.append(f'<i class="a{level}" title="{escape(facts)}">{escape(text)}</i>')
     return Markup("".join(cells))
 

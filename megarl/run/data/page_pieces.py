@@ -16,7 +16,7 @@ _TEMPLATES = """
 {% for note in notes %}<div class="soft">{{ note }}</div>{% endfor %}</header>
 <div class="tools">
 <label><input type="checkbox" id="colours" checked> token colours</label>
-<span class="scale">probability of a token&nbsp; <i>≥ .9</i><i class="a1">.5–.9</i><i class="a2">.1–.5</i>
+<span class="scale">probability <i>≥ .9</i><i class="a1">.5–.9</i><i class="a2">.1–.5</i>
 <i class="a3">.01–.1</i><i class="a4">&lt; .01</i></span>
 <label><input type="checkbox" id="unfold"> unfold all</label>
 <label><input type="checkbox" id="best"> best reward first</label>
@@ -26,7 +26,7 @@ _TEMPLATES = """
 {% macro jump(links) -%}
 <ul class="jump">
 {% for anchor, name, right, count in links %}
-<li><a href="#{{ anchor }}">{{ name }} <span class="soft">{{ right }}/{{ count }}</span></a></li>
+<li><a href="#{{ anchor }}">{{ name }} <span class="soft" title="right">{{ right }}/{{ count }}</span></a></li>
 {% endfor %}
 </ul>
 {%- endmacro %}

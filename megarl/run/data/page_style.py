@@ -6,12 +6,11 @@ CSS = """
 --user:#a0a5ab}}
 main{max-width:none;padding:28px 24px 64px}
 h1{margin-bottom:2px}
-.bar{all:unset}
 .tools{position:sticky;top:0;z-index:2;background:var(--page);border-bottom:1px solid var(--line);padding:8px 0;
 margin-top:14px;display:flex;flex-wrap:wrap;gap:6px 18px;align-items:center;font-size:13px}
 .tools label{cursor:pointer;white-space:nowrap}
-.scale{display:inline-flex;gap:0;align-items:center;color:var(--soft)}
-.scale i{padding:0 7px;font-style:normal;color:var(--ink)}
+.scale{display:inline-flex;align-items:center;color:var(--soft);white-space:nowrap}
+.scale i{padding:0 6px;font-style:normal;color:var(--ink)}
 .jump{display:flex;flex-wrap:wrap;gap:6px;margin:14px 0 0;padding:0;list-style:none;font-size:13px}
 .jump a{display:block;border:1px solid var(--line);border-radius:6px;padding:3px 9px;background:var(--card);
 color:inherit;text-decoration:none}
@@ -29,8 +28,8 @@ summary{cursor:pointer;font-size:13px;color:var(--soft)}
 summary b{color:var(--ink)}
 .columns{display:grid;grid-auto-flow:column;grid-auto-columns:minmax(min(340px,86vw),1fr);gap:12px;overflow-x:auto;
 margin-top:10px;padding-bottom:8px;align-items:start;scroll-snap-type:x proximity}
-.response{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:12px 14px;scroll-snap-align:start;
-scroll-margin:60px 8px;min-width:0}
+.response{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:12px 14px;
+scroll-snap-align:start;scroll-margin:60px 8px;min-width:0}
 .response.other{opacity:.55}
 .response:target{outline:2px solid var(--accent)}
 .title{display:flex;flex-wrap:wrap;gap:2px 10px;align-items:baseline}
@@ -62,7 +61,6 @@ mask:linear-gradient(#000 82%,#0000)}
 .fold>input:focus-visible~label{outline:2px solid var(--accent)}
 .text i{font-style:normal;border-radius:2px}
 .text i:hover{outline:1px solid var(--ink)}
-.text i.s{color:var(--soft);font-size:11px}
 .text i:empty{padding:0 2px;border-left:1px dotted var(--soft)}
 .text u{text-decoration:none;font-size:10px;color:var(--card);background:var(--accent);border-radius:3px;padding:0 4px;
 margin:0 2px;vertical-align:1px}
@@ -80,7 +78,8 @@ const tip=document.createElement('div');tip.id='tip';document.body.append(tip);
 const show=e=>{const t=e.target.closest('i[title],i[data-t]');if(!t){tip.style.display='none';return}
 if(t.title){t.dataset.t=t.title;t.removeAttribute('title')}
 const [logp,version,id]=t.dataset.t.split(' \\u00b7 '),p=Math.exp(logp);
-tip.textContent=JSON.stringify(t.textContent)+'\\nlog-prob '+logp+'   p '+(p<.001?p.toExponential(1):p.toFixed(3))+
+tip.textContent=JSON.stringify(t.textContent.replace('\u21b5\\n','\\n'))+
+'\\nlog-prob '+logp+'   p '+(p<.001?p.toExponential(1):p.toFixed(3))+
 '\\nweights  '+version+'   id '+id;tip.style.display='block';
 const r=t.getBoundingClientRect(),w=tip.offsetWidth,h=tip.offsetHeight;
 tip.style.left=Math.max(4,Math.min(r.left,innerWidth-w-4))+'px';

@@ -10,7 +10,7 @@ from megarl.core.config import Config
 from megarl.core.errors import ConfigError
 from megarl.explore.store import Glance, Selection, StoredGroup
 from megarl.explore.store.selection import USED
-from megarl.run.data.count import HEAD, Tally, table
+from megarl.run.data.count import HEAD, TrajectoryTally, table
 from megarl.run.data.opened import StoredRun
 from megarl.weights.checkpoint.training.manifest import finished, in_order, steps_of
 
@@ -24,7 +24,7 @@ AT_ONCE = 200
 class Pruned:
     """Result of a look at what can be deleted."""
 
-    tallies: dict[str, Tally] = field(default_factory=dict)
+    tallies: dict[str, TrajectoryTally] = field(default_factory=dict)
     """By kind."""
     kept: Counter[str] = field(default_factory=Counter)
     """Reason -> groups that match the filters and stay."""
@@ -54,7 +54,7 @@ def prune(run: StoredRun, selection: Selection, *, delete: bool) -> Pruned:
         found.kept.update(kept.values())
         free = [(group, members) for group, members in groups if group.group_id not in kept]
         for group, members in free:
-            tally = found.tallies.setdefault(group.kind, Tally())
+            tally = found.tallies.setdefault(group.kind, TrajectoryTally())
             tally.groups += 1
             for glance in members:
                 tally.add(glance)

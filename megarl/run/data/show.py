@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from statistics import mean, stdev
 
 from megarl.core.errors import ConfigError
 from megarl.core.schema import GREEDY, Task, Trajectory
@@ -50,8 +52,8 @@ def show(run: StoredRun, name: str, *, tokens: bool = False) -> str:
 def sample(run: StoredRun, selection: Selection, count: int, seed: int) -> str:
     """Text of ``count`` trajectories that match, each as likely as any other; the same ones for the same seed and
     store."""
-    chosen = sorted(_reservoir(run, selection, count, seed), key=lambda each: (each.group.group_id, each.index))
-    return "\n".join(show(run, f"{each.group.group_id}[{each.index}]") for each in chosen)
+    chosen = sorted(_reservoir(run, selection, count, seed), key=lambda each: (each.group.group_id, each.number))
+    return "\n".join(show(run, f"{each.group.group_id}[{each.number}]") for each in chosen)
 
 
 def _reservoir(run: StoredRun, selection: Selection, count: int, seed: int) -> list[Glance]:
@@ -77,15 +79,20 @@ def use_of(group: StoredGroup) -> str:
     return f"{group.state} by step {group.used_by}" + (f": {group.reason}" if group.reason else "")
 
 
+def rewards_of(members: Sequence[Trajectory]) -> tuple[float, float] | None:
+    """Mean and unbiased standard deviation of a group's rewards; None where no member has a verdict."""
+    scores = [e.reward.score for e in members if e.index != GREEDY and math.isfinite(e.reward.score)]
+    return (mean(scores), stdev(scores) if len(scores) > 1 else 0.0) if scores else None
+
+
 def _group_text(group: StoredGroup, members: list[Trajectory], task: Task | None) -> str:
     head = [
         RULE,
         f"group {group.group_id}  {group.kind}, step {group.at_step}, {use_of(group)}",
         f"task {group.task_id}  {group.data_source}  asked for with weights {group.version}",
     ]
-    stats = members[-1].group_stats
-    if stats is not None:
-        head.append(f"group rewards: mean {stats.mean:.4g}, std {stats.std:.4g}, of {stats.size}")
+    if len(members) > 1 and (mean_std := rewards_of(members)) is not None:
+        head.append(f"rewards: mean {mean_std[0]:.4g}, std {mean_std[1]:.4g}")
     if task is None:
         return "\n".join([*head, "(the task is no longer in the store)", ""])
     head += [f"ground truth: {clean(_short(task.reward_model.get('ground_truth')))}", ""]

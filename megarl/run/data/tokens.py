@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megarl.core.schema import Turn
-from megarl.explore.tasksets import ChatTokenizer
+from megarl.explore.tasksets import ChatTokenizer, text_of_tokens
 
 
 class Token(NamedTuple):
@@ -24,7 +24,8 @@ def tokens_of(turn: Turn, tokenizer: ChatTokenizer, limit: int) -> list[Token]:
     assert turn.logp is not None, "a turn of the model has log-probs"
     ids = turn.token_ids[:limit].tolist()
     versions = [str(span.version) for span in turn.spans for _ in range(span.start, span.end)]
-    return [Token(*found) for found in zip(tokenizer.pieces(ids), ids, turn.logp.tolist(), versions)]
+    found = zip(text_of_tokens(tokenizer, ids), ids, turn.logp[:limit].tolist(), versions[:limit], strict=True)
+    return [Token(*token) for token in found]
 
 
 def spans_text(turn: Turn) -> str:
