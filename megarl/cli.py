@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megarl.run.data import command as data_command
+from megarl.run.data.command import separated
 from megarl.weights.checkpoint.convert.command import add_arguments
 
 if TYPE_CHECKING:
@@ -18,15 +20,6 @@ DESCRIPTION = """Reinforcement learning for language models on Megatron-Core and
 
 Settings are hydra overrides: `megarl train experiment=quickstart trainer.steps=20 parallel=pp2`.
 Running a command again resumes it."""
-
-
-IMPORT_EXPERTS, AWAITING, REWARD = "import-experts", "awaiting", "reward"
-"""First words after ``megarl data`` that name what it does with a run's store."""
-WANTS = {
-    IMPORT_EXPERTS: "a parquet or jsonl file of demonstrations, or run:DIR",
-    AWAITING: "a jsonl file to write",
-    REWARD: "a parquet or jsonl file with the rows of `megarl data awaiting` and their score",
-}
 
 
 class _Version(argparse.Action):
@@ -114,27 +107,8 @@ def build_parser() -> argparse.ArgumentParser:
         "the run, or on SIGTERM (docs/modes.md).",
     )
     store.add_argument("overrides", nargs="*", help="hydra overrides: those of the trainer")
-    data = add(
-        "data",
-        "Write the rows of an experiment (tasks, demonstrations, preferences) as parquet.\n"
-        "`megarl data import-experts SOURCE... [overrides]` adds expert rows to the store of its run instead; a source "
-        "is a parquet or jsonl file of demonstrations, or run:DIR, another run's responses.\n"
-        "`megarl data awaiting FILE.jsonl [overrides]` writes the run's responses that await a reward, and `megarl "
-        "data reward FILE... [overrides]` gives them the scores of such rows.",
-    )
-    data.add_argument(
-        "overrides",
-        nargs="*",
-        help="hydra overrides, e.g. experiment=quickstart; or import-experts, awaiting or reward, files, overrides",
-    )
-    data.set_defaults(sources=[], what=None)
-    data.add_argument(
-        "--min-score",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="of import-experts: least score of another run's responses (default %(default)s)",
-    )
+    data = add("data", data_command.DESCRIPTION)
+    data_command.add_arguments(data)
     doctor = add("doctor", "Say what this machine has: packages, kernels' path, ports, memory.")
     doctor.add_argument("--host", default="127.0.0.1", help="address on which ports are tried (default %(default)s)")
     report = add("report", "Write the HTML report, the reward curve and the answer samples of a run again.")
@@ -228,31 +202,25 @@ def _tell(status: int) -> None:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     """Overrides may stand before and after an option, which argparse does not let them."""
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["data"] and (look := data_command.look(words[1:])) is not None:
+        return look
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
     if rest and (not hasattr(arguments, "overrides") or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         arguments.overrides += rest
-    if arguments.command == "data" and arguments.overrides and arguments.overrides[0] in WANTS:
-        arguments.what, *words = arguments.overrides
-        arguments.sources, arguments.overrides = _separated(words)
-        if not arguments.sources or (arguments.what == AWAITING and len(arguments.sources) > 1):
-            parser.error(f"{arguments.what}: give {WANTS[arguments.what]}")
+    if arguments.command == "data":
+        data_command.read_words(arguments, parser)
     if arguments.command == "bench":
-        arguments.models, arguments.overrides = _separated(arguments.overrides)
+        arguments.models, arguments.overrides = separated(arguments.overrides)
         if not arguments.models:
             parser.error("bench: give a model: the directory of an HF checkpoint, run:DIR, or run:DIR@STEP")
         if any(word.startswith("model.path=") for word in arguments.overrides):
             parser.error("bench: model.path is what MODEL names; leave it out")
         arguments.overrides += _left_out(arguments)
     return arguments
-
-
-def _separated(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separate names of files and runs from overrides."""
-    names = [word for word in words if "=" not in word or os.path.exists(word)]
-    return names, [word for word in words if word not in names]
 
 
 def _left_out(arguments: argparse.Namespace) -> list[str]:
@@ -390,27 +358,6 @@ def _sweep(arguments: argparse.Namespace) -> int:
     return run_sweep(arguments.overrides, arguments.index, check_only=arguments.check, own=arguments.config_dir)
 
 
-def _data(arguments: argparse.Namespace) -> int:
-    from megarl.core.config import compose
-    from megarl.run.run_dir.prepare import prepare_data
-
-    config = compose(arguments.overrides, own=arguments.config_dir)
-    if arguments.what is None:
-        prepare_data(config, verbose=True)
-    elif arguments.what == IMPORT_EXPERTS:
-        from megarl.run.launch.experts import import_experts
-
-        import_experts(config, arguments.sources, arguments.min_score)
-    else:
-        from megarl.run.launch.late import give_rewards, write_awaiting_rows
-
-        if arguments.what == AWAITING:
-            write_awaiting_rows(config, arguments.sources[0])
-        else:
-            give_rewards(config, arguments.sources)
-    return 0
-
-
 def _doctor(arguments: argparse.Namespace) -> int:
     from megarl.run.report.doctor import examine
 
@@ -511,7 +458,7 @@ COMMANDS = {
     "explore": _explore,
     "scale": _scale,
     "store": _store,
-    "data": _data,
+    "data": data_command.run,
     "doctor": _doctor,
     "report": _report,
     "convert": _convert,

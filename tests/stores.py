@@ -122,6 +122,7 @@ WRITES: dict[str, Callable[[Store, Sequence[Claim]], Any]] = {
     "open_job": lambda store, claims: store.open_job(),
     "close_job": lambda store, claims: store.close_job(),
     "discard_rollouts": lambda store, claims: store.discard_rollouts(0),
+    "delete_trajectories": lambda store, claims: store.delete_trajectories(["r0/4", "r0/5"]),
     "withdraw": lambda store, claims: store.withdraw("r0"),
 }
 """Every write of a store that holds ``claims`` on the rollout r0, by the method's name."""

@@ -204,7 +204,7 @@ def test_commands_in_sentences_exist(page: Path) -> None:
             words = [
                 "1" if word == "N" or word.startswith("$") else word for word in words if not word.startswith("docs/")
             ]
-            check_command(words)
+            check_command([*words, "RUN"] if words[2:] == ["prune"] else words)
         elif words[1] in ("convert", "rewards", "sandbox") and len(words) > 2:
             with pytest.raises(SystemExit) as ended:
                 cli.build_parser().parse_args([*words[1:3], "--help"])

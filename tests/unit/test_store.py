@@ -683,6 +683,13 @@ def test_every_write_is_in_the_table_of_writes() -> None:
         "expert_imports",
         "num_experts",
         "scored_trajectories",
+        "num_selected",
+        "selected",
+        "group",
+        "glances",
+        "members",
+        "tasks_named",
+        "needed_again",
     }
     methods = {name for part in Store.__mro__[:-1] for name in vars(part) if not name.startswith("_")}
     assert methods - reads - {"run_id", "close", "begin_attempt"} == set(WRITES)

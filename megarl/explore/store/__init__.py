@@ -8,6 +8,7 @@ from megarl.explore.store.journal import NOTHING_USED, Used
 from megarl.explore.store.late import AwaitingReward, GivenReward, Rewarded
 from megarl.explore.store.pacing import UnusedGroup
 from megarl.explore.store.replays import UsedGroup
+from megarl.explore.store.selection import Glance, Selection, StoredGroup
 from megarl.explore.store.store import Store
 from megarl.explore.store.tables import EngineStatus
 
@@ -22,10 +23,13 @@ __all__ = [
     "EngineStatus",
     "ExpertExperience",
     "GivenReward",
+    "Glance",
     "ImportedSource",
     "RegisteredEngine",
     "Rewarded",
+    "Selection",
     "Store",
+    "StoredGroup",
     "UnusedGroup",
     "Used",
     "UsedGroup",

@@ -15,7 +15,18 @@ from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
 from megarl.core.errors import DataError
-from megarl.core.schema import End, GroupStats, Reward, Segment, Task, Trajectory, Turn, WeightsSpan, WeightsVersion
+from megarl.core.schema import (
+    End,
+    GroupStats,
+    Reward,
+    RewardStatus,
+    Segment,
+    Task,
+    Trajectory,
+    Turn,
+    WeightsSpan,
+    WeightsVersion,
+)
 
 
 def dumps(value: Any) -> str:
@@ -152,6 +163,17 @@ def versions_in(record: str) -> set[str]:
     return {span[2] for turn in json.loads(record)["turns"] for span in turn[SPANS]}
 
 
+def end_in(status: RewardStatus, record: str) -> End:
+    """Cause of the end of the trajectory with this status and record, without reading its tokens."""
+    found = json.loads(record)
+    turns = tuple(Turn(turn[0], _NO_TOKENS, turn[2], finish_reason=turn[FINISH_REASON]) for turn in found["turns"])
+    cause = End(found["cause"]) if "cause" in found else None
+    return Trajectory("", "", "", 0, found["group_size"], turns, Reward(math.nan, status), cause=cause).end
+
+
+_NO_TOKENS = np.empty(0, np.int32)
+FINISH_REASON = 4
+"""Place of the finish reason in a turn's record."""
 SPANS = 5
 """Place of the spans in a turn's record."""
 

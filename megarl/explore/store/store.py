@@ -20,6 +20,7 @@ from megarl.explore.store.late import LateRewards
 from megarl.explore.store.pacing import PacingTable
 from megarl.explore.store.replays import ReplayTable
 from megarl.explore.store.rollouts import RolloutTable
+from megarl.explore.store.selection import SelectionTable
 from megarl.explore.store.tasks import TaskTable
 from megarl.explore.store.workers import WorkerTable
 
@@ -32,6 +33,7 @@ class Store(
     LateRewards,
     PacingTable,
     ReplayTable,
+    SelectionTable,
     EngineRegistry,
     WorkerTable,
     Journal,

@@ -16,6 +16,7 @@ from megarl.explore.tasksets.tokenizer import (
     encode_demonstrations,
     encode_preferences,
     encode_rows,
+    text_of_tokens,
 )
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "single_file",
     "source_of",
     "sources_of",
+    "text_of_tokens",
     "with_templates",
     "write_preferences",
     "write_rows",

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from tokenizers import Encoding, Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from megarl.core.config import Config
 from megarl.core.durable import read_json
@@ -233,6 +234,13 @@ class ChatTokenizer:
             return self._render(chat, None, answered=True).rpartition(PROBE)[2]
         except DataError:
             return ""
+
+
+def text_of_tokens(tokenizer: ChatTokenizer, ids: Sequence[int]) -> list[str]:
+    """Text of each token, special ones included. A character of several tokens stands at its last one; those before it
+    have none."""
+    stream = DecodeStream(skip_special_tokens=False)
+    return [stream.step(tokenizer._tokenizer, token) or "" for token in ids]
 
 
 def read_tokenizer(file: Path) -> Tokenizer:

@@ -144,7 +144,7 @@ def load(run_dir: Path) -> ReportData:
     tasks: list[Task] = []
     events: list[dict[str, Any]] = []
     answers: dict[str, list[Trajectory]] = {"eval-before": [], "eval-after": []}
-    if (url := _store_url(config, run_dir)) is None:
+    if (url := store_url(config, run_dir)) is None:
         notes.append(f"The store {masked_text(config.store.url)} is not there: no steps, no answers.")
     else:
         store = Store(url)
@@ -172,7 +172,7 @@ def load(run_dir: Path) -> ReportData:
         losses=_of_events(events, "loss"),
         learned=len((right[1] - right[0]) & both),
         unlearned=len((right[0] - right[1]) & both),
-        samples=_samples(tasks, list(answers.values()), _located(config, run_dir, config.model.path), notes),
+        samples=_samples(tasks, list(answers.values()), located(config, run_dir, config.model.path), notes),
         timelines={name: phases for name, phases in timelines.items() if phases},
         notes=tuple(notes),
     )
@@ -234,7 +234,7 @@ def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {k: float(v) for k, v in metrics.items() if isinstance(v, int | float) and math.isfinite(v) and k != "step"}
 
 
-def _located(config: Config, run_dir: Path, path: str) -> Path:
+def located(config: Config, run_dir: Path, path: str) -> Path:
     """Path of a file of the run now, should the directory have been moved since."""
     inside = Path(path)
     if inside.is_relative_to(config.run.dir):
@@ -244,11 +244,12 @@ def _located(config: Config, run_dir: Path, path: str) -> Path:
     return inside
 
 
-def _store_url(config: Config, run_dir: Path) -> str | None:
+def store_url(config: Config, run_dir: Path) -> str | None:
+    """URL of a run's store, should the directory have been moved since; None for a file that is not there."""
     url = make_url(config.store.url)
     if url.get_backend_name() != "sqlite" or not url.database:
         return config.store.url
-    path = _located(config, run_dir, url.database)
+    path = located(config, run_dir, url.database)
     return f"sqlite:///{path}" if path.is_file() else None  # Store would make an empty one
 
 

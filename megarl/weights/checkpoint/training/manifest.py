@@ -100,6 +100,11 @@ def in_order(folder: Path) -> list[Path]:
     return [steps[step] for step in sorted(steps)]
 
 
+def steps_of(checkpoints: Sequence[Path]) -> list[int]:
+    """Steps in the names of checkpoints."""
+    return [step for path in checkpoints if (step := _step_of(path.name)) is not None]
+
+
 def unfounded_latest(folder: Path) -> str | None:
     """Reason why ``latest_checkpointed_iteration.txt`` names no checkpoint that counts; None where it does, or is
     missing."""

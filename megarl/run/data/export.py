@@ -1,0 +1,198 @@
+"""Trajectories and expert rows as parquet or jsonl, a row each, under verl's column names where it has one.
+
+Parquet has one type for each column, so what may have any keys (``extra_info``, ``metadata``, ``reward_parts``, further
+keys of messages) is JSON text there; in jsonl it is nested.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megarl.core.durable import whole
+from megarl.core.errors import ConfigError
+from megarl.core.schema import GREEDY, Task, Trajectory, Turn
+from megarl.explore.store import ExpertExperience, Selection, Store, StoredGroup
+from megarl.explore.tasksets import ChatTokenizer
+from megarl.explore.tasksets.files import is_jsonl
+from megarl.run.data.opened import StoredRun, progress
+
+PART_BYTES = 16 * 2**20
+"""Bytes of the arrays that are read together, and written as one row group."""
+OPEN = ("extra_info", "metadata", "reward_parts")
+"""Columns that are JSON text in parquet."""
+_MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+_SPANS = pa.list_(pa.struct([("start", pa.int32()), ("end", pa.int32()), ("version", pa.string())]))
+_TURN = pa.struct(
+    [
+        *(("author", pa.string()), ("text", pa.string()), ("follows", pa.int32()), ("finish_reason", pa.string())),
+        *(("reward", pa.float64()), ("token_ids", pa.list_(pa.int32())), ("logp", pa.list_(pa.float32()))),
+        ("versions", _SPANS),
+    ]
+)
+TRAJECTORY = pa.schema(
+    [
+        *(("group_id", pa.string()), ("index", pa.int32()), ("kind", pa.string()), ("step", pa.int32())),
+        *(("state", pa.string()), ("used_by", pa.int32()), ("reason", pa.string()), ("task_id", pa.string())),
+        *(("data_source", pa.string()), ("prompt", _MESSAGES), ("ability", pa.string())),
+        ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.string())])),
+        *(("extra_info", pa.string()), ("response", pa.string()), ("score", pa.float64()), ("acc", pa.bool_())),
+        *(("status", pa.string()), ("end", pa.string()), ("reward_parts", pa.string()), ("group_mean", pa.float64())),
+        *(("group_std", pa.float64()), ("group_size", pa.int32()), ("metadata", pa.string())),
+        ("turns", pa.list_(_TURN)),
+    ]
+)
+EXPERT = pa.schema(
+    [
+        *(("prompt", _MESSAGES), ("response", pa.string()), ("score", pa.float64())),
+        ("teacher_logp", pa.list_(pa.float32())),
+    ]
+)
+Rows = Sequence[dict[str, Any]]
+
+
+def export(run: StoredRun, selection: Selection, path: Path) -> int:
+    """Write the trajectories that match to a parquet or jsonl file; return their number. Raises as ``rows_to``."""
+    count = 0
+    with rows_to(path, TRAJECTORY) as write:
+        for rows in _parts(run, selection):
+            write(rows)
+            count += len(rows)
+    return count
+
+
+def _parts(run: StoredRun, selection: Selection) -> Iterator[Rows]:
+    """Rows of at most ``PART_BYTES`` of arrays together, of one group at least."""
+    wanted: dict[str, set[int]] = {}
+    groups: dict[str, StoredGroup] = {}
+    nbytes = 0
+    for group, members in run.glances(selection):
+        found = [glance for glance in members if selection.matches(glance)]
+        if not found:
+            continue
+        needed = sum(glance.nbytes for glance in members)
+        if wanted and nbytes + needed > PART_BYTES:
+            yield _rows(run, groups, wanted)
+            groups, wanted, nbytes = {}, {}, 0
+        groups[group.group_id], wanted[group.group_id] = group, {glance.number for glance in found}
+        nbytes += needed
+    if wanted:
+        yield _rows(run, groups, wanted)
+
+
+def _rows(run: StoredRun, groups: Mapping[str, StoredGroup], wanted: Mapping[str, set[int]]) -> Rows:
+    tasks = run.store.tasks_named({group.task_id for group in groups.values()})
+    return [
+        trajectory_row(each, groups[each.group_id], tasks.get(each.task_id), run.tokenizer)
+        for each in run.store.members(list(groups))
+        if each.index != GREEDY and each.index in wanted[each.group_id]
+    ]
+
+
+def trajectory_row(
+    trajectory: Trajectory, group: StoredGroup, task: Task | None, tokenizer: ChatTokenizer
+) -> dict[str, Any]:
+    """Row of a trajectory; columns of its task are None where that is no longer in the store."""
+    reward, stats = trajectory.reward, trajectory.group_stats
+    turns = [_turn(turn, tokenizer) for turn in trajectory.turns]
+    written = [turn["text"] for turn in turns if turn["author"] == "model"]
+    return {
+        "group_id": group.group_id,
+        "index": trajectory.index,
+        "kind": group.kind,
+        "step": group.at_step,
+        "state": group.state,
+        "used_by": group.used_by,
+        "reason": group.reason,
+        "task_id": trajectory.task_id,
+        "data_source": group.data_source,
+        "prompt": None if task is None else list(task.prompt),
+        "ability": None if task is None else task.ability,
+        "reward_model": None if task is None else task.reward_model,
+        "extra_info": None if task is None else task.extra_info,
+        "response": written[-1] if written else None,
+        "score": reward.score if math.isfinite(reward.score) else None,
+        "acc": {"ok": True, "wrong": False}.get(reward.status),
+        "status": reward.status,
+        "end": str(trajectory.end),
+        "reward_parts": reward.parts,
+        "group_mean": stats.mean if stats else None,
+        "group_std": stats.std if stats else None,
+        "group_size": trajectory.group_size,
+        "metadata": trajectory.metadata,
+        "turns": turns,
+    }
+
+
+def _turn(turn: Turn, tokenizer: ChatTokenizer) -> dict[str, Any]:
+    return {
+        "author": turn.author,
+        "text": tokenizer.decode(turn.token_ids, special=turn.author != "model"),
+        "follows": turn.follows,
+        "finish_reason": turn.finish_reason,
+        "reward": turn.reward,
+        "token_ids": turn.token_ids.tolist(),
+        "logp": None if turn.logp is None else turn.logp.tolist(),
+        "versions": [{"start": span.start, "end": span.end, "version": str(span.version)} for span in turn.spans],
+    }
+
+
+def export_experts(store: Store, path: Path) -> int:
+    """Write expert rows as `megarl data import-experts` reads them; return their number. Raises as ``rows_to``."""
+    count = 0
+    with rows_to(path, EXPERT) as write, progress(store.num_experts(), "rows") as bar:
+        for part in store.experts():
+            write([_expert(each) for each in part])
+            count += len(part)
+            bar.update(len(part))
+    return count
+
+
+def _expert(each: ExpertExperience) -> dict[str, Any]:
+    return {
+        "prompt": list(each.task.prompt),
+        "response": each.task.response,
+        "score": each.score,
+        "teacher_logp": None if each.teacher_logp is None else each.teacher_logp.tolist(),
+    }
+
+
+@contextmanager
+def rows_to(path: Path, schema: pa.Schema) -> Iterator[Callable[[Rows], None]]:
+    """Yield a function that writes rows; the file appears whole when the block ends.
+
+    Raises:
+        ConfigError: the name ends neither in ``.parquet`` nor in ``.jsonl``, or its folder is missing.
+    """
+    if path.suffix not in (".parquet", ".jsonl"):
+        raise ConfigError(f"-o {path}: end the name in .parquet or .jsonl")
+    if not path.parent.is_dir():
+        raise ConfigError(f"-o {path}: there is no folder {path.parent}; make it, or give another path")
+    with whole(path) as temporary:
+        if is_jsonl(path):
+            with temporary.open("w", encoding="utf-8") as file:
+                yield lambda rows: file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        else:
+            with pq.ParquetWriter(temporary, schema) as writer:
+                yield lambda rows: writer.write_table(pa.Table.from_pylist([_flat(row) for row in rows], schema))
+
+
+def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row in parquet's types."""
+    flat = {**row, **{name: _text(row[name]) for name in OPEN if name in row}}
+    if row["prompt"] is not None:
+        flat["prompt"] = [{"role": m["role"], "content": _text(m.get("content"))} for m in row["prompt"]]
+    if row.get("reward_model") is not None:
+        flat["reward_model"] = {name: _text(row["reward_model"].get(name)) for name in ("style", "ground_truth")}
+    return flat
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str | None) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,79 @@
+"""A run's store, opened with the settings and the tokenizer that its trajectories were made with."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from tqdm import tqdm
+
+from megarl.core.config import Config, load_resolved
+from megarl.core.errors import ConfigError, masked_text
+from megarl.explore.store import Glance, Selection, Store, StoredGroup
+from megarl.explore.tasksets import ChatTokenizer
+from megarl.run.data.filters import check_sources
+from megarl.run.report.data import located, store_url
+from megarl.run.run_dir.open_store import store_of_run
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A run whose store is open."""
+
+    run_dir: Path
+    config: Config
+    store: Store
+
+    @cached_property
+    def tokenizer(self) -> ChatTokenizer:
+        """Tokenizer of the model that the run began with. Raises CheckpointError where its files are gone."""
+        return ChatTokenizer.open(located(self.config, self.run_dir, self.config.model.path))
+
+    def glances(self, selection: Selection) -> Iterator[tuple[StoredGroup, list[Glance]]]:
+        """Yield each group that the conditions on groups leave, with all its trajectories; shows a bar."""
+        total = self.store.num_selected(selection)
+        with progress(total, "groups") as bar:
+            for groups in self.store.selected(selection):
+                members: dict[str, list[Glance]] = {group.group_id: [] for group in groups}
+                for glance in self.store.glances(groups, ends=bool(selection.ends)):
+                    members[glance.group.group_id].append(glance)
+                yield from ((group, members[group.group_id]) for group in groups)
+                bar.update(len(groups))
+
+    def last_matching(self, selection: Selection, limit: int) -> tuple[list[StoredGroup], int]:
+        """Return the last groups with a matching trajectory, in order, and the number of all that have one."""
+        last, count = deque[StoredGroup](maxlen=limit), 0
+        for group, members in self.glances(selection):
+            if any(map(selection.matches, members)):
+                last.append(group)
+                count += 1
+        return list(last), count
+
+
+def progress(total: int, unit: str) -> tqdm[None]:
+    """Bar on a terminal."""
+    return tqdm(total=total, unit=f" {unit}", desc=unit, leave=False, disable=None, file=sys.stderr)
+
+
+@contextmanager
+def stored_run(run_dir: str | os.PathLike[str], selection: Selection, *, read_only: bool = True) -> Iterator[StoredRun]:
+    """Open a run's store.
+
+    Raises:
+        ConfigError: there is no run or no store, or no task has a source that ``selection`` names.
+    """
+    folder = Path(run_dir)
+    if not (folder / "resolved.json").is_file():
+        raise ConfigError(f"{folder} has no resolved.json; give the directory of a run, e.g. runs/quickstart")
+    config = load_resolved(folder / "resolved.json")
+    if (url := store_url(config, folder)) is None:
+        raise ConfigError(f"{folder}: its store {masked_text(config.store.url)} is not there; the run has no data yet")
+    with store_of_run(url, folder, read_only=read_only) as store:
+        check_sources(selection, store)
+        yield StoredRun(folder, config, store)

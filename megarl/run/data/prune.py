@@ -1,0 +1,110 @@
+"""Deletes trajectories that nothing needs any more: used groups', whole, by filter."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from megarl.core.config import Config
+from megarl.core.errors import ConfigError
+from megarl.explore.store import Glance, Selection, StoredGroup
+from megarl.explore.store.selection import USED
+from megarl.run.data.count import HEAD, TrajectoryTally, table
+from megarl.run.data.opened import StoredRun
+from megarl.weights.checkpoint.training.manifest import finished, in_order, steps_of
+
+REPORTED = ("eval-before", "eval-after")
+"""Evaluations whose answers the report shows."""
+AT_ONCE = 200
+"""Groups of one transaction."""
+
+
+@dataclass
+class Pruned:
+    """Result of a look at what can be deleted."""
+
+    tallies: dict[str, TrajectoryTally] = field(default_factory=dict)
+    """By kind."""
+    kept: Counter[str] = field(default_factory=Counter)
+    """Reason -> groups that match the filters and stay."""
+    deleted: int = 0
+    """Trajectories."""
+
+    def text(self, done: bool) -> str:
+        """Table of what was, or would be, deleted, and why others stay."""
+        rows = [[kind, *tally.cells()] for kind, tally in sorted(self.tallies.items())]
+        lines = table([["deleted" if done else "to delete", *HEAD], *rows]) if rows else "nothing to delete\n"
+        return lines + "".join(f"kept: {number} groups, {why}\n" for why, number in sorted(self.kept.items()))
+
+
+def prune(run: StoredRun, selection: Selection, *, delete: bool) -> Pruned:
+    """Find groups whose trajectories all match and that nothing needs; delete their trajectories, in transactions of
+    ``AT_ONCE`` groups, where ``delete`` is True. A kill leaves whole groups; the same command goes on.
+
+    Raises ConfigError for a bench's run, whose answers are its result.
+    """
+    if run.config.run.mode == "bench":
+        raise ConfigError(f"{run.run_dir} is a bench's, which reads its answers again; remove the folder instead")
+    found = Pruned()
+    folder = run.run_dir / "checkpoints"
+    steps, newest = steps_of(in_order(folder)), max(steps_of(finished(folder)), default=0)
+    for groups in _in_parts(run, selection):
+        kept = _needed(run, [group for group, _ in groups], steps, newest)
+        found.kept.update(kept.values())
+        free = [(group, members) for group, members in groups if group.group_id not in kept]
+        for group, members in free:
+            tally = found.tallies.setdefault(group.kind, TrajectoryTally())
+            tally.groups += 1
+            for glance in members:
+                tally.add(glance)
+        if delete and free:
+            found.deleted += run.store.delete_trajectories([group.group_id for group, _ in free])
+    if found.deleted:
+        groups_of = {kind: tally.groups for kind, tally in found.tallies.items()}
+        run.store.record_event("data", "prune", {"trajectories": found.deleted, "groups": groups_of})
+    return found
+
+
+Part = list[tuple[StoredGroup, list[Glance]]]
+
+
+def _in_parts(run: StoredRun, selection: Selection) -> Iterator[Part]:
+    """Groups whose trajectories are there and all match."""
+    part: Part = []
+    for group, members in run.glances(selection):
+        if members and all(map(selection.matches, members)):
+            part.append((group, members))
+            if len(part) == AT_ONCE:
+                yield part
+                part = []
+    if part:
+        yield part
+
+
+def _needed(run: StoredRun, groups: Sequence[StoredGroup], checkpoints: Sequence[int], newest: int) -> dict[str, str]:
+    """Group id -> reason why it stays. ``newest``: step of the newest finished one of the ``checkpoints``."""
+    again = run.store.needed_again(groups, checkpoints)
+    oldest_replay = _oldest_replay(run.config, [*checkpoints, run.store.last_step()])
+    found: dict[str, str] = {}
+    for group in groups:
+        if group.state not in USED:
+            found[group.group_id] = "which no step has used"
+        elif group.kind == "eval":
+            if group.rollout_id in REPORTED:
+                found[group.group_id] = "which the report shows (eval-before, eval-after)"
+        elif run.config.taskset.order == "prioritized":
+            found[group.group_id] = "whose rewards taskset.order=prioritized reads at each start"
+        elif group.at_step > newest:
+            found[group.group_id] = f"used after the newest checkpoint (step {newest})"
+        elif group.group_id in again:
+            found[group.group_id] = "which a resume from an earlier checkpoint would use again"
+        elif oldest_replay is not None and group.at_step >= oldest_replay:
+            found[group.group_id] = f"which steps may train on again (buffer.replay, from step {oldest_replay} on)"
+    return found
+
+
+def _oldest_replay(config: Config, starts: Collection[int]) -> int | None:
+    """First step whose groups a step after one of ``starts`` may replay; None without replay."""
+    replay = config.buffer.replay
+    return min(starts) - replay.max_age + 1 if replay.share else None

@@ -1,0 +1,129 @@
+"""A group or a trajectory as text for the terminal."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from collections.abc import Iterator, Sequence
+from statistics import mean, stdev
+
+from megarl.core.errors import ConfigError
+from megarl.core.schema import GREEDY, Task, Trajectory
+from megarl.explore.store import Glance, Selection, StoredGroup
+from megarl.explore.store.tables import SAMPLED
+from megarl.run.data.opened import StoredRun
+from megarl.run.data.tokens import spans_text, tokens_of, versions_text
+from megarl.run.report.text import clean
+
+STRIP = 10_000
+"""Tokens of a turn that ``--tokens`` prints."""
+RULE = "─" * 80
+
+
+def show(run: StoredRun, name: str, *, tokens: bool = False) -> str:
+    """Text of a group (``train-000003/5``), or of one of its trajectories (``train-000003/5[2]``).
+
+    Raises:
+        ConfigError: there is no such group or trajectory, or its trajectories are not there.
+    """
+    found = re.fullmatch(r"(.+?)(?:\[(-?\d+)\])?", name)
+    group = run.store.group(found[1]) if found else None
+    if found is None or group is None:
+        raise ConfigError(
+            f"{name}: no such group; write GROUP or GROUP[INDEX], as train-000003/5 or 'train-000003/5[2]'; "
+            f"`megarl data sample {run.run_dir}` prints some"
+        )
+    members = run.store.members([group.group_id])
+    if not members:
+        why = "they were pruned" if group.state in SAMPLED else "it is not sampled yet"
+        raise ConfigError(f"{name}: no trajectories of this group ({group.state}) are in the store; {why}")
+    if found[2] is not None:
+        index = int(found[2])
+        if not (chosen := [each for each in members if each.index == index]):
+            raise ConfigError(f"{name}: the group has {', '.join(f'[{each.index}]' for each in members)}")
+        members = chosen
+    task = run.store.tasks_named([group.task_id]).get(group.task_id)
+    parts = [_group_text(group, members, task), *(_trajectory_text(run, each, tokens) for each in members)]
+    return "\n".join(parts)
+
+
+def sample(run: StoredRun, selection: Selection, count: int, seed: int) -> str:
+    """Text of ``count`` trajectories that match, each as likely as any other; the same ones for the same seed and
+    store."""
+    chosen = sorted(_reservoir(run, selection, count, seed), key=lambda each: (each.group.group_id, each.number))
+    return "\n".join(show(run, f"{each.group.group_id}[{each.number}]") for each in chosen)
+
+
+def _reservoir(run: StoredRun, selection: Selection, count: int, seed: int) -> list[Glance]:
+    """Algorithm R: ``count`` of all, in one pass."""
+    draws = random.Random(seed)
+    kept: list[Glance] = []
+    for number, glance in enumerate(_matching(run, selection)):
+        if number < count:
+            kept.append(glance)
+        elif (place := draws.randrange(number + 1)) < count:
+            kept[place] = glance
+    return kept
+
+
+def _matching(run: StoredRun, selection: Selection) -> Iterator[Glance]:
+    return (glance for _, members in run.glances(selection) for glance in members if selection.matches(glance))
+
+
+def use_of(group: StoredGroup) -> str:
+    """Words for the state of a group: ``consumed by step 4``, ``dropped by step 4: surplus``, ``ready``."""
+    if group.used_by is None:
+        return group.state
+    return f"{group.state} by step {group.used_by}" + (f": {group.reason}" if group.reason else "")
+
+
+def rewards_of(members: Sequence[Trajectory]) -> tuple[float, float] | None:
+    """Mean and unbiased standard deviation of a group's rewards; None where no member has a verdict."""
+    scores = [e.reward.score for e in members if e.index != GREEDY and math.isfinite(e.reward.score)]
+    return (mean(scores), stdev(scores) if len(scores) > 1 else 0.0) if scores else None
+
+
+def _group_text(group: StoredGroup, members: list[Trajectory], task: Task | None) -> str:
+    head = [
+        RULE,
+        f"group {group.group_id}  {group.kind}, step {group.at_step}, {use_of(group)}",
+        f"task {group.task_id}  {group.data_source}  asked for with weights {group.version}",
+    ]
+    if len(members) > 1 and (mean_std := rewards_of(members)) is not None:
+        head.append(f"rewards: mean {mean_std[0]:.4g}, std {mean_std[1]:.4g}")
+    if task is None:
+        return "\n".join([*head, "(the task is no longer in the store)", ""])
+    head += [f"ground truth: {clean(_short(task.reward_model.get('ground_truth')))}", ""]
+    head += [f"{message['role']}: {clean(_short(message.get('content')))}" for message in task.prompt]
+    return "\n".join([*head, ""])
+
+
+def _trajectory_text(run: StoredRun, each: Trajectory, tokens: bool) -> str:
+    reward, name = each.reward, "greedy" if each.index == GREEDY else f"[{each.index}]"
+    lines = [
+        RULE,
+        f"{name}  reward {reward.score:.4g} ({reward.status}), {each.end}, {each.response_length} tokens, "
+        f"weights {versions_text(each.turns) or '—'}",
+    ]
+    lines += [f"  {part}: {value:.4g}" for part, value in reward.parts.items()]
+    lines += [f"  {key}: {clean(_short(value))}" for key, value in each.metadata.items()]
+    for number, turn in enumerate(each.turns):
+        facts = [f"{len(turn)} tokens"]
+        facts += [f"after turn {turn.follows}"] if turn.follows != number - 1 else []
+        facts += [] if turn.finish_reason is None else [turn.finish_reason, f"weights {spans_text(turn)}"]
+        facts += [] if turn.reward is None else [f"reward {turn.reward:.4g}"]
+        lines += ["", f"({number}) {turn.author}: {', '.join(facts)}"]
+        lines.append(clean(run.tokenizer.decode(turn.token_ids, special=turn.author != "model")))
+        if tokens and turn.logp is not None:
+            lines += [f"    {'log-prob':>9}  {'weights':>8}  {'id':>7}  text"]
+            lines += [
+                f"    {token.logp:9.4f}  {token.version:>8}  {token.token_id:>7}  {token.text!r}"
+                for token in tokens_of(turn, run.tokenizer, STRIP)
+            ]
+    return "\n".join([*lines, ""])
+
+
+def _short(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

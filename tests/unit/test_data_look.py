@@ -1,0 +1,363 @@
+"""``megarl data`` on a run's store: filters, counts, rows that load back, pruning of what nothing needs, the page."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from megarl.cli import main
+from megarl.core.config import Config, compose, save_resolved
+from megarl.core.errors import ConfigError
+from megarl.core.schema import Reward, Trajectory, Turn, WeightsSpan, WeightsVersion
+from megarl.explore.store import Claim, Selection, Store, Used
+from megarl.explore.tasksets.files import read_table
+from megarl.run.data import export, prune
+from megarl.run.data.count import count
+from megarl.run.data.export import EXPERT, TRAJECTORY, export_experts
+from megarl.run.data.filters import selection_of
+from megarl.run.data.opened import StoredRun
+from megarl.run.data.page import write_page
+from megarl.run.data.prune import Pruned
+from megarl.run.data.show import sample, show
+from megarl.run.data.tokens import tokens_of
+from tests.stores import expert, make_task
+
+SIZE = 4
+"""Responses of a group."""
+TEXTS = ("ja 🙂", "<script>alert(1)</script>", "a & b", "</i>\x1b[31m")
+SCORES = (1.0, 0.5, -1.0, math.nan)
+LATER = WeightsVersion(1, 4)
+
+
+def write_model(folder: Path) -> Tokenizer:
+    """A tokenizer of bytes, without merges."""
+    folder.mkdir()
+    alphabet = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}", "eos_token": "<|end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(template))
+    return tokenizer
+
+
+def trajectory(claim: Claim, index: int, tokenizer: Tokenizer) -> Trajectory:
+    """Two responses with a tool's message between them; the second has tokens of two weights versions."""
+    prompt, call, reply, answer = (
+        np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        for text in (claim.task.question, "call", "tool <b>", f"{TEXTS[index]}<|end|>")
+    )
+    spans = (WeightsSpan(0, 1, claim.version), WeightsSpan(1, len(answer), LATER))
+    logp = np.linspace(-6, 0, len(answer), dtype=np.float32)
+    first = (WeightsSpan(0, len(call), claim.version),)
+    status = ("ok", "wrong", "wrong", "error")[index]
+    return Trajectory(
+        claim.rollout_id,
+        claim.task.task_id,
+        claim.group_id,
+        index,
+        SIZE,
+        (
+            Turn("user", prompt),
+            Turn("model", call, 0, np.zeros(len(call), np.float32), first, "stop", 0.25),
+            Turn("tool", reply, 1),
+            Turn("model", answer, 2, logp, spans, "length" if index == 2 else "stop"),
+        ),
+        Reward(SCORES[index], status, {} if index == 3 else {"format": 0.5}),  # type: ignore[arg-type]
+        metadata={"reward_message": "no <verdict>"} if index == 3 else {},
+    )
+
+
+def put_rollout(store: Store, name: str, tokenizer: Tokenizer, step: int, kind: Any = "train") -> None:
+    store.record_version(WeightsVersion(1, step), step)
+    store.request_rollout(name, kind, step, WeightsVersion(1, step), store.task_ids("train")[:2], SIZE, {})
+    for claim in store.claim_groups("a", 9):
+        assert store.put(claim, [trajectory(claim, i, tokenizer) for i in claim.indices])
+
+
+@functools.cache
+def composed(*overrides: str) -> Config:
+    return compose(["experiment=quickstart", "run.name=looked", *overrides])
+
+
+def config_of(folder: Path, url: str, *overrides: str) -> Config:
+    config = composed(*overrides)
+    return replace(
+        config,
+        run=replace(config.run, dir=str(folder)),
+        model=replace(config.model, path=f"{folder}/model"),
+        store=replace(config.store, url=url),
+    )
+
+
+@contextmanager
+def filled(request: pytest.FixtureRequest, folder: Path) -> Iterator[StoredRun]:
+    """A run with rollouts of four training steps, the last one unused, and two evaluations."""
+    with pytest.MonkeyPatch.context() as patch:
+        url = f"sqlite:///{folder}/store.db"
+        if request.param == "postgres":
+            patch.setenv("LOOKED_STORE", request.getfixturevalue("new_postgres")())
+            url = "env://LOOKED_STORE"
+        config = config_of(folder, url)
+        save_resolved(config, folder / "resolved.json")
+        tokenizer = write_model(folder / "model")
+        store = Store(url)
+        code = replace(make_task(1), data_source="code", extra_info={"index": 1, "x": []})
+        store.add_tasks("train", [make_task(0), code])
+        for step in range(4):
+            put_rollout(store, f"train-{step:06d}", tokenizer, step)
+        for name in ("eval-before", "eval-2"):
+            put_rollout(store, name, tokenizer, 2, "eval")
+            store.record_evaluation("trainer", name, {"rollout_id": name, "step": 2})
+        for step in range(3):
+            store.record_step(step + 1, {}, Used((f"train-{step:06d}/0",), {f"train-{step:06d}/1": "surplus"}))
+        yield StoredRun(folder, config, store)
+        store.close()
+
+
+DATABASES = ["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)]
+
+
+@pytest.fixture(scope="module", params=DATABASES)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredRun]:
+    """One that tests read."""
+    with filled(request, tmp_path_factory.mktemp("run")) as run:
+        yield run
+
+
+@pytest.fixture(params=DATABASES)
+def own(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoredRun]:
+    """One that the test changes."""
+    with filled(request, tmp_path) as run:
+        yield run
+
+
+def selected(run: StoredRun, *words: str) -> list[tuple[str, int]]:
+    selection, _ = selection_of(words)
+    return [
+        (group.group_id, glance.number)
+        for group, members in run.glances(selection)
+        for glance in members
+        if selection.matches(glance)
+    ]
+
+
+def test_filters_choose_by_step_reward_end_source_and_kind(run: StoredRun) -> None:
+    assert len(selected(run)) == 12 * SIZE
+    assert selected(run, "kind=train", "steps=2-3", "reward=1", "source=code") == [
+        ("train-000001/1", 0),
+        ("train-000002/1", 0),
+    ]
+    assert {number for _, number in selected(run, "reward=..0.5")} == {1, 2}, "none without a verdict"
+    assert {number for _, number in selected(run, "end=truncated")} == {2}
+    assert {number for _, number in selected(run, "end=reward_error,truncated")} == {2, 3}
+    assert {group.partition("/")[0] for group, _ in selected(run, "steps=4-")} == {"train-000003"}
+    assert {group.partition("/")[0] for group, _ in selected(run, "kind=eval")} == {"eval-before", "eval-2"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["step=3"], "'step=3' is no filter; filters are steps=3"),
+        (["steps=4-3"], "steps=4-3: the first bound is above the second"),
+        (["steps=-"], "steps=-: write steps=3"),
+        (["reward=high"], "reward=high: write reward=1"),
+        (["reward=nan"], "reward=nan: write reward=1"),
+        (["end=stopped"], "end=stopped is none of finished"),
+        (["kind=test"], "kind=test is none of train, eval, expert"),
+        (["steps=1", "steps=2"], "steps is given twice"),
+        (["kind=expert"], "only count and export know them"),
+    ],
+)
+def test_a_word_that_is_no_filter_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        selection_of(words)
+
+
+def test_counts_by_end(run: StoredRun) -> None:
+    lines = [line.split() for line in count(run, selection_of(["kind=train"])[0], "end").splitlines()]
+    assert [line[:3] for line in lines[1:]] == [
+        ["finished", "8", "16"],
+        ["reward_error", "8", "8"],
+        ["truncated", "8", "8"],
+        ["all", "8", "32"],
+    ]
+    assert lines[-1][3:6] == ["25.0%", "0.1667", "8"], "means are of those with a verdict"
+
+
+def test_show_and_sample_print_what_is_there(run: StoredRun) -> None:
+    text = show(run, "train-000001/1[3]", tokens=True)
+    assert "dropped by step 2: surplus" in text and "ground truth: 2" in text and "reward_message: no <verdict>" in text
+    assert "(2) tool: 8 tokens\ntool <b>" in text and "weights 1.1 (1), 1.4 (9)" in text
+    assert "\x1b" not in text, "no response steers a terminal"
+    assert show(run, "train-000001/1").count("reward -1 (wrong), truncated") == 1
+    every = Selection()
+    assert sample(run, every, 5, seed=1) == sample(run, every, 5, seed=1) != sample(run, every, 5, seed=2)
+    with pytest.raises(ConfigError, match="train-9/1: no such group"):
+        show(run, "train-9/1")
+
+
+def test_a_character_of_several_tokens_stands_at_its_last(run: StoredRun) -> None:
+    (first, *_) = run.store.members(["train-000000/0"])
+    tokens = tokens_of(first.response, run.tokenizer, 100)
+    assert [token.text for token in tokens] == ["j", "a", " ", "", "", "", "🙂", "<|end|>"]
+    assert [token.version for token in tokens] == ["1.0"] + ["1.4"] * 7 and tokens[0].logp == -6
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.jsonl"])
+def test_exported_rows_load_back(run: StoredRun, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "PART_BYTES", 1)  # a part for each group
+    path = tmp_path / name
+    assert export.export(run, selection_of(["kind=train", "reward=-1..1"])[0], path) == 8 * 3
+    _, rows = read_table(path, TRAJECTORY.names)
+    (stored, *_) = run.store.members(["train-000000/1"])
+    row = next(row for row in rows if (row["group_id"], row["index"]) == ("train-000000/1", 0))
+    assert set(row) == set(TRAJECTORY.names)
+    turns = row["turns"]
+    for turn, wanted in zip(turns, stored.turns, strict=True):
+        assert turn["token_ids"] == wanted.token_ids.tolist() and turn["author"] == wanted.author
+        assert (turn["logp"] is None) == (wanted.logp is None)
+        assert wanted.logp is None or np.array(turn["logp"], np.float32).tobytes() == wanted.logp.tobytes()
+    assert turns[3]["versions"] == [{"start": 0, "end": 1, "version": "1.0"}, {"start": 1, "end": 8, "version": "1.4"}]
+    extra = json.loads(row["extra_info"]) if name.endswith("parquet") else row["extra_info"]
+    assert extra == {"index": 1, "x": []} and row["reward_model"]["ground_truth"] == "2"
+    assert (row["response"], row["score"], row["acc"], row["step"], row["reason"]) == ("ja 🙂", 1.0, True, 1, "surplus")
+    assert row["prompt"] == [{"role": "user", "content": "1 + 1 ="}] and row["data_source"] == "code"
+    if name.endswith("parquet"):
+        assert pq.ParquetFile(path).num_row_groups == 8, "written part by part"
+    assert [each.name for each in tmp_path.glob(".rows*")] == []
+
+
+def test_exported_expert_rows_can_be_imported(own: StoredRun, tmp_path: Path) -> None:
+    logp = np.array([-0.5, -1.0], np.float32)
+    own.store.import_experts([("a", [expert(0, score=0.5), expert(1, teacher_logp=logp, tokenizer="t")])])
+    assert export_experts(own.store, tmp_path / "experts.parquet") == 2
+    _, rows = read_table(tmp_path / "experts.parquet", EXPERT.names)
+    assert [(row["response"], row["score"], row["teacher_logp"]) for row in rows] == [
+        ("1", 0.5, None),
+        ("2", None, [-0.5, -1.0]),
+    ]
+
+
+def checkpoint(run: StoredRun, step: int) -> None:
+    folder = run.run_dir / "checkpoints" / f"global_step_{step}"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text("{}")
+
+
+def left(run: StoredRun) -> set[str]:
+    """Groups that have trajectories."""
+    return {group for group, _ in selected(run)}
+
+
+def pruned(run: StoredRun, *words: str, config: Config | None = None, delete: bool = True) -> Pruned:
+    run = StoredRun(run.run_dir, config or run.config, run.store)
+    return prune.prune(run, selection_of(words)[0], delete=delete)
+
+
+def test_pruning_takes_what_nothing_needs(own: StoredRun) -> None:
+    before = left(own)
+    assert pruned(own, "kind=train").deleted == 0, "without a checkpoint a start begins again"
+    checkpoint(own, 2)
+    assert not pruned(own, delete=False).deleted and left(own) == before, "a look deletes nothing"
+    found = pruned(own)
+    gone = before - left(own)
+    assert gone == {f"{name}/{i}" for name in ("train-000000", "train-000001", "eval-2") for i in range(2)}
+    assert found.deleted == 6 * SIZE and found.tallies["train"].groups == 4
+    assert found.kept == {
+        "which no step has used": 2,
+        "used after the newest checkpoint (step 2)": 2,
+        "which the report shows (eval-before, eval-after)": 2,
+    }
+    assert own.store.group_states("train-000000")["train-000000/1"] == ("dropped", 1, "surplus"), "groups stay"
+    assert pruned(own).deleted == 0
+    with pytest.raises(ConfigError, match="they were pruned"):
+        show(own, "train-000000/0")
+    assert own.store.events("prune")[0]["data"]["trajectories"] == 6 * SIZE
+
+
+def test_a_group_goes_only_where_all_its_trajectories_match(own: StoredRun) -> None:
+    checkpoint(own, 3)
+    assert pruned(own, "kind=train", "reward=..1").deleted == 0, "one has no verdict"
+    assert pruned(own, "source=code", "kind=train").deleted == 3 * SIZE
+
+
+def test_what_replay_or_prioritized_order_reads_stays(own: StoredRun) -> None:
+    checkpoint(own, 3)
+    url = own.config.store.url
+    replays = config_of(own.run_dir, url, "buffer.replay.share=0.5", "buffer.replay.max_age=2")
+    assert pruned(own, "kind=train", config=replays).kept == {
+        "which no step has used": 2,
+        "which steps may train on again (buffer.replay, from step 2 on)": 4,
+    }
+    assert {group for group in left(own) if group.startswith("train")} == {
+        f"train-{step:06d}/{i}" for step in (1, 2, 3) for i in range(2)
+    }
+    prioritized = config_of(own.run_dir, url, "taskset.order=prioritized")
+    assert pruned(own, "kind=train", "steps=1-3", config=prioritized).deleted == 0
+
+
+def test_a_resume_uses_again_what_was_sampled_ahead(own: StoredRun) -> None:
+    """Of weights before an older checkpoint, used after it."""
+    own.store.record_step(4, {}, Used(("train-000003/0",), {"train-000003/1": "surplus"}))
+    own.store.record_version(WeightsVersion(1, 3), 1)  # it was asked for with weights of one step
+    for step in (2, 4):
+        checkpoint(own, step)
+    found = pruned(own, "kind=train", "steps=4")
+    assert found.deleted == 0 and found.kept == {"which a resume from an earlier checkpoint would use again": 2}
+    own.store.discard_rollouts(2)
+    assert own.store.take(9, step=3) == ["train-000003/0", "train-000003/1"]
+    assert own.store.delete_trajectories(["train-000003/0"]) == 0, "ready again"
+
+
+def test_a_page_shows_responses_as_text(run: StoredRun, tmp_path: Path) -> None:
+    path = tmp_path / "data.html"
+    said = write_page(run, selection_of(["kind=train", "end=truncated"])[0], path, 3, ["kind=train"])
+    html = path.read_text()
+    assert said == f"{path}: 3 of 8 groups" and "5 earlier groups are left out" in html
+    assert html.count("<script>") == 1 and "alert(1)<" not in html and "tool &lt;b&gt;" in html and "\x1b" not in html
+    assert html.count('class="response other"') == 9, "those that do not match are shown, pale"
+    assert "no &lt;verdict&gt;" in html and "<u>1.4</u>" in html and "🙂" in html
+    assert 'title="-6.0000 · 1.3 · ' in html and "http" not in html.replace("http://www.w3.org", "")
+
+
+def test_a_page_has_bounds(run: StoredRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.run.data.page.TOKENS_OF_PAGE", 1)
+    monkeypatch.setattr("megarl.run.data.page.TOKENS_OF_TURN", 2)
+    monkeypatch.setattr("megarl.run.data.page.MEMBERS", 2)
+    assert write_page(run, Selection(), tmp_path / "a.html", 9, []).endswith("1 of 12 groups")
+    html = (tmp_path / "a.html").read_text()
+    assert "more tokens are left out" in html and "The first 2 of 4 responses." in html
+
+
+def test_commands_read_while_a_job_writes_and_say_what_is_wrong(
+    run: StoredRun, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    folder = str(run.run_dir)
+    with run.store._database._writer.begin():  # a job's transaction is under way
+        assert main(["data", "count", folder, "--by", "kind", "steps=1-3"]) == 0
+    assert main(["data", "export", folder, "-o", str(tmp_path / "x.jsonl"), "kind=eval"]) == 0
+    assert len((tmp_path / "x.jsonl").read_text().splitlines()) == 4 * SIZE
+    assert main(["data", "prune", folder]) == 0
+    assert "kept: 2 groups, which no step has used" in capsys.readouterr().out
+    for words, message in (
+        (["count", f"{folder}/none"], "has no resolved.json"),
+        (["count", folder, "source=maths"], "source=maths: no task has it; sources are code, reasoning_gym/chain_sum"),
+        (["export", folder, "-o", "rows.csv"], "-o rows.csv: end the name in .parquet or .jsonl"),
+        (["page", folder, "reward=7"], "no trajectory matches reward=7"),
+    ):
+        assert main(["data", *words]) == 2
+        assert message in caplog.messages[-1]
