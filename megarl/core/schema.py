@@ -191,7 +191,8 @@ class Turn:
     finish_reason: FinishReason | None = None
     """Reason why a model's turn ended."""
     reward: float | None = None
-    """Reward of this turn alone, where an environment or a workflow gave one; in no loss by itself."""
+    """Reward of this turn alone, where an environment or a workflow gave one; in the loss with
+    ``algorithm.turn_rewards``."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -321,14 +322,14 @@ class Trajectory:
         Args:
             lags: Lag of every version that has sampled some of the tokens; None where all are 0.
         """
-        for line, new in self._trained():
+        for line, new in self.trained_lines():
             before, after = line[: line.index(new[0])], line[line.index(new[0]) : line.index(new[-1]) + 1]
             yield _sample([self.turns[i] for i in before], [(self.turns[i], i in new) for i in after], lags)
 
     @property
     def num_samples(self) -> int:
         """Number of ``samples``."""
-        return sum(1 for _ in self._trained())
+        return sum(1 for _ in self.trained_lines())
 
     def answered(self) -> tuple[np.ndarray, np.ndarray]:
         """Return int32 [P] and [R]: the context of the model's last turn, and that turn."""
@@ -336,7 +337,7 @@ class Trajectory:
         *before, response = (self.turns[i].token_ids for i in line_of_turns(self.turns, last))
         return _joined(before), response
 
-    def _trained(self) -> Iterator[tuple[list[int], list[int]]]:
+    def trained_lines(self) -> Iterator[tuple[list[int], list[int]]]:
         """Yield each line of turns that has turns to train, and those turns."""
         trained: set[int] = set()
         followed = {turn.follows for turn in self.turns}

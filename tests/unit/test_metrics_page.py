@@ -33,7 +33,10 @@ WRITERS = (
     "learn/training",
     "core/metrics.py",
 )
-SPREAD = {"critic/advantages", "critic/returns", "critic/score", "critic/values", "reward_model/score"}
+SPREAD = {
+    "critic/advantages", "critic/returns", "critic/score", "critic/turn_advantages", "critic/values",
+    "reward_model/score",
+}  # fmt: skip
 """First halves of names, to which /mean, /max and /min are added."""
 
 

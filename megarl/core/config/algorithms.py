@@ -71,6 +71,10 @@ class AlgorithmConfig:
     """Tokens of a trajectory that several versions of the weights have sampled: all are in the loss; or those of its
     newest weights alone, and what earlier weights sampled is context (Kimi k1.5's partial rollouts). A trajectory of
     one version is trained whole either way."""
+    turn_rewards: UnitInterval = 0.0
+    """Share of the turns' own rewards in the advantage (docs/algorithms.md); 0 reads those of trajectories alone."""
+    turn_gamma: UnitInterval = 1.0
+    """Discount of the rewards of later turns in the return of a turn, with ``turn_rewards``."""
     options: dict[str, float] = field(default_factory=dict)
     """Settings of your own algorithm."""
 

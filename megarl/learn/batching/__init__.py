@@ -2,6 +2,9 @@
 
 from megarl.learn.batching.micro import MicroBatch, micro_batches
 from megarl.learn.batching.packing import MicroBatching
-from megarl.learn.batching.sequences import Sequences, joined, of_demonstrations, of_samples
+from megarl.learn.batching.sequences import Sequences, joined, of_demonstrations, of_samples, per_token
 
-__all__ = ["MicroBatching", "MicroBatch", "Sequences", "joined", "micro_batches", "of_demonstrations", "of_samples"]
+__all__ = [
+    "MicroBatch", "MicroBatching", "Sequences", "joined", "micro_batches", "of_demonstrations", "of_samples",
+    "per_token",
+]  # fmt: skip

@@ -119,19 +119,28 @@ def of_samples(samples: Sequence[TrainingSample]) -> Sequences:
     if any(sample.lag is not None and sample.lag.any() for sample in samples):
         result.lag = torch.zeros(len(result.tokens), dtype=torch.int16)
         lags = [np.zeros(len(s.response_ids), np.int16) if s.lag is None else s.lag for s in samples]
-        _put(result.lag, lags, result)
+        _put(result.lag, lags, result.cu_seqlens[1:].tolist())
+    return result
+
+
+def per_token(responses: Sequence[np.ndarray], sequences: Sequences) -> torch.Tensor:
+    """float32 [T]: values of the responses' tokens [R] where each token is predicted, 0 elsewhere. The responses are
+    those of the first sequences."""
+    result = torch.zeros(len(sequences.tokens))
+    ends = sequences.cu_seqlens[1 : len(responses) + 1].tolist()
+    _put(result, responses, ends)
     return result
 
 
 def _put_logp(sequences: Sequences, logp: Sequence[np.ndarray]) -> None:
     """Set ``engine_logp`` to the log-probs [R] of the responses."""
-    sequences.engine_logp = torch.zeros(len(sequences.tokens))
-    _put(sequences.engine_logp, logp, sequences)
+    sequences.engine_logp = per_token(logp, sequences)
 
 
-def _put(field: torch.Tensor, responses: Sequence[np.ndarray], sequences: Sequences) -> None:
-    """Write values of the responses' tokens [R] into ``field`` [T], where each token is predicted."""
-    for values, end in zip(responses, sequences.cu_seqlens[1:].tolist(), strict=True):
+def _put(field: torch.Tensor, responses: Sequence[np.ndarray], ends: Sequence[int]) -> None:
+    """Write values of the responses' tokens [R] into ``field`` [T], where each token is predicted. ``ends``: of their
+    sequences."""
+    for values, end in zip(responses, ends, strict=True):
         last = end - 1  # nothing is predicted there
         field[last - len(values) : last] = torch.from_numpy(values)
 

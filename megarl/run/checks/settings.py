@@ -37,6 +37,11 @@ PROCESS_BYTES = 400 * 2**20
 """Memory of a process that has done nothing but its imports."""
 
 
+WITH_TURNS = ("grpo", "rloo", "gspo", "cispo")
+"""Algorithms whose losses take an advantage for each token, and compare rewards in a group by a function that fits
+returns of turns too."""
+
+
 def check_settings(config: Config, algorithm: Algorithm, nodes: int, *, elsewhere: bool = False) -> None:
     """Make every check below, and those of other packages that need neither rows nor a model.
 
@@ -107,6 +112,11 @@ def check_algorithm(config: Config) -> None:
         raise ConfigError(
             f"algorithm.expert_ratio=0 leaves {algorithm.name} without expert rows; set it above 0, or algorithm.name "
             "to grpo"
+        )
+    if settings.turn_rewards and algorithm.name not in WITH_TURNS:
+        raise ConfigError(
+            f"algorithm.turn_rewards={settings.turn_rewards:g} with algorithm.name={settings.name}, whose advantages "
+            f"are not made of the rewards of turns; set it to 0, or take one of {', '.join(WITH_TURNS)}"
         )
     one = torch.zeros(1)
     if config.algorithm.options and config.algorithm.name in algorithms.ALGORITHMS:

@@ -19,6 +19,7 @@ from megarl.learn.algorithms.terms.parts import counts, doubles, repeated
 from megarl.learn.batching import Sequences, joined, of_demonstrations, of_samples
 from megarl.train.update.accounts import Amount, Excluded
 from megarl.train.update.lags import mask_segments
+from megarl.train.update.turn_rewards import turn_advantages
 
 T = TypeVar("T")
 
@@ -38,6 +39,8 @@ class StepBatch:
     of a trajectory are in one update."""
     finish_reasons: list[FinishReason]
     """Reason why the last turn of each sampled sequence ended."""
+    turn_advantages: torch.Tensor | None = None
+    """float32 [T] of ``turn_rewards``; None without."""
     excluded: dict[str, Amount] = field(default_factory=dict)
     """Reason -> samples that are in no update. Some of a trajectory's tokens count without a trajectory."""
 
@@ -103,7 +106,8 @@ def make_batch(
         dealt = updates_of([[i] for i in range(first, len(sequences))], len(updates), exactly=True)
         updates = [usual + expert for usual, expert in zip(updates, dealt, strict=True)]
     reasons = [sample.finish_reason for _, sample in samples]
-    return StepBatch(outcomes, rows, sequences, updates, reasons, excluded)
+    own = turn_advantages(trajectories, sequences, algorithm, settings) if settings.turn_rewards else None
+    return StepBatch(outcomes, rows, sequences, updates, reasons, own, excluded)
 
 
 def of_experts(rows: Sequence[ExpertRow]) -> Sequences:

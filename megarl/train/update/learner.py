@@ -19,6 +19,7 @@ from megarl.core.schema import GroupStats, Trajectory
 from megarl.explore.experience.groups import group_stats
 from megarl.learn.algorithms import Algorithm, StepInput
 from megarl.learn.algorithms.terms import kl
+from megarl.learn.algorithms.types import spread
 from megarl.learn.batching import of_demonstrations
 from megarl.learn.training import objectives
 from megarl.learn.training.model import FrozenModel, TrainedModel
@@ -105,6 +106,10 @@ class Learner:
         if "advantages" in self._algorithm.needs:
             result = self._algorithm.step_advantages(step_input(batch, self._algorithm, config), config)
             sequences.advantages, sequences.returns = result.advantages, result.returns
+            if batch.turn_advantages is not None:
+                own = batch.turn_advantages.to(result.advantages.dtype).masked_fill_(~sequences.mask, 0.0)
+                sequences.advantages = torch.lerp(result.advantages, own, config.turn_rewards)
+                metrics |= spread("critic/turn_advantages", own[sequences.mask])
             metrics |= result.metrics
         if config.kl.target is not None and sequences.old_logp is not None and sequences.ref_logp is not None:
             metrics["actor/kl_coef"] = config.kl.coef
