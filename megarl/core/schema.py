@@ -36,6 +36,8 @@ class End(StrEnum):
     WORKFLOW_ERROR = "workflow_error"
     """The workflow, or the agent, has raised an exception."""
     WORKFLOW_TIMEOUT = "workflow_timeout"
+    TOOL_TIMEOUT = "tool_timeout"
+    """A tool that is a function of the user's has not returned in time, and ``rollout.on_tool_timeout`` is ``end``."""
     ABANDONED = "abandoned"
     """The workflow, or the agent, has not waited for a response that it had asked for."""
     ENVIRONMENT_ERROR = "environment_error"

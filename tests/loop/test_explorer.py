@@ -33,7 +33,7 @@ from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.rewards import Verdict
 from megarl.explore.store import RegisteredEngine, Store
 from megarl.explore.tasksets import ChatTokenizer
-from megarl.explore.tasksets.turns import render_turn, turn_ids
+from megarl.explore.tasksets.turns import messages_of, render_turns, turn_ids
 from megarl.explore.workflows import RolloutModel
 from megarl.explore.workflows.reflect import FEEDBACK, reflect
 from tests.loop.fake_server import KEY, Connected, FakeServer, answer, serving
@@ -440,7 +440,8 @@ def test_a_second_response_after_a_wrong_one(store: Store, tokenizer: ChatTokeni
     """A right one, one without a verdict, and a trajectory without room have one response."""
     request(store, groups=12)
     explore(store, FakeEngine(tokenizer), FakeScorer(), tokenizer, workflow=reflect)
-    feedback = turn_ids(tokenizer, render_turn(tokenizer, "user", FEEDBACK), tokenizer.end_id).tolist()
+    rendered = render_turns(tokenizer, messages_of("user", [FEEDBACK]))
+    feedback = turn_ids(tokenizer, rendered, tokenizer.end_id).tolist()
     turns = {"ok": set(), "wrong": set(), "error": set()}  # type: dict[str, set[int]]
     for e in store.trajectories("r0"):
         models = [turn for turn in e.turns if turn.author == "model"]

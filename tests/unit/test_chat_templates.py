@@ -27,7 +27,7 @@ from megarl.explore.tasksets import (
     read_rows,
 )
 from megarl.explore.tasksets.template import ChatTemplate
-from megarl.explore.tasksets.turns import render_turn, turn_ids
+from megarl.explore.tasksets.turns import messages_of, render_turns, turn_ids
 from tests.chat_battery import (
     ANSWER,
     CALL,
@@ -123,7 +123,7 @@ def test_a_message_after_a_response_is_what_the_template_renders_there(opened: O
     tokenizer = opened(name)
     chat = [USER, {"role": "assistant", "content": "four"}, {"role": "user", "content": "That is wrong."}]
     whole = tokenizer.prompt_ids(chat).tolist()
-    rendered = render_turn(tokenizer, "user", "That is wrong.")
+    rendered = render_turns(tokenizer, messages_of("user", ["That is wrong."]))
     message = turn_ids(tokenizer, rendered, tokenizer.end_id).tolist()
     before = whole[: -len(message)]
     assert whole[-len(message) :] == message and tokenizer.decode(before).rstrip().endswith("four")

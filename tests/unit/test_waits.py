@@ -102,6 +102,7 @@ LIMITED = {
     "explore/sandbox/box.read: link.recv": "the timeout of its socket, what is left until the deadline",
     "explore/sandbox/inside/zygote.end_all: os.waitpid": "its children have been killed",
     "explore/sandbox/local.LocalSandbox.check: answers.wait": "box.START_S",
+    "explore/tools/session.PythonSession._begun: box.wait": "box.START_S",
     "explore/sandbox/selftest._receive: link.recv": "the timeout of its socket, selftest.GONE_S",
     "explore/store/waiting._marking: with ThreadPoolExecutor": "connect_timeout of libpq",
     "train/sync/fleet.EngineFleet.calling: with ThreadPoolExecutor": "one request to each engine: sync.timeout_s, or "

@@ -14,7 +14,8 @@ from megarl.explore import workflows
 def test_by_name() -> None:
     assert {name: workflows.get(RolloutConfig(workflow=name)) for name in workflows.WORKFLOWS} == workflows.WORKFLOWS
     with pytest.raises(
-        ConfigError, match=r"'debate' is not there; there are single_turn, reflect, environment, agent, or give"
+        ConfigError,
+        match=r"'debate' is not there; there are single_turn, reflect, tools, environment, agent,",
     ):
         workflows.get(RolloutConfig(workflow="debate"))
 

@@ -271,7 +271,9 @@ class TrainerConfig:
     limit."""
 
 
-WrongEnd = Literal["workflow_error", "workflow_timeout", "abandoned", "environment_error", "environment_timeout"]
+WrongEnd = Literal[
+    "workflow_error", "workflow_timeout", "tool_timeout", "abandoned", "environment_error", "environment_timeout"
+]
 
 
 @dataclass(frozen=True)
@@ -353,10 +355,29 @@ class RolloutConfig:
     agent_timeout_s: Seconds = 3600.0
     """Longest run of an agent."""
     workflow: str = "single_turn"
-    """Workflow that makes a trajectory of a task: ``single_turn``, ``reflect``, ``environment``, ``agent``, or a
-    Python file of yours (docs/workflows.md)."""
+    """Workflow that makes a trajectory of a task: ``single_turn``, ``reflect``, ``tools``,
+    ``environment``, ``agent``, or a Python file of yours (docs/workflows.md)."""
+    tools: list[str] = field(default_factory=list, hash=False)
+    """Tools of ``rollout.workflow=tools``: ``python``, ``calculator``, and Python files with functions of yours."""
+    tool_format: str | None = None
+    """Form in which calls are written, for a chat template that writes none: the prompt then has to describe the tools.
+    None is the template's own (docs/workflows.md)."""
+    max_tool_calls: Count = 16
+    """Most tool calls of a trajectory."""
+    tool_timeout_s: Seconds = 30.0
+    """Longest tool call."""
+    on_tool_timeout: Literal["report", "end"] = "report"
+    """Consequence of a call of your own function that takes longer: the model gets an error, or the trajectory begins
+    again and ends as ``tool_timeout``. Code of the model always gets an error."""
+    tool_result_chars: Annotated[int, Bound(64)] = 8192
+    """Most characters of a tool's result; more are cut."""
+    tool_memory_mib: Annotated[int, Bound(64)] = 1024
+    """Memory of a trajectory's Python session."""
+    tool_python: str | None = None
+    """Interpreter of the tool ``python``, with its packages; None as for ``reward.code.python``."""
     options: dict[str, Any] = field(default_factory=dict, hash=False)
-    """Settings of your own workflow or environment, which it is given as ``options``."""
+    """Settings of your own workflow or environment, which it is given as
+    ``options``."""
     workflow_timeout_s: Seconds = 3600.0
     """Most seconds of a workflow of its own, in which it waits neither for the engine nor for the verifier. An agent
     has ``agent_timeout_s`` instead."""

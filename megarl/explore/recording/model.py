@@ -23,8 +23,8 @@ from megarl.explore.rewards.shape import opens_thinking
 from megarl.explore.store import Claim
 from megarl.explore.tasksets import ChatTokenizer, chat_messages
 from megarl.explore.tasksets.images import PLACEHOLDER
-from megarl.explore.tasksets.turns import render_turn, turn_ids
-from megarl.explore.tools import ToolCall, written_by
+from megarl.explore.tasksets.turns import messages_of, render_turns, turn_ids
+from megarl.explore.tools import FORMATS, ToolCall, written_by
 
 ROLES: dict[Author, str] = {"environment": "user"}
 """Authors whose messages chat templates know under another role."""
@@ -144,15 +144,19 @@ class RolloutModel(RecordedTurns):
         self._task_turn = len(self.turns)
         return self._add(Turn("user", self._prompt.token_ids), -1, self._prompt.in_thinking)
 
-    def add(self, author: Author, text: str) -> Turn | None:
-        """Add a message after the model's turn, rendered by the chat template up to where the model goes on.
+    def add(self, author: Author, *texts: str, role: str | None = None) -> Turn | None:
+        """Add a message after the model's turn, or several, rendered by the chat template up to where the model goes
+        on.
+
+        Args:
+            role: Of the messages in the chat template, where it is not the author's.
 
         None, adding nothing, where it leaves no room for a token of the model. Raises DataError where the template has
         no place for such a message.
         """
         assert self.turns[-1].author == "model", "a message follows a response"
-        role = ROLES.get(author, author)
-        rendered = render_turn(self._tokenizer, role, text, self._claim.task.chat_template_kwargs)
+        messages = messages_of(role or ROLES.get(author, author), texts)
+        rendered = render_turns(self._tokenizer, messages, self._claim.task.chat_template_kwargs)
         token_ids = turn_ids(self._tokenizer, rendered, int(self.turns[-1].token_ids[-1]))
         if len(token_ids) >= self.room:
             self.truncate()
@@ -174,13 +178,15 @@ class RolloutModel(RecordedTurns):
         """Count the tokens of a text."""
         return len(self._tokenizer.rendered_ids(text))
 
-    def tool_calls(self, turn: Turn) -> list[ToolCall]:
-        """Tool calls in a turn of the model, as its family writes them. Raises DataError where its chat template has
-        no form of them that is known."""
-        found = written_by(self._tokenizer.template)
+    def tool_calls(self, turn: Turn, form: str | None = None) -> list[ToolCall]:
+        """Tool calls in a turn of the model after its thought, as its family writes them, or in a ``form`` of
+        ``FORMATS``. Raises DataError where the chat template has no form of them that is known."""
+        found = written_by(self._tokenizer.template) if form is None else FORMATS[form]
         if found is None:
             raise DataError("the model's chat template writes no tool calls that megarl can read")
-        return found.parse(self._tokenizer.decode(turn.token_ids, special=True))[1]
+        written = turn.token_ids[:-1] if turn.finish_reason == "stop" else turn.token_ids
+        text = self._tokenizer.decode(written, special=True)
+        return found.parse(text.rpartition("</think>")[2])[1]
 
     async def verify(self, by: str | None = None) -> Reward:
         """Reward of the model's last turn, as the trajectory would get it.

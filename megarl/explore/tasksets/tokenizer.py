@@ -25,6 +25,7 @@ from megarl.core.schema import Message, Preference, Task
 from megarl.explore.tasksets.files import place_of
 from megarl.explore.tasksets.images import chat_messages
 from megarl.explore.tasksets.template import IDENTIFIERS, ChatTemplate, Messages, read_template
+from megarl.explore.tools.functions import template_tools
 
 PROCESSOR = ("processor_config.json", "preprocessor_config.json")
 """Files of a model that takes more than text."""
@@ -69,8 +70,8 @@ class ChatTokenizer:
 
     @classmethod
     def of(cls, config: Config) -> ChatTokenizer:
-        """Open the tokenizer of ``model.path``, with the template options of ``taskset``. Raises as :meth:`open`, and
-        ConfigError."""
+        """Open the tokenizer of ``model.path``, with the template options of ``taskset`` and the tools of
+        ``rollout.tools``. Raises as :meth:`open`, and ConfigError."""
         taskset = config.taskset
         try:
             day = None if taskset.date is None else date.fromisoformat(taskset.date)
@@ -78,7 +79,8 @@ class ChatTokenizer:
             raise ConfigError(
                 f"taskset.date={taskset.date} is no day; write it as 2025-01-31, or leave it out"
             ) from error
-        return cls.open(config.model.path, taskset.chat_template_kwargs, day)
+        kwargs = {**taskset.chat_template_kwargs, **template_tools(config.rollout)}
+        return cls.open(config.model.path, kwargs, day)
 
     @classmethod
     def open(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from megarl.core.errors import DataError
+from megarl.core.schema import Message
 from megarl.explore.tasksets.template import Messages
 from megarl.explore.tasksets.tokenizer import PROBE, ChatTokenizer
 
@@ -28,9 +30,11 @@ def exceeds(tokenizer: ChatTokenizer, rendered: str, limit: int) -> bool:
     return False
 
 
-def render_turn(tokenizer: ChatTokenizer, role: str, text: str, kwargs: Mapping[str, Any] | None = None) -> str:
-    """:func:`render_turns` of one message."""
-    return render_turns(tokenizer, [{"role": role, "content": text}], kwargs)
+def messages_of(role: str, texts: Sequence[str]) -> list[Message]:
+    """Messages of one role, as :func:`render_turns` takes them."""
+    # some templates write the name of the call that a result belongs to; Mistral's has nine letters and digits
+    names: list[Message] = [{"tool_call_id": f"c{i:08d}"} if role == "tool" else {} for i in range(len(texts))]
+    return [{"role": role, "content": text, **name} for text, name in zip(texts, names, strict=True)]
 
 
 def render_turns(tokenizer: ChatTokenizer, messages: Messages, kwargs: Mapping[str, Any] | None = None) -> str:
@@ -40,12 +44,14 @@ def render_turns(tokenizer: ChatTokenizer, messages: Messages, kwargs: Mapping[s
         kwargs: Template options of the row.
 
     Raises:
-        DataError: the template refuses a message, or drops a part of it.
+        DataError: the template refuses a message, or drops a part of it. One that writes it as JSON (Llama 3.1: results
+            of tools) drops nothing.
     """
     before = {"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}
     after = tokenizer.render([*before, *messages], kwargs).partition(PROBE)[2]
     for message in messages:
-        if (text := message["content"]).strip() not in after:
+        text = message["content"]
+        if not any(form.strip() in after for form in (text, json.dumps(text.strip(), ensure_ascii=False)[1:-1])):
             raise DataError(
                 f"the model's chat template drops a {message['role']} message after a response: {text[:60]!r}"
             )
@@ -53,7 +59,7 @@ def render_turns(tokenizer: ChatTokenizer, messages: Messages, kwargs: Mapping[s
 
 
 def turn_ids(tokenizer: ChatTokenizer, rendered: str, last: int) -> np.ndarray:
-    """int32 [T]; a message that ``render_turn`` has rendered, after a response that has ended.
+    """int32 [T]; a message that ``render_turns`` has rendered, after a response that has ended.
 
     The token that ended the response is not repeated, be it another one than the template writes there (gpt-oss:
     ``<|return|>``), or the first of the message (GLM-4: ``<|user|>``).

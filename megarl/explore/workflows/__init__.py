@@ -17,12 +17,13 @@ from megarl.explore.workflows.agent import serving_agents
 from megarl.explore.workflows.environment import environment
 from megarl.explore.workflows.reflect import reflect
 from megarl.explore.workflows.single_turn import single_turn
+from megarl.explore.workflows.tools import check_format, check_tools, serving_tools
 from megarl.explore.workflows.types import Workflow
 
 WORKFLOWS: dict[str, Workflow] = {"single_turn": single_turn, "reflect": reflect}
 """By the names of ``rollout.workflow``."""
 
-__all__ = ["WORKFLOWS", "RolloutModel", "Workflow", "asks_verifier", "check", "opened"]
+__all__ = ["WORKFLOWS", "RolloutModel", "Workflow", "asks_verifier", "check", "check_template", "opened"]
 
 
 def asks_verifier(rollout: RolloutConfig) -> bool:
@@ -36,6 +37,9 @@ async def opened(rollout: RolloutConfig, tokenizer: ChatTokenizer) -> AsyncItera
     if rollout.workflow == "agent":
         async with serving_agents(rollout, tokenizer) as workflow:
             yield workflow
+    elif rollout.workflow == "tools":
+        with serving_tools(rollout, tokenizer) as workflow:
+            yield workflow
     else:
         yield get(rollout)
 
@@ -46,6 +50,9 @@ def check(rollout: RolloutConfig, run_dir: Path) -> None:
     if rollout.workflow == "agent":
         runner.check(rollout, run_dir)
         return
+    if rollout.workflow == "tools":
+        check_tools(rollout)
+        return
     get(rollout)
     observes = rollout.workflow == "environment" and hasattr(environments.get(rollout.environment), "reset")
     if observes and rollout.max_prompt_tokens is None:
@@ -53,6 +60,12 @@ def check(rollout: RolloutConfig, run_dir: Path) -> None:
             "rollout.max_prompt_tokens is not set: the longest prompt of the rows would leave no room for the first "
             f"observations of rollout.environment={rollout.environment}; set it to what both have together"
         )
+
+
+def check_template(rollout: RolloutConfig, tokenizer: ChatTokenizer) -> None:
+    """Raise ConfigError unless the model's chat template fits the workflow."""
+    if rollout.workflow == "tools":
+        check_format(rollout, tokenizer)
 
 
 def get(rollout: RolloutConfig) -> Workflow:
@@ -68,8 +81,8 @@ def get(rollout: RolloutConfig) -> Workflow:
         return WORKFLOWS[name]
     if not name.endswith(".py"):
         raise ConfigError(
-            f"rollout.workflow={name!r} is not there; there are {', '.join(WORKFLOWS)}, environment, agent, or give "
-            "a Python file (.py)"
+            f"rollout.workflow={name!r} is not there; there are {', '.join(WORKFLOWS)}, tools, environment, agent, or "
+            "give a Python file (.py)"
         )
     wanted = "async def workflow(task, model)"
     found = getattr(import_file(name, "rollout.workflow", wanted), "workflow", None)

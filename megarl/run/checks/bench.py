@@ -88,6 +88,7 @@ def _check_inputs(config: Config) -> dict[str, Selected]:
         Path(config.model.path), "MODEL", workers=os.cpu_count() or 1, digests=config.trainer.verify_checkpoints
     )
     tokenizer = ChatTokenizer.of(config)
+    workflows.check_template(config.rollout, tokenizer)
     check_rewards(config, {SPLIT: rows})
     tasks = selected(config, SPLIT, rows, tokenizer, dropped)
     check_vocabulary(config, {SPLIT: rows}, tokenizer, int(hf_config["vocab_size"]), sampled=(SPLIT,))

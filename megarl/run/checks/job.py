@@ -15,6 +15,7 @@ from megarl.core.config.algorithms import reads_teacher
 from megarl.core.config.lengths import prompt_tokens
 from megarl.core.errors import CheckpointError, ConfigError
 from megarl.core.schema import Task
+from megarl.explore import workflows
 from megarl.explore.tasksets import ChatTokenizer, check_prompts, place_of_row
 from megarl.learn import algorithms
 from megarl.learn.algorithms import Algorithm
@@ -106,6 +107,7 @@ def _check_inputs(config: Config, algorithm: Algorithm, nodes: int, elsewhere: b
     tasks = {}
     if algorithms.job_of(config).rollouts:
         found_tasks = {split: [row for row in rows[split] if isinstance(row, Task)] for split in SPLITS}
+        workflows.check_template(config.rollout, tokenizer)
         check_rewards(config, found_tasks)
         tasks = {
             split: selected(config, split, found, tokenizer, dropped[split]) for split, found in found_tasks.items()
