@@ -15,7 +15,7 @@ def test_by_name() -> None:
     assert {name: workflows.get(RolloutConfig(workflow=name)) for name in workflows.WORKFLOWS} == workflows.WORKFLOWS
     with pytest.raises(
         ConfigError,
-        match=r"'debate' is not there; there are single_turn, reflect, tools, environment, agent,",
+        match=r"'debate' is not there; there are single_turn, reflect, best_of_n, tools, environment, agent,",
     ):
         workflows.get(RolloutConfig(workflow="debate"))
 

@@ -355,7 +355,7 @@ class RolloutConfig:
     agent_timeout_s: Seconds = 3600.0
     """Longest run of an agent."""
     workflow: str = "single_turn"
-    """Workflow that makes a trajectory of a task: ``single_turn``, ``reflect``, ``tools``,
+    """Workflow that makes a trajectory of a task: ``single_turn``, ``reflect``, ``best_of_n``, ``tools``,
     ``environment``, ``agent``, or a Python file of yours (docs/workflows.md)."""
     tools: list[str] = field(default_factory=list, hash=False)
     """Tools of ``rollout.workflow=tools``: ``python``, ``calculator``, and Python files with functions of yours."""
@@ -376,7 +376,7 @@ class RolloutConfig:
     tool_python: str | None = None
     """Interpreter of the tool ``python``, with its packages; None as for ``reward.code.python``."""
     options: dict[str, Any] = field(default_factory=dict, hash=False)
-    """Settings of your own workflow or environment, which it is given as
+    """Settings of ``best_of_n`` (docs/workflows.md), or of your own workflow or environment, which it is given as
     ``options``."""
     workflow_timeout_s: Seconds = 3600.0
     """Most seconds of a workflow of its own, in which it waits neither for the engine nor for the verifier. An agent

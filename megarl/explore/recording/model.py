@@ -98,7 +98,8 @@ class RolloutModel(RecordedTurns):
         self._gatherer = gatherer
         self._tokenizer = tokenizer
         self._judge = judge
-        self._verdict: tuple[Turn, Verdict] | None = None
+        self._verdicts: dict[int, Verdict] = {}
+        """By the index of the turn."""
         self._asked = 0
         """Samples that were asked for."""
         self.unread = 0
@@ -188,23 +189,27 @@ class RolloutModel(RecordedTurns):
         text = self._tokenizer.decode(written, special=True)
         return found.parse(text.rpartition("</think>")[2])[1]
 
-    async def verify(self, by: str | None = None) -> Reward:
+    async def verify(self, by: str | None = None, *, of: Turn | None = None) -> Reward:
         """Reward of the model's last turn, as the trajectory would get it.
 
-        ``by``: another data source, whose verifier is asked instead; the trajectory's own reward stays to be found.
+        Args:
+            by: Another data source, whose verifier is asked instead; the trajectory's own reward stays to be found.
+            of: Another turn of the model.
         """
-        if by is None:
-            return (await self.verdict()).reward
-        return (await self._judge(self.text(self.last_of_model()), self.in_thinking, by)).reward
+        turn = self.last_of_model() if of is None else of
+        if by is not None:
+            return (await self._judge(self.text(turn), turn.follows in self._in_thinking, by)).reward
+        return (await self.verdict(of)).reward
 
-    async def verdict(self) -> Verdict:
-        """Verdict of the model's last turn, asked for once."""
-        if self.given is not None:
+    async def verdict(self, of: Turn | None = None) -> Verdict:
+        """Verdict of the model's last turn, or of another, asked for once."""
+        if self.given is not None and of is None:
             return self.given
-        response = self.last_of_model()
-        if self._verdict is None or self._verdict[0] is not response:
-            self._verdict = response, await self._judge(self.text(response), self.in_thinking, None)
-        return self._verdict[1]
+        turn = self.last_of_model() if of is None else of
+        number = self._index_of(turn, "verify")
+        if number not in self._verdicts:
+            self._verdicts[number] = await self._judge(self.text(turn), turn.follows in self._in_thinking, None)
+        return self._verdicts[number]
 
     async def generate(self, *, after: int = -1, max_tokens: int | None = None) -> Turn:
         """Sample a turn of the model from the turns up to ``after`` (-1: the last one), and add it.

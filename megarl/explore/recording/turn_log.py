@@ -21,6 +21,8 @@ class TurnLog:
         self._begun = 0
         self._numbers: list[int] = []
         """Number of each turn in the order in which they were begun."""
+        self._dropped: set[int] = set()
+        """Turns that are not listed at the end, by their index."""
         self._lengths: list[int] = []
         """Tokens of the line of turns up to each turn, its own included."""
         self._context: tuple[int, np.ndarray] = -1, np.empty(0, np.int32)
@@ -44,13 +46,19 @@ class TurnLog:
 
         ``rewards``: index of a turn -> its own reward.
         """
-        order = sorted(range(len(self.turns)), key=self._numbers.__getitem__)
+        there = [i for i in range(len(self.turns)) if i not in self._dropped]
+        order = sorted(there, key=self._numbers.__getitem__)
         place = {turn: i for i, turn in enumerate(order)} | {-1: -1}
         return tuple(replace(self.turns[i], follows=place[self.turns[i].follows], reward=rewards.get(i)) for i in order)
 
     def last_of_model(self) -> Turn:
         """The model's turn that was begun last."""
-        return self.turns[max((n, i) for i, n in enumerate(self._numbers) if self.turns[i].author == "model")[1]]
+        found = ((n, i) for i, n in enumerate(self._numbers) if i not in self._dropped)
+        return self.turns[max((n, i) for n, i in found if self.turns[i].author == "model")[1]]
+
+    def keep_line(self, last: int) -> None:
+        """Drop all turns so far but those up to a turn."""
+        self._dropped |= set(range(len(self.turns))) - set(self.line(last))
 
     def line(self, last: int) -> list[int]:
         """Indices of the turns up to a turn, from the one that follows nothing."""

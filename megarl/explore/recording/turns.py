@@ -47,10 +47,19 @@ class RecordedTurns(RecordedEnd):
         self._check_open()
         if not isinstance(reward, Real) or not math.isfinite(reward):
             raise ValueError(f"the reward of a turn must be a finite number, got {reward!r:.60}")
+        self._rewards[self._index_of(turn, "rate")] = float(reward)
+
+    def keep(self, turn: Turn) -> None:
+        """Keep a turn of the model and those that it follows. Others are neither recorded nor trained. Raises
+        ValueError unless the turn is one of this trajectory's."""
+        self._check_open()
+        self._log.keep_line(self._index_of(turn, "keep"))
+
+    def _index_of(self, turn: Turn, method: str) -> int:
         found = [i for i, one in enumerate(self.turns) if one is turn and one.author == "model"]
         if not found:
-            raise ValueError("rate takes a turn that generate has returned in this trajectory")
-        self._rewards[found[0]] = float(reward)
+            raise ValueError(f"{method} takes a turn that generate has returned in this trajectory")
+        return found[0]
 
     @property
     def has_response(self) -> bool:

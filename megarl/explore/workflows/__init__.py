@@ -14,13 +14,14 @@ from megarl.explore.environments import EpisodeThreads
 from megarl.explore.recording.model import RolloutModel
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.workflows.agent import serving_agents
+from megarl.explore.workflows.best_of_n import best_of_n, check_options
 from megarl.explore.workflows.environment import environment
 from megarl.explore.workflows.reflect import reflect
 from megarl.explore.workflows.single_turn import single_turn
 from megarl.explore.workflows.tools import check_format, check_tools, serving_tools
 from megarl.explore.workflows.types import Workflow
 
-WORKFLOWS: dict[str, Workflow] = {"single_turn": single_turn, "reflect": reflect}
+WORKFLOWS: dict[str, Workflow] = {"single_turn": single_turn, "reflect": reflect, "best_of_n": best_of_n}
 """By the names of ``rollout.workflow``."""
 
 __all__ = ["WORKFLOWS", "RolloutModel", "Workflow", "asks_verifier", "check", "check_template", "opened"]
@@ -54,6 +55,8 @@ def check(rollout: RolloutConfig, run_dir: Path) -> None:
         check_tools(rollout)
         return
     get(rollout)
+    if rollout.workflow == "best_of_n":
+        check_options(rollout.options)
     observes = rollout.workflow == "environment" and hasattr(environments.get(rollout.environment), "reset")
     if observes and rollout.max_prompt_tokens is None:
         raise ConfigError(

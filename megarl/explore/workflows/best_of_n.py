@@ -1,0 +1,47 @@
+"""Several responses to one prompt, of which the best stays."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.core.errors import ConfigError
+from megarl.core.schema import Reward, Task
+from megarl.explore.recording.model import RolloutModel
+from megarl.explore.rewards.verdict import NO_VERDICT
+
+N = 4
+"""Responses, by default."""
+MOST = 128
+SETTINGS = ("n", "by")
+
+
+async def best_of_n(task: Task, model: RolloutModel) -> None:
+    """Ask the task ``n`` times, and keep the response with the highest score; the first of equal ones.
+
+    Options: ``n``; ``by``, a data source whose verifier chooses (a judge's, for instance), where it is not the task's
+    own. The trajectory's reward is the own verifier's in either case. A response without a verdict loses against any
+    that has one.
+    """
+    by = model.options.get("by")
+    model.ask(task)
+    turns = await asyncio.gather(*(model.generate(after=0) for _ in range(int(model.options.get("n", N)))))
+    rewards = await asyncio.gather(*(model.verify(by, of=turn) for turn in turns))
+    scores = [_score(reward) for reward in rewards]
+    model.keep(turns[scores.index(max(scores))])
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for ``rollout.options`` that are none of this workflow."""
+    if others := sorted(set(options) - set(SETTINGS)):
+        raise ConfigError(f"rollout.options.{others[0]} is none of best_of_n; there are {', '.join(SETTINGS)}")
+    n, by = options.get("n", N), options.get("by")
+    if isinstance(n, bool) or not isinstance(n, int) or not 2 <= n <= MOST:
+        raise ConfigError(f"rollout.options.n={n!r} of best_of_n must be a whole number from 2 to {MOST}")
+    if by is not None and not isinstance(by, str):
+        raise ConfigError(f"rollout.options.by={by!r} of best_of_n must be the name of a data source")
+
+
+def _score(reward: Reward) -> float:
+    return float("-inf") if reward.status in NO_VERDICT else reward.score
