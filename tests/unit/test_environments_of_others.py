@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +20,24 @@ from megarl.core.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.schema import Reward, Task
 from megarl.explore import environments, workflows
-from megarl.explore.environments import EpisodeThreads
+from megarl.explore.environments import EnvironmentFault, EpisodeThreads, verifiers
+from megarl.explore.environments.episode import in_thread
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.workflows.environment import environment
+from tests import games
 from tests.unit.test_environments import Model
 
 GAME = {"id": "tests.games.guess_gymnasium:Guess-v0"}
 EPISODES = (
     ("7",), ("3", "it is 9", "7"), ("1", "2", "3", "4"), ("no number",), ("5", ""), ("-7", "7 or 8", "<7>"),
 )  # fmt: skip
+
+
+VERIFIERS = os.environ.get("MEGARL_VERIFIERS_PYTHON", "")
+OPENENV = os.environ.get("MEGARL_OPENENV_PYTHON", "")
+with_verifiers = pytest.mark.skipif(not VERIFIERS, reason="MEGARL_VERIFIERS_PYTHON names no Python with verifiers")
+with_openenv = pytest.mark.skipif(not OPENENV, reason="MEGARL_OPENENV_PYTHON names no Python with openenv-core")
+GAMES = Path(games.__file__).parent
 
 
 def task(tries: int = 4) -> Task:
@@ -124,3 +141,113 @@ def test_options_of_reasoning_gym_are_checked() -> None:
     for options, words in (({"tries": 0}, "must be at least 1"), ({"trys": 1}, "trys=1 is no option")):
         with pytest.raises(ConfigError, match=words):
             check("reasoning_gym", options)
+
+
+@pytest.fixture
+def taskset(tmp_path: Path) -> Any:
+    """Options of the game as a taskset of verifiers with one task."""
+    row = task()
+    data = {"prompt": row.prompt[0]["content"], "ground_truth": row.ground_truth, "tries": row.extra_info["tries"]}
+    (tmp_path / "rows.json").write_text(json.dumps([data]))
+    block = {"taskset": {"id": "guess_verifiers", "file": f"{tmp_path}/rows.json"}}
+    yield {"python": VERIFIERS, "env": block, "path": str(GAMES)}
+    verifiers.PROCESS.end()
+
+
+def row_of_taskset() -> Task:
+    return replace(task(), extra_info={"index": 0})
+
+
+@with_verifiers
+def test_guess_of_verifiers_is_our_own(taskset: Any) -> None:
+    words, env = verifiers.command(taskset, "rows", "9")
+    written = subprocess.run(words, env=env, stdout=subprocess.PIPE, check=True, text=True).stdout.splitlines()
+    assert [json.loads(line)["prompt"] for line in written] == [list(task().prompt)]
+    check("verifiers", taskset)
+    for responses in EPISODES:
+        seen = play("verifiers", responses, taskset, row_of_taskset())
+        assert trajectory(seen) == trajectory(play("guess", responses)), responses
+
+
+@with_verifiers
+def test_an_episode_of_verifiers_that_hangs_is_killed_and_a_dead_server_replaced(taskset: Any) -> None:
+    play("verifiers", ("7",), taskset, row_of_taskset())
+    episode: Any = environments.get("verifiers")(row_of_taskset(), taskset)
+    assert episode.step("1").text == "higher"
+    os.kill(episode._pid, signal.SIGSTOP)
+    call = in_thread(lambda: episode.step("2"))
+    episode.kill()
+    with pytest.raises(EnvironmentFault, match="process has ended"):
+        call.result(60)
+    episode.close()
+    verifiers.PROCESS._process.kill()  # type: ignore[union-attr]
+    verifiers.PROCESS._process.wait()  # type: ignore[union-attr]
+    play("verifiers", ("7",), taskset, row_of_taskset())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "rollout.options.python is not set"),
+        ({"python": "/no/python", "env": {"a": 1}}, "python='/no/python' is no program; give the Python of"),
+        ({"python": sys.executable, "env": {"a": 1}}, "names no taskset"),
+        ({"python": sys.executable, "env": {"taskset": {"id": "x"}}}, "No module named 'verifiers'; verifiers 0.4"),
+    ],
+)
+def test_tasksets_that_do_not_load_are_refused(options: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check("verifiers", options)
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return not probe.connect_ex(("127.0.0.1", port))
+
+
+@pytest.fixture
+def server() -> Any:
+    """Address of the game's OpenEnv server, a process of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen([OPENENV, str(GAMES / "guess_openenv.py"), str(port)])
+    try:
+        while process.poll() is None and not listens(port):
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@with_openenv
+def test_guess_of_openenv_is_our_own(server: str) -> None:
+    options = {"url": server, "observation": "text"}
+    check("openenv", options)
+    for responses in EPISODES:
+        assert trajectory(play("openenv", responses, options)) == trajectory(play("guess", responses)), responses
+    for wrong, words in (({"action": "move"}, "have .*message"), ({"observation": "seen"}, "have .*text")):
+        with pytest.raises(ConfigError, match=words):
+            check("openenv", {**options, **wrong})
+
+
+@with_openenv
+def test_a_server_of_openenv_with_too_few_places_says_so_and_a_call_is_ended(server: str) -> None:
+    options = {"url": server, "observation": "text"}
+    make: Any = environments.get("openenv")
+    episodes = [make(task(), 1, options) for _ in range(8)]
+    assert [episode.reset() for episode in episodes] == [""] * 8
+    ninth = make(task(), 1, options)
+    with pytest.raises(RuntimeError, match="CAPACITY_REACHED.*max_concurrent_envs"):
+        ninth.reset()
+    for episode in episodes:
+        episode.close()
+    ninth.kill()
+    with pytest.raises(Exception, match=r"clos"):
+        ninth.step("1")
+    ninth.close()
+
+
+def test_a_server_of_openenv_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"url='http://127.0.0.1:9' has no OpenEnv server: .*start it before"):
+        check("openenv", {"url": "http://127.0.0.1:9"})

@@ -6,10 +6,18 @@ from megarl.core.user_file import import_file
 from megarl.explore.environments.episode import Episode, EpisodeThreads
 from megarl.explore.environments.guess import Guess
 from megarl.explore.environments.gymnasium import Gymnasium
+from megarl.explore.environments.openenv import OpenEnv
 from megarl.explore.environments.reasoning_gym import ReasoningGym
 from megarl.explore.environments.types import Environment, EnvironmentFault, MakeEnvironment, Observation
+from megarl.explore.environments.verifiers import Verifiers
 
-ENVIRONMENTS: dict[str, MakeEnvironment] = {"guess": Guess, "gymnasium": Gymnasium, "reasoning_gym": ReasoningGym}
+ENVIRONMENTS: dict[str, MakeEnvironment] = {
+    "guess": Guess,
+    "gymnasium": Gymnasium,
+    "openenv": OpenEnv,
+    "reasoning_gym": ReasoningGym,
+    "verifiers": Verifiers,
+}
 """By the names of ``rollout.environment``."""
 
 __all__ = [
