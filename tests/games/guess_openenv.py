@@ -1,4 +1,4 @@
-"""The game ``guess`` as an OpenEnv server: ``python guess_openenv.py PORT``; nothing of megarl."""
+"""The game ``guess`` as an OpenEnv server: ``python guess_openenv.py PORT PLACES``; nothing of megarl."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ class GuessEnvironment(Environment[GuessAction, GuessObservation, State]):
         return State()
 
 
-app = create_app(GuessEnvironment, GuessAction, GuessObservation, env_name="guess", max_concurrent_envs=8)
+app = create_app(
+    GuessEnvironment, GuessAction, GuessObservation, env_name="guess", max_concurrent_envs=int(sys.argv[2])
+)
 
 if __name__ == "__main__":
     uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")

@@ -210,7 +210,7 @@ def server() -> Any:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    process = subprocess.Popen([OPENENV, str(GAMES / "guess_openenv.py"), str(port)])
+    process = subprocess.Popen([OPENENV, str(GAMES / "guess_openenv.py"), str(port), "8"])
     try:
         while process.poll() is None and not listens(port):
             time.sleep(0.1)

@@ -80,8 +80,8 @@ class Episode:
             return await self._threads.result(self._last, "step")  # type: ignore[no-any-return]
 
     async def close(self) -> None:
-        """Close the environment, if one was made, as soon as no call of it runs; waits only where none does. A call that
-        runs is ended by ``kill()``, where the environment has it."""
+        """Close the environment, if one was made, as soon as no call of it runs; waits only where none does. A call
+        that runs is ended by ``kill()``, where the environment has it."""
         if self._made is None:
             return
         made = self._made

@@ -21,8 +21,8 @@ from megarl.explore.environments.types import Observation
 
 T = TypeVar("T")
 OPTIONS = {"url": str, "action": str, "observation": str}
-"""``url``: of the server, http or ws; ``action``: field of an action that has the response; ``observation``: field of an
-observation that has its text."""
+"""``url``: of the server, http or ws; ``action``: field of an action that has the response; ``observation``: field of
+an observation that has its text."""
 MESSAGE_BYTES = 100 * 2**20
 """Longest message, as in OpenEnv's own client."""
 CHECK_S = 30.0
@@ -128,8 +128,7 @@ async def _ask(socket: aiohttp.ClientWebSocketResponse, message: Mapping[str, An
 
 
 async def _close(session: aiohttp.ClientSession, socket: aiohttp.ClientWebSocketResponse) -> None:
-    if not socket.closed:
-        await socket.send_json({"type": "close"})
+    await socket.close()
     await session.close()
 
 

@@ -17,7 +17,6 @@ from typing import Any
 from megarl.core.errors import ConfigError
 from megarl.core.machine import kill_group, start_ticks
 from megarl.core.schema import Task
-
 from megarl.explore.environments.options import checked, refuse
 from megarl.explore.environments.types import Observation
 
@@ -26,6 +25,7 @@ OPTIONS = {"python": str, "env": dict, "path": str}
 a taskset that is not installed."""
 SERVER = Path(__file__).with_name("verifiers_server.py")
 CHECK_S = 300.0
+"""Seconds in which a taskset must load."""
 
 
 class VerifiersProcess:
@@ -59,7 +59,11 @@ class VerifiersProcess:
         words, env = command(options, "serve", f"{self._folder}/socket")
         self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=env)
         assert self._process.stdout is not None
-        if not self._process.stdout.readline():
+        limit = threading.Timer(CHECK_S, self._process.kill)
+        limit.start()
+        ready = self._process.stdout.readline()
+        limit.cancel()
+        if not ready:
             raise RuntimeError(f"the server of verifiers has ended with status {self._process.wait()}; see the log")
 
 
@@ -93,7 +97,9 @@ class Verifiers:
     @staticmethod
     def check(options: Mapping[str, Any]) -> None:
         """Raise ConfigError unless the taskset loads in its environment."""
-        checked("verifiers", options, OPTIONS, {"python": "/envs/verifiers/bin/python", "env": '{taskset: {id: gsm8k}}'})
+        checked(
+            "verifiers", options, OPTIONS, {"python": "/envs/verifiers/bin/python", "env": "{taskset: {id: gsm8k}}"}
+        )
         if not os.access(options["python"], os.X_OK):
             refuse("python", options["python"], "is no program; give the Python of an environment with verifiers")
         if not isinstance(options["env"].get("taskset"), Mapping) or not options["env"]["taskset"].get("id"):
@@ -150,7 +156,10 @@ class Verifiers:
         self._lines.flush()
 
     def _take(self) -> dict[str, Any]:
-        line = self._lines.readline()
+        try:
+            line = self._lines.readline()
+        except OSError:  # it was killed before it had read all
+            line = ""
         if not line:
             raise ConnectionError("the episode's process has ended")
         found: dict[str, Any] = json.loads(line)

@@ -22,12 +22,15 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Awaitable, Callable
 from types import ModuleType
+from typing import Any
 
 import verifiers.v1 as vf
 from aiohttp import web
 from openai import APIError, AsyncOpenAI
 
+Ask = Callable[[list[Any]], Awaitable[str]]
 HARNESS = "megarl_chat"
 KEY = "MEGARL_VERIFIERS_KEY"
 PARENT_S = 1.0
@@ -42,7 +45,9 @@ class Chat(vf.Harness[vf.HarnessConfig]):
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
-    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+    async def launch(
+        self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str], data: Any
+    ) -> Any:
         """One request of the whole conversation."""
         system, prompt = self.resolve_prompt(data)
         async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=None) as client:
@@ -53,7 +58,7 @@ class Chat(vf.Harness[vf.HarnessConfig]):
         return vf.ProgramResult(0, "", "")
 
 
-def messages_of(system, prompt):
+def messages_of(system: str | None, prompt: Any) -> list[Any]:
     """Chat messages of a prompt, a text or messages."""
     head = [{"role": "system", "content": system}] if system else []
     if isinstance(prompt, str):
@@ -61,10 +66,10 @@ def messages_of(system, prompt):
     return head + [message.model_dump(exclude_none=True) for message in prompt or []]
 
 
-def environment_of(block):
+def environment_of(block: dict[str, Any]) -> Any:
     """Environment of an ``[env]`` block; a role that names no harness has ``Chat``."""
     module = ModuleType(HARNESS)
-    module.Chat, module.__all__ = Chat, ["Chat"]
+    vars(module).update(Chat=Chat, __all__=["Chat"])
     sys.modules[HARNESS] = module
     taskset = block["taskset"]["id"]
     own = vf.default_harness_id(taskset) != "bash"
@@ -78,12 +83,12 @@ def environment_of(block):
     return vf.load_environment(vf.resolve_env_config(block))
 
 
-async def play(environment, task, ask):
+async def play(environment: Any, task: Any, ask: Ask) -> float:
     """Reward of an episode; ``await ask(messages)`` is the model's response."""
     key = secrets.token_hex(16)
     os.environ[KEY] = key
 
-    async def complete(request):
+    async def complete(request: web.Request) -> web.Response:
         if request.headers.get("Authorization") != f"Bearer {key}":
             raise web.HTTPUnauthorized
         text = await ask((await request.json())["messages"])
@@ -95,9 +100,8 @@ async def play(environment, task, ask):
     app.router.add_post("/v1/chat/completions", complete)
     runner = web.AppRunner(app)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}/v1"
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
     client = vf.EvalClientConfig(base_url=url, api_key_var=KEY)
     try:
         async with environment.serving():
@@ -110,22 +114,22 @@ async def play(environment, task, ask):
     return float(episode.traces[-1].reward)
 
 
-async def serve_episode(environment, find, connection):
+async def serve_episode(environment: Any, find: Callable[[int], Any], connection: socket.socket) -> None:
     """One episode over a connection; at its end this process ends."""
     reader, writer = await asyncio.open_connection(sock=connection, limit=2**28)
 
-    async def take():
+    async def take() -> Any:
         line = await reader.readline()
         if not line:  # the explorer has closed the episode, or is gone
             os.killpg(os.getpid(), signal.SIGKILL)
         return json.loads(line)
 
-    def send(message):
+    def send(message: dict[str, Any]) -> None:
         writer.write(json.dumps(message).encode() + b"\n")
 
-    async def ask(messages):
+    async def ask(messages: list[Any]) -> str:
         send({"messages": messages})
-        return (await take())["response"]
+        return str((await take())["response"])
 
     send({"pid": os.getpid()})
     try:
@@ -136,7 +140,7 @@ async def serve_episode(environment, find, connection):
     await take()  # the client has this process killed, with all that it has started
 
 
-def serve(environment, find, path):
+def serve(environment: Any, find: Callable[[int], Any], path: str) -> None:
     """Fork a process for each connection, until the parent is gone."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
@@ -160,28 +164,28 @@ def serve(environment, find, path):
             os._exit(0)
 
 
-def watch(parent):
+def watch(parent: int) -> None:
     """End this process after its parent's death, however that died."""
     while os.getppid() == parent:
         time.sleep(PARENT_S)
     os._exit(1)
 
 
-def rows(environment, count):
+def rows(environment: Any, count: int) -> None:
     """Write the first tasks as rows; a prompt is what the episode's first request has."""
     for task in itertools.islice(environment.taskset, count):
         opening = asyncio.run(opening_of(environment, task))
         index, name = task.data.idx, environment.config.env_id
-        row = {"data_source": f"verifiers/{name}", "prompt": opening, "ability": "verifiers"}
+        row: dict[str, Any] = {"data_source": f"verifiers/{name}", "prompt": opening, "ability": "verifiers"}
         row |= {"reward_model": {"style": "verifiers", "ground_truth": ""}, "extra_info": {"index": index}}
         print(json.dumps(row), flush=True)
 
 
-async def opening_of(environment, task):
+async def opening_of(environment: Any, task: Any) -> list[Any]:
     """Messages of an episode's first request."""
-    first = asyncio.get_running_loop().create_future()
+    first: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
 
-    async def ask(messages):
+    async def ask(messages: list[Any]) -> str:
         if not first.done():
             first.set_result(messages)
         raise web.HTTPServiceUnavailable  # ends the episode
@@ -194,7 +198,7 @@ async def opening_of(environment, task):
     return first.result()
 
 
-def main():
+def main() -> None:
     """See the module."""
     command, block, *more = sys.argv[1:]
     environment = environment_of(json.loads(block))
