@@ -47,12 +47,8 @@ def check(rollout: RolloutConfig, run_dir: Path) -> None:
         runner.check(rollout, run_dir)
         return
     get(rollout)
-    observes = rollout.workflow == "environment" and hasattr(environments.get(rollout.environment), "reset")
-    if observes and rollout.max_prompt_tokens is None:
-        raise ConfigError(
-            "rollout.max_prompt_tokens is not set: the longest prompt of the rows would leave no room for the first "
-            f"observations of rollout.environment={rollout.environment}; set it to what both have together"
-        )
+    if rollout.workflow == "environment":
+        environments.check(rollout)
 
 
 def get(rollout: RolloutConfig) -> Workflow:
