@@ -52,7 +52,7 @@ def play(name: str, responses: tuple[str, ...], options: Any = None, row: Task |
     model.limits = TokenLimits()
     model.options = options or {}
     played: Any = model
-    asyncio.run(environment(environments.get(name), EpisodeThreads(8, 60.0))(row or task(), played))
+    asyncio.run(environment(environments.get(name), EpisodeThreads(8, 300.0))(row or task(), played))
     assert model.reason is None, model.reason
     return model
 

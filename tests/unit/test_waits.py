@@ -57,8 +57,8 @@ LIMITED = {
     "explore/environments/episode.Episode.close: made.result": "no wait: the environment was made",
     "explore/environments/openenv.Connections.run: asyncio.run_coroutine_threadsafe(work, self._loop).result": "rollout"
     ".environment_timeout_s, after which kill ends it",
-    "explore/environments/verifiers.Verifiers._take: self._lines.readline": "rollout.environment_timeout_s, "
-    "after which kill ends it",
+    "explore/environments/verifiers.Verifiers._take: self._lines.readline": "rollout.environment_timeout_s, after "
+    "which kill ends it",
     "explore/environments/verifiers.VerifiersProcess._start: self._process.stdout.readline": "verifiers.CHECK_S",
     "explore/environments/verifiers.VerifiersProcess._start: self._process.wait": "its output has ended, at its exit",
     "explore/environments/verifiers.VerifiersProcess.end: self._process.wait": "SIGKILL before it",

@@ -203,14 +203,13 @@ def main() -> None:
     command, block, *more = sys.argv[1:]
     environment = environment_of(json.loads(block))
     tasks = environment.taskset
-    if command == "check":
-        next(iter(tasks))
-    elif command == "rows":
+    if command == "rows":
         rows(environment, int(more[0]))
-    elif tasks.bounded:
-        serve(environment, list(tasks).__getitem__, more[0])
-    else:
-        serve(environment, lambda index: next(itertools.islice(tasks, index, None)), more[0])
+        return
+    asyncio.run(opening_of(environment, next(iter(tasks))))  # imports what an episode does, once, before the forks
+    if command == "serve":
+        known = list(tasks) if tasks.bounded else None
+        serve(environment, lambda i: known[i] if known else next(itertools.islice(tasks, i, None)), more[0])
 
 
 if __name__ == "__main__":
