@@ -148,6 +148,7 @@ def responses(run_dir: Path) -> dict[tuple[str, int], list[tuple[str, bytes, byt
 
 
 @pytest.mark.timeout(3 * START_S)
+@pytest.mark.soak
 def test_trajectories_go_on_after_their_explorer_and_their_engine_were_killed(tmp_path: Path) -> None:
     """Of two turns of the model; each process is killed when tokens of both turns are in the store."""
     workflow = tmp_path / "two_turns.py"

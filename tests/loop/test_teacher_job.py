@@ -21,7 +21,7 @@ from tests.loop.conftest import WHOLE
 from tests.loop.same_run import NOT_COMPARED, left_alone, steps_of, whole_and_killed
 from tests.system.jobs import START_S, Job
 
-pytestmark = pytest.mark.timeout(4 * START_S)
+pytestmark = [pytest.mark.timeout(4 * START_S), pytest.mark.soak]
 STEPS = 3
 
 
@@ -72,7 +72,6 @@ def test_the_teachers_ratio_was_used(settings: tuple[str, ...], tmp_path: Path) 
     assert all(abs(ratio - 2) > 1e-4 for ratio in ratios[1:]), "no update has moved the expert rows' tokens"
 
 
-@pytest.mark.soak
 def test_a_killed_job_has_the_same_bits(settings: tuple[str, ...], tmp_path: Path) -> None:
     """Killed after its third step, and resumed after its second."""
     with whole_and_killed(tmp_path, settings, STEPS) as runs:

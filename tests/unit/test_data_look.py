@@ -123,7 +123,10 @@ def filled(request: pytest.FixtureRequest, folder: Path) -> Iterator[StoredRun]:
             put_rollout(store, name, tokenizer, 2, "eval")
             store.record_evaluation("trainer", name, {"rollout_id": name, "step": 2})
         for step in range(3):
-            store.record_step(step + 1, {}, Used((f"train-{step:06d}/0",), {f"train-{step:06d}/1": "surplus"}))
+            name = f"train-{step:06d}"
+            store.record_step(
+                step + 1, {}, Used((f"{name}/0",), {f"{name}/1": "surplus"}, (), {(f"{name}/0", 2): "dull"})
+            )
         yield StoredRun(folder, config, store)
         store.close()
 
@@ -332,6 +335,15 @@ def test_a_page_shows_responses_as_text(run: StoredRun, tmp_path: Path) -> None:
     assert html.count('class="response other"') == 9, "those that do not match are shown, pale"
     assert "no &lt;verdict&gt;" in html and "<u>1.4</u>" in html and "🙂" in html
     assert 'title="-6.0000 · 1.3 · ' in html and "http" not in html.replace("http://www.w3.org", "")
+
+
+def test_excluded_members_are_named_and_in_no_statistics(run: StoredRun, tmp_path: Path) -> None:
+    """Rewards 1.0, 0.5, -1.0 and none; the third is excluded."""
+    text = show(run, "train-000001/0")
+    assert text.count("not trained: dull") == 1 and "rewards: mean 0.75," in text
+    path = tmp_path / "data.html"
+    write_page(run, selection_of(["kind=train", "steps=2"])[0], path, 9, [])
+    assert path.read_text().count("not trained: dull") == 1 and "0.75 ± 0.354" in path.read_text()
 
 
 def test_a_page_has_bounds(run: StoredRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

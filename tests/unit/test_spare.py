@@ -105,7 +105,7 @@ def explored(
         await running
         return explorer
 
-    return asyncio.run(asyncio.wait_for(main(), 30)), store.rollout_metrics("r0")
+    return asyncio.run(asyncio.wait_for(main(), 120)), store.rollout_metrics("r0")
 
 
 @pytest.mark.parametrize("endless", [(0, 3), (2, 3), (0, 1)])

@@ -54,6 +54,18 @@ LIMITED = {
     "core/fork.ForkServer.fork: self._requests.recv": "fork.START_S, set for the socket",
     "core/fork.serve: os.waitpid": "a process that only forks another",
     "explore/environments/episode.Episode.step: self._made.result": "no wait: the environment was made",
+    "explore/environments/episode.Episode.close: made.result": "no wait: the environment was made",
+    "explore/environments/openenv.Connections.run: asyncio.run_coroutine_threadsafe(work, self._loop).result": "rollout"
+    ".environment_timeout_s, after which kill ends it",
+    "explore/environments/verifiers.Verifiers._take: self._lines.readline": "rollout.environment_timeout_s, after "
+    "which kill ends it",
+    "explore/environments/verifiers.VerifiersProcess._start: self._process.stdout.readline": "verifiers.CHECK_S",
+    "explore/environments/verifiers.VerifiersProcess._start: self._process.wait": "its output has ended, at its exit",
+    "explore/environments/verifiers.VerifiersProcess.end: self._process.wait": "SIGKILL before it",
+    "explore/environments/verifiers_server.serve: listener.accept": "the explorer's life: PARENT_S after it",
+    "explore/environments/verifiers_server.serve_episode.take: reader.readline": "the episode's: its end is an end of "
+    "file, or SIGKILL",
+    "explore/environments/verifiers_server.opening_of: first.result": "no wait: a future of asyncio that is done",
     "explore/environments/episode._close: made.result": "no wait: the environment was made",
     "run/start._end: logging.shutdown": "no wait: flushes the handlers",
     "explore/explorer/workflow_run._run: work.result": "no wait: the workflow has ended",

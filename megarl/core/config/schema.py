@@ -335,7 +335,8 @@ class RolloutConfig:
     concurrent_groups: Count = 64
     """Groups the explorer keeps in flight."""
     environment: str = "guess"
-    """Environment of ``rollout.workflow=environment``: ``guess``, or a Python file of yours (docs/environments.md)."""
+    """Environment of ``rollout.workflow=environment``: ``guess``, one of another package, or a Python file of yours
+    (docs/environments.md)."""
     environment_threads: Count = 256
     """Most calls of environments at once."""
     environment_timeout_s: Seconds = 300.0
@@ -376,7 +377,7 @@ class RolloutConfig:
     tool_python: str | None = None
     """Interpreter of the tool ``python``, with its packages; None as for ``reward.code.python``."""
     options: dict[str, Any] = field(default_factory=dict, hash=False)
-    """Settings of ``best_of_n`` (docs/workflows.md), or of your own workflow or environment, which it is given as
+    """Settings of the environment, of ``best_of_n`` (docs/workflows.md), or of your own workflow, which it is given as
     ``options``."""
     workflow_timeout_s: Seconds = 3600.0
     """Most seconds of a workflow of its own, in which it waits neither for the engine nor for the verifier. An agent

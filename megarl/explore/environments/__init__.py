@@ -1,12 +1,23 @@
 """Environments that a model acts in, turn by turn."""
 
+from megarl.core.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.user_file import import_file
 from megarl.explore.environments.episode import Episode, EpisodeThreads
 from megarl.explore.environments.guess import Guess
+from megarl.explore.environments.gymnasium import Gymnasium
+from megarl.explore.environments.openenv import OpenEnv
+from megarl.explore.environments.reasoning_gym import ReasoningGym
 from megarl.explore.environments.types import Environment, EnvironmentFault, MakeEnvironment, Observation
+from megarl.explore.environments.verifiers import Verifiers
 
-ENVIRONMENTS: dict[str, MakeEnvironment] = {"guess": Guess}
+ENVIRONMENTS: dict[str, MakeEnvironment] = {
+    "guess": Guess,
+    "gymnasium": Gymnasium,
+    "openenv": OpenEnv,
+    "reasoning_gym": ReasoningGym,
+    "verifiers": Verifiers,
+}
 """By the names of ``rollout.environment``."""
 
 __all__ = [
@@ -17,8 +28,22 @@ __all__ = [
     "EpisodeThreads",
     "MakeEnvironment",
     "Observation",
+    "check",
     "get",
 ]
+
+
+def check(rollout: RolloutConfig) -> None:
+    """Raise ConfigError unless there is such an environment, its options are sound, and there is room for its first
+    observations. An environment may have a ``check(options)`` of its own, which raises ConfigError."""
+    make = get(rollout.environment)
+    if (own := getattr(make, "check", None)) is not None:
+        own(rollout.options)
+    if hasattr(make, "reset") and rollout.max_prompt_tokens is None:
+        raise ConfigError(
+            "rollout.max_prompt_tokens is not set: the longest prompt of the rows would leave no room for the first "
+            f"observations of rollout.environment={rollout.environment}; set it to what both have together"
+        )
 
 
 def get(name: str) -> MakeEnvironment:

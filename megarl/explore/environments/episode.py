@@ -80,11 +80,14 @@ class Episode:
             return await self._threads.result(self._last, "step")  # type: ignore[no-any-return]
 
     async def close(self) -> None:
-        """Close the environment, if one was made, as soon as no call of it runs; waits only where none does."""
+        """Close the environment, if one was made, as soon as no call of it runs; waits only where none does. A call
+        that runs is ended by ``kill()``, where the environment has it."""
         if self._made is None:
             return
         made = self._made
         if not self._last.done():
+            if made.done():
+                in_thread(getattr(made.result(), "kill", lambda: None))
             self._last.add_done_callback(lambda _: in_thread(lambda: _close(made)))
             return
         async with self._threads.free:

@@ -55,6 +55,7 @@ class Environment(Protocol):
     ``rollout.environment_timeout_s``."""
 
     # def reset(self) -> str: the first observation, where an environment has one beside the task's prompt
+    # def kill(self) -> None: end a call past its limit, which then raises; close follows
 
     def step(self, response: str) -> Observation:
         """Take a response of the model, without special tokens. An exception ends the episode without a verdict."""

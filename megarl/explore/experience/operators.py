@@ -20,6 +20,7 @@ from megarl.core.errors import ConfigError, DataError, describe
 from megarl.core.schema import End, Reward, Trajectory
 from megarl.core.user_file import import_file
 from megarl.explore.experience.checks import LARGEST_SCORE
+from megarl.explore.experience.groups import group_stats
 from megarl.explore.rewards.shape import language_consistency, repetition_penalty
 from megarl.explore.tasksets import ChatTokenizer
 
@@ -119,6 +120,13 @@ def quality(members: Sequence[Member], *, part: str | None = None, min_score: fl
     return ["low_quality" if score < min_score else None for score in scores]
 
 
+def variance(members: Sequence[Member], *, min_std: float = 0.0) -> list[Ruling]:
+    """Exclude a whole group, as ``low_variance``, whose rewards have a standard deviation (unbiased) of ``min_std`` or
+    less."""
+    found = group_stats([member.reward.score for member in members])
+    return ["low_variance" if found.std <= min_std else None] * len(members)
+
+
 def diversity(members: Sequence[Member], *, min_distinct: float = 0.5, ngram: int = 1) -> list[Ruling]:
     """Exclude a whole group, as ``uniform``, whose texts have less than ``min_distinct`` different n-grams for each
     n-gram (distinct-n, 1510.03055 section 4.3). Words are what white space parts."""
@@ -151,6 +159,7 @@ OPERATORS: dict[str, Callable[..., Sequence[Ruling]]] = {
     "degenerate": degenerate,
     "length": length,
     "quality": quality,
+    "variance": variance,
     "diversity": diversity,
     "relabel": relabel,
 }

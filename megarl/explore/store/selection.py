@@ -106,12 +106,15 @@ class SelectionTable(Handle):
 
     def selected(self, selection: Selection) -> Iterator[list[StoredGroup]]:
         """Yield groups that the conditions on groups leave, at most ``IDS`` together."""
-        rollouts = select(ROLLOUTS.c.rollout_id).where(ROLLOUTS.c.kind.in_(selection.kinds))
-        for rollout_id in self._read(lambda c: list(c.scalars(rollouts.order_by(ROLLOUTS.c.sequence)))):
-            query = _groups().where(GROUPS.c.rollout_id == rollout_id, *selection.of_group())
-            found = self._read(lambda c, query=query: c.execute(query).all())  # type: ignore[misc]
+        query = select(ROLLOUTS.c.rollout_id, ROLLOUTS.c.num_groups).where(ROLLOUTS.c.kind.in_(selection.kinds))
+        rollouts = self._read(lambda c: [tuple(row) for row in c.execute(query.order_by(ROLLOUTS.c.sequence))])
+        for few in _together(rollouts):
+            which = _groups().where(GROUPS.c.rollout_id.in_(few), *selection.of_group())
+            rows = self._read(lambda c, which=which: c.execute(which).all())  # type: ignore[misc]
+            order = {rollout_id: number for number, rollout_id in enumerate(few)}
+            found = sorted(map(StoredGroup._make, rows), key=lambda each: (order[each.rollout_id], each.position))
             for start in range(0, len(found), IDS):
-                yield [StoredGroup(*row) for row in found[start : start + IDS]]
+                yield found[start : start + IDS]
 
     def group(self, group_id: str) -> StoredGroup | None:
         """One group, in whichever state; None where there is none of this id."""
@@ -190,6 +193,20 @@ class SelectionTable(Handle):
         return self._write(work)
 
 
+def _together(rollouts: Sequence[tuple[str, int]]) -> Iterator[list[str]]:
+    """Cut (id, number of groups) into runs of about ``IDS`` groups, one rollout at least."""
+    few: list[str] = []
+    room = IDS
+    for rollout_id, groups in rollouts:
+        if few and groups > room:
+            yield few
+            few, room = [], IDS
+        few.append(rollout_id)
+        room -= groups
+    if few:
+        yield few
+
+
 def _with_rollout(query: Select[Any]) -> Select[Any]:
     joined = query.select_from(GROUPS).join(ROLLOUTS, ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
     return joined.outerjoin(TASKS, TASKS.c.task_id == GROUPS.c.task_id)
@@ -200,4 +217,4 @@ def _groups() -> Select[Any]:
     g, r = GROUPS.c, ROLLOUTS.c
     columns = (g.group_id, g.rollout_id, g.position, r.kind, at_step, g.state, g.used_by, g.reason, r.version)
     source = func.coalesce(TASKS.c.data_source, "")  # tasks may have been replaced since
-    return _with_rollout(select(*columns, r.group_size, g.task_id, source)).order_by(g.position)
+    return _with_rollout(select(*columns, r.group_size, g.task_id, source))

@@ -57,12 +57,8 @@ def check(rollout: RolloutConfig, run_dir: Path) -> None:
     get(rollout)
     if rollout.workflow == "best_of_n":
         check_options(rollout.options)
-    observes = rollout.workflow == "environment" and hasattr(environments.get(rollout.environment), "reset")
-    if observes and rollout.max_prompt_tokens is None:
-        raise ConfigError(
-            "rollout.max_prompt_tokens is not set: the longest prompt of the rows would leave no room for the first "
-            f"observations of rollout.environment={rollout.environment}; set it to what both have together"
-        )
+    if rollout.workflow == "environment":
+        environments.check(rollout)
 
 
 def check_template(rollout: RolloutConfig, tokenizer: ChatTokenizer) -> None:

@@ -24,8 +24,9 @@ from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.tasksets.files import is_jsonl
 from megarl.run.data.opened import StoredRun, progress
 
-PART_BYTES = 16 * 2**20
-"""Bytes of the arrays that are read together, and written as one row group."""
+PART_BYTES = 2 * 2**20
+"""Bytes of the arrays that are read together, and written as one row group; as lists of numbers they have 30 times as
+many."""
 OPEN = ("extra_info", "metadata", "reward_parts")
 """Columns that are JSON text in parquet."""
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from markupsafe import Markup, escape
@@ -80,9 +80,9 @@ def _group(
 ) -> Markup:
     task = run.store.tasks_named([group.task_id]).get(group.task_id)
     matching = {g.number for g in run.store.glances([group], ends=bool(selection.ends)) if selection.matches(g)}
-    shared = members[0].prompt
+    shared, excluded = members[0].prompt, run.store.excluded([group.group_id])
     responses = [
-        _response(run, each, shared, f"{anchor}-{each.index}", other=each.index not in matching)
+        _response(run, each, shared, excluded, f"{anchor}-{each.index}", other=each.index not in matching)
         for each in members[:MEMBERS]
     ]
     dots = [
@@ -93,16 +93,18 @@ def _group(
     truth = None if task is None else task.reward_model.get("ground_truth")
     shown = truth if truth is None or isinstance(truth, str) else json.dumps(truth, ensure_ascii=False)
     prompt = _prompt(run, task, shared, anchor)
-    return PIECES.group(anchor, group.group_id, _facts(group, members), dots, prompt, shown, responses, note)
+    return PIECES.group(anchor, group.group_id, _facts(group, members, excluded), dots, prompt, shown, responses, note)
 
 
-def _facts(group: StoredGroup, members: Sequence[Trajectory]) -> list[tuple[str, str]]:
+def _facts(
+    group: StoredGroup, members: Sequence[Trajectory], excluded: Mapping[tuple[str, int], str]
+) -> list[tuple[str, str]]:
     lengths = [each.response_length for each in members]
     right = sum(each.reward.status == "ok" for each in members)
     facts = [(group.kind, f"step {group.at_step}"), ("", use_of(group)), ("task", group.task_id)]
     facts += [("source", group.data_source)] if group.data_source else []
     facts += [("right", f"{right} of {len(members)}")]
-    if (mean_std := rewards_of(members)) is not None:
+    if (mean_std := rewards_of(members, excluded)) is not None:
         mean, std = mean_std
         facts += [("reward", f"{mean:.3g} ± {std:.3g}" + ("" if std else " (zero variance)"))]
     return [*facts, ("tokens", f"{min(lengths)}–{max(lengths)}, mean {sum(lengths) / len(lengths):.0f}")]
@@ -123,10 +125,14 @@ def _content(content: object) -> str:
     return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
 
 
-def _response(run: StoredRun, each: Trajectory, shared: Turn, anchor: str, *, other: bool) -> Markup:
+def _response(
+    run: StoredRun, each: Trajectory, shared: Turn, excluded: Mapping[tuple[str, int], str], anchor: str, *, other: bool
+) -> Markup:
     verdict, css = VERDICTS[each.reward.status]
     facts = f"{each.response_length} tokens · weights {versions_text(each.turns) or '—'}"
-    why = [str(each.metadata["reward_message"])] if "reward_message" in each.metadata else []
+    reason = excluded.get((each.group_id, each.index))
+    why = [] if reason is None else [f"not trained: {reason}"]
+    why += [str(each.metadata["reward_message"])] if "reward_message" in each.metadata else []
     record = each.metadata.get("reward")
     if isinstance(record, dict):
         texts = {name: value for name, value in record.items() if isinstance(value, str)}

@@ -6,7 +6,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import mean, stdev
 
 from megarl.core.errors import ConfigError
@@ -45,7 +45,9 @@ def show(run: StoredRun, name: str, *, tokens: bool = False) -> str:
             raise ConfigError(f"{name}: the group has {', '.join(f'[{each.index}]' for each in members)}")
         members = chosen
     task = run.store.tasks_named([group.task_id]).get(group.task_id)
-    parts = [_group_text(group, members, task), *(_trajectory_text(run, each, tokens) for each in members)]
+    excluded = run.store.excluded([group.group_id])
+    texts = [_trajectory_text(run, each, excluded.get((each.group_id, each.index)), tokens) for each in members]
+    parts = [_group_text(group, members, task, excluded), *texts]
     return "\n".join(parts)
 
 
@@ -79,19 +81,26 @@ def use_of(group: StoredGroup) -> str:
     return f"{group.state} by step {group.used_by}" + (f": {group.reason}" if group.reason else "")
 
 
-def rewards_of(members: Sequence[Trajectory]) -> tuple[float, float] | None:
-    """Mean and unbiased standard deviation of a group's rewards; None where no member has a verdict."""
-    scores = [e.reward.score for e in members if e.index != GREEDY and math.isfinite(e.reward.score)]
+def rewards_of(members: Sequence[Trajectory], excluded: Mapping[tuple[str, int], str]) -> tuple[float, float] | None:
+    """Mean and unbiased standard deviation of a group's rewards; None where no member has a verdict.
+
+    Args:
+        excluded: Members that are left out, as of ``Store.excluded``.
+    """
+    counted = [e for e in members if e.index != GREEDY and (e.group_id, e.index) not in excluded]
+    scores = [e.reward.score for e in counted if math.isfinite(e.reward.score)]
     return (mean(scores), stdev(scores) if len(scores) > 1 else 0.0) if scores else None
 
 
-def _group_text(group: StoredGroup, members: list[Trajectory], task: Task | None) -> str:
+def _group_text(
+    group: StoredGroup, members: list[Trajectory], task: Task | None, excluded: Mapping[tuple[str, int], str]
+) -> str:
     head = [
         RULE,
         f"group {group.group_id}  {group.kind}, step {group.at_step}, {use_of(group)}",
         f"task {group.task_id}  {group.data_source}  asked for with weights {group.version}",
     ]
-    if len(members) > 1 and (mean_std := rewards_of(members)) is not None:
+    if len(members) > 1 and (mean_std := rewards_of(members, excluded)) is not None:
         head.append(f"rewards: mean {mean_std[0]:.4g}, std {mean_std[1]:.4g}")
     if task is None:
         return "\n".join([*head, "(the task is no longer in the store)", ""])
@@ -100,13 +109,14 @@ def _group_text(group: StoredGroup, members: list[Trajectory], task: Task | None
     return "\n".join([*head, ""])
 
 
-def _trajectory_text(run: StoredRun, each: Trajectory, tokens: bool) -> str:
+def _trajectory_text(run: StoredRun, each: Trajectory, excluded: str | None, tokens: bool) -> str:
     reward, name = each.reward, "greedy" if each.index == GREEDY else f"[{each.index}]"
     lines = [
         RULE,
         f"{name}  reward {reward.score:.4g} ({reward.status}), {each.end}, {each.response_length} tokens, "
         f"weights {versions_text(each.turns) or '—'}",
     ]
+    lines += [] if excluded is None else [f"  not trained: {excluded}"]
     lines += [f"  {part}: {value:.4g}" for part, value in reward.parts.items()]
     lines += [f"  {key}: {clean(_short(value))}" for key, value in each.metadata.items()]
     for number, turn in enumerate(each.turns):

@@ -1,0 +1,98 @@
+"""Environments of gymnasium (MIT): ``rollout.environment=gymnasium``, the environment named by ``rollout.options``.
+
+The package is not one of megarl's own: ``pip install gymnasium``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.core.errors import ConfigError, describe
+from megarl.core.schema import Task
+from megarl.explore.environments.options import checked, refuse
+from megarl.explore.environments.types import Observation
+
+OPTIONS = {"id": str, "kwargs": dict, "actions": dict}
+"""``id``: as ``gymnasium.make`` takes it, ``module:Name-v0`` too; ``kwargs``: of the environment; ``actions``: word ->
+action, for discrete actions."""
+NUMBER = re.compile(r"-?\d+")
+WORD = re.compile(r"\w+")
+
+
+class Gymnasium:
+    """One episode.
+
+    Actions are texts, as they are responded, or discrete: the last word of a response that is in ``actions``, else its
+    last number. A response without one ends the episode. Observations are texts; others are written as JSON, or as
+    ``render()`` returns them where ``kwargs`` has ``render_mode: ansi``.
+
+    Args:
+        task: ``ground_truth`` and ``extra_info`` are ``options`` of the environment's ``reset``.
+        group_seed: Seed of ``reset``: all trajectories of a task begin in one state.
+        options: See ``OPTIONS``.
+    """
+
+    def __init__(self, task: Task, group_seed: int, options: Mapping[str, Any]) -> None:
+        import gymnasium
+
+        self._env = gymnasium.make(options["id"], disable_env_checker=True, **options.get("kwargs", {}))
+        self._words = options.get("actions")
+        self._discrete = isinstance(self._env.action_space, gymnasium.spaces.Discrete)
+        self._seed = group_seed
+        self._row = {**task.extra_info, "ground_truth": task.ground_truth}
+
+    @staticmethod
+    def check(options: Mapping[str, Any]) -> None:
+        """Raise ConfigError unless the package and the environment are there, and its actions can be responded."""
+        checked("gymnasium", options, OPTIONS, {"id": "FrozenLake-v1"})
+        if importlib.util.find_spec("gymnasium") is None:
+            raise ConfigError("rollout.environment=gymnasium: the package is not there; pip install gymnasium")
+        import gymnasium
+
+        try:
+            env = gymnasium.make(options["id"], disable_env_checker=True, **options.get("kwargs", {}))
+        except Exception as error:
+            refuse("id", options["id"], f"cannot be made: {describe(error)}")
+        space = env.action_space
+        env.close()
+        if not isinstance(space, gymnasium.spaces.Text | gymnasium.spaces.Discrete):
+            refuse("id", options["id"], f"has actions {space}; give an environment whose actions are Text or Discrete")
+        for word, action in options.get("actions", {}).items():
+            if not isinstance(space, gymnasium.spaces.Discrete) or action not in space:
+                refuse("actions", {word: action}, f"is no discrete action of {options['id']}, which has {space}")
+
+    def reset(self) -> str:
+        """Begin; an empty text adds nothing to the task's prompt."""
+        seen, _ = self._env.reset(seed=self._seed, options=self._row)
+        return self._text(seen)
+
+    def step(self, response: str) -> Observation:
+        """Act as the response reads."""
+        action = self._action(response)
+        if action is None:
+            return Observation("", done=True, success=False)
+        seen, reward, terminated, truncated, _ = self._env.step(action)
+        return Observation(self._text(seen), float(reward), done=bool(terminated or truncated))
+
+    def close(self) -> None:
+        """Close the environment."""
+        self._env.close()
+
+    def _action(self, response: str) -> str | int | None:
+        if not self._discrete:
+            return response
+        if self._words:
+            found = [word for word in WORD.findall(response.lower()) if word in self._words]
+            return int(self._words[found[-1]]) if found else None
+        numbers = NUMBER.findall(response)
+        action = int(numbers[-1]) if numbers else None
+        return action if action is not None and action in self._env.action_space else None
+
+    def _text(self, seen: Any) -> str:
+        if self._env.render_mode == "ansi":
+            return str(self._env.render())
+        return seen if isinstance(seen, str) else json.dumps(seen, default=lambda value: value.tolist())

@@ -1,0 +1,55 @@
+"""Questions of reasoning-gym (Apache-2.0) with several tries: ``rollout.environment=reasoning_gym``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.core.schema import Task
+from megarl.explore.environments.options import checked, refuse
+from megarl.explore.environments.types import Observation
+from megarl.explore.rewards.procedural import scorer
+
+OPTIONS = {"tries": int, "feedback": str}
+FAMILY = "reasoning_gym/"
+TRIES = 3
+FEEDBACK = "That is not right. Try again."
+
+
+class ReasoningGym:
+    """One question: a response whose score is below 1 gets feedback and another try.
+
+    The reward of a response is what its score is above the best one before it, so that the trajectory's is its best.
+
+    Args:
+        task: A row of ``reasoning_gym/<family>``, as ``megarl data`` writes it.
+        options: ``tries``: most responses, by default 3; ``feedback``: text after one that is not right.
+    """
+
+    def __init__(self, task: Task, options: Mapping[str, Any]) -> None:
+        if not task.data_source.startswith(FAMILY):
+            raise ValueError(f"data_source {task.data_source!r}: give rows of {FAMILY}<family>")
+        self._score = scorer(task.data_source.removeprefix(FAMILY))
+        self._task = task
+        self._left = options.get("tries", TRIES)
+        self._feedback = options.get("feedback", FEEDBACK)
+        self._best = 0.0
+
+    @staticmethod
+    def check(options: Mapping[str, Any]) -> None:
+        """Raise ConfigError for options that are none."""
+        checked("reasoning_gym", options, OPTIONS)
+        if options.get("tries", TRIES) < 1:
+            refuse("tries", options["tries"], "must be at least 1")
+
+    def step(self, response: str) -> Observation:
+        """Score a response with the family's own scorer."""
+        score = self._score(response, self._task.ground_truth, self._task.extra_info)
+        gained = max(score - self._best, 0.0)
+        self._best += gained
+        self._left -= 1
+        right = score >= 1.0
+        return Observation(self._feedback, gained, done=right or not self._left, success=right)
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,168 @@
+"""Tasksets of verifiers (MIT): ``rollout.environment=verifiers``. The package lives in an environment of its own."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.core.errors import ConfigError
+from megarl.core.machine import kill_group, start_ticks
+from megarl.core.schema import Task
+from megarl.explore.environments.options import checked, refuse
+from megarl.explore.environments.types import Observation
+
+OPTIONS = {"python": str, "env": dict, "path": str}
+"""``python``: of the virtual environment that has verifiers; ``env``: verifiers' ``[env]`` block; ``path``: folder of
+a taskset that is not installed."""
+SERVER = Path(__file__).with_name("verifiers_server.py")
+CHECK_S = 300.0
+"""Seconds in which a taskset must load."""
+
+
+class VerifiersProcess:
+    """Server of the tasksets' process; one an explorer, started by its first episode and again where it has ended."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._folder = ""
+
+    def connect(self, options: Mapping[str, Any]) -> socket.socket:
+        """A connection for an episode."""
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._start(options)
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(f"{self._folder}/socket")
+        return connection
+
+    def end(self) -> None:
+        """Kill the server, with all episodes; its folder is removed."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self, options: Mapping[str, Any]) -> None:
+        self.end()
+        self._folder = tempfile.mkdtemp(prefix="megarl-verifiers-")
+        words, env = command(options, "serve", f"{self._folder}/socket")
+        self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=env)
+        assert self._process.stdout is not None
+        limit = threading.Timer(CHECK_S, self._process.kill)
+        limit.start()
+        ready = self._process.stdout.readline()
+        limit.cancel()
+        if not ready:
+            raise RuntimeError(f"the server of verifiers has ended with status {self._process.wait()}; see the log")
+
+
+PROCESS = VerifiersProcess()
+atexit.register(PROCESS.end)
+
+
+def command(options: Mapping[str, Any], name: str, *more: str) -> tuple[list[str], dict[str, str]]:
+    """Words and variables of a command of the server."""
+    env = {**os.environ, "PYTHONPATH": options.get("path", "")}
+    return [options["python"], "-P", str(SERVER), name, json.dumps(options["env"]), *more], env
+
+
+class Verifiers:
+    """One episode of a task; the taskset's rewards, summed, are the reward of the last response.
+
+    Args:
+        task: A row that ``verifiers_server.py rows`` has written: ``extra_info['index']`` is the task's.
+        options: See ``OPTIONS``.
+    """
+
+    def __init__(self, task: Task, options: Mapping[str, Any]) -> None:
+        self._seen = list(task.prompt)
+        self._opened = False
+        self._socket = PROCESS.connect(options)
+        self._lines = self._socket.makefile("rw")
+        self._pid: int = self._take()["pid"]
+        self._started = start_ticks(self._pid)
+        self._send({"index": task.extra_info["index"]})
+
+    @staticmethod
+    def check(options: Mapping[str, Any]) -> None:
+        """Raise ConfigError unless the taskset loads in its environment."""
+        checked(
+            "verifiers", options, OPTIONS, {"python": "/envs/verifiers/bin/python", "env": "{taskset: {id: gsm8k}}"}
+        )
+        if not os.access(options["python"], os.X_OK):
+            refuse("python", options["python"], "is no program; give the Python of an environment with verifiers")
+        if not isinstance(options["env"].get("taskset"), Mapping) or not options["env"]["taskset"].get("id"):
+            refuse("env", options["env"], "names no taskset; give one as {taskset: {id: NAME}}")
+        words, env = command(options, "check")
+        try:
+            found = subprocess.run(words, env=env, capture_output=True, text=True, timeout=CHECK_S)
+        except subprocess.TimeoutExpired:
+            refuse("env", options["env"], f"has loaded no task within {CHECK_S:g} s")
+        if found.returncode:
+            last = found.stderr.strip().rpartition("\n")[2]
+            raise ConfigError(
+                f"rollout.options.env={options['env']} cannot be loaded by {options['python']}: {last}; verifiers 0.4 "
+                "or later and the taskset's package must be installed there"
+            )
+
+    def step(self, response: str) -> Observation:
+        """Give a response to the request that waits for it, and return what comes before the next one."""
+        if not self._opened:
+            self._follow(self._take())
+            self._opened = True
+        self._send({"response": response})
+        self._seen.append({"role": "assistant", "content": response})
+        given = self._take()
+        if given.get("done"):
+            return Observation("", given["reward"], done=True)
+        return Observation(self._follow(given))
+
+    def kill(self) -> None:
+        """End what a call waits for, which then raises."""
+        if start_ticks(self._pid) == self._started:
+            kill_group(self._pid)
+
+    def close(self) -> None:
+        """Kill the episode's processes."""
+        self.kill()
+        self._lines.close()
+        self._socket.close()
+
+    def _follow(self, given: Mapping[str, Any]) -> str:
+        """Text of the user's messages after all that was seen."""
+        messages = given["messages"]
+        before, new = messages[: len(self._seen)], messages[len(self._seen) :]
+        plain = [{"role": message["role"], "content": message["content"]} for message in self._seen]
+        if [{"role": m["role"], "content": m.get("content")} for m in before] != plain:
+            raise ValueError("the environment asks with a conversation that was not had; make the rows again")
+        if any(message["role"] != "user" for message in new) or bool(new) != self._opened:
+            raise ValueError(f"the environment adds {new!r:.200}; a message of the user must follow a response")
+        self._seen += new
+        return "\n\n".join(str(message["content"]) for message in new)
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        self._lines.write(json.dumps(message) + "\n")
+        self._lines.flush()
+
+    def _take(self) -> dict[str, Any]:
+        try:
+            line = self._lines.readline()
+        except OSError:  # it was killed before it had read all
+            line = ""
+        if not line:
+            raise ConnectionError("the episode's process has ended")
+        found: dict[str, Any] = json.loads(line)
+        if "error" in found:
+            raise RuntimeError(f"verifiers: {found['error']}")
+        return found

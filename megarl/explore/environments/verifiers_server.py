@@ -1,0 +1,216 @@
+"""Server of verifiers' tasksets (MIT), run by the Python of their own environment: it imports nothing of megarl.
+
+    PYTHON -P verifiers_server.py rows '{"taskset": {"id": "gsm8k"}}' COUNT > rows.jsonl
+    PYTHON -P verifiers_server.py check '{"taskset": {"id": "gsm8k"}}'
+    PYTHON -P verifiers_server.py serve '{"taskset": {"id": "gsm8k"}}' SOCKET
+
+The JSON is verifiers' ``[env]`` block. A served connection is an episode, in a process that is forked for it. Both
+sides write JSON lines: the server ``{"pid"}``, then ``{"messages"}`` for each request to the model and ``{"done",
+"reward"}`` or ``{"error"}`` at the end; the client ``{"index"}`` of the task, then ``{"response"}``. Written for 0.4.0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import itertools
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from types import ModuleType
+from typing import Any
+
+import verifiers.v1 as vf
+from aiohttp import web
+from openai import APIError, AsyncOpenAI
+
+Ask = Callable[[list[Any]], Awaitable[str]]
+HARNESS = "megarl_chat"
+KEY = "MEGARL_VERIFIERS_KEY"
+PARENT_S = 1.0
+"""Seconds between two looks at the parent."""
+
+
+class Chat(vf.Harness[vf.HarnessConfig]):
+    """Harness that only asks the model, in this process: one request a turn."""
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str], data: Any
+    ) -> Any:
+        """One request of the whole conversation."""
+        system, prompt = self.resolve_prompt(data)
+        async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=None) as client:
+            try:
+                await client.chat.completions.create(model=ctx.model, messages=messages_of(system, prompt))
+            except APIError as error:  # a stop of the task's, or a failure that the trace has
+                return vf.ProgramResult(1, "", str(error))
+        return vf.ProgramResult(0, "", "")
+
+
+def messages_of(system: str | None, prompt: Any) -> list[Any]:
+    """Chat messages of a prompt, a text or messages."""
+    head = [{"role": "system", "content": system}] if system else []
+    if isinstance(prompt, str):
+        return [*head, {"role": "user", "content": prompt}]
+    return head + [message.model_dump(exclude_none=True) for message in prompt or []]
+
+
+def environment_of(block: dict[str, Any]) -> Any:
+    """Environment of an ``[env]`` block; a role that names no harness has ``Chat``."""
+    module = ModuleType(HARNESS)
+    vars(module).update(Chat=Chat, __all__=["Chat"])
+    sys.modules[HARNESS] = module
+    taskset = block["taskset"]["id"]
+    own = vf.default_harness_id(taskset) != "bash"
+    roles = [name for name, value in vf.resolve_env_config(block) if isinstance(value, vf.AgentConfig)]
+    for name in roles:
+        role = {"runtime": {"type": "subprocess"}, **block.get(name, {})}
+        block[name] = role if own else {"harness": {"id": HARNESS}, **role}
+    ours = [name for name in roles if not block[name].get("client")]
+    if len(ours) != 1:
+        raise ValueError(f"roles {ours} ask the model that is trained; one may, give the others a client of their own")
+    return vf.load_environment(vf.resolve_env_config(block))
+
+
+async def play(environment: Any, task: Any, ask: Ask) -> float:
+    """Reward of an episode; ``await ask(messages)`` is the model's response."""
+    key = secrets.token_hex(16)
+    os.environ[KEY] = key
+
+    async def complete(request: web.Request) -> web.Response:
+        if request.headers.get("Authorization") != f"Bearer {key}":
+            raise web.HTTPUnauthorized
+        text = await ask((await request.json())["messages"])
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+        body = {"id": secrets.token_hex(8), "object": "chat.completion", "created": int(time.time())}
+        return web.json_response({**body, "model": "policy", "choices": [choice]})
+
+    app = web.Application(client_max_size=2**28)
+    app.router.add_post("/v1/chat/completions", complete)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    client = vf.EvalClientConfig(base_url=url, api_key_var=KEY)
+    try:
+        async with environment.serving():
+            episode = await environment.run_episode(task, vf.ModelContext(model="policy", client=client))
+    finally:
+        await runner.cleanup()
+    if not episode.ok:
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode failed")
+    return float(episode.traces[-1].reward)
+
+
+async def serve_episode(environment: Any, find: Callable[[int], Any], connection: socket.socket) -> None:
+    """One episode over a connection; at its end this process ends."""
+    reader, writer = await asyncio.open_connection(sock=connection, limit=2**28)
+
+    async def take() -> Any:
+        line = await reader.readline()
+        if not line:  # the explorer has closed the episode, or is gone
+            os.killpg(os.getpid(), signal.SIGKILL)
+        return json.loads(line)
+
+    def send(message: dict[str, Any]) -> None:
+        writer.write(json.dumps(message).encode() + b"\n")
+
+    async def ask(messages: list[Any]) -> str:
+        send({"messages": messages})
+        return str((await take())["response"])
+
+    send({"pid": os.getpid()})
+    try:
+        send({"done": True, "reward": await play(environment, find((await take())["index"]), ask)})
+    except Exception as error:
+        send({"error": f"{type(error).__name__}: {error}"})
+    await writer.drain()
+    await take()  # the client has this process killed, with all that it has started
+
+
+def serve(environment: Any, find: Callable[[int], Any], path: str) -> None:
+    """Fork a process for each connection, until the parent is gone."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(1024)
+    print(json.dumps({"ready": True}), flush=True)
+    parent = os.getppid()
+    threading.Thread(target=watch, args=(parent,), daemon=True).start()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    while True:
+        connection, _ = listener.accept()
+        if os.fork():
+            connection.close()
+            continue
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        os.setsid()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        listener.close()
+        try:
+            asyncio.run(serve_episode(environment, find, connection))
+        finally:
+            os._exit(0)
+
+
+def watch(parent: int) -> None:
+    """End this process after its parent's death, however that died."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_S)
+    os._exit(1)
+
+
+def rows(environment: Any, count: int) -> None:
+    """Write the first tasks as rows; a prompt is what the episode's first request has."""
+    for task in itertools.islice(environment.taskset, count):
+        opening = asyncio.run(opening_of(environment, task))
+        index, name = task.data.idx, environment.config.env_id
+        row: dict[str, Any] = {"data_source": f"verifiers/{name}", "prompt": opening, "ability": "verifiers"}
+        row |= {"reward_model": {"style": "verifiers", "ground_truth": ""}, "extra_info": {"index": index}}
+        print(json.dumps(row), flush=True)
+
+
+async def opening_of(environment: Any, task: Any) -> list[Any]:
+    """Messages of an episode's first request."""
+    first: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+
+    async def ask(messages: list[Any]) -> str:
+        if not first.done():
+            first.set_result(messages)
+        raise web.HTTPServiceUnavailable  # ends the episode
+
+    try:
+        await play(environment, task, ask)
+    except RuntimeError as error:
+        if not first.done():
+            raise RuntimeError(f"task {task.data.idx} has asked no model: {error}") from error
+    return first.result()
+
+
+def main() -> None:
+    """See the module."""
+    command, block, *more = sys.argv[1:]
+    environment = environment_of(json.loads(block))
+    tasks = environment.taskset
+    if command == "rows":
+        rows(environment, int(more[0]))
+        return
+    asyncio.run(opening_of(environment, next(iter(tasks))))  # imports what an episode does, once, before the forks
+    if command == "serve":
+        known = list(tasks) if tasks.bounded else None
+        serve(environment, lambda i: known[i] if known else next(itertools.islice(tasks, i, None)), more[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""Environments of other packages, against the packages themselves, with responses that are given."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.core.config.schema import RolloutConfig
+from megarl.core.errors import ConfigError
+from megarl.core.schema import Reward, Task
+from megarl.explore import environments, workflows
+from megarl.explore.environments import EnvironmentFault, EpisodeThreads, verifiers
+from megarl.explore.environments.episode import in_thread
+from megarl.explore.recording.limits import TokenLimits
+from megarl.explore.workflows.environment import environment
+from tests import games
+from tests.unit.test_environments import Model
+
+GAME = {"id": "tests.games.guess_gymnasium:Guess-v0"}
+EPISODES = (
+    ("7",), ("3", "it is 9", "7"), ("1", "2", "3", "4"), ("no number",), ("5", ""), ("-7", "7 or 8", "<7>"),
+)  # fmt: skip
+
+
+VERIFIERS = os.environ.get("MEGARL_VERIFIERS_PYTHON", "")
+OPENENV = os.environ.get("MEGARL_OPENENV_PYTHON", "")
+with_verifiers = pytest.mark.skipif(not VERIFIERS, reason="MEGARL_VERIFIERS_PYTHON names no Python with verifiers")
+with_openenv = pytest.mark.skipif(not OPENENV, reason="MEGARL_OPENENV_PYTHON names no Python with openenv-core")
+GAMES = Path(games.__file__).parent
+
+
+def task(tries: int = 4) -> Task:
+    """A row of ``guess``, as ``megarl data`` writes it."""
+    prompt = ({"role": "user", "content": "Game 3. Guess 2 to 8: higher or lower?"},)
+    return Task("t", "guess", prompt, "game", {"style": "rule", "ground_truth": "7"}, {"tries": tries})
+
+
+def play(name: str, responses: tuple[str, ...], options: Any = None, row: Task | None = None) -> Model:
+    """Play an episode to its end."""
+    model = Model(*responses)
+    model.limits = TokenLimits()
+    model.options = options or {}
+    played: Any = model
+    asyncio.run(environment(environments.get(name), EpisodeThreads(8, 300.0))(row or task(), played))
+    assert model.reason is None, model.reason
+    return model
+
+
+def trajectory(model: Model) -> Any:
+    """All that a trainer or a person would see of it."""
+    return model.first or None, model.messages, model.rated, model.reward, len(model.responses)
+
+
+def check(name: str, options: Any, prompt: int | None = 64) -> None:
+    rollout = RolloutConfig(workflow="environment", environment=name, options=options, max_prompt_tokens=prompt)
+    workflows.check(rollout, Path("runs"))
+
+
+@pytest.mark.parametrize("responses", EPISODES)
+def test_guess_of_gymnasium_is_our_own(responses: tuple[str, ...]) -> None:
+    pytest.importorskip("gymnasium")
+    assert trajectory(play("gymnasium", responses, GAME)) == trajectory(play("guess", responses))
+
+
+def test_discrete_actions_of_gymnasium_are_words_or_numbers_and_seeded_by_the_group() -> None:
+    pytest.importorskip("gymnasium")
+    lake = {"id": "FrozenLake-v1", "kwargs": {"is_slippery": False}}
+    words = {**lake, "actions": {"left": 0, "down": 1, "right": 2, "up": 3}}
+    route = ("down", "Down.", "go right", "right", "down", "not up but right")
+    check("gymnasium", words)
+    model = play("gymnasium", route, words)
+    assert [text for _, text in model.messages] == ["4", "8", "9", "10", "14"] and model.first == "0"
+    assert model.reward is not None and (model.reward.score, model.reward.status) == (1.0, "ok")
+    assert play("gymnasium", ("1", "1", "2", "2", "1", "action 2"), lake).messages == model.messages
+    for unreadable in ("", "7", "onwards"):
+        assert play("gymnasium", (unreadable,), lake).reward == Reward(0.0, "wrong", {"turn_1": 0.0})
+    drawn = play("gymnasium", ("8",), {"id": "FrozenLake-v1", "kwargs": {"render_mode": "ansi"}})
+    assert str(drawn.first).strip().endswith("HFFG")
+    slips = [play("gymnasium", ("1",) * 100, {"id": "FrozenLake-v1"}).messages for _ in range(2)]
+    assert slips[0] == slips[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, r"rollout.options.id is not set.*such as FrozenLake-v1"),
+        ({"id": "Nowhere-v0"}, r"rollout.options.id='Nowhere-v0' cannot be made: NameNotFound"),
+        ({"id": "no_such_module:A-v0"}, r"cannot be made: ModuleNotFoundError"),
+        ({"id": "Pendulum-v1"}, r"has actions Box.*whose actions are Text or Discrete"),
+        ({"id": "FrozenLake-v1", "actions": {"jump": 4}}, r"actions=\{'jump': 4\} is no discrete action"),
+        ({"id": "FrozenLake-v1", "size": 4}, r"size=4 is no option of rollout.environment=gymnasium, which has id"),
+        ({"id": 3}, r"id=3 must be a str"),
+    ],
+)
+def test_what_gymnasium_cannot_do_is_refused_before_a_process_starts(options: Any, words: str) -> None:
+    pytest.importorskip("gymnasium")
+    with pytest.raises(ConfigError, match=words):
+        check("gymnasium", options)
+
+
+def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install gymnasium"):
+        check("gymnasium", GAME)
+
+
+def question() -> Task:
+    prompt = ({"role": "user", "content": "9 + 3 ="},)
+    return Task("t", "reasoning_gym/chain_sum", prompt, "math", {"ground_truth": "12"}, {"tries": 9})
+
+
+def test_a_question_of_reasoning_gym_is_asked_again_until_its_answer_is_right() -> None:
+    model = play("reasoning_gym", ("13", "<answer>12</answer>"), row=question())
+    assert model.messages == [("environment", "That is not right. Try again.")]
+    assert model.reward is not None and (model.reward.score, model.reward.status) == (1.0, "ok")
+    lost = play("reasoning_gym", ("1", "2", "3"), {"tries": 2, "feedback": "No."}, question())
+    assert lost.messages == [("environment", "No.")] and lost.responses == ["3"]
+    assert lost.reward == Reward(sum(lost.rated), "wrong", {"turn_1": lost.rated[0], "turn_2": lost.rated[1]})
+
+
+def test_the_score_of_a_question_is_that_of_its_best_response() -> None:
+    scores = {"a": 0.25, "b": 0.0, "c": 0.5}
+    episode: Any = environments.get("reasoning_gym")(question(), {"tries": 3})
+    episode._score = lambda text, truth, info: scores[text]
+    assert [episode.step(text).reward for text in "abc"] == [0.25, 0.0, 0.25]
+
+
+def test_options_of_reasoning_gym_are_checked() -> None:
+    check("reasoning_gym", {"tries": 2}, prompt=None)
+    for options, words in (({"tries": 0}, "must be at least 1"), ({"trys": 1}, "trys=1 is no option")):
+        with pytest.raises(ConfigError, match=words):
+            check("reasoning_gym", options)
+
+
+@pytest.fixture
+def taskset(tmp_path: Path) -> Any:
+    """Options of the game as a taskset of verifiers with one task."""
+    row = task()
+    data = {"prompt": row.prompt[0]["content"], "ground_truth": row.ground_truth, "tries": row.extra_info["tries"]}
+    (tmp_path / "rows.json").write_text(json.dumps([data]))
+    block = {"taskset": {"id": "guess_verifiers", "file": f"{tmp_path}/rows.json"}}
+    yield {"python": VERIFIERS, "env": block, "path": str(GAMES)}
+    verifiers.PROCESS.end()
+
+
+def row_of_taskset() -> Task:
+    return replace(task(), extra_info={"index": 0})
+
+
+@with_verifiers
+def test_guess_of_verifiers_is_our_own(taskset: Any) -> None:
+    words, env = verifiers.command(taskset, "rows", "9")
+    written = subprocess.run(words, env=env, stdout=subprocess.PIPE, check=True, text=True).stdout.splitlines()
+    assert [json.loads(line)["prompt"] for line in written] == [list(task().prompt)]
+    check("verifiers", taskset)
+    for responses in EPISODES:
+        seen = play("verifiers", responses, taskset, row_of_taskset())
+        assert trajectory(seen) == trajectory(play("guess", responses)), responses
+
+
+@with_verifiers
+def test_an_episode_of_verifiers_that_hangs_is_killed_and_a_dead_server_replaced(taskset: Any) -> None:
+    play("verifiers", ("7",), taskset, row_of_taskset())
+    episode: Any = environments.get("verifiers")(row_of_taskset(), taskset)
+    assert episode.step("1").text == "higher"
+    os.kill(episode._pid, signal.SIGSTOP)
+    call = in_thread(lambda: episode.step("2"))
+    episode.kill()
+    with pytest.raises(EnvironmentFault, match="process has ended"):
+        call.result(60)
+    episode.close()
+    verifiers.PROCESS._process.kill()  # type: ignore[union-attr]
+    verifiers.PROCESS._process.wait()  # type: ignore[union-attr]
+    play("verifiers", ("7",), taskset, row_of_taskset())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "rollout.options.python is not set"),
+        ({"python": "/no/python", "env": {"a": 1}}, "python='/no/python' is no program; give the Python of"),
+        ({"python": sys.executable, "env": {"a": 1}}, "names no taskset"),
+        ({"python": sys.executable, "env": {"taskset": {"id": "x"}}}, "No module named 'verifiers'; verifiers 0.4"),
+    ],
+)
+def test_tasksets_that_do_not_load_are_refused(options: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check("verifiers", options)
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return not probe.connect_ex(("127.0.0.1", port))
+
+
+@pytest.fixture
+def server() -> Any:
+    """Address of the game's OpenEnv server, a process of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen([OPENENV, str(GAMES / "guess_openenv.py"), str(port), "8"])
+    try:
+        while process.poll() is None and not listens(port):
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@with_openenv
+def test_guess_of_openenv_is_our_own(server: str) -> None:
+    options = {"url": server, "observation": "text"}
+    check("openenv", options)
+    for responses in EPISODES:
+        assert trajectory(play("openenv", responses, options)) == trajectory(play("guess", responses)), responses
+    for wrong, words in (({"action": "move"}, "have .*message"), ({"observation": "seen"}, "have .*text")):
+        with pytest.raises(ConfigError, match=words):
+            check("openenv", {**options, **wrong})
+
+
+@with_openenv
+def test_a_server_of_openenv_with_too_few_places_says_so_and_a_call_is_ended(server: str) -> None:
+    options = {"url": server, "observation": "text"}
+    make: Any = environments.get("openenv")
+    episodes = [make(task(), 1, options) for _ in range(8)]
+    assert [episode.reset() for episode in episodes] == [""] * 8
+    ninth = make(task(), 1, options)
+    with pytest.raises(RuntimeError, match="CAPACITY_REACHED.*max_concurrent_envs"):
+        ninth.reset()
+    for episode in episodes:
+        episode.close()
+    ninth.kill()
+    with pytest.raises(Exception, match=r"clos"):
+        ninth.step("1")
+    ninth.close()
+
+
+def test_a_server_of_openenv_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"url='http://127.0.0.1:9' has no OpenEnv server: .*start it before"):
+        check("openenv", {"url": "http://127.0.0.1:9"})
