@@ -165,9 +165,13 @@ class Box:
         else:
             self.lost = self._source.close()
 
-    def start_answer(self, program: str, limits: Limits, wall_s: float) -> None:
-        """Run the program and let it answer calls that come over the descriptor that it was given."""
-        self.set_job({"kind": "answer", "program": without_surrogates(program), "limits": dataclasses.asdict(limits)})
+    def start_answer(self, program: str, limits: Limits, wall_s: float, watch_s: float | None = None) -> None:
+        """Run the program and let it answer calls that come over the descriptor that it was given.
+
+        ``watch_s``: seconds between two looks at its memory, where they are to be fewer than usual.
+        """
+        job = {"kind": "answer", "program": without_surrogates(program), "limits": dataclasses.asdict(limits)}
+        self.set_job(job if watch_s is None else {**job, "watch_s": watch_s})
         self.send_test(Test(), wall_s, limits)
 
     def set_job(self, job: dict[str, Any]) -> None:

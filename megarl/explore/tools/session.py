@@ -23,6 +23,9 @@ LATE_S = 2.0
 """Beyond a call's limit, for code that does not let itself be interrupted; after that its session is killed."""
 LAST_WORDS_S = 1.0
 """For the sandbox to say which limit has ended a session."""
+WATCH_S = 0.5
+"""Seconds between two looks at a session's memory: most of the time it waits, and each look takes CPU."""
+PROCESSES = 8
 LIFE_S = 10.0**6
 """Longest life of a session: that of its trajectory is shorter."""
 HEAD_BYTES, ESCAPED = 2**15, 12
@@ -41,7 +44,7 @@ class PythonSessions:
 
     def __init__(self, sandbox: LocalSandbox, memory_mib: int, timeout_s: float, calls: int, most: int) -> None:
         memory, cpu_s = memory_mib * MIB, math.ceil((timeout_s + LATE_S) * (calls + 1))
-        own = {"address_space_bytes": memory, "memory_bytes": memory, "file_bytes": 64 * MIB}
+        own = {"address_space_bytes": memory, "memory_bytes": memory, "file_bytes": 64 * MIB, "processes": PROCESSES}
         self.limits = Limits(cpu_s, LIFE_S, LIFE_S, **own)
         self.sandbox, self.timeout_s, self.most = sandbox, timeout_s, most
         self._threads: list[ThreadPoolExecutor] = []
@@ -123,7 +126,7 @@ class PythonSession:
         self._held.callback(link.close)
         with inside:
             box = self._held.enter_context(self._sessions.sandbox.open(limits, inside))
-        box.start_answer(PROGRAM, limits, LIFE_S)
+        box.start_answer(PROGRAM, limits, LIFE_S, WATCH_S)
         box.wait()
         if self._ask(link, "names", time.monotonic() + START_S, names=["run"]) is None:
             self._end()

@@ -239,8 +239,8 @@ def tree_bytes() -> int:
     return total * resource.getpagesize()
 
 
-def watch(process: int, wall_s: float, memory_bytes: int) -> str:
-    """Wait for its end or for a limit; the name of the limit."""
+def watch(process: int, wall_s: float, memory_bytes: int, watch_s: float) -> str:
+    """Wait for its end or for a limit, its memory looked at every ``watch_s``; the name of the limit."""
     deadline = time.monotonic() + wall_s
     descriptor = os.pidfd_open(process)
     try:
@@ -250,7 +250,7 @@ def watch(process: int, wall_s: float, memory_bytes: int) -> str:
             left = deadline - time.monotonic()
             if left <= 0:
                 return "wall"
-            if poll.poll(1000 * min(left, WATCH_S)):
+            if poll.poll(1000 * min(left, watch_s)):
                 return ""
             if tree_bytes() > memory_bytes:
                 return "memory"
@@ -316,7 +316,7 @@ def run_test(job: dict[str, Any], test: dict[str, Any], ready: dict[str, Any], p
         os.close(
             passed
         )  # so that the tests see it when the program ends; the program, if it is still there, is killed when they have
-    limit = watch(process, test["wall_s"], limits["memory_bytes"])
+    limit = watch(process, test["wall_s"], limits["memory_bytes"], job.get("watch_s", WATCH_S))
     seconds = time.monotonic() - start
     status, cpu_s = kill_all(process)
     size = os.fstat(files[1]).st_size
