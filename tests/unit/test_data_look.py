@@ -21,6 +21,7 @@ from megarl.core.config import Config, compose, save_resolved
 from megarl.core.errors import ConfigError
 from megarl.core.schema import Reward, Trajectory, Turn, WeightsSpan, WeightsVersion
 from megarl.explore.store import Claim, Selection, Store, Used
+from megarl.explore.tasksets import text_of_tokens
 from megarl.explore.tasksets.files import read_table
 from megarl.run.data import export, prune
 from megarl.run.data.count import count
@@ -367,9 +368,39 @@ def test_commands_read_while_a_job_writes_and_say_what_is_wrong(
     assert "kept: 2 groups, which no step has used" in capsys.readouterr().out
     for words, message in (
         (["count", f"{folder}/none"], "has no resolved.json"),
+        (["prune", folder, "source="], "source= has an empty name; give a data source"),
+        (["count", folder, "source=code,"], "source=code, has an empty name"),
         (["count", folder, "source=maths"], "source=maths: no task has it; sources are code, reasoning_gym/chain_sum"),
         (["export", folder, "-o", "rows.csv"], "-o rows.csv: end the name in .parquet or .jsonl"),
         (["page", folder, "reward=7"], "no trajectory matches reward=7"),
     ):
         assert main(["data", *words]) == 2
         assert message in caplog.messages[-1]
+
+
+class Plain:
+    """A tokenizer whose unknown characters are bytes, as of Llama 2 and Gemma."""
+
+    def __init__(self) -> None:
+        vocab = {"▁": 0, "a": 1, "▁the": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+        self.tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+        self.tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
+
+    def decode(self, ids: Any, *, special: bool = False) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def test_tokens_that_are_no_characters_have_a_text_too() -> None:
+    plain: Any = Plain()
+    whole = [2, 0, *(3 + byte for byte in "é🙂".encode()), 1]
+    assert text_of_tokens(plain, whole) == [" the", " ", "", "é", "", "", "", "🙂", "a"]
+    assert "".join(text_of_tokens(plain, whole[:-2])).startswith(" the é") and text_of_tokens(plain, []) == []
+    draw = np.random.default_rng(0)
+    for _ in range(300):
+        ids = draw.integers(0, 259, draw.integers(1, 12)).tolist()
+        found = text_of_tokens(plain, ids)
+        assert len(found) == len(ids)
+        if "�" not in (text := plain.decode(ids)):
+            assert "".join(found) == text

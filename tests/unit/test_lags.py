@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from megarl.core.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import JOBS
 from megarl.core.schema import LARGEST_LAG, End, Outcome, Reward, Trajectory, Turn, WeightsSpan, WeightsVersion
+from megarl.explore.experience import operators as operators_module
 from megarl.explore.experience.groups import group_stats
 from megarl.explore.order.draws import ExpertRow
 from megarl.learn import algorithms
@@ -226,6 +228,26 @@ def test_replayed_groups_have_their_own_lags_and_tokens_add_up(tmp_path: Path, s
         stale = 0.0 if lags is None else float((lags[batch.sequences.mask] > 0).double().mean())
         assert found.metrics["rollout/stale_tokens"] == pytest.approx(stale)
     assert max(seen) > 1
+    job.store.close()
+
+
+def test_members_are_excluded_again_where_their_group_is_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All responses of ``ReplayJob`` have one text; two of each group are kept, and every row is of its own step."""
+    config = config_of(0, uses=3, max_age=4)
+    monkeypatch.setattr(operators_module.ChatTokenizer, "of", lambda config: SimpleNamespace(decode=str))
+    operators = {"mine": {"file": str(tmp_path / "mine.py")}}
+    (tmp_path / "mine.py").write_text(
+        "def operate(members):\n    return [None, None, *['third'] * (len(members) - 2)]\n"
+    )
+    job = ReplayJob(tmp_path, replace(config, buffer=replace(config.buffer, operators=operators)))
+    for number in range(3):
+        found = job.step(number)
+        ids = {e.group_id for e in found.trajectories}
+        assert len(found.trajectories) == 2 * len(ids) and {group for group, _ in found.used.excluded} == ids
+        assert found.account.excluded["third"].trajectories == (SIZE - 2) * len(ids) == len(found.used.excluded)
+    assert found.used.replayed
     job.store.close()
 
 

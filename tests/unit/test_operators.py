@@ -20,9 +20,12 @@ from megarl.core.schema import End, Reward, Trajectory
 from megarl.explore.experience import by_group, verify, with_group_stats
 from megarl.explore.experience import operators as module
 from megarl.explore.experience.operators import OPERATORS, Member, Operators, operators_of
+from megarl.learn import algorithms
 from megarl.run.checks.settings import check_operators
+from megarl.run.run_dir.changes import changes
 from tests.trajectories import one_turn
 
+GRPO = algorithms.get("grpo")
 WORDS = ["", "yes", "no", "12", "the answer is twelve", "die Antwort", "答案是十二", *["again " * 40]]
 
 
@@ -170,14 +173,39 @@ def test_what_an_operator_may_not_do_names_it_and_the_group(tmp_path: Path, ruli
     [
         ({"dedup": {}}, r"buffer\.operators\.dedup is not there; there are duplicates, degenerate, .* or give"),
         ({"length": 3}, r"buffer\.operators\.length=3 must be its settings"),
-        ({"length": {"most": 3}}, r"unexpected keyword argument 'most'; its settings are min_tokens, max_tokens"),
-        ({"relabel": {"end": {"cut": 0.0}}}, r"relabel\.end has cut; there are finished, truncated"),
+        ({"length": {"most": 3}}, r"unknown setting 'buffer\.operators\.length\.most'.*min_tokens"),
+        ({"length": {"max_tokens": "512"}}, r"buffer\.operators\.length\.max_tokens='512'"),
+        ({"length": {"min_tokens": None}}, r"buffer\.operators\.length\.min_tokens=None must be of type int"),
+        ({"length": {"min_tokens": -1}}, r"buffer\.operators\.length\.min_tokens=-1 must be at least 0"),
+        ({"degenerate": {"language": "german"}}, r"buffer\.operators\.degenerate\.language='german'"),
+        ({"diversity": {"ngram": 0}}, r"buffer\.operators\.diversity\.ngram=0 must be at least 1"),
+        ({"relabel": {"end": {"cut": 0.0}}}, r"buffer\.operators\.relabel\.end.*'cut' is not one of finished"),
+        ({"relabel": {"status": {"wrng": 0.0}}}, r"buffer\.operators\.relabel\.status.*'wrng' is not one of ok, wro"),
         ({"mine": {"file": "/nowhere.py"}}, r"buffer\.operators\.mine\.file=/nowhere\.py: no such file"),
     ],
 )
 def test_what_is_not_there_is_refused_before_a_start(operators: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_operators(Config(buffer=BufferConfig(operators=operators)))
+        check_operators(Config(buffer=BufferConfig(operators=operators)), GRPO)
+
+
+def test_a_group_without_a_verdict_at_all_is_dropped() -> None:
+    failed = [replace(member(i, 1, size=2), reward=Reward(math.nan, "error")) for i in range(2)]
+    operate = Operators(Config(buffer=BufferConfig(operators={"duplicates": {}}))).apply
+    found = verify(failed, RewardConfig(on_error="mask"), vocab_size=9, operate=operate, min_members=2)
+    assert found.dropped == {"g": "reward_error"}
+
+
+def test_a_greedy_baseline_is_not_relabelled() -> None:
+    config = Config(buffer=BufferConfig(operators={"relabel": {"status": {"wrong": -1.0}}}))
+    with pytest.raises(ConfigError, match=r"buffer\.operators\.relabel with algorithm\.name=remax"):
+        check_operators(config, algorithms.get("remax"))
+
+
+def test_another_order_is_a_change() -> None:
+    first, second = ({"buffer": {"operators": {name: {} for name in names}}} for names in ("ab", "ba"))
+    [found] = changes(first, second)
+    assert found.setting == "buffer.operators" and found.trains() and list(changes(first, first)) == []
 
 
 def test_a_group_must_be_able_to_lose_a_member() -> None:
@@ -185,8 +213,8 @@ def test_a_group_must_be_able_to_lose_a_member() -> None:
         algorithm=AlgorithmConfig(group_size=2), buffer=BufferConfig(operators={"duplicates": {}}, min_members=3)
     )
     with pytest.raises(ConfigError, match=r"buffer\.min_members=3 with algorithm\.group_size=2"):
-        check_operators(config)
-    check_operators(replace(config, buffer=BufferConfig(min_members=3)))
+        check_operators(config, GRPO)
+    check_operators(replace(config, buffer=BufferConfig(min_members=3)), GRPO)
 
 
 def test_every_operator_rules_over_every_member_of_random_groups() -> None:

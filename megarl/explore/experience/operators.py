@@ -13,11 +13,14 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_type_hints
 
 from megarl.core.config import Config
+from megarl.core.config.bounds import Coefficient, Count, NonNegative, Number, UnitInterval
+from megarl.core.config.load import from_dict
+from megarl.core.config.validate import numbers
 from megarl.core.errors import ConfigError, DataError, describe
-from megarl.core.schema import End, Reward, Trajectory
+from megarl.core.schema import Reward, Trajectory
 from megarl.core.user_file import import_file
 from megarl.explore.experience.checks import LARGEST_SCORE
 from megarl.explore.experience.groups import group_stats
@@ -25,6 +28,8 @@ from megarl.explore.rewards.shape import language_consistency, repetition_penalt
 from megarl.explore.tasksets import ChatTokenizer
 
 Ruling = str | Reward | None
+EndName = Literal["finished", "truncated", "repetition"]
+"""Ends of the policy; members of others have no verdict."""
 SETTING = "buffer.operators"
 REASON = re.compile(r"[a-z][a-z0-9_]*")
 """Form of a reason, which is part of a metric's name."""
@@ -73,10 +78,10 @@ def duplicates(members: Sequence[Member], *, strip: bool = True) -> list[Ruling]
 def degenerate(
     members: Sequence[Member],
     *,
-    max_repetition: float = 0.8,
-    ngram: int = 8,
+    max_repetition: UnitInterval = 0.8,
+    ngram: Count = 8,
     language: Literal["en", "zh", "other"] | None = None,
-    min_language: float = 0.5,
+    min_language: UnitInterval = 0.5,
 ) -> list[Ruling]:
     """Exclude responses that are blank (``empty``), repeat themselves (``repetitive``) or are in another language
     (``language``).
@@ -100,7 +105,9 @@ def degenerate(
     return [ruling(member.text) for member in members]
 
 
-def length(members: Sequence[Member], *, min_tokens: int = 0, max_tokens: int | None = None) -> list[Ruling]:
+def length(
+    members: Sequence[Member], *, min_tokens: NonNegative = 0, max_tokens: NonNegative | None = None
+) -> list[Ruling]:
     """Exclude trajectories with fewer or more sampled tokens: ``too_short``, ``too_long``."""
     most = math.inf if max_tokens is None else max_tokens
 
@@ -110,7 +117,7 @@ def length(members: Sequence[Member], *, min_tokens: int = 0, max_tokens: int | 
     return [ruling(member.trajectory.response_length) for member in members]
 
 
-def quality(members: Sequence[Member], *, part: str | None = None, min_score: float = 0.0) -> list[Ruling]:
+def quality(members: Sequence[Member], *, part: str | None = None, min_score: Number = 0.0) -> list[Ruling]:
     """Exclude, as ``low_quality``, what a rule or a judge has given less than ``min_score``.
 
     Args:
@@ -120,14 +127,14 @@ def quality(members: Sequence[Member], *, part: str | None = None, min_score: fl
     return ["low_quality" if score < min_score else None for score in scores]
 
 
-def variance(members: Sequence[Member], *, min_std: float = 0.0) -> list[Ruling]:
+def variance(members: Sequence[Member], *, min_std: Coefficient = 0.0) -> list[Ruling]:
     """Exclude a whole group, as ``low_variance``, whose rewards have a standard deviation (unbiased) of ``min_std`` or
     less."""
     found = group_stats([member.reward.score for member in members])
     return ["low_variance" if found.std <= min_std else None] * len(members)
 
 
-def diversity(members: Sequence[Member], *, min_distinct: float = 0.5, ngram: int = 1) -> list[Ruling]:
+def diversity(members: Sequence[Member], *, min_distinct: UnitInterval = 0.5, ngram: Count = 1) -> list[Ruling]:
     """Exclude a whole group, as ``uniform``, whose texts have less than ``min_distinct`` different n-grams for each
     n-gram (distinct-n, 1510.03055 section 4.3). Words are what white space parts."""
     words = [member.text.split() for member in members]
@@ -137,19 +144,23 @@ def diversity(members: Sequence[Member], *, min_distinct: float = 0.5, ngram: in
 
 
 def relabel(
-    members: Sequence[Member], *, status: Mapping[str, float] | None = None, end: Mapping[str, float] | None = None
+    members: Sequence[Member],
+    *,
+    status: dict[Literal["ok", "wrong"], float] | None = None,
+    end: dict[EndName, float] | None = None,
 ) -> list[Ruling]:
     """Replace scores by the status of the verdict, or the end of the trajectory, which comes first. Statuses stay.
 
     Args:
-        status: ``ok`` or ``wrong`` -> score.
+        status: Status -> score.
         end: ``End`` -> score, such as {truncated: -1.0}.
     """
-    by_status, by_end = status or {}, end or {}
+    by_status: Mapping[Any, float] = status or {}
+    by_end: Mapping[Any, float] = end or {}
 
     def ruling(member: Member) -> Reward | None:
-        score = by_end.get(member.trajectory.end.value, by_status.get(member.reward.status))
-        return None if score is None else dataclasses.replace(member.reward, score=float(score))
+        score = by_end.get(member.trajectory.end, by_status.get(member.reward.status))
+        return None if score is None else dataclasses.replace(member.reward, score=score)
 
     return [ruling(member) for member in members]
 
@@ -184,18 +195,20 @@ class Operators:
             DataError: an operator failed, or ruled otherwise than it may.
         """
         kept, excluded = list(group), dict[int, str]()
-        if self._tokenizer is None:
+        if self._tokenizer is None or not kept:
             return Operated(kept, excluded)
         texts = {e.index: self._tokenizer.decode(e.response.token_ids) for e in group}
         for name, operate, settings in self._operators:
             members = [Member(e, texts[e.index]) for e in kept]
             try:
-                rulings = list(operate(members, **settings)) if members else []
+                rulings = list(operate(members, **settings))
             except Exception as error:
                 raise DataError(f"{SETTING}.{name} failed on group {group[0].group_id}: {describe(error)}") from error
             _check_rulings(name, group[0].group_id, rulings, len(members))
             excluded |= {e.index: r for e, r in zip(kept, rulings, strict=True) if isinstance(r, str)}
             kept = [_ruled(e, r) for e, r in zip(kept, rulings, strict=True) if not isinstance(r, str)]
+            if not kept:
+                break
         return Operated(kept, excluded)
 
 
@@ -232,9 +245,9 @@ def _operator(name: str, settings: Any) -> tuple[Operate, dict[str, Any]]:
             f"{SETTING}.{name} is not there; there are {', '.join(OPERATORS)}, or give {SETTING}.{name}.file, a "
             "Python file with def operate(members)"
         )
-    operate: Any = OPERATORS.get(name)
-    if path is not None:
-        operate = getattr(import_file(str(path), f"{SETTING}.{name}.file", "def operate(members)"), "operate", None)
+    if path is None:
+        return OPERATORS[name], _checked(name, given)
+    operate: Any = getattr(import_file(str(path), f"{SETTING}.{name}.file", "def operate(members)"), "operate", None)
     if not callable(operate):
         raise ConfigError(f"{SETTING}.{name}.file={path} has no def operate(members)")
     try:
@@ -242,10 +255,18 @@ def _operator(name: str, settings: Any) -> tuple[Operate, dict[str, Any]]:
     except TypeError as error:
         known = ", ".join(list(inspect.signature(operate).parameters)[1:])
         raise ConfigError(f"{SETTING}.{name}: {error}; its settings are {known or 'none'}") from error
-    _check_ends(name, given)
     return operate, given
 
 
-def _check_ends(name: str, settings: Mapping[str, Any]) -> None:
-    if name == "relabel" and (unknown := sorted(set(settings.get("end") or {}) - {end.value for end in End})):
-        raise ConfigError(f"{SETTING}.relabel.end has {', '.join(unknown)}; there are {', '.join(End)}")
+def _checked(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of one of ``OPERATORS``, of the types and within the bounds of its function's keywords."""
+    keywords = list(inspect.signature(OPERATORS[name]).parameters.values())[1:]
+    hints = get_type_hints(OPERATORS[name], include_extras=True)
+    kind = dataclasses.make_dataclass(
+        name, [(word.name, hints[word.name], dataclasses.field(default=word.default)) for word in keywords]
+    )
+    found = from_dict(kind, given, f"{SETTING}.{name}.")
+    for number in numbers(found, f"{SETTING}.{name}."):
+        if number.bound is not None and not number.bound.admits(number.value):
+            raise ConfigError(f"{number.name}={number.value:g} must be {number.bound}")
+    return vars(found)

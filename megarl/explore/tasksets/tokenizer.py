@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 from tokenizers import Encoding, Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from megarl.core.config import Config
 from megarl.core.durable import read_json
@@ -35,6 +34,8 @@ AT_ONCE = 1024
 """Texts that are encoded together."""
 TAGS = frozenset({"<think>", "</think>", "<answer>", "</answer>"})
 """Text that verifiers read, though a tokenizer may have it as special tokens."""
+LONGEST_CHARACTER = 4
+"""Bytes, and so tokens, of a character in UTF-8."""
 PROBE = "0f1e2d3c"
 """An answer whose rendering shows what a template writes after answers."""
 
@@ -240,9 +241,15 @@ class ChatTokenizer:
 
 def text_of_tokens(tokenizer: ChatTokenizer, ids: Sequence[int]) -> list[str]:
     """Text of each token, special ones included. A character of several tokens stands at its last one; those before it
-    have none."""
-    stream = DecodeStream(skip_special_tokens=False)
-    return [stream.step(tokenizer._tokenizer, token) or "" for token in ids]
+    have none. Bytes that are no character are ``�``."""
+    pieces, start, read = list[str](), 0, 0
+    for end in range(1, len(ids) + 1):
+        before, text = (tokenizer.decode(ids[start:stop], special=True) for stop in (read, end))
+        whole = not text.endswith("�") or end - read == LONGEST_CHARACTER or end == len(ids)
+        pieces.append(text[len(os.path.commonprefix([before, text])) :] if whole else "")
+        if whole:
+            start, read = read, end
+    return pieces
 
 
 def read_tokenizer(file: Path) -> Tokenizer:

@@ -74,7 +74,7 @@ def check_settings(config: Config, algorithm: Algorithm, nodes: int, *, elsewher
     check_url(config.store.url, nodes)
     if job.rollouts:
         workflows.check(config.rollout, Path(config.run.dir))
-        check_operators(config)
+        check_operators(config, algorithm)
         check_reward_settings(config)
 
 
@@ -129,14 +129,20 @@ def check_algorithm(config: Config) -> None:
     algorithms.try_out(algorithm, token, config.algorithm)
 
 
-def check_operators(config: Config) -> None:
-    """Raise ConfigError unless every operator is there and has such settings, and a group may lose members."""
+def check_operators(config: Config, algorithm: Algorithm) -> None:
+    """Raise ConfigError unless every operator is there, has such settings and fits the algorithm, and a group may lose
+    members."""
     size, least = config.algorithm.group_size, config.buffer.min_members
     loses = operators_of(config.buffer.operators) or config.reward.on_error == "mask"
     if loses and least > size:
         raise ConfigError(
             f"buffer.min_members={least} with algorithm.group_size={size}: a group that loses a member would always be "
             f"dropped; set it to {size} or less"
+        )
+    if "relabel" in config.buffer.operators and "greedy" in algorithm.needs:
+        raise ConfigError(
+            f"buffer.operators.relabel with algorithm.name={algorithm.name}: the greedy response, its baseline, keeps "
+            "its score; change scores in a reward function (reward.path)"
         )
 
 

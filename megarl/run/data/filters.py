@@ -55,12 +55,18 @@ def selection_of(words: Sequence[str], experts: bool = False) -> tuple[Selection
         "steps": ("steps", _steps),
         "reward": ("scores", _scores),
         "end": ("ends", lambda text: frozenset(map(End, _names("end", text, tuple(End))))),
-        "source": ("sources", lambda text: tuple(filter(None, text.split(",")))),
+        "source": ("sources", _sources),
     }
     for name, text in given.items():
         field, read = readers[name]
         values[field] = read(text)
     return Selection(**values), False
+
+
+def _sources(text: str) -> tuple[str, ...]:
+    if not all(found := text.split(",")):
+        raise ConfigError(f"source={text} has an empty name; give a data source, or several with commas between them")
+    return tuple(found)
 
 
 def check_sources(selection: Selection, store: Store) -> None:

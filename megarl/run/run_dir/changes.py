@@ -83,6 +83,10 @@ computes, how long it waits, what it logs and keeps. Timeouts and retries of rew
 without a verdict is dropped. ``run.allow_changes`` confirms all others when a run goes on."""
 
 
+ORDERED = ("buffer.operators",)
+"""Groups of settings whose order counts."""
+
+
 class Change(NamedTuple):
     """A setting with another value than before."""
 
@@ -104,6 +108,8 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "") -> 
     for key in dict.fromkeys([*old, *new]):
         before, after, name = old.get(key), new.get(key), f"{where}.{key}" if where else key
         if isinstance(before, Mapping) and isinstance(after, Mapping):
+            if name in ORDERED and before.keys() == after.keys() and list(before) != list(after):
+                yield Change(name, list(before), list(after))
             yield from changes(before, after, name)
         elif before != after:
             yield Change(name, before, after)

@@ -111,7 +111,8 @@ class _Found:
         ids = [group[0].group_id for group in self.groups]
         dropped = self.dropped | dict.fromkeys(ids[wanted:], SURPLUS)
         again = tuple(group.group_id for group in self.replayed)
-        excluded = {member: reason for member, reason in self.excluded.items() if member[0] in ids[:wanted]}
+        trained = {*ids[:wanted], *again}
+        excluded = {member: reason for member, reason in self.excluded.items() if member[0] in trained}
         return Used(tuple(ids[:wanted]), dropped, again, excluded)
 
     def trained(self, wanted: int) -> list[Trajectory]:
