@@ -16,13 +16,15 @@ from typing import Any
 
 import pytest
 
+from megarl.core.config.rewards import RewardConfig
 from megarl.core.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
-from megarl.core.schema import Reward, Task
+from megarl.core.schema import Reward, Task, Turn
 from megarl.explore import environments, workflows
 from megarl.explore.environments import EnvironmentFault, EpisodeThreads, verifiers
 from megarl.explore.environments.episode import in_thread
 from megarl.explore.recording.limits import TokenLimits
+from megarl.explore.rewards import RewardPool
 from megarl.explore.workflows.environment import environment
 from tests import games
 from tests.unit.test_environments import Model
@@ -120,11 +122,41 @@ def question() -> Task:
     return Task("t", "reasoning_gym/chain_sum", prompt, "math", {"ground_truth": "12"}, {"tries": 9})
 
 
+class Verified(Model):
+    """A model whose responses a pool of rewards scores."""
+
+    pool: RewardPool
+
+    async def generate(self) -> Turn:
+        self.said = self.responses.pop(0)
+        return await super().generate()
+
+    def text(self, turn: Turn) -> str:
+        return self.said
+
+    async def verify(self, *, of: Turn) -> Reward:
+        return (await self.pool.score(self.row, self.said)).reward
+
+
+def ask(row: Task, *responses: str, options: Any = None, **rewards: Any) -> Model:
+    """Play an episode of reasoning_gym, with a pool of its own."""
+    model: Any = Verified(*responses)
+    model.limits, model.options, model.row = TokenLimits(), options or {}, row
+
+    async def main() -> None:
+        async with RewardPool(RewardConfig(workers=1, **rewards)) as model.pool:
+            await environment(environments.get("reasoning_gym"), EpisodeThreads(8, 300.0))(row, model)
+
+    asyncio.run(main())
+    assert model.reason is None, model.reason
+    return model  # type: ignore[no-any-return]
+
+
 def test_a_question_of_reasoning_gym_is_asked_again_until_its_answer_is_right() -> None:
-    model = play("reasoning_gym", ("13", "<answer>12</answer>"), row=question())
+    model = ask(question(), "13", "<answer>12</answer>", weight=0.5)
     assert model.messages == [("environment", "That is not right. Try again.")]
     assert model.reward is not None and (model.reward.score, model.reward.status) == (1.0, "ok")
-    lost = play("reasoning_gym", ("1", "2", "3"), {"tries": 2, "feedback": "No."}, question())
+    lost = ask(question(), "1", "2", "3", options={"tries": 2, "feedback": "No."})
     assert lost.messages == [("environment", "No.")] and lost.responses == ["3"]
     assert lost.reward == Reward(sum(lost.rated), "wrong", {"turn_1": lost.rated[0], "turn_2": lost.rated[1]})
 
@@ -132,8 +164,25 @@ def test_a_question_of_reasoning_gym_is_asked_again_until_its_answer_is_right() 
 def test_the_score_of_a_question_is_that_of_its_best_response() -> None:
     scores = {"a": 0.25, "b": 0.0, "c": 0.5}
     episode: Any = environments.get("reasoning_gym")(question(), {"tries": 3})
-    episode._score = lambda text, truth, info: scores[text]
-    assert [episode.step(text).reward for text in "abc"] == [0.25, 0.0, 0.25]
+    assert [episode.step(text, scores[text]).reward for text in "abc"] == [0.25, 0.0, 0.25]
+
+
+def test_code_of_a_response_does_not_run_in_this_process() -> None:
+    """SymPy evaluates the answer to an integral."""
+    metadata = {"variable": "x", "integrand": "2*x"}
+    row = replace(question(), data_source="reasoning_gym/simple_integration", extra_info={"metadata": metadata})
+    lost = ask(row, "__import__('sys').modules.__setitem__('left_by_a_response', 1)", options={"tries": 1})
+    assert "left_by_a_response" not in sys.modules and lost.rated == [0.0]
+
+
+def test_a_response_without_a_verdict_leaves_its_trajectory_without_one() -> None:
+    row = replace(question(), data_source="reasoning_gym/no_such_family")
+    assert ask(row, "13", retries=0).reward is None
+
+
+def test_rows_of_an_environment_that_asks_the_verifier_need_one() -> None:
+    for name, asks in (("reasoning_gym", True), ("guess", False)):
+        assert workflows.asks_verifier(RolloutConfig(workflow="environment", environment=name)) is asks
 
 
 def test_options_of_reasoning_gym_are_checked() -> None:
