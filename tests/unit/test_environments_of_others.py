@@ -82,10 +82,13 @@ def test_discrete_actions_of_gymnasium_are_words_or_numbers_and_seeded_by_the_gr
     route = ("down", "Down.", "go right", "right", "down", "not up but right")
     check("gymnasium", words)
     model = play("gymnasium", route, words)
+    capitals = {**lake, "actions": {"Left": 0, "DOWN": 1, "Right": 2, "up": 3}}
+    check("gymnasium", capitals)
+    assert play("gymnasium", route, capitals).messages == model.messages
     assert [text for _, text in model.messages] == ["4", "8", "9", "10", "14"] and model.first == "0"
     assert model.reward is not None and (model.reward.score, model.reward.status) == (1.0, "ok")
     assert play("gymnasium", ("1", "1", "2", "2", "1", "action 2"), lake).messages == model.messages
-    for unreadable in ("", "7", "onwards"):
+    for unreadable in ("", "7", "onwards", "9" * 5000):
         assert play("gymnasium", (unreadable,), lake).reward == Reward(0.0, "wrong", {"turn_1": 0.0})
     drawn = play("gymnasium", ("8",), {"id": "FrozenLake-v1", "kwargs": {"render_mode": "ansi"}})
     assert str(drawn.first).strip().endswith("HFFG")
@@ -101,6 +104,10 @@ def test_discrete_actions_of_gymnasium_are_words_or_numbers_and_seeded_by_the_gr
         ({"id": "no_such_module:A-v0"}, r"cannot be made: ModuleNotFoundError"),
         ({"id": "Pendulum-v1"}, r"has actions Box.*whose actions are Text or Discrete"),
         ({"id": "FrozenLake-v1", "actions": {"jump": 4}}, r"actions=\{'jump': 4\} is no discrete action"),
+        ({"id": "FrozenLake-v1", "actions": {"go down": 1}}, r"'go down': 1\} names an action by no single word; give"),
+        ({"id": "FrozenLake-v1", "actions": {1: 1}}, r"actions=\{1: 1\} names an action by no single word"),
+        ({"id": "FrozenLake-v1", "actions": {True: 1}}, r"actions=\{True: 1\} names an action by no single word"),
+        ({"id": "FrozenLake-v1", "actions": {"a": 1, "A": 1}}, r"'A': 1\} is the same word as 'a'.*remove one"),
         ({"id": "FrozenLake-v1", "size": 4}, r"size=4 is no option of rollout.environment=gymnasium, which has id"),
         ({"id": 3}, r"id=3 must be a str"),
     ],
