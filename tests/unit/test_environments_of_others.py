@@ -244,12 +244,25 @@ def test_an_episode_of_verifiers_that_hangs_is_killed_and_a_dead_server_replaced
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+def test_a_taskset_has_no_keys_but_those_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MEGARL_JOB_KEY", "OPENAI_API_KEY", "OTHER_API_KEY"):
+        monkeypatch.setenv(name, "secret")
+    options = {"python": "python", "env": {}, "path": "/tasksets", "variables": ["OPENAI_API_KEY"]}
+    env = verifiers.command(options, "check")[1]
+    assert [name for name in env if env[name] == "secret"] == ["OPENAI_API_KEY"]
+    assert env["PYTHONPATH"] == "/tasksets" and env["PATH"] == os.environ["PATH"]
+
+
         ({}, "rollout.options.python is not set"),
         ({"python": "/no/python", "env": {"a": 1}}, "python='/no/python' is no program; give the Python of"),
         ({"python": sys.executable, "env": {"a": 1}}, "names no taskset"),
         ({"python": sys.executable, "env": {"taskset": {"id": "x"}}}, "No module named 'verifiers'; verifiers 0.4"),
     ],
 )
+        (
+            {"python": sys.executable, "env": {"taskset": {"id": "x"}}, "variables": ["MEGARL_JOB_KEY"]},
+            "variables='MEGARL_JOB_KEY' is no name of a variable of yours",
+        ),
 def test_tasksets_that_do_not_load_are_refused(options: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check("verifiers", options)
