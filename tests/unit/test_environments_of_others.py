@@ -9,12 +9,15 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from megarl.core.config.rewards import RewardConfig
 from megarl.core.config.schema import RolloutConfig
@@ -241,9 +244,6 @@ def test_an_episode_of_verifiers_that_hangs_is_killed_and_a_dead_server_replaced
     play("verifiers", ("7",), taskset, row_of_taskset())
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
 def test_a_taskset_has_no_keys_but_those_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MEGARL_JOB_KEY", "OPENAI_API_KEY", "OTHER_API_KEY"):
         monkeypatch.setenv(name, "secret")
@@ -253,16 +253,19 @@ def test_a_taskset_has_no_keys_but_those_that_are_named(monkeypatch: pytest.Monk
     assert env["PYTHONPATH"] == "/tasksets" and env["PATH"] == os.environ["PATH"]
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
         ({}, "rollout.options.python is not set"),
         ({"python": "/no/python", "env": {"a": 1}}, "python='/no/python' is no program; give the Python of"),
         ({"python": sys.executable, "env": {"a": 1}}, "names no taskset"),
-        ({"python": sys.executable, "env": {"taskset": {"id": "x"}}}, "No module named 'verifiers'; verifiers 0.4"),
-    ],
-)
         (
             {"python": sys.executable, "env": {"taskset": {"id": "x"}}, "variables": ["MEGARL_JOB_KEY"]},
             "variables='MEGARL_JOB_KEY' is no name of a variable of yours",
         ),
+        ({"python": sys.executable, "env": {"taskset": {"id": "x"}}}, "No module named 'verifiers'; verifiers 0.4"),
+    ],
+)
 def test_tasksets_that_do_not_load_are_refused(options: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check("verifiers", options)
@@ -315,6 +318,53 @@ def test_a_server_of_openenv_with_too_few_places_says_so_and_a_call_is_ended(ser
     with pytest.raises(Exception, match=r"clos"):
         ninth.step("1")
     ninth.close()
+
+
+@pytest.fixture
+def pinging() -> Iterator[tuple[str, threading.Event]]:
+    """Address of a server of our own, which pings after each reset, and whether a ping was answered."""
+    answered, loop = threading.Event(), asyncio.new_event_loop()
+
+    async def serve(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse(autoping=False)
+        await socket.prepare(request)
+        async for message in socket:
+            if message.type is web.WSMsgType.PONG:
+                answered.set()
+                continue
+            kind = message.json()["type"]
+            await socket.send_json({"type": "observation", "data": {"observation": {"text": kind}, "done": False}})
+            if kind == "reset":
+                await socket.ping()
+            else:
+                await socket.close()
+        return socket
+
+    app = web.Application()
+    app.router.add_get("/ws", serve)
+    runner = web.AppRunner(app)
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+
+    async def start() -> str:
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+    yield asyncio.run_coroutine_threadsafe(start(), loop).result(), answered
+    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+
+
+def test_a_ping_of_openenv_is_answered_while_a_model_is_asked(pinging: tuple[str, threading.Event]) -> None:
+    url, answered = pinging
+    episode: Any = environments.get("openenv")(task(), 1, {"url": url, "observation": "text"})
+    assert episode.reset() == "reset"
+    assert answered.wait(20)
+    assert episode.step("1").text == "step"
+    for _ in range(2):  # the server has closed the connection
+        with pytest.raises(ConnectionError, match=r"clos"):
+            episode.step("2")
+    episode.close()
 
 
 def test_a_server_of_openenv_that_is_not_there_is_refused() -> None:
