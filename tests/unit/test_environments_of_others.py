@@ -9,20 +9,25 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
+from megarl.core.config.rewards import RewardConfig
 from megarl.core.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
-from megarl.core.schema import Reward, Task
+from megarl.core.schema import Reward, Task, Turn
 from megarl.explore import environments, workflows
 from megarl.explore.environments import EnvironmentFault, EpisodeThreads, verifiers
 from megarl.explore.environments.episode import in_thread
 from megarl.explore.recording.limits import TokenLimits
+from megarl.explore.rewards import RewardPool
 from megarl.explore.workflows.environment import environment
 from tests import games
 from tests.unit.test_environments import Model
@@ -80,10 +85,13 @@ def test_discrete_actions_of_gymnasium_are_words_or_numbers_and_seeded_by_the_gr
     route = ("down", "Down.", "go right", "right", "down", "not up but right")
     check("gymnasium", words)
     model = play("gymnasium", route, words)
+    capitals = {**lake, "actions": {"Left": 0, "DOWN": 1, "Right": 2, "up": 3}}
+    check("gymnasium", capitals)
+    assert play("gymnasium", route, capitals).messages == model.messages
     assert [text for _, text in model.messages] == ["4", "8", "9", "10", "14"] and model.first == "0"
     assert model.reward is not None and (model.reward.score, model.reward.status) == (1.0, "ok")
     assert play("gymnasium", ("1", "1", "2", "2", "1", "action 2"), lake).messages == model.messages
-    for unreadable in ("", "7", "onwards"):
+    for unreadable in ("", "7", "onwards", "9" * 5000):
         assert play("gymnasium", (unreadable,), lake).reward == Reward(0.0, "wrong", {"turn_1": 0.0})
     drawn = play("gymnasium", ("8",), {"id": "FrozenLake-v1", "kwargs": {"render_mode": "ansi"}})
     assert str(drawn.first).strip().endswith("HFFG")
@@ -99,6 +107,10 @@ def test_discrete_actions_of_gymnasium_are_words_or_numbers_and_seeded_by_the_gr
         ({"id": "no_such_module:A-v0"}, r"cannot be made: ModuleNotFoundError"),
         ({"id": "Pendulum-v1"}, r"has actions Box.*whose actions are Text or Discrete"),
         ({"id": "FrozenLake-v1", "actions": {"jump": 4}}, r"actions=\{'jump': 4\} is no discrete action"),
+        ({"id": "FrozenLake-v1", "actions": {"go down": 1}}, r"'go down': 1\} names an action by no single word; give"),
+        ({"id": "FrozenLake-v1", "actions": {1: 1}}, r"actions=\{1: 1\} names an action by no single word"),
+        ({"id": "FrozenLake-v1", "actions": {True: 1}}, r"actions=\{True: 1\} names an action by no single word"),
+        ({"id": "FrozenLake-v1", "actions": {"a": 1, "A": 1}}, r"'A': 1\} is the same word as 'a'.*remove one"),
         ({"id": "FrozenLake-v1", "size": 4}, r"size=4 is no option of rollout.environment=gymnasium, which has id"),
         ({"id": 3}, r"id=3 must be a str"),
     ],
@@ -120,11 +132,41 @@ def question() -> Task:
     return Task("t", "reasoning_gym/chain_sum", prompt, "math", {"ground_truth": "12"}, {"tries": 9})
 
 
+class Verified(Model):
+    """A model whose responses a pool of rewards scores."""
+
+    pool: RewardPool
+
+    async def generate(self) -> Turn:
+        self.said = self.responses.pop(0)
+        return await super().generate()
+
+    def text(self, turn: Turn) -> str:
+        return self.said
+
+    async def verify(self, *, of: Turn) -> Reward:
+        return (await self.pool.score(self.row, self.said)).reward
+
+
+def ask(row: Task, *responses: str, options: Any = None, **rewards: Any) -> Model:
+    """Play an episode of reasoning_gym, with a pool of its own."""
+    model: Any = Verified(*responses)
+    model.limits, model.options, model.row = TokenLimits(), options or {}, row
+
+    async def main() -> None:
+        async with RewardPool(RewardConfig(workers=1, **rewards)) as model.pool:
+            await environment(environments.get("reasoning_gym"), EpisodeThreads(8, 300.0))(row, model)
+
+    asyncio.run(main())
+    assert model.reason is None, model.reason
+    return model  # type: ignore[no-any-return]
+
+
 def test_a_question_of_reasoning_gym_is_asked_again_until_its_answer_is_right() -> None:
-    model = play("reasoning_gym", ("13", "<answer>12</answer>"), row=question())
+    model = ask(question(), "13", "<answer>12</answer>", weight=0.5)
     assert model.messages == [("environment", "That is not right. Try again.")]
     assert model.reward is not None and (model.reward.score, model.reward.status) == (1.0, "ok")
-    lost = play("reasoning_gym", ("1", "2", "3"), {"tries": 2, "feedback": "No."}, question())
+    lost = ask(question(), "1", "2", "3", options={"tries": 2, "feedback": "No."})
     assert lost.messages == [("environment", "No.")] and lost.responses == ["3"]
     assert lost.reward == Reward(sum(lost.rated), "wrong", {"turn_1": lost.rated[0], "turn_2": lost.rated[1]})
 
@@ -132,8 +174,25 @@ def test_a_question_of_reasoning_gym_is_asked_again_until_its_answer_is_right() 
 def test_the_score_of_a_question_is_that_of_its_best_response() -> None:
     scores = {"a": 0.25, "b": 0.0, "c": 0.5}
     episode: Any = environments.get("reasoning_gym")(question(), {"tries": 3})
-    episode._score = lambda text, truth, info: scores[text]
-    assert [episode.step(text).reward for text in "abc"] == [0.25, 0.0, 0.25]
+    assert [episode.step(text, scores[text]).reward for text in "abc"] == [0.25, 0.0, 0.25]
+
+
+def test_code_of_a_response_does_not_run_in_this_process() -> None:
+    """SymPy evaluates the answer to an integral."""
+    metadata = {"variable": "x", "integrand": "2*x"}
+    row = replace(question(), data_source="reasoning_gym/simple_integration", extra_info={"metadata": metadata})
+    lost = ask(row, "__import__('sys').modules.__setitem__('left_by_a_response', 1)", options={"tries": 1})
+    assert "left_by_a_response" not in sys.modules and lost.rated == [0.0]
+
+
+def test_a_response_without_a_verdict_leaves_its_trajectory_without_one() -> None:
+    row = replace(question(), data_source="reasoning_gym/no_such_family")
+    assert ask(row, "13", retries=0).reward is None
+
+
+def test_rows_of_an_environment_that_asks_the_verifier_need_one() -> None:
+    for name, asks in (("reasoning_gym", True), ("guess", False)):
+        assert workflows.asks_verifier(RolloutConfig(workflow="environment", environment=name)) is asks
 
 
 def test_options_of_reasoning_gym_are_checked() -> None:
@@ -185,12 +244,25 @@ def test_an_episode_of_verifiers_that_hangs_is_killed_and_a_dead_server_replaced
     play("verifiers", ("7",), taskset, row_of_taskset())
 
 
+def test_a_taskset_has_no_keys_but_those_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MEGARL_JOB_KEY", "OPENAI_API_KEY", "OTHER_API_KEY"):
+        monkeypatch.setenv(name, "secret")
+    options = {"python": "python", "env": {}, "path": "/tasksets", "variables": ["OPENAI_API_KEY"]}
+    env = verifiers.command(options, "check")[1]
+    assert [name for name in env if env[name] == "secret"] == ["OPENAI_API_KEY"]
+    assert env["PYTHONPATH"] == "/tasksets" and env["PATH"] == os.environ["PATH"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({}, "rollout.options.python is not set"),
         ({"python": "/no/python", "env": {"a": 1}}, "python='/no/python' is no program; give the Python of"),
         ({"python": sys.executable, "env": {"a": 1}}, "names no taskset"),
+        (
+            {"python": sys.executable, "env": {"taskset": {"id": "x"}}, "variables": ["MEGARL_JOB_KEY"]},
+            "variables='MEGARL_JOB_KEY' is no name of a variable of yours",
+        ),
         ({"python": sys.executable, "env": {"taskset": {"id": "x"}}}, "No module named 'verifiers'; verifiers 0.4"),
     ],
 )
@@ -246,6 +318,53 @@ def test_a_server_of_openenv_with_too_few_places_says_so_and_a_call_is_ended(ser
     with pytest.raises(Exception, match=r"clos"):
         ninth.step("1")
     ninth.close()
+
+
+@pytest.fixture
+def pinging() -> Iterator[tuple[str, threading.Event]]:
+    """Address of a server of our own, which pings after each reset, and whether a ping was answered."""
+    answered, loop = threading.Event(), asyncio.new_event_loop()
+
+    async def serve(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse(autoping=False)
+        await socket.prepare(request)
+        async for message in socket:
+            if message.type is web.WSMsgType.PONG:
+                answered.set()
+                continue
+            kind = message.json()["type"]
+            await socket.send_json({"type": "observation", "data": {"observation": {"text": kind}, "done": False}})
+            if kind == "reset":
+                await socket.ping()
+            else:
+                await socket.close()
+        return socket
+
+    app = web.Application()
+    app.router.add_get("/ws", serve)
+    runner = web.AppRunner(app)
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+
+    async def start() -> str:
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+    yield asyncio.run_coroutine_threadsafe(start(), loop).result(), answered
+    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+
+
+def test_a_ping_of_openenv_is_answered_while_a_model_is_asked(pinging: tuple[str, threading.Event]) -> None:
+    url, answered = pinging
+    episode: Any = environments.get("openenv")(task(), 1, {"url": url, "observation": "text"})
+    assert episode.reset() == "reset"
+    assert answered.wait(20)
+    assert episode.step("1").text == "step"
+    for _ in range(2):  # the server has closed the connection
+        with pytest.raises(ConnectionError, match=r"clos"):
+            episode.step("2")
+    episode.close()
 
 
 def test_a_server_of_openenv_that_is_not_there_is_refused() -> None:

@@ -150,12 +150,18 @@ def _kill(group: int, mark: str) -> None:
     kill_marked(mark)
 
 
-def command_environment(base_url: str, names: Sequence[str]) -> dict[str, str]:
-    """Variables of a command: ``PASSED``, those of ``rollout.agent_env``, and the endpoint of both protocols."""
+def passed_variables(names: Sequence[str] = ()) -> dict[str, str]:
+    """Variables of this process that programs of others get: ``PASSED``, those of ``names``, and ``NO_PROXY`` with this
+    machine."""
     own = {name: os.environ[name] for name in (*PASSED, *names) if name in os.environ}
+    return {**own, **with_loopback(own)}
+
+
+def command_environment(base_url: str, names: Sequence[str]) -> dict[str, str]:
+    """Variables of a command: those of ``passed_variables`` with ``rollout.agent_env``, and the endpoint of both
+    protocols."""
     return {
-        **own,
-        **with_loopback(own),
+        **passed_variables(names),
         "OPENAI_BASE_URL": f"{base_url}/v1",
         "OPENAI_API_KEY": "none",
         "ANTHROPIC_BASE_URL": base_url,

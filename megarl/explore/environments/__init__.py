@@ -28,6 +28,7 @@ __all__ = [
     "EpisodeThreads",
     "MakeEnvironment",
     "Observation",
+    "asks_verifier",
     "check",
     "get",
 ]
@@ -44,6 +45,11 @@ def check(rollout: RolloutConfig) -> None:
             "rollout.max_prompt_tokens is not set: the longest prompt of the rows would leave no room for the first "
             f"observations of rollout.environment={rollout.environment}; set it to what both have together"
         )
+
+
+def asks_verifier(make: MakeEnvironment) -> bool:
+    """Return True where an environment's ``step`` gets the score of each response."""
+    return bool(getattr(make, "asks_verifier", False))
 
 
 def get(name: str) -> MakeEnvironment:

@@ -70,13 +70,13 @@ class Episode:
             self._last = in_thread(lambda: _checked(reset(), str, "reset must return a text"))
             return await self._threads.result(self._last, "reset")  # type: ignore[no-any-return]
 
-    async def step(self, response: str) -> Observation:
-        """Give a response to the environment."""
+    async def step(self, response: str, *score: float) -> Observation:
+        """Give a response to the environment, with its score where it asks for one."""
         assert self._made is not None, "an episode begins before its first step"
         environment = self._made.result()
         async with self._threads.free:
             rule = "step must return an Observation"
-            self._last = in_thread(lambda: _checked(environment.step(response), Observation, rule))
+            self._last = in_thread(lambda: _checked(environment.step(response, *score), Observation, rule))
             return await self._threads.result(self._last, "step")  # type: ignore[no-any-return]
 
     async def close(self) -> None:

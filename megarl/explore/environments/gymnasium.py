@@ -18,9 +18,11 @@ from megarl.explore.environments.types import Observation
 
 OPTIONS = {"id": str, "kwargs": dict, "actions": dict}
 """``id``: as ``gymnasium.make`` takes it, ``module:Name-v0`` too; ``kwargs``: of the environment; ``actions``: word ->
-action, for discrete actions."""
+action, for discrete actions; words are compared without case."""
 NUMBER = re.compile(r"-?\d+")
 WORD = re.compile(r"\w+")
+MAX_NUMBER = 18
+"""Characters of the longest number that is read as an action: all such fit int64, as an action must."""
 
 
 class Gymnasium:
@@ -40,7 +42,7 @@ class Gymnasium:
         import gymnasium
 
         self._env = gymnasium.make(options["id"], disable_env_checker=True, **options.get("kwargs", {}))
-        self._words = options.get("actions")
+        self._words = {word.lower(): action for word, action in options.get("actions", {}).items()}
         self._discrete = isinstance(self._env.action_space, gymnasium.spaces.Discrete)
         self._seed = group_seed
         self._row = {**task.extra_info, "ground_truth": task.ground_truth}
@@ -61,7 +63,14 @@ class Gymnasium:
         env.close()
         if not isinstance(space, gymnasium.spaces.Text | gymnasium.spaces.Discrete):
             refuse("id", options["id"], f"has actions {space}; give an environment whose actions are Text or Discrete")
+        words: dict[str, str] = {}
         for word, action in options.get("actions", {}).items():
+            if not isinstance(word, str) or not WORD.fullmatch(word.lower()):
+                refuse(
+                    "actions", {word: action}, "names an action by no single word; give a text of letters, digits and _"
+                )
+            if (other := words.setdefault(word.lower(), word)) != word:
+                refuse("actions", {word: action}, f"is the same word as {other!r}: case is not read; remove one")
             if not isinstance(space, gymnasium.spaces.Discrete) or action not in space:
                 refuse("actions", {word: action}, f"is no discrete action of {options['id']}, which has {space}")
 
@@ -89,7 +98,7 @@ class Gymnasium:
             found = [word for word in WORD.findall(response.lower()) if word in self._words]
             return int(self._words[found[-1]]) if found else None
         numbers = NUMBER.findall(response)
-        action = int(numbers[-1]) if numbers else None
+        action = int(numbers[-1]) if numbers and len(numbers[-1]) <= MAX_NUMBER else None
         return action if action is not None and action in self._env.action_space else None
 
     def _text(self, seen: Any) -> str:

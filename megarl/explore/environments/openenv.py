@@ -29,7 +29,7 @@ CHECK_S = 30.0
 
 
 class Connections:
-    """Event loop of all connections, in a thread of its own: servers expect answers to pings while a model is asked."""
+    """Event loop of all connections, in a thread of its own, so that each is read while a model is asked."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -47,6 +47,59 @@ class Connections:
 CONNECTIONS = Connections()
 
 
+class Connection:
+    """Connection to a server, which is always being read: aiohttp answers pings only while it receives, and servers
+    close a connection that does not answer for some seconds."""
+
+    def __init__(self, session: aiohttp.ClientSession, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self._session = session
+        self._socket = socket
+        self._messages: asyncio.Queue[aiohttp.WSMessage] = asyncio.Queue()
+        self._reader = asyncio.create_task(self._read())
+
+    @classmethod
+    async def to(cls, url: str) -> Connection:
+        """Connect to a server."""
+        session = aiohttp.ClientSession()
+        try:
+            return cls(session, await session.ws_connect(_at(url, "ws"), max_msg_size=MESSAGE_BYTES))
+        except BaseException:
+            await session.close()
+            raise
+
+    async def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a message and return the data of the reply. Raises ConnectionError, RuntimeError for an error of the
+        server's."""
+        await self._socket.send_json(message)
+        given = await self._messages.get()
+        if given.type is not aiohttp.WSMsgType.TEXT:
+            self._messages.put_nowait(given)  # the last one, for whoever asks again
+            raise ConnectionError(f"the OpenEnv server has closed the connection ({given.data}: {given.extra})")
+        found = json.loads(given.data)
+        if found["type"] == "error":
+            code, text = found["data"].get("code"), found["data"].get("message")
+            hint = "; raise the server's max_concurrent_envs" if code == "CAPACITY_REACHED" else ""
+            raise RuntimeError(f"OpenEnv: {code}: {text}{hint}")
+        return dict(found["data"])
+
+    async def close(self) -> None:
+        """Close; who waits for a reply gets an error."""
+        await self._socket.close()
+        await self._reader
+        await self._session.close()
+
+    async def _read(self) -> None:
+        """Hand messages over, until there are no more."""
+        more = True
+        while more:
+            try:
+                message = await self._socket.receive()
+            except Exception as error:  # in answering a ping
+                message = aiohttp.WSMessage(aiohttp.WSMsgType.ERROR, error, None)
+            more = message.type is aiohttp.WSMsgType.TEXT
+            self._messages.put_nowait(message)
+
+
 class OpenEnv:
     """One episode.
 
@@ -61,7 +114,7 @@ class OpenEnv:
         self._action = options.get("action", "message")
         self._field = options.get("observation")
         self._reset = {**task.extra_info, "ground_truth": task.ground_truth, "seed": group_seed}
-        self._session, self._socket = CONNECTIONS.run(_connected(options["url"]))
+        self._connection = CONNECTIONS.run(Connection.to(options["url"]))
 
     @staticmethod
     def check(options: Mapping[str, Any]) -> None:
@@ -91,45 +144,18 @@ class OpenEnv:
 
     def kill(self) -> None:
         """End what a call waits for, which then raises."""
-        CONNECTIONS.run(self._session.close())
+        CONNECTIONS.run(self._connection.close())
 
     def close(self) -> None:
         """Close the connection; the server closes the environment."""
-        CONNECTIONS.run(_close(self._session, self._socket))
+        CONNECTIONS.run(self._connection.close())
 
     def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        return CONNECTIONS.run(_ask(self._socket, {"type": kind, "data": data}))
+        return CONNECTIONS.run(self._connection.ask({"type": kind, "data": data}))
 
     def _text(self, given: Mapping[str, Any]) -> str:
         seen = given["observation"]
         return str(seen[self._field]) if self._field is not None else json.dumps(seen)
-
-
-async def _connected(url: str) -> tuple[aiohttp.ClientSession, aiohttp.ClientWebSocketResponse]:
-    session = aiohttp.ClientSession()
-    try:
-        return session, await session.ws_connect(_at(url, "ws"), max_msg_size=MESSAGE_BYTES)
-    except BaseException:
-        await session.close()
-        raise
-
-
-async def _ask(socket: aiohttp.ClientWebSocketResponse, message: Mapping[str, Any]) -> dict[str, Any]:
-    await socket.send_json(message)
-    given = await socket.receive()
-    if given.type is not aiohttp.WSMsgType.TEXT:
-        raise ConnectionError(f"the OpenEnv server has closed the connection ({given.data}: {given.extra})")
-    found = json.loads(given.data)
-    if found["type"] == "error":
-        code, text = found["data"].get("code"), found["data"].get("message")
-        hint = "; raise the server's max_concurrent_envs" if code == "CAPACITY_REACHED" else ""
-        raise RuntimeError(f"OpenEnv: {code}: {text}{hint}")
-    return dict(found["data"])
-
-
-async def _close(session: aiohttp.ClientSession, socket: aiohttp.ClientWebSocketResponse) -> None:
-    await socket.close()
-    await session.close()
 
 
 async def _schema(url: str) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import Any
 from megarl.core.schema import Task
 from megarl.explore.environments.options import checked, refuse
 from megarl.explore.environments.types import Observation
-from megarl.explore.rewards.procedural import scorer
 
 OPTIONS = {"tries": int, "feedback": str}
 FAMILY = "reasoning_gym/"
@@ -20,17 +19,18 @@ class ReasoningGym:
     """One question: a response whose score is below 1 gets feedback and another try.
 
     The reward of a response is what its score is above the best one before it, so that the trajectory's is its best.
+    Scores come from the pool of rewards: scorers of several families evaluate what a response says as code.
 
     Args:
         task: A row of ``reasoning_gym/<family>``, as ``megarl data`` writes it.
         options: ``tries``: most responses, by default 3; ``feedback``: text after one that is not right.
     """
 
+    asks_verifier = True
+
     def __init__(self, task: Task, options: Mapping[str, Any]) -> None:
         if not task.data_source.startswith(FAMILY):
             raise ValueError(f"data_source {task.data_source!r}: give rows of {FAMILY}<family>")
-        self._score = scorer(task.data_source.removeprefix(FAMILY))
-        self._task = task
         self._left = options.get("tries", TRIES)
         self._feedback = options.get("feedback", FEEDBACK)
         self._best = 0.0
@@ -42,9 +42,8 @@ class ReasoningGym:
         if options.get("tries", TRIES) < 1:
             refuse("tries", options["tries"], "must be at least 1")
 
-    def step(self, response: str) -> Observation:
-        """Score a response with the family's own scorer."""
-        score = self._score(response, self._task.ground_truth, self._task.extra_info)
+    def step(self, response: str, score: float) -> Observation:
+        """Ask again unless the score is 1."""
         gained = max(score - self._best, 0.0)
         self._best += gained
         self._left -= 1

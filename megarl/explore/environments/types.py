@@ -57,8 +57,9 @@ class Environment(Protocol):
     # def reset(self) -> str: the first observation, where an environment has one beside the task's prompt
     # def kill(self) -> None: end a call past its limit, which then raises; close follows
 
-    def step(self, response: str) -> Observation:
-        """Take a response of the model, without special tokens. An exception ends the episode without a verdict."""
+    def step(self, response: str, /, *args: Any, **kwargs: Any) -> Observation:
+        """Take a response of the model, without special tokens, and its score where ``make`` asks for one. An exception
+        ends the episode without a verdict."""
         ...
 
     def close(self) -> None:
@@ -68,6 +69,7 @@ class Environment(Protocol):
 
 class MakeEnvironment(Protocol):
     """``make(task)`` begins an episode; further parameters are given by their names (``PARAMETERS``). The task's prompt
-    is its first observation, with what ``reset()`` returns where there is such a method."""
+    is its first observation, with what ``reset()`` returns where there is such a method. Where ``make.asks_verifier``
+    is true, ``step`` gets the score of each response too, by the task's verifier in the pool of rewards."""
 
     def __call__(self, task: Task, *args: Any, **kwargs: Any) -> Environment: ...

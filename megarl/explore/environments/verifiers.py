@@ -17,12 +17,13 @@ from typing import Any
 from megarl.core.errors import ConfigError
 from megarl.core.machine import kill_group, start_ticks
 from megarl.core.schema import Task
+from megarl.explore.agents.command import passed_variables
 from megarl.explore.environments.options import checked, refuse
 from megarl.explore.environments.types import Observation
 
-OPTIONS = {"python": str, "env": dict, "path": str}
+OPTIONS = {"python": str, "env": dict, "path": str, "variables": list}
 """``python``: of the virtual environment that has verifiers; ``env``: verifiers' ``[env]`` block; ``path``: folder of
-a taskset that is not installed."""
+a taskset that is not installed; ``variables``: names of further environment variables that its server gets."""
 SERVER = Path(__file__).with_name("verifiers_server.py")
 CHECK_S = 300.0
 """Seconds in which a taskset must load."""
@@ -72,8 +73,8 @@ atexit.register(PROCESS.end)
 
 
 def command(options: Mapping[str, Any], name: str, *more: str) -> tuple[list[str], dict[str, str]]:
-    """Words and variables of a command of the server."""
-    env = {**os.environ, "PYTHONPATH": options.get("path", "")}
+    """Words and variables of a command of the server; it has no keys of the job's."""
+    env = {**passed_variables(options.get("variables", ())), "PYTHONPATH": options.get("path", "")}
     return [options["python"], "-P", str(SERVER), name, json.dumps(options["env"]), *more], env
 
 
@@ -104,6 +105,11 @@ class Verifiers:
             refuse("python", options["python"], "is no program; give the Python of an environment with verifiers")
         if not isinstance(options["env"].get("taskset"), Mapping) or not options["env"]["taskset"].get("id"):
             refuse("env", options["env"], "names no taskset; give one as {taskset: {id: NAME}}")
+        for name in options.get("variables", ()):
+            if not isinstance(name, str) or name.startswith("MEGARL_"):
+                refuse(
+                    "variables", name, "is no name of a variable of yours; give such as OPENAI_API_KEY, or remove it"
+                )
         words, env = command(options, "check")
         try:
             found = subprocess.run(words, env=env, capture_output=True, text=True, timeout=CHECK_S)

@@ -29,7 +29,9 @@ __all__ = ["WORKFLOWS", "RolloutModel", "Workflow", "asks_verifier", "check", "c
 
 def asks_verifier(rollout: RolloutConfig) -> bool:
     """Return False where rewards come from the environment or the agent, so that rows need no verifier."""
-    return not (rollout.workflow == "environment" or (rollout.workflow == "agent" and rollout.agent_rewards))
+    if rollout.workflow == "environment":
+        return environments.asks_verifier(environments.get(rollout.environment))
+    return not (rollout.workflow == "agent" and rollout.agent_rewards)
 
 
 @asynccontextmanager

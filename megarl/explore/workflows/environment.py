@@ -5,10 +5,17 @@ from __future__ import annotations
 import logging
 
 from megarl.core.schema import Reward, Task
-from megarl.explore.environments import EnvironmentFault, Episode, EpisodeThreads, MakeEnvironment, Observation
+from megarl.explore.environments import (
+    EnvironmentFault,
+    Episode,
+    EpisodeThreads,
+    MakeEnvironment,
+    Observation,
+    asks_verifier,
+)
 from megarl.explore.environments.types import PARAMETERS
 from megarl.explore.recording.model import RolloutModel
-from megarl.explore.rewards.verdict import MAX_PARTS
+from megarl.explore.rewards.verdict import ANSWER, MAX_PARTS, NO_VERDICT
 from megarl.explore.workflows.types import Workflow
 
 log = logging.getLogger(__name__)
@@ -22,7 +29,8 @@ def environment(make: MakeEnvironment, threads: EpisodeThreads) -> Workflow:
     The score is the sum of the rewards of all responses. An episode ends when the environment ends it, when a response
     is truncated, or when the trajectory has no room for another; the status is then ``wrong`` unless the environment
     has named a success. An exception of the environment is no verdict: the status is ``error``. Nor is a call past its
-    limit.
+    limit. Where the environment asks for scores, a response without a verdict is the last one, and leaves the
+    trajectory without one.
     """
 
     async def workflow(task: Task, model: RolloutModel) -> None:
@@ -36,7 +44,13 @@ def environment(make: MakeEnvironment, threads: EpisodeThreads) -> Workflow:
                 raise EnvironmentFault(str(error)) from error
             while True:
                 response = await model.generate()
-                seen = await episode.step(model.text(response))
+                score: list[float] = []
+                if asks_verifier(make):
+                    verified = await model.verify(of=response)
+                    if verified.status in NO_VERDICT:
+                        return
+                    score = [verified.parts.get(ANSWER, verified.score)]  # weights of parts come at the end, once
+                seen = await episode.step(model.text(response), *score)
                 rewards.append(float(seen.reward))
                 model.rate(response, rewards[-1])
                 if seen.done or response.finish_reason != "stop" or model.add("environment", seen.text) is None:
