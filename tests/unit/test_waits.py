@@ -55,8 +55,8 @@ LIMITED = {
     "core/fork.serve: os.waitpid": "a process that only forks another",
     "explore/environments/episode.Episode.step: self._made.result": "no wait: the environment was made",
     "explore/environments/episode.Episode.close: made.result": "no wait: the environment was made",
-    "explore/environments/openenv.Connection.ask: self._messages.get": "rollout.environment_timeout_s, after which kill "
-    "closes the connection",
+    "explore/environments/openenv.Connection.ask: self._messages.get": "rollout.environment_timeout_s, after which "
+    "kill closes the connection",
     "explore/environments/openenv.Connections.run: asyncio.run_coroutine_threadsafe(work, self._loop).result": "rollout"
     ".environment_timeout_s, after which kill ends it",
     "explore/environments/verifiers.Verifiers._take: self._lines.readline": "rollout.environment_timeout_s, after "
