@@ -136,6 +136,7 @@ class Verified(Model):
     """A model whose responses a pool of rewards scores."""
 
     pool: RewardPool
+    row: Task
 
     async def generate(self) -> Turn:
         self.said = self.responses.pop(0)
