@@ -358,3 +358,9 @@ def test_an_environment_may_change_its_task() -> None:
 
     row = task()
     assert run(Model("1"), make, row).reward is not None and row.extra_info
+
+
+def test_a_number_of_thousands_of_digits_is_no_guess() -> None:
+    game = environments.ENVIRONMENTS["guess"](task(5, 3))
+    assert game.step("4").text == "higher"
+    assert game.step("9" * 5000) == Observation("", done=True, success=False)

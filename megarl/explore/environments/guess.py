@@ -8,6 +8,8 @@ from megarl.core.schema import Task
 from megarl.explore.environments.types import Observation
 
 NUMBER = re.compile(r"-?\d+")
+LONGEST = 18
+"""Characters of a number; Python refuses to read some thousands of digits."""
 
 
 class Guess:
@@ -22,9 +24,9 @@ class Guess:
         self._left = int(task.extra_info.get("tries", 4))
 
     def step(self, response: str) -> Observation:
-        """Compare the last number of a response."""
+        """Compare the last number of a response; one that is too long is none."""
         found = NUMBER.findall(response)
-        guess = int(found[-1]) if found else None
+        guess = int(found[-1]) if found and len(found[-1]) <= LONGEST else None
         self._left -= 1
         if guess == self._number:
             return Observation("", 1.0, done=True, success=True)
