@@ -84,9 +84,11 @@ class Connection:
 
     async def close(self) -> None:
         """Close; who waits for a reply gets an error."""
-        await self._socket.close()
-        await self._reader
-        await self._session.close()
+        try:
+            await self._socket.close()
+            await self._reader
+        finally:
+            await self._session.close()
 
     async def _read(self) -> None:
         """Hand messages over, until there are no more."""
