@@ -9,6 +9,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Coroutine, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -70,7 +71,8 @@ class Connection:
     async def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Send a message and return the data of the reply. Raises ConnectionError, RuntimeError for an error of the
         server's."""
-        await self._socket.send_json(message)
+        with suppress(ConnectionError):  # what was read before the end says why, such as that all places are taken
+            await self._socket.send_json(message)
         given = await self._messages.get()
         if given.type is not aiohttp.WSMsgType.TEXT:
             self._messages.put_nowait(given)  # the last one, for whoever asks again
