@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 from megarl.core.schema import Task
+from megarl.explore.environments.numbers import last_number
 from megarl.explore.environments.types import Observation
-
-NUMBER = re.compile(r"-?\d+")
-LONGEST = 18
-"""Characters of a number; Python refuses to read some thousands of digits."""
 
 
 class Guess:
@@ -25,8 +20,7 @@ class Guess:
 
     def step(self, response: str) -> Observation:
         """Compare the last number of a response; one that is too long is none."""
-        found = NUMBER.findall(response)
-        guess = int(found[-1]) if found and len(found[-1]) <= LONGEST else None
+        guess = last_number(response)
         self._left -= 1
         if guess == self._number:
             return Observation("", 1.0, done=True, success=True)

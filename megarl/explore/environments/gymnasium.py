@@ -13,16 +13,14 @@ from typing import Any
 
 from megarl.core.errors import ConfigError, describe
 from megarl.core.schema import Task
+from megarl.explore.environments.numbers import last_number
 from megarl.explore.environments.options import checked, refuse
 from megarl.explore.environments.types import Observation
 
 OPTIONS = {"id": str, "kwargs": dict, "actions": dict}
 """``id``: as ``gymnasium.make`` takes it, ``module:Name-v0`` too; ``kwargs``: of the environment; ``actions``: word ->
 action, for discrete actions; words are compared without case."""
-NUMBER = re.compile(r"-?\d+")
 WORD = re.compile(r"\w+")
-MAX_NUMBER = 18
-"""Characters of the longest number that is read as an action: all such fit int64, as an action must."""
 
 
 class Gymnasium:
@@ -97,8 +95,7 @@ class Gymnasium:
         if self._words:
             found = [word for word in WORD.findall(response.lower()) if word in self._words]
             return int(self._words[found[-1]]) if found else None
-        numbers = NUMBER.findall(response)
-        action = int(numbers[-1]) if numbers and len(numbers[-1]) <= MAX_NUMBER else None
+        action = last_number(response)
         return action if action is not None and action in self._env.action_space else None
 
     def _text(self, seen: Any) -> str:

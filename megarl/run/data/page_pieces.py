@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
-
-from megarl.run.report import svg
+from megarl.run.report.pieces import macros
 from megarl.run.report.text import clean
 
 _TEMPLATES = """
@@ -74,16 +71,5 @@ def visible(text: str) -> str:
     return clean(text.replace("\t", "    ").replace("\r\n", "\n"))
 
 
-def _cleaned(value: Any) -> Any:
-    return value if isinstance(value, Markup) else visible(str(value))
-
-
-def _macros() -> Any:
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["clean"] = _cleaned
-    environment.globals["number"] = svg.number
-    return environment.from_string(_TEMPLATES).module
-
-
-PIECES: Any = _macros()
+PIECES: Any = macros(_TEMPLATES, visible)
 """Each macro above as a function that returns Markup."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
@@ -82,16 +83,14 @@ _TEMPLATES = """
 """
 
 
-def _cleaned(value: Any) -> Any:
-    return value if isinstance(value, Markup) else clean(str(value))
-
-
-def _macros() -> Any:
+def macros(templates: str, cleaned: Callable[[str], str]) -> Any:
+    """Macros of a template as attributes, each a function that returns Markup; ``cleaned`` is their filter ``clean``
+    for texts that are none."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["clean"] = _cleaned
+    environment.filters["clean"] = lambda value: value if isinstance(value, Markup) else cleaned(str(value))
     environment.globals["number"] = svg.number
-    return environment.from_string(_TEMPLATES).module
+    return environment.from_string(templates).module
 
 
-PIECES: Any = _macros()
+PIECES: Any = macros(_TEMPLATES, clean)
 """Each macro above as a function that returns Markup."""
