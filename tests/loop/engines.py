@@ -35,6 +35,15 @@ EOS = 2
 KEY = "the key of this test"
 HOST = "127.0.0.1"
 
+WIDE_SIZES = {
+    "hidden_size": 1536,
+    "intermediate_size": 1600,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 12,
+    "head_dim": 128,
+}
+"""Of a Qwen3 above 1,024 columns."""
+
 
 def save_tokenizer(path: Path) -> None:
     """A word for every token id below VOCAB."""

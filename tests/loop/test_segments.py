@@ -19,7 +19,7 @@ from megarl.explore.explorer.segments import SegmentSampler
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.store import Claim, Store
 from tests.loop.conftest import TINY_ROLLOUT
-from tests.loop.engines import KEY, RunningEngine, some_prompts, tiny_engine
+from tests.loop.engines import KEY, WIDE_SIZES, RunningEngine, some_prompts, tiny_engine
 from tests.loop.same_run import groups, kill, steps_of
 from tests.loop.zygote import Zygote
 from tests.stores import VERSION, make_task
@@ -83,16 +83,16 @@ def respond(
     return asyncio.run(all_of_them())
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "seeded"])
-def test_a_cut_response_goes_on_elsewhere_with_the_same_bits(
-    engine: RunningEngine, other: RunningEngine, temperature: float
+def assert_same_cut_anywhere(
+    first: RunningEngine, second: RunningEngine, temperature: float, segment_sizes: Sequence[int]
 ) -> None:
-    """Cut after any number of segments, one after another, on the one engine and the other; log-probs too."""
+    """Check responses that are cut after any number of segments, one after another, on the one engine and the other:
+    tokens, log-probs and versions are those of responses that nothing cuts."""
     prompts = some_prompts(6)
-    for size in (1, 7, 16):
-        whole = respond(engine, prompts, size, temperature, {})
+    for size in segment_sizes:
+        whole = respond(first, prompts, size, temperature, {})
         rng, taken = np.random.default_rng(size), dict[int, Sequence[Segment]]()
-        for where in (other, engine, other):
+        for where in (second, first, second):
             cuts = {i: rng.integers(len(taken.get(i, ())), len(kept) + 1) for i, (_, kept) in whole.items()}
             found = respond(where, prompts, size, temperature, taken)
             taken = {i: kept[: cuts[i]] for i, (_, kept) in found.items()}
@@ -101,6 +101,32 @@ def test_a_cut_response_goes_on_elsewhere_with_the_same_bits(
                 assert completion.token_ids.tolist() == expected.token_ids.tolist(), (size, i)
                 assert completion.logprobs.tobytes() == expected.logprobs.tobytes(), (size, i)
                 assert len(completion.token_ids) == TOKENS and completion.versions == expected.versions
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "seeded"])
+def test_a_cut_response_goes_on_elsewhere_with_the_same_bits(
+    engine: RunningEngine, other: RunningEngine, temperature: float
+) -> None:
+    assert_same_cut_anywhere(engine, other, temperature, (1, 7, 16))
+
+
+@pytest.mark.soak
+def test_a_wide_model_goes_on_elsewhere_with_the_same_bits(tmp_path: Path, zygote: Zygote) -> None:
+    """Above 1,024 columns oneDNN's product of one row is another than that of several."""
+    pair = [tiny_engine(tmp_path / name, rollout=TINY_ROLLOUT, sizes=WIDE_SIZES) for name in ("one", "two")]
+    try:
+        for running in pair:
+            running.zygote = zygote
+            running.ready()
+        for temperature in (0.0, 1.0):
+            assert_same_cut_anywhere(pair[0], pair[1], temperature, (7, 16))
+        in_one, cut = (respond(pair[0], some_prompts(6), size, 0.0, {}) for size in (None, 7))
+        for i, (completion, _) in cut.items():
+            assert completion.token_ids.tolist() == in_one[i][0].token_ids.tolist()
+            assert np.abs(completion.logprobs - in_one[i][0].logprobs).max() <= 1e-4
+    finally:
+        for running in pair:
+            running.stop()
 
 
 def test_greedy_segments_are_the_response_in_one(engine: RunningEngine) -> None:

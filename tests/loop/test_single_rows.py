@@ -12,26 +12,19 @@ import pytest
 
 from megarl.core.config.schema import RolloutConfig
 from megarl.engine.client.client import Sampling
-from tests.loop.engines import some_prompts, tiny_engine
+from tests.loop.engines import WIDE_SIZES, some_prompts, tiny_engine
 from tests.loop.zygote import Zygote
 
 ROLLOUT = RolloutConfig(
     max_prompt_tokens=32, max_response_tokens=32, max_num_seqs=16, kv_cache_bytes=2**26, start_timeout_s=240.0
 )
-SIZES = {
-    "hidden_size": 1536,
-    "intermediate_size": 1600,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 12,
-    "head_dim": 128,
-}
 SAMPLING = Sampling(max_tokens=12, temperature=1.0, ignore_eos=True)
 LINE = "compute a single row twice"
 
 
 @pytest.mark.parametrize("isa", ["DEFAULT", "SSE41"])
 def test_a_sequence_alone_has_the_bits_of_one_among_others(isa: str, tmp_path: Path, zygote: Zygote) -> None:
-    engine = tiny_engine(tmp_path, rollout=ROLLOUT, sizes=SIZES)
+    engine = tiny_engine(tmp_path, rollout=ROLLOUT, sizes=WIDE_SIZES)
     engine.zygote, engine.environment = zygote, {"ONEDNN_MAX_CPU_ISA": isa}
     try:
         engine.ready()

@@ -175,6 +175,12 @@ PARTIAL = RolloutConfig(budget_tokens=8, segment_tokens=4)
         (SyncConfig(max_staleness=1, order="completion"), PARTIAL, r"with sync\.order=completion"),
         (SyncConfig(max_staleness=1, method="checkpoint"), PARTIAL, r"with sync\.method=checkpoint"),
         (SyncConfig(max_staleness=1), replace(PARTIAL, workflow="agent"), r"with rollout\.workflow=agent"),
+        (
+            SyncConfig(),
+            RolloutConfig(budget_s=9.0, segment_tokens=4),
+            r"rollout\.budget_s=9\.0 with sync\.max_staleness=0",
+        ),
+        (SyncConfig(max_staleness=1), RolloutConfig(budget_s=9.0), r"budget_s=9\.0 without rollout\.segment_tokens"),
     ],
 )
 def test_partial_rollouts_that_could_not_wait_are_refused(
@@ -183,6 +189,25 @@ def test_partial_rollouts_that_could_not_wait_are_refused(
     check_pacing(Config(sync=SyncConfig(max_staleness=1), rollout=PARTIAL), JOBS["both"])
     with pytest.raises(ConfigError, match=message):
         check_pacing(Config(sync=sync, rollout=rollout), JOBS["both"])
+
+
+@pytest.mark.parametrize(
+    "config, named",
+    [
+        (Config(sync=SyncConfig(order="completion", max_staleness=1)), r"sync\.order=completion"),
+        (Config(rollout=RolloutConfig(spare=2)), r"rollout\.spare=2"),
+        (Config(rollout=RolloutConfig(workflow="agent")), r"rollout\.workflow=agent"),
+        (
+            Config(sync=SyncConfig(max_staleness=1), rollout=replace(PARTIAL, budget_s=2.0, spare=1)),
+            r"rollout\.spare=1 and rollout\.budget_s=2\.0",
+        ),
+    ],
+)
+def test_what_time_decides_is_refused_where_a_run_shall_repeat(config: Config, named: str) -> None:
+    check_pacing(Config(sync=SyncConfig(max_staleness=2, deterministic=True), rollout=PARTIAL), JOBS["both"])
+    check_pacing(config, JOBS["both"])
+    with pytest.raises(ConfigError, match=named):
+        check_pacing(replace(config, sync=replace(config.sync, deterministic=True)), JOBS["both"])
 
 
 def test_spare_trajectories_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:

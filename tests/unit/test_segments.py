@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megarl.core.schema import Segment, WeightsSpan, WeightsVersion, digest_of
 from megarl.engine.client.frames import Completion, VersionSpan
 from megarl.engine.client.gather import SampleRequest
-from megarl.explore.explorer.iterations import GroupPace, Iterations, tokens_by_iteration
+from megarl.explore.explorer.iterations import Budget, GroupPace, Iterations, tokens_by_iteration
 from megarl.explore.explorer.repetition import LONGEST_PERIOD, repeats_at_end
 from megarl.explore.explorer.segments import Record, SegmentSampler
 from megarl.explore.order.pacing import Pacing
@@ -249,7 +249,7 @@ async def _waits(claim: Claim) -> None:
     async def reach(claim: Claim, step: int) -> None:
         reached.append(step)
 
-    pace = GroupPace(iterations, claim, 4, {}, reach, waiting.append)
+    pace = GroupPace(iterations, claim, Budget(4), {}, reach, waiting.append)
     tokens = Tokens(18)
     keeping = asyncio.create_task(iterations.keep())
     samplers = [SegmentSampler(tokens, claim, index, LIMITS, 2, None, pace, Counter[str]()) for index in (0, 1)]
@@ -268,6 +268,36 @@ async def _waits(claim: Claim) -> None:
         assert one.versions == (VersionSpan("0.3", 0, 4), VersionSpan("0.4", 4, 8), VersionSpan("0.5", 8, 18))
 
 
+def test_a_budget_in_seconds_ends_whatever_was_sampled(claim: Claim) -> None:
+    asyncio.run(_waits_by_time(replace(claim, step=1)))
+
+
+async def _waits_by_time(claim: Claim) -> None:
+    live, reached, now = Published(), list[int](), 100.0
+    live.step = 0
+
+    async def reach(claim: Claim, step: int) -> None:
+        reached.append(step)
+
+    class Slow(Tokens):
+        async def sample(self, request: SampleRequest) -> Completion:
+            nonlocal now
+            now += 1.0
+            return await super().sample(request)
+
+    iterations = Iterations(live.live_step, Pacing(1, 1), 0.0, lambda: now)
+    pace = GroupPace(iterations, claim, Budget(seconds=3.0), {}, reach, lambda samples: None)
+    tokens = Slow(18)
+    keeping = asyncio.create_task(iterations.keep())
+    await pace.ended(1)
+    work = asyncio.create_task(SegmentSampler(tokens, claim, 0, LIMITS, 2, None, pace, Counter[str]()).sample(ask()))
+    await settled(lambda: reached == [0])
+    assert [request.start for request in tokens.asked] == [0, 2, 4] and not work.done()
+    tokens.version, live.step = "0.4", 1
+    assert (await work).versions == (VersionSpan("0.3", 0, 6), VersionSpan("0.4", 6, 18))
+    keeping.cancel()
+
+
 def test_a_trajectory_with_two_responses_at_once_waits_when_both_do(claim: Claim) -> None:
     asyncio.run(_both_wait(replace(claim, step=1)))
 
@@ -279,7 +309,7 @@ async def _both_wait(claim: Claim) -> None:
     async def reach(claim: Claim, step: int) -> None:
         reached.append(step)
 
-    pace = GroupPace(iterations, claim, 4, {}, reach, waiting.append)
+    pace = GroupPace(iterations, claim, Budget(4), {}, reach, waiting.append)
     await pace.ended(1)
     gate = asyncio.Event()
 

@@ -308,6 +308,9 @@ class RolloutConfig:
     budget_tokens: Count | None = None
     """Partial rollouts: tokens after which a trajectory of a later step waits for the next publication of weights, and
     goes on with them. None lets every trajectory end."""
+    budget_s: Seconds | None = None
+    """The same in seconds since the publication, in place of tokens or beside them: whichever ends first. No run then
+    repeats bit for bit."""
     spare: Annotated[int, Bound(0, 1024)] = 0
     """Trajectories sampled beyond ``algorithm.group_size`` for each training group, of which those that end last are
     cut (docs/asynchrony.md). It biases towards short responses, and no run repeats bit for bit."""
@@ -382,6 +385,11 @@ class RolloutConfig:
     workflow_timeout_s: Seconds = 3600.0
     """Most seconds of a workflow of its own, in which it waits neither for the engine nor for the verifier. An agent
     has ``agent_timeout_s`` instead."""
+
+    @property
+    def is_partial(self) -> bool:
+        """True for partial rollouts."""
+        return self.budget_tokens is not None or self.budget_s is not None
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,42 @@
-"""Partial rollouts: trajectories get a budget of tokens from each published weights, and go on with the next ones.
+"""Partial rollouts: trajectories get a budget from each published weights, and go on with the next.
 
 An iteration begins when all engines have proven to have the weights of a publication. Groups of steps that train before
-the next publication have no budget: they end. All others begin no segment after ``rollout.budget_tokens`` tokens.
-Which weights sample which token so follows from settings and seeds alone, not from time (``sync.order=admission``).
+the next publication have no budget: they end. All others begin no segment after ``rollout.budget_tokens`` tokens, or
+``rollout.budget_s`` seconds. With tokens alone, which weights sample which token follows from settings and seeds, not
+from time (``sync.order=admission``).
 Source: Kimi k1.5 (arXiv:2501.12599, section 2.6.2).
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from megarl.core.config.schema import RolloutConfig
 from megarl.core.schema import GREEDY, Segment, WeightsVersion
 from megarl.explore.order.pacing import Pacing
 from megarl.explore.store import Claim, Store
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Tokens and seconds of a trajectory in an iteration; infinite where nothing is set."""
+
+    tokens: float = math.inf
+    seconds: float = math.inf
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig) -> Budget | None:
+        """Return the budget of a job's partial rollouts; None for none."""
+        tokens, seconds = (math.inf if one is None else one for one in (rollout.budget_tokens, rollout.budget_s))
+        return cls(tokens, seconds) if rollout.is_partial else None
 
 
 class Iterations:
@@ -26,14 +45,27 @@ class Iterations:
     Args:
         live_step: ``Store.live_step``.
         poll_s: Seconds between two looks while somebody waits.
+        clock: Seconds of now.
     """
 
-    def __init__(self, live_step: Callable[[], Awaitable[int | None]], pacing: Pacing, poll_s: float) -> None:
-        self._live_step, self._pacing, self._poll_s = live_step, pacing, poll_s
+    def __init__(
+        self,
+        live_step: Callable[[], Awaitable[int | None]],
+        pacing: Pacing,
+        poll_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._live_step, self._pacing, self._poll_s, self._clock = live_step, pacing, poll_s, clock
         self._waiting = 0
         self._changed = asyncio.Condition()
         self.step = 0
         """Steps in the weights that were published at its begin."""
+        self._began = clock()
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since its begin was seen; a new explorer counts from its own."""
+        return self._clock() - self._began
 
     @property
     def next_step(self) -> int:
@@ -48,7 +80,7 @@ class Iterations:
         """Look into the store."""
         live = await self._live_step()
         if live is not None and (step := self.of(live)) != self.step:
-            self.step = step
+            self.step, self._began = step, self._clock()
             async with self._changed:
                 self._changed.notify_all()
 
@@ -82,7 +114,7 @@ class GroupPace:
         self,
         iterations: Iterations,
         claim: Claim,
-        budget: int,
+        budget: Budget,
         spent: Mapping[int, Counter[int]],
         reach: Callable[[Claim, int], Awaitable[None]],
         waits: Callable[[int], None],
@@ -109,7 +141,7 @@ class GroupPace:
         """Return once a trajectory may have another segment."""
         while self._claim.step >= self._iterations.next_step:
             step = self._iterations.step
-            if self._spent[index][step] < self._budget:
+            if self._spent[index][step] < self._budget.tokens and self._iterations.age_s < self._budget.seconds:
                 return
             await self._suspend(index, step)
 
@@ -152,7 +184,7 @@ class PartialRollouts:
 
     Args:
         call: Calls a function of the store in the store's thread.
-        budget: ``rollout.budget_tokens``.
+        budget: Of partial rollouts; None for none.
         poll_s: As of :class:`Iterations`.
         waits: As of :class:`GroupPace`.
     """
@@ -161,7 +193,7 @@ class PartialRollouts:
         self,
         store: Store,
         call: Callable[..., Awaitable[Any]],
-        budget: int | None,
+        budget: Budget | None,
         pacing: Pacing,
         poll_s: float,
         waits: Callable[[int], None],

@@ -17,7 +17,7 @@ from megarl.core.config import Config
 from megarl.core.schema import Segment, WeightsSpan, WeightsVersion, digest_of
 from megarl.engine.client.frames import Completion, VersionSpan
 from megarl.engine.client.gather import SampleRequest
-from megarl.explore.explorer.iterations import GroupPace
+from megarl.explore.explorer.iterations import Budget, GroupPace
 from megarl.explore.explorer.repetition import repeats_at_end
 from megarl.explore.order.pacing import Pacing
 from megarl.explore.recording.limits import TokenLimits
@@ -38,15 +38,15 @@ class SegmentSettings:
     """Most tokens of a segment (``rollout.segment_tokens``); None for whole responses, which are not recorded."""
     max_repeats: int | None = None
     """Repetitions that end a response (``rollout.max_repeats``); None for none."""
-    budget: int | None = None
-    """``rollout.budget_tokens``."""
+    budget: Budget | None = None
+    """Budget of partial rollouts; None for none."""
     pacing: Pacing = Pacing()
     """When weights are published."""
 
     @classmethod
     def of(cls, config: Config) -> SegmentSettings:
         rollout = config.rollout
-        return cls(rollout.segment_tokens, rollout.max_repeats, rollout.budget_tokens, Pacing.of(config.sync))
+        return cls(rollout.segment_tokens, rollout.max_repeats, Budget.of(rollout), Pacing.of(config.sync))
 
 
 WHOLE_RESPONSES = SegmentSettings()

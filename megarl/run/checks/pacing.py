@@ -37,6 +37,7 @@ def check_pacing(config: Config, job: Job) -> None:
     _check_pause(config)
     _check_eval_engines(config)
     _check_late(config)
+    _check_deterministic(config, job)
     if config.rollout.spare and job.rollouts:
         log.warning(
             "rollout.spare=%d: of each group the trajectories that end last are cut, so short responses are trained "
@@ -65,15 +66,16 @@ def _check_repeats(config: Config) -> None:
 def _check_budget(config: Config) -> None:
     """Raise ConfigError for partial rollouts that could not be suspended, or never would be."""
     sync, rollout = config.sync, config.rollout
-    if rollout.budget_tokens is None:
+    if not rollout.is_partial:
         return
-    given = f"rollout.budget_tokens={rollout.budget_tokens}"
+    name = "rollout.budget_s" if rollout.budget_tokens is None else "rollout.budget_tokens"
+    given = f"{name}={rollout.budget_s if rollout.budget_tokens is None else rollout.budget_tokens}"
     if rollout.segment_tokens is None:
+        most = "" if rollout.budget_tokens is None else f", to {rollout.budget_tokens} at most"
         raise ConfigError(
-            f"{given} without rollout.segment_tokens: responses are suspended between segments; set it, to "
-            f"{rollout.budget_tokens} at most"
+            f"{given} without rollout.segment_tokens: responses are suspended between segments; set it{most}"
         )
-    if rollout.segment_tokens > rollout.budget_tokens:
+    if rollout.budget_tokens is not None and rollout.segment_tokens > rollout.budget_tokens:
         raise ConfigError(
             f"{given} with rollout.segment_tokens={rollout.segment_tokens}: a segment is never cut, so it has no more "
             f"tokens than the budget; set rollout.segment_tokens={rollout.budget_tokens} or less"
@@ -86,17 +88,17 @@ def _check_budget(config: Config) -> None:
     if sync.order == "completion":
         raise ConfigError(
             f"{given} with sync.order=completion: responses go on over updates by themselves; leave "
-            "rollout.budget_tokens out, or set sync.order=admission"
+            f"{name} out, or set sync.order=admission"
         )
     if sync.method == "checkpoint":
         raise ConfigError(
             f"{given} with sync.method=checkpoint: the trainer does not know when engines have the weights that "
-            "suspended trajectories wait for; set sync.method=direct, or leave rollout.budget_tokens out"
+            f"suspended trajectories wait for; set sync.method=direct, or leave {name} out"
         )
     if rollout.workflow == "agent":
         raise ConfigError(
             f"{given} with rollout.workflow=agent: an agent of others does not wait while the trainer computes; leave "
-            "rollout.budget_tokens out"
+            f"{name} out"
         )
 
 
@@ -178,4 +180,24 @@ def _check_late(config: Config) -> None:
         raise ConfigError(
             f"reward.late_steps={late} with algorithm.dynamic_sampling=true: further groups of a step were not asked "
             "for before it; leave late_steps out, or set sync.order=completion"
+        )
+
+
+def _check_deterministic(config: Config, job: Job) -> None:
+    """Raise ConfigError if ``sync.deterministic`` is asked for with settings by which time decides what is trained."""
+    sync, rollout = config.sync, config.rollout
+    if not sync.deterministic or not job.rollouts:
+        return
+    by_time = {
+        f"sync.order={sync.order}": sync.order == "completion",
+        f"sync.method={sync.method}": sync.method == "checkpoint" and sync.max_staleness > 0,
+        f"rollout.spare={rollout.spare}": rollout.spare > 0,
+        f"rollout.budget_s={rollout.budget_s}": rollout.budget_s is not None,
+        f"reward.late_steps={config.reward.late_steps}": config.reward.late_steps is not None,
+        f"rollout.workflow={rollout.workflow}": rollout.workflow == "agent",
+    }
+    if found := [setting for setting, is_set in by_time.items() if is_set]:
+        raise ConfigError(
+            f"sync.deterministic=true with {' and '.join(found)}: time then decides what is trained, and no run "
+            "repeats bit for bit; leave it out, or sync.deterministic"
         )

@@ -290,7 +290,7 @@ def check_placement(config: Config, job: Job) -> None:
     sync, rollout = config.sync, config.rollout
     if not job.has(ProcessKind.ENGINE) or rollout.placement == "separate" or not sync.max_staleness:
         return
-    if rollout.budget_tokens is None:
+    if not rollout.is_partial:
         raise ConfigError(
             f"sync.max_staleness={sync.max_staleness} samples the next step while the trainer updates, and with "
             "rollout.placement=colocated no engine is there then; set sync.max_staleness=0, "

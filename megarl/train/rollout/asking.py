@@ -69,7 +69,7 @@ class Asking(ABC):
         """Return the progress of the groups of step ``ahead``, which must be there before weights change while step
         ``step`` is made: all of them, or in a partial rollout all that these weights sample of them."""
         published, rollout = self._pacing.published(step), rollout_id(ahead)
-        if self._config.rollout.budget_tokens is None or ahead < published + self._pacing.interval:
+        if not self._config.rollout.is_partial or ahead < published + self._pacing.interval:
             return whole(self._store, rollout, awaiting=True)
         done, total = self._store.reached(rollout, published)
         return Awaited(done, total, done == total)
