@@ -1,10 +1,10 @@
 """Time of the store's calls whose work must not grow with what the store holds, on SQLite, small beside large.
 
-``python benchmarks/store.py [--write]``. Five cases: the steps of a job that has used many groups, an evaluation as an
+``python benchmarks/store.py [--write]``. Six cases: the steps of a job that has used many groups, an evaluation as an
 explorer's thread for the store goes through it, a rollout that is asked for among many tasks, the success of a step's
-tasks after many steps, and long responses in segments beside whole ones. A ratio near 1 is a call that takes as long in
-the larger store. Times are the thread's CPU time, which other work on the machine changes least; waits for the disk are
-not in it, but in the seconds of the whole.
+tasks after many steps, long responses in segments beside whole ones, and a second's long responses, written and read. A
+ratio near 1 is a call that takes as long in the larger store. Times are the thread's CPU time, which other work on the
+machine changes least; waits for the disk are not in it, but in the seconds of the whole.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ FIRST = 50
 TOKENS = 200
 LONG, SEGMENTS = 4096, (2048, 512, 128)
 """Tokens of a long response, and of a segment of it."""
+MEMBERS, GROUPS_A_STEP = 8, 128
+"""Of steps whose trajectories have ``LONG`` tokens."""
 ROUNDS = 9
 VERSION = WeightsVersion(1, 0)
 WORKER = "explorer"
@@ -201,6 +203,48 @@ def segmented(size: int | None) -> tuple[float, int]:
     return clock.elapsed / (ROUNDS * CAPACITY), written // (ROUNDS * CAPACITY)
 
 
+def throughput() -> tuple[dict[str, float], int]:
+    """Call -> wall seconds for each trajectory of ``LONG`` tokens, in one process; bytes of the database for each."""
+    rng, clock = np.random.default_rng(0), Clock()
+    tokens = rng.integers(0, 150_000, LONG, dtype=np.int32)
+    logp = -rng.exponential(0.5, LONG).astype(np.float32)
+    total = ROUNDS * GROUPS_A_STEP * MEMBERS
+    found: dict[str, float] = {}
+    with opened() as store:
+        store.add_tasks("train", tasks("train", GROUPS_A_STEP))
+        ids = store.task_ids("train")
+        for step in range(ROUNDS):
+            store.record_version(WeightsVersion(1, step), step)
+            store.request_rollout(f"train-{step:06d}", "train", step, VERSION, ids, MEMBERS, {})
+            while claims := store.claim_groups(WORKER, CAPACITY, max_samples=CAPACITY * MEMBERS):
+                ended = [
+                    EndedGroup(claim, [with_tokens(one, rng.permutation(tokens), logp) for one in answers(claim)])
+                    for claim in claims
+                ]
+                before = clock.elapsed
+                assert all(clock.call("", store.put_all, ended))
+                found["written"] = found.get("written", 0.0) + clock.elapsed - before
+            before = clock.elapsed
+            groups = clock.call("", store.take, GROUPS_A_STEP, step=step)
+            read = clock.call("", store.read, groups)
+            clock.call("", store.record_step, step + 1, {}, Used(tuple(groups)))
+            assert sum(len(one.turns[1].token_ids) for one in read) == GROUPS_A_STEP * MEMBERS * LONG
+            found["taken"] = found.get("taken", 0.0) + clock.elapsed - before
+        database = store._database._writer.url.database
+        size = sum(path.stat().st_size for path in Path(str(database)).parent.iterdir())
+    return {name: seconds / total for name, seconds in found.items()}, size // total
+
+
+def of_throughput(text: page.Text) -> None:
+    seconds, size = throughput()
+    both = sum(seconds.values())
+    text.say(
+        f"{ROUNDS} steps of {GROUPS_A_STEP} groups of {MEMBERS} trajectories of {LONG:,} random tokens, one process, "
+        f"seconds of the whole: **{1 / both:,.0f} trajectories/s written and taken** ({1 / seconds['written']:,.0f} "
+        f"written, {1 / seconds['taken']:,.0f} taken, with all tokens and log-probs), {size:,} bytes each."
+    )
+
+
 def with_tokens(trajectory: Trajectory, tokens: np.ndarray, logp: np.ndarray) -> Trajectory:
     prompt, response = trajectory.turns
     spans = (WeightsSpan(0, len(tokens), VERSION),)
@@ -282,6 +326,8 @@ def main() -> None:
         text.say(f"| {name} | {few:,} {what} | {a:.1f} ms | {many:,} {what} | {b:.1f} ms | {b / a:.1f} |")
     text.say("")
     of_segments(text)
+    text.say("")
+    of_throughput(text)
     if options.write:
         page.write("benchmarks/store.md", str(text))
 

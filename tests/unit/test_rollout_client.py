@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
 from typing import Any
@@ -337,3 +338,17 @@ def test_what_would_be_refused_again_is_told_apart(handler: Handler, for_itself:
     with pytest.raises(EngineError) as failed:
         collect(handler)
     assert isinstance(failed.value, RequestRefused) == for_itself
+
+
+def test_a_call_goes_home_unless_that_engine_is_busier() -> None:
+    """Unfinished samples of engines a and b, a being the home -> where the next call goes."""
+    client = EngineClient(["a", "b"], "k")
+
+    def chosen(home: str, a: int, b: int) -> str:
+        client._outstanding.update(a=a - client._outstanding["a"], b=b - client._outstanding["b"])
+        return client._choose(["a", "b"], home)
+
+    assert [chosen("b", 0, 0), chosen("b", 60, 64), chosen("b", 8, 10)] == ["b", "b", "b"]
+    assert [chosen("b", 0, 1), chosen("b", 8, 16), chosen("gone", 2, 1), chosen("", 1, 2)] == ["a", "a", "b", "a"]
+    client._left_out["b"] = time.monotonic() + 60
+    assert chosen("b", 9, 0) == "a"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,26 @@ def test_others_are_prompts_of_their_own(requests: list[SampleRequest], prompts:
 def test_every_turn_of_every_trajectory_has_a_seed_of_its_own(turns: int, size: int) -> None:
     seeds = [request(i, size=size, turn=turn).seed for i in range(size) for turn in range(turns)]
     assert len(set(seeds)) == turns * size and None not in seeds
+
+
+def test_a_trajectory_goes_on_at_the_engine_that_gave_its_last_sample() -> None:
+    """Trajectories of two homes are two calls; one of a trajectory without a home goes by itself."""
+
+    class Two(Engine):
+        async def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> AsyncGenerator[Completion, None]:
+            async for completion in super().generate(prompts, sampling):
+                seed = int(completion.token_ids[0])
+                yield replace(completion, engine="a" if seed % 2 else "b")
+
+    engine = Two()
+
+    async def turns(gatherer: Gatherer) -> None:
+        await all_of(gatherer, [request(i) for i in range(4)])
+        await all_of(gatherer, [*[request(i, turn=1) for i in range(4)], request(0, "new", 2)])
+
+    gathered(engine, turns)
+    assert [prompt.home for prompt in engine.calls[0]] == [""]
+    assert [[prompt.home for prompt in call] for call in engine.calls[1:]] == [["b", "b"], ["a", "a"], [""]]
 
 
 def test_later_requests_are_another_call() -> None:

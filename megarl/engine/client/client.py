@@ -6,7 +6,7 @@ import base64
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any, Self
 
@@ -27,6 +27,8 @@ MAX_ERROR_BYTES = 2**16
 LEFT_OUT_S = 5.0
 """Seconds for which an engine that failed gets no request while others live: one that is dead has the fewest unfinished
 samples of all."""
+HOME_SHARE = 0.25
+"""Share of an engine's mean number of unfinished samples by which the home of a prompt may have more than another."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,9 @@ class Prompt:
     """Files of images, one for each placeholder among the ids as the chat template wrote it (not expanded)."""
     max_tokens: int | None = None
     """Most tokens of a sample, where fewer than the request's."""
+    home: str = ""
+    """URL of the engine that has computed the beginning of it before, and may have it in its prefix cache; "" for
+    none."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +125,8 @@ class _Silence:
 
 
 class EngineClient:
-    """Sends each call to the engine with the fewest unfinished samples, of those that have not just failed. Use as an
-    async context manager.
+    """Sends each call to the home of its first prompt, unless that engine is busier than the others; else to the one
+    with the fewest unfinished samples, of those that have not just failed. Use as an async context manager.
 
     Args:
         urls: Engine servers, all with the same weights.
@@ -167,8 +172,7 @@ class EngineClient:
         """
         missing = {(i, j) for i, prompt in enumerate(prompts) for j in range(prompt.n)}
         total = len(missing)
-        now = time.monotonic()
-        url = min(self._choices(sampling), key=lambda url: (max(now, self._left_out[url]), self._outstanding[url]))
+        url = self._choose(self._choices(sampling), prompts[0].home if prompts else "")
         self._outstanding[url] += total
         try:
             async for completion in self._stream(url, prompts, sampling):
@@ -189,6 +193,14 @@ class EngineClient:
             raise
         finally:
             self._outstanding[url] -= len(missing)
+
+    def _choose(self, urls: Sequence[str], home: str) -> str:
+        now = time.monotonic()
+        least = min(urls, key=lambda url: (max(now, self._left_out[url]), self._outstanding[url]))
+        if home not in urls or self._left_out[home] > now:
+            return least
+        busier = self._outstanding[home] - self._outstanding[least]
+        return home if busier * len(urls) <= HOME_SHARE * sum(self._outstanding[url] for url in urls) else least
 
     def _choices(self, sampling: Sampling) -> Sequence[str]:
         """Engines that may be asked. Raises WeightsPassed where none of those that alone may be asked is there."""
@@ -297,6 +309,6 @@ def _check_version(url: str, sample: Completion, sampling: Sampling) -> None:
 
 def _completion(url: str, record: Completion | Failure) -> Completion:
     if isinstance(record, Completion):
-        return record
+        return replace(record, engine=url)
     text = f"the engine at {url} failed at prompt {record.request}, sample {record.index}: {record.message}"
     raise PromptRefused(text, record.request) if record.refused else EngineError(text)

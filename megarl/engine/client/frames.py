@@ -71,6 +71,8 @@ class Completion:
     prompt_ids: np.ndarray | None = None
     """int32 [P]; of a prompt with images the ids that the engine computed, placeholders expanded. None for other
     prompts."""
+    engine: str = ""
+    """URL of the engine that gave it, as the client knows; in no frame."""
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,8 @@ class Gatherer:
         self._apart = apart
         self._waiting: dict[SampleRequest, asyncio.Future[Completion]] = {}
         """Requests of this moment, which no call has taken yet."""
+        self._homes: dict[tuple[str, int], str] = {}
+        """(group, index) of a trajectory -> engine that gave its last sample."""
 
     async def sample(self, request: SampleRequest) -> Completion:
         """Return the sample once an engine has given it whole. Raises PromptRefused for a prompt that no engine takes;
@@ -123,8 +125,15 @@ class Gatherer:
             for request, future in taken.items():
                 call = self._calls.create_task(self._persist({request: future}))
                 future.add_done_callback(partial(_end, call))
-        elif taken:  # else the group of tasks is being ended
-            self._calls.create_task(self._persist(taken))
+            return
+        of_homes: dict[str, dict[SampleRequest, asyncio.Future[Completion]]] = {}
+        for request, future in taken.items():
+            of_homes.setdefault(self._home(request), {})[request] = future
+        for part in of_homes.values():
+            self._calls.create_task(self._persist(part))
+
+    def _home(self, request: SampleRequest) -> str:
+        return self._homes.get((request.group, request.index), "")
 
     async def _persist(self, missing: dict[SampleRequest, asyncio.Future[Completion]]) -> None:
         since, left, delay_s = time.monotonic(), -1, self._retry_s
@@ -152,7 +161,7 @@ class Gatherer:
 
     async def _call(self, missing: dict[SampleRequest, asyncio.Future[Completion]]) -> None:
         """Make one call for all that is missing, and take out what it gives, or refuses. Raises EngineError."""
-        asks = _asks(list(missing))
+        asks = _asks(list(missing), self._home)
         outstanding, aborted = len(missing), 0
         self._change(outstanding)
         try:
@@ -164,7 +173,9 @@ class Gatherer:
                     if completion.finish_reason == "abort":
                         aborted += 1
                         continue
-                    future = missing.pop(asks[completion.request].requests[completion.index])
+                    request = asks[completion.request].requests[completion.index]
+                    future = missing.pop(request)
+                    self._homes[request.group, request.index] = completion.engine
                     if not future.done():  # a trajectory that was given up
                         future.set_result(completion)
         except PromptRefused as error:
@@ -187,7 +198,7 @@ def _end(call: asyncio.Task[None], future: asyncio.Future[Completion]) -> None:
         call.cancel()
 
 
-def _asks(requests: Sequence[SampleRequest]) -> list[_Ask]:
+def _asks(requests: Sequence[SampleRequest], home: Callable[[SampleRequest], str]) -> list[_Ask]:
     """First turns of a whole group as one prompt, so that its tokens are computed once; all others by themselves, with
     the seeds that they have there."""
     groups: dict[str, list[SampleRequest]] = {}
@@ -196,12 +207,12 @@ def _asks(requests: Sequence[SampleRequest]) -> list[_Ask]:
     asks: list[_Ask] = []
     for members in groups.values():
         sampled = [r for r in members if r.index != GREEDY]
-        asks += [_Ask(_prompt(r, greedy=True), [r]) for r in members if r.index == GREEDY]
+        asks += [_Ask(_prompt(r, greedy=True, home=home(r)), [r]) for r in members if r.index == GREEDY]
         if sampled and _is_one_prompt(sampled):
             first, whole = sampled[0], sorted(sampled, key=lambda r: r.index)
             asks.append(_Ask(_prompt(first, n=len(whole), seed=first.group_seed), whole))
         else:
-            asks += [_Ask(_prompt(r, seed=r.seed), [r]) for r in sampled]
+            asks += [_Ask(_prompt(r, seed=r.seed, home=home(r)), [r]) for r in sampled]
     return asks
 
 
