@@ -2,22 +2,25 @@
 
 ``python benchmarks/asynchrony.py [--steps N] [--write]``. Trainer ranks are pinned to the first core, all else of a job
 (engine, explorer, reward workers) to the others. Lengths of responses are drawn (lognormal, by each trajectory's seed),
-so every configuration samples the same ones. The rates of the job in turn calibrate ``benchmarks/simulation.py``. Wants
-a machine with nothing else on it.
+so every configuration samples the same ones. The rates of two jobs in turn calibrate ``benchmarks/simulation.py``: the
+first configuration, and one with three times the groups, in segments. Wants a machine with nothing else on it.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +33,9 @@ from megarl.explore.store import Store
 from megarl.train.rollout.asking import rollout_id
 
 MEDIAN, P99, MOST = 32, 512, 1024
-BUDGET = 128
-"""Tokens of a trajectory from each weights, in partial rollouts."""
+BUDGET, SEGMENT = 128, 64
+"""Tokens of a trajectory from each weights, in partial rollouts; and of a segment there."""
+SEGMENTS = f"rollout.segment_tokens={SEGMENT}"
 WORKFLOW = f"""
 import math
 from random import Random
@@ -71,11 +75,13 @@ CONFIGURATIONS = (
         simulation.Schedule("completion (k=2), weights in flight", Pacing(2, 1), "completion", in_flight=True),
     ),
     Configuration(
-        ("sync.max_staleness=2", f"rollout.segment_tokens={BUDGET // 2}", f"rollout.budget_tokens={BUDGET}", *AHEAD),
-        simulation.Schedule(f"partial rollouts (k=2, {BUDGET} tokens)", Pacing(2, 1), budget=BUDGET),
+        ("sync.max_staleness=2", SEGMENTS, f"rollout.budget_tokens={BUDGET}", *AHEAD),
+        simulation.Schedule(f"partial rollouts (k=2, {BUDGET} tokens)", Pacing(2, 1), budget=BUDGET, request=SEGMENT),
     ),
 )
-"""The first one calibrates the simulation."""
+"""The first one calibrates the simulation, too."""
+MORE_GROUPS = 3
+"""Times the groups of a step in the other job that does."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +133,8 @@ class Measured:
     rollout_s: list[float]
     sync_s: list[float]
     rest_s: list[float]
+    requests: list[float]
+    """Requests that engines were asked for in each step."""
     lengths: list[int]
     """Tokens of every response of the job: few steps of a long-tailed distribution have a mean of their own."""
 
@@ -164,8 +172,8 @@ def run(overrides: list[str]) -> None:
             raise RuntimeError(f"a job ended with {status}:\n{output.read().decode(errors='replace')}")
 
 
-def read(run_dir: Path, first: int, count: int) -> Measured:
-    """``count`` steps of a job from number ``first`` on, counted from 0."""
+def read(run_dir: Path, first: int, count: int, segment: int | None) -> Measured:
+    """``count`` steps of a job from number ``first`` on, counted from 0, in segments of so many tokens."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [r for r in records if "rollout/tokens/sampled" in r][first : first + count]
     spans = {name: _spans(run_dir, name) for name in ("trainer_0", "explorer-0")}
@@ -182,16 +190,21 @@ def read(run_dir: Path, first: int, count: int) -> Measured:
         rollouts,
         syncs,
         [r["timing_s/step"] - rollout - sync for r, rollout, sync in zip(steps, rollouts, syncs, strict=True)],
-        _lengths(run_dir, first, count),
+        *_responses(run_dir, range(first, first + count), segment),
     )
 
 
-def _lengths(run_dir: Path, first: int, count: int) -> list[int]:
+def _responses(run_dir: Path, steps: Sequence[int], segment: int | None) -> tuple[list[float], list[int]]:
+    """Requests of each step, and tokens of every response."""
     store = Store(f"sqlite:///{run_dir}/store.db", read_only=True)
-    rollouts = [rollout_id(step) for step in range(first, first + count)]
-    found = [e.response_length for rollout in rollouts for e in store.trajectories(rollout)]
+    requests, lengths = [], list[int]()
+    for step in steps:
+        trajectories = store.trajectories(rollout_id(step))
+        turns = [len(turn.token_ids) for e in trajectories for turn in e.turns if turn.author == "model"]
+        requests.append(float(sum(math.ceil(tokens / (segment or tokens)) for tokens in turns)))
+        lengths += [e.response_length for e in trajectories]
     store.close()
-    return found
+    return requests, lengths
 
 
 def _spans(run_dir: Path, process: str) -> list[tuple[str, float, float]]:
@@ -209,34 +222,45 @@ def covered(spans: list[tuple[float, float]], began: float, ended: float) -> flo
     return total
 
 
-def calibrated(found: Measured, slots: int) -> simulation.Rates:
-    """Rates of a job in turn, by least squares over its steps: a rollout takes ``token_s`` for each token of its
-    longest response and ``row_s`` for each token of all; an update so much and so much for each token."""
-    tokens = np.array(found.tokens)
-    longest = np.array(found.longest)
-    token_s, row_s = _fit(np.stack([longest, tokens], 1), np.array(found.rollout_s))
-    update_s, update_token_s = _fit(np.stack([np.ones_like(tokens), tokens], 1), np.array(found.rest_s))
-    return simulation.Rates(1, slots, token_s, row_s, update_s, update_token_s, statistics.fmean(found.sync_s))
+def calibrated(in_turn: Measured, segmented: Measured, slots: int) -> simulation.Rates:
+    """Rates of two jobs in turn, by least squares over their steps with coefficients of 0 or more: a rollout takes
+    ``token_s`` for each token of its longest response, ``row_s`` for each token of all and ``begin_s`` for each
+    request; an update so much and so much for each token."""
+    rollouts = [
+        ([longest, tokens, requests], seconds)
+        for job in (in_turn, segmented)
+        for longest, tokens, requests, seconds in zip(job.longest, job.tokens, job.requests, job.rollout_s, strict=True)
+    ]
+    token_s, row_s, begin_s = _fit(rollouts)
+    updates = [([1.0, n], s) for job in (in_turn, segmented) for n, s in zip(job.tokens, job.rest_s, strict=True)]
+    update_s, update_token_s = _fit(updates)
+    publish_s = statistics.fmean(in_turn.sync_s)
+    return simulation.Rates(1, slots, token_s, row_s, update_s, update_token_s, publish_s, begin_s=begin_s)
 
 
-def _fit(columns: np.ndarray, values: np.ndarray) -> tuple[float, float]:
-    """Least squares with two coefficients of 0 or more."""
-    both = np.linalg.lstsq(columns, values, rcond=None)[0]
-    if (both >= 0).all():
-        return float(both[0]), float(both[1])
-    single = [max(float(column @ values / (column @ column)), 0.0) for column in columns.T]
-    errors = [float(((values - column * x) ** 2).sum()) for column, x in zip(columns.T, single, strict=True)]
-    return (single[0], 0.0) if errors[0] <= errors[1] else (0.0, single[1])
+def _fit(rows: Sequence[tuple[list[float], float]]) -> list[float]:
+    """Least squares of (terms, seconds) in relative errors, with coefficients of 0 or more: of all choices of terms
+    whose coefficients are, the one with the least error."""
+    terms = np.array([of_row for of_row, _ in rows]) / np.array([[seconds] for _, seconds in rows])
+    best, least = np.zeros(terms.shape[1]), float(len(rows))
+    for chosen in itertools.product((False, True), repeat=terms.shape[1]):
+        columns = terms[:, list(chosen)]
+        found = np.linalg.lstsq(columns, np.ones(len(rows)), rcond=None)[0]
+        error = float(((columns @ found - 1) ** 2).sum())
+        if (found >= 0).all() and error < least:
+            best, least = np.zeros(terms.shape[1]), error
+            best[list(chosen)] = found
+    return [float(x) for x in best]
 
 
-def forecast(
-    rates: simulation.Rates, job: Job, schedule: simulation.Schedule, measured: list[int]
-) -> simulation.Result:
-    """The simulation's, of many steps whose lengths are drawn from those that were ``measured``."""
+def forecast(rates: simulation.Rates, job: Job, schedule: simulation.Schedule, measured: Measured) -> simulation.Result:
+    """The simulation's, of many steps whose lengths and requests are drawn from those that were ``measured``."""
 
     def lengths(draw: np.random.Generator, count: int) -> np.ndarray:
-        return draw.choice(np.array(measured), count)
+        return draw.choice(np.array(measured.lengths), count)
 
+    each = round(sum(measured.lengths) / sum(measured.requests))
+    schedule = replace(schedule, request=min(each, schedule.request or each))
     return simulation.Simulation(rates, simulation.Load(job.groups, job.size, lengths), schedule).run(300)
 
 
@@ -249,33 +273,40 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the page")
     arguments = parser.parse_args()
     job, text = Job(arguments.groups, arguments.size, arguments.epochs), page.Text()
-    results: list[tuple[Configuration, Measured]] = []
     with tempfile.TemporaryDirectory() as folder:
         workflow = Path(folder) / "lengths.py"
         workflow.write_text(WORKFLOW)
-        for number, configuration in enumerate(CONFIGURATIONS):
-            run_dir, first = Path(folder) / str(number), configuration.schedule.pacing.max_staleness + 2
-            steps = first + arguments.steps + configuration.schedule.pacing.max_staleness
+
+        def measure(job: Job, configuration: Configuration) -> Measured:
+            schedule = configuration.schedule
+            run_dir, first = Path(folder) / schedule.name.replace(" ", "_"), schedule.pacing.max_staleness + 2
+            steps = first + arguments.steps + schedule.pacing.max_staleness
             run([*job.overrides(run_dir, workflow, steps), *configuration.overrides])
-            found = read(run_dir, first, arguments.steps)
-            results.append((configuration, found))
-            print(f"{configuration.schedule.name}: {found.step_s:.2f} s a step", flush=True)
+            found = read(run_dir, first, arguments.steps, schedule.request)
+            print(f"{schedule.name}: {found.step_s:.2f} s a step", flush=True)
+            return found
+
+        more = replace(job, groups=MORE_GROUPS * job.groups)
+        segmented = measure(
+            more, Configuration((SEGMENTS,), simulation.Schedule("in turn in segments", request=SEGMENT))
+        )
+        results = [(configuration, measure(job, configuration)) for configuration in CONFIGURATIONS]
     in_turn = results[0][1]
-    rates = calibrated(in_turn, 4 * job.groups * job.size)
+    rates = calibrated(in_turn, segmented, 4 * job.groups * job.size)
     text.say(
         f"{job.groups} groups of {job.size} responses a step, lognormal lengths (median {MEDIAN}, 99th percentile "
         f"{P99}, at most {MOST}); {arguments.steps} steps of each job."
     )
     text.say(
-        f"Rates of the job in turn: {rates.token_s * 1e3:.2f} ms a decoding step and {rates.row_s * 1e3:.3f} ms for "
-        f"each row in it; an update {rates.update_s:.2f} s and {rates.update_token_s * 1e3:.3f} ms a token; a sync "
-        f"{rates.publish_s:.2f} s."
+        f"Rates of jobs in turn: {rates.token_s * 1e3:.2f} ms a decoding step, {rates.row_s * 1e3:.3f} ms for each row "
+        f"in it and {rates.begin_s * 1e3:.2f} ms for a request; an update {rates.update_s:.2f} s and "
+        f"{rates.update_token_s * 1e3:.3f} ms a token; a sync {rates.publish_s:.2f} s."
     )
     text.say("")
     text.say("| schedule | s a step | of in turn | trainer idle | engines idle | simulated, s | distance |")
     text.say("|---|---:|---:|---:|---:|---:|---:|")
     for configuration, found in results:
-        simulated = forecast(rates, job, configuration.schedule, found.lengths)
+        simulated = forecast(rates, job, configuration.schedule, found)
         text.say(
             f"| {configuration.schedule.name} | {found.step_s:.2f} | {found.step_s / in_turn.step_s:.2f} | "
             f"{found.trainer_idle:.0%} | {found.engines_idle:.0%} | {simulated.step_s:.2f} | "

@@ -5,7 +5,7 @@ is decided by the job's own ``explore/order/pacing.py``; time is what is simulat
 
 An engine decodes its rows together: a token of each takes ``token_s + row_s`` · rows. Rows wait in one queue, the
 oldest group first, and go to the engine with the fewest rows. Lengths are drawn; prompts cost nothing but for rows that
-go on after their KV cache was reset (``prefill_s`` a token).
+go on after their KV cache was reset (``prefill_s`` a token), and ``begin_s`` for each request.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ class Rates:
     them."""
     prefill_s: float = 0.0
     """Seconds of each token of a row whose KV cache was reset."""
+    begin_s: float = 0.0
+    """Seconds of decoding that an engine loses for each request that begins."""
 
     def engine_seconds(self, tokens: float) -> float:
         """Seconds of one engine, all of whose slots are in use."""
@@ -98,6 +100,8 @@ class Schedule:
     budget: int | None = None
     """Tokens that a trajectory samples between two publications; then it is suspended until the next one. None for all.
     Groups of steps that train before the next publication have no budget."""
+    request: int | None = None
+    """Tokens of a request, of which a response makes one after another (``rollout.segment_tokens``); None for all."""
 
 
 SCHEDULES = (
@@ -137,13 +141,13 @@ class Row:
 class Engines:
     """Engines as heaps of the token counts at which their rows end. ``now`` goes on by ``step`` and ``until`` alone."""
 
-    def __init__(self, rates: Rates, ended: Callable[[Row], None]) -> None:
+    def __init__(self, rates: Rates, ended: Callable[[Row], None], request: int | None = None) -> None:
         self.now, self.busy, self.tokens = 0.0, 0.0, 0
         self.held = False
         """No row begins."""
         self.queue: deque[tuple[Row, int]] = deque()
         """Rows that wait, and how many tokens each samples."""
-        self._rates, self._ended = rates, ended
+        self._rates, self._ended, self._request = rates, ended, request
         count = rates.engines
         self._running: list[list[tuple[float, int, Row, int]]] = [[] for _ in range(count)]
         """(count of tokens at which the row ends, serial number, row, its tokens)."""
@@ -163,7 +167,9 @@ class Engines:
                 continue
             row, tokens = self.queue.popleft()
             self._settle(engine)
-            self._stall(engine, row.done)
+            # All requests of the row at once: when they begin makes little difference to the sum.
+            requests = math.ceil(tokens / self._request) if self._request else 1
+            self._stall(engine, row.done * self._rates.prefill_s + requests * self._rates.begin_s)
             self._serial += 1
             heapq.heappush(self._running[engine], (self._count[engine] + tokens, self._serial, row, tokens))
             heapq.heappush(self._loads, (load + 1, engine))
@@ -188,7 +194,8 @@ class Engines:
             self._at[engine] = max(self._at[engine], self.now) + self._rates.publish_s
             if self._rates.prefill_s:
                 for end, _, row, tokens in self._running[engine]:
-                    self._stall(engine, row.done + tokens - (end - self._count[engine]))
+                    done = row.done + tokens - (end - self._count[engine])
+                    self._stall(engine, done * self._rates.prefill_s)
             self._schedule(engine)
         elif stamp == self._stamp[engine]:
             self._settle(engine)
@@ -228,8 +235,7 @@ class Engines:
             self.busy += passed
         self._at[engine] = self.now
 
-    def _stall(self, engine: int, prefix: float) -> None:
-        seconds = prefix * self._rates.prefill_s
+    def _stall(self, engine: int, seconds: float) -> None:
         self._at[engine] += seconds
         self.busy += seconds
 
@@ -261,7 +267,7 @@ class Simulation:
     def __init__(self, rates: Rates, load: Load, schedule: Schedule, seed: int = 0) -> None:
         self._rates, self._load, self._schedule = rates, load, schedule
         self._draw = np.random.default_rng(seed)
-        self._engines = Engines(rates, self._row_ended)
+        self._engines = Engines(rates, self._row_ended, schedule.request)
         self._unended: Counter[int] = Counter()
         """Groups that have rows that have not ended, by ``asked_at``."""
         self._ready: list[Group] = []
