@@ -3,13 +3,8 @@ job is killed."""
 
 from __future__ import annotations
 
-import os
-import random
-import signal
-import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.explore.store import Store
-from tests.loop.same_run import has, steps_of, whole_and_killed
-from tests.system.jobs import START_S, TINY, Job
+from tests.loop.random_kills import SUPERVISOR, killed_at_random
+from tests.loop.same_run import left_alone, steps_of, whole_and_killed
+from tests.system.jobs import START_S, TINY
 
 pytestmark = pytest.mark.timeout(4 * START_S)
 STEPS, BUDGET, SEGMENT = 5, 4, 2
@@ -62,13 +58,6 @@ def test_each_weights_sample_the_budget_of_later_steps(runs: tuple[Path, Path]) 
     store.close()
 
 
-def await_role(job: Job, role: str) -> None:
-    """Wait until a process is there, or the job has ended."""
-    end = time.monotonic() + START_S
-    while not has(job, role) and job.poll() is None and time.monotonic() < end:
-        time.sleep(0.02)
-
-
 @pytest.mark.soak
 @pytest.mark.timeout(12 * START_S)
 @pytest.mark.parametrize("k", [1, 2, 4])
@@ -76,30 +65,12 @@ def test_ten_kills_at_any_moment_leave_the_same_bits(tmp_path: Path, k: int) -> 
     """Of a job with two engines: whoever is killed, its weights and metrics are those of a job that was left alone."""
     settings = [s for s in SETTINGS if not s.startswith(("sync.", "trainer.steps", "trainer.checkpoint_interval"))]
     settings += [f"sync.max_staleness={k}", "trainer.steps=8", "trainer.checkpoint_interval=1", "rollout.replicas=2"]
-    settings += ["cluster.restarts=100", "cluster.replacements=100"]
-    whole, job = Job(tmp_path / "whole", settings), Job(tmp_path / "killed", settings)
-    random_ = random.Random(k)
-    try:
-        assert whole.start().wait(START_S) == 0, whole.output.read_text()
-        job.start()
-        for kill in range(10):
-            victim = ("engine", "explorer", "trainer 0", "engine", "supervisor")[kill % 5]
-            await_role(job, "trainer 0" if victim == "supervisor" else victim)
-            time.sleep(random_.uniform(0, 4))
-            if job.poll() is not None:
-                break
-            with suppress(AssertionError, ProcessLookupError, FileNotFoundError):  # absent just now
-                os.kill(job.pid if victim == "supervisor" else job.pid_of(victim), signal.SIGKILL)
-            if victim == "supervisor":
-                job.wait(30)
-                job.until_gone(60)
-                job = Job(tmp_path / "killed", settings).start()
-        assert job.wait(START_S) == 0, job.output.read_text()
-        assert_same_bits(whole.run_dir, job.run_dir)
-    finally:
-        for one in (job, whole):
-            if one.has_started:
-                one.clean_up()
+    victims = ("engine", "explorer", "trainer 0", "engine", SUPERVISOR)
+    with (
+        left_alone(tmp_path / "whole", settings) as whole,
+        killed_at_random(tmp_path / "killed", settings, victims, 10, k) as (job, _),
+    ):
+        assert_same_bits(whole, job.run_dir)
 
 
 def test_a_killed_job_has_the_same_bits(runs: tuple[Path, Path]) -> None:

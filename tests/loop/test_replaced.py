@@ -1,6 +1,7 @@
 """One job loses its explorer in a rollout, its engine in the next one, the engine that replaced it in a sync, and that
 one by an order in the last rollout: it goes on, in its first attempt, and everything that it has sampled and trained is
-what a job has that lost nothing."""
+what a job has that lost nothing. Its trajectories are an agent's, which asks the endpoint once, as the other's own
+workflow asks the model."""
 
 from __future__ import annotations
 
@@ -21,6 +22,15 @@ def compute_score(*args, **more):
     time.sleep(0.02)  # a rollout lasts long enough to be broken in its middle
     return score(*args, **more)
 """
+AGENT = """
+import openai
+
+client = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="none", timeout=3600.0, max_retries=0)
+
+
+async def run(base_url, prompt, request_kwargs, metadata):
+    await client.with_options(base_url=base_url).chat.completions.create(messages=prompt, **request_kwargs)
+"""
 
 
 def order(job: Job, state: EngineStatus) -> None:
@@ -34,10 +44,12 @@ def order(job: Job, state: EngineStatus) -> None:
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     folder = tmp_path_factory.mktemp("replaced")
-    scorer = folder / "scorer.py"
+    scorer, agent = folder / "scorer.py", folder / "agent.py"
     scorer.write_text(SCORER)
+    agent.write_text(AGENT)
+    by_agent = ["rollout.workflow=agent", f"rollout.agent={agent}"]
     # Hundreds of small messages, so that a sync lasts longer as well.
-    job = Job(folder / "run", [*WHOLE, f"reward.path={scorer}", "sync.bucket_bytes=4096"]).start()
+    job = Job(folder / "run", [*WHOLE, *by_agent, f"reward.path={scorer}", "sync.bucket_bytes=4096"]).start()
     try:
         job.until(lambda: groups(job, "eval-before", "ready") > 0, "the first rollout")
         pid = job.pid_of("explorer")

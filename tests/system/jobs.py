@@ -139,11 +139,12 @@ class Job:
         return found
 
     def pid_of(self, role: str) -> int:
-        """The process of a role: ``engine``, ``explorer`` or ``trainer <rank>``."""
+        """The process of a role: ``engine``, ``explorer``, ``reward`` (a worker) or ``trainer <rank>``."""
         kind, _, rank = role.partition(" ")
         words = {
             "engine": "megarl.engine.server.server",
             "explorer": "megarl.run.start explorer",
+            "reward": "megarl.explore.rewards.pool.worker",
             "trainer": "megarl.run.start trainer",
         }[kind]
         for pid, command in self.processes().items():

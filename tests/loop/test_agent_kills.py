@@ -1,0 +1,90 @@
+"""Whoever is killed, at whatever moment, a job whose trajectories are an agent's trains every task of its plan once, in
+whole groups, and what it learns is what a job learns that was left alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.explore.store import Store
+from tests.loop.random_kills import killed_at_random
+from tests.loop.same_model import assert_same_model
+from tests.loop.same_run import left_alone
+from tests.system.jobs import START_S
+
+KILLS, STEPS, TASKS, MEMBERS = 50, 60, 8, 4
+VICTIMS = ("explorer", "reward", "engine", "trainer 0")
+AGENT = """
+import re
+
+import openai
+
+client = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="none", timeout=3600.0, max_retries=0)
+
+
+async def run(base_url, prompt, request_kwargs, metadata):
+    model, messages = client.with_options(base_url=base_url), list(prompt)
+    for _ in range(metadata["extra_info"]["tries"]):
+        response = await model.chat.completions.create(messages=messages, **request_kwargs)
+        guesses = re.findall(r"-?[0-9]+", response.choices[0].message.content)
+        if not guesses or response.choices[0].finish_reason != "stop" or guesses[-1] == metadata["ground_truth"]:
+            return
+        reply = "higher" if int(guesses[-1]) < int(metadata["ground_truth"]) else "lower"
+        messages += [response.choices[0].message, {"role": "user", "content": reply}]
+"""
+SCORER = """
+import time
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    time.sleep(0.01)
+    return float(solution_str.strip() == ground_truth)
+"""
+SETTINGS = (
+    "experiment=guess",
+    f"trainer.steps={STEPS}",
+    f"trainer.tasks_per_step={TASKS}",
+    f"algorithm.group_size={MEMBERS}",
+    "trainer.updates_per_step=1",
+    "trainer.checkpoint_interval=1",
+    "trainer.eval_interval=0",
+    "trainer.warm_start.steps=20",
+    "taskset.train_size=600",
+    "taskset.eval_size=4",
+    "taskset.warm_start_size=1000",
+    "rollout.workflow=agent",
+)
+
+
+def tasks_of(run_dir: Path) -> list[list[str]]:
+    """Tasks of the groups that each step was the first to train on."""
+    store = Store(f"sqlite:///{run_dir}/store.db", read_only=True)
+    found = []
+    for step in range(STEPS):
+        groups = [group.group_id for group in store.consumed(step, step + 1)]
+        members = [store.read([group]) for group in groups]
+        assert all([e.index for e in group] == list(range(MEMBERS)) for group in members)
+        found.append([group[0].task_id for group in members])
+    store.close()
+    return found
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(KILLS * START_S)
+def test_fifty_kills(tmp_path: Path) -> None:
+    agent, scorer = tmp_path / "agent.py", tmp_path / "scorer.py"
+    agent.write_text(AGENT)
+    scorer.write_text(SCORER)
+    settings = [*SETTINGS, f"rollout.agent={agent}", f"reward.path={scorer}"]
+    with (
+        left_alone(tmp_path / "whole", settings) as whole,
+        killed_at_random(tmp_path / "killed", settings, VICTIMS, KILLS, 1, longest_s=3.0) as (job, kills),
+    ):
+        assert kills == KILLS
+        trained = tasks_of(job.run_dir)
+        assert [len(groups) for groups in trained] == [TASKS] * STEPS
+        every = [task for groups in trained for task in groups]
+        assert len(set(every)) == len(every), "a task of one pass over the tasks was trained twice"
+        assert trained == tasks_of(whole)
+        assert_same_model(whole, job.run_dir, STEPS, TASKS * MEMBERS)
