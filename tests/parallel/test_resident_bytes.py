@@ -113,7 +113,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("world", CASES)
+@pytest.mark.parametrize(
+    "world", [pytest.param(world, marks=pytest.mark.soak if world == 4 else ()) for world in CASES]
+)
 def test_predicted_bytes_are_those_of_built_models(folder: Path, world: int) -> None:
     from megarl.learn.training.resident_bytes import model_bytes
     from megarl.weights.checkpoint.formats import hf

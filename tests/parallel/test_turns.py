@@ -113,7 +113,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("world", CASES)
+@pytest.mark.parametrize(
+    "world", [pytest.param(world, marks=pytest.mark.soak if world == 4 else ()) for world in CASES]
+)
 def test_the_weights_are_those_of_a_model_that_stays(folder: Path, world: int) -> None:
     for rank, found in enumerate(run_grid(world, on_grids, str(folder), CASES[world])):
         cases = [(case, place) for case in CASES[world] for place in places(case)]

@@ -31,7 +31,7 @@ def test_registration_passes_torchs_own_checks(dtype):
     torch.library.opcheck(logprob.gradient_, (logits.clone(), *upstream, *SHARD))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.soak)])
 def test_compiled_training_step_equals_eager(backend):
     def step(weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logp, entropy = ops.vocab_parallel_logprob(weight * 2, targets, vocab_size=50, temperature=0.7)

@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.soak
 def test_kernels_are_clean_under_address_and_undefined_behaviour_sanitizers():
     script = Path(__file__).parents[1] / "native" / "sanitized.py"
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
