@@ -40,15 +40,17 @@ for folder in sys.argv[1:]:
                       config.environment.memory_mb, config.environment.storage_mb, config.verifier.env]))
 """
 HELLO = {
-    "task.toml": 'version = "1.0"\n[agent]\ntimeout_sec = 20.0\n[verifier]\ntimeout_sec = 10.0\n'
+    "task.toml": 'version = "1.0"\n[agent]\ntimeout_sec = 99.0\n[verifier]\ntimeout_sec = 90.0\n'
     "[environment]\nmemory = '256M'\nstorage_mb = 32\n",
     "instruction.md": "<!-- harbor-canary 1 -->\n\nWrite hello into hello.txt.\n",
     "environment/Dockerfile": "# small\nFROM ubuntu:24.04\nWORKDIR /app\n",
-    "tests/test.sh": "#!/bin/bash\nif grep -qx hello hello.txt; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n",
+    "tests/test.sh": "#!/bin/bash\nif grep -qx hello hello.txt; then echo 1; else echo 0; fi"
+    " > /logs/verifier/reward.txt\n",
     "solution/solve.sh": "#!/bin/bash\necho hello > hello.txt\n",
 }
 SORT = {
-    "task.toml": 'schema_version = "1.4"\n[verifier]\nenv = { WANTED = "1 2 3" }\n[environment]\nnetwork_mode = "public"\n',
+    "task.toml": 'schema_version = "1.4"\n[verifier]\nenv = { WANTED = "1 2 3" }\n'
+    '[environment]\nnetwork_mode = "public"\n',
     "instruction.md": "Sort the numbers of data/numbers.txt into /out/sorted.txt.\n",
     "environment/Dockerfile": "FROM python:3.12-slim\nWORKDIR /work\nCOPY numbers.txt data/\nCOPY empty /out\n",
     "environment/numbers.txt": "3\n1\n2\n",
@@ -111,7 +113,7 @@ def test_a_folder_of_tasks_is_read_as_rows(hello: Path, numbers: Path, caplog: p
     assert rows[0].extra_info == {"folder": str(hello.resolve()), "name": "hello"}
     assert "sort/task.toml: the task asks for a network; it has none here" in caplog.text
     task = read_folder(hello)
-    assert (task.agent_s, task.verifier_s, task.memory_mb, task.storage_mb) == (20.0, 10.0, 256, 32)
+    assert (task.agent_s, task.verifier_s, task.memory_mb, task.storage_mb) == (99.0, 90.0, 256, 32)
 
 
 @with_harbor
@@ -124,7 +126,7 @@ def test_harbor_reads_the_same(hello: Path, numbers: Path) -> None:
     theirs = [json.loads(line) for line in done.stdout.splitlines()]
     assert theirs[1][1] is None and ours[1][1] == float("inf")
     assert theirs[1][3:5] == [None, None] and ours[1][3:5] == [2048, 1024]
-    assert [task for task in theirs if not None in task] == ours[:1]
+    assert [task for task in theirs if None not in task] == ours[:1]
     assert (theirs[1][0], theirs[1][2], theirs[1][5]) == (ours[1][0], ours[1][2], ours[1][5])
 
 
@@ -210,11 +212,11 @@ def test_options_are_checked_and_the_sandbox_is_proven() -> None:
 def test_a_solved_task_is_worth_1_and_another_0(hello: Path, numbers: Path) -> None:
     for folder, files in ((hello, HELLO), (numbers, SORT)):
         solution = files["solution/solve.sh"]
-        model = play(folder, "let me see", block(solution), block("pwd; ls -R; cat *.txt data/*.txt"), "DONE")
+        model = play(folder, "let me see", block(solution), block("pwd; cat data/*.txt"), "DONE")
         assert model.reward is not None and (model.reward.score, model.reward.status) == (1.0, "ok"), model.messages
         assert model.first is not None and model.first.startswith("You work in a Linux shell without a network, in /")
         assert model.messages[0][1].startswith("Write a command in a block") and model.messages[1][1] == "(no output)"
-        assert score(folder, block("ls"), "All is right.\nDONE") == (0.0, "wrong")
+        assert score(folder, block("ls") + "\nAll is right.\nDONE") == (0.0, "wrong")
     assert "/work" in model.messages[2][1] and "3\n1\n2" in model.messages[2][1]
 
 
@@ -231,32 +233,32 @@ def test_output_is_truncated_and_limits_end_commands(hello: Path) -> None:
     model = play(
         hello,
         block("echo begin; yes | head -c 3000000; echo end"),
-        block("echo on; sleep 60"),
-        block("sleep 60 & setsid sleep 60 & echo left"),
+        block("sleep 600 & setsid sleep 600 & echo left"),
         block("tail /dev/zero"),
-        block("head -c 99000000 /dev/zero > big; ls -s big | cut -c1-3; rm big"),
-        block("exec > /dev/null 2>&1 < /dev/null; sleep 0.2"),
+        block("head -c 99000000 /dev/zero > big; rm big"),
+        block("exec > /dev/null 2>&1 < /dev/null; sleep 0.1"),
         "DONE",
-        command_s=1.5, output_bytes=200,
+        output_bytes=200,
     )  # fmt: skip
     seen = [text for _, text in model.messages]
     assert seen[0].startswith("begin\ny\ny") and seen[0].endswith("y\nend") and "(2999810 more bytes)" in seen[0]
     assert len(seen[0]) < 250
-    assert seen[1:3] == ["on\n(the command was ended after 2 s)", "left"]
-    assert seen[3].endswith("(out of memory: all processes were killed)")
-    assert "No space left on device" in seen[4] and seen[5] == "(no output)"
+    assert seen[1] == "left" and seen[2].endswith("(out of memory: all processes were killed)")
+    assert "No space left on device" in seen[3] and seen[4] == "(no output)"
+    late = play(hello, block("sleep 600"), "DONE", command_s=0.1)
+    assert late.messages == [("environment", "(the command was ended after 0.1 s)")]
 
 
 @sandbox
 def test_the_time_of_a_task_is_that_of_its_commands(tmp_path: Path) -> None:
-    quick = written(tmp_path / "a", HELLO, task="[agent]\ntimeout_sec = 0.5\n[verifier]\ntimeout_sec = 0.5\n")
-    assert score(quick, block("echo hello > hello.txt; sleep 60")) == (1.0, "ok")
-    hanging = written(tmp_path / "b", HELLO, task="[verifier]\ntimeout_sec = 0.5\n", test="#!/bin/bash\nsleep 60\n")
+    quick = written(tmp_path / "a", HELLO, task="[agent]\ntimeout_sec = 2\n")
+    assert score(quick, block("echo hello > hello.txt; sleep 600")) == (1.0, "ok")
+    hanging = written(tmp_path / "b", HELLO, task="[verifier]\ntimeout_sec = 0.5\n", test="#!/bin/bash\nsleep 600\n")
     assert score(hanging, "DONE") == (0.0, "wrong")
 
 
 CHEATS = {
-    "a reward of its own": "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; echo 1 > /logs/verifier/reward.json",
+    "a reward of its own": "cd /logs; mkdir verifier; echo 1 > verifier/reward.txt; echo 1 > verifier/reward.json",
     "a link": "mkdir /app/mine; echo 1 > /app/mine/reward.json; ln -s /app/mine /logs/verifier",
     "a process that writes it later": "setsid bash -c 'while :; do mkdir -p /logs/verifier; "
     "echo 1 > /logs/verifier/reward.json; done' > /dev/null 2>&1 &",
@@ -270,8 +272,8 @@ CHEATS = {
 @sandbox
 @pytest.mark.parametrize("name", CHEATS)
 def test_nothing_that_an_episode_writes_counts_as_a_reward(hello: Path, name: str) -> None:
-    model = play(hello, block(CHEATS[name], "test -e /tests/test.sh && cat /tests/test.sh", "true"), "DONE")
-    assert model.reward is not None and (model.reward.score, model.reward.status) == (0.0, "wrong"), model.messages
+    model = play(hello, block(CHEATS[name], "test ! -e /tests/check.sh || echo seen", "true") + "\nDONE")
+    assert model.reward is not None and (model.reward.score, model.reward.status) == (0.0, "wrong")
 
 
 @sandbox

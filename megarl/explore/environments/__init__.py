@@ -45,11 +45,11 @@ def check(rollout: RolloutConfig) -> None:
     if (own := getattr(make, "check", None)) is not None:
         own(rollout.options)
     longest = getattr(make, "longest_call_s", None)
-    if longest is not None and longest(rollout.options) + CALL_S > rollout.environment_timeout_s:
+    if longest is not None and (wanted := longest(rollout.options) + CALL_S) > rollout.environment_timeout_s:
         raise ConfigError(
             f"rollout.environment_timeout_s={rollout.environment_timeout_s:g} is too short for a call of "
-            f"rollout.environment={rollout.environment}, which may take {longest(rollout.options) + CALL_S:g} s; set it "
-            "to that, or lower the seconds in rollout.options"
+            f"rollout.environment={rollout.environment}, which may take {wanted:g} s; set it to "
+            "that, or lower the seconds in rollout.options"
         )
     if hasattr(make, "reset") and rollout.max_prompt_tokens is None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Task folders of Harbor (Apache-2.0): ``rollout.environment=harbor``. Commands run in bubblewrap, not in a container."""
+"""Task folders of Harbor (Apache-2.0): ``rollout.environment=harbor``. Commands run in bubblewrap, in no container."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RULES = (
 UNREAD = "Write a command in a block that begins with ```bash and ends with ```, or DONE on a line of its own."
 BLOCK = re.compile(r"^```(?:bash|sh|shell)[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 DONE = re.compile(r"^[ \t]*DONE[ \t.]*$", re.MULTILINE)
-ENDED = {"time": "(the command was ended after {:.0f} s)", "memory": "(out of memory: all processes were killed)"}
+ENDED = {"time": "(the command was ended after {:g} s)", "memory": "(out of memory: all processes were killed)"}
 
 
 class Harbor:
@@ -92,7 +92,7 @@ class Harbor:
         found = self._sandbox.tests(limit, OUTPUT_BYTES)
         try:
             if found["limit"]:
-                raise ValueError(ENDED[found["limit"]].format(found["seconds"]))
+                raise ValueError(ENDED[found["limit"]].format(limit))
             return reward_of(found.get("file"), found.get("reward", ""), self._options.get("reward", REWARD))
         except (ValueError, RecursionError) as error:
             last = found["output"].strip()[-300:]
