@@ -22,7 +22,7 @@ ENVIRONMENTS: dict[str, MakeEnvironment] = {
 }
 """By the names of ``rollout.environment``."""
 CALL_S = 30.0
-"""Of a call beyond its longest parts."""
+"""Seconds of a call beyond its longest parts: starts, and processes that are killed."""
 
 __all__ = [
     "ENVIRONMENTS",

@@ -168,7 +168,7 @@ class Output:
         return True
 
     def text(self) -> str:
-        """What was kept."""
+        """Return the text that was kept."""
         lost = self.total - len(self.head) - len(self.tail)
         mark = f"\n({lost} more bytes)\n".encode() if lost else b""
         return (self.head + mark + self.tail).decode("utf-8", "replace")
