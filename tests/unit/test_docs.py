@@ -26,6 +26,8 @@ OTHERS = {
     "models/llava.py",
     "models/pixtral.py",
     "image_processing_qwen2_vl.py",
+    "instruction.md",
+    "solve.sh",
     "mine.yaml",
     "DIR/experiment/mine.yaml",
 }
@@ -33,6 +35,7 @@ OTHERS = {
 NO_SETTINGS = {
     "algorithms.md": {"rollout.top_p", "rollout.top_k"},  # said not to exist
     "checkpoints.md": {"model.layers.61", "model.safetensors"},
+    "environments.md": {"reward.txt"},
     "rewards.md": {"reward_model.ground_truth"},
     "tasksets.md": {"reward_model.ground_truth"},
     "workflows.md": {"model.limits", "model.options", "model.room", "model.seed"},

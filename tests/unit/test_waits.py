@@ -54,6 +54,13 @@ LIMITED = {
     "core/fork.ForkServer.fork: self._requests.recv": "fork.START_S, set for the socket",
     "core/fork.serve: os.waitpid": "a process that only forks another",
     "explore/environments/episode.Episode.step: self._made.result": "no wait: the environment was made",
+    "explore/environments/episode.Episode.end: self._made.result": "no wait: the environment was made",
+    "explore/environments/harbor_inside.Output.read: select.select": "harbor_inside.WATCH_S",
+    "explore/environments/harbor_inside.reap: os.waitpid": "SIGKILL before it, or WNOHANG",
+    "explore/environments/harbor_inside.run: process.wait": "SIGKILL before it",
+    "explore/environments/harbor_sandbox.HarborSandbox.__init__: STARTER.submit(self._start, inside).result": "a fork",
+    "explore/environments/harbor_sandbox.HarborSandbox._ask: self._lines.readline": "the socket's timeout",
+    "explore/environments/harbor_sandbox.HarborSandbox.close: self._process.wait": "SIGKILL before it",
     "explore/environments/episode.Episode.close: made.result": "no wait: the environment was made",
     "explore/environments/openenv.Connection.ask: self._messages.get": "rollout.environment_timeout_s, after which "
     "kill closes the connection",

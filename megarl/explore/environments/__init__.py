@@ -6,6 +6,7 @@ from megarl.core.user_file import import_file
 from megarl.explore.environments.episode import Episode, EpisodeThreads
 from megarl.explore.environments.guess import Guess
 from megarl.explore.environments.gymnasium import Gymnasium
+from megarl.explore.environments.harbor import Harbor
 from megarl.explore.environments.openenv import OpenEnv
 from megarl.explore.environments.reasoning_gym import ReasoningGym
 from megarl.explore.environments.types import Environment, EnvironmentFault, MakeEnvironment, Observation
@@ -14,11 +15,14 @@ from megarl.explore.environments.verifiers import Verifiers
 ENVIRONMENTS: dict[str, MakeEnvironment] = {
     "guess": Guess,
     "gymnasium": Gymnasium,
+    "harbor": Harbor,
     "openenv": OpenEnv,
     "reasoning_gym": ReasoningGym,
     "verifiers": Verifiers,
 }
 """By the names of ``rollout.environment``."""
+CALL_S = 30.0
+"""Seconds of a call beyond its longest parts: starts, and processes that are killed."""
 
 __all__ = [
     "ENVIRONMENTS",
@@ -40,6 +44,13 @@ def check(rollout: RolloutConfig) -> None:
     make = get(rollout.environment)
     if (own := getattr(make, "check", None)) is not None:
         own(rollout.options)
+    longest = getattr(make, "longest_call_s", None)
+    if longest is not None and (wanted := longest(rollout.options) + CALL_S) > rollout.environment_timeout_s:
+        raise ConfigError(
+            f"rollout.environment_timeout_s={rollout.environment_timeout_s:g} is too short for a call of "
+            f"rollout.environment={rollout.environment}, which may take {wanted:g} s; set it to "
+            "that, or lower the seconds in rollout.options"
+        )
     if hasattr(make, "reset") and rollout.max_prompt_tokens is None:
         raise ConfigError(
             "rollout.max_prompt_tokens is not set: the longest prompt of the rows would leave no room for the first "

@@ -79,6 +79,15 @@ class Episode:
             self._last = in_thread(lambda: _checked(environment.step(response, *score), Observation, rule))
             return await self._threads.result(self._last, "step")  # type: ignore[no-any-return]
 
+    async def end(self) -> float:
+        """Reward of an episode that a limit has ended, where the environment gives one."""
+        assert self._made is not None, "an episode begins before its end"
+        if (end := getattr(self._made.result(), "end", None)) is None:
+            return 0.0
+        async with self._threads.free:
+            self._last = in_thread(lambda: _checked(end(), float, "end must return a float"))
+            return await self._threads.result(self._last, "end")  # type: ignore[no-any-return]
+
     async def close(self) -> None:
         """Close the environment, if one was made, as soon as no call of it runs; waits only where none does. A call
         that runs is ended by ``kill()``, where the environment has it."""

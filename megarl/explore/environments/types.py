@@ -55,6 +55,7 @@ class Environment(Protocol):
     ``rollout.environment_timeout_s``."""
 
     # def reset(self) -> str: the first observation, where an environment has one beside the task's prompt
+    # def end(self) -> float: further reward of an episode that a limit of the trajectory has ended
     # def kill(self) -> None: end a call past its limit, which then raises; close follows
 
     def step(self, response: str, /, *args: Any, **kwargs: Any) -> Observation:

@@ -18,6 +18,7 @@ from typing import Any
 from megarl.core.schema import Message, Task
 from megarl.explore.tasksets.columns import SLIME, check_required, in_verl_form
 from megarl.explore.tasksets.files import RowLocation, json_struct, read_table, source_of, text_of, write_table
+from megarl.explore.tasksets.harbor import read_folders
 from megarl.explore.tasksets.images import columns_of, images_of, refuse_images
 from megarl.explore.tasksets.messages import ASKING, OPTIONS, answer_of, messages_of, prompt_of, template_kwargs_of
 
@@ -34,7 +35,7 @@ def read_rows(
     columns: Mapping[str, str] | None = None,
     data_source: str | None = None,
 ) -> list[Task]:
-    """Read and check every row of a parquet or jsonl file.
+    """Read and check every row of a parquet or jsonl file, or every task of a folder in Harbor's form.
 
     A row's task id is ``<split>/<row>``, the split being the file's stem unless given. With ``require_response`` the
     rows are demonstrations: each has a response, and what only a reward needs (``data_source``, ``reward_model``) may
@@ -47,6 +48,8 @@ def read_rows(
     Raises DataError naming the file, the row, the field, what was seen and what is expected.
     """
     path, columns = Path(path), columns or {}
+    if path.is_dir() and not require_response:
+        return read_folders(path, path.stem if split is None else split)
     names, rows = read_table(path, (*COLUMNS, "completion", "messages", *SLIME, *columns.values()))
     if not require_response:
         names, rows = in_verl_form(path, names, rows, columns, data_source)

@@ -55,6 +55,9 @@ def environment(make: MakeEnvironment, threads: EpisodeThreads) -> Workflow:
                 model.rate(response, rewards[-1])
                 if seen.done or response.finish_reason != "stop" or model.add("environment", seen.text) is None:
                     break
+            if not seen.done and (more := await episode.end()):
+                rewards[-1] += more
+                model.rate(response, rewards[-1])
             model.finish(_reward(rewards, seen))
         except EnvironmentFault as fault:
             model.fail(str(fault), fault.cause)

@@ -1,0 +1,135 @@
+"""Task folders of Harbor (Apache-2.0): ``rollout.environment=harbor``. Commands run in bubblewrap, in no container."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.core.schema import Task
+from megarl.explore.environments import harbor_sandbox
+from megarl.explore.environments.harbor_sandbox import HarborSandbox
+from megarl.explore.environments.options import checked, refuse
+from megarl.explore.environments.types import Observation
+from megarl.explore.tasksets.harbor import read_folder
+
+log = logging.getLogger(__name__)
+
+Number = int | float
+OPTIONS = {"turns": int, "command_s": Number, "tests_s": Number, "output_bytes": int, "reward": str, "rules": str}
+"""``turns``: most responses; ``command_s``, ``tests_s``: longest command, and tests, where task.toml allows more;
+``output_bytes``: of an observation; ``reward``: the name in reward.json; ``rules``: what follows an instruction."""
+TURNS, COMMAND_S, TESTS_S, OUTPUT_BYTES, REWARD = 20, 60.0, 200.0, 4096, "reward"
+RULES = (
+    "You work in a Linux shell without a network, in {workdir}. Write one command, or several lines, in a block that "
+    "begins with ```bash and ends with ```; you then see its output. Each block runs in a new shell. When all is done, "
+    "write DONE on a line of its own."
+)
+UNREAD = "Write a command in a block that begins with ```bash and ends with ```, or DONE on a line of its own."
+BLOCK = re.compile(r"^```(?:bash|sh|shell)[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
+DONE = re.compile(r"^[ \t]*DONE[ \t.]*$", re.MULTILINE)
+ENDED = {"time": "(the command was ended after {:g} s)", "memory": "(out of memory: all processes were killed)"}
+
+
+class Harbor:
+    """One episode of a task.
+
+    A response has a block of commands, whose output is the observation, or says that it is done. The tests then run in
+    the same sandbox, after all that the commands have left running is killed and what they have written as a reward is
+    removed. They run too after the last of ``turns``, when the commands have had the task's time, and where a limit of
+    the trajectory has ended it. Tests that write no reward are worth 0.
+
+    Args:
+        task: A row of ``read_folders``: ``extra_info['folder']`` is the task's.
+        options: See ``OPTIONS``.
+    """
+
+    def __init__(self, task: Task, options: Mapping[str, Any]) -> None:
+        if "folder" not in task.extra_info:
+            raise ValueError("the row names no folder; let taskset.train name a folder of Harbor tasks")
+        self._options = options
+        self._task = read_folder(Path(task.extra_info["folder"]))
+        self._left = options.get("turns", TURNS)
+        self._seconds = self._task.agent_s
+        self._most = options.get("output_bytes", OUTPUT_BYTES)
+        self._sandbox = HarborSandbox(self._task)
+
+    @staticmethod
+    def check(options: Mapping[str, Any]) -> None:
+        """Raise ConfigError unless the options are sound and a sandbox can be made."""
+        checked("harbor", options, OPTIONS)
+        for name in ("turns", "command_s", "tests_s", "output_bytes"):
+            if name in options and not 0 < options[name] < math.inf:
+                refuse(name, options[name], "must be above 0")
+        harbor_sandbox.prove()
+
+    @staticmethod
+    def longest_call_s(options: Mapping[str, Any]) -> float:
+        """Seconds of a call that runs a command and then the tests."""
+        return float(options.get("command_s", COMMAND_S) + options.get("tests_s", TESTS_S))
+
+    def reset(self) -> str:
+        """Rules of the form of a response."""
+        return str(self._options.get("rules", RULES)).replace("{workdir}", self._task.workdir)
+
+    def step(self, response: str) -> Observation:
+        """Run the commands of a response, and the tests where it is the last one."""
+        self._left -= 1
+        blocks = BLOCK.findall(response)
+        done = DONE.search(BLOCK.sub("", response)) is not None
+        seen = "\n".join(self._run(block) for block in blocks[:1]) or ("" if done else UNREAD)
+        if done or not self._left or self._seconds <= 0:
+            return Observation("", self.end(), done=True)
+        return Observation(seen)
+
+    def end(self) -> float:
+        """Reward of the tests."""
+        limit = min(self._task.verifier_s, self._options.get("tests_s", TESTS_S))
+        found = self._sandbox.tests(limit, OUTPUT_BYTES)
+        try:
+            if found["limit"]:
+                raise ValueError(ENDED[found["limit"]].format(limit))
+            return reward_of(found.get("file"), found.get("reward", ""), self._options.get("reward", REWARD))
+        except (ValueError, RecursionError) as error:
+            last = found["output"].strip()[-300:]
+            log.warning("%s: the tests give no reward, which counts as 0: %s; %s", self._task.folder, error, last)
+            return 0.0
+
+    def kill(self) -> None:
+        """End a call past its limit."""
+        self._sandbox.kill()
+
+    def close(self) -> None:
+        """End the sandbox, with all that is in it."""
+        self._sandbox.close()
+
+    def _run(self, command: str) -> str:
+        limit = min(self._options.get("command_s", COMMAND_S), self._seconds)
+        found = self._sandbox.run(command, limit, self._most)
+        self._seconds -= found["seconds"]
+        ended = ENDED[found["limit"]].format(limit) if found["limit"] else ""
+        return "\n".join(filter(None, (found["output"].rstrip("\n"), ended))) or "(no output)"
+
+
+def reward_of(file: str | None, text: str, name: str) -> float:
+    """Reward that a file has, as Harbor reads it. Raises ValueError where it is none.
+
+    Args:
+        name: Of the reward, in a reward.json with several.
+    """
+    if file is None:
+        raise ValueError("there is neither /logs/verifier/reward.json nor reward.txt")
+    value: Any = json.loads(text) if file == "reward.json" else text
+    if isinstance(value, dict):
+        if name not in value and len(value) != 1:
+            raise ValueError(f"{file} has no {name!r}, but {', '.join(map(str, value))}; set rollout.options.reward")
+        value = value[name] if name in value else next(iter(value.values()))
+    if file == "reward.json" and not isinstance(value, int | float):
+        raise ValueError(f"{file} has {value!r:.60}, which is no number")
+    if not math.isfinite(number := float(value)):
+        raise ValueError(f"{file} has {value!r:.60}, which is not finite")
+    return number

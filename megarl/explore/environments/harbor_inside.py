@@ -1,0 +1,216 @@
+"""First program in the sandbox of a Harbor task: it unpacks files, runs commands, and reads the tests' reward.
+
+Run as a text by an interpreter that may be another one (Python 3.9 or later), as process 1 of the sandbox, which no
+command can kill or read. A request is a line of JSON and ``size`` bytes of a tar file; a reply is a line of JSON.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tarfile
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+PR_SET_DUMPABLE = 4
+WATCH_S = 0.2
+REWARD_BYTES = 2**16
+CLOSED_S = 0.01
+"""Seconds between two looks at a program that has closed its output."""
+PIECES = 64
+"""Most reads before the limits are looked at again."""
+PROCESSES = 256
+TESTS, LOGS, VERIFIER = "/tests", "/logs", "/logs/verifier"
+REWARDS = ("reward.json", "reward.txt")
+"""The first that is there counts, as in Harbor."""
+
+
+def main() -> None:
+    """Serve requests until the other side has gone; the sandbox ends with this process."""
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)  # else a command could open the link in /proc
+    link = socket.socket(fileno=int(sys.argv[1])).makefile("rwb")
+    for line in link:
+        asked = json.loads(line)
+        data = link.read(asked["size"])
+        reply = tests(asked, data) if asked["do"] == "tests" else start(asked, data)
+        link.write(json.dumps(reply).encode() + b"\n")
+        link.flush()
+
+
+def start(asked: dict[str, Any], data: bytes) -> dict[str, Any]:
+    """Unpack files, if there are any, and run a command."""
+    if data:
+        unpack(data, "/")
+    os.makedirs(asked["cwd"], exist_ok=True)
+    return run(["/bin/bash", "-c", asked["command"]], asked)
+
+
+def tests(asked: dict[str, Any], data: bytes) -> dict[str, Any]:
+    """Kill all that the episode has left running, run the tests, and read the reward that they write."""
+    kill_all()
+    os.chmod(LOGS, 0o755)
+    for folder in (VERIFIER, TESTS):
+        empty(folder)
+    unpack(data, TESTS)
+    os.chmod(f"{TESTS}/test.sh", 0o755)
+    reply = run([f"{TESTS}/test.sh"], asked)
+    kill_all()
+    for name in REWARDS:
+        if (text := reward(f"{VERIFIER}/{name}")) is not None:
+            return {**reply, "reward": text, "file": name}
+    return reply
+
+
+def unpack(data: bytes, folder: str) -> None:
+    """Unpack a tar file."""
+    trusted = {"filter": "fully_trusted"} if hasattr(tarfile, "fully_trusted_filter") else {}
+    with tarfile.open(fileobj=io.BytesIO(data)) as files:
+        files.extractall(folder, **trusted)  # type: ignore[arg-type]
+
+
+def empty(folder: str) -> None:
+    """Make a folder that has nothing in it, in place of whatever is there; a place of mounts stays."""
+    if os.path.islink(folder) or os.path.isfile(folder):
+        os.unlink(folder)
+    os.makedirs(folder, exist_ok=True)
+    os.chmod(folder, 0o755)
+    for path, names, _ in os.walk(folder):
+        for name in names:
+            if not os.path.islink(os.path.join(path, name)):
+                os.chmod(os.path.join(path, name), 0o700)
+    for entry in os.scandir(folder):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        else:
+            os.unlink(entry.path)
+
+
+def reward(path: str) -> str | None:
+    """Text of a reward file; None where it is none, or too large."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return None
+        text = file.read(REWARD_BYTES + 1)
+    return None if len(text) > REWARD_BYTES else text.decode("utf-8", "replace")
+
+
+def run(words: list[str], asked: dict[str, Any]) -> dict[str, Any]:
+    """Run a program until its end or a limit; its first and last bytes of output, and the limit that it met."""
+    began, limit, output = time.monotonic(), "", Output(asked["most"] // 2)
+    reader, writer = os.pipe()
+    try:
+        process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=writer, stderr=writer, cwd=asked["cwd"], env=asked["env"],
+            start_new_session=True, preexec_fn=limit_myself,
+        )  # fmt: skip
+    except OSError as error:
+        os.close(reader)
+        return {"output": f"{words[0]}: {error.strerror}\n", "limit": "", "seconds": 0.0}
+    finally:
+        os.close(writer)
+    os.set_blocking(reader, False)
+    while True:
+        ended = process.poll() is not None  # before the output is read: all that it has written is then there
+        left = asked["seconds"] - (time.monotonic() - began)
+        if not ended:
+            limit = "time" if left <= 0 else "memory" if tree_bytes() > asked["memory"] else ""
+        if not output.read(reader, 0.0 if ended or limit else min(left, WATCH_S)):
+            time.sleep(0.0 if ended or limit else min(left, CLOSED_S))
+        if ended or limit:
+            break
+    if limit == "memory":
+        kill_all()
+    elif limit:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    os.close(reader)
+    reap(os.WNOHANG)
+    return {"output": output.text(), "limit": limit, "seconds": time.monotonic() - began}
+
+
+class Output:
+    """First and last bytes that are written to a pipe, so many of each."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.total, self.head, self.tail = most, 0, b"", b""
+
+    def read(self, pipe: int, wait_s: float) -> bool:
+        """Read what is there, or comes within some time; False where all have closed the pipe."""
+        select.select([pipe], [], [], wait_s)
+        for _ in range(PIECES):
+            try:
+                piece = os.read(pipe, 2**16)
+            except BlockingIOError:
+                return True
+            if not piece:
+                return False
+            self.total += len(piece)
+            new = self.most - len(self.head)
+            self.head += piece[:new]
+            self.tail = (self.tail + piece[new:])[-self.most :]
+        return True
+
+    def text(self) -> str:
+        """Return the text that was kept."""
+        lost = self.total - len(self.head) - len(self.tail)
+        mark = f"\n({lost} more bytes)\n".encode() if lost else b""
+        return (self.head + mark + self.tail).decode("utf-8", "replace")
+
+
+def limit_myself() -> None:
+    """Limits of a command's own process, and of those that it starts."""
+    for which, most in ((resource.RLIMIT_NPROC, PROCESSES), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_MEMLOCK, 0)):
+        hard = resource.getrlimit(which)[1]
+        bound = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(which, (bound, bound))
+
+
+def tree_bytes() -> int:
+    """Resident memory of all other processes here. Pages that they share count for each."""
+    total = 0
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and entry != "1":
+            try:
+                with open(f"/proc/{entry}/statm", "rb") as file:
+                    total += int(file.read().split()[1])
+            except (OSError, IndexError):  # it has just ended
+                continue
+    return total * resource.getpagesize()
+
+
+def kill_all() -> None:
+    """End every other process of the sandbox, and wait until it is gone."""
+    try:
+        os.kill(-1, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    reap(0)
+
+
+def reap(flags: int) -> None:
+    """Wait for processes that have ended."""
+    try:
+        while os.waitpid(-1, flags)[0]:
+            pass
+    except ChildProcessError:
+        pass
+
+
+main()

@@ -1,0 +1,163 @@
+"""Sandbox of one Harbor task: bubblewrap with the system's programs, read-only, and the task's own files."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from megarl.core.errors import ConfigError, SandboxError
+from megarl.explore.agents.sandbox import ETC
+from megarl.explore.sandbox.host import INSIDE_UID, SHM_BYTES, as_they_are, find, popen_user
+from megarl.explore.sandbox.interface import MIB
+from megarl.explore.tasksets.harbor import HarborTask
+
+PROGRAM = Path(__file__).with_name("harbor_inside.py").read_text()
+STARTER = ThreadPoolExecutor(1, thread_name_prefix="harbor")
+"""Starts all of them: a sandbox ends with the thread that started it, and calls of an episode come from several."""
+HOME = "/root"
+ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": HOME, "LANG": "C.UTF-8"}
+LOG_MB, TESTS_MB = 256, 256
+REPLY_S = 20.0
+"""Beyond a request's own seconds: the sandbox's start, its files, and processes that are killed."""
+PROVE_S = 20.0
+PROBE = "test ! -e {} && test $(grep -c : /proc/net/dev) -le 1 && test $(ls -d /proc/[0-9]* | wc -l) -le 8"
+"""Fails where a program sees a file or the network of this machine, or its processes."""
+
+
+class HarborSandbox:
+    """Files and processes of one episode. Raises SandboxError where the sandbox itself fails."""
+
+    def __init__(self, task: HarborTask) -> None:
+        self._task = task
+        self._link, inside = socket.socketpair()
+        with inside:
+            self._process = STARTER.submit(self._start, inside).result()
+        self._lines = self._link.makefile("rwb")
+        self._files = files_of(task.copies)
+
+    def run(self, command: str, seconds: float, most: int) -> dict[str, Any]:
+        """Run a shell command in the task's folder: ``output``, of at most so many bytes; ``limit``, ``time`` or
+        ``memory`` where it was ended; ``seconds``."""
+        files, self._files = self._files, b""
+        return self._ask("run", seconds, files, most=most, command=command, env={**ENVIRONMENT, **self._task.env})
+
+    def tests(self, seconds: float, most: int) -> dict[str, Any]:
+        """Kill all that runs, and run the task's tests; as ``run``, with the ``reward`` and its ``file``."""
+        if self._files:
+            self.run("true", seconds, most)
+        env = {**ENVIRONMENT, **self._task.env, **self._task.verifier_env}
+        files = files_of([(self._task.folder / "tests", "/")])
+        return self._ask("tests", seconds, files, most=most, env=env)
+
+    def kill(self) -> None:
+        """End all of it; a call that waits for it raises."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """End all of it, and wait until it is gone."""
+        self.kill()
+        self._process.wait()
+        assert self._process.stderr is not None
+        self._process.stderr.close()
+        self._lines.close()
+        self._link.close()
+
+    def _ask(self, do: str, seconds: float, files: bytes, **given: Any) -> dict[str, Any]:
+        asked = {"do": do, "size": len(files), "seconds": seconds, "cwd": self._task.workdir}
+        head = json.dumps({**asked, "memory": self._task.memory_mb * MIB, **given})
+        self._link.settimeout(seconds + REPLY_S)
+        try:
+            self._lines.write(head.encode() + b"\n" + files)
+            self._lines.flush()
+            line = self._lines.readline()
+        except OSError as error:
+            line, why = b"", str(error)
+        else:
+            why = "it has ended"
+        if not line:
+            self.kill()
+            assert self._process.stderr is not None
+            raise SandboxError(f"the sandbox of {self._task.folder} does not reply: {why} {self._last_words()}".strip())
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def _last_words(self) -> str:
+        assert self._process.stderr is not None
+        os.set_blocking(self._process.stderr.fileno(), False)
+        return (self._process.stderr.read(4096) or b"").decode(errors="replace").strip()
+
+    def _start(self, inside: socket.socket) -> subprocess.Popen[bytes]:
+        host = find()
+        reader, writer = os.pipe()
+        try:
+            os.write(writer, host.filter)
+            os.close(writer)
+            return subprocess.Popen(
+                self._command(host.bwrap, host.binds, inside.fileno(), reader), pass_fds=[inside.fileno(), reader],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd="/", env={},
+                **popen_user(host.user),
+            )  # fmt: skip
+        except OSError as error:
+            raise SandboxError(f"{host.bwrap} does not start: {error}") from error
+        finally:
+            os.close(reader)
+
+    def _command(self, bwrap: str, python: Iterable[str], link: int, filter_fd: int) -> list[str]:
+        task = self._task
+        own = {f"/{place.split('/')[1]}" for place in (task.workdir, *(place for _, place in task.copies))}
+        sizes = dict.fromkeys(sorted({*own, HOME, "/tmp"}), task.storage_mb) | {"/logs": LOG_MB, "/tests": TESTS_MB}
+        lookups = [word for name in ETC for word in ("--ro-bind-try", f"/etc/{name}", f"/etc/{name}")]
+        return [
+            bwrap, "--unshare-all", "--unshare-user", "--uid", str(INSIDE_UID), "--gid", str(INSIDE_UID),
+            "--hostname", "sandbox", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL",
+            "--clearenv", *as_they_are(("/usr", "/bin", "/sbin", "/lib32")), *lookups, *python,
+            "--proc", "/proc", "--dev", "/dev", "--size", str(SHM_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev",
+            *(word for place, mb in sizes.items() for word in ("--size", str(mb * MIB), "--tmpfs", place)),
+            "--remount-ro", "/", "--seccomp", str(filter_fd), "--",
+            "/python/bin/python3", "-S", "-s", "-c", PROGRAM, str(link),
+        ]  # fmt: skip
+
+
+def files_of(copies: Iterable[tuple[Path, str]]) -> bytes:
+    """Tar file of files and folders at their places; links stay links."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as files:
+        for source, place in copies:
+            files.add(source, place.strip("/") or ".", filter=_anyones)
+    return packed.getvalue()
+
+
+def _anyones(file: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Give a file to whoever unpacks it, who must be able to write it."""
+    file.uid = file.gid = INSIDE_UID
+    file.uname = file.gname = ""
+    file.mode |= 0o700 if file.isdir() else 0o600
+    return file
+
+
+def prove() -> None:
+    """Raise ConfigError unless a sandbox starts, whose programs see neither files, network nor processes of this
+    machine."""
+    with tempfile.NamedTemporaryFile() as secret:
+        task = HarborTask(Path("/"), "", "/app", (), PROVE_S, PROVE_S, 1024, 64, {}, {})
+        try:
+            sandbox = HarborSandbox(task)
+            try:
+                done = sandbox.run(f"{PROBE.format(secret.name)} && echo hidden", PROVE_S, 4096)
+            finally:
+                sandbox.close()
+        except SandboxError as error:
+            raise ConfigError(f"rollout.environment=harbor: {error}") from error
+    if done["output"] != "hidden\n":
+        raise ConfigError(
+            f"rollout.environment=harbor: bubblewrap does not hide this machine here ({done['output'].strip()})"
+        )

@@ -1,0 +1,238 @@
+"""Task folders of Harbor (Apache-2.0), the form of Terminal-Bench, read as rows. Written for harbor 0.26.
+
+A folder has ``task.toml``, ``instruction.md``, ``environment/Dockerfile``, ``tests/test.sh`` and mostly
+``solution/solve.sh``. No container is made of it here, so what only a container could give is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, NoReturn
+
+from megarl.core.errors import DataError
+from megarl.core.schema import Task
+
+log = logging.getLogger(__name__)
+
+SOURCE = "harbor"
+CANARY = re.compile(r"<!--.*canary.*-->|#.*canary.*", re.IGNORECASE)
+"""Leading lines of an instruction that no model gets, as in Harbor."""
+REFUSED = {
+    "steps": "has several steps",
+    "environment.docker_image": "needs an image",
+    "environment.gpus": "needs GPUs",
+    "environment.tpu": "needs a TPU",
+    "environment.mcp_servers": "needs MCP servers",
+    "environment.skills_dir": "gives an agent skills",
+    "environment.healthcheck": "needs a service",
+    "environment.allowed_hosts": "needs a network",
+    "verifier.allowed_hosts": "needs a network",
+    "agent.allowed_hosts": "needs a network",
+    "verifier.environment": "tests in a container of its own",
+    "verifier.collect": "collects from services",
+}
+"""Settings of task.toml that need a container engine, unless they are 0 or empty."""
+NOT_READ = ("docker-compose.yaml", "docker-compose.yml", ".dockerignore")
+SYSTEM = ("bin", "dev", "etc", "lib", "lib32", "lib64", "logs", "proc", "python", "run", "sbin", "sys", "tests", "usr")
+"""Folders of / in which a task has no files of its own."""
+MEMORY_MB, STORAGE_MB = 2048, 1024
+"""Where task.toml names none."""
+SIZES = {"K": 1 / 1024, "M": 1, "G": 1024}
+
+
+@dataclass(frozen=True)
+class HarborTask:
+    """One folder, checked."""
+
+    folder: Path
+    instruction: str
+    workdir: str
+    copies: tuple[tuple[Path, str], ...]
+    """Files and folders that ``COPY`` names -> absolute paths in the sandbox."""
+    agent_s: float
+    verifier_s: float
+    memory_mb: int
+    storage_mb: int
+    env: Mapping[str, str]
+    verifier_env: Mapping[str, str]
+
+
+def read_folders(path: Path, prefix: str) -> list[Task]:
+    """Rows of a task folder, or of all in a folder, by their names. Raises DataError naming file and fix."""
+    folders = [path] if (path / "task.toml").exists() else sorted(child for child in path.iterdir() if child.is_dir())
+    tasks = [read_folder(folder) for folder in folders if _is_task(folder)]
+    if not tasks:
+        raise DataError(f"{path}: has no Harbor task; give a folder with task.toml, or one of such folders")
+    return [
+        Task(
+            f"{prefix}/{i}",
+            SOURCE,
+            ({"role": "user", "content": task.instruction},),
+            SOURCE,
+            {"style": SOURCE, "ground_truth": ""},
+            {"folder": str(task.folder), "name": task.folder.name},
+        )
+        for i, task in enumerate(tasks)
+    ]
+
+
+def read_folder(folder: Path) -> HarborTask:
+    """Read and check one task. Raises DataError naming file and fix."""
+    folder = folder.resolve()
+    file = folder / "task.toml"
+    try:
+        found = tomllib.loads(_text(file))
+    except tomllib.TOMLDecodeError as error:
+        raise DataError(f"{file}: is not TOML ({error})") from error
+    for name, why in REFUSED.items():
+        if _value(file, found, name):
+            _refuse(file, f"{name}: the task {why}, and there is no container engine here; remove the task")
+    for name, only in (("environment.os", "linux"), ("verifier.environment_mode", "shared")):
+        if str(_value(file, found, name) or only).lower() != only:
+            _refuse(file, f"{name} must be {only!r}, got {_value(file, found, name)!r}; remove the task")
+    modes = [_value(file, found, f"{section}.network_mode") for section in ("environment", "agent", "verifier")]
+    if "public" in modes or _value(file, found, "environment.allow_internet"):
+        log.warning("%s: the task asks for a network; it has none here", file)
+    instruction = _without_canary(_text(folder / "instruction.md"))
+    if not instruction.strip():
+        _refuse(folder / "instruction.md", "is empty; write what is to be done")
+    _text(folder / "tests" / "test.sh")
+    workdir, copies = _docker(folder / "environment")
+    workdir = _value(file, found, "environment.workdir") or workdir
+    if not isinstance(workdir, str):
+        _refuse(folder / "environment" / "Dockerfile", "sets no WORKDIR; add one, or workdir to [environment] in it")
+    return HarborTask(
+        folder,
+        instruction,
+        _place(file, workdir, "/"),
+        copies,
+        _number(file, found, "agent.timeout_sec", math.inf),
+        _number(file, found, "verifier.timeout_sec", 600.0),
+        _size(file, found, "environment.memory", MEMORY_MB),
+        _size(file, found, "environment.storage", STORAGE_MB),
+        _variables(file, found, "environment.env"),
+        _variables(file, found, "verifier.env"),
+    )
+
+
+def _is_task(folder: Path) -> bool:
+    """Return True for a folder with task.toml; one that has only an instruction is refused later."""
+    return (folder / "task.toml").exists() or (folder / "instruction.md").exists()
+
+
+def _refuse(file: Path, rule: str) -> NoReturn:
+    raise DataError(f"{file}: {rule}")
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except FileNotFoundError as error:
+        raise DataError(f"{file}: no such file, which each Harbor task has; add it or remove the folder") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file}: cannot be read ({error}); make it a readable text file") from error
+
+
+def _without_canary(text: str) -> str:
+    lines = text.split("\n")
+    while lines and CANARY.fullmatch(lines[0].strip()):
+        lines.pop(0)
+    while lines and not lines[0].strip():
+        lines.pop(0)
+    return "\n".join(lines)
+
+
+def _value(file: Path, found: Mapping[str, Any], name: str) -> Any:
+    """Value of ``section.key``; None where it is not set."""
+    for part in name.split("."):
+        if not isinstance(found, Mapping):
+            _refuse(file, f"{name.rpartition('.')[0]} must be a table, got {found!r:.60}")
+        found = found.get(part)  # type: ignore[assignment]
+        if found is None:
+            return None
+    return found
+
+
+def _number(file: Path, found: Mapping[str, Any], name: str, default: float) -> float:
+    value = _value(file, found, name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        _refuse(file, f"{name} must be a number above 0, got {value!r:.60}")
+    return float(value)
+
+
+def _size(file: Path, found: Mapping[str, Any], name: str, default: int) -> int:
+    """MB of ``NAME_mb``, or of the older ``NAME``, a text such as 2G."""
+    old = _value(file, found, name)
+    if old is None:
+        return math.ceil(_number(file, found, f"{name}_mb", default))
+    given = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG])", str(old).strip().upper())
+    if given is None:
+        _refuse(file, f"{name} must be a size such as 2G, got {old!r:.60}")
+    return math.ceil(float(given[1]) * SIZES[given[2]])
+
+
+def _variables(file: Path, found: Mapping[str, Any], name: str) -> dict[str, str]:
+    given = _value(file, found, name) or {}
+    for key, value in given.items() if isinstance(given, dict) else [(name, given)]:
+        if not isinstance(value, str):
+            _refuse(file, f"{name} must be a table of texts, got {given!r:.60}")
+        if "${" in value:
+            _refuse(file, f"{name}.{key} takes a variable of this machine, which no task gets; write its value")
+    return dict(given)
+
+
+def _docker(folder: Path) -> tuple[str | None, tuple[tuple[Path, str], ...]]:
+    """(working folder, files to copy) of a Dockerfile that has only FROM, WORKDIR and COPY."""
+    file = folder / "Dockerfile"
+    lines = _text(file).replace("\\\n", " ").split("\n")
+    for name in NOT_READ:
+        if (folder / name).exists():
+            _refuse(folder / name, "is not read here, without a container engine; remove the task")
+    workdir: str | None = None
+    copies: list[tuple[Path, str]] = []
+    for line in lines:
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        kind = words[0].upper()
+        if kind == "WORKDIR" and len(words) == 2:
+            workdir = _place(file, words[1], workdir)
+        elif kind == "COPY" and len(words) > 2 and not re.search(r"[-\[*?$\"'].*", words[1][:1]):
+            copies += _copies(file, words[1:-1], words[-1], workdir)
+        elif kind != "FROM":
+            _refuse(
+                file, f"{line.strip()[:80]!r}: only FROM, WORKDIR and COPY of own files are done here, without a "
+                "container engine; remove the task"
+            )  # fmt: skip
+    return workdir, tuple(copies)
+
+
+def _copies(file: Path, sources: list[str], target: str, workdir: str | None) -> Iterator[tuple[Path, str]]:
+    """Pairs of a COPY: contents of a folder, or a file, into or to its target."""
+    place = _place(file, target, workdir)
+    for name in sources:
+        source = Path(os.path.normpath(file.parent / name.lstrip("/")))
+        if not source.exists() or not source.resolve().is_relative_to(file.parent):
+            _refuse(file, f"COPY {name}: is no file or folder of {file.parent}; name one, without wildcards")
+        into = target.endswith("/") or target in (".", "..") or len(sources) > 1 or place == workdir
+        yield source, f"{place}/{source.name}" if source.is_file() and into else place
+
+
+def _place(file: Path, path: str, workdir: str | None) -> str:
+    """Absolute path in the sandbox, in a folder of / that a task may have."""
+    if not path.startswith("/") and workdir is None:
+        _refuse(file, f"{path!r} is relative, and no WORKDIR comes before it; write an absolute path")
+    place = os.path.normpath(PurePosixPath(workdir or "/", path))
+    first = place.split("/")[1]
+    if not first or first in SYSTEM or "$" in place:
+        _refuse(file, f"{path!r} is in the system, which is read-only here; use a folder such as /app")
+    return place
