@@ -164,6 +164,11 @@ def test_a_task_that_cannot_be_played_is_refused(tmp_path: Path, changed: dict[s
         read_rows(tmp_path)
 
 
+def test_a_task_that_every_sandbox_would_show_is_refused() -> None:
+    with pytest.raises(DataError, match=r"/usr/share: every sandbox shows /usr"):
+        read_folder(Path("/usr/share"))
+
+
 def test_a_folder_without_tasks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no Harbor task; give a folder with task.toml"):
         read_rows(tmp_path)

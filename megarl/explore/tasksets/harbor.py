@@ -42,6 +42,8 @@ REFUSED = {
 NOT_READ = ("docker-compose.yaml", "docker-compose.yml", ".dockerignore")
 SYSTEM = ("bin", "dev", "etc", "lib", "lib32", "lib64", "logs", "proc", "python", "run", "sbin", "sys", "tests", "usr")
 """Folders of / in which a task has no files of its own."""
+SHOWN = ("bin", "lib", "lib32", "lib64", "sbin", "usr")
+"""Those that programs in a sandbox see as they are on this machine."""
 MEMORY_MB, STORAGE_MB = 2048, 1024
 """Where task.toml names none."""
 SIZES = {"K": 1 / 1024, "M": 1, "G": 1024}
@@ -87,6 +89,8 @@ def read_folder(folder: Path) -> HarborTask:
     """Read and check one task. Raises DataError naming file and fix."""
     folder = folder.resolve()
     file = folder / "task.toml"
+    if folder.parts[1:2] and folder.parts[1] in SHOWN:
+        _refuse(folder, f"every sandbox shows /{folder.parts[1]}, its tests and solution too; move the task elsewhere")
     try:
         found = tomllib.loads(_text(file))
     except tomllib.TOMLDecodeError as error:

@@ -1,0 +1,144 @@
+"""Does replay keep what a plain run forgets? Two families of tasks one after the other: sums, then differences alone,
+whose right answer is said to be one more than it is.
+
+Two seeds of each arm, from one warm-started model; the held-out sums are answered at the end of either half. Repeat
+the command to resume: finished runs are kept in ``runs/forgetting/``. Prints a Markdown table and writes it to
+``docs/benchmarks/forgetting.md``.
+
+    python benchmarks/forgetting.py [--seeds 1 2] [--steps N] [--runs DIR] [hydra overrides]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import page
+
+ROOT = Path(__file__).resolve().parent.parent
+TASKS, REPLAYED = 32, 16
+ARMS: dict[str, list[str]] = {
+    "plain": [],
+    "replay": [
+        f"buffer.replay.share={REPLAYED / TASKS}",
+        "buffer.replay.uses=8",
+        "buffer.replay.max_age=100",
+        "buffer.replay.decay=1.0",
+        "algorithm.correction=truncate",
+    ],
+}
+"""Settings of each arm: replay draws evenly from all earlier steps."""
+COMMON = [
+    "experiment=quickstart", f"trainer.tasks_per_step={TASKS}", "trainer.updates_per_step=2", "parallel=tp1",
+    "algorithm.kl.coef=0.0", "trainer.optimizer.lr=2.0e-4",
+]  # fmt: skip
+
+
+def is_sum(task: Any) -> bool:
+    """Return True for a sum, False for a difference."""
+    return "-" not in str(task.prompt[-1]["content"])
+
+
+def train(run_dir: Path, overrides: Sequence[str]) -> float:
+    """Run a job to its end; return the seconds."""
+    started = time.monotonic()
+    given = {override.partition("=")[0]: override for override in [*COMMON, *overrides, f"run.dir={run_dir}"]}
+    command = [sys.executable, "-m", "megarl", "train", *given.values()]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return time.monotonic() - started
+
+
+def write_halves(data: Path, folder: Path, steps: int, sampled: int) -> None:
+    """Write sums for the first half of the steps and differences for the second, and held-out sums."""
+    from megarl.explore.tasksets.rows import read_rows, write_rows
+
+    rows, half = read_rows(data / "train.parquet"), steps // 2 * sampled
+    halves = [[row for row in rows if is_sum(row) is wanted][:half] for wanted in (True, False)]
+    halves[1] = [
+        replace(row, reward_model={**row.reward_model, "ground_truth": str(int(row.ground_truth) + 1)})
+        for row in halves[1]
+    ]
+    assert [len(rows) for rows in halves] == [half, half], "too few rows: raise taskset.train_size"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_rows(folder / "train.parquet", [*halves[0], *halves[1]])
+    write_rows(folder / "eval.parquet", [row for row in read_rows(data / "eval.parquet") if is_sum(row)])
+
+
+def measured(run_dir: Path, steps: int) -> dict[str, Any]:
+    """Accuracy on held-out sums before, between and after the halves, and families that steps replayed."""
+    from megarl.core.config import load_resolved
+    from megarl.explore.store import Store
+
+    store = Store(load_resolved(run_dir / "resolved.json").store.url, read_only=True)
+    accuracies = [event["data"]["accuracy"] for event in store.events("evaluation")]
+    tasks = {task.task_id: task for task in store.tasks("train")}
+    shares: dict[str, list[float]] = {"sampled": [], "replayed": []}
+    for step in range(steps):
+        groups = {
+            "sampled": [group.group_id for group in store.consumed(step, step + 1)],
+            "replayed": list(store.replays(step, step + 1)),
+        }
+        for kind, ids in groups.items():
+            found = [is_sum(tasks[store.read([i])[0].task_id]) for i in ids]
+            shares[kind].append(sum(found) / len(found) if found else 0.0)
+    store.close()
+    assert shares["sampled"] == [1.0] * (steps // 2) + [0.0] * (steps // 2), "the families did not follow each other"
+    replayed = statistics.mean(shares["replayed"][steps // 2 :])
+    return {"accuracies": accuracies, "sums replayed after the change": replayed}
+
+
+def one(runs: Path, arm: str, seed: int, steps: int, overrides: Sequence[str]) -> dict[str, Any]:
+    """Result of one run; of an earlier start where it is there."""
+    run_dir, start = runs / f"{arm}-{seed}", runs / "start"
+    result = run_dir / "result.json"
+    if not result.is_file():
+        sampled = TASKS - (REPLAYED if arm == "replay" else 0)
+        write_halves(start / "data", runs / f"data-{arm}", steps, sampled)
+        own = [
+            f"taskset.train={runs}/data-{arm}/train.parquet", f"taskset.eval={runs}/data-{arm}/eval.parquet",
+            "taskset.generate=null", "taskset.warm_start=null", "taskset.expert=null", "taskset.order=file",
+            f"model.path={start}/hf", "model.from_scratch=null", "trainer.warm_start.steps=0",
+            f"trainer.steps={steps}", f"trainer.eval_interval={steps // 2}", f"trainer.checkpoint_interval={steps}",
+            f"trainer.seed={seed}",
+        ]  # fmt: skip
+        seconds = train(run_dir, [*own, *ARMS[arm], *overrides])
+        result.write_text(json.dumps({**measured(run_dir, steps), "seconds": seconds}))
+    found: dict[str, Any] = json.loads(result.read_text())
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--steps", type=int, default=40, help="of both halves together")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "forgetting")
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_args()
+    runs, steps = arguments.runs.absolute(), arguments.steps
+    if not (runs / "start" / "hf" / "config.json").is_file():
+        train(runs / "start", ["trainer.steps=1", "trainer.optimizer.lr=0.0", "trainer.eval_interval=0"])
+    text = page.Text()
+    text.say("| arm | held-out sums: before → after sums → after differences | mean change in the second half |")
+    text.say("|---|---|---|")
+    for arm in ARMS:
+        found = [one(runs, arm, seed, steps, arguments.overrides) for seed in arguments.seeds]
+        series = [[100 * accuracy for accuracy in result["accuracies"]] for result in found]
+        shown = "; ".join(" → ".join(f"{accuracy:.1f}%" for accuracy in accuracies) for accuracies in series)
+        change = statistics.mean(accuracies[-1] - accuracies[-2] for accuracies in series)
+        text.say(f"| {arm} | {shown} | {change:+.1f} points |")
+        seconds = statistics.mean(result["seconds"] for result in found)
+        replayed = statistics.mean(result["sums replayed after the change"] for result in found)
+        print(f"{arm}: {seconds:.0f} s a run; share of sums among replayed groups of the second half {replayed:.2f}")
+    page.write("benchmarks/forgetting.md", str(text))
+
+
+if __name__ == "__main__":
+    main()
