@@ -36,6 +36,7 @@ from megarl.train.sync.publish import WeightPublisher
 from megarl.train.sync.weights import Stopped, WeightSync
 from megarl.train.update.accounts import account_line
 from megarl.train.update.batch import filter_overlong, make_batch, mismatch
+from megarl.train.update.kept import kept_batch
 from megarl.train.update.lags import lag_metrics
 from megarl.train.update.learner import model_scores
 from megarl.train.update.updates import RollBack
@@ -159,6 +160,8 @@ class OnlineTrainer(Trainer):
                 sampled = batch.sequences.sampled
                 filter_overlong(batch, settings)
             with phase("update", step=number):
+                if self.config.trainer.keep_batches and self.context.rank == 0:  # the batch is the same on every rank
+                    self.reporter.keep_batch(number + 1, kept_batch(batch, self.models.actor.micro_batching))
                 before, (state, trained) = state, self.learner.train_step(state, batch)
                 differences = mismatch(batch.sequences, sampled) | lag_metrics(batch.sequences, sampled)
             # Rewards in the metrics of the estimate are those with the KL taken off.
