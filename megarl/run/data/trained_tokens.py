@@ -179,7 +179,7 @@ def lines_of(turns: Sequence[Turn]) -> Iterator[Line]:
 def _nearest(tokens: np.ndarray, places: np.ndarray, lines: Sequence[Line]) -> Line:
     """Return the line that has these tokens, or the one with most of them.
 
-    Lines of equal tokens may have other authors, where a context was written anew: the sequence is then the one with
+    Lines of equal tokens may have other authors, where a context was rewritten: the sequence is then the one with
     the fewest trained tokens of others.
     """
 

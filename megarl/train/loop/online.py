@@ -160,8 +160,7 @@ class OnlineTrainer(Trainer):
                 sampled = batch.sequences.sampled
                 filter_overlong(batch, settings)
             with phase("update", step=number):
-                if self.config.trainer.keep_batches and self.context.rank == 0:  # the batch is the same on every rank
-                    self.reporter.keep_batch(number + 1, kept_batch(batch, self.models.actor.micro_batching))
+                self.reporter.keep_batch(number + 1, lambda: kept_batch(batch, self.models.actor.micro_batching))
                 before, (state, trained) = state, self.learner.train_step(state, batch)
                 differences = mismatch(batch.sequences, sampled) | lag_metrics(batch.sequences, sampled)
             # Rewards in the metrics of the estimate are those with the KL taken off.

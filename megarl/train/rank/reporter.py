@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -100,8 +100,12 @@ class Reporter:
         if self._context.rank == 0:
             self._store.record_step(step, metrics, used)
 
-    def keep_batch(self, step: int, batch: KeptBatch) -> None:
-        """Write what a step trains on; without room for it the step has none."""
+    def keep_batch(self, step: int, make: Callable[[], KeptBatch]) -> None:
+        """Write what a step trains on (``trainer.keep_batches``), from rank 0; without room for it the step has
+        none."""
+        if self._context.rank or not self._context.config.trainer.keep_batches:
+            return
+        batch = make()
         try:
             batch.write(path_of(self._context.run_dir, step))
         except OSError as error:
