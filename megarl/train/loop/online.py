@@ -81,12 +81,10 @@ class OnlineTrainer(Trainer):
             self.weights = WeightSync(
                 self.context, self.ranks, self.reporter, self.models, publisher, self.turns, self.store.record_version
             )
-            wait = self.wait = RolloutWaiter(
-                self.context, self.store, self.ranks, self.reporter, self.weights, self.checkpoints
-            ).wait
+            services = (self.context, self.store, self.ranks, self.reporter)
+            wait = self.wait = RolloutWaiter(*services, self.weights, self.checkpoints).wait
             self.rollouts = Rollouts(self.context, self.algorithm, self.store, self.reporter, self.reader, wait)
             self.evaluation = Evaluation(self.context, self.store, self.reporter, wait)
-            services = (self.context, self.store, self.ranks, self.reporter)
             kept = publisher.kept if isinstance(publisher, WeightPublisher) else KeptEngines()
             self.meanwhile = EvaluationMeanwhile(*services, self.evaluation, kept, wait, self.registered)
             if self.config.rollout.placement == "colocated":
