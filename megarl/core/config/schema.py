@@ -254,6 +254,9 @@ class TrainerConfig:
     kernels: Literal["megarl", "torch"] = "megarl"
     """Kernels for log-probs, advantages and losses: megarl's, or their plain-torch twins (slower, larger, for
     comparison)."""
+    keep_batches: bool = False
+    """Write the tokens and loss masks that each step trains on to RUN_DIR/batches, for ``megarl data tokens RUN``
+    (docs/data.md). Not in offline jobs."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow"]] = field(default_factory=lambda: ["tensorboard"])
     """Trackers that get metrics beside ``metrics.jsonl`` and the report (docs/sweeps.md); keys and addresses are in the
     environment."""

@@ -241,6 +241,11 @@ def check_rows_of_files(config: Config, job: Job) -> None:
             f"trainer.ppo_epochs={config.trainer.ppo_epochs} in an offline job, which has no rollouts; set it to 1 and "
             "raise trainer.steps"
         )
+    if config.trainer.keep_batches:
+        raise ConfigError(
+            "trainer.keep_batches=true in an offline job, whose rows come from a file and are in no store to compare "
+            "with; leave it out"
+        )
     if config.reward_model.path is not None:
         raise ConfigError(
             f"reward_model.path={config.reward_model.path} in an offline job, which has no answers to score; leave it "

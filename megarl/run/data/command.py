@@ -15,7 +15,7 @@ WANTS = {
     AWAITING: "a jsonl file to write",
     REWARD: "a parquet or jsonl file with the rows of `megarl data awaiting` and their score",
 }
-SHOW, COUNT, SAMPLE, EXPORT, PRUNE, PAGE = "show", "count", "sample", "export", "prune", "page"
+SHOW, COUNT, SAMPLE, EXPORT, PRUNE, PAGE, TOKENS = "show", "count", "sample", "export", "prune", "page", "tokens"
 LOOKS = {
     SHOW: "Print a group, or one of its trajectories: prompt, turns, rewards, ends, weights versions.",
     COUNT: "Print how many groups and trajectories a run has, with rewards.",
@@ -23,6 +23,7 @@ LOOKS = {
     EXPORT: "Write trajectories, a row each, or expert rows, as parquet or jsonl.",
     PRUNE: "Delete the trajectories of groups that nothing needs any more; without --yes it prints which.",
     PAGE: "Write one HTML file with groups' responses side by side, token by token.",
+    TOKENS: "Compare what each step trained on with the store, token by token; status 1 where they differ.",
 }
 """First words that look at the data of a run, whose directory follows."""
 DESCRIPTION = """Write the rows of an experiment (tasks, demonstrations, preferences) as parquet.
@@ -82,7 +83,7 @@ def look(words: Sequence[str]) -> argparse.Namespace | None:
     if name == SHOW:
         parser.add_argument("name", metavar="GROUP|TRAJECTORY", help="e.g. train-000003/5 or 'train-000003/5[2]'")
         parser.add_argument("--tokens", action="store_true", help="print each token with log-prob and weights version")
-    else:
+    elif name != TOKENS:
         parser.add_argument(
             "filters", nargs="*", metavar="FILTER", help="steps=3-10 reward=0..0.5 end=truncated source=NAME kind=train"
         )
@@ -105,7 +106,7 @@ def look(words: Sequence[str]) -> argparse.Namespace | None:
             help="the last N groups that match (default %(default)s)",
         )
     arguments, further = parser.parse_known_args(rest)  # filters may stand after an option, too
-    if further and (name == SHOW or any(word.startswith("-") for word in further)):
+    if further and (name in (SHOW, TOKENS) or any(word.startswith("-") for word in further)):
         parser.error(f"unrecognized arguments: {' '.join(further)}")
     if further:
         arguments.filters += further
@@ -120,7 +121,9 @@ def _positive(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run ``megarl data``. Raises ConfigError and DataError."""
+    """Run ``megarl data``; return its exit status. Raises ConfigError and DataError."""
+    if arguments.look == TOKENS:
+        return _tokens(arguments)
     if arguments.look is not None:
         ACTIONS[arguments.look](arguments)
     else:
@@ -215,6 +218,17 @@ def _page(arguments: argparse.Namespace) -> None:
     path = Path(arguments.output or Path(arguments.run_dir) / "report" / "data.html")
     with stored_run(arguments.run_dir, selection) as opened:
         log.info("%s", write_page(opened, selection, path, arguments.groups, arguments.filters))
+
+
+def _tokens(arguments: argparse.Namespace) -> int:
+    from megarl.explore.store import Selection
+    from megarl.run.data.opened import stored_run
+    from megarl.run.data.trained_tokens import count_trained
+
+    with stored_run(arguments.run_dir, Selection()) as opened:
+        found = count_trained(opened)
+    sys.stdout.write(found.text())
+    return int(found.wrong)
 
 
 ACTIONS: dict[str, Callable[[argparse.Namespace], None]] = {

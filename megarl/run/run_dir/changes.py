@@ -48,6 +48,7 @@ FREE = (
             "num_threads",
             "logits_bytes",
             "kernels",
+            "keep_batches",
             "trackers",
             "offload",
             "offload_disk_bytes",

@@ -36,6 +36,7 @@ from megarl.train.sync.publish import WeightPublisher
 from megarl.train.sync.weights import Stopped, WeightSync
 from megarl.train.update.accounts import account_line
 from megarl.train.update.batch import filter_overlong, make_batch, mismatch
+from megarl.train.update.kept import kept_batch
 from megarl.train.update.lags import lag_metrics
 from megarl.train.update.learner import model_scores
 from megarl.train.update.updates import RollBack
@@ -80,12 +81,10 @@ class OnlineTrainer(Trainer):
             self.weights = WeightSync(
                 self.context, self.ranks, self.reporter, self.models, publisher, self.turns, self.store.record_version
             )
-            wait = self.wait = RolloutWaiter(
-                self.context, self.store, self.ranks, self.reporter, self.weights, self.checkpoints
-            ).wait
+            services = (self.context, self.store, self.ranks, self.reporter)
+            wait = self.wait = RolloutWaiter(*services, self.weights, self.checkpoints).wait
             self.rollouts = Rollouts(self.context, self.algorithm, self.store, self.reporter, self.reader, wait)
             self.evaluation = Evaluation(self.context, self.store, self.reporter, wait)
-            services = (self.context, self.store, self.ranks, self.reporter)
             kept = publisher.kept if isinstance(publisher, WeightPublisher) else KeptEngines()
             self.meanwhile = EvaluationMeanwhile(*services, self.evaluation, kept, wait, self.registered)
             if self.config.rollout.placement == "colocated":
@@ -159,6 +158,7 @@ class OnlineTrainer(Trainer):
                 sampled = batch.sequences.sampled
                 filter_overlong(batch, settings)
             with phase("update", step=number):
+                self.reporter.keep_batch(number + 1, lambda: kept_batch(batch, self.models.actor.micro_batching))
                 before, (state, trained) = state, self.learner.train_step(state, batch)
                 differences = mismatch(batch.sequences, sampled) | lag_metrics(batch.sequences, sampled)
             # Rewards in the metrics of the estimate are those with the KL taken off.

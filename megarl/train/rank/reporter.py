@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from megarl.core.config import Config, to_dict
 from megarl.core.jobs import ProcessKind
+from megarl.core.kept_batches import KeptBatch, forget_after, path_of
 from megarl.core.metrics import CONSOLE, MetricWriter, Timeline, console_line
 from megarl.explore.store import NOTHING_USED, Store, Used
 from megarl.learn import algorithms
@@ -47,6 +48,7 @@ class Reporter:
             return
         config = self._context.config
         warm_start_step, step = _last_steps(state)
+        forget_after(self._context.run_dir, step)
         self._writer = MetricWriter(
             self._context.run_dir,
             warm_start_step=warm_start_step,
@@ -58,9 +60,11 @@ class Reporter:
         )
 
     def rewind(self, state: TrainState) -> None:
-        """Drop the metrics of steps after ``state``, to which the run has gone back."""
+        """Drop metrics and batches of steps after ``state``, to which the run has gone back."""
         if self._writer is not None:
-            self._writer.rewind(*_last_steps(state))
+            warm_start_step, step = _last_steps(state)
+            forget_after(self._context.run_dir, step)
+            self._writer.rewind(warm_start_step, step)
 
     def close(self) -> None:
         """Close the metric writers."""
@@ -95,6 +99,17 @@ class Reporter:
         """
         if self._context.rank == 0:
             self._store.record_step(step, metrics, used)
+
+    def keep_batch(self, step: int, make: Callable[[], KeptBatch]) -> None:
+        """Write what a step trains on (``trainer.keep_batches``), from rank 0; without room for it the step has
+        none."""
+        if self._context.rank or not self._context.config.trainer.keep_batches:
+            return
+        batch = make()
+        try:
+            batch.write(path_of(self._context.run_dir, step))
+        except OSError as error:
+            self.log(f"WARNING: step {step}: the file of its batch could not be written ({error}); training goes on")
 
     def record_step(
         self,
