@@ -8,12 +8,15 @@ import logging
 import os
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megarl.core.config import Config
 from megarl.core.config.schema import RolloutConfig
+from megarl.core.config.taskset import TasksetConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task
 from megarl.explore import environments, workflows
@@ -24,6 +27,7 @@ from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.tasksets.harbor import read_folder
 from megarl.explore.tasksets.rows import read_rows
 from megarl.explore.workflows.environment import environment
+from megarl.run.run_dir.prepare import missing_data
 from tests.unit.test_environments import Model
 
 HARBOR = os.environ.get("MEGARL_HARBOR_PYTHON", "")
@@ -162,6 +166,14 @@ def test_a_task_that_cannot_be_played_is_refused(tmp_path: Path, changed: dict[s
     written(tmp_path / "a", HELLO, **changed)
     with pytest.raises(DataError, match=words):
         read_rows(tmp_path)
+
+
+def test_a_job_takes_a_folder_for_a_file(hello: Path, numbers: Path) -> None:
+    """One that is there is not to be generated; one that is not is named."""
+    tasks = TasksetConfig(train=str(hello), eval=str(numbers), generate=None, warm_start=None)
+    assert missing_data(Config(taskset=tasks)) == {}
+    with pytest.raises(ConfigError, match=r"taskset\.train=/nowhere: no such file"):
+        missing_data(Config(taskset=replace(tasks, train="/nowhere")))
 
 
 def test_a_task_that_every_sandbox_would_show_is_refused() -> None:

@@ -58,13 +58,13 @@ def missing_data(config: Config) -> dict[str, Path]:
     Raises ConfigError as ``prepare_data``.
     """
     taskset, files = config.taskset, _files(config)
-    missing = {split: path for split, path in files.items() if not path.is_file()}
+    missing = {split: path for split, path in files.items() if not path.exists()}  # a folder has Harbor tasks
     missing_sources = [
         f"taskset.{split}.{name}.path={source.path}"
         for split in splits_of(config)
         if not isinstance(getattr(taskset, split), str)
         for name, source in sources_of(taskset, split).items()
-        if not Path(source.path).is_file()
+        if not Path(source.path).exists()
     ]
     if missing_sources:
         raise ConfigError(f"{', '.join(missing_sources)}: no such file; files of several sources are not generated")
