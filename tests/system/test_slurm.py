@@ -134,7 +134,15 @@ class Submitted:
         assert state == "COMPLETED", f"{state}: {self.said()}"
 
     def restarts(self) -> int:
-        return int(self.cluster.run("scontrol", "show", "job", str(self.number)).partition("Restarts=")[2].split()[0])
+        return int(self._shown("Restarts"))
+
+    def run_minutes(self) -> int:
+        """Whole minutes since the start."""
+        hours, minutes, _ = self._shown("RunTime").split(":")
+        return 60 * int(hours) + int(minutes)
+
+    def _shown(self, name: str) -> str:
+        return self.cluster.run("scontrol", "show", "job", str(self.number)).partition(f"{name}=")[2].split()[0]
 
 
 class Beside(NamedTuple):
@@ -297,9 +305,9 @@ def stop_at_the_limit(cluster: SlurmCluster, job: Submitted) -> None:
         until_next_step(job)
     stops = job.said().count("stopping: saving")
     with job.held():
-        cluster.run(
-            "scontrol", "update", f"JobId={job.number}", "TimeLimit=3"
-        )  # the scripts' signal comes 180 s before the limit
+        # The scripts' signal comes 180 s before the limit, so at once, and two minutes or more are left.
+        limit = job.run_minutes() + 3
+        cluster.run("scontrol", "update", f"JobId={job.number}", f"TimeLimit={limit}")
         job.until(lambda: job.said().count("stopping: saving") > stops, "signal before the time limit")
     job.until(lambda: job.said().count("queued again") == 1 + SOAK, "requeue at the time limit")
     cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=60")
