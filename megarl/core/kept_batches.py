@@ -56,7 +56,13 @@ class KeptBatch:
                 found = cls(**{field.name: arrays[field.name] for field in fields(cls)})
             if not len(found.tokens) == len(found.targets) == len(found.mask) == found.lengths.sum():
                 raise ValueError("its arrays do not fit each other")
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            if any(
+                len(one) != len(found.lengths) for one in (found.updates, found.numbers, found.groups, found.indices)
+            ):
+                raise ValueError("its arrays do not fit each other")
+            if len(found.groups) and not -1 <= found.groups.min() <= found.groups.max() < len(found.group_ids):
+                raise ValueError("it has no such groups")
+        except (OSError, ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile) as error:
             raise DataError(f"{path} cannot be read ({error}); remove it, and its step is not compared") from error
         return found
 

@@ -40,8 +40,8 @@ def killed_at_random(
     job = Job(run_dir, [*settings, *SURVIVES]).start()
     done = 0
     try:
-        for kill in range(kills):
-            victim = victims[kill % len(victims)]
+        while done < kills:
+            victim = victims[done % len(victims)]
             role = "trainer 0" if victim == SUPERVISOR else victim
             end = time.monotonic() + START_S
             while not (begun() and has(job, role)) and job.poll() is None and time.monotonic() < end:

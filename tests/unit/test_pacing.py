@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.core.config import Config
+from megarl.core.config.algorithms import AlgorithmConfig
 from megarl.core.config.job import SyncConfig
 from megarl.core.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
@@ -196,6 +197,10 @@ def test_partial_rollouts_that_could_not_wait_are_refused(
     [
         (Config(sync=SyncConfig(order="completion", max_staleness=1)), r"sync\.order=completion"),
         (Config(rollout=RolloutConfig(spare=2)), r"rollout\.spare=2"),
+        (
+            Config(sync=SyncConfig(max_staleness=1, interval=2), algorithm=AlgorithmConfig(dynamic_sampling=True)),
+            r"dynamic_sampling=true, sync\.interval=2",
+        ),
         (Config(rollout=RolloutConfig(workflow="agent")), r"rollout\.workflow=agent"),
         (
             Config(sync=SyncConfig(max_staleness=1), rollout=replace(PARTIAL, budget_s=2.0, spare=1)),

@@ -286,6 +286,11 @@ async def _waits_by_time(claim: Claim) -> None:
             return await super().sample(request)
 
     iterations = Iterations(live.live_step, Pacing(1, 1), 0.0, lambda: now)
+    now += 60
+    assert iterations.age_s == 0, "the first publication is awaited for longer than a budget"
+    await iterations.look()
+    now += 0.5
+    assert iterations.age_s == 0.5
     pace = GroupPace(iterations, claim, Budget(seconds=3.0), {}, reach, lambda samples: None)
     tokens = Slow(18)
     keeping = asyncio.create_task(iterations.keep())
@@ -381,7 +386,11 @@ def test_a_trajectory_that_begins_again_has_reached_nothing(store: Store) -> Non
     assert store.reached("r0", 3) == (1, 2) and store.reached("r0", 4) == (0, 2)
     store.forget_segments(claim, 0)
     assert store.segments([claim.group_id])[claim.group_id].keys() == {1} and store.reached("r0", 3) == (0, 2)
-    finish(store, claim)
+    store.reach(claim, 3)
+    store.release_claims("a")
+    [again, _] = store.claim_groups("b", 2)
+    assert store.reached("r0", 3) == (0, 2), "what another claim had reached says nothing of this one"
+    finish(store, again)
     assert store.reached("r0", 9) == (1, 2), "whole"
 
 

@@ -226,6 +226,11 @@ def test_steps_without_a_file_are_told_and_a_run_without_any_is_refused(
     run.store.record_step(2, {})
     assert (count_trained(run).steps, count_trained(run).without_file) == (1, 1)
     path = path_of(run.run_dir, 1)
+    whole = KeptBatch.read(path)
+    for wrong in ({"updates": whole.updates[1:]}, {"groups": whole.groups + 9}, {"lengths": whole.lengths + 1}):
+        replace(whole, **wrong).write(path)
+        with pytest.raises(DataError, match=r"step_000001.npz cannot be read"):
+            count_trained(run)
     path.write_bytes(path.read_bytes()[:-30])
     with pytest.raises(DataError, match=r"step_000001.npz cannot be read"):
         count_trained(run)

@@ -32,7 +32,8 @@ class SyncConfig:
     """Groups that a step takes: those asked for for it, which is repeatable; or those that ended first, so that no step
     waits for the longest response."""
     deterministic: bool = False
-    """Refuse settings with which a run would not repeat bit for bit, kills included (docs/asynchrony.md)."""
+    """Refuse settings with which time decides what is trained, so that no run repeats bit for bit, kills included
+    (docs/asynchrony.md). Verifiers, tools and environments must respond alike and within their limits."""
     pause: Literal["wait", "keep"] = "wait"
     """Pause of the engines for new weights: ``wait``, all at once, when the running requests have ended; ``keep``, one
     engine after another, whose running requests go on with the new weights (docs/asynchrony.md)."""

@@ -60,12 +60,12 @@ class Iterations:
         self._changed = asyncio.Condition()
         self.step = 0
         """Steps in the weights that were published at its begin."""
-        self._began = clock()
+        self._began: float | None = None
 
     @property
     def age_s(self) -> float:
-        """Seconds since its begin was seen; a new explorer counts from its own."""
-        return self._clock() - self._began
+        """Seconds since its begin was seen; a new explorer counts from its first look."""
+        return 0.0 if self._began is None else self._clock() - self._began
 
     @property
     def next_step(self) -> int:
@@ -79,7 +79,7 @@ class Iterations:
     async def look(self) -> None:
         """Look into the store."""
         live = await self._live_step()
-        if live is not None and (step := self.of(live)) != self.step:
+        if live is not None and ((step := self.of(live)) != self.step or self._began is None):
             self.step, self._began = step, self._clock()
             async with self._changed:
                 self._changed.notify_all()

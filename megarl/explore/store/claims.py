@@ -122,7 +122,8 @@ def claim(
         samples = itertools.accumulate(samples_of(g.group_size, json.loads(g.sampling)) for g in groups)
         groups = [g for i, (g, n) in enumerate(zip(groups, samples, strict=True)) if i == 0 or n <= max_samples]
     ids = [group.group_id for group in groups]
-    claimed = {"state": GroupState.CLAIMED, **held, "attempt": GROUPS.c.attempt + 1}
+    # ``reached`` was said of what an earlier claim had under way.
+    claimed = {"state": GroupState.CLAIMED, **held, "attempt": GROUPS.c.attempt + 1, "reached": None}
     connection.execute(update(GROUPS).where(GROUPS.c.group_id.in_(ids)).values(claimed))
     return held_by(connection, held["claim_token"])
 

@@ -53,6 +53,8 @@ def read_table(path: Path, wanted: Sequence[str]) -> tuple[list[str], list[dict[
 
     Raises DataError when there is no such file, it cannot be read, or it has no rows.
     """
+    if path.is_dir():
+        raise DataError(f"{path}: is a folder; give a parquet or jsonl file")
     if not path.is_file():
         raise DataError(f"{path}: no such file; give a parquet or jsonl file, or let `megarl data` write it")
     names, rows = _read_jsonl(path, wanted) if is_jsonl(path) else _read_parquet(path, wanted)

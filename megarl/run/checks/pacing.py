@@ -191,6 +191,8 @@ def _check_deterministic(config: Config, job: Job) -> None:
     by_time = {
         f"sync.order={sync.order}": sync.order == "completion",
         f"sync.method={sync.method}": sync.method == "checkpoint" and sync.max_staleness > 0,
+        f"algorithm.dynamic_sampling=true, sync.interval={sync.interval}": config.algorithm.dynamic_sampling
+        and sync.interval > 1,
         f"rollout.spare={rollout.spare}": rollout.spare > 0,
         f"rollout.budget_s={rollout.budget_s}": rollout.budget_s is not None,
         f"reward.late_steps={config.reward.late_steps}": config.reward.late_steps is not None,

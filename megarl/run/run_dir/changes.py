@@ -22,6 +22,7 @@ FREE = (
     "cluster",
     "store",
     *(f"sync.{name}" for name in ("bucket_bytes", "shared_memory", "timeout_s", "probe_tokens", "probe_tolerance")),
+    "sync.deterministic",
     "sync.method",
     "evaluation",
     "parallel",
