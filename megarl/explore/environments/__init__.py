@@ -45,10 +45,10 @@ def check(rollout: RolloutConfig, run_dir: Path) -> None:
     observations. An environment may have a ``check(options)`` of its own, which raises ConfigError, and a
     ``check_run_dir(run_dir)``."""
     make = get(rollout.environment)
-    if (own_run_dir := getattr(make, "check_run_dir", None)) is not None:
-        own_run_dir(run_dir)
     if (own := getattr(make, "check", None)) is not None:
         own(rollout.options)
+    if (own_run_dir := getattr(make, "check_run_dir", None)) is not None:
+        own_run_dir(run_dir)
     longest = getattr(make, "longest_call_s", None)
     if longest is not None and (wanted := longest(rollout.options) + CALL_S) > rollout.environment_timeout_s:
         raise ConfigError(
