@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -27,6 +28,7 @@ from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.tasksets.harbor import read_folder
 from megarl.explore.tasksets.rows import read_rows
 from megarl.explore.workflows.environment import environment
+from megarl.run.checks.inputs import check_environment_rows
 from megarl.run.run_dir.prepare import missing_data
 from tests.unit.test_environments import Model
 
@@ -114,10 +116,22 @@ def test_a_folder_of_tasks_is_read_as_rows(hello: Path, numbers: Path, caplog: p
     rows = read_rows(hello.parent, split="train")
     assert [task.task_id for task in rows] == ["train/0", "train/1"]
     assert rows[0].prompt[0]["content"] == "Write hello into hello.txt.\n"
-    assert rows[0].extra_info == {"folder": str(hello.resolve()), "name": "hello"}
+    assert rows[0].extra_info == {"folder": str(hello.resolve()), "name": "hello", "digest": ANY}
     assert "sort/task.toml: the task asks for a network; it has none here" in caplog.text
     task = read_folder(hello)
     assert (task.agent_s, task.verifier_s, task.memory_mb, task.storage_mb) == (99.0, 90.0, 256, 32)
+    caplog.clear()
+    read_folder(numbers)
+    assert not caplog.records, "each episode reads its folder, and the warning comes once"
+
+
+def test_a_task_whose_files_change_is_another_row(hello: Path) -> None:
+    before = row(hello)
+    assert row(hello) == before
+    written(hello, {"solution/other.sh": "ls\n"})
+    assert row(hello) == before, "no solution is played"
+    (hello / "tests" / "test.sh").write_text("echo 1 > /logs/verifier/reward.txt\n")
+    assert row(hello) != before and row(hello).task_id == before.task_id
 
 
 @with_harbor
@@ -156,16 +170,48 @@ def test_harbor_reads_the_same(hello: Path, numbers: Path) -> None:
         ({"task": "[environment]\nos = 'Windows'\n"}, r"environment.os must be 'linux', got 'Windows'"),
         ({"task": "[verifier]\nenvironment_mode = 'separate'\n"}, r"environment_mode must be 'shared'"),
         ({"task": "[verifier]\nenv = {K = '${KEY}'}\n"}, r"verifier.env.K takes a variable of this machine"),
-        ({"task": "[agent]\ntimeout_sec = 0\n"}, r"agent.timeout_sec must be a number above 0, got 0"),
+        ({"task": "[agent]\ntimeout_sec = 0\n"}, r"agent.timeout_sec must be a number above 0 and below 1e.15, got 0"),
         ({"task": "agent = 3\n"}, r"agent must be a table, got 3"),
         ({"task": "[environment]\nmemory = 'much'\n"}, r"environment.memory must be a size such as 2G, got 'much'"),
         ({"task": "[[steps]]\nname = 'a'\n"}, r"steps: the task has several steps"),
+        ({"task": "[environment]\nmemory_mb = inf\n"}, r"environment.memory_mb must be a number above 0 and below"),
+        ({"task": "[environment]\nmemory = '0M'\n"}, r"environment.memory must be a size such as 2G, got '0M'"),
+        ({"task": "[environment]\nenv = {'A=B' = 'c'}\n"}, r"environment.env.'A=B': no variable has such a name"),
+        ({"Dockerfile": "FROM a\nWORKDIR /app\nCOPY Dockerfile /tmp\n"}, r"/tmp would be a file in /, which is"),
     ],
 )
 def test_a_task_that_cannot_be_played_is_refused(tmp_path: Path, changed: dict[str, str | None], words: str) -> None:
     written(tmp_path / "a", HELLO, **changed)
     with pytest.raises(DataError, match=words):
         read_rows(tmp_path)
+
+
+@pytest.mark.parametrize("link", ["tests", "tests/test.sh"])
+def test_tests_that_are_a_link_are_refused(hello: Path, link: str) -> None:
+    (hello / link).rename(hello / "elsewhere")
+    (hello / link).symlink_to(hello / "elsewhere")
+    with pytest.raises(DataError, match=f"{link}: is a link, and what it leads to is in no sandbox"):
+        read_folder(hello)
+
+
+def test_files_without_room_are_refused(tmp_path: Path) -> None:
+    big = written(tmp_path / "a", HELLO, Dockerfile="FROM a\nWORKDIR /app\nCOPY big .\n")
+    for file, words in ((big / "environment/big", "33 MB of files for /app, .* 32 MB"), (big / "tests/b", "300 MB")):
+        file.touch()
+        os.truncate(file, 33 * 2**20 if file.name == "big" else 300 * 2**20)
+        with pytest.raises(DataError, match=words):
+            read_folder(big)
+        os.truncate(file, 0)
+
+
+def test_a_file_is_copied_into_a_folder_that_is_there(tmp_path: Path) -> None:
+    lines = "COPY data /app/data\nCOPY x.txt /app/data\nCOPY x.txt /app/data/sub\nCOPY x.txt /app/data/y\n"
+    files = {**HELLO, "environment/data/sub/q": "q", "environment/x.txt": "x"}
+    task = read_folder(
+        written(tmp_path / "a", files, Dockerfile=f"FROM a\nWORKDIR /app/work\n{lines}COPY x.txt /app\n")
+    )
+    places = ["/app/data", "/app/data/x.txt", "/app/data/sub/x.txt", "/app/data/y", "/app/x.txt"]
+    assert [place for _, place in task.copies] == places
 
 
 def test_a_job_takes_a_folder_for_a_file(hello: Path, numbers: Path) -> None:
@@ -176,9 +222,18 @@ def test_a_job_takes_a_folder_for_a_file(hello: Path, numbers: Path) -> None:
         missing_data(Config(taskset=replace(tasks, train="/nowhere")))
 
 
-def test_a_task_that_every_sandbox_would_show_is_refused() -> None:
-    with pytest.raises(DataError, match=r"/usr/share: every sandbox shows /usr"):
-        read_folder(Path("/usr/share"))
+@sandbox
+@pytest.mark.parametrize("place", ["/usr/share", "/etc/ssl/certs"])
+def test_what_every_sandbox_would_show_is_refused(hello: Path, place: str) -> None:
+    rollout = RolloutConfig(workflow="environment", environment="harbor", max_prompt_tokens=64)
+    config = Config(rollout=rollout, taskset=TasksetConfig(train=str(hello)))
+    check_environment_rows(config, {"train": [row(hello)]})
+    with pytest.raises(DataError, match=r"hello.*\(taskset.train\).*: every sandbox shows .*, its tests and solution"):
+        check_environment_rows(config, {"train": [replace(row(hello), extra_info={"folder": place})]})
+    with pytest.raises(DataError, match=r"extra_info.folder names no task folder"):
+        check_environment_rows(config, {"train": [replace(row(hello), extra_info={})]})
+    with pytest.raises(ConfigError, match=r"run.dir=.*: every sandbox of rollout.environment=harbor shows"):
+        workflows.check(rollout, Path(place, "runs"))
 
 
 def test_a_folder_without_tasks_is_refused(tmp_path: Path) -> None:
@@ -196,6 +251,7 @@ def test_a_folder_without_tasks_is_refused(tmp_path: Path) -> None:
         ("reward.json", '{"a": 1, "b": 1}', "has no 'reward', but a, b; set rollout.options.reward"),
         ("reward.json", '{"reward": "1"}', "'1', which is no number"),
         ("reward.json", "1e999", "is not finite"),
+        ("reward.json", "1" + "0" * 400, "too large"),
         ("reward.txt", "", "could not convert"),
         ("reward.txt", "nan", "is not finite"),
         (None, "", "neither"),
@@ -205,7 +261,7 @@ def test_a_reward_is_read_as_harbor_does(file: str | None, text: str, found: flo
     if isinstance(found, float):
         assert reward_of(file, text, "reward") == found
         return
-    with pytest.raises(ValueError, match=found):
+    with pytest.raises((ValueError, OverflowError), match=found):
         reward_of(file, text, "reward")
 
 
@@ -213,6 +269,7 @@ def test_a_reward_is_read_as_harbor_does(file: str | None, text: str, found: flo
 def test_options_are_checked_and_the_sandbox_is_proven() -> None:
     for options, words in (
         ({"turns": 0}, "turns=0 must be above 0"),
+        ({"output_bytes": 1}, "output_bytes=1 must be 2 or more"),
         ({"tries": 1}, "tries=1 is no option"),
         ({"tests_s": 900}, "environment_timeout_s=300 is too short for a call.*may take 990 s"),
         ({}, None),
@@ -282,15 +339,48 @@ CHEATS = {
     "tests of its own": "echo 'echo 1 > /logs/verifier/reward.json' > /tests/test.sh; mkdir /tests/a; chmod 0 /tests/a",
     "folders that cannot be written": "mkdir -p /logs/verifier/a/b; chmod 0 /logs/verifier/a /logs/verifier /logs",
     "the first process": "kill -9 1; cat /proc/1/environ; ls -l /proc/1/fd; gdb -p 1",
+    "a fifo": "rm -rf /logs/verifier; mkfifo /logs/verifier",
+    "deep folders": "mkdir /logs/verifier; cd /logs/verifier; "
+    "python3 -c \"import os\nfor i in range(3000): os.mkdir('a' * 200); os.chdir('a' * 200)\"",
+    "no working folder": "cd /; rm -rf /app/src; touch /app/src",
+    "a NUL": "echo a\0b",
+    "a lone surrogate": "echo \ud800",
+    "a module of the user's": "v=$(python3 -c 'import site; print(site.getusersitepackages())'); mkdir -p $v; "
+    'echo \'open("/logs/verifier/reward.json", "w").write("1")\' > $v/usercustomize.py',
     "the system": "echo 1 > /usr/bin/grep; mount -t tmpfs a /usr; unshare -Ur true; rm -rf /tests /logs",
 }
 
 
 @sandbox
 @pytest.mark.parametrize("name", CHEATS)
-def test_nothing_that_an_episode_writes_counts_as_a_reward(hello: Path, name: str) -> None:
-    model = play(hello, block(CHEATS[name], "test ! -e /tests/check.sh || echo seen", "true") + "\nDONE")
+def test_nothing_that_an_episode_writes_counts_as_a_reward(tmp_path: Path, name: str) -> None:
+    test = HELLO["tests/test.sh"] + "python3 -c pass\n"
+    nested = written(tmp_path / "a", HELLO, Dockerfile="FROM a\nWORKDIR /app/src\n", test=test)
+    model = play(nested, block(CHEATS[name], "test ! -e /tests/check.sh || echo seen", "true") + "\nDONE")
     assert model.reward is not None and (model.reward.score, model.reward.status) == (0.0, "wrong")
+
+
+@sandbox
+@pytest.mark.parametrize(
+    "text", ["mkdir /logs/verifier/reward.json", "printf '1%0400d' 0 > /logs/verifier/reward.json"]
+)
+def test_a_reward_that_is_none_is_worth_0(tmp_path: Path, text: str) -> None:
+    assert score(written(tmp_path / "a", HELLO, test=f"#!/bin/bash\n{text}\n"), "DONE") == (0.0, "wrong")
+
+
+@sandbox
+def test_memory_is_watched_between_commands(hello: Path) -> None:
+    episode: Any = environments.get("harbor")(row(hello), {})
+    grows = "import time; time.sleep(0.5); x = b'x' * (300 << 20); time.sleep(77.8)"
+    episode.step(block(f'setsid python3 -c "{grows}" > /dev/null 2>&1 &', "echo left"))
+    for _ in range(600):
+        if "77.8" not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout:
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("a process that a command has left takes more than the task's memory")
+    assert episode.step(block("echo alive")).text == "alive"
+    episode.close()
 
 
 @sandbox

@@ -56,6 +56,7 @@ LIMITED = {
     "explore/environments/episode.Episode.step: self._made.result": "no wait: the environment was made",
     "explore/environments/episode.Episode.end: self._made.result": "no wait: the environment was made",
     "explore/environments/harbor_inside.Output.read: select.select": "harbor_inside.WATCH_S",
+    "explore/environments/harbor_inside.main: link.readline": "the other side's life: its end is an end of file",
     "explore/environments/harbor_inside.reap: os.waitpid": "SIGKILL before it, or WNOHANG",
     "explore/environments/harbor_inside.run: process.wait": "SIGKILL before it",
     "explore/environments/harbor_sandbox.HarborSandbox.__init__: STARTER.submit(self._start, inside).result": "a fork",

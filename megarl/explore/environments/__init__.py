@@ -1,5 +1,7 @@
 """Environments that a model acts in, turn by turn."""
 
+from pathlib import Path
+
 from megarl.core.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.user_file import import_file
@@ -38,12 +40,15 @@ __all__ = [
 ]
 
 
-def check(rollout: RolloutConfig) -> None:
+def check(rollout: RolloutConfig, run_dir: Path) -> None:
     """Raise ConfigError unless there is such an environment, its options are sound, and there is room for its first
-    observations. An environment may have a ``check(options)`` of its own, which raises ConfigError."""
+    observations. An environment may have a ``check(options)`` of its own, which raises ConfigError, and a
+    ``check_run_dir(run_dir)``."""
     make = get(rollout.environment)
     if (own := getattr(make, "check", None)) is not None:
         own(rollout.options)
+    if (own_run_dir := getattr(make, "check_run_dir", None)) is not None:
+        own_run_dir(run_dir)
     longest = getattr(make, "longest_call_s", None)
     if longest is not None and (wanted := longest(rollout.options) + CALL_S) > rollout.environment_timeout_s:
         raise ConfigError(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task
 from megarl.explore.environments import harbor_sandbox
 from megarl.explore.environments.harbor_sandbox import HarborSandbox
@@ -49,8 +50,7 @@ class Harbor:
     """
 
     def __init__(self, task: Task, options: Mapping[str, Any]) -> None:
-        if "folder" not in task.extra_info:
-            raise ValueError("the row names no folder; let taskset.train name a folder of Harbor tasks")
+        self.check_row(task)
         self._options = options
         self._task = read_folder(Path(task.extra_info["folder"]))
         self._left = options.get("turns", TURNS)
@@ -65,7 +65,32 @@ class Harbor:
         for name in ("turns", "command_s", "tests_s", "output_bytes"):
             if name in options and not 0 < options[name] < math.inf:
                 refuse(name, options[name], "must be above 0")
+        if options.get("output_bytes", OUTPUT_BYTES) < 2:
+            refuse("output_bytes", options["output_bytes"], "must be 2 or more: it has a first and a last half")
         harbor_sandbox.prove()
+
+    @staticmethod
+    def check_run_dir(run_dir: Path) -> None:
+        """Raise ConfigError where every sandbox shows the run's directory."""
+        if (place := harbor_sandbox.shown(run_dir)) is not None:
+            raise ConfigError(
+                f"run.dir={run_dir}: every sandbox of rollout.environment=harbor shows {place}, and with it the run's "
+                "files; set it to a folder elsewhere"
+            )
+
+    @staticmethod
+    def check_row(task: Task) -> None:
+        """Raise DataError for a row that is no task folder, or whose folder every sandbox shows."""
+        folder = task.extra_info.get("folder")
+        if not isinstance(folder, str):
+            raise DataError(
+                "extra_info.folder names no task folder, which rollout.environment=harbor plays; give a folder of "
+                "Harbor tasks for the taskset's file, or set another environment"
+            )
+        if (place := harbor_sandbox.shown(Path(folder))) is not None:
+            raise DataError(
+                f"{folder}: every sandbox shows {place}, its tests and solution too; move the task elsewhere"
+            )
 
     @staticmethod
     def longest_call_s(options: Mapping[str, Any]) -> float:
@@ -94,7 +119,7 @@ class Harbor:
             if found["limit"]:
                 raise ValueError(ENDED[found["limit"]].format(limit))
             return reward_of(found.get("file"), found.get("reward", ""), self._options.get("reward", REWARD))
-        except (ValueError, RecursionError) as error:
+        except (ValueError, OverflowError, RecursionError) as error:
             last = found["output"].strip()[-300:]
             log.warning("%s: the tests give no reward, which counts as 0: %s; %s", self._task.folder, error, last)
             return 0.0
@@ -116,7 +141,8 @@ class Harbor:
 
 
 def reward_of(file: str | None, text: str, name: str) -> float:
-    """Reward that a file has, as Harbor reads it. Raises ValueError where it is none.
+    """Reward that a file has, as Harbor reads it. Raises ValueError where it is none, OverflowError where no float is
+    as large.
 
     Args:
         name: Of the reward, in a reward.json with several.

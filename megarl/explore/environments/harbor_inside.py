@@ -12,7 +12,6 @@ import json
 import os
 import resource
 import select
-import shutil
 import signal
 import socket
 import stat
@@ -33,6 +32,8 @@ CLOSED_S = 0.01
 PIECES = 64
 """Most reads before the limits are looked at again."""
 PROCESSES = 256
+EMPTY_S = 10.0
+"""Longest time to remove what an episode has put in place of the tests."""
 TESTS, LOGS, VERIFIER = "/tests", "/logs", "/logs/verifier"
 REWARDS = ("reward.json", "reward.txt")
 """The first that is there counts, as in Harbor."""
@@ -41,13 +42,29 @@ REWARDS = ("reward.json", "reward.txt")
 def main() -> None:
     """Serve requests until the other side has gone; the sandbox ends with this process."""
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)  # else a command could open the link in /proc
-    link = socket.socket(fileno=int(sys.argv[1])).makefile("rwb")
-    for line in link:
+    descriptor = int(sys.argv[1])
+    link = socket.socket(fileno=descriptor).makefile("rwb")
+    while line := link.readline():
         asked = json.loads(line)
         data = link.read(asked["size"])
-        reply = tests(asked, data) if asked["do"] == "tests" else start(asked, data)
+        began = time.monotonic()
+        try:
+            reply = tests(asked, data) if asked["do"] == "tests" else start(asked, data)
+        except Exception as error:  # else an episode could end the sandbox, and with it the verdict
+            text = f"{type(error).__name__}: {error}"[: asked["most"]]
+            reply = {"output": text, "limit": "", "seconds": time.monotonic() - began}
         link.write(json.dumps(reply).encode() + b"\n")
         link.flush()
+        watch(descriptor, asked["memory"])
+
+
+def watch(link: int, memory: int) -> None:
+    """Wait for the next request; end all that a command has left running when it takes more memory."""
+    waiting = select.poll()  # a descriptor may be too large for select.select
+    waiting.register(link, select.POLLIN)
+    while not waiting.poll(WATCH_S * 1000 if reap(os.WNOHANG) else None):
+        if tree_bytes() > memory:
+            kill_all()
 
 
 def start(asked: dict[str, Any], data: bytes) -> dict[str, Any]:
@@ -75,27 +92,43 @@ def tests(asked: dict[str, Any], data: bytes) -> dict[str, Any]:
 
 
 def unpack(data: bytes, folder: str) -> None:
-    """Unpack a tar file."""
+    """Unpack a tar file of the task's own; ends the sandbox where that fails, which no episode can bring about."""
     trusted = {"filter": "fully_trusted"} if hasattr(tarfile, "fully_trusted_filter") else {}
-    with tarfile.open(fileobj=io.BytesIO(data)) as files:
-        files.extractall(folder, **trusted)  # type: ignore[arg-type]
+    try:
+        with tarfile.open(fileobj=io.BytesIO(data)) as files:
+            files.extractall(folder, **trusted)  # type: ignore[arg-type]
+    except Exception as error:
+        raise SystemExit(f"the task's files cannot be unpacked into {folder}: {error}") from error
 
 
 def empty(folder: str) -> None:
-    """Make a folder that has nothing in it, in place of whatever is there; a place of mounts stays."""
-    if os.path.islink(folder) or os.path.isfile(folder):
+    """Make a folder that has nothing in it, in place of whatever is there; a place of mounts stays.
+
+    Folders in folders are moved up before they are removed: their paths, and a recursion, could be too long.
+    """
+    if os.path.lexists(folder) and not is_folder(folder):
         os.unlink(folder)
     os.makedirs(folder, exist_ok=True)
     os.chmod(folder, 0o755)
-    for path, names, _ in os.walk(folder):
-        for name in names:
-            if not os.path.islink(os.path.join(path, name)):
-                os.chmod(os.path.join(path, name), 0o700)
-    for entry in os.scandir(folder):
-        if entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path)
-        else:
-            os.unlink(entry.path)
+    until, own, folders = time.monotonic() + EMPTY_S, os.urandom(8).hex(), [folder]
+    for path in folders:
+        for name in os.listdir(path):
+            inner = os.path.join(path, name)
+            if time.monotonic() > until:
+                raise TimeoutError(f"{folder} cannot be emptied within {EMPTY_S:g} s")
+            if not is_folder(inner):
+                os.unlink(inner)
+                continue
+            os.chmod(inner, 0o700)  # a folder that is moved must be writable
+            folders.append(os.path.join(folder, f"{own}-{len(folders)}"))
+            os.rename(inner, folders[-1])
+        if path != folder:
+            os.rmdir(path)
+
+
+def is_folder(path: str) -> bool:
+    """Return True for a folder, but not for a link to one."""
+    return stat.S_ISDIR(os.lstat(path).st_mode)
 
 
 def reward(path: str) -> str | None:
@@ -104,9 +137,10 @@ def reward(path: str) -> str | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        return None
     with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return None
         text = file.read(REWARD_BYTES + 1)
     return None if len(text) > REWARD_BYTES else text.decode("utf-8", "replace")
 
@@ -120,9 +154,9 @@ def run(words: list[str], asked: dict[str, Any]) -> dict[str, Any]:
             words, stdin=subprocess.DEVNULL, stdout=writer, stderr=writer, cwd=asked["cwd"], env=asked["env"],
             start_new_session=True, preexec_fn=limit_myself,
         )  # fmt: skip
-    except OSError as error:
+    except BaseException:
         os.close(reader)
-        return {"output": f"{words[0]}: {error.strerror}\n", "limit": "", "seconds": 0.0}
+        raise
     finally:
         os.close(writer)
     os.set_blocking(reader, False)
@@ -204,13 +238,14 @@ def kill_all() -> None:
     reap(0)
 
 
-def reap(flags: int) -> None:
-    """Wait for processes that have ended."""
+def reap(flags: int) -> bool:
+    """Wait for processes that have ended; return False where no other is left."""
     try:
         while os.waitpid(-1, flags)[0]:
             pass
     except ChildProcessError:
-        pass
+        return False
+    return True
 
 
 main()

@@ -11,6 +11,7 @@ import tarfile
 import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,18 @@ from megarl.core.errors import ConfigError, SandboxError
 from megarl.explore.agents.sandbox import ETC
 from megarl.explore.sandbox.host import INSIDE_UID, SHM_BYTES, as_they_are, find, popen_user
 from megarl.explore.sandbox.interface import MIB
-from megarl.explore.tasksets.harbor import HarborTask
+from megarl.explore.tasksets.harbor import TESTS_MB, HarborTask
 
 PROGRAM = Path(__file__).with_name("harbor_inside.py").read_text()
 STARTER = ThreadPoolExecutor(1, thread_name_prefix="harbor")
 """Starts all of them: a sandbox ends with the thread that started it, and calls of an episode come from several."""
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib32")
+LOOKUPS = [word for name in ETC for word in ("--ro-bind-try", f"/etc/{name}", f"/etc/{name}")]
 HOME = "/root"
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": HOME, "LANG": "C.UTF-8"}
-LOG_MB, TESTS_MB = 256, 256
+TESTS_ENVIRONMENT = {**ENVIRONMENT, "PYTHONNOUSERSITE": "1"}
+"""Without modules of an episode's own in ``HOME``, which Python would run first."""
+LOG_MB = 256
 REPLY_S = 20.0
 """Beyond a request's own seconds: the sandbox's start, its files, and processes that are killed."""
 PROVE_S = 20.0
@@ -54,7 +59,7 @@ class HarborSandbox:
         """Kill all that runs, and run the task's tests; as ``run``, with the ``reward`` and its ``file``."""
         if self._files:
             self.run("true", seconds, most)
-        env = {**ENVIRONMENT, **self._task.env, **self._task.verifier_env}
+        env = {**TESTS_ENVIRONMENT, **self._task.env, **self._task.verifier_env}
         files = files_of([(self._task.folder / "tests", "/")])
         return self._ask("tests", seconds, files, most=most, env=env)
 
@@ -115,16 +120,22 @@ class HarborSandbox:
         task = self._task
         own = {f"/{place.split('/')[1]}" for place in (task.workdir, *(place for _, place in task.copies))}
         sizes = dict.fromkeys(sorted({*own, HOME, "/tmp"}), task.storage_mb) | {"/logs": LOG_MB, "/tests": TESTS_MB}
-        lookups = [word for name in ETC for word in ("--ro-bind-try", f"/etc/{name}", f"/etc/{name}")]
         return [
             bwrap, "--unshare-all", "--unshare-user", "--uid", str(INSIDE_UID), "--gid", str(INSIDE_UID),
             "--hostname", "sandbox", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL",
-            "--clearenv", *as_they_are(("/usr", "/bin", "/sbin", "/lib32")), *lookups, *python,
+            "--clearenv", *as_they_are(SYSTEM), *LOOKUPS, *python,
             "--proc", "/proc", "--dev", "/dev", "--size", str(SHM_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev",
             *(word for place, mb in sizes.items() for word in ("--size", str(mb * MIB), "--tmpfs", place)),
             "--remount-ro", "/", "--seccomp", str(filter_fd), "--",
             "/python/bin/python3", "-S", "-s", "-c", PROGRAM, str(link),
         ]  # fmt: skip
+
+
+def shown(path: Path) -> str | None:
+    """Folder of this machine that every sandbox shows, with this path in it; None where none does."""
+    arguments = [*as_they_are(SYSTEM), *LOOKUPS, *find().binds]
+    sources = [source for option, source in pairwise(arguments) if option in ("--ro-bind", "--ro-bind-try")]
+    return next((source for source in sources if path.resolve().is_relative_to(Path(source).resolve())), None)
 
 
 def files_of(copies: Iterable[tuple[Path, str]]) -> bytes:

@@ -6,12 +6,13 @@ A folder has ``task.toml``, ``instruction.md``, ``environment/Dockerfile``, ``te
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
@@ -42,10 +43,13 @@ REFUSED = {
 NOT_READ = ("docker-compose.yaml", "docker-compose.yml", ".dockerignore")
 SYSTEM = ("bin", "dev", "etc", "lib", "lib32", "lib64", "logs", "proc", "python", "run", "sbin", "sys", "tests", "usr")
 """Folders of / in which a task has no files of its own."""
-SHOWN = ("bin", "lib", "lib32", "lib64", "sbin", "usr")
-"""Those that programs in a sandbox see as they are on this machine."""
 MEMORY_MB, STORAGE_MB = 2048, 1024
 """Where task.toml names none."""
+TESTS_MB = 256
+"""Room of ``tests``."""
+PAGE = 4096
+MOST = 10**15
+"""Above all numbers of task.toml: seconds, or MB."""
 SIZES = {"K": 1 / 1024, "M": 1, "G": 1024}
 
 
@@ -64,14 +68,21 @@ class HarborTask:
     storage_mb: int
     env: Mapping[str, str]
     verifier_env: Mapping[str, str]
+    asks_network: bool = False
 
 
 def read_folders(path: Path, prefix: str) -> list[Task]:
-    """Rows of a task folder, or of all in a folder, by their names. Raises DataError naming file and fix."""
+    """Rows of a task folder, or of all in a folder, by their names. Raises DataError naming file and fix.
+
+    A row has a digest of its folder's files, so that it is another row when they change.
+    """
     folders = [path] if (path / "task.toml").exists() else sorted(child for child in path.iterdir() if child.is_dir())
     tasks = [read_folder(folder) for folder in folders if _is_task(folder)]
     if not tasks:
         raise DataError(f"{path}: has no Harbor task; give a folder with task.toml, or one of such folders")
+    for task in tasks:
+        if task.asks_network:
+            log.warning("%s: the task asks for a network; it has none here", task.folder / "task.toml")
     return [
         Task(
             f"{prefix}/{i}",
@@ -79,7 +90,7 @@ def read_folders(path: Path, prefix: str) -> list[Task]:
             ({"role": "user", "content": task.instruction},),
             SOURCE,
             {"style": SOURCE, "ground_truth": ""},
-            {"folder": str(task.folder), "name": task.folder.name},
+            {"folder": str(task.folder), "name": task.folder.name, "digest": _digest(task.folder)},
         )
         for i, task in enumerate(tasks)
     ]
@@ -89,8 +100,6 @@ def read_folder(folder: Path) -> HarborTask:
     """Read and check one task. Raises DataError naming file and fix."""
     folder = folder.resolve()
     file = folder / "task.toml"
-    if folder.parts[1:2] and folder.parts[1] in SHOWN:
-        _refuse(folder, f"every sandbox shows /{folder.parts[1]}, its tests and solution too; move the task elsewhere")
     try:
         found = tomllib.loads(_text(file))
     except tomllib.TOMLDecodeError as error:
@@ -102,16 +111,20 @@ def read_folder(folder: Path) -> HarborTask:
         if str(_value(file, found, name) or only).lower() != only:
             _refuse(file, f"{name} must be {only!r}, got {_value(file, found, name)!r}; remove the task")
     modes = [_value(file, found, f"{section}.network_mode") for section in ("environment", "agent", "verifier")]
-    if "public" in modes or _value(file, found, "environment.allow_internet"):
-        log.warning("%s: the task asks for a network; it has none here", file)
     instruction = _without_canary(_text(folder / "instruction.md"))
     if not instruction.strip():
         _refuse(folder / "instruction.md", "is empty; write what is to be done")
     _text(folder / "tests" / "test.sh")
+    for link in (folder / "tests", folder / "tests" / "test.sh"):
+        if link.is_symlink():
+            _refuse(link, "is a link, and what it leads to is in no sandbox; put the files there themselves")
     workdir, copies = _docker(folder / "environment")
     workdir = _value(file, found, "environment.workdir") or workdir
     if not isinstance(workdir, str):
         _refuse(folder / "environment" / "Dockerfile", "sets no WORKDIR; add one, or workdir to [environment] in it")
+    storage_mb = _size(file, found, "environment.storage", STORAGE_MB)
+    _check_room(folder / "environment" / "Dockerfile", copies, storage_mb, "raise storage_mb of task.toml")
+    _check_room(folder / "tests", [(folder / "tests", "/tests")], TESTS_MB, "make them smaller")
     return HarborTask(
         folder,
         instruction,
@@ -120,15 +133,47 @@ def read_folder(folder: Path) -> HarborTask:
         _number(file, found, "agent.timeout_sec", math.inf),
         _number(file, found, "verifier.timeout_sec", 600.0),
         _size(file, found, "environment.memory", MEMORY_MB),
-        _size(file, found, "environment.storage", STORAGE_MB),
+        storage_mb,
         _variables(file, found, "environment.env"),
         _variables(file, found, "verifier.env"),
+        asks_network="public" in modes or bool(_value(file, found, "environment.allow_internet")),
     )
 
 
 def _is_task(folder: Path) -> bool:
     """Return True for a folder with task.toml; one that has only an instruction is refused later."""
     return (folder / "task.toml").exists() or (folder / "instruction.md").exists()
+
+
+def _digest(folder: Path) -> str:
+    """Digest of all that is played of a task, with names, contents and modes."""
+    found = hashlib.blake2b(digest_size=8)
+    for place in ("task.toml", "environment", "tests"):
+        for path in sorted([folder / place, *(folder / place).rglob("*")]):
+            try:
+                data = os.readlink(os.fsencode(path)) if path.is_symlink() else _bytes(path)
+                head = os.fsencode(path.relative_to(folder)), path.lstat().st_mode, len(data)
+            except OSError as error:
+                raise DataError(f"{path}: cannot be read ({error}); make it readable") from error
+            found.update(repr(head).encode() + data)
+    return found.hexdigest()
+
+
+def _bytes(path: Path) -> bytes:
+    return path.read_bytes() if path.is_file() else b""
+
+
+def _check_room(file: Path, copies: Iterable[tuple[Path, str]], most_mb: int, fix: str) -> None:
+    """Refuse files that do not fit into one of the folders of / in which they are put."""
+    pages: dict[str, int] = {}
+    for source, place in copies:
+        for path in [source, *source.rglob("*")]:
+            if path.is_file() and not path.is_symlink():
+                pages[os.path.normpath(f"{place}/{path.relative_to(source)}")] = -(-path.stat().st_size // PAGE)
+    for first in sorted({place.split("/")[1] for place in pages}):
+        mb = sum(number for place, number in pages.items() if place.split("/")[1] == first) * PAGE / 2**20
+        if mb > most_mb:
+            _refuse(file, f"has {mb:.0f} MB of files for /{first}, which has room for {most_mb} MB; {fix}")
 
 
 def _refuse(file: Path, rule: str) -> NoReturn:
@@ -168,8 +213,8 @@ def _number(file: Path, found: Mapping[str, Any], name: str, default: float) -> 
     value = _value(file, found, name)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        _refuse(file, f"{name} must be a number above 0, got {value!r:.60}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MOST:
+        _refuse(file, f"{name} must be a number above 0 and below {MOST:.0e}, got {str(value):.60}")
     return float(value)
 
 
@@ -179,9 +224,9 @@ def _size(file: Path, found: Mapping[str, Any], name: str, default: int) -> int:
     if old is None:
         return math.ceil(_number(file, found, f"{name}_mb", default))
     given = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG])", str(old).strip().upper())
-    if given is None:
+    if given is None or not 0 < (mb := float(given[1]) * SIZES[given[2]]) < MOST:
         _refuse(file, f"{name} must be a size such as 2G, got {old!r:.60}")
-    return math.ceil(float(given[1]) * SIZES[given[2]])
+    return math.ceil(mb)
 
 
 def _variables(file: Path, found: Mapping[str, Any], name: str) -> dict[str, str]:
@@ -189,6 +234,8 @@ def _variables(file: Path, found: Mapping[str, Any], name: str) -> dict[str, str
     for key, value in given.items() if isinstance(given, dict) else [(name, given)]:
         if not isinstance(value, str):
             _refuse(file, f"{name} must be a table of texts, got {given!r:.60}")
+        if not re.fullmatch(r"[^=\0]+", key) or "\0" in value:
+            _refuse(file, f"{name}.{key!r}: no variable has such a name or value; write no = in a name, and no NUL")
         if "${" in value:
             _refuse(file, f"{name}.{key} takes a variable of this machine, which no task gets; write its value")
     return dict(given)
@@ -211,7 +258,7 @@ def _docker(folder: Path) -> tuple[str | None, tuple[tuple[Path, str], ...]]:
         if kind == "WORKDIR" and len(words) == 2:
             workdir = _place(file, words[1], workdir)
         elif kind == "COPY" and len(words) > 2 and not re.search(r"[-\[*?$\"'].*", words[1][:1]):
-            copies += _copies(file, words[1:-1], words[-1], workdir)
+            copies += _copies(file, words[1:-1], words[-1], workdir, copies)
         elif kind != "FROM":
             _refuse(
                 file, f"{line.strip()[:80]!r}: only FROM, WORKDIR and COPY of own files are done here, without a "
@@ -220,15 +267,37 @@ def _docker(folder: Path) -> tuple[str | None, tuple[tuple[Path, str], ...]]:
     return workdir, tuple(copies)
 
 
-def _copies(file: Path, sources: list[str], target: str, workdir: str | None) -> Iterator[tuple[Path, str]]:
-    """Pairs of a COPY: contents of a folder, or a file, into or to its target."""
+def _copies(
+    file: Path, sources: list[str], target: str, workdir: str | None, before: list[tuple[Path, str]]
+) -> Iterator[tuple[Path, str]]:
+    """Pairs of a COPY: contents of a folder, or a file, into or to its target.
+
+    Args:
+        before: Pairs of the earlier lines, which have made folders.
+    """
     place = _place(file, target, workdir)
     for name in sources:
         source = Path(os.path.normpath(file.parent / name.lstrip("/")))
         if not source.exists() or not source.resolve().is_relative_to(file.parent):
             _refuse(file, f"COPY {name}: is no file or folder of {file.parent}; name one, without wildcards")
-        into = target.endswith("/") or target in (".", "..") or len(sources) > 1 or place == workdir
+        into = target.endswith("/") or target in (".", "..") or len(sources) > 1 or _is_made(place, workdir, before)
+        if source.is_file() and not into and place.count("/") == 1:
+            _refuse(file, f"COPY {name}: {target} would be a file in /, which is read-only here; use a folder")
         yield source, f"{place}/{source.name}" if source.is_file() and into else place
+
+
+def _is_made(place: str, workdir: str | None, before: list[tuple[Path, str]]) -> bool:
+    """Return True for a folder that earlier lines of a Dockerfile have made."""
+    above = PurePosixPath(place)
+    if workdir is not None and PurePosixPath(workdir).is_relative_to(above):
+        return True
+    for source, target in before:
+        made = PurePosixPath(target)
+        if made.is_relative_to(above) and (made != above or source.is_dir()):
+            return True
+        if above.is_relative_to(made) and (source / above.relative_to(made)).is_dir():
+            return True
+    return False
 
 
 def _place(file: Path, path: str, workdir: str | None) -> str:
@@ -237,6 +306,6 @@ def _place(file: Path, path: str, workdir: str | None) -> str:
         _refuse(file, f"{path!r} is relative, and no WORKDIR comes before it; write an absolute path")
     place = os.path.normpath(PurePosixPath(workdir or "/", path))
     first = place.split("/")[1]
-    if not first or first in SYSTEM or "$" in place:
+    if not first or first in SYSTEM or "$" in place or "\0" in place:
         _refuse(file, f"{path!r} is in the system, which is read-only here; use a folder such as /app")
     return place

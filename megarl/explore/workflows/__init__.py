@@ -60,7 +60,7 @@ def check(rollout: RolloutConfig, run_dir: Path) -> None:
     if rollout.workflow == "best_of_n":
         check_options(rollout.options)
     if rollout.workflow == "environment":
-        environments.check(rollout)
+        environments.check(rollout, run_dir)
 
 
 def check_template(rollout: RolloutConfig, tokenizer: ChatTokenizer) -> None:

@@ -18,7 +18,7 @@ from megarl.explore.tasksets import ChatTokenizer, check_prompts, place_of_row
 from megarl.learn import algorithms
 from megarl.run.checks import settings
 from megarl.run.checks.filters import Selected, selected
-from megarl.run.checks.inputs import check_rewards
+from megarl.run.checks.inputs import check_environment_rows, check_rewards
 from megarl.run.checks.model import check_model
 from megarl.run.checks.tasksets import check_taskset
 from megarl.run.checks.vision import check_images
@@ -89,6 +89,7 @@ def _check_inputs(config: Config) -> dict[str, Selected]:
     )
     tokenizer = ChatTokenizer.of(config)
     workflows.check_template(config.rollout, tokenizer)
+    check_environment_rows(config, {SPLIT: rows})
     check_rewards(config, {SPLIT: rows})
     tasks = selected(config, SPLIT, rows, tokenizer, dropped)
     check_vocabulary(config, {SPLIT: rows}, tokenizer, int(hf_config["vocab_size"]), sampled=(SPLIT,))

@@ -17,6 +17,7 @@ from megarl.core.config import Config
 from megarl.core.config.lengths import context_tokens
 from megarl.core.errors import ConfigError, DataError, SandboxError
 from megarl.core.schema import Message, Preference, Task
+from megarl.explore import environments
 from megarl.explore.rewards import RewardPool, Verdict, scorer_for
 from megarl.explore.rewards.code.verifier import check_code
 from megarl.explore.rewards.pool.child import end_servers
@@ -61,6 +62,19 @@ def check_rewards(config: Config, tasks: Mapping[str, list[Task]]) -> None:
 
         check_judge(reward.judge, context_tokens=context_tokens(config.rollout))
     asyncio.run(check_hosts(reward, key, [source for family, source in sources.items() if family != JUDGE]))
+
+
+def check_environment_rows(config: Config, tasks: Mapping[str, list[Task]]) -> None:
+    """Raise DataError naming the first row that the environment cannot play, where it has ``check_row(task)``."""
+    if config.rollout.workflow != "environment":
+        return
+    check_row = getattr(environments.get(config.rollout.environment), "check_row", None)
+    for split, rows in tasks.items() if check_row is not None else ():
+        for task in rows:
+            try:
+                check_row(task)
+            except DataError as error:
+                raise DataError(f"{place(config, split, task)}: {error}") from error
 
 
 def _families(config: Config, tasks: Mapping[str, list[Task]]) -> dict[str, str]:

@@ -25,7 +25,7 @@ from megarl.run.checks.bench import check_bench
 from megarl.run.checks.devices import check_devices, has_budget, ledger_of
 from megarl.run.checks.experts import check_teacher
 from megarl.run.checks.filters import Selected, selected
-from megarl.run.checks.inputs import check_held_out, check_lengths, check_rewards
+from megarl.run.checks.inputs import check_environment_rows, check_held_out, check_lengths, check_rewards
 from megarl.run.checks.model import check_model
 from megarl.run.checks.roles import check_budget, check_role_models, roles_of
 from megarl.run.checks.settings import check_settings
@@ -108,6 +108,7 @@ def _check_inputs(config: Config, algorithm: Algorithm, nodes: int, elsewhere: b
     if algorithms.job_of(config).rollouts:
         found_tasks = {split: [row for row in rows[split] if isinstance(row, Task)] for split in SPLITS}
         workflows.check_template(config.rollout, tokenizer)
+        check_environment_rows(config, found_tasks)
         check_rewards(config, found_tasks)
         tasks = {
             split: selected(config, split, found, tokenizer, dropped[split]) for split, found in found_tasks.items()
