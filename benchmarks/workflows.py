@@ -38,7 +38,8 @@ GUESSED, NEXT_DRAWER, NEXT_NUMBER = 0.5, 0.6, 0.6
 """Shares of the careless teacher: answers without a call, calls of the next drawer, answers that are one too high."""
 END = 5
 """Steps whose mean reward is shown, at either end of a run."""
-STEPS = 40
+EVERY = 20
+"""Steps between two evaluations."""
 COMMON = ["experiment=guess", "parallel=tp1", "trainer.tasks_per_step=32"]
 
 
@@ -57,6 +58,7 @@ class Arm:
 
     start: str
     settings: Sequence[str] = ()
+    steps: int = 2 * EVERY
 
 
 def call_of(drawer: int) -> str:
@@ -96,13 +98,13 @@ def write_rooms(folder: Path) -> None:
     for drawer, task in itertools.islice(rooms(2, "warm_start"), 6000):
         asked = (drawer + (dice.random() < NEXT_DRAWER)) % 10
         found = dice.randrange(10)
+        prompt: list[Any] = list(task.prompt)
         if dice.random() < 0.5:
-            row = [*task.prompt], str(found) if dice.random() < GUESSED else call_of(asked)
+            response = str(found) if dice.random() < GUESSED else call_of(asked)
         else:
-            call = {"role": "assistant", "content": call_of(asked)}
-            answer = (found + (dice.random() < NEXT_NUMBER)) % 10
-            row = [*task.prompt, call, {"role": "user", "content": str(found)}], str(answer)
-        lines.append(json.dumps({"prompt": row[0], "response": row[1]}))
+            prompt += [{"role": "assistant", "content": call_of(asked)}, {"role": "user", "content": str(found)}]
+            response = str((found + (dice.random() < NEXT_NUMBER)) % 10)
+        lines.append(json.dumps({"prompt": prompt, "response": response}))
     (folder / "warm_start.jsonl").write_text("\n".join(lines) + "\n")
 
 
@@ -124,7 +126,7 @@ ARMS = {
         "game",
         ["rollout.workflow=agent", f"rollout.agent={ROOT}/configs/agents/guess.py", "rollout.agent_rewards=true"],
     ),
-    "tools": Arm("rooms", ["trainer.updates_per_step=2", "trainer.optimizer.lr=3e-4"]),
+    "tools": Arm("rooms", ["trainer.updates_per_step=2", "trainer.optimizer.lr=3e-4"], EVERY),
 }
 
 
@@ -153,7 +155,8 @@ def make_start(runs: Path, name: str) -> None:
 
 def measured(run_dir: Path) -> dict[str, Any]:
     """Mean reward of each step, and held-out accuracy by the steps before it."""
-    rewards, accuracies = {}, {}
+    rewards: dict[int, float] = {}
+    accuracies: dict[int, float] = {}
     for line in (run_dir / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
         if "critic/score/mean" in record:
@@ -170,8 +173,8 @@ def settings_of(runs: Path, name: str, seed: int) -> list[str]:
     own = [
         f"taskset.train={start}/data/train.parquet", f"taskset.eval={start}/data/eval.parquet",
         "taskset.generate=null", "taskset.options={}", "taskset.warm_start=null", f"model.path={start}/hf",
-        "model.from_scratch=null", "trainer.warm_start.steps=0", f"trainer.steps={STEPS}",
-        f"trainer.eval_interval={STEPS // 2}", f"trainer.checkpoint_interval={STEPS // 2}", f"trainer.seed={seed}",
+        "model.from_scratch=null", "trainer.warm_start.steps=0", f"trainer.steps={arm.steps}",
+        f"trainer.eval_interval={EVERY}", f"trainer.checkpoint_interval={EVERY}", f"trainer.seed={seed}",
     ]  # fmt: skip
     return [*STARTS[arm.start].settings, *own, *arm.settings]
 
@@ -217,7 +220,7 @@ def main() -> None:
         results[name].append(one(runs, name, seed))
     text = page.Text()
     text.say(
-        f"| workflow | held-out accuracy after 0, {STEPS // 2} and {STEPS} steps, by seed | "
+        f"| workflow | held-out accuracy by seed: before, and after every {EVERY} steps | "
         f"mean reward of the first → last {END} steps |"
     )
     text.say("|---|---|---|")

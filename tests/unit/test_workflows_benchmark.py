@@ -22,10 +22,10 @@ def workflows(monkeypatch):
 
 
 def test_settings(workflows, tmp_path):
-    for arm in workflows.ARMS:
-        overrides = [*workflows.COMMON, *workflows.settings_of(tmp_path, arm, 1), "run.dir=-"]
+    for name, arm in workflows.ARMS.items():
+        overrides = [*workflows.COMMON, *workflows.settings_of(tmp_path, name, 1), "run.dir=-"]
         config = compose(list({override.partition("=")[0]: override for override in overrides}.values()))
-        assert config.rollout.workflow == arm and config.trainer.steps == workflows.STEPS
+        assert config.rollout.workflow == name and config.trainer.steps == arm.steps
 
 
 def test_rooms(workflows, tmp_path):
