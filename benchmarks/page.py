@@ -17,6 +17,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- {name}: begin, written by the script -->", "<!-- {name}: end -->"
+STYLE = (
+    "<style>.grid{stroke:#ddd}.tick{font:10px sans-serif;fill:#666}.raw{fill:none;stroke:#bbb}"
+    ".mean{fill:none;stroke:#2563eb;stroke-width:2}.hit{fill:none}.mark{fill:#d97706}"
+    ".value{font:10px sans-serif;fill:#b45309}</style>"
+)
+"""Of a chart that stands alone."""
 _started = (time.strftime("%Y-%m-%d"), os.getloadavg()[0])
 
 
@@ -92,3 +98,9 @@ def write(page: str, text: str, name: str | None = None) -> None:
     temporary = path.with_name(f".{path.name}.partial")
     temporary.write_text(new)
     temporary.replace(path)
+
+
+def picture(name: str, chart: str) -> None:
+    """Write a chart of ``megarl.run.report.svg``, with a style of its own, to docs/images/."""
+    alone = chart.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(">", f">{STYLE}", 1)
+    (ROOT / "docs" / "images" / name).write_text(alone)

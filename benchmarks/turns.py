@@ -57,11 +57,6 @@ MODES = {
     "ended and started": ("rollout.placement=colocated", "rollout.offload=destroy"),
 }
 CYCLE = ("sync", "rollout", "old_logp", "update")
-STYLE = (
-    "<style>.grid{stroke:#ddd}.tick{font:10px sans-serif;fill:#666}.raw{fill:none;stroke:#bbb}"
-    ".mean{fill:none;stroke:#2563eb;stroke-width:2}.hit{fill:none}</style>"
-)
-"""Of a chart that stands alone."""
 STEP_EVERY = 20
 """Cycles between two real updates: the memory of one is freed again."""
 
@@ -234,8 +229,7 @@ def main() -> None:
         if options.write and offload == "memory":
             points = [(cycle, seen["rollout"][1] / MIB) for cycle, seen in enumerate(found[1:], 2)]
             chart = line_chart("MiB of a rank as it enters the rollout", points, width=680, zero=True)
-            chart = chart.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(">", f">{STYLE}", 1)
-            (page.ROOT / "docs/images/turns_memory.svg").write_text(chart)
+            page.picture("turns_memory.svg", chart)
     if options.write and "memory" in options.parts:
         page.write("benchmarks/turns.md", str(text), "benchmarks/turns.py memory")
     if "engines" in options.parts:
