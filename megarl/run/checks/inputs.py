@@ -69,7 +69,9 @@ def check_environment_rows(config: Config, tasks: Mapping[str, list[Task]]) -> N
     if config.rollout.workflow != "environment":
         return
     check_row = getattr(environments.get(config.rollout.environment), "check_row", None)
-    for split, rows in tasks.items() if check_row is not None else ():
+    if check_row is None:
+        return
+    for split, rows in tasks.items():
         for task in rows:
             try:
                 check_row(task)
