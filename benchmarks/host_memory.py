@@ -187,8 +187,9 @@ def trainer_of(config: Any, store: Any) -> Any:
         None,
     )
     trainer.reporter = SimpleNamespace(
-        timeline=trainer.timeline, log=lambda text: None, record_step=lambda *_, **__: None
-    )
+        timeline=trainer.timeline, log=lambda text: None, record_step=lambda *_, **__: None,
+        keep_batch=lambda *_: None,
+    )  # fmt: skip
     trainer.pacing = Pacing.of(config.sync)
     trainer.truncation = TruncationWarning(config.rollout.max_response_tokens)
     trainer.end_step = lambda state, metrics, used: state

@@ -104,6 +104,8 @@ class Ranks:
     def watch(self) -> EngineWatch:
         return EngineWatch([], str(VERSION))
 
+    def deserted(self) -> None: ...
+
 
 def services(
     store: Store, folder: Path, evaluation: EvaluationConfig | None = None
