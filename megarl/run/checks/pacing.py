@@ -68,10 +68,11 @@ def _check_budget(config: Config) -> None:
     sync, rollout = config.sync, config.rollout
     if not rollout.is_partial:
         return
-    name = "rollout.budget_s" if rollout.budget_tokens is None else "rollout.budget_tokens"
-    given = f"{name}={rollout.budget_s if rollout.budget_tokens is None else rollout.budget_tokens}"
+    name, value, most = "rollout.budget_s", rollout.budget_s, ""
+    if rollout.budget_tokens is not None:
+        name, value, most = "rollout.budget_tokens", rollout.budget_tokens, f", to {rollout.budget_tokens} at most"
+    given = f"{name}={value}"
     if rollout.segment_tokens is None:
-        most = "" if rollout.budget_tokens is None else f", to {rollout.budget_tokens} at most"
         raise ConfigError(
             f"{given} without rollout.segment_tokens: responses are suspended between segments; set it{most}"
         )
