@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.explore.explorer.engine_time import EngineTime
+from megarl.explore.explorer.engine_time import SHORTEST_S, EngineTime
 from megarl.explore.explorer.rollout_clock import RolloutClock
 from megarl.explore.store import Store
 from megarl.explore.store.workers import BusyTime
@@ -66,6 +66,22 @@ def test_a_change_is_in_the_store_soon(store: Store) -> None:
     before, under_way, after = asyncio.run(main())
     assert (before.seconds, before.since) == (0.0, None)
     assert under_way.since is not None and after.since is None and 0.4 < after.seconds < 5
+
+
+def test_a_change_just_before_the_end_keeps_nobody_waiting(store: Store) -> None:
+    """An explorer's last sample often ends as its job does."""
+
+    async def main() -> None:
+        engines = EngineTime(store, "a", call)
+        keeping = asyncio.create_task(engines.keep())
+        await asyncio.sleep(SHORTEST_S + 0.1)  # it waits for a change by now
+        engines.change(1)
+        await asyncio.sleep(0)  # its wait has ended, and it has not gone on
+        keeping.cancel()
+        done, _ = await asyncio.wait([keeping], timeout=5)
+        assert done == {keeping} and keeping.cancelled()
+
+    asyncio.run(main())
 
 
 def test_the_share_is_of_the_time_since_the_last_look() -> None:

@@ -42,7 +42,7 @@ LIMITED = {
         ],
         "rollout.agent_timeout_s",
     ),
-    "engine/client/open.OpenEngines.keep: self.wait": "closed_s, of wait_for",
+    "engine/client/open.OpenEngines.keep: self.wait": "asyncio.timeout, closed_s",
     "explore/explorer/gates.FileFedEngines._follow: self.wait": "the program's life: as long as no weights are there",
     "train/sync/others.EnginesOfOthers.urls: with ThreadPoolExecutor": "others.ANSWER_S",
     "explore/explorer/engine_time.EngineTime.keep: self._changed.wait": "10 s",
@@ -108,13 +108,13 @@ LIMITED = {
     "group",
     "explore/rewards/pool/child._ended: ended.wait": "a task that waits for the process's "
     "end; `end` waits END_S for it",
-    "explore/rewards/pool/host.RewardHost._refusal: reader.readline": "asyncio.wait_for, process.CONNECT_S",
+    "explore/rewards/pool/host.RewardHost._refusal: reader.readline": "asyncio.timeout, process.CONNECT_S",
     "explore/rewards/judge/cache.JudgementCache.close: self._thread.shutdown": "one statement of SQLite, whose "
     "locks have a timeout",
     "explore/rewards/pool/worker_queue.WorkerQueue._next: self._idle.get": "asyncio.timeout_at: STUCK_S beyond "
     "reward.timeout_s",
     "explore/rewards/pool/process.RemoteWorker._greeting: reader.readline": "asyncio.timeout, process.CONNECT_S",
-    "explore/rewards/pool/process.Worker._exchange: self._reader.readline": "asyncio.wait_for, the verifier's timeout",
+    "explore/rewards/pool/process.Worker._exchange: self._reader.readline": "asyncio.timeout, the verifier's timeout",
     "explore/rewards/pool/worker.serve: requests.readline": "the worker's life; it dies with its parent (die_with)",
     "engine/server/endpoint._stream: frames.get": "asyncio.timeout, the time between two heartbeats",
     "engine/client/watch.EngineWatch.__exit__: self._thread.join": "one answer of an engine: watch.ANSWER_S",
@@ -204,3 +204,9 @@ def test_every_wait_without_a_timeout_is_listed() -> None:
 
 def test_nothing_is_listed_that_is_gone() -> None:
     assert LIMITED.keys() - endless() == set()
+
+
+def test_no_wait_swallows_a_cancellation() -> None:
+    """``asyncio.wait_for`` of Python 3.11 does, where what it waits for has just ended."""
+    using = [str(path) for path in ROOT.rglob("*.py") if "asyncio.wait_for(" in path.read_text()]
+    assert using == [], "use asyncio.timeout"

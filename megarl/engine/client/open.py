@@ -57,7 +57,8 @@ class OpenEngines:
         """Open the gate as soon as that may be, until cancelled; call ``closed`` where it stays closed for so long."""
         while True:
             try:
-                await asyncio.wait_for(self.wait(), closed_s)
+                async with asyncio.timeout(closed_s):
+                    await self.wait()
             except TimeoutError:
                 await closed()
             await asyncio.sleep(self._every_s)

@@ -51,4 +51,5 @@ class EngineTime:
             await self._call(self._store.record_busy, self._worker, self.report())
             await asyncio.sleep(SHORTEST_S)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), timeout=LONGEST_S)
+                async with asyncio.timeout(LONGEST_S):
+                    await self._changed.wait()
