@@ -97,10 +97,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     scale = add(
         "scale",
-        "Change the number of engines of a run while it trains: `megarl scale RUN engines=N` (docs/elastic.md).",
+        "Change the engines of a run while it trains: `megarl scale RUN engines=N` or `tp=M` (docs/elastic.md).",
     )
     scale.add_argument("run_dir", metavar="RUN", help="the run's directory, e.g. runs/quickstart")
-    scale.add_argument("settings", nargs="+", metavar="engines=N", help="engines to have; and program=explore-1")
+    scale.add_argument(
+        "settings", nargs="+", metavar="engines=N", help="engines to have; tp=M of each; and program=explore-1"
+    )
     store = add(
         "store",
         "Run the PostgreSQL server of a run whose other parts are programs of their own (store=postgres); ends with "

@@ -115,6 +115,7 @@ WRITES: dict[str, Callable[[Store, Sequence[Claim]], Any]] = {
     "scale_engines": lambda store, claims: store.scale_engines("train", 3),
     "place_engine": lambda store, claims: store.place_engine(0, "http://f"),
     "order_engine": lambda store, claims: store.order_engine(0, EngineStatus.ABSENT),
+    "fit_engine": lambda store, claims: store.fit_engine(0, 4, since=1),
     "note_engine": lambda store, claims: store.note_engine(0, EngineStatus.ABSENT, 1),
     "record_steps": lambda store, claims: store.record_steps({2: {"reward": 1.0}, 3: {}}),
     "set_run_id": lambda store, claims: store.set_run_id("r" * 32),

@@ -106,6 +106,39 @@ def test_an_engine_comes_dies_and_leaves_while_the_job_trains(tmp_path: Path) ->
 
 
 @pytest.mark.soak
+def test_engines_get_other_workers_while_the_job_trains(tmp_path: Path) -> None:
+    """Two engines of one worker get two each, in turn, and one of them has one again."""
+    job = Job(tmp_path / "run", [*SETTINGS, "trainer.steps=900"]).start()
+    try:
+        job.until_step(1)
+        scaled, orders = Scaled(job), Store(f"sqlite:///{job.run_dir}/store.db")
+        scaled.order(2)
+        scaled.until(EngineStatus.SERVING)
+        scaled.until_joined()
+        before = max(job.steps())
+        orders.scale_engines("train", 2, 2)  # four workers are more than `megarl scale` has room for here
+        scaled.until(EngineStatus.SERVING)  # the second, which begins when the first serves
+        steps_meanwhile = max(job.steps()) - before
+        scaled.until_joined()
+        scale(str(job.run_dir), ["engines=1", "tp=1"])
+        job.until(lambda: all(e.done == e.orders for e in orders.own_engines()), "engine 0 with one worker")
+        scaled.more_steps(2)
+        job.signal(signal.SIGTERM)
+        assert job.wait(START_S) == 130
+        found = [(e.workers, e.wanted) for e in orders.own_engines()]
+        orders.close()
+    finally:
+        job.clean_up()
+    said = job.output.read_text()
+    for engine in range(2):
+        assert f"engine {engine} is started again with 2 workers instead of 1" in said
+    assert "engine 0 is started again with 1 workers instead of 2" in said and "has replaced one that died" not in said
+    assert found == [(1, EngineStatus.SERVING), (1, EngineStatus.ABSENT)]
+    assert steps_meanwhile > 1, "one engine always served"
+    check_whole(job.run_dir, max(job.steps()))
+
+
+@pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_a_hundred_steps_with_an_engine_that_comes_and_goes(tmp_path: Path) -> None:
     """Every few steps engine 1 is ordered or killed, or engine 0 is killed while engine 1 serves."""

@@ -338,26 +338,39 @@ def test_an_engine_of_a_job_answers_nothing_before_it_has_the_jobs_weights(
     assert all(isinstance(failure, WeightSyncError) and not isinstance(failure, WeightsDiffer) for failure in failures)
 
 
-OTHER_ENGINES: dict[str, dict[str, Any]] = {
-    "two workers": {"rollout": {"tp": 2}},
-    "tied": {"tied": True},
-    "bfloat16": {"dtype": "bfloat16"},
-}
+OTHER_ENGINES: dict[str, dict[str, Any]] = {"tied": {"tied": True}, "bfloat16": {"dtype": "bfloat16"}}
+
+
+@pytest.mark.slow
+def test_engines_of_unequal_workers(
+    engine: RunningEngine, tmp_path: Path, zygote: Zygote, model: Qwen3ForCausalLM
+) -> None:
+    """One of two workers takes weights alone, then beside one of a single worker, and alone again."""
+    wide = RunningEngine(replace(engine.config, rollout=replace(engine.config.rollout, tp=2)), tmp_path, zygote)
+    others, tensors = list[RunningEngine](), len(list(model.parameters()))
+    try:
+        wide.ready()
+        assert (engine.control.state().workers, wide.control.state().workers) == (1, 2)
+        ranks = ranks_of(wide, others=others)
+        alone = 0
+        for seed, beside in enumerate(([], [], [engine], [engine], [])):
+            others[:] = beside
+            new = perturbed(model, 20 + seed)
+            assert ranks.call(lambda rank, p: p.connect()) == [None, None]
+            report = ranks.publish_whole(new)
+            alone = alone or report.digests
+            assert report.digests == alone + len(beside) * tensors
+            assert max(difference(e, new) for e in (wide, *beside)) < FP32_TOLERANCE
+    finally:
+        wide.stop()
+    assert wide.leftovers() == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", OTHER_ENGINES)
 def test_other_engines(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote, kind: str) -> None:
     options: Mapping[str, Any] = OTHER_ENGINES[kind]
-    rollout = RolloutConfig(
-        **{
-            "max_prompt_tokens": 128,
-            "max_num_seqs": 64,
-            "kv_cache_bytes": 2**26,
-            "start_timeout_s": 240.0,
-            **options.get("rollout", {}),
-        }
-    )
+    rollout = RolloutConfig(max_prompt_tokens=128, max_num_seqs=64, kv_cache_bytes=2**26, start_timeout_s=240.0)
     dtype = options.get("dtype", "float32")
     engine = tiny_engine(
         tmp_path_factory.mktemp("engine"), rollout=rollout, tied=options.get("tied", False), dtype=dtype

@@ -3,6 +3,7 @@ ordered away is taken for dead or started again, and an order that is done has c
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from megarl.core.errors import ConfigError
 from megarl.explore.store import EngineStatus, RegisteredEngine, Store
 from megarl.run.nodes.node import NotStarted, Spec, Started
 from megarl.run.supervise import orders, replace
+from tests.conftest import examples
 
 SERVING, ASLEEP, ABSENT = EngineStatus.SERVING, EngineStatus.ASLEEP, EngineStatus.ABSENT
 ENGINES = (0, 1)
@@ -22,7 +24,7 @@ ACTIONS = st.one_of(
     st.tuples(st.just("order"), st.sampled_from(ENGINES), st.sampled_from([SERVING, ASLEEP, ABSENT])),
     st.tuples(st.just("die"), st.sampled_from(ENGINES), st.none()),
     st.tuples(st.sampled_from(["look", "supervise"]), st.none(), st.none()),
-    st.tuples(st.just("scale"), st.integers(1, 4), st.none()),
+    st.tuples(st.just("scale"), st.integers(1, 4), st.sampled_from([None, 1, 2])),
     st.tuples(st.just("step"), st.none(), st.none()),
 )
 
@@ -48,11 +50,18 @@ class Machine:
     rank, name = 0, ""
 
     def __init__(self) -> None:
+        machines.append(self)
         self.processes: dict[str, Process] = {}
+        self.specs: dict[str, Spec] = {}
+        """Of the last start of each."""
+
+    def living(self) -> list[str]:
+        return [name for name in self.processes if self.lives(name)]
 
     def start(self, spec: Spec) -> Process:
         assert not self.lives(spec.name), f"{spec.name} is started twice"
-        self.processes[spec.name] = Process(spec.name)
+        assert not {gpu for name in self.living() for gpu in self.specs[name].gpus} & {*spec.gpus}, "two have a GPU"
+        self.processes[spec.name], self.specs[spec.name] = Process(spec.name), spec
         return self.processes[spec.name]
 
     def stop(self, names: Sequence[str], grace_s: float) -> None:
@@ -66,12 +75,20 @@ class Machine:
     def fault(self) -> None:
         return None
 
-    def place(self, number: int) -> Started:
-        """As ``MoreEngines``; there is room for three."""
-        if number > 2:
+    def note(self, name: str) -> None:
+        """As a node does once a server listens."""
+
+    def place(self, number: int, workers: int) -> Started:
+        """As ``MoreEngines``; there is room for three, each with GPUs of its own."""
+        if number > 2 or workers > 2:
             raise ConfigError("no room")
-        name = f"engine {number}"
-        return Started(NotStarted(name, Path(name)), self, Spec(name, (), {}, name, listens=f"h:{number}"))  # type: ignore[arg-type]
+        name, gpus = f"engine {number}", tuple(range(number * workers, (number + 1) * workers))
+        spec = Spec(name, ("w",) * workers, {}, name, listens=f"h:{number}", gpus=gpus)
+        return Started(NotStarted(name, Path(name)), self, spec)  # type: ignore[arg-type]
+
+
+machines: list[Machine] = []
+"""The last one is that of the test under way."""
 
 
 @pytest.fixture(scope="module")
@@ -84,21 +101,22 @@ def at_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(orders, "LOOK_S", 3600.0)  # the test looks itself
         patch.setattr(replace, "SETTLE_S", 0.0)
-        patch.setattr(replace, "FREE_S", 0.0)  # the address of a test cannot be looked up
+        patch.setattr(replace, "LOOK_S", 0.0)
+        patch.setattr(replace, "_listens", lambda address: machines[-1].lives(f"engine {address[2:]}"))
         yield
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(40, 400), deadline=None)
 @given(later=st.booleans(), actions=st.lists(ACTIONS, max_size=25))
 def test_every_sequence(url: str, later: bool, actions: list[Any]) -> None:
     machine, store = Machine(), Store(url)
     names = [f"engine {number}" for number in range(4)]
-    specs = [Spec(name, (), {}, name) for name in names[: len(ENGINES)]]
+    specs = [Spec(name, ("w",), {}, name, listens=f"h:{n}", gpus=(n,)) for n, name in enumerate(names[: len(ENGINES)])]
     started = [Started(NotStarted(s.name, Path(s.log)) if later else machine.start(s), machine, s) for s in specs]  # type: ignore[arg-type]
     wanted, state = (ABSENT, ABSENT) if later else (SERVING, EngineStatus.STARTING)
     store.register_engines([RegisteredEngine(n, f"http://{n}", 1, wanted, state) for n in ENGINES])
     replacements = replace.Replacements(started, left=1000)
-    supervisor = orders.EngineOrders(Store(url), replacements, 0.0, machine)
+    supervisor = orders.EngineOrders(Store(url), replacements, 0.0, 1, machine)
 
     known: dict[int, EngineStatus] = {}
 
@@ -115,14 +133,17 @@ def test_every_sequence(url: str, later: bool, actions: list[Any]) -> None:
         assert replacements.replace_dead()
         assert not any(machine.lives(name) for name in left), "started again though it is not wanted"
 
+    scaled = any(action == "scale" and workers for action, _, workers in actions)
     for action, number, asked in actions:
+        if scaled and asked is ASLEEP:
+            continue  # engines that take turns with the trainer are not scaled
         if action == "order":
             store.order_engine(number, asked)
         elif action == "die" and machine.lives(names[number]):
             machine.processes[names[number]].status = -9
         elif action == "scale":
             before = sum(engine.wanted is not ABSENT for engine in store.own_engines())
-            assert store.scale_engines("train", number)[0] == before
+            assert store.scale_engines("train", number, asked)[0] == before
             assert sum(engine.wanted is not ABSENT for engine in store.own_engines()) == number
         elif action == "step":
             store.record_step(store.last_step() + 1, {})
@@ -130,7 +151,7 @@ def test_every_sequence(url: str, later: bool, actions: list[Any]) -> None:
             look()
         elif action == "supervise":
             supervise()
-    for _ in range(4):
+    for _ in range(10):
         look()
         supervise()
     look()
@@ -142,16 +163,18 @@ def test_every_sequence(url: str, later: bool, actions: list[Any]) -> None:
             assert engine.url == f"http://h:{engine.number}"
         if engine.wanted is not ASLEEP:
             assert machine.lives(names[engine.number]) is (engine.wanted is SERVING)
+        if engine.wanted is SERVING and machine.lives(names[engine.number]):
+            assert len(machine.specs[names[engine.number]].argv) == engine.workers
     supervisor.close()
     store.close()
 
 
 def added(machine: Machine, store: Store, url: str) -> tuple[orders.EngineOrders, replace.Replacements]:
     """Supervisor of a job with engine 0, to which engine 1 has been added."""
-    spec = Spec("engine 0", (), {}, "engine 0")
+    spec = Spec("engine 0", ("w",), {}, "engine 0", listens="h:0", gpus=(0,))
     store.register_engines([RegisteredEngine(0, "http://0", 1)])
     replacements = replace.Replacements([Started(machine.start(spec), machine, spec)], 1)  # type: ignore[arg-type]
-    supervisor = orders.EngineOrders(Store(url), replacements, 0.0, machine)
+    supervisor = orders.EngineOrders(Store(url), replacements, 0.0, 1, machine)
     assert store.scale_engines("train", 2) == (1, 1)
     supervisor.look()
     supervisor.carry_out()
@@ -200,6 +223,54 @@ def test_an_order_of_the_moment_is_not_taken_back(url: str, monkeypatch: pytest.
     supervisor.look()
     supervisor.carry_out()
     assert machine.lives("engine 1")
+    supervisor.close()
+
+
+def with_two(machine: Machine, store: Store, url: str) -> tuple[orders.EngineOrders, replace.Replacements]:
+    """Supervisor of a job with two engines that serve, and are to have two workers instead of one."""
+    specs = [Spec(f"engine {n}", ("w",), {}, f"engine {n}", listens=f"h:{n}", gpus=(n,)) for n in ENGINES]
+    store.register_engines([RegisteredEngine(n, f"http://h:{n}", 1, SERVING, SERVING) for n in ENGINES])
+    replacements = replace.Replacements([Started(machine.start(spec), machine, spec) for spec in specs], 1)  # type: ignore[arg-type]
+    supervisor = orders.EngineOrders(Store(url), replacements, 0.0, 1, machine)
+    assert replacements.replace_dead() and store.scale_engines("train", 2, 2) == (2, 0)
+    return supervisor, replacements
+
+
+@pytest.mark.parametrize("gpus", [False, True])
+def test_engines_get_other_workers_one_after_another(url: str, gpus: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that needs the GPUs of another begins when that one has ended."""
+    machine, store, lived = Machine(), Store(url), list[list[str]]()
+    if not gpus:
+        place = machine.place
+        without = lambda started: started._replace(spec=dataclasses.replace(started.spec, gpus=()))  # noqa: E731
+        monkeypatch.setattr(machine, "place", lambda number, workers: without(place(number, workers)))
+    supervisor, replacements = with_two(machine, store, url)
+    for _ in range(4):
+        supervisor.look()
+        supervisor.carry_out()
+        lived.append([f"{name} x{len(machine.specs[name].argv)}" for name in sorted(machine.living())])
+        assert replacements.replace_dead()
+    meanwhile = ["engine 0 x2"] if gpus else ["engine 0 x2", "engine 1 x1"]
+    assert lived == [meanwhile, *[["engine 0 x2", "engine 1 x2"]] * 3]
+    supervisor.look()
+    assert [(e.workers, e.state, e.done, e.orders) for e in store.own_engines()] == [(2, SERVING, 1, 1)] * 2
+    supervisor.close()
+
+
+def test_engines_that_do_not_start_with_other_workers_keep_theirs(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    machine, store = Machine(), Store(url)
+    supervisor, replacements = with_two(machine, store, url)
+    supervisor.look()
+    supervisor.carry_out()
+    assert machine.living() == ["engine 0"]
+    machine.processes["engine 0"].status = 1
+    for _ in range(3):
+        assert replacements.replace_dead()
+        supervisor.carry_out()
+        supervisor.look()
+    assert [(e.workers, e.wanted, e.state) for e in store.own_engines()] == [(1, SERVING, SERVING)] * 2
+    assert [machine.specs[f"engine {n}"].argv for n in ENGINES] == [("w",)] * 2
+    assert "engine 0 has 1 workers again: it ended before it served" in caplog.text
     supervisor.close()
 
 

@@ -21,7 +21,7 @@ from megarl.engine.client.watch import EngineWatch
 from megarl.run.process import probe as probes
 from megarl.run.process.probe import Probe
 
-STATE: dict[str, Any] = {"version": "1.4", "paused": False, "refusing": None, "process": "a"}
+STATE: dict[str, Any] = {"version": "1.4", "paused": False, "refusing": None, "process": "a", "workers": 1}
 
 
 BODIES = {"no JSON": b"<html>", "nested": b"[" * 100_000, "other fields": b'{"up": true}', "no object": b"[1]"}

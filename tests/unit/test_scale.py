@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,17 +21,26 @@ from megarl.engine.client.client import EngineClient, Prompt, Sampling
 from megarl.explore.explorer.engines import EngineFollower
 from megarl.explore.store import EngineRoom, EngineStatus, RegisteredEngine, Store
 from megarl.run.launch.scale import scale
-from megarl.run.nodes.plan import NodeInfo, plan_job
+from megarl.run.nodes.plan import NodeInfo, plan_job, workers_of
 from megarl.run.process import ports
 from megarl.run.run_dir.owner import own_run_dir
 from megarl.run.supervise.more_engines import room_for_engines
 from megarl.train.sync.fleet import EngineFleet
 from megarl.train.sync.own import OwnEngines
+from tests.unit.reshard_cases import qwen3_config
 from tests.unit.small_job import config_of
 from tests.unit.test_rollout_client import sample, streaming
 
 SERVING, ABSENT, STARTING = EngineStatus.SERVING, EngineStatus.ABSENT, EngineStatus.STARTING
-ROOM = EngineRoom(3, "3 CPUs")
+ROOM = EngineRoom(1, 3, "3 CPUs")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory with a model's configuration."""
+    path: Path = tmp_path_factory.mktemp("model")
+    (path / "config.json").write_text(json.dumps(qwen3_config()))
+    return path
 
 
 @contextmanager
@@ -63,9 +73,10 @@ def test_engines_are_ordered_by_number(tmp_path: Path, caplog: pytest.LogCapture
     [
         (["engines=0"], [], "engines=0: give a whole number of 1 or more"),
         (["engines=two"], [], "engines=two: give a whole number"),
-        (["program=train"], [], "engines=: give a whole number"),
-        (["engines=2", "tp=2"], [], "tp is nothing that a run is scaled by"),
-        (["engines=4"], [], r"engines=4: the job has room for 3 \(3 CPUs\)"),
+        (["program=train"], [], "give engines=N, tp=M or both"),
+        (["engines=2", "pp=2"], [], "pp is nothing that a run is scaled by"),
+        (["tp=0"], [], "tp=0: give a whole number of 1 or more"),
+        (["engines=4"], [], r"engines=4: the job has room for 3 of 1 workers each \(3 CPUs\)"),
         (["engines=2", "program=explore-7"], [], "program=explore-7: .* give one of program=train"),
         (["engines=2"], ["rollout.placement=colocated"], "rollout.placement=colocated"),
         (
@@ -79,6 +90,33 @@ def test_what_is_refused(tmp_path: Path, words: list[str], overrides: list[str],
     with running(tmp_path, *overrides) as store, pytest.raises(ConfigError, match=said):
         scale(str(tmp_path), words)
     assert [(e.wanted, e.orders) for e in store.own_engines()] == [(SERVING, 0)]
+
+
+@pytest.mark.parametrize(
+    ("words", "overrides", "said"),
+    [
+        (["tp=3"], [], "tp=3: .*3"),
+        (["tp=2", "engines=2"], [], r"engines=2: the job has room for 1 of 2 workers each \(3 CPUs\)"),
+        (["tp=2"], ["sync.deterministic=true"], "tp=2: sync.deterministic=true has the same bits"),
+        (["tp=2"], ["cluster.device_bytes=1000"], "more than cluster.device_bytes=1000"),
+    ],
+)
+def test_workers_that_are_refused(
+    tmp_path: Path, model: Path, words: list[str], overrides: list[str], said: str
+) -> None:
+    with running(tmp_path, f"model.path={model}", *overrides) as store, pytest.raises(ConfigError, match=said):
+        scale(str(tmp_path), words)
+    assert [(e.workers, e.orders) for e in store.own_engines()] == [(1, 0)]
+
+
+def test_engines_get_other_workers(tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    with running(tmp_path, f"model.path={model}") as store:
+        for words in (["engines=2"], ["tp=1"], ["engines=1", "tp=2"], ["tp=2"]):
+            scale(str(tmp_path), words)
+        found = [(e.number, e.workers, e.wanted, e.orders) for e in store.own_engines()]
+    assert found == [(0, 2, SERVING, 1), (1, 2, ABSENT, 3)]
+    assert caplog.text.count("starts again in turn, with tp=2") == 1
 
 
 def test_a_run_that_is_not_there_or_not_running_is_refused(tmp_path: Path) -> None:
@@ -115,7 +153,8 @@ def test_the_room_is_what_devices_leave(tmp_path: Path, overrides: list[str], no
     config = config_of(tmp_path, "parallel.tp=1", *overrides)
     infos = [NodeInfo(rank, "", "all", 6) for rank in range(nodes)]
     room = room_for_engines(config, plan_job(config, infos[:1]), infos, cpus=8)
-    assert room.most == most and room.why
+    workers = workers_of(config)
+    assert room.most(workers, workers) == most and room.why
 
 
 class Health(BaseHTTPRequestHandler):
@@ -171,7 +210,9 @@ def test_an_engine_is_asked_once_it_has_weights_and_until_it_is_wanted_no_more(t
 
         async def state(request: web.Request) -> web.StreamResponse:
             why = "no weights" if name in refusing else None
-            return web.json_response({"version": "1.2", "paused": False, "refusing": why, "process": name})
+            return web.json_response(
+                {"version": "1.2", "paused": False, "refusing": why, "process": name, "workers": 1}
+            )
 
         app = web.Application()
         app.router.add_post("/megarl/generate", generate)

@@ -34,6 +34,8 @@ class EngineState:
     refusing: str | None
     process: str
     """Another one for every start of a server."""
+    workers: int
+    """Workers that hold its weights: tp * pp."""
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,7 @@ class Endpoints:
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         state.megarl_process = secrets.token_hex(8)
+        state.megarl_workers = args.tensor_parallel_size * args.pipeline_parallel_size
         record_phase("load")
         state.megarl_progress = Progress(engine_client)
         state.megarl_asleep = state.megarl_resumes = False
@@ -225,7 +226,13 @@ async def _state(request: Request) -> JSONResponse:
     version, paused = await asyncio.gather(engine.get_weight_version(), engine.is_paused())
     own = request.app.state
     return JSONResponse(
-        {"version": version, "paused": paused, "refusing": _refusing(own), "process": own.megarl_process}
+        {
+            "version": version,
+            "paused": paused,
+            "refusing": _refusing(own),
+            "process": own.megarl_process,
+            "workers": own.megarl_workers,
+        }
     )
 
 

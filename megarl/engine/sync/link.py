@@ -9,8 +9,10 @@ import datetime
 import ipaddress
 import os
 import socket
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -78,15 +80,15 @@ class Link:
 
 
 class EngineLinks:
-    """The links of all engines as one transport, whose ranks are those of all engines' workers one after another.
+    """The links of all engines as one transport, whose ranks are those of all engines' workers one after another."""
 
-    Args:
-        workers: Number of workers of each engine.
-    """
-
-    def __init__(self, workers: int) -> None:
-        self._workers = workers
+    def __init__(self) -> None:
+        self._firsts: Sequence[int] = ()
         self._links: dict[int, Link] = {}
+
+    def number(self, workers: Sequence[int]) -> None:
+        """Number the ranks of engines that have so many workers each."""
+        self._firsts = first_workers(workers)
 
     def add(self, engine: int, link: Link) -> None:
         """Take the link of an engine, in place of its earlier one."""
@@ -107,12 +109,22 @@ class EngineLinks:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def isend(self, message: torch.Tensor, rank: int, /) -> Work:
-        engine, worker = divmod(rank, self._workers)
-        return self._links[engine].isend(message, worker)
+        link, worker = self._worker(rank)
+        return link.isend(message, worker)
 
     def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor], /) -> Received:
-        engine, worker = divmod(rank, self._workers)
-        return self._links[engine].irecv(nbytes, worker, spare)
+        link, worker = self._worker(rank)
+        return link.irecv(nbytes, worker, spare)
+
+    def _worker(self, rank: int) -> tuple[Link, int]:
+        """The link of a rank, and its number among the workers of its engine."""
+        engine = bisect_right(self._firsts, rank) - 1
+        return self._links[engine], rank - self._firsts[engine]
+
+
+def first_workers(workers: Sequence[int]) -> list[int]:
+    """Rank of each engine's first worker among all workers, of engines that have so many each."""
+    return list(accumulate(workers, initial=0))[:-1]
 
 
 class PartOfWorkers:

@@ -21,7 +21,7 @@ class RegisteredEngine(NamedTuple):
     url: str
     """Empty until the supervisor of its job has given it a place."""
     workers: int
-    """Workers that hold its weights: tp * pp."""
+    """Workers that shall hold its weights: tp * pp."""
     wanted: EngineStatus = EngineStatus.SERVING
     state: EngineStatus = EngineStatus.STARTING
     orders: int = 0
@@ -33,9 +33,16 @@ class RegisteredEngine(NamedTuple):
 class EngineRoom(NamedTuple):
     """Room of a job for engines."""
 
-    most: int
+    begun: int
+    """Engines that the job begins with, which it may always have again."""
+    workers: int
+    """Most workers of all engines together, where others are wanted."""
     why: str
     """Settings and devices that it follows from."""
+
+    def most(self, workers: int, begun_with: int) -> int:
+        """Most engines of so many workers each, in a job that began with engines of ``begun_with``."""
+        return max(self.workers // workers, self.begun if workers == begun_with else 0)
 
 
 class EngineRegistry(Handle):
@@ -63,11 +70,14 @@ class EngineRegistry(Handle):
         value = self._read(lambda connection: connection.scalar(query))
         return None if value is None else EngineRoom(*json.loads(value))
 
-    def scale_engines(self, program: str, number: int) -> tuple[int, int]:
+    def scale_engines(self, program: str, number: int, workers: int | None = None) -> tuple[int, int]:
         """Order a job to have so many engines; return how many were wanted before, and how many are new rows.
 
         Those with the highest numbers go first, and come back last. New ones have no url until the job's supervisor has
-        given them a place. Safe to repeat: only what is missing, or too much, is ordered.
+        given them a place. Safe to repeat: only what is missing, too much, or of other workers is ordered.
+
+        Args:
+            workers: Of each engine, absent ones too; None leaves them as they are.
 
         Raises ValueError where the job has registered none, or ``number`` is below 1.
         """
@@ -81,6 +91,10 @@ class EngineRegistry(Handle):
             rows = connection.execute(query).all()
             if not rows:
                 raise ValueError(f"the job {program} has registered no engine")
+            if workers is not None:
+                others = (ENGINES.c.program == program, ENGINES.c.workers != workers)
+                change = update(ENGINES).where(*others)
+                connection.execute(change.values(workers=workers, orders=ENGINES.c.orders + 1))
             there = [row.number for row in rows if row.wanted != EngineStatus.ABSENT]
             away = [row.number for row in rows if row.wanted == EngineStatus.ABSENT]
             back = away[: max(0, number - len(there))]
@@ -89,7 +103,8 @@ class EngineRegistry(Handle):
                 which = (ENGINES.c.program == program, ENGINES.c.number.in_(numbers))
                 connection.execute(update(ENGINES).where(*which).values(wanted=wanted, orders=ENGINES.c.orders + 1))
             for new in range(rows[-1].number + 1, rows[-1].number + 1 + more):
-                engine = RegisteredEngine(new, "", rows[0].workers, EngineStatus.SERVING, EngineStatus.ABSENT, orders=1)
+                of_each = rows[0].workers if workers is None else workers
+                engine = RegisteredEngine(new, "", of_each, EngineStatus.SERVING, EngineStatus.ABSENT, orders=1)
                 connection.execute(insert(ENGINES), [engine._asdict() | {"program": program}])
             return len(there), more
 
@@ -142,6 +157,13 @@ class EngineRegistry(Handle):
         if order is None:
             raise ValueError(f"no engine {number} of the job {program or self.program} is registered")
         return order
+
+    def fit_engine(self, number: int, workers: int, *, since: int) -> None:
+        """Have an engine of this handle's job keep its workers, where its last order is still ``since``. Safe to
+        repeat."""
+        which = (ENGINES.c.program == self.program, ENGINES.c.number == number, ENGINES.c.orders == since)
+        change = update(ENGINES).where(*which).values(workers=workers)
+        self._write(lambda connection, again: connection.execute(change))
 
     def note_engine(self, number: int, state: EngineStatus, order: int) -> None:
         """Write what has become of an engine of this handle's job since an order. Safe to repeat."""

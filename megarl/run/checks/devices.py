@@ -62,7 +62,7 @@ def check_devices(config: Config, algorithm: Algorithm, hf_config: Mapping[str, 
         if not ledger.fits(cluster.device_bytes):
             raise ConfigError(_too_large(ledger, cluster.device_bytes))
         if algorithms.job_of(config).has(ProcessKind.ENGINE) and not ledger.colocated:
-            _check_engines(config, hf_config, cluster.device_bytes)
+            check_engine_devices(config, hf_config, cluster.device_bytes)
     if cluster.host_bytes is not None and nodes is not None:
         _check_host(ledger, max(1, nodes - cluster.spare_nodes), cluster.host_bytes)
     if config.trainer.offload_disk_bytes is not None:
@@ -110,7 +110,7 @@ def _too_large(ledger: Ledger, budget: int) -> str:
     )
 
 
-def _check_engines(config: Config, hf_config: Mapping[str, Any], budget: int) -> None:
+def check_engine_devices(config: Config, hf_config: Mapping[str, Any], budget: int) -> None:
     """Raise ConfigError if an engine worker on a device of its own needs more."""
     workers = engine_bytes(config, hf_config)
     number, most = max(enumerate(workers), key=lambda item: sum(item[1].values()))

@@ -1,57 +1,89 @@
-"""``megarl scale``: a run that is training gets another number of engines."""
+"""``megarl scale``: a run that is training gets another number of engines, or engines of another tensor parallelism."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from megarl.core.config import Config, load_resolved
 from megarl.core.config.rewards import JUDGE_IS_ROLLOUT
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import TRAIN, ProcessKind, of_program
-from megarl.explore.store import EngineRoom
+from megarl.explore.store import EngineRoom, EngineStatus
 from megarl.learn.algorithms import job_of
+from megarl.run.checks.devices import check_engine_devices
+from megarl.run.nodes.plan import workers_of
 from megarl.run.run_dir.open_store import store_of_run
 from megarl.run.run_dir.owner import held_locks
+from megarl.run.supervise.more_engines import with_engines
+from megarl.weights.checkpoint.formats.hf_source import read_hf_config
+from megarl.weights.reshard.layouts import vllm_layout
 
 log = logging.getLogger(__name__)
 
-ENGINES, PROGRAM = "engines", "program"
+ENGINES, TP, PROGRAM = "engines", "tp", "program"
 """Settings of the command."""
 
 
+class Wanted(NamedTuple):
+    """Settings of one command; None stays as it is."""
+
+    engines: int | None
+    tp: int | None
+    program: str | None
+
+
 def scale(run_dir: str, words: Sequence[str]) -> None:
-    """Order a run's job to have so many engines; its supervisor starts and ends them.
+    """Order a run's job to have so many engines, or others; its supervisor starts and ends them.
 
     Args:
-        words: ``engines=N``, and ``program=NAME`` where several programs of the run have engines.
+        words: ``engines=N``, ``tp=M``, and ``program=NAME`` where several programs of the run have engines.
 
     Raises:
-        ConfigError: the run is not there or not running, or cannot have so many; nothing was ordered.
+        ConfigError: the run is not there or not running, or cannot have such engines; nothing was ordered.
     """
-    number, program = read(words)
+    wanted = read(words)
     config, folder = config_of(run_dir), Path(run_dir)
     running = held_locks(folder, "")
     with store_of_run(config.store.url, folder) as store:
         own = job_of(config).has(ProcessKind.ENGINE)  # else rows of an earlier start may be there
         programs = [name for name in store.engine_programs() if name != TRAIN or own]
-        program = program_of(run_dir, [name for name in programs if of_program("lock", name) in running], program)
-        check_engines(config_of(run_dir, program), number)
-        check_room(number, store.engine_room(program))
-        before, new = store.scale_engines(program, number)
+        running_programs = [name for name in programs if of_program("lock", name) in running]
+        program = program_of(run_dir, running_programs, wanted.program)
+        config = config_of(run_dir, program)
+        engines = store.engines([program])
+        there = sum(engine.wanted is not EngineStatus.ABSENT for engine in engines)
+        workers = engines[0].workers if wanted.tp is None else wanted.tp * config.rollout.pp
+        number = there if wanted.engines is None else wanted.engines
+        check_engines(config, number)
+        if workers != engines[0].workers:
+            check_tp(with_engines(config, number, workers))
+        check_room(number, workers, workers_of(config), store.engine_room(program))
+        before, new = store.scale_engines(program, number, None if wanted.tp is None else workers)
     log.info("%s of %s: engines %d -> %d%s", program, run_dir, before, number, f", {new} of them new" if new else "")
+    if workers != engines[0].workers:
+        log.info("each of them starts again in turn, with tp=%d", wanted.tp)
 
 
-def read(words: Sequence[str]) -> tuple[int, str | None]:
-    """Number of engines and name of the program, from words ``name=value``. Raises ConfigError."""
+def read(words: Sequence[str]) -> Wanted:
+    """Settings from words ``name=value``. Raises ConfigError."""
     found = dict(word.partition("=")[::2] for word in words)
-    if unknown := sorted(found.keys() - {ENGINES, PROGRAM}):
-        raise ConfigError(f"{unknown[0]} is nothing that a run is scaled by; give {ENGINES}=N, and {PROGRAM}=NAME")
-    value = found.get(ENGINES, "")
-    if not (value.isascii() and value.isdecimal()) or int(value) < 1:
-        raise ConfigError(f"{ENGINES}={value}: give a whole number of 1 or more; `Ctrl-C` stops a run")
-    return int(value), found.get(PROGRAM)
+    if unknown := sorted(found.keys() - {ENGINES, TP, PROGRAM}):
+        raise ConfigError(
+            f"{unknown[0]} is nothing that a run is scaled by; give {ENGINES}=N or {TP}=M, and {PROGRAM}=NAME"
+        )
+    if not found.keys() & {ENGINES, TP}:
+        raise ConfigError(f"give {ENGINES}=N, {TP}=M or both; `Ctrl-C` stops a run")
+    return Wanted(_count(found, ENGINES), _count(found, TP), found.get(PROGRAM))
+
+
+def _count(found: Mapping[str, str], name: str) -> int | None:
+    value = found.get(name)
+    if value is not None and (not (value.isascii() and value.isdecimal()) or int(value) < 1):
+        raise ConfigError(f"{name}={value}: give a whole number of 1 or more")
+    return None if value is None else int(value)
 
 
 def config_of(run_dir: str, program: str = TRAIN) -> Config:
@@ -82,6 +114,23 @@ def check_engines(config: Config, number: int) -> None:
         )
 
 
+def check_tp(config: Config) -> None:
+    """Raise ConfigError where a run cannot have engines with the ``rollout.tp`` of these settings while it trains."""
+    setting, rollout = f"{TP}={config.rollout.tp}", config.rollout
+    if config.sync.deterministic:
+        raise ConfigError(
+            f"{setting}: sync.deterministic=true has the same bits in every run, and engines of another tp add in "
+            "another order; set rollout.tp for a run of its own"
+        )
+    hf_config = read_hf_config(Path(config.model.path))
+    try:
+        vllm_layout(hf_config, rollout.tp, pp=rollout.pp, expert_parallel=rollout.expert_parallel)
+    except ConfigError as error:
+        raise ConfigError(f"{setting}: {error}") from error
+    if config.cluster.device_bytes is not None:
+        check_engine_devices(config, hf_config, config.cluster.device_bytes)
+
+
 def program_of(run_dir: str, programs: Sequence[str], asked: str | None) -> str:
     """Choose the program whose engines are meant, of those that run. Raises ConfigError."""
     if not programs:
@@ -95,9 +144,15 @@ def program_of(run_dir: str, programs: Sequence[str], asked: str | None) -> str:
     raise ConfigError(f"{PROGRAM}={asked or ''}: the engines of {run_dir} are of several; give one of {named}")
 
 
-def check_room(number: int, room: EngineRoom | None) -> None:
-    """Raise ConfigError where a job's devices have no room for so many engines."""
-    if room is not None and number > room.most:
+def check_room(number: int, workers: int, begun_with: int, room: EngineRoom | None) -> None:
+    """Raise ConfigError where a job's devices have no room for so many engines.
+
+    Args:
+        workers: Of each engine.
+        begun_with: Workers of each engine that the job began with.
+    """
+    if room is not None and number > (most := room.most(workers, begun_with)):
         raise ConfigError(
-            f"{ENGINES}={number}: the job has room for {room.most} ({room.why}); give it more devices, or scale to that"
+            f"{ENGINES}={number}: the job has room for {most} of {workers} workers each ({room.why}); give it more "
+            "devices, or scale to that"
         )

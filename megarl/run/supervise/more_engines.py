@@ -1,4 +1,4 @@
-"""Engines that join an attempt after its start, by order: how many there is room for, and where they are placed."""
+"""Engines that an attempt did not begin with, by order: how many there is room for, and where they are placed."""
 
 from __future__ import annotations
 
@@ -13,28 +13,34 @@ from megarl.core.jobs import ProcessKind, kind_of
 from megarl.explore.store import EngineRoom
 from megarl.run.checks.settings import check_memory_of_engine
 from megarl.run.nodes.node import LocalNode, NotStarted, Started
-from megarl.run.nodes.plan import NodeInfo, Plan, plan_job, workers_of
+from megarl.run.nodes.plan import NodeInfo, Plan, plan_job
+from megarl.run.supervise.engine_process import engine_environment
 from megarl.run.supervise.specs import another_engine
 
 
 def room_for_engines(config: Config, plan: Plan, nodes: Sequence[NodeInfo], cpus: int | None = None) -> EngineRoom:
-    """Most engines that a job may be scaled to: on GPUs those that the trainer leaves, else one worker a CPU.
+    """Room of a job for engines: on GPUs those that the trainer leaves, else one worker a CPU.
 
-    A job may always have ``rollout.replicas`` again; one on several nodes has no room for more.
+    A job may always have ``rollout.replicas`` again; one on several nodes has no room for others.
 
     Args:
         cpus: Of this machine; None counts those that this process may use.
     """
-    had, workers = config.rollout.replicas, workers_of(config)
-    each = f"rollout.tp={config.rollout.tp} * rollout.pp={config.rollout.pp} workers each"
+    had = config.rollout.replicas
     if config.rollout.placement == "colocated" or len(nodes) > 1:
-        return EngineRoom(had, f"{len(nodes)} nodes, rollout.placement={config.rollout.placement}")
+        return EngineRoom(had, 0, f"{len(nodes)} nodes, rollout.placement={config.rollout.placement}")
     if config.parallel.backend == "nccl":
         ranks = len(plan.of(ProcessKind.TRAINER))
-        most = max(had, (nodes[0].gpus - ranks) // workers)
-        return EngineRoom(most, f"{nodes[0].gpus} GPUs, {ranks} of them the trainer's (parallel), {each}")
+        why = f"{nodes[0].gpus} GPUs, {ranks} of them the trainer's (parallel)"
+        return EngineRoom(had, nodes[0].gpus - ranks, why)
     cpus = len(os.sched_getaffinity(0)) if cpus is None else cpus
-    return EngineRoom(max(had, cpus // workers), f"{cpus} CPUs, {each}")
+    return EngineRoom(had, cpus, f"{cpus} CPUs")
+
+
+def with_engines(config: Config, number: int, workers: int) -> Config:
+    """Settings of a job with so many engines, of so many workers each."""
+    rollout = replace(config.rollout, replicas=number, tp=workers // config.rollout.pp)
+    return replace(config, rollout=rollout)
 
 
 class MoreEngines:
@@ -48,13 +54,16 @@ class MoreEngines:
         self._config = config
         self._like = next((s for s in started if kind_of(s.process.name) is ProcessKind.ENGINE), None)
 
-    def place(self, number: int) -> Started:
-        """Return an engine that is to be started. Raises ConfigError where it has no place."""
+    def place(self, number: int, workers: int) -> Started:
+        """Return an engine of so many workers that is to be started. Raises ConfigError where it has no place."""
         like = self._like
         if like is None or like.spec is None or not isinstance(like.node, LocalNode):
             raise ConfigError("engines are added to jobs of one machine only")
-        config = replace(self._config, rollout=replace(self._config.rollout, replicas=number + 1))
+        config = with_engines(self._config, number + 1, workers)
         check_memory_of_engine(config)
         plan = plan_job(config, [NodeInfo.of(like.node)])
-        spec = another_engine(config, plan, number, f"{like.node.address}:{like.node.another_port()}", like.spec)
+        own = engine_environment(self._config.rollout)  # one of other workers has others
+        env = {name: value for name, value in like.spec.env.items() if name not in own}
+        address = f"{like.node.address}:{like.node.another_port()}"
+        spec = another_engine(config, plan, number, address, like.spec.log, env)
         return Started(NotStarted(spec.name, Path(spec.log)), like.node, spec)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from sqlalchemy.exc import SQLAlchemyError
 
 from megarl.core.errors import ConfigError, JobError
 from megarl.core.jobs import ProcessKind
 from megarl.explore.store import EngineStatus, RegisteredEngine, Store
-from megarl.run.nodes.node import Started
+from megarl.run.nodes.node import Spec, Started
 from megarl.run.supervise.replace import Replacements
 
 log = logging.getLogger(__name__)
@@ -25,8 +25,15 @@ LOOK_OFTEN_S = 0.1
 class EnginePlaces(Protocol):
     """Places of engines that an attempt did not begin with (``MoreEngines``)."""
 
-    def place(self, number: int) -> Started:
-        """Return an engine that is to be started. Raises ConfigError."""
+    def place(self, number: int, workers: int) -> Started:
+        """Return an engine of so many workers that is to be started. Raises ConfigError."""
+
+
+class Earlier(NamedTuple):
+    """An engine as it was before it was ordered to have other workers."""
+
+    started: Started
+    workers: int
 
 
 class EngineOrders:
@@ -37,6 +44,7 @@ class EngineOrders:
     Args:
         store: Used by the thread alone, which closes it.
         grace_s: Seconds that an engine gets to end.
+        workers: Of each engine that the attempt began with.
         more: Gives places to engines that are added; None has none.
         often: Each step has orders, for which the trainer waits: the log says nothing of them.
         beats: Give heartbeats for the program, by which a trainer of another one knows that its engines are there.
@@ -47,6 +55,7 @@ class EngineOrders:
         store: Store,
         replacements: Replacements,
         grace_s: float,
+        workers: int,
         more: EnginePlaces | None = None,
         *,
         often: bool = False,
@@ -64,6 +73,13 @@ class EngineOrders:
         """Number of an engine -> its state, and the order that was carried out before it was looked at."""
         self._places: dict[int, str] = {}
         """URLs of engines that were added."""
+        self._workers: dict[int, int] = {}
+        """Workers of engines that were added."""
+        self._begun_with = workers
+        self._earlier: dict[int, Earlier] = {}
+        """Number of an engine that starts with other workers -> what it goes back to if it does not."""
+        self._unchanged: dict[int, tuple[int, int]] = {}
+        """Number of an engine that keeps its workers -> these, and the order for others that is taken back."""
         self._given_up: dict[int, int] = {}
         """Number of an engine that could not be added -> the order that asked for it."""
         self._step = self._refilled = 0
@@ -79,28 +95,82 @@ class EngineOrders:
         if self._step > self._refilled:
             self._refilled = self._step
             self._replacements.refill()
+        given_up = self._replacements.take_given_up()
+        for engine in self._engines:
+            if ProcessKind.ENGINE.named(engine.number) in given_up:
+                self._give_up(engine, "it ended before it served; its log has its last words", start=not stopping)
         engines = [e for e in self._engines if self._given_up.get(e.number) != e.orders]
+        unfit = [engine for engine in engines if self._is_unfit(engine)]
         for engine in engines:
             unit = ProcessKind.ENGINE.named(engine.number)
             is_absent = self._replacements.state(unit) is EngineStatus.ABSENT
+            # Until all have the workers that they are to have, new ones might lack GPUs.
+            waits = engine in unfit or (bool(unfit) and not self._replacements.knows(unit))
             self._replacements.let_sleep(unit, engine.wanted is EngineStatus.ASLEEP)
             if engine.wanted is EngineStatus.ABSENT and not is_absent:
                 log.log(self._level, "%s is ended, as ordered", unit)
                 ended.append(unit)
-            elif engine.wanted is EngineStatus.SERVING and is_absent and not stopping:
+            elif engine.wanted is EngineStatus.SERVING and is_absent and not (stopping or waits):
                 self._begin(engine, unit)
         if ended:
             # A job that stops has little time, and an engine nothing to save.
             self._replacements.end(ended, 0.0 if stopping else self._grace_s)
-        given_up = self._replacements.take_given_up()
         for engine in engines:
             unit = ProcessKind.ENGINE.named(engine.number)
-            if unit in given_up:
-                self._give_up(engine, "it ended before it served; its log has its last words")
-            elif engine.wanted is EngineStatus.SERVING and not self._replacements.knows(unit):
+            if engine.wanted is EngineStatus.SERVING and not self._replacements.knows(unit):
                 continue
-            found[engine.number] = (self._replacements.state(unit), engine.orders)
+            state = self._replacements.state(unit)
+            if state is EngineStatus.SERVING:
+                self._earlier.pop(engine.number, None)
+            found[engine.number] = (state, engine.done if engine in unfit else engine.orders)
         self._found = found
+        if unfit and not stopping:
+            self._fit_next(engines, [engine for engine in unfit if self._is_unfit(engine)])
+
+    def _is_unfit(self, engine: RegisteredEngine) -> bool:
+        """True for an engine that has a place, and is to serve with other workers."""
+        is_taken_back = self._unchanged.get(engine.number, (0, 0))[1] == engine.orders > 0
+        if engine.wanted is not EngineStatus.SERVING or is_taken_back:
+            return False
+        unit = ProcessKind.ENGINE.named(engine.number)
+        return self._replacements.knows(unit) and self._workers_of(engine) != engine.workers
+
+    def _workers_of(self, engine: RegisteredEngine) -> int:
+        return self._workers.get(engine.number, self._begun_with)
+
+    def _fit_next(self, engines: Sequence[RegisteredEngine], unfit: Sequence[RegisteredEngine]) -> None:
+        """Start one engine again with other workers, once all others serve: some always do where there are several.
+
+        Others whose GPUs it needs end with it, until it is their turn.
+        """
+        state = self._replacements.state
+        others = [e for e in engines if e not in unfit and e.wanted is EngineStatus.SERVING]
+        names = [ProcessKind.ENGINE.named(engine.number) for engine in others]
+        if not unfit or any(self._replacements.knows(u) and state(u) is not EngineStatus.SERVING for u in names):
+            return
+        engine, units = unfit[0], {e.number: ProcessKind.ENGINE.named(e.number) for e in unfit}
+        unit = units.pop(engine.number)
+        earlier = Earlier(self._replacements.of(unit), self._workers_of(engine))
+        log.info("%s is started again with %d workers instead of %d", unit, engine.workers, earlier.workers)
+        self._replacements.end([unit], self._grace_s)
+        self._earlier[engine.number] = earlier
+        try:
+            if self._more is None:
+                raise ConfigError("engines of this job keep their places")
+            added = self._more.place(engine.number, engine.workers)
+            needs = set(_spec(added).gpus)
+            self._replacements.end(
+                [u for u in units.values() if needs & set(_spec(self._replacements.of(u)).gpus)], self._grace_s
+            )
+            self._put(engine.number, added, engine.workers)
+        except (ConfigError, JobError) as error:
+            self._give_up(engine, str(error))
+
+    def _put(self, number: int, started: Started, workers: int) -> None:
+        """Start an engine in a place of its own. Raises JobError."""
+        self._replacements.add(started)
+        self._workers[number], self._places[number] = workers, f"http://{_spec(started).listens}"
+        self._replacements.begin(ProcessKind.ENGINE.named(number))
 
     def _begin(self, engine: RegisteredEngine, unit: str) -> None:
         """Start an engine that is absent, in a place that it may have to be given first."""
@@ -109,20 +179,28 @@ class EngineOrders:
             self._replacements.begin(unit)
         elif self._more is not None:
             try:
-                added = self._more.place(engine.number)
-                self._replacements.add(added)
-                self._replacements.begin(unit)
+                added = self._more.place(engine.number, engine.workers)
+                self._put(engine.number, added, engine.workers)
             except (ConfigError, JobError) as error:
                 self._give_up(engine, str(error))
                 return
-            assert added.spec is not None
-            self._places[engine.number] = f"http://{added.spec.listens}"
-            log.log(self._level, "%s is added, as ordered (%s)", unit, added.spec.log)
+            log.log(self._level, "%s is added, as ordered (%s)", unit, _spec(added).log)
 
-    def _give_up(self, engine: RegisteredEngine, why: str) -> None:
-        """Leave an engine out that was added and does not start: the job had been well without it."""
-        self._given_up[engine.number] = engine.orders
-        log.error("engine %d is not added: %s", engine.number, why)
+    def _give_up(self, engine: RegisteredEngine, why: str, *, start: bool = True) -> None:
+        """Leave an engine out that was added and does not start: the job had been well without it. One that was to
+        have other workers has its earlier ones again, and those that had to follow it keep theirs."""
+        if (earlier := self._earlier.pop(engine.number, None)) is None or not start:
+            self._given_up[engine.number] = engine.orders
+            log.error("engine %d is not added: %s", engine.number, why)
+            return
+        log.error("engine %d has %d workers again: %s", engine.number, earlier.workers, why)
+        for other in [engine, *filter(self._is_unfit, self._engines)]:
+            workers = earlier.workers if other is engine else self._workers_of(other)
+            self._unchanged[other.number] = (workers, other.orders)
+        try:
+            self._put(engine.number, earlier.started, earlier.workers)
+        except JobError as error:
+            self._give_up(engine, str(error))
 
     def close(self) -> None:
         """Have the thread end, without a wait for it."""
@@ -145,8 +223,17 @@ class EngineOrders:
         for engine in self._engines:
             if self._given_up.get(engine.number) == engine.orders and engine.wanted is not EngineStatus.ABSENT:
                 self._store.order_engine(engine.number, EngineStatus.ABSENT, since=engine.orders)
+            workers, order = self._unchanged.get(engine.number, (engine.workers, engine.orders))
+            if order == engine.orders and workers != engine.workers:
+                self._store.fit_engine(engine.number, workers, since=order)
             if (url := self._places.get(engine.number, engine.url)) != engine.url:
                 self._store.place_engine(engine.number, url)
             now = (engine.state, engine.done)
             if (noted := found.get(engine.number, now)) != now:
                 self._store.note_engine(engine.number, *noted)
+
+
+def _spec(started: Started) -> Spec:
+    """Spec of a process that can be started again, as engines can."""
+    assert started.spec is not None
+    return started.spec

@@ -100,11 +100,16 @@ class Replacements:
         return any(True for _ in self._members(unit))
 
     def add(self, started: Started) -> None:
-        """Take a unit in that is absent until ``begin``."""
+        """Take a unit in that is absent until ``begin``, in the place of one that has ended."""
         unit = unit_of(started.process.name)
-        self._started.append(started)
+        self._started[:] = [*(s for s in self._started if unit_of(s.process.name) != unit), started]
         self._absent.add(unit)
         self._added.add(unit)
+
+    def of(self, unit: str) -> Started:
+        """Return a unit of one process."""
+        [started] = self._members(unit)
+        return started
 
     def _what_they_were_used_for(self) -> str:
         used = ", ".join(f"{unit} {count}x" for unit, count in self._replaced.items())

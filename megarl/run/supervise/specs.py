@@ -86,15 +86,16 @@ def specs(config: Config, plan: Plan, addresses: Addresses, environment: Mapping
     return placed
 
 
-def another_engine(config: Config, plan: Plan, number: int, address: str, like: Spec) -> Spec:
-    """Spec of an engine of ``plan`` that joins an attempt at ``address``, in the environment of one that is there."""
-    logs = Path(like.log).parent
+def another_engine(
+    config: Config, plan: Plan, number: int, address: str, log: str, environment: Mapping[str, str]
+) -> Spec:
+    """Spec of an engine of ``plan`` that joins an attempt at ``address``, with its log beside ``log``."""
+    logs = Path(log).parent
     addresses = Addresses("", "", ("",) * number + (address,), ("",) * (number + 1), ())
     process = plan.of(ProcessKind.ENGINE)[number]
     argv, own, listens = _engine(_Attempt(config, plan, addresses, logs), process)
-    return Spec(
-        process.name, tuple(argv), {**like.env, **own}, str(logs / process.log), listens=listens, gpus=process.gpus
-    )
+    env = {**environment, **own}
+    return Spec(process.name, tuple(argv), env, str(logs / process.log), listens=listens, gpus=process.gpus)
 
 
 def preload(config: Config, servers: ForkServers) -> None:

@@ -173,7 +173,8 @@ def watch(
         store = Store(config.store.url, attempt=attempt, program=job.program, has_tables=True)
         colocated = config.rollout.placement == "colocated"
         more = MoreEngines(config, started)
-        orders = EngineOrders(store, replacements, STOP_S, more, often=colocated, beats=not job.is_alone)
+        workers = workers_of(config)
+        orders = EngineOrders(store, replacements, STOP_S, workers, more, often=colocated, beats=not job.is_alone)
     try:
         while True:
             if attempt is not None and time.monotonic() - looked_at > FENCE_S:

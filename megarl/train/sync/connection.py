@@ -26,11 +26,10 @@ from megarl.learn.parallel.grid import megatron_grid
 from megarl.train.sync.fleet import EngineFleet, await_wanted, failures, results
 from megarl.train.sync.joined import NONE_JOINED, Joined
 from megarl.train.sync.messages import RankMessages
-from megarl.train.sync.parts import Part, parts_of, places_of, plan_for
+from megarl.train.sync.parts import EnginePlans, Part, parts_of, places_of
 from megarl.weights.reshard.execute import Transport
 from megarl.weights.reshard.layout import Layout
 from megarl.weights.reshard.layouts import VOCAB_MULTIPLE
-from megarl.weights.reshard.plan import ReshardPlan
 
 LEAVE_S = 10.0
 """Seconds that an engine of another program, which has answered, may take to answer again."""
@@ -90,11 +89,11 @@ class EngineConnection:
         self._engines, self._registered = engines, registered
         self.come_and_go = come_and_go
         self._rank, self._stopping = rank, stopping
-        self._layout, self._hf_config, self._vocab_multiple = layout, hf_config, vocab_multiple
+        self._layout, self._vocab_multiple = layout, vocab_multiple
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._fleet = EngineFleet([], self._addresses.key, config.sync.timeout_s)
         self._each = config.sync.pause == "keep"  # engines take weights one after another, by plans of their own
-        self._plan: ReshardPlan | None = None
+        self._plans = EnginePlans(layout, hf_config, config.rollout, each=self._each)
         self.parts: list[Part] = []
         """Engines that take weights together, since ``connect``."""
         self._messages = RankMessages(rank, config.rollout.start_timeout_s + config.sync.timeout_s)
@@ -102,8 +101,7 @@ class EngineConnection:
         self._generation = self._count = 0
         self._memory = memory_file()
         self._joined = NONE_JOINED
-        self._workers = config.rollout.tp * config.rollout.pp
-        self._links = EngineLinks(self._workers)
+        self._links = EngineLinks()
         self._sender: SharedMemorySender | None = None
         self.transport: Transport | None = None
         """None until ``connect``, and again after a publication has failed."""
@@ -123,7 +121,7 @@ class EngineConnection:
 
     def _connect(self) -> None:
         self._fleet.forget_processes()
-        self._messages.open(self._address(0, self._messages.timeout_s))
+        self._messages.open(self._address(None, self._messages.timeout_s))
         self._generation += 1
         topic = f"connect/{self._generation}"
         if self._rank == 0:
@@ -132,10 +130,11 @@ class EngineConnection:
         else:
             self._messages.post(f"{topic}/{self._rank}", [self.transport is not None, machine(), *self._memory])
             message = self._messages.received(topic)
-            self._make_plan(message["engines"])
         places, joining = Places(**message["places"]), message["joining"]
-        if len(joining) == message["engines"]:
+        plans = self._plans.of_engines(message["workers"])
+        if len(joining) == len(plans):
             self._links.close()  # those of engines that are gone, too
+        self._links.number(message["workers"])
         for engine in joining:
             self._links.remove(engine)
         calls: AbstractContextManager[list[Future[Any]]] = nullcontext([])
@@ -155,7 +154,7 @@ class EngineConnection:
                     "; ".join([f"the weight link could not be joined: {error}", *failures(called)])
                 ) from error
             results(called)
-        self.parts = parts_of(self.plan, message["engines"], self._workers, places)
+        self.parts = parts_of(plans, message["workers"], places)
         self._sender = SharedMemorySender(self._links, places.workers_on_same_machine(self._rank), self._memory)
         self.transport = self._sender
 
@@ -179,13 +178,16 @@ class EngineConnection:
         urls = await_wanted(self._engines, self._config.rollout.start_timeout_s, self._stopping)
         if urls != self._fleet.urls:
             self._fleet = EngineFleet(urls, self._addresses.key, self._config.sync.timeout_s)
-        self._make_plan(len(urls))
+        self._plans.expect(len(urls))
         start_s = LEAVE_S if self.come_and_go else self._config.rollout.start_timeout_s
         self._fleet.wait_ready(start_s, self._stopping, tuple if self.come_and_go else self._left_out)
+        earlier, workers = self._plans.workers, self._fleet.workers
+        self._plans.of_engines(workers)
         posted = [self._messages.posted(f"{topic}/{rank}") for rank in range(1, self._layout.num_ranks)]
         senders = [[machine(), *self._memory], *(where for _, *where in posted)]
         open_everywhere = self.transport is not None and all(is_open for is_open, *_ in posted)
-        before = self._joined if open_everywhere and len(self._joined.processes) == len(urls) else NONE_JOINED
+        same_plans = len(earlier) == len(urls) if self._each else list(earlier) == workers
+        before = self._joined if open_everywhere and same_plans else NONE_JOINED
         joining = before.replaced(self._fleet.processes)
         machines = self._machines(before, joining)
         if before.processes and (machines, senders) != (before.machines, before.senders):
@@ -193,7 +195,7 @@ class EngineConnection:
             machines = self._machines(before, joining)
         self._joined = Joined(self._fleet.processes, machines, senders)
         places = self._joined.places() if self._config.sync.shared_memory else Places()
-        return {"engines": len(urls), "joining": joining, "places": asdict(places)}
+        return {"workers": workers, "joining": joining, "places": asdict(places)}
 
     def _machines(self, before: Joined, joining: Sequence[int]) -> list[list[str]]:
         """Machines of each engine's workers; those of ``joining`` build the plan, and return where they are."""
@@ -207,25 +209,13 @@ class EngineConnection:
 
         return self._fleet.each(of_engine)
 
-    def _make_plan(self, engines: int) -> None:
-        """Plan for so many engines, or for one of them where each has its own, unless it is there."""
-        replicas = 1 if self._each else engines
-        if self._plan is None or self._plan.destination.num_ranks != replicas * self._workers:
-            self._plan = plan_for(self._layout, self._hf_config, self._config.rollout, replicas)
-
-    @property
-    def plan(self) -> ReshardPlan:
-        """The plan for the engines that ``connect`` found last, or for each of them."""
-        assert self._plan is not None, "connect first"
-        return self._plan
-
-    def _address(self, engine: int, timeout_s: float | None = None) -> LinkAddress:
-        """Address of the link of an engine."""
+    def _address(self, engine: int | None, timeout_s: float | None = None) -> LinkAddress:
+        """Address of the link of an engine; None: of the trainer ranks alone."""
         return LinkAddress(
             self._addresses.link_host,
             self._addresses.link_port,
             name=f"{self._generation}/{engine}",
-            world_size=self._layout.num_ranks + self._workers,
+            world_size=self._layout.num_ranks + (0 if engine is None else self._plans.workers[engine]),
             timeout_s=timeout_s or self._timeout_s,
         )
 
@@ -235,17 +225,17 @@ class EngineConnection:
 
     def _init_info(self, replica: int, places: Places | None = None) -> dict[str, Any]:
         """``megarl.engine.sync.receiver.InitInfo`` for one engine."""
-        places = places or Places()
+        places, plans = places or Places(), self._plans
         return {
             **asdict(self._address(replica)),
             "grid": asdict(megatron_grid(self._config.parallel)),
             "transformer_impl": self._config.model.transformer_impl,
-            "places": asdict(places_of(places, replica, self._workers) if self._each else places),
+            "places": asdict(places_of(places, replica, plans.workers) if plans.apart else places),
             "vocab_multiple": self._vocab_multiple,
             "kernels": self._config.trainer.kernels,
-            "replicas": self.plan.destination.num_ranks // self._workers,
-            "replica": 0 if self._each else replica,
+            "replicas": plans.replicas,
+            "replica": 0 if plans.apart else replica,
             "dtype": self._config.model.dtype,
             "bucket_bytes": self._config.sync.bucket_bytes,
-            "fingerprint": self.plan.fingerprint,
+            "fingerprint": plans.of(replica).fingerprint,
         }

@@ -32,6 +32,8 @@ class EngineFleet:
         self._engines = [EngineControl(url, key, timeout_s) for url in urls]
         self.processes: list[str] = []
         """Processes of the engines, as the last ``wait_ready`` found them."""
+        self.workers: list[int] = []
+        """Workers of each of them."""
 
     @property
     def urls(self) -> list[str]:
@@ -90,7 +92,9 @@ class EngineFleet:
             finally:
                 over.set()
         results(futures)
-        self.processes = [state.process for state in self.each(lambda i, engine: engine.state())]
+        states = self.each(lambda i, engine: engine.state())
+        self.processes = [state.process for state in states]
+        self.workers = [state.workers for state in states]
 
     def died(self) -> list[str]:
         """Fates of engines that have ended since ``wait_ready``, even where others are in their place by now.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.core.config.schema import RolloutConfig
-from megarl.engine.sync.link import PartOfWorkers
+from megarl.engine.sync.link import PartOfWorkers, first_workers
 from megarl.engine.sync.shared import Places
 from megarl.weights.reshard.execute import Transport
 from megarl.weights.reshard.layout import Layout
@@ -28,32 +28,74 @@ class Part:
         return PartOfWorkers(whole, self.first) if self.first else whole
 
 
-def plan_for(source: Layout, hf_config: Mapping[str, Any], rollout: RolloutConfig, replicas: int) -> ReshardPlan:
-    """Plan from the trainer's layout to so many engines."""
-    return build_plan(
-        source,
-        vllm_layout(hf_config, rollout.tp, replicas=replicas, pp=rollout.pp, expert_parallel=rollout.expert_parallel),
-    )
+class EnginePlans:
+    """Plans from the trainer's layout to a job's engines: one for all, or each engine its own.
+
+    Args:
+        each: Each has its own, also where all have as many workers.
+    """
+
+    def __init__(self, source: Layout, hf_config: Mapping[str, Any], rollout: RolloutConfig, *, each: bool) -> None:
+        self._source, self._hf_config, self._rollout, self._each = source, hf_config, rollout, each
+        self._plans: dict[tuple[int, int], ReshardPlan] = {}
+        """(workers of an engine, engines) -> the plan to them."""
+        self.workers: Sequence[int] = ()
+        """Workers of each engine; those that were scaled may have others."""
+
+    @property
+    def apart(self) -> bool:
+        """True where each engine has a plan of its own."""
+        return self._each or len(set(self.workers)) > 1
+
+    @property
+    def replicas(self) -> int:
+        """Number of engines in a plan."""
+        return 1 if self.apart else len(self.workers)
+
+    def expect(self, engines: int) -> None:
+        """Plan for so many engines as the settings have, which takes a while: engines start meanwhile."""
+        self._plan(self._rollout.tp * self._rollout.pp, 1 if self._each else engines)
+
+    def of_engines(self, workers: Sequence[int]) -> list[ReshardPlan]:
+        """Plan for engines that have so many workers each; return each one's plan. Other plans are forgotten."""
+        self.workers = workers
+        plans = [self.of(engine) for engine in range(len(workers))]
+        self._plans = {key: plan for key, plan in self._plans.items() if any(plan is own for own in plans)}
+        return plans
+
+    def of(self, engine: int) -> ReshardPlan:
+        """The plan of an engine."""
+        return self._plan(self.workers[engine], self.replicas)
+
+    def _plan(self, workers: int, replicas: int) -> ReshardPlan:
+        if (workers, replicas) not in self._plans:
+            pp, expert_parallel = self._rollout.pp, self._rollout.expert_parallel
+            engines = vllm_layout(self._hf_config, workers // pp, replicas, pp=pp, expert_parallel=expert_parallel)
+            self._plans[workers, replicas] = build_plan(self._source, engines)
+        return self._plans[workers, replicas]
 
 
-def places_of(places: Places, engine: int, workers: int) -> Places:
-    """Return the places as a part of one engine sees them, which has so many workers."""
-    return places.of_workers(engine * workers, workers)
+def places_of(places: Places, engine: int, workers: Sequence[int]) -> Places:
+    """Return the places as a part of one engine sees them, of engines that have so many workers each."""
+    return places.of_workers(first_workers(workers)[engine], workers[engine])
 
 
-def parts_of(plan: ReshardPlan, engines: int, workers: int, places: Places) -> list[Part]:
-    """Cut a job's engines into parts: as many as ``plan`` goes into them, which is for one engine or for all.
+def parts_of(plans: Sequence[ReshardPlan], workers: Sequence[int], places: Places) -> list[Part]:
+    """Cut a job's engines, which have so many workers each, into parts.
+
+    Args:
+        plans: One for all of them together, or for each engine its own.
 
     Engines whose workers are on the same machines share a plan, so that buckets are computed once.
     """
-    if plan.destination.num_ranks == engines * workers:
-        return [Part(range(engines), replace(plan, nearness=places.nearness()))]
-    plans: dict[tuple[str, ...], ReshardPlan] = {}
+    if plans[0].destination.num_ranks == sum(workers):
+        return [Part(range(len(workers)), replace(plans[0], nearness=places.nearness()))]
+    found: dict[tuple[str, tuple[str, ...]], ReshardPlan] = {}
     parts = []
-    for engine in range(engines):
+    for engine, (plan, first) in enumerate(zip(plans, first_workers(workers), strict=True)):
         mine = places_of(places, engine, workers)
-        key = tuple(mine.workers)
-        if key not in plans:
-            plans[key] = replace(plan, nearness=mine.nearness())
-        parts.append(Part([engine], plans[key], engine * workers))
+        key = (plan.fingerprint, tuple(mine.workers))
+        if key not in found:
+            found[key] = replace(plan, nearness=mine.nearness())
+        parts.append(Part([engine], found[key], first))
     return parts

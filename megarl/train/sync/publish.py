@@ -81,7 +81,7 @@ class WeightPublisher(EngineConnection):
                     failure = failure or error
             if failure is not None:
                 raise failure
-            return SyncReport.of_parts(reports) if self._each else reports[0]
+            return SyncReport.of_parts(reports)
         except BaseException:
             self._disconnect()
             raise
