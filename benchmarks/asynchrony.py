@@ -279,7 +279,7 @@ def main() -> None:
 
         def measure(job: Job, configuration: Configuration) -> Measured:
             schedule = configuration.schedule
-            run_dir, first = Path(folder) / schedule.name.replace(" ", "_"), schedule.pacing.max_staleness + 2
+            run_dir, first = Path(tempfile.mkdtemp(dir=folder)) / "run", schedule.pacing.max_staleness + 2
             steps = first + arguments.steps + schedule.pacing.max_staleness
             run([*job.overrides(run_dir, workflow, steps), *configuration.overrides])
             found = read(run_dir, first, arguments.steps, schedule.request)

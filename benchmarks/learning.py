@@ -57,6 +57,29 @@ class Row:
 
 ROWS: dict[str, Row] = {
     "grpo": Row("the quickstart as it is", seeds=3),
+    "grpo_ahead": Row(
+        "grpo, sampled up to two steps ahead in completion order, with weights that change in flight",
+        (
+            "sync.max_staleness=2",
+            "sync.order=completion",
+            "sync.pause=keep",
+            "rollout.segment_tokens=2",
+            "algorithm.correction=truncate",
+        ),
+        seeds=3,
+        preset="grpo",
+    ),
+    "grpo_partial": Row(
+        "grpo in partial rollouts of two tokens from each weights, up to two steps ahead",
+        (
+            "sync.max_staleness=2",
+            "rollout.segment_tokens=1",
+            "rollout.budget_tokens=2",
+            "algorithm.correction=truncate",
+        ),
+        seeds=3,
+        preset="grpo",
+    ),
     "ppo": Row(
         "the KL is in the rewards, where it adds up over an answer; the critic is as small as the actor and learns "
         "from nothing",

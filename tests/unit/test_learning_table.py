@@ -33,7 +33,7 @@ def test_every_run_composes_and_begins_with_the_same_model(tmp_path: Path) -> No
         config = compose([*cell.overrides, f"run.dir={tmp_path}"])
         row = learning.ROWS[cell.row]
         if not cell.control:
-            preset = compose([f"algorithm={cell.row}"]).algorithm.name
+            preset = compose([f"algorithm={row.preset or cell.row}"]).algorithm.name
             assert config.algorithm.name == preset, "the experiment names another algorithm"
         assert config.model.path == str(learning.model_of(tmp_path)) and config.trainer.warm_start.steps == 0
         optimizer = config.trainer.optimizer
@@ -44,8 +44,10 @@ def test_every_run_composes_and_begins_with_the_same_model(tmp_path: Path) -> No
 
 
 def test_every_preset_has_a_row() -> None:
-    assert set(learning.ROWS) == {p.stem for p in (config_dir() / "algorithm").glob("*.yaml")}
-    assert {name for name, row in learning.ROWS.items() if row.seeds == 3} == {"grpo", "ppo", "dpo", "mix", "opmd"}
+    presets = {row.preset or name for name, row in learning.ROWS.items()}
+    assert presets == {p.stem for p in (config_dir() / "algorithm").glob("*.yaml")}
+    seeds = {name for name, row in learning.ROWS.items() if row.seeds == 3}
+    assert seeds == {"grpo", "grpo_ahead", "grpo_partial", "ppo", "dpo", "mix", "opmd"}
 
 
 def test_other_settings_are_another_run(tmp_path: Path) -> None:
