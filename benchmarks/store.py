@@ -10,6 +10,7 @@ machine changes least; waits for the disk are not in it, but in the seconds of t
 from __future__ import annotations
 
 import argparse
+import sqlite3
 import statistics
 import tempfile
 import time
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import page
+from sqlalchemy import event
 
 from megarl.core.schema import Reward, Segment, Task, Trajectory, Turn, WeightsSpan, WeightsVersion
 from megarl.explore.explorer.held_out import record_evaluations
@@ -29,7 +31,7 @@ from megarl.explore.store import Claim, EndedGroup, Store, Used
 from megarl.explore.store.codec import segment_to_row, trajectory_to_row
 from megarl.explore.store.tables import GROUPS, ROLLOUTS, TRAJECTORIES
 
-USED = (1_024, 102_400)
+USED = (1_024, 1_024_000)
 HELD_OUT = (2_000, 20_000)
 TASKS = (30_000, 300_000)
 STEPS = (4, 40)
@@ -245,6 +247,56 @@ def of_throughput(text: page.Text) -> None:
     )
 
 
+def plans() -> list[tuple[str, str]]:
+    """Call -> how SQLite reads the tables in it, a line for each different look at one."""
+    found: dict[tuple[str, str], None] = {}
+    with opened() as store:
+        store.add_tasks("train", tasks("train", ASKED))
+        statements: list[tuple[str, Any]] = []
+        for engine in (store._database._reader, store._database._writer):
+            event.listen(
+                engine, "before_cursor_execute", lambda c, cursor, text, values, *_: statements.append((text, values))
+            )
+
+        def looked(name: str, function: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
+            statements.clear()
+            result = function(*arguments, **settings)
+            with sqlite3.connect(str(store._database._writer.url.database)) as database:
+                for text, values in statements:
+                    if text.startswith(("SELECT", "UPDATE", "DELETE", "WITH")) and not isinstance(values, list):
+                        for row in database.execute(f"explain query plan {text}", values):
+                            if row[3].startswith(("SEARCH", "SCAN")):
+                                found[name, row[3]] = None
+            return result
+
+        store.record_version(VERSION, 0)
+        looked(
+            "request_rollout",
+            store.request_rollout,
+            "train-000000",
+            "train",
+            0,
+            VERSION,
+            store.task_ids("train"),
+            2,
+            {},
+        )
+        claims = looked("claim_groups", store.claim_groups, WORKER, ASKED, max_samples=2 * ASKED)
+        looked("put_all", store.put_all, [EndedGroup(claim, answers(claim)) for claim in claims])
+        looked("unused", store.unused)
+        groups = looked("take", store.take, ASKED, step=0)
+        looked("read", store.read, groups)
+        looked("record_step", store.record_step, 1, {}, Used(tuple(groups)))
+    return list(found)
+
+
+def of_plans(text: page.Text) -> None:
+    text.say("| call | SQLite's plan (`EXPLAIN QUERY PLAN`) |")
+    text.say("|---|---|")
+    for name, plan in plans():
+        text.say(f"| `{name}` | {plan} |")
+
+
 def with_tokens(trajectory: Trajectory, tokens: np.ndarray, logp: np.ndarray) -> Trajectory:
     prompt, response = trajectory.turns
     spans = (WeightsSpan(0, len(tokens), VERSION),)
@@ -328,6 +380,8 @@ def main() -> None:
     of_segments(text)
     text.say("")
     of_throughput(text)
+    text.say("")
+    of_plans(text)
     if options.write:
         page.write("benchmarks/store.md", str(text))
 
