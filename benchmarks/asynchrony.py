@@ -2,8 +2,9 @@
 
 ``python benchmarks/asynchrony.py [--steps N] [--write]``. Trainer ranks are pinned to the first core, all else of a job
 (engine, explorer, reward workers) to the others. Lengths of responses are drawn (lognormal, by each trajectory's seed),
-so every configuration samples the same ones. The rates of two jobs in turn calibrate ``benchmarks/simulation.py``: the
-first configuration, and one with three times the groups, in segments. Wants a machine with nothing else on it.
+so every configuration samples the same ones. The rates of three jobs in turn calibrate ``benchmarks/simulation.py``:
+the first configuration, one with three times the groups, in segments, and one with other tokens before each response.
+Wants a machine with nothing else on it.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ MEDIAN, P99, MOST = 32, 512, 1024
 BUDGET, SEGMENT = 128, 64
 """Tokens of a trajectory from each weights, in partial rollouts; and of a segment there."""
 SEGMENTS = f"rollout.segment_tokens={SEGMENT}"
+CONTEXT = 384
+"""Tokens before each response of the job that shows what a prefill costs."""
 WORKFLOW = f"""
 import math
 from random import Random
@@ -44,6 +47,8 @@ from random import Random
 async def workflow(task, model):
     "Samples as many tokens as the seed says, on and on where the model ends before."
     model.ask(task)
+    if CONTEXT:
+        model.write("user", Random(model.seed).choices(range(5, 50), k=CONTEXT))
     drawn = math.exp(math.log({MEDIAN}) + {np.log(P99 / MEDIAN) / simulation.Z99} * Random(model.seed).gauss(0, 1))
     missing = min(max(round(drawn), 1), {MOST})
     while missing:
@@ -135,6 +140,8 @@ class Measured:
     rest_s: list[float]
     requests: list[float]
     """Requests that engines were asked for in each step."""
+    context: list[float]
+    """Tokens that stand before the responses of each step, its prompts aside."""
     lengths: list[int]
     """Tokens of every response of the job: few steps of a long-tailed distribution have a mean of their own."""
 
@@ -172,8 +179,9 @@ def run(overrides: list[str]) -> None:
             raise RuntimeError(f"a job ended with {status}:\n{output.read().decode(errors='replace')}")
 
 
-def read(run_dir: Path, first: int, count: int, segment: int | None) -> Measured:
-    """``count`` steps of a job from number ``first`` on, counted from 0, in segments of so many tokens."""
+def read(run_dir: Path, first: int, count: int, segment: int | None, context: float) -> Measured:
+    """``count`` steps of a job from number ``first`` on, counted from 0, in segments of so many tokens, with so many
+    tokens before the responses of each."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [r for r in records if "rollout/tokens/sampled" in r][first : first + count]
     spans = {name: _spans(run_dir, name) for name in ("trainer_0", "explorer-0")}
@@ -181,6 +189,7 @@ def read(run_dir: Path, first: int, count: int, segment: int | None) -> Measured
     began, ended = own[0][0], own[-1][1]
     generating = [(start, end) for phase, start, end in spans["explorer-0"] if phase == "generation"]
     rollouts, syncs = ([r[f"timing_s/{name}"] for r in steps] for name in ("rollout", "sync"))
+    requests, lengths = _responses(run_dir, range(first, first + count), segment)
     return Measured(
         (ended - began) / len(own),
         statistics.fmean(r["idle/trainer"] for r in steps),
@@ -190,7 +199,9 @@ def read(run_dir: Path, first: int, count: int, segment: int | None) -> Measured
         rollouts,
         syncs,
         [r["timing_s/step"] - rollout - sync for r, rollout, sync in zip(steps, rollouts, syncs, strict=True)],
-        *_responses(run_dir, range(first, first + count), segment),
+        requests,
+        [context] * len(steps),
+        lengths,
     )
 
 
@@ -222,20 +233,24 @@ def covered(spans: list[tuple[float, float]], began: float, ended: float) -> flo
     return total
 
 
-def calibrated(in_turn: Measured, segmented: Measured, slots: int) -> simulation.Rates:
-    """Rates of two jobs in turn, by least squares over their steps with coefficients of 0 or more: a rollout takes
-    ``token_s`` for each token of its longest response, ``row_s`` for each token of all and ``begin_s`` for each
-    request; an update so much and so much for each token."""
+def calibrated(in_turn: Measured, others: Sequence[Measured], slots: int) -> simulation.Rates:
+    """Rates of jobs in turn, by least squares over their steps with coefficients of 0 or more: a rollout takes
+    ``token_s`` for each token of its longest response, ``row_s`` for each token of all, ``begin_s`` for each request
+    and ``prefill_s`` for each token before a response; an update so much and so much for each token."""
     rollouts = [
-        ([longest, tokens, requests], seconds)
-        for job in (in_turn, segmented)
-        for longest, tokens, requests, seconds in zip(job.longest, job.tokens, job.requests, job.rollout_s, strict=True)
+        (list(terms), seconds)
+        for job in (in_turn, *others)
+        for *terms, seconds in zip(job.longest, job.tokens, job.requests, job.context, job.rollout_s, strict=True)
     ]
-    token_s, row_s, begin_s = _fit(rollouts)
-    updates = [([1.0, n], s) for job in (in_turn, segmented) for n, s in zip(job.tokens, job.rest_s, strict=True)]
-    update_s, update_token_s = _fit(updates)
+    token_s, row_s, begin_s, prefill_s = _fit(rollouts)
+    # With tokens before its responses, an update has more to compute for each of these.
+    alike = [job for job in (in_turn, *others) if not job.context[0]]
+    update_s, update_token_s = _fit(
+        [([1.0, n], s) for job in alike for n, s in zip(job.tokens, job.rest_s, strict=True)]
+    )
     publish_s = statistics.fmean(in_turn.sync_s)
-    return simulation.Rates(1, slots, token_s, row_s, update_s, update_token_s, publish_s, begin_s=begin_s)
+    rates = simulation.Rates(1, slots, token_s, row_s, update_s, update_token_s, publish_s)
+    return replace(rates, prefill_s=prefill_s, begin_s=begin_s)
 
 
 def _fit(rows: Sequence[tuple[list[float], float]]) -> list[float]:
@@ -274,15 +289,16 @@ def main() -> None:
     arguments = parser.parse_args()
     job, text = Job(arguments.groups, arguments.size, arguments.epochs), page.Text()
     with tempfile.TemporaryDirectory() as folder:
-        workflow = Path(folder) / "lengths.py"
-        workflow.write_text(WORKFLOW)
 
-        def measure(job: Job, configuration: Configuration) -> Measured:
+        def measure(job: Job, configuration: Configuration, context: int = 0) -> Measured:
+            workflow = Path(folder) / f"lengths_{context}.py"
+            workflow.write_text(f"CONTEXT = {context}\n{WORKFLOW}")
             schedule = configuration.schedule
             run_dir, first = Path(tempfile.mkdtemp(dir=folder)) / "run", schedule.pacing.max_staleness + 2
             steps = first + arguments.steps + schedule.pacing.max_staleness
             run([*job.overrides(run_dir, workflow, steps), *configuration.overrides])
-            found = read(run_dir, first, arguments.steps, schedule.request)
+            before = float(context * job.groups * job.size)
+            found = read(run_dir, first, arguments.steps, schedule.request, before)
             print(f"{schedule.name}: {found.step_s:.2f} s a step", flush=True)
             return found
 
@@ -290,16 +306,18 @@ def main() -> None:
         segmented = measure(
             more, Configuration((SEGMENTS,), simulation.Schedule("in turn in segments", request=SEGMENT))
         )
+        after = measure(job, Configuration((), simulation.Schedule("in turn after a context")), CONTEXT)
         results = [(configuration, measure(job, configuration)) for configuration in CONFIGURATIONS]
     in_turn = results[0][1]
-    rates = calibrated(in_turn, segmented, 4 * job.groups * job.size)
+    rates = calibrated(in_turn, [segmented, after], 4 * job.groups * job.size)
     text.say(
         f"{job.groups} groups of {job.size} responses a step, lognormal lengths (median {MEDIAN}, 99th percentile "
         f"{P99}, at most {MOST}); {arguments.steps} steps of each job."
     )
     text.say(
         f"Rates of jobs in turn: {rates.token_s * 1e3:.2f} ms a decoding step, {rates.row_s * 1e3:.3f} ms for each row "
-        f"in it and {rates.begin_s * 1e3:.2f} ms for a request; an update {rates.update_s:.2f} s and "
+        f"in it, {rates.begin_s * 1e3:.2f} ms for a request and {rates.prefill_s * 1e3:.3f} ms for a token that is "
+        f"computed again; an update {rates.update_s:.2f} s and "
         f"{rates.update_token_s * 1e3:.3f} ms a token; a sync {rates.publish_s:.2f} s."
     )
     text.say("")

@@ -25,19 +25,19 @@ class ProcessKind(Enum):
 
     def named(self, number: int, part: int = 0) -> str:
         """Name of process ``number``. ``part`` counts the processes of an engine that spans nodes, from 0."""
-        if self in ALONE:
+        if self in OFTEN_ALONE and number == 0:
             return self.label
         return f"{self.label} {number}" + (f" part {part + 1}" if part else "")
 
     def log(self, number: int, part: int = 0) -> str:
         """File name of the log of that process."""
-        if self in ALONE:
+        if self in OFTEN_ALONE and number == 0:
             return f"{self.stem}.log"
         return f"{self.stem}_{number}" + (f"_part_{part + 1}" if part else "") + ".log"
 
 
-ALONE = frozenset({ProcessKind.EXPLORER, ProcessKind.BENCH})
-"""Kinds of which a job has one process, which has no number."""
+OFTEN_ALONE = frozenset({ProcessKind.EXPLORER, ProcessKind.BENCH})
+"""Kinds of which a job often has one process: the first has no number."""
 TRAIN = "train"
 """Program of every job that has a trainer. Jobs of different programs live side by side in one run, on one store: a
 start of one ends earlier attempts of its own program alone."""
@@ -59,9 +59,11 @@ def of_program(name: str, program: str) -> str:
     return name if program == TRAIN else f"{name}_{program}"
 
 
-def worker_of(program: str) -> str:
-    """Name under which the explorer of a program claims groups: no other program's."""
-    return "explorer-0" if program == TRAIN else of_program("explorer", program)
+def worker_of(program: str, number: int = 0) -> str:
+    """Name under which an explorer of a program claims groups: no other explorer's."""
+    if program == TRAIN:
+        return f"explorer-{number}"
+    return of_program("explorer", program) + (f".{number}" if number else "")
 
 
 def logs_of(run_dir: str | Path, attempt: int | str, program: str) -> Path:

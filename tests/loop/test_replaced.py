@@ -1,7 +1,7 @@
-"""One job loses its explorer in a rollout, its engine in the next one, the engine that replaced it in a sync, and that
-one by an order in the last rollout: it goes on, in its first attempt, and everything that it has sampled and trained is
-what a job has that lost nothing. Its trajectories are an agent's, which asks the endpoint once, as the other's own
-workflow asks the model."""
+"""One job loses one of its two explorers in a rollout, its engine in the next one, the engine that replaced it in a
+sync, and that one by an order in the last rollout: it goes on, in its first attempt, and everything that it has
+sampled and trained is what a job has that lost nothing. Its trajectories are an agent's, which asks the endpoint
+once, as the other's own workflow asks the model."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     scorer, agent = folder / "scorer.py", folder / "agent.py"
     scorer.write_text(SCORER)
     agent.write_text(AGENT)
-    by_agent = ["rollout.workflow=agent", f"rollout.agent={agent}"]
+    by_agent = ["rollout.workflow=agent", f"rollout.agent={agent}", "rollout.explorers=2", "reward.workers=2"]
     # Hundreds of small messages, so that a sync lasts longer as well.
     job = Job(folder / "run", [*WHOLE, *by_agent, f"reward.path={scorer}", "sync.bucket_bytes=4096"]).start()
     try:
         job.until(lambda: groups(job, "eval-before", "ready") > 0, "the first rollout")
-        pid = job.pid_of("explorer")
+        pid = job.pid_of("explorer 0")
         job.until(lambda: groups(job, "train-000000", "ready") > 0, "a group that is done", poll_s=0.002)
         kill(job, "explorer", pid)
         engine = job.pid_of("engine")
@@ -100,6 +100,10 @@ def test_no_trajectory_is_lost_doubled_or_another(job: Job, whole_job: Job) -> N
     assert len(others) == 2 * 200 + 3 * 64
     assert mine.keys() == others.keys()
     assert [key for key in mine if mine[key] != others[key]] == []
+
+
+def test_both_explorers_have_worked(job: Job) -> None:
+    assert {worker for (worker,) in job.query("select distinct claimed_by from groups")} == {"explorer-0", "explorer-1"}
 
 
 def test_the_same_was_learned(job: Job, whole_job: Job) -> None:

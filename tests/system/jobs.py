@@ -139,7 +139,8 @@ class Job:
         return found
 
     def pid_of(self, role: str) -> int:
-        """The process of a role: ``engine``, ``explorer``, ``reward`` (a worker) or ``trainer <rank>``."""
+        """The process of a role: ``engine``, ``explorer <number>``, ``reward`` (a worker) or ``trainer <rank>``;
+        without a number any of them."""
         kind, _, rank = role.partition(" ")
         words = {
             "engine": "megarl.engine.server.server",
@@ -150,7 +151,9 @@ class Job:
         for pid, command in self.processes().items():
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             # A rank's spawned helpers have another command line; the engine's server leads its session.
-            if words in command and (not rank or f"RANK={rank}".encode() in environment):
+            if words not in command:
+                continue
+            if not rank or f"RANK={rank}".encode() in environment or f"--number {rank}" in command:
                 return pid
         raise AssertionError(f"no {role} among {self.processes()}")
 

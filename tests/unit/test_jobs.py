@@ -69,6 +69,7 @@ def test_programs_of_a_run_have_names_of_their_own(tmp_path: Path) -> None:
     assert (first.program, second.program, JOBS["train"].program) == ("explore-0", "explore-1", "train")
     programs = ("train", "explore-0", "explore-1")
     assert [worker_of(program) for program in programs] == ["explorer-0", "explorer_explore-0", "explorer_explore-1"]
+    assert len({worker_of(program, number) for program in programs for number in range(2)}) == 6
     assert len({logs_of(tmp_path, 1, program) for program in programs}) == 3
     assert [JOBS[mode].is_alone for mode in ("both", "offline", "bench", "train", "explore")] == [
         *[True] * 3,

@@ -339,7 +339,10 @@ class RolloutConfig:
     wrong_ends: list[WrongEnd] = field(default_factory=list, hash=False)
     """Ends that count as a wrong response with score 0, where the policy can have caused them (docs/agents.md)."""
     concurrent_groups: Count = 64
-    """Groups the explorer keeps in flight."""
+    """Groups the explorers keep in flight."""
+    explorers: Annotated[int, Bound(1, 256)] = 1
+    """Processes that run workflows, serve agents and claim groups, where one has too much to do. They share
+    ``concurrent_groups`` and ``reward.workers``."""
     environment: str = "guess"
     """Environment of ``rollout.workflow=environment``: ``guess``, one of another package, or a Python file of yours
     (docs/environments.md)."""

@@ -19,7 +19,6 @@ import sys
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +45,7 @@ from megarl.explore.explorer.iterations import PartialRollouts
 from megarl.explore.explorer.lease import Lease
 from megarl.explore.explorer.rollout_clock import RolloutClock
 from megarl.explore.explorer.segments import WHOLE_RESPONSES, SegmentSettings
+from megarl.explore.explorer.share import share_of
 from megarl.explore.explorer.store_queue import StoreQueue
 from megarl.explore.explorer.trajectories import Scorer, TrajectoryRunner
 from megarl.explore.explorer.under_way import KEEPERS, SamplesUnderWay
@@ -316,9 +316,18 @@ def _first(failures: BaseExceptionGroup[BaseException]) -> EngineError | JobErro
     return failure
 
 
-async def explore(config: Config, key: str, worker: str) -> None:
-    """Run one explorer of a job until the job is closed. Raises EngineError, JobError or ConfigError when it cannot go
-    on."""
+async def explore(config: Config, key: str, worker: str, number: int = 0) -> None:
+    """Run one explorer of a job until the job is closed.
+
+    Args:
+        worker: Name under which it claims groups.
+        number: Its number among the job's explorers.
+
+    Raises EngineError, JobError or ConfigError when it cannot go on.
+    """
+    hosts = [host for host in os.environ.get("MEGARL_REWARD_HOSTS", "").split(",") if host]
+    await await_hosts(hosts)  # the supervisor starts one on every other node, which takes a moment
+    config = share_of(config, hosts, number)
     tokenizer = ChatTokenizer.of(config)
     engine_timeout_s = (
         config.rollout.start_timeout_s + config.sync.timeout_s
@@ -338,10 +347,10 @@ async def explore(config: Config, key: str, worker: str) -> None:
             EngineClient(urls, key, config.rollout.request_timeout_s, heartbeat.count_work) as engine,
             _judge(config, urls, key, engine_timeout_s) as judge,
             RewardPool(
-                await _with_hosts_of_nodes(config.reward),
+                config.reward,
                 judge,
                 key,
-                _logs(config) / "reward_output.log",
+                _logs(config) / (f"reward_output_{worker}.log" if number else "reward_output.log"),
                 store.data_sources(),
             ) as scorer,
             workflows.opened(config.rollout, tokenizer) as workflow,
@@ -385,13 +394,6 @@ def _logs(config: Config) -> Path:
     return logs_of(config.run.dir, os.environ["MEGARL_ATTEMPT"], os.environ.get(PROGRAM, TRAIN))
 
 
-async def _with_hosts_of_nodes(config: RewardConfig) -> RewardConfig:
-    """The supervisor starts a host of reward workers on every other node, which takes a moment. Raises ConfigError."""
-    hosts = [host for host in os.environ.get("MEGARL_REWARD_HOSTS", "").split(",") if host]
-    await await_hosts(hosts)
-    return replace(config, hosts=[*config.hosts, *hosts])
-
-
 @asynccontextmanager
 async def _judge(
     config: Config, engines: Sequence[str], key: str, engine_timeout_s: float
@@ -405,12 +407,12 @@ async def _judge(
         yield judge
 
 
-async def _until_signal(config: Config, key: str, worker: str) -> int:
+async def _until_signal(config: Config, key: str, worker: str, number: int) -> int:
     """:func:`explore`, ended in order by SIGTERM or SIGINT; returns the exit status.
 
     The supervisor reads in it whether the job is closed: without an explorer the trainer would wait forever.
     """
-    work = asyncio.ensure_future(explore(config, key, worker))
+    work = asyncio.ensure_future(explore(config, key, worker, number))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, work.cancel)
     try:
@@ -442,6 +444,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--worker", default="explorer-0", help="name of this explorer within the job (default %(default)s)"
     )
+    parser.add_argument("--number", type=int, default=0, help="its number among the job's explorers")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     for client in ("httpx", "openai", "anthropic"):  # of agents: a line for each request
@@ -451,7 +454,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{', '.join(missing)} must be set in the environment; `megarl train` does")
     try:
         # asyncio.run would wait for threads in which code of users blocks; `leave` ends them with the process
-        work = _until_signal(load_resolved(arguments.config), os.environ["MEGARL_JOB_KEY"], arguments.worker)
+        config, key = load_resolved(arguments.config), os.environ["MEGARL_JOB_KEY"]
+        work = _until_signal(config, key, arguments.worker, arguments.number)
         return run_through(asyncio.new_event_loop(), work)
     except (EngineError, JobError, InputError) as error:
         log.error("explorer %s: %s", arguments.worker, error)

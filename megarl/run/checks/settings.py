@@ -16,6 +16,7 @@ from megarl.core.jobs import Job, ProcessKind
 from megarl.core.machine import available_memory
 from megarl.explore import workflows
 from megarl.explore.experience.operators import operators_of
+from megarl.explore.explorer.share import check_explorers
 from megarl.explore.rewards.pool.process import addresses
 from megarl.explore.rewards.router import FAMILIES
 from megarl.explore.store import check_url
@@ -76,6 +77,7 @@ def check_settings(config: Config, algorithm: Algorithm, nodes: int, *, elsewher
         workflows.check(config.rollout, Path(config.run.dir))
         check_operators(config, algorithm)
         check_reward_settings(config)
+        check_explorers(config)
 
 
 def check_mode(config: Config, job: Job) -> None:

@@ -52,8 +52,8 @@ from megarl.weights.checkpoint.training.state import latest, read_state
 
 log = logging.getLogger(__name__)
 
-OTHERS = 8
-"""Connections to the store beside a trainer rank of each node: explorer, supervisor, somebody who looks."""
+OTHERS = 7
+"""Connections to the store beside trainer ranks and explorers: supervisor, somebody who looks."""
 UNFINISHED = 130
 """Exit status of a job that was stopped and can be resumed."""
 
@@ -92,7 +92,7 @@ def run(config: Config, servers: ForkServers | None = None) -> int:
                 tasks = check(config, repair=True, nodes=allocation.nodes)
                 config = with_prompt_limit(config)
         host = config.run.host if allocation.nodes == 1 else allocation.head
-        connections = allocation.nodes + OTHERS
+        connections = allocation.nodes + config.rollout.explorers + OTHERS
         server = stack.enter_context(
             job_store(config.store.url, run_dir, key, host=host, connections=connections, held=[lock])
             if job.is_alone

@@ -97,7 +97,9 @@ def plan_job(config: Config, nodes: Sequence[NodeInfo], *, trainers: int | None 
         ProcessKind.TRAINER: _ranks_of(config, nodes, trainers) if job.trains else [],
         ProcessKind.ENGINE: _engines(config, engine_nodes(nodes)) if job.has(ProcessKind.ENGINE) else [],
         ProcessKind.REWARD_HOST: [Planned(ProcessKind.REWARD_HOST, node.rank, node.rank) for node in nodes[1:]],
-        ProcessKind.EXPLORER: [Planned(ProcessKind.EXPLORER, 0, nodes[0].rank)],
+        ProcessKind.EXPLORER: [
+            Planned(ProcessKind.EXPLORER, number, nodes[0].rank) for number in range(config.rollout.explorers)
+        ],
         ProcessKind.BENCH: [Planned(ProcessKind.BENCH, 0, nodes[0].rank)],
     }
     plan = Plan(job, tuple(process for kind in job.processes for process in found[kind]))
@@ -188,7 +190,8 @@ def table(plan: Plan, nodes: Sequence[NodeInfo]) -> str:
         ranks = [process for process in here if process.kind is ProcessKind.TRAINER]
         parts = [_ranks(ranks)] if ranks else []
         parts += [f"{_engine(plan, process)}{_gpus(process)}" for process in here if process.kind is ProcessKind.ENGINE]
-        parts += [_OTHERS[process.kind] for process in here if process.kind in _OTHERS]
+        for kind, number in Counter(process.kind for process in here if process.kind in _OTHERS).items():
+            parts.append(_OTHERS[kind] if number == 1 else f"{number} {_OTHERS[kind]}".replace("explorer", "explorers"))
         lines.append(f"{node}: {', '.join(parts) or 'nothing'}")
     return "\n".join(lines)
 

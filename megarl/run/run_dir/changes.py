@@ -73,6 +73,7 @@ FREE = (
             "start_timeout_s",
             "request_timeout_s",
             "concurrent_groups",
+            "explorers",
         )
     ),
     *(

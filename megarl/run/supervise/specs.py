@@ -155,7 +155,8 @@ def _bench(attempt: _Attempt, process: Planned) -> _Command:
 
 
 def _explorer(attempt: _Attempt, process: Planned) -> _Command:
-    worker = ["--worker", worker_of(attempt.plan.job.program)]
+    number = process.number
+    worker = ["--worker", worker_of(attempt.plan.job.program, number), "--number", str(number)]
     return _Command([*_started(attempt, process), *worker], {"OMP_NUM_THREADS": "1"})
 
 
