@@ -245,7 +245,7 @@ class _Engine:
         process = self._processes.pop(0)
         if process is None:
             raise EngineError("gone")
-        return EngineState("default", False, "not published", process)
+        return EngineState("default", False, "not published", process, workers=1)
 
     def workers(self, method: str) -> list[dict[str, int]]:
         self.calls.append(method)

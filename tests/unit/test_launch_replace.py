@@ -343,7 +343,7 @@ def test_a_store_that_is_away_holds_nobody_up(tmp_path: Path, monkeypatch: pytes
         raise JobError("away") if len(looks) < 3 else ConfigError("its folder is gone")
 
     store.own_engines = away  # type: ignore[method-assign]
-    waiting = orders.EngineOrders(store, replace.Replacements([], 0), grace_s=0.0)
+    waiting = orders.EngineOrders(store, replace.Replacements([], 0), grace_s=0.0, workers=1)
     while len(looks) < 5:
         waiting.carry_out()
         time.sleep(0.01)
