@@ -53,8 +53,9 @@ class EnginePlans:
         return 1 if self.apart else len(self.workers)
 
     def expect(self, engines: int) -> None:
-        """Plan for so many engines as the settings have, which takes a while: engines start meanwhile."""
-        self._plan(self._rollout.tp * self._rollout.pp, 1 if self._each else engines)
+        """Plan for so many engines with the workers of now, which takes a while: engines start meanwhile."""
+        workers = self.workers[0] if self.workers else self._rollout.tp * self._rollout.pp
+        self._plan(workers, 1 if self.apart else engines)
 
     def of_engines(self, workers: Sequence[int]) -> list[ReshardPlan]:
         """Plan for engines that have so many workers each; return each one's plan. Other plans are forgotten."""
