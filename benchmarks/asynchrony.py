@@ -1,9 +1,10 @@
 """Real jobs that sample in turn and ahead, side by side: seconds a step, who waited, and the simulation's forecast.
 
-``python benchmarks/asynchrony.py [--steps N] [--write]``. Trainer ranks are pinned to the first core, all else of a job
-(engine, explorer, reward workers) to the others. Lengths of responses are drawn (lognormal, by each trajectory's seed),
-so every configuration samples the same ones. The rates of three jobs in turn calibrate ``benchmarks/simulation.py``:
-the first configuration, one with three times the groups, in segments, and one with other tokens before each response.
+``python benchmarks/asynchrony.py [--steps N] [--runs DIR] [--write]``. Trainer ranks are pinned to the first core, all
+else of a job (engine, explorer, reward workers) to the others. Lengths of responses are drawn (lognormal, by each
+trajectory's seed), so every configuration samples the same ones. The rates of three jobs in turn calibrate
+``benchmarks/simulation.py``: the first configuration, one with three times the groups, in segments, and one with other
+tokens before each response. With ``--runs`` jobs are kept, and those that have ended there are read and not run.
 Wants a machine with nothing else on it.
 """
 
@@ -14,6 +15,8 @@ import itertools
 import json
 import math
 import os
+import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -135,7 +138,10 @@ class Measured:
     tokens: list[float]
     """Of each step, as the following."""
     longest: list[float]
-    rollout_s: list[float]
+    generation_s: list[float]
+    """Seconds in which its responses were generated."""
+    answer_s: list[float]
+    """Seconds of its rollout without those."""
     sync_s: list[float]
     rest_s: list[float]
     requests: list[float]
@@ -157,8 +163,14 @@ def pin(job: subprocess.Popen[bytes], cores: list[int], ended: threading.Event) 
                         os.sched_setaffinity(thread.id, wanted)
 
 
-def run(overrides: list[str]) -> None:
-    """Run a job to its end, pinned. Raises RuntimeError with its output."""
+def run(run_dir: Path, overrides: list[str]) -> None:
+    """Run a job to its end, pinned, where it has not ended before. Raises RuntimeError with its output."""
+    ended_with = run_dir.parent / "ended_with.json"
+    if ended_with.is_file():
+        if json.loads(ended_with.read_text()) != overrides:
+            raise RuntimeError(f"{run_dir} was run with other settings: remove it, or give another --runs")
+        return
+    shutil.rmtree(run_dir, ignore_errors=True)
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise RuntimeError(f"{len(cores)} core: trainer and engines need one of their own")
@@ -177,26 +189,32 @@ def run(overrides: list[str]) -> None:
         if status:
             output.seek(0)
             raise RuntimeError(f"a job ended with {status}:\n{output.read().decode(errors='replace')}")
+    ended_with.write_text(json.dumps(overrides))
 
 
 def read(run_dir: Path, first: int, count: int, segment: int | None, context: float) -> Measured:
-    """``count`` steps of a job from number ``first`` on, counted from 0, in segments of so many tokens, with so many
-    tokens before the responses of each."""
+    """Read ``count`` steps of a job from number ``first`` on, counted from 0, in segments of so many tokens, with
+    ``context`` tokens before the responses of each."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [r for r in records if "rollout/tokens/sampled" in r][first : first + count]
     spans = {name: _spans(run_dir, name) for name in ("trainer_0", "explorer-0")}
-    own = [(start, end) for phase, start, end in spans["trainer_0"] if phase == "step"][first : first + count]
+    own = [span[2:] for span in spans["trainer_0"] if span[0] == "step"][first : first + count]
     began, ended = own[0][0], own[-1][1]
-    generating = [(start, end) for phase, start, end in spans["explorer-0"] if phase == "generation"]
+    generating = [span for span in spans["explorer-0"] if span[0] == "generation"]
+    generations = [
+        covered([span[2:] for span in generating if span[1] == rollout_id(step)])
+        for step in range(first, first + count)
+    ]
     rollouts, syncs = ([r[f"timing_s/{name}"] for r in steps] for name in ("rollout", "sync"))
     requests, lengths = _responses(run_dir, range(first, first + count), segment)
     return Measured(
         (ended - began) / len(own),
         statistics.fmean(r["idle/trainer"] for r in steps),
-        1 - covered(generating, began, ended) / (ended - began),
+        1 - covered([span[2:] for span in generating], began, ended) / (ended - began),
         [r["rollout/tokens/sampled"] for r in steps],
         [r["response_length/max"] for r in steps],
-        rollouts,
+        generations,
+        [rollout - generation for rollout, generation in zip(rollouts, generations, strict=True)],
         syncs,
         [r["timing_s/step"] - rollout - sync for r, rollout, sync in zip(steps, rollouts, syncs, strict=True)],
         requests,
@@ -218,12 +236,13 @@ def _responses(run_dir: Path, steps: Sequence[int], segment: int | None) -> tupl
     return requests, lengths
 
 
-def _spans(run_dir: Path, process: str) -> list[tuple[str, float, float]]:
+def _spans(run_dir: Path, process: str) -> list[tuple[str, str, float, float]]:
+    """(phase, rollout, start, end) of a process's timeline."""
     lines = (run_dir / "timeline" / f"{process}.jsonl").read_text().splitlines()
-    return [(r["phase"], r["start"], r["start"] + r["seconds"]) for r in map(json.loads, lines)]
+    return [(r["phase"], r.get("rollout", ""), r["start"], r["start"] + r["seconds"]) for r in map(json.loads, lines)]
 
 
-def covered(spans: list[tuple[float, float]], began: float, ended: float) -> float:
+def covered(spans: list[tuple[float, float]], began: float = 0.0, ended: float = math.inf) -> float:
     """Seconds of a time that some span covers."""
     total, until = 0.0, began
     for start, end in sorted(spans):
@@ -234,34 +253,41 @@ def covered(spans: list[tuple[float, float]], began: float, ended: float) -> flo
 
 
 def calibrated(in_turn: Measured, others: Sequence[Measured], slots: int) -> simulation.Rates:
-    """Rates of jobs in turn, by least squares over their steps with coefficients of 0 or more: a rollout takes
-    ``token_s`` for each token of its longest response, ``row_s`` for each token of all, ``begin_s`` for each request
-    and ``prefill_s`` for each token before a response; an update so much and so much for each token."""
-    rollouts = [
-        (list(terms), seconds)
-        for job in (in_turn, *others)
-        for *terms, seconds in zip(job.longest, job.tokens, job.requests, job.context, job.rollout_s, strict=True)
-    ]
-    token_s, row_s, begin_s, prefill_s = _fit(rollouts)
+    """Rates of jobs in turn, by least squares over their steps with coefficients of 0 or more.
+
+    Generation takes ``token_s`` for each token of the longest response, ``row_s`` for each token of all, ``begin_s``
+    for each request and ``prefill_s`` for each token before a response; an update so much and so much for each token.
+    """
+    jobs = (in_turn, *others)
+    token_s, row_s, begin_s, prefill_s = _fit(
+        [
+            ([list(terms) for terms in zip(job.longest, job.tokens, job.requests, job.context, strict=True)],
+             job.generation_s)
+            for job in jobs
+        ]
+    )  # fmt: skip
     # With tokens before its responses, an update has more to compute for each of these.
-    alike = [job for job in (in_turn, *others) if not job.context[0]]
     update_s, update_token_s = _fit(
-        [([1.0, n], s) for job in alike for n, s in zip(job.tokens, job.rest_s, strict=True)]
+        [([[1.0, n] for n in job.tokens], job.rest_s) for job in jobs if not job.context[0]]
     )
-    publish_s = statistics.fmean(in_turn.sync_s)
-    rates = simulation.Rates(1, slots, token_s, row_s, update_s, update_token_s, publish_s)
-    return replace(rates, prefill_s=prefill_s, begin_s=begin_s)
+    return simulation.Rates(
+        1, slots, token_s, row_s, update_s, update_token_s, statistics.fmean(in_turn.sync_s),
+        prefill_s=prefill_s, begin_s=begin_s, answer_s=statistics.fmean(in_turn.answer_s),
+    )  # fmt: skip
 
 
-def _fit(rows: Sequence[tuple[list[float], float]]) -> list[float]:
-    """Least squares of (terms, seconds) in relative errors, with coefficients of 0 or more: of all choices of terms
-    whose coefficients are, the one with the least error."""
-    terms = np.array([of_row for of_row, _ in rows]) / np.array([[seconds] for _, seconds in rows])
-    best, least = np.zeros(terms.shape[1]), float(len(rows))
+def _fit(jobs: Sequence[tuple[list[list[float]], list[float]]]) -> list[float]:
+    """Least squares of (terms, seconds) of the steps of jobs, with coefficients of 0 or more: of all choices of terms
+    whose coefficients are, the one with the least error. Errors are shares of the mean step of their job: with shares
+    of each step's own seconds, long steps would be forecast too short."""
+    scales = np.concatenate([np.full(len(seconds), 1 / np.mean(seconds)) for _, seconds in jobs])
+    terms = np.concatenate([np.array(terms) for terms, _ in jobs]) * scales[:, None]
+    seconds = np.concatenate([seconds for _, seconds in jobs]) * scales
+    best, least = np.zeros(terms.shape[1]), math.inf
     for chosen in itertools.product((False, True), repeat=terms.shape[1]):
         columns = terms[:, list(chosen)]
-        found = np.linalg.lstsq(columns, np.ones(len(rows)), rcond=None)[0]
-        error = float(((columns @ found - 1) ** 2).sum())
+        found = np.linalg.lstsq(columns, seconds, rcond=None)[0]
+        error = float(((columns @ found - seconds) ** 2).sum())
         if (found >= 0).all() and error < least:
             best, least = np.zeros(terms.shape[1]), error
             best[list(chosen)] = found
@@ -285,18 +311,22 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--size", type=int, default=8)
     parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--runs", type=Path, help="folder of the jobs; a temporary one where it is not given")
     parser.add_argument("--write", action="store_true", help="write the page")
     arguments = parser.parse_args()
     job, text = Job(arguments.groups, arguments.size, arguments.epochs), page.Text()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (arguments.runs or Path(temporary)).absolute()
 
         def measure(job: Job, configuration: Configuration, context: int = 0) -> Measured:
-            workflow = Path(folder) / f"lengths_{context}.py"
-            workflow.write_text(f"CONTEXT = {context}\n{WORKFLOW}")
             schedule = configuration.schedule
-            run_dir, first = Path(tempfile.mkdtemp(dir=folder)) / "run", schedule.pacing.max_staleness + 2
+            own = folder / "_".join(re.findall("[a-z0-9]+", schedule.name))
+            own.mkdir(parents=True, exist_ok=True)
+            run_dir, workflow = own / "run", own / "lengths.py"
+            workflow.write_text(f"CONTEXT = {context}\n{WORKFLOW}")
+            first = schedule.pacing.max_staleness + 2
             steps = first + arguments.steps + schedule.pacing.max_staleness
-            run([*job.overrides(run_dir, workflow, steps), *configuration.overrides])
+            run(run_dir, [*job.overrides(run_dir, workflow, steps), *configuration.overrides])
             before = float(context * job.groups * job.size)
             found = read(run_dir, first, arguments.steps, schedule.request, before)
             print(f"{schedule.name}: {found.step_s:.2f} s a step", flush=True)
@@ -317,8 +347,8 @@ def main() -> None:
     text.say(
         f"Rates of jobs in turn: {rates.token_s * 1e3:.2f} ms a decoding step, {rates.row_s * 1e3:.3f} ms for each row "
         f"in it, {rates.begin_s * 1e3:.2f} ms for a request and {rates.prefill_s * 1e3:.3f} ms for a token that is "
-        f"computed again; an update {rates.update_s:.2f} s and "
-        f"{rates.update_token_s * 1e3:.3f} ms a token; a sync {rates.publish_s:.2f} s."
+        f"computed again; {rates.answer_s:.2f} s of a rollout without generation; an update {rates.update_s:.2f} s "
+        f"and {rates.update_token_s * 1e3:.3f} ms a token; a sync {rates.publish_s:.2f} s."
     )
     text.say("")
     text.say("| schedule | s a step | of in turn | trainer idle | engines idle | simulated, s | distance |")

@@ -69,6 +69,9 @@ class Rates:
     """Seconds of each token of a row whose KV cache was reset."""
     begin_s: float = 0.0
     """Seconds of decoding that an engine loses for each request that begins."""
+    answer_s: float = 0.0
+    """Seconds from the end of a group to its step in the trainer, and from the trainer's request to its first row:
+    rewards, the store, and looking there."""
 
     def engine_seconds(self, tokens: float) -> float:
         """Seconds of one engine, all of whose slots are in use."""
@@ -127,6 +130,7 @@ class Group:
     left: int
     """Rows that have not ended."""
     tokens: int
+    ended_at: float = math.inf
 
 
 @dataclass(eq=False)
@@ -359,6 +363,10 @@ class Simulation:
             return len(found) == self._load.groups
 
         self._wait(complete, lambda: len(self._ready))
+        answered = max(group.ended_at for group in found) + self._rates.answer_s
+        if answered > self._engines.now:
+            self._waited += answered - self._engines.now
+            self._engines.until(answered)
         taken = {id(group) for group in found}
         self._ready = [group for group in self._ready if id(group) not in taken]
         return found
@@ -395,6 +403,7 @@ class Simulation:
         if not row.group.left:
             self._unended[row.group.asked_at] -= 1
             self._ready.append(row.group)
+            row.group.ended_at = self._engines.now
             self._whole[row.group.number] += 1
 
 
