@@ -9,16 +9,14 @@ and writes it to ``docs/benchmarks/controls.md`` with the commit and the duratio
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
+import jobs
 import page
 
-ROOT = Path(__file__).resolve().parent.parent
 ARMS = {"GRPO": [], "learning rate 0": ["trainer.optimizer.lr=0.0"], "shuffled rewards": ["reward.shuffle=true"]}
 
 
@@ -33,27 +31,16 @@ def accuracies(run_dir: Path) -> dict[str, float]:
     return found
 
 
-def run(name: str, overrides: list[str]) -> dict[str, float]:
-    run_dir = ROOT / "runs" / "controls" / name
-    result = run_dir / "result.json"
-    if not result.is_file():
-        started = time.monotonic()
-        command = [
-            sys.executable,
-            "-m",
-            "megarl",
-            "train",
-            "experiment=quickstart",
-            f"run.name={name}",
-            f"run.dir={run_dir}",
-            *overrides,
-        ]
-        subprocess.run(command, cwd=ROOT, check=True)
+def run(name: str, overrides: list[str]) -> dict[str, Any]:
+    """Result of one run; of an earlier start where it is there."""
+    run_dir = jobs.ROOT / "runs" / "controls" / name
+
+    def make() -> dict[str, Any]:
+        seconds = jobs.train(run_dir, ["experiment=quickstart", *overrides])
         found = accuracies(run_dir)
-        record = {"before": found["eval-before"], "after": found["eval-after"], "seconds": time.monotonic() - started}
-        result.write_text(json.dumps(record))
-    record = json.loads(result.read_text())
-    return dict(record)
+        return {"before": found["eval-before"], "after": found["eval-after"], "seconds": seconds}
+
+    return jobs.kept(run_dir / "result.json", make)
 
 
 def main() -> None:
@@ -76,7 +63,7 @@ def main() -> None:
     for arm in arguments.arms:
         results, settings = [], ARMS[arm]
         for seed in arguments.seeds:
-            first = ROOT / "runs" / "controls" / f"grpo-{seed}"
+            first = jobs.ROOT / "runs" / "controls" / f"grpo-{seed}"
             shared = [] if arm == "GRPO" else [f"model.path={first / 'reference'}", "trainer.warm_start.steps=0"]
             slug = arm.lower().replace(" ", "-")
             results.append(run(f"{slug}-{seed}", [f"trainer.seed={seed}", *settings, *shared, *overrides]))

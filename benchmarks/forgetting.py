@@ -11,19 +11,15 @@ the command to resume: finished runs are kept in ``runs/forgetting/``. Prints a 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jobs
 import page
 
-ROOT = Path(__file__).resolve().parent.parent
 TASKS, REPLAYED = 32, 16
 ARMS: dict[str, list[str]] = {
     "plain": [],
@@ -45,15 +41,6 @@ COMMON = [
 def is_sum(task: Any) -> bool:
     """Return True for a sum, False for a difference."""
     return "-" not in str(task.prompt[-1]["content"])
-
-
-def train(run_dir: Path, overrides: Sequence[str]) -> float:
-    """Run a job to its end; return the seconds."""
-    started = time.monotonic()
-    given = {override.partition("=")[0]: override for override in [*COMMON, *overrides, f"run.dir={run_dir}"]}
-    command = [sys.executable, "-m", "megarl", "train", *given.values()]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    return time.monotonic() - started
 
 
 def write_halves(data: Path, folder: Path, steps: int, sampled: int) -> None:
@@ -98,8 +85,8 @@ def measured(run_dir: Path, steps: int) -> dict[str, Any]:
 def one(runs: Path, arm: str, seed: int, steps: int, overrides: Sequence[str]) -> dict[str, Any]:
     """Result of one run; of an earlier start where it is there."""
     run_dir, start = runs / f"{arm}-{seed}", runs / "start"
-    result = run_dir / "result.json"
-    if not result.is_file():
+
+    def make() -> dict[str, Any]:
         sampled = TASKS - (REPLAYED if arm == "replay" else 0)
         write_halves(start / "data", runs / f"data-{arm}", steps, sampled)
         own = [
@@ -109,22 +96,22 @@ def one(runs: Path, arm: str, seed: int, steps: int, overrides: Sequence[str]) -
             f"trainer.steps={steps}", f"trainer.eval_interval={steps // 2}", f"trainer.checkpoint_interval={steps}",
             f"trainer.seed={seed}",
         ]  # fmt: skip
-        seconds = train(run_dir, [*own, *ARMS[arm], *overrides])
-        result.write_text(json.dumps({**measured(run_dir, steps), "seconds": seconds}))
-    found: dict[str, Any] = json.loads(result.read_text())
-    return found
+        seconds = jobs.train(run_dir, [*COMMON, *own, *ARMS[arm], *overrides])
+        return {**measured(run_dir, steps), "seconds": seconds}
+
+    return jobs.kept(run_dir / "result.json", make)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--steps", type=int, default=40, help="of both halves together")
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "forgetting")
+    parser.add_argument("--runs", type=Path, default=jobs.ROOT / "runs" / "forgetting")
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
     runs, steps = arguments.runs.absolute(), arguments.steps
     if not (runs / "start" / "hf" / "config.json").is_file():
-        train(runs / "start", ["trainer.steps=1", "trainer.optimizer.lr=0.0", "trainer.eval_interval=0"])
+        jobs.train(runs / "start", [*COMMON, "trainer.steps=1", "trainer.optimizer.lr=0.0", "trainer.eval_interval=0"])
     text = page.Text()
     text.say("| arm | held-out sums: before → after sums → after differences | mean change in the second half |")
     text.say("|---|---|---|")

@@ -17,25 +17,22 @@ About two hours on two cores.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import hashlib
 import json
 import os
 import platform
-import signal
 import statistics
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jobs
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
 CONTROL_STEPS = 3
 HELD_OUT = "correct"
 PAIRS = "preferred"
@@ -160,18 +157,13 @@ def cells(runs: Path, names: Sequence[str], steps: int | None, extra: Sequence[s
         common += ["trainer.warm_start.steps=0", "taskset.warm_start=null", "trainer.eval_interval=0", *row.settings]
         for seed in range(1, row.seeds + 1):
             own = [f"trainer.seed={seed}", *([] if steps is None else [f"trainer.steps={steps}"])]
-            found.append(Cell(runs, name, seed, False, _last_of_each([*common, *own, *extra])))
+            found.append(Cell(runs, name, seed, False, jobs.last_of_each([*common, *own, *extra])))
         still = ["trainer.optimizer.lr=0.0", f"trainer.steps={CONTROL_STEPS}"]
         still += (
             ["trainer.optimizer.min_lr=0.0"] if row.experiment in ("sft", "reward_model") else []
         )  # its end of the decay
-        found.append(Cell(runs, name, 1, True, _last_of_each([*common, "trainer.seed=1", *extra, *still])))
+        found.append(Cell(runs, name, 1, True, jobs.last_of_each([*common, "trainer.seed=1", *extra, *still])))
     return sorted(found, key=lambda cell: cell.seed)
-
-
-def _last_of_each(overrides: Sequence[str]) -> tuple[str, ...]:
-    """Each setting once, with the value that is given last: megarl refuses one that is given twice."""
-    return tuple({override.partition("=")[0]: override for override in overrides}.values())
 
 
 def pending(cell: Cell) -> str | None:
@@ -191,55 +183,16 @@ def pending(cell: Cell) -> str | None:
 
 
 def train(folder: Path, overrides: Sequence[str], bar: tqdm, label: str) -> float:
-    """Seconds of ``megarl train`` until its end; the bar follows its steps.
-
-    Raises:
-        RuntimeError: it failed, with the last line of its log.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "megarl", "train", f"run.name={folder.name}", f"run.dir={folder}", *overrides]
-    started, before = time.monotonic(), bar.n
-    log = folder.with_suffix(".log")
-    with log.open("ab") as output:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, preexec_fn=_end_with_parent)
-        try:
-            bar.set_postfix_str(label)
-            while process.poll() is None:
-                bar.update(before + _steps_done(folder) - bar.n)
-                time.sleep(0.5)
-        except KeyboardInterrupt:
-            process.send_signal(signal.SIGINT)  # it saves what it has
-            process.wait()
-            raise
-    if process.returncode:
-        lines = log.read_text(errors="replace").strip().splitlines()
-        raise RuntimeError(f"{lines[-1] if lines else 'no output'} (exit status {process.returncode}; {log})")
-    return time.monotonic() - started
-
-
-def _end_with_parent() -> None:
-    """The job is told to save and end when this script is killed."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-
-
-def _steps_done(folder: Path) -> int:
-    path = folder / "metrics.jsonl"
-    if not path.is_file():
-        return 0
-    done = 0
-    for line in path.read_text().splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue  # half a line
-        done = record["step"] if "training/global_step" in record else done
-    return int(done)
+    """Return the seconds of ``jobs.train``; the bar follows its steps."""
+    before = bar.n
+    bar.set_postfix_str(label)
+    return jobs.train(folder, overrides, lambda steps: bar.update(before + steps - bar.n))
 
 
 def run(cell: Cell, start: Mapping[str, Any], bar: tqdm) -> dict[str, Any]:
     """A cell's result: from its file, or by running it. Raises RuntimeError when the run fails."""
-    result = cell.folder / "result.json"
-    if not result.is_file():
+
+    def make() -> dict[str, Any]:
         kind = "lr 0" if cell.control else f"seed {cell.seed}"
         resumed = (cell.folder / "resolved.json").is_file()
         seconds = train(cell.folder, cell.overrides, bar, f"{cell.row}, {kind}")
@@ -251,27 +204,23 @@ def run(cell: Cell, start: Mapping[str, Any], bar: tqdm) -> dict[str, Any]:
             found |= pair_accuracies(cell.folder)
         else:
             found |= {"before": start["accuracy"], "after": accuracy(cell.runs, cell.folder / "hf")}
-        result.write_text(json.dumps(found, indent=1))
-    record = json.loads(result.read_text())
-    return dict(record)
+        return found
+
+    return jobs.kept(cell.folder / "result.json", make)
 
 
 def warm_started(runs: Path, overrides: Sequence[str], bar: tqdm) -> dict[str, Any]:
     """The model that all runs begin with, and its accuracy."""
-    result = runs / "start" / "result.json"
-    if not result.is_file():
+
+    def make() -> dict[str, Any]:
         seconds = train(runs / "start", overrides, bar, "the warm start that all share")
-        record = {
-            "seconds": seconds,
-            "accuracy": accuracy(runs, model_of(runs)),
-            "commit": commit(),
-            "overrides": list(overrides),
-        }
-        result.write_text(json.dumps(record, indent=1))
-    record = json.loads(result.read_text())
+        found = accuracy(runs, model_of(runs))
+        return {"seconds": seconds, "accuracy": found, "commit": commit(), "overrides": list(overrides)}
+
+    record = jobs.kept(runs / "start" / "result.json", make)
     if record["overrides"] != list(overrides):
         raise SystemExit(f"{runs / 'start'} was made with {record['overrides']}; remove {runs} to begin again")
-    return dict(record)
+    return record
 
 
 def accuracy(runs: Path, model_dir: Path) -> float:
@@ -346,7 +295,9 @@ def _tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 
 
 def commit() -> str:
-    text = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout
+    text = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=jobs.ROOT, capture_output=True, text=True
+    ).stdout
     return text.strip() or "unknown"
 
 
@@ -443,10 +394,10 @@ def main() -> None:
         "--warm-start-steps", type=int, help="of the start that all runs share (default: the experiment's)"
     )
     parser.add_argument(
-        "--runs", type=Path, default=ROOT / "runs" / "learning", help="where runs are kept (default %(default)s)"
+        "--runs", type=Path, default=jobs.ROOT / "runs" / "learning", help="where runs are kept (default %(default)s)"
     )
     parser.add_argument("--note", default="", help="a sentence about how it was run, for the page's head")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "learning.md")
+    parser.add_argument("--out", type=Path, default=jobs.ROOT / "docs" / "learning.md")
     arguments, extra = parser.parse_known_args()
     names = arguments.only or list(ROWS)
     runs = arguments.runs.resolve()
@@ -474,7 +425,7 @@ def main() -> None:
             warm = (
                 [] if arguments.warm_start_steps is None else [f"trainer.warm_start.steps={arguments.warm_start_steps}"]
             )
-            start = warm_started(runs, _last_of_each([*START, *warm, *extra]), bar)
+            start = warm_started(runs, jobs.last_of_each([*START, *warm, *extra]), bar)
         done = 1
         for cell in ready:
             bar.update(done - bar.n)

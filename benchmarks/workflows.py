@@ -18,22 +18,19 @@ import itertools
 import json
 import random
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jobs
 import page
 
 from megarl.core.schema import Task
 from megarl.explore.tasksets.rows import write_rows
 from megarl.run.report.svg import Markers, line_chart
 
-ROOT = Path(__file__).resolve().parent.parent
-LOOK = ROOT / "benchmarks" / "look"
+LOOK = jobs.ROOT / "benchmarks" / "look"
 GUESSED, NEXT_DRAWER, NEXT_NUMBER = 0.5, 0.6, 0.6
 """Shares of the careless teacher: answers without a call, calls of the next drawer, answers that are one too high."""
 END = 5
@@ -124,20 +121,10 @@ ARMS = {
     "environment": Arm("game"),
     "agent": Arm(
         "game",
-        ["rollout.workflow=agent", f"rollout.agent={ROOT}/configs/agents/guess.py", "rollout.agent_rewards=true"],
+        ["rollout.workflow=agent", f"rollout.agent={jobs.ROOT}/configs/agents/guess.py", "rollout.agent_rewards=true"],
     ),
     "tools": Arm("rooms", ["trainer.updates_per_step=2", "trainer.optimizer.lr=3e-4"], EVERY),
 }
-
-
-def train(run_dir: Path, overrides: Sequence[str]) -> float:
-    """Run a job to its end, its log beside its folder; return the seconds."""
-    begun = time.monotonic()
-    given = {override.partition("=")[0]: override for override in [*COMMON, *overrides, f"run.dir={run_dir}"]}
-    with run_dir.with_suffix(".log").open("a") as log:
-        command = [sys.executable, "-m", "megarl", "train", *given.values()]
-        subprocess.run(command, cwd=ROOT, check=True, stdout=log, stderr=log)
-    return time.monotonic() - begun
 
 
 def make_start(runs: Path, name: str) -> None:
@@ -150,7 +137,8 @@ def make_start(runs: Path, name: str) -> None:
         start.write(folder / "data")
         files = [f"taskset.{split}={folder}/data/{split}.parquet" for split in ("train", "eval")]
         files += [f"taskset.warm_start={folder}/data/warm_start.jsonl"]
-    train(folder, [*start.settings, *files, "trainer.steps=1", "trainer.optimizer.lr=0.0", "trainer.eval_interval=0"])
+    last = ["trainer.steps=1", "trainer.optimizer.lr=0.0", "trainer.eval_interval=0"]
+    jobs.train(folder, [*COMMON, *start.settings, *files, *last])
 
 
 def measured(run_dir: Path) -> dict[str, Any]:
@@ -182,13 +170,13 @@ def settings_of(runs: Path, name: str, seed: int) -> list[str]:
 def one(runs: Path, name: str, seed: int) -> dict[str, Any]:
     """Result of one run; of an earlier start where it is there."""
     run_dir = runs / f"{name}-{seed}"
-    result = run_dir / "result.json"
-    if not result.is_file():
+
+    def make() -> dict[str, Any]:
         make_start(runs, ARMS[name].start)
-        seconds = train(run_dir, settings_of(runs, name, seed))
-        result.write_text(json.dumps({**measured(run_dir), "seconds": seconds}))
-    found: dict[str, Any] = json.loads(result.read_text())
-    return found
+        seconds = jobs.train(run_dir, [*COMMON, *settings_of(runs, name, seed)])
+        return {**measured(run_dir), "seconds": seconds}
+
+    return jobs.kept(run_dir / "result.json", make)
 
 
 def means(series: Sequence[Sequence[Sequence[float]]]) -> list[tuple[int, float]]:
@@ -211,7 +199,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "workflows")
+    parser.add_argument("--runs", type=Path, default=jobs.ROOT / "runs" / "workflows")
     arguments = parser.parse_args()
     runs = arguments.runs.absolute()
     runs.mkdir(parents=True, exist_ok=True)

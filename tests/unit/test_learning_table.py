@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import learning
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from benchmarks import learning
 from megarl.core.config import compose, config_dir
 from megarl.learn import algorithms
 

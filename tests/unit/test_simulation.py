@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +15,6 @@ SAMPLING, UPDATE, PUBLISH = 10 * (0.1 + 4 * 0.05), 2.0, 0.5
 
 @pytest.fixture
 def simulation(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    for name in ("page", "simulation"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
     import simulation
 
     return simulation

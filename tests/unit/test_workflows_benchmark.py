@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 from itertools import islice
-from pathlib import Path
 
-import pytest
+import jobs
+import workflows
+from look.score import compute_score
 
-from benchmarks.look.score import compute_score
 from megarl.core.config import compose
 from megarl.explore.tools import FORMATS
 from megarl.explore.tools.functions import tools_of
 
 
-@pytest.fixture
-def workflows(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    import workflows
-
-    return workflows
-
-
-def test_settings(workflows, tmp_path):
+def test_settings(tmp_path):
     for name, arm in workflows.ARMS.items():
         overrides = [*workflows.COMMON, *workflows.settings_of(tmp_path, name, 1), "run.dir=-"]
-        config = compose(list({override.partition("=")[0]: override for override in overrides}.values()))
+        config = compose(jobs.last_of_each(overrides))
         assert config.rollout.workflow == name and config.trainer.steps == arm.steps
 
 
-def test_rooms(workflows, tmp_path):
+def test_rooms(tmp_path):
     config = compose([*workflows.COMMON, *workflows.STARTS["rooms"].settings, f"run.dir={tmp_path}"])
     look = tools_of(config.rollout)["look"]
     questions = {}
