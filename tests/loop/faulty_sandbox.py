@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 
 from megarl.explore.sandbox import wire
+from megarl.run.process import ports
 
 KEY = "a key of the tests, long enough"
 HOST = "127.0.0.1"
@@ -139,7 +140,7 @@ class FaultySandbox:
 
     def __init__(self, output: Path) -> None:
         self._output = output
-        self.port, self._service_port = free_port(), free_port()
+        self.port, self._service_port = ports.choose(HOST, 2, None)
         self.given: list[str] = []
         """Kinds of faults that requests had."""
         self.requests = 0
@@ -353,8 +354,3 @@ def kill(processes: list[psutil.Process]) -> None:
 def listens(port: int) -> bool:
     with socket.socket() as link:
         return link.connect_ex((HOST, port)) == 0
-
-
-def free_port() -> int:
-    with socket.create_server((HOST, 0)) as server:
-        return int(server.getsockname()[1])

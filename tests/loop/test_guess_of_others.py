@@ -12,6 +12,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from megarl.run.process import ports
 from tests import games
 from tests.loop.same_model import assert_same_model
 from tests.system.jobs import START_S, Job
@@ -53,9 +54,7 @@ def test_a_step_with_each_environment_trains_the_same_bits(tmp_path: Path) -> No
         for row in rows
     ]
     (tmp_path / "rows.json").write_text(json.dumps(tasks))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    [port] = ports.choose("127.0.0.1", 1, None)
     server = subprocess.Popen([OPENENV, str(GAMES / "guess_openenv.py"), str(port), "512"])
     options = {
         "gymnasium": "{id: 'tests.games.guess_gymnasium:Guess-v0'}",

@@ -5,10 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import socket
 import traceback
 from collections.abc import Callable
 from typing import Any
+
+from megarl.run.process import ports
 
 PRELOAD = [
     "torch",
@@ -45,12 +46,6 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 def _rank_main(
     function: Callable[..., Any], rank: int, world: int, port: int, args: tuple[Any, ...], results: Any, gpus: bool
 ) -> None:
@@ -80,7 +75,7 @@ def run_grid(
     ``gpus``: they may see those that the machine has.
     """
     results = _context.Queue()
-    port = free_port()
+    [port] = ports.choose("127.0.0.1", 1, None)
     processes = [
         _context.Process(target=_rank_main, args=(function, r, world, port, args, results, gpus)) for r in range(world)
     ]

@@ -19,7 +19,8 @@ from megarl.core.config import compose, to_dict
 from megarl.core.errors import ConfigError
 from megarl.explore.store import OWN_SERVER, VARIABLE, Store, check_url
 from megarl.run import postgres
-from megarl.run.postgres import Server, find_server, job_store, live_url
+from megarl.run.job_store import job_store, live_url
+from megarl.run.postgres import Server, find_server
 
 pytestmark = pytest.mark.postgres
 

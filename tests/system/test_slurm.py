@@ -22,7 +22,7 @@ import pytest
 from megarl.core.errors import ConfigError
 from megarl.explore.order.draws import tasks_of_step
 from megarl.explore.store import OWN_SERVER, Store
-from megarl.run.postgres import job_store, live_url
+from megarl.run.job_store import job_store, live_url
 from megarl.weights.checkpoint.training.manifest import current_attempt
 from tests.conftest import SOAK
 from tests.system.jobs import TINY, last_of_each

@@ -29,6 +29,7 @@ from megarl.explore.environments.episode import in_thread
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.rewards import RewardPool
 from megarl.explore.workflows.environment import environment
+from megarl.run.process import ports
 from tests import games
 from tests.unit.test_environments import Model
 
@@ -280,9 +281,7 @@ def listens(port: int) -> bool:
 @pytest.fixture
 def server() -> Any:
     """Address of the game's OpenEnv server, a process of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    [port] = ports.choose("127.0.0.1", 1, None)
     process = subprocess.Popen([OPENENV, str(GAMES / "guess_openenv.py"), str(port), "8"])
     try:
         while process.poll() is None and not listens(port):

@@ -31,7 +31,8 @@ from megarl.run.nodes.channel import Channel, ChannelClosed, greet
 from megarl.run.nodes.node import LocalNode, Spec, Started
 from megarl.run.nodes.plan import NodeInfo, plan_job, table
 from megarl.run.nodes.remote import Gathering, RemoteNode, RemoteProcess
-from megarl.run.postgres import _url
+from megarl.run.postgres import url_of
+from megarl.run.process import ports
 from megarl.run.process.interrupt import StopRequest
 from megarl.run.process.reaper import Reaper
 from megarl.run.run_dir.owner import next_attempt
@@ -251,9 +252,7 @@ def test_a_proof_cannot_be_played_back() -> None:
 )
 def test_an_unauthenticated_peer_is_refused_whatever_it_sends(sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
     """Without an unhandled exception, and without keeping more than a few KiB of it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    [port] = ports.choose("127.0.0.1", 1, None)
     with Gathering(Allocation(0, 2, "127.0.0.1", port), KEY, 5) as gathering, unhandled() as errors:
         gathering._expected.clear()  # else its end waits for them
         with socket.create_connection(("127.0.0.1", port)) as stranger:
@@ -293,9 +292,7 @@ def test_a_connection_that_cannot_be_accepted_closes_no_door(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(remote, "ACCEPT_AGAIN_S", 0.05)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    [port] = ports.choose("127.0.0.1", 1, None)
     gathering = Gathering(Allocation(0, 2, "127.0.0.1", port), KEY, 5)
     door = gathering._door
     assert door is not None
@@ -343,9 +340,7 @@ def test_silence_is_an_end() -> None:
 @contextmanager
 def two_nodes(tmp_path: Path) -> Iterator[tuple[Any, LocalNode, Path]]:
     """A real supervisor of node 1, in a process of its own, and the head's view of it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    [port] = ports.choose("127.0.0.1", 1, None)
     config = config_of(tmp_path)
     allocation = Allocation(0, 2, "127.0.0.1", port, "n0")
     code = (
@@ -363,13 +358,13 @@ def two_nodes(tmp_path: Path) -> Iterator[tuple[Any, LocalNode, Path]]:
             )
         )
         try:
-            (node,) = gathering.wait(60)
+            (node,) = gathering.wait(240)
             yield node, here, tmp_path
         finally:
             if supervisor.poll() is None:
                 for other in gathering._nodes.values():
                     other.end()
-            assert supervisor.wait(30), "the node's supervisor did not end with the job"
+            assert supervisor.wait(120), "the node's supervisor did not end with the job"
 
 
 @pytest.fixture(scope="module")
@@ -406,7 +401,7 @@ def test_a_database_password_is_not_sent_to_other_nodes(joined: Any, sent: str) 
     """That of the job's own server is made again from the key, which the node has; of another one the node has the URL
     itself."""
     node, _, folder = joined
-    url = _url(KEY, "127.0.0.1", 5432).replace("/megarl?", f"/{sent}?")
+    url = url_of(KEY, "127.0.0.1", 5432).replace("/megarl?", f"/{sent}?")
     said: list[bytes] = []
     send = node._channel._socket.sendall
     with pytest.MonkeyPatch.context() as patch:
@@ -519,9 +514,7 @@ def test_a_run_directory_that_is_not_shared_is_told(joined: Any) -> None:
 
 @pytest.mark.timeout(60)
 def test_a_stop_ends_the_wait_for_nodes() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    [port] = ports.choose("127.0.0.1", 1, None)
     with Gathering(Allocation(0, 3, "127.0.0.1", port), KEY, 5) as gathering:
         with pytest.raises(KeyboardInterrupt):
             gathering.wait(600, lambda: True)
@@ -529,9 +522,7 @@ def test_a_stop_ends_the_wait_for_nodes() -> None:
 
 
 def test_nodes_that_do_not_come_are_counted(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    [port] = ports.choose("127.0.0.1", 1, None)
     with Gathering(Allocation(0, 3, "127.0.0.1", port), KEY, 5) as gathering:
         with pytest.raises(JobError, match="nodes 1, 2 of 3 did not come"):
             gathering.wait(0.2)

@@ -28,7 +28,7 @@ from megarl.explore.store import OWN_SERVER, EndedGroup, Store, Used, UsedGroup,
 from megarl.explore.store.codec import trajectory_from_row, trajectory_to_row
 from megarl.explore.store.database import shown
 from megarl.explore.store.workers import Silence
-from megarl.run.postgres import without_password
+from megarl.run.job_store import without_password
 from tests.stores import VERSION, WRITES, finish, make_task, make_trajectory, request, rows
 from tests.trajectories import one_turn
 

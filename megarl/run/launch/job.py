@@ -26,6 +26,7 @@ from megarl.explore.tasksets import source_of
 from megarl.learn.algorithms import job_of
 from megarl.run.checks.filters import Selected
 from megarl.run.checks.job import check, check_sizes
+from megarl.run.job_store import job_store, shared_store
 from megarl.run.launch.experts import fill_experts
 from megarl.run.launch.joining import await_run, enter, is_closed, leave
 from megarl.run.launch.memory import MicroBatchBudget
@@ -35,7 +36,7 @@ from megarl.run.nodes.fit import Fit, fit, reductions
 from megarl.run.nodes.node import LocalNode, Node
 from megarl.run.nodes.plan import NodeInfo, table
 from megarl.run.nodes.remote import Gathering, RemoteNode
-from megarl.run.postgres import Server, job_store, shared_store
+from megarl.run.postgres import Server
 from megarl.run.process.forkserver import ForkServers
 from megarl.run.process.interrupt import INTERRUPT, StopRequest
 from megarl.run.process.reaper import Reaper

@@ -16,11 +16,11 @@ from megarl.core.config import Config
 from megarl.core.errors import ConfigError, JobError
 from megarl.engine.client.leftovers import remove_stale_folders
 from megarl.explore.store import VARIABLE
+from megarl.run.job_store import with_own_password
 from megarl.run.nodes import health
 from megarl.run.nodes.allocation import Allocation
 from megarl.run.nodes.channel import Channel, ChannelClosed, greet
 from megarl.run.nodes.node import LocalNode, Spec
-from megarl.run.postgres import with_own_password
 from megarl.run.process.interrupt import StopRequest
 from megarl.run.process.process import Child
 from megarl.run.process.reaper import Reaper

@@ -18,11 +18,11 @@ from megarl.core.errors import ConfigError, JobError
 from megarl.core.heartbeat import START
 from megarl.engine.client.auth import KEY_VARIABLE
 from megarl.explore.store import VARIABLE
+from megarl.run.job_store import without_password
 from megarl.run.nodes import health
 from megarl.run.nodes.allocation import Allocation, Role
 from megarl.run.nodes.channel import Channel, ChannelClosed, greet
 from megarl.run.nodes.node import Spec
-from megarl.run.postgres import without_password
 from megarl.run.process.interrupt import StopRequest
 from megarl.run.process.stacks import ANSWER_S, Account, ProcessHeartbeat
 

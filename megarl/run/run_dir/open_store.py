@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from megarl.explore.store import OWN_SERVER, VARIABLE, Store
-from megarl.run.postgres import job_store, live_url
+from megarl.run.job_store import job_store, live_url
 
 
 @contextmanager

@@ -1,0 +1,153 @@
+"""Where a program finds the job's own database (``store.url=job://postgres``): started here, by another program of the
+run, or by a job that is running."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError
+
+from megarl.core.errors import ConfigError, masked_text
+from megarl.explore.store import OWN_SERVER, VARIABLE, check_url
+from megarl.run.postgres import ADDRESS, NAME, Server, url_of
+from megarl.run.process.interrupt import INTERRUPT
+
+log = logging.getLogger(__name__)
+
+SHARED_S = 300.0
+"""Seconds for which a program waits for the server of `megarl store`."""
+
+
+@contextmanager
+def job_store(
+    url: str,
+    run_dir: Path,
+    key: str,
+    *,
+    host: str,
+    port: int | None = None,
+    connections: int = 100,
+    held: Sequence[int] = (),
+) -> Iterator[Server | None]:
+    """Start a server of the job's own, where ``url`` asks for one, with its URL in the environment of this process and
+    of those that it starts. Otherwise, and where that URL is there already, do nothing and yield None.
+
+    Args:
+        connections: Processes that may hold the store open at once: a trainer rank of each node, every explorer, and
+            the supervisor.
+        held: Descriptors of the run directory's lock, which PostgreSQL's processes keep open as all others do.
+
+    Raises as :meth:`Server.start`.
+    """
+    if url != OWN_SERVER or VARIABLE in os.environ:
+        yield None
+        return
+    server = Server(run_dir / "postgres", key, host=host, port=port, connections=connections, held=held)
+    server.start()
+    os.environ[VARIABLE] = server.url
+    try:
+        yield server
+    finally:
+        del os.environ[VARIABLE]
+        server.stop()
+
+
+@contextmanager
+def shared_store(url: str, run_dir: Path, key: str, limit_s: float = SHARED_S) -> Iterator[None]:
+    """Find the server that ``megarl store`` runs for several programs, where ``url`` asks for one, and put its URL into
+    the environment, as ``job_store`` does for a job's own.
+
+    Raises:
+        ConfigError: none is there within ``limit_s``, or it cannot be reached.
+    """
+    if url != OWN_SERVER or VARIABLE in os.environ:
+        yield None
+        return
+    until, said = time.monotonic() + limit_s, False
+    while (found := live_url(run_dir, key, starting=True)) is None:
+        if time.monotonic() > until:
+            raise ConfigError(
+                f"store.url={url}: no server of {run_dir} is up after {limit_s:g} s; run `megarl store` with this "
+                "command's overrides, which serves all programs of the run"
+            )
+        if not said:
+            log.info("waiting for the server of `megarl store`, up to %g s", limit_s)
+        said = True
+        INTERRUPT.check()
+        time.sleep(0.5)
+    os.environ[VARIABLE] = found
+    try:
+        yield None
+    finally:
+        del os.environ[VARIABLE]
+
+
+def live_url(run_dir: Path, key: str | None, *, starting: bool = False) -> str | None:
+    """The URL at which the server of the job that is running in ``run_dir`` now can be read; None when none is running.
+
+    Args:
+        key: The job's, where it is known here.
+        starting: None, too, while it does not answer yet.
+
+    Raises:
+        ConfigError: one is running, and cannot be reached from here or with this key.
+    """
+    lock = run_dir / "postgres" / "lock"
+    try:
+        with lock.open("rb") as handle:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None
+    except FileNotFoundError:
+        return None
+    except BlockingIOError:
+        pass
+    address = run_dir / "postgres" / ADDRESS
+    where = address.read_text() if address.is_file() else "it is starting"
+    fix = (
+        f"{run_dir} has a job that is running, with a PostgreSQL server of its own ({where}); the job writes its "
+        "report when it ends, and its metrics are in metrics.jsonl. For a report now export MEGARL_JOB_KEY, the key "
+        "that the job was started with, on a node that reaches that address"
+    )
+    host, _, port = where.rpartition(":")
+    if starting and not host:
+        return None
+    if not key or not host:
+        raise ConfigError(fix)
+    url = url_of(key, host, int(port))
+    try:
+        check_url(url)
+    except ConfigError as error:
+        if starting:
+            return None
+        raise ConfigError(f"{fix} ({error})") from error
+    return url
+
+
+def without_password(url: str) -> str:
+    """A store's URL as it may go over an unencrypted connection."""
+    try:
+        parsed = make_url(url)
+    except (ArgumentError, ValueError):
+        return masked_text(url)
+    return parsed._replace(password=None).difference_update_query(["password", "sslpassword"]).render_as_string()
+
+
+def with_own_password(url: str, key: str) -> str:
+    """Put back the password of a job's own server, which is made from the job's key.
+
+    Raises:
+        ConfigError: it is another server's URL, whose password is nobody's to guess.
+    """
+    parsed = make_url(url)
+    if parsed.username != NAME or parsed.database != NAME:
+        raise ConfigError(
+            f"{VARIABLE} is set on node 0 only: export it on every node, its password is not sent over the network"
+        )
+    return url_of(key, str(parsed.host), parsed.port)
