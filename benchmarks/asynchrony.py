@@ -149,7 +149,10 @@ class Measured:
     context: list[float]
     """Tokens that stand before the responses of each step, its prompts aside."""
     lengths: list[int]
-    """Tokens of every response of the job: few steps of a long-tailed distribution have a mean of their own."""
+    """Tokens of every response of the job, in the order in which they were asked for: few steps of a long-tailed
+    distribution have a mean of their own."""
+    request_tokens: float
+    """Mean tokens of a request."""
 
 
 def pin(job: subprocess.Popen[bytes], cores: list[int], ended: threading.Event) -> None:
@@ -206,34 +209,37 @@ def read(run_dir: Path, first: int, count: int, segment: int | None, context: fl
         for step in range(first, first + count)
     ]
     rollouts, syncs = ([r[f"timing_s/{name}"] for r in steps] for name in ("rollout", "sync"))
-    requests, lengths = _responses(run_dir, range(first, first + count), segment)
+    every = _responses(run_dir)
+    asked = every[first : first + count]
+    requests = [
+        float(sum(math.ceil(tokens / (segment or tokens)) for turns in of_step for tokens in turns))
+        for of_step in asked
+    ]
+    tokens = [float(sum(map(sum, of_step))) for of_step in asked]
     return Measured(
         (ended - began) / len(own),
         statistics.fmean(r["idle/trainer"] for r in steps),
         1 - covered([span[2:] for span in generating], began, ended) / (ended - began),
-        [r["rollout/tokens/sampled"] for r in steps],
-        [r["response_length/max"] for r in steps],
+        tokens,
+        [float(max(map(sum, of_step))) for of_step in asked],
         generations,
         [rollout - generation for rollout, generation in zip(rollouts, generations, strict=True)],
         syncs,
         [r["timing_s/step"] - rollout - sync for r, rollout, sync in zip(steps, rollouts, syncs, strict=True)],
         requests,
         [context] * len(steps),
-        lengths,
+        [sum(turns) for of_step in every for turns in of_step],
+        sum(tokens) / sum(requests),
     )
 
 
-def _responses(run_dir: Path, steps: Sequence[int], segment: int | None) -> tuple[list[float], list[int]]:
-    """Requests of each step, and tokens of every response."""
-    store = Store(f"sqlite:///{run_dir}/store.db", read_only=True)
-    requests, lengths = [], list[int]()
-    for step in steps:
-        trajectories = store.trajectories(rollout_id(step))
-        turns = [len(turn.token_ids) for e in trajectories for turn in e.turns if turn.author == "model"]
-        requests.append(float(sum(math.ceil(tokens / (segment or tokens)) for tokens in turns)))
-        lengths += [e.response_length for e in trajectories]
+def _responses(run_dir: Path) -> list[list[list[int]]]:
+    """Tokens of each turn of the model, of the responses of each rollout."""
+    store, found = Store(f"sqlite:///{run_dir}/store.db", read_only=True), list[list[list[int]]]()
+    while trajectories := store.trajectories(rollout_id(len(found))):
+        found.append([[len(turn.token_ids) for turn in e.turns if turn.author == "model"] for e in trajectories])
     store.close()
-    return requests, lengths
+    return found
 
 
 def _spans(run_dir: Path, process: str) -> list[tuple[str, str, float, float]]:
@@ -294,15 +300,18 @@ def _fit(jobs: Sequence[tuple[list[list[float]], list[float]]]) -> list[float]:
     return [float(x) for x in best]
 
 
-def forecast(rates: simulation.Rates, job: Job, schedule: simulation.Schedule, measured: Measured) -> simulation.Result:
-    """The simulation's, of many steps whose lengths and requests are drawn from those that were ``measured``."""
+def forecast(
+    rates: simulation.Rates, job: Job, schedule: simulation.Schedule, steps: int, measured: Measured
+) -> simulation.Result:
+    """The simulation's, of the job's own responses: of so many steps after those that the job, too, did not count."""
+    responses = itertools.cycle(measured.lengths)  # at its end a job asks for no more groups, and the simulation does
 
     def lengths(draw: np.random.Generator, count: int) -> np.ndarray:
-        return draw.choice(np.array(measured.lengths), count)
+        return np.array(list(itertools.islice(responses, count)), dtype=np.int64)
 
-    each = round(sum(measured.lengths) / sum(measured.requests))
+    each = round(measured.request_tokens)
     schedule = replace(schedule, request=min(each, schedule.request or each))
-    return simulation.Simulation(rates, simulation.Load(job.groups, job.size, lengths), schedule).run(300)
+    return simulation.Simulation(rates, simulation.Load(job.groups, job.size, lengths), schedule).run(steps)
 
 
 def main() -> None:
@@ -354,7 +363,7 @@ def main() -> None:
     text.say("| schedule | s a step | of in turn | trainer idle | engines idle | simulated, s | distance |")
     text.say("|---|---:|---:|---:|---:|---:|---:|")
     for configuration, found in results:
-        simulated = forecast(rates, job, configuration.schedule, found)
+        simulated = forecast(rates, job, configuration.schedule, arguments.steps, found)
         text.say(
             f"| {configuration.schedule.name} | {found.step_s:.2f} | {found.step_s / in_turn.step_s:.2f} | "
             f"{found.trainer_idle:.0%} | {found.engines_idle:.0%} | {simulated.step_s:.2f} | "

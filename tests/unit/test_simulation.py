@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import asynchrony
 import numpy as np
 import pytest
+import simulation
 
 from megarl.explore.order.pacing import Pacing
 
 SAMPLING, UPDATE, PUBLISH = 10 * (0.1 + 4 * 0.05), 2.0, 0.5
 """Seconds of four rows of ten tokens that one engine decodes together; of an update; of a publication."""
-
-
-@pytest.fixture
-def simulation(monkeypatch: pytest.MonkeyPatch) -> Any:
-    import simulation
-
-    return simulation
 
 
 def equal(draw: np.random.Generator, count: int) -> np.ndarray:
@@ -34,9 +29,7 @@ def equal(draw: np.random.Generator, count: int) -> np.ndarray:
         (Pacing(1, 1), "completion", False),
     ],
 )
-def test_equal_lengths_have_a_closed_form(
-    simulation: Any, pacing: Pacing, order: Any, in_flight: bool, update: float
-) -> None:
+def test_equal_lengths_have_a_closed_form(pacing: Pacing, order: Any, in_flight: bool, update: float) -> None:
     """One engine: in turn the two add up; one step ahead the longer one counts; two steps in turn publish once."""
     rates = simulation.Rates(1, 4, 0.1, 0.05, update, 0.0, PUBLISH)
     found = simulation.Simulation(
@@ -56,7 +49,39 @@ def test_equal_lengths_have_a_closed_form(
     assert found.staleness == pacing.max_staleness
 
 
-def test_no_job_is_faster_than_its_limit_or_trains_older_groups(simulation: Any) -> None:
+@pytest.mark.parametrize("update", [UPDATE, 2 * SAMPLING])
+def test_an_answer_is_waited_for_where_nothing_hides_it(update: float) -> None:
+    """In turn it adds to each step; one step ahead it passes while weights are published."""
+    rates = simulation.Rates(1, 4, 0.1, 0.05, update, 0.0, PUBLISH, answer_s=0.25)
+    for pacing in (Pacing(), Pacing(1, 1)):
+        found = simulation.Simulation(rates, simulation.Load(1, 4, equal), simulation.Schedule("", pacing)).run(41)
+        step = PUBLISH + (SAMPLING + 0.25 + update if pacing == Pacing() else max(SAMPLING, update))
+        assert found.step_s == pytest.approx(step, rel=0.03)
+
+
+def test_rates_are_found_again_in_the_times_that_they_make() -> None:
+    dice = np.random.default_rng(5)
+
+    def job(groups: int, context: float, request: int) -> asynchrony.Measured:
+        lengths = [simulation.lognormal(dice, 8 * groups) for _ in range(8)]
+        tokens, longest = [float(of.sum()) for of in lengths], [float(of.max()) for of in lengths]
+        requests = [float(sum(-(-n // request) for n in of.tolist())) for of in lengths]
+        seconds = [
+            5e-3 * most + 4e-4 * n + 2e-3 * asked + 6e-5 * context
+            for n, most, asked in zip(tokens, longest, requests, strict=True)
+        ]
+        rest = [0.4 + 3e-4 * n for n in tokens]
+        return asynchrony.Measured(
+            0.0, 0.0, 0.0, tokens, longest, seconds, [0.3] * 8, [0.2] * 8, rest, requests, [context] * 8, [], 0.0
+        )
+
+    rates = asynchrony.calibrated(job(4, 0.0, 1024), [job(12, 0.0, 16), job(4, 6144.0, 1024)], slots=64)
+    found = [rates.token_s, rates.row_s, rates.begin_s, rates.prefill_s, rates.update_s, rates.update_token_s]
+    assert found == pytest.approx([5e-3, 4e-4, 2e-3, 6e-5, 0.4, 3e-4])
+    assert (rates.answer_s, rates.publish_s) == pytest.approx((0.3, 0.2))
+
+
+def test_no_job_is_faster_than_its_limit_or_trains_older_groups() -> None:
     rates = simulation.Rates(4, 8, 0.01, 0.001, 0.1, 0.0005, 0.05, prefill_s=1e-4)
     load, found = simulation.Load(8, 8, simulation.lognormal), {}
     for schedule in simulation.SCHEDULES:
@@ -70,7 +95,7 @@ def test_no_job_is_faster_than_its_limit_or_trains_older_groups(simulation: Any)
     assert simulation.Simulation(rates, load, simulation.SCHEDULES[0], seed=3).run(24) == found["in turn (k=0)"]
 
 
-def test_a_budget_suspends_rows_and_loses_no_token(simulation: Any) -> None:
+def test_a_budget_suspends_rows_and_loses_no_token() -> None:
     """Every token of the trained groups was sampled once; rows of the step that trains next have no budget."""
     rates = simulation.Rates(2, 4, 0.01, 0.001, 0.1, 0.0, 0.05)
     schedule = simulation.Schedule("", Pacing(2, 1), budget=20)
@@ -101,7 +126,7 @@ def test_a_budget_suspends_rows_and_loses_no_token(simulation: Any) -> None:
     assert job._engines.tokens == whole + waiting - unended
 
 
-def test_drawn_lengths_have_the_median_and_the_percentile(simulation: Any) -> None:
+def test_drawn_lengths_have_the_median_and_the_percentile() -> None:
     for lengths in (simulation.lognormal, simulation.pareto):
         values = lengths(np.random.default_rng(1), 200_000)
         assert np.median(values) == pytest.approx(32, rel=0.04)
