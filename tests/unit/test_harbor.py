@@ -194,6 +194,17 @@ def test_tests_that_are_a_link_are_refused(hello: Path, link: str) -> None:
         read_folder(hello)
 
 
+@pytest.mark.parametrize("target", ["../solution", "sub/../../solution/solve.sh", "/tmp", "{tests}/test.sh"])
+def test_links_that_lead_out_of_the_tests_are_refused(hello: Path, target: str) -> None:
+    (hello / "tests" / "sub").mkdir()
+    (hello / "tests" / "sub" / "inside").symlink_to("../test.sh")
+    (hello / "tests" / "python").symlink_to("/usr/bin/python3")
+    read_folder(hello)
+    (hello / "tests" / "out").symlink_to(target.format(tests=hello / "tests"))
+    with pytest.raises(DataError, match="tests/out: is a link, and what it leads to is in no sandbox"):
+        read_folder(hello)
+
+
 def test_files_without_room_are_refused(tmp_path: Path) -> None:
     big = written(tmp_path / "a", HELLO, Dockerfile="FROM a\nWORKDIR /app\nCOPY big .\n")
     for file, words in ((big / "environment/big", "33 MB of files for /app, .* 32 MB"), (big / "tests/b", "300 MB")):

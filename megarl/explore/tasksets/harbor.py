@@ -115,8 +115,9 @@ def read_folder(folder: Path) -> HarborTask:
     if not instruction.strip():
         _refuse(folder / "instruction.md", "is empty; write what is to be done")
     _text(folder / "tests" / "test.sh")
-    for link in (folder / "tests", folder / "tests" / "test.sh"):
-        if link.is_symlink():
+    tests = folder / "tests"
+    for link in (tests, *sorted(tests.rglob("*"))):
+        if link.is_symlink() and (link in (tests, tests / "test.sh") or _leads_out(link, tests)):
             _refuse(link, "is a link, and what it leads to is in no sandbox; put the files there themselves")
     workdir, copies = _docker(folder / "environment")
     workdir = _value(file, found, "environment.workdir") or workdir
@@ -161,6 +162,14 @@ def _digest(folder: Path) -> str:
 
 def _bytes(path: Path) -> bytes:
     return path.read_bytes() if path.is_file() else b""
+
+
+def _leads_out(link: Path, folder: Path) -> bool:
+    """Return True for a link that a sandbox with this folder and the machine's /usr does not resolve."""
+    target = os.readlink(link)
+    if os.path.isabs(target):
+        return not target.startswith("/usr/")
+    return not Path(os.path.normpath(link.parent / target)).is_relative_to(folder)
 
 
 def _check_room(file: Path, copies: Iterable[tuple[Path, str]], most_mb: int, fix: str) -> None:
