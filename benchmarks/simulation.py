@@ -5,7 +5,7 @@ is decided by the job's own ``explore/order/pacing.py``; time is what is simulat
 
 An engine decodes its rows together: a token of each takes ``token_s + row_s`` · rows. Rows wait in one queue, the
 oldest group first, and go to the engine with the fewest rows. Lengths are drawn; prompts cost nothing but for rows that
-go on after their KV cache was reset (``prefill_s`` a token), and ``begin_s`` for each request.
+go on after their KV cache was reset (``prefill_s`` a token), and ``begin_s`` for each request, spread over its tokens.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Rates:
     prefill_s: float = 0.0
     """Seconds of each token of a row whose KV cache was reset."""
     begin_s: float = 0.0
-    """Seconds of decoding that an engine loses for each request that begins."""
+    """Seconds of decoding that an engine loses for each request."""
     answer_s: float = 0.0
     """Seconds from the end of a group to its step in the trainer, and from the trainer's request to its first row:
     rewards, the store, and looking there."""
@@ -99,7 +99,7 @@ class Schedule:
     pacing: Pacing = field(default_factory=Pacing)
     order: Literal["admission", "completion"] = "admission"
     in_flight: bool = False
-    """Weights change while rows run; otherwise rows that run are awaited, and no others begin."""
+    """Weights change while rows run; otherwise requests that run are awaited, and no others begin."""
     budget: int | None = None
     """Tokens that a trajectory samples between two publications; then it is suspended until the next one. None for all.
     Groups of steps that train before the next publication have no budget."""
@@ -152,6 +152,7 @@ class Engines:
         self.queue: deque[tuple[Row, int]] = deque()
         """Rows that wait, and how many tokens each samples."""
         self._rates, self._ended, self._request = rates, ended, request
+        self._row_s = rates.row_s + (rates.begin_s / request if request else 0.0)
         count = rates.engines
         self._running: list[list[tuple[float, int, Row, int]]] = [[] for _ in range(count)]
         """(count of tokens at which the row ends, serial number, row, its tokens)."""
@@ -171,15 +172,27 @@ class Engines:
                 continue
             row, tokens = self.queue.popleft()
             self._settle(engine)
-            # All requests of the row at once: when they begin makes little difference to the sum.
-            requests = math.ceil(tokens / self._request) if self._request else 1
-            self._stall(engine, row.done * self._rates.prefill_s + requests * self._rates.begin_s)
+            self._stall(engine, row.done * self._rates.prefill_s + (0.0 if self._request else self._rates.begin_s))
             self._serial += 1
             heapq.heappush(self._running[engine], (self._count[engine] + tokens, self._serial, row, tokens))
             heapq.heappush(self._loads, (load + 1, engine))
             self.rows += 1
             touched.add(engine)
         for engine in touched:
+            self._schedule(engine)
+
+    def drain(self, draw: np.random.Generator) -> None:
+        """End rows that run with the request that they are in. Where the model ends requests, what one lacks is as long
+        as a whole one."""
+        if self._request is None:
+            return
+        for engine, running in enumerate(self._running):
+            self._settle(engine)
+            for place, (end, serial, row, tokens) in enumerate(running):
+                sampled = tokens - (end - self._count[engine])
+                whole = min(math.ceil(sampled + draw.exponential(self._request)), tokens)
+                running[place] = (end - (tokens - whole), serial, row, whole)
+            heapq.heapify(running)
             self._schedule(engine)
 
     def pause(self, each: int) -> float:
@@ -227,7 +240,7 @@ class Engines:
         return self.busy
 
     def _each(self, engine: int) -> float:
-        return self._rates.token_s + self._rates.row_s * len(self._running[engine])
+        return self._rates.token_s + self._row_s * len(self._running[engine])
 
     def _settle(self, engine: int) -> None:
         """Count what the engine has decoded up to now; an engine that is paused or stalled has a later time."""
@@ -311,8 +324,10 @@ class Simulation:
         engines, schedule = self._engines, self._schedule
         if step:
             if not schedule.in_flight:
-                # In admission order all that was asked for is awaited (or suspended); else what runs.
-                engines.held = schedule.order == "completion"
+                # In admission order all that was asked for is awaited (or suspended); else requests that run.
+                if schedule.order == "completion":
+                    engines.held = True
+                    engines.drain(self._draw)
                 self._wait(lambda: engines.rows == 0 and (engines.held or not engines.queue))
             at_once = self._rates.at_once if schedule.in_flight else None
             seconds = engines.pause(at_once or self._rates.engines)

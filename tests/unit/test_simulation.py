@@ -95,23 +95,33 @@ def test_no_job_is_faster_than_its_limit_or_trains_older_groups() -> None:
     assert simulation.Simulation(rates, load, simulation.SCHEDULES[0], seed=3).run(24) == found["in turn (k=0)"]
 
 
-def test_a_budget_suspends_rows_and_loses_no_token() -> None:
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        simulation.Schedule("a budget", Pacing(2, 1), budget=20),
+        simulation.Schedule("a drain", Pacing(2, 1), "completion", request=20),
+    ],
+    ids=lambda schedule: schedule.name,
+)
+def test_what_suspends_rows_loses_no_token(schedule: simulation.Schedule) -> None:
     """Every token of the trained groups was sampled once; rows of the step that trains next have no budget."""
     rates = simulation.Rates(2, 4, 0.01, 0.001, 0.1, 0.0, 0.05)
-    schedule = simulation.Schedule("", Pacing(2, 1), budget=20)
     job = simulation.Simulation(rates, simulation.Load(4, 4, simulation.lognormal), schedule)
     trained: list[Any] = []
-    take, suspended = job._take, 0
+    take, ended, suspended = job._take, job._engines._ended, 0
+
+    def ending(row: simulation.Row) -> None:
+        nonlocal suspended
+        suspended += row.left > 0
+        ended(row)
 
     def taking(step: int) -> list[Any]:
-        nonlocal suspended
         found = take(step)
-        suspended += len(job._suspended)
         trained.extend(found)
-        assert all(group.number == step for group in found)
+        assert schedule.order == "completion" or all(group.number == step for group in found)
         return found  # type: ignore[no-any-return]
 
-    job._take = taking
+    job._take, job._engines._ended = taking, ending
     job.run(12)
     assert suspended > 0 and len(trained) == (12 + 2 + 2) * 4 and all(group.left == 0 for group in trained)
     assert job._engines.tokens >= sum(group.tokens for group in trained)
@@ -121,9 +131,20 @@ def test_a_budget_suspends_rows_and_loses_no_token() -> None:
     rows = [row for row, _ in job._engines.queue] + job._suspended
     unended = sum(row.left for row in rows)
     waiting = sum(group.tokens for group in {row.group for row in rows})
-    ended = {id(row.group) for row in rows}
-    whole = sum(group.tokens for group in [*trained, *job._ready] if id(group) not in ended)
+    unended_groups = {id(row.group) for row in rows}
+    whole = sum(group.tokens for group in [*trained, *job._ready] if id(group) not in unended_groups)
     assert job._engines.tokens == whole + waiting - unended
+
+
+def test_a_drain_waits_for_requests_alone() -> None:
+    """Rows of several requests go on with the next weights, so that a publication comes sooner."""
+    rates = simulation.Rates(2, 16, 0.01, 0.001, 0.1, 0.0005, 0.05)
+    load = simulation.Load(4, 4, simulation.lognormal)
+    whole, cut = (
+        simulation.Simulation(rates, load, simulation.Schedule("", Pacing(2, 1), "completion", request=request)).run(60)
+        for request in (None, 20)
+    )
+    assert cut.step_s < 0.9 * whole.step_s and cut.staleness <= 2
 
 
 def test_drawn_lengths_have_the_median_and_the_percentile() -> None:
