@@ -28,6 +28,7 @@ def killed_at_random(
     seed: object,
     longest_s: float = 4.0,
     begun: Callable[[], bool] = lambda: True,
+    limit_s: float = START_S,
 ) -> Iterator[tuple[Job, int]]:
     """The job once it has ended well, and the number of kills: fewer where it ended before.
 
@@ -35,6 +36,7 @@ def killed_at_random(
         victims: Roles as of ``Job.pid_of``, in turn.
         longest_s: The next kill comes within so many seconds of the moment at which its victim is there.
         begun: True once the first kill may come.
+        limit_s: Most seconds from the last kill to the end.
     """
     dice = random.Random(repr(seed))
     job = Job(run_dir, [*settings, *SURVIVES]).start()
@@ -56,7 +58,7 @@ def killed_at_random(
                 job.wait(30)
                 job.until_gone(60)
                 job = Job(run_dir, [*settings, *SURVIVES]).start()
-        assert job.wait(START_S) == 0, job.output.read_text()
+        assert job.wait(limit_s) == 0, job.output.read_text()
         yield job, done
     finally:
         job.clean_up()

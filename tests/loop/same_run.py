@@ -83,11 +83,11 @@ def steps_of(run_dir: Path) -> list[dict[str, float]]:
 
 
 @contextmanager
-def left_alone(run_dir: Path, settings: Sequence[str]) -> Iterator[Path]:
+def left_alone(run_dir: Path, settings: Sequence[str], limit_s: float = START_S) -> Iterator[Path]:
     """Directory of a job that has ended by itself."""
     job = Job(run_dir, settings).start()
     try:
-        assert job.wait(START_S) == 0, job.output.read_text()
+        assert job.wait(limit_s) == 0, job.output.read_text()
         yield job.run_dir
     finally:
         job.clean_up()

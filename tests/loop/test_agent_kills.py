@@ -14,6 +14,8 @@ from tests.loop.same_run import left_alone
 from tests.system.jobs import START_S
 
 KILLS, STEPS, TASKS, MEMBERS = 50, 60, 8, 4
+LIMIT_S = 15.0 * STEPS
+"""Of a job: one that is left alone takes four seconds a step on a slow machine."""
 VICTIMS = ("explorer", "reward", "engine", "trainer 0")
 GUESS = Path(__file__).parents[2] / "configs" / "agents" / "guess.py"
 VERIFIED = """
@@ -70,8 +72,8 @@ def test_fifty_kills(tmp_path: Path) -> None:
     scorer.write_text(SCORER)
     settings = [*SETTINGS, f"rollout.agent={agent}", f"reward.path={scorer}"]
     with (
-        left_alone(tmp_path / "whole", settings) as whole,
-        killed_at_random(tmp_path / "killed", settings, VICTIMS, KILLS, 1, longest_s=3.0) as (job, kills),
+        left_alone(tmp_path / "whole", settings, LIMIT_S) as whole,
+        killed_at_random(tmp_path / "killed", settings, VICTIMS, KILLS, 1, 3.0, limit_s=LIMIT_S) as (job, kills),
     ):
         assert kills == KILLS
         trained = tasks_of(job.run_dir)
