@@ -17,7 +17,10 @@ import argparse
 import itertools
 import json
 import random
+import re
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,6 +157,15 @@ def measured(run_dir: Path) -> dict[str, Any]:
     return {"rewards": sorted(rewards.items()), "accuracies": sorted(accuracies.items())}
 
 
+def trained_tokens(run_dir: Path) -> int:
+    """Tokens that the run's steps have trained on. Raises CalledProcessError where one was not sampled by its model."""
+    command = [sys.executable, "-m", "megarl", "data", "tokens", str(run_dir)]
+    output = subprocess.run(command, cwd=jobs.ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+    found = re.search(r"^trained tokens +([\d,]+)$", output, re.MULTILINE)
+    assert found is not None, output
+    return int(found[1].replace(",", ""))
+
+
 def settings_of(runs: Path, name: str, seed: int) -> list[str]:
     """Overrides of one run, beside COMMON and its folder."""
     arm = ARMS[name]
@@ -163,6 +175,7 @@ def settings_of(runs: Path, name: str, seed: int) -> list[str]:
         "taskset.generate=null", "taskset.options={}", "taskset.warm_start=null", f"model.path={start}/hf",
         "model.from_scratch=null", "trainer.warm_start.steps=0", f"trainer.steps={arm.steps}",
         f"trainer.eval_interval={EVERY}", f"trainer.checkpoint_interval={EVERY}", f"trainer.seed={seed}",
+        "trainer.keep_batches=true",
     ]  # fmt: skip
     return [*STARTS[arm.start].settings, *own, *arm.settings]
 
@@ -174,7 +187,7 @@ def one(runs: Path, name: str, seed: int) -> dict[str, Any]:
     def make() -> dict[str, Any]:
         make_start(runs, ARMS[name].start)
         seconds = jobs.train(run_dir, [*COMMON, *settings_of(runs, name, seed)])
-        return {**measured(run_dir), "seconds": seconds}
+        return {**measured(run_dir), "tokens": trained_tokens(run_dir), "seconds": seconds}
 
     return jobs.kept(run_dir / "result.json", make)
 
@@ -214,6 +227,12 @@ def main() -> None:
     text.say("|---|---|---|")
     for name, found in results.items():
         say(text, name, found)
+    text.say("")
+    tokens = sum(run["tokens"] for found in results.values() for run in found)
+    text.say(
+        f"{tokens:,} tokens were trained in these runs. By `megarl data tokens` none of them differs from the one that "
+        "was sampled, and none is of an environment or a tool."
+    )
     for name in results:
         text.say("")
         text.say(f"`{name}`: mean reward of each step over the seeds, and held-out accuracy (diamonds)")
