@@ -28,6 +28,7 @@ def killed_at_random(
     seed: object,
     longest_s: float = 4.0,
     begun: Callable[[], bool] = lambda: True,
+    further: int = 0,
     limit_s: float = START_S,
 ) -> Iterator[tuple[Job, int]]:
     """The job once it has ended well, and the number of kills: fewer where it ended before.
@@ -36,17 +37,22 @@ def killed_at_random(
         victims: Roles as of ``Job.pid_of``, in turn.
         longest_s: The next kill comes within so many seconds of the moment at which its victim is there.
         begun: True once the first kill may come.
+        further: Steps that are done before each kill of a trainer rank or the supervisor, beyond those before the last
+            one. Where a start takes longer than it is until the next kill, a job would only ever start.
         limit_s: Most seconds from the last kill to the end.
     """
     dice = random.Random(repr(seed))
     job = Job(run_dir, [*settings, *SURVIVES]).start()
-    done = 0
+    done, steps = 0, further
     try:
         while done < kills:
             victim = victims[done % len(victims)]
             role = "trainer 0" if victim == SUPERVISOR else victim
+            wanted = steps if role == "trainer 0" else 0
             end = time.monotonic() + START_S
-            while not (begun() and has(job, role)) and job.poll() is None and time.monotonic() < end:
+            while job.poll() is None and time.monotonic() < end:
+                if begun() and has(job, role) and len(job.steps()) >= wanted:
+                    break
                 time.sleep(0.02)
             time.sleep(dice.uniform(0, longest_s))
             if job.poll() is not None:
@@ -54,6 +60,8 @@ def killed_at_random(
             with suppress(AssertionError, ProcessLookupError, FileNotFoundError):  # absent just now
                 os.kill(job.pid if victim == SUPERVISOR else job.pid_of(victim), signal.SIGKILL)
                 done += 1
+                if role == "trainer 0":
+                    steps = len(job.steps()) + further
             if victim == SUPERVISOR:
                 job.wait(30)
                 job.until_gone(60)

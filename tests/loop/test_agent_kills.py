@@ -71,10 +71,8 @@ def test_fifty_kills(tmp_path: Path) -> None:
     agent.write_text(GUESS.read_text() + VERIFIED)
     scorer.write_text(SCORER)
     settings = [*SETTINGS, f"rollout.agent={agent}", f"reward.path={scorer}"]
-    with (
-        left_alone(tmp_path / "whole", settings, LIMIT_S) as whole,
-        killed_at_random(tmp_path / "killed", settings, VICTIMS, KILLS, 1, 3.0, limit_s=LIMIT_S) as (job, kills),
-    ):
+    killed = killed_at_random(tmp_path / "killed", settings, VICTIMS, KILLS, 1, 3.0, further=1, limit_s=LIMIT_S)
+    with left_alone(tmp_path / "whole", settings, LIMIT_S) as whole, killed as (job, kills):
         assert kills == KILLS
         trained = tasks_of(job.run_dir)
         assert [len(groups) for groups in trained] == [TASKS] * STEPS

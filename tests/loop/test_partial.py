@@ -68,7 +68,7 @@ def test_ten_kills_at_any_moment_leave_the_same_bits(tmp_path: Path, k: int) -> 
     victims = ("engine", "explorer", "trainer 0", "engine", SUPERVISOR)
     with (
         left_alone(tmp_path / "whole", settings) as whole,
-        killed_at_random(tmp_path / "killed", settings, victims, 10, k) as (job, _),
+        killed_at_random(tmp_path / "killed", settings, victims, 10, k, further=1) as (job, _),
     ):
         assert_same_bits(whole, job.run_dir)
 
