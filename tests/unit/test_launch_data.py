@@ -124,6 +124,14 @@ def test_held_out_question_among_the_others(prepared: Path, tmp_path: Path, spli
     refused(DataError, config, f"rows.parquet: row 6 (taskset.{split}) asks", "taskset.eval", same["content"])
 
 
+def test_held_out_questions_are_named_together(prepared: Path, tmp_path: Path) -> None:
+    rows, held_out = (read_rows(prepared / "data" / f"{name}.parquet") for name in ("train", "eval"))
+    leaked = [replace(row, prompt=held_out[i].prompt) for i, row in enumerate(rows[:8])]
+    write_rows(tmp_path / "rows.parquet", [*leaked, *rows[8:]])
+    config = config_of(prepared, f"taskset.train={tmp_path}/rows.parquet")
+    refused(DataError, config, "row 1 (taskset.train) asks", "as do 7 others: ", "row 6 (taskset.train), …; drop them")
+
+
 @pytest.mark.parametrize("split", ["train", "eval"])
 def test_prompt_longer_than_the_limit(prepared: Path, tmp_path: Path, split: str) -> None:
     long = [{"role": "user", "content": "1 + 2 + 3 + 4 " * 30}]

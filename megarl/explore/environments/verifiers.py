@@ -119,7 +119,7 @@ class Verifiers:
             last = found.stderr.strip().rpartition("\n")[2]
             raise ConfigError(
                 f"rollout.options.env={options['env']} cannot be loaded by {options['python']}: {last}; verifiers 0.4 "
-                "or later and the taskset's package must be installed there"
+                "or later and the taskset must be installed there, or rollout.options.path be the folder of its module"
             )
 
     def step(self, response: str) -> Observation:

@@ -1,6 +1,6 @@
 """Server of verifiers' tasksets (MIT), run by the Python of their own environment: it imports nothing of megarl.
 
-    PYTHON -P verifiers_server.py rows '{"taskset": {"id": "gsm8k"}}' COUNT > rows.jsonl
+    PYTHON -P verifiers_server.py rows '{"taskset": {"id": "gsm8k"}}' COUNT [--skip N] [--path DIR] > rows.jsonl
     PYTHON -P verifiers_server.py check '{"taskset": {"id": "gsm8k"}}'
     PYTHON -P verifiers_server.py serve '{"taskset": {"id": "gsm8k"}}' SOCKET
 
@@ -11,6 +11,7 @@ sides write JSON lines: the server ``{"pid"}``, then ``{"messages"}`` for each r
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import ctypes
 import itertools
@@ -171,9 +172,9 @@ def watch(parent: int) -> None:
     os._exit(1)
 
 
-def rows(environment: Any, count: int) -> None:
-    """Write the first tasks as rows; a prompt is what the episode's first request has."""
-    for task in itertools.islice(environment.taskset, count):
+def rows(environment: Any, skip: int, count: int) -> None:
+    """Write tasks as rows; a prompt is what the episode's first request has."""
+    for task in itertools.islice(environment.taskset, skip, skip + count):
         opening = asyncio.run(opening_of(environment, task))
         index, name = task.data.idx, environment.config.env_id
         row: dict[str, Any] = {"data_source": f"verifiers/{name}", "prompt": opening, "ability": "verifiers"}
@@ -198,18 +199,41 @@ async def opening_of(environment: Any, task: Any) -> list[Any]:
     return first.result()
 
 
+def write_rows(given: argparse.Namespace) -> None:
+    """Write the rows that a command line asks for."""
+    if given.path:
+        sys.path.insert(0, given.path)
+    try:
+        environment = environment_of(json.loads(given.env))
+    except Exception as error:
+        reason = str(error).strip().rpartition("\n")[2] or type(error).__name__
+        sys.exit(f"{given.env} cannot be loaded: {reason}; --path names the folder of a module that is not installed")
+    rows(environment, given.skip, given.count)
+
+
 def main() -> None:
     """See the module."""
-    command, block, *more = sys.argv[1:]
-    environment = environment_of(json.loads(block))
-    tasks = environment.taskset
-    if command == "rows":
-        rows(environment, int(more[0]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("rows", "check", "serve"):
+        command = commands.add_parser(name)
+        command.add_argument("env", help="verifiers' [env] block, as JSON")
+        if name == "serve":
+            command.add_argument("socket")
+        if name == "rows":
+            command.add_argument("count", type=int, help="tasks to write")
+            command.add_argument("--skip", type=int, default=0, help="tasks before the first one that is written")
+            command.add_argument("--path", help="folder in which the module of a taskset is that is not installed")
+    given = parser.parse_args()
+    if given.command == "rows":
+        write_rows(given)
         return
+    environment = environment_of(json.loads(given.env))
+    tasks = environment.taskset
     asyncio.run(opening_of(environment, next(iter(tasks))))  # imports what an episode does, once, before the forks
-    if command == "serve":
+    if given.command == "serve":
         known = list(tasks) if tasks.bounded else None
-        serve(environment, lambda i: known[i] if known else next(itertools.islice(tasks, i, None)), more[0])
+        serve(environment, lambda i: known[i] if known else next(itertools.islice(tasks, i, None)), given.socket)
 
 
 if __name__ == "__main__":

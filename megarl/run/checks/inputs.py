@@ -31,6 +31,9 @@ from megarl.run.run_dir.rows import Rows, place
 
 log = logging.getLogger(__name__)
 
+NAMED = 5
+"""Further rows that an error names."""
+
 
 def check_rewards(config: Config, tasks: Mapping[str, list[Task]]) -> None:
     """Check that every row has a verifier, which works here: a user's own one scores a row, programs can be isolated, a
@@ -164,12 +167,16 @@ def check_held_out(config: Config, held_out: Rows, others: Mapping[str, Rows]) -
     """No other row asks a held-out question, spaces and capitals aside. Raises DataError naming the row."""
     questions = {_question(row) for row in held_out}
     for name, rows in others.items():
-        for row in rows:
-            if _question(row) in questions:
-                raise DataError(
-                    f"{place(config, name, row)} asks a question of taskset.eval: {row.prompt[-1].get('content')!r}; "
-                    "drop it from one of them (spaces and capitals make no difference here)"
-                )
+        found = [row for row in rows if _question(row) in questions]
+        if found:
+            first, others = found[0], found[1:]
+            named = [place(config, name, row) for row in others[:NAMED]] + ["…"] * (len(others) > NAMED)
+            also = f", as do {len(others)} others: {', '.join(named)}" if others else ""
+            raise DataError(
+                f"{place(config, name, first)} asks a question of taskset.eval: "
+                f"{first.prompt[-1].get('content')!r}{also}; drop them from one of both (spaces and capitals make no "
+                "difference here)"
+            )
 
 
 def _question(row: Task | Preference) -> tuple[object, ...]:
