@@ -169,13 +169,13 @@ def check_held_out(config: Config, held_out: Rows, others: Mapping[str, Rows]) -
     for name, rows in others.items():
         found = [row for row in rows if _question(row) in questions]
         if found:
-            first, others = found[0], found[1:]
-            named = [place(config, name, row) for row in others[:NAMED]] + ["…"] * (len(others) > NAMED)
-            also = f", as do {len(others)} others: {', '.join(named)}" if others else ""
+            first, rest = found[0], found[1:]
+            named = [place(config, name, row) for row in rest[:NAMED]] + ["…"] * (len(rest) > NAMED)
+            also = f", as do {len(rest)} others: {', '.join(named)}" if rest else ""
             raise DataError(
                 f"{place(config, name, first)} asks a question of taskset.eval: "
-                f"{first.prompt[-1].get('content')!r}{also}; drop them from one of both (spaces and capitals make no "
-                "difference here)"
+                f"{first.prompt[-1].get('content')!r}{also}; drop them there or from taskset.eval (spaces and "
+                "capitals make no difference here)"
             )
 
 
