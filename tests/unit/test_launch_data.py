@@ -129,7 +129,9 @@ def test_held_out_questions_are_named_together(prepared: Path, tmp_path: Path) -
     leaked = [replace(row, prompt=held_out[i].prompt) for i, row in enumerate(rows[:8])]
     write_rows(tmp_path / "rows.parquet", [*leaked, *rows[8:]])
     config = config_of(prepared, f"taskset.train={tmp_path}/rows.parquet")
-    refused(DataError, config, "row 1 (taskset.train) asks", "as do 7 others: ", "row 6 (taskset.train), …; drop them there")
+    refused(
+        DataError, config, "row 1 (taskset.train) asks", "as do 7 others: ", "row 6 (taskset.train), …; drop them there"
+    )
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
