@@ -230,8 +230,8 @@ def main() -> None:
     text.say("")
     tokens = sum(run["tokens"] for found in results.values() for run in found)
     text.say(
-        f"{tokens:,} tokens were trained in these runs. By `megarl data tokens RUN` none of them differs from the one that "
-        "was sampled, and none is of an environment or a tool."
+        f"{tokens:,} tokens were trained in these runs. By `megarl data tokens RUN` none of them differs from the one "
+        "that was sampled, and none is of an environment or a tool."
     )
     for name in results:
         text.say("")
