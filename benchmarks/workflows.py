@@ -17,10 +17,7 @@ import argparse
 import itertools
 import json
 import random
-import re
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +27,10 @@ import jobs
 import page
 
 from megarl.core.schema import Task
+from megarl.explore.store import Selection
 from megarl.explore.tasksets.rows import write_rows
+from megarl.run.data.opened import stored_run
+from megarl.run.data.trained_tokens import count_trained
 from megarl.run.report.svg import Markers, line_chart
 
 LOOK = jobs.ROOT / "benchmarks" / "look"
@@ -158,12 +158,11 @@ def measured(run_dir: Path) -> dict[str, Any]:
 
 
 def trained_tokens(run_dir: Path) -> int:
-    """Tokens that the run's steps have trained on. Raises CalledProcessError where one was not sampled by its model."""
-    command = [sys.executable, "-m", "megarl", "data", "tokens", str(run_dir)]
-    output = subprocess.run(command, cwd=jobs.ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
-    found = re.search(r"^trained tokens +([\d,]+)$", output, re.MULTILINE)
-    assert found is not None, output
-    return int(found[1].replace(",", ""))
+    """Tokens that the run's steps have trained on. Raises AssertionError where one was not sampled by its model."""
+    with stored_run(run_dir, Selection()) as opened:
+        found = count_trained(opened)
+    assert not found.wrong, found.text()
+    return found.trained
 
 
 def settings_of(runs: Path, name: str, seed: int) -> list[str]:
