@@ -94,6 +94,8 @@ class ModelConfig:
     layers."""
     router: RouterConfig = field(default_factory=RouterConfig)
     """Balance of experts."""
+    train_vision_tower: bool = False
+    """True trains the vision tower of a vision-language model too; False leaves it as it is."""
     from_scratch: FromScratchConfig | None = None
     """A new model instead of a published one; null expects a checkpoint at ``model.path``."""
 
