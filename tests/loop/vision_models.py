@@ -169,22 +169,27 @@ def picture(seed: int, width: int = 40, height: int = 30) -> bytes:
 
 @torch.no_grad()
 def transformers_logp(
-    path: Path, prompt_ids: np.ndarray, response_ids: np.ndarray, images: list[bytes]
+    path: Path,
+    prompt_ids: np.ndarray,
+    response_ids: np.ndarray,
+    images: list[bytes],
+    pixels: tuple[int | None, int | None] = (None, None),
 ) -> torch.Tensor:
     """fp32 [len(response_ids)]: log-probs of the response by plain transformers; ``prompt_ids`` with placeholders
-    expanded."""
+    expanded. ``pixels``: fewest and most of an image, in place of the processor's own (both or none)."""
     decoded = [Image.open(io.BytesIO(image)).convert("RGB") for image in images]
     ids = torch.tensor([[*prompt_ids.tolist(), *response_ids.tolist()]])
     if json.loads((path / "config.json").read_text())["model_type"] == "qwen2_5_vl":
         do_without_videos()
         model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
-        pixels = Qwen2_5_VLProcessor.from_pretrained(path).image_processor(decoded, return_tensors="pt")
-        inputs = {name: pixels[name] for name in ("pixel_values", "image_grid_thw")}
+        size = {} if None in pixels else {"size": dict(zip(("shortest_edge", "longest_edge"), pixels, strict=True))}
+        made = Qwen2_5_VLProcessor.from_pretrained(path).image_processor(decoded, return_tensors="pt", **size)
+        inputs = {name: made[name] for name in ("pixel_values", "image_grid_thw")}
         inputs["mm_token_type_ids"] = (ids == QWEN_IMAGE).int()
     else:
         model = Idefics3ForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
-        pixels = Idefics3Processor.from_pretrained(path).image_processor([decoded], return_tensors="pt")
-        inputs = {name: pixels[name] for name in ("pixel_values", "pixel_attention_mask")}
+        made = Idefics3Processor.from_pretrained(path).image_processor([decoded], return_tensors="pt")
+        inputs = {name: made[name] for name in ("pixel_values", "pixel_attention_mask")}
     logp = model.eval()(input_ids=ids, **inputs).logits.float().log_softmax(-1)[0]
     at = torch.arange(len(prompt_ids) - 1, ids.shape[1] - 1)
     return logp[at, ids[0, at + 1]]
