@@ -96,6 +96,12 @@ class ModelConfig:
     """Balance of experts."""
     train_vision_tower: bool = False
     """True trains the vision tower of a vision-language model too; False leaves it as it is."""
+    min_image_pixels: Count | None = None
+    """Fewest pixels that trainer and engines resize an image of a vision-language model to; null takes the limit of the
+    model's own processor."""
+    max_image_pixels: Count | None = None
+    """Most pixels that trainer and engines resize an image of a vision-language model to; null takes the limit of the
+    model's own processor. A vector of the image, and so a token, is for 28 x 28 pixels in Qwen2.5-VL."""
     from_scratch: FromScratchConfig | None = None
     """A new model instead of a published one; null expects a checkpoint at ``model.path``."""
 

@@ -21,11 +21,12 @@ from safetensors import SafetensorError
 
 from megarl.core.config import Config, hub, load_resolved
 from megarl.core.durable import replace_directory
-from megarl.core.errors import ConfigError
+from megarl.core.errors import CheckpointError, ConfigError
 from megarl.core.schema import Preference
-from megarl.explore.tasksets import ChatTokenizer, encode_rows, generate, place_of_row, read_recipe, recipe, sources_of
+from megarl.explore.tasksets import ChatTokenizer, generate, place_of_row, read_recipe, recipe, sources_of
 from megarl.explore.tasksets.template import writes_date
 from megarl.run.run_dir.changes import Change, changes, described, has_checkpoints
+from megarl.run.run_dir.images import lengths_with_images, processor_of
 from megarl.run.run_dir.rows import kind_of_rows, needs_expert_rows, read_split, splits_of
 
 log = logging.getLogger(__name__)
@@ -206,9 +207,14 @@ def with_prompt_limit(config: Config) -> Config:
     longest, place = 0, ""
     for split in splits_of(config):
         rows, place_of = read_split(config, split), partial(place_of_row, config.taskset, split)
-        for row, ids in zip(rows, encode_rows(rows, tokenizer, path=place_of), strict=True):
-            if len(ids) > longest:
-                longest, place = len(ids), place_of(row)
+        try:
+            processor = processor_of(config, [rows])
+        except CheckpointError:
+            processor = None  # the checks that follow name what is wrong: for one, a model that takes text only
+        lengths = lengths_with_images(rows, tokenizer, processor, path=place_of)
+        for row, length in zip(rows, lengths, strict=True):
+            if length > longest:
+                longest, place = length, place_of(row)
     log.info("rollout.max_prompt_tokens=%d, the longest prompt: %s", longest, place)
     return replace(config, rollout=replace(config.rollout, max_prompt_tokens=longest))
 
