@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from datetime import date
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from tokenizers import Encoding, Tokenizer
@@ -300,8 +300,31 @@ def check_prompts(tasks: Sequence[Row], tokenizer: ChatTokenizer, limit: int, *,
             )
 
 
-def encode_rows(tasks: Sequence[Row], tokenizer: ChatTokenizer, *, path: Place | None = None) -> list[np.ndarray]:
-    """Ids of each row's prompt. Raises DataError naming file and row of a prompt that the chat template refuses."""
+class ImagePrompts(Protocol):
+    """``explore/tasksets/processor.py``'s Processor, which imports torch."""
+
+    def prompt_ids(self, text: str, images: Sequence[bytes]) -> np.ndarray:
+        """int32 [P]; ids of a rendered prompt, each image's placeholder expanded."""
+
+
+def encode_rows(
+    tasks: Sequence[Row], tokenizer: ChatTokenizer, *, path: Place | None = None, processor: ImagePrompts | None = None
+) -> list[np.ndarray]:
+    """Ids of each row's prompt, int32; with ``processor`` the placeholders of images are expanded, else each is the one
+    that the template writes.
+
+    Raises DataError naming file and row of a prompt that the chat template or the processor refuses.
+    """
+    found = _encode_texts_of(tasks, tokenizer, path)
+    for number, row in enumerate(tasks):
+        if processor is not None and isinstance(row, Task) and row.images:
+            with _named(tasks, number, path):
+                text = tokenizer.render(_messages(row), row.chat_template_kwargs)
+                found[number] = processor.prompt_ids(text, row.images)
+    return found
+
+
+def _encode_texts_of(tasks: Sequence[Row], tokenizer: ChatTokenizer, path: Place | None) -> list[np.ndarray]:
     try:
         return tokenizer.encode_prompts((_messages(row) for row in tasks), (row.chat_template_kwargs for row in tasks))
     except DataError:
@@ -312,14 +335,21 @@ def encode_rows(tasks: Sequence[Row], tokenizer: ChatTokenizer, *, path: Place |
 
 
 def encode_demonstrations(
-    tasks: Sequence[Task], tokenizer: ChatTokenizer, *, path: Place | None = None
+    tasks: Sequence[Task], tokenizer: ChatTokenizer, *, path: Place | None = None, processor: ImagePrompts | None = None
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(prompt ids, response ids with the end token) of each row, int32. Raises DataError as :func:`encode_rows`
-    does."""
+    """(prompt ids, response ids with the end token) of each row, int32; placeholders of images are expanded.
+
+    Raises DataError as :func:`encode_rows` does, and for a row with images where there is no ``processor``.
+    """
+    for number, task in enumerate(tasks):
+        if task.images and processor is None:
+            raise DataError(
+                f"{_where(tasks, number, path)}: {len(task.images)} images, and there is no processor of the model "
+                "that could take them; give a model that takes images, or drop the row"
+            )
     answers = [(task.response or "", task.answer) for task in tasks]
-    return list(
-        zip(encode_rows(tasks, tokenizer, path=path), _encode_answers(tasks, answers, tokenizer, path), strict=True)
-    )
+    prompts = encode_rows(tasks, tokenizer, path=path, processor=processor)
+    return list(zip(prompts, _encode_answers(tasks, answers, tokenizer, path), strict=True))
 
 
 def encode_preferences(
