@@ -31,6 +31,30 @@ from megarl.core.config.taskset import TasksetConfig
 
 
 @dataclass(frozen=True)
+class VisionTowerConfig:
+    """Vision tower of a model from scratch of model_type=qwen2_5_vl; other families have none."""
+
+    depth: Count = 2
+    """Layers."""
+    hidden_size: Count = 64
+    """Width; a multiple of 4 times ``num_heads``."""
+    intermediate_size: Count = 128
+    """Width of the MLP."""
+    num_heads: Count = 2
+    """Attention heads."""
+    patch_size: Annotated[int, Bound(1, 64)] = 7
+    """Width and height of a patch in pixels."""
+    spatial_merge_size: Annotated[int, Bound(1, 8)] = 2
+    """Patches in each direction that become one image token."""
+    window_size: Count = 28
+    """Width and height in pixels of the windows of attention, a multiple of ``patch_size`` * ``spatial_merge_size``."""
+    full_attention_layers: list[int] = field(default_factory=lambda: [1])
+    """Layers, from 0, whose attention sees the whole image; the others see their window."""
+    max_image_tokens: Annotated[int, Bound(1, 16384)] = 16
+    """Most tokens of an image; the processor makes larger images smaller."""
+
+
+@dataclass(frozen=True)
 class FromScratchConfig:
     """A randomly initialised HF checkpoint, written to ``model.path`` when that does not exist."""
 
@@ -56,6 +80,8 @@ class FromScratchConfig:
     """True if the LM head shares its weights with the embedding."""
     initializer_range: Annotated[float, Bound(0, 10, above=True)] = 0.05
     """Standard deviation of the initial weights."""
+    vision: VisionTowerConfig = field(default_factory=VisionTowerConfig)
+    """Vision tower, with model_type=qwen2_5_vl."""
 
 
 @dataclass(frozen=True)

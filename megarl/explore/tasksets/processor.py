@@ -39,6 +39,11 @@ class Processor:
         self.has_grid = "image_grid_thw" in self._images.model_input_names and hasattr(self._images, "merge_size")
         """True for Qwen2-VL's image processors: the patches of an image follow from its width and height."""
 
+    @staticmethod
+    def is_in(path: str | os.PathLike[str]) -> bool:
+        """Return True if a checkpoint directory has a processor's files."""
+        return any((Path(path) / name).is_file() for name in PROCESSOR)
+
     @classmethod
     def open(
         cls, path: str | os.PathLike[str], min_pixels: int | None = None, max_pixels: int | None = None
@@ -50,7 +55,7 @@ class Processor:
         limits than pixels and one is given.
         """
         folder = Path(path)
-        if not any((folder / name).is_file() for name in PROCESSOR):
+        if not cls.is_in(folder):
             raise CheckpointError(f"{folder}: no {' or '.join(PROCESSOR)}: this model takes text only")
         do_without_videos()
         from transformers import AutoProcessor

@@ -22,8 +22,9 @@ from safetensors import SafetensorError
 from megarl.core.config import Config, hub, load_resolved
 from megarl.core.durable import replace_directory
 from megarl.core.errors import CheckpointError, ConfigError
-from megarl.core.schema import Preference
+from megarl.core.schema import Preference, Task
 from megarl.explore.tasksets import ChatTokenizer, generate, place_of_row, read_recipe, recipe, sources_of
+from megarl.explore.tasksets.images import PLACEHOLDER
 from megarl.explore.tasksets.template import writes_date
 from megarl.run.run_dir.changes import Change, changes, described, has_checkpoints
 from megarl.run.run_dir.images import lengths_with_images, processor_of
@@ -237,14 +238,23 @@ def with_limit_of_run(config: Config) -> Config:
 def _texts(config: Config) -> tuple[list[str], str]:
     """Prompts that a tokenizer is trained on, and the characters that only their answers have."""
     rows = read_split(config, "train" if config.taskset.warm_start is None else "warm_start")
-    prompts = [m.get("content") or "" for row in rows for m in row.prompt]
+    prompts = [_text(row, m.get("content") or "") for row in rows for m in row.prompt]
     answers = (row.chosen + row.rejected if isinstance(row, Preference) else row.response or "" for row in rows)
     return prompts, "".join(sorted(set().union(*answers) - set().union(*prompts)))
 
 
+def _text(row: Task | Preference, content: str) -> str:
+    """The content without the placeholders of the row's images: what the model reads there is no text."""
+    return content.replace(PLACEHOLDER, "") if isinstance(row, Task) and row.images else content
+
+
 def _model_recipe(config: Config, texts: tuple[list[str], str]) -> dict[str, Any]:
     assert config.model.from_scratch is not None
-    settings = {f"model.from_scratch.{name}": value for name, value in asdict(config.model.from_scratch).items()}
+    values = asdict(config.model.from_scratch)
+    tower = values.pop("vision")
+    if config.model.from_scratch.model_type == "qwen2_5_vl":  # of no other family is it a part
+        values |= {f"vision.{name}": value for name, value in tower.items()}
+    settings = {f"model.from_scratch.{name}": value for name, value in values.items()}
     return settings | {"trainer.seed": config.trainer.seed, "its tokenizer's texts": _digest([*texts[0], texts[1]])}
 
 

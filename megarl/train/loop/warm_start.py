@@ -12,7 +12,7 @@ from megarl.core.config.algorithms import AlgorithmConfig
 from megarl.core.metrics import mean_of_sums
 from megarl.core.schema import Task
 from megarl.explore.order.draws import Demonstration, data_seed, numbers_of_step
-from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations, read_rows, with_templates
+from megarl.explore.tasksets import ChatTokenizer, read_rows, with_templates
 from megarl.learn import algorithms
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.batching import of_demonstrations
@@ -22,6 +22,7 @@ from megarl.train.loop.checkpoints import Checkpointer
 from megarl.train.rank.ranks import Ranks
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
+from megarl.train.update.images import demonstrations_of
 from megarl.train.update.models import Models
 from megarl.train.update.updates import UpdateFilter
 
@@ -61,9 +62,7 @@ class WarmStart:
         assert self._config.taskset.warm_start is not None, "checked before launch"
         rows = read_rows(Path(self._config.taskset.warm_start), require_response=True)
         rows = [with_templates(row, self._config.taskset) for row in rows]
-        pairs = encode_demonstrations(rows, ChatTokenizer.of(self._config))
-        if (images := self._models.images) is not None:
-            pairs = [(images.expand(p, row.images), r) for row, (p, r) in zip(rows, pairs, strict=True)]
+        pairs = demonstrations_of(rows, ChatTokenizer.of(self._config), self._models.images)
         actor = self._models.actor
         actor.head = replace(self._models.head, temperature=1.0)
         if state.step:

@@ -11,6 +11,9 @@ import numpy as np
 import torch
 
 from megarl.core.config import Config
+from megarl.core.schema import Task
+from megarl.explore.order.draws import Demonstration
+from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations
 from megarl.explore.tasksets.processor import Processor
 from megarl.learn.batching import Sequences
 from megarl.learn.batching.images import Image, Vision, images_of
@@ -73,6 +76,8 @@ class ImageInputs:
 
     def expand(self, prompt_ids: np.ndarray, files: Sequence[bytes]) -> np.ndarray:
         """int32 [P] with as many placeholders for each image as it has vectors, from ids with one for each."""
+        if not files:
+            return prompt_ids
         counts = np.ones(len(prompt_ids), dtype=np.int64)
         counts[prompt_ids == self._vision.token] = [self._processor.num_vectors(file) for file in files]
         return np.repeat(prompt_ids, counts)
@@ -95,3 +100,13 @@ class ImageInputs:
             self._files[digest] = file
             self._images[digest] = before.get(digest) or Image(digest, self._processor.grid(file))
         return self._images[digest]
+
+
+def demonstrations_of(
+    tasks: Sequence[Task], tokenizer: ChatTokenizer, images: ImageInputs | None
+) -> list[Demonstration]:
+    """Encode demonstrations, placeholders of images expanded. Raises DataError as ``encode_demonstrations``."""
+    pairs = encode_demonstrations(tasks, tokenizer)
+    if images is None:
+        return pairs
+    return [(images.expand(p, task.images), answer) for task, (p, answer) in zip(tasks, pairs, strict=True)]
