@@ -12,6 +12,7 @@ import torch
 from megarl.core.config.algorithms import AlgorithmConfig
 from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from tests.parallel import vision
+from tests.parallel.families import VOCAB
 from tests.parallel.grid import run_grid
 
 TOLERANCE = 1e-5
@@ -43,7 +44,6 @@ CASES = [
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vision")
     vision.save(folder / "model")
-    vision.save(folder / "tied", tie_word_embeddings=True)
     return folder
 
 
@@ -75,7 +75,7 @@ def on_grid(rank: int, root: str, world: int) -> dict[Any, dict[str, Any]]:
         groups.initialize(parallel, seed=1)
         for trained, recompute in dict.fromkeys((c[2], c[3]) for c in CASES if c[0] == grid):
             settings = ModelConfig(path=str(path), train_vision_tower=trained, recompute=recompute)  # type: ignore[arg-type]
-            head = Head(vision.VOCAB)
+            head = Head(VOCAB)
             limits = micro_batching_for(parallel, LAYOUTS["packed"])
             actor = TrainedModel(hf_config, settings, parallel, head, limits, OptimizerConfig(lr=1e-2))
             names = [

@@ -7,48 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tests.parallel.families import VOCAB, hf_model
+
 if TYPE_CHECKING:
     from megarl.learn.batching import Sequences
     from megarl.learn.batching.images import Image
 
-VOCAB, IMAGE, MERGE = 200, 4, 2
+FAMILY = "qwen2_5_vl"
+IMAGE, MERGE = 4, 2
 PATCH = 3 * 2 * 14 * 14
 """Numbers of a patch."""
 GRIDS = {"a": (1, 4, 6), "b": (1, 2, 2), "c": (1, 8, 2), "d": (1, 10, 8)}
 """Images by their digest; that of d is larger than an attention window."""
 IMAGES = (("a",), (), ("b", "c"), ("d",), ("c",), ("a", "b"), ())
 """Images of each sequence; some are shared."""
-
-
-def hf_model(seed: int = 0, **changes: Any) -> Any:
-    """The model in float32 with nothing at its neutral value."""
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
-    text = {
-        "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.15,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
-        "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1, "tie_word_embeddings": False, **changes,
-    }  # fmt: skip
-    vision = {
-        "depth": 3, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 64, "patch_size": 14,
-        "spatial_merge_size": MERGE, "temporal_patch_size": 2, "window_size": 56, "fullatt_block_indexes": [1],
-        "initializer_range": 0.15,
-    }  # fmt: skip
-    config = Qwen2_5_VLConfig(
-        text_config=text, vision_config=vision, image_token_id=IMAGE, video_token_id=5, vision_start_token_id=2,
-        vision_end_token_id=3, tie_word_embeddings=text["tie_word_embeddings"],
-    )  # fmt: skip
-    torch.manual_seed(seed)
-    model = Qwen2_5_VLForConditionalGeneration(config).float().eval()
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        for name, tensor in model.named_parameters():
-            if "norm" in name or "ln_q" in name:
-                tensor.add_(0.2 * torch.randn_like(tensor))
-            elif name.endswith(".bias"):
-                tensor.copy_(0.3 * torch.randn_like(tensor))
-    return model
 
 
 def pixels(digest: str) -> torch.Tensor:
@@ -109,12 +81,12 @@ def transformers_logp(model: Any) -> torch.Tensor:
     return torch.cat(parts).masked_fill(~made.mask, 0.0)
 
 
-def save(path: Path, **changes: Any) -> Path:
+def save(path: Path) -> Path:
     """The model as an HF checkpoint, with ``expected.pt``: its log-probs, and the gradients of their mean by HF name,
     with the tower frozen and trained alike."""
     from tests.parallel.parity import gradients_by_file
 
-    model = hf_model(**changes)
+    model = hf_model(FAMILY)
     model.save_pretrained(path)
     logp = transformers_logp(model)
     count = int(sequences().mask.sum())

@@ -57,7 +57,8 @@ class SectionedRotary(torch.nn.Module):
         self.inverse = 1.0 / base ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
 
     def forward(self, position_ids: torch.Tensor, mrope_section: list[int], cp_group: Any = None) -> torch.Tensor:
-        """int64 [3, b, S] -> float32 [S, b, 1, d]."""
+        """int64 [3, b, S], or [b, S] of text alone, -> float32 [S, b, 1, d]."""
+        position_ids = position_ids.expand(3, *position_ids.shape[-2:])
         angles = position_ids[..., None].float() * self.inverse.to(position_ids.device)  # [3, b, S, d / 2]
         parts = angles.split(mrope_section, dim=-1)
         half = torch.cat([part[axis] for axis, part in enumerate(parts)], dim=-1)

@@ -109,11 +109,9 @@ def run(
 
 
 def _positions(sequences: Sequences, batch: MicroBatch, sectioned: bool) -> torch.Tensor:
-    """int64 [b, S]; [3, b, S] for a model that takes a token's time, row and column."""
-    if not sectioned:
+    """int64 [b, S]; [3, b, S] for a model that takes a token's time, row and column where there are images."""
+    if not sectioned or sequences.images is None:
         return batch.position
-    if sequences.images is None:
-        return batch.position.expand(3, -1, -1)
     return sequences.images.positions_of(batch.index, batch.position)
 
 
