@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from megarl.core.config import Config, hub, load_resolved
 from megarl.core.durable import replace_directory
 from megarl.core.errors import CheckpointError, ConfigError
-from megarl.core.schema import Preference
+from megarl.core.schema import Preference, Task
 from megarl.explore.tasksets import ChatTokenizer, generate, place_of_row, read_recipe, recipe, sources_of
 from megarl.explore.tasksets.template import writes_date
 from megarl.run.run_dir.changes import Change, changes, described, has_checkpoints
@@ -210,7 +210,8 @@ def with_prompt_limit(config: Config) -> Config:
         try:
             processor = processor_of(config, [rows])
         except CheckpointError:
-            processor = None  # the checks that follow name what is wrong: for one, a model that takes text only
+            # The checks that follow name what is wrong: for one, a model that takes text only.
+            processor, rows = None, [row for row in rows if not (isinstance(row, Task) and row.images)]
         lengths = lengths_with_images(rows, tokenizer, processor, path=place_of)
         for row, length in zip(rows, lengths, strict=True):
             if length > longest:
