@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,14 +20,17 @@ from megarl.core.config.schema import ModelConfig, RolloutConfig
 from megarl.core.config.taskset import TasksetConfig
 from megarl.core.errors import CheckpointError, ConfigError, DataError
 from megarl.core.schema import Task
-from megarl.explore.tasksets import ChatTokenizer, chat_messages, encode_rows
+from megarl.explore.tasksets import ChatTokenizer, chat_messages, encode_rows, write_rows
 from megarl.explore.tasksets.pixels import DEFAULT, pixel_limits
 from megarl.explore.tasksets.processor import Processor, check_image_files, check_image_prompts, prompt_lengths
-from megarl.run.checks import vision
+from megarl.run.checks import bench, job, vision
 from megarl.run.checks.filters import without_overlong
 from megarl.run.checks.inputs import check_lengths
 from megarl.run.run_dir.images import processor_of
+from megarl.run.run_dir.prepare import make
 from tests.loop.vision_models import QWEN_IMAGE, QWEN_UNIT, picture, save_qwen_processor, save_tiny_idefics3
+from tests.unit.small_job import config_of as settings_of
+from tests.unit.small_job import refused
 
 VISION: dict[str, Any] = {
     "model_type": "qwen2_5_vl",
@@ -226,3 +230,67 @@ def test_limits_of_pixels_are_refused_for_a_text_model(model: Path) -> None:
     config = config_of(model, model=ModelConfig(path=str(model), max_image_pixels=1000))
     with pytest.raises(ConfigError, match="model.max_image_pixels=1000, and the model of .* takes text only; leave"):
         vision.check_images(config, {"model_type": "qwen3"}, {"train": []})
+
+
+# ------------------------------------------------------------------ a whole job's checks
+
+
+@pytest.fixture
+def job_of_images(table: None, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Config]:
+    """Settings of a job on rows with images; the model's weights, which its table would describe, are not looked at."""
+    monkeypatch.setattr(job, "_check_models", lambda *_: None)
+    monkeypatch.setattr(job, "check_digests", lambda *_, **__: None)
+    monkeypatch.setattr(bench, "check_model", lambda *_, **__: None)
+    monkeypatch.setattr(bench, "check_digests", lambda *_, **__: None)
+    hf_config = {**VISION, "vocab_size": 200, "max_position_embeddings": 128}
+    monkeypatch.setattr(job, "read_hf_config", lambda _: hf_config)
+    monkeypatch.setattr(bench, "read_hf_config", lambda _: hf_config)
+
+    def make_config(*overrides: str, train: list[Task], held_out: list[Task]) -> Config:
+        for split, rows in (("train", train), ("eval", held_out)):
+            write_rows(tmp_path / f"{split}.parquet", rows)
+        paths = [f"taskset.{split}={tmp_path}/{split}.parquet" for split in ("train", "eval")]
+        own = ["model.from_scratch=null", "taskset.generate=null", "taskset.warm_start=null"]
+        own += ["trainer.warm_start.steps=0", "trainer.tasks_per_step=2"]
+        return settings_of(tmp_path / "run", *paths, *own, f"model.path={model}", *overrides)
+
+    return make_config
+
+
+def images_of(count: int) -> list[bytes]:
+    return [picture(seed, 56, 56) for seed in range(count)]
+
+
+@pytest.mark.parametrize("mode", [[], ["run.mode=bench"]], ids=["train", "bench"])
+def test_a_job_checks_its_rows_with_images(job_of_images: Callable[..., Config], mode: list[str]) -> None:
+    train, held_out = [task(i, image) for i, image in enumerate(images_of(3))], [task(0, picture(9, 112, 112))]
+    good = job_of_images(*mode, train=train, held_out=held_out)
+    assert job.check(good)["eval"].tasks[0].images == held_out[0].images
+    long = job_of_images(*mode, "rollout.max_prompt_tokens=23", train=train, held_out=held_out)
+    with pytest.raises(DataError, match="eval.parquet: row 1: prompt has 24 tokens with its 1 images, rollout.max_p"):
+        job.check(long)
+    cut = job_of_images(*mode, train=train, held_out=[*held_out, task(1, jpeg()[:-900])])
+    with pytest.raises(DataError, match="eval.parquet: row 2: .*image file is truncated"):
+        job.check(cut)
+
+
+def test_the_longest_prompt_is_that_with_most_images(job_of_images: Callable[..., Config]) -> None:
+    config = job_of_images("rollout.max_prompt_tokens=null", train=[task(0, *images_of(2))], held_out=[task(0)])
+    assert make(config).rollout.max_prompt_tokens == 2 * (4 + 2) + 6
+    small = job_of_images(
+        "rollout.max_prompt_tokens=null",
+        f"model.max_image_pixels={UNIT}",
+        train=[task(0, *images_of(2))],
+        held_out=[task(0)],
+    )
+    assert make(small).rollout.max_prompt_tokens == 2 * (1 + 2) + 6
+
+
+def test_a_text_model_refuses_a_row_with_images(prepared: Path, tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.parquet", [task(0), task(1, picture(1))])
+    refused(
+        DataError,
+        settings_of(prepared, f"taskset.train={tmp_path}/rows.parquet", "rollout.max_prompt_tokens=null"),
+        "rows.parquet: row 2 (taskset.train) has 1 images and the model of",
+        "takes text only",
+    )

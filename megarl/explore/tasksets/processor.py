@@ -36,8 +36,9 @@ class Processor:
     def __init__(self, processor: Any) -> None:
         self._processor = processor
         self._images = processor.image_processor
-        self.has_grid = "image_grid_thw" in self._images.model_input_names and hasattr(self._images, "merge_size")
-        """True for Qwen2-VL's image processors: the patches of an image follow from its width and height."""
+        self.has_grid = type(self._images).__name__.startswith("Qwen2VLImageProcessor")
+        """True for the image processors of Qwen2-VL and Qwen2.5-VL: the patches of an image follow from its width and
+        height."""
 
     @staticmethod
     def is_in(path: str | os.PathLike[str]) -> bool:
@@ -118,7 +119,7 @@ class Processor:
         if not self.has_grid:
             raise DataError(f"{type(self._images).__name__} makes no patches of images, as Qwen2-VL's do")
         try:
-            made = self._images(images=[decode(image)], return_tensors="np")
+            made = self._images(images=[decode(image)], return_tensors="pt")
         except (ValueError, IndexError) as error:
             raise _refused(error) from error
         time, rows, columns = (int(count) for count in made["image_grid_thw"][0])

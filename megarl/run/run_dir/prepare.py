@@ -211,7 +211,8 @@ def with_prompt_limit(config: Config) -> Config:
         try:
             processor = processor_of(config, [rows])
         except CheckpointError:
-            processor = None  # the checks that follow name what is wrong: for one, a model that takes text only
+            # The checks that follow name what is wrong: for one, a model that takes text only.
+            processor, rows = None, [row for row in rows if not (isinstance(row, Task) and row.images)]
         lengths = lengths_with_images(rows, tokenizer, processor, path=place_of)
         for row, length in zip(rows, lengths, strict=True):
             if length > longest:
