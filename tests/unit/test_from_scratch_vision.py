@@ -27,7 +27,7 @@ SMALL = FromScratchConfig(
     num_key_value_heads=1, head_dim=32,
     vision=VisionTowerConfig(depth=3, hidden_size=32, intermediate_size=48, full_attention_layers=[0, 2]),
 )  # fmt: skip
-CORPUS = ["How many red shapes?", "Which is on the left? A) red B) blue", "Which digit?"]
+CORPUS = ["How many red shapes?", "Where is the red shape? A) left B) right", "Which digit?"]
 ASK = ({"role": "user", "content": "<image>How many red shapes?"},)
 TEXT_MODELS = {
     "qwen3": "da6320a2b8ba62dc",

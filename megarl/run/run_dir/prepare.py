@@ -26,6 +26,7 @@ from megarl.core.schema import Preference, Task
 from megarl.explore.tasksets import ChatTokenizer, encode_rows, generate, place_of_row, read_recipe, recipe, sources_of
 from megarl.explore.tasksets.images import PLACEHOLDER
 from megarl.explore.tasksets.template import writes_date
+from megarl.explore.tasksets.tokenizer import ImagePrompts
 from megarl.run.run_dir.changes import Change, changes, described, has_checkpoints
 from megarl.run.run_dir.rows import kind_of_rows, needs_expert_rows, read_split, splits_of
 
@@ -203,15 +204,24 @@ def with_prompt_limit(config: Config) -> Config:
         log.info("taskset.date=%s: the model's chat template writes the day into prompts", config.taskset.date)
     if config.rollout.max_prompt_tokens is not None or kind_of_rows(config) != "tasks":
         return config
-    tokenizer = ChatTokenizer.of(config)
+    tokenizer, processor = ChatTokenizer.of(config), None
     longest, place = 0, ""
     for split in splits_of(config):
         rows, place_of = read_split(config, split), partial(place_of_row, config.taskset, split)
-        for row, ids in zip(rows, encode_rows(rows, tokenizer, path=place_of), strict=True):
+        if processor is None and any(isinstance(row, Task) and row.images for row in rows):
+            processor = _processor(config.model.path)
+        for row, ids in zip(rows, encode_rows(rows, tokenizer, path=place_of, processor=processor), strict=True):
             if len(ids) > longest:
                 longest, place = len(ids), place_of(row)
     log.info("rollout.max_prompt_tokens=%d, the longest prompt: %s", longest, place)
     return replace(config, rollout=replace(config.rollout, max_prompt_tokens=longest))
+
+
+def _processor(path: str) -> ImagePrompts | None:
+    """Processor of a model; None for one that takes text only, whose rows with images the checks refuse."""
+    from megarl.explore.tasksets.processor import PROCESSOR, Processor  # seconds of imports
+
+    return Processor.open(path) if any((Path(path) / name).is_file() for name in PROCESSOR) else None
 
 
 def with_limit_of_run(config: Config) -> Config:
