@@ -26,7 +26,7 @@ from megarl.core.schema import Preference, Task
 from megarl.explore.tasksets import ChatTokenizer, encode_rows, generate, place_of_row, read_recipe, recipe, sources_of
 from megarl.explore.tasksets.images import PLACEHOLDER
 from megarl.explore.tasksets.template import writes_date
-from megarl.explore.tasksets.tokenizer import ImagePrompts
+from megarl.explore.tasksets.tokenizer import PROCESSOR, ImagePrompts
 from megarl.run.run_dir.changes import Change, changes, described, has_checkpoints
 from megarl.run.run_dir.rows import kind_of_rows, needs_expert_rows, read_split, splits_of
 
@@ -219,7 +219,7 @@ def with_prompt_limit(config: Config) -> Config:
 
 def _processor(path: str) -> ImagePrompts | None:
     """Processor of a model; None for one that takes text only, whose rows with images the checks refuse."""
-    from megarl.explore.tasksets.processor import PROCESSOR, Processor  # seconds of imports
+    from megarl.explore.tasksets.processor import Processor  # seconds of imports
 
     return Processor.open(path) if any((Path(path) / name).is_file() for name in PROCESSOR) else None
 
