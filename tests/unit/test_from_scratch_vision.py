@@ -18,16 +18,18 @@ from transformers import AutoProcessor, AutoTokenizer, Qwen2_5_VLForConditionalG
 from megarl.core.config.schema import FromScratchConfig, VisionTowerConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task
-from megarl.explore.tasksets import ChatTokenizer, chat_messages, encode_demonstrations
+from megarl.explore.tasksets import ChatTokenizer, chat_messages, encode_demonstrations, generate, read_rows
 from megarl.explore.tasksets.processor import Processor
 from megarl.learn.models.from_scratch import MODELS, VISION, VISION_TOKENS, create
+from megarl.run.run_dir.prepare import _model_recipe, with_prompt_limit
+from tests.unit.small_job import config_of
 
 SMALL = FromScratchConfig(
     model_type=VISION, vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
     num_key_value_heads=1, head_dim=32,
     vision=VisionTowerConfig(depth=3, hidden_size=32, intermediate_size=48, full_attention_layers=[0, 2]),
 )  # fmt: skip
-CORPUS = ["How many red shapes?", "Which is on the left? A) red B) blue", "Which digit?"]
+CORPUS = ["How many red shapes?", "Where is the red shape? A) left B) right", "Which digit?"]
 ASK = ({"role": "user", "content": "<image>How many red shapes?"},)
 TEXT_MODELS = {
     "qwen3": "da6320a2b8ba62dc",
@@ -174,3 +176,23 @@ def test_tokens_of_demonstrations_have_a_placeholder_for_each_vector(vision_mode
     with pytest.raises(DataError, match=r"task rows/0: the model's processor refuses the prompt"):
         encode_demonstrations([Task("rows/0", "", ask, "", {}, response="3", images=(b"x",))], tokenizer,
                               processor=processor)  # fmt: skip
+
+
+def test_the_recipe_of_a_text_model_names_no_tower_and_the_longest_prompt_counts_image_tokens(tmp_path: Path) -> None:
+    text = config_of(tmp_path / "text")
+    assert not [name for name in _model_recipe(text, ([], "")) if "vision" in name]
+    data = tmp_path / "seen" / "data"
+    paths = {split: data / f"{split}.parquet" for split in ("train", "eval", "warm_start")}
+    generate("shapes", paths, {"train": 6, "eval": 4, "warm_start": 6}, seed=1)
+    create(tmp_path / "seen" / "model", SMALL, CORPUS, seed=1)
+    taskset = replace(text.taskset, generate=None, **{split: str(path) for split, path in paths.items()})
+    model = replace(text.model, path=str(tmp_path / "seen" / "model"), from_scratch=SMALL)
+    rollout = replace(text.rollout, max_prompt_tokens=None)
+    seen = replace(
+        text, run=replace(text.run, dir=str(tmp_path / "seen")), taskset=taskset, model=model, rollout=rollout
+    )
+    assert _model_recipe(seen, ([], ""))["model.from_scratch.vision.patch_size"] == 7
+    tokenizer, processor = ChatTokenizer.open(model.path), Processor.open(model.path)
+    rows = [row for split, path in paths.items() for row in read_rows(path, require_response=split == "warm_start")]
+    lengths = [len(processor.prompt_ids(tokenizer.render(chat_messages(row)), row.images)) for row in rows]
+    assert with_prompt_limit(seen).rollout.max_prompt_tokens == max(lengths)

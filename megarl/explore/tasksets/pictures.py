@@ -23,7 +23,7 @@ COLORS = {
 }
 FORMS = ("square", "circle", "triangle")
 OPTIONS = {
-    "size": 56,
+    "size": 28,
     "cells": 2,
     "colors": 3,
     "min_shapes": 1,
@@ -51,8 +51,8 @@ Cell = tuple[int, int]
 
 
 def shapes(seed: int, settings: Mapping[str, int]) -> Entries:
-    """Pictures with a question: ``<image>How many red shapes?`` (``vision/count``), ``<image>Which is on the left? A)
-    red B) blue`` (``vision/choice``), ``<image>Which digit?`` (``vision/anls``).
+    """Pictures with a question: ``<image>How many red shapes?`` (``vision/count``), ``<image>Where is the red shape?
+    A) left B) right`` (``vision/choice``), ``<image>Which digit?`` (``vision/anls``).
 
     Raises ConfigError for options that do not go together.
     """
@@ -86,8 +86,7 @@ def _count(dice: random.Random, settings: Mapping[str, int]) -> Entry:
     others = [dice.choice([color for color in colors if color != asked]) for _ in range(number - right)]
     cells = dice.sample(_grid(settings["cells"]), number)
     picture = _shapes(dice, settings, list(zip(cells, [asked] * right + others, strict=True)))
-    slip = right + (1 if right == 0 else -1 if right == most else dice.choice((-1, 1)))
-    return _entry(f"How many {asked} shapes?", str(right), str(slip), "vision/count", picture)
+    return _entry(f"How many {asked} shapes?", str(right), str(right + 1), "vision/count", picture)
 
 
 def _side(dice: random.Random, settings: Mapping[str, int]) -> Entry:
@@ -96,9 +95,9 @@ def _side(dice: random.Random, settings: Mapping[str, int]) -> Entry:
     columns = sorted(dice.sample(range(settings["cells"]), 2))
     cells = [(column, dice.randrange(settings["cells"])) for column in columns]
     picture = _shapes(dice, settings, list(zip(cells, (left, right), strict=True)))
-    answer, slip = dice.sample("AB", 2)
-    first, second = (left, right) if answer == "A" else (right, left)
-    return _entry(f"Which is on the left? A) {first} B) {second}", answer, slip, "vision/choice", picture)
+    asked = dice.choice((left, right))
+    answer, slip = "AB" if asked == left else "BA"
+    return _entry(f"Where is the {asked} shape? A) left B) right", answer, slip, "vision/choice", picture)
 
 
 def _digit(dice: random.Random, settings: Mapping[str, int]) -> Entry:

@@ -109,12 +109,12 @@ def _with_messages(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _demonstration(location: RowLocation, task_id: str, row: Mapping[str, Any]) -> Task:
-    images, row = _with_images(location, row)
     field = "completion" if row.get("response") is None and row.get("completion") is not None else "response"
     response = row.get(field)
     if response is None and row.get("messages") is not None:
-        return _chat(location, task_id, row, images)
-    prompt = prompt_of(location, "prompt", row.get("prompt"))
+        return _chat(location, task_id, row)
+    images, asked = images_of(location, _with_messages({"prompt": None, **row}))
+    prompt = prompt_of(location, "prompt", asked)
     if isinstance(response, list):
         text, answer, before = answer_of(location, field, response)
     else:
@@ -124,18 +124,9 @@ def _demonstration(location: RowLocation, task_id: str, row: Mapping[str, Any]) 
     return _demonstrated(location, task_id, row, prompt, text, answer, images)
 
 
-def _with_images(location: RowLocation, row: Mapping[str, Any]) -> tuple[tuple[bytes, ...], Mapping[str, Any]]:
-    """(a demonstration's images, its row with texts for contents of the prompt that are lists of parts)."""
-    prompt, messages = row.get("prompt"), row.get("messages")
-    if prompt is None and isinstance(messages, list) and messages:
-        images, asked = images_of(location, {**row, "prompt": messages[:-1]}, "messages")
-        return images, {**row, "messages": [*asked, with_text(messages[-1])]}
-    images, prompt = images_of(location, _with_messages({**row, "prompt": prompt}))
-    return images, {**row, "prompt": prompt}
-
-
-def _chat(location: RowLocation, task_id: str, row: Mapping[str, Any], images: tuple[bytes, ...]) -> Task:
-    *prompt, answer = messages_of(location, "messages", row["messages"])
+def _chat(location: RowLocation, task_id: str, row: Mapping[str, Any]) -> Task:
+    images, messages = _chat_images(location, row)
+    *prompt, answer = messages_of(location, "messages", messages)
     last = len(prompt)
     if answer["role"] != "assistant":
         location.refuse(
@@ -149,6 +140,15 @@ def _chat(location: RowLocation, task_id: str, row: Mapping[str, Any], images: t
             f"messages[{last - 1}].role" if prompt else "messages", "a user's message before the assistant's", seen
         )
     return _demonstrated(location, task_id, row, tuple(prompt), answer.get("content") or "", answer, images)
+
+
+def _chat_images(location: RowLocation, row: Mapping[str, Any]) -> tuple[tuple[bytes, ...], Any]:
+    """(images of the messages before the answer, all messages with texts for contents that are lists of parts)."""
+    messages = row["messages"]
+    if not isinstance(messages, list) or not messages:
+        return (), messages
+    images, asked = images_of(location, {**row, "prompt": messages[:-1]}, "messages")
+    return images, [*asked, with_text(messages[-1])]
 
 
 def _demonstrated(
