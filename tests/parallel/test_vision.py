@@ -53,11 +53,13 @@ def on_grid(rank: int, root: str, world: int) -> dict[Any, dict[str, Any]]:
     from megatron.core import parallel_state
 
     from megarl.core.metrics import mean_of_sums
+    from megarl.core.phases import Place
     from megarl.learn import algorithms
     from megarl.learn.models.gpt import unwrap
     from megarl.learn.parallel import groups
     from megarl.learn.training import objectives
     from megarl.learn.training.model import TrainedModel, micro_batching_for
+    from megarl.learn.training.residents import residents_of
     from megarl.learn.training.schedule import Head
     from megarl.weights.checkpoint.formats import hf
     from megarl.weights.reshard.layouts import hf_layout
@@ -101,7 +103,13 @@ def on_grid(rank: int, root: str, world: int) -> dict[Any, dict[str, Any]]:
                 )
                 tower = {name: t.clone() for name, t in actor.tensors.items() if "visual" in name}
                 actor.step(1e-2)
+                after = actor.outputs(sequences, [batches])
+                for resident in residents_of("actor", actor):
+                    resident.leave(Place.MEMORY, Path(root))
+                    assert not any(t.untyped_storage().nbytes() for t in resident._tensors())
+                    resident.come_back()
                 actor.proven_tensors()
+                assert torch.equal(actor.outputs(sequences, [batches]), after)
                 moved = [not torch.equal(t, actor.tensors[name]) for name, t in tower.items()]
                 found[case] = {
                     "logp": float((logp - expected["logp"]).abs().max()),

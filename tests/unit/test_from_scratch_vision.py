@@ -18,7 +18,7 @@ from transformers import AutoProcessor, AutoTokenizer, Qwen2_5_VLForConditionalG
 from megarl.core.config.schema import FromScratchConfig, VisionTowerConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task
-from megarl.explore.tasksets import ChatTokenizer, chat_messages, encode_demonstrations, generate, read_rows
+from megarl.explore.tasksets import ChatTokenizer, chat_messages, generate, read_rows
 from megarl.explore.tasksets.processor import Processor
 from megarl.learn.models.from_scratch import MODELS, VISION, VISION_TOKENS, create
 from megarl.run.run_dir.prepare import _model_recipe, with_prompt_limit
@@ -157,25 +157,6 @@ def test_files_of_text_models_are_those_from_before(model_type: str, tmp_path: P
         if name != "model.safetensors":  # random numbers, whose last bits are a machine's own
             digest.update((tmp_path / "m" / name).read_bytes())
     assert digest.hexdigest()[:16] == TEXT_MODELS[model_type]
-
-
-def test_tokens_of_demonstrations_have_a_placeholder_for_each_vector(vision_model: Path) -> None:
-    tokenizer, processor = ChatTokenizer.open(vision_model), Processor.open(vision_model)
-    ask = ({"role": "user", "content": "<image>How many red shapes?"},)
-    rows = [
-        Task("rows/0", "", ask, "", {}, response="3", images=(picture(28),)),
-        Task("rows/1", "", ({"role": "user", "content": "How many red shapes?"},), "", {}, response="4"),
-    ]
-    (seen, three), (plain, _) = encode_demonstrations(rows, tokenizer, processor=processor)
-    tokens = start, end, image, _ = [id_of(tokenizer, text) for text in VISION_TOKENS]
-    assert seen.dtype == np.int32 and seen.tolist()[1:7] == [start, *[image] * 4, end]
-    assert plain.tolist() == [i for i in seen.tolist() if i not in tokens]
-    assert tokenizer.decode(three) == "3"
-    with pytest.raises(DataError, match=r"task rows/0: 1 images, and there is no processor of the model"):
-        encode_demonstrations(rows, tokenizer)
-    with pytest.raises(DataError, match=r"task rows/0: the model's processor refuses the prompt"):
-        encode_demonstrations([Task("rows/0", "", ask, "", {}, response="3", images=(b"x",))], tokenizer,
-                              processor=processor)  # fmt: skip
 
 
 def test_the_recipe_of_a_text_model_names_no_tower_and_the_longest_prompt_counts_image_tokens(tmp_path: Path) -> None:

@@ -23,12 +23,12 @@ from megarl.core.schema import Task
 from megarl.explore.tasksets import ChatTokenizer, chat_messages, encode_rows, write_rows
 from megarl.explore.tasksets.pixels import DEFAULT, pixel_limits
 from megarl.explore.tasksets.processor import Processor, check_image_files, check_image_prompts, prompt_lengths
-from megarl.run.checks import bench, job, vision
+from megarl.run.checks import job, vision
 from megarl.run.checks.filters import without_overlong
 from megarl.run.checks.inputs import check_lengths
 from megarl.run.run_dir.images import processor_of
 from megarl.run.run_dir.prepare import make
-from tests.loop.vision_models import QWEN_IMAGE, QWEN_UNIT, picture, save_qwen_processor, save_tiny_idefics3
+from tests.loop.vision_models import QWEN_IMAGE, QWEN_UNIT, picture, save_tiny_idefics3, save_tiny_qwen2_5_vl
 from tests.unit.small_job import config_of as settings_of
 from tests.unit.small_job import refused
 
@@ -43,7 +43,7 @@ SIDES = ((1, 1), (3, 40), (40, 3), (27, 29), (56, 56), (200, 130), (500, 20), (6
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_qwen_processor(tmp_path_factory.mktemp("qwen") / "model")
+    return save_tiny_qwen2_5_vl(tmp_path_factory.mktemp("qwen") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -193,17 +193,11 @@ def test_overlong_prompts_are_dropped_with_their_images(model: Path, tokenizer: 
         vision.check_prompts_of(refusing, "train", rows, rows, tokenizer, processor)
 
 
-@pytest.fixture
-def table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table for the family, whose content these checks do not read."""
-    monkeypatch.setitem(vision.ARCHITECTURES, "qwen2_5_vl", vision.ARCHITECTURES["qwen2"])
-
-
-def test_a_family_with_a_table_is_accepted_with_its_rows(table: None, model: Path) -> None:
+def test_a_family_with_a_table_is_accepted_with_its_rows(model: Path) -> None:
     vision.check_images(config_of(model), VISION, {"train": [task(0, picture(1)), task(1)]})
 
 
-def test_images_need_the_files_of_a_processor(table: None, tmp_path: Path) -> None:
+def test_images_need_the_files_of_a_processor(tmp_path: Path) -> None:
     vision.check_images(config_of(tmp_path), VISION, {"train": [task(0)]})
     with pytest.raises(ConfigError, match=r"has no processor_config.json or .*row 2 \(taskset.train\) has 1 images"):
         vision.check_images(config_of(tmp_path), VISION, {"train": [task(0), task(1, picture(1))]})
@@ -219,7 +213,7 @@ def test_images_need_the_files_of_a_processor(table: None, tmp_path: Path) -> No
     ],
 )
 def test_limits_of_pixels_that_do_not_fit_are_refused(
-    table: None, model: Path, low: int | None, high: int | None, message: str
+    model: Path, low: int | None, high: int | None, message: str
 ) -> None:
     config = config_of(model, model=ModelConfig(path=str(model), min_image_pixels=low, max_image_pixels=high))
     with pytest.raises(ConfigError, match=message):
@@ -236,15 +230,8 @@ def test_limits_of_pixels_are_refused_for_a_text_model(model: Path) -> None:
 
 
 @pytest.fixture
-def job_of_images(table: None, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Config]:
-    """Settings of a job on rows with images; the model's weights, which its table would describe, are not looked at."""
-    monkeypatch.setattr(job, "_check_models", lambda *_: None)
-    monkeypatch.setattr(job, "check_digests", lambda *_, **__: None)
-    monkeypatch.setattr(bench, "check_model", lambda *_, **__: None)
-    monkeypatch.setattr(bench, "check_digests", lambda *_, **__: None)
-    hf_config = {**VISION, "vocab_size": 200, "max_position_embeddings": 128}
-    monkeypatch.setattr(job, "read_hf_config", lambda _: hf_config)
-    monkeypatch.setattr(bench, "read_hf_config", lambda _: hf_config)
+def job_of_images(model: Path, tmp_path: Path) -> Callable[..., Config]:
+    """Settings of a job on rows with images."""
 
     def make_config(*overrides: str, train: list[Task], held_out: list[Task]) -> Config:
         for split, rows in (("train", train), ("eval", held_out)):
