@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +90,23 @@ def test_a_micro_batch_has_each_of_its_images_once(limits: MicroBatching) -> Non
             place.vectors for number in batch.numbers.tolist() for place in made.images.places[number]
         )
         assert (shown.source[batch.index < 0] == -1).all()
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("limit", [80, 100, 200])
+def test_patches_of_a_micro_batch_are_bounded(limit: int, dp: int) -> None:
+    made = vision.sequences()
+    assert made.images is not None and sum(map(made.images.patches, range(len(made)))) == 24 + 4 + 16 + 80 + 16 + 24 + 4
+    limits = MicroBatching(dp=dp, max_tokens=120, max_patches=limit)
+    found = [batch for rank in range(dp) for batch in micro_batches(made, limits, rank)]
+    assert sorted(int(number) for batch in found for number in batch.numbers) == list(range(len(made)))
+    for batch in found:
+        assert int((batch.index >= 0).sum()) <= 120
+        assert sum(made.images.patches(int(number)) for number in batch.numbers) <= limit
+    loose = MicroBatching(dp=dp, max_tokens=120)
+    assert len(micro_batches(made, loose, 0)) <= len(micro_batches(made, limits, 0))
+    with pytest.raises(ValueError, match="does not fit"):
+        micro_batches(made, replace(limits, max_patches=79), 0)
 
 
 def test_text_that_follows_has_positions_of_its_own() -> None:

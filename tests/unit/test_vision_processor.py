@@ -281,3 +281,21 @@ def test_a_text_model_refuses_a_row_with_images(prepared: Path, tmp_path: Path) 
         "rows.parquet: row 2 (taskset.train) has 1 images and the model of",
         "takes text only",
     )
+
+
+def test_images_that_do_not_fit_a_micro_batch_are_refused(job_of_images: Callable[..., Config]) -> None:
+    """4 x 4 patches each."""
+    rows = {"train": [task(0, *images_of(1)), task(1, *images_of(2))], "held_out": [task(0)]}
+    assert job.check(job_of_images("trainer.max_patches_per_micro_batch=32", **rows))
+    with pytest.raises(
+        DataError, match=r"row 2 .* has images of 32 patches, and trainer.max_patches_per_micro_batch is"
+    ):
+        job.check(job_of_images("trainer.max_patches_per_micro_batch=31", **rows))
+    with pytest.raises(ConfigError, match="max_patches_per_micro_batch=32 with trainer.packing=false"):
+        job.check(job_of_images("trainer.max_patches_per_micro_batch=32", "trainer.packing=false", **rows))
+
+
+def test_an_expert_row_with_images_is_refused(model: Path) -> None:
+    config = config_of(model, taskset=TasksetConfig(train="rows.parquet", eval="rows.parquet", expert="e.parquet"))
+    with pytest.raises(DataError, match=r"e.parquet: row 1 .* has images: expert rows train without them"):
+        vision.check_images(config, VISION, {"expert": [task(0, picture(1), response="3")]})

@@ -258,6 +258,9 @@ class TrainerConfig:
     longest."""
     max_tokens_per_micro_batch: Count = 8192
     """Tokens per forward and backward pass on one data-parallel rank (the ranks of ``parallel.cp`` share them)."""
+    max_patches_per_micro_batch: Count | None = None
+    """With packing: most patches of images per forward and backward pass on one data-parallel rank, those of each
+    sequence counted; null is no limit. Bounds the memory of the vision tower (docs/vision.md)."""
     micro_batch_size: Count = 128
     """Without packing: rows per forward and backward pass on one data-parallel rank."""
     checkpoint_interval: Count = 20

@@ -7,6 +7,7 @@ w numbers of a patch.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -104,6 +105,10 @@ class Images:
     def nbytes(self) -> int:
         """Bytes of the positions."""
         return self.positions.nbytes
+
+    def patches(self, number: int) -> int:
+        """Patches of the images of sequence ``number``."""
+        return sum(math.prod(place.image.grid) for place in self.places[number])
 
     def followed_by(self, lengths: torch.Tensor) -> Images:
         """The images of a batch that goes on with sequences of text of these lengths."""

@@ -28,7 +28,7 @@ from megarl.run.checks.model import check_model
 from megarl.run.checks.roles import check_budget, check_role_models, roles_of
 from megarl.run.checks.settings import check_settings
 from megarl.run.checks.tasksets import check_count
-from megarl.run.checks.vision import check_image_files_of, check_images, check_prompts_of
+from megarl.run.checks.vision import check_image_files_of, check_images, check_patches, check_prompts_of
 from megarl.run.checks.vocabulary import check_vocabulary
 from megarl.run.run_dir.dry_run import scratch
 from megarl.run.run_dir.experts import read_experts
@@ -103,6 +103,7 @@ def _check_inputs(config: Config, algorithm: Algorithm, nodes: int, elsewhere: b
     for setting, path in _model_paths(config).items():
         check_digests(path, setting, workers=os.cpu_count() or 1, digests=config.trainer.verify_checkpoints)
     tokenizer, processor = ChatTokenizer.of(config), processor_of(config, rows.values())
+    check_patches(config, rows, processor, pairs="pairs" in algorithm.needs)
     tasks = {}
     if algorithms.job_of(config).rollouts:
         found_tasks = {split: [row for row in rows[split] if isinstance(row, Task)] for split in SPLITS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -43,8 +44,10 @@ def check_images(config: Config, hf_config: Mapping[str, Any], rows: Mapping[str
     Raises:
         ConfigError: there is no trainer for this vision-language model, it has no processor for the rows' images, or a
             limit of pixels does not fit it.
-        DataError: a row has images and the model takes text only.
+        DataError: a row has images and the model takes text only, or it is an expert row.
     """
+    for where, _ in _with_images(config, {split: found for split, found in rows.items() if split == "expert"}):
+        raise DataError(f"{where} has images: expert rows train without them; drop the row, or train it by sft")
     with_images = _with_images(config, rows)
     path = config.model.path
     if not is_vision_model(hf_config):
@@ -70,6 +73,35 @@ def check_images(config: Config, hf_config: Mapping[str, Any], rows: Mapping[str
             raise ConfigError(
                 f"model.path={path} has no {' or '.join(PROCESSOR)}, and {where} has {len(row.images)} images; copy the"
                 " processor's files of the published model there"
+            )
+
+
+def check_patches(config: Config, rows: Mapping[str, Rows], processor: Processor | None, *, pairs: bool) -> None:
+    """Check that the images of each row fit a micro-batch (``trainer.max_patches_per_micro_batch``).
+
+    Args:
+        processor: The model's, where rows of the job have images.
+        pairs: Two sequences of a prompt go through the model together.
+
+    Raises:
+        ConfigError: nothing is packed, so nothing bounds the patches.
+        DataError: naming the row whose images do not fit.
+    """
+    limit = config.trainer.max_patches_per_micro_batch
+    if limit is None or processor is None:
+        return
+    if not config.trainer.packing:
+        raise ConfigError(
+            f"trainer.max_patches_per_micro_batch={limit} with trainer.packing=false: padded micro-batches have "
+            "trainer.micro_batch_size rows, whatever their images; set trainer.packing to true or leave the limit out"
+        )
+    for where, row in _with_images(config, rows):
+        patches = (2 if pairs else 1) * sum(math.prod(processor.grid(image)) for image in row.images)
+        if patches > limit:
+            raise DataError(
+                f"{where} has images of {patches} patches{' with both answers' if pairs else ''}, and "
+                f"trainer.max_patches_per_micro_batch is {limit}; raise it, lower model.max_image_pixels, or drop the "
+                "row"
             )
 
 
