@@ -26,7 +26,7 @@ from tests.loop.conftest import TINY_ROLLOUT
 from tests.loop.engines import RunningEngine, differences, perturbed, save_tokenizer, some_prompts, transformers_logp
 from tests.loop.trainers import Breaking, Ranks, probe, ranks_of, refusing, versions
 from tests.loop.zygote import Zygote
-from tests.parallel.families import hf_model
+from tests.parallel.families import FAMILIES, hf_model
 
 SAMPLING = Sampling(max_tokens=12, ignore_eos=True)
 FP32_TOLERANCE = 1e-4
@@ -52,6 +52,14 @@ SIZES: dict[str, dict[str, Any]] = {
     "mistral": _ENGINE_SIZES,
     "ernie4_5": _ENGINE_SIZES,
     "qwen2": _HIDDEN_128,
+    "qwen2_5_vl": {
+        "text_config": {
+            **FAMILIES["qwen2_5_vl"][1]["text_config"],
+            **_HIDDEN_128,
+            "rope_parameters": {"rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
+        },
+        "vision_config": {**FAMILIES["qwen2_5_vl"][1]["vision_config"], "out_hidden_size": 128},
+    },
     "qwen3": _ENGINE_SIZES,
     "mixtral": _HIDDEN_128,
     "qwen3_moe": _ENGINE_SIZES,
@@ -89,6 +97,7 @@ CELLS = (
     Cell("mistral", TP2),
     Cell("ernie4_5", PP2),
     Cell("qwen2", PP2, {"tp": 2}),
+    Cell("qwen2_5_vl", PP2, {"tp": 2}),
     Cell("qwen3", PP2, {"tp": 2}),
     Cell("mixtral", TP2_EP2),
     Cell("qwen3_moe", EP2, EXPERTS, forked=False),  # started as a job does it, in interpreters of their own
