@@ -44,7 +44,9 @@ def make_start(runs: Path) -> None:
     dealt = list(range(len(rows)))
     random.Random(1).shuffle(dealt)
     shuffled = [replace(row, images=rows[other].images) for row, other in zip(rows, dealt, strict=True)]
-    write_rows(folder / "data" / "shuffled.parquet", shuffled)
+    held_out = {(str(row.prompt), row.images) for row in read_rows(folder / "data" / "eval.parquet")}
+    kept = [row for row in shuffled if (str(row.prompt), row.images) not in held_out]
+    write_rows(folder / "data" / "shuffled.parquet", kept)
 
 
 def one(runs: Path, name: str, seed: int) -> dict[str, Any]:

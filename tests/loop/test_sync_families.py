@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from megarl.core.config.job import RunConfig, SyncConfig
 from megarl.core.config.schema import Config, ModelConfig, ParallelConfig, RolloutConfig
@@ -25,6 +25,7 @@ from megarl.engine.client.client import Sampling
 from tests.loop.conftest import TINY_ROLLOUT
 from tests.loop.engines import RunningEngine, differences, perturbed, save_tokenizer, some_prompts, transformers_logp
 from tests.loop.trainers import Breaking, Ranks, probe, ranks_of, refusing, versions
+from tests.loop.vision_models import save_qwen_processor
 from tests.loop.zygote import Zygote
 from tests.parallel.families import FAMILIES, hf_model
 
@@ -135,9 +136,9 @@ BF16_CELLS = {
 def engine_of(
     cell: Cell, folder: Path, zygote: Zygote, options: tuple[str, ...] = (), timeout_s: float = 60.0
 ) -> Iterator[tuple[RunningEngine, Ranks, PreTrainedModel]]:
-    path = folder / "model"
+    path, sees = folder / "model", "vision_config" in FAMILIES[cell.family][1]
+    (save_qwen_processor if sees else save_tokenizer)(path)
     hf_model(cell.family, **{**SIZES[cell.family], **cell.changes}).save_pretrained(path)
-    save_tokenizer(path)
     config = Config(
         run=RunConfig(dir=str(folder)),
         model=ModelConfig(path=str(path), dtype=cell.dtype, head_dtype=cell.head),
@@ -147,7 +148,11 @@ def engine_of(
     )
     engine = RunningEngine(config, folder / "logs", zygote if cell.forked else None, options)
     dtype = getattr(torch, cell.dtype)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
+    model = (
+        (AutoModelForImageTextToText if sees else AutoModelForCausalLM)
+        .from_pretrained(path, dtype=dtype, attn_implementation="eager")
+        .eval()
+    )
     try:
         yield engine.ready(), ranks_of(engine), model
     finally:

@@ -198,7 +198,8 @@ def test_a_family_with_a_table_is_accepted_with_its_rows(model: Path) -> None:
 
 
 def test_images_need_the_files_of_a_processor(tmp_path: Path) -> None:
-    vision.check_images(config_of(tmp_path), VISION, {"train": [task(0)]})
+    with pytest.raises(ConfigError, match="takes images and has no processor_config.json or preprocessor_config.json;"):
+        vision.check_images(config_of(tmp_path), VISION, {"train": [task(0)]})
     with pytest.raises(ConfigError, match=r"has no processor_config.json or .*row 2 \(taskset.train\) has 1 images"):
         vision.check_images(config_of(tmp_path), VISION, {"train": [task(0), task(1, picture(1))]})
 

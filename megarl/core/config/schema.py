@@ -83,6 +83,11 @@ class FromScratchConfig:
     vision: VisionTowerConfig = field(default_factory=VisionTowerConfig)
     """Vision tower, with model_type=qwen2_5_vl."""
 
+    @property
+    def sees(self) -> bool:
+        """True if the model has a vision tower."""
+        return self.model_type == "qwen2_5_vl"
+
 
 @dataclass(frozen=True)
 class RouterConfig:

@@ -40,11 +40,6 @@ class Processor:
         """True for the image processors of Qwen2-VL and Qwen2.5-VL: the patches of an image follow from its width and
         height."""
 
-    @staticmethod
-    def is_in(path: str | os.PathLike[str]) -> bool:
-        """Return True if a checkpoint directory has a processor's files."""
-        return any((Path(path) / name).is_file() for name in PROCESSOR)
-
     @classmethod
     def open(
         cls, path: str | os.PathLike[str], min_pixels: int | None = None, max_pixels: int | None = None
@@ -56,7 +51,7 @@ class Processor:
         limits than pixels and one is given.
         """
         folder = Path(path)
-        if not cls.is_in(folder):
+        if not any((folder / name).is_file() for name in PROCESSOR):
             raise CheckpointError(f"{folder}: no {' or '.join(PROCESSOR)}: this model takes text only")
         do_without_videos()
         from transformers import AutoProcessor

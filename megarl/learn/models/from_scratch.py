@@ -100,9 +100,9 @@ def create(
             f"model.from_scratch: num_key_value_heads {config.num_key_value_heads} does not divide "
             f"num_attention_heads {config.num_attention_heads}"
         )
-    if config.model_type == VISION:
+    if config.sees:
         _check_vision(config)
-    special = SPECIAL_TOKENS + (VISION_TOKENS if config.model_type == VISION else ())
+    special = SPECIAL_TOKENS + (VISION_TOKENS if config.sees else ())
     tokenizer = train_tokenizer(corpus, config.vocab_size, characters, special)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -189,7 +189,7 @@ def _check_vision(config: FromScratchConfig) -> None:
 
 def _save_tokenizer(tokenizer: Tokenizer, folder: Path, config: FromScratchConfig) -> None:
     """Write the tokenizer's files; of a model that takes images its processor's too."""
-    vision = config.model_type == VISION
+    vision = config.sees
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
@@ -248,7 +248,7 @@ def _model(config: FromScratchConfig, seed: int) -> PreTrainedModel:
         "eos_token_id": SPECIAL_TOKENS.index(END),
         "dtype": "float32",
     }
-    hf_config = make_config(**(_with_tower(config, sizes) if config.model_type == VISION else sizes))
+    hf_config = make_config(**(_with_tower(config, sizes) if config.sees else sizes))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = make_model(hf_config).to(torch.float32)

@@ -42,8 +42,8 @@ def check_images(config: Config, hf_config: Mapping[str, Any], rows: Mapping[str
         rows: Those of every split that the job reads.
 
     Raises:
-        ConfigError: there is no trainer for this vision-language model, it has no processor for the rows' images, or a
-            limit of pixels does not fit it.
+        ConfigError: there is no trainer for this vision-language model, it has no processor, or a limit of pixels does
+            not fit it.
         DataError: a row has images and the model takes text only, or it is an expert row.
     """
     for where, _ in _with_images(config, {split: found for split, found in rows.items() if split == "expert"}):
@@ -69,11 +69,11 @@ def check_images(config: Config, hf_config: Mapping[str, Any], rows: Mapping[str
         )
     _check_pixels(config, hf_config)
     if not any((Path(path) / name).is_file() for name in PROCESSOR):
-        for where, row in with_images:
-            raise ConfigError(
-                f"model.path={path} has no {' or '.join(PROCESSOR)}, and {where} has {len(row.images)} images; copy the"
-                " processor's files of the published model there"
-            )
+        seen = next((f", and {where} has {len(row.images)} images" for where, row in with_images), "")
+        raise ConfigError(
+            f"model.path={path} takes images and has no {' or '.join(PROCESSOR)}{seen}; copy the processor's files of "
+            "the published model there"
+        )
 
 
 def check_patches(config: Config, rows: Mapping[str, Rows], processor: Processor | None, *, pairs: bool) -> None:

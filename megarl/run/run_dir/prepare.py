@@ -253,7 +253,7 @@ def _model_recipe(config: Config, texts: tuple[list[str], str]) -> dict[str, Any
     assert config.model.from_scratch is not None
     values = asdict(config.model.from_scratch)
     tower = values.pop("vision")
-    if config.model.from_scratch.model_type == "qwen2_5_vl":  # of no other family is it a part
+    if config.model.from_scratch.sees:
         values |= {f"vision.{name}": value for name, value in tower.items()}
     settings = {f"model.from_scratch.{name}": value for name, value in values.items()}
     return settings | {"trainer.seed": config.trainer.seed, "its tokenizer's texts": _digest([*texts[0], texts[1]])}

@@ -149,12 +149,8 @@ class OnlineTrainer(Trainer):
                 trajectories, scored = self.rewarded(groups.trajectories)
             with phase("batch", step=number):
                 demonstrations = self.demonstrations(state, sum(t.num_samples for t in trajectories))
-                images, settings, updates = (
-                    self.models.images,
-                    self.config.algorithm,
-                    self.config.trainer.updates_per_step,
-                )
-                put = None if images is None else images.of_tasks(self.reader.images(trajectories))
+                settings, updates = self.config.algorithm, self.config.trainer.updates_per_step
+                put = self.models.images and self.models.images.of_tasks(self.reader.images(trajectories))
                 batch = make_batch(trajectories, demonstrations, self.algorithm, settings, updates, groups.lags, put)
                 for held in (trajectories, groups.trajectories):
                     held.clear()  # their arrays are in the batch

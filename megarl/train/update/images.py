@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ PATCH_BYTES = 2**28
 """Bytes of patches that a rank keeps: an image of a step goes through several models, several times."""
 
 
+@final
 class ImageInputs:
     """Files and patches of the images of a step, made by the model's own processor.
 
@@ -41,13 +42,10 @@ class ImageInputs:
 
     @classmethod
     def of(cls, config: Config, hf_config: Mapping[str, Any]) -> ImageInputs | None:
-        """Open the model's processor; None for a text model, and where the checkpoint has none: its rows have no images
-        then."""
+        """Open the model's processor; None for a text model."""
         if not hf_config.get("vision_config"):
             return None
         model = config.model
-        if not Processor.is_in(model.path):
-            return None
         processor = Processor.open(model.path, model.min_image_pixels, model.max_image_pixels)
         merge = int(hf_config["vision_config"]["spatial_merge_size"])
         return cls(processor, Vision(int(hf_config["image_token_id"]), merge))
