@@ -250,6 +250,8 @@ class TrainingSample(NamedTuple):
     lag: np.ndarray | None = None
     """int16 [R]: steps by which the weights that sampled each token are behind those that the step starts from, 0 where
     the mask is False. None where every token has lag 0."""
+    first_turn: int = 0
+    """Index of the turn that it begins with. Images of the task belong to turn 0."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -326,7 +328,8 @@ class Trajectory:
         """
         for line, new in self.trained_lines():
             before, after = line[: line.index(new[0])], line[line.index(new[0]) : line.index(new[-1]) + 1]
-            yield _sample([self.turns[i] for i in before], [(self.turns[i], i in new) for i in after], lags)
+            sample = _sample([self.turns[i] for i in before], [(self.turns[i], i in new) for i in after], lags)
+            yield sample._replace(first_turn=line[0])
 
     @property
     def num_samples(self) -> int:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from megarl.core.config.job import RunConfig, SyncConfig
 from megarl.core.config.schema import Config, ModelConfig, ParallelConfig, RolloutConfig
@@ -25,8 +25,9 @@ from megarl.engine.client.client import Sampling
 from tests.loop.conftest import TINY_ROLLOUT
 from tests.loop.engines import RunningEngine, differences, perturbed, save_tokenizer, some_prompts, transformers_logp
 from tests.loop.trainers import Breaking, Ranks, probe, ranks_of, refusing, versions
+from tests.loop.vision_models import save_qwen_processor
 from tests.loop.zygote import Zygote
-from tests.parallel.families import hf_model
+from tests.parallel.families import FAMILIES, hf_model
 
 SAMPLING = Sampling(max_tokens=12, ignore_eos=True)
 FP32_TOLERANCE = 1e-4
@@ -52,6 +53,14 @@ SIZES: dict[str, dict[str, Any]] = {
     "mistral": _ENGINE_SIZES,
     "ernie4_5": _ENGINE_SIZES,
     "qwen2": _HIDDEN_128,
+    "qwen2_5_vl": {
+        "text_config": {
+            **FAMILIES["qwen2_5_vl"][1]["text_config"],
+            **_HIDDEN_128,
+            "rope_parameters": {"rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
+        },
+        "vision_config": {**FAMILIES["qwen2_5_vl"][1]["vision_config"], "out_hidden_size": 128},
+    },
     "qwen3": _ENGINE_SIZES,
     "mixtral": _HIDDEN_128,
     "qwen3_moe": _ENGINE_SIZES,
@@ -89,6 +98,7 @@ CELLS = (
     Cell("mistral", TP2),
     Cell("ernie4_5", PP2),
     Cell("qwen2", PP2, {"tp": 2}),
+    Cell("qwen2_5_vl", PP2, {"tp": 2}),
     Cell("qwen3", PP2, {"tp": 2}),
     Cell("mixtral", TP2_EP2),
     Cell("qwen3_moe", EP2, EXPERTS, forked=False),  # started as a job does it, in interpreters of their own
@@ -126,9 +136,9 @@ BF16_CELLS = {
 def engine_of(
     cell: Cell, folder: Path, zygote: Zygote, options: tuple[str, ...] = (), timeout_s: float = 60.0
 ) -> Iterator[tuple[RunningEngine, Ranks, PreTrainedModel]]:
-    path = folder / "model"
+    path, sees = folder / "model", "vision_config" in FAMILIES[cell.family][1]
+    (save_qwen_processor if sees else save_tokenizer)(path)
     hf_model(cell.family, **{**SIZES[cell.family], **cell.changes}).save_pretrained(path)
-    save_tokenizer(path)
     config = Config(
         run=RunConfig(dir=str(folder)),
         model=ModelConfig(path=str(path), dtype=cell.dtype, head_dtype=cell.head),
@@ -138,7 +148,11 @@ def engine_of(
     )
     engine = RunningEngine(config, folder / "logs", zygote if cell.forked else None, options)
     dtype = getattr(torch, cell.dtype)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
+    model = (
+        (AutoModelForImageTextToText if sees else AutoModelForCausalLM)
+        .from_pretrained(path, dtype=dtype, attn_implementation="eager")
+        .eval()
+    )
     try:
         yield engine.ready(), ranks_of(engine), model
     finally:

@@ -25,7 +25,16 @@ from megarl.explore.store import Store
 from megarl.explore.tasksets import ChatTokenizer, chat_messages
 from megarl.explore.tasksets.processor import Processor, check_image_prompts
 from tests.loop.engines import KEY, RunningEngine
-from tests.loop.vision_models import IMAGE, IMAGE_TOKENS, picture, save_tiny_idefics3, transformers_logp
+from tests.loop.vision_models import (
+    IMAGE,
+    IMAGE_TOKENS,
+    QWEN_IMAGE,
+    QWEN_UNIT,
+    picture,
+    save_tiny_idefics3,
+    save_tiny_qwen2_5_vl,
+    transformers_logp,
+)
 from tests.loop.zygote import Zygote
 
 GREEDY = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -36,14 +45,23 @@ def task(i: int, *images: bytes) -> Task:
     return Task(f"train/{i}", "vision/count", prompt, "", {"ground_truth": "3"}, images=images)
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Iterator[RunningEngine]:
+QWEN = ModelConfig(min_image_pixels=2 * QWEN_UNIT**2, max_image_pixels=6 * QWEN_UNIT**2)
+"""Other limits than the processor's own."""
+
+
+@pytest.fixture(scope="module", params=["idefics3", "qwen2_5_vl"])
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, zygote: Zygote
+) -> Iterator[RunningEngine]:
     directory = tmp_path_factory.mktemp("vision")
-    path = save_tiny_idefics3(directory / "model")
+    save, model = {"idefics3": (save_tiny_idefics3, ModelConfig()), "qwen2_5_vl": (save_tiny_qwen2_5_vl, QWEN)}[
+        request.param
+    ]
+    model = replace(model, path=str(save(directory / "model")))
     rollout = RolloutConfig(
         max_prompt_tokens=128, max_response_tokens=16, max_num_seqs=16, kv_cache_bytes=2**26, start_timeout_s=240.0
     )
-    engine = RunningEngine(Config(model=ModelConfig(path=str(path)), rollout=rollout), directory / "logs", zygote)
+    engine = RunningEngine(Config(model=model, rollout=rollout), directory / "logs", zygote)
     try:
         yield engine.ready()
     finally:
@@ -55,21 +73,50 @@ def tokenizer(engine: RunningEngine) -> ChatTokenizer:
     return ChatTokenizer.open(engine.model_path)
 
 
+@pytest.fixture(scope="module")
+def processor(engine: RunningEngine) -> Processor:
+    model = engine.config.model
+    return Processor.open(engine.model_path, model.min_image_pixels, model.max_image_pixels)
+
+
+@pytest.fixture(scope="module")
+def placeholder(engine: RunningEngine) -> int:
+    """Token id of an image's vectors."""
+    return QWEN_IMAGE if is_qwen(engine) else IMAGE
+
+
+def is_qwen(engine: RunningEngine) -> bool:
+    return engine.config.model.max_image_pixels is not None
+
+
+def expected_logp(engine: RunningEngine, prompt: np.ndarray, response: np.ndarray, asked: Task) -> torch.Tensor:
+    """transformers' log-probs, with the engine's limits of pixels."""
+    limits = engine.config.model.min_image_pixels, engine.config.model.max_image_pixels
+    return transformers_logp(engine.model_path, prompt, response, list(asked.images), limits)
+
+
+def num_vectors(engine: RunningEngine, processor: Processor, asked: Task) -> int:
+    if not is_qwen(engine):
+        return IMAGE_TOKENS * len(asked.images)
+    return sum(processor.num_vectors(image) for image in asked.images)
+
+
 def prompt_of(tokenizer: ChatTokenizer, asked: Task, n: int = 1) -> Prompt:
     return Prompt(tokenizer.prompt_ids(chat_messages(asked)), n, seed=7, images=asked.images)
 
 
-def test_the_answer_is_about_the_image_and_equals_transformers(engine: RunningEngine, tokenizer: ChatTokenizer) -> None:
+def test_the_answer_is_about_the_image_and_equals_transformers(
+    engine: RunningEngine, tokenizer: ChatTokenizer, processor: Processor, placeholder: int
+) -> None:
     first, second = picture(1), picture(2, 25, 50)
     tasks = [task(0, first), task(1, second), task(2, first), task(3, first, second), task(4, second, first)]
     got = engine.generate([prompt_of(tokenizer, asked) for asked in tasks], GREEDY)
-    processor = Processor.open(engine.model_path)
     for asked, completion in zip(tasks, got, strict=True):
         assert completion.prompt_ids is not None
         expected = processor.prompt_ids(tokenizer.render(chat_messages(asked)), asked.images)
         np.testing.assert_array_equal(completion.prompt_ids, expected)
-        assert (expected == IMAGE).sum() == IMAGE_TOKENS * len(asked.images)
-        logp = transformers_logp(engine.model_path, expected, completion.token_ids, list(asked.images))
+        assert (expected == placeholder).sum() == num_vectors(engine, processor, asked)
+        logp = expected_logp(engine, expected, completion.token_ids, asked)
         assert (torch.from_numpy(completion.logprobs) - logp).abs().max() < 1e-4
     same, other = got[2], got[1]
     np.testing.assert_array_equal(got[0].token_ids, same.token_ids)
@@ -86,7 +133,7 @@ def test_a_cached_prefix_is_of_its_image(engine: RunningEngine, tokenizer: ChatT
     assert len(got[0].prompt_ids) > 2 * engine.config.rollout.block_size
     np.testing.assert_array_equal(got[0].prompt_ids, got[1].prompt_ids)
     for one, completion in zip(asked, got, strict=True):
-        logp = transformers_logp(engine.model_path, completion.prompt_ids, completion.token_ids, list(one.images))
+        logp = expected_logp(engine, completion.prompt_ids, completion.token_ids, one)
         assert (torch.from_numpy(completion.logprobs) - logp).abs().max() < 1e-4
     assert np.abs(got[0].logprobs[0] - got[1].logprobs[0]) > 1e-4
 
@@ -111,7 +158,7 @@ def test_a_prompt_with_the_wrong_images_is_refused_and_others_go_on(
 
 
 def test_the_explorer_rolls_out_and_scores_rows_with_images(
-    engine: RunningEngine, tokenizer: ChatTokenizer, tmp_path: Path
+    engine: RunningEngine, tokenizer: ChatTokenizer, processor: Processor, placeholder: int, tmp_path: Path
 ) -> None:
     store = Store(f"sqlite:///{tmp_path}/store.db")
     tasks = [task(0, picture(1)), task(1, picture(2)), task(2, picture(1), picture(3))]
@@ -141,17 +188,18 @@ def test_the_explorer_rolls_out_and_scores_rows_with_images(
     assert store.rollout_metrics("r0")["retries"] == 0  # though three prompts share an image
     for e in got:
         asked = tasks[int(e.task_id[-1])]
-        assert (e.prompt.token_ids == IMAGE).sum() == IMAGE_TOKENS * len(asked.images)
+        assert (e.prompt.token_ids == placeholder).sum() == num_vectors(engine, processor, asked)
         assert e.greedy is not None and np.array_equal(e.greedy.prompt.token_ids, e.prompt.token_ids)
-        if IMAGE not in e.response.token_ids:  # random weights say it, and transformers would look for its image
-            logp = transformers_logp(engine.model_path, e.prompt.token_ids, e.response.token_ids, list(asked.images))
+        if placeholder not in e.response.token_ids:  # random weights say it, and transformers would look for its image
+            logp = expected_logp(engine, e.prompt.token_ids, e.response.token_ids, asked)
             assert (torch.from_numpy(e.response.logp) - logp).abs().max() < 1e-4
-    assert sum(IMAGE not in e.response.token_ids for e in got) > 4
+    assert sum(placeholder not in e.response.token_ids for e in got) > 4
     assert store.rollout_metrics("r0")["prompt_tokens"] == sum(len(e.prompt.token_ids) for e in got) * 4 / 3
 
 
-def test_lengths_are_checked_with_the_images(engine: RunningEngine, tokenizer: ChatTokenizer) -> None:
-    processor = Processor.open(engine.model_path)
+def test_lengths_are_checked_with_the_images(
+    engine: RunningEngine, tokenizer: ChatTokenizer, processor: Processor
+) -> None:
     tasks = [task(0, picture(1)), task(1, picture(1), picture(2))]
     lengths = [len(processor.prompt_ids(tokenizer.render(chat_messages(t)), t.images)) for t in tasks]
     assert lengths[0] < lengths[1]

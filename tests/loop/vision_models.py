@@ -1,10 +1,12 @@
-"""A tiny vision-language model with all its files. Idefics3: of what vLLM has, its kind needs neither torchvision nor
-mistral_common."""
+"""Tiny vision-language models with all their files. Idefics3: of what vLLM has, its kind needs neither torchvision nor
+mistral_common. Qwen2.5-VL: the family that megarl trains."""
 
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +18,13 @@ from transformers import (
     Idefics3ImageProcessorPil,
     Idefics3Processor,
     PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+    Qwen2VLImageProcessorPil,
 )
+
+from megarl.core.without_videos import do_without_videos
 
 VOCAB = 200
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
@@ -32,21 +40,92 @@ TEMPLATE = """<bos> {% for message in messages %}{% for part in message['content
 {% if add_generation_prompt %}Answer :{% endif %}"""
 
 
-def save_tiny_idefics3(path: Path, seed: int = 0) -> Path:
-    """An HF checkpoint directory: random weights far from a symmetric start, a word-level tokenizer, a processor."""
-    words = {word: i for i, word in enumerate((*SPECIAL, *WORDS))}
+QWEN_SPECIAL = ("<pad>", "<eos>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+QWEN_IMAGE = QWEN_SPECIAL.index("<|image_pad|>")
+QWEN_UNIT = 28
+"""Sides of a resized image are multiples of it: 2 x 2 patches of 14 pixels, one vector."""
+QWEN_TEMPLATE = """{% for message in messages %}{% for part in message['content'] -%}
+{% if part['type'] == 'image' %}<|vision_start|> <|image_pad|> <|vision_end|>
+{%- elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %} {% endfor -%}
+{% if add_generation_prompt %}Answer :{% endif %}"""
+
+
+def word_tokenizer(special: tuple[str, ...], **roles: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of ``VOCAB`` words, split at spaces, the special ones first."""
+    words = {word: i for i, word in enumerate((*special, *WORDS))}
     words |= {f"t{i}": i for i in range(len(words), VOCAB)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<bos>",
-        eos_token="<eos>",
-        pad_token="<pad>",
-        additional_special_tokens=list(SPECIAL[3:]),
+    others = [token for token in special if token not in roles.values()]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **roles, additional_special_tokens=others)
+
+
+def save_tiny_qwen2_5_vl(path: Path, seed: int = 0, *, max_vectors: int = 16) -> Path:
+    """An HF checkpoint directory as :func:`save_tiny_idefics3`; an image has at most ``max_vectors`` vectors."""
+    save_qwen_processor(path, max_vectors=max_vectors)
+    torch.manual_seed(seed)
+    Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**QWEN_SIZES)).float().save_pretrained(path)
+    return path
+
+
+def save_qwen_processor(path: Path, *, max_vectors: int = 16) -> Path:
+    """The files of a tiny Qwen2.5-VL without its weights."""
+    do_without_videos()
+    images = Qwen2VLImageProcessorPil(
+        size={"shortest_edge": QWEN_UNIT**2, "longest_edge": QWEN_UNIT**2 * max_vectors}, patch_size=14, merge_size=2
     )
+    Qwen2_5_VLProcessor(
+        image_processor=images,
+        tokenizer=word_tokenizer(QWEN_SPECIAL, eos_token="<eos>", pad_token="<pad>"),
+        chat_template=QWEN_TEMPLATE,
+    ).save_pretrained(path)
+    config = Qwen2_5_VLConfig(**QWEN_SIZES, architectures=["Qwen2_5_VLForConditionalGeneration"])
+    (path / "config.json").write_text(json.dumps(config.to_dict()))
+    return path
+
+
+QWEN_SIZES: dict[str, Any] = {
+    "text_config": {
+        "vocab_size": VOCAB,
+        "hidden_size": 128,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,  # of 32: vLLM's smallest head on CPU
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
+        "initializer_range": 0.1,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+    },
+    "vision_config": {
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "out_hidden_size": 128,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "window_size": 56,
+        "fullatt_block_indexes": [1],
+        "initializer_range": 0.1,
+    },
+    "image_token_id": QWEN_IMAGE,
+    "video_token_id": QWEN_IMAGE + 1,
+    "vision_start_token_id": QWEN_IMAGE - 2,
+    "vision_end_token_id": QWEN_IMAGE - 1,
+    "tie_word_embeddings": False,
+}
+
+
+def save_tiny_idefics3(path: Path, seed: int = 0) -> Path:
+    """An HF checkpoint directory: random weights far from a symmetric start, a word-level tokenizer, a processor."""
     edge = {"longest_edge": 32}
     images = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
+    fast = word_tokenizer(SPECIAL, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>")
     Idefics3Processor(
         image_processor=images, tokenizer=fast, image_seq_len=IMAGE_TOKENS, chat_template=TEMPLATE
     ).save_pretrained(path)
@@ -90,16 +169,27 @@ def picture(seed: int, width: int = 40, height: int = 30) -> bytes:
 
 @torch.no_grad()
 def transformers_logp(
-    path: Path, prompt_ids: np.ndarray, response_ids: np.ndarray, images: list[bytes]
+    path: Path,
+    prompt_ids: np.ndarray,
+    response_ids: np.ndarray,
+    images: list[bytes],
+    pixels: tuple[int | None, int | None] = (None, None),
 ) -> torch.Tensor:
     """fp32 [len(response_ids)]: log-probs of the response by plain transformers; ``prompt_ids`` with placeholders
-    expanded."""
-    model = Idefics3ForConditionalGeneration.from_pretrained(path, dtype=torch.float32).eval()
-    processor = Idefics3Processor.from_pretrained(path)
+    expanded. ``pixels``: fewest and most of an image, in place of the processor's own (both or none)."""
     decoded = [Image.open(io.BytesIO(image)).convert("RGB") for image in images]
-    pixels = processor.image_processor([decoded], return_tensors="pt")
     ids = torch.tensor([[*prompt_ids.tolist(), *response_ids.tolist()]])
-    inputs = {name: pixels[name] for name in ("pixel_values", "pixel_attention_mask")}
-    logp = model(input_ids=ids, **inputs).logits.float().log_softmax(-1)[0]
+    if json.loads((path / "config.json").read_text())["model_type"] == "qwen2_5_vl":
+        do_without_videos()
+        model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
+        size = {} if None in pixels else {"size": dict(zip(("shortest_edge", "longest_edge"), pixels, strict=True))}
+        made = Qwen2_5_VLProcessor.from_pretrained(path).image_processor(decoded, return_tensors="pt", **size)
+        inputs = {name: made[name] for name in ("pixel_values", "image_grid_thw")}
+        inputs["mm_token_type_ids"] = (ids == QWEN_IMAGE).int()
+    else:
+        model = Idefics3ForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
+        made = Idefics3Processor.from_pretrained(path).image_processor([decoded], return_tensors="pt")
+        inputs = {name: made[name] for name in ("pixel_values", "pixel_attention_mask")}
+    logp = model.eval()(input_ids=ids, **inputs).logits.float().log_softmax(-1)[0]
     at = torch.arange(len(prompt_ids) - 1, ids.shape[1] - 1)
     return logp[at, ids[0, at + 1]]

@@ -77,6 +77,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {**_DENSE, "head_dim": 24, "sliding_window": None}),
     "ernie4_5": ("ernie4_5", {**_DENSE, "head_dim": 24, "tie_word_embeddings": True}),
     "qwen2": ("qwen2", {**_DENSE, "tie_word_embeddings": True}),
+    "qwen2_5_vl": (  # as a language model; its images are in vision.py
+        "qwen2_5_vl",
+        {
+            "text_config": {**_DENSE, "rope_parameters": {"rope_theta": 10000.0, "mrope_section": [2, 3, 3]}},
+            "vision_config": {
+                **{"depth": 3, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 64},
+                **{"patch_size": 14, "spatial_merge_size": 2, "window_size": 56, "fullatt_block_indexes": [1]},
+            },
+            **{"image_token_id": 4, "video_token_id": 5, "vision_start_token_id": 2, "vision_end_token_id": 3},
+            "tie_word_embeddings": False,
+        },
+    ),
     "qwen3": ("qwen3", {**_DENSE, "head_dim": 24}),
     "mixtral": ("mixtral", {**_DENSE, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": (
@@ -120,15 +132,16 @@ MOE = tuple(
 def hf_model(family: str, *, seed: int = 0, **changes: Any) -> Any:
     """The family's model in float32, random but with nothing at its neutral value (norms, biases, router bias)."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     model_type, settings = FAMILIES[family]
     config = AutoConfig.for_model(model_type, **{**settings, **changes})
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    make = AutoModelForImageTextToText if "vision_config" in settings else AutoModelForCausalLM
+    model = make.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if "norm" in name:
+            if "norm" in name or "ln_q" in name:
                 tensor.add_(0.2 * torch.randn_like(tensor))
             elif name.endswith((".bias", "e_score_correction_bias")):
                 tensor.copy_(0.3 * torch.randn_like(tensor))

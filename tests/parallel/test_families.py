@@ -153,8 +153,8 @@ def backward(stage: Any, tokens: torch.Tensor, rows: torch.Tensor) -> dict[str, 
     run([model], sequences, batches, Head(VOCAB), lambda _, x: (-x[..., 0].sum() / count, None), forward_only=False)
     gradients = {
         name: torch.zeros_like(tensor) for name, tensor in named_tensors(stage).items()
-    }  # the router's bias has none
-    return gradients | {name: p.main_grad for name, p in unwrap(stage).named_parameters()}
+    }  # the router's bias has none, nor has a frozen tower
+    return gradients | {name: p.main_grad for name, p in unwrap(stage).named_parameters() if p.requires_grad}
 
 
 def on_grids(rank: int, folder: str, cases: list[tuple[str, str]]) -> dict[tuple[str, str], float | None]:
@@ -212,7 +212,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         logp.mean().neg().backward()
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.copy_(parameter.grad)
+                parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)  # a tower's
             for buffer in model.buffers():
                 buffer.zero_()
         model.save_pretrained(root / f"{family}-gradients")

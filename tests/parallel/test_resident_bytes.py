@@ -26,7 +26,11 @@ from tests.parallel.test_value_head import hf_classifier
 Case = tuple[str, ParallelConfig, str]
 """Model, grid, dtype."""
 CASES: dict[int, list[Case]] = {
-    1: [("tied", ParallelConfig(), "float32"), ("moe", ParallelConfig(), "bfloat16")],
+    1: [
+        ("tied", ParallelConfig(), "float32"),
+        ("moe", ParallelConfig(), "bfloat16"),
+        ("tower", ParallelConfig(), "float32"),
+    ],
     2: [
         ("qwen3", ParallelConfig(tp=2), "float32"),
         ("qwen3", ParallelConfig(tp=2), "bfloat16"),
@@ -42,6 +46,9 @@ CASES: dict[int, list[Case]] = {
         ("deepseek", ParallelConfig(dp=2, ep=2), "bfloat16"),
         ("direct", ParallelConfig(dp=2), "bfloat16"),
         ("deepseek", ParallelConfig(pp=2, first_stage_layers=1), "float32"),
+        ("tower", ParallelConfig(dp=2), "bfloat16"),
+        ("trained tower", ParallelConfig(dp=2), "bfloat16"),
+        ("trained tower", ParallelConfig(pp=2, vpp=2), "float32"),
     ],
     3: [("tied", ParallelConfig(dp=3), "bfloat16"), ("moe", ParallelConfig(dp=3), "float32")],
     4: [
@@ -56,16 +63,26 @@ CASES: dict[int, list[Case]] = {
 HEADS = "lm", "score"
 
 
+def heads(model: str) -> tuple[str, ...]:
+    """Heads that there are of a model."""
+    return HEADS[:1] if "tower" in model else HEADS
+
+
+def settings_of(case: Case, path: Path | None = None) -> ModelConfig:
+    model, _, dtype = case
+    return ModelConfig(path=str(path), dtype=dtype, train_vision_tower=model == "trained tower")  # type: ignore[arg-type]
+
+
 def built(case: Case, folder: Path, head: str, trained: bool) -> Any:
     from megarl.learn.training.model import FrozenModel, TrainedModel, micro_batching_for
     from megarl.learn.training.schedule import Head
     from megarl.weights.checkpoint.formats import hf
     from tests.parallel.families import VOCAB
 
-    model, parallel, dtype = case
+    model, parallel, _ = case
     arguments = (
         hf.read_hf_config(folder / model),
-        ModelConfig(path=str(folder / model), dtype=dtype),  # type: ignore[arg-type]
+        settings_of(case, folder / model),
         parallel,
         Head(VOCAB) if head == "lm" else None,
         micro_batching_for(parallel, TrainerConfig(packing=False, micro_batch_size=1)),
@@ -85,7 +102,7 @@ def on_grids(rank: int, folder: str, cases: list[Case]) -> list[dict[str, int]]:
     found = []
     for case in cases:
         groups.initialize(case[1], seed=1)
-        for head in HEADS:
+        for head in heads(case[0]):
             for trained in (False, True):
                 model = built(case, Path(folder), head, trained)
                 if trained and head == "lm":
@@ -109,6 +126,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save("qwen3_moe_mixed", folder / "mixed")
     save("deepseek_v3", folder / "deepseek")
     save("deepseek_v3", folder / "direct", q_lora_rank=None, hidden_size=72)
+    save("qwen2_5_vl", folder / "tower")
+    save("qwen2_5_vl", folder / "trained tower")
     hf_classifier("qwen3").save_pretrained(folder / "scores")
     return folder
 
@@ -123,9 +142,9 @@ def test_predicted_bytes_are_those_of_built_models(folder: Path, world: int) -> 
     measured = run_grid(world, on_grids, str(folder), CASES[world])
     number = 0
     for case in CASES[world]:
-        model, parallel, dtype = case
-        settings = ModelConfig(dtype=dtype)  # type: ignore[arg-type]
-        for head in HEADS:
+        model, parallel, _ = case
+        settings = settings_of(case)
+        for head in heads(model):
             for trained in (False, True):
                 hf_config = hf.read_hf_config(folder / model)
                 predicted = model_bytes(hf_config, settings, parallel, head, trained=trained)  # type: ignore[arg-type]

@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from PIL import Image
 
 from megarl.core.config import Config, compose, config_dir
-from megarl.core.config.schema import ParallelConfig, RolloutConfig
+from megarl.core.config.schema import FromScratchConfig, ParallelConfig, RolloutConfig, VisionTowerConfig
 from megarl.core.errors import ConfigError
 from megarl.learn import algorithms
 from megarl.learn.parallel.grid import check_parallel, megatron_grid, role_grids
@@ -42,6 +43,7 @@ MODELS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "cases" 
 NODES = {
     "grpo_qwen2_5_7b": 1,
     "grpo_qwen3_8b": 1,
+    "grpo_qwen2_5_vl_7b": 1,
     "mix_qwen2_5_7b": 1,
     "dpo_llama3_1_8b": 1,
     "ppo_llama3_1_8b": 2,
@@ -51,7 +53,7 @@ NODES = {
 }
 LARGE = ("grpo_qwen3_30b_a3b", "grpo_deepseek_v3")
 """Thousands of experts' tensors: to plan everything takes seconds, so two engine ranks are planned."""
-TOYS = ("quickstart", "own", "own_gpu", "sft", "dpo", "reward_model", "guess")
+TOYS = ("quickstart", "own", "own_gpu", "sft", "dpo", "reward_model", "guess", "vision")
 YOURS = ("model.path=/m", "taskset.train=a.parquet", "taskset.eval=b.parquet")
 CPU = ("parallel.backend=gloo", "model.transformer_impl=local", "rollout.kv_cache_bytes=1048576")
 GB = 1e9
@@ -148,24 +150,27 @@ class Memory(NamedTuple):
     engine: float
 
 
-def parameters(layout: Layout, rank: int) -> tuple[int, int]:
-    """(parameters that most ranks share alike, those of experts) on a rank, padding included."""
-    dense = experts = 0
+def parameters(layout: Layout, rank: int) -> tuple[int, int, int]:
+    """(parameters that most ranks share alike, those of experts, of a vision tower) on a rank, padding included."""
+    dense = experts = tower = 0
     for row, share in layout.rows_of(rank):
         size = math.prod(row.local_shape(share)[len(row.stack) :])
         if ".experts." in row.parts[0]:
             experts += size
+        elif row.parts[0].startswith("visual."):
+            tower += size
         else:
             dense += size
-    return dense, experts
+    return dense, experts, tower
 
 
 def static_bytes(layout: Layout, grid: ParallelConfig, rank: int, *, learns: bool) -> float:
-    dense, experts = parameters(layout, rank)
+    """No job of these trains its tower."""
+    dense, experts, tower = parameters(layout, rank)
     if not learns:
-        return 2.0 * (dense + experts)
+        return 2.0 * (dense + experts + tower)
     copies, expert_copies = grid.dp * grid.cp, grid.stage_size // (grid.ep * grid.expert_tp)
-    return 6.0 * (dense + experts) + 12.0 * (dense / copies + experts / expert_copies)
+    return 2.0 * tower + 6.0 * (dense + experts) + 12.0 * (dense / copies + experts / expert_copies)
 
 
 def memory_of(config: Config) -> Memory:
@@ -272,6 +277,7 @@ def test_memory_by_hand() -> None:
 # ------------------------------------------------------------------ the project's own check
 
 
+PICTURES = [Image.new("RGB", (60, 90), color) for color in ("red", "blue")]
 PUBLISHED: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("openai/gsm8k", "train"): [
         {"question": "2 clips and 3 clips are how many?", "answer": "2 + 3 = 5\n#### 1,005"},
@@ -331,6 +337,10 @@ PUBLISHED: dict[tuple[str, str], list[dict[str, Any]]] = {
         },
         {"problem": "Add.", "answer": "3", "generations": ["3"], "correctness_math_verify": [True]},
     ],
+    **{
+        ("hiyouga/geometry3k", split): [{"images": [picture], "problem": f"<image>{text}", "answer": "12"}]
+        for split, text, picture in (("train", "Find x.", PICTURES[0]), ("test", "Find y.", PICTURES[1]))
+    },
 }
 """Rows with the published columns, made by hand: of every data set one row or two that is to be left out."""
 MADE = {
@@ -341,6 +351,8 @@ MADE = {
     "data/ultrafeedback/train.parquet": 1,
     "data/ultrafeedback/test.parquet": 1,
     "data/openr1_math/expert.parquet": 1,
+    "data/geometry3k/train.parquet": 1,
+    "data/geometry3k/test.parquet": 1,
 }
 
 
@@ -363,17 +375,22 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in folder.rglob("*.parquet"):  # as many rows as a step takes
         rows = pq.read_table(path, partitioning=None)
         pq.write_table(pa.concat_tables([rows] * (1 if path.stem in ("test", "aime_2024") else 1024)), path)
-    write_tokenizer(folder / "tokenizer")
+    write_tokenizer(folder / "tokenizer", FromScratchConfig(max_position_embeddings=65536))
+    tower = VisionTowerConfig(patch_size=14, max_image_tokens=16384)
+    seeing = FromScratchConfig(model_type="qwen2_5_vl", max_position_embeddings=65536, vision=tower)
+    write_tokenizer(folder / "processor", seeing)
     for name in [*MODELS, "Llama-3.1-8B-RM"]:
-        write_model(Path(shutil.copytree(folder / "tokenizer", folder / "models" / name)), published_config(name))
+        kind = "processor" if "-VL-" in name else "tokenizer"
+        write_model(Path(shutil.copytree(folder / kind, folder / "models" / name)), published_config(name))
     return folder
 
 
-def write_tokenizer(folder: Path) -> None:
-    from megarl.learn.models.from_scratch import _save_tokenizer, train_tokenizer
+def write_tokenizer(folder: Path, config: FromScratchConfig) -> None:
+    from megarl.learn.models.from_scratch import SPECIAL_TOKENS, VISION_TOKENS, _save_tokenizer, train_tokenizer
 
     texts = [text for rows in PUBLISHED.values() for row in rows for text in map(str, row.values())] + [DOCS]
-    _save_tokenizer(train_tokenizer(texts, 400), folder, 65536)
+    special = (*SPECIAL_TOKENS, *(VISION_TOKENS if config.model_type == "qwen2_5_vl" else ()))
+    _save_tokenizer(train_tokenizer(texts, 400, special=special), folder, config)
 
 
 def write_model(folder: Path, config: Mapping[str, Any]) -> None:

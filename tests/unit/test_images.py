@@ -190,12 +190,11 @@ def test_the_store_keeps_images_with_their_tasks(tmp_path: Path) -> None:
     assert store.tasks("eval")[0].images == (RED, RED)
 
 
-@pytest.mark.parametrize("read", [lambda path: read_rows(path, require_response=True), read_preferences])
-def test_demonstrations_and_preferences_with_images_are_refused(tmp_path: Path, read: Any) -> None:
-    answers = {"response": "3", "chosen": "3", "rejected": "2"}
+def test_preferences_with_images_are_refused(tmp_path: Path) -> None:
+    answers = {"chosen": "3", "rejected": "2"}
     path = jsonl(tmp_path / "rows.jsonl", row(**answers, images=[]), row(**answers, images=["a.png"]))
-    with pytest.raises(DataError, match="line 2: images must be empty, since training on images is not supported"):
-        read(path)
+    with pytest.raises(DataError, match="line 2: images must be empty, since preferences with images are not trained"):
+        read_preferences(path)
 
 
 def test_a_training_job_refuses_images_and_models_that_take_them() -> None:

@@ -138,6 +138,8 @@ def test_rows_are_made_anew_when_the_file_changes(tmp_path: Path) -> None:
         ("randint(0", "randit(0", ["AttributeError", "products.py:8"]),
         ("yield Entry(", "yield dict(", ["must yield megarl.explore.tasksets.Entry or None", "dict"]),
         ("answer=str", "answer=int", ["Entry.answer must be a text", "products.py"]),
+        ("answer=str", "images=['a.png'], answer=str", ["Entry.images must be a tuple of files' bytes", "['a.png']"]),
+        ("answer=str", "images=(b'a',), answer=str", ["must have as many <image> as there are images (1)"]),
         ("largest\": 999", "largest\": 'x'", ["GENERATOR.options", "numbers"]),
     ],
 )  # fmt: skip

@@ -20,7 +20,7 @@ from megarl.explore.experience import verify
 from tests.trajectories import one_turn
 
 DOCS = (Path(__file__).resolve().parents[2] / "docs" / "experiments.md").read_text()
-GSM8K_MATH, ULTRAFEEDBACK = 14_973, 61_135
+GSM8K_MATH, ULTRAFEEDBACK, GEOMETRY3K = 14_973, 61_135, 2_101
 """Rows of the data sets' training splits."""
 
 SAMPLING: dict[str, Any] = {"rollout.temperature": 1.0}
@@ -66,6 +66,21 @@ SOURCES: dict[str, dict[str, Any]] = {
         "trainer.tasks_per_step": 1024,
         "trainer.updates_per_step": 1024 // 256,
         "trainer.checkpoint_interval": 20,
+    },
+    "volcengine/verl@6e7fdc2e00d3:examples/grpo_trainer/run_qwen2_5_vl-7b-megatron.sh": {
+        "experiment": "grpo_qwen2_5_vl_7b",
+        **VERL,
+        **KL_LOSS,
+        "algorithm.kl.coef": 0.01,
+        "algorithm.group_size": 5,
+        "model.train_vision_tower": True,
+        "rollout.max_prompt_tokens": 1024,
+        "rollout.max_response_tokens": 2048,
+        "trainer.steps": "15 epochs of 2,101 rows",
+        "trainer.tasks_per_step": 512,
+        "trainer.updates_per_step": 512 // 128,
+        "trainer.checkpoint_interval": 20,
+        "trainer.max_tokens_per_micro_batch": 5120,
     },
     "volcengine/verl@b178a3cd56f5:examples/grpo_trainer/run_qwen3-8b_npu.sh": {
         "experiment": "grpo_qwen3_8b",
@@ -212,6 +227,7 @@ OURS: dict[str, dict[str, Any]] = {
         "rollout.max_response_tokens": 8192,
         "trainer.steps": GSM8K_MATH // 256 * 15,
     },
+    "grpo_qwen2_5_vl_7b": {"model.train_vision_tower": False, "trainer.steps": GEOMETRY3K // 512 * 15},
     "ppo_llama3_1_8b": {"critic.path": "models/Llama-3.1-8B-RM"},
     "grpo_qwen2_5_32b": {"reward.overlong_penalty": 0.5, "trainer.steps": 300},
     "grpo_qwen3_30b_a3b": {"rollout.max_prompt_tokens": 2048},

@@ -15,6 +15,7 @@ from megarl.core.machine import group_members
 from megarl.engine.client.addresses import JobAddresses
 from megarl.engine.client.control import SLEEPING, EngineControl
 from megarl.engine.client.names import last_lines
+from megarl.explore.tasksets.images import MAX_IMAGES
 from megarl.run.supervise.engine_process import engine_process
 
 
@@ -90,6 +91,23 @@ def test_expert_parallelism_is_asked_for() -> None:
             "m", RolloutConfig(max_prompt_tokens=128, tp=2, expert_parallel=wanted), ModelConfig(), "127.0.0.1", 1
         )
         assert ("--enable-expert-parallel" in argv) == wanted
+
+
+def test_a_model_that_takes_images_has_a_whole_tower_and_the_limits_of_pixels(tmp_path: Path) -> None:
+    """tests/loop/test_vision.py has the tokens and log-probs."""
+
+    def argv_of(model: ModelConfig) -> list[str]:
+        return engine_process(str(tmp_path), RolloutConfig(max_prompt_tokens=8), model, "127.0.0.1", 1)[0]
+
+    (tmp_path / "config.json").write_text("{}")
+    assert not any(word.startswith(("--mm", "--limit-mm")) for word in argv_of(ModelConfig(max_image_pixels=5000)))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "vision_config": {"depth": 1}}))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"min_pixels": 3136, "max_pixels": 12845056}))
+    usual = argv_of(ModelConfig())
+    assert json.loads(option(usual, "--limit-mm-per-prompt")) == {"image": MAX_IMAGES, "video": 0}
+    assert option(usual, "--mm-encoder-tp-mode") == "data" and "--mm-processor-kwargs" not in usual
+    limited = json.loads(option(argv_of(ModelConfig(max_image_pixels=5000)), "--mm-processor-kwargs"))
+    assert limited == {"size": {"shortest_edge": 3136, "longest_edge": 5000}}, "vLLM takes both or none"
 
 
 def test_last_lines_of_a_log(tmp_path: Path) -> None:

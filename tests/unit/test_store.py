@@ -641,6 +641,7 @@ def test_a_rollout_reads_the_tasks_that_it_asks_for_alone(store: Store) -> None:
 def test_every_write_is_in_the_table_of_writes() -> None:
     reads = {
         "task_ids",
+        "task_images",
         "tasks",
         "data_sources",
         "progress",

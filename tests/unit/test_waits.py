@@ -77,6 +77,7 @@ LIMITED = {
     "file, or SIGKILL",
     "explore/environments/verifiers_server.opening_of: first.result": "no wait: a future of asyncio that is done",
     "explore/environments/episode._close: made.result": "no wait: the environment was made",
+    "explore/tasksets/processor._faults: pool.shutdown": "images whose decoding has begun",
     "run/start._end: logging.shutdown": "no wait: flushes the handlers",
     "explore/explorer/workflow_run._run: work.result": "no wait: the workflow has ended",
     "weights/checkpoint/training/manifest._digested: with ThreadPoolExecutor": "looks at the stop request after "

@@ -31,6 +31,30 @@ from megarl.core.config.taskset import TasksetConfig
 
 
 @dataclass(frozen=True)
+class VisionTowerConfig:
+    """Vision tower of a model from scratch of model_type=qwen2_5_vl; other families have none."""
+
+    depth: Count = 2
+    """Layers."""
+    hidden_size: Count = 64
+    """Width; a multiple of 4 times ``num_heads``."""
+    intermediate_size: Count = 128
+    """Width of the MLP."""
+    num_heads: Count = 2
+    """Attention heads."""
+    patch_size: Annotated[int, Bound(1, 64)] = 7
+    """Width and height of a patch in pixels."""
+    spatial_merge_size: Annotated[int, Bound(1, 8)] = 2
+    """Patches in each direction that become one image token."""
+    window_size: Count = 28
+    """Width and height in pixels of the windows of attention, a multiple of ``patch_size`` * ``spatial_merge_size``."""
+    full_attention_layers: list[int] = field(default_factory=lambda: [1])
+    """Layers, from 0, whose attention sees the whole image; the others see their window."""
+    max_image_tokens: Annotated[int, Bound(1, 16384)] = 16
+    """Most tokens of an image; the processor makes larger images smaller."""
+
+
+@dataclass(frozen=True)
 class FromScratchConfig:
     """A randomly initialised HF checkpoint, written to ``model.path`` when that does not exist."""
 
@@ -56,6 +80,13 @@ class FromScratchConfig:
     """True if the LM head shares its weights with the embedding."""
     initializer_range: Annotated[float, Bound(0, 10, above=True)] = 0.05
     """Standard deviation of the initial weights."""
+    vision: VisionTowerConfig = field(default_factory=VisionTowerConfig)
+    """Vision tower, with model_type=qwen2_5_vl."""
+
+    @property
+    def sees(self) -> bool:
+        """True if the model has a vision tower."""
+        return self.model_type == "qwen2_5_vl"
 
 
 @dataclass(frozen=True)
@@ -94,6 +125,14 @@ class ModelConfig:
     layers."""
     router: RouterConfig = field(default_factory=RouterConfig)
     """Balance of experts."""
+    train_vision_tower: bool = False
+    """True trains the vision tower of a vision-language model too; False leaves it as it is."""
+    min_image_pixels: Count | None = None
+    """Fewest pixels that trainer and engines resize an image of a vision-language model to; null takes the limit of the
+    model's own processor."""
+    max_image_pixels: Count | None = None
+    """Most pixels that trainer and engines resize an image of a vision-language model to; null takes the limit of the
+    model's own processor. A vector of the image, and so a token, is for 28 x 28 pixels in Qwen2.5-VL."""
     from_scratch: FromScratchConfig | None = None
     """A new model instead of a published one; null expects a checkpoint at ``model.path``."""
 
@@ -224,6 +263,9 @@ class TrainerConfig:
     longest."""
     max_tokens_per_micro_batch: Count = 8192
     """Tokens per forward and backward pass on one data-parallel rank (the ranks of ``parallel.cp`` share them)."""
+    max_patches_per_micro_batch: Count | None = None
+    """With packing: most patches of images per forward and backward pass on one data-parallel rank, those of each
+    sequence counted; null is no limit. Bounds the memory of the vision tower (docs/vision.md)."""
     micro_batch_size: Count = 128
     """Without packing: rows per forward and backward pass on one data-parallel rank."""
     checkpoint_interval: Count = 20

@@ -8,6 +8,7 @@ from typing import Any
 from megarl.core import heartbeat
 from megarl.core.parent import end_after_parent
 from megarl.core.secrets import hide_secrets
+from megarl.core.without_videos import do_without_videos
 
 BACKEND = "megarl"
 
@@ -20,6 +21,7 @@ def register() -> None:
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "megarl.engine.sync.receiver", "Receiver")
     hide_secrets()
+    do_without_videos()
     if heartbeat.listen() is not None:  # a supervisor's
         end_after_parent()
     _fork_on_cpu()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import secrets
@@ -41,7 +42,7 @@ class ExpertExperience:
 
     @property
     def experience_id(self) -> str:
-        """Digest of prompt and response, template options included."""
+        """Digest of prompt and response, template options and images included."""
         text = json.dumps(self._record, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -53,6 +54,7 @@ class ExpertExperience:
             "chat_template_kwargs": task.chat_template_kwargs,
             "response": task.response,
             "answer": task.answer,
+            **({"images": [base64.b64encode(image).decode() for image in task.images]} if task.images else {}),
         }
 
     def columns(self) -> dict[str, Any]:
@@ -78,6 +80,7 @@ class ExpertExperience:
             "",
             {},
             response=record["response"],
+            images=tuple(base64.b64decode(image) for image in record.get("images", ())),
             chat_template_kwargs=record["chat_template_kwargs"],
             answer=record["answer"],
         )

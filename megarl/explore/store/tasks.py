@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from sqlalchemy import Connection, delete, insert, select
 
@@ -56,6 +56,10 @@ class TaskTable(Handle):
         """Data sources of the tasks, sorted."""
         query = select(TASKS.c.data_source).distinct().order_by(TASKS.c.data_source)
         return self._read(lambda connection: list(connection.scalars(query)))
+
+    def task_images(self, task_ids: Collection[str]) -> dict[str, tuple[bytes, ...]]:
+        """Files of the images of these tasks in order, of those that have any."""
+        return self._read(lambda connection: images_of(connection, task_ids))
 
     def tasks(self, split: str, *, images: bool = True) -> list[Task]:
         """A split's tasks in the order in which they were added; without ``images`` those are not read, and each has

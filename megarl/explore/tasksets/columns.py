@@ -14,7 +14,7 @@ Kind = Literal["tasks", "demonstrations", "preferences"]
 ALL = ("prompt", "data_source", "extra_info", "tools", "enable_thinking", "chat_template_kwargs")
 FIELDS: dict[Kind, tuple[str, ...]] = {
     "tasks": (*ALL, "ground_truth", "ability", "images"),
-    "demonstrations": (*ALL, "response", "messages", "ability"),
+    "demonstrations": (*ALL, "response", "messages", "ability", "images"),
     "preferences": (*ALL, "chosen", "rejected", "margin"),
 }
 """Fields of a row that ``taskset.columns`` may name a column for; ``extra_info.NAME`` is one entry of extra_info."""

@@ -3,9 +3,10 @@ here."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,21 @@ class Entry:
     info: dict[str, Any] = field(default_factory=dict)
     """Entries of ``extra_info`` that the verifier reads, beside the question: JSON values, the same fields in every
     entry of a generator."""
+    images: tuple[bytes, ...] = ()
+    """Files of the pictures that the question's ``<image>`` stand for, in order."""
+
+    @property
+    def identity(self) -> str:
+        """Text that two entries share only if they ask the same about the same pictures."""
+        return identity(self.question, self.images)
+
+
+def identity(question: str, images: Sequence[bytes]) -> str:
+    """The question, with the digest of its pictures where it has some."""
+    if not images:
+        return question
+    digest = hashlib.blake2b(b"".join(hashlib.blake2b(image).digest() for image in images), digest_size=16)
+    return f"{question} {digest.hexdigest()}"
 
 
 Entries = Iterator[Entry | None]
@@ -63,6 +79,14 @@ OPTION_BOUNDS = {
     "allow_negation": Bound(0, 1),
     "max_number": Bound(0),
     "slip_percent": Bound(0, 100),
+    "size": Bound(16, 1024),
+    "cells": Bound(2, 16),
+    "colors": Bound(2, 5),
+    "min_shapes": Bound(1, 256),
+    "max_shapes": Bound(1, 256),
+    "count": Bound(0),
+    "side": Bound(0),
+    "digit": Bound(0),
 }
 SETTINGS_OF_OURS = ("max_number", "slip_percent")
 

@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Preference, Task
-from megarl.explore.tasksets import guess, school, user
+from megarl.explore.tasksets import guess, pictures, school, user
 from megarl.explore.tasksets.columns import Kind
 from megarl.explore.tasksets.entries import (
     ARITHMETIC,
@@ -27,6 +27,7 @@ from megarl.explore.tasksets.entries import (
     Generator,
     basic_arithmetic,
     chain_sum,
+    identity,
 )
 from megarl.explore.tasksets.files import is_jsonl
 from megarl.explore.tasksets.preferences import write_preferences
@@ -133,6 +134,7 @@ GENERATORS = {
     "k12": Generator(school.k12, SUMS),
     "code": Generator(school.code, SUMS),
     "guess": Generator(guess.guess, guess.OPTIONS),
+    "shapes": Generator(pictures.shapes, pictures.OPTIONS),
 }
 
 
@@ -162,8 +164,9 @@ def _draw(name: str, split: str, size: int, eval_share: float, seed: int, settin
         if len(seen) == size or dry == MAX_DRY_DRAWS:
             break
         dry += 1
-        if entry and entry.question not in seen and _is_held_out(entry.question, seed, eval_share) == (split == "eval"):
-            seen[entry.question] = entry
+        asked = entry.identity if entry else ""
+        if entry and asked not in seen and _is_held_out(asked, seed, eval_share) == (split == "eval"):
+            seen[asked] = entry
             dry = 0
     return list(seen.values())
 
@@ -191,10 +194,16 @@ def _task(split: str, index: int, entry: Entry) -> Task:
         ability=entry.ability,
         reward_model={"style": "rule", "ground_truth": entry.answer},
         extra_info=_extra_info(split, index, entry),
+        images=entry.images,
     )
 
 
 def _preferences(split: str, entries: list[Entry], seed: int) -> list[Preference]:
+    if any(entry.images for entry in entries):
+        raise ConfigError(
+            "taskset.generate makes questions with pictures, and preferences have none; take another generator, or "
+            "algorithm.name=sft"
+        )
     start = _start(split, seed)
     random.Random(start).shuffle(entries)
     dice = random.Random(start + 2)
@@ -237,16 +246,21 @@ def _eval_share(sizes: Mapping[str, int]) -> float:
     return min(0.5, max(0.1, held_out / max(1, held_out + used)))
 
 
-def _is_held_out(question: str, seed: int, share: float) -> bool:
-    digest = hashlib.blake2b(question.encode(), digest_size=8, key=str(seed).encode()).digest()
+def _is_held_out(asked: str, seed: int, share: float) -> bool:
+    """``asked``: ``Entry.identity``."""
+    digest = hashlib.blake2b(asked.encode(), digest_size=8, key=str(seed).encode()).digest()
     return int.from_bytes(digest, "big") < share * 2**64
 
 
 def _check_disjoint(rows: Mapping[str, Sequence[Task | Preference]]) -> None:
-    held_out = {row.prompt[-1]["content"] for row in rows.get("eval", ())}
+    held_out = set(map(_asked, rows.get("eval", ())))
     for split in set(SPLITS) - {"eval"}:
-        shared = held_out.intersection(row.prompt[-1]["content"] for row in rows.get(split, ()))
+        shared = held_out.intersection(map(_asked, rows.get(split, ())))
         assert not shared, f"{len(shared)} held-out questions occur in {split}, for example {min(shared)!r}"
+
+
+def _asked(row: Task | Preference) -> str:
+    return identity(row.prompt[-1]["content"], row.images if isinstance(row, Task) else ())
 
 
 def _settings(name: str, options: Mapping[str, int]) -> dict[str, int]:
@@ -263,7 +277,7 @@ def _settings(name: str, options: Mapping[str, int]) -> dict[str, int]:
                 f"taskset.options.{option}={value} must be {OPTION_BOUNDS[option]}; the default is {known[option]}"
             )
     settings = {**known, **options}
-    if any(settings.get(f"max_{name}", 0) < settings.get(f"min_{name}", 0) for name in ("terms", "digits")):
+    if any(settings.get(f"max_{name}", 0) < settings.get(f"min_{name}", 0) for name in ("terms", "digits", "shapes")):
         raise ConfigError(f"taskset.options: a maximum is below its minimum in {settings}")
     return settings
 

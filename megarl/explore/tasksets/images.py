@@ -25,12 +25,12 @@ base64)."""
 MAX_PIXELS = 50_000_000
 
 
-def images_of(location: RowLocation, row: Mapping[str, Any]) -> tuple[tuple[bytes, ...], Any]:
+def images_of(location: RowLocation, row: Mapping[str, Any], field: str = "prompt") -> tuple[tuple[bytes, ...], Any]:
     """(a row's images, its prompt with every content a text in which each has its ``<image>``).
 
     An image is ``{bytes, path}`` as of Hugging Face's ``datasets``, ``{image: …}``, or bare: bytes, a path (relative to
     the file of rows) or a ``data:`` URI. A content may be a list of parts, which may hold the images themselves. A text
-    without images keeps an ``<image>`` that it talks about.
+    without images keeps an ``<image>`` that it talks about. ``field``: name of the prompt's column, for messages.
 
     Raises DataError for images that cannot be read or are too large, and where they are not as many as the ``<image>``.
     """
@@ -40,7 +40,7 @@ def images_of(location: RowLocation, row: Mapping[str, Any]) -> tuple[tuple[byte
     if column is not None and not isinstance(column, list):
         location.refuse("images", "a list of images", column)
     values: list[Any] = list(column or ())
-    prompt, inline = _as_texts(location, row.get("prompt"))
+    prompt, inline = _as_texts(location, row.get("prompt"), field)
     if inline and values:
         location.refuse("images", "empty where the prompt's parts hold the images themselves", f"{len(values)} images")
     values = values or inline
@@ -93,7 +93,17 @@ def _parts(content: str | None) -> list[dict[str, Any]]:
     return parts
 
 
-def _as_texts(location: RowLocation, prompt: Any) -> tuple[Any, list[Any]]:
+def with_text(message: Any) -> Any:
+    """An answer's message whose content, where it is a list of ``{type: text, text}`` alone, is their text."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list) or not all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
+    ):
+        return message
+    return {**message, "content": "".join(part["text"] for part in content)}
+
+
+def _as_texts(location: RowLocation, prompt: Any, field: str) -> tuple[Any, list[Any]]:
     """(the prompt with texts for lists of parts, the images that the parts hold); what is no message is left for others
     to refuse."""
     if not isinstance(prompt, list):
@@ -114,7 +124,7 @@ def _as_texts(location: RowLocation, prompt: Any) -> tuple[Any, list[Any]]:
                 texts.append(PLACEHOLDER)
                 images += [part["image"]] if part.get("image") is not None else []
             else:
-                location.refuse(f"prompt[{i}].content[{j}]", "{type: text, text} or {type: image}", part)
+                location.refuse(f"{field}[{i}].content[{j}]", "{type: text, text} or {type: image}", part)
         messages.append({**message, "content": "".join(texts)})
     return messages, images
 

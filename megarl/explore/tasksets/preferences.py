@@ -64,7 +64,7 @@ def _row(preference: Preference) -> dict[str, Any]:
 
 
 def _preference(location: RowLocation, task_id: str, row: Mapping[str, Any]) -> Preference:
-    refuse_images(location, row, "training on images is not supported")
+    refuse_images(location, row, "preferences with images are not trained")
     (chosen, chosen_message, before), (rejected, rejected_message, before_rejected) = (
         answer_of(location, name, row[name]) for name in ANSWERS
     )

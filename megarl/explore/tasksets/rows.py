@@ -5,7 +5,7 @@
 A demonstration is a prompt with its answer: ``prompt`` and ``response`` (TRL: ``completion``), or ``messages`` whose
 last one is the assistant's. A text is the answer as the model is to write it; a message is rendered by the model's chat
 template. A row may have ``tools``, ``enable_thinking`` and ``chat_template_kwargs`` (``explore/tasksets/messages.py``).
-A task's row may have ``images`` (``explore/tasksets/images.py``), a demonstration's may not.
+Either may have ``images`` (``explore/tasksets/images.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megarl.core.schema import Message, Task
 from megarl.explore.tasksets.columns import SLIME, check_required, in_verl_form
 from megarl.explore.tasksets.files import RowLocation, json_struct, read_table, source_of, text_of, write_table
 from megarl.explore.tasksets.harbor import read_folders
-from megarl.explore.tasksets.images import columns_of, images_of, refuse_images
+from megarl.explore.tasksets.images import columns_of, images_of, with_text
 from megarl.explore.tasksets.messages import ASKING, OPTIONS, answer_of, messages_of, prompt_of, template_kwargs_of
 
 TASK = ("data_source", "prompt", "reward_model")
@@ -109,23 +109,24 @@ def _with_messages(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _demonstration(location: RowLocation, task_id: str, row: Mapping[str, Any]) -> Task:
-    refuse_images(location, row, "training on images is not supported")
     field = "completion" if row.get("response") is None and row.get("completion") is not None else "response"
     response = row.get(field)
     if response is None and row.get("messages") is not None:
         return _chat(location, task_id, row)
-    prompt = prompt_of(location, "prompt", row.get("prompt"))
+    images, asked = images_of(location, _with_messages({"prompt": None, **row}))
+    prompt = prompt_of(location, "prompt", asked)
     if isinstance(response, list):
         text, answer, before = answer_of(location, field, response)
     else:
         text, answer, before = text_of(location, field, response), None, ()
     if before:
         location.refuse(field, "a text, or one message of the assistant", response)
-    return _demonstrated(location, task_id, row, prompt, text, answer)
+    return _demonstrated(location, task_id, row, prompt, text, answer, images)
 
 
 def _chat(location: RowLocation, task_id: str, row: Mapping[str, Any]) -> Task:
-    *prompt, answer = messages_of(location, "messages", row["messages"])
+    images, messages = _chat_images(location, row)
+    *prompt, answer = messages_of(location, "messages", messages)
     last = len(prompt)
     if answer["role"] != "assistant":
         location.refuse(
@@ -138,7 +139,16 @@ def _chat(location: RowLocation, task_id: str, row: Mapping[str, Any]) -> Task:
         location.refuse(
             f"messages[{last - 1}].role" if prompt else "messages", "a user's message before the assistant's", seen
         )
-    return _demonstrated(location, task_id, row, tuple(prompt), answer.get("content") or "", answer)
+    return _demonstrated(location, task_id, row, tuple(prompt), answer.get("content") or "", answer, images)
+
+
+def _chat_images(location: RowLocation, row: Mapping[str, Any]) -> tuple[tuple[bytes, ...], Any]:
+    """(images of the messages before the answer, all messages with texts for contents that are lists of parts)."""
+    messages = row["messages"]
+    if not isinstance(messages, list) or not messages:
+        return (), messages
+    images, asked = images_of(location, {**row, "prompt": messages[:-1]}, "messages")
+    return images, [*asked, with_text(messages[-1])]
 
 
 def _demonstrated(
@@ -148,9 +158,10 @@ def _demonstrated(
     prompt: tuple[Message, ...],
     text: str,
     answer: Message | None,
+    images: tuple[bytes, ...],
 ) -> Task:
     kwargs = template_kwargs_of(location, row)
-    return Task(task_id, source_of(location, row), prompt, *_common(location, row), text, (), kwargs, answer)
+    return Task(task_id, source_of(location, row), prompt, *_common(location, row), text, images, kwargs, answer)
 
 
 def _common(location: RowLocation, row: Mapping[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:

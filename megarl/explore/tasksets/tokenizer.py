@@ -295,7 +295,7 @@ def check_prompts(tasks: Sequence[Row], tokenizer: ChatTokenizer, limit: int, *,
     for row, ids in enumerate(encode_rows(tasks, tokenizer, path=path)):
         if len(ids) > limit:
             raise DataError(
-                f"{_where(tasks, row, path)}: prompt has {len(ids)} tokens, rollout.max_prompt_tokens is {limit}; "
+                f"{where(tasks, row, path)}: prompt has {len(ids)} tokens, rollout.max_prompt_tokens is {limit}; "
                 "raise it or drop the row"
             )
 
@@ -357,14 +357,15 @@ def _named(rows: Sequence[Row], number: int, path: Place | None) -> Iterator[Non
     try:
         yield
     except DataError as error:
-        raise DataError(f"{_where(rows, number, path)}: {error}") from error
+        raise DataError(f"{where(rows, number, path)}: {error}") from error
 
 
 def _messages(row: Row) -> Messages:
     return chat_messages(row) if isinstance(row, Task) else row.prompt
 
 
-def _where(tasks: Sequence[Row], row: int, path: Place | None) -> str:
+def where(tasks: Sequence[Row], row: int, path: Place | None) -> str:
+    """Place of row number ``row`` (from 0) of ``tasks``, for messages."""
     if path is None:
         return f"task {tasks[row].task_id}"
     return path(tasks[row]) if callable(path) else place_of(path, row)

@@ -10,6 +10,7 @@ from pathlib import Path
 from megarl.core.errors import ConfigError, describe
 from megarl.core.user_file import import_value
 from megarl.explore.tasksets.entries import Entries, Entry, Generator
+from megarl.explore.tasksets.images import PLACEHOLDER
 
 TEXTS = ("question", "answer", "response", "slip", "data_source", "ability")
 
@@ -53,3 +54,10 @@ def _check(entry: Entry, where: str) -> None:
     for name in TEXTS:
         if not isinstance(value := getattr(entry, name), str):
             raise ConfigError(f"{where}: Entry.{name} must be a text, got {value!r}")
+    if not isinstance(entry.images, tuple) or not all(isinstance(image, bytes) for image in entry.images):
+        raise ConfigError(f"{where}: Entry.images must be a tuple of files' bytes, got {entry.images!r:.60}")
+    if entry.images and entry.question.count(PLACEHOLDER) != len(entry.images):
+        raise ConfigError(
+            f"{where}: Entry.question must have as many {PLACEHOLDER} as there are images ({len(entry.images)}), got "
+            f"{entry.question!r}"
+        )

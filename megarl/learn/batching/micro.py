@@ -85,9 +85,11 @@ def micro_batches(
     """
     units = [[i] for i in range(len(sequences))] if units is None else units
     lengths = sequences.lengths.tolist()
+    images = sequences.images
+    patches = None if images is None else [sum(images.patches(i) for i in unit) for unit in units]
     chunks = [
         [[number for unit in chunk for number in units[unit]] for chunk in chunks_of_rank]
-        for chunks_of_rank in deal([[lengths[i] for i in unit] for unit in units], micro_batching)
+        for chunks_of_rank in deal([[lengths[i] for i in unit] for unit in units], micro_batching, patches)
     ]
     starts = sequences.cu_seqlens
     if micro_batching.max_tokens is None:

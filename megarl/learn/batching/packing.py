@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,8 @@ class MicroBatching:
     max_tokens: int | None = None
     """Most tokens of a packed micro-batch; None pads every sequence to the longest, ``rows`` at a time."""
     rows: int = 1
+    max_patches: int | None = None
+    """Most patches of the images of a packed micro-batch, those of each sequence counted; None is no limit."""
 
     def padded(self, length: int) -> int:
         """Positions that a sequence takes: context parallelism cuts it into 2·cp equal pieces."""
@@ -70,15 +73,24 @@ def spread(sizes: Sequence[int], number: int) -> list[Chunk]:
     return chunks
 
 
-def deal(lengths: Sequence[Sequence[int]], micro_batching: MicroBatching) -> list[list[Chunk]]:
+def deal(
+    lengths: Sequence[Sequence[int]], micro_batching: MicroBatching, patches: Sequence[int] | None = None
+) -> list[list[Chunk]]:
     """Units (sequences that stay together, given by their lengths) to micro-batches: ``result[dp_rank][micro-batch]``.
 
     Every rank gets the same number of micro-batches, at least one; an empty one is a dummy. Raises ValueError for a
     unit that does not fit.
+
+    Args:
+        patches: Patches of each unit's images; None where there are none.
     """
     if micro_batching.max_tokens is None:
         return _deal_rows(lengths, micro_batching)
     sizes = [sum(micro_batching.padded(n) for n in unit) for unit in lengths]
+    if patches is not None and micro_batching.max_patches is not None:
+        # The larger share of the two limits: where these add up to a whole, so does neither of both.
+        share = micro_batching.max_tokens / micro_batching.max_patches
+        sizes = [max(size, math.ceil(number * share)) for size, number in zip(sizes, patches, strict=True)]
     least = best_fit(sizes, micro_batching.max_tokens)
     number = _up(max(len(least), 1), micro_batching.dp * micro_batching.chunks)
     even = spread(sizes, number)

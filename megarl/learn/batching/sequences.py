@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from megarl.core.schema import TrainingSample
+from megarl.learn.batching.images import Images
 
 IGNORED = -100
 
@@ -44,6 +45,8 @@ class Sequences:
     lag: torch.Tensor | None = None
     """int16 [T]: steps by which the weights that sampled the token are behind those that the step starts from, 0 where
     an engine sampled none. None where all are 0."""
+    images: Images | None = None
+    """None where no sequence has any."""
     trajectory: torch.Tensor | None = None
     """int64 [N], never decreasing: the trajectory that each sequence is a sample of; None where each has one."""
 
@@ -162,5 +165,6 @@ def joined(sampled: Sequences, demonstrated: Sequences) -> Sequences:
         torch.cat([sampled.mask, demonstrated.mask]),
         **{name: together(name) for name in names},
         expert=torch.arange(len(sampled) + len(demonstrated)) >= len(sampled),
+        images=None if sampled.images is None else sampled.images.followed_by(demonstrated.lengths),
         trajectory=None if own is None else torch.cat([own, own[-1] + 1 + more]),
     )

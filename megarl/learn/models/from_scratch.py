@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,12 @@ from transformers import (
     MistralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2VLImageProcessorPil,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -32,9 +36,20 @@ from transformers.utils import logging
 from megarl.core.config.schema import FromScratchConfig
 from megarl.core.durable import replace_directory
 from megarl.core.errors import ConfigError
+from megarl.core.without_videos import do_without_videos
 
 PAD, UNK, USER, ASSISTANT, END = SPECIAL_TOKENS = ("<|pad|>", "<|unk|>", "<|user|>", "<|assistant|>", "<|end|>")
 """Their ids are 0..4. ``<|end|>`` is the end-of-sequence token. A character outside the corpus reads as ``<|unk|>``."""
+
+VISION = "qwen2_5_vl"
+"""The family that takes images."""
+VISION_TOKENS = VISION_START, VISION_END, IMAGE, VIDEO = (
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+"""Its further special tokens, with the ids 5..8. The processor repeats ``<|image_pad|>``, once for each vector."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'user' %}{{ '<|user|>' + message.content }}{% elif "
@@ -42,6 +57,15 @@ CHAT_TEMPLATE = (
     "raise_exception('role ' + message.role + ' is not user or assistant') }}{% endif %}{% endfor %}{% if "
     "add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+
+VISION_CHAT_TEMPLATE = (
+    "{% macro text(content) %}{% if content is string %}{{ content }}{% else %}{% for part in content %}{% if "
+    f"part.type == 'image' %}}{{{{ '{VISION_START}{IMAGE}{VISION_END}' }}}}"
+    "{% elif part.type == 'text' %}{{ part.text }}{% else %}{{ raise_exception('a part of a content is ' + part.type + "
+    "', not image or text') }}{% endif %}{% endfor %}{% endif %}{% endmacro %}"
+    + CHAT_TEMPLATE.replace("message.content", "text(message.content)")
+)
+"""The same conversation; contents may be lists of ``{type: image}`` and ``{type: text, text}``."""
 
 PIECES = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+ ?|\s+"
 """A word with the space before it, one digit, an operator with the spaces around it, or other space. The alternatives
@@ -59,8 +83,8 @@ def create(
     ``corpus`` are prompts as the model will see them, without the chat template; ``characters`` are those of answers.
     The same arguments write the same bytes. The directory appears whole or not at all.
 
-    Raises ConfigError when the directory exists, the model type is none of ``MODELS``, heads do not group, or the
-    vocabulary is smaller than the corpus' characters.
+    Raises ConfigError when the directory exists, the model type is none of ``MODELS``, heads do not group, sizes of a
+    vision tower do not fit, or the vocabulary is smaller than the corpus' characters.
     """
     path = Path(path)
     if path.exists():
@@ -76,25 +100,31 @@ def create(
             f"model.from_scratch: num_key_value_heads {config.num_key_value_heads} does not divide "
             f"num_attention_heads {config.num_attention_heads}"
         )
-    tokenizer = train_tokenizer(corpus, config.vocab_size, characters)
+    if config.sees:
+        _check_vision(config)
+    special = SPECIAL_TOKENS + (VISION_TOKENS if config.sees else ())
+    tokenizer = train_tokenizer(corpus, config.vocab_size, characters, special)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with _quiet():
             _model(config, seed).save_pretrained(temporary)
-        _save_tokenizer(tokenizer, temporary, config.max_position_embeddings)
+            _save_tokenizer(tokenizer, temporary, config)
         replace_directory(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def train_tokenizer(corpus: Iterable[str], vocab_size: int, characters: str = "") -> Tokenizer:
-    """A byte-pair tokenizer over the corpus' characters and ``characters``, with exactly ``vocab_size`` ids; what
-    training does not fill is named ``<|unused_i|>``. Raises ConfigError when the characters alone do not fit.
+def train_tokenizer(
+    corpus: Iterable[str], vocab_size: int, characters: str = "", special: Sequence[str] = SPECIAL_TOKENS
+) -> Tokenizer:
+    """A byte-pair tokenizer over the corpus' characters and ``characters``, with exactly ``vocab_size`` ids, those of
+    ``special`` first; what training does not fill is named ``<|unused_i|>``. Raises ConfigError when the characters
+    alone do not fit.
     """
     texts = list(corpus)
     alphabet = sorted(set(ALPHABET).union(characters, *texts))
-    needed = len(SPECIAL_TOKENS) + len(alphabet)
+    needed = len(special) + len(alphabet)
     if vocab_size < needed:
         raise ConfigError(
             f"model.from_scratch.vocab_size={vocab_size} is too small: the rows have {len(alphabet)} characters, "
@@ -105,7 +135,7 @@ def train_tokenizer(corpus: Iterable[str], vocab_size: int, characters: str = ""
     tokenizer.decoder = decoders.Fuse()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=list(special),
         initial_alphabet=alphabet,
         limit_alphabet=len(alphabet),
         show_progress=False,
@@ -131,55 +161,138 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
+def _check_vision(config: FromScratchConfig) -> None:
+    """Raise ConfigError where sizes of language model or tower do not fit each other."""
+    tower, where = config.vision, "model.from_scratch"
+    if config.head_dim * config.num_attention_heads != config.hidden_size:
+        raise ConfigError(
+            f"{where}.head_dim={config.head_dim} is not hidden_size / num_attention_heads = {config.hidden_size} / "
+            f"{config.num_attention_heads}, as {VISION} has it; set one of the three"
+        )
+    if config.head_dim % 2 or config.head_dim < 8:
+        raise ConfigError(f"{where}.head_dim={config.head_dim} must be even and at least 8 for {VISION}")
+    if tower.hidden_size % (4 * tower.num_heads):
+        raise ConfigError(
+            f"{where}.vision.hidden_size={tower.hidden_size} must be a multiple of 4 * num_heads = "
+            f"{4 * tower.num_heads}: each head turns by the row and the column of a patch"
+        )
+    if tower.window_size % (unit := tower.patch_size * tower.spatial_merge_size):
+        raise ConfigError(
+            f"{where}.vision.window_size={tower.window_size} must be a multiple of patch_size * spatial_merge_size = "
+            f"{unit}"
+        )
+    if wrong := [layer for layer in tower.full_attention_layers if not 0 <= layer < tower.depth]:
+        raise ConfigError(
+            f"{where}.vision.full_attention_layers has {wrong[0]}, but the tower's layers are 0 to {tower.depth - 1}"
+        )
+
+
+def _save_tokenizer(tokenizer: Tokenizer, folder: Path, config: FromScratchConfig) -> None:
+    """Write the tokenizer's files; of a model that takes images its processor's too."""
+    vision = config.sees
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
         unk_token=UNK,
         eos_token=END,
-        model_max_length=max_length,
+        model_max_length=config.max_position_embeddings,
         clean_up_tokenization_spaces=False,
+        **({"additional_special_tokens": list(VISION_TOKENS)} if vision else {}),
     )
-    fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(folder, save_jinja_files=False)
+    if not vision:
+        fast.chat_template = CHAT_TEMPLATE
+        fast.save_pretrained(folder, save_jinja_files=False)
+        return
+    tower = config.vision
+    do_without_videos()
+    token = (tower.patch_size * tower.spatial_merge_size) ** 2  # pixels
+    images = Qwen2VLImageProcessorPil(
+        size={"shortest_edge": token, "longest_edge": token * tower.max_image_tokens},
+        patch_size=tower.patch_size,
+        merge_size=tower.spatial_merge_size,
+        temporal_patch_size=FRAMES,
+    )
+    Qwen2_5_VLProcessor(image_processor=images, tokenizer=fast, chat_template=VISION_CHAT_TEMPLATE).save_pretrained(
+        folder
+    )
 
 
+FRAMES = 2
+"""Frames of a patch: an image is taken twice."""
 MODELS: dict[str, tuple[Any, Any]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    VISION: (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
 }
-"""Dense families, which differ in nothing that ``FromScratchConfig`` could set."""
+"""Dense families, which differ in nothing that ``FromScratchConfig`` could set but the vision tower of one."""
 
 
 def _model(config: FromScratchConfig, seed: int) -> PreTrainedModel:
     make_config, make_model = MODELS[config.model_type]
-    hf_config = make_config(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_position_embeddings,
-        tie_word_embeddings=config.tie_word_embeddings,
-        initializer_range=config.initializer_range,
-        sliding_window=None,
-        pad_token_id=SPECIAL_TOKENS.index(PAD),
-        bos_token_id=None,
-        eos_token_id=SPECIAL_TOKENS.index(END),
-        dtype="float32",
-    )
+    sizes = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position_embeddings,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "initializer_range": config.initializer_range,
+        "sliding_window": None,
+        "pad_token_id": SPECIAL_TOKENS.index(PAD),
+        "bos_token_id": None,
+        "eos_token_id": SPECIAL_TOKENS.index(END),
+        "dtype": "float32",
+    }
+    hf_config = make_config(**(_with_tower(config, sizes) if config.sees else sizes))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = make_model(hf_config).to(torch.float32)
         # transformers leaves the pad token's row 0 and never trains it. Here it is a token like any other, and the
         # slope of a norm at 0 is 1/√eps: one that is sampled would be most of a step's gradient.
         with torch.no_grad():
-            model.get_input_embeddings().weight[hf_config.pad_token_id].normal_(0.0, config.initializer_range)
+            model.get_input_embeddings().weight[SPECIAL_TOKENS.index(PAD)].normal_(0.0, config.initializer_range)
     model.generation_config = GenerationConfig(
         eos_token_id=SPECIAL_TOKENS.index(END), pad_token_id=SPECIAL_TOKENS.index(PAD), do_sample=True
     )
     return model
+
+
+def _with_tower(config: FromScratchConfig, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of Qwen2.5-VL's config: ``sizes`` of the language model, those of the tower, ids of the tokens."""
+    tower, pairs = config.vision, config.head_dim // 2
+    del sizes["head_dim"]  # it has none but hidden_size / num_attention_heads
+    dtype, tied = sizes.pop("dtype"), sizes.pop("tie_word_embeddings")
+    across = pairs * 3 // 8  # of each of height and width, as Qwen has it: 16, 24, 24 of 64
+    sizes["rope_parameters"] = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [pairs - 2 * across, across, across],
+    }
+    start, end, image, video = range(len(SPECIAL_TOKENS), len(SPECIAL_TOKENS) + len(VISION_TOKENS))
+    return {
+        "text_config": sizes,
+        "vision_config": {
+            "depth": tower.depth,
+            "hidden_size": tower.hidden_size,
+            "intermediate_size": tower.intermediate_size,
+            "num_heads": tower.num_heads,
+            "out_hidden_size": config.hidden_size,
+            "patch_size": tower.patch_size,
+            "spatial_merge_size": tower.spatial_merge_size,
+            "temporal_patch_size": FRAMES,
+            "window_size": tower.window_size,
+            "fullatt_block_indexes": tower.full_attention_layers,
+            "initializer_range": config.initializer_range,
+        },
+        "vision_start_token_id": start,
+        "vision_end_token_id": end,
+        "image_token_id": image,
+        "video_token_id": video,
+        "tie_word_embeddings": tied,
+        "dtype": dtype,
+    }

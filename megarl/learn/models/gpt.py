@@ -35,14 +35,15 @@ def build_chunks(
     vocabulary-parallel logits [B, S, V/tp], and within ``models.head.asking`` float32 [B, S, 2] of log-prob and
     entropy. With ``head="score"`` it returns float32 [B, S, 1], equal on all tensor-parallel ranks
     (``models.value_head``). ``packed_seq_params``: the sequences of a chunk lie one after the other (B = 1).
-    Under context parallelism S counts this rank's share (see ``batching.zigzag``); the position ids are not looked at.
+    Under context parallelism S counts this rank's share (see ``batching.zigzag``). Position ids are looked at by models
+    with images alone (``models.vision``), which take int64 [3, B, S].
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.module import Float16Module
 
     from megarl.learn.models import head as lm_head
-    from megarl.learn.models import rotary, router, value_head
+    from megarl.learn.models import rotary, router, value_head, vision
 
     check_implementation(model, parallel)
     gpt = gpt_kwargs(architecture(hf_config, head), hf_config)
@@ -66,6 +67,7 @@ def build_chunks(
         _mark_experts(stage)
         (value_head if head == "score" else lm_head).install(stage)
         router.install(stage)
+        vision.install(stage, hf_config, gpt.get("rotary_base", 0.0), trained=model.train_vision_tower)
         rotary.install()
         if parallel.backend == "nccl":
             stage = stage.cuda()

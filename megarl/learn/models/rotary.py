@@ -13,6 +13,12 @@ from typing import Any
 import torch
 
 
+def by_token(cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """Mark the sequences of a micro-batch whose angles are given for each of this rank's tokens, not by position."""
+    cu_seqlens._megarl_by_token = True  # type: ignore[attr-defined]
+    return cu_seqlens
+
+
 def install() -> None:
     """Put ``rotate_packed`` in the place of Megatron's function. Safe to call twice."""
     from megatron.core.models.common.embeddings import rope_utils
@@ -34,7 +40,7 @@ def rotate_packed(
     Args:
         t: [t, h, d].
         cu_seqlens: [n+1] int32, of whole sequences. The tables are kept on it for the layers to come.
-        freqs: [longest sequence, 1, 1, r], float32.
+        freqs: [longest sequence, 1, 1, r], float32; [t, 1, 1, r] where ``cu_seqlens`` is marked with ``by_token``.
         rotary_interleaved: Pairs are neighbours, not halves.
         multi_latent_attention: Pairs are neighbours in ``t`` and halves in the result.
         mscale: Factor of both tables (YaRN).
@@ -67,7 +73,10 @@ def _tables(
     key = (freqs.data_ptr(), freqs.shape, mscale, dtype)
     kept = getattr(cu_seqlens, "_megarl_rotary", None)
     if kept is None or kept[0] != key:
-        packed = freqs[_positions(cu_seqlens, cp_group.rank(), cp_group.size())].squeeze(1)
+        if not getattr(cu_seqlens, "_megarl_by_token", False):
+            packed = freqs[_positions(cu_seqlens, cp_group.rank(), cp_group.size())].squeeze(1)
+        else:
+            packed = freqs.squeeze(1)
         tables = tuple((table * mscale).to(dtype) for table in (packed.cos(), packed.sin()))
         kept = cu_seqlens._megarl_rotary = key, tables, freqs  # type: ignore[attr-defined]  # freqs: its address stays
     cos, sin = kept[1]

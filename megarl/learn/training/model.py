@@ -40,6 +40,7 @@ def micro_batching_for(parallel: ParallelConfig, trainer: TrainerConfig) -> Micr
         chunks=parallel.pp if parallel.vpp > 1 else 1,
         max_tokens=trainer.max_tokens_per_micro_batch if trainer.packing else None,
         rows=trainer.micro_batch_size,
+        max_patches=trainer.max_patches_per_micro_batch,
     )
 
 

@@ -34,17 +34,32 @@ SHARED = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Copies of a tied embedding on the first and last stage; each has a bucket of its own."""
 EXPERTS = ".mlp.experts."
 """Part of the names of what has buffers of its own (``gpt._mark_experts``)."""
+FROZEN = ("visual",)
+"""Modules that learn only with ``model.train_vision_tower``."""
 MODULES = (
     "chunk",
     "embedding",
     "decoder",
     "output_layer",
+    "visual",
+    "patch_embed",
+    "blocks",
+    "merger",
+    "norm1",
+    "norm2",
+    "attn",
+    "ln_q",
     "layers",
     "final_layernorm",
     "input_layernorm",
     "self_attention",
     "pre_mlp_layernorm",
     "mlp",
+    "qkv",
+    "proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
     "linear_proj",
     "linear_qkv",
     "linear_q_proj",
@@ -97,7 +112,7 @@ def model_bytes(
     for rank in range(layout.num_ranks):
         kind = layout.kind(rank)
         if kind not in found:
-            found[kind] = _RankBuffers.of(layout, rank, parallel, tied)
+            found[kind] = _RankBuffers.of(layout, rank, parallel, tied, () if model.train_vision_tower else FROZEN)
         ranks.append(found[kind].bytes_of(rank, parallel, model.dtype, trained))
     return ranks
 
@@ -141,24 +156,35 @@ class _RankBuffers:
 
     elements: int
     """Elements of all parameters, without padding."""
+    frozen: int
+    """Elements of those that are in no buffer."""
     dense: tuple[_Bucket, ...]
     experts: tuple[_Bucket, ...]
 
     @classmethod
-    def of(cls, layout: Layout, rank: int, parallel: ParallelConfig, tied: bool) -> Self:
-        """Buffers of a rank. ``tied``: two stages have a copy of the embedding."""
+    def of(cls, layout: Layout, rank: int, parallel: ParallelConfig, tied: bool, frozen: tuple[str, ...]) -> Self:
+        """Buffers of a rank.
+
+        Args:
+            tied: Two stages have a copy of the embedding.
+            frozen: Modules whose parameters are in no buffer.
+        """
         own = {row.local for row, _ in layout.rows_of(rank) if layout.dtype_of(row.parts[0]) is not None}
         # A router's bias keeps its dtype: a buffer of the module, no parameter.
         sizes = {name: prod(shape) for name, shape in layout.local_shapes(rank).items() if name not in own}
         buffers: dict[tuple[bool, str], list[tuple[str, int]]] = defaultdict(list)
         for name in sorted(sizes, key=_registered):
-            chunk = name.partition(".")[0] if parallel.vpp > 1 else ""
+            chunk, module = name.split(".")[:2] if parallel.vpp > 1 else ("", name.partition(".")[0])
+            if module in frozen:
+                continue
             buffers[EXPERTS in name, chunk].append((name, sizes[name]))
         replicas = {False: parallel.dp * parallel.cp, True: parallel.stage_size // (parallel.ep * parallel.expert_tp)}
         buckets: dict[bool, list[_Bucket]] = {False: [], True: []}
         for (expert, _), parameters in buffers.items():
             buckets[expert] += _buckets(parameters, tied, replicas[expert])
-        return cls(sum(sizes.values()), tuple(buckets[False]), tuple(buckets[True]))
+        buffered = sum(size for parameters in buffers.values() for _, size in parameters)
+        everything = sum(sizes.values())
+        return cls(everything, everything - buffered, tuple(buckets[False]), tuple(buckets[True]))
 
     def bytes_of(self, rank: int, parallel: ParallelConfig, dtype: str, trained: bool) -> dict[str, int]:
         """Kind -> bytes of a rank that has these buffers."""
@@ -170,7 +196,7 @@ class _RankBuffers:
         share = sum(b.share(dense) for b in self.dense) + sum(b.share(expert) for b in self.experts)
         copies = 2 if dtype == "float32" else 3  # two moments; masters of a float32 model are its parameters
         return {
-            "parameters": padded * ITEM_BYTES[dtype],
+            "parameters": (padded + self.frozen) * ITEM_BYTES[dtype],
             "gradients": padded * MASTER_BYTES,
             "optimizer": copies * share * MASTER_BYTES,
         }

@@ -211,11 +211,16 @@ def residents_of(role: str, model: Any) -> Residents:
 
     return Residents(
         [
-            Resident(role, "parameters", lambda: (b.param_data for b in buffers)),
+            Resident(role, "parameters", lambda: [*(b.param_data for b in buffers), *_frozen(model.chunks)]),
             Resident(role, "gradients", lambda: (b.grad_data for b in buffers)),
             Resident(role, "optimizer", of_optimizer),
         ]
     )
+
+
+def _frozen(chunks: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
+    """Parameters that nothing trains: they are in no buffer."""
+    return [p.data for chunk in chunks for p in chunk.parameters() if not p.requires_grad]
 
 
 def release_freed_memory() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +56,9 @@ def run(
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megarl.learn.models.head import Request, requesting
+    from megarl.learn.models.rotary import by_token
     from megarl.learn.models.router import sequences_of_tokens
+    from megarl.learn.models.vision import has_sections, showing
 
     context = parallel_state.get_context_parallel_group()
     device = next(chunks[0].parameters()).device
@@ -65,18 +68,24 @@ def run(
         batch: MicroBatch = next(iterator)
         shares = batch.shares(context.size())
         mine = shares[context.rank()]
-        tokens, positions = (x[:, mine].to(device) for x in (batch.take(sequences.tokens).long(), batch.position))
-        more = {"packed_seq_params": None if batch.cu_seqlens is None else _packed_seq_params(batch, device)}
+        tokens = batch.take(sequences.tokens).long()[:, mine].to(device)
+        positions = _positions(sequences, batch, has_sections(unwrap(model)))[..., mine].to(device)
+        cu_seqlens = None if batch.cu_seqlens is None else batch.cu_seqlens.to(device)
+        if cu_seqlens is not None and has_sections(unwrap(model)):
+            by_token(cu_seqlens)
+        more = {"packed_seq_params": None if cu_seqlens is None else _packed_seq_params(cu_seqlens, batch.max_seqlen)}
         if balanced:
             more["padding_mask"] = sequences_of_tokens(unwrap(model), batch.row[:, mine].to(device))
-        if head is None:
+        with ExitStack() as stack:
+            shown = sequences.images and unwrap(model).pre_process and sequences.images.of(batch.numbers, batch.index)
+            if shown:
+                source = shown.source[:, mine].to(device)
+                stack.enter_context(showing(unwrap(model), source, shown.pixels, shown.grids))
+            if head is not None:
+                wanted = batch.targets(sequences)[:, mine].long().to(device)
+                request = Request(wanted, head.vocab_size, head.temperature, head.logits_bytes, head.float32)
+                stack.enter_context(requesting(unwrap(model), request))
             output = model(tokens, positions, None, **more)
-        else:
-            wanted = batch.targets(sequences)[:, mine].long().to(device)
-            with requesting(
-                unwrap(model), Request(wanted, head.vocab_size, head.temperature, head.logits_bytes, head.float32)
-            ):
-                output = model(tokens, positions, None, **more)
 
         def loss(outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
             total, collected = loss_function(batch, gather_outputs(outputs, shares, context))
@@ -99,15 +108,16 @@ def run(
     return collected
 
 
-def _packed_seq_params(batch: MicroBatch, device: torch.device) -> Any:
+def _positions(sequences: Sequences, batch: MicroBatch, sectioned: bool) -> torch.Tensor:
+    """int64 [b, S]; [3, b, S] for a model that takes a token's time, row and column where there are images."""
+    if not sectioned or sequences.images is None:
+        return batch.position
+    return sequences.images.positions_of(batch.index, batch.position)
+
+
+def _packed_seq_params(cu_seqlens: torch.Tensor, longest: int) -> Any:
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    assert batch.cu_seqlens is not None, "not packed"
-    cu_seqlens = batch.cu_seqlens.to(device)
     return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=batch.max_seqlen,
-        max_seqlen_kv=batch.max_seqlen,
+        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest
     )

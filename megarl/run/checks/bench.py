@@ -5,26 +5,25 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 from megarl.core.config import Config
-from megarl.core.config.lengths import prompt_tokens
 from megarl.core.errors import ConfigError
 from megarl.core.schema import Task
 from megarl.explore import workflows
 from megarl.explore.store import OWN_SERVER, check_url, sqlite_file
-from megarl.explore.tasksets import ChatTokenizer, check_prompts, place_of_row
+from megarl.explore.tasksets import ChatTokenizer
 from megarl.learn import algorithms
 from megarl.run.checks import settings
 from megarl.run.checks.filters import Selected, selected
 from megarl.run.checks.inputs import check_environment_rows, check_rewards
 from megarl.run.checks.model import check_model
 from megarl.run.checks.tasksets import check_taskset
-from megarl.run.checks.vision import check_images
+from megarl.run.checks.vision import check_images, check_prompts_of
 from megarl.run.checks.vocabulary import check_vocabulary
 from megarl.run.run_dir.changes import has_checkpoints
 from megarl.run.run_dir.dry_run import scratch
+from megarl.run.run_dir.images import processor_of
 from megarl.run.run_dir.prepare import make
 from megarl.run.run_dir.rows import read_split
 from megarl.weights.checkpoint.convert.verify import check_digests
@@ -87,12 +86,11 @@ def _check_inputs(config: Config) -> dict[str, Selected]:
     check_digests(
         Path(config.model.path), "MODEL", workers=os.cpu_count() or 1, digests=config.trainer.verify_checkpoints
     )
-    tokenizer = ChatTokenizer.of(config)
+    tokenizer, processor = ChatTokenizer.of(config), processor_of(config, [rows])
     workflows.check_template(config.rollout, tokenizer)
     check_environment_rows(config, {SPLIT: rows})
     check_rewards(config, {SPLIT: rows})
-    tasks = selected(config, SPLIT, rows, tokenizer, dropped)
+    tasks = selected(config, SPLIT, rows, tokenizer, dropped, processor)
     check_vocabulary(config, {SPLIT: rows}, tokenizer, int(hf_config["vocab_size"]), sampled=(SPLIT,))
-    if config.taskset.overlong_prompts == "refuse":
-        check_prompts(rows, tokenizer, prompt_tokens(config.rollout), path=partial(place_of_row, config.taskset, SPLIT))
+    check_prompts_of(config, SPLIT, rows, tasks.tasks, tokenizer, processor)
     return {SPLIT: tasks}

@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megarl.core.config import Config
 from megarl.core.config.lengths import prompt_tokens
@@ -15,9 +16,13 @@ from megarl.core.errors import DataError
 from megarl.core.schema import Task
 from megarl.explore.rewards.router import check_row
 from megarl.explore.rewards.school.verifier import is_multiple_choice
-from megarl.explore.tasksets import ChatTokenizer, difficulty_of, encode_rows
+from megarl.explore.tasksets import ChatTokenizer, difficulty_of
 from megarl.explore.workflows import asks_verifier
+from megarl.run.run_dir.images import lengths_with_images
 from megarl.run.run_dir.rows import files, place
+
+if TYPE_CHECKING:
+    from megarl.explore.tasksets.processor import Processor
 
 log = logging.getLogger(__name__)
 
@@ -32,12 +37,18 @@ class Selected:
 
 
 def selected(
-    config: Config, split: str, rows: Sequence[Task], tokenizer: ChatTokenizer, dropped: Counter[str]
+    config: Config,
+    split: str,
+    rows: Sequence[Task],
+    tokenizer: ChatTokenizer,
+    dropped: Counter[str],
+    processor: Processor | None = None,
 ) -> Selected:
     """Leave out what settings of ``taskset`` ask for; log how many.
 
     Args:
         dropped: What is left out already.
+        processor: The model's, where rows of the job have images.
 
     Raises:
         DataError: a row that may not be left out, or none is left.
@@ -53,7 +64,7 @@ def selected(
         tasks = kept(config, split, tasks)
         counts[reason] += before - len(tasks)
     before = len(tasks)
-    tasks = without_overlong(config, split, tasks, tokenizer)
+    tasks = without_overlong(config, split, tasks, tokenizer, processor)
     counts["overlong_prompt"] += before - len(tasks)
     found = {reason: count for reason, count in counts.items() if count}
     if found:
@@ -164,8 +175,11 @@ def within_difficulty(config: Config, split: str, rows: list[Task]) -> list[Task
     return kept
 
 
-def without_overlong(config: Config, split: str, rows: list[Task], tokenizer: ChatTokenizer) -> list[Task]:
-    """The tasks whose prompts have at most ``rollout.max_prompt_tokens``, where ``taskset.overlong_prompts=drop``.
+def without_overlong(
+    config: Config, split: str, rows: list[Task], tokenizer: ChatTokenizer, processor: Processor | None = None
+) -> list[Task]:
+    """The tasks whose prompts have at most ``rollout.max_prompt_tokens``, images included, where
+    ``taskset.overlong_prompts=drop``.
 
     Raises:
         DataError: none is left.
@@ -173,7 +187,7 @@ def without_overlong(config: Config, split: str, rows: list[Task], tokenizer: Ch
     if config.taskset.overlong_prompts == "refuse":
         return rows
     limit = prompt_tokens(config.rollout)
-    lengths = [len(ids) for ids in encode_rows(rows, tokenizer, path=lambda row: place(config, split, row))]
+    lengths = lengths_with_images(rows, tokenizer, processor, path=lambda row: place(config, split, row))
     kept = [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
     if rows and not kept:
         raise DataError(

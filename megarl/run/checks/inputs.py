@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,6 +29,9 @@ from megarl.explore.rewards.verdict import LATE
 from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations, encode_preferences, place_of_row
 from megarl.explore.workflows import asks_verifier
 from megarl.run.run_dir.rows import Rows, place
+
+if TYPE_CHECKING:
+    from megarl.explore.tasksets.processor import Processor
 
 log = logging.getLogger(__name__)
 
@@ -121,9 +125,14 @@ def _try_reward(config: Config, task: Task) -> None:
     )
 
 
-def check_lengths(config: Config, split: str, rows: Rows, tokenizer: ChatTokenizer, context: int) -> None:
+def check_lengths(
+    config: Config, split: str, rows: Rows, tokenizer: ChatTokenizer, context: int, processor: Processor | None = None
+) -> None:
     """Each sequence of demonstrations or preferences fits the model's context, and what must be computed together a
     micro-batch.
+
+    Args:
+        processor: The model's, where rows of the job have images.
 
     Raises:
         DataError: one does not, with its row; or the two answers of a preference are the same to this tokenizer.
@@ -136,15 +145,20 @@ def check_lengths(config: Config, split: str, rows: Rows, tokenizer: ChatTokeniz
     encoded = (
         encode_preferences(pairs, tokenizer, path=path) if pairs else encode_demonstrations(tasks, tokenizer, path=path)
     )
-    for row, (prompt, *answers) in zip(rows, encoded, strict=True):
-        if (fault := _fault_of_lengths(config, prompt, answers, context, piece)) is not None:
+    added = [0] * len(rows)
+    if processor is not None and not pairs:
+        from megarl.explore.tasksets.processor import added_lengths
+
+        added = added_lengths(tasks, tokenizer, processor, path=path)
+    for row, (prompt, *answers), more in zip(rows, encoded, added, strict=True):
+        if (fault := _fault_of_lengths(config, len(prompt) + more, answers, context, piece)) is not None:
             raise DataError(f"{place(config, split, row)}{fault}")
 
 
 def _fault_of_lengths(
-    config: Config, prompt: np.ndarray, answers: Sequence[np.ndarray], context: int, piece: int
+    config: Config, prompt: int, answers: Sequence[np.ndarray], context: int, piece: int
 ) -> str | None:
-    lengths = [len(prompt) + len(answer) for answer in answers]
+    lengths = [prompt + len(answer) for answer in answers]
     if max(lengths) > context:
         return (
             f" has {max(lengths)} tokens with its answer, the model's context is {context} (max_position_embeddings); "

@@ -6,17 +6,15 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megarl.core.config import Config
 from megarl.core.config.algorithms import reads_teacher
-from megarl.core.config.lengths import prompt_tokens
 from megarl.core.errors import CheckpointError, ConfigError
 from megarl.core.schema import Task
 from megarl.explore import workflows
-from megarl.explore.tasksets import ChatTokenizer, check_prompts, place_of_row
+from megarl.explore.tasksets import ChatTokenizer
 from megarl.learn import algorithms
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.models.specs import check_implementation
@@ -30,10 +28,11 @@ from megarl.run.checks.model import check_model
 from megarl.run.checks.roles import check_budget, check_role_models, roles_of
 from megarl.run.checks.settings import check_settings
 from megarl.run.checks.tasksets import check_count
-from megarl.run.checks.vision import check_images
+from megarl.run.checks.vision import check_image_files_of, check_images, check_patches, check_prompts_of
 from megarl.run.checks.vocabulary import check_vocabulary
 from megarl.run.run_dir.dry_run import scratch
 from megarl.run.run_dir.experts import read_experts
+from megarl.run.run_dir.images import processor_of
 from megarl.run.run_dir.owner import check_writable
 from megarl.run.run_dir.prepare import make, with_limit_of_run
 from megarl.run.run_dir.resume import check_settings_of_run, set_aside_damaged
@@ -103,7 +102,8 @@ def _check_inputs(config: Config, algorithm: Algorithm, nodes: int, elsewhere: b
     _check_exports(config)
     for setting, path in _model_paths(config).items():
         check_digests(path, setting, workers=os.cpu_count() or 1, digests=config.trainer.verify_checkpoints)
-    tokenizer = ChatTokenizer.of(config)
+    tokenizer, processor = ChatTokenizer.of(config), processor_of(config, rows.values())
+    check_patches(config, rows, processor, pairs="pairs" in algorithm.needs)
     tasks = {}
     if algorithms.job_of(config).rollouts:
         found_tasks = {split: [row for row in rows[split] if isinstance(row, Task)] for split in SPLITS}
@@ -111,7 +111,8 @@ def _check_inputs(config: Config, algorithm: Algorithm, nodes: int, elsewhere: b
         check_environment_rows(config, found_tasks)
         check_rewards(config, found_tasks)
         tasks = {
-            split: selected(config, split, found, tokenizer, dropped[split]) for split, found in found_tasks.items()
+            split: selected(config, split, found, tokenizer, dropped[split], processor)
+            for split, found in found_tasks.items()
         }
     if "expert" in rows and reads_teacher(config.algorithm):
         check_teacher(config, read_experts(config), tokenizer)
@@ -127,11 +128,11 @@ def _check_inputs(config: Config, algorithm: Algorithm, nodes: int, elsewhere: b
         )
     check_vocabulary(config, rows, tokenizer, int(hf_config["vocab_size"]), sampled=tuple(tasks))
     for split, found in rows.items():
-        if split not in tasks:
-            check_lengths(config, split, found, tokenizer, int(hf_config["max_position_embeddings"]))
-        elif config.taskset.overlong_prompts == "refuse":
-            place = partial(place_of_row, config.taskset, split)
-            check_prompts(found, tokenizer, prompt_tokens(config.rollout), path=place)
+        if split in tasks:
+            check_prompts_of(config, split, found_tasks[split], tasks[split].tasks, tokenizer, processor)
+        else:
+            check_lengths(config, split, found, tokenizer, int(hf_config["max_position_embeddings"]), processor)
+            check_image_files_of(config, split, found)
     return tasks
 
 
@@ -154,8 +155,8 @@ def check_micro_batches(config: Config) -> None:
     check_budget(config, algorithm)
     tokenizer, hf_config = ChatTokenizer.of(config), read_hf_config(Path(config.model.path))
     for split in [*(SPLITS if algorithm.offline else ()), *_other_splits(config)]:
-        rows = read_split(config, split)
-        check_lengths(config, split, rows, tokenizer, int(hf_config["max_position_embeddings"]))
+        rows, context = read_split(config, split), int(hf_config["max_position_embeddings"])
+        check_lengths(config, split, rows, tokenizer, context, processor_of(config, [rows]))
 
 
 def check_sizes(config: Config) -> None:

@@ -1,17 +1,30 @@
-"""Images and vision-language models in a training job: refused, each in a line that names what does work."""
+"""Rows with images, and models that take them: what does not go together, each in a line that names the fix."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from megarl.core.config import Config
+from megarl.core.config.lengths import prompt_tokens
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task
+from megarl.explore.tasksets import ChatTokenizer, check_prompts, place_of_row
+from megarl.explore.tasksets.pixels import pixel_limits
+from megarl.explore.tasksets.tokenizer import PROCESSOR
 from megarl.run.run_dir.rows import Rows, place
+from megarl.weights.architectures import ARCHITECTURES
+
+if TYPE_CHECKING:
+    from megarl.explore.tasksets.processor import Processor
 
 VISION_KEYS = ("vision_config", "vision_tower", "mm_vision_tower")
 """Keys of config.json; a model that takes images has one of them."""
+PIXEL_SETTINGS = ("min_image_pixels", "max_image_pixels")
+"""Settings of ``model``."""
 
 
 def is_vision_model(hf_config: Mapping[str, Any]) -> bool:
@@ -20,25 +33,142 @@ def is_vision_model(hf_config: Mapping[str, Any]) -> bool:
 
 
 def check_images(config: Config, hf_config: Mapping[str, Any], rows: Mapping[str, Rows]) -> None:
-    """Check that nothing of a training job has to do with images. ``rows``: of every split that the job reads.
+    """Check that the model takes what the rows have, and megarl the model. Images are not read: see
+    :func:`check_prompts_of`.
 
     To be called before the model's own checks, which would name only a missing table.
 
+    Args:
+        rows: Those of every split that the job reads.
+
     Raises:
-        ConfigError: the model is a vision-language model.
-        DataError: a row has images.
+        ConfigError: there is no trainer for this vision-language model, it has no processor, or a limit of pixels does
+            not fit it.
+        DataError: a row has images and the model takes text only, or it is an expert row.
     """
-    if is_vision_model(hf_config):
+    for where, _ in _with_images(config, {split: found for split, found in rows.items() if split == "expert"}):
+        raise DataError(f"{where} has images: expert rows train without them; drop the row, or train it by sft")
+    with_images = _with_images(config, rows)
+    path = config.model.path
+    if not is_vision_model(hf_config):
+        for where, row in with_images:
+            raise DataError(
+                f"{where} has {len(row.images)} images and the model of {path} takes text only (its config.json has "
+                f"none of {', '.join(VISION_KEYS)}); drop the images or the row"
+            )
+        for name in PIXEL_SETTINGS:
+            if (value := getattr(config.model, name)) is not None:
+                raise ConfigError(f"model.{name}={value}, and the model of {path} takes text only; leave it out")
+        return
+    if hf_config.get("model_type") not in ARCHITECTURES:
         name = (hf_config.get("architectures") or [hf_config.get("model_type", "?")])[0]
         raise ConfigError(
-            f"model.path={config.model.path} is a vision-language model ({name}): megarl has no trainer for these, "
-            "only rollouts and rewards (docs/rewards_vision.md); give a text model"
+            f"model.path={path} is a vision-language model ({name}): megarl has no trainer for these, only rollouts "
+            "and rewards (docs/rewards_vision.md); give a text model or one of a family with a table: "
+            f"{', '.join(ARCHITECTURES)}"
         )
+    _check_pixels(config, hf_config)
+    if not any((Path(path) / name).is_file() for name in PROCESSOR):
+        seen = next((f", and {where} has {len(row.images)} images" for where, row in with_images), "")
+        raise ConfigError(
+            f"model.path={path} takes images and has no {' or '.join(PROCESSOR)}{seen}; copy the processor's files of "
+            "the published model there"
+        )
+
+
+def check_patches(config: Config, rows: Mapping[str, Rows], processor: Processor | None, *, pairs: bool) -> None:
+    """Check that the images of each row fit a micro-batch (``trainer.max_patches_per_micro_batch``).
+
+    Args:
+        processor: The model's, where rows of the job have images.
+        pairs: Two sequences of a prompt go through the model together.
+
+    Raises:
+        ConfigError: nothing is packed, so nothing bounds the patches.
+        DataError: naming the row whose images do not fit.
+    """
+    limit = config.trainer.max_patches_per_micro_batch
+    if limit is None or processor is None:
+        return
+    if not config.trainer.packing:
+        raise ConfigError(
+            f"trainer.max_patches_per_micro_batch={limit} with trainer.packing=false: padded micro-batches have "
+            "trainer.micro_batch_size rows, whatever their images; set trainer.packing to true or leave the limit out"
+        )
+    for where, row in _with_images(config, rows):
+        patches = (2 if pairs else 1) * sum(math.prod(processor.grid(image)) for image in row.images)
+        if patches > limit:
+            raise DataError(
+                f"{where} has images of {patches} patches{' with both answers' if pairs else ''}, and "
+                f"trainer.max_patches_per_micro_batch is {limit}; raise it, lower model.max_image_pixels, or drop the "
+                "row"
+            )
+
+
+def check_prompts_of(
+    config: Config,
+    split: str,
+    rows: Sequence[Task],
+    kept: Sequence[Task],
+    tokenizer: ChatTokenizer,
+    processor: Processor | None,
+) -> None:
+    """Check the lengths of a split's prompts and decode its images.
+
+    Args:
+        rows: Tasks of the split.
+        kept: Those that ``taskset`` leaves.
+        processor: The model's, where rows of the job have images.
+
+    Raises:
+        DataError: naming file and row; an overlong prompt only with ``taskset.overlong_prompts=refuse``.
+    """
+    limit, where = prompt_tokens(config.rollout), partial(place_of_row, config.taskset, split)
+    refuses = config.taskset.overlong_prompts == "refuse"
+    if processor is not None:
+        from megarl.explore.tasksets.processor import check_image_prompts
+
+        check_image_prompts(rows if refuses else kept, tokenizer, processor, limit, path=where)
+    elif refuses:
+        check_prompts(rows, tokenizer, limit, path=where)
+
+
+def check_image_files_of(config: Config, split: str, rows: Rows) -> None:
+    """Decode the images of a split's demonstrations. Raises DataError naming file and row of one that is damaged."""
+    tasks = [row for row in rows if isinstance(row, Task) and row.images]
+    if tasks:
+        from megarl.explore.tasksets.processor import check_image_files
+
+        check_image_files(tasks, path=partial(place_of_row, config.taskset, split))
+
+
+def _with_images(config: Config, rows: Mapping[str, Rows]) -> Iterator[tuple[str, Task]]:
+    """(place, row) of each row with images."""
     for split, found in rows.items():
         for row in found:
             if isinstance(row, Task) and row.images:
-                raise DataError(
-                    f"{place(config, split, row)} has {len(row.images)} images and the model of {config.model.path} "
-                    f"takes text only (its config.json has none of {', '.join(VISION_KEYS)}); drop the images or the "
-                    "row"
-                )
+                yield place(config, split, row), row
+
+
+def _check_pixels(config: Config, hf_config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for limits of pixels that no image can have with this model."""
+    model, vision = config.model, hf_config.get("vision_config") or {}
+    given = {name: value for name in PIXEL_SETTINGS if (value := getattr(model, name)) is not None}
+    if not given:
+        return
+    side = int(vision.get("patch_size", 14)) * int(vision.get("spatial_merge_size", 2))
+    for name, value in given.items():
+        if value < side**2:
+            raise ConfigError(
+                f"model.{name}={value} is less than one vector's {side} x {side} pixels in {model.path}; set it to "
+                f"{side**2} or more"
+            )
+    low, high = pixel_limits(model.path, model.min_image_pixels, model.max_image_pixels)
+    if low > high:
+        name, own = ("max", "min") if "min_image_pixels" not in given else ("min", "max")
+        whose = f"model.{own}_image_pixels" if len(given) == 2 else f"the {own}imum of the model's own processor"
+        raise ConfigError(
+            f"model.{name}_image_pixels={given[f'{name}_image_pixels']} and {whose}={low if own == 'min' else high}: "
+            f"no image has at least {low} and at most {high} pixels; set model.min_image_pixels to {high} or less, or "
+            f"model.max_image_pixels to {low} or more"
+        )

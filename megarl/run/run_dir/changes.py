@@ -38,6 +38,7 @@ FREE = (
             "steps",
             "packing",
             "max_tokens_per_micro_batch",
+            "max_patches_per_micro_batch",
             "micro_batch_size",
             "checkpoint_interval",
             "keep_checkpoints",

@@ -21,11 +21,13 @@ from safetensors import SafetensorError
 
 from megarl.core.config import Config, hub, load_resolved
 from megarl.core.durable import replace_directory
-from megarl.core.errors import ConfigError
-from megarl.core.schema import Preference
-from megarl.explore.tasksets import ChatTokenizer, encode_rows, generate, place_of_row, read_recipe, recipe, sources_of
+from megarl.core.errors import CheckpointError, ConfigError
+from megarl.core.schema import Preference, Task
+from megarl.explore.tasksets import ChatTokenizer, generate, place_of_row, read_recipe, recipe, sources_of
+from megarl.explore.tasksets.images import PLACEHOLDER
 from megarl.explore.tasksets.template import writes_date
 from megarl.run.run_dir.changes import Change, changes, described, has_checkpoints
+from megarl.run.run_dir.images import lengths_with_images, processor_of
 from megarl.run.run_dir.rows import kind_of_rows, needs_expert_rows, read_split, splits_of
 
 log = logging.getLogger(__name__)
@@ -206,9 +208,15 @@ def with_prompt_limit(config: Config) -> Config:
     longest, place = 0, ""
     for split in splits_of(config):
         rows, place_of = read_split(config, split), partial(place_of_row, config.taskset, split)
-        for row, ids in zip(rows, encode_rows(rows, tokenizer, path=place_of), strict=True):
-            if len(ids) > longest:
-                longest, place = len(ids), place_of(row)
+        try:
+            processor = processor_of(config, [rows])
+        except CheckpointError:
+            # The checks that follow name what is wrong: for one, a model that takes text only.
+            processor, rows = None, [row for row in rows if not (isinstance(row, Task) and row.images)]
+        lengths = lengths_with_images(rows, tokenizer, processor, path=place_of)
+        for row, length in zip(rows, lengths, strict=True):
+            if length > longest:
+                longest, place = length, place_of(row)
     log.info("rollout.max_prompt_tokens=%d, the longest prompt: %s", longest, place)
     return replace(config, rollout=replace(config.rollout, max_prompt_tokens=longest))
 
@@ -231,14 +239,23 @@ def with_limit_of_run(config: Config) -> Config:
 def _texts(config: Config) -> tuple[list[str], str]:
     """Prompts that a tokenizer is trained on, and the characters that only their answers have."""
     rows = read_split(config, "train" if config.taskset.warm_start is None else "warm_start")
-    prompts = [m.get("content") or "" for row in rows for m in row.prompt]
+    prompts = [_text(row, m.get("content") or "") for row in rows for m in row.prompt]
     answers = (row.chosen + row.rejected if isinstance(row, Preference) else row.response or "" for row in rows)
     return prompts, "".join(sorted(set().union(*answers) - set().union(*prompts)))
 
 
+def _text(row: Task | Preference, content: str) -> str:
+    """The content without the placeholders of the row's images: what the model reads there is no text."""
+    return content.replace(PLACEHOLDER, "") if isinstance(row, Task) and row.images else content
+
+
 def _model_recipe(config: Config, texts: tuple[list[str], str]) -> dict[str, Any]:
     assert config.model.from_scratch is not None
-    settings = {f"model.from_scratch.{name}": value for name, value in asdict(config.model.from_scratch).items()}
+    values = asdict(config.model.from_scratch)
+    tower = values.pop("vision")
+    if config.model.from_scratch.sees:
+        values |= {f"vision.{name}": value for name, value in tower.items()}
+    settings = {f"model.from_scratch.{name}": value for name, value in values.items()}
     return settings | {"trainer.seed": config.trainer.seed, "its tokenizer's texts": _digest([*texts[0], texts[1]])}
 
 

@@ -9,7 +9,11 @@ from typing import Any, Literal
 
 from megarl.core.config.lengths import context_tokens
 from megarl.core.config.schema import ModelConfig, RolloutConfig
+from megarl.core.durable import read_json
 from megarl.engine.client.names import PLUGIN
+from megarl.explore.tasksets.images import MAX_IMAGES
+from megarl.explore.tasksets.pixels import pixel_limits
+from megarl.run.checks.vision import is_vision_model
 
 _PREFILL_TOKENS = 8192
 _CPU_ENVIRONMENT = {
@@ -44,6 +48,7 @@ def engine_process(
     argv += ["--dtype", model.dtype, "--max-model-len", str(context), "--generation-config", "vllm"]
     if model.head_dtype is not None:
         argv += ["--hf-overrides", json.dumps({"head_dtype": model.head_dtype})]
+    argv += _image_options(model_path, model)
     argv += ["--max-num-seqs", str(rollout.max_num_seqs), "--block-size", str(rollout.block_size)]
     argv += ["--kv-cache-memory-bytes", str(rollout.kv_cache_bytes)]
     argv += ["--tensor-parallel-size", str(rollout.tp), "--pipeline-parallel-size", str(rollout.pp)]
@@ -105,6 +110,18 @@ def engine_environment(rollout: RolloutConfig, device: Literal["cpu", "cuda"] = 
             # its OpenMP environment, which is set above; this variable is its way to be told so.
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return environment
+
+
+def _image_options(model_path: str, model: ModelConfig) -> list[str]:
+    """Options of a model that takes images, none of another."""
+    if not is_vision_model(read_json(Path(model_path) / "config.json")):
+        return []
+    options = ["--limit-mm-per-prompt", json.dumps({"image": MAX_IMAGES, "video": 0})]
+    options += ["--mm-encoder-tp-mode", "data"]  # the tower is whole on each worker, and is sent whole
+    if (model.min_image_pixels, model.max_image_pixels) != (None, None):
+        limits = pixel_limits(model_path, model.min_image_pixels, model.max_image_pixels)
+        options += ["--mm-processor-kwargs", json.dumps({"size": limits.size})]
+    return options
 
 
 def _cpu_options(model_path: str, rollout: RolloutConfig) -> list[str]:

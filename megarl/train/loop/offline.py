@@ -15,14 +15,7 @@ from megarl.core.config import Config
 from megarl.core.metrics import OFFLINE_CONSOLE, mean_of_sums
 from megarl.core.phases import Phase
 from megarl.explore.order.draws import data_seed, numbers_of_step
-from megarl.explore.tasksets import (
-    ChatTokenizer,
-    encode_demonstrations,
-    encode_preferences,
-    read_preferences,
-    read_rows,
-    single_file,
-)
+from megarl.explore.tasksets import ChatTokenizer, encode_preferences, read_preferences, read_rows, single_file
 from megarl.learn import algorithms
 from megarl.learn.batching import Sequences, of_demonstrations
 from megarl.learn.training import objectives
@@ -30,6 +23,7 @@ from megarl.learn.training.objectives import LossTokens, Objective
 from megarl.train.loop.base import Trainer, starting
 from megarl.train.rank.state import TrainState
 from megarl.train.update.batch import StepBatch, updates_of
+from megarl.train.update.images import ImageInputs, demonstrations_of
 from megarl.train.update.models import Models
 from megarl.train.update.scoring import ScoringModels
 from megarl.weights.checkpoint.formats.score_pad import score_pad
@@ -43,6 +37,8 @@ class Rows:
     """(prompt ids, answer ids) of each sequence of each row: one of a demonstration, the chosen and the rejected of a
     preference."""
     margins: tuple[float, ...]
+    images: tuple[tuple[bytes, ...], ...] = ()
+    """Files of each row of demonstrations; () where no row has any."""
 
     def __len__(self) -> int:
         return len(self.units)
@@ -84,7 +80,7 @@ class OfflineTrainer(Trainer):
             tokenizer, pairs = ChatTokenizer.of(self.config), "pairs" in self.algorithm.needs
             taskset = self.config.taskset
             self.rows, held_out = (
-                read(single_file(taskset, split), tokenizer, pairs=pairs, columns=taskset.columns)
+                read(single_file(taskset, split), tokenizer, self.models.images, pairs=pairs, columns=taskset.columns)
                 for split in ("train", "eval")
             )
             self.test = self.batch_of(held_out, range(len(held_out)))
@@ -109,6 +105,8 @@ class OfflineTrainer(Trainer):
     def batch_of(self, rows: Rows, numbers: Sequence[int]) -> Batch:
         """Rows ``numbers`` of a file, for the kind of model that is trained."""
         batch = batch_of(rows, numbers)
+        if self.models.images is not None and rows.images:
+            self.models.images.put(batch.sequences, [rows.images[i] for i in numbers])
         if self.models.actor.head is None:
             score_once(batch.sequences, score_pad(self.models.hf_config))
         return batch
@@ -144,11 +142,20 @@ def scores(config: Config) -> bool:
     return "actor" not in algorithms.get(config.algorithm.name).roles
 
 
-def read(path: str, tokenizer: ChatTokenizer, *, pairs: bool, columns: Mapping[str, str] = {}) -> Rows:
+def read(
+    path: str,
+    tokenizer: ChatTokenizer,
+    images: ImageInputs | None = None,
+    *,
+    pairs: bool,
+    columns: Mapping[str, str] = {},
+) -> Rows:
     """Read preferences (``pairs``) or demonstrations, in the columns of ``taskset.columns``. Raises DataError."""
     if not pairs:
         tasks = read_rows(Path(path), require_response=True, columns=columns)
-        return Rows(tuple((pair,) for pair in encode_demonstrations(tasks, tokenizer)), (0.0,) * len(tasks))
+        found = demonstrations_of(tasks, tokenizer, images)
+        files = tuple(task.images for task in tasks) if images is not None else ()
+        return Rows(tuple((pair,) for pair in found), (0.0,) * len(tasks), files)
     preferences = read_preferences(Path(path), columns=columns)
     ids = encode_preferences(preferences, tokenizer)
     return Rows(tuple(((p, chosen), (p, other)) for p, chosen, other in ids), tuple(x.margin for x in preferences))

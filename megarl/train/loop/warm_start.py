@@ -10,8 +10,9 @@ from pathlib import Path
 from megarl.core.config import Config
 from megarl.core.config.algorithms import AlgorithmConfig
 from megarl.core.metrics import mean_of_sums
+from megarl.core.schema import Task
 from megarl.explore.order.draws import Demonstration, data_seed, numbers_of_step
-from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations, read_rows, with_templates
+from megarl.explore.tasksets import ChatTokenizer, read_rows, with_templates
 from megarl.learn import algorithms
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.batching import of_demonstrations
@@ -21,6 +22,7 @@ from megarl.train.loop.checkpoints import Checkpointer
 from megarl.train.rank.ranks import Ranks
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
+from megarl.train.update.images import demonstrations_of
 from megarl.train.update.models import Models
 from megarl.train.update.updates import UpdateFilter
 
@@ -60,7 +62,7 @@ class WarmStart:
         assert self._config.taskset.warm_start is not None, "checked before launch"
         rows = read_rows(Path(self._config.taskset.warm_start), require_response=True)
         rows = [with_templates(row, self._config.taskset) for row in rows]
-        pairs = encode_demonstrations(rows, ChatTokenizer.of(self._config))
+        pairs = demonstrations_of(rows, ChatTokenizer.of(self._config), self._models.images)
         actor = self._models.actor
         actor.head = replace(self._models.head, temperature=1.0)
         if state.step:
@@ -80,20 +82,22 @@ class WarmStart:
                 self._checkpoints.settle()
                 if state.step > begins and state.step % config.checkpoint_interval == 0:
                     self._checkpoints.commit(state, self._models, interval=True)
-                state, loss = self._step(state, pairs)
+                state, loss = self._step(state, pairs, rows)
                 yield state
                 bar.set_postfix_str(f"loss {loss:.3f}")
                 bar.update(1)
                 if bar.disable and state.step % PRINTED_EVERY == 0:
                     self._reporter.log(f"warm start {state.step}/{config.steps} | loss {loss:.3f}")
 
-    def _step(self, state: TrainState, pairs: list[Demonstration]) -> tuple[TrainState, float]:
+    def _step(self, state: TrainState, pairs: list[Demonstration], rows: list[Task]) -> tuple[TrainState, float]:
         """Make one update; return the state after it and its loss, NaN where it was left out."""
         config, actor = self._config.trainer.warm_start, self._models.actor
         chosen = numbers_of_step(
             len(pairs), state.step, config.batch_size, data_seed(self._config.trainer.seed, state.rollbacks)
         )
         batch = of_demonstrations([pairs[i] for i in chosen])
+        if self._models.images is not None:
+            self._models.images.put(batch, [rows[i].images for i in chosen])
         sums = actor.backward(batch, actor.micro_batches(batch), objectives.policy(*self._sft, batch))
         lr = learning_rate(config.optimizer, state.step)
         norm = actor.gradient_norm()

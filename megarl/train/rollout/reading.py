@@ -24,6 +24,8 @@ from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 STOPPED = "stopped"
+IMAGE_TASKS = 16
+"""Tasks whose images are read at once."""
 Fault = str | tuple[type[MegarlError], str] | None
 """Reason why reading ended: nothing, STOPPED, or (type, text) of an error."""
 
@@ -161,6 +163,18 @@ class RolloutReader:
 
         found = self._reader.read(parts, self._stopping)
         return None if found is None else [group for part in found for group in part]
+
+    def images(self, trajectories: Iterable[Trajectory]) -> dict[str, tuple[bytes, ...]]:
+        """Files of the images of their tasks, by task id, of those that have any."""
+        ids = sorted({trajectory.task_id for trajectory in trajectories})
+
+        def parts() -> Iterator[dict[str, tuple[bytes, ...]]]:
+            few = (ids[start : start + IMAGE_TASKS] for start in range(0, len(ids), IMAGE_TASKS))
+            return (self._store.task_images(part) for part in few)
+
+        found = self._reader.read(parts)
+        assert found is not None, "nothing here looks at the stop request"
+        return {task_id: files for part in found for task_id, files in part.items()}
 
     def metrics(self, rollouts: Callable[[], Sequence[str]]) -> dict[str, float]:
         """Metrics of rollouts, as their explorers measured them, summed. Only readers call ``rollouts``."""

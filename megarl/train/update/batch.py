@@ -18,6 +18,7 @@ from megarl.learn.algorithms import Algorithm
 from megarl.learn.algorithms.terms.parts import counts, doubles, repeated
 from megarl.learn.batching import Sequences, joined, of_demonstrations, of_samples
 from megarl.train.update.accounts import Amount, Excluded
+from megarl.train.update.images import PutImages
 from megarl.train.update.lags import mask_segments
 from megarl.train.update.turn_rewards import turn_advantages
 
@@ -72,11 +73,13 @@ def make_batch(
     settings: AlgorithmConfig,
     updates_per_step: int,
     lags: Mapping[WeightsVersion, int] | None = None,
+    put_images: PutImages | None = None,
 ) -> StepBatch:
     """Sequences of a step, dealt to its updates; demonstrations in equal shares.
 
     Args:
         lags: Lag of each version that has sampled some token; None where all are 0.
+        put_images: Sets the images of the sampled sequences; None where there are none.
 
     Raises NonRetryableError where an algorithm pairs trajectories of several samples.
     """
@@ -84,6 +87,8 @@ def make_batch(
     samples = [(n, sample) for n, trajectory in enumerate(trajectories) for sample in trajectory.samples(lags)]
     numbers = [n for n, _ in samples]
     sequences, rows = of_samples([sample for _, sample in samples]), [outcomes[n] for n in numbers]
+    if put_images is not None:
+        put_images(sequences, [(trajectories[n].task_id, sample.first_turn) for n, sample in samples])
     if len(rows) > len(outcomes):
         sequences.trajectory = torch.tensor(numbers)
     sampled = int(torch.count_nonzero(sequences.mask))

@@ -18,6 +18,7 @@ from megarl.learn.algorithms import Algorithm
 from megarl.learn.parallel import groups
 from megarl.learn.training.model import FrozenModel, Grid, TrainedModel, micro_batching_for
 from megarl.learn.training.schedule import Head
+from megarl.train.update.images import ImageInputs
 from megarl.weights.checkpoint.formats import hf
 from megarl.weights.checkpoint.training import state
 from megarl.weights.checkpoint.training.disk_space import writing
@@ -43,6 +44,8 @@ class Models:
         float32 = config.model.head_dtype == "float32"
         self.head = Head(int(self.hf_config["vocab_size"]), temperature, config.trainer.logits_bytes, float32)
         """The actor's after the warm start."""
+        self.images = ImageInputs.of(config, self.hf_config)
+        """None where the model takes no images."""
         self.reference: FrozenModel | None = None
         self.critic: TrainedModel | None = None
         self.reward_model: FrozenModel | None = None

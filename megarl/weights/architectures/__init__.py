@@ -10,6 +10,7 @@ from megarl.weights.architectures.llama import LLAMA
 from megarl.weights.architectures.mistral import MISTRAL
 from megarl.weights.architectures.mixtral import MIXTRAL
 from megarl.weights.architectures.qwen2 import QWEN2
+from megarl.weights.architectures.qwen2_5_vl import QWEN2_5_VL
 from megarl.weights.architectures.qwen3 import QWEN3
 from megarl.weights.architectures.qwen3_moe import QWEN3_MOE
 from megarl.weights.architectures.table import Architecture, Head, HFConfig, ModelSizes, Shape
@@ -21,6 +22,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mistral": MISTRAL,
     "ernie4_5": ERNIE4_5,
     "qwen2": QWEN2,
+    "qwen2_5_vl": QWEN2_5_VL,
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
     "mixtral": MIXTRAL,

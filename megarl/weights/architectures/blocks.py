@@ -21,6 +21,12 @@ OUTPUT = (
     Param("output_layer.weight", Op.TIED, (_LM_HEAD, _EMBEDDING), Stage.LAST),
 )
 
+
+def linear(name: str, axes: str) -> tuple[Logical, Logical]:
+    """Weight and bias of a linear layer that is whole everywhere; ``axes`` of the weight."""
+    return Logical(f"{name}.weight", axes), Logical(f"{name}.bias", axes.split()[0])
+
+
 # ---------------------------------------------------------------- attention: grouped queries
 
 _INPUT_NORM = Logical("input_layernorm.weight", "hidden")

@@ -23,6 +23,8 @@ _OLDER = ("rope_scaling", "rope_theta")
 def complete(hf_config: HFConfig) -> dict[str, Any]:
     """Return the configuration with every key that the family's class has; keys that it does not know stay as they are.
 
+    Of a vision-language model the keys of ``text_config`` stand beside the others, as those of a text model do.
+
     What is common to all classes (labels, dtype) is not filled in. A family without a table is returned as it is, and
     so is, with a warning, a configuration that the class refuses but the table covers; else ArchitectureError is
     raised. transformers is imported here, because that takes a second.
@@ -43,8 +45,12 @@ def complete(hf_config: HFConfig) -> dict[str, Any]:
         check(ARCHITECTURES[model_type], hf_config)
         log.warning("config.json: transformers' %s refuses it, so nothing was filled in: %s", family.__name__, error)
         return dict(hf_config)
-    own = {key: value for key, value in values.items() if key not in common and not key.startswith("_")}
-    return {key: value for key, value in hf_config.items() if key not in _OLDER} | own
+    text = values.pop("text_config", {})
+    if "vision_config" in values:
+        values["vision_config"] = {key: value for key, value in values["vision_config"].items() if key not in common}
+    given = {**hf_config.get("text_config", {}), **hf_config}
+    own = {key: value for key, value in (text | values).items() if key not in common and not key.startswith("_")}
+    return {key: value for key, value in given.items() if key not in (*_OLDER, "text_config")} | own
 
 
 @contextmanager

@@ -55,6 +55,8 @@ def transformer_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any
         "add_qkv_bias": "self_attention.linear_qkv.bias" in megatron_names,
         "qk_layernorm": "self_attention.q_layernorm.weight" in megatron_names,
     }
+    if sizes.vision_depth:
+        values |= _vision(arch.name, sizes, hf_config)
     if sizes.kv_lora:
         values |= _latent_attention(arch.name, sizes, hf_config)
     if sizes.experts:
@@ -95,6 +97,24 @@ def gpt_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any]:
             "model was trained on"
         )
     return values
+
+
+def _vision(name: str, sizes: ModelSizes, hf_config: HFConfig) -> dict[str, Any]:
+    """Sections of a head that rotate by a token's time, row and column (M-RoPE, arXiv:2409.12191)."""
+    sections = _rope(name, hf_config).get("mrope_section")
+    if not isinstance(sections, (list, tuple)) or len(sections) != 3 or 2 * sum(sections) != sizes.head:
+        raise ArchitectureError(
+            f"{name} with mrope_section={sections!r} is not supported: three sections with half of a head's "
+            f"{sizes.head} dimensions are; use the checkpoint's own config.json"
+        )
+    vision = hf_config["vision_config"]
+    if vision.get("out_hidden_size") != sizes.hidden:
+        raise ArchitectureError(
+            f"config.json of a {name} model has vision_config.out_hidden_size={vision.get('out_hidden_size')!r}, but "
+            f"hidden_size={sizes.hidden}: the tower's vectors stand among the tokens'; use the checkpoint's own "
+            "config.json"
+        )
+    return {"mrope_section": list(sections)}
 
 
 def _rope(name: str, hf_config: HFConfig) -> dict[str, Any]:

@@ -22,6 +22,8 @@ Head = Literal["lm", "score"]
 HF_LAYER = "model.layers.{}."
 VLLM_LAYER = "model.layers.{}."
 EXPERT = "{expert}"
+BLOCK = "{block}"
+"""Number of a block of the vision tower, in names."""
 
 
 class Op(Enum):
@@ -46,6 +48,7 @@ class Stage(Enum):
     """Layers, and so the pipeline stage, that hold the row. Names of the middle four are relative to the layer."""
 
     FIRST = "beside the first layer"
+    VISION = "the vision tower, which is beside the first layer too"
     LAYER = "every layer"
     DENSE = "layers with one MLP"
     MOE = "layers with experts"
@@ -55,7 +58,7 @@ class Stage(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Logical:
-    """A logical tensor: its HF name (``{expert}`` in it: one per expert) and the names of its axes.
+    """A logical tensor: its HF name (``{expert}`` or ``{block}`` in it: one for each) and the names of its axes.
 
     One object is one tensor: rows of Megatron and of vLLM name the same object.
     """
@@ -93,6 +96,15 @@ class Param:
     def per_expert(self) -> bool:
         return EXPERT in self.hf[0].name
 
+    @property
+    def per_block(self) -> bool:
+        return BLOCK in self.hf[0].name
+
+    @property
+    def is_first(self) -> bool:
+        """True if it lies beside the first layer."""
+        return self.stage in (Stage.FIRST, Stage.VISION)
+
 
 SCORE_HEAD = Param("output_layer.weight", Op.SAME, (Logical("score.weight", "labels hidden"),), Stage.LAST)
 """One number for each token, whole on every tensor-parallel rank (``learn/models/value_head.py``)."""
@@ -108,11 +120,16 @@ class Fused:
 
 
 class Occurrence(NamedTuple):
-    """One occurrence of a row: which layer (counted from 0 over the whole model; MTP layers follow the last) and
-    expert."""
+    """One occurrence of a row: which layer (counted from 0 over the whole model; MTP layers follow the last), expert,
+    and block of the vision tower."""
 
-    layer: int | None
-    expert: int | None
+    layer: int | None = None
+    expert: int | None = None
+    block: int | None = None
+
+    def named(self, name: str) -> str:
+        """The name with its own numbers of expert and block."""
+        return name.replace(EXPERT, str(self.expert)).replace(BLOCK, str(self.block))
 
 
 @dataclass(frozen=True)
@@ -139,6 +156,27 @@ class ModelSizes:
     qk_nope: int = 0
     qk_rope: int = 0
     v_head: int = 0
+    vision_depth: int = 0
+    """Blocks of the vision tower."""
+    vision_hidden: int = 0
+    vision_ffn: int = 0
+    channels: int = 0
+    temporal_patch: int = 0
+    """Frames of a patch."""
+    patch: int = 0
+    """Pixels on each side of a patch."""
+    merge: int = 0
+    """Patches on each side of what becomes one vector of the language model."""
+
+    @property
+    def vision_qkv(self) -> int:
+        """Rows of the tower's query, key and value projections together."""
+        return 3 * self.vision_hidden
+
+    @property
+    def merged(self) -> int:
+        """Width of the patches that become one vector."""
+        return self.vision_hidden * self.merge**2
 
     @property
     def q(self) -> int:
@@ -196,6 +234,8 @@ class Architecture:
     """Settings that must have this value when config.json has them: the table covers no other."""
     megatron: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of Megatron's TransformerConfig besides those that follow from sizes and rows."""
+    vllm_text: str = ""
+    """Name before those of the language model in vLLM, where that is a part of a larger model."""
     vllm_ends_everywhere: bool = False
     """vLLM keeps embedding, last norm and output weight on every pipeline stage."""
     has_score_class: bool = True
@@ -261,6 +301,8 @@ class Architecture:
             more["moe_layers"] = _moe_layers(hf_config, get("num_layers"))
         if "shared_ffn" in known:
             more["shared_ffn"] = get("expert_ffn") * int(needed(self.name, hf_config, "n_shared_experts") or 0)
+        if Stage.VISION in known:
+            more |= _vision_sizes(self.name, hf_config)
         if Stage.MTP in known:
             more["mtp_layers"] = int(hf_config.get("num_nextn_predict_layers") or 0)
         return ModelSizes(
@@ -277,8 +319,11 @@ class Architecture:
 
     def occurrences(self, param: Param, sizes: ModelSizes) -> Iterator[Occurrence]:
         """Every occurrence of a row, by layer and expert."""
-        if param.stage in (Stage.FIRST, Stage.LAST):
-            yield Occurrence(None, None)
+        if param.per_block:
+            yield from (Occurrence(block=block) for block in range(sizes.vision_depth))
+            return
+        if param.is_first or param.stage is Stage.LAST:
+            yield Occurrence()
             return
         behind = range(sizes.num_layers, sizes.num_layers + sizes.mtp_layers)
         moe = set(sizes.moe_layers)
@@ -305,7 +350,7 @@ class Architecture:
         found: list[tuple[tuple[int, int], str, Shape]] = []
         for number, param in enumerate(self.params):
             parts = [(p, s) for p in self.parts(param.hf, param.op, sizes) if 0 not in (s := p.shape(sizes))]
-            outside = {Stage.FIRST: -1, Stage.LAST: sizes.num_layers + sizes.mtp_layers}.get(param.stage, 0)
+            outside = -1 if param.is_first else sizes.num_layers + sizes.mtp_layers
             for occurrence in self.occurrences(param, sizes):
                 if occurrence.layer is not None and occurrence.layer >= sizes.num_layers and not mtp:
                     continue
@@ -329,7 +374,7 @@ def needed(name: str, hf_config: HFConfig, key: str) -> Any:
 def hf_name(part: Logical, occurrence: Occurrence) -> str:
     """The whole HF name of one occurrence of a logical tensor."""
     prefix = "" if occurrence.layer is None else HF_LAYER.format(occurrence.layer)
-    return prefix + part.name.replace(EXPERT, str(occurrence.expert))
+    return prefix + occurrence.named(part.name)
 
 
 COMMON_KEYS = {
@@ -350,6 +395,34 @@ COMMON_KEYS = {
     "v_head": ("v_head_dim",),
 }
 """Field of :class:`ModelSizes` -> keys of config.json, of which the first one present counts."""
+
+
+VISION_KEYS = {
+    "vision_depth": "depth",
+    "vision_hidden": "hidden_size",
+    "vision_ffn": "intermediate_size",
+    "channels": "in_channels",
+    "temporal_patch": "temporal_patch_size",
+    "patch": "patch_size",
+    "merge": "spatial_merge_size",
+}
+"""Field of :class:`ModelSizes` -> key of ``vision_config`` in config.json."""
+
+
+def _vision_sizes(name: str, hf_config: HFConfig) -> dict[str, int]:
+    """Sizes of the vision tower. Raises ArchitectureError for one that is missing or no positive integer."""
+    vision = hf_config.get("vision_config")
+    if not isinstance(vision, Mapping):
+        raise ArchitectureError(
+            f"config.json of a {name} model has vision_config={vision!r}; it must have the sizes of the vision tower"
+        )
+    for key in VISION_KEYS.values():
+        value = vision.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ArchitectureError(
+                f"config.json of a {name} model has vision_config.{key}={value!r}; it must be a positive integer"
+            )
+    return {field_name: vision[key] for field_name, key in VISION_KEYS.items()}
 
 
 def _moe_layers(hf_config: HFConfig, num_layers: int) -> tuple[int, ...]:

@@ -113,15 +113,15 @@ def _megatron_spots(
             continue  # one stage allocates no output weight (skip_weight_param_allocation); of two, each has its copy
         name = param.te if transformer_impl == "transformer_engine" and param.te else param.megatron
         if occurrence.layer is None:
-            p, v = (0, 0) if param.stage is Stage.FIRST else last
+            p, v = (0, 0) if param.is_first else last
         elif occurrence.layer < sizes.num_layers:
             p, v, index = where[occurrence.layer]
             name = MEGATRON_LAYER.format(index) + name
         else:
             p, v = last
             name = _mtp_prefix(param, occurrence.layer - sizes.num_layers) + name
-        if occurrence.expert is not None:
-            name = name.replace(EXPERT, str(occurrence.expert % each))
+        local = occurrence if occurrence.expert is None else occurrence._replace(expert=occurrence.expert % each)
+        name = local.named(name)
         if grid.vpp > 1:
             name = f"chunk{v}.{name}"
         shard = param.hf[0].shard
@@ -172,7 +172,7 @@ def _dist_spots(arch: Architecture, sizes: ModelSizes, transformer_impl: Transfo
     for param, occurrence in _in_order(arch, sizes, mtp):
         if param.op is Op.TIED and sizes.tied:
             continue  # a tied output weight is stored under the embedding's key
-        name = _dist_name(param, transformer_impl, latent=bool(sizes.kv_lora))
+        name = occurrence.named(_dist_name(param, transformer_impl, latent=bool(sizes.kv_lora)))
         stack: Shape = ()
         lead: Shape = ()
         if occurrence.layer is not None and occurrence.layer >= sizes.num_layers:
@@ -244,6 +244,8 @@ def _vllm_spots(
             stages, prefix = {stage_of[occurrence.layer]}, VLLM_LAYER.format(occurrence.layer)
         else:
             stages, prefix = _vllm_end_stages(arch, param, sizes.tied, pp), ""
+        if param.stage is not Stage.VISION:
+            prefix = arch.vllm_text + prefix
         # Spots follow Megatron's rows; a tensor that vLLM fuses comes with its first part.
         for part in (param.hf[0],) if param.op is Op.TIED else param.hf:
             joined = fused.get(part)
@@ -256,7 +258,7 @@ def _vllm_spots(
             op, parts = (joined.op, joined.hf) if joined else (Op.SAME, (part,))
             if param.op is Op.TIED:
                 op, parts = Op.SAME, arch.parts(param.hf, param.op, sizes)
-            local = prefix + (joined.vllm if joined else part.name)
+            local = prefix + occurrence.named(joined.vllm if joined else part.name)
             for p in sorted(stages):
                 if occurrence.expert is None:
                     owners = (whole if part.shard is Shard.REPLICATED else cut)[p]
@@ -273,7 +275,7 @@ def _vllm_spots(
 
 def _vllm_end_stages(arch: Architecture, param: Param, tied: bool, pp: int) -> set[int]:
     """The stages that hold a tensor outside the layers; a tied output weight needs the embedding on the last one."""
-    if arch.vllm_ends_everywhere:
+    if arch.vllm_ends_everywhere or param.stage is Stage.VISION:
         return set(range(pp))
     if param.stage is Stage.LAST:
         return {pp - 1}
@@ -324,7 +326,7 @@ def _in_order(arch: Architecture, sizes: ModelSizes, mtp: bool) -> list[tuple[Pa
     for number, param in enumerate(arch.params):
         if any(0 in part.shape(sizes) for part in param.hf):
             continue
-        outside = -1 if param.stage is Stage.FIRST else end
+        outside = -1 if param.is_first else end
         for occurrence in arch.occurrences(param, sizes):
             if mtp or occurrence.layer is None or occurrence.layer < sizes.num_layers:
                 found.append(((outside if occurrence.layer is None else occurrence.layer, number), param, occurrence))

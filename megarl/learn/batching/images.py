@@ -1,0 +1,169 @@
+"""Images of a step's sequences: where their vectors stand among the tokens, and the positions of all tokens.
+
+Shape legend: T positions of a step; L of one sequence; b rows and S positions of a micro-batch; p patches of an image,
+w numbers of a patch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from megarl.core.errors import DataError
+
+Grid = tuple[int, int, int]
+"""Patches of an image: in time (1), in each column, in each row."""
+
+
+class Image(NamedTuple):
+    digest: str
+    """Digest of the image's file."""
+    grid: Grid
+
+
+class ImagePlace(NamedTuple):
+    """Positions ``start .. start + vectors`` of a step, which have the vectors of an image."""
+
+    image: Image
+    start: int
+    vectors: int
+
+
+@dataclass(frozen=True)
+class Vision:
+    """Facts of a family that places and positions depend on."""
+
+    token: int
+    """Id of the placeholder of one vector."""
+    merge: int
+    """Patches on each side of what becomes one vector."""
+
+    def vectors(self, image: Image) -> int:
+        """Vectors of an image among the tokens."""
+        time, rows, columns = image.grid
+        return time * rows * columns // self.merge**2
+
+    def places(self, tokens: torch.Tensor, images: Sequence[Image], start: int = 0) -> tuple[ImagePlace, ...]:
+        """Places of a sequence's images, which are in order; placeholders after the last are ordinary tokens.
+
+        Args:
+            tokens: int [L]; a prompt's placeholders expanded, one for each vector.
+            start: First position of the sequence.
+
+        Raises DataError where the tokens have no such run of placeholders for an image.
+        """
+        found, at = [], 0
+        marks = (tokens == self.token).tolist()
+        for number, image in enumerate(images):
+            length = self.vectors(image)
+            while at < len(marks) and not marks[at]:
+                at += 1
+            if at + length > len(marks) or not all(marks[at : at + length]):
+                raise DataError(
+                    f"image {number + 1} of {len(images)} ({image.digest[:12]}) has {length} vectors, but the prompt's "
+                    "tokens have another number of placeholders: engine and trainer resize images differently; install "
+                    "the same transformers (and torchvision, or none) for both"
+                )
+            found.append(ImagePlace(image, start + at, length))
+            at += length
+        return tuple(found)
+
+    def positions(self, length: int, places: Sequence[ImagePlace], start: int = 0) -> torch.Tensor:
+        """int32 [3, L]: each token's time, row and column (M-RoPE, arXiv:2409.12191); the vectors of an image have
+        those of its grid, tokens after it begin behind the largest of them."""
+        parts, at, begin = [], 0, 0
+        for image, first, vectors in places:
+            text = first - start - at
+            parts.append(torch.arange(begin, begin + text).expand(3, -1))
+            begin += text
+            time, rows, columns = image.grid[0], image.grid[1] // self.merge, image.grid[2] // self.merge
+            axes = torch.meshgrid(*(torch.arange(n) for n in (time, rows, columns)), indexing="ij")
+            parts.append(torch.stack(axes).flatten(1) + begin)
+            begin += max(rows, columns)
+            at += text + vectors
+        parts.append(torch.arange(begin, begin + length - at).expand(3, -1))
+        return torch.cat(parts, dim=1).to(torch.int32)
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images of all sequences of a step."""
+
+    positions: torch.Tensor
+    """int32 [3, T]: time, row and column of each token."""
+    places: tuple[tuple[ImagePlace, ...], ...]
+    """Places of each sequence's images."""
+    pixels: Callable[[str], torch.Tensor]
+    """Digest of an image -> float32 [p, w]: its patches, as the model's processor makes them."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the positions."""
+        return self.positions.nbytes
+
+    def patches(self, number: int) -> int:
+        """Patches of the images of sequence ``number``."""
+        return sum(math.prod(place.image.grid) for place in self.places[number])
+
+    def followed_by(self, lengths: torch.Tensor) -> Images:
+        """The images of a batch that goes on with sequences of text of these lengths."""
+        positions = torch.cat([torch.arange(length) for length in lengths.tolist()]).to(torch.int32)
+        together = torch.cat([self.positions, positions.expand(3, -1)], dim=1)
+        return Images(together, (*self.places, *((),) * len(lengths)), self.pixels)
+
+    def of(self, numbers: torch.Tensor, index: torch.Tensor) -> Shown | None:
+        """The images of a micro-batch; None where it has none.
+
+        Args:
+            numbers: int64 [n]: its sequences.
+            index: int64 [b, S]: position of the step that stands here; -1 is padding.
+        """
+        places = [place for number in numbers.tolist() for place in self.places[number]]
+        if not places:
+            return None
+        images = list(dict.fromkeys(place.image for place in places))  # a group's samples share theirs
+        counts = {place.image: place.vectors for place in places}
+        first = dict(zip(images, itertools.accumulate((counts[i] for i in images), initial=0), strict=False))
+        source = torch.full_like(index, -1)
+        for image, start, vectors in places:
+            here = (index >= start) & (index < start + vectors)
+            source[here] = index[here] - start + first[image]
+        pixels = torch.cat([self.pixels(image.digest) for image in images])
+        return Shown(source, pixels, torch.tensor([image.grid for image in images]))
+
+    def positions_of(self, index: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        """int64 [3, b, S] of a micro-batch's ``index`` [b, S]; ``padding`` [b, S]: positions where that is -1."""
+        return torch.where(index < 0, padding, self.positions[:, index.clamp(min=0)].long())
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The images of a micro-batch, as a model takes them."""
+
+    source: torch.Tensor
+    """int64 [b, S]: which of the images' vectors stands here; -1 where a token does."""
+    pixels: torch.Tensor
+    """float32 [p, w] of all images, each once."""
+    grids: torch.Tensor
+    """int64 [n, 3]"""
+
+
+def images_of(
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    images: Sequence[Sequence[Image]],
+    pixels: Callable[[str], torch.Tensor],
+    vision: Vision,
+) -> Images:
+    """Find the images of a step's sequences in their tokens [T]. Raises DataError as ``Vision.places``."""
+    places, positions, start = [], [], 0
+    for length, own in zip(lengths.tolist(), images, strict=True):
+        places.append(vision.places(tokens[start : start + length], own, start))
+        positions.append(vision.positions(length, places[-1], start))
+        start += length
+    return Images(torch.cat(positions, dim=1), tuple(places), pixels)

@@ -1,0 +1,125 @@
+"""The vision tower of a GPTModel's first stage, and rotary positions of three axes on every stage.
+
+The tower is transformers' own module, whole on every rank of the stage. Each rank computes the vectors of a
+micro-batch's images and puts those that fall into its share of the tokens in the place of their embeddings.
+
+Shape legend: s tokens on this rank, b rows of the micro-batch, S tokens of the micro-batch on this context-parallel
+rank, H hidden size, d width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """The vectors of a micro-batch's images."""
+
+    values: torch.Tensor
+    """[n, H]"""
+    source: torch.Tensor
+    """int64 [b, S]: which of them stands here; -1 where a token does."""
+
+
+class ImageEmbedding(LanguageModelEmbedding):  # type: ignore[misc]
+    """Megatron's own embedding, which puts vectors of images among those of tokens while it is given some."""
+
+    vectors: Vectors | None = None
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, tokentype_ids: Any = None) -> torch.Tensor:
+        """[b, S] -> [s, b, H]; s is a share of S where the sequence is cut."""
+        embedded: torch.Tensor = super().forward(input_ids, position_ids, tokentype_ids)
+        if self.vectors is None:
+            return embedded
+        source = self.vectors.source.t()
+        if self.config.sequence_parallel and self.scatter_to_sequence_parallel:
+            source = source.chunk(self.tp_group.size())[self.tp_group.rank()]
+        here = torch.nonzero(source >= 0, as_tuple=True)
+        return embedded.index_put(here, self.vectors.values[source[here]])
+
+
+class SectionedRotary(torch.nn.Module):
+    """Angles of M-RoPE (arXiv:2409.12191): sections of a head rotate by a token's time, row and column.
+
+    Megatron's own class wants CUDA, and cuts the sequence for context parallelism in a way that packed sequences are
+    not cut. Here the positions are those of this rank's tokens.
+    """
+
+    def __init__(self, width: int, base: float) -> None:
+        super().__init__()
+        self.inverse = 1.0 / base ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+
+    def forward(self, position_ids: torch.Tensor, mrope_section: list[int], cp_group: Any = None) -> torch.Tensor:
+        """int64 [3, b, S], or [b, S] of text alone, -> float32 [S, b, 1, d]."""
+        position_ids = position_ids.expand(3, *position_ids.shape[-2:])
+        angles = position_ids[..., None].float() * self.inverse.to(position_ids.device)  # [3, b, S, d / 2]
+        parts = angles.split(mrope_section, dim=-1)
+        half = torch.cat([part[axis] for axis, part in enumerate(parts)], dim=-1)
+        return torch.cat([half, half], dim=-1).transpose(0, 1).unsqueeze(2).contiguous()
+
+
+def install(stage: torch.nn.Module, hf_config: Mapping[str, Any], base: float, *, trained: bool) -> None:
+    """Give a bare GPTModel what it needs for images; nothing to do for a text model.
+
+    Args:
+        base: Of the rotary angles.
+        trained: The tower learns with the language model.
+    """
+    gpt: Any = stage
+    config = gpt.config
+    if config.mrope_section is None:
+        return
+    gpt.rotary_pos_emb = SectionedRotary(config.kv_channels, base)
+    gpt.mrope_section = config.mrope_section
+    gpt.position_embedding_type = "mrope"
+    if not gpt.pre_process:
+        return
+    assert type(gpt.embedding) is LanguageModelEmbedding, f"Megatron's embedding is a {type(gpt.embedding).__name__}"
+    gpt.embedding.__class__ = ImageEmbedding
+    gpt.visual = _tower(hf_config["vision_config"], config.params_dtype)
+    for parameter in gpt.visual.parameters():
+        parameter.requires_grad_(trained)
+        # Where the sequence is cut each rank has the gradient of its own share, and Megatron adds them up.
+        parameter.sequence_parallel = config.sequence_parallel
+
+
+def _tower(vision_config: Mapping[str, Any], dtype: torch.dtype) -> torch.nn.Module:
+    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+
+    config = Qwen2_5_VLVisionConfig(**vision_config)
+    config._attn_implementation = "sdpa"
+    tower: torch.nn.Module = Qwen2_5_VisionTransformerPretrainedModel(config).to(dtype)
+    return tower
+
+
+def has_sections(stage: torch.nn.Module) -> bool:
+    """True if a bare GPTModel takes positions of three axes."""
+    return getattr(stage, "position_embedding_type", None) == "mrope"
+
+
+@contextmanager
+def showing(stage: torch.nn.Module, source: torch.Tensor, pixels: torch.Tensor, grids: torch.Tensor) -> Iterator[None]:
+    """Within, a forward pass of ``stage`` (a bare first stage) has the vectors of these images among its tokens.
+
+    Args:
+        source: int64 [b, S], of this rank's tokens (``batching.images.Shown``).
+        pixels: float32 [p, w]
+        grids: int64 [n, 3]
+    """
+    gpt: Any = stage
+    weight = next(gpt.visual.parameters())
+    with torch.set_grad_enabled(torch.is_grad_enabled() and weight.requires_grad):
+        values = gpt.visual(pixels.to(weight.device, weight.dtype), grid_thw=grids.to(weight.device)).pooler_output
+    gpt.embedding.vectors = Vectors(values, source)
+    try:
+        yield
+    finally:
+        gpt.embedding.vectors = None

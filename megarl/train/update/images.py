@@ -1,0 +1,110 @@
+"""Images of a step's sequences on a trainer rank: their files, and their patches where the rank's model takes them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from megarl.core.config import Config
+from megarl.core.schema import Task
+from megarl.explore.order.draws import Demonstration
+from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations
+from megarl.explore.tasksets.processor import Processor
+from megarl.learn.batching import Sequences
+from megarl.learn.batching.images import Image, Vision, images_of
+
+PutImages = Callable[[Sequences, Sequence[tuple[str, int]]], None]
+"""Sets the images of sequences, given (task id, first turn) of each."""
+PATCH_BYTES = 2**28
+"""Bytes of patches that a rank keeps: an image of a step goes through several models, several times."""
+
+
+@final
+class ImageInputs:
+    """Files and patches of the images of a step, made by the model's own processor.
+
+    Patches are made when a micro-batch asks for them, so only on ranks whose part of the model has the tower.
+    """
+
+    def __init__(self, processor: Processor, vision: Vision) -> None:
+        self._processor = processor
+        self._vision = vision
+        self._files: dict[str, bytes] = {}
+        """Digest -> file, of the last batch."""
+        self._images: dict[str, Image] = {}
+        """Digest -> image, of the last batch."""
+        self._patches: OrderedDict[str, torch.Tensor] = OrderedDict()
+
+    @classmethod
+    def of(cls, config: Config, hf_config: Mapping[str, Any]) -> ImageInputs | None:
+        """Open the model's processor; None for a text model."""
+        if not hf_config.get("vision_config"):
+            return None
+        model = config.model
+        processor = Processor.open(model.path, model.min_image_pixels, model.max_image_pixels)
+        merge = int(hf_config["vision_config"]["spatial_merge_size"])
+        return cls(processor, Vision(int(hf_config["image_token_id"]), merge))
+
+    def put(self, sequences: Sequences, files: Sequence[Sequence[bytes]]) -> None:
+        """Set ``sequences.images``.
+
+        Args:
+            files: Of each sequence; their vectors have placeholders among its tokens.
+
+        Raises DataError where the tokens have other placeholders.
+        """
+        self._files, before, self._images = {}, self._images, {}
+        images = [[self._image(file, before) for file in own] for own in files]
+        sequences.images = (
+            images_of(sequences.tokens, sequences.lengths, images, self.patches, self._vision) if any(images) else None
+        )
+
+    def of_tasks(self, files: Mapping[str, Sequence[bytes]]) -> PutImages:
+        """Return what sets the images of sampled sequences, by the files of each task that has some."""
+
+        def put(sequences: Sequences, samples: Sequence[tuple[str, int]]) -> None:
+            self.put(sequences, [files.get(task_id, ()) if turn == 0 else () for task_id, turn in samples])
+
+        return put
+
+    def expand(self, prompt_ids: np.ndarray, files: Sequence[bytes]) -> np.ndarray:
+        """int32 [P] with as many placeholders for each image as it has vectors, from ids with one for each."""
+        if not files:
+            return prompt_ids
+        counts = np.ones(len(prompt_ids), dtype=np.int64)
+        counts[prompt_ids == self._vision.token] = [self._processor.num_vectors(file) for file in files]
+        return np.repeat(prompt_ids, counts)
+
+    def patches(self, digest: str) -> torch.Tensor:
+        """float32 [p, w] of an image of the last batch."""
+        found = self._patches.pop(digest, None)
+        if found is None:
+            made, grid = self._processor.pixels(self._files[digest])
+            assert grid == self._images[digest].grid, f"image {digest}: {grid}, by its head {self._images[digest].grid}"
+            found = torch.from_numpy(made)
+        self._patches[digest] = found
+        while len(self._patches) > 1 and sum(patches.nbytes for patches in self._patches.values()) > PATCH_BYTES:
+            self._patches.popitem(last=False)
+        return found
+
+    def _image(self, file: bytes, before: Mapping[str, Image]) -> Image:
+        digest = hashlib.sha256(file).hexdigest()
+        if digest not in self._images:
+            self._files[digest] = file
+            self._images[digest] = before.get(digest) or Image(digest, self._processor.grid(file))
+        return self._images[digest]
+
+
+def demonstrations_of(
+    tasks: Sequence[Task], tokenizer: ChatTokenizer, images: ImageInputs | None
+) -> list[Demonstration]:
+    """Encode demonstrations, placeholders of images expanded. Raises DataError as ``encode_demonstrations``."""
+    pairs = encode_demonstrations(tasks, tokenizer)
+    if images is None:
+        return pairs
+    return [(images.expand(p, task.images), answer) for task, (p, answer) in zip(tasks, pairs, strict=True)]

@@ -1,0 +1,158 @@
+"""Qwen2.5-VL on every grid: log-probs, loss and gradients of transformers, tower frozen and trained, packed and padded;
+and the same HF file again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
+from tests.parallel import vision
+from tests.parallel.families import VOCAB
+from tests.parallel.grid import run_grid
+
+TOLERANCE = 1e-5
+GRIDS = {
+    "one process": ParallelConfig(),
+    "TP2": ParallelConfig(tp=2),
+    "TP2 + SP": ParallelConfig(tp=2, sequence_parallel=True),
+    "PP2": ParallelConfig(pp=2),
+    "PP2 × VPP2": ParallelConfig(pp=2, vpp=2),
+    "DP2": ParallelConfig(dp=2),
+    "CP2": ParallelConfig(cp=2),
+    "TP2 + SP × PP2": ParallelConfig(tp=2, pp=2, sequence_parallel=True),
+    "TP2 + SP × CP2": ParallelConfig(tp=2, cp=2, sequence_parallel=True),
+}
+LAYOUTS = {
+    "packed": TrainerConfig(max_tokens_per_micro_batch=96),
+    "padded": TrainerConfig(packing=False, micro_batch_size=2),
+}
+CASES = [
+    (grid, layout, trained, recompute)
+    for grid in GRIDS
+    for layout in LAYOUTS
+    for trained, recompute in ((False, "none"), (True, "none"), (True, "full"))
+    if recompute == "none" or layout == "packed"
+]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("vision")
+    vision.save(folder / "model")
+    return folder
+
+
+def on_grid(rank: int, root: str, world: int) -> dict[Any, dict[str, Any]]:
+    """Runs in each rank: this rank's worst errors of every case of this world."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from megarl.core.metrics import mean_of_sums
+    from megarl.core.phases import Place
+    from megarl.learn import algorithms
+    from megarl.learn.models.gpt import unwrap
+    from megarl.learn.parallel import groups
+    from megarl.learn.training import objectives
+    from megarl.learn.training.model import TrainedModel, micro_batching_for
+    from megarl.learn.training.residents import residents_of
+    from megarl.learn.training.schedule import Head
+    from megarl.weights.checkpoint.formats import hf
+    from megarl.weights.reshard.layouts import hf_layout
+    from megarl.weights.reshard.plan import build_plan
+    from tests.parallel.parity import gradient_errors, whole_gradients
+
+    path, found = Path(root) / "model", {}
+    hf_config = hf.read_hf_config(path)
+    expected = torch.load(path / "expected.pt", weights_only=False)
+    sequences = vision.sequences()
+    objective = objectives.policy(algorithms.get("sft"), AlgorithmConfig(name="sft"), sequences)
+    for grid, parallel in GRIDS.items():
+        if parallel.world_size != world:
+            continue
+        groups.initialize(parallel, seed=1)
+        for trained, recompute in dict.fromkeys((c[2], c[3]) for c in CASES if c[0] == grid):
+            settings = ModelConfig(path=str(path), train_vision_tower=trained, recompute=recompute)  # type: ignore[arg-type]
+            head = Head(VOCAB)
+            limits = micro_batching_for(parallel, LAYOUTS["packed"])
+            actor = TrainedModel(hf_config, settings, parallel, head, limits, OptimizerConfig(lr=1e-2))
+            names = [
+                {
+                    (f"chunk{v}.{n}" if len(actor.chunks) > 1 else n): p
+                    for n, p in unwrap(c).named_parameters()
+                    if p.requires_grad
+                }
+                for v, c in enumerate(actor.chunks)
+            ]
+            for case in [c for c in CASES if c[0] == grid and c[2:] == (trained, recompute)]:
+                actor.load_hf(path)
+                actor.micro_batching = micro_batching_for(parallel, LAYOUTS[case[1]])
+                batches = actor.micro_batches(sequences)
+                logp = actor.outputs(sequences, [batches])
+                everyone: list[Any] = [None] * world
+                dist.all_gather_object(everyone, actor.backward(sequences, batches, objective))
+                layout = actor.layout
+                if not trained:
+                    layout = layout.only(lambda name: not name.startswith("visual."))
+                gradient, where = gradient_errors(
+                    rank, hf_config, layout, whole_gradients(actor.chunks, names), expected["gradients"]
+                )
+                tower = {name: t.clone() for name, t in actor.tensors.items() if "visual" in name}
+                actor.step(1e-2)
+                after = actor.outputs(sequences, [batches])
+                for resident in residents_of("actor", actor):
+                    resident.leave(Place.MEMORY, Path(root))
+                    assert not any(t.untyped_storage().nbytes() for t in resident._tensors())
+                    resident.come_back()
+                actor.proven_tensors()
+                assert torch.equal(actor.outputs(sequences, [batches]), after)
+                moved = [not torch.equal(t, actor.tensors[name]) for name, t in tower.items()]
+                found[case] = {
+                    "logp": float((logp - expected["logp"]).abs().max()),
+                    "loss": abs(mean_of_sums(everyone)["actor/loss"] - expected["loss"]),
+                    "gradient": gradient,
+                    "where": where,
+                    "moved": moved,
+                }
+            if trained and recompute == "none":
+                actor.load_hf(path)
+                plan = build_plan(actor.layout, hf_layout(hf_config))
+                hf.export_hf(plan, rank, actor.proven_tensors(), path, Path(root) / f"again {grid}")
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+@pytest.fixture(scope="module")
+def errors(root: Path) -> dict[Any, list[dict[str, Any]]]:
+    """Case -> what each rank found."""
+    found: dict[Any, list[dict[str, Any]]] = {}
+    for world in (1, 2, 4):
+        for of_rank in run_grid(world, on_grid, str(root), world):
+            for case, errors in of_rank.items():
+                found.setdefault(case, []).append(errors)
+    return found
+
+
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda c: f"{c[0]} | {c[1]} | tower {'trained' if c[2] else 'frozen'} | {c[3]}"
+)
+def test_outputs_and_gradients_equal_transformers(errors: dict[Any, list[dict[str, Any]]], case: Any) -> None:
+    for rank in errors[case]:
+        assert rank["logp"] < TOLERANCE
+        assert rank["loss"] < TOLERANCE
+        assert rank["gradient"] < TOLERANCE, f"{rank['where']}: gradient off by {rank['gradient']:.1e}"
+        assert all(rank["moved"]) if case[2] else not any(rank["moved"])
+    assert any(rank["moved"] for rank in errors[case]), "some rank has the tower"
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_the_same_file_comes_out(errors: dict[Any, Any], root: Path, grid: str) -> None:
+    from safetensors.torch import load_file
+
+    given, again = (load_file(root / folder / "model.safetensors") for folder in ("model", f"again {grid}"))
+    assert given.keys() == again.keys()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in given.items())

@@ -1,0 +1,302 @@
+"""Qwen2.5-VL's processor without torchvision: patches and tokens of images, and what a training job refuses of them."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megarl.core.config import Config
+from megarl.core.config.schema import ModelConfig, RolloutConfig
+from megarl.core.config.taskset import TasksetConfig
+from megarl.core.errors import CheckpointError, ConfigError, DataError
+from megarl.core.schema import Task
+from megarl.explore.tasksets import ChatTokenizer, chat_messages, encode_rows, write_rows
+from megarl.explore.tasksets.pixels import DEFAULT, pixel_limits
+from megarl.explore.tasksets.processor import Processor, check_image_files, check_image_prompts, prompt_lengths
+from megarl.run.checks import job, vision
+from megarl.run.checks.filters import without_overlong
+from megarl.run.checks.inputs import check_lengths
+from megarl.run.run_dir.images import processor_of
+from megarl.run.run_dir.prepare import make
+from tests.loop.vision_models import QWEN_IMAGE, QWEN_UNIT, picture, save_tiny_idefics3, save_tiny_qwen2_5_vl
+from tests.unit.small_job import config_of as settings_of
+from tests.unit.small_job import refused
+
+VISION: dict[str, Any] = {
+    "model_type": "qwen2_5_vl",
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "vision_config": {"patch_size": 14, "spatial_merge_size": 2},
+}
+UNIT = QWEN_UNIT**2
+SIDES = ((1, 1), (3, 40), (40, 3), (27, 29), (56, 56), (200, 130), (500, 20), (640, 480))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_qwen2_5_vl(tmp_path_factory.mktemp("qwen") / "model")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: Path) -> ChatTokenizer:
+    return ChatTokenizer.open(model)
+
+
+def jpeg(width: int = 300, height: int = 200) -> bytes:
+    file = io.BytesIO()
+    Image.open(io.BytesIO(picture(0, width, height))).save(file, "JPEG")
+    return file.getvalue()
+
+
+def task(row: int, *images: bytes, text: str = "How many dogs ?", **more: Any) -> Task:
+    prompt = ({"role": "user", "content": " ".join([*["<image>"] * len(images), text])},)
+    return Task(f"train/{row}", "vision/count", prompt, "", {"ground_truth": "3"}, images=images, **more)
+
+
+def config_of(path: Path, **changes: Any) -> Config:
+    rollout = RolloutConfig(max_prompt_tokens=40)
+    taskset = TasksetConfig(train="rows.parquet", eval="rows.parquet")
+    return replace(Config(model=ModelConfig(path=str(path)), rollout=rollout, taskset=taskset), **changes)
+
+
+def test_a_processor_is_made_without_torchvision_and_twice_is_once(model: Path) -> None:
+    """In a process of its own: others here may have made it work."""
+    program = (
+        "from megarl.core.without_videos import do_without_videos\n"
+        "do_without_videos(); do_without_videos()\n"
+        "from transformers import AutoProcessor\n"
+        f"processor = AutoProcessor.from_pretrained({str(model)!r})\n"
+        "from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize\n"  # as vLLM does
+        "import sys\n"
+        "print(type(processor).__name__, type(processor.image_processor).__name__, smart_resize(56, 84))\n"
+        "print(any('modeling_qwen' in name for name in sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    kind, *_, modelling = done.stdout.split()
+    assert kind == "Qwen2_5_VLProcessor" and "(56, 84)" in done.stdout and modelling == "False", done.stdout
+
+
+@pytest.mark.parametrize("limits", [(None, None), (None, 4 * UNIT), (4 * UNIT, None), (3 * UNIT, 5 * UNIT)])
+def test_the_grid_from_the_head_is_that_of_the_pixels(model: Path, limits: tuple[int | None, int | None]) -> None:
+    processor = Processor.open(model, *limits)
+    for width, height in SIDES:
+        image = picture(width, width, height)
+        pixels, grid = processor.pixels(image)
+        assert grid == processor.grid(image), (width, height)
+        assert pixels.shape == (grid[0] * grid[1] * grid[2], 3 * 2 * 14 * 14) and pixels.dtype == np.float32
+        assert processor.num_vectors(image) == len(pixels) // 4
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF"])
+def test_a_turned_file_of_each_format_has_the_grid_of_its_pixels(model: Path, kind: str) -> None:
+    processor, file, exif = Processor.open(model), io.BytesIO(), Image.Exif()
+    exif[274] = 6  # turned by 90 degrees
+    Image.open(io.BytesIO(picture(3, 120, 40))).save(file, kind, exif=exif)
+    assert processor.pixels(file.getvalue())[1] == processor.grid(file.getvalue())
+
+
+def test_lengths_are_those_of_the_processors_ids(model: Path, tokenizer: ChatTokenizer) -> None:
+    processor = Processor.open(model, 2 * UNIT, 6 * UNIT)
+    tasks = [task(0), task(1, picture(1, 90, 60)), task(2, picture(2, 30, 30), picture(3, 100, 40))]
+    whole = [processor.prompt_ids(tokenizer.render(chat_messages(t)), t.images) for t in tasks[1:]]
+    assert prompt_lengths(tasks, tokenizer, processor)[1:] == [len(ids) for ids in whole]
+    assert prompt_lengths(tasks, tokenizer, None) == [len(ids) for ids in encode_rows(tasks, tokenizer)]
+    assert [int((ids == QWEN_IMAGE).sum()) for ids in whole] == [
+        sum(map(processor.num_vectors, t.images)) for t in tasks[1:]
+    ]
+
+
+def test_pixel_limits_are_the_files_or_the_settings(tmp_path: Path, model: Path) -> None:
+    assert pixel_limits(tmp_path) == DEFAULT
+    assert pixel_limits(model) == (UNIT, 16 * UNIT) and pixel_limits(model, None, 4 * UNIT) == (UNIT, 4 * UNIT)
+    (tmp_path / "preprocessor_config.json").write_text('{"min_pixels": 3136, "max_pixels": 12845056}')  # as published
+    assert pixel_limits(tmp_path) == (3136, 12845056) and pixel_limits(tmp_path, 5000) == (5000, 12845056)
+
+
+def test_files_as_published_are_limited_alike(tmp_path: Path, model: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"):
+        (tmp_path / name).write_bytes((model / name).read_bytes())
+    (tmp_path / "preprocessor_config.json").write_text(
+        '{"min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2, '
+        '"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor"}'
+    )
+    image = picture(1, 300, 300)
+    assert Processor.open(tmp_path).grid(image) == (1, 22, 22)
+    assert Processor.open(tmp_path, None, 9 * UNIT).pixels(image)[1] == (1, 6, 6)
+    assert Processor.open(tmp_path).pixels(picture(1, 28, 28))[1] == (1, 4, 4)
+
+
+def test_another_family_has_no_grid(tmp_path: Path) -> None:
+    processor = Processor.open(save_tiny_idefics3(tmp_path))
+    with pytest.raises(DataError, match="do not follow from the size of an image"):
+        processor.grid(picture(1))
+    with pytest.raises(DataError, match="makes no patches"):
+        processor.pixels(picture(1))
+    with pytest.raises(CheckpointError, match="has no limits in pixels; leave model.min_image_pixels"):
+        Processor.open(tmp_path, 1000)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (task(4, jpeg()[:-2000]), "refuses the prompt: image file is truncated"),
+        (task(4, picture(1, 2010, 10)), "aspect ratio must be smaller than 200"),
+        (task(4, picture(1), text="<|image_pad|> ?"), r"it has 2 <\|image_pad\|> and 1 images; write <image> once"),
+        (task(4, picture(1, 112, 112), text="?"), "prompt has 21 tokens with its 1 images, rollout.max_prompt_tok"),
+        (task(4, text="How " * 21), "prompt has 23 tokens, rollout.max_prompt_tokens is 20; raise it or drop the row"),
+    ],
+)
+def test_a_row_that_the_model_cannot_take_is_named(
+    model: Path, tokenizer: ChatTokenizer, asked: Task, message: str
+) -> None:
+    rows = [task(row, jpeg(60, 40)) for row in range(4)]
+    check = partial(check_image_prompts, tokenizer=tokenizer, processor=Processor.open(model), limit=20)
+    check(rows, path="rows.parquet")
+    with pytest.raises(DataError, match=f"rows.parquet: row 5: .*{message}"):
+        check([*rows, asked], path="rows.parquet")
+
+
+def test_images_of_demonstrations_are_decoded(model: Path) -> None:
+    with pytest.raises(DataError, match=r"rows.parquet: row 2: .*image file is truncated"):
+        vision.check_image_files_of(config_of(model), "train", [task(0), task(1, jpeg()[:-900])])
+    check_image_files([task(0, jpeg()), task(1)], path="rows.parquet")
+
+
+def test_lengths_of_demonstrations_count_the_images(model: Path, tokenizer: ChatTokenizer) -> None:
+    rows = [task(0, picture(1, 112, 112), response="three")]
+    check = partial(check_lengths, config_of(model), "train", rows, tokenizer)
+    check(26, Processor.open(model))
+    with pytest.raises(DataError, match="row 1 .*has 26 tokens with its answer, the model's context is 25"):
+        check(25, Processor.open(model))
+
+
+def test_overlong_prompts_are_dropped_with_their_images(model: Path, tokenizer: ChatTokenizer) -> None:
+    config = config_of(model, taskset=TasksetConfig(train="r", overlong_prompts="drop"))
+    config = replace(config, rollout=replace(config.rollout, max_prompt_tokens=20))
+    rows = [task(0, picture(1, 112, 112)), task(1, picture(1, 30, 30)), task(2)]
+    processor = processor_of(config, [rows])
+    assert without_overlong(config, "train", rows, tokenizer, processor) == rows[1:]
+    assert processor_of(config, [[task(0)], []]) is None
+    vision.check_prompts_of(config, "train", rows, rows[1:], tokenizer, processor)
+    with pytest.raises(DataError, match="row 1: prompt has 24 tokens with its 1 images"):
+        refusing = replace(config, taskset=replace(config.taskset, overlong_prompts="refuse"))
+        vision.check_prompts_of(refusing, "train", rows, rows, tokenizer, processor)
+
+
+def test_a_family_with_a_table_is_accepted_with_its_rows(model: Path) -> None:
+    vision.check_images(config_of(model), VISION, {"train": [task(0, picture(1)), task(1)]})
+
+
+def test_images_need_the_files_of_a_processor(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="takes images and has no processor_config.json or preprocessor_config.json;"):
+        vision.check_images(config_of(tmp_path), VISION, {"train": [task(0)]})
+    with pytest.raises(ConfigError, match=r"has no processor_config.json or .*row 2 \(taskset.train\) has 1 images"):
+        vision.check_images(config_of(tmp_path), VISION, {"train": [task(0), task(1, picture(1))]})
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "message"),
+    [
+        (783, None, "model.min_image_pixels=783 is less than one vector's 28 x 28 pixels in .*; set it to 784 or more"),
+        (None, 783, "model.max_image_pixels=783 is less than"),
+        (2000, 1000, "model.min_image_pixels=2000 and model.max_image_pixels=1000: no image has at least 2000 and"),
+        (16 * UNIT + 1, None, "model.min_image_pixels=12545 and the maximum of the model's own processor=12544"),
+    ],
+)
+def test_limits_of_pixels_that_do_not_fit_are_refused(
+    model: Path, low: int | None, high: int | None, message: str
+) -> None:
+    config = config_of(model, model=ModelConfig(path=str(model), min_image_pixels=low, max_image_pixels=high))
+    with pytest.raises(ConfigError, match=message):
+        vision.check_images(config, VISION, {"train": []})
+
+
+def test_limits_of_pixels_are_refused_for_a_text_model(model: Path) -> None:
+    config = config_of(model, model=ModelConfig(path=str(model), max_image_pixels=1000))
+    with pytest.raises(ConfigError, match="model.max_image_pixels=1000, and the model of .* takes text only; leave"):
+        vision.check_images(config, {"model_type": "qwen3"}, {"train": []})
+
+
+# ------------------------------------------------------------------ a whole job's checks
+
+
+@pytest.fixture
+def job_of_images(model: Path, tmp_path: Path) -> Callable[..., Config]:
+    """Settings of a job on rows with images."""
+
+    def make_config(*overrides: str, train: list[Task], held_out: list[Task]) -> Config:
+        for split, rows in (("train", train), ("eval", held_out)):
+            write_rows(tmp_path / f"{split}.parquet", rows)
+        paths = [f"taskset.{split}={tmp_path}/{split}.parquet" for split in ("train", "eval")]
+        own = ["model.from_scratch=null", "taskset.generate=null", "taskset.warm_start=null"]
+        own += ["trainer.warm_start.steps=0", "trainer.tasks_per_step=2"]
+        return settings_of(tmp_path / "run", *paths, *own, f"model.path={model}", *overrides)
+
+    return make_config
+
+
+def images_of(count: int) -> list[bytes]:
+    return [picture(seed, 56, 56) for seed in range(count)]
+
+
+@pytest.mark.parametrize("mode", [[], ["run.mode=bench"]], ids=["train", "bench"])
+def test_a_job_checks_its_rows_with_images(job_of_images: Callable[..., Config], mode: list[str]) -> None:
+    train, held_out = [task(i, image) for i, image in enumerate(images_of(3))], [task(0, picture(9, 112, 112))]
+    good = job_of_images(*mode, train=train, held_out=held_out)
+    assert job.check(good)["eval"].tasks[0].images == held_out[0].images
+    long = job_of_images(*mode, "rollout.max_prompt_tokens=23", train=train, held_out=held_out)
+    with pytest.raises(DataError, match="eval.parquet: row 1: prompt has 24 tokens with its 1 images, rollout.max_p"):
+        job.check(long)
+    cut = job_of_images(*mode, train=train, held_out=[*held_out, task(1, jpeg()[:-900])])
+    with pytest.raises(DataError, match="eval.parquet: row 2: .*image file is truncated"):
+        job.check(cut)
+
+
+def test_the_longest_prompt_is_that_with_most_images(job_of_images: Callable[..., Config]) -> None:
+    config = job_of_images("rollout.max_prompt_tokens=null", train=[task(0, *images_of(2))], held_out=[task(0)])
+    assert make(config).rollout.max_prompt_tokens == 2 * (4 + 2) + 6
+    small = job_of_images(
+        "rollout.max_prompt_tokens=null",
+        f"model.max_image_pixels={UNIT}",
+        train=[task(0, *images_of(2))],
+        held_out=[task(0)],
+    )
+    assert make(small).rollout.max_prompt_tokens == 2 * (1 + 2) + 6
+
+
+def test_a_text_model_refuses_a_row_with_images(prepared: Path, tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.parquet", [task(0), task(1, picture(1))])
+    refused(
+        DataError,
+        settings_of(prepared, f"taskset.train={tmp_path}/rows.parquet", "rollout.max_prompt_tokens=null"),
+        "rows.parquet: row 2 (taskset.train) has 1 images and the model of",
+        "takes text only",
+    )
+
+
+def test_images_that_do_not_fit_a_micro_batch_are_refused(job_of_images: Callable[..., Config]) -> None:
+    """4 x 4 patches each."""
+    rows = {"train": [task(0, *images_of(1)), task(1, *images_of(2))], "held_out": [task(0)]}
+    assert job.check(job_of_images("trainer.max_patches_per_micro_batch=32", **rows))
+    with pytest.raises(
+        DataError, match=r"row 2 .* has images of 32 patches, and trainer.max_patches_per_micro_batch is"
+    ):
+        job.check(job_of_images("trainer.max_patches_per_micro_batch=31", **rows))
+    with pytest.raises(ConfigError, match="max_patches_per_micro_batch=32 with trainer.packing=false"):
+        job.check(job_of_images("trainer.max_patches_per_micro_batch=32", "trainer.packing=false", **rows))
+
+
+def test_an_expert_row_with_images_is_refused(model: Path) -> None:
+    config = config_of(model, taskset=TasksetConfig(train="rows.parquet", eval="rows.parquet", expert="e.parquet"))
+    with pytest.raises(DataError, match=r"e.parquet: row 1 .* has images: expert rows train without them"):
+        vision.check_images(config, VISION, {"expert": [task(0, picture(1), response="3")]})
