@@ -3,8 +3,9 @@ and the same HF file again."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def on_grid(rank: int, root: str, world: int) -> dict[Any, dict[str, Any]]:
+def on_grid(rank: int, root: str, world: int, backend: Literal["gloo", "nccl"] = "gloo") -> dict[Any, dict[str, Any]]:
     """Runs in each rank: this rank's worst errors of every case of this world."""
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -74,6 +75,7 @@ def on_grid(rank: int, root: str, world: int) -> dict[Any, dict[str, Any]]:
     for grid, parallel in GRIDS.items():
         if parallel.world_size != world:
             continue
+        parallel = replace(parallel, backend=backend)
         groups.initialize(parallel, seed=1)
         for trained, recompute in dict.fromkeys((c[2], c[3]) for c in CASES if c[0] == grid):
             settings = ModelConfig(path=str(path), train_vision_tower=trained, recompute=recompute)  # type: ignore[arg-type]
@@ -156,3 +158,12 @@ def test_the_same_file_comes_out(errors: dict[Any, Any], root: Path, grid: str) 
     given, again = (load_file(root / folder / "model.safetensors") for folder in ("model", f"again {grid}"))
     assert given.keys() == again.keys()
     assert all(torch.equal(tensor, again[name]) for name, tensor in given.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+def test_a_gpu_gives_what_transformers_does_on_the_cpu(root: Path) -> None:
+    """Float32 on both, whose sums a GPU takes in another order. Never run on hardware."""
+    for of_rank in run_grid(1, on_grid, str(root), 1, "nccl", gpus=True):
+        for case, found in of_rank.items():
+            assert max(found["logp"], found["loss"], found["gradient"]) < 10 * TOLERANCE, f"{case}: {found}"
