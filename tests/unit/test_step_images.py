@@ -150,8 +150,11 @@ def test_patches_are_made_once_and_bounded(inputs: ImageInputs, monkeypatch: pyt
     assert made.images.pixels(one) is patches
     made.images.pixels(three)  # in the place of the second, which was asked for before the first
     assert made.images.pixels(one) is patches and len(inputs._patches) == 2
-    inputs.put(made, [[file] for file in files])
-    assert made.images.pixels(one) is patches, "kept for the next batch"
+    later = of_demonstrations([(np.array([9], np.int32), np.array([9], np.int32))])
+    inputs.put(later, [()])
+    assert made.images.pixels(one) is patches
+    inputs._patches.clear()
+    assert torch.equal(made.images.pixels(one), patches), "a batch keeps its files, whatever comes after it"
 
 
 def test_a_batch_without_images_has_none(inputs: ImageInputs) -> None:

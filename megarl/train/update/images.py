@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -34,11 +35,9 @@ class ImageInputs:
     def __init__(self, processor: Processor, vision: Vision) -> None:
         self._processor = processor
         self._vision = vision
-        self._files: dict[str, bytes] = {}
-        """Digest -> file, of the last batch."""
-        self._images: dict[str, Image] = {}
-        """Digest -> image, of the last batch."""
         self._patches: OrderedDict[str, torch.Tensor] = OrderedDict()
+        """By digest, the last asked for at the end."""
+        self._nbytes = 0
 
     @classmethod
     def of(cls, config: Config, hf_config: Mapping[str, Any]) -> ImageInputs | None:
@@ -58,11 +57,14 @@ class ImageInputs:
 
         Raises DataError where the tokens have other placeholders.
         """
-        self._files, before, self._images = {}, self._images, {}
-        images = [[self._image(file, before) for file in own] for own in files]
-        sequences.images = (
-            images_of(sequences.tokens, sequences.lengths, images, self.patches, self._vision) if any(images) else None
-        )
+        found: dict[str, tuple[Image, bytes]] = {}
+        known: dict[int, Image] = {}  # by the file's address: samples of a group share theirs
+        images = [[known.get(id(file)) or self._look(file, found, known) for file in own] for own in files]
+        if not found:
+            sequences.images = None
+            return
+        patches = partial(self._patches_of, found)
+        sequences.images = images_of(sequences.tokens, sequences.lengths, images, patches, self._vision)
 
     def of_tasks(self, files: Mapping[str, Sequence[bytes]]) -> PutImages:
         """Return what sets the images of sampled sequences, by the files of each task that has some."""
@@ -80,24 +82,25 @@ class ImageInputs:
         counts[prompt_ids == self._vision.token] = [self._processor.num_vectors(file) for file in files]
         return np.repeat(prompt_ids, counts)
 
-    def patches(self, digest: str) -> torch.Tensor:
-        """float32 [p, w] of an image of the last batch."""
-        found = self._patches.pop(digest, None)
-        if found is None:
-            made, grid = self._processor.pixels(self._files[digest])
-            assert grid == self._images[digest].grid, f"image {digest}: {grid}, by its head {self._images[digest].grid}"
-            found = torch.from_numpy(made)
-        self._patches[digest] = found
-        while len(self._patches) > 1 and sum(patches.nbytes for patches in self._patches.values()) > PATCH_BYTES:
-            self._patches.popitem(last=False)
-        return found
-
-    def _image(self, file: bytes, before: Mapping[str, Image]) -> Image:
+    def _look(self, file: bytes, found: dict[str, tuple[Image, bytes]], known: dict[int, Image]) -> Image:
+        """The image of a file, by its head; put into ``found`` by digest and ``known`` by address."""
         digest = hashlib.sha256(file).hexdigest()
-        if digest not in self._images:
-            self._files[digest] = file
-            self._images[digest] = before.get(digest) or Image(digest, self._processor.grid(file))
-        return self._images[digest]
+        image, _ = found.setdefault(digest, (Image(digest, self._processor.grid(file)), file))
+        known[id(file)] = image
+        return image
+
+    def _patches_of(self, found: Mapping[str, tuple[Image, bytes]], digest: str) -> torch.Tensor:
+        """float32 [p, w] of an image of the batch that has ``found``."""
+        if (patches := self._patches.get(digest)) is None:
+            image, file = found[digest]
+            made, grid = self._processor.pixels(file)
+            assert grid == image.grid, f"image {digest}: {grid}, by its head {image.grid}"
+            patches = self._patches[digest] = torch.from_numpy(made)
+            self._nbytes += patches.nbytes
+        self._patches.move_to_end(digest)
+        while len(self._patches) > 1 and self._nbytes > PATCH_BYTES:
+            self._nbytes -= self._patches.popitem(last=False)[1].nbytes
+        return patches
 
 
 def demonstrations_of(
