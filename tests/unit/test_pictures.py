@@ -17,7 +17,7 @@ from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task
 from megarl.explore.rewards import compute_score
 from megarl.explore.store import ExpertExperience, Store
-from megarl.explore.tasksets import generate, read_rows, write_rows
+from megarl.explore.tasksets import generate, read_rows, recipe, write_rows
 from megarl.explore.tasksets.entries import Entry, identity
 from megarl.explore.tasksets.generate import SPLITS
 from megarl.explore.tasksets.pictures import COLORS, OPTIONS, PAPER, shapes
@@ -200,3 +200,16 @@ def test_the_store_keeps_images_of_expert_rows(tmp_path: Path) -> None:
     assert len({row.experience_id for row in rows}) == 3
     store.import_experts([("rows", rows)])
     assert [row.task for part in store.experts() for row in part] == [row.task for row in rows]
+
+
+def test_bounds_of_its_options_are_no_others(tmp_path: Path) -> None:
+    """A user's generator may have an option of the same name with values of its own."""
+    with pytest.raises(ConfigError, match=r"taskset.options.size=8 must be at least 16 and at most 1024; the default"):
+        generate("shapes", {}, {}, seed=1, options={"size": 8})
+    own = tmp_path / "mine.py"
+    own.write_text(
+        "from megarl.explore.tasksets.entries import Entry, Generator\n\n\ndef entries(seed, settings):\n"
+        "    while True:\n        yield Entry('a' * settings['size'], '1', 'math')\n\n\n"
+        "GENERATOR = Generator(entries, {'size': 2})\n"
+    )
+    assert recipe(str(own), {}, seed=1, options={"size": 3})["taskset.options.size"] == 3

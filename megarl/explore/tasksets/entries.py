@@ -55,6 +55,8 @@ class Generator:
     """Entries for a seed and the options."""
     options: Mapping[str, int]
     """Its options and their defaults."""
+    bounds: Mapping[str, Bound] = field(default_factory=dict)
+    """Bounds of its own options, beside ``OPTION_BOUNDS``."""
 
 
 ARITHMETIC = {
@@ -79,15 +81,8 @@ OPTION_BOUNDS = {
     "allow_negation": Bound(0, 1),
     "max_number": Bound(0),
     "slip_percent": Bound(0, 100),
-    "size": Bound(16, 1024),
-    "cells": Bound(2, 16),
-    "colors": Bound(2, 5),
-    "min_shapes": Bound(1, 256),
-    "max_shapes": Bound(1, 256),
-    "count": Bound(0),
-    "side": Bound(0),
-    "digit": Bound(0),
 }
+"""Bounds of options that several generators have, users' too."""
 SETTINGS_OF_OURS = ("max_number", "slip_percent")
 
 

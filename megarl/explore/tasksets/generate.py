@@ -134,7 +134,7 @@ GENERATORS = {
     "k12": Generator(school.k12, SUMS),
     "code": Generator(school.code, SUMS),
     "guess": Generator(guess.guess, guess.OPTIONS),
-    "shapes": Generator(pictures.shapes, pictures.OPTIONS),
+    "shapes": Generator(pictures.shapes, pictures.OPTIONS, pictures.BOUNDS),
 }
 
 
@@ -272,10 +272,9 @@ def _settings(name: str, options: Mapping[str, int]) -> dict[str, int]:
             "takes out those of an experiment"
         )
     for option, value in options.items():
-        if option in OPTION_BOUNDS and not OPTION_BOUNDS[option].admits(value):
-            raise ConfigError(
-                f"taskset.options.{option}={value} must be {OPTION_BOUNDS[option]}; the default is {known[option]}"
-            )
+        bound = (OPTION_BOUNDS | dict(generator_of(name).bounds)).get(option)
+        if bound is not None and not bound.admits(value):
+            raise ConfigError(f"taskset.options.{option}={value} must be {bound}; the default is {known[option]}")
     settings = {**known, **options}
     if any(settings.get(f"max_{name}", 0) < settings.get(f"min_{name}", 0) for name in ("terms", "digits", "shapes")):
         raise ConfigError(f"taskset.options: a maximum is below its minimum in {settings}")

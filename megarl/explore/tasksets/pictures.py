@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from megarl.core.config.bounds import Bound
 from megarl.core.errors import ConfigError
 from megarl.explore.tasksets.entries import Entries, Entry
 from megarl.explore.tasksets.images import PLACEHOLDER
@@ -36,6 +37,16 @@ OPTIONS = {
 """Options and their defaults. ``size``: width and height in pixels. Shapes lie in a grid of ``cells`` x ``cells``, at
 most one in each. ``colors``: how many of ``COLORS`` occur. ``min_shapes``, ``max_shapes``: shapes of a picture to be
 counted. ``count``, ``side``, ``digit``: shares of the three kinds of questions; 0 leaves one out."""
+BOUNDS = {
+    "size": Bound(16, 1024),
+    "cells": Bound(2, 16),
+    "colors": Bound(2, len(COLORS)),
+    "min_shapes": Bound(1, 256),
+    "max_shapes": Bound(1, 256),
+    "count": Bound(0),
+    "side": Bound(0),
+    "digit": Bound(0),
+}
 KINDS = ("count", "side", "digit")
 PAPER, INK = (255, 255, 255), (0, 0, 0)
 SEGMENTS = ("abcdef", "bc", "abged", "abgcd", "fgbc", "afgcd", "afgedc", "abc", "abcdefg", "abcdfg")
