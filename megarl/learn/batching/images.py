@@ -57,20 +57,21 @@ class Vision:
 
         Raises DataError where the tokens have no such run of placeholders for an image.
         """
-        found, at = [], 0
-        marks = (tokens == self.token).tolist()
+        if not images:
+            return ()
+        found, used = [], 0
+        marked = torch.nonzero(tokens == self.token)[:, 0].tolist()
         for number, image in enumerate(images):
             length = self.vectors(image)
-            while at < len(marks) and not marks[at]:
-                at += 1
-            if at + length > len(marks) or not all(marks[at : at + length]):
+            run = marked[used : used + length]
+            if len(run) < length or run[-1] - run[0] != length - 1:
                 raise DataError(
                     f"image {number + 1} of {len(images)} ({image.digest[:12]}) has {length} vectors, but the prompt's "
                     "tokens have another number of placeholders: engine and trainer resize images differently; install "
                     "the same transformers (and torchvision, or none) for both"
                 )
-            found.append(ImagePlace(image, start + at, length))
-            at += length
+            found.append(ImagePlace(image, start + run[0], length))
+            used += length
         return tuple(found)
 
     def positions(self, length: int, places: Sequence[ImagePlace], start: int = 0) -> torch.Tensor:
