@@ -137,6 +137,8 @@ class Preference:
     """Arguments of the chat template, as for a task."""
     answers: tuple[Message | None, Message | None] = (None, None)
     """The chosen and the rejected answer where they are messages, as ``Task.answer``."""
+    images: tuple[bytes, ...] = field(default=(), repr=False)
+    """Files of the prompt's images, as of a task."""
 
 
 @dataclass(frozen=True)

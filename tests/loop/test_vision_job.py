@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +65,16 @@ def test_the_tower_learns(runs: tuple[Path, Path]) -> None:
 def test_a_killed_job_has_the_same_bits(runs: tuple[Path, Path]) -> None:
     whole, killed = map(learned, runs)
     assert whole == killed and any("actor/pg_loss" in name for name in whole)
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "dpo"])
+def test_offline_jobs_have_images(tmp_path: Path, algorithm: str) -> None:
+    """The held-out loss falls, and an evaluation after other batches finds its images again."""
+    settings = (f"algorithm={algorithm}", "trainer.eval_interval=2", "trainer.optimizer.lr=1e-3")
+    with left_alone(tmp_path / algorithm, (*SETTINGS, *settings)) as run:
+        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        losses = [record["val/loss"] for record in records if "val/loss" in record]
+        assert len(losses) == 3 and losses[-1] < losses[0]
 
 
 def test_a_frozen_tower_stays(tmp_path: Path) -> None:

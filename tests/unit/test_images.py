@@ -190,11 +190,20 @@ def test_the_store_keeps_images_with_their_tasks(tmp_path: Path) -> None:
     assert store.tasks("eval")[0].images == (RED, RED)
 
 
-def test_preferences_with_images_are_refused(tmp_path: Path) -> None:
-    answers = {"chosen": "3", "rejected": "2"}
-    path = jsonl(tmp_path / "rows.jsonl", row(**answers, images=[]), row(**answers, images=["a.png"]))
-    with pytest.raises(DataError, match="line 2: images must be empty, since preferences with images are not trained"):
-        read_preferences(path)
+def test_preferences_have_images_as_tasks_have(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(RED)
+    answers, parts = (
+        {"chosen": "3", "rejected": "2"},
+        [{"type": "image", "image": "a.png"}, {"type": "text", "text": "?"}],
+    )
+    told = {"prompt": [{"role": "user", "content": parts}], **answers}
+    column = {"prompt": "<image>?", **answers, "images": ["a.png"]}
+    found = read_preferences(jsonl(tmp_path / "rows.jsonl", told, column, {"prompt": "<image>?", **answers}))
+    assert [row.images for row in found] == [(RED,), (RED,), ()]
+    assert {row.prompt[0]["content"] for row in found} == {"<image>?"}
+    assert chat_messages(found[0])[0]["content"] == [{"type": "image"}, {"type": "text", "text": "?"}]
+    with pytest.raises(DataError, match="line 1: images must be as many as the prompt has <image>"):
+        read_preferences(jsonl(tmp_path / "more.jsonl", {**column, "images": ["a.png", "a.png"]}))
 
 
 def test_a_training_job_refuses_images_and_models_that_take_them() -> None:

@@ -17,7 +17,7 @@ from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task
 from megarl.explore.rewards import compute_score
 from megarl.explore.store import ExpertExperience, Store
-from megarl.explore.tasksets import generate, read_rows, recipe, write_rows
+from megarl.explore.tasksets import generate, read_preferences, read_rows, recipe, write_rows
 from megarl.explore.tasksets.entries import Entry, identity
 from megarl.explore.tasksets.generate import SPLITS
 from megarl.explore.tasksets.pictures import COLORS, OPTIONS, PAPER, shapes
@@ -139,9 +139,11 @@ def test_options_that_do_not_fit_are_refused(tmp_path: Path, options: dict[str, 
     assert not list((tmp_path / "rows").iterdir())
 
 
-def test_preferences_have_no_pictures(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="preferences have none"):
-        generate("shapes", {"train": tmp_path / "t.parquet"}, {"train": 5}, seed=1, kind="preferences")
+def test_preferences_have_pictures(tmp_path: Path) -> None:
+    paths = {split: tmp_path / f"{split}.parquet" for split in ("train", "eval")}
+    found = generate("shapes", paths, {"train": 20, "eval": 5}, seed=1, kind="preferences")
+    assert read_preferences(paths["train"]) == found["train"]
+    assert all(len(row.images) == 1 and row.chosen != row.rejected for row in found["train"])
 
 
 def png(color: str) -> bytes:

@@ -199,11 +199,6 @@ def _task(split: str, index: int, entry: Entry) -> Task:
 
 
 def _preferences(split: str, entries: list[Entry], seed: int) -> list[Preference]:
-    if any(entry.images for entry in entries):
-        raise ConfigError(
-            "taskset.generate makes questions with pictures, and preferences have none; take another generator, or "
-            "algorithm.name=sft"
-        )
     start = _start(split, seed)
     random.Random(start).shuffle(entries)
     dice = random.Random(start + 2)
@@ -215,6 +210,7 @@ def _preferences(split: str, entries: list[Entry], seed: int) -> list[Preference
             chosen=entry.response,
             rejected=_mistaken(entry, dice),
             extra_info=_extra_info(split, index, entry),
+            images=entry.images,
         )
         for index, entry in enumerate(entries)
     ]
@@ -260,7 +256,7 @@ def _check_disjoint(rows: Mapping[str, Sequence[Task | Preference]]) -> None:
 
 
 def _asked(row: Task | Preference) -> str:
-    return identity(row.prompt[-1]["content"], row.images if isinstance(row, Task) else ())
+    return identity(row.prompt[-1]["content"], row.images)
 
 
 def _settings(name: str, options: Mapping[str, int]) -> dict[str, int]:

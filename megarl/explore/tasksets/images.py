@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.core.schema import Task
+from megarl.core.schema import Preference, Task
 from megarl.explore.tasksets.files import RowLocation
 
 PLACEHOLDER = "<image>"
@@ -56,8 +56,14 @@ def images_of(location: RowLocation, row: Mapping[str, Any], field: str = "promp
     return found, prompt
 
 
-def chat_messages(task: Task) -> list[dict[str, Any]]:
-    """The prompt for a chat template: of a task with images each content as a list of ``{type: image}`` and ``{type:
+def with_messages(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A row whose prompt is a text, with the text as a message of the user."""
+    prompt = row["prompt"]
+    return {**row, "prompt": [{"role": "user", "content": prompt}]} if isinstance(prompt, str) and prompt else row
+
+
+def chat_messages(task: Task | Preference) -> list[dict[str, Any]]:
+    """The prompt for a chat template: of a row with images each content as a list of ``{type: image}`` and ``{type:
     text}``."""
     if not task.images:
         return [dict(message) for message in task.prompt]
@@ -164,13 +170,6 @@ def _bytes(location: RowLocation, field: str, value: Any) -> bytes:
         location.refuse(field, f"a file that can be read ({error.strerror})", str(path))
 
 
-def refuse_images(location: RowLocation, row: Mapping[str, Any], why: str) -> None:
-    """Raise DataError when a row has images or videos."""
-    for field in ("images", "videos"):
-        if row.get(field):
-            location.refuse(field, f"empty, since {why}", f"{len(row[field])} of them")
-
-
-def columns_of(tasks: Sequence[Task]) -> list[list[dict[str, Any]]]:
+def columns_of(tasks: Sequence[Task | Preference]) -> list[list[dict[str, Any]]]:
     """The column ``images`` of these tasks, as Hugging Face's ``datasets`` writes it."""
     return [[{"bytes": image, "path": None} for image in task.images] for task in tasks]

@@ -16,11 +16,11 @@ from typing import Any
 from megarl.core.schema import Message, Preference
 from megarl.explore.tasksets.columns import check_required, in_verl_form
 from megarl.explore.tasksets.files import RowLocation, json_struct, read_table, source_of, write_table
-from megarl.explore.tasksets.images import refuse_images
+from megarl.explore.tasksets.images import columns_of, images_of, with_messages
 from megarl.explore.tasksets.messages import ASKING, OPTIONS, answer_of, prompt_of, template_kwargs_of
 
 ANSWERS = ("chosen", "rejected")
-COLUMNS = ("prompt", *ANSWERS, "margin", "data_source", "extra_info", *OPTIONS)
+COLUMNS = ("prompt", *ANSWERS, "margin", "data_source", "extra_info", "images", "videos", *OPTIONS)
 
 
 def read_preferences(
@@ -34,7 +34,7 @@ def read_preferences(
     Raises DataError naming the file, the row, the field, what was seen and what is expected.
     """
     path, columns = Path(path), columns or {}
-    names, rows = read_table(path, (*COLUMNS, "images", "videos", *columns.values()))
+    names, rows = read_table(path, (*COLUMNS, *columns.values()))
     names, rows = in_verl_form(path, names, rows, columns, kind="preferences")
     check_required(path, names, ANSWERS)
     prefix = path.stem if split is None else split
@@ -44,12 +44,15 @@ def read_preferences(
 def write_preferences(
     path: str | os.PathLike[str], preferences: Sequence[Preference], recipe: Mapping[str, Any] | None = None
 ) -> None:
-    """Write preferences as rows with texts as answers; ``margin`` is a column when any has one. See ``write_table``."""
+    """Write preferences as rows with texts as answers; ``margin`` and ``images`` are columns when any has some. See
+    ``write_table``."""
     assert not any(any(row.answers) or row.chat_template_kwargs for row in preferences), (
         "generated rows are texts without template options"
     )
     margins = any(preference.margin for preference in preferences)
     rows = [_row(preference) | ({"margin": preference.margin} if margins else {}) for preference in preferences]
+    if any(preference.images for preference in preferences):
+        rows = [{**row, "images": images} for row, images in zip(rows, columns_of(preferences), strict=True)]
     write_table(path, rows, recipe)
 
 
@@ -64,13 +67,12 @@ def _row(preference: Preference) -> dict[str, Any]:
 
 
 def _preference(location: RowLocation, task_id: str, row: Mapping[str, Any]) -> Preference:
-    refuse_images(location, row, "preferences with images are not trained")
+    images, given = images_of(location, with_messages({"prompt": None, **row}))
     (chosen, chosen_message, before), (rejected, rejected_message, before_rejected) = (
         answer_of(location, name, row[name]) for name in ANSWERS
     )
     if before != before_rejected:
         location.refuse("rejected", "an answer to the same messages as chosen", row["rejected"])
-    given = row.get("prompt")
     if given is None and not before:
         location.refuse(
             "prompt", "a text or messages, where chosen and rejected are not messages that repeat it", given
@@ -94,6 +96,7 @@ def _preference(location: RowLocation, task_id: str, row: Mapping[str, Any]) -> 
         extra_info=json_struct(location, "extra_info", row.get("extra_info")),
         chat_template_kwargs=template_kwargs_of(location, row),
         answers=(chosen_message, rejected_message),
+        images=images,
     )
 
 

@@ -174,10 +174,7 @@ def added_lengths(
 
     Raises DataError naming file and row, as ``Processor.num_added`` does, and the chat template.
     """
-    return [
-        0 if processor is None or not isinstance(task, Task) else _named(tasks, row, path, tokenizer, processor)
-        for row, task in enumerate(tasks)
-    ]
+    return [0 if processor is None else _named(tasks, row, path, tokenizer, processor) for row in range(len(tasks))]
 
 
 def prompt_lengths(
@@ -220,7 +217,7 @@ def check_image_prompts(
     check_image_files(tasks, path=path)
 
 
-def check_image_files(tasks: Sequence[Task], *, path: Place | None = None) -> None:
+def check_image_files(tasks: Sequence[Row], *, path: Place | None = None) -> None:
     """Decode every image, with a progress bar. Raises DataError naming file and row of one that is truncated or
     damaged."""
     rows = [row for row, task in enumerate(tasks) if task.images]
@@ -240,10 +237,10 @@ def check_image_files(tasks: Sequence[Task], *, path: Place | None = None) -> No
             bar.update(len(tasks[row].images))
 
 
-def _faults(tasks: Sequence[Task]) -> Iterator[DataError | None]:
+def _faults(tasks: Sequence[Row]) -> Iterator[DataError | None]:
     """Reason why an image of a task cannot be decoded, in order of the tasks. Pillow decodes without Python's lock."""
 
-    def fault_of(task: Task) -> DataError | None:
+    def fault_of(task: Row) -> DataError | None:
         try:
             for image in task.images:
                 decode(image)
@@ -260,7 +257,6 @@ def _faults(tasks: Sequence[Task]) -> Iterator[DataError | None]:
 
 def _named(tasks: Sequence[Row], row: int, path: Place | None, tokenizer: ChatTokenizer, processor: Processor) -> int:
     task = tasks[row]
-    assert isinstance(task, Task), "preferences have no images"
     if not task.images:
         return 0
     try:

@@ -19,7 +19,7 @@ from megarl.core.schema import Message, Task
 from megarl.explore.tasksets.columns import SLIME, check_required, in_verl_form
 from megarl.explore.tasksets.files import RowLocation, json_struct, read_table, source_of, text_of, write_table
 from megarl.explore.tasksets.harbor import read_folders
-from megarl.explore.tasksets.images import columns_of, images_of, with_text
+from megarl.explore.tasksets.images import columns_of, images_of, with_messages, with_text
 from megarl.explore.tasksets.messages import ASKING, OPTIONS, answer_of, messages_of, prompt_of, template_kwargs_of
 
 TASK = ("data_source", "prompt", "reward_model")
@@ -89,7 +89,7 @@ def _row(task: Task, with_response: bool) -> dict[str, Any]:
 
 def _task(location: RowLocation, task_id: str, row: Mapping[str, Any]) -> Task:
     source = text_of(location, "data_source", row["data_source"])
-    images, messages = images_of(location, _with_messages(row))
+    images, messages = images_of(location, with_messages(row))
     prompt = prompt_of(location, "prompt", messages)
     reward_model = row["reward_model"]
     if not isinstance(reward_model, dict):
@@ -102,18 +102,12 @@ def _task(location: RowLocation, task_id: str, row: Mapping[str, Any]) -> Task:
     return Task(task_id, source, prompt, *_common(location, row), response, images, template_kwargs_of(location, row))
 
 
-def _with_messages(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A row whose prompt is a text, with the text as a message of the user."""
-    prompt = row["prompt"]
-    return {**row, "prompt": [{"role": "user", "content": prompt}]} if isinstance(prompt, str) and prompt else row
-
-
 def _demonstration(location: RowLocation, task_id: str, row: Mapping[str, Any]) -> Task:
     field = "completion" if row.get("response") is None and row.get("completion") is not None else "response"
     response = row.get(field)
     if response is None and row.get("messages") is not None:
         return _chat(location, task_id, row)
-    images, asked = images_of(location, _with_messages({"prompt": None, **row}))
+    images, asked = images_of(location, with_messages({"prompt": None, **row}))
     prompt = prompt_of(location, "prompt", asked)
     if isinstance(response, list):
         text, answer, before = answer_of(location, field, response)

@@ -361,7 +361,7 @@ def _named(rows: Sequence[Row], number: int, path: Place | None) -> Iterator[Non
 
 
 def _messages(row: Row) -> Messages:
-    return chat_messages(row) if isinstance(row, Task) else row.prompt
+    return chat_messages(row)
 
 
 def where(tasks: Sequence[Row], row: int, path: Place | None) -> str:

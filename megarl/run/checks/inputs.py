@@ -146,10 +146,10 @@ def check_lengths(
         encode_preferences(pairs, tokenizer, path=path) if pairs else encode_demonstrations(tasks, tokenizer, path=path)
     )
     added = [0] * len(rows)
-    if processor is not None and not pairs:
+    if processor is not None:
         from megarl.explore.tasksets.processor import added_lengths
 
-        added = added_lengths(tasks, tokenizer, processor, path=path)
+        added = added_lengths(rows, tokenizer, processor, path=path)
     for row, (prompt, *answers), more in zip(rows, encoded, added, strict=True):
         if (fault := _fault_of_lengths(config, len(prompt) + more, answers, context, piece)) is not None:
             raise DataError(f"{place(config, split, row)}{fault}")
@@ -194,7 +194,7 @@ def check_held_out(config: Config, held_out: Rows, others: Mapping[str, Rows]) -
 
 
 def _question(row: Task | Preference) -> tuple[object, ...]:
-    images = [hashlib.sha256(image).digest() for image in row.images] if isinstance(row, Task) else []
+    images = (hashlib.sha256(image).digest() for image in row.images)
     return *(_normalised(message) for message in row.prompt), *images
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.core.config import Config
 from megarl.core.config.lengths import prompt_tokens
 from megarl.core.errors import ConfigError, DataError
-from megarl.core.schema import Task
+from megarl.core.schema import Preference, Task
 from megarl.explore.tasksets import ChatTokenizer, check_prompts, place_of_row
 from megarl.explore.tasksets.pixels import pixel_limits
 from megarl.explore.tasksets.tokenizer import PROCESSOR
@@ -135,18 +135,18 @@ def check_prompts_of(
 
 def check_image_files_of(config: Config, split: str, rows: Rows) -> None:
     """Decode the images of a split's demonstrations. Raises DataError naming file and row of one that is damaged."""
-    tasks = [row for row in rows if isinstance(row, Task) and row.images]
+    tasks = [row for row in rows if row.images]
     if tasks:
         from megarl.explore.tasksets.processor import check_image_files
 
         check_image_files(tasks, path=partial(place_of_row, config.taskset, split))
 
 
-def _with_images(config: Config, rows: Mapping[str, Rows]) -> Iterator[tuple[str, Task]]:
+def _with_images(config: Config, rows: Mapping[str, Rows]) -> Iterator[tuple[str, Task | Preference]]:
     """(place, row) of each row with images."""
     for split, found in rows.items():
         for row in found:
-            if isinstance(row, Task) and row.images:
+            if row.images:
                 yield place(config, split, row), row
 
 

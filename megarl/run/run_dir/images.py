@@ -20,7 +20,7 @@ def processor_of(config: Config, splits: Iterable[Rows]) -> Processor | None:
     Raises:
         CheckpointError: there is none, or it cannot be loaded.
     """
-    if not any(isinstance(row, Task) and row.images for rows in splits for row in rows):
+    if not any(row.images for rows in splits for row in rows):
         return None
     from megarl.explore.tasksets.processor import Processor  # imports torch and transformers
 

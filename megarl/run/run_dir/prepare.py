@@ -212,7 +212,7 @@ def with_prompt_limit(config: Config) -> Config:
             processor = processor_of(config, [rows])
         except CheckpointError:
             # The checks that follow name what is wrong: for one, a model that takes text only.
-            processor, rows = None, [row for row in rows if not (isinstance(row, Task) and row.images)]
+            processor, rows = None, [row for row in rows if not row.images]
         lengths = lengths_with_images(rows, tokenizer, processor, path=place_of)
         for row, length in zip(rows, lengths, strict=True):
             if length > longest:
@@ -246,7 +246,7 @@ def _texts(config: Config) -> tuple[list[str], str]:
 
 def _text(row: Task | Preference, content: str) -> str:
     """The content without the placeholders of the row's images: what the model reads there is no text."""
-    return content.replace(PLACEHOLDER, "") if isinstance(row, Task) and row.images else content
+    return content.replace(PLACEHOLDER, "") if row.images else content
 
 
 def _model_recipe(config: Config, texts: tuple[list[str], str]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class Rows:
     preference."""
     margins: tuple[float, ...]
     images: tuple[tuple[bytes, ...], ...] = ()
-    """Files of each row of demonstrations; () where no row has any."""
+    """Files of each row; () for a text model."""
 
     def __len__(self) -> int:
         return len(self.units)
@@ -106,7 +106,7 @@ class OfflineTrainer(Trainer):
         """Rows ``numbers`` of a file, for the kind of model that is trained."""
         batch = batch_of(rows, numbers)
         if self.models.images is not None and rows.images:
-            self.models.images.put(batch.sequences, [rows.images[i] for i in numbers])
+            self.models.images.put(batch.sequences, [rows.images[i] for i in numbers for _ in rows.units[i]])
         if self.models.actor.head is None:
             score_once(batch.sequences, score_pad(self.models.hf_config))
         return batch
@@ -153,12 +153,14 @@ def read(
     """Read preferences (``pairs``) or demonstrations, in the columns of ``taskset.columns``. Raises DataError."""
     if not pairs:
         tasks = read_rows(Path(path), require_response=True, columns=columns)
-        found = demonstrations_of(tasks, tokenizer, images)
-        files = tuple(task.images for task in tasks) if images is not None else ()
-        return Rows(tuple((pair,) for pair in found), (0.0,) * len(tasks), files)
+        units = tuple((pair,) for pair in demonstrations_of(tasks, tokenizer, images))
+        return Rows(units, (0.0,) * len(tasks), () if images is None else tuple(task.images for task in tasks))
     preferences = read_preferences(Path(path), columns=columns)
+    files = () if images is None else tuple(preference.images for preference in preferences)
     ids = encode_preferences(preferences, tokenizer)
-    return Rows(tuple(((p, chosen), (p, other)) for p, chosen, other in ids), tuple(x.margin for x in preferences))
+    prompts = [p if images is None else images.expand(p, x.images) for (p, *_), x in zip(ids, preferences, strict=True)]
+    both = tuple(((p, chosen), (p, other)) for p, (_, chosen, other) in zip(prompts, ids, strict=True))
+    return Rows(both, tuple(x.margin for x in preferences), files)
 
 
 def batch_of(rows: Rows, numbers: Sequence[int]) -> Batch:
