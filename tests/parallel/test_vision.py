@@ -160,6 +160,27 @@ def test_the_same_file_comes_out(errors: dict[Any, Any], root: Path, grid: str) 
     assert all(torch.equal(tensor, again[name]) for name, tensor in given.items())
 
 
+def in_bfloat16(rank: int, path: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Runs in a rank: the tower's frequencies in a bfloat16 model, those that transformers computes, its vectors."""
+    from megarl.learn.models.gpt import build_chunks, unwrap
+    from megarl.learn.parallel import groups
+    from megarl.weights.checkpoint.formats import hf
+
+    groups.initialize(ParallelConfig(), seed=1)
+    hf_config = hf.read_hf_config(Path(path))
+    [chunk] = build_chunks(hf_config, ModelConfig(path=path, dtype="bfloat16"), ParallelConfig())
+    tower = unwrap(chunk).visual
+    assert all(p.dtype is torch.bfloat16 for p in tower.parameters())
+    own = vision.hf_model(vision.FAMILY).model.visual.rotary_pos_emb.inv_freq
+    return tower.rotary_pos_emb.inv_freq, own, own.bfloat16().float()
+
+
+def test_a_bfloat16_tower_has_its_frequencies_in_float32(root: Path) -> None:
+    """In bfloat16 a patch 80 rows down would be turned by 0.15 rad too much."""
+    [(found, expected, rounded)] = run_grid(1, in_bfloat16, str(root / "model"))
+    assert found.dtype is torch.float32 and torch.equal(found, expected) and not torch.equal(found, rounded)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 def test_a_gpu_gives_what_transformers_does_on_the_cpu(root: Path) -> None:

@@ -16,7 +16,6 @@ from PIL import Image
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task
 from megarl.explore.rewards import compute_score
-from megarl.explore.store import ExpertExperience, Store
 from megarl.explore.tasksets import generate, read_preferences, read_rows, recipe, write_rows
 from megarl.explore.tasksets.entries import Entry, identity
 from megarl.explore.tasksets.generate import SPLITS
@@ -190,18 +189,6 @@ def test_a_demonstration_with_too_few_images_is_named(tmp_path: Path) -> None:
     path.write_text(json.dumps({"prompt": "<image><image>", "response": "3", "images": ["red.png"]}) + "\n")
     with pytest.raises(DataError, match=r"line 1: images must be as many as the prompt has <image> \(2\), got 1"):
         read_rows(path, require_response=True)
-
-
-def test_the_store_keeps_images_of_expert_rows(tmp_path: Path) -> None:
-    store = Store(f"sqlite:///{tmp_path}/store.db")
-    ask = ({"role": "user", "content": "<image>?"},)
-    rows = [
-        ExpertExperience(Task(f"expert/{i}", "", ask, "", {}, response="3", images=images))
-        for i, images in enumerate([(png("red"),), (png("blue"),), ()])
-    ]
-    assert len({row.experience_id for row in rows}) == 3
-    store.import_experts([("rows", rows)])
-    assert [row.task for part in store.experts() for row in part] == [row.task for row in rows]
 
 
 def test_bounds_of_its_options_are_no_others(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from megarl.explore.tasksets import ChatTokenizer, chat_messages
 from megarl.explore.tasksets.processor import Processor
 from megarl.learn.batching import MicroBatching, Sequences, joined, micro_batches, of_demonstrations
 from megarl.learn.batching.images import Image, Vision
+from megarl.learn.batching.packing import deal
 from megarl.train.update import images as step_images
 from megarl.train.update.images import ImageInputs, demonstrations_of
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
@@ -62,7 +63,7 @@ def test_placeholders_behind_the_last_image_are_ordinary_tokens() -> None:
     ]
 
 
-@pytest.mark.parametrize("tokens", [[9, 4, 9], [9, 9, 9], [4, 9, 4]])
+@pytest.mark.parametrize("tokens", [[9, 4, 9], [9, 9, 9], [4, 9, 4], [9, 4, 4, 4, 9]])
 def test_tokens_with_other_placeholders_are_refused(tokens: list[int]) -> None:
     with pytest.raises(DataError, match=r"image 1 of 1 \(x\) has 2 vectors, but the prompt's tokens have another"):
         VISION.places(torch.tensor(tokens), [Image("x", (1, 2, 4))])
@@ -107,6 +108,15 @@ def test_patches_of_a_micro_batch_are_bounded(limit: int, dp: int) -> None:
     assert len(micro_batches(made, loose, 0)) <= len(micro_batches(made, limits, 0))
     with pytest.raises(ValueError, match="does not fit"):
         micro_batches(made, replace(limits, max_patches=79), 0)
+
+
+@pytest.mark.parametrize("most", [588, 1176, 2100, 2352, 4200])
+def test_a_unit_at_the_limit_of_patches_fits(most: int) -> None:
+    """Where 5120 / most is no number of float64."""
+    limits = MicroBatching(max_tokens=5120, max_patches=most)
+    assert deal([[100], [100]], limits, [most, 1]) in ([[[0], [1]]], [[[1], [0]]])
+    with pytest.raises(ValueError, match="does not fit"):
+        deal([[100]], limits, [most + 1])
 
 
 def test_text_that_follows_has_positions_of_its_own() -> None:
@@ -166,5 +176,6 @@ def test_a_batch_without_images_has_none(inputs: ImageInputs) -> None:
 def test_a_sample_that_begins_with_another_turn_has_no_images(inputs: ImageInputs) -> None:
     made = of_demonstrations([(np.array([2, *[QWEN_IMAGE] * 4, 3], np.int32), np.array([9], np.int32))] * 2)
     made.tokens[8:12] = 7
-    inputs.of_tasks({"train/0": [picture(1, 56, 56)]})(made, [("train/0", 0), ("train/0", 3)])
-    assert made.images is not None and [len(places) for places in made.images.places] == [1, 0]
+    for turn in (0, 3):  # also as a first turn that a workflow has written itself
+        inputs.of_tasks({"train/0": [picture(1, 56, 56)]})(made, [("train/0", 0), ("train/0", turn)])
+        assert made.images is not None and [len(places) for places in made.images.places] == [1, 0]

@@ -296,6 +296,31 @@ def test_images_that_do_not_fit_a_micro_batch_are_refused(job_of_images: Callabl
         job.check(job_of_images("trainer.max_patches_per_micro_batch=32", "trainer.packing=false", **rows))
 
 
+def test_rows_that_are_not_trained_may_have_larger_images(job_of_images: Callable[..., Config]) -> None:
+    large = task(1, picture(9, 112, 112), picture(8, 112, 112))
+    limits = ("trainer.max_patches_per_micro_batch=16", "taskset.overlong_prompts=drop", "rollout.max_prompt_tokens=13")
+    kept = job_of_images(
+        *limits, train=[task(0, *images_of(1)), task(2, *images_of(1)), large], held_out=[task(0, picture(7, 56, 56))]
+    )
+    assert len(job.check(kept)["train"].tasks) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["reward_model.path=/models/rm"], "reward_model.path=/models/rm is not given them"),
+        (["algorithm=ppo", "critic.path=/models/c"], "critic.path=/models/c is not given them"),
+        (["rollout.workflow=agent", "rollout.agent=mine.py"], "rollout.workflow=agent is not given them"),
+    ],
+)
+def test_parts_of_a_job_that_do_not_see_are_refused(
+    job_of_images: Callable[..., Config], settings: list[str], said: str
+) -> None:
+    config = job_of_images(*settings, train=[task(0), task(1, *images_of(1))], held_out=[task(0)])
+    with pytest.raises(ConfigError, match=rf"row 2 .* has 1 images, and {said}"):
+        vision.check_images(config, VISION, {"train": [task(0), task(1, *images_of(1))]})
+
+
 def test_an_expert_row_with_images_is_refused(model: Path) -> None:
     config = config_of(model, taskset=TasksetConfig(train="rows.parquet", eval="rows.parquet", expert="e.parquet"))
     with pytest.raises(DataError, match=r"e.parquet: row 1 .* has images: expert rows train without them"):

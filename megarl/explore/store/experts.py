@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import secrets
@@ -17,7 +16,7 @@ from sqlalchemy import Connection, delete, func, insert, select, update
 from megarl.core.schema import Task, Trajectory
 from megarl.explore.store.codec import dumps, task_from_row, trajectory_from_row
 from megarl.explore.store.handle import IDS, Handle, chunks
-from megarl.explore.store.tables import EXPERT_IMPORTS, EXPERTS, GROUPS, ROLLOUTS, TASKS, TRAJECTORIES
+from megarl.explore.store.tables import EXPERT_IMPORTS, EXPERTS, GROUPS, ROLLOUTS, TASK_IMAGES, TASKS, TRAJECTORIES
 
 LOGP = np.dtype("<f4")
 _LOCK = 0x657870657274  # any number that nobody else takes
@@ -42,7 +41,7 @@ class ExpertExperience:
 
     @property
     def experience_id(self) -> str:
-        """Digest of prompt and response, template options and images included."""
+        """Digest of prompt and response, template options included."""
         text = json.dumps(self._record, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -54,7 +53,6 @@ class ExpertExperience:
             "chat_template_kwargs": task.chat_template_kwargs,
             "response": task.response,
             "answer": task.answer,
-            **({"images": [base64.b64encode(image).decode() for image in task.images]} if task.images else {}),
         }
 
     def columns(self) -> dict[str, Any]:
@@ -80,7 +78,6 @@ class ExpertExperience:
             "",
             {},
             response=record["response"],
-            images=tuple(base64.b64decode(image) for image in record.get("images", ())),
             chat_template_kwargs=record["chat_template_kwargs"],
             answer=record["answer"],
         )
@@ -178,7 +175,8 @@ class ExpertTable(Handle):
             after = (found[-1].number, found[-1].position)
 
     def scored_trajectories(self, min_score: float) -> Iterator[tuple[Task, Trajectory]]:
-        """Yield trajectories of training with at least this score, in the order in which they were asked for."""
+        """Yield trajectories of training with at least this score, in the order in which they were asked for; none of
+        tasks with images."""
         query = (
             select(TRAJECTORIES)
             .join(GROUPS, GROUPS.c.group_id == TRAJECTORIES.c.group_id)
@@ -186,7 +184,8 @@ class ExpertTable(Handle):
             .order_by(GROUPS.c.position, TRAJECTORIES.c.index)
         )
         rollouts = select(ROLLOUTS.c.rollout_id).where(ROLLOUTS.c.kind == "train").order_by(ROLLOUTS.c.sequence)
-        tasks = {row.task_id: row for row in self._rows(select(TASKS))}
+        seen = select(TASK_IMAGES.c.task_id)
+        tasks = {row.task_id: row for row in self._rows(select(TASKS).where(TASKS.c.task_id.not_in(seen)))}
         for rollout_id in self._read(lambda connection: list(connection.scalars(rollouts))):
             rows = query.where(TRAJECTORIES.c.rollout_id == rollout_id)
             for row in self._rows(rows):

@@ -15,7 +15,7 @@ ALL = ("prompt", "data_source", "extra_info", "tools", "enable_thinking", "chat_
 FIELDS: dict[Kind, tuple[str, ...]] = {
     "tasks": (*ALL, "ground_truth", "ability", "images"),
     "demonstrations": (*ALL, "response", "messages", "ability", "images"),
-    "preferences": (*ALL, "chosen", "rejected", "margin"),
+    "preferences": (*ALL, "chosen", "rejected", "margin", "images"),
 }
 """Fields of a row that ``taskset.columns`` may name a column for; ``extra_info.NAME`` is one entry of extra_info."""
 SLIME = ("label", "metadata")

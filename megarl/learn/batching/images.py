@@ -63,8 +63,9 @@ class Vision:
         marked = torch.nonzero(tokens == self.token)[:, 0].tolist()
         for number, image in enumerate(images):
             length = self.vectors(image)
-            run = marked[used : used + length]
-            if len(run) < length or run[-1] - run[0] != length - 1:
+            run, after = marked[used : used + length], marked[used + length : used + length + 1]
+            goes_on = number == len(images) - 1 and after == [i + 1 for i in run[-1:]]
+            if len(run) < length or run[-1] - run[0] != length - 1 or goes_on:
                 raise DataError(
                     f"image {number + 1} of {len(images)} ({image.digest[:12]}) has {length} vectors, but the prompt's "
                     "tokens have another number of placeholders: engine and trainer resize images differently; install "

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import bisect
 import heapq
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -89,8 +88,8 @@ def deal(
     sizes = [sum(micro_batching.padded(n) for n in unit) for unit in lengths]
     if patches is not None and micro_batching.max_patches is not None:
         # The larger share of the two limits: where these add up to a whole, so does neither of both.
-        share = micro_batching.max_tokens / micro_batching.max_patches
-        sizes = [max(size, math.ceil(number * share)) for size, number in zip(sizes, patches, strict=True)]
+        tokens, most = micro_batching.max_tokens, micro_batching.max_patches
+        sizes = [max(size, -(-number * tokens // most)) for size, number in zip(sizes, patches, strict=True)]
     least = best_fit(sizes, micro_batching.max_tokens)
     number = _up(max(len(least), 1), micro_batching.dp * micro_batching.chunks)
     even = spread(sizes, number)

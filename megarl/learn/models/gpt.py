@@ -74,6 +74,7 @@ def build_chunks(
         if config.bf16:
             stage = Float16Module(config, stage)
             _keep_float32(stage)
+            vision.keep_float32(unwrap(stage))
         chunks.append(stage)
     return tuple(chunks)
 

@@ -84,10 +84,21 @@ def install(stage: torch.nn.Module, hf_config: Mapping[str, Any], base: float, *
     assert type(gpt.embedding) is LanguageModelEmbedding, f"Megatron's embedding is a {type(gpt.embedding).__name__}"
     gpt.embedding.__class__ = ImageEmbedding
     gpt.visual = _tower(hf_config["vision_config"], config.params_dtype)
+    keep_float32(gpt)
     for parameter in gpt.visual.parameters():
         parameter.requires_grad_(trained)
         # Where the sequence is cut each rank has the gradient of its own share, and Megatron adds them up.
         parameter.sequence_parallel = config.sequence_parallel
+
+
+def keep_float32(stage: torch.nn.Module) -> None:
+    """Give the tower's rotary frequencies their bits back: Float16Module casts every buffer, and engines have these in
+    float32."""
+    tower: Any = getattr(stage, "visual", None)
+    if tower is not None:
+        device = next(tower.parameters()).device
+        for name, frequencies in tower.frequencies.items():
+            setattr(tower.rotary_pos_emb, name, frequencies.to(device))
 
 
 def _tower(vision_config: Mapping[str, Any], dtype: torch.dtype) -> torch.nn.Module:
@@ -96,8 +107,11 @@ def _tower(vision_config: Mapping[str, Any], dtype: torch.dtype) -> torch.nn.Mod
 
     config = Qwen2_5_VLVisionConfig(**vision_config)
     config._attn_implementation = "sdpa"
-    tower: torch.nn.Module = Qwen2_5_VisionTransformerPretrainedModel(config).to(dtype)
-    return tower
+    tower: Any = Qwen2_5_VisionTransformerPretrainedModel(config)
+    tower.frequencies = {name: buffer.clone() for name, buffer in tower.rotary_pos_emb.named_buffers()}
+    others = [name for name, _ in tower.named_buffers() if not name.startswith("rotary_pos_emb.")]
+    assert not others, f"the tower has buffers that must not be cast either: {others}"
+    return tower.to(dtype)  # type: ignore[no-any-return]
 
 
 def has_sections(stage: torch.nn.Module) -> bool:

@@ -103,7 +103,6 @@ def _check_inputs(config: Config, algorithm: Algorithm, nodes: int, elsewhere: b
     for setting, path in _model_paths(config).items():
         check_digests(path, setting, workers=os.cpu_count() or 1, digests=config.trainer.verify_checkpoints)
     tokenizer, processor = ChatTokenizer.of(config), processor_of(config, rows.values())
-    check_patches(config, rows, processor, pairs="pairs" in algorithm.needs)
     tasks = {}
     if algorithms.job_of(config).rollouts:
         found_tasks = {split: [row for row in rows[split] if isinstance(row, Task)] for split in SPLITS}
@@ -114,6 +113,9 @@ def _check_inputs(config: Config, algorithm: Algorithm, nodes: int, elsewhere: b
             split: selected(config, split, found, tokenizer, dropped[split], processor)
             for split, found in found_tasks.items()
         }
+    others = {split: found for split, found in rows.items() if split not in tasks}
+    trained = others | ({"train": tasks["train"].tasks} if tasks else {})
+    check_patches(config, trained, processor, pairs="pairs" in algorithm.needs)
     if "expert" in rows and reads_teacher(config.algorithm):
         check_teacher(config, read_experts(config), tokenizer)
     check_count(config, tasks["train"].tasks if tasks else rows["train"])

@@ -15,7 +15,7 @@ from megarl.core.schema import Preference, Task
 from megarl.explore.tasksets import ChatTokenizer, check_prompts, place_of_row
 from megarl.explore.tasksets.pixels import pixel_limits
 from megarl.explore.tasksets.tokenizer import PROCESSOR
-from megarl.run.run_dir.rows import Rows, place
+from megarl.run.run_dir.rows import SPLITS, Rows, place
 from megarl.weights.architectures import ARCHITECTURES
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def check_images(config: Config, hf_config: Mapping[str, Any], rows: Mapping[str
     """
     for where, _ in _with_images(config, {split: found for split, found in rows.items() if split == "expert"}):
         raise DataError(f"{where} has images: expert rows train without them; drop the row, or train it by sft")
+    _check_users_of_images(config, rows)
     with_images = _with_images(config, rows)
     path = config.model.path
     if not is_vision_model(hf_config):
@@ -76,16 +77,33 @@ def check_images(config: Config, hf_config: Mapping[str, Any], rows: Mapping[str
         )
 
 
+def _check_users_of_images(config: Config, rows: Mapping[str, Rows]) -> None:
+    """Raise ConfigError where rows have images and a part of the job would not see them."""
+    blind = {
+        "critic.path": config.critic.path if config.algorithm.name == "ppo" else None,
+        "reward_model.path": config.reward_model.path,
+        "rollout.workflow": "agent" if config.rollout.workflow == "agent" else None,
+    }
+    for setting, value in blind.items():
+        if value:
+            for where, row in _with_images(config, rows):
+                raise ConfigError(
+                    f"{where} has {len(row.images)} images, and {setting}={value} is not given them: critics, reward "
+                    "models and agents take text alone; leave the setting out, or the row"
+                )
+
+
 def check_patches(config: Config, rows: Mapping[str, Rows], processor: Processor | None, *, pairs: bool) -> None:
-    """Check that the images of each row fit a micro-batch (``trainer.max_patches_per_micro_batch``).
+    """Check that the images of each row that is trained fit a micro-batch (``trainer.max_patches_per_micro_batch``).
 
     Args:
+        rows: Those that go through the trainer's models.
         processor: The model's, where rows of the job have images.
-        pairs: Two sequences of a prompt go through the model together.
+        pairs: Two sequences of each prompt of train and eval go through the model together.
 
     Raises:
         ConfigError: nothing is packed, so nothing bounds the patches.
-        DataError: naming the row whose images do not fit.
+        DataError: naming the row whose images do not fit, or are refused by the processor.
     """
     limit = config.trainer.max_patches_per_micro_batch
     if limit is None or processor is None:
@@ -95,14 +113,19 @@ def check_patches(config: Config, rows: Mapping[str, Rows], processor: Processor
             f"trainer.max_patches_per_micro_batch={limit} with trainer.packing=false: padded micro-batches have "
             "trainer.micro_batch_size rows, whatever their images; set trainer.packing to true or leave the limit out"
         )
-    for where, row in _with_images(config, rows):
-        patches = (2 if pairs else 1) * sum(math.prod(processor.grid(image)) for image in row.images)
-        if patches > limit:
-            raise DataError(
-                f"{where} has images of {patches} patches{' with both answers' if pairs else ''}, and "
-                f"trainer.max_patches_per_micro_batch is {limit}; raise it, lower model.max_image_pixels, or drop the "
-                "row"
-            )
+    for split, found in rows.items():
+        twice = pairs and split in SPLITS
+        for where, row in _with_images(config, {split: found}):
+            try:
+                patches = (2 if twice else 1) * sum(math.prod(processor.grid(image)) for image in row.images)
+            except DataError as error:
+                raise DataError(f"{where}: {error}") from error
+            if patches > limit:
+                raise DataError(
+                    f"{where} has images of {patches} patches{' with both answers' if twice else ''}, and "
+                    f"trainer.max_patches_per_micro_batch is {limit}; raise it, lower model.max_image_pixels, or drop "
+                    "the row"
+                )
 
 
 def check_prompts_of(

@@ -78,7 +78,8 @@ def _is_finite(value: Any) -> bool:
 def read_run(run_dir: Path, min_score: float) -> list[ExpertExperience]:
     """Single responses of a run's training that scored at least ``min_score``, with their log-probs.
 
-    Left out and counted in the log: trajectories of several turns, truncated or empty ones, and tasks with images.
+    Left out and counted in the log: trajectories of several turns, truncated or empty ones. Tasks with images are left
+    out too.
     The log-probs stay where the response's text becomes the same tokens again.
 
     Raises:
@@ -93,7 +94,7 @@ def read_run(run_dir: Path, min_score: float) -> list[ExpertExperience]:
     left_out = 0
     with store_of_run(config.store.url, run_dir, read_only=True) as store:
         for task, trajectory in store.scored_trajectories(min_score):
-            if len(trajectory.turns) != 2 or trajectory.end is not End.FINISHED or task.images:
+            if len(trajectory.turns) != 2 or trajectory.end is not End.FINISHED:
                 left_out += 1
                 continue
             expert = _of_trajectory(len(found), task, trajectory, tokenizer, digest)
@@ -102,9 +103,7 @@ def read_run(run_dir: Path, min_score: float) -> list[ExpertExperience]:
             else:
                 left_out += 1
     if left_out:
-        log.info(
-            "%s%s: %d trajectories left out (several turns, truncated, empty, or with images)", RUN, run_dir, left_out
-        )
+        log.info("%s%s: %d trajectories left out (several turns, truncated, or empty)", RUN, run_dir, left_out)
     if not found:
         raise DataError(f"{RUN}{run_dir}: no single response of training has a score of {min_score:g} or more")
     return found

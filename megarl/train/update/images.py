@@ -70,7 +70,10 @@ class ImageInputs:
         """Return what sets the images of sampled sequences, by the files of each task that has some."""
 
         def put(sequences: Sequences, samples: Sequence[tuple[str, int]]) -> None:
-            self.put(sequences, [files.get(task_id, ()) if turn == 0 else () for task_id, turn in samples])
+            asked = zip(samples, sequences.tokens.split(sequences.lengths.tolist()), strict=True)
+            own = (turn == 0 and bool((tokens == self._vision.token).any()) for (_, turn), tokens in asked)
+            shown = zip(samples, own, strict=True)  # a workflow may begin with a prompt of its own
+            self.put(sequences, [files.get(task_id, ()) if has else () for (task_id, _), has in shown])
 
         return put
 
