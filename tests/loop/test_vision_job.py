@@ -67,7 +67,7 @@ def test_a_killed_job_has_the_same_bits(runs: tuple[Path, Path]) -> None:
     assert whole == killed and any("actor/pg_loss" in name for name in whole)
 
 
-@pytest.mark.parametrize("algorithm", ["sft", "dpo"])
+@pytest.mark.parametrize("algorithm", [pytest.param("sft", marks=pytest.mark.soak), "dpo"])
 def test_offline_jobs_have_images(tmp_path: Path, algorithm: str) -> None:
     """The held-out loss falls, and an evaluation after other batches finds its images again."""
     settings = (f"algorithm={algorithm}", "trainer.eval_interval=2", "trainer.optimizer.lr=1e-3")
@@ -77,6 +77,7 @@ def test_offline_jobs_have_images(tmp_path: Path, algorithm: str) -> None:
         assert len(losses) == 3 and losses[-1] < losses[0]
 
 
+@pytest.mark.soak
 def test_a_frozen_tower_stays(tmp_path: Path) -> None:
     settings = ("model.train_vision_tower=false", "trainer.steps=1", "parallel=pp2")
     with left_alone(tmp_path / "frozen", (*SETTINGS, *settings)) as run:

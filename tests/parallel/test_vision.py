@@ -12,6 +12,7 @@ import torch
 
 from megarl.core.config.algorithms import AlgorithmConfig
 from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
+from tests.conftest import SOAK
 from tests.parallel import vision
 from tests.parallel.families import VOCAB
 from tests.parallel.grid import run_grid
@@ -39,6 +40,19 @@ CASES = [
     for trained, recompute in ((False, "none"), (True, "none"), (True, "full"))
     if recompute == "none" or layout == "packed"
 ]
+"""Grid, layout, tower trained, recomputation."""
+
+
+def in_every_run(case: tuple[str, str, bool, str]) -> bool:
+    """Whether ``make test`` measures it; ``make soak`` measures all. A frozen tower is the trained one without its own
+    gradients."""
+    grid, layout, trained, recompute = case
+    if recompute == "full":
+        return grid in ("one process", "CP2")
+    return trained or (layout == "packed" and grid in ("one process", "TP2 + SP", "PP2"))
+
+
+MEASURED = [case for case in CASES if SOAK or in_every_run(case)]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +91,7 @@ def on_grid(rank: int, root: str, world: int, backend: Literal["gloo", "nccl"] =
             continue
         parallel = replace(parallel, backend=backend)
         groups.initialize(parallel, seed=1)
-        for trained, recompute in dict.fromkeys((c[2], c[3]) for c in CASES if c[0] == grid):
+        for trained, recompute in dict.fromkeys((c[2], c[3]) for c in MEASURED if c[0] == grid):
             settings = ModelConfig(path=str(path), train_vision_tower=trained, recompute=recompute)  # type: ignore[arg-type]
             head = Head(VOCAB)
             limits = micro_batching_for(parallel, LAYOUTS["packed"])
@@ -90,7 +104,7 @@ def on_grid(rank: int, root: str, world: int, backend: Literal["gloo", "nccl"] =
                 }
                 for v, c in enumerate(actor.chunks)
             ]
-            for case in [c for c in CASES if c[0] == grid and c[2:] == (trained, recompute)]:
+            for case in [c for c in MEASURED if c[0] == grid and c[2:] == (trained, recompute)]:
                 actor.load_hf(path)
                 actor.micro_batching = micro_batching_for(parallel, LAYOUTS[case[1]])
                 batches = actor.micro_batches(sequences)
@@ -140,7 +154,9 @@ def errors(root: Path) -> dict[Any, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(
-    "case", CASES, ids=lambda c: f"{c[0]} | {c[1]} | tower {'trained' if c[2] else 'frozen'} | {c[3]}"
+    "case",
+    [pytest.param(case, marks=() if in_every_run(case) else pytest.mark.soak) for case in CASES],
+    ids=lambda c: f"{c[0]} | {c[1]} | tower {'trained' if c[2] else 'frozen'} | {c[3]}",
 )
 def test_outputs_and_gradients_equal_transformers(errors: dict[Any, list[dict[str, Any]]], case: Any) -> None:
     for rank in errors[case]:
