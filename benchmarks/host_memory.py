@@ -180,7 +180,7 @@ def trainer_of(config: Any, store: Any) -> Any:
     critic = model_of("critic", config) if config.algorithm.name == "ppo" else None
     trainer.models = SimpleNamespace(
         actor=model_of("actor", config), reference=model_of("reference", config), critic=critic, reward_model=None,
-        refresh_due=lambda step: False, head=SimpleNamespace(vocab_size=VOCAB),
+        images=None, refresh_due=lambda step: False, head=SimpleNamespace(vocab_size=VOCAB),
     )  # fmt: skip
     trainer.weights, trainer.expert = (
         SimpleNamespace(publish=lambda step: {}, version=WeightsVersion(1, 0), step=0),

@@ -27,7 +27,7 @@ from tests.unit.small_job import config_of
 SMALL = FromScratchConfig(
     model_type=VISION, vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
     num_key_value_heads=1, head_dim=32,
-    vision=VisionTowerConfig(depth=3, hidden_size=32, intermediate_size=48, full_attention_layers=[0, 2]),
+    vision=VisionTowerConfig(depth=3, hidden_size=32, intermediate_size=48, full_attention_every=2),
 )  # fmt: skip
 CORPUS = ["How many red shapes?", "Where is the red shape? A) left B) right", "Which digit?"]
 ASK = ({"role": "user", "content": "<image>How many red shapes?"},)
@@ -133,7 +133,6 @@ def test_the_same_arguments_write_the_same_bytes(vision_model: Path, tmp_path: P
         ({"hidden_size": 12, "head_dim": 6}, {}, r"head_dim=6 must be even and at least 8"),
         ({}, {"hidden_size": 36}, r"vision.hidden_size=36 must be a multiple of 4 \* num_heads = 8"),
         ({}, {"window_size": 30}, r"vision.window_size=30 must be a multiple of patch_size \* spatial_merge_size = 14"),
-        ({}, {"full_attention_layers": [3]}, r"full_attention_layers has 3, but the tower's layers are 0 to 2"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(

@@ -48,8 +48,8 @@ class VisionTowerConfig:
     """Patches in each direction that become one image token."""
     window_size: Count = 28
     """Width and height in pixels of the windows of attention, a multiple of ``patch_size`` * ``spatial_merge_size``."""
-    full_attention_layers: list[int] = field(default_factory=lambda: [1])
-    """Layers, from 0, whose attention sees the whole image; the others see their window."""
+    full_attention_every: Count = 2
+    """Every so many layers attention sees the whole image; in the others a window."""
     max_image_tokens: Annotated[int, Bound(1, 16384)] = 16
     """Most tokens of an image; the processor makes larger images smaller."""
 

@@ -181,10 +181,6 @@ def _check_vision(config: FromScratchConfig) -> None:
             f"{where}.vision.window_size={tower.window_size} must be a multiple of patch_size * spatial_merge_size = "
             f"{unit}"
         )
-    if wrong := [layer for layer in tower.full_attention_layers if not 0 <= layer < tower.depth]:
-        raise ConfigError(
-            f"{where}.vision.full_attention_layers has {wrong[0]}, but the tower's layers are 0 to {tower.depth - 1}"
-        )
 
 
 def _save_tokenizer(tokenizer: Tokenizer, folder: Path, config: FromScratchConfig) -> None:
@@ -286,7 +282,9 @@ def _with_tower(config: FromScratchConfig, sizes: dict[str, Any]) -> dict[str, A
             "spatial_merge_size": tower.spatial_merge_size,
             "temporal_patch_size": FRAMES,
             "window_size": tower.window_size,
-            "fullatt_block_indexes": tower.full_attention_layers,
+            "fullatt_block_indexes": list(
+                range(tower.full_attention_every - 1, tower.depth, tower.full_attention_every)
+            ),
             "initializer_range": config.initializer_range,
         },
         "vision_start_token_id": start,

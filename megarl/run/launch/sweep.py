@@ -110,7 +110,7 @@ def _slug(swept: Sequence[str]) -> str:
     name = re.sub(r"[^\w.,=+-]", "_", ",".join(word.lstrip("+") for word in swept), flags=re.ASCII)
     if len(name) > LONGEST:  # a file system's limit is 255
         name = f"{name[:LONGEST]}-{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"
-    return name
+    return name or "_"
 
 
 def quoted(text: str) -> str:
