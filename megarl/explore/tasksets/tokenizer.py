@@ -303,11 +303,13 @@ def check_prompts(tasks: Sequence[Row], tokenizer: ChatTokenizer, limit: int, *,
 def encode_rows(tasks: Sequence[Row], tokenizer: ChatTokenizer, *, path: Place | None = None) -> list[np.ndarray]:
     """Ids of each row's prompt. Raises DataError naming file and row of a prompt that the chat template refuses."""
     try:
-        return tokenizer.encode_prompts((_messages(row) for row in tasks), (row.chat_template_kwargs for row in tasks))
+        return tokenizer.encode_prompts(
+            (chat_messages(row) for row in tasks), (row.chat_template_kwargs for row in tasks)
+        )
     except DataError:
         for number, row in enumerate(tasks):
             with _named(tasks, number, path):
-                tokenizer.render(_messages(row), row.chat_template_kwargs)
+                tokenizer.render(chat_messages(row), row.chat_template_kwargs)
         raise
 
 
@@ -341,7 +343,7 @@ def _encode_answers(
     for number, (row, (_, message)) in enumerate(zip(rows, answers, strict=True)):
         if message is not None:
             with _named(rows, number, path):
-                rendered[number] = tokenizer.render_answer(_messages(row), message, row.chat_template_kwargs)
+                rendered[number] = tokenizer.render_answer(chat_messages(row), message, row.chat_template_kwargs)
     encodings = tokenizer.encode_texts([text for texts in rendered.values() for text in texts])
     for number, texts in rendered.items():
         message = answers[number][1]
@@ -358,10 +360,6 @@ def _named(rows: Sequence[Row], number: int, path: Place | None) -> Iterator[Non
         yield
     except DataError as error:
         raise DataError(f"{where(rows, number, path)}: {error}") from error
-
-
-def _messages(row: Row) -> Messages:
-    return chat_messages(row)
 
 
 def where(tasks: Sequence[Row], row: int, path: Place | None) -> str:

@@ -85,7 +85,7 @@ def micro_batches(
     """
     units = [[i] for i in range(len(sequences))] if units is None else units
     lengths = sequences.lengths.tolist()
-    images = sequences.images
+    images = sequences.images if micro_batching.max_patches is not None else None
     patches = None if images is None else [sum(images.patches(i) for i in unit) for unit in units]
     chunks = [
         [[number for unit in chunk for number in units[unit]] for chunk in chunks_of_rank]

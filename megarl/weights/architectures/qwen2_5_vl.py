@@ -8,17 +8,8 @@ Source: ``transformers/models/qwen2_5_vl/modeling_qwen2_5_vl.py``; vLLM 0.32 ``m
 
 from __future__ import annotations
 
-from megarl.weights.architectures.blocks import (
-    ATTENTION,
-    EMBEDDING,
-    MLP,
-    OUTPUT,
-    QKV_BIAS,
-    VLLM_ATTENTION,
-    VLLM_MLP,
-    VLLM_QKV_BIAS,
-    linear,
-)
+from megarl.weights.architectures.blocks import linear
+from megarl.weights.architectures.qwen2 import QWEN2
 from megarl.weights.architectures.table import Architecture, Fused, Logical, Op, Param, Stage
 
 BLOCK = "visual.blocks.{block}"
@@ -43,22 +34,13 @@ _TOWER = (
 QWEN2_5_VL = Architecture(
     name="qwen2_5_vl",
     # The tower is transformers' own module: its names are those of the files.
-    params=(
-        *(Param(part.name, Op.SAME, (part,), Stage.VISION) for part in _TOWER),
-        *EMBEDDING,
-        *ATTENTION,
-        *QKV_BIAS,
-        *MLP,
-        *OUTPUT,
-    ),
+    params=(*(Param(part.name, Op.SAME, (part,), Stage.VISION) for part in _TOWER), *QWEN2.params),
     vllm=(
-        *VLLM_ATTENTION,
-        *VLLM_QKV_BIAS,
-        *VLLM_MLP,
+        *QWEN2.vllm,
         Fused(f"{BLOCK}.mlp.gate_up_proj.weight", Op.CONCAT, (_GATE[0], _UP[0])),
         Fused(f"{BLOCK}.mlp.gate_up_proj.bias", Op.CONCAT, (_GATE[1], _UP[1])),
     ),
     vllm_text="language_model.",
-    fixed={"hidden_act": "silu", "use_sliding_window": False},
+    fixed=QWEN2.fixed,
     has_score_class=False,
 )
