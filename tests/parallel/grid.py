@@ -74,10 +74,11 @@ def run_grid(
 
     ``gpus``: they may see those that the machine has.
     """
-    results = _context.Queue()
+    context = multiprocessing.get_context("spawn") if gpus else _context  # no GPU in a fork of who has counted them
+    results = context.Queue()
     [port] = ports.choose("127.0.0.1", 1, None)
     processes = [
-        _context.Process(target=_rank_main, args=(function, r, world, port, args, results, gpus)) for r in range(world)
+        context.Process(target=_rank_main, args=(function, r, world, port, args, results, gpus)) for r in range(world)
     ]
     for p in processes:
         p.start()

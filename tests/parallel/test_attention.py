@@ -433,3 +433,45 @@ def passes(rank: int, path: str) -> dict[str, tuple[int, int]]:
 def test_what_is_recomputed(folder: Path) -> None:
     (found,) = run_grid(1, passes, str(folder / "qwen3"))
     assert found == {"none": (1, 1), "selective": (2, 1), "full": (2, 2)}
+
+
+def on_a_gpu(rank: int, path: str) -> dict[str, list[float]]:
+    """Heads -> distances from float32 of packed attention in bfloat16, of its output and its inputs' gradients."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megarl.learn.models.attention import CoreAttention, layout_of
+    from megarl.learn.models.gpt import transformer_config
+    from megarl.learn.parallel import groups
+    from megarl.weights.checkpoint.formats import hf
+
+    parallel = ParallelConfig(backend="nccl")
+    groups.initialize(parallel, seed=1)
+    config = transformer_config(hf.read_hf_config(Path(path)), ModelConfig(path=path, dtype="bfloat16"), parallel)
+    core = CoreAttention(config, 1, AttnMaskType.causal, "self")
+    lengths = [1000, 1, 77, 513, 2]
+    cu = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
+    found = {}
+    for heads, groups_, width in ((4, 2, 32), (8, 8, 64), (12, 2, 128)):
+        params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=1000)
+        made = [torch.randn(sum(lengths), n, width, device="cuda").bfloat16() for n in (heads, groups_, groups_, heads)]
+        results = []
+        for attend in (
+            lambda *x: core(*x, None, packed_seq_params=params).unflatten(-1, (-1, x[-1].shape[-1])),  # noqa: B023
+            lambda *x: core._bucketed(*(y.float() for y in x), layout_of(params, 1)),  # noqa: B023
+        ):
+            inputs = [x.clone().requires_grad_() for x in made[:3]]
+            out = attend(*inputs)
+            results.append([out.detach(), *torch.autograd.grad(out, inputs, made[3].to(out.dtype))])
+        found[f"{heads}, {groups_}, {width}"] = [
+            float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(*results, strict=True)
+        ]
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+def test_torchs_kernel_for_packed_sequences_is_close_to_float32(folder: Path) -> None:
+    """bfloat16 rounds each number by up to 2^-9 of it."""
+    [found] = run_grid(1, on_a_gpu, str(folder / "qwen3"), gpus=True)
+    assert all(max(distances) < 6e-3 for distances in found.values()), found

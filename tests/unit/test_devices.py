@@ -111,6 +111,12 @@ def test_gpus_that_the_job_may_use(tmp_path: Path, given: str | None, expected: 
     assert devices.visible({} if given is None else {"CUDA_VISIBLE_DEVICES": given}, tmp_path) == expected
 
 
+def test_gpus_are_counted_by_device_files_where_the_driver_shows_no_folder(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "nvidia-caps"):
+        (tmp_path / name).touch()
+    assert devices.visible({}, tmp_path / "absent", tmp_path) == ["0", "1"]
+
+
 @pytest.mark.gpu
 def test_a_real_gpu_answers() -> None:
     found = devices.gpus()

@@ -4,14 +4,17 @@ The sender's two buckets lie in an anonymous memory file (``memfd``): it has no 
 however the processes end. A receiver on the same machine opens it through ``/proc`` and unpacks straight from it; it
 needs no bucket of its own. Only "it is there" and "it is read" travel over the socket, a few bytes each, in the order
 of the messages. All of it is host memory, whatever torch's default device is within an engine's worker: to and from a
-GPU slices are copied as they are packed and unpacked.
+GPU slices are copied as they are packed and unpacked, at the link's rate because both sides register the buckets with
+CUDA.
 """
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +22,35 @@ from typing import Any, NamedTuple
 import torch
 
 from megarl.weights.reshard.execute import Arrival, Transport, Work, memory_for
+
+log = logging.getLogger(__name__)
+
+
+_pinned: list[torch.Tensor] = []
+"""Memory that is registered with CUDA, of this process's sync. Held here: it must not be unmapped before ``unpin``."""
+
+
+def pin(memory: torch.Tensor) -> None:
+    """Register host memory with CUDA until ``unpin``, where this process has a GPU.
+
+    A GPU copies to and from registered memory at the rate of its link, and from any other at a quarter or less
+    (docs/benchmarks/gpu.md). Where it is refused (``ulimit -l``), copies are slower and nothing else changes.
+    """
+    if not torch.cuda.is_initialized():
+        return
+    refused = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))  # type: ignore[no-untyped-call]
+    if not refused:
+        _pinned.append(memory)
+        return
+    log.warning("buckets of the weight sync cannot be registered with CUDA (error %d): copies are slower", refused)
+    with suppress(RuntimeError):  # CUDA would report the error at the next launch
+        torch.zeros(1, device="cuda")
+
+
+def unpin() -> None:
+    """Let go of all memory that ``pin`` registered."""
+    while _pinned:
+        torch.cuda.cudart().cudaHostUnregister(_pinned.pop().data_ptr())  # type: ignore[no-untyped-call]
 
 
 class MemoryFile(NamedTuple):
@@ -92,6 +124,7 @@ class SharedMemorySender:
         size = nbytes + -nbytes % mmap.ALLOCATIONGRANULARITY
         os.ftruncate(self._file.descriptor, start + size)
         bucket = torch.frombuffer(mmap.mmap(self._file.descriptor, size, offset=start), dtype=torch.uint8)
+        pin(bucket)
         self._offsets[bucket.data_ptr()] = start
         return bucket[:nbytes]
 
@@ -111,8 +144,10 @@ class SharedMemorySender:
         self._offsets.clear()
 
     def _renew(self) -> None:
-        """Put another, empty file in the file's place. Its memory is free once nobody maps it any more: were it
-        truncated, a receiver that was given up while it hung would die of SIGBUS when it reads on."""
+        """Put another, empty file in the file's place and let go of what this process has of the old, whose memory is
+        free once nobody maps it any more: were it truncated, a receiver that was given up while it hung would die of
+        SIGBUS when it reads on."""
+        unpin()
         fresh = os.memfd_create("megarl-weights")
         os.dup2(fresh, self._file.descriptor, inheritable=False)
         os.close(fresh)
@@ -142,6 +177,7 @@ class SharedMemoryReceiver:
         self._same_machine = same_machine
         self._maps: dict[tuple[int, int], torch.Tensor] = {}
         self._answers: list[tuple[Work, torch.Tensor]] = []
+        unpin()  # what a sync that failed left
 
     def allocate(self, nbytes: int, /) -> torch.Tensor:
         raise AssertionError("engine workers only receive")
@@ -160,6 +196,7 @@ class SharedMemoryReceiver:
         for work, _ in self._answers:
             work.wait()
         self._answers.clear()
+        unpin()
         self._maps.clear()
 
     def read(self, rank: int, offset: int, nbytes: int) -> torch.Tensor:
@@ -173,6 +210,7 @@ class SharedMemoryReceiver:
             finally:
                 os.close(opened)
             bucket = self._maps[rank, offset] = torch.frombuffer(mapped, dtype=torch.uint8)
+            pin(bucket)
         return bucket[:nbytes]
 
     def answer(self, rank: int) -> None:

@@ -9,6 +9,7 @@ sequences on this rank, h query heads and g key/value heads of this rank, d widt
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -133,15 +134,18 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
     def _varlen(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Any, layout: PackedLayout
     ) -> torch.Tensor:
-        """Torch's kernel for packed sequences, which needs CUDA and half precision. Never run on hardware."""
+        """Torch's kernel for packed sequences, which needs CUDA and half precision."""
         from torch.nn.attention.varlen import varlen_attn
 
         cu, longest = params.cu_seqlens_q, params.max_seqlen_q
+        grouped = query.shape[1] != key.shape[1]
+        # Torch 2.11 groups heads without being told to.
+        more: Any = {"enable_gqa": True} if grouped and "enable_gqa" in signature(varlen_attn).parameters else {}
         if layout.order is not None:
             query, key, value = (x.index_select(0, layout.order) for x in (query, key, value))
         out = varlen_attn(
             query, key, value, cu, cu, longest, longest,
-            scale=self.softmax_scale, window_size=(-1, 0), enable_gqa=query.shape[1] != key.shape[1],
+            scale=self.softmax_scale, window_size=(-1, 0), **more,
         )  # fmt: skip
         assert isinstance(out, torch.Tensor)
         return out if layout.order is None else torch.zeros_like(out).index_copy(0, layout.order, out)

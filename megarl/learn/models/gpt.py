@@ -116,14 +116,15 @@ def transformer_config(hf_config: Mapping[str, Any], model: ModelConfig, paralle
         moe_grouped_gemm=model.transformer_impl == "transformer_engine" and "num_moe_experts" in values,
         batch_p2p_comm=not on_cpu,
         deallocate_pipeline_outputs=not on_cpu,
-        # Each of these fusions needs CUDA, apex, TransformerEngine or a compile at start.
         use_cpu_initialization=on_cpu,
+        # torch.compile's kernel, a tenth of an update's time (docs/benchmarks/gpu.md).
+        bias_activation_fusion=not on_cpu and values["activation_func"] is F.silu,
+        # Each of these fusions needs apex or TransformerEngine, or gains nothing without dropout.
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
-        bias_activation_fusion=False,
     )
 
 

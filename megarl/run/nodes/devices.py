@@ -31,16 +31,17 @@ ANSWER_S = 60.0
 """nvidia-smi takes seconds on a node whose driver is not kept loaded, and forever where a GPU hangs."""
 INFINIBAND = Path("/sys/class/infiniband")
 DRIVER = Path("/proc/driver/nvidia/gpus")
+DEVICE_FILES = Path("/dev")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def visible(env: Mapping[str, str] = os.environ, driver: Path = DRIVER) -> list[str]:
+def visible(env: Mapping[str, str] = os.environ, driver: Path = DRIVER, device_files: Path = DEVICE_FILES) -> list[str]:
     """This node's GPUs that the job may use, by the names that CUDA_VISIBLE_DEVICES has for them: what a launcher put
-    there, else all."""
+    there, else all. Containers and virtual machines may hide the driver's folder; device files are there always."""
     if VISIBLE in env:
         words = [word.strip() for word in env[VISIBLE].split(",")]
         return words[: next((i for i, word in enumerate(words) if word in ("", "-1")), len(words))]  # as CUDA reads it
-    return [str(number) for number in range(len(list(driver.glob("*"))))]
+    return [str(number) for number in range(len(list(driver.glob("*")) or list(device_files.glob("nvidia[0-9]*"))))]
 
 
 def gpus() -> list[dict[str, str]]:

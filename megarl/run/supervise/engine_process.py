@@ -89,6 +89,9 @@ def engine_process(
         # Others permute the experts' weights for their kernels (on Blackwell it would choose one): they could not be
         # read back.
         argv += ["--moe-backend", "triton"]
+        # vLLM refuses to start where less than this share of a GPU is free, 0.92 unless told, even with the bytes of
+        # its cache given: colocated, a trainer rank has memory of the same GPU already.
+        argv += ["--gpu-memory-utilization", "0.01"]
         if leaves == "sleep":
             argv += ["--enable-sleep-mode"]  # its memory comes from vLLM's pool then
     return argv, environment

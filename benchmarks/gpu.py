@@ -1,0 +1,453 @@
+"""What a card gives the trainer: ``python benchmarks/gpu.py attention|update|sync|jobs [--out FILE]``.
+
+- ``attention``: packed attention in bfloat16 by torch's kernel, its outputs and gradients against float32, and its time
+  beside the path that float32 takes.
+- ``update``: forward, backward and optimizer step of a packed micro-batch; model FLOPs against the card's.
+- ``sync``: a trainer process sends its weights slice by slice into an engine process's tensors on the same card, with
+  and without digests, beside plain copies of as many bytes.
+- ``jobs``: ``experiment=sft``, killed and resumed beside a run that was not, and ``experiment=dpo``.
+
+Without a GPU the same code runs at toy size on the CPU, which proves that it runs and measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import page
+import torch
+import torch.multiprocessing as mp
+
+from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+BACKEND: Any = "nccl" if GPU else "gloo"
+QWEN2_5_1_5B: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 32_768,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}
+TOY = QWEN2_5_1_5B | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+                      "vocab_size": 1024}  # fmt: skip
+MODEL = QWEN2_5_1_5B if GPU else TOY
+TOKENS = 16_384 if GPU else 256
+HEADS = ((12, 2, 128), (32, 8, 128), (14, 2, 64), (4, 2, 32))
+"""Query heads, key/value heads and width of Qwen2.5-1.5B, Llama-3.1-8B, Qwen2.5-0.5B and the quickstart's model."""
+DATA_SHEET = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+"""Dense bfloat16 FLOP/s."""
+
+
+def seconds(step: Callable[[], object], repeats: int = 5) -> float:
+    """Median time of ``step`` after two that warm up."""
+    taken = []
+    for _ in range(repeats + 2):
+        _synchronize()
+        start = time.perf_counter()
+        step()
+        _synchronize()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[2:])
+
+
+def _synchronize() -> None:
+    if GPU:
+        torch.cuda.synchronize()
+
+
+def matmul_speed() -> float:
+    """FLOP/s of a large bfloat16 product of random numbers on this device."""
+    n = 8192 if GPU else 256
+    a, b = (torch.randn(n, n, device=DEVICE).bfloat16() for _ in range(2))
+    return 2 * n**3 / seconds(lambda: a @ b)
+
+
+def lengths_of(tokens: int, longest: int, seed: int = 0) -> list[int]:
+    """Long-tailed lengths that fill ``tokens`` exactly."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths: list[int] = []
+    while sum(lengths) < tokens:
+        drawn = float(torch.randn((), generator=generator).mul(1.0).add(6.0).exp())
+        lengths.append(max(2, min(int(drawn), longest, tokens - sum(lengths))))
+    lengths[-1] -= sum(lengths) - tokens
+    return [length for length in lengths if length > 0]
+
+
+def initialize(parallel: ParallelConfig) -> None:
+    from megarl.learn.parallel import groups
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    groups.initialize(parallel, seed=1)
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def attention() -> Iterator[str]:
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megarl.learn.models.attention import CoreAttention, layout_of
+    from megarl.learn.models.gpt import transformer_config
+
+    parallel = ParallelConfig(backend=BACKEND)
+    initialize(parallel)
+    config = transformer_config(MODEL, ModelConfig(path="unused", dtype="bfloat16"), parallel)
+    core = CoreAttention(config, 1, AttnMaskType.causal, "self")
+    peak = matmul_speed()
+    yield f"A large bfloat16 product runs at {peak / 1e12:.0f} TFLOP/s here."
+    yield ""
+    yield (
+        "| heads, key/value heads, width | sequences | error of outputs | of gradients (q, k, v) | bucketed path's | "
+        "ms, forward + backward | TFLOP/s, of the product's | bucketed path's time |"
+    )
+    yield "|---|---|---|---|---|---|---|---|"
+    for heads, groups, width in HEADS:
+        cases = {"long-tailed": lengths_of(TOKENS, TOKENS // 4), "one": [TOKENS]}
+        if width == 128:
+            cases |= {
+                "equal": [TOKENS // 4] * 4,
+                "equal, short": [TOKENS // 16] * 16,
+                "two thirds": [2 * TOKENS // 3, TOKENS // 3],
+            }
+        for name, lengths in cases.items():
+            torch.manual_seed(heads)
+            q, k, v, up = (
+                torch.randn(TOKENS, n, width, device=DEVICE).bfloat16() for n in (heads, groups, groups, heads)
+            )
+            cu = torch.tensor([0, *lengths]).cumsum(0).int().to(DEVICE)
+            params = PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=cu,
+                cu_seqlens_kv=cu,
+                max_seqlen_q=max(lengths),
+                max_seqlen_kv=max(lengths),
+            )
+            layout = layout_of(params, 1)
+            paths: dict[str, Callable[..., torch.Tensor]] = {
+                "varlen": (lambda *x, p=params, at=layout: core._varlen(*x, p, at)) if GPU else (lambda *x, at=layout: core._bucketed(*x, at)),
+                "bucketed": lambda *x, at=layout: core._bucketed(*x, at),
+            }  # fmt: skip
+
+            def run(
+                path: Callable[..., torch.Tensor], *inputs: torch.Tensor, up: torch.Tensor = up
+            ) -> list[torch.Tensor]:
+                leaves = [x.detach().requires_grad_() for x in inputs]
+                out = path(*leaves)
+                return [out.detach(), *torch.autograd.grad(out, leaves, up.view_as(out).to(out.dtype))]
+
+            want = run(paths["bucketed"], q.float(), k.float(), v.float())
+            errors = {}
+            for path, function in paths.items():
+                got = run(function, q, k, v)
+                errors[path] = [float((a.float() - b).norm() / b.norm()) for a, b in zip(got, want, strict=True)]
+            del want
+            taken = {path: seconds(lambda f=function: run(f, q, k, v)) for path, function in paths.items()}
+            work = 3.5 * 4 * sum(n * n / 2 for n in lengths) * heads * width
+            speed = work / taken["varlen"]
+            yield (
+                f"| {heads}, {groups}, {width} | {name} ({len(lengths)}) | {errors['varlen'][0]:.1e} | "
+                f"{', '.join(f'{e:.1e}' for e in errors['varlen'][1:])} | "
+                f"{', '.join(f'{e:.1e}' for e in errors['bucketed'])} | {taken['varlen'] * 1e3:.2f} | "
+                f"{speed / 1e12:.0f}, {speed / peak:.0%} | {taken['bucketed'] / taken['varlen']:.1f}x |"
+            )
+
+
+# --- update -----------------------------------------------------------------------------------------------------------
+
+
+def flops_of(config: dict[str, Any], lengths: list[int], recompute: bool) -> float:
+    """Of forward and backward: 6 for each weight of a product and token, and attention's (PaLM, 2204.02311, app. B)."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    width = hidden // config["num_attention_heads"]
+    of_layer = hidden * width * 2 * (config["num_attention_heads"] + config["num_key_value_heads"]) + 3 * hidden * inner
+    weights = config["num_hidden_layers"] * of_layer + config["vocab_size"] * hidden
+    scores = config["num_hidden_layers"] * sum(n * n / 2 for n in lengths) * hidden * 4
+    return 6 * weights * sum(lengths) + 3 * scores
+
+
+def update(profile: str | None, impls: list[str], recomputes: list[str]) -> Iterator[str]:
+    from megarl.learn import algorithms
+    from megarl.learn.batching import Sequences, micro_batches
+    from megarl.learn.models.gpt import unwrap
+    from megarl.learn.training import objectives
+    from megarl.learn.training.model import TrainedModel, micro_batching_for
+    from megarl.learn.training.schedule import Head
+
+    parallel = ParallelConfig(backend=BACKEND)
+    initialize(parallel)
+    peak = matmul_speed()
+    sheet = next((speed for part, speed in DATA_SHEET.items() if GPU and part in torch.cuda.get_device_name()), peak)
+    yield (
+        f"{MODEL['num_hidden_layers']} layers of width {MODEL['hidden_size']} (Qwen2.5-1.5B on a GPU), random weights, "
+        f"bfloat16, {TOKENS:,} tokens in one packed micro-batch. A large product runs at {peak / 1e12:.0f} TFLOP/s."
+    )
+    yield ""
+    yield (
+        "| layers | sequences | recompute | log-probs, s | forward + backward, s | optimizer, s | MFU, measured peak | "
+        "MFU, data sheet | peak memory, GiB |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|"
+    shapes = {"long-tailed": lengths_of(TOKENS, TOKENS // 4), "one": [TOKENS]}
+    for impl in impls:
+        for recompute in recomputes:
+            try:
+                settings = ModelConfig(
+                    path="unused",
+                    dtype="bfloat16",
+                    recompute=recompute,
+                    transformer_impl=impl.partition(",")[0],  # type: ignore[arg-type]
+                )
+                limits = micro_batching_for(parallel, TrainerConfig(max_tokens_per_micro_batch=TOKENS))
+                head = Head(MODEL["vocab_size"])
+                model = TrainedModel(MODEL, settings, parallel, head, limits, OptimizerConfig(lr=1e-6))
+                if "unfused" in impl:
+                    if recompute != "none":
+                        continue
+                    unwrap(model.chunks[0]).config.bias_activation_fusion = False
+                for name, lengths in shapes.items():
+                    if name == "one" and recompute != "none":
+                        continue
+                    mask = torch.ones(TOKENS, dtype=torch.bool)
+                    mask[torch.tensor(lengths).cumsum(0) - 1] = False
+                    tokens = torch.randint(0, MODEL["vocab_size"], (TOKENS,))
+                    step = Sequences(tokens, torch.tensor(lengths), mask)
+                    batches = micro_batches(step, limits, 0)
+                    objective = objectives.policy(algorithms.get("sft"), AlgorithmConfig(), step)
+                    if GPU:
+                        torch.cuda.reset_peak_memory_stats()
+                    passes = seconds(lambda: model.backward(step, batches, objective), 3)  # noqa: B023
+                    outputs = seconds(lambda: model.outputs(step, [batches]), 3)  # noqa: B023
+                    stepping = seconds(lambda: model.step(0.0), 3)
+                    if profile and impl == "local" and recompute == "none" and name == "long-tailed":
+                        _profile(lambda: model.backward(step, batches, objective), Path(profile))  # noqa: B023
+                    speed = flops_of(MODEL, lengths, False) / passes
+                    memory = torch.cuda.max_memory_allocated() / 2**30 if GPU else 0.0
+                    yield (
+                        f"| {impl} | {name} ({len(lengths)}) | {recompute} | {outputs:.3f} | {passes:.3f} | {stepping:.3f} "
+                        f"| {speed / peak:.1%} | {speed / sheet:.1%} | {memory:.1f} |"
+                    )
+            except Exception as error:  # one that does not fit is said, and the others are measured
+                yield f"| {impl} | | {recompute} | {type(error).__name__}: {str(error).splitlines()[0][:100]} | | | | | |"
+            model = step = batches = objective = None  # type: ignore[assignment]
+            if GPU:
+                import gc
+
+                gc.collect()
+                torch.cuda.empty_cache()
+
+
+def _profile(step: Callable[[], object], path: Path) -> None:
+    """Where the time of one ``step`` goes, kernel by kernel and op by op, into a text file."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiling
+
+    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * GPU]
+    with profiling(activities=activities) as found:
+        step()
+        _synchronize()
+    averages = found.key_averages()
+    by = "self_cuda_time_total" if GPU else "self_cpu_time_total"
+    path.write_text(
+        averages.table(sort_by=by, row_limit=60, max_name_column_width=90)
+        + averages.table(sort_by="self_cpu_time_total", row_limit=40, max_name_column_width=60)
+    )
+
+
+# --- sync -------------------------------------------------------------------------------------------------------------
+
+
+def sync() -> Iterator[str]:
+    from megarl.weights.architectures import architecture
+
+    size = sum(torch.Size(s).numel() for s in architecture(MODEL).tensors(MODEL).values()) * 2
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_sync_rank, (port, folder), nprocs=2)
+        found = torch.load(Path(folder, "0.pt"))
+    yield f"{size / 1e9:.2f} GB in bfloat16, one trainer rank and one engine rank, two processes on one device; medians of 3."
+    yield ""
+    yield "| way | s | GB/s |"
+    yield "|---|---|---|"
+    for name, taken in found.items():
+        yield f"| {name} | {taken:.3f} | {size / taken / 1e9:.1f} |"
+
+
+def _sync_rank(rank: int, port: int, folder: str) -> None:
+    import torch.distributed as dist
+    from reshard import Between
+
+    from megarl.engine.sync.shared import SharedMemoryReceiver, SharedMemorySender, memory_file
+    from megarl.weights.reshard import execute
+    from megarl.weights.reshard.layouts import MegatronGrid, megatron_layout, vllm_layout
+    from megarl.weights.reshard.plan import build_plan
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    source, destination = megatron_layout(MODEL, MegatronGrid()), vllm_layout(MODEL, 1)
+    plan = build_plan(source, destination)
+    layout, dtype = (source, destination)[rank], torch.bfloat16
+    torch.manual_seed(0)
+    tensors = {name: torch.randn(shape, device=DEVICE).to(dtype) for name, shape in layout.local_shapes(0).items()}
+    files: list[Any] = [None, None]
+    dist.all_gather_object(files, memory_file())
+    link = Between(1 if rank == 0 else 0)
+    shared: Any = (
+        SharedMemorySender(link, frozenset([0]), files[0]) if rank == 0 else SharedMemoryReceiver(link, {0: files[0]})
+    )
+
+    def move(transport: Any, bucket: int, finish: Callable[[], None] = lambda: None) -> None:
+        if rank == 0:
+            execute.send(plan, 0, tensors, transport, dtype=dtype, bucket_bytes=bucket)
+        else:
+            execute.receive(plan, 0, tensors.__getitem__, transport, dtype=dtype, bucket_bytes=bucket)
+        finish()
+
+    def without_digests(way: Callable[[], None]) -> None:
+        kept, execute.slice_digest = execute.slice_digest, lambda values, **_: 0  # type: ignore[assignment]
+        try:
+            way()
+        finally:
+            execute.slice_digest = kept
+
+    ways: dict[str, Callable[[], object]] = {}
+    for mib in (8, 64):
+        way = lambda mib=mib: move(shared, mib << 20, shared.finish)  # noqa: E731
+        ways[f"slices through shared memory, buckets of {mib} MiB"] = way
+        ways[f"the same without the digests of what is sent, {mib} MiB"] = lambda way=way: without_digests(way)
+    ways["slices over sockets, buckets of 64 MiB"] = lambda: move(link, 64 << 20)
+    flat = torch.cat([x.flatten() for x in tensors.values()])
+    pinned = torch.empty(flat.shape, dtype=dtype, pin_memory=GPU)
+    plain = torch.empty(flat.shape, dtype=dtype)
+    for name, memory in (("pageable", plain), ("pinned", pinned)):
+        ways[f"one copy, device to {name} memory"] = lambda memory=memory: rank or memory.copy_(flat)
+        ways[f"one copy, {name} memory to device"] = lambda memory=memory: rank or flat.copy_(memory)
+    ways["one copy within the device"] = lambda: rank or flat.clone()
+    found = {}
+    for name, way in ways.items():
+
+        def together(way: Callable[[], object] = way) -> None:
+            way()
+            _synchronize()
+            dist.barrier()
+
+        found[name] = seconds(together, 3)
+    if rank == 0:
+        torch.save(found, Path(folder, "0.pt"))
+    dist.destroy_process_group()
+
+
+# --- jobs -------------------------------------------------------------------------------------------------------------
+
+STEPS, INTERVAL = 40, 10
+
+
+def jobs(root: Path) -> Iterator[str]:
+    root.mkdir(parents=True, exist_ok=True)
+    yield _outcome(root, "sft", "sft")
+    process = subprocess.Popen(_command(root, "killed", "sft"), stdout=subprocess.DEVNULL, start_new_session=True)
+    latest = root / "killed" / "checkpoints" / "latest_checkpointed_iteration.txt"
+    deadline = time.monotonic() + JOB_S
+    while process.poll() is None and time.monotonic() < deadline:
+        if latest.exists() and int(latest.read_text()) >= STEPS // 2:
+            break
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    yield f"- killed by SIGKILL after the checkpoint of step {latest.read_text() if latest.exists() else None}"
+    yield _outcome(root, "killed", "sft")
+    yield _difference(root / "sft", root / "killed")
+    yield _outcome(root, "dpo", "dpo")
+
+
+JOB_S = 150.0
+
+
+def _command(root: Path, name: str, experiment: str) -> list[str]:
+    return [
+        sys.executable, "-m", "megarl", "train", f"experiment={experiment}", f"run.name={name}",
+        f"run.dir={root / name}", "parallel=tp1", f"parallel.backend={BACKEND}", "model.dtype=bfloat16",
+        f"trainer.steps={STEPS}", f"trainer.checkpoint_interval={INTERVAL}", f"trainer.eval_interval={STEPS // 2}",
+    ]  # fmt: skip
+
+
+def _outcome(root: Path, name: str, experiment: str) -> str:
+    """Run a job to its end; its time and result, or the end of its log."""
+    start, log = time.monotonic(), root / f"{name}.log"
+    with log.open("a") as out:
+        try:
+            code = subprocess.run(_command(root, name, experiment), stdout=out, stderr=out, timeout=JOB_S).returncode
+        except subprocess.TimeoutExpired:
+            code = 124
+    lines = log.read_text().splitlines()
+    if code:
+        return f"- experiment={experiment}: exit code {code}\n```\n" + "\n".join(lines[-40:]) + "\n```"
+    found = [line for line in lines if line.startswith((f"step {STEPS}/", "before", "after"))]
+    return f"- experiment={experiment}: {time.monotonic() - start:.0f} s; " + "; ".join(
+        " ".join(x.split()) for x in found
+    )
+
+
+def _difference(whole: Path, resumed: Path) -> str:
+    """Largest difference of the exported weights of two runs."""
+    from safetensors.torch import load_file
+
+    largest, same = 0.0, True
+    for file in sorted((whole / "hf").glob("*.safetensors")):
+        other = load_file(resumed / "hf" / file.name)
+        for name, tensor in load_file(file).items():
+            same = same and torch.equal(tensor, other[name])
+            largest = max(largest, float((tensor.float() - other[name].float()).abs().max()))
+    return f"- exported weights of the resumed run and of the one that was not killed: {'the same bits' if same else f'at most {largest:.1e} apart'}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["attention", "update", "sync", "jobs"])
+    parser.add_argument("--out", type=Path, help="also write the lines here")
+    parser.add_argument(
+        "--layers", nargs="+", default=["local", "local, unfused"], help='of `update`; or "transformer_engine"'
+    )
+    parser.add_argument("--recompute", nargs="+", default=["none", "selective", "full"], help="of `update`")
+    parser.add_argument("--profile", help="of `update`: a file for where the time of a backward pass goes")
+    parser.add_argument("--root", type=Path, default=Path("runs/gpu"), help="of `jobs`: where runs are kept")
+    arguments = parser.parse_args()
+    found = {
+        "attention": attention,
+        "update": lambda: update(arguments.profile, arguments.layers, arguments.recompute),
+        "sync": sync,
+        "jobs": lambda: jobs(arguments.root.absolute()),
+    }[arguments.what]()
+    text = page.Text()
+    for line in found:
+        text.say(line)
+    if arguments.out:
+        arguments.out.write_text(f"{text}\n")
+
+
+if __name__ == "__main__":
+    main()

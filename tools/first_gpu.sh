@@ -1,0 +1,102 @@
+#!/usr/bin/env bash
+# What to run first on a machine with a GPU: about ten minutes on one card, without a network.
+#
+#   tools/first_gpu.sh [STEP...]
+#
+# PYTHON (default .venv/bin/python, else python3) has megarl's packages; WHEELS, a folder, is where missing ones are
+# installed from. OUT (default runs/first_gpu) gets every step's output. A step that fails or takes too long is said
+# and the others go on; the exit code is the number of steps that failed. Without a GPU nothing is measured: what can
+# run on a CPU runs at toy size, and of the rest it is printed what it would prove.
+set -u
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
+OUT=${OUT:-runs/first_gpu}
+STEPS=${*:-build kernels learner attention update speed sync sanitizer jobs loop}
+mkdir -p "$OUT"
+export PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+failed=0
+card=$(nvidia-smi --query-gpu=name,compute_cap,memory.total,driver_version --format=csv,noheader 2>/dev/null | head -1)
+echo "card: ${card:-none}; $("$PYTHON" -c 'import sys, torch; print("Python", sys.version.split()[0], "torch", torch.__version__)')"
+
+# step NAME SECONDS "what it proves" needs-a-GPU(1|0) COMMAND...
+step() {
+  local name=$1 limit=$2 proves=$3 gpu=$4 code start
+  shift 4
+  case " $STEPS " in *" $name "*) ;; *) return ;; esac
+  echo "== $name: $proves"
+  if [ "$gpu" = 1 ] && [ -z "$card" ]; then
+    echo "   not run: needs a GPU"
+    return
+  fi
+  start=$SECONDS
+  timeout -k 5 "$limit" bash -c '"$@"' _ "$@" >"$OUT/$name.log" 2>&1
+  code=$?
+  tail -n "${LINES_OF_STEP:-40}" "$OUT/$name.log"
+  if [ "$code" = 124 ]; then echo "   did not end within $limit s"; fi
+  echo "== $name: exit code $code, $((SECONDS - start)) s"
+  [ "$code" = 0 ] || failed=$((failed + 1))
+}
+
+gpu_tests() {
+  local workers=
+  "$PYTHON" -c 'import xdist' 2>/dev/null && workers="-n 4"
+  # shellcheck disable=SC2086
+  "$PYTHON" -m pytest -q -p no:cacheprovider $workers -m gpu "$@"
+}
+
+build() {
+  local architecture
+  [ -n "${WHEELS:-}" ] && { "$PYTHON" -m pip install -q --no-index --no-deps "$WHEELS"/*.whl || return; }
+  architecture=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -1 | tr -d .)
+  [ "$architecture" = 90 ] && architecture=90a
+  # shellcheck disable=SC2086
+  "$PYTHON" -m pip install -q --no-deps --no-build-isolation \
+    ${architecture:+-C cmake.define.CMAKE_CUDA_ARCHITECTURES=$architecture-real} -e . &&
+    "$PYTHON" -c 'from megarl.ops import native; print(native.library.CUDA_STATE)'
+}
+
+sanitizer() {
+  local tool code=0
+  for tool in memcheck racecheck initcheck synccheck; do
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 9 --kernel-regex kns=megarl \
+      "$PYTHON" -m pytest -q -p no:cacheprovider -m gpu tests/unit/test_ops_gpu.py tests/unit/test_ops_gpu_policy.py \
+      -k "special_rows or (misaligned and 0-2049) or (digest_equals and 2) or (test_policy and token-ppo_clip-k3)" \
+      >"$OUT/$tool.log" 2>&1 &
+  done
+  for tool in memcheck racecheck initcheck synccheck; do
+    wait -n || code=$?
+  done
+  tail -n 8 "$OUT"/{memcheck,racecheck,initcheck,synccheck}.log
+  return $code
+}
+
+loop() {
+  "$PYTHON" -c 'import vllm' || { echo "not run: vLLM cannot be imported"; return; }
+  "$PYTHON" -m megarl train experiment=quickstart parallel=tp1 parallel.backend=nccl rollout.placement=colocated \
+    model.dtype=bfloat16 trainer.steps=5 run.name=first_gpu "run.dir=$OUT/loop"
+}
+
+export PYTHON OUT
+export -f gpu_tests build sanitizer loop
+tests_of_kernels=$(grep -rl "mark.gpu" tests/unit)
+tests_of_learner=$(grep -rl "mark.gpu" tests/parallel)
+# shellcheck disable=SC2086
+{
+  step build 240 "the extension compiles for this card" 0 build
+  step kernels 150 "kernels give float64's numbers, the same bits in any company, equal digests on both devices" 1 \
+    gpu_tests $tests_of_kernels
+  step learner 150 "updates equal plain transformers on the CPU, TransformerEngine's layers the local ones" 1 \
+    gpu_tests $tests_of_learner
+  step attention 90 "packed attention in bfloat16 against float32" 0 "$PYTHON" benchmarks/gpu.py attention --out "$OUT/attention.md"
+  step update 150 "model FLOPs of an update against the card's" 0 \
+    "$PYTHON" benchmarks/gpu.py update --out "$OUT/update.md" --profile "$OUT/profile.txt"
+  step speed 150 "kernels against the card's bandwidth and what one would use instead" 1 \
+    "$PYTHON" benchmarks/kernels.py
+  step sync 90 "rate of weights from one process to another" 0 "$PYTHON" benchmarks/gpu.py sync --out "$OUT/sync.md"
+  step sanitizer 150 "no bad access, race, read of what nobody wrote" 1 sanitizer
+  step jobs 300 "SFT and DPO on the card; killed and resumed" 1 \
+    "$PYTHON" benchmarks/gpu.py jobs --root "$OUT/jobs" --out "$OUT/jobs.md"
+  step loop 300 "the whole loop with vLLM on this card, every sync proven" 1 loop
+}
+echo "first_gpu: $failed steps failed; outputs in $OUT"
+exit $failed
