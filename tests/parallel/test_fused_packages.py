@@ -146,7 +146,7 @@ def logits_and_gradients(rank: int, path: str) -> list[tuple[torch.Tensor, dict[
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 @pytest.mark.skipif(not HAVE_TE, reason="TransformerEngine is not installed")
 def test_transformer_engine_computes_what_the_local_modules_do(tmp_path: Path) -> None:
-    """In bfloat16, whose 8 bits of mantissa the two round at different places. Never run on hardware."""
+    """In bfloat16, whose 8 bits of mantissa the two round at different places."""
     ((local, local_gradients), (te, te_gradients)) = run_grid(
         1, logits_and_gradients, str(save_tiny_qwen3(tmp_path)), gpus=True
     )[0]

@@ -186,8 +186,8 @@ class ParallelConfig(GridSizes):
     """Share norms and dropout along the sequence among the ``tp`` ranks (Megatron's sequence parallelism): less
     activation memory."""
     backend: Literal["gloo", "nccl"] = "gloo"
-    """gloo: everything on CPUs. nccl: every trainer rank and engine worker on a GPU of its own (never run on hardware:
-    docs/hardware.md)."""
+    """gloo: everything on CPUs. nccl: every trainer rank and engine worker on a GPU of its own (docs/hardware.md:
+    what has run there)."""
 
 
 @dataclass(frozen=True)
