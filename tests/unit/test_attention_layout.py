@@ -72,7 +72,13 @@ def test_a_length_that_cannot_be_shared_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("lengths", "expected"),
-    [([LONG], True), ([LONG, 0, LONG], True), ([2 * LONG, LONG], True), ([LONG - 1], False), ([LONG + 1, LONG + 2], False)],
+    [
+        ([LONG], True),
+        ([LONG, 0, LONG], True),
+        ([2 * LONG, LONG], True),
+        ([LONG - 1], False),
+        ([LONG + 1, LONG + 2], False),
+    ],
 )
 def test_which_sequences_need_no_kernel_for_packed_ones(lengths: list[int], expected: bool) -> None:
     assert buckets(torch.tensor(lengths)).are_long_and_full == expected
