@@ -216,7 +216,7 @@ def _local_implementations() -> None:
         module.multi_tensor_applier = utils.local_multi_tensor_applier
         module.multi_tensor_scale_impl = utils.local_multi_tensor_scale
     clip_grads.l2_norm_impl = utils.local_multi_tensor_l2_norm
-    moe_utils.te_general_gemm = None
+    moe_utils.te_general_gemm = None  # None already beside TransformerEngine 2.11, which lacks a name of its import
 
 
 def _absent_transformer_engine() -> None:
