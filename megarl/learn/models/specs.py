@@ -34,7 +34,7 @@ def check_implementation(model: ModelConfig, parallel: ParallelConfig) -> None:
     except (ImportError, OSError) as error:  # OSError: a CUDA library that it was built for is missing
         raise ConfigError(
             f"model.transformer_impl=transformer_engine, but TransformerEngine cannot be imported ({error}); install "
-            f"transformer-engine[pytorch] for this torch and CUDA, {fix}"
+            f"it for this torch and CUDA as docs/install_gpu.md says, {fix}"
         ) from error
 
 
