@@ -15,7 +15,7 @@ from typing import Any, Literal
 from megarl.core.errors import EngineError
 from megarl.engine.client.auth import bearer
 from megarl.engine.client.names import last_lines
-from megarl.engine.client.probe import Probed
+from megarl.engine.client.probe import Probed, Scores
 
 _POLL_S = 0.1
 _REPORT_S = 5.0
@@ -187,35 +187,20 @@ class EngineControl:
         return answers
 
     def probe(self, token_ids: Sequence[int], *, decode: int = 0, first: bool = False) -> Probed:
-        """Log-probs of ``token_ids[1:]``, each given those before it; where ``decode`` is above 0, of so many tokens
-        that the engine samples after them too, as it decodes and as it computes them again in a prompt.
-
-        A prompt whose log-probs are asked for is computed whole: no keys and values are taken from the prefix cache.
+        """Log-probs of ``token_ids[1:]``, each given those before it, and of ``decode`` tokens that the engine samples
+        after them: as it decodes, and computed again in a prompt, for which vLLM takes nothing from its prefix cache.
 
         Args:
             first: Before requests that wait; of an engine with ``sync.pause=keep`` alone, which has priorities.
         """
-        # The first token comes out of the prompt's own pass.
-        prefill, tokens, sampled = self._score(token_ids, decode + 1 if decode else 1, first)
-        if not decode:
-            return Probed(prefill)
-        again, _, _ = self._score([*token_ids, *tokens], 1, first)
-        return Probed(prefill, sampled[1:], again[-decode:])
+        text = self._scores(token_ids, decode + 1, first)  # the first token comes out of the prompt's own pass
+        again = self._scores([*token_ids, *text.tokens], 1, first).prompt[-decode:] if decode else []
+        return Probed(text.prompt, text.sampled[1:], again)
 
-    def _score(self, token_ids: Sequence[int], sample: int, first: bool) -> tuple[list[float], list[int], list[float]]:
-        """Log-probs of ``token_ids[1:]``; ``sample`` tokens that follow them, and theirs."""
-        sampling = {"max_tokens": sample, "temperature": 1.0, "seed": 0, "logprobs": 0, "prompt_logprobs": 0}
-        sampling |= {"ignore_eos": True, "detokenize": False}
-        body = {"token_ids": list(token_ids), "sampling_params": sampling} | ({"priority": -1} if first else {})
-        answer = self._call("POST", "/inference/v1/generate", body)
+    def _scores(self, token_ids: Sequence[int], sample: int, first: bool) -> Scores:
+        answer = self._call("POST", "/inference/v1/generate", Scores.request(token_ids, sample, first=first))
         try:
-            entries = answer["prompt_logprobs"][1:]
-            prompt = [entry[str(token)]["logprob"] for entry, token in zip(entries, token_ids[1:], strict=True)]
-            [choice] = answer["choices"]
-            sampled = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-            if not len(sampled) == len(choice["token_ids"]) == sample:
-                raise ValueError(f"{sample} tokens were asked for")
-            return prompt, choice["token_ids"], sampled
+            return Scores.of(answer, token_ids, sample)
         except (LookupError, TypeError, ValueError) as error:
             raise self._malformed("POST /inference/v1/generate", str(answer)[:200]) from error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megarl.core.errors import WeightsDiffer
 
@@ -18,11 +18,40 @@ class Probed(NamedTuple):
     """An engine's log-probs, at temperature 1."""
 
     prefill: Sequence[float]
-    """Of the probe text's tokens from the second on, computed as a prompt's."""
+    """Those of the probe text's tokens from the second on, computed as a prompt's."""
     decode: Sequence[float] = ()
-    """Of tokens that it sampled after the text, one at a time: on a GPU by captured graphs."""
+    """Those of tokens that it sampled after the text, one at a time: on a GPU by captured graphs."""
     again: Sequence[float] = ()
-    """Of the same tokens, computed as a prompt's."""
+    """Those of the same tokens, computed as a prompt's."""
+
+
+class Scores(NamedTuple):
+    """Log-probs in an engine's answer to one request, at temperature 1."""
+
+    prompt: list[float]
+    """Those of the prompt's tokens from the second on."""
+    tokens: list[int]
+    """Sampled after the prompt."""
+    sampled: list[float]
+    """Their log-probs."""
+
+    @staticmethod
+    def request(token_ids: Sequence[int], sample: int, *, first: bool) -> dict[str, Any]:
+        """Body of vLLM's ``/inference/v1/generate``; ``first``: before requests that wait."""
+        sampling = {"max_tokens": sample, "temperature": 1.0, "seed": 0, "logprobs": 0, "prompt_logprobs": 0}
+        sampling |= {"ignore_eos": True, "detokenize": False}
+        return {"token_ids": list(token_ids), "sampling_params": sampling} | ({"priority": -1} if first else {})
+
+    @classmethod
+    def of(cls, answer: Any, token_ids: Sequence[int], sample: int) -> Scores:
+        """Read an answer. Raises LookupError, TypeError or ValueError where it is none to that request."""
+        entries = answer["prompt_logprobs"][1:]
+        prompt = [entry[str(token)]["logprob"] for entry, token in zip(entries, token_ids[1:], strict=True)]
+        [choice] = answer["choices"]
+        sampled = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        if not len(sampled) == len(choice["token_ids"]) == sample:
+            raise ValueError(f"{sample} tokens were asked for")
+        return cls(prompt, choice["token_ids"], sampled)
 
 
 @dataclass(frozen=True)
