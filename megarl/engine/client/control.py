@@ -189,9 +189,7 @@ class EngineControl:
     def probe(self, token_ids: Sequence[int], *, decode: int = 0, first: bool = False) -> Probed:
         """Log-probs of ``token_ids[1:]``, each given those before it, and of ``decode`` tokens that the engine samples
         after them: as it decodes, and computed again in a prompt, for which vLLM takes nothing from its prefix cache.
-
-        Args:
-            first: Before requests that wait; of an engine with ``sync.pause=keep`` alone, which has priorities.
+        ``first``: before requests that wait; of an engine with ``sync.pause=keep`` alone, which has priorities.
         """
         text = self._scores(token_ids, decode + 1, first)  # the first token comes out of the prompt's own pass
         again = self._scores([*token_ids, *text.tokens], 1, first).prompt[-decode:] if decode else []
