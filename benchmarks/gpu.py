@@ -1,4 +1,4 @@
-"""What a card gives the trainer: ``python benchmarks/gpu.py attention|update|sync|jobs [--out FILE]``.
+"""What a card gives the trainer: ``python benchmarks/gpu.py attention|update|sync|jobs [--write]``.
 
 - ``attention``: packed attention in bfloat16 by torch's kernel, its outputs and gradients against float32, and its time
   beside the path that float32 takes.
@@ -13,6 +13,7 @@ Without a GPU the same code runs at toy size on the CPU, which proves that it ru
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import signal
 import socket
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +109,9 @@ def initialize(parallel: ParallelConfig) -> None:
 
 
 def attention() -> Iterator[str]:
-    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
 
-    from megarl.learn.models.attention import CoreAttention, layout_of
+    from megarl.learn.models.attention import CoreAttention
     from megarl.learn.models.gpt import transformer_config
 
     parallel = ParallelConfig(backend=BACKEND)
@@ -125,61 +126,60 @@ def attention() -> Iterator[str]:
         "ms, forward + backward | TFLOP/s, of the product's | bucketed path's time |"
     )
     yield "|---|---|---|---|---|---|---|---|"
-    for heads, groups, width in HEADS:
+    for heads in HEADS:
         cases = {"long-tailed": lengths_of(TOKENS, TOKENS // 4), "one": [TOKENS]}
-        if width == 128:
+        if heads == HEADS[0]:
             cases |= {
                 "equal": [TOKENS // 4] * 4,
                 "equal, short": [TOKENS // 16] * 16,
-                "two thirds": [2 * TOKENS // 3, TOKENS // 3],
+                "two": [2 * TOKENS // 3, TOKENS - 2 * TOKENS // 3],
             }
         for name, lengths in cases.items():
-            torch.manual_seed(heads)
-            q, k, v, up = (
-                torch.randn(TOKENS, n, width, device=DEVICE).bfloat16() for n in (heads, groups, groups, heads)
-            )
-            cu = torch.tensor([0, *lengths]).cumsum(0).int().to(DEVICE)
-            params = PackedSeqParams(
-                qkv_format="thd",
-                cu_seqlens_q=cu,
-                cu_seqlens_kv=cu,
-                max_seqlen_q=max(lengths),
-                max_seqlen_kv=max(lengths),
-            )
-            layout = layout_of(params, 1)
-            paths: dict[str, Callable[..., torch.Tensor]] = {
-                "varlen": (lambda *x, p=params, at=layout: core._varlen(*x, p, at)) if GPU else (lambda *x, at=layout: core._bucketed(*x, at)),
-                "bucketed": lambda *x, at=layout: core._bucketed(*x, at),
-            }  # fmt: skip
+            yield _attention_row(core, heads, name, lengths, peak)
 
-            def run(
-                path: Callable[..., torch.Tensor], *inputs: torch.Tensor, up: torch.Tensor = up
-            ) -> list[torch.Tensor]:
-                leaves = [x.detach().requires_grad_() for x in inputs]
-                out = path(*leaves)
-                return [out.detach(), *torch.autograd.grad(out, leaves, up.view_as(out).to(out.dtype))]
 
-            want = run(paths["bucketed"], q.float(), k.float(), v.float())
-            errors = {}
-            for path, function in paths.items():
-                got = run(function, q, k, v)
-                errors[path] = [float((a.float() - b).norm() / b.norm()) for a, b in zip(got, want, strict=True)]
-            del want
-            taken = {path: seconds(lambda f=function: run(f, q, k, v)) for path, function in paths.items()}
-            work = 3.5 * 4 * sum(n * n / 2 for n in lengths) * heads * width
-            speed = work / taken["varlen"]
-            yield (
-                f"| {heads}, {groups}, {width} | {name} ({len(lengths)}) | {errors['varlen'][0]:.1e} | "
-                f"{', '.join(f'{e:.1e}' for e in errors['varlen'][1:])} | "
-                f"{', '.join(f'{e:.1e}' for e in errors['bucketed'])} | {taken['varlen'] * 1e3:.2f} | "
-                f"{speed / 1e12:.0f}, {speed / peak:.0%} | {taken['bucketed'] / taken['varlen']:.1f}x |"
-            )
+def _attention_row(core: Any, heads: tuple[int, int, int], name: str, lengths: list[int], peak: float) -> str:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from megarl.learn.models.attention import layout_of
+
+    queries, groups, width = heads
+    torch.manual_seed(queries)
+    *qkv, upstream = (
+        torch.randn(TOKENS, n, width, device=DEVICE).bfloat16() for n in (queries, groups, groups, queries)
+    )
+    cu, longest = torch.tensor([0, *lengths]).cumsum(0).int().to(DEVICE), max(lengths)
+    params = PackedSeqParams("thd", cu, cu, max_seqlen_q=longest, max_seqlen_kv=longest)
+    layout = layout_of(params, 1)
+
+    def run(path: str, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        if path == "varlen" and GPU:  # torch has no such kernel for CPUs
+            out = core._varlen(*leaves, params, layout)
+        else:
+            out = core._bucketed(*leaves, layout)
+        return [out.detach(), *torch.autograd.grad(out, leaves, upstream.view_as(out).to(out.dtype))]
+
+    want = run("bucketed", *(x.float() for x in qkv))
+    errors, taken = {}, {}
+    for path in ("varlen", "bucketed"):
+        got = run(path, *qkv)
+        errors[path] = [f"{float((a.float() - b).norm() / b.norm()):.1e}" for a, b in zip(got, want, strict=True)]
+    del want, got
+    for path in errors:
+        taken[path] = seconds(partial(run, path, *qkv))
+    speed = 3.5 * 4 * sum(n * n / 2 for n in lengths) * queries * width / taken["varlen"]
+    return (
+        f"| {queries}, {groups}, {width} | {name} ({len(lengths)}) | {errors['varlen'][0]} | "
+        f"{', '.join(errors['varlen'][1:])} | {', '.join(errors['bucketed'])} | {taken['varlen'] * 1e3:.2f} | "
+        f"{speed / 1e12:.0f}, {speed / peak:.0%} | {taken['bucketed'] / taken['varlen']:.1f}x |"
+    )
 
 
 # --- update -----------------------------------------------------------------------------------------------------------
 
 
-def flops_of(config: dict[str, Any], lengths: list[int], recompute: bool) -> float:
+def flops_of(config: dict[str, Any], lengths: list[int]) -> float:
     """Of forward and backward: 6 for each weight of a product and token, and attention's (PaLM, 2204.02311, app. B)."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     width = hidden // config["num_attention_heads"]
@@ -189,14 +189,7 @@ def flops_of(config: dict[str, Any], lengths: list[int], recompute: bool) -> flo
     return 6 * weights * sum(lengths) + 3 * scores
 
 
-def update(profile: str | None, impls: list[str], recomputes: list[str]) -> Iterator[str]:
-    from megarl.learn import algorithms
-    from megarl.learn.batching import Sequences, micro_batches
-    from megarl.learn.models.gpt import unwrap
-    from megarl.learn.training import objectives
-    from megarl.learn.training.model import TrainedModel, micro_batching_for
-    from megarl.learn.training.schedule import Head
-
+def update(profile: str | None, layers: list[str], recomputes: list[str]) -> Iterator[str]:
     parallel = ParallelConfig(backend=BACKEND)
     initialize(parallel)
     peak = matmul_speed()
@@ -211,53 +204,57 @@ def update(profile: str | None, impls: list[str], recomputes: list[str]) -> Iter
         "MFU, data sheet | peak memory, GiB |"
     )
     yield "|---|---|---|---|---|---|---|---|---|"
-    shapes = {"long-tailed": lengths_of(TOKENS, TOKENS // 4), "one": [TOKENS]}
-    for impl in impls:
+    for which in layers:
         for recompute in recomputes:
-            try:
-                settings = ModelConfig(
-                    path="unused",
-                    dtype="bfloat16",
-                    recompute=recompute,
-                    transformer_impl=impl.partition(",")[0],  # type: ignore[arg-type]
-                )
-                limits = micro_batching_for(parallel, TrainerConfig(max_tokens_per_micro_batch=TOKENS))
-                head = Head(MODEL["vocab_size"])
-                model = TrainedModel(MODEL, settings, parallel, head, limits, OptimizerConfig(lr=1e-6))
-                if "unfused" in impl:
-                    if recompute != "none":
-                        continue
-                    unwrap(model.chunks[0]).config.bias_activation_fusion = False
-                for name, lengths in shapes.items():
-                    if name == "one" and recompute != "none":
-                        continue
-                    mask = torch.ones(TOKENS, dtype=torch.bool)
-                    mask[torch.tensor(lengths).cumsum(0) - 1] = False
-                    tokens = torch.randint(0, MODEL["vocab_size"], (TOKENS,))
-                    step = Sequences(tokens, torch.tensor(lengths), mask)
-                    batches = micro_batches(step, limits, 0)
-                    objective = objectives.policy(algorithms.get("sft"), AlgorithmConfig(), step)
-                    if GPU:
-                        torch.cuda.reset_peak_memory_stats()
-                    passes = seconds(lambda: model.backward(step, batches, objective), 3)  # noqa: B023
-                    outputs = seconds(lambda: model.outputs(step, [batches]), 3)  # noqa: B023
-                    stepping = seconds(lambda: model.step(0.0), 3)
-                    if profile and impl == "local" and recompute == "none" and name == "long-tailed":
-                        _profile(lambda: model.backward(step, batches, objective), Path(profile))  # noqa: B023
-                    speed = flops_of(MODEL, lengths, False) / passes
-                    memory = torch.cuda.max_memory_allocated() / 2**30 if GPU else 0.0
-                    yield (
-                        f"| {impl} | {name} ({len(lengths)}) | {recompute} | {outputs:.3f} | {passes:.3f} | {stepping:.3f} "
-                        f"| {speed / peak:.1%} | {speed / sheet:.1%} | {memory:.1f} |"
+            for name, lengths in {"long-tailed": lengths_of(TOKENS, TOKENS // 4), "one": [TOKENS]}.items():
+                if name == "one" and recompute != "none":
+                    continue
+                kept = profile if (which, recompute, name) == ("local", "none", "long-tailed") else None
+                try:
+                    *taken, memory = _update_of(parallel, which, recompute, lengths, kept)
+                    speed = flops_of(MODEL, lengths) / taken[1]
+                    found = " | ".join(
+                        [*(f"{t:.3f}" for t in taken), f"{speed / peak:.1%}", f"{speed / sheet:.1%}", f"{memory:.1f}"]
                     )
-            except Exception as error:  # one that does not fit is said, and the others are measured
-                yield f"| {impl} | | {recompute} | {type(error).__name__}: {str(error).splitlines()[0][:100]} | | | | | |"
-            model = step = batches = objective = None  # type: ignore[assignment]
-            if GPU:
-                import gc
-
+                except Exception as error:  # one that does not fit is said, and the others are measured
+                    found = f"{type(error).__name__}: {str(error).splitlines()[0][:100]} | | | | |"
+                yield f"| {which} | {name} ({len(lengths)}) | {recompute} | {found} |"
                 gc.collect()
-                torch.cuda.empty_cache()
+                if GPU:
+                    torch.cuda.empty_cache()
+
+
+def _update_of(
+    parallel: ParallelConfig, which: str, recompute: Any, lengths: list[int], profile: str | None
+) -> list[float]:
+    """Seconds of log-probs, of forward and backward, of the optimizer's step; the peak of memory in GiB."""
+    from megarl.learn import algorithms
+    from megarl.learn.batching import Sequences, micro_batches
+    from megarl.learn.models.gpt import unwrap
+    from megarl.learn.training import objectives
+    from megarl.learn.training.model import TrainedModel, micro_batching_for
+    from megarl.learn.training.schedule import Head
+
+    impl: Any = which.partition(",")[0]
+    settings = ModelConfig(path="unused", dtype="bfloat16", recompute=recompute, transformer_impl=impl)
+    limits = micro_batching_for(parallel, TrainerConfig(max_tokens_per_micro_batch=TOKENS))
+    model = TrainedModel(MODEL, settings, parallel, Head(MODEL["vocab_size"]), limits, OptimizerConfig(lr=1e-6))
+    if "unfused" in which:
+        config: Any = unwrap(model.chunks[0]).config
+        config.bias_activation_fusion = False
+    mask = torch.ones(TOKENS, dtype=torch.bool)
+    mask[torch.tensor(lengths).cumsum(0) - 1] = False
+    step = Sequences(torch.randint(0, MODEL["vocab_size"], (TOKENS,)), torch.tensor(lengths), mask)
+    batches = micro_batches(step, limits, 0)
+    objective = objectives.policy(algorithms.get("sft"), AlgorithmConfig(), step)
+    if GPU:
+        torch.cuda.reset_peak_memory_stats()
+    passes = seconds(lambda: model.backward(step, batches, objective), 3)
+    outputs = seconds(lambda: model.outputs(step, [batches]), 3)
+    stepping = seconds(lambda: model.step(0.0), 3)
+    if profile:
+        _profile(lambda: model.backward(step, batches, objective), Path(profile))
+    return [outputs, passes, stepping, torch.cuda.max_memory_allocated() / 2**30 if GPU else 0.0]
 
 
 def _profile(step: Callable[[], object], path: Path) -> None:
@@ -290,7 +287,10 @@ def sync() -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_sync_rank, (port, folder), nprocs=2)
         found = torch.load(Path(folder, "0.pt"))
-    yield f"{size / 1e9:.2f} GB in bfloat16, one trainer rank and one engine rank, two processes on one device; medians of 3."
+    yield (
+        f"{size / 1e9:.2f} GB in bfloat16, one trainer rank and one engine rank, two processes on one device; medians "
+        "of 3."
+    )
     yield ""
     yield "| way | s | GB/s |"
     yield "|---|---|---|"
@@ -422,13 +422,14 @@ def _difference(whole: Path, resumed: Path) -> str:
         for name, tensor in load_file(file).items():
             same = same and torch.equal(tensor, other[name])
             largest = max(largest, float((tensor.float() - other[name].float()).abs().max()))
-    return f"- exported weights of the resumed run and of the one that was not killed: {'the same bits' if same else f'at most {largest:.1e} apart'}"
+    found = "the same bits" if same else f"at most {largest:.1e} apart"
+    return f"- exported weights of the resumed run and of the one that was not killed: {found}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["attention", "update", "sync", "jobs"])
-    parser.add_argument("--out", type=Path, help="also write the lines here")
+    parser.add_argument("--write", action="store_true", help="also write the lines into docs/benchmarks/gpu.md")
     parser.add_argument(
         "--layers", nargs="+", default=["local", "local, unfused"], help='of `update`; or "transformer_engine"'
     )
@@ -445,8 +446,8 @@ def main() -> None:
     text = page.Text()
     for line in found:
         text.say(line)
-    if arguments.out:
-        arguments.out.write_text(f"{text}\n")
+    if arguments.write:
+        page.write("benchmarks/gpu.md", str(text), f"benchmarks/gpu.py {arguments.what}")
 
 
 if __name__ == "__main__":

@@ -294,6 +294,38 @@ def digest() -> Iterator[Race]:
         yield race
 
 
+def alone(speed: float) -> Iterator[str]:
+    """Times of the log-prob's kernels themselves, by torch's profiler: without launches and what autograd adds. The
+    gradient goes into another buffer, so that a buffer can be used again."""
+    yield "\n**log-prob + entropy, kernels alone**\n"
+    yield "| logits | forward, µs | of one read | backward, µs | of a read and a write |"
+    yield "|---|---|---|---|---|"
+    sizes = [(151_936 // cut, torch.bfloat16) for cut in (1, 2, 4, 8)]
+    for vocab, dtype in [*sizes, (32_000, torch.bfloat16), (32_000, torch.float32)]:
+        logits = torch.randn(8192, vocab, device=DEVICE).to(dtype)
+        targets = torch.randint(0, vocab, (8192,), device=DEVICE)
+
+        def step(logits: torch.Tensor = logits, targets: torch.Tensor = targets, vocab: int = vocab) -> None:
+            leaf = logits.detach().requires_grad_()
+            logp, entropy = ops.vocab_parallel_logprob(
+                leaf.view_as(leaf), targets, vocab_size=vocab, inplace_backward=False
+            )
+            (logp.sum() + 0.01 * entropy.sum()).backward()
+
+        step()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+            for _ in range(20):
+                step()
+            torch.cuda.synchronize()
+        times = [
+            sum(e.self_device_time_total for e in found.key_averages() if name in e.key) / 20
+            for name in ("local_kernel", "backward_kernel")
+        ]
+        shares = [time / 1e6 / (n * logits.nbytes / speed) for n, time in zip((1, 2), times, strict=True)]
+        cells = " | ".join(f"{time:.0f} | {share:.2f}×" for time, share in zip(times, shares, strict=True))
+        yield f"| 8192 × {vocab} {_short(dtype)} | {cells} |"
+
+
 # --- measuring -------------------------------------------------------------------------------------------------------
 
 
@@ -420,8 +452,12 @@ def main() -> None:
         for line in table(suite(), speed, options.repeats):
             print(line, flush=True)
             lines.append(line)
+    if GPU and not options.only:
+        for line in alone(speed):
+            print(line, flush=True)
+            lines.append(line)
     if options.write:
-        page.write("benchmarks/kernels.md", "\n".join(lines))
+        page.write("benchmarks/kernels.md", "\n".join(lines), "benchmarks/kernels.py gpu" if GPU else None)
 
 
 def _one_rank() -> None:

@@ -87,15 +87,15 @@ tests_of_learner=$(grep -rl "mark.gpu" tests/parallel)
     gpu_tests $tests_of_kernels
   step learner 150 "updates equal plain transformers on the CPU, TransformerEngine's layers the local ones" 1 \
     gpu_tests $tests_of_learner
-  step attention 90 "packed attention in bfloat16 against float32" 0 "$PYTHON" benchmarks/gpu.py attention --out "$OUT/attention.md"
+  step attention 90 "packed attention in bfloat16 against float32" 0 "$PYTHON" benchmarks/gpu.py attention
   step update 150 "model FLOPs of an update against the card's" 0 \
-    "$PYTHON" benchmarks/gpu.py update --out "$OUT/update.md" --profile "$OUT/profile.txt"
+    "$PYTHON" benchmarks/gpu.py update --profile "$OUT/profile.txt"
   step speed 150 "kernels against the card's bandwidth and what one would use instead" 1 \
     "$PYTHON" benchmarks/kernels.py
-  step sync 90 "rate of weights from one process to another" 0 "$PYTHON" benchmarks/gpu.py sync --out "$OUT/sync.md"
+  step sync 90 "rate of weights from one process to another" 0 "$PYTHON" benchmarks/gpu.py sync
   step sanitizer 150 "no bad access, race, read of what nobody wrote" 1 sanitizer
   step jobs 300 "SFT and DPO on the card; killed and resumed" 1 \
-    "$PYTHON" benchmarks/gpu.py jobs --root "$OUT/jobs" --out "$OUT/jobs.md"
+    "$PYTHON" benchmarks/gpu.py jobs --root "$OUT/jobs"
   step loop 300 "the whole loop with vLLM on this card, every sync proven" 1 loop
 }
 echo "first_gpu: $failed steps failed; outputs in $OUT"

@@ -33,6 +33,8 @@ class PublishedWeights:
     """The trainer's log-probs of ``probe[1:]`` at temperature 1."""
     tolerance: float
     """Largest difference that the engine's may have from them."""
+    decode: int = 0
+    """Tokens that the engine samples after the probe text."""
 
     def write(self, folder: Path) -> None:
         """Write the manifest, which makes the folder whole. Raises OSError."""

@@ -27,6 +27,25 @@ class FaultyWorker(WorkerExtension):
         stale[1, 2, 3] += 1
         attention.W_UV = torch.nn.Parameter(stale, requires_grad=False)
 
+    def fault_stale_decode(self) -> None:
+        """From now on tokens are decoded with the weights of now, whatever comes: as a captured graph does that reads
+        memory which an update has replaced. Prompts are computed with the weights that were stored last."""
+        model = self.model_runner.model
+        old = [(module, _weights_of(module)) for module in model.modules()]
+        forward = model.forward
+
+        def stale(input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if len(input_ids) > 1:
+                return forward(input_ids, *args, **kwargs)
+            new = [(module, _weights_of(module)) for module in model.modules()]
+            _put(old)
+            try:
+                return forward(input_ids, *args, **kwargs)
+            finally:
+                _put(new)
+
+        model.forward = stale
+
     def fault_change_head(self) -> tuple[str, bool]:
         """The LM head's own weight changes; returns the type of the logits and whether they have changed."""
         model = self.model_runner.model
@@ -35,6 +54,21 @@ class FaultyWorker(WorkerExtension):
         model.lm_head.weight.data[1, 2] += 8
         after = model.compute_logits(hidden)
         return str(after.dtype), not torch.equal(before, after)
+
+
+def _weights_of(module: Any) -> dict[str, Any]:
+    """Copies of a module's own weights, and the packed form that it computes from."""
+    packed = {"cpu_linear": module.cpu_linear} if "cpu_linear" in vars(module) else {}
+    return {name: p.data.clone() for name, p in module.named_parameters(recurse=False)} | packed
+
+
+def _put(weights: list[tuple[Any, dict[str, Any]]]) -> None:
+    for module, values in weights:
+        for name, value in values.items():
+            if name == "cpu_linear":
+                module.cpu_linear = value
+            else:
+                getattr(module, name).data.copy_(value)
 
 
 _REPACK = writer._repack_experts

@@ -158,7 +158,7 @@ def test_seeded_prompts_beyond_one_prefill_batch(engine: RunningEngine) -> None:
 def test_probe_is_the_log_prob_of_given_tokens(engine: RunningEngine, model: Qwen3ForCausalLM) -> None:
     tokens = [1, 9, 77, 150, 199, 4, 4, 31]
     expected = transformers_logp(model, tokens[:1], tokens[1:]).numpy()
-    np.testing.assert_allclose(engine.control.probe(tokens), expected, atol=FP32_TOLERANCE)
+    np.testing.assert_allclose(engine.control.probe(tokens).prefill, expected, atol=FP32_TOLERANCE)
 
 
 def test_answers_arrive_one_by_one(engine: RunningEngine) -> None:

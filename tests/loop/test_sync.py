@@ -17,7 +17,7 @@ from megarl.core.errors import EngineError, WeightsDiffer, WeightSyncError
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.client import Prompt, Sampling
 from megarl.engine.client.names import UNTIL_PUBLISHED
-from megarl.engine.client.probe import ProbeText, check_probe
+from megarl.engine.client.probe import Probed, ProbeText, check_probe
 from megarl.engine.sync.shared import SharedMemorySender
 from megarl.learn.training.optimizer_digests import digest_of
 from megarl.train.sync.publish import LEAST_BUCKET
@@ -101,13 +101,13 @@ def test_one_perturbed_weight_changes_the_log_probs_as_transformers_says(
 ) -> None:
     tokens = [1, 9, 77, 150, 199, 4, 4, 31]
     ranks.publish_whole(model)
-    before = torch.tensor(engine.control.probe(tokens))
+    before = torch.tensor(engine.control.probe(tokens).prefill)
     other = perturbed(model, 0)
     other.load_state_dict(model.state_dict())
     with torch.no_grad():
         other.model.layers[1].mlp.down_proj.weight[3, 5] += 1.0
     ranks.publish_whole(other)
-    after = torch.tensor(engine.control.probe(tokens))
+    after = torch.tensor(engine.control.probe(tokens).prefill)
     predicted = transformers_logp(other, tokens[:1], tokens[1:]) - transformers_logp(model, tokens[:1], tokens[1:])
     assert predicted.abs().max() > 1e-3
     torch.testing.assert_close(after - before, predicted, atol=FP32_TOLERANCE, rtol=0)
@@ -309,10 +309,15 @@ def test_the_probe_compares_both_sides(engine: RunningEngine, ranks: Ranks, mode
 
 
 def test_check_probe_takes_no_nan_for_agreement() -> None:
-    assert check_probe([-1.0, -2.0], [-1.0, -2.0005], 1e-3).position == 1
-    for engine_logp in ([-1.0, float("nan")], [float("nan"), -2.0]):
-        with pytest.raises(WeightSyncError):
-            check_probe(engine_logp, [-1.0, -2.0], 1e-3)
+    assert check_probe(Probed([-1.0, -2.0]), [-1.0, -2.0005], 1e-3).position == 1
+    for wrong in ([-1.0, float("nan")], [float("nan"), -2.0]):
+        for probed in (
+            Probed(wrong),
+            Probed([-1.0, -2.0], wrong, [-1.0, -2.0]),
+            Probed([-1.0, -2.0], [-1.0] * 2, wrong),
+        ):
+            with pytest.raises(WeightSyncError):
+                check_probe(probed, [-1.0, -2.0], 1e-3)
 
 
 def test_an_engine_of_a_job_answers_nothing_before_it_has_the_jobs_weights(

@@ -238,6 +238,23 @@ def test_experts_left_unpacked_are_found(tmp_path: Path, zygote: Zygote) -> None
 
 
 @pytest.mark.slow
+def test_a_decode_path_that_keeps_old_weights_is_found(tmp_path: Path, zygote: Zygote) -> None:
+    """Digests of the parameters agree, and so does a prompt's pass: only sampled tokens show it (NeMo-RL#2895)."""
+    tokens = [1, 9, 77, 150, 199, 4, 4, 31]
+    with engine_of(Cell("qwen3", TP2), tmp_path, zygote, FAULTY) as (engine, ranks, model):
+        ranks.publish_whole(model)
+        engine.control.workers("fault_stale_decode")
+        logp = transformers_logp(model, tokens[:1], tokens[1:]).tolist()
+        for difference in ranks.call(lambda rank, p: p.probe(probe(tokens, logp if rank == 0 else []))):
+            assert isinstance(difference, float), difference
+        new = perturbed(model, 1)
+        ranks.publish_whole(new)
+        logp = transformers_logp(new, tokens[:1], tokens[1:]).tolist()
+        for failure in ranks.call(lambda rank, p: p.probe(probe(tokens, logp if rank == 0 else []))):
+            assert isinstance(failure, WeightSyncError) and "the engine's decode gave token" in str(failure), failure
+
+
+@pytest.mark.slow
 def test_absorbed_latent_weights_are_read_back(tmp_path: Path, zygote: Zygote) -> None:
     """Sampled tokens go through matrices made from kv_b_proj: its digest is of those."""
     with engine_of(Cell("deepseek_v3", TP2), tmp_path, zygote, FAULTY) as (engine, ranks, model):

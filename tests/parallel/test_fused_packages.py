@@ -1,10 +1,9 @@
-"""TransformerEngine and apex: taken where they are installed, refused in words where they are asked for and absent."""
+"""TransformerEngine and apex: used on a GPU where they are installed, never on a CPU; refused where they are absent."""
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from megarl.core.errors import ConfigError
 from megarl.learn.models.specs import check_implementation
 from tests.parallel.grid import run_grid
 from tests.parallel.models import VOCAB, save_tiny_qwen3
+from tests.parallel.test_megatron_on_cpu import train
 
 try:
     import transformer_engine.pytorch  # noqa: F401
@@ -61,44 +61,97 @@ def test_transformer_engine_without_cuda() -> None:
         check_implementation(TE, ParallelConfig())
 
 
-OPTIMIZERS = """
-import sys
-from megarl.learn.parallel import cpu
-cpu.install()
-import megatron.core.optimizer as optimizer
-from megatron.core.optimizer import distrib_optimizer as distributed
-taken = {optimizer.Adam, distributed.Adam}
-names = [f"{cls.__module__}.{cls.__name__}" for cls in taken]
-print(*names, optimizer.USING_PYTORCH_OPTIMIZER, distributed.HAVE_APEX_OR_TE)
-"""
+OURS = "megarl.learn.parallel.cpu.FusedLayoutAdamW False True"
+FUSED = "transformer_engine.pytorch.optimizers.fused_adam" if HAVE_TE else "apex.optimizers"
 
 
-def optimizers(*folders: Path) -> str:
-    path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", OPTIMIZERS],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+def optimizers(rank: int, device: str) -> str:
+    """Adam and Megatron's flags in a process that takes itself for one on a "cpu" or a "gpu"."""
+    import megatron.core.optimizer as optimizer
+    from megatron.core.optimizer import distrib_optimizer as distributed
+    from megatron.core.transformer import multi_latent_attention  # noqa: F401  before CUDA seems to be there
+
+    from megarl.learn.parallel import cpu
+
+    torch.cuda.is_available = lambda: device == "gpu"
+    cpu.install()
+    taken = {optimizer.Adam, distributed.Adam}
+    names = [f"{cls.__module__}.{cls.__name__}" for cls in taken]
+    return " ".join([*names, str(optimizer.USING_PYTORCH_OPTIMIZER), str(distributed.HAVE_APEX_OR_TE)])
 
 
-def test_a_fused_adam_that_is_installed_is_left_alone(tmp_path: Path) -> None:
-    """Megatron's own flags and classes in a process that has an ``apex``, of which its import takes two names."""
-    package = tmp_path / "apex" / "optimizers"
-    package.mkdir(parents=True)
+def train_beside_it(rank: int, path: str, without: str | None) -> tuple[str, str, list[tuple[float, float]]]:
+    """Module of the norm that Megatron's import took; the optimizers; losses and norms of some steps."""
+    from megatron.core.optimizer import clip_grads
+
+    taken = clip_grads.l2_norm_impl.__module__
+    steps = train(rank, path, ParallelConfig(), "float32", without)
+    return taken, optimizers(rank, "cpu"), steps
+
+
+@pytest.fixture
+def apex(tmp_path: Path) -> Path:
+    """Folder with an ``apex`` and its ``amp_C``: names that Megatron's optimizer imports, none of which computes."""
+    for package in ("optimizers", "multi_tensor_apply"):
+        (tmp_path / "apex" / package).mkdir(parents=True)
     (tmp_path / "apex" / "__init__.py").touch()
-    (package / "__init__.py").write_text(
-        "import torch\nclass FusedAdam(torch.optim.AdamW): pass\nclass FusedSGD(torch.optim.SGD): pass\n"
+    (tmp_path / "apex" / "optimizers" / "__init__.py").write_text(
+        "import torch\n"
+        "class FusedAdam(torch.optim.AdamW):\n"
+        "    def __init__(self, *args, adam_w_mode, **kwargs): super().__init__(*args, **kwargs)\n"
+        "    def step(self, closure=None): raise RuntimeError('CUDA error: FusedAdam')\n"
+        "class FusedSGD(torch.optim.SGD): pass\n"
     )
-    assert optimizers(tmp_path) == "apex.optimizers.FusedAdam False True"
+    (tmp_path / "apex" / "multi_tensor_apply" / "__init__.py").write_text(
+        "def multi_tensor_applier(op, *args): return op(1, *args)\n"
+    )
+    (tmp_path / "amp_C.py").write_text(
+        "def multi_tensor_l2norm(*args): raise RuntimeError('CUDA error: l2norm')\n"
+        "def multi_tensor_scale(*args): raise RuntimeError('CUDA error: scale')\n"
+    )
+    return tmp_path
+
+
+@pytest.fixture
+def beside_apex(apex: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Run a function on the one rank of a CPU, in a new process that finds the package."""
+
+    def run(function: Callable[..., Any], *args: Any) -> Any:
+        monkeypatch.syspath_prepend(str(apex))
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        return run_grid(1, function, *args, gpus=True)[0]  # a fork would have imported Megatron before
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_qwen3(tmp_path_factory.mktemp("qwen3")))
+
+
+def test_on_a_gpu_an_installed_fused_adam_is_left_alone(beside_apex: Callable[..., Any]) -> None:
+    assert beside_apex(optimizers, "gpu") == f"{FUSED}.FusedAdam False True"
 
 
 @pytest.mark.skipif(HAVE_TE, reason="TransformerEngine is installed")
-def test_without_one_ours_takes_its_place() -> None:
-    assert optimizers() == "megarl.learn.parallel.cpu.FusedLayoutAdamW False True"
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_without_one_ours_takes_its_place(device: str) -> None:
+    assert run_grid(1, optimizers, device) == [OURS]
+
+
+def test_a_cpu_trains_beside_an_installed_package(model: str, beside_apex: Callable[..., Any]) -> None:
+    """Bit for bit as without it."""
+    expected = run_grid(1, train, model, ParallelConfig(), "float32", None)[0]
+    taken, adam, found = beside_apex(train_beside_it, model, None)
+    assert taken != "megatron.core.utils", "the package was not found"
+    assert adam == OURS
+    assert found == expected
+
+
+@pytest.mark.parametrize("point", ["_fused_layout_adam", "_local_implementations"])
+def test_each_point_is_needed_there(model: str, beside_apex: Callable[..., Any], point: str) -> None:
+    with pytest.raises(AssertionError, match="CUDA error"):
+        beside_apex(train_beside_it, model, point)
 
 
 def logits_and_gradients(rank: int, path: str) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
@@ -146,7 +199,7 @@ def logits_and_gradients(rank: int, path: str) -> list[tuple[torch.Tensor, dict[
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 @pytest.mark.skipif(not HAVE_TE, reason="TransformerEngine is not installed")
 def test_transformer_engine_computes_what_the_local_modules_do(tmp_path: Path) -> None:
-    """In bfloat16, whose 8 bits of mantissa the two round at different places. Never run on hardware."""
+    """In bfloat16, whose 8 bits of mantissa the two round at different places."""
     ((local, local_gradients), (te, te_gradients)) = run_grid(
         1, logits_and_gradients, str(save_tiny_qwen3(tmp_path)), gpus=True
     )[0]

@@ -120,7 +120,7 @@ def test_samples_of_a_trajectory_are_apart(root: Path, cell: Cell) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 def test_updates_on_a_gpu_equal_plain_transformers_on_the_cpu(tmp_path: Path) -> None:
-    """Float32 on both, whose sums a GPU takes in another order. Never run on hardware."""
+    """Float32 on both, whose sums a GPU takes in another order."""
     cells = [cell for cell in CELLS if cell.grid == "one process"]
     for cell, found in measure(tmp_path, cells, "nccl").items():
         assert found.worst < 10 * TOLERANCE, f"{cell}: {found}"

@@ -192,7 +192,7 @@ def test_a_bfloat16_tower_has_its_frequencies_in_float32(root: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 def test_a_gpu_gives_what_transformers_does_on_the_cpu(root: Path) -> None:
-    """Float32 on both, whose sums a GPU takes in another order. Never run on hardware."""
+    """Float32 on both, whose sums a GPU takes in another order."""
     for of_rank in run_grid(1, on_grid, str(root), 1, "nccl", gpus=True):
         for case, found in of_rank.items():
             assert max(found["logp"], found["loss"], found["gradient"]) < 10 * TOLERANCE, f"{case}: {found}"

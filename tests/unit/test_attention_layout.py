@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.learn.batching.zigzag import share_rows
-from megarl.learn.models.attention_layout import PADDING_BOUND, buckets, packed_layout
+from megarl.learn.models.attention_layout import LONG, PADDING_BOUND, buckets, packed_layout
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 40), st.integers(0, 3000)), min_size=1, max_size=40)
 
@@ -68,3 +68,17 @@ def test_a_layout_takes_from_shares_and_gives_back_to_them(pieces: list[int], cp
 def test_a_length_that_cannot_be_shared_is_refused() -> None:
     with pytest.raises(ValueError, match=r"\[8, 6\] are not all multiples of 2\*cp=4: pad each sequence"):
         share_rows(torch.tensor([8, 6]), 2)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([LONG], True),
+        ([LONG, 0, LONG], True),
+        ([2 * LONG, LONG], True),
+        ([LONG - 1], False),
+        ([LONG + 1, LONG + 2], False),
+    ],
+)
+def test_which_sequences_need_no_kernel_for_packed_ones(lengths: list[int], expected: bool) -> None:
+    assert buckets(torch.tensor(lengths)).are_long_and_full == expected

@@ -48,6 +48,13 @@ def test_one_process_fewer_only_on_one_cpu_rank(tp: int, device: str, alone: boo
     assert ("--moe-backend" in argv) == (device == "cuda")
 
 
+def test_engines_on_gpus_share_them_and_are_eager_where_that_is_asked_for() -> None:
+    for eager in (False, True):
+        rollout = RolloutConfig(max_prompt_tokens=128, enforce_eager=eager)
+        argv, _ = engine_process("m", rollout, ModelConfig(), "127.0.0.1", 1, "cuda")
+        assert argv.count("--enforce-eager") == eager and option(argv, "--gpu-memory-utilization") == "0.01"
+
+
 @pytest.mark.parametrize(
     ("mla", "pp", "compilation"),
     [

@@ -74,6 +74,7 @@ VERL: dict[str, str] = {
     f"{_ROLLOUT}.tensor_model_parallel_size": "rollout.tp",
     f"{_ROLLOUT}.gpu_memory_utilization": "rollout.kv_cache_bytes",
     f"{_ROLLOUT}.max_num_seqs": "rollout.max_num_seqs",
+    f"{_ROLLOUT}.enforce_eager": "rollout.enforce_eager",
     f"{_ROLLOUT}.dtype": "model.dtype",
     "algorithm.adv_estimator": "algorithm=grpo, or another file of configs/algorithm",
     "algorithm.use_kl_in_reward": "algorithm.kl.place=reward",

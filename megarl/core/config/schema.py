@@ -186,8 +186,8 @@ class ParallelConfig(GridSizes):
     """Share norms and dropout along the sequence among the ``tp`` ranks (Megatron's sequence parallelism): less
     activation memory."""
     backend: Literal["gloo", "nccl"] = "gloo"
-    """gloo: everything on CPUs. nccl: every trainer rank and engine worker on a GPU of its own (never run on hardware:
-    docs/hardware.md)."""
+    """gloo: everything on CPUs. nccl: every trainer rank and engine worker on a GPU of its own (docs/hardware.md:
+    what has run there)."""
 
 
 @dataclass(frozen=True)
@@ -365,6 +365,9 @@ class RolloutConfig:
     """Temperature of sampling, and of the log-probs on both sides."""
     max_num_seqs: Count = 512
     """Most sequences that an engine computes at once (vLLM's)."""
+    enforce_eager: bool = False
+    """Engines on GPUs without torch.compile and captured graphs: they start sooner and sample slower (vLLM's). On CPUs
+    they always are."""
     block_size: Annotated[int, Bound(32, 1024, multiple=32)] = 32  # vLLM's CPU attention takes no other
     """Tokens of a block of the KV cache (vLLM's)."""
     kv_cache_bytes: Annotated[int, Bound(2**20)] = 268435456

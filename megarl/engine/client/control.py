@@ -15,6 +15,7 @@ from typing import Any, Literal
 from megarl.core.errors import EngineError
 from megarl.engine.client.auth import bearer
 from megarl.engine.client.names import last_lines
+from megarl.engine.client.probe import Probed
 
 _POLL_S = 0.1
 _REPORT_S = 5.0
@@ -185,18 +186,36 @@ class EngineControl:
             raise EngineError(self._with_log(f"the engine at {self.url} failed in {method}: {failed}"))
         return answers
 
-    def probe(self, token_ids: Sequence[int], *, first: bool = False) -> list[float]:
-        """Log-probs of ``token_ids[1:]``, each given those before it, at temperature 1. Length len(token_ids) - 1.
+    def probe(self, token_ids: Sequence[int], *, decode: int = 0, first: bool = False) -> Probed:
+        """Log-probs of ``token_ids[1:]``, each given those before it; where ``decode`` is above 0, of so many tokens
+        that the engine samples after them too, as it decodes and as it computes them again in a prompt.
+
+        A prompt whose log-probs are asked for is computed whole: no keys and values are taken from the prefix cache.
 
         Args:
             first: Before requests that wait; of an engine with ``sync.pause=keep`` alone, which has priorities.
         """
-        sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+        # The first token comes out of the prompt's own pass.
+        prefill, tokens, sampled = self._score(token_ids, decode + 1 if decode else 1, first)
+        if not decode:
+            return Probed(prefill)
+        again, _, _ = self._score([*token_ids, *tokens], 1, first)
+        return Probed(prefill, sampled[1:], again[-decode:])
+
+    def _score(self, token_ids: Sequence[int], sample: int, first: bool) -> tuple[list[float], list[int], list[float]]:
+        """Log-probs of ``token_ids[1:]``; ``sample`` tokens that follow them, and theirs."""
+        sampling = {"max_tokens": sample, "temperature": 1.0, "seed": 0, "logprobs": 0, "prompt_logprobs": 0}
+        sampling |= {"ignore_eos": True, "detokenize": False}
         body = {"token_ids": list(token_ids), "sampling_params": sampling} | ({"priority": -1} if first else {})
         answer = self._call("POST", "/inference/v1/generate", body)
         try:
             entries = answer["prompt_logprobs"][1:]
-            return [entry[str(token)]["logprob"] for entry, token in zip(entries, token_ids[1:], strict=True)]
+            prompt = [entry[str(token)]["logprob"] for entry, token in zip(entries, token_ids[1:], strict=True)]
+            [choice] = answer["choices"]
+            sampled = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+            if not len(sampled) == len(choice["token_ids"]) == sample:
+                raise ValueError(f"{sample} tokens were asked for")
+            return prompt, choice["token_ids"], sampled
         except (LookupError, TypeError, ValueError) as error:
             raise self._malformed("POST /inference/v1/generate", str(answer)[:200]) from error
 

@@ -81,7 +81,9 @@ class FileFedEngine:
         check_pieces(published.digests, [worker["pieces"] for worker in engine.workers("megarl_piece_digests")])
         engine.refuse(None)
         engine.resume()
-        difference = check_probe(engine.probe(published.probe), published.logp, published.tolerance).max_difference
+        difference = check_probe(
+            engine.probe(published.probe, decode=published.decode), published.logp, published.tolerance
+        ).max_difference
         log.info(
             "engine at %s: weights %s read from files, %d digests equal the trainer's, probe differs by %.2e (%.1f s)",
             engine.url,

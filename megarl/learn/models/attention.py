@@ -110,7 +110,8 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         assert len(query) == len(layout.buckets.place), (
             f"cu_seqlens ends at {len(layout.buckets.place)}, but there are {len(query)} tokens"
         )
-        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] == value.shape[-1]:
+        half, same_width = query.dtype in (torch.bfloat16, torch.float16), query.shape[-1] == value.shape[-1]
+        if query.is_cuda and half and same_width and not layout.buckets.are_long_and_full:
             out = self._varlen(query, key, value, params, layout)
         else:
             out = self._bucketed(query, key, value, layout)

@@ -17,6 +17,11 @@ PADDING_BOUND = 1.5
 packed ones."""
 
 
+LONG = 8192
+"""Tokens of a sequence for which a GPU's attention over one sequence beats that over packed ones: on an H200 cuDNN's
+took 0.6 of the time of FlashAttention 2, which torch has for packed sequences (docs/benchmarks/gpu.md)."""
+
+
 @dataclass(frozen=True)
 class Buckets:
     """Places for the T tokens of packed sequences, in blocks of [sequences, width] that follow each other."""
@@ -27,6 +32,11 @@ class Buckets:
     """int64 [P], P = sum of sequences * width: the token at each place; after a sequence's end its own last token."""
     place: torch.Tensor
     """int64 [T]: the place of each token. ``source[place] == arange(T)``."""
+
+    @property
+    def are_long_and_full(self) -> bool:
+        """True where every sequence has ``LONG`` tokens or more and none is padded."""
+        return len(self.source) == len(self.place) and min((width for _, width in self.shapes), default=0) >= LONG
 
 
 def buckets(lengths: torch.Tensor) -> Buckets:

@@ -34,7 +34,7 @@ def check_implementation(model: ModelConfig, parallel: ParallelConfig) -> None:
     except (ImportError, OSError) as error:  # OSError: a CUDA library that it was built for is missing
         raise ConfigError(
             f"model.transformer_impl=transformer_engine, but TransformerEngine cannot be imported ({error}); install "
-            f"transformer-engine[pytorch] for this torch and CUDA, {fix}"
+            f"it for this torch and CUDA as docs/install_gpu.md says, {fix}"
         ) from error
 
 
@@ -46,7 +46,7 @@ def block_spec(config: Any, model: ModelConfig, vp_stage: int | None = None) -> 
 
     from megarl.learn.models.attention import CoreAttention
 
-    if model.transformer_impl == "transformer_engine":  # never run on hardware
+    if model.transformer_impl == "transformer_engine":
         # Its own fused norms, linears and attention (packed and context parallel). Not offered: fp8, fused rope.
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
         return _balanced(block, model)

@@ -1,6 +1,7 @@
 """Meets what Megatron-Core 0.16 assumes about CUDA, and about TransformerEngine and apex, when there is none.
 
-On a GPU only ``ON_EVERY_DEVICE`` is installed: these two look for themselves whether the packages are there.
+On a CPU nothing of TransformerEngine or apex computes, installed or not. On a GPU only ``ON_EVERY_DEVICE`` is
+installed: these two look for themselves whether the packages are there, and leave them alone.
 
 Each point is one function with its reason; ``tests/parallel/test_megatron_on_cpu.py`` shows each of them at work.
 Nothing here changes arithmetic: streams and events become no-ops, device names become "cpu".
@@ -191,15 +192,31 @@ class FusedLayoutAdamW(torch.optim.Optimizer):
 
 
 def _fused_layout_adam() -> None:
-    """Use ``FusedLayoutAdamW`` and the distributed optimizer's FusedAdam branches; leaves a real apex or TE alone."""
+    """Use ``FusedLayoutAdamW`` and the distributed optimizer's FusedAdam branches; on a GPU leave the FusedAdam of apex
+    or TE alone."""
     import megatron.core.optimizer as optimizer
     from megatron.core.optimizer import distrib_optimizer
 
-    if distrib_optimizer.HAVE_APEX_OR_TE:
+    if distrib_optimizer.HAVE_APEX_OR_TE and torch.cuda.is_available():
         return
     optimizer.Adam = distrib_optimizer.Adam = FusedLayoutAdamW
     optimizer.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
+
+
+def _local_implementations() -> None:
+    """Gradient norms, clipping and the router's products use TransformerEngine or apex where they can be imported;
+    those kernels read CUDA memory alone."""
+    from megatron.core import utils
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.optimizer import optimizer as megatron_optimizer
+    from megatron.core.transformer.moe import moe_utils
+
+    for module in (clip_grads, megatron_optimizer):
+        module.multi_tensor_applier = utils.local_multi_tensor_applier
+        module.multi_tensor_scale_impl = utils.local_multi_tensor_scale
+    clip_grads.l2_norm_impl = utils.local_multi_tensor_l2_norm
+    moe_utils.te_general_gemm = None  # None already beside TransformerEngine 2.11, which lacks a name of its import
 
 
 def _absent_transformer_engine() -> None:
@@ -262,6 +279,7 @@ POINTS: tuple[Callable[[], None], ...] = (
     _rng_state,
     _optimizer_dtype_names,
     _fused_layout_adam,
+    _local_implementations,
     _absent_transformer_engine,
     _expert_counts_on_host,
     _uneven_shares,

@@ -193,15 +193,15 @@ def check_builds(config: Config, job: Job) -> None:
     if torch.version.cuda is None:
         raise ConfigError(
             f"parallel.backend=nccl needs GPUs, but this torch ({torch.__version__}) is built for CPUs alone; install "
-            "megarl[gpu] in its place. `megarl train --check --gpus-per-node N` checks a job of other machines here; "
-            "parallel.backend=gloo with model.transformer_impl=local is for CPUs"
+            "megarl[gpu] in its place (docs/install_gpu.md). `megarl train --check --gpus-per-node N` checks a job of "
+            "other machines here; parallel.backend=gloo with model.transformer_impl=local is for CPUs"
         )
     if config.trainer.kernels == "megarl" and not ops.has_cuda_kernels():
         raise ConfigError(
             "trainer.kernels=megarl on GPUs, but megarl was built without CUDA kernels; install it again where nvcc "
             "is on the PATH (pip install -e .), or set trainer.kernels to torch"
         )
-    log.warning("parallel.backend=nccl: megarl has not run on GPUs yet; docs/hardware.md lists what to run first")
+    log.warning("parallel.backend=nccl: of megarl a single trainer rank has run on a GPU; see docs/hardware.md")
 
 
 def check_optimizers(config: Config) -> None:

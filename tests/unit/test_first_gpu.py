@@ -1,0 +1,40 @@
+"""tools/first_gpu.sh on a machine without a GPU: it runs to its end and says what each step would prove."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(tmp_path: Path, *steps: str) -> subprocess.CompletedProcess[str]:
+    empty = tmp_path / "bin"
+    empty.mkdir(exist_ok=True)
+    (empty / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")  # as of a machine whose driver is not loaded
+    (empty / "nvidia-smi").chmod(0o755)
+    env = os.environ | {"PATH": f"{empty}:{os.environ['PATH']}", "PYTHON": sys.executable, "OUT": str(tmp_path / "out")}
+    command = ["bash", str(ROOT / "tools" / "first_gpu.sh"), *steps]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_steps_that_need_a_gpu_say_so(tmp_path: Path) -> None:
+    steps = ("kernels", "learner", "speed", "sanitizer", "jobs", "loop")
+    done = run(tmp_path, *steps)
+    assert done.returncode == 0 and "card: none" in done.stdout
+    assert re.findall(r"^== (\w+): .+\n   not run: needs a GPU$", done.stdout, re.MULTILINE) == list(steps)
+
+
+def test_a_step_that_fails_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "python").write_text('#!/bin/sh\ncase "$*" in *benchmarks*) echo no room; exit 3;; esac\n')
+    (tmp_path / "python").chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", str(tmp_path / "python"))
+        done = run(tmp_path, "attention", "sync")
+    assert done.returncode == 2 and done.stdout.count("no room\n== ") == 2
+    assert "first_gpu: 2 steps failed" in done.stdout
