@@ -1,6 +1,8 @@
 """Weight links: for each engine a process group of trainer ranks and its workers, beside both sides' default groups.
 
-Ranks of a link are the trainer's 0 .. W-1, then the engine's workers.
+Ranks of a link are the trainer's 0 .. W-1, then the engine's workers. Connections exist between ranks that exchange
+messages in the plan, and between no others: full meshes of 256 trainer ranks with 32 engines of 8 workers each would
+take 8,416 connections a rank.
 """
 
 from __future__ import annotations
@@ -10,21 +12,21 @@ import ipaddress
 import os
 import socket
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore, Work
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore, Work
 
 from megarl.weights.reshard.execute import Arrival, Transport
 from megarl.weights.reshard.execute import Work as WorkOfSend
 from megarl.weights.reshard.transport import Received
 
 ProcessGroupGloo: Any = dist.ProcessGroupGloo
-"""PyTorch's stubs know neither its options nor its point-to-point methods."""
+"""PyTorch's stubs know neither its options nor its point-to-point methods, nor that a store takes bytes."""
 
 
 @dataclass(frozen=True)
@@ -48,23 +50,42 @@ class Link:
     Args:
         group: ProcessGroupGloo of all link ranks.
         peers: Link rank of the other side's rank 0.
+        partners: Ranks of the other side with which this rank exchanges messages.
     """
 
-    def __init__(self, group: Any, peers: int) -> None:
+    def __init__(self, group: Any, peers: int, partners: Collection[int]) -> None:
         self._group: Any = group
         self._peers = peers
+        self._partners = frozenset(partners)
 
     def allocate(self, nbytes: int, /) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def isend(self, message: torch.Tensor, rank: int, /) -> Work:
         """Starts to send to the other side's ``rank``; the message must stay as it is until ``wait()`` returns."""
-        return self._open().send([message], self._peers + rank, 0)
+        return self._open(rank).send([message], self._peers + rank, 0)
 
     def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor], /) -> Received:
         """Expects the next message of the other side's ``rank`` in the memory that ``spare`` gives."""
         memory = spare()
-        return Received(self._open().recv([memory], self._peers + rank, 0), memory[:nbytes])
+        return Received(self._open(rank).recv([memory], self._peers + rank, 0), memory[:nbytes])
+
+    def connect(self) -> None:
+        """Exchange a byte with every partner; returns when all of them have.
+
+        Also makes the connections, so that the death of a partner later closes one and is noticed at once. A partner
+        that died before its connection exists is noticed after up to five timeouts: gloo waits so long for it.
+        """
+        word, works = torch.zeros(1, dtype=torch.uint8, device="cpu"), list[WorkOfSend | Arrival]()
+        try:
+            works += [self.isend(word, rank) for rank in self._partners]
+            works += [self.irecv(1, rank, lambda: torch.empty_like(word)) for rank in self._partners]
+            while works:
+                works.pop().wait()
+        except BaseException:
+            works.clear()
+            self.close()
+            raise
 
     def close(self) -> None:
         """Closes the connections, so that ranks that wait for this one fail at once instead of after their timeout.
@@ -74,8 +95,9 @@ class Link:
         """
         self._group = None
 
-    def _open(self) -> Any:
+    def _open(self, rank: int) -> Any:
         assert self._group is not None, "the link is closed"
+        assert rank in self._partners, f"rank {rank} of the other side is no partner in the plan"
         return self._group
 
 
@@ -159,27 +181,64 @@ def open_store(address: LinkAddress, *, master: bool) -> TCPStore:
     )
 
 
-def join(store: Store, address: LinkAddress, rank: int, peers: int) -> Link:
-    """Joins the group as link rank ``rank``; returns when all ``address.world_size`` ranks have.
+def join(store: Store, address: LinkAddress, rank: int, peers: int, partners: Collection[int]) -> Link:
+    """Joins the group as link rank ``rank``; returns when all ``address.world_size`` ranks have, and this one is
+    connected to its partners.
+
+    The group keeps no reference to ``store``: the caller may close it.
+
+    Args:
+        peers: Link rank of the other side's rank 0.
+        partners: Ranks of the other side with which this rank exchanges messages; each counts this rank among its own.
 
     Raises:
         torch.distributed.DistError: some rank did not come within the timeout.
+        RuntimeError: a partner failed while it was being connected.
     """
     options = ProcessGroupGloo._Options()
     options._timeout = address.timeout
     options._devices = [_device(address.host)]
-    prefix = PrefixStore(f"link/{address.name}", store)
-    return Link(ProcessGroupGloo(prefix, rank, address.world_size, options), peers)
+    addresses: Any = HashStore()  # the group's own: where it writes its address, and reads that of a partner
+    addresses.set_timeout(address.timeout)
+    link = Link(ProcessGroupGloo(addresses, rank, address.world_size, options), peers, partners)
+    everyone: Any = PrefixStore(f"link/{address.name}", store)
+    everyone.set(_key(rank), addresses.get(_key(rank)))
+    _await_all(everyone, address)
+    keys = [_key(peers + partner) for partner in partners]
+    for key, value in zip(keys, everyone.multi_get(keys) if keys else [], strict=True):
+        addresses.set(key, value)
+    link.connect()
+    return link
+
+
+def _key(rank: int) -> str:
+    """Key under which gloo writes a rank's address, of a group with one device."""
+    return f"0/{rank}"
+
+
+def _await_all(store: Store, address: LinkAddress) -> None:
+    """Return once so many ranks as the link has called this, each after it wrote its address."""
+    if store.add("joined", 1) == address.world_size:
+        store.set("all", "")
+    try:
+        store.wait(["all"], address.timeout)
+    except dist.DistStoreError as error:
+        missing = [rank for rank in range(address.world_size) if not store.check([_key(rank)])]
+        raise dist.DistStoreError(
+            f"of {address.world_size} ranks of link {address.name} these did not come in {address.timeout_s:.0f} s: "
+            f"{', '.join(map(str, missing))}"
+        ) from error
 
 
 def _device(host: str) -> Any:
-    """Network device of gloo: on one machine it must not listen outside it; across machines it does on the job's
-    network."""
+    """Network device of gloo, whose pairs connect at their first message: on one machine it must not listen outside
+    it; across machines it does on the job's network. Each group needs its own, which ends with it."""
     own = os.environ.get("MEGARL_NODE_ADDRESS")
     if own:
-        return ProcessGroupGloo.create_device(hostname=own)
-    loopback = host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
-    return ProcessGroupGloo.create_device(hostname=host) if loopback else ProcessGroupGloo.create_default_device()
+        return ProcessGroupGloo.create_device(hostname=own, lazy_init=True)
+    if host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback):
+        return ProcessGroupGloo.create_device(hostname=host, lazy_init=True)
+    return ProcessGroupGloo.create_default_device(lazy_init=True)
 
 
 def _is_address(host: str) -> bool:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch._C._distributed_c10d import TCPStore
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.platforms import current_platform
 
@@ -115,7 +114,6 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     _receiver: SharedMemoryReceiver | None = None
     failure: str | None = None
     """Failure of the last step, until it has been asked for."""
-    _store: TCPStore | None = None
     sleeper: Sleeper | None = None
     """None until the worker sleeps for the first time."""
 
@@ -169,11 +167,11 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             "another plan: megarl_agree comes before init_weight_transfer_engine"
         )
         address = LinkAddress(init_info.host, init_info.port, init_info.name, init_info.world_size, init_info.timeout_s)
-        self._store = open_store(address, master=False)
-        trainers = self._plan.source.num_ranks
-        self._link = join(self._store, address, trainers + self.parallel_config.rank, peers=0)
+        store = open_store(address, master=False)  # until this returns: trainer rank 0 would have a socket per worker
         places = Places(**init_info.places)
         self._plan = replace(self._plan, nearness=places.nearness())
+        rank = self._plan.source.num_ranks + self.parallel_config.rank
+        self._link = join(store, address, rank, peers=0, partners=self._plan.senders_to(self._rank))
         self._receiver = SharedMemoryReceiver(
             self._link, places.senders_on_same_machine(self._rank) if places.workers else {}
         )
@@ -268,7 +266,6 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._link is not None:
             self._link.close()
         self._link = self._receiver = None
-        self._store = None
 
 
 class WorkerExtension:

@@ -26,7 +26,7 @@ from megarl.learn.parallel.grid import megatron_grid
 from megarl.train.sync.fleet import EngineFleet, await_wanted, failures, results
 from megarl.train.sync.joined import NONE_JOINED, Joined
 from megarl.train.sync.messages import RankMessages
-from megarl.train.sync.parts import EnginePlans, Part, parts_of, places_of
+from megarl.train.sync.parts import EnginePlans, Part, partners_of, parts_of, places_of
 from megarl.weights.reshard.execute import Transport
 from megarl.weights.reshard.layout import Layout
 from megarl.weights.reshard.layouts import VOCAB_MULTIPLE
@@ -138,23 +138,23 @@ class EngineConnection:
         for engine in joining:
             self._links.remove(engine)
         calls: AbstractContextManager[list[Future[Any]]] = nullcontext([])
+        parts = parts_of(plans, message["workers"], places)
         if self._rank == 0:
             calls = self._fleet.calling(
                 lambda i, engine: engine.init(self._init_info(i, places)) if i in joining else None
             )
         with calls as called:
             try:
+                partners = partners_of(parts, message["workers"], self._rank) if joining else []
                 for engine in joining:
-                    address = self._address(engine)
-                    self._links.add(
-                        engine, join(self._messages.store, address, self._rank, peers=self._layout.num_ranks)
-                    )
+                    address, peers = self._address(engine), self._layout.num_ranks
+                    self._links.add(engine, join(self._messages.store, address, self._rank, peers, partners[engine]))
             except Exception as error:
                 raise WeightSyncError(
                     "; ".join([f"the weight link could not be joined: {error}", *failures(called)])
                 ) from error
             results(called)
-        self.parts = parts_of(plans, message["workers"], places)
+        self.parts = parts
         self._sender = SharedMemorySender(self._links, places.workers_on_same_machine(self._rank), self._memory)
         self.transport = self._sender
 

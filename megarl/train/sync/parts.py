@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -100,3 +101,18 @@ def parts_of(plans: Sequence[ReshardPlan], workers: Sequence[int], places: Place
             found[key] = replace(plan, nearness=mine.nearness())
         parts.append(Part([engine], found[key], first))
     return parts
+
+
+def partners_of(parts: Sequence[Part], workers: Sequence[int], rank: int) -> list[list[int]]:
+    """Return for each engine the workers that trainer rank ``rank`` sends to, of engines that have so many each."""
+    receivers: dict[ReshardPlan, list[int]] = {}
+    for part in parts:
+        if part.plan not in receivers:  # one rank's moves in a plan take up to a second to list
+            receivers[part.plan] = part.plan.receivers_from(rank)
+    sent = sorted(part.first + dst for part in parts for dst in receivers[part.plan])
+    firsts = first_workers(workers)
+    partners: list[list[int]] = [[] for _ in workers]
+    for worker in sent:
+        engine = bisect_right(firsts, worker) - 1
+        partners[engine].append(worker - firsts[engine])
+    return partners

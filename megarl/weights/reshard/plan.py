@@ -97,6 +97,14 @@ class ReshardPlan:
         it."""
         return replace(self, destination=self.destination.only(tensors))
 
+    def receivers_from(self, src: int) -> list[int]:
+        """Destination ranks that source rank ``src`` sends to, in order."""
+        return sorted({move.dst for move in self.moves_from(src)})
+
+    def senders_to(self, dst: int) -> list[int]:
+        """Source ranks that destination rank ``dst`` receives from, in order."""
+        return sorted({move.src for move in self.moves_to(dst)})
+
     # ------------------------------------------------------------------ how much
 
     def bytes_per_link(self, element_size: int) -> dict[RankPair, int]:
