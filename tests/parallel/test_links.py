@@ -119,7 +119,7 @@ def test_a_partners_end_is_noticed_at_once(end: str) -> None:
     """Before its first message, too: gloo's pairs that are not connected yet would wait for it for five timeouts."""
     [port] = ports.choose("127.0.0.1", 1, None)
     (took, error), _ = run_grid(2, partner, port, end)
-    assert took < 5.0 and "Connection closed by peer" in error
+    assert took < 5.0 and ("Connection closed by peer" in error or "Connection reset by peer" in error)
 
 
 def lacking(rank: int, port: int) -> str:
