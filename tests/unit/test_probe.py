@@ -24,5 +24,14 @@ def test_as_much_is_one_of_a_likely_token() -> None:
 def test_decode_is_compared_with_prefill_and_named() -> None:
     probed = Probed([-1.0], [-2.0, -3.0], [-2.0, -3.0005])
     assert check_probe(probed, [-1.0], 1e-3).max_difference == 0.0
-    with pytest.raises(WeightsDiffer, match=r"decode gave token 2 .*captured graph that reads old ones"):
+    words = r"2 tokens that the engine decoded .*\(token 2: -3\.000000 and -3\.100000\).*captured graph that reads old"
+    with pytest.raises(WeightsDiffer, match=words):
         check_probe(probed._replace(again=[-2.0, -3.1]), [-1.0], 1e-3)
+
+
+def test_one_decoded_token_may_be_further_off_than_all_of_them() -> None:
+    """As with another expert in bfloat16."""
+    decode, again = [-1.0] * 8, [-1.0] * 7 + [-1.3]
+    assert check_probe(Probed([-1.0], decode, again), [-1.0], BF16).max_difference == 0.0
+    with pytest.raises(WeightsDiffer, match="8 tokens that the engine decoded"):
+        check_probe(Probed([-1.0], decode, [-1.1] * 8), [-1.0], BF16)
