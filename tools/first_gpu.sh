@@ -4,9 +4,9 @@
 #   tools/first_gpu.sh [STEP...]
 #
 # PYTHON (default .venv/bin/python, else python3) has megarl's packages; WHEELS, a folder, is where missing ones are
-# installed from. OUT (default runs/first_gpu) gets every step's output. A step that fails or takes too long is said
-# and the others go on; the exit code is the number of steps that failed. Without a GPU nothing is measured: what can
-# run on a CPU runs at toy size, and of the rest it is printed what it would prove.
+# installed from. OUT (default runs/first_gpu) gets every step's output. After a step that fails or takes
+# too long the others go on; the exit code is the number of steps that failed. Without a GPU nothing is measured: what can
+# run on a CPU runs at toy size, and the rest says what it would prove.
 set -u
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}

@@ -32,7 +32,7 @@ class PublishedWeights:
     logp: Sequence[float]
     """The trainer's log-probs of ``probe[1:]`` at temperature 1."""
     tolerance: float
-    """Largest difference that the engine's may have from them."""
+    """Largest difference that the engine's may have from them, in multiples of max(1, |log-prob|)."""
     decode: int = 0
     """Tokens that the engine samples after the probe text."""
 

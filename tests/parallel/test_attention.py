@@ -441,6 +441,7 @@ def on_a_gpu(rank: int, path: str) -> dict[str, list[float]]:
     from megatron.core.transformer.enums import AttnMaskType
 
     from megarl.learn.models.attention import CoreAttention, layout_of
+    from megarl.learn.models.attention_layout import LONG
     from megarl.learn.models.gpt import transformer_config
     from megarl.learn.parallel import groups
     from megarl.weights.checkpoint.formats import hf
@@ -449,11 +450,15 @@ def on_a_gpu(rank: int, path: str) -> dict[str, list[float]]:
     groups.initialize(parallel, seed=1)
     config = transformer_config(hf.read_hf_config(Path(path)), ModelConfig(path=path, dtype="bfloat16"), parallel)
     core = CoreAttention(config, 1, AttnMaskType.causal, "self")
-    lengths = [1000, 1, 77, 513, 2]
-    cu = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
+    short = [1000, 1, 77, 513, 2]
     found = {}
-    for heads, groups_, width in ((4, 2, 32), (8, 8, 64), (12, 2, 128)):
-        params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=1000)
+    for heads, groups_, width, lengths in (
+        *((*h, short) for h in ((4, 2, 32), (8, 8, 64), (12, 2, 128))),
+        (12, 2, 128, [LONG]),  # not by the kernel for packed sequences
+        (4, 2, 32, [LONG, LONG]),
+    ):
+        cu = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
+        params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=max(lengths))
         made = [torch.randn(sum(lengths), n, width, device="cuda").bfloat16() for n in (heads, groups_, groups_, heads)]
         results = []
         for attend in (
@@ -463,7 +468,7 @@ def on_a_gpu(rank: int, path: str) -> dict[str, list[float]]:
             inputs = [x.clone().requires_grad_() for x in made[:3]]
             out = attend(*inputs)
             results.append([out.detach(), *torch.autograd.grad(out, inputs, made[3].to(out.dtype))])
-        found[f"{heads}, {groups_}, {width}"] = [
+        found[f"{heads}, {groups_}, {width}, {lengths}"] = [
             float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(*results, strict=True)
         ]
     return found

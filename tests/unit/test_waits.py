@@ -131,8 +131,9 @@ LIMITED = {
     "train/sync/fleet.EngineFleet.calling: with ThreadPoolExecutor": "one request to each engine: sync.timeout_s, or "
     "rollout.start_timeout_s while they start",
     "train/sync/weights.WeightSync.quieting: with ThreadPoolExecutor": "given up: one try of EngineControl.drain",
-    "train/sync/fleet.results: future.result": "one request to each engine: sync.timeout_s",
-    "engine/sync/link.Link.connect: works.pop().wait": "sync.timeout_s: the timeout of the link",
+    "train/sync/fleet.results: future.result": "one or two requests to each engine: sync.timeout_s each",
+    "engine/sync/link.Link.connect: works.pop().wait": "sync.timeout_s, or five of them for a partner that ends in the "
+    "middle of joining; the trainer's watchdog comes before that",
     "engine/sync/link.Link.irecv: self._open(rank).recv": "does not wait: it begins to receive",
     "engine/sync/receiver.Receiver.init_transfer_engine: self.shutdown": "no wait: closes the link",
     "engine/sync/receiver.Receiver.receive_weights: self.shutdown": "no wait: closes the link",

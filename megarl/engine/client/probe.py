@@ -81,10 +81,10 @@ def check_probe(engine: Probed, trainer: Sequence[float], tolerance: float) -> P
     """Compare log-probs of the same fixed tokens, as the engine and the trainer compute them with the same weights,
     and those of tokens that the engine sampled with its own of the same tokens as a prompt.
 
-    A token's difference counts in multiples of max(1, |log-prob|): logits that are rounded to bfloat16 are off by up to
-    2^-9 of their size, so that of an unlikely token 0.06 is a rounding. Of the fixed text no token may be further off
-    than ``tolerance``; of the sampled ones, which are others each time, their mean: in bfloat16 a router now and then
-    chooses another expert.
+    A token's difference counts in multiples of max(1, |log-prob|), which stands for the size of its logit: rounded to
+    bfloat16 that is off by up to 2^-9 of itself, so that of an unlikely token 0.06 is a rounding. Of the fixed text no
+    token may be further off than ``tolerance``; of the sampled ones, which are others each time, their mean: in
+    bfloat16 a router now and then chooses another expert.
 
     Raises:
         WeightsDiffer: they differ by more, or are not numbers; equal stored weights that compute something else (an old

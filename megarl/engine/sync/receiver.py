@@ -19,7 +19,7 @@ from megarl.core.machine import trim_memory
 from megarl.engine.client.control import FAILURE
 from megarl.engine.sync.files import compare_with_files, piece_digests, read_files
 from megarl.engine.sync.link import Link, LinkAddress, join, open_store
-from megarl.engine.sync.shared import Places, SharedMemoryReceiver, machine
+from megarl.engine.sync.shared import Places, SharedMemoryReceiver, machine, unpin
 from megarl.engine.sync.sleep import WHAT, Sleeper, What, sleeper_of
 from megarl.engine.sync.writer import LocalTensor, SliceWriter
 from megarl.weights.checkpoint.formats.hf import read_hf_config
@@ -266,6 +266,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._link is not None:
             self._link.close()
         self._link = self._receiver = None
+        unpin()
 
 
 class WorkerExtension:

@@ -4,8 +4,8 @@ The sender's two buckets lie in an anonymous memory file (``memfd``): it has no 
 however the processes end. A receiver on the same machine opens it through ``/proc`` and unpacks straight from it; it
 needs no bucket of its own. Only "it is there" and "it is read" travel over the socket, a few bytes each, in the order
 of the messages. All of it is host memory, whatever torch's default device is within an engine's worker: to and from a
-GPU slices are copied as they are packed and unpacked, at the link's rate because both sides register the buckets with
-CUDA.
+GPU slices are copied as they are packed and unpacked. Both sides register the buckets with CUDA, so that this can go at
+the link's rate (not measured yet).
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def pin(memory: torch.Tensor) -> None:
 def unpin() -> None:
     """Let go of all memory that ``pin`` registered."""
     while _pinned:
-        torch.cuda.cudart().cudaHostUnregister(_pinned.pop().data_ptr())  # type: ignore[no-untyped-call]
+        memory = _pinned.pop()  # mapped until it has been unregistered
+        if refused := int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())):  # type: ignore[no-untyped-call]
+            log.warning("a bucket of the weight sync cannot be unregistered with CUDA (error %d)", refused)
 
 
 class MemoryFile(NamedTuple):

@@ -18,8 +18,8 @@ packed ones."""
 
 
 LONG = 8192
-"""Tokens of a sequence for which a GPU's attention over one sequence beats that over packed ones: on an H200 cuDNN's
-took 0.6 of the time of FlashAttention 2, which torch has for packed sequences (docs/benchmarks/gpu.md)."""
+"""Tokens of a sequence from which on a GPU attends to it alone: one of 16,384 tokens took 0.6 to 1.0 of the time that
+torch's kernel for packed sequences took, on an H200 (docs/benchmarks/gpu.md)."""
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,9 @@ def initialize(parallel: ParallelConfig, *, seed: int, timeout_s: float = USUAL_
         )
     if parallel.backend == "nccl":
         torch.manual_seed(seed)  # else Megatron's way to seed a GPU does it
-        torch.backends.cudnn.allow_tf32 = False  # a float32 tower's convolution was off by 3e-4 with it, on an H200
+        torch.backends.cudnn.allow_tf32 = (
+            False  # a float32 tower was off by 3e-4 on an H200, by its convolution probably
+        )
         torch.cuda.set_device(
             int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
         )  # of those that the supervisor lets it see

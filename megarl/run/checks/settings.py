@@ -201,7 +201,7 @@ def check_builds(config: Config, job: Job) -> None:
             "trainer.kernels=megarl on GPUs, but megarl was built without CUDA kernels; install it again where nvcc "
             "is on the PATH (pip install -e .), or set trainer.kernels to torch"
         )
-    log.warning("parallel.backend=nccl: of megarl a single trainer rank has run on a GPU; see docs/hardware.md")
+    log.warning("parallel.backend=nccl: only a single trainer rank of megarl has run on a GPU; see docs/hardware.md")
 
 
 def check_optimizers(config: Config) -> None:

@@ -21,7 +21,7 @@ from megarl.core.errors import WeightSyncError
 from megarl.engine.client.addresses import JobAddresses
 from megarl.engine.client.control import EngineControl
 from megarl.engine.sync.link import EngineLinks, LinkAddress, join
-from megarl.engine.sync.shared import Places, SharedMemorySender, machine, memory_file
+from megarl.engine.sync.shared import Places, SharedMemorySender, machine, memory_file, unpin
 from megarl.learn.parallel.grid import megatron_grid
 from megarl.train.sync.fleet import EngineFleet, await_wanted, failures, results
 from megarl.train.sync.joined import NONE_JOINED, Joined
@@ -222,6 +222,7 @@ class EngineConnection:
     def _disconnect(self) -> None:
         self._links.close()
         self._sender = self.transport = None
+        unpin()
 
     def _init_info(self, replica: int, places: Places | None = None) -> dict[str, Any]:
         """``megarl.engine.sync.receiver.InitInfo`` for one engine."""

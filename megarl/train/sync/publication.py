@@ -128,13 +128,14 @@ class Publication:
 
     @contextmanager
     def _probing(self, probe: ProbeText | None) -> Iterator[list[Future[Probed]]]:
-        """Ask for the probe's log-probs before the body resumes the engines; leaving waits for them."""
+        """Ask for the probe's log-probs before the body resumes the engines; leaving waits for them.
+
+        Nothing is decoded: whether the requests that go on have room for that, and when, no timeout knows.
+        """
         if probe is None:
             yield []
             return
-        with self._fleet.calling(
-            lambda i, engine: engine.probe(probe.token_ids, decode=probe.decode, first=True)
-        ) as probed:
+        with self._fleet.calling(lambda i, engine: engine.probe(probe.token_ids, first=True)) as probed:
             self._fleet.each(lambda i, engine: engine.state())  # by then the probe is queued: nothing goes before it
             yield probed
 

@@ -116,7 +116,7 @@ class WeightPublisher(EngineConnection):
         pause: Pause = "abort" if abort else self._config.sync.pause
         return publication.lead(send, pause, bytes_of(part.plan.destination, self._dtype), probe)
 
-    @with_timeout(lambda config: config.sync.timeout_s)
+    @with_timeout(lambda config: 2 * config.sync.timeout_s)  # two requests to each engine
     def probe(self, text: ProbeText) -> float:
         """Largest difference of the text's log-probs between this trainer and any engine. Every rank calls it.
 

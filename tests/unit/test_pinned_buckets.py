@@ -1,0 +1,74 @@
+"""Buckets of the weight sync that are registered with CUDA, with a stand-in for its runtime: no GPU is needed."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megarl.engine.sync import shared
+from megarl.engine.sync.shared import SharedMemorySender, memory_file
+from tests.loop.trainers import Sent
+
+
+class Runtime:
+    """Counts what is registered, and knows whether it was mapped when it was unregistered."""
+
+    def __init__(self, refuses: int = 0) -> None:
+        self.refuses = refuses
+        self.held: dict[int, int] = {}
+        self.mapped: list[bool] = []
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        if not self.refuses:
+            self.held[address] = nbytes
+        return self.refuses
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.mapped.append(f"\n{address:x}-" in Path("/proc/self/maps").read_text())
+        del self.held[address]
+        return 0
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    made = Runtime()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    return made
+
+
+def sender() -> SharedMemorySender:
+    link = SimpleNamespace(isend=lambda message, rank: Sent())
+    return SharedMemorySender(link, frozenset({0}), memory_file())  # type: ignore[arg-type]
+
+
+def test_buckets_are_registered_until_they_have_been_read(runtime: Runtime) -> None:
+    mine = sender()
+    sizes = [mine.allocate(n).numel() for n in (5000, 10_000)]
+    assert sizes == [5000, 10_000] and sorted(runtime.held.values()) == [8192, 12_288]
+    mine.finish()
+    assert not runtime.held and runtime.mapped == [True, True]
+
+
+def test_buckets_of_a_sync_that_failed_go_with_the_next(runtime: Runtime) -> None:
+    mine = sender()
+    mine.allocate(5000)
+    del mine
+    sender()
+    assert not runtime.held and runtime.mapped == [True]
+
+
+def test_memory_that_cannot_be_registered_is_slower_and_nothing_else(
+    runtime: Runtime, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime.refuses = 801
+    with caplog.at_level(logging.WARNING, shared.__name__):
+        mine = sender()
+        bucket = mine.allocate(5000)
+        bucket.fill_(7)
+        mine.finish()
+    assert "cannot be registered with CUDA (error 801)" in caplog.text and not runtime.mapped
