@@ -30,6 +30,7 @@ from typing import Any
 import page
 import torch
 import torch.multiprocessing as mp
+from packing import one_rank
 
 from megarl.core.config.algorithms import AlgorithmConfig
 from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
@@ -96,15 +97,6 @@ def lengths_of(tokens: int, longest: int, seed: int = 0) -> list[int]:
     return [length for length in lengths if length > 0]
 
 
-def initialize(parallel: ParallelConfig) -> None:
-    from megarl.learn.parallel import groups
-
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    groups.initialize(parallel, seed=1)
-
-
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
@@ -115,7 +107,7 @@ def attention() -> Iterator[str]:
     from megarl.learn.models.gpt import transformer_config
 
     parallel = ParallelConfig(backend=BACKEND)
-    initialize(parallel)
+    one_rank(parallel)
     config = transformer_config(MODEL, ModelConfig(path="unused", dtype="bfloat16"), parallel)
     core = CoreAttention(config, 1, AttnMaskType.causal, "self")
     peak = matmul_speed()
@@ -191,7 +183,7 @@ def flops_of(config: dict[str, Any], lengths: list[int]) -> float:
 
 def update(profile: str | None, layers: list[str], recomputes: list[str]) -> Iterator[str]:
     parallel = ParallelConfig(backend=BACKEND)
-    initialize(parallel)
+    one_rank(parallel)
     peak = matmul_speed()
     sheet = next((speed for part, speed in DATA_SHEET.items() if GPU and part in torch.cuda.get_device_name()), peak)
     yield (
@@ -300,7 +292,7 @@ def sync() -> Iterator[str]:
 
 def _sync_rank(rank: int, port: int, folder: str) -> None:
     import torch.distributed as dist
-    from reshard import Between
+    from reshard import Between, without_digests
 
     from megarl.engine.sync.shared import SharedMemoryReceiver, SharedMemorySender, memory_file
     from megarl.weights.reshard import execute
@@ -326,13 +318,6 @@ def _sync_rank(rank: int, port: int, folder: str) -> None:
         else:
             execute.receive(plan, 0, tensors.__getitem__, transport, dtype=dtype, bucket_bytes=bucket)
         finish()
-
-    def without_digests(way: Callable[[], None]) -> None:
-        kept, execute.slice_digest = execute.slice_digest, lambda values, **_: 0  # type: ignore[assignment]
-        try:
-            way()
-        finally:
-            execute.slice_digest = kept
 
     ways: dict[str, Callable[[], object]] = {}
     for mib in (8, 64):

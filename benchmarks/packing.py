@@ -55,16 +55,22 @@ def fill() -> list[str]:
     return lines
 
 
-def actor(path: Path, longest: int) -> Any:
+def one_rank(parallel: ParallelConfig) -> None:
+    """Make this process the only rank of a grid."""
     from megarl.learn.parallel import groups
-    from megarl.learn.training.model import TrainedModel, micro_batching_for
-    from megarl.learn.training.schedule import Head
-    from megarl.weights.checkpoint.formats import hf
 
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    groups.initialize(ParallelConfig(), seed=1)
+    groups.initialize(parallel, seed=1)
+
+
+def actor(path: Path, longest: int) -> Any:
+    from megarl.learn.training.model import TrainedModel, micro_batching_for
+    from megarl.learn.training.schedule import Head
+    from megarl.weights.checkpoint.formats import hf
+
+    one_rank(ParallelConfig())
     micro_batching = micro_batching_for(ParallelConfig(), TrainerConfig(max_tokens_per_micro_batch=longest))
     model = TrainedModel(
         hf.read_hf_config(path),

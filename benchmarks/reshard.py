@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import page
 import torch
@@ -38,6 +38,7 @@ from megarl.weights.reshard.layouts import Layout, MegatronGrid, megatron_layout
 from megarl.weights.reshard.plan import ReshardPlan, build_plan
 from megarl.weights.reshard.transport import GroupTransport
 
+T = TypeVar("T")
 GRID = MegatronGrid(tp=2, pp=2)
 ENGINE_TP = 2
 TRAINERS = GRID.world_size
@@ -136,7 +137,7 @@ def slices(
     return counting.bytes
 
 
-def without_digests(way: Callable[[], int]) -> int:
+def without_digests(way: Callable[[], T]) -> T:
     """The same with digests left out: what they cost."""
     kept = execute.slice_digest
     execute.slice_digest = lambda values, **_: 0  # type: ignore[assignment]

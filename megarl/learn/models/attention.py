@@ -9,6 +9,7 @@ sequences on this rank, h query heads and g key/value heads of this rank, d widt
 
 from __future__ import annotations
 
+from functools import cache
 from inspect import signature
 from typing import Any
 
@@ -139,9 +140,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         from torch.nn.attention.varlen import varlen_attn
 
         cu, longest = params.cu_seqlens_q, params.max_seqlen_q
-        grouped = query.shape[1] != key.shape[1]
-        # Torch 2.11 groups heads without being told to.
-        more: Any = {"enable_gqa": True} if grouped and "enable_gqa" in signature(varlen_attn).parameters else {}
+        more: Any = {"enable_gqa": True} if query.shape[1] != key.shape[1] and _is_told_of_groups() else {}
         if layout.order is not None:
             query, key, value = (x.index_select(0, layout.order) for x in (query, key, value))
         out = varlen_attn(
@@ -160,6 +159,14 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
             query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=query.shape[1] != key.shape[1]
         )
         return out[..., :width]
+
+
+@cache
+def _is_told_of_groups() -> bool:
+    """True where torch's kernel for packed sequences must be told that heads share keys; 2.11's need not be."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in signature(varlen_attn).parameters
 
 
 def layout_of(params: Any, cp: int) -> PackedLayout:
