@@ -197,6 +197,8 @@ class Turn:
     reward: float | None = None
     """Reward of this turn alone, where an environment or a workflow gave one; in the loss with
     ``algorithm.turn_rewards``."""
+    images: tuple[str, ...] = ()
+    """Digests of the files (``file_digest``) of the images that its tokens have placeholders for, in order."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -236,6 +238,15 @@ class Segment:
         return replace(self, token_ids=self.token_ids[:cut], logp=self.logp[:cut], spans=spans, finish_reason=None)
 
 
+class ImagesAt(NamedTuple):
+    """Tokens ``[start, end)`` of a sample, which have placeholders for images and none that the model has written."""
+
+    start: int
+    end: int
+    digests: tuple[str, ...]
+    """Of the images' files, in order."""
+
+
 class TrainingSample(NamedTuple):
     """A sequence to train on; the tokens of the prompt are in no loss."""
 
@@ -252,8 +263,7 @@ class TrainingSample(NamedTuple):
     lag: np.ndarray | None = None
     """int16 [R]: steps by which the weights that sampled each token are behind those that the step starts from, 0 where
     the mask is False. None where every token has lag 0."""
-    first_turn: int = 0
-    """Index of the turn that it begins with. Images of the task belong to turn 0."""
+    images: tuple[ImagesAt, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,6 +287,9 @@ class Trajectory:
     """The greedy attempt at the same task, where the rollout asked for one (ReMax's baseline)."""
     cause: End | None = None
     """End that the workflow has named; None: by the reward's status and the model's last turn."""
+    images: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    """Digest -> file of each image of its turns that is none of the task's. The store gives them back by themselves
+    (``Store.group_images``)."""
 
     @property
     def end(self) -> End:
@@ -330,8 +343,7 @@ class Trajectory:
         """
         for line, new in self.trained_lines():
             before, after = line[: line.index(new[0])], line[line.index(new[0]) : line.index(new[-1]) + 1]
-            sample = _sample([self.turns[i] for i in before], [(self.turns[i], i in new) for i in after], lags)
-            yield sample._replace(first_turn=line[0])
+            yield _sample([self.turns[i] for i in before], [(self.turns[i], i in new) for i in after], lags)
 
     @property
     def num_samples(self) -> int:
@@ -356,6 +368,11 @@ class Trajectory:
 
 
 LARGEST_LAG = int(np.iinfo(np.int16).max)
+
+
+def file_digest(file: bytes) -> str:
+    """Digest of an image's file."""
+    return hashlib.sha256(file).hexdigest()
 
 
 def digest_of(token_ids: np.ndarray) -> str:
@@ -383,7 +400,16 @@ def _sample(
         _joined([np.zeros(len(t), np.float32) if p is None else p for (t, _), p in zip(response, logp, strict=True)]),
         reason,
         None if lags is None else _joined([_lag(turn, lags if new else {}) for turn, new in response]),
+        tuple(_images_at([*prompt, *(turn for turn, _ in response)])),
     )
+
+
+def _images_at(turns: Sequence[Turn]) -> Iterator[ImagesAt]:
+    start = 0
+    for turn in turns:
+        if turn.images:
+            yield ImagesAt(start, start + len(turn), turn.images)
+        start += len(turn)
 
 
 def _lag(turn: Turn, lags: Mapping[WeightsVersion, int]) -> np.ndarray:

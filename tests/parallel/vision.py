@@ -58,7 +58,8 @@ def sequences() -> Sequences:
         lengths.append(len(prompt) + len(response))
     tokens[-4] = IMAGE
     found = Sequences(torch.tensor(tokens, dtype=torch.int32), torch.tensor(lengths), torch.tensor(mask))
-    found.images = images_of(found.tokens, found.lengths, images(), pixels, vision)
+    shown = [[(0, length, own)] for length, own in zip(found.lengths.tolist(), images(), strict=True)]
+    found.images = images_of(found.tokens, found.lengths, shown, pixels, vision)
     return found
 
 

@@ -262,7 +262,7 @@ MALFORMED: list[tuple[str, dict[str, Any], str]] = [
     ("chat/completions", {"tools": [{"type": "function"}]}, "`tools[0].function`"),
     ("chat/completions", {"response_format": "text"}, "`response_format`"),
     ("chat/completions", {"stream_options": 5}, "`stream_options`"),
-    ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "`content[].text`"),
+    ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "`content[0].text`"),
     ("chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
     ("chat/completions", {"messages": [{"role": 5, "content": "x"}]}, "`role`"),
     ("chat/completions", {"messages": "x"}, "`messages`"),

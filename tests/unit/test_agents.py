@@ -144,7 +144,10 @@ def test_what_cannot_be_honoured_is_refused(tokenizer: ChatTokenizer) -> None:
         ({"response_format": {"type": "json_object"}}, "`response_format`"),
         ({"n": 0}, "`n` must be a positive integer"),
         ({"messages": []}, "at least one message"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "parts of type text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "image_url.url` must be a text",
+        ),
         ({"messages": [{"role": "nobody", "content": "x"}]}, "chat template"),
     ]
 

@@ -11,6 +11,7 @@ import torch
 
 from megarl.core.config.schema import ModelConfig
 from megarl.core.errors import DataError
+from megarl.core.schema import ImagesAt, file_digest
 from megarl.explore.tasksets import ChatTokenizer, chat_messages
 from megarl.explore.tasksets.processor import Processor
 from megarl.learn.batching import MicroBatching, Sequences, joined, micro_batches, of_demonstrations
@@ -173,9 +174,15 @@ def test_a_batch_without_images_has_none(inputs: ImageInputs) -> None:
     assert made.images is None
 
 
-def test_a_sample_that_begins_with_another_turn_has_no_images(inputs: ImageInputs) -> None:
-    made = of_demonstrations([(np.array([2, *[QWEN_IMAGE] * 4, 3], np.int32), np.array([9], np.int32))] * 2)
-    made.tokens[8:12] = 7
-    for turn in (0, 3):  # also as a first turn that a workflow has written itself
-        inputs.of_tasks({"train/0": [picture(1, 56, 56)]})(made, [("train/0", 0), ("train/0", turn)])
-        assert made.images is not None and [len(places) for places in made.images.places] == [1, 0]
+def test_images_stand_in_the_turns_that_show_them(inputs: ImageInputs) -> None:
+    """Not where the model has written their placeholder."""
+    one, two = picture(1, 56, 56), picture(2, 56, 56)
+    shown = [QWEN_IMAGE] * 4
+    made = of_demonstrations([(np.array([2, *shown, 3, QWEN_IMAGE, 5, *shown], np.int32), np.array([9], np.int32))] * 2)
+    first, later = ImagesAt(0, 6, (file_digest(one),)), ImagesAt(7, 12, (file_digest(two),))
+    inputs.of_samples({file_digest(one): one, file_digest(two): two})(made, [[first, later], []])
+    assert made.images is not None
+    assert [[(p.start, p.image.digest) for p in places] for places in made.images.places] == [
+        [(1, file_digest(one)), (8, file_digest(two))],
+        [],
+    ]

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 
 from megarl.core.config import compose
 from megarl.core.errors import ConfigError, DataError, FencedError, JobError
-from megarl.core.schema import GREEDY, GroupStats, Reward, Trajectory, Turn, WeightsSpan, WeightsVersion
-from megarl.explore.store import OWN_SERVER, EndedGroup, Store, Used, UsedGroup, check_url, database, journal
+from megarl.core.schema import GREEDY, GroupStats, Reward, Trajectory, Turn, WeightsSpan, WeightsVersion, file_digest
+from megarl.explore.store import OWN_SERVER, Claim, EndedGroup, Store, Used, UsedGroup, check_url, database, journal
 from megarl.explore.store.codec import trajectory_from_row, trajectory_to_row
 from megarl.explore.store.database import shown
 from megarl.explore.store.workers import Silence
@@ -80,6 +80,45 @@ def test_a_rollout_from_request_to_trajectories(store: Store) -> None:
     assert store.progress("no such rollout") == (0, 0)
 
 
+def with_images(claim: Claim, index: int, *files: bytes) -> Trajectory:
+    """A trajectory whose prompt shows some images."""
+    made = make_trajectory(claim, index)
+    prompt = replace(made.turns[0], images=tuple(map(file_digest, files)))
+    return replace(made, turns=(prompt, *made.turns[1:]), images={file_digest(file): file for file in files})
+
+
+@pytest.mark.parametrize("end", ["deleted", "used", "discarded", "ahead", "asked again"])
+def test_images_of_a_group_live_as_long_as_its_trajectories(store: Store, url: str, end: str) -> None:
+    request(store, groups=2)
+    claims = store.claim_groups("a", 2)
+    ended = [
+        EndedGroup(claims[0], [with_images(claims[0], 0, b"one", b"two"), with_images(claims[0], 1, b"two")]),
+        EndedGroup(claims[1], [with_images(claims[1], 0, b"two"), make_trajectory(claims[1], 1)]),
+    ]
+    assert store.put_all(ended) == [True, True]
+    of_first = {file_digest(file): file for file in (b"one", b"two")}
+    assert store.group_images(["r0/0"]) == of_first and store.group_images(["r0/1"]) == {file_digest(b"two"): b"two"}
+    assert store.group_images(["r0/0", "r0/1", "no group"]) == of_first
+    assert len(rows(url)["group_images"]) == 3, "each once in a group"
+    [first, second] = store.read(["r0/0"])
+    assert first.turns[0].images == tuple(of_first) and second.turns[0].images == (file_digest(b"two"),)
+    if end == "used":
+        store.record_step(1, {}, Used(("r0/0",), {}))
+        assert store.group_images(["r0/0"]) == of_first
+        assert store.delete_trajectories(["r0/0", "r0/1"]) == 2
+        assert store.group_images(["r0/0", "r0/1"]) == {file_digest(b"two"): b"two"}, "an unused group stays"
+    elif end == "deleted":
+        store.withdraw("r0")
+    elif end == "discarded":
+        store.discard_rollouts(0)
+    elif end == "ahead":
+        store.discard_rollouts(1, ahead=True)
+    else:
+        request(store, groups=1)
+    if end != "used":
+        assert rows(url)["group_images"] == [] and rows(url)["trajectories"] == []
+
+
 def test_unknown_task(store: Store) -> None:
     with pytest.raises(DataError, match=r"1 task ids are not in the store, the first is 'train/99'"):
         store.request_rollout("r", "train", 0, VERSION, ["train/1", "train/99"], 2, {})
@@ -90,12 +129,15 @@ ids = st.lists(st.integers(0, 2**31 - 1), min_size=0, max_size=20)
 
 def turns(data: st.DataObject) -> tuple[Turn, ...]:
     """A prompt, and turns of anybody that follow any earlier one."""
-    found = [Turn("user", np.asarray(data.draw(ids), dtype=np.int32))]
+    digests = st.lists(st.sampled_from(["a", "b"]), max_size=2).map(tuple)
+    found = [Turn("user", np.asarray(data.draw(ids), dtype=np.int32), images=data.draw(digests))]
     for author in data.draw(st.lists(st.sampled_from(["model", "tool", "environment"]), max_size=4)):
         # Strided views must be stored by value, not as they lie in memory.
         tokens = np.repeat(np.asarray(data.draw(ids), dtype=np.int32), 2)[::2]
         turn = Turn(author, tokens, data.draw(st.integers(-1, len(found) - 1)))  # type: ignore[arg-type]
-        if author == "model":
+        if author != "model":
+            turn = replace(turn, images=data.draw(digests))
+        else:
             length, cut = len(tokens), data.draw(st.integers(0, len(tokens)))
             floats = st.lists(st.floats(width=32, allow_nan=False), min_size=length, max_size=length)
             logp = np.repeat(np.asarray(data.draw(floats), dtype=np.float32), 2)[::2]
@@ -642,6 +684,7 @@ def test_every_write_is_in_the_table_of_writes() -> None:
     reads = {
         "task_ids",
         "task_images",
+        "group_images",
         "tasks",
         "data_sources",
         "progress",

@@ -361,6 +361,8 @@ class RolloutConfig:
     cut (docs/asynchrony.md). It biases towards short responses, and no run repeats bit for bit."""
     max_trajectory_tokens: Count | None = None
     """Most tokens of a trajectory: its prompt and all turns. None is a prompt and one response."""
+    max_images: Annotated[int, Bound(1, 1024)] = 16
+    """Most images of a trajectory whose messages have some, its task's included (docs/vision.md)."""
     temperature: Annotated[float, Bound(0, 100, above=True)] = 1.0  # greedy responses of a group would all be equal
     """Temperature of sampling, and of the log-probs on both sides."""
     max_num_seqs: Count = 512

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megarl.core.schema import Message
-from megarl.explore.agents.openai import text_of
+from megarl.explore.agents.content import content_of, joined
 from megarl.explore.agents.request import (
     Asked,
     BadRequest,
@@ -36,7 +36,7 @@ def asked_of(body: Any, repeated: Repeated) -> Asked:
     choice = object_field(body.get("tool_choice") or {"type": "auto"}, "tool_choice").get("type")
     if choice not in ("auto", "none"):
         raise BadRequest(f"`tool_choice`={choice!r:.60} cannot be enforced while training; set it to auto or none")
-    messages: list[Message] = [{"role": "system", "content": text_of(body["system"])}] if body.get("system") else []
+    messages: list[Message] = [{"role": "system", "content": content_of(body["system"])}] if body.get("system") else []
     messages += itertools.chain.from_iterable(repeated.of(given, _messages))
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(objects_field(body.get("tools"), "tools"))]
     max_tokens = count_field(body, "max_tokens")
@@ -105,11 +105,13 @@ def _messages(message: Any) -> list[Message]:
         raise BadRequest(f"`role` of a message must be user or assistant, got {message.get('role')!r:.40}")
     content = message.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else objects_field(content, "content")
-    text, found, calls = "", list[Message](), list[Message]()
+    parts, found, calls = list[dict[str, str]](), list[Message](), list[Message]()
     for i, block in enumerate(blocks):
         kind, name = block.get("type"), f"content[{i}]"
         if kind == "text":
-            text += text_field(block.get("text"), f"{name}.text")
+            parts.append({"type": "text", "text": text_field(block.get("text"), f"{name}.text")})
+        elif kind == "image" and message["role"] == "user":
+            parts.append({"type": "image", "image": _image_of(block, name) or ""})
         elif kind == "tool_use":
             function = {
                 "name": text_field(block.get("name"), f"{name}.name"),
@@ -118,12 +120,25 @@ def _messages(message: Any) -> list[Message]:
             calls.append({"id": text_field(block.get("id"), f"{name}.id"), "type": "function", "function": function})
         elif kind == "tool_result":
             number = text_field(block.get("tool_use_id"), f"{name}.tool_use_id")
-            found.append({"role": "tool", "content": text_of(block.get("content")), "tool_call_id": number})
+            found.append(
+                {"role": "tool", "content": content_of(block.get("content"), _image_of), "tool_call_id": number}
+            )
         else:
             raise BadRequest(f"`{name}`: blocks of type {kind!r:.40} are not supported")
+    content = joined(parts)
     if message["role"] == "assistant":
-        return [{"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}]
-    return [*found, {"role": "user", "content": text}] if text or not found else found
+        return [{"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}]
+    return [*found, {"role": "user", "content": content}] if content or not found else found
+
+
+def _image_of(block: Mapping[str, Any], name: str) -> str | None:
+    """Image of a block ``image``, in base64. Raises BadRequest."""
+    if block.get("type") != "image":
+        return None
+    source = object_field(block.get("source"), f"{name}.source")
+    if source.get("type") != "base64":
+        raise BadRequest(f"`{name}.source` must be of type base64, since nothing is downloaded: {source!r:.60}")
+    return text_field(source.get("data"), f"{name}.source.data")
 
 
 def _tool(tool: Mapping[str, Any], name: str) -> Mapping[str, Any]:

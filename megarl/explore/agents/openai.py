@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megarl.core.schema import Message
+from megarl.explore.agents.content import content_of
 from megarl.explore.agents.request import (
     MAX_N,
     Asked,
@@ -58,7 +59,8 @@ def asked_of(body: Any, repeated: Repeated) -> Asked:
 def message_of(message: Any) -> Message:
     """A message in the form of chat templates. Raises BadRequest."""
     role = text_field(object_field(message, "messages[]").get("role"), "role")
-    found: Message = {"role": ROLES.get(role, role), "content": text_of(message.get("content"))}
+    shows = _image_of if role in ("user", "tool", "function") else None
+    found: Message = {"role": ROLES.get(role, role), "content": content_of(message.get("content"), shows)}
     if calls := objects_field(message.get("tool_calls"), "tool_calls"):
         found["tool_calls"] = [_call(call) for call in calls]
     return found | {
@@ -66,13 +68,17 @@ def message_of(message: Any) -> Message:
     }
 
 
-def text_of(content: Any) -> str:
-    """Text of a content, which may come in parts. Raises BadRequest."""
-    if content is None or isinstance(content, str):
-        return text_field(content or "", "content")
-    if not isinstance(content, list) or any(not isinstance(p, dict) or p.get("type") != "text" for p in content):
-        raise BadRequest("the content of a message must be a text, or parts of type text")
-    return "".join(text_field(part.get("text"), "content[].text") for part in content)
+def _image_of(part: Mapping[str, Any], name: str) -> str | None:
+    """Image of a part ``image_url``, in base64. Raises BadRequest."""
+    if part.get("type") != "image_url":
+        return None
+    url = text_field(object_field(part.get("image_url"), f"{name}.image_url").get("url"), f"{name}.image_url.url")
+    head, _, data = url.partition(",")
+    if not head.startswith("data:") or not head.endswith(";base64"):
+        raise BadRequest(
+            f"`{name}.image_url.url` must be a data: URI in base64, since nothing is downloaded: {url:.40}"
+        )
+    return data
 
 
 def sent_back(reply: Reply) -> Message:

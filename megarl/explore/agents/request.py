@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -27,7 +26,7 @@ class Asked:
     """A request."""
 
     messages: Sequence[Message]
-    """In the form of chat templates: texts as content, tool calls with their arguments as objects."""
+    """In the form of chat templates: tool calls with their arguments as objects, images as of ``agents.content``."""
     tools: Sequence[Mapping[str, Any]] = ()
     n: int = 1
     max_tokens: int | None = None
@@ -68,10 +67,11 @@ class Repeated:
 
 def same_json(one: Any, other: Any) -> bool:
     """Return True if two values are the same JSON: ``==`` takes 1 for true and for 1.0, which arguments may have."""
-    if one is other or one != other:
+    if one is other or type(one) is not type(other) or one != other:
         return one is other
-    texts = isinstance(one, dict) and all(value is None or isinstance(value, str) for value in one.values())
-    return texts or json.dumps(one) == json.dumps(other)
+    if isinstance(one, dict):
+        return all(same_json(value, other[name]) for name, value in one.items())
+    return not isinstance(one, list) or all(map(same_json, one, other))
 
 
 SentBack = Callable[[Reply], Message]

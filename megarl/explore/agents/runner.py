@@ -18,6 +18,7 @@ from megarl.core.errors import ConfigError, describe
 from megarl.core.schema import Task
 from megarl.core.user_file import import_file
 from megarl.explore.agents.command import command_environment, run_command
+from megarl.explore.agents.content import prompt_of
 from megarl.explore.agents.loopback import with_loopback
 from megarl.explore.agents.sandbox import CommandSandbox
 
@@ -59,7 +60,7 @@ def load(rollout: RolloutConfig, endpoint: Path | None = None) -> Run:
     thread = AgentThread()
 
     async def run(base_url: str, task: Task, request_kwargs: dict[str, Any], metadata: dict[str, Any]) -> Any:
-        return await thread.call(function, f"{base_url}/v1", list(task.prompt), request_kwargs, metadata)
+        return await thread.call(function, f"{base_url}/v1", prompt_of(task), request_kwargs, metadata)
 
     return run
 
@@ -113,7 +114,7 @@ def _command(words: list[str], rollout: RolloutConfig, endpoint: Path | None) ->
     sandbox = CommandSandbox.of(words, rollout.agent_paths, endpoint) if rollout.agent_sandbox else None
 
     async def run(base_url: str, task: Task, request_kwargs: dict[str, Any], metadata: dict[str, Any]) -> Any:
-        given = {"prompt": list(task.prompt), "request_kwargs": request_kwargs, "metadata": metadata}
+        given = {"prompt": prompt_of(task), "request_kwargs": request_kwargs, "metadata": metadata}
         return await run_command(words, given, command_environment(base_url, rollout.agent_env), sandbox)
 
     return run

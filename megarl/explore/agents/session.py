@@ -12,8 +12,9 @@ import numpy as np
 
 from megarl.core.errors import DataError, PromptRefused
 from megarl.core.schema import Author, Message, Task, Turn
+from megarl.explore.agents.content import bare, images_of
 from megarl.explore.agents.request import Asked, BadRequest, Repeated, Reply, SentBack, same_json
-from megarl.explore.recording.model import RolloutModel
+from megarl.explore.recording.model import IMAGE_LIMITS, RolloutModel
 from megarl.explore.rewards.shape import opens_thinking
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.tasksets.turns import exceeds, render_turns, turn_ids
@@ -159,28 +160,40 @@ class Session:
         response = self._model.turns[after]
         if response.finish_reason != "stop" or any(message["role"] == "assistant" for message in messages):
             return None
+        images = images_of(messages)
         try:
-            rendered = render_turns(self._tokenizer, messages, kwargs)
+            rendered = render_turns(self._tokenizer, bare(messages), kwargs)
         except DataError:
             return None
+        self._check_images(images, after)
         room = self._model.room_after(after)
         last = int(response.token_ids[-1])
         token_ids = await self._encoded(rendered, room, lambda: turn_ids(self._tokenizer, rendered, last))
-        if len(token_ids) >= room:
-            raise self._no_room(f"{self._model.limit - room + len(token_ids)}")
+        if (length := self._model.length_of(token_ids, images)) >= room:
+            raise self._no_room(f"{self._model.limit - room + length} tokens")
         author: Author = "tool" if all(message["role"] == "tool" for message in messages) else "user"
-        self._model.write(author, token_ids, after=after, in_thinking=opens_thinking(rendered))
+        self._model.write(author, token_ids, images=images, after=after, in_thinking=opens_thinking(rendered))
         return len(self._model.turns) - 1
 
     async def _begun(self, messages: Sequence[Message], kwargs: Mapping[str, Any]) -> int:
         """Add a prompt that follows nothing."""
-        rendered = self._tokenizer.render(messages, kwargs)
+        images = images_of(messages)
+        self._check_images(images, None)
+        rendered = self._tokenizer.render(bare(messages), kwargs)
         limit = self._model.limit
         token_ids = await self._encoded(rendered, limit, lambda: self._tokenizer.rendered_ids(rendered))
-        if len(token_ids) >= limit:
-            raise self._no_room(f"{len(token_ids)}")
-        self._model.begin(token_ids, in_thinking=opens_thinking(rendered))
+        if (length := self._model.length_of(token_ids, images)) >= limit:
+            raise self._no_room(f"{length} tokens")
+        self._model.begin(token_ids, images=images, in_thinking=opens_thinking(rendered))
         return len(self._model.turns) - 1
+
+    def _check_images(self, images: Sequence[bytes], after: int | None) -> None:
+        """Raise BadRequest where a message's images have no room after a turn, or the model shows none."""
+        try:
+            if not self._model.takes_images(images, after):
+                raise self._no_room(f"more images than {IMAGE_LIMITS}, or follows one that the model has written")
+        except ValueError as error:
+            raise BadRequest(str(error)) from error
 
     async def _encoded(self, rendered: str, room: int, encode: Callable[[], np.ndarray]) -> np.ndarray:
         """Tokenise a text; a long one in a thread, and no more of it than shows that there is no room for it.
@@ -190,11 +203,11 @@ class Session:
         if len(rendered) <= IN_LOOP:
             return encode()
         if await asyncio.to_thread(exceeds, self._tokenizer, rendered, room):
-            raise self._no_room(f"more than {room}")
+            raise self._no_room(f"more than {room} tokens")
         return await asyncio.to_thread(encode)
 
-    def _no_room(self, tokens: str) -> BadRequest:
-        return BadRequest(f"the context has {tokens} tokens, which {ROOM}={self._model.limit}", NO_ROOM)
+    def _no_room(self, what: str) -> BadRequest:
+        return BadRequest(f"the context has {what}, which {ROOM}={self._model.limit}", NO_ROOM)
 
     def _index(self, turn: Turn) -> int:
         turns = self._model.turns

@@ -58,7 +58,7 @@ class Episode:
         self._last: Future[Any] = Future()
         """The call that was made last; it may run on when nobody waits for it."""
 
-    async def begin(self, make: MakeEnvironment, task: Task, given: Mapping[str, Any]) -> str | None:
+    async def begin(self, make: MakeEnvironment, task: Task, given: Mapping[str, Any]) -> Observation | None:
         """Make the environment, with those of ``given`` that ``make`` has parameters for; return its first observation,
         where it has one beside the task's prompt."""
         settings = {name: given[name] for name in parameters(make)}
@@ -67,8 +67,10 @@ class Episode:
             environment = await self._threads.result(self._made, "make")
             if (reset := getattr(environment, "reset", None)) is None:
                 return None
-            self._last = in_thread(lambda: _checked(reset(), str, "reset must return a text"))
-            return await self._threads.result(self._last, "reset")  # type: ignore[no-any-return]
+            rule = "reset must return a text or an Observation"
+            self._last = in_thread(lambda: _checked(reset(), (str, Observation), rule))
+            first = await self._threads.result(self._last, "reset")
+            return first if isinstance(first, Observation) else Observation(first)
 
     async def step(self, response: str, *score: float) -> Observation:
         """Give a response to the environment, with its score where it asks for one."""
@@ -131,7 +133,7 @@ def in_thread(function: Callable[[], T]) -> Future[T]:
     return call
 
 
-def _checked(given: T, kind: type[T], rule: str) -> T:
+def _checked(given: T, kind: type | tuple[type, ...], rule: str) -> T:
     if not isinstance(given, kind):
         raise TypeError(f"{rule}, got {given!r:.60}")
     return given

@@ -16,6 +16,7 @@ from megarl.core.schema import Task
 from megarl.explore.environments.numbers import last_number
 from megarl.explore.environments.options import checked, refuse
 from megarl.explore.environments.types import Observation
+from megarl.explore.tasksets.images import png_of
 
 OPTIONS = {"id": str, "kwargs": dict, "actions": dict}
 """``id``: as ``gymnasium.make`` takes it, ``module:Name-v0`` too; ``kwargs``: of the environment; ``actions``: word ->
@@ -27,8 +28,8 @@ class Gymnasium:
     """One episode.
 
     Actions are texts, as they are responded, or discrete: the last word of a response that is in ``actions``, else its
-    last number. A response without one ends the episode. Observations are texts; others are written as JSON, or as
-    ``render()`` returns them where ``kwargs`` has ``render_mode: ansi``.
+    last number. A response without one ends the episode. Observations are texts; others are written as JSON, or are
+    what ``render()`` returns where ``kwargs`` has ``render_mode``: a text with ``ansi``, a picture with ``rgb_array``.
 
     Args:
         task: ``ground_truth`` and ``extra_info`` are ``options`` of the environment's ``reset``.
@@ -72,10 +73,10 @@ class Gymnasium:
             if not isinstance(space, gymnasium.spaces.Discrete) or action not in space:
                 refuse("actions", {word: action}, f"is no discrete action of {options['id']}, which has {space}")
 
-    def reset(self) -> str:
+    def reset(self) -> Observation:
         """Begin; an empty text adds nothing to the task's prompt."""
         seen, _ = self._env.reset(seed=self._seed, options=self._row)
-        return self._text(seen)
+        return self._observation(seen)
 
     def step(self, response: str) -> Observation:
         """Act as the response reads."""
@@ -83,7 +84,7 @@ class Gymnasium:
         if action is None:
             return Observation("", done=True, success=False)
         seen, reward, terminated, truncated, _ = self._env.step(action)
-        return Observation(self._text(seen), float(reward), done=bool(terminated or truncated))
+        return self._observation(seen, float(reward), done=bool(terminated or truncated))
 
     def close(self) -> None:
         """Close the environment."""
@@ -98,7 +99,10 @@ class Gymnasium:
         action = last_number(response)
         return action if action is not None and action in self._env.action_space else None
 
-    def _text(self, seen: Any) -> str:
+    def _observation(self, seen: Any, reward: float = 0.0, *, done: bool = False) -> Observation:
+        if self._env.render_mode == "rgb_array":
+            return Observation("", reward, done, images=[png_of(self._env.render())])
         if self._env.render_mode == "ansi":
-            return str(self._env.render())
-        return seen if isinstance(seen, str) else json.dumps(seen, default=lambda value: value.tolist())
+            return Observation(str(self._env.render()), reward, done)
+        text = seen if isinstance(seen, str) else json.dumps(seen, default=lambda value: value.tolist())
+        return Observation(text, reward, done)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, SupportsFloat
 
@@ -21,10 +22,14 @@ class Observation:
     """The episode has ended."""
     success: bool | None = None
     """Outcome of an episode that has ended; None: whether its score is 1.0 or more."""
+    images: Sequence[bytes] = ()
+    """Files of the images that the text's ``<image>`` stand for; they come before a text without one."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
             raise TypeError(f"Observation.text must be a text, got {self.text!r:.60}")
+        if isinstance(self.images, bytes) or not all(isinstance(image, bytes) for image in self.images):
+            raise TypeError(f"Observation.images must be files of images, each in bytes, got {self.images!r:.60}")
         if not isinstance(self.reward, SupportsFloat) or not math.isfinite(self.reward):
             raise ValueError(f"Observation.reward must be a finite number, got {self.reward!r:.60}")
         for name, value in (("done", self.done), ("success", self.success)):
@@ -54,7 +59,7 @@ class Environment(Protocol):
     """One episode of a task. Its methods are called in threads, one after another, and may block for
     ``rollout.environment_timeout_s``."""
 
-    # def reset(self) -> str: the first observation, where an environment has one beside the task's prompt
+    # def reset(self) -> str | Observation: the first one, where an environment has one beside the task's prompt
     # def end(self) -> float: further reward of an episode that a limit of the trajectory has ended
     # def kill(self) -> None: end a call past its limit, which then raises; close follows
 

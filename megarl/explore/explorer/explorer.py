@@ -49,6 +49,7 @@ from megarl.explore.explorer.share import share_of
 from megarl.explore.explorer.store_queue import StoreQueue
 from megarl.explore.explorer.trajectories import Scorer, TrajectoryRunner
 from megarl.explore.explorer.under_way import KEEPERS, SamplesUnderWay
+from megarl.explore.recording.images import ImageRules
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.recording.model import NO_LIMITS, NO_OPTIONS, RenderedPrompt
 from megarl.explore.rewards import RewardPool
@@ -77,7 +78,7 @@ class Explorer:
         backlog: Answers that may wait for their score; when there are more, no further group is claimed.
         engines: Over whose calls newly claimed groups are spread (one for each engine), as they come and go.
         retries: Times that a trajectory begins again after an error that is neither the policy's nor the verifier's.
-        rewards: As of :class:`TrajectoryRunner`, as are ``wrong_ends``, ``limits`` and ``options``.
+        rewards: As of :class:`TrajectoryRunner`, as are ``wrong_ends``, ``limits``, ``options`` and ``images``.
         workflow_timeout_s: Most seconds of a workflow of its own; None for one that has a limit itself.
         engine_timeout_s: How long samples are asked for again while engines give none of them.
         gate: Of engines that a trainer of another program gives weights: nothing is claimed while it is closed.
@@ -112,6 +113,7 @@ class Explorer:
         gate: OpenEngines | None = None,
         silence_s: float = 30.0,
         segments: SegmentSettings = WHOLE_RESPONSES,
+        images: ImageRules | None = None,
     ) -> None:
         self._flights: set[asyncio.Task[None]] = set()
         self._gate, self._silence_s, self._event_lines = gate, silence_s, event_lines
@@ -128,6 +130,7 @@ class Explorer:
             rewards=rewards,
             wrong_ends=wrong_ends,
             segments=segments,
+            images=images,
             record=StoreQueue(partial(self._call, store.append_segments)).put if segments.tokens else None,
             forget=partial(self._call, store.forget_segments) if segments.tokens else None,
         )
@@ -328,7 +331,7 @@ async def explore(config: Config, key: str, worker: str, number: int = 0) -> Non
     hosts = [host for host in os.environ.get("MEGARL_REWARD_HOSTS", "").split(",") if host]
     await await_hosts(hosts)  # the supervisor starts one on every other node, which takes a moment
     config = share_of(config, hosts, number)
-    tokenizer = ChatTokenizer.of(config)
+    tokenizer, images = ChatTokenizer.of(config), ImageRules.of(config)
     engine_timeout_s = (
         config.rollout.start_timeout_s + config.sync.timeout_s
     )  # an engine is replaced, and given the weights
@@ -382,6 +385,7 @@ async def explore(config: Config, key: str, worker: str, number: int = 0) -> Non
                 gate=gate,
                 silence_s=config.cluster.heartbeat_s,
                 segments=SegmentSettings.of(config),
+                images=images,
             )
             gc.collect()
             gc.freeze()  # modules stay, and take long to walk

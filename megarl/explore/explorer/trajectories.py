@@ -17,6 +17,7 @@ from megarl.engine.client.gather import LONGEST_RETRY_S, Gatherer, SampleRequest
 from megarl.explore.explorer.claimed import ClaimedGroup
 from megarl.explore.explorer.segments import WHOLE_RESPONSES, Forget, Record, SegmentSampler, SegmentSettings
 from megarl.explore.explorer.workflow_run import OwnTime, run_workflow
+from megarl.explore.recording.images import ImageRules
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.recording.model import NO_LIMITS, NO_OPTIONS, RolloutModel, Sampler
 from megarl.explore.rewards import Verdict
@@ -46,6 +47,7 @@ class TrajectoryRunner:
         segments: Lengths of segments, and the repetitions that end a response.
         record: Records segments.
         forget: Forgets the segments of a trajectory that begins again.
+        images: Rules of images beside the tasks'.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class TrajectoryRunner:
         segments: SegmentSettings = WHOLE_RESPONSES,
         record: Record | None = None,
         forget: Forget | None = None,
+        images: ImageRules | None = None,
     ) -> None:
         self._segments, self._record, self._forget = segments, record, forget
         self._workflow = workflow
@@ -71,6 +74,7 @@ class TrajectoryRunner:
         self._tokenizer = tokenizer
         self._limits = limits
         self._options = options
+        self._images = images
         self._retries = retries
         self._retry_s = retry_s
         self._rewards = rewards or RewardConfig()
@@ -108,6 +112,7 @@ class TrajectoryRunner:
             reward=verdict.reward,
             metadata={"reward": verdict.record} | message,
             cause=model.cause,
+            images=model.images,
         )
 
     async def _recorded(self, group: ClaimedGroup, index: int, gatherer: Gatherer) -> RolloutModel:
@@ -149,6 +154,7 @@ class TrajectoryRunner:
             partial(self._verdict, group, own),
             self._limits,
             self._options,
+            self._images,
         )
         self._running.add(own)
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -11,10 +11,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megarl.core.errors import DataError, PromptRefused
+from megarl.core.errors import DataError, JobError, PromptRefused
 from megarl.core.schema import GREEDY, Author, End, Reward, Task, Turn, WeightsSpan, WeightsVersion
 from megarl.engine.client.frames import Completion
 from megarl.engine.client.gather import SampleRequest
+from megarl.explore.recording.images import ImageRules
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.recording.turns import RecordedTurns
 from megarl.explore.recording.values import check_request, recorded_limit
@@ -22,12 +23,16 @@ from megarl.explore.rewards import Verdict
 from megarl.explore.rewards.shape import opens_thinking
 from megarl.explore.store import Claim
 from megarl.explore.tasksets import ChatTokenizer, chat_messages
-from megarl.explore.tasksets.images import PLACEHOLDER
+from megarl.explore.tasksets.images import PLACEHOLDER, placed, with_parts
 from megarl.explore.tasksets.turns import messages_of, render_turns, turn_ids
 from megarl.explore.tools import FORMATS, ToolCall, written_by
 
 ROLES: dict[Author, str] = {"environment": "user"}
 """Authors whose messages chat templates know under another role."""
+
+
+IMAGE_LIMITS = "rollout.max_images, trainer.max_patches_per_micro_batch or 32 MiB allow"
+"""Limits of a trajectory's images, for messages."""
 
 
 class Sampler(Protocol):
@@ -73,6 +78,7 @@ class RolloutModel(RecordedTurns):
         seed: The group's.
         judge: Verdict of a text, which may begin inside a thought, by the verifier of its task or one that is named.
         options: ``rollout.options``.
+        images: Rules of images beside the task's; None where messages have none.
     """
 
     def __init__(
@@ -86,8 +92,9 @@ class RolloutModel(RecordedTurns):
         judge: AskVerifier,
         limits: TokenLimits = NO_LIMITS,
         options: Mapping[str, Any] = NO_OPTIONS,
+        images: ImageRules | None = None,
     ) -> None:
-        super().__init__(tokenizer.largest_id, limits.trajectory)
+        super().__init__(tokenizer.largest_id, limits.trajectory, images)
         self.limits = limits
         self.options = deepcopy(dict(options))
         """Settings of the user's own (``rollout.options``), a copy for this trajectory."""
@@ -104,8 +111,6 @@ class RolloutModel(RecordedTurns):
         """Samples that were asked for."""
         self.unread = 0
         """Those of them that have neither come nor been refused, since nobody waits for them."""
-        self._task_turn: int | None = None
-        """Turn with the task's own prompt, which the images belong to."""
 
     @property
     def index(self) -> int:
@@ -123,46 +128,57 @@ class RolloutModel(RecordedTurns):
         """Seed for what all trajectories of the group have in common."""
         return zlib.crc32(self._claim.task.task_id.encode()) if self._seed is None else self._seed
 
-    def ask(self, task: Task, observation: str | None = None) -> Turn:
+    def ask(self, task: Task, observation: str | None = None, images: Sequence[bytes] = ()) -> Turn:
         """Add the task's prompt, rendered by the chat template, with its images.
 
         Args:
             observation: Text that follows the prompt: in its last message where that is a user's, else as one.
+            images: Files of the observation's images, one for each ``<image>`` in it; before the text where it has no
+                ``<image>``.
 
-        Raises ValueError where the prompt is then longer than ``rollout.max_prompt_tokens``.
+        Raises ValueError where the prompt is then longer than ``rollout.max_prompt_tokens``, or the images have no room
+        or do not fit the observation.
         """
         if self.turns:
             raise ValueError("a trajectory begins with the task of its group, which has been asked already")
         if (task.task_id, task.prompt) != (self._claim.task.task_id, self._claim.task.prompt):
             raise ValueError("ask takes the task that the workflow was given, unchanged; begin takes other prompts")
         if observation is not None:
-            self._prompt = RenderedPrompt.of(observed(task, observation), self._tokenizer)
-            if (length := len(self._prompt.token_ids)) > self.limits.prompt:
+            self._prompt = prompt = RenderedPrompt.of(observed(task, observation, images), self._tokenizer)
+            if images and not self.takes_images(prompt.images):
+                raise ValueError(f"{len(prompt.images)} images of the prompt are more than {IMAGE_LIMITS}")
+            if (length := self.length_of(prompt.token_ids, prompt.images)) > self.limits.prompt:
                 raise ValueError(
                     f"the prompt with its first observation has {length} tokens, more than "
                     f"rollout.max_prompt_tokens={self.limits.prompt}; shorten the observation, or raise it"
                 )
-        self._task_turn = len(self.turns)
-        return self._add(Turn("user", self._prompt.token_ids), -1, self._prompt.in_thinking)
+        prompt = self._prompt
+        return self._added("user", prompt.token_ids, prompt.images, -1, prompt.in_thinking)
 
-    def add(self, author: Author, *texts: str, role: str | None = None) -> Turn | None:
+    def add(self, author: Author, *texts: str, role: str | None = None, images: Sequence[bytes] = ()) -> Turn | None:
         """Add a message after the model's turn, or several, rendered by the chat template up to where the model goes
         on.
 
         Args:
             role: Of the messages in the chat template, where it is not the author's.
+            images: Files, one for each ``<image>`` in the texts; before the first text where none has an ``<image>``.
 
-        None, adding nothing, where it leaves no room for a token of the model. Raises DataError where the template has
-        no place for such a message.
+        None, adding nothing, where it leaves no room for a token of the model, or images have none. Raises DataError
+        where the template has no place for such a message, ValueError where the images do not fit the texts.
         """
         assert self.turns[-1].author == "model", "a message follows a response"
-        messages = messages_of(role or ROLES.get(author, author), texts)
+        messages = messages_of(role or ROLES.get(author, author), placed(texts, images))
+        if images:
+            if not self.takes_images(images, -1):
+                self.truncate()
+                return None
+            messages = with_parts(messages)
         rendered = render_turns(self._tokenizer, messages, self._claim.task.chat_template_kwargs)
         token_ids = turn_ids(self._tokenizer, rendered, int(self.turns[-1].token_ids[-1]))
-        if len(token_ids) >= self.room:
+        if self.length_of(token_ids, images) >= self.room:
             self.truncate()
             return None
-        return self.write(author, token_ids, in_thinking=opens_thinking(rendered))
+        return self.write(author, token_ids, images=images, in_thinking=opens_thinking(rendered))
 
     def text(self, turn: Turn) -> str:
         """Text of a turn without special tokens."""
@@ -172,7 +188,7 @@ class RolloutModel(RecordedTurns):
         """Give the trajectory no verdict."""
         self._check_open()
         if not self.turns:
-            self._add(Turn("user", self._prompt.token_ids), -1)
+            self._add(Turn("user", self._prompt.token_ids), -1)  # of no use but to be looked at
         super().fail(reason, cause)
 
     def count_tokens(self, text: str) -> int:
@@ -221,9 +237,9 @@ class RolloutModel(RecordedTurns):
         max_tokens = recorded_limit(max_tokens)
         check_request(self._log, after, self.limit)
         number = self._log.begin()
-        images = self._prompt.images
-        images = images if images and self._log.line(after)[0] == self._task_turn else ()
-        context = self._with_images(after) if images else self._log.tokens(after)
+        line = self._log.line(after)
+        images = self._images.on_line(line, self.turns)
+        context = self._images.context(line, self.turns) if images else self._log.tokens(after)
         request = SampleRequest(
             self._claim.group_id,
             self._index,
@@ -245,29 +261,43 @@ class RolloutModel(RecordedTurns):
         self.unread -= 1
         if self.cause is End.TRUNCATED:  # a workflow that found no room has gone on from another context
             self.cause = None
-        if completion.prompt_ids is not None and self._task_turn is not None:
-            # the prompt with its images' placeholders expanded, and what came later
-            later = len(context) - len(self._prompt.token_ids)
-            expanded = completion.prompt_ids[: len(completion.prompt_ids) - later]
-            self._log.replace_tokens(self._task_turn, expanded)
+        if completion.prompt_ids is not None:
+            self._expand(line, completion.prompt_ids)
         return self._log.add(_model_turn(completion, self._claim.version), after, number)
 
-    def _with_images(self, last: int) -> np.ndarray:
-        """int32 [T]; tokens up to a turn, with the task's prompt as it was rendered: the engine expands the
-        placeholders of its images again."""
-        later = self._log.line(last)[1:]
-        return np.concatenate([self._prompt.token_ids, *(self.turns[i].token_ids for i in later)])
+    def _expand(self, line: Sequence[int], computed: np.ndarray) -> None:
+        """Take the tokens of a task's prompt that an engine has ``computed`` with, int32 [P]; others must be those that
+        it was to compute with. Raises JobError."""
+        if (turn := self._images.unexpanded(line, self.turns)) is not None:
+            later = sum(len(self.turns[i]) for i in line if i != turn)
+            self._log.replace_tokens(turn, computed[: len(computed) - later])
+        if not np.array_equal(computed, np.concatenate([self.turns[i].token_ids for i in line])):
+            raise JobError(
+                "the engine has made another number of tokens of an image than the model's processor here: install the "
+                "same transformers (and torchvision, or none) for both"
+            )
+
+    @property
+    def images(self) -> dict[str, bytes]:
+        """Digest -> file of the images of all recorded turns that are none of the task's."""
+        return self._images.beside(self._claim.task.images, self.recorded())
 
 
-def observed(task: Task, observation: str) -> Task:
-    """A task whose prompt goes on with an observation. Raises ValueError where that would be read as an image."""
-    if task.images and PLACEHOLDER in observation:
+def observed(task: Task, observation: str, images: Sequence[bytes] = ()) -> Task:
+    """A task whose prompt goes on with an observation. Raises ValueError where that has another number of ``<image>``
+    than ``images``."""
+    if task.images and not images and PLACEHOLDER in observation:
         raise ValueError(f"a first observation has {PLACEHOLDER!r}, which stands for an image of the task")
+    if images and not task.images and any(PLACEHOLDER in str(message.get("content")) for message in task.prompt):
+        raise ValueError(f"the task's prompt has {PLACEHOLDER!r} and no images, and an observation has some")
+    [observation] = placed([observation], images)
     *before, last = task.prompt
     if last["role"] != "user" or not isinstance(last["content"], str):
-        return replace(task, prompt=(*task.prompt, {"role": "user", "content": observation}))
-    content = "\n\n".join(text for text in (last["content"], observation) if text)
-    return replace(task, prompt=(*before, {**last, "content": content}))
+        prompt = (*task.prompt, {"role": "user", "content": observation})
+    else:
+        content = "\n\n".join(text for text in (last["content"], observation) if text)
+        prompt = (*before, {**last, "content": content})
+    return replace(task, prompt=prompt, images=(*task.images, *images))
 
 
 def episode_seed(group_seed: int, index: int) -> int:

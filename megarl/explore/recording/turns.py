@@ -10,6 +10,7 @@ import numpy as np
 
 from megarl.core.schema import Author, Turn
 from megarl.explore.recording.end import RecordedEnd
+from megarl.explore.recording.images import ImageRules, RecordedImages
 from megarl.explore.recording.turn_log import TurnLog
 from megarl.explore.recording.values import recorded_ids
 
@@ -20,10 +21,12 @@ class RecordedTurns(RecordedEnd):
     Args:
         largest_id: Largest id of a token.
         limit: Most tokens of a line of turns.
+        images: Rules of images beside the task's.
     """
 
-    def __init__(self, largest_id: int, limit: int) -> None:
+    def __init__(self, largest_id: int, limit: int, images: ImageRules | None = None) -> None:
         super().__init__()
+        self._images = RecordedImages(images)
         self.limit = limit
         self._largest_id = largest_id
         self._log = TurnLog()
@@ -71,22 +74,57 @@ class RecordedTurns(RecordedEnd):
         """True if the context of the model's last turn ended inside a thought."""
         return self.last_of_model().follows in self._in_thinking
 
-    def begin(self, token_ids: np.ndarray, *, in_thinking: bool = False) -> Turn:
+    def begin(self, token_ids: np.ndarray, *, images: Sequence[bytes] = (), in_thinking: bool = False) -> Turn:
         """Add a rendered prompt, int32 [T], that follows no turn: a context that was rewritten, or a sub-agent's.
 
-        ``in_thinking``: it ends inside a thought.
-        """
-        return self._add(Turn("user", recorded_ids("user", token_ids, self._largest_id)), -1, in_thinking)
+        Args:
+            images: Files, one for each placeholder among the tokens.
+            in_thinking: It ends inside a thought.
 
-    def write(self, author: Author, token_ids: np.ndarray, *, after: int = -1, in_thinking: bool = False) -> Turn:
+        Raises DataError where images and placeholders do not fit together.
+        """
+        return self._added("user", recorded_ids("user", token_ids, self._largest_id), images, -1, in_thinking)
+
+    def write(
+        self,
+        author: Author,
+        token_ids: np.ndarray,
+        *,
+        images: Sequence[bytes] = (),
+        after: int = -1,
+        in_thinking: bool = False,
+    ) -> Turn:
         """Add a turn of another author, int32 [T], with all that the chat template puts around it.
 
-        ``after``: index of the turn that it follows, -1 for the last one.
+        Args:
+            images: As of ``begin``.
+            after: Index of the turn that it follows, -1 for the last one.
+            in_thinking: As of ``begin``.
+
+        Raises as ``begin``.
         """
         if not self.turns:
             raise ValueError("a turn follows a prompt; ask or begin first")
         ids = recorded_ids(author, token_ids, self._largest_id)
-        return self._add(Turn(author, ids), self._after(after), in_thinking)
+        return self._added(author, ids, images, self._after(after), in_thinking)
+
+    def length_of(self, token_ids: np.ndarray, images: Sequence[bytes]) -> int:
+        """Number of tokens of a message with its images. Raises DataError as ``begin``."""
+        return len(self._images.expanded(token_ids, images))
+
+    def takes_images(self, images: Sequence[bytes], after: int | None = None) -> bool:
+        """Return True if there is room for a message's images after a turn, by its index; None: after none.
+
+        Raises ValueError where the model takes none, DataError for an image that its processor refuses.
+        """
+        line = [] if after is None else self._log.line(self._after(after))
+        return self._images.has_room(images, line, self.turns)
+
+    def _added(self, author: Author, ids: np.ndarray, images: Sequence[bytes], follows: int, in_thinking: bool) -> Turn:
+        self._check_open()
+        expanded = self._images.expanded(ids, images)
+        shown = self._images.put(len(self.turns), ids, images)
+        return self._add(Turn(author, expanded, images=shown), follows, in_thinking)
 
     @property
     def room(self) -> int:

@@ -19,7 +19,7 @@ from megarl.explore.store.claims import Claim, EndedGroup, images_of
 from megarl.explore.store.codec import trajectory_from_row, trajectory_to_row
 from megarl.explore.store.handle import IDS, chunks
 from megarl.explore.store.segments import SegmentTable
-from megarl.explore.store.tables import GROUPS, ROLLOUTS, SAMPLED, SEGMENTS, TRAJECTORIES, GroupState
+from megarl.explore.store.tables import GROUP_IMAGES, GROUPS, ROLLOUTS, SAMPLED, SEGMENTS, TRAJECTORIES, GroupState
 
 PART_BYTES = 64 * 2**20
 """Bytes of the arrays that are read or written together: of a row, the driver's and the decoded bytes exist side by
@@ -90,6 +90,8 @@ class Buffer(SegmentTable):
             made = [claims.make_ready(connection, group) for group in ended]
             if new := [row for found, is_new in zip(rows, made, strict=True) if is_new for row in found]:
                 connection.execute(insert(TRAJECTORIES), new)
+                for group in (group for group, is_new in zip(ended, made, strict=True) if is_new):
+                    _add_images(connection, group)
                 connection.execute(delete(SEGMENTS).where(SEGMENTS.c.group_id.in_({row["group_id"] for row in new})))
             written = [
                 is_new or (again and claims.is_ready(connection, group.claim))
@@ -160,6 +162,15 @@ class Buffer(SegmentTable):
         """
         return [e for few in chunks(group_ids) for e in self._read_where(TRAJECTORIES.c.group_id.in_(few))]
 
+    def group_images(self, group_ids: Sequence[str]) -> dict[str, bytes]:
+        """Digest -> file of the images of these groups' trajectories that are none of their tasks'."""
+        columns = select(GROUP_IMAGES.c.digest, GROUP_IMAGES.c.image)
+        found: dict[str, bytes] = {}
+        for few in chunks(group_ids):
+            query = columns.where(GROUP_IMAGES.c.group_id.in_(few))
+            found |= self._read(lambda c, query=query: {row.digest: row.image for row in c.execute(query)})  # type: ignore[misc]
+        return found
+
     def group_ids(self, rollout_id: str) -> list[str]:
         """Ids of a rollout's groups whose trajectories are there, by position."""
         mine = (GROUPS.c.rollout_id == rollout_id, GROUPS.c.state.in_(SAMPLED))
@@ -203,6 +214,14 @@ class Buffer(SegmentTable):
         found = self._read(lambda connection: [trajectory_from_row(row) for row in connection.execute(query)])
         greedy = {trajectory.group_id: trajectory for trajectory in found if trajectory.index == GREEDY}
         return [replace(e, greedy=greedy.get(e.group_id)) for e in found if e.index != GREEDY]
+
+
+def _add_images(connection: Connection, group: EndedGroup) -> None:
+    """Write a group's images, each once; one after another, since a trajectory's may be 32 MiB."""
+    place = {"group_id": group.claim.group_id, "rollout_id": group.claim.rollout_id}
+    files = {digest: file for trajectory in group.trajectories for digest, file in trajectory.images.items()}
+    for digest, file in files.items():
+        connection.execute(insert(GROUP_IMAGES), place | {"digest": digest, "image": file})
 
 
 def _rows_of(group: EndedGroup) -> list[dict[str, Any]]:

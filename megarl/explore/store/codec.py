@@ -108,7 +108,7 @@ def trajectory_to_row(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def trajectory_from_row(row: Any) -> Trajectory:
-    """Return the trajectory in a row."""
+    """Return the trajectory in a row, without files of images."""
     record, tensors = json.loads(row.record), load_tensors(row.tensors)
     stats = record["group_stats"]
     return Trajectory(
@@ -180,12 +180,13 @@ SPANS = 5
 
 def _turn_record(turn: Turn) -> list[Any]:
     spans = [[span.start, span.end, str(span.version)] for span in turn.spans]
-    return [turn.author, len(turn), turn.follows, turn.logp is not None, turn.finish_reason, spans, turn.reward]
+    record = [turn.author, len(turn), turn.follows, turn.logp is not None, turn.finish_reason, spans, turn.reward]
+    return [*record, list(turn.images)] if turn.images else record
 
 
 def _turns(records: Sequence[Sequence[Any]], tensors: Mapping[str, np.ndarray]) -> Iterator[Turn]:
     tokens_at, logp_at = 0, 0
-    for author, length, follows, has_logp, finish_reason, spans, reward in records:
+    for author, length, follows, has_logp, finish_reason, spans, reward, *images in records:
         logp = tensors["logp"][logp_at : logp_at + length] if has_logp else None
         yield Turn(
             author,
@@ -195,6 +196,7 @@ def _turns(records: Sequence[Sequence[Any]], tensors: Mapping[str, np.ndarray]) 
             _spans(spans),
             finish_reason,
             reward,
+            tuple(*images),
         )
         tokens_at, logp_at = tokens_at + length, logp_at + length * has_logp
 

@@ -16,7 +16,16 @@ from sqlalchemy import Connection, delete, func, insert, select, update
 from megarl.core.schema import Task, Trajectory
 from megarl.explore.store.codec import dumps, task_from_row, trajectory_from_row
 from megarl.explore.store.handle import IDS, Handle, chunks
-from megarl.explore.store.tables import EXPERT_IMPORTS, EXPERTS, GROUPS, ROLLOUTS, TASK_IMAGES, TASKS, TRAJECTORIES
+from megarl.explore.store.tables import (
+    EXPERT_IMPORTS,
+    EXPERTS,
+    GROUP_IMAGES,
+    GROUPS,
+    ROLLOUTS,
+    TASK_IMAGES,
+    TASKS,
+    TRAJECTORIES,
+)
 
 LOGP = np.dtype("<f4")
 _LOCK = 0x657870657274  # any number that nobody else takes
@@ -175,12 +184,13 @@ class ExpertTable(Handle):
             after = (found[-1].number, found[-1].position)
 
     def scored_trajectories(self, min_score: float) -> Iterator[tuple[Task, Trajectory]]:
-        """Yield trajectories of training with at least this score, in the order in which they were asked for; none of
-        tasks with images."""
+        """Yield trajectories of training with at least this score, in the order in which they were asked for; none
+        with images."""
         query = (
             select(TRAJECTORIES)
             .join(GROUPS, GROUPS.c.group_id == TRAJECTORIES.c.group_id)
             .where(TRAJECTORIES.c.score >= min_score, TRAJECTORIES.c.index >= 0)
+            .where(TRAJECTORIES.c.group_id.not_in(select(GROUP_IMAGES.c.group_id)))
             .order_by(GROUPS.c.position, TRAJECTORIES.c.index)
         )
         rollouts = select(ROLLOUTS.c.rollout_id).where(ROLLOUTS.c.kind == "train").order_by(ROLLOUTS.c.sequence)

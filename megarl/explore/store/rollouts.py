@@ -20,6 +20,7 @@ from megarl.explore.store.segments import cut_segments
 from megarl.explore.store.tables import (
     EVENTS,
     EXCLUDED,
+    GROUP_IMAGES,
     GROUPS,
     REPLAYS,
     ROLLOUT_METRICS,
@@ -219,7 +220,7 @@ def _delete_unused(connection: Connection) -> None:
     ids = list(connection.scalars(select(GROUPS.c.group_id).where(unused, GROUPS.c.rollout_id.in_(trained))))
     for few in chunks(ids):
         connection.execute(delete(GROUPS).where(GROUPS.c.group_id.in_(few)))  # first, as in ``delete_rollouts``
-        for table in (TRAJECTORIES, SEGMENTS):
+        for table in (TRAJECTORIES, GROUP_IMAGES, SEGMENTS):
             connection.execute(delete(table).where(table.c.group_id.in_(few)))
 
 
@@ -247,12 +248,13 @@ def _sample_again(connection: Connection, from_step: int) -> None:
         # First, as in ``delete_rollouts``: it waits for whoever puts or appends, and nobody does after it.
         connection.execute(update(GROUPS).where(GROUPS.c.group_id.in_(few)).values(again))
         cut_segments(connection, few, dead)
-        connection.execute(delete(TRAJECTORIES).where(TRAJECTORIES.c.group_id.in_(few)))
+        for table in (TRAJECTORIES, GROUP_IMAGES):
+            connection.execute(delete(table).where(table.c.group_id.in_(few)))
 
 
 def delete_rollouts(connection: Connection, rollout_ids: Sequence[str]) -> None:
     """Delete rollouts with their groups, trajectories and metrics."""
     # Groups first: on PostgreSQL this waits for a worker that is finishing one, and what that wrote is deleted next.
-    for table in (GROUPS, TRAJECTORIES, SEGMENTS, ROLLOUT_METRICS, ROLLOUTS):
+    for table in (GROUPS, TRAJECTORIES, GROUP_IMAGES, SEGMENTS, ROLLOUT_METRICS, ROLLOUTS):
         for rollout_id in rollout_ids:
             connection.execute(delete(table).where(table.c.rollout_id == rollout_id))

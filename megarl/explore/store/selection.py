@@ -16,7 +16,7 @@ from megarl.explore.store.claims import RolloutKind
 from megarl.explore.store.codec import end_in, task_from_row, trajectory_from_row
 from megarl.explore.store.handle import IDS, Handle, chunks
 from megarl.explore.store.pacing import steps_of_weights
-from megarl.explore.store.tables import GROUPS, ROLLOUTS, SAMPLED, TASKS, TRAJECTORIES, GroupState
+from megarl.explore.store.tables import GROUP_IMAGES, GROUPS, ROLLOUTS, SAMPLED, TASKS, TRAJECTORIES, GroupState
 
 USED = (GroupState.CONSUMED, GroupState.DROPPED)
 """States of groups that no step or evaluation takes any more."""
@@ -188,6 +188,7 @@ class SelectionTable(Handle):
         def work(connection: Connection, again: bool) -> int:
             # Locked on PostgreSQL: a start of the job that makes groups ready again waits, or is waited for.
             ids = list(connection.scalars(select(GROUPS.c.group_id).where(*used).with_for_update()))
+            connection.execute(delete(GROUP_IMAGES).where(GROUP_IMAGES.c.group_id.in_(ids)))
             return connection.execute(delete(TRAJECTORIES).where(TRAJECTORIES.c.group_id.in_(ids))).rowcount
 
         return self._write(work)

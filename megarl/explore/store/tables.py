@@ -7,7 +7,7 @@ from enum import StrEnum
 from sqlalchemy import Column, Float, Index, Integer, LargeBinary, MetaData, String, Table, Text
 
 METADATA = MetaData()
-SCHEMA, SCHEMA_KEY = 13, "schema"
+SCHEMA, SCHEMA_KEY = 14, "schema"
 """Number of these tables, and its key in ``job``. A store of another number is refused."""
 
 
@@ -178,6 +178,17 @@ TRAJECTORIES = Table(
     Column("tensors", LargeBinary, nullable=False),
     Index("trajectories_by_rollout", "rollout_id"),
 )
+
+GROUP_IMAGES = Table(
+    "group_images",
+    METADATA,
+    Column("group_id", String, primary_key=True),
+    Column("digest", String, primary_key=True),  # of the file
+    Column("rollout_id", String, nullable=False),
+    Column("image", LargeBinary, nullable=False),  # the file
+    Index("group_images_by_rollout", "rollout_id"),
+)
+"""Images of a group's trajectories that are none of its task's; they live as long as these."""
 
 SEGMENTS = Table(
     "segments",

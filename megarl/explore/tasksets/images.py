@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.core.schema import Preference, Task
+import numpy as np
+
+from megarl.core.schema import Message, Preference, Task
 from megarl.explore.tasksets.files import RowLocation
 
 PLACEHOLDER = "<image>"
@@ -67,7 +69,34 @@ def chat_messages(task: Task | Preference) -> list[dict[str, Any]]:
     text}``."""
     if not task.images:
         return [dict(message) for message in task.prompt]
-    return [{**message, "content": _parts(message.get("content"))} for message in task.prompt]
+    return with_parts(task.prompt)
+
+
+def png_of(pixels: np.ndarray) -> bytes:
+    """File of a picture, uint8 [height, width, 3]."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(np.asarray(pixels, np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+def placed(texts: Sequence[str], images: Sequence[bytes]) -> list[str]:
+    """Texts with one ``<image>`` for each image: all before the first text where none has an ``<image>``.
+
+    Raises ValueError where they have another number of them.
+    """
+    found = sum(text.count(PLACEHOLDER) for text in texts)
+    if images and not found:
+        return [PLACEHOLDER * len(images) + texts[0], *texts[1:]]
+    if images and found != len(images):
+        raise ValueError(f"a message has {found} {PLACEHOLDER} and {len(images)} images; write one for each, or none")
+    return list(texts)
+
+
+def with_parts(messages: Sequence[Message]) -> list[Message]:
+    """Messages whose ``<image>`` stand for images, for a chat template."""
+    return [{**message, "content": _parts(message.get("content"))} for message in messages]
 
 
 def size_of(image: bytes) -> tuple[int, int]:

@@ -40,6 +40,11 @@ class Processor:
         """True for the image processors of Qwen2-VL and Qwen2.5-VL: the patches of an image follow from its width and
         height."""
 
+    @property
+    def placeholder(self) -> int:
+        """Token that stands for an image."""
+        return int(self._processor.image_token_id)
+
     @classmethod
     def open(
         cls, path: str | os.PathLike[str], min_pixels: int | None = None, max_pixels: int | None = None
@@ -105,6 +110,18 @@ class Processor:
         """Number of vectors, and so tokens, that an image takes in a prompt. Raises as :meth:`grid`."""
         time, rows, columns = self.grid(image)
         return time * rows * columns // self._images.merge_size**2
+
+    def expand(self, ids: np.ndarray, images: Sequence[bytes]) -> np.ndarray:
+        """int32 [T] with as many placeholders for each image as it has vectors, from ``ids`` with one for each.
+
+        Raises DataError as :meth:`grid`, and for other numbers of placeholders than images.
+        """
+        places = ids == self.placeholder
+        if (found := int(np.count_nonzero(places))) != len(images):
+            raise _refused(f"it has {found} {self._processor.image_token} and {len(images)} images")
+        counts = np.ones(len(ids), dtype=np.int64)
+        counts[places] = [self.num_vectors(image) for image in images]
+        return np.repeat(ids, counts)
 
     def pixels(self, image: bytes) -> tuple[np.ndarray, Grid]:
         """(float32 [patches, channels * temporal patch * patch²], its grid) of an image by the model's image processor.

@@ -50,12 +50,17 @@ def render_turns(tokenizer: ChatTokenizer, messages: Messages, kwargs: Mapping[s
     before = {"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}
     after = tokenizer.render([*before, *messages], kwargs).partition(PROBE)[2]
     for message in messages:
-        text = message["content"]
-        if not any(form.strip() in after for form in (text, json.dumps(text.strip(), ensure_ascii=False)[1:-1])):
-            raise DataError(
-                f"the model's chat template drops a {message['role']} message after a response: {text[:60]!r}"
-            )
+        for text in _texts(message["content"]):
+            if not any(form.strip() in after for form in (text, json.dumps(text.strip(), ensure_ascii=False)[1:-1])):
+                raise DataError(
+                    f"the model's chat template drops a {message['role']} message after a response: {text[:60]!r}"
+                )
     return after
+
+
+def _texts(content: str | list[dict[str, Any]]) -> list[str]:
+    """Texts of a message, whose images are parts of their own."""
+    return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
 
 
 def turn_ids(tokenizer: ChatTokenizer, rendered: str, last: int) -> np.ndarray:

@@ -38,9 +38,6 @@ async def serving_agents(rollout: RolloutConfig, tokenizer: ChatTokenizer) -> As
         server = await stack.enter_async_context(AgentServer(socket))
 
         async def workflow(task: Task, model: RolloutModel) -> None:
-            if task.images:
-                model.fail("the task has images, which agents are not given; take rows of text alone")
-                return
             session, result, error = Session(model, tokenizer, task), None, None
             limit = asyncio.timeout(rollout.agent_timeout_s)
             async with server.serving(session) as base_url:

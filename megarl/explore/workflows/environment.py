@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from megarl.core.errors import DataError
 from megarl.core.schema import Reward, Task
 from megarl.explore.environments import (
     EnvironmentFault,
@@ -39,8 +40,8 @@ def environment(make: MakeEnvironment, threads: EpisodeThreads) -> Workflow:
         try:
             first = await episode.begin(make, task.copy(), {name: getattr(model, name) for name in PARAMETERS})
             try:
-                model.ask(task, first)
-            except ValueError as error:
+                model.ask(task, *(() if first is None else (first.text, first.images)))
+            except (ValueError, DataError) as error:
                 raise EnvironmentFault(str(error)) from error
             while True:
                 response = await model.generate()
@@ -53,7 +54,7 @@ def environment(make: MakeEnvironment, threads: EpisodeThreads) -> Workflow:
                 seen = await episode.step(model.text(response), *score)
                 rewards.append(float(seen.reward))
                 model.rate(response, rewards[-1])
-                if seen.done or response.finish_reason != "stop" or model.add("environment", seen.text) is None:
+                if seen.done or response.finish_reason != "stop" or not _add(model, seen):
                     break
             if not seen.done and (more := await episode.end()):
                 rewards[-1] += more
@@ -65,6 +66,17 @@ def environment(make: MakeEnvironment, threads: EpisodeThreads) -> Workflow:
             await _closed(episode)
 
     return workflow
+
+
+def _add(model: RolloutModel, seen: Observation) -> bool:
+    """Add an observation; False where it has no room. Raises EnvironmentFault for images that do not fit its text, or
+    cannot be read."""
+    try:
+        return model.add("environment", seen.text, images=seen.images) is not None
+    except (ValueError, DataError) as error:
+        if seen.images:
+            raise EnvironmentFault(str(error)) from error
+        raise
 
 
 async def _closed(episode: Episode) -> None:

@@ -49,11 +49,11 @@ class Vision:
         return time * rows * columns // self.merge**2
 
     def places(self, tokens: torch.Tensor, images: Sequence[Image], start: int = 0) -> tuple[ImagePlace, ...]:
-        """Places of a sequence's images, which are in order; placeholders after the last are ordinary tokens.
+        """Places of images, which are in order; placeholders after the last are ordinary tokens.
 
         Args:
-            tokens: int [L]; a prompt's placeholders expanded, one for each vector.
-            start: First position of the sequence.
+            tokens: int [L]; placeholders expanded, one for each vector.
+            start: First position of the tokens.
 
         Raises DataError where the tokens have no such run of placeholders for an image.
         """
@@ -158,14 +158,19 @@ class Shown:
 def images_of(
     tokens: torch.Tensor,
     lengths: torch.Tensor,
-    images: Sequence[Sequence[Image]],
+    images: Sequence[Sequence[tuple[int, int, Sequence[Image]]]],
     pixels: Callable[[str], torch.Tensor],
     vision: Vision,
 ) -> Images:
-    """Find the images of a step's sequences in their tokens [T]. Raises DataError as ``Vision.places``."""
+    """Find the images of a step's sequences in their tokens [T]. Raises DataError as ``Vision.places``.
+
+    Args:
+        images: (first token, token after the last, images) of each part of a sequence that has some.
+    """
     places, positions, start = [], [], 0
     for length, own in zip(lengths.tolist(), images, strict=True):
-        places.append(vision.places(tokens[start : start + length], own, start))
+        parts = ((start + first, start + end, shown) for first, end, shown in own)
+        places.append(tuple(p for at, end, shown in parts for p in vision.places(tokens[at:end], shown, at)))
         positions.append(vision.positions(length, places[-1], start))
         start += length
     return Images(torch.cat(positions, dim=1), tuple(places), pixels)

@@ -82,14 +82,13 @@ def _check_users_of_images(config: Config, rows: Mapping[str, Rows]) -> None:
     blind = {
         "critic.path": config.critic.path if config.algorithm.name == "ppo" else None,
         "reward_model.path": config.reward_model.path,
-        "rollout.workflow": "agent" if config.rollout.workflow == "agent" else None,
     }
     for setting, value in blind.items():
         if value:
             for where, row in _with_images(config, rows):
                 raise ConfigError(
-                    f"{where} has {len(row.images)} images, and {setting}={value} is not given them: critics, reward "
-                    "models and agents take text alone; leave the setting out, or the row"
+                    f"{where} has {len(row.images)} images, and {setting}={value} is not given them: critics and "
+                    "reward models take text alone; leave the setting out, or the row"
                 )
 
 

@@ -48,7 +48,7 @@ def engine_process(
     argv += ["--dtype", model.dtype, "--max-model-len", str(context), "--generation-config", "vllm"]
     if model.head_dtype is not None:
         argv += ["--hf-overrides", json.dumps({"head_dtype": model.head_dtype})]
-    argv += _image_options(model_path, model)
+    argv += _image_options(model_path, model, rollout)
     argv += ["--max-num-seqs", str(rollout.max_num_seqs), "--block-size", str(rollout.block_size)]
     argv += ["--kv-cache-memory-bytes", str(rollout.kv_cache_bytes)]
     argv += ["--tensor-parallel-size", str(rollout.tp), "--pipeline-parallel-size", str(rollout.pp)]
@@ -117,11 +117,11 @@ def engine_environment(rollout: RolloutConfig, device: Literal["cpu", "cuda"] = 
     return environment
 
 
-def _image_options(model_path: str, model: ModelConfig) -> list[str]:
+def _image_options(model_path: str, model: ModelConfig, rollout: RolloutConfig) -> list[str]:
     """Options of a model that takes images, none of another."""
     if not is_vision_model(read_json(Path(model_path) / "config.json")):
         return []
-    options = ["--limit-mm-per-prompt", json.dumps({"image": MAX_IMAGES, "video": 0})]
+    options = ["--limit-mm-per-prompt", json.dumps({"image": max(MAX_IMAGES, rollout.max_images), "video": 0})]
     options += ["--mm-encoder-tp-mode", "data"]  # the tower is whole on each worker, and is sent whole
     if (model.min_image_pixels, model.max_image_pixels) != (None, None):
         limits = pixel_limits(model_path, model.min_image_pixels, model.max_image_pixels)

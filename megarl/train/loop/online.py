@@ -150,7 +150,7 @@ class OnlineTrainer(Trainer):
             with phase("batch", step=number):
                 demonstrations = self.demonstrations(state, sum(t.num_samples for t in trajectories))
                 settings, updates = self.config.algorithm, self.config.trainer.updates_per_step
-                put = self.models.images and self.models.images.of_tasks(self.reader.images(trajectories))
+                put = self.models.images and self.models.images.of_samples(self.reader.images(trajectories))
                 batch = make_batch(trajectories, demonstrations, self.algorithm, settings, updates, groups.lags, put)
                 for held in (trajectories, groups.trajectories):
                     held.clear()  # their arrays are in the batch

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megarl.core import heartbeat
 from megarl.core.errors import JobError, MegarlError, describe
-from megarl.core.schema import Trajectory, WeightsVersion
+from megarl.core.schema import Trajectory, WeightsVersion, file_digest
 from megarl.engine.sync.shared import machine
 from megarl.explore.experience import by_group
 from megarl.explore.order.draws import ExpertRow
@@ -24,8 +24,8 @@ from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 STOPPED = "stopped"
-IMAGE_TASKS = 16
-"""Tasks whose images are read at once."""
+IMAGES_OF = 16
+"""Tasks, or groups, whose images are read at once."""
 Fault = str | tuple[type[MegarlError], str] | None
 """Reason why reading ended: nothing, STOPPED, or (type, text) of an error."""
 
@@ -164,17 +164,22 @@ class RolloutReader:
         found = self._reader.read(parts, self._stopping)
         return None if found is None else [group for part in found for group in part]
 
-    def images(self, trajectories: Iterable[Trajectory]) -> dict[str, tuple[bytes, ...]]:
-        """Files of the images of their tasks, by task id, of those that have any."""
-        ids = sorted({trajectory.task_id for trajectory in trajectories})
+    def images(self, trajectories: Iterable[Trajectory]) -> dict[str, bytes]:
+        """Digest -> file of each image of their turns."""
+        shown = [trajectory for trajectory in trajectories if any(turn.images for turn in trajectory.turns)]
+        tasks = sorted({trajectory.task_id for trajectory in shown})
+        groups = sorted({trajectory.group_id for trajectory in shown})
 
-        def parts() -> Iterator[dict[str, tuple[bytes, ...]]]:
-            few = (ids[start : start + IMAGE_TASKS] for start in range(0, len(ids), IMAGE_TASKS))
-            return (self._store.task_images(part) for part in few)
+        def parts() -> Iterator[dict[str, bytes]]:
+            for start in range(0, len(tasks), IMAGES_OF):
+                found = self._store.task_images(tasks[start : start + IMAGES_OF])
+                yield {file_digest(file): file for files in found.values() for file in files}
+            for start in range(0, len(groups), IMAGES_OF):
+                yield self._store.group_images(groups[start : start + IMAGES_OF])
 
         found = self._reader.read(parts)
         assert found is not None, "nothing here looks at the stop request"
-        return {task_id: files for part in found for task_id, files in part.items()}
+        return {digest: file for part in found for digest, file in part.items()}
 
     def metrics(self, rollouts: Callable[[], Sequence[str]]) -> dict[str, float]:
         """Metrics of rollouts, as their explorers measured them, summed. Only readers call ``rollouts``."""

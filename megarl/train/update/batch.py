@@ -88,7 +88,7 @@ def make_batch(
     numbers = [n for n, _ in samples]
     sequences, rows = of_samples([sample for _, sample in samples]), [outcomes[n] for n in numbers]
     if put_images is not None:
-        put_images(sequences, [(trajectories[n].task_id, sample.first_turn) for n, sample in samples])
+        put_images(sequences, [sample.images for _, sample in samples])
     if len(rows) > len(outcomes):
         sequences.trajectory = torch.tensor(numbers)
     sampled = int(torch.count_nonzero(sequences.mask))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -12,15 +11,15 @@ import numpy as np
 import torch
 
 from megarl.core.config import Config
-from megarl.core.schema import Task
+from megarl.core.schema import ImagesAt, Task, file_digest
 from megarl.explore.order.draws import Demonstration
 from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations
 from megarl.explore.tasksets.processor import Processor
 from megarl.learn.batching import Sequences
 from megarl.learn.batching.images import Image, Vision, images_of
 
-PutImages = Callable[[Sequences, Sequence[tuple[str, int]]], None]
-"""Sets the images of sequences, given (task id, first turn) of each."""
+PutImages = Callable[[Sequences, Sequence[Sequence[ImagesAt]]], None]
+"""Sets the images of sequences, given those of each."""
 PATCH_BYTES = 2**28
 """Bytes of patches that a rank keeps: an image of a step goes through several models, several times."""
 
@@ -57,37 +56,42 @@ class ImageInputs:
 
         Raises DataError where the tokens have other placeholders.
         """
+        whole = zip(sequences.lengths.tolist(), files, strict=True)
+        self._put(sequences, [[(0, length, own)] for length, own in whole])
+
+    def of_samples(self, files: Mapping[str, bytes]) -> PutImages:
+        """Return what sets the images of sampled sequences, given their ``files`` by digest."""
+
+        def put(sequences: Sequences, samples: Sequence[Sequence[ImagesAt]]) -> None:
+            spans = [[(at.start, at.end, [files[digest] for digest in at.digests]) for at in own] for own in samples]
+            self._put(sequences, spans)
+
+        return put
+
+    def _put(self, sequences: Sequences, spans: Sequence[Sequence[tuple[int, int, Sequence[bytes]]]]) -> None:
+        """Set ``sequences.images``, given (start, end, files) of the parts of each sequence that have some."""
         found: dict[str, tuple[Image, bytes]] = {}
         known: dict[int, Image] = {}  # by the file's address: samples of a group share theirs
-        images = [[known.get(id(file)) or self._look(file, found, known) for file in own] for own in files]
+        images = [
+            [
+                (start, end, [known.get(id(f)) or self._look(f, found, known) for f in files])
+                for start, end, files in own
+            ]
+            for own in spans
+        ]
         if not found:
             sequences.images = None
             return
         patches = partial(self._patches_of, found)
         sequences.images = images_of(sequences.tokens, sequences.lengths, images, patches, self._vision)
 
-    def of_tasks(self, files: Mapping[str, Sequence[bytes]]) -> PutImages:
-        """Return what sets the images of sampled sequences, by the files of each task that has some."""
-
-        def put(sequences: Sequences, samples: Sequence[tuple[str, int]]) -> None:
-            asked = zip(samples, sequences.tokens.split(sequences.lengths.tolist()), strict=True)
-            own = (turn == 0 and bool((tokens == self._vision.token).any()) for (_, turn), tokens in asked)
-            shown = zip(samples, own, strict=True)  # a workflow may begin with a prompt of its own
-            self.put(sequences, [files.get(task_id, ()) if has else () for (task_id, _), has in shown])
-
-        return put
-
     def expand(self, prompt_ids: np.ndarray, files: Sequence[bytes]) -> np.ndarray:
         """int32 [P] with as many placeholders for each image as it has vectors, from ids with one for each."""
-        if not files:
-            return prompt_ids
-        counts = np.ones(len(prompt_ids), dtype=np.int64)
-        counts[prompt_ids == self._vision.token] = [self._processor.num_vectors(file) for file in files]
-        return np.repeat(prompt_ids, counts)
+        return self._processor.expand(prompt_ids, files) if files else prompt_ids
 
     def _look(self, file: bytes, found: dict[str, tuple[Image, bytes]], known: dict[int, Image]) -> Image:
         """The image of a file, by its head; put into ``found`` by digest and ``known`` by address."""
-        digest = hashlib.sha256(file).hexdigest()
+        digest = file_digest(file)
         image, _ = found.setdefault(digest, (Image(digest, self._processor.grid(file)), file))
         known[id(file)] = image
         return image

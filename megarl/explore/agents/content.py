@@ -1,0 +1,98 @@
+"""Contents of agents' messages: a text, or parts of which some are images.
+
+In the form of chat templates an image is ``{type: image, image: BASE64}``: JSON, so that conversations have digests.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megarl.core.schema import Message, Task
+from megarl.explore.agents.request import BadRequest, object_field, text_field
+from megarl.explore.tasksets import chat_messages
+from megarl.explore.tasksets.images import size_of
+
+Content = str | list[dict[str, str]]
+
+
+def content_of(content: Any, image_of: Callable[[Mapping[str, Any], str], str | None] | None = None) -> Content:
+    """A content in the form of chat templates: texts are joined where no image is among them.
+
+    Args:
+        image_of: Image of a protocol's part, given with its name, in base64; None for a part that is none. Without it
+            there may be texts alone.
+
+    Raises BadRequest.
+    """
+    if content is None or isinstance(content, str):
+        return text_field(content or "", "content")
+    if not isinstance(content, list):
+        raise BadRequest(f"the content of a message must be a text, or a list of parts, got {content!r:.60}")
+    parts: list[dict[str, str]] = []
+    for i, value in enumerate(content):
+        part, name = object_field(value, f"content[{i}]"), f"content[{i}]"
+        if part.get("type") == "text":
+            parts.append({"type": "text", "text": text_field(part.get("text"), f"{name}.text")})
+        elif image_of is not None and (image := image_of(part, name)) is not None:
+            parts.append({"type": "image", "image": image})
+        else:
+            kinds = "type text" if image_of is None else "type text, or images"
+            raise BadRequest(f"the content of this message must be a text, or parts of {kinds}, got {part!r:.60}")
+    return joined(parts)
+
+
+def joined(parts: list[dict[str, str]]) -> Content:
+    """Parts of a content as one text where all are texts."""
+    return parts if any(part["type"] == "image" for part in parts) else "".join(part["text"] for part in parts)
+
+
+def images_of(messages: Sequence[Message]) -> tuple[bytes, ...]:
+    """Files of the images of some messages, in order. Raises BadRequest for what is no image."""
+    found = []
+    for message in messages:
+        for part in message["content"] if isinstance(message.get("content"), list) else ():
+            if part["type"] == "image":
+                try:
+                    found.append(base64.b64decode(part["image"], validate=True))
+                    size_of(found[-1])
+                except (binascii.Error, ValueError) as error:
+                    raise BadRequest(f"an image of a message cannot be read: {error}") from error
+    return tuple(found)
+
+
+def bare(messages: Sequence[Message]) -> list[Message]:
+    """Messages whose images are placeholders alone, as chat templates render them."""
+
+    def without(content: Any) -> Any:
+        if not isinstance(content, list):
+            return content
+        return [{"type": "image"} if part["type"] == "image" else part for part in content]
+
+    return [{**message, "content": without(message.get("content"))} for message in messages]
+
+
+def prompt_of(task: Task) -> list[Message]:
+    """A task's prompt as an agent is given it: images as ``image_url`` parts with ``data:`` URIs."""
+    images = iter(task.images)
+
+    def sent(content: Any) -> Any:
+        if not isinstance(content, list):
+            return content
+        return [
+            {"type": "image_url", "image_url": {"url": _uri(next(images))}} if part["type"] == "image" else part
+            for part in content
+        ]
+
+    return [{**message, "content": sent(message.get("content"))} for message in chat_messages(task)]
+
+
+def _uri(image: bytes) -> str:
+    from PIL import Image
+
+    with Image.open(io.BytesIO(image)) as opened:
+        kind = opened.get_format_mimetype()
+    return f"data:{kind};base64,{base64.b64encode(image).decode()}"

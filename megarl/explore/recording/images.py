@@ -1,0 +1,119 @@
+"""Images among the turns of a trajectory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from megarl.core.config import Config
+from megarl.core.schema import Turn, file_digest
+from megarl.explore.tasksets.images import MAX_ROW_BYTES
+from megarl.explore.tasksets.tokenizer import PROCESSOR
+
+OF_TEXT = ("single_turn", "reflect", "best_of_n", "tools")
+"""Workflows whose messages have no images beside the task's."""
+
+
+class Expander(Protocol):
+    """Part of ``tasksets.processor.Processor``."""
+
+    @property
+    def placeholder(self) -> int: ...
+
+    def grid(self, image: bytes) -> tuple[int, int, int]: ...
+
+    def expand(self, ids: np.ndarray, images: Sequence[bytes]) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class ImageRules:
+    """What the model's processor makes of images, and how many a line of turns may have."""
+
+    processor: Expander
+    images: int
+    """Most images (``rollout.max_images``)."""
+    patches: float = math.inf
+    """Most patches of them together (``trainer.max_patches_per_micro_batch``)."""
+    nbytes: int = MAX_ROW_BYTES
+    """Most bytes of their files together: each call to an engine carries them."""
+
+    @classmethod
+    def of(cls, config: Config) -> ImageRules | None:
+        """Rules of a job; None where its workflow writes no messages with images, or the model shows none. Imports
+        torch and transformers where there are some."""
+        model, writes = config.model, config.rollout.workflow not in OF_TEXT
+        if not writes or not any((Path(model.path) / name).is_file() for name in PROCESSOR):
+            return None
+        from megarl.explore.tasksets.processor import Processor
+
+        processor = Processor.open(model.path, model.min_image_pixels, model.max_image_pixels)
+        patches = config.trainer.max_patches_per_micro_batch or math.inf
+        return cls(processor, config.rollout.max_images, patches) if processor.has_grid else None
+
+
+class RecordedImages:
+    """Images of one trajectory.
+
+    An engine is given a turn's tokens as they were rendered, one placeholder for each image, and expands them.
+
+    Args:
+        rules: None where only a task's own images are shown: their number of tokens is then what engines say.
+    """
+
+    def __init__(self, rules: ImageRules | None) -> None:
+        self._rules = rules
+        self._files: dict[str, bytes] = {}
+        self._rendered: dict[int, np.ndarray] = {}
+        """Index of a turn with images -> its tokens as they were rendered."""
+
+    def expanded(self, ids: np.ndarray, images: Sequence[bytes]) -> np.ndarray:
+        """int32 [T] with as many placeholders for each image as it has vectors. Raises DataError where they do not fit
+        together, or the model's processor refuses an image."""
+        return ids if self._rules is None else self._rules.processor.expand(ids, images)
+
+    def put(self, turn: int, ids: np.ndarray, images: Sequence[bytes]) -> tuple[str, ...]:
+        """Keep the images of a turn, and its tokens as they were rendered; return the images' digests."""
+        if not images:
+            return ()
+        digests = tuple(file_digest(image) for image in images)
+        self._files |= zip(digests, images, strict=True)
+        self._rendered[turn] = ids
+        return digests
+
+    def on_line(self, line: Sequence[int], turns: Sequence[Turn]) -> tuple[bytes, ...]:
+        """Files of the images of a line of turns, in order."""
+        return tuple(self._files[digest] for i in line for digest in turns[i].images)
+
+    def context(self, line: Sequence[int], turns: Sequence[Turn]) -> np.ndarray:
+        """int32 [T]; a line of turns as an engine is given it beside its images."""
+        return np.concatenate([self._rendered.get(i, turns[i].token_ids) for i in line])
+
+    def unexpanded(self, line: Sequence[int], turns: Sequence[Turn]) -> int | None:
+        """The turn whose images' number of tokens is not known yet; None for none. Only a task's own can be one."""
+        return next((i for i in line if i in self._rendered and turns[i].token_ids is self._rendered[i]), None)
+
+    def has_room(self, images: Sequence[bytes], line: Sequence[int], turns: Sequence[Turn]) -> bool:
+        """Return True if images may follow a line of turns: within the limits, and the model has written no placeholder
+        itself, which an engine would take for the first of them. Raises ValueError where a model shows none."""
+        if not images:
+            return True
+        if self._rules is None:
+            raise ValueError("images of a message need a model that takes images, with a processor of Qwen2-VL's form")
+        placeholder = self._rules.processor.placeholder
+        if any(turns[i].author == "model" and placeholder in turns[i].token_ids for i in line):
+            return False
+        files = [*self.on_line(line, turns), *images]
+        patches = (math.prod(self._rules.processor.grid(file)) for file in files)
+        rules = self._rules
+        return len(files) <= rules.images and sum(map(len, files)) <= rules.nbytes and sum(patches) <= rules.patches
+
+    def beside(self, of_task: Iterable[bytes], turns: Sequence[Turn]) -> dict[str, bytes]:
+        """Digest -> file of the images of some turns that are none of the task's."""
+        own = {file_digest(file) for file in of_task}
+        shown = {digest for turn in turns for digest in turn.images}
+        return {digest: self._files[digest] for digest in sorted(shown - own)}
