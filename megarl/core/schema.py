@@ -244,7 +244,7 @@ class ImagesAt(NamedTuple):
     start: int
     end: int
     digests: tuple[str, ...]
-    """Of the images' files, in order."""
+    """``file_digest`` of the images, in order."""
 
 
 class TrainingSample(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ class Model:
         self.first: str | None = None
         self.rated: list[float] = []
 
-    def ask(self, task: Task, observation: str | None = None) -> None:
+    def ask(self, task: Task, observation: str | None = None, images: Sequence[bytes] = ()) -> None:
         if observation is not None and len(observation) > self.limits.prompt:
             raise ValueError(f"the prompt has {len(observation)} tokens")
         self.first = observation
@@ -53,7 +54,7 @@ class Model:
     def text(self, turn: Turn) -> str:
         return self.responses.pop(0)
 
-    def add(self, author: str, text: str) -> Any:
+    def add(self, author: str, text: str, images: Sequence[bytes] = ()) -> Any:
         self.left -= 1
         if self.left < 0:
             return None
@@ -336,7 +337,8 @@ class Silent(Board):
 
 
 @pytest.mark.parametrize(
-    ("make", "reason"), [(Loud, "the prompt has 10 tokens"), (Silent, "reset must return a text, got None")]
+    ("make", "reason"),
+    [(Loud, "the prompt has 10 tokens"), (Silent, "reset must return a text or an Observation, got None")],
 )
 def test_a_first_observation_that_cannot_be_used_is_the_environments_fault(make: Any, reason: str) -> None:
     model = run(Model("1"), make)

@@ -21,7 +21,7 @@ from aiohttp import web
 
 from megarl.core.config.rewards import RewardConfig
 from megarl.core.config.schema import RolloutConfig
-from megarl.core.errors import ConfigError
+from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Reward, Task, Turn
 from megarl.explore import environments, workflows
 from megarl.explore.environments import EnvironmentFault, EpisodeThreads, verifiers
@@ -246,6 +246,42 @@ def test_an_episode_of_verifiers_that_hangs_is_killed_and_a_dead_server_replaced
     play("verifiers", ("7",), taskset, row_of_taskset())
 
 
+@with_verifiers
+def test_rows_that_a_taskset_does_not_have_are_named(taskset: Any) -> None:
+    words, env = verifiers.command(taskset, "rows", "9", "--skip", "5")
+    done = subprocess.run(words, env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and "0 rows, not 9: the taskset has no more after --skip 5" in done.stderr
+    with pytest.raises(AssertionError, match="has 1 tasks, and a row the index 3; make the rows again"):
+        play("verifiers", ("7",), taskset, replace(row_of_taskset(), extra_info={"index": 3}))
+    taskset["env"]["taskset"]["nothing"] = 1
+    with pytest.raises(ConfigError, match=r"(?s)nothing; Extra inputs are not permitted"):
+        check("verifiers", taskset)
+
+
+def episode_that_saw(*messages: tuple[str, str]) -> Any:
+    """An episode of verifiers without a server, after these messages."""
+    episode = object.__new__(verifiers.Verifiers)
+    episode._seen, episode._opened = [{"role": role, "content": text} for role, text in messages], True
+    return episode
+
+
+def test_an_empty_response_comes_back_from_verifiers_as_none() -> None:
+    episode = episode_that_saw(("user", "Guess"), ("assistant", ""))
+    again = [{"role": "user", "content": "Guess"}, {"role": "assistant", "content": None}]
+    assert episode._follow({"messages": [*again, {"role": "user", "content": "higher"}]}) == "higher"
+    with pytest.raises(ValueError, match="asks with .*'lower'.* for .*'higher'.*; it must not be rewritten"):
+        episode._follow({"messages": [*again, {"role": "user", "content": "lower"}]})
+
+
+def test_rows_of_another_taskset_are_refused() -> None:
+    options = {"env": {"taskset": {"id": "warmer"}}}
+    fits = replace(task(), data_source="verifiers/warmer", extra_info={"index": 0})
+    verifiers.Verifiers.check_row(fits, options)
+    for row in (replace(fits, data_source="verifiers/digit"), replace(fits, extra_info={})):
+        with pytest.raises(DataError, match="is no row of 'verifiers/warmer'"):
+            verifiers.Verifiers.check_row(row, options)
+
+
 def test_a_taskset_has_no_keys_but_those_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MEGARL_JOB_KEY", "OPENAI_API_KEY", "OTHER_API_KEY"):
         monkeypatch.setenv(name, "secret")
@@ -265,7 +301,7 @@ def test_a_taskset_has_no_keys_but_those_that_are_named(monkeypatch: pytest.Monk
             {"python": sys.executable, "env": {"taskset": {"id": "x"}}, "variables": ["MEGARL_JOB_KEY"]},
             "variables='MEGARL_JOB_KEY' is no name of a variable of yours",
         ),
-        ({"python": sys.executable, "env": {"taskset": {"id": "x"}}}, "No module named 'verifiers'; verifiers 0.4"),
+        ({"python": sys.executable, "env": {"taskset": {"id": "x"}}}, r"No module named 'verifiers' \(verifiers 0.4"),
     ],
 )
 def test_tasksets_that_do_not_load_are_refused(options: Any, words: str) -> None:

@@ -99,7 +99,7 @@ class Session:
         async with self._contexts:  # one after another, so that a conversation is rendered once
             try:
                 context = await self._context(asked, digests)
-            except DataError as error:
+            except (DataError, ValueError) as error:
                 raise BadRequest(str(error)) from error
             except RecursionError as error:
                 raise BadRequest("a message or tool is nested too deeply") from error
@@ -188,12 +188,9 @@ class Session:
         return len(self._model.turns) - 1
 
     def _check_images(self, images: Sequence[bytes], after: int | None) -> None:
-        """Raise BadRequest where a message's images have no room after a turn, or the model shows none."""
-        try:
-            if not self._model.takes_images(images, after):
-                raise self._no_room(f"more images than {IMAGE_LIMITS}, or follows one that the model has written")
-        except ValueError as error:
-            raise BadRequest(str(error)) from error
+        """Raise BadRequest, or ValueError where the model shows none, unless images have room after a turn."""
+        if not self._model.takes_images(images, after):
+            raise self._no_room(f"more images than {IMAGE_LIMITS}, or follows one that the model has written")
 
     async def _encoded(self, rendered: str, room: int, encode: Callable[[], np.ndarray]) -> np.ndarray:
         """Tokenise a text; a long one in a thread, and no more of it than shows that there is no room for it.

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.core.errors import ConfigError
+from megarl.core.errors import ConfigError, DataError
 from megarl.core.machine import kill_group, start_ticks
 from megarl.core.schema import Task
 from megarl.explore.agents.command import passed_variables
@@ -118,8 +118,20 @@ class Verifiers:
         if found.returncode:
             last = found.stderr.strip().rpartition("\n")[2]
             raise ConfigError(
-                f"rollout.options.env={options['env']} cannot be loaded by {options['python']}: {last}; verifiers 0.4 "
-                "or later and the taskset must be installed there, or rollout.options.path be the folder of its module"
+                f"rollout.options.env={options['env']} cannot be loaded by {options['python']} with path="
+                f"{options.get('path', '')!r}: {last} (verifiers 0.4 or later and the taskset are installed there, or "
+                "rollout.options.path is the folder of its module)"
+            )
+
+    @staticmethod
+    def check_row(task: Task, options: Mapping[str, Any]) -> None:
+        """Raise DataError for a row of another taskset."""
+        wanted = f"verifiers/{options['env']['taskset']['id']}"
+        if task.data_source != wanted or not isinstance(task.extra_info.get("index"), int):
+            raise DataError(
+                f"data_source {task.data_source!r} with extra_info.index={task.extra_info.get('index')!r} is no row of "
+                f"{wanted!r}; make rows by `verifiers_server.py rows` (docs/environments.md), or name their taskset in "
+                "rollout.options.env"
             )
 
     def step(self, response: str) -> Observation:
@@ -149,9 +161,11 @@ class Verifiers:
         """Text of the user's messages after all that was seen."""
         messages = given["messages"]
         before, new = messages[: len(self._seen)], messages[len(self._seen) :]
-        plain = [{"role": message["role"], "content": message["content"]} for message in self._seen]
-        if [{"role": m["role"], "content": m.get("content")} for m in before] != plain:
-            raise ValueError("the environment asks with a conversation that was not had; make the rows again")
+        for i, known in enumerate(self._seen):
+            seen = _plain(before[i]) if i < len(before) else None
+            if seen != _plain(known):
+                fix = "it must not be rewritten" if self._opened else "make the rows again"
+                raise ValueError(f"the environment asks with {seen!r:.200} for {_plain(known)!r:.200}; {fix}")
         if any(message["role"] != "user" for message in new) or bool(new) != self._opened:
             raise ValueError(f"the environment adds {new!r:.200}; a message of the user must follow a response")
         self._seen += new
@@ -172,3 +186,8 @@ class Verifiers:
         if "error" in found:
             raise RuntimeError(f"verifiers: {found['error']}")
         return found
+
+
+def _plain(message: Mapping[str, Any]) -> tuple[str, str]:
+    """Role and text of a message; verifiers sends an empty response back as None."""
+    return message["role"], message.get("content") or ""

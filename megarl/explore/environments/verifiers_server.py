@@ -16,13 +16,16 @@ import asyncio
 import ctypes
 import itertools
 import json
+import math
 import os
 import secrets
+import shutil
 import signal
 import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Awaitable, Callable
 from types import ModuleType
 from typing import Any
@@ -112,7 +115,11 @@ async def play(environment: Any, task: Any, ask: Ask) -> float:
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode failed")
-    return float(episode.traces[-1].reward)
+    reward, parts = float(episode.traces[-1].reward), episode.traces[-1].rewards
+    if not math.isfinite(reward):
+        given = {name: part.value for name, part in parts.items() if part is not None}
+        raise ValueError(f"the taskset's rewards {given} are no finite numbers")
+    return reward
 
 
 async def serve_episode(environment: Any, find: Callable[[int], Any], connection: socket.socket) -> None:
@@ -136,6 +143,7 @@ async def serve_episode(environment: Any, find: Callable[[int], Any], connection
     try:
         send({"done": True, "reward": await play(environment, find((await take())["index"]), ask)})
     except Exception as error:
+        traceback.print_exc()  # to the explorer's log
         send({"error": f"{type(error).__name__}: {error}"})
     await writer.drain()
     await take()  # the client has this process killed, with all that it has started
@@ -148,7 +156,7 @@ def serve(environment: Any, find: Callable[[int], Any], path: str) -> None:
     listener.listen(1024)
     print(json.dumps({"ready": True}), flush=True)
     parent = os.getppid()
-    threading.Thread(target=watch, args=(parent,), daemon=True).start()
+    threading.Thread(target=watch, args=(parent, os.path.dirname(path)), daemon=True).start()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     while True:
         connection, _ = listener.accept()
@@ -165,21 +173,39 @@ def serve(environment: Any, find: Callable[[int], Any], path: str) -> None:
             os._exit(0)
 
 
-def watch(parent: int) -> None:
-    """End this process after its parent's death, however that died."""
+def watch(parent: int, folder: str) -> None:
+    """End this process after its parent's death, however that died, and remove the socket's folder."""
     while os.getppid() == parent:
         time.sleep(PARENT_S)
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
-def rows(environment: Any, skip: int, count: int) -> None:
-    """Write tasks as rows; a prompt is what the episode's first request has."""
+def rows(environment: Any, skip: int, count: int) -> int:
+    """Write tasks as rows and return their number; a prompt is what the episode's first request has."""
+    written = 0
     for task in itertools.islice(environment.taskset, skip, skip + count):
-        opening = asyncio.run(opening_of(environment, task))
-        index, name = task.data.idx, environment.config.env_id
-        row: dict[str, Any] = {"data_source": f"verifiers/{name}", "prompt": opening, "ability": "verifiers"}
-        row |= {"reward_model": {"style": "verifiers", "ground_truth": ""}, "extra_info": {"index": index}}
+        try:
+            opening = asyncio.run(opening_of(environment, task))
+        except Exception as error:
+            sys.exit(f"task {task.data.idx}, after {written} rows: {reason_of(error)}")
+        index, answer = task.data.idx, getattr(task.data, "answer", "")
+        row: dict[str, Any] = {"data_source": source_of(environment), "prompt": opening, "ability": "verifiers"}
+        row |= {"reward_model": {"style": "verifiers", "ground_truth": str(answer)}, "extra_info": {"index": index}}
         print(json.dumps(row), flush=True)
+        written += 1
+    return written
+
+
+def source_of(environment: Any) -> str:
+    """Data source of an environment's rows."""
+    return f"verifiers/{environment.config.env_id}"
+
+
+def reason_of(error: Exception) -> str:
+    """Text of an exception in one line, without the advice of pydantic's."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return "; ".join(line for line in lines if line and not line.startswith("For further")) or type(error).__name__
 
 
 async def opening_of(environment: Any, task: Any) -> list[Any]:
@@ -203,12 +229,28 @@ def write_rows(given: argparse.Namespace) -> None:
     """Write the rows that a command line asks for."""
     if given.path:
         sys.path.insert(0, given.path)
+    environment = loaded(given.env)
+    if (written := rows(environment, given.skip, given.count)) < given.count:
+        print(f"{written} rows, not {given.count}: the taskset has no more after --skip {given.skip}", file=sys.stderr)
+    if not written:
+        sys.exit(1)
+
+
+def loaded(block: str) -> Any:
+    """Environment of an ``[env]`` block in JSON. Ends this process where there is none."""
     try:
-        environment = environment_of(json.loads(given.env))
+        return environment_of(json.loads(block))
+    except ModuleNotFoundError as error:
+        sys.exit(f"{reason_of(error)} The folder of a module that is not installed is named by --path or `path`.")
     except Exception as error:
-        reason = str(error).strip().rpartition("\n")[2] or type(error).__name__
-        sys.exit(f"{given.env} cannot be loaded: {reason}; --path names the folder of a module that is not installed")
-    rows(environment, given.skip, given.count)
+        sys.exit(reason_of(error))
+
+
+def find_in(tasks: list[Any], index: int) -> Any:
+    """Task of a row. Raises ValueError where there is none."""
+    if not 0 <= index < len(tasks):
+        raise ValueError(f"the taskset has {len(tasks)} tasks, and a row the index {index}; make the rows again")
+    return tasks[index]
 
 
 def main() -> None:
@@ -228,12 +270,18 @@ def main() -> None:
     if given.command == "rows":
         write_rows(given)
         return
-    environment = environment_of(json.loads(given.env))
+    environment = loaded(given.env)
     tasks = environment.taskset
     asyncio.run(opening_of(environment, next(iter(tasks))))  # imports what an episode does, once, before the forks
-    if given.command == "serve":
-        known = list(tasks) if tasks.bounded else None
-        serve(environment, lambda i: known[i] if known else next(itertools.islice(tasks, i, None)), given.socket)
+    if given.command == "check":
+        print(json.dumps({"data_source": source_of(environment)}))
+        return
+    known = list(tasks) if tasks.bounded else None
+
+    def find(index: int) -> Any:
+        return next(itertools.islice(tasks, index, None)) if known is None else find_in(known, index)
+
+    serve(environment, find, given.socket)
 
 
 if __name__ == "__main__":

@@ -83,8 +83,7 @@ class Explorer:
         engine_timeout_s: How long samples are asked for again while engines give none of them.
         gate: Of engines that a trainer of another program gives weights: nothing is claimed while it is closed.
         silence_s: Silence of another worker after which its groups are free.
-        event_lines: A line about failing rewards, if there is one; it goes to the log and, as an event of the store, to
-            the terminal.
+        event_lines: A line about failing rewards, if there is one, for the log and, as an event, for the terminal.
     """
 
     def __init__(
@@ -141,8 +140,7 @@ class Explorer:
         self._engines, self._poll_s, self._engine_timeout_s, self._retry_s = engines, poll_s, engine_timeout_s, retry_s
         self._clocks: dict[tuple[str, WeightsVersion], RolloutClock] = {}
         self._writer = StoreQueue(partial(self._call, store.put_all))
-        # One thread, so that the store's calls never hold up the loop and happen in the order in which they are made:
-        # claims given back at the end cannot be overtaken by a claim that was still waiting.
+        # One thread keeps the calls in order: no claim that still waits overtakes those given back at the end.
         self._store_thread = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._lease = Lease(store, worker, self._call, silence_s)
         self._engine_time = EngineTime(store, worker, self._call)

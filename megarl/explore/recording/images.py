@@ -32,7 +32,7 @@ class Expander(Protocol):
 
 @dataclass(frozen=True)
 class ImageRules:
-    """What the model's processor makes of images, and how many a line of turns may have."""
+    """The model's processor, and limits of the images on a line of turns."""
 
     processor: Expander
     images: int

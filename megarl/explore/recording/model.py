@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megarl.core.errors import DataError, JobError, PromptRefused
+from megarl.core.errors import DataError, PromptRefused
 from megarl.core.schema import GREEDY, Author, End, Reward, Task, Turn, WeightsSpan, WeightsVersion
 from megarl.engine.client.frames import Completion
 from megarl.engine.client.gather import SampleRequest
@@ -133,8 +133,7 @@ class RolloutModel(RecordedTurns):
 
         Args:
             observation: Text that follows the prompt: in its last message where that is a user's, else as one.
-            images: Files of the observation's images, one for each ``<image>`` in it; before the text where it has no
-                ``<image>``.
+            images: Files of its images, placed as of ``add``.
 
         Raises ValueError where the prompt is then longer than ``rollout.max_prompt_tokens``, or the images have no room
         or do not fit the observation.
@@ -264,18 +263,6 @@ class RolloutModel(RecordedTurns):
         if completion.prompt_ids is not None:
             self._expand(line, completion.prompt_ids)
         return self._log.add(_model_turn(completion, self._claim.version), after, number)
-
-    def _expand(self, line: Sequence[int], computed: np.ndarray) -> None:
-        """Take the tokens of a task's prompt that an engine has ``computed`` with, int32 [P]; others must be those that
-        it was to compute with. Raises JobError."""
-        if (turn := self._images.unexpanded(line, self.turns)) is not None:
-            later = sum(len(self.turns[i]) for i in line if i != turn)
-            self._log.replace_tokens(turn, computed[: len(computed) - later])
-        if not np.array_equal(computed, np.concatenate([self.turns[i].token_ids for i in line])):
-            raise JobError(
-                "the engine has made another number of tokens of an image than the model's processor here: install the "
-                "same transformers (and torchvision, or none) for both"
-            )
 
     @property
     def images(self) -> dict[str, bytes]:

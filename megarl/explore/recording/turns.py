@@ -8,6 +8,7 @@ from numbers import Real
 
 import numpy as np
 
+from megarl.core.errors import JobError
 from megarl.core.schema import Author, Turn
 from megarl.explore.recording.end import RecordedEnd
 from megarl.explore.recording.images import ImageRules, RecordedImages
@@ -125,6 +126,18 @@ class RecordedTurns(RecordedEnd):
         expanded = self._images.expanded(ids, images)
         shown = self._images.put(len(self.turns), ids, images)
         return self._add(Turn(author, expanded, images=shown), follows, in_thinking)
+
+    def _expand(self, line: Sequence[int], computed: np.ndarray) -> None:
+        """Take the tokens of a task's prompt that an engine has ``computed`` with, int32 [P]; others must be those that
+        it was to compute with. Raises JobError."""
+        if (turn := self._images.unexpanded(line, self.turns)) is not None:
+            later = sum(len(self.turns[i]) for i in line if i != turn)
+            self._log.replace_tokens(turn, computed[: len(computed) - later])
+        if not np.array_equal(computed, np.concatenate([self.turns[i].token_ids for i in line])):
+            raise JobError(
+                "the engine has made another number of tokens of an image than the model's processor here: install the "
+                "same transformers (and torchvision, or none) for both"
+            )
 
     @property
     def room(self) -> int:

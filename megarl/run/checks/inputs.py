@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import inspect
 import json
 import logging
 import os
@@ -72,12 +73,15 @@ def check_rewards(config: Config, tasks: Mapping[str, list[Task]]) -> None:
 
 
 def check_environment_rows(config: Config, tasks: Mapping[str, list[Task]]) -> None:
-    """Raise DataError naming the first row that the environment cannot play, where it has ``check_row(task)``."""
+    """Raise DataError naming the first row that the environment cannot play, where it has ``check_row(task)``, or
+    ``check_row(task, options)``."""
     if config.rollout.workflow != "environment":
         return
     check_row = getattr(environments.get(config.rollout.environment), "check_row", None)
     if check_row is None:
         return
+    if "options" in inspect.signature(check_row).parameters:
+        check_row = partial(check_row, options=config.rollout.options)
     for split, rows in tasks.items():
         for task in rows:
             try:
