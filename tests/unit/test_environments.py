@@ -33,6 +33,7 @@ class Model:
     def __init__(self, *responses: str, truncated: int | None = None, room: int = 100) -> None:
         self.responses, self.truncated, self.left = list(responses), truncated, room
         self.messages: list[tuple[str, str]] = []
+        self.images: list[bytes] = []
         self.reward: Reward | None = None
         self.reason: str | None = None
         self.cause: End | None = None
@@ -40,6 +41,7 @@ class Model:
         self.rated: list[float] = []
 
     def ask(self, task: Task, observation: str | None = None, images: Sequence[bytes] = ()) -> None:
+        self.images += images
         if observation is not None and len(observation) > self.limits.prompt:
             raise ValueError(f"the prompt has {len(observation)} tokens")
         self.first = observation
@@ -55,6 +57,7 @@ class Model:
         return self.responses.pop(0)
 
     def add(self, author: str, text: str, images: Sequence[bytes] = ()) -> Any:
+        self.images += images
         self.left -= 1
         if self.left < 0:
             return None

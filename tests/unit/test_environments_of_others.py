@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import io
 import json
 import os
 import signal
@@ -16,9 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
+from PIL import Image
 
+from megarl.core.config import Config
 from megarl.core.config.rewards import RewardConfig
 from megarl.core.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError, DataError
@@ -29,6 +34,7 @@ from megarl.explore.environments.episode import in_thread
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.rewards import RewardPool
 from megarl.explore.workflows.environment import environment
+from megarl.run.checks import vision
 from megarl.run.process import ports
 from tests import games
 from tests.unit.test_environments import Model
@@ -98,6 +104,50 @@ def test_discrete_actions_of_gymnasium_are_words_or_numbers_and_seeded_by_the_gr
     assert str(drawn.first).strip().endswith("HFFG")
     slips = [play("gymnasium", ("1",) * 100, {"id": "FrozenLake-v1"}).messages for _ in range(2)]
     assert slips[0] == slips[1]
+
+
+def test_gymnasium_shows_pictures() -> None:
+    gymnasium = pytest.importorskip("gymnasium")
+    lake = {"id": "FrozenLake-v1", "kwargs": {"render_mode": "rgb_array"}}
+
+    class Lamp(gymnasium.Env):  # type: ignore[misc, name-defined]
+        """A lamp that is switched on and off; its picture is white or black."""
+
+        action_space, observation_space = gymnasium.spaces.Discrete(2), gymnasium.spaces.Discrete(2)
+
+        def __init__(self, render_mode: str) -> None:
+            self.render_mode, self.on = render_mode, 0
+
+        def reset(self, **given: Any) -> Any:
+            self.on = 0
+            return 0, {}
+
+        def step(self, action: int) -> Any:
+            self.on = action
+            return action, float(action), False, False, {}
+
+        def render(self) -> Any:
+            return np.full((28, 56, 3), 255 * self.on, np.uint8)
+
+    gymnasium.register("Lamp-v0", Lamp)
+    try:
+        options = {"id": "Lamp-v0", "kwargs": {"render_mode": "rgb_array"}}
+        check("gymnasium", options)
+        model = Model("1", "0", room=1)
+        model.limits, model.options = TokenLimits(), options
+        asyncio.run(environment(environments.get("gymnasium"), EpisodeThreads(8, 300.0))(task(), model))  # type: ignore[arg-type]
+        assert model.first == "" and model.messages == [("environment", "")]
+        assert [np.asarray(Image.open(io.BytesIO(file))).mean() for file in model.images] == [0, 255, 0]
+        assert np.asarray(Image.open(io.BytesIO(model.images[0]))).shape == (28, 56, 3)
+        with pytest.raises(ConfigError, match=r"rollout.environment=gymnasium shows images .*takes text only"):
+            vision._check_environment(
+                Config(rollout=RolloutConfig(workflow="environment", environment="gymnasium", options=options))
+            )
+    finally:
+        del gymnasium.registry["Lamp-v0"]
+    if importlib.util.find_spec("pygame") is None:
+        with pytest.raises(ConfigError, match=r"gives no picture: .*pygame is not installed"):
+            check("gymnasium", lake)
 
 
 @pytest.mark.parametrize(

@@ -310,7 +310,6 @@ def test_rows_that_are_not_trained_may_have_larger_images(job_of_images: Callabl
     [
         (["reward_model.path=/models/rm"], "reward_model.path=/models/rm is not given them"),
         (["algorithm=ppo", "critic.path=/models/c"], "critic.path=/models/c is not given them"),
-        (["rollout.workflow=agent", "rollout.agent=mine.py"], "rollout.workflow=agent is not given them"),
     ],
 )
 def test_parts_of_a_job_that_do_not_see_are_refused(

@@ -58,6 +58,12 @@ class Gymnasium:
             env = gymnasium.make(options["id"], disable_env_checker=True, **options.get("kwargs", {}))
         except Exception as error:
             refuse("id", options["id"], f"cannot be made: {describe(error)}")
+        if Gymnasium.shows_images(options):
+            try:
+                env.reset(seed=0)
+                png_of(env.render())
+            except Exception as error:
+                refuse("kwargs", options["kwargs"], f"gives no picture: {describe(error)}")
         space = env.action_space
         env.close()
         if not isinstance(space, gymnasium.spaces.Text | gymnasium.spaces.Discrete):
@@ -72,6 +78,11 @@ class Gymnasium:
                 refuse("actions", {word: action}, f"is the same word as {other!r}: case is not read; remove one")
             if not isinstance(space, gymnasium.spaces.Discrete) or action not in space:
                 refuse("actions", {word: action}, f"is no discrete action of {options['id']}, which has {space}")
+
+    @staticmethod
+    def shows_images(options: Mapping[str, Any]) -> bool:
+        """Return True if observations are pictures."""
+        return options.get("kwargs", {}).get("render_mode") == "rgb_array"  # type: ignore[no-any-return]
 
     def reset(self) -> Observation:
         """Begin; an empty text adds nothing to the task's prompt."""

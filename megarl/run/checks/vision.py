@@ -12,6 +12,7 @@ from megarl.core.config import Config
 from megarl.core.config.lengths import prompt_tokens
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Preference, Task
+from megarl.explore import environments
 from megarl.explore.tasksets import ChatTokenizer, check_prompts, place_of_row
 from megarl.explore.tasksets.pixels import pixel_limits
 from megarl.explore.tasksets.tokenizer import PROCESSOR
@@ -57,6 +58,7 @@ def check_images(config: Config, hf_config: Mapping[str, Any], rows: Mapping[str
                 f"{where} has {len(row.images)} images and the model of {path} takes text only (its config.json has "
                 f"none of {', '.join(VISION_KEYS)}); drop the images or the row"
             )
+        _check_environment(config)
         for name in PIXEL_SETTINGS:
             if (value := getattr(config.model, name)) is not None:
                 raise ConfigError(f"model.{name}={value}, and the model of {path} takes text only; leave it out")
@@ -74,6 +76,20 @@ def check_images(config: Config, hf_config: Mapping[str, Any], rows: Mapping[str
         raise ConfigError(
             f"model.path={path} takes images and has no {' or '.join(PROCESSOR)}{seen}; copy the processor's files of "
             "the published model there"
+        )
+
+
+def _check_environment(config: Config) -> None:
+    """Raise ConfigError where an environment shows images to a model of text (``shows_images(options)`` of its
+    ``make``)."""
+    rollout = config.rollout
+    if rollout.workflow != "environment":
+        return
+    shows = getattr(environments.get(rollout.environment), "shows_images", None)
+    if shows is not None and shows(rollout.options):
+        raise ConfigError(
+            f"rollout.environment={rollout.environment} shows images with rollout.options={rollout.options}, and the "
+            f"model of {config.model.path} takes text only; give a model that takes images, or other options"
         )
 
 
