@@ -21,6 +21,8 @@ from megarl.learn.batching.images import Image, Vision, images_of
 
 PutImages = Callable[[Sequences, Sequence[tuple[str, int]]], None]
 """Sets the images of sequences, given (task id, first turn) of each."""
+PutFiles = Callable[[Sequences, Sequence[Sequence[bytes]]], None]
+"""Sets the images of sequences, given the files of each (``ImageInputs.put``)."""
 PATCH_BYTES = 2**28
 """Bytes of patches that a rank keeps: an image of a step goes through several models, several times."""
 
