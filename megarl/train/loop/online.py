@@ -42,7 +42,6 @@ from megarl.train.update.lags import lag_metrics
 from megarl.train.update.learner import model_scores
 from megarl.train.update.updates import RollBack
 
-
 Rewarded = tuple[list[Trajectory], dict[str, float]]
 """Trajectories with their scores, and metrics."""
 
