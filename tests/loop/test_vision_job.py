@@ -77,9 +77,7 @@ def test_a_killed_job_has_the_same_bits(runs: tuple[Path, Path]) -> None:
     assert whole == killed and any("actor/pg_loss" in name for name in whole)
 
 
-@pytest.mark.parametrize(
-    "algorithm", [pytest.param("sft", marks=pytest.mark.soak), "dpo", pytest.param("reward", marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize("algorithm", [pytest.param("sft", marks=pytest.mark.soak), "dpo", "reward_model"])
 def test_offline_jobs_have_images(tmp_path: Path, algorithm: str) -> None:
     """An evaluation after other batches finds its images again; four steps move its loss, not always down."""
     settings = (f"algorithm={algorithm}", "trainer.eval_interval=2", "trainer.optimizer.lr=1e-3")
@@ -87,6 +85,9 @@ def test_offline_jobs_have_images(tmp_path: Path, algorithm: str) -> None:
         records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         losses = [record["val/loss"] for record in records if "val/loss" in record]
         assert len(losses) == 3 and len(set(losses)) == 3 and all(map(math.isfinite, losses))
+        if algorithm == "reward_model":
+            _, info = score_class().from_pretrained(run / "hf", output_loading_info=True)
+            assert not any(info.values()), "transformers' class has exactly these tensors"
 
 
 FEW = (*SETTINGS, "trainer.steps=2", "trainer.warm_start.steps=0", "trainer.updates_per_step=1")
