@@ -385,6 +385,14 @@ def test_roles_that_see_other_images_are_refused(
         job.check(job_of_images(*ROLES[setting], f"{setting}={path}", **rows_of_images()))
 
 
+def test_a_bench_looks_at_no_role(job_of_images: Callable[..., Config]) -> None:
+    rows = rows_of_images()
+    bench = job_of_images(
+        "run.mode=bench", "reward_model.path=/nonexistent", train=rows["held_out"], held_out=rows["train"]
+    )
+    assert job.check(bench)
+
+
 def test_a_role_without_a_processor_is_warned_of(
     job_of_images: Callable[..., Config], scores: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
