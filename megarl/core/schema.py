@@ -352,9 +352,17 @@ class Trajectory:
 
     def answered(self) -> tuple[np.ndarray, np.ndarray]:
         """Return int32 [P] and [R]: the context of the model's last turn, and that turn."""
-        last = max(i for i, turn in enumerate(self.turns) if turn.author == "model")
-        *before, response = (self.turns[i].token_ids for i in line_of_turns(self.turns, last))
+        *before, response = (self.turns[i].token_ids for i in self._answered_line)
         return _joined(before), response
+
+    @property
+    def answered_images(self) -> tuple[ImagesAt, ...]:
+        """Images of ``answered``, its two parts one after the other."""
+        return tuple(_images_at([self.turns[i] for i in self._answered_line]))
+
+    @property
+    def _answered_line(self) -> list[int]:
+        return line_of_turns(self.turns, max(i for i, turn in enumerate(self.turns) if turn.author == "model"))
 
     def trained_lines(self) -> Iterator[tuple[list[int], list[int]]]:
         """Yield each line of turns that has turns to train, and those turns."""

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForImageTextToText
 
+from megarl.core.config import Config, compose
+from megarl.explore.order.draws import EXPERT, data_seed, num_expert_rows, numbers_of_step
 from megarl.explore.store import Store
+from megarl.explore.tasksets import ChatTokenizer, chat_messages, read_rows
+from megarl.explore.tasksets.processor import Processor
+from megarl.run.run_dir.prepare import make
 from tests.loop.same_run import learned, left_alone, steps_of, whole_and_killed
-from tests.system.jobs import START_S
+from tests.parallel.families import score_class
+from tests.system.jobs import START_S, last_of_each
 
 pytestmark = pytest.mark.timeout(4 * START_S)
 STEPS = 4
@@ -68,7 +77,7 @@ def test_a_killed_job_has_the_same_bits(runs: tuple[Path, Path]) -> None:
     assert whole == killed and any("actor/pg_loss" in name for name in whole)
 
 
-@pytest.mark.parametrize("algorithm", [pytest.param("sft", marks=pytest.mark.soak), "dpo"])
+@pytest.mark.parametrize("algorithm", [pytest.param("sft", marks=pytest.mark.soak), "dpo", "reward_model"])
 def test_offline_jobs_have_images(tmp_path: Path, algorithm: str) -> None:
     """An evaluation after other batches finds its images again; four steps move its loss, not always down."""
     settings = (f"algorithm={algorithm}", "trainer.eval_interval=2", "trainer.optimizer.lr=1e-3")
@@ -76,6 +85,98 @@ def test_offline_jobs_have_images(tmp_path: Path, algorithm: str) -> None:
         records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         losses = [record["val/loss"] for record in records if "val/loss" in record]
         assert len(losses) == 3 and len(set(losses)) == 3 and all(map(math.isfinite, losses))
+        if algorithm == "reward_model":
+            _, info = score_class().from_pretrained(run / "hf", output_loading_info=True)
+            assert not any(info.values()), "transformers' class has exactly these tensors"
+
+
+FEW = (*SETTINGS, "trainer.steps=2", "trainer.warm_start.steps=0", "trainer.updates_per_step=1")
+
+
+def prepared(folder: Path, *settings: str) -> Config:
+    """Settings of a job, with its model and rows made."""
+    return make(compose(last_of_each([f"run.dir={folder}", *FEW, *settings])))
+
+
+def inputs_of(ids: Sequence[int], files: Sequence[bytes], processor: Processor) -> dict[str, torch.Tensor]:
+    """Arguments of transformers' models for one sequence with its images."""
+    tokens = torch.tensor([list(ids)])
+    made = [processor.pixels(file) for file in files]
+    return {
+        "input_ids": tokens,
+        "pixel_values": torch.cat([torch.from_numpy(pixels) for pixels, _ in made]),
+        "image_grid_thw": torch.tensor([grid for _, grid in made]),
+        "mm_token_type_ids": (tokens == 7).int(),
+    }
+
+
+@torch.no_grad()
+def test_a_reward_model_and_a_critic_see_the_images(tmp_path: Path) -> None:
+    """Scores of the first step are those of transformers' class with each task's picture, and not with another's; the
+    critic begins at 0 and learns."""
+    run = tmp_path / "ppo"
+    model = Path(prepared(run, "algorithm=ppo").model.path)
+    path = Path(shutil.copytree(model, tmp_path / "scores"))
+    torch.manual_seed(3)
+    config = AutoConfig.from_pretrained(model, num_labels=1)
+    judge = score_class()(config).float().eval()
+    judge.save_pretrained(path)
+    settings = ("algorithm=ppo", f"reward_model.path={path}", "critic.optimizer.lr=1e-3")
+    with left_alone(run, (*FEW, *settings)) as run_dir:
+        first, second = steps_of(run_dir)
+        with closing(Store(f"sqlite:///{run_dir}/store.db", read_only=True)) as store:
+            found = store.trajectories("train-000000")
+            images = store.task_images({trajectory.task_id for trajectory in found})
+    processor, own, others = Processor.open(model), [], []
+    tasks = sorted(images)
+    other = dict(zip(tasks, [images[task] for task in (*tasks[1:], tasks[0])], strict=True))
+    # transformers takes a sampled placeholder for one of an image: a token that occurs nowhere stands for it.
+    spare = max(set(range(128)).difference(*(turn.token_ids.tolist() for each in found for turn in each.turns)))
+    embedding = judge.get_input_embeddings().weight
+    embedding[spare] = embedding[7]
+    for trajectory in found:
+        response = [spare if token == 7 else token for token in trajectory.response.token_ids.tolist()]
+        ids = [*trajectory.prompt.token_ids.tolist(), *response]
+        for scores, files in ((own, images), (others, other)):
+            inputs = inputs_of(ids, files[trajectory.task_id], processor)
+            scores.append(float(judge(**inputs).logits))
+    assert first["reward_model/score/mean"] == pytest.approx(sum(own) / len(own), abs=1e-5)
+    assert abs(sum(own) - sum(others)) / len(own) > 1e-4
+    assert first["critic/values/mean"] == 0 != second["critic/values/mean"]
+    names = ("critic/vf_loss", "critic/grad_norm", "critic/values/mean", "critic/returns/mean")
+    assert all(math.isfinite(step[name]) for step in (first, second) for name in names)
+    assert first["critic/vf_loss"] > 0 and second["critic/vf_loss"] != first["critic/vf_loss"]
+
+
+@torch.no_grad()
+def test_expert_rows_are_learned_with_their_images(tmp_path: Path) -> None:
+    """The first step's loss of expert rows is that of transformers with their own pictures, and not with others."""
+    run = tmp_path / "mix"
+    expert = ("algorithm=mix", f"taskset.expert={run}/data/expert.parquet", "taskset.expert_size=16")
+    config = prepared(run, *expert)
+    model = Path(config.model.path)
+    with left_alone(run, (*FEW, *expert)) as run_dir:
+        first, second = steps_of(run_dir)
+    tokenizer, processor = ChatTokenizer.open(model), Processor.open(model)
+    count = num_expert_rows(8 * config.algorithm.group_size, 0.2)
+    numbers = numbers_of_step(16, 0, count, data_seed(config.trainer.seed, 0), EXPERT)
+    rows = read_rows(run / "data" / "expert.parquet", require_response=True)
+    actor = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
+
+    def loss(shift: int) -> float:
+        logp: list[float] = []
+        for number in numbers:
+            files = rows[(number + shift) % 16].images
+            text = tokenizer.render(chat_messages(rows[number]), rows[number].chat_template_kwargs)
+            prompt = processor.prompt_ids(text, files).tolist()
+            response = tokenizer.response_ids(str(rows[number].response)).tolist()
+            logits = actor(**inputs_of([*prompt, *response], files, processor)).logits[0].log_softmax(-1)
+            logp += [float(logits[len(prompt) + i - 1, token]) for i, token in enumerate(response)]
+        return -sum(logp) / len(logp)
+
+    assert first["actor/sft_loss"] == pytest.approx(loss(0), abs=1e-5)
+    assert abs(first["actor/sft_loss"] - loss(1)) > 1e-4
+    assert math.isfinite(second["actor/sft_loss"])
 
 
 @pytest.mark.soak

@@ -129,6 +129,19 @@ MOE = tuple(
 )
 
 
+def score_class() -> Any:
+    """Qwen2.5-VL with a score head, of transformers' generic class: it has none by name. AutoModel finds it, too."""
+    from transformers import AutoModelForSequenceClassification, Qwen2_5_VLConfig
+    from transformers.modeling_layers import GenericForSequenceClassification
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLPreTrainedModel
+
+    class Qwen2_5_VLForSequenceClassification(GenericForSequenceClassification, Qwen2_5_VLPreTrainedModel):
+        pass
+
+    AutoModelForSequenceClassification.register(Qwen2_5_VLConfig, Qwen2_5_VLForSequenceClassification, exist_ok=True)
+    return Qwen2_5_VLForSequenceClassification
+
+
 def hf_model(family: str, *, seed: int = 0, **changes: Any) -> Any:
     """The family's model in float32, random but with nothing at its neutral value (norms, biases, router bias)."""
     import torch

@@ -20,6 +20,7 @@ import torch
 
 from megarl.core.config.algorithms import AlgorithmConfig, KLConfig
 from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, RouterConfig, TrainerConfig
+from megarl.weights.architectures import Head
 from tests.parallel.batches import sequences_of
 from tests.parallel.families import save as save_family
 from tests.parallel.grid import run_grid
@@ -330,13 +331,15 @@ def whole_gradients(chunks: Iterable[Any], names: Iterable[dict[str, Any]]) -> d
     return found
 
 
-def gradient_errors(rank: int, hf_config: Any, layout: Any, found: Any, expected: Any) -> tuple[float, str]:
+def gradient_errors(
+    rank: int, hf_config: Any, layout: Any, found: Any, expected: Any, head: Head = "lm"
+) -> tuple[float, str]:
     """The worst of this rank's parts of all HF tensors, relative to the tensor's largest entry, and its HF name."""
     from megarl.weights.reshard.layouts import hf_layout
     from megarl.weights.reshard.plan import build_plan
 
     worst, where = 0.0, ""
-    for m in build_plan(hf_layout(hf_config), layout).moves:
+    for m in build_plan(hf_layout(hf_config, head=head), layout).moves:
         if m.dst != rank or m.dst_local.endswith("expert_bias"):  # moved by rule
             continue
         size = [hi - lo for lo, hi in m.box]

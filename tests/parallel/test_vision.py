@@ -13,7 +13,7 @@ import torch
 from megarl.core.config.algorithms import AlgorithmConfig
 from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from tests.conftest import SOAK
-from tests.parallel import parity, vision
+from tests.parallel import parity, vision, vision_scores
 from tests.parallel.families import VOCAB
 from tests.parallel.grid import run_grid
 
@@ -44,6 +44,11 @@ def in_every_run(case: tuple[str, str, bool, str]) -> bool:
     return trained or (layout == "packed" and grid in ("one process", "TP2 + SP", "PP2"))
 
 
+SCORED = {
+    grid: [(layout, trained) for layout in LAYOUTS for trained in (True, False)]
+    for grid in ("one process", "TP2", "TP2 + SP", "PP2", "DP2", "CP2")
+}
+"""Grid -> layouts, with the tower trained or not, of a model with a score head."""
 MEASURED = [case for case in CASES if SOAK or in_every_run(case)]
 
 
@@ -51,6 +56,7 @@ MEASURED = [case for case in CASES if SOAK or in_every_run(case)]
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vision")
     vision.save(folder / "model")
+    vision_scores.save(folder / "scores")
     return folder
 
 
@@ -130,6 +136,10 @@ def on_grid(rank: int, root: str, world: int, backend: Literal["gloo", "nccl"] =
                 actor.load_hf(path)
                 plan = build_plan(actor.layout, hf_layout(hf_config))
                 hf.export_hf(plan, rank, actor.proven_tensors(), path, Path(root) / f"again {grid}")
+        if grid in SCORED:
+            actor.load_hf(path)
+            cases = [(LAYOUTS[layout], trained) for layout, trained in SCORED[grid]]
+            found[grid] = vision_scores.on_grid(rank, Path(root), grid, parallel, actor, cases)
         parallel_state.destroy_model_parallel()
     return found
 
@@ -168,6 +178,25 @@ def test_the_same_file_comes_out(errors: dict[Any, Any], root: Path, grid: str) 
     assert all(torch.equal(tensor, again[name]) for name, tensor in given.items())
 
 
+@pytest.mark.parametrize("grid", SCORED)
+def test_scores_and_their_gradients_equal_transformers(errors: dict[Any, Any], grid: str) -> None:
+    for rank in errors[grid]:
+        for (layout, trained), case in zip(SCORED[grid], rank, strict=True):
+            assert max(case["score"], case["loss"]) < TOLERANCE, f"{layout}: {case}"
+            assert case["gradient"] < TOLERANCE, f"{layout}, {case['where']}: gradient off by {case['gradient']:.1e}"
+            assert all(case["moved"]) if trained else not any(case["moved"])
+    assert any(case["moved"] for rank in errors[grid] for case in rank), "some rank has the tower"
+
+
+@pytest.mark.parametrize("grid", SCORED)
+def test_the_same_score_model_comes_out(errors: dict[Any, Any], root: Path, grid: str) -> None:
+    from safetensors.torch import load_file
+
+    given, again = (load_file(root / folder / "model.safetensors") for folder in ("scores", f"scores again {grid}"))
+    assert given.keys() == again.keys() and "score.weight" in given
+    assert all(torch.equal(tensor, again[name]) for name, tensor in given.items())
+
+
 def in_bfloat16(rank: int, path: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Runs in a rank: the tower's frequencies in a bfloat16 model, those that transformers computes, its vectors."""
     from megarl.learn.models.gpt import build_chunks, unwrap
@@ -194,5 +223,7 @@ def test_a_bfloat16_tower_has_its_frequencies_in_float32(root: Path) -> None:
 def test_a_gpu_gives_what_transformers_does_on_the_cpu(root: Path) -> None:
     """Float32 on both, whose sums a GPU takes in another order."""
     for of_rank in run_grid(1, on_grid, str(root), 1, "nccl", gpus=True):
-        for case, found in of_rank.items():
-            assert max(found["logp"], found["loss"], found["gradient"]) < 10 * TOLERANCE, f"{case}: {found}"
+        for case, of_case in of_rank.items():
+            for found in of_case if isinstance(of_case, list) else [of_case]:
+                worst = max(found.get("logp", found.get("score")), found["loss"], found["gradient"])
+                assert worst < 10 * TOLERANCE, f"{case}: {found}"

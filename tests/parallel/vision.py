@@ -63,22 +63,28 @@ def sequences() -> Sequences:
     return found
 
 
+def inputs_of(tokens: torch.Tensor, own: list[Image]) -> dict[str, torch.Tensor]:
+    """Arguments of transformers' models for one sequence [L] with its images."""
+    ids = tokens.long()[None]
+    if not own:
+        return {"input_ids": ids}
+    return {
+        "input_ids": ids,
+        "pixel_values": torch.cat([pixels(image.digest) for image in own]),
+        "image_grid_thw": torch.tensor([image.grid for image in own]),
+        "mm_token_type_ids": (ids == IMAGE).int(),
+    }
+
+
 def transformers_logp(model: Any) -> torch.Tensor:
     """float32 [T]: log-probs of the tokens in the loss where they are predicted, 0 elsewhere; each sequence by
     itself."""
     made, parts = sequences(), []
     starts = made.cu_seqlens.tolist()
     for start, end, own in zip(starts, starts[1:], images(), strict=False):
-        ids = made.tokens[start:end].long()[None]
-        more: dict[str, Any] = {}
-        if own:
-            more = {
-                "pixel_values": torch.cat([pixels(image.digest) for image in own]),
-                "image_grid_thw": torch.tensor([image.grid for image in own]),
-                "mm_token_type_ids": (ids == IMAGE).int(),
-            }
-        logits = model(input_ids=ids, **more).logits.float().log_softmax(-1)[0]
-        parts.append(logits.gather(-1, torch.roll(ids[0], -1)[:, None])[:, 0])
+        inputs = inputs_of(made.tokens[start:end], own)
+        logits = model(**inputs).logits.float().log_softmax(-1)[0]
+        parts.append(logits.gather(-1, torch.roll(inputs["input_ids"][0], -1)[:, None])[:, 0])
     return torch.cat(parts).masked_fill(~made.mask, 0.0)
 
 

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from megarl.ops import slice_digest_reference
 from megarl.weights.checkpoint.convert import stream
@@ -25,6 +26,8 @@ from megarl.weights.checkpoint.convert.convert import (
 from megarl.weights.checkpoint.formats.output import MANIFEST
 from megarl.weights.reshard.layouts import MegatronGrid
 from tests.conftest import examples
+from tests.parallel.families import FAMILIES as FAMILY_SETTINGS
+from tests.parallel.families import score_class
 from tests.unit.reshard_cases import FAMILIES, FamilyCase, Grid, family_cases, qwen3_config
 from tests.unit.reshard_oracle import Config, Tensors, assert_same, numbered_hf, random_hf
 
@@ -82,6 +85,23 @@ def test_there_and_back_by_another_grid(family: str) -> None:
             assert digests(root / "a") == digests(root / "b") == digests(root / "c") == expected
 
     run()
+
+
+@pytest.mark.parametrize("file_bytes", [1000, 1 << 30])
+def test_a_vision_score_model_keeps_the_names_of_its_files(tmp_path: Path, file_bytes: int) -> None:
+    """They are those of transformers' base model, in one file or in several with an index."""
+    config = AutoConfig.for_model("qwen2_5_vl", **FAMILY_SETTINGS["qwen2_5_vl"][1], num_labels=1)
+    score_class()(config).save_pretrained(tmp_path / "hf")
+    both = Settings(progress=False, verify=True, file_bytes=file_bytes)
+    convert_hf_to_megatron(tmp_path / "hf", tmp_path / "megatron", both)
+    convert_megatron_to_hf(tmp_path / "megatron", tmp_path / "again", settings=both)
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    assert any(name.startswith("model.language_model.") for name in tensors)
+    found = [load_file(file) for file in (tmp_path / "again").glob("*.safetensors")]
+    assert_same({name: tensor for file in found for name, tensor in file.items()}, tensors)
+    assert (len(found) > 1) is (file_bytes == 1000)
+    _, info = score_class().from_pretrained(tmp_path / "again", output_loading_info=True)
+    assert not any(info.values())
 
 
 def test_small_files_come_along_and_dtypes_are_kept_or_cast(tmp_path: Path) -> None:

@@ -19,10 +19,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from megarl.cli import main
 from megarl.core.config import Config, compose, save_resolved
 from megarl.core.errors import ConfigError
-from megarl.core.schema import Reward, Trajectory, Turn, WeightsSpan, WeightsVersion
-from megarl.explore.store import Claim, Selection, Store, Used
-from megarl.explore.tasksets import text_of_tokens
+from megarl.core.schema import Reward, Task, Trajectory, Turn, WeightsSpan, WeightsVersion
+from megarl.explore.store import Claim, ExpertExperience, Selection, Store, Used
+from megarl.explore.tasksets import read_rows, text_of_tokens
 from megarl.explore.tasksets.files import read_table
+from megarl.explore.tasksets.inline_images import with_inline_images
 from megarl.run.data import export, prune
 from megarl.run.data.count import count
 from megarl.run.data.export import EXPERT, TRAJECTORY, export_experts
@@ -32,6 +33,7 @@ from megarl.run.data.page import write_page
 from megarl.run.data.prune import Pruned
 from megarl.run.data.show import sample, show
 from megarl.run.data.tokens import tokens_of
+from tests.loop.vision_models import picture
 from tests.stores import expert, make_task
 
 SIZE = 4
@@ -254,6 +256,17 @@ def test_exported_expert_rows_can_be_imported(own: StoredRun, tmp_path: Path) ->
         ("1", 0.5, None),
         ("2", None, [-0.5, -1.0]),
     ]
+    assert [row["images"] for row in rows] == [[], []]
+
+
+@pytest.mark.parametrize("name", ["experts.parquet", "experts.jsonl"])
+def test_exported_expert_rows_keep_their_images(own: StoredRun, tmp_path: Path, name: str) -> None:
+    prompt, image = ({"role": "user", "content": "<image> ?"},), picture(1)
+    task = Task("expert/0", "", prompt, "", {}, response="3", images=(image,))
+    own.store.import_experts([("a", [ExpertExperience(with_inline_images(task))])])
+    assert export_experts(own.store, tmp_path / name) == 1
+    (row,) = read_rows(tmp_path / name, require_response=True, split="expert")
+    assert (row.prompt, row.images, row.response) == (prompt, (image,), "3")
 
 
 def checkpoint(run: StoredRun, step: int) -> None:

@@ -176,7 +176,7 @@ def test_expert_rows_are_read_and_encoded_in_the_order_of_the_store(prepared: Pa
     store.set_experts("file", [ExpertExperience(row) for row in rows[:3]])
     found = RolloutReader(NodeReader(), store, lambda: False).demonstrations(tokenizer)
     store.close()
-    for (prompt, response, _), i in zip(found, (3, 4, 0, 1, 2), strict=True):
+    for (prompt, response, *_), i in zip(found, (3, 4, 0, 1, 2), strict=True):
         np.testing.assert_array_equal(prompt, tokenizer.prompt_ids(rows[i].prompt))
         np.testing.assert_array_equal(response, tokenizer.response_ids(str(i + 1)))
 

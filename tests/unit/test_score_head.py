@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -19,10 +19,11 @@ from megarl.core.errors import ArchitectureError, CheckpointError
 from megarl.core.schema import Reward, Trajectory
 from megarl.weights.architectures import ARCHITECTURES, architecture
 from megarl.weights.checkpoint.formats import hf
+from megarl.weights.checkpoint.formats.hf_source import names_in_files, open_hf
 from megarl.weights.checkpoint.formats.score_pad import score_pad
 from megarl.weights.reshard.layouts import MegatronGrid, dist_layout, hf_layout, megatron_layout
 from megarl.weights.reshard.plan import build_plan
-from tests.parallel.families import FAMILIES
+from tests.parallel.families import FAMILIES, hf_model, score_class
 from tests.trajectories import one_turn
 from tests.unit.reshard_oracle import (
     Config,
@@ -68,11 +69,15 @@ def load(path: Path, config: Config, grid: MegatronGrid, **options: Any) -> list
 
 @pytest.mark.parametrize("family", SCORED)
 def test_the_tensors_of_transformers(tmp_path: Path, family: str) -> None:
+    score_class()
     model_type, settings = FAMILIES[family]
     config = AutoConfig.for_model(model_type, **settings, num_labels=1)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
     expected = {name: tuple(t.shape) for name, t in load_file(tmp_path / "model.safetensors").items()}
-    assert hf_layout(hf.read_hf_config(tmp_path), head="score").tensors == expected
+    hf_config = hf.read_hf_config(tmp_path)
+    found = hf_layout(hf_config, head="score").tensors
+    stored = names_in_files(hf_config, found, "score")
+    assert {stored[name]: shape for name, shape in found.items()} == expected
 
 
 def test_a_family_without_the_class_is_refused() -> None:
@@ -160,6 +165,47 @@ def test_an_exported_critic_of_a_language_model_is_a_classifier(tmp_path: Path) 
     assert model.num_labels == 1 and not model.score.weight.any()
     (again,) = load(tmp_path / "out", written, MegatronGrid())
     assert_same(again, tensors)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_vision_critic_is_what_the_generic_class_reads(tmp_path: Path, flat: bool) -> None:
+    """From a published model, whose config.json may have the text's settings beside the others, to its files and
+    back."""
+    source, out, again = tmp_path / "lm", tmp_path / "out", tmp_path / "again"
+    published = hf_model("qwen2_5_vl")
+    published.save_pretrained(source)
+    with_tokenizer(source, "<|end|>", "<|fim_pad|>")
+    config = json.loads((source / "config.json").read_text())
+    text = config["text_config"] | {"pad_token_id": END, "eos_token_id": END}
+    config = {**config, **text, "text_config": None, "model_type": "qwen2_5_vl"} if flat else config
+    config |= {} if flat else {"text_config": text}
+    (source / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    hf_config = hf.read_hf_config(source)
+    (tensors,) = load(source, hf_config, MegatronGrid(), score="zeros")
+    head = torch.randn(1, hf_config["hidden_size"])
+    tensors["output_layer.weight"].copy_(head)
+    plan = build_plan(megatron_layout(hf_config, MegatronGrid(), head="score"), hf_layout(hf_config, head="score"))
+    digests = hf.export_hf(plan, 0, tensors, source, out, transport=Network().port(0))
+    model, info = score_class().from_pretrained(out, output_loading_info=True)
+    assert not any(info.values()) and torch.equal(model.score.weight, head) and model.num_labels == 1
+    assert model.config.architectures == ["Qwen2_5_VLForSequenceClassification"]
+    assert model.config.get_text_config().pad_token_id == score_pad(hf.read_hf_config(out)) != END
+    own = published.model.state_dict()
+    assert own.keys() == model.model.state_dict().keys()
+    assert all(torch.equal(tensor, own[name]) for name, tensor in model.model.state_dict().items())
+    model.save_pretrained(again)
+    (back,) = load(again, hf.read_hf_config(again), MegatronGrid())
+    assert_same(back, tensors)
+    assert hf.export_hf(plan, 0, back, again, tmp_path / "third", transport=Network().port(0)) == digests
+
+
+def test_a_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
+    model = score_class()._from_config(AutoConfig.for_model("qwen2_5_vl", **FAMILIES["qwen2_5_vl"][1], num_labels=1))
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"model.norm.weight": torch.ones(64)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.language_model\.norm\.weight .* and model\.norm\.weight .*once"):
+        open_hf(tmp_path)
 
 
 @pytest.mark.parametrize(

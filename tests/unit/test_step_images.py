@@ -12,12 +12,14 @@ import torch
 from megarl.core.config.schema import ModelConfig
 from megarl.core.errors import DataError
 from megarl.core.schema import ImagesAt, file_digest
+from megarl.explore.order.draws import ExpertRow
 from megarl.explore.tasksets import ChatTokenizer, chat_messages
 from megarl.explore.tasksets.processor import Processor
 from megarl.learn.batching import MicroBatching, Sequences, joined, micro_batches, of_demonstrations
 from megarl.learn.batching.images import Image, Vision
 from megarl.learn.batching.packing import deal
 from megarl.train.update import images as step_images
+from megarl.train.update.batch import of_experts
 from megarl.train.update.images import ImageInputs, demonstrations_of
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 from tests.loop.vision_models import QWEN_IMAGE, picture, save_tiny_qwen2_5_vl
@@ -127,6 +129,29 @@ def test_text_that_follows_has_positions_of_its_own() -> None:
     assert both.images is not None and both.images.places[-2:] == ((), ())
     assert both.images.positions[:, -10:].tolist() == [[0, 1, 2, 3, 4] * 2] * 3
     assert joined(text, text).images is None
+
+
+@pytest.mark.parametrize("sampled", ["images", "text"])
+def test_demonstrations_that_follow_have_images_of_their_own(inputs: ImageInputs, sampled: str) -> None:
+    """Places and patches are those of the demonstrations by themselves, behind the sampled tokens."""
+    made = vision.sequences()
+    if sampled == "text":
+        made.images = None
+    rows = [
+        ExpertRow(np.array([2, *[QWEN_IMAGE] * 4, 3], np.int32), np.array([9], np.int32), images=(picture(1, 56, 56),)),
+        ExpertRow(np.array([9], np.int32), np.array([9, 8], np.int32)),
+    ]
+    shown = of_experts(rows, inputs.put)
+    both, start = joined(made, shown).images, len(made.tokens)
+    assert shown.images is not None and both is not None and len(both.places) == len(made) + 2
+    assert torch.equal(both.positions[:, start:], shown.images.positions)
+    [own], [place] = shown.images.places[0], both.places[-2]
+    assert place == own._replace(start=start + own.start) and both.places[-1] == ()
+    assert torch.equal(both.pixels(place.image.digest), shown.images.pixels(own.image.digest))
+    if made.images is not None:
+        assert both.places[: len(made)] == made.images.places
+        assert torch.equal(both.positions[:, :start], made.images.positions)
+        assert torch.equal(both.pixels("a"), vision.pixels("a"))
 
 
 def test_demonstrations_have_a_placeholder_for_each_vector(model: Path, inputs: ImageInputs) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,21 +16,37 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from transformers import Qwen2_5_VLConfig
 
 from megarl.core.config import Config
 from megarl.core.config.schema import ModelConfig, RolloutConfig
 from megarl.core.config.taskset import TasksetConfig
 from megarl.core.errors import CheckpointError, ConfigError, DataError
 from megarl.core.schema import Task
+from megarl.explore.store import ExpertExperience, Store
 from megarl.explore.tasksets import ChatTokenizer, chat_messages, encode_rows, write_rows
+from megarl.explore.tasksets.inline_images import with_inline_images
 from megarl.explore.tasksets.pixels import DEFAULT, pixel_limits
 from megarl.explore.tasksets.processor import Processor, check_image_files, check_image_prompts, prompt_lengths
 from megarl.run.checks import job, vision
+from megarl.run.checks.experts import ExpertCheck
 from megarl.run.checks.filters import without_overlong
 from megarl.run.checks.inputs import check_lengths
 from megarl.run.run_dir.images import processor_of
 from megarl.run.run_dir.prepare import make
-from tests.loop.vision_models import QWEN_IMAGE, QWEN_UNIT, picture, save_tiny_idefics3, save_tiny_qwen2_5_vl
+from megarl.train.rollout.reading import NodeReader, RolloutReader
+from megarl.train.update.images import ImageInputs, demonstrations_of
+from megarl.weights.checkpoint.formats.hf_source import read_hf_config
+from tests.loop.vision_models import (
+    QWEN_IMAGE,
+    QWEN_SIZES,
+    QWEN_UNIT,
+    picture,
+    save_qwen_processor,
+    save_tiny_idefics3,
+    save_tiny_qwen2_5_vl,
+)
+from tests.parallel.families import score_class
 from tests.unit.small_job import config_of as settings_of
 from tests.unit.small_job import refused
 
@@ -305,22 +323,110 @@ def test_rows_that_are_not_trained_may_have_larger_images(job_of_images: Callabl
     assert len(job.check(kept)["train"].tasks) == 2
 
 
+@pytest.fixture(scope="module")
+def scores(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model of the family, with the actor's processor."""
+    path = Path(shutil.copytree(model, tmp_path_factory.mktemp("scores") / "model"))
+    score_class()(Qwen2_5_VLConfig(**QWEN_SIZES, num_labels=1)).save_pretrained(path)
+    return path
+
+
+def rows_of_images() -> dict[str, list[Task]]:
+    """The second of the training rows has an image."""
+    return {"train": [task(0), task(1, *images_of(1))], "held_out": [task(0, text="How many ?")]}
+
+
+ROLES = {"reward_model.path": (), "critic.path": ("algorithm=ppo",)}
+
+
+@pytest.mark.parametrize("setting", ROLES)
+def test_roles_of_the_family_are_accepted_with_images(
+    job_of_images: Callable[..., Config], scores: Path, setting: str
+) -> None:
+    assert job.check(job_of_images(*ROLES[setting], f"{setting}={scores}", **rows_of_images()))
+
+
+@pytest.mark.parametrize("setting", ROLES)
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("changes", "message"),
     [
-        (["reward_model.path=/models/rm"], "reward_model.path=/models/rm is not given them"),
-        (["algorithm=ppo", "critic.path=/models/c"], "critic.path=/models/c is not given them"),
+        ({"vision_config": None}, "takes text only, and .*row 2 .* has 1 images; set it to a model of the actor's fam"),
+        ({"image_token_id": 5}, "has image_token_id=5, the actor 4: it is given the actor's tokens and patches"),
+        ({"vision_config": {"patch_size": 7}}, "has vision_config.patch_size=7, the actor 14: it is given"),
+        ({"vision_config": {"spatial_merge_size": 4}}, "has vision_config.spatial_merge_size=4, the actor 2: it"),
+        ({"limits": 9}, r"resizes images to 784 to 7056 pixels, the actor to 784 to 12544; set model.min_image_pixels"),
     ],
 )
-def test_parts_of_a_job_that_do_not_see_are_refused(
-    job_of_images: Callable[..., Config], settings: list[str], said: str
+def test_roles_that_see_other_images_are_refused(
+    job_of_images: Callable[..., Config],
+    scores: Path,
+    tmp_path: Path,
+    setting: str,
+    changes: dict[str, Any],
+    message: str,
 ) -> None:
-    config = job_of_images(*settings, train=[task(0), task(1, *images_of(1))], held_out=[task(0)])
-    with pytest.raises(ConfigError, match=rf"row 2 .* has 1 images, and {said}"):
-        vision.check_images(config, VISION, {"train": [task(0), task(1, *images_of(1))]})
+    path = Path(shutil.copytree(scores, tmp_path / "other"))
+    config = json.loads((path / "config.json").read_text())
+    if "limits" in changes:
+        save_qwen_processor(path, max_vectors=changes["limits"])
+    elif changes == {"vision_config": None}:
+        config = {"model_type": "qwen3", "architectures": ["Qwen3ForSequenceClassification"]}
+    else:
+        config |= {**changes, "vision_config": config["vision_config"] | changes.get("vision_config", {})}
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=f"{setting}={path} {message}"):
+        job.check(job_of_images(*ROLES[setting], f"{setting}={path}", **rows_of_images()))
 
 
-def test_an_expert_row_with_images_is_refused(model: Path) -> None:
-    config = config_of(model, taskset=TasksetConfig(train="rows.parquet", eval="rows.parquet", expert="e.parquet"))
-    with pytest.raises(DataError, match=r"e.parquet: row 1 .* has images: expert rows train without them"):
-        vision.check_images(config, VISION, {"expert": [task(0, picture(1), response="3")]})
+def test_a_bench_looks_at_no_role(job_of_images: Callable[..., Config]) -> None:
+    rows = rows_of_images()
+    bench = job_of_images(
+        "run.mode=bench", "reward_model.path=/nonexistent", train=rows["held_out"], held_out=rows["train"]
+    )
+    assert job.check(bench)
+
+
+def test_a_role_without_a_processor_is_warned_of(
+    job_of_images: Callable[..., Config], scores: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bare = Path(shutil.copytree(scores, tmp_path / "bare", ignore=shutil.ignore_patterns("*processor*")))
+    with caplog.at_level("WARNING"):
+        job.check(job_of_images(f"reward_model.path={bare}", **rows_of_images()))
+    assert f"reward_model.path={bare}: no processor to compare with the actor's" in caplog.text
+
+
+def test_lengths_and_patches_of_expert_rows_count_their_images(
+    job_of_images: Callable[..., Config], tmp_path: Path
+) -> None:
+    """A prompt of 6 tokens with one placeholder, 16 vectors of 64 patches, and an answer of 2 tokens."""
+    write_rows(tmp_path / "expert.parquet", [task(3, picture(5, 112, 112), response="three")])
+    rows = rows_of_images()
+    mix = ("algorithm=mix", f"taskset.expert={tmp_path}/expert.parquet", "rollout.max_prompt_tokens=16")
+    patches = "trainer.max_patches_per_micro_batch="
+    assert job.check(job_of_images(*mix, f"{patches}64", **rows))
+    with pytest.raises(DataError, match=r"expert.parquet: row 1 \(taskset.expert\) has images of 64 patches"):
+        job.check(job_of_images(*mix, f"{patches}63", **rows))
+    check = ExpertCheck(job_of_images(*mix, f"{patches}63", **rows))
+    with pytest.raises(DataError, match=r"row 1 \(taskset.expert\) has images of 64 patches"):
+        check.rows(f"{tmp_path}/expert.parquet", [ExpertExperience(task(0, picture(5, 112, 112), response="three"))])
+    few = "trainer.max_tokens_per_micro_batch=25"
+    with pytest.raises(DataError, match=r"expert.parquet: row 1 .* takes 26 tokens with its answer"):
+        job.check(job_of_images(*mix, few, "rollout.max_response_tokens=8", **rows))
+
+
+def test_images_of_expert_rows_pass_through_a_store(model: Path, tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    """Digests tell rows apart by their images alone; tokens and files come out as those of the row itself."""
+    rows = [task(0, picture(1, 56, 56), picture(2), text="? Look", response="three")]
+    rows += [replace(rows[0], task_id="expert/1", images=(picture(3), picture(2))), task(2, response="3")]
+    experts = [ExpertExperience(with_inline_images(replace(row, task_id=f"expert/{i}"))) for i, row in enumerate(rows)]
+    store = Store(f"sqlite:///{tmp_path}/store.db")
+    store.set_experts("rows.parquet", experts)
+    assert store.num_experts() == 3
+    inputs = ImageInputs.of(config_of(model, model=ModelConfig(path=str(model))), read_hf_config(model))
+    assert inputs is not None
+    found = RolloutReader(NodeReader(), store, lambda: False).demonstrations(tokenizer, inputs.expand)
+    store.close()
+    expected = demonstrations_of(rows, tokenizer, inputs)
+    assert [row.images for row in found] == [row.images for row in rows]
+    for row, (prompt, response) in zip(found, expected, strict=True):
+        assert row.prompt.tolist() == prompt.tolist() and row.response.tolist() == response.tolist()

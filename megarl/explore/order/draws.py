@@ -28,6 +28,8 @@ class ExpertRow(NamedTuple):
     """int32 [R]"""
     teacher_logp: np.ndarray | None = None
     """float32 [R], where the loss reads it."""
+    images: tuple[bytes, ...] = ()
+    """Files of the prompt's images, which has a placeholder for each of their vectors."""
 
 
 def data_seed(seed: int, rollbacks: int) -> int:

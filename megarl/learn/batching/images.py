@@ -112,11 +112,22 @@ class Images:
         """Patches of the images of sequence ``number``."""
         return sum(math.prod(place.image.grid) for place in self.places[number])
 
-    def followed_by(self, lengths: torch.Tensor) -> Images:
-        """The images of a batch that goes on with sequences of text of these lengths."""
+    @classmethod
+    def of_text(cls, lengths: torch.Tensor) -> Images:
+        """Those of sequences of text of these lengths: none."""
         positions = torch.cat([torch.arange(length) for length in lengths.tolist()]).to(torch.int32)
-        together = torch.cat([self.positions, positions.expand(3, -1)], dim=1)
-        return Images(together, (*self.places, *((),) * len(lengths)), self.pixels)
+        none: dict[str, torch.Tensor] = {}
+        return cls(positions.expand(3, -1), ((),) * len(lengths), none.__getitem__)
+
+    def followed_by(self, later: Images) -> Images:
+        """The images of a batch that goes on with that of ``later``."""
+        start, own = self.positions.shape[1], {place.image.digest for found in self.places for place in found}
+        moved = (tuple(place._replace(start=place.start + start) for place in found) for found in later.places)
+
+        def pixels(digest: str) -> torch.Tensor:
+            return (self if digest in own else later).pixels(digest)
+
+        return Images(torch.cat([self.positions, later.positions], dim=1), (*self.places, *moved), pixels)
 
     def of(self, numbers: torch.Tensor, index: torch.Tensor) -> Shown | None:
         """The images of a micro-batch; None where it has none.

@@ -165,6 +165,13 @@ def joined(sampled: Sequences, demonstrated: Sequences) -> Sequences:
         torch.cat([sampled.mask, demonstrated.mask]),
         **{name: together(name) for name in names},
         expert=torch.arange(len(sampled) + len(demonstrated)) >= len(sampled),
-        images=None if sampled.images is None else sampled.images.followed_by(demonstrated.lengths),
+        images=_joined_images(sampled, demonstrated),
         trajectory=None if own is None else torch.cat([own, own[-1] + 1 + more]),
     )
+
+
+def _joined_images(sampled: Sequences, demonstrated: Sequences) -> Images | None:
+    if sampled.images is None and demonstrated.images is None:
+        return None
+    first, later = (part.images or Images.of_text(part.lengths) for part in (sampled, demonstrated))
+    return first.followed_by(later)

@@ -11,9 +11,10 @@ from megarl.core.errors import DataError
 from megarl.explore.store import ExpertExperience
 from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations
 from megarl.run.checks.inputs import check_held_out, check_lengths
-from megarl.run.checks.vision import check_images
+from megarl.run.checks.vision import check_image_files_of, check_images, check_patches
 from megarl.run.checks.vocabulary import check_vocabulary
 from megarl.run.run_dir.experts import from_source, tokenizer_digest
+from megarl.run.run_dir.images import processor_of
 from megarl.run.run_dir.rows import place, read_split
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 
@@ -35,7 +36,10 @@ class ExpertCheck:
         vocabulary = int(self._hf_config["vocab_size"])
         check_vocabulary(config, {"expert": rows}, self._tokenizer, vocabulary, sampled=())
         context = int(self._hf_config["max_position_embeddings"])
-        check_lengths(config, "expert", rows, self._tokenizer, context)
+        processor = processor_of(config, [rows])
+        check_lengths(config, "expert", rows, self._tokenizer, context, processor)
+        check_patches(config, {"expert": rows}, processor, pairs=False)
+        check_image_files_of(config, "expert", rows)
         check_teacher(config, experts, self._tokenizer)
 
 

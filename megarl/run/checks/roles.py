@@ -126,7 +126,7 @@ def check_role_models(config: Config, algorithm: Algorithm, hf_config: Mapping[s
     grids = role_grids(config, roles)
     for setting, (path, head) in wanted.items():
         role, grid = setting.removesuffix(".parallel"), grids[setting]
-        found = hf_config if path is None else _config_of(role, Path(path))
+        found = hf_config if path is None else role_config(role, Path(path))
         check_parallel(grid, architecture(found).sizes(found), setting)
         layout = megatron_layout(
             found, megatron_grid(grid), transformer_impl=config.model.transformer_impl, head=head, setting=setting
@@ -142,7 +142,8 @@ def check_role_models(config: Config, algorithm: Algorithm, hf_config: Mapping[s
             files.close()
 
 
-def _config_of(role: str, path: Path) -> Mapping[str, Any]:
+def role_config(role: str, path: Path) -> Mapping[str, Any]:
+    """Return the completed config.json of a role's model. Raises CheckpointError naming the role's setting."""
     try:
         return read_hf_config(path, f"{role}.path")
     except CheckpointError as error:

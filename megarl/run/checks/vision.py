@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -13,14 +14,19 @@ from megarl.core.config.lengths import prompt_tokens
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Preference, Task
 from megarl.explore import environments
+from megarl.explore.recording.images import OF_TEXT
 from megarl.explore.tasksets import ChatTokenizer, check_prompts, place_of_row
 from megarl.explore.tasksets.pixels import pixel_limits
 from megarl.explore.tasksets.tokenizer import PROCESSOR
+from megarl.learn import algorithms
+from megarl.run.checks.roles import role_config, roles_of
 from megarl.run.run_dir.rows import SPLITS, Rows, place
 from megarl.weights.architectures import ARCHITECTURES
 
 if TYPE_CHECKING:
     from megarl.explore.tasksets.processor import Processor
+
+log = logging.getLogger(__name__)
 
 VISION_KEYS = ("vision_config", "vision_tower", "mm_vision_tower")
 """Keys of config.json; a model that takes images has one of them."""
@@ -43,13 +49,10 @@ def check_images(config: Config, hf_config: Mapping[str, Any], rows: Mapping[str
         rows: Those of every split that the job reads.
 
     Raises:
-        ConfigError: there is no trainer for this vision-language model, it has no processor, or a limit of pixels does
-            not fit it.
-        DataError: a row has images and the model takes text only, or it is an expert row.
+        ConfigError: there is no trainer for this vision-language model, it has no processor, a limit of pixels does
+            not fit it, or a critic or reward model does not take the actor's images.
+        DataError: a row has images and the model takes text only.
     """
-    for where, _ in _with_images(config, {split: found for split, found in rows.items() if split == "expert"}):
-        raise DataError(f"{where} has images: expert rows train without them; drop the row, or train it by sft")
-    _check_users_of_images(config, rows)
     with_images = _with_images(config, rows)
     path = config.model.path
     if not is_vision_model(hf_config):
@@ -71,12 +74,19 @@ def check_images(config: Config, hf_config: Mapping[str, Any], rows: Mapping[str
             f"{', '.join(ARCHITECTURES)}"
         )
     _check_pixels(config, hf_config)
-    if not any((Path(path) / name).is_file() for name in PROCESSOR):
+    if not _has_processor(Path(path)):
         seen = next((f", and {where} has {len(row.images)} images" for where, row in with_images), "")
         raise ConfigError(
             f"model.path={path} takes images and has no {' or '.join(PROCESSOR)}{seen}; copy the processor's files of "
             "the published model there"
         )
+    if config.run.mode == "bench":
+        return
+    if (first := next(with_images, None)) is not None:
+        where, row = first
+        _check_roles(config, hf_config, f"{where} has {len(row.images)} images")
+    elif config.rollout.workflow not in OF_TEXT:
+        _check_roles(config, hf_config, f"messages of rollout.workflow={config.rollout.workflow} may show some")
 
 
 def _check_environment(config: Config) -> None:
@@ -93,19 +103,60 @@ def _check_environment(config: Config) -> None:
         )
 
 
-def _check_users_of_images(config: Config, rows: Mapping[str, Rows]) -> None:
-    """Raise ConfigError where rows have images and a part of the job would not see them."""
-    blind = {
-        "critic.path": config.critic.path if config.algorithm.name == "ppo" else None,
-        "reward_model.path": config.reward_model.path,
-    }
-    for setting, value in blind.items():
-        if value:
-            for where, row in _with_images(config, rows):
+def _check_roles(config: Config, hf_config: Mapping[str, Any], seen: str) -> None:
+    """Raise ConfigError where a critic or reward model does not take the images as the actor's processor makes them.
+
+    Args:
+        hf_config: The actor's.
+        seen: Row that has images, for messages.
+    """
+    paths = {"critic": config.critic.path, "reward_model": config.reward_model.path}
+    for role in roles_of(config, algorithms.get(config.algorithm.name)):
+        if (path := paths.get(role)) is None:
+            continue
+        found = role_config(role, Path(path))
+        if not is_vision_model(found):
+            raise ConfigError(
+                f"{role}.path={path} takes text only, and {seen}; set it to a model of the actor's family "
+                f"({hf_config['model_type']}), leave it out, or drop the images"
+            )
+        for key, mine, other in _facts(hf_config, found):
+            if mine != other:
                 raise ConfigError(
-                    f"{where} has {len(row.images)} images, and {setting}={value} is not given them: critics and "
-                    "reward models take text alone; leave the setting out, or the row"
+                    f"{role}.path={path} has {key}={other}, the actor {mine}: it is given the actor's tokens and "
+                    "patches of images; use a model that was made from the actor's"
                 )
+        _check_pixels_of(config, f"{role}.path={path}", Path(path))
+
+
+def _facts(mine: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(key of config.json, values of two models) of each that makes patches or places them."""
+    yield "image_token_id", mine.get("image_token_id"), other.get("image_token_id")
+    towers = [config.get("vision_config") or {} for config in (mine, other)]
+    for key in ("patch_size", "temporal_patch_size", "spatial_merge_size"):
+        yield f"vision_config.{key}", towers[0].get(key), towers[1].get(key)
+
+
+def _check_pixels_of(config: Config, setting: str, path: Path) -> None:
+    """Raise ConfigError where a role's own processor resizes images otherwise than the actor's."""
+    if not _has_processor(path):
+        log.warning(
+            "%s: no processor to compare with the actor's; make sure that it was trained on images of the same sizes",
+            setting,
+        )
+        return
+    model = config.model
+    mine, other = pixel_limits(model.path, model.min_image_pixels, model.max_image_pixels), pixel_limits(path)
+    if mine != other:
+        raise ConfigError(
+            f"{setting} resizes images to {other.low} to {other.high} pixels, the actor to {mine.low} to {mine.high}; "
+            f"set model.min_image_pixels={other.low} and model.max_image_pixels={other.high}, or the limits of its "
+            "processor's file"
+        )
+
+
+def _has_processor(path: Path) -> bool:
+    return any((path / name).is_file() for name in PROCESSOR)
 
 
 def check_patches(config: Config, rows: Mapping[str, Rows], processor: Processor | None, *, pairs: bool) -> None:

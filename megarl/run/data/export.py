@@ -22,6 +22,7 @@ from megarl.core.schema import GREEDY, Task, Trajectory, Turn
 from megarl.explore.store import ExpertExperience, Selection, Store, StoredGroup
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.tasksets.files import is_jsonl
+from megarl.explore.tasksets.inline_images import data_uri, without_inline_images
 from megarl.run.data.opened import StoredRun, progress
 
 PART_BYTES = 2 * 2**20
@@ -54,6 +55,7 @@ EXPERT = pa.schema(
     [
         *(("prompt", _MESSAGES), ("response", pa.string()), ("score", pa.float64())),
         ("teacher_logp", pa.list_(pa.float32())),
+        ("images", pa.list_(pa.string())),
     ]
 )
 Rows = Sequence[dict[str, Any]]
@@ -157,11 +159,13 @@ def export_experts(store: Store, path: Path) -> int:
 
 
 def _expert(each: ExpertExperience) -> dict[str, Any]:
+    task = without_inline_images(each.task)
     return {
-        "prompt": list(each.task.prompt),
-        "response": each.task.response,
+        "prompt": list(task.prompt),
+        "response": task.response,
         "score": each.score,
         "teacher_logp": None if each.teacher_logp is None else each.teacher_logp.tolist(),
+        "images": [data_uri(image) for image in task.images],
     }
 
 

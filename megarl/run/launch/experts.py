@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -12,6 +13,7 @@ from tqdm import tqdm
 from megarl.core.config import Config
 from megarl.core.errors import ConfigError
 from megarl.explore.store import ExpertExperience, Store
+from megarl.explore.tasksets.inline_images import with_inline_images, without_inline_images
 from megarl.run.checks.experts import ExpertCheck
 from megarl.run.run_dir.experts import RUN, from_source, read_experts, read_run
 from megarl.run.run_dir.open_store import store_of_run
@@ -46,7 +48,7 @@ def import_experts(config: Config, sources: Sequence[str], min_score: float) -> 
         store_of_run(config.store.url, Path(config.run.dir)) as store,
         tqdm(total=count, desc="expert rows", unit=" rows", leave=False, disable=None, file=sys.stderr) as bar,
     ):
-        done = store.import_experts(found, advance=bar.update)
+        done = store.import_experts([(name, _stored(rows)) for name, rows in found], advance=bar.update)
         bar.close()
         for each in done:
             log.info("%s: %d rows, %d new, %d were there", each.source, each.given, each.added, each.given - each.added)
@@ -71,7 +73,8 @@ def fill_experts(config: Config, store: Store) -> None:
     if not needs_expert_rows(config):
         return
     source = config.taskset.expert
-    done = store.set_experts(source or "taskset.expert=null", [] if source is None else read_experts(config))
+    rows = [] if source is None else _stored(read_experts(config))
+    done = store.set_experts(source or "taskset.expert=null", rows)
     if done is not None:
         data = {"source": done.source, "rows": done.given, "stored": done.stored}
         store.record_event("supervisor", "experts", data)
@@ -80,9 +83,15 @@ def fill_experts(config: Config, store: Store) -> None:
         log_counts(store)
         check = ExpertCheck(config)
         for each in imports:
-            check.rows(each.source, [row for part in store.experts(each.number) for row in part])
+            found = [row for part in store.experts(each.number) for row in part]
+            check.rows(each.source, [replace(row, task=without_inline_images(row.task)) for row in found])
     if not store.num_experts():
         raise ConfigError(
             f"algorithm.name={config.algorithm.name} needs expert rows, and the store has none; set taskset.expert to "
             "a file of rows with a response, or import some (megarl data import-experts)"
         )
+
+
+def _stored(rows: Sequence[ExpertExperience]) -> list[ExpertExperience]:
+    """The rows as the store keeps them, with their images inside the prompts."""
+    return [replace(row, task=with_inline_images(row.task)) for row in rows]

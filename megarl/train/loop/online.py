@@ -36,10 +36,14 @@ from megarl.train.sync.publish import WeightPublisher
 from megarl.train.sync.weights import Stopped, WeightSync
 from megarl.train.update.accounts import account_line
 from megarl.train.update.batch import filter_overlong, make_batch, mismatch
+from megarl.train.update.images import ImageInputs, PutImages
 from megarl.train.update.kept import kept_batch
 from megarl.train.update.lags import lag_metrics
 from megarl.train.update.learner import model_scores
 from megarl.train.update.updates import RollBack
+
+Rewarded = tuple[list[Trajectory], dict[str, float]]
+"""Trajectories with their scores, and metrics."""
 
 
 class OnlineTrainer(Trainer):
@@ -64,10 +68,8 @@ class OnlineTrainer(Trainer):
         together = config.rollout.placement == "colocated"
         self.own = OwnEngines(self.store, key, together=together) if self.job.is_alone else None
         self.truncation = TruncationWarning(config.rollout.max_response_tokens)
-        self.expert: ExpertRows | None = None
-        if "expert" in self.algorithm.needs:
-            rows = self.reader.demonstrations(ChatTokenizer.of(config), teacher=reads_teacher(config.algorithm))
-            self.expert = ExpertRows(rows)
+        needs = self.algorithm.needs
+        self.expert = expert_rows(config, self.reader, self.models.images) if "expert" in needs else None
 
     @property
     def version(self) -> WeightsVersion:
@@ -145,13 +147,15 @@ class OnlineTrainer(Trainer):
                 )
             for message in groups.report.messages:
                 self.reporter.log(f"dropped from training: {message}")
+            with phase("batch", step=number):
+                put = self.models.images and self.models.images.of_samples(self.reader.images(groups.trajectories))
             with phase("inference", step=number):
-                trajectories, scored = self.rewarded(groups.trajectories)
+                trajectories, scored = self.rewarded(groups.trajectories, put)
             with phase("batch", step=number):
                 demonstrations = self.demonstrations(state, sum(t.num_samples for t in trajectories))
                 settings, updates = self.config.algorithm, self.config.trainer.updates_per_step
-                put = self.models.images and self.models.images.of_samples(self.reader.images(trajectories))
-                batch = make_batch(trajectories, demonstrations, self.algorithm, settings, updates, groups.lags, put)
+                puts = groups.lags, put, self.models.images and self.models.images.put
+                batch = make_batch(trajectories, demonstrations, self.algorithm, settings, updates, *puts)
                 for held in (trajectories, groups.trajectories):
                     held.clear()  # their arrays are in the batch
             with phase("inference", step=number):
@@ -175,13 +179,13 @@ class OnlineTrainer(Trainer):
         self.reporter.record_step(state.step, metrics, tokens=len(batch.sequences.tokens), used=groups.used)
         return state
 
-    def rewarded(self, trajectories: list[Trajectory]) -> tuple[list[Trajectory], dict[str, float]]:
+    def rewarded(self, trajectories: list[Trajectory], put: PutImages | None = None) -> Rewarded:
         """Add the reward model's scores, where there is one, and the statistics of the groups; return metrics too."""
         model = self.models.reward_model
         if model is None:
             return with_group_stats(trajectories), {}
         self.turns.enter(Phase.SCORES)
-        scores = model_scores(model, trajectories)
+        scores = model_scores(model, trajectories, put)
         scored = add_model_scores(trajectories, scores, self.config.reward_model.coef)
         return with_group_stats(scored), spread("reward_model/score", scores)
 
@@ -241,6 +245,12 @@ class OnlineTrainer(Trainer):
         assert isinstance(settings, MixConfig), "mix and algorithms of a user's file have expert rows"
         count = num_expert_rows(usual, settings.expert_ratio)
         return self.expert.of_step(state.step, count, data_seed(self.config.trainer.seed, state.rollbacks))
+
+
+def expert_rows(config: Config, reader: RolloutReader, images: ImageInputs | None) -> ExpertRows:
+    """Read the store's expert rows, with the placeholders of their images."""
+    tokenizer, teacher = ChatTokenizer.of(config), reads_teacher(config.algorithm)
+    return ExpertRows(reader.demonstrations(tokenizer, images and images.expand, teacher=teacher))
 
 
 def trajectory_metrics(trajectories: list[Outcome], verified: Report) -> dict[str, float]:

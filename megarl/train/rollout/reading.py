@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import numpy as np
 import torch.distributed as dist
 
 from megarl.core import heartbeat
@@ -20,10 +21,13 @@ from megarl.explore.order.draws import ExpertRow
 from megarl.explore.order.replay import Replayed
 from megarl.explore.store import Store
 from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations
+from megarl.explore.tasksets.inline_images import without_inline_images
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 STOPPED = "stopped"
+Expand = Callable[[np.ndarray, Sequence[bytes]], np.ndarray]
+"""(ids of a prompt, files of its images) -> the ids with a placeholder for each vector."""
 IMAGES_OF = 16
 """Tasks, or groups, whose images are read at once."""
 Fault = str | tuple[type[MegarlError], str] | None
@@ -193,15 +197,25 @@ class RolloutReader:
         assert found is not None, "nothing here looks at the stop request"
         return found[0]
 
-    def demonstrations(self, tokenizer: ChatTokenizer, *, teacher: bool = False) -> list[ExpertRow]:
-        """All expert experiences as tokens, in the store's order; with ``teacher``, log-probs too where a row has
-        them."""
+    def demonstrations(
+        self, tokenizer: ChatTokenizer, expand: Expand | None = None, *, teacher: bool = False
+    ) -> list[ExpertRow]:
+        """All expert experiences as tokens, in the store's order.
+
+        Args:
+            expand: Gives a prompt a placeholder for each vector of its images; None where the model takes none.
+            teacher: With log-probs, where a row has them.
+        """
 
         def parts() -> Iterator[list[ExpertRow]]:
             for part in self._store.experts():
-                pairs = encode_demonstrations([expert.task for expert in part], tokenizer)
+                tasks = [without_inline_images(expert.task) for expert in part]
+                pairs = encode_demonstrations(tasks, tokenizer)
                 logp = [expert.teacher_logp if teacher else None for expert in part]
-                yield [ExpertRow(*pair, own) for pair, own in zip(pairs, logp, strict=True)]
+                yield [
+                    ExpertRow(prompt if expand is None else expand(prompt, task.images), response, own, task.images)
+                    for task, (prompt, response), own in zip(tasks, pairs, logp, strict=True)
+                ]
 
         found = self._reader.read(parts)
         assert found is not None, "nothing here looks at the stop request"

@@ -18,7 +18,7 @@ from megarl.learn.algorithms import Algorithm
 from megarl.learn.algorithms.terms.parts import counts, doubles, repeated
 from megarl.learn.batching import Sequences, joined, of_demonstrations, of_samples
 from megarl.train.update.accounts import Amount, Excluded
-from megarl.train.update.images import PutImages
+from megarl.train.update.images import PutFiles, PutImages
 from megarl.train.update.lags import mask_segments
 from megarl.train.update.turn_rewards import turn_advantages
 
@@ -74,12 +74,14 @@ def make_batch(
     updates_per_step: int,
     lags: Mapping[WeightsVersion, int] | None = None,
     put_images: PutImages | None = None,
+    put_files: PutFiles | None = None,
 ) -> StepBatch:
     """Sequences of a step, dealt to its updates; demonstrations in equal shares.
 
     Args:
         lags: Lag of each version that has sampled some token; None where all are 0.
         put_images: Sets the images of the sampled sequences; None where there are none.
+        put_files: Sets those of demonstrations; None where there are none.
 
     Raises NonRetryableError where an algorithm pairs trajectories of several samples.
     """
@@ -107,7 +109,7 @@ def make_batch(
         updates = [list(itertools.chain(*part)) for part in updates_of(of_trajectories, updates_per_step)]
     if demonstrations:
         first, updates = len(sequences), updates or [[]]
-        sequences = joined(sequences, of_experts(demonstrations))
+        sequences = joined(sequences, of_experts(demonstrations, put_files))
         dealt = updates_of([[i] for i in range(first, len(sequences))], len(updates), exactly=True)
         updates = [usual + expert for usual, expert in zip(updates, dealt, strict=True)]
     reasons = [sample.finish_reason for _, sample in samples]
@@ -115,12 +117,15 @@ def make_batch(
     return StepBatch(outcomes, rows, sequences, updates, reasons, own, excluded)
 
 
-def of_experts(rows: Sequence[ExpertRow]) -> Sequences:
-    """Demonstrations; their teacher's log-probs, if there are any, in the place of an engine's."""
+def of_experts(rows: Sequence[ExpertRow], put_files: PutFiles | None = None) -> Sequences:
+    """Demonstrations with their images; their teacher's log-probs, if there are any, in the place of an engine's."""
     pairs = [(row.prompt, row.response) for row in rows]
     logp = [row.teacher_logp for row in rows if row.teacher_logp is not None]
     assert len(logp) in (0, len(rows)), "the teacher's log-probs are those of all rows, as was checked before the start"
-    return of_demonstrations(pairs, logp)
+    sequences = of_demonstrations(pairs, logp)
+    if put_files is not None:
+        put_files(sequences, [row.images for row in rows])
+    return sequences
 
 
 def overlong(rows: Sequence[Outcome], settings: AlgorithmConfig) -> list[int]:

@@ -20,6 +20,8 @@ from megarl.learn.batching.images import Image, Vision, images_of
 
 PutImages = Callable[[Sequences, Sequence[Sequence[ImagesAt]]], None]
 """Sets the images of sequences, given those of each."""
+PutFiles = Callable[[Sequences, Sequence[Sequence[bytes]]], None]
+"""Sets the images of sequences, given the files of each (``ImageInputs.put``)."""
 PATCH_BYTES = 2**28
 """Bytes of patches that a rank keeps: an image of a step goes through several models, several times."""
 

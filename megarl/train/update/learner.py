@@ -28,6 +28,7 @@ from megarl.learn.training.optimizer import learning_rate
 from megarl.train.rank.ranks import Ranks
 from megarl.train.rank.state import TrainState
 from megarl.train.update.batch import StepBatch, each_once, overlong
+from megarl.train.update.images import PutImages
 from megarl.train.update.models import Models
 from megarl.train.update.updates import UpdateFilter
 from megarl.weights.checkpoint.formats.score_pad import score_pad
@@ -222,9 +223,17 @@ def step_input(batch: StepBatch, algorithm: Algorithm, config: AlgorithmConfig) 
     )
 
 
-def model_scores(model: FrozenModel, trajectories: list[Trajectory]) -> list[float]:
-    """The reward model's score of each trajectory, read after the model's last turn."""
+def model_scores(
+    model: FrozenModel, trajectories: list[Trajectory], put_images: PutImages | None = None
+) -> list[float]:
+    """The reward model's score of each trajectory, read after the model's last turn.
+
+    Args:
+        put_images: Sets the images of sequences; None where there are none.
+    """
     sequences = of_demonstrations([trajectory.answered() for trajectory in trajectories])
+    if put_images is not None:
+        put_images(sequences, [trajectory.answered_images for trajectory in trajectories])
     found: list[float] = model.outputs(sequences, [model.micro_batches(sequences)])[
         sequences.scored(score_pad(model.hf_config))
     ].tolist()

@@ -42,5 +42,6 @@ QWEN2_5_VL = Architecture(
     ),
     vllm_text="language_model.",
     fixed=QWEN2.fixed,
-    has_score_class=False,
+    # transformers has no ...ForSequenceClassification of it; one made of its generic class saves these names.
+    base_names=(("model.visual.", "visual."), ("model.language_model.", "model.")),
 )

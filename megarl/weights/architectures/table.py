@@ -239,7 +239,11 @@ class Architecture:
     vllm_ends_everywhere: bool = False
     """vLLM keeps embedding, last norm and output weight on every pipeline stage."""
     has_score_class: bool = True
-    """transformers has a ``...ForSequenceClassification`` of this family."""
+    """transformers has a ``...ForSequenceClassification`` of this family, or its ``GenericForSequenceClassification``
+    makes one."""
+    base_names: tuple[tuple[str, str], ...] = ()
+    """Beginnings of names as transformers' base model of the family has them, and as this table does; a score model's
+    files have the former."""
     sigmoid_router: bool = False
     """Experts are chosen by sigmoid scores, a bias and groups (DeepSeek-V3); else by a softmax."""
     norms_topk: bool = False
@@ -260,6 +264,21 @@ class Architecture:
                 "reward model; use a checkpoint of another family"
             )
         return replace(self, head="score", params=(*(p for p in self.params if p.op is not Op.TIED), SCORE_HEAD))
+
+    def name_in_files(self, name: str) -> str:
+        """Name that a tensor of this table has in files of this model."""
+        if self.head == "score":
+            for base, own in self.base_names:
+                if name.startswith(own):
+                    return base + name.removeprefix(own)
+        return name
+
+    def name_in_table(self, stored: str) -> str:
+        """Name in this table of a tensor of an HF checkpoint, whatever its head is."""
+        for base, own in self.base_names:
+            if stored.startswith(base):
+                return own + stored.removeprefix(base)
+        return stored
 
     def check_fixed(self, hf_config: HFConfig) -> None:
         """Raise ArchitectureError when a setting has another value than the one that the table covers."""

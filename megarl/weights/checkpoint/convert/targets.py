@@ -17,7 +17,7 @@ from megarl.weights.checkpoint.formats.dist import Chunk, DistFiles, Stored
 from megarl.weights.checkpoint.formats.dist_keys import extra_states, other_name
 from megarl.weights.checkpoint.formats.dist_write import write_chunk, write_metadata
 from megarl.weights.checkpoint.formats.hf_files import INDEX, HFFiles, groups, header_bytes, shards
-from megarl.weights.checkpoint.formats.hf_source import HF_FOLDER, copy_small_files
+from megarl.weights.checkpoint.formats.hf_source import HF_FOLDER, copy_small_files, names_in_files, rename
 from megarl.weights.checkpoint.formats.output import Finished, write_json
 from megarl.weights.checkpoint.formats.slices import as_bytes
 from megarl.weights.reshard import boxes
@@ -83,6 +83,7 @@ class HFTarget:
         self._opened = opened
         self.layout = hf_layout(opened.hf_config, mtp=opened.mtp, head=opened.table)
         self.dtypes = _local_dtypes(self.layout, opened, dtype)
+        self._stored = names_in_files(opened.hf_config, self.layout.tensors, opened.table)
         sizes = {name: prod(shape) * self.dtypes[name].itemsize for name, shape in self.layout.tensors.items()}
         self.files = tuple(
             # Wide elements first, so that every tensor is aligned to its element.
@@ -98,7 +99,8 @@ class HFTarget:
 
     def write(self, path: Path, file: OutFile, blocks: Blocks) -> tuple[tuple[str, Chunk], ...]:
         with (path / file.name).open("wb", buffering=0) as stream:
-            stream.write(header_bytes((r.local, self.dtypes[r.local], boxes.shape_of(r.box)) for r in file.regions))
+            tensors = ((self._stored[r.local], self.dtypes[r.local], boxes.shape_of(r.box)) for r in file.regions)
+            stream.write(header_bytes(tensors))
             for region in file.regions:
                 for block in blocks(region):
                     _write_all(stream, as_bytes(block))
@@ -106,11 +108,13 @@ class HFTarget:
         return ()
 
     def reader(self, path: Path, records: Iterable[Finished] | None = None) -> HFFiles:
-        return HFFiles(path, None if records is None else [record.file for record in records])
+        files = HFFiles(path, None if records is None else [record.file for record in records])
+        rename(files, self._opened.hf_config)
+        return files
 
     def finish(self, path: Path, records: Iterable[Finished]) -> None:
         if len(self.files) > 1:
-            weight_map = {region.local: file.name for file in self.files for region in file.regions}
+            weight_map = {self._stored[region.local]: file.name for file in self.files for region in file.regions}
             write_json(path / INDEX, {"metadata": {"total_size": self._total}, "weight_map": weight_map})
         _copy_small_files(self._opened, path, self)
 

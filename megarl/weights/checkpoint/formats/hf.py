@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from megarl.core import heartbeat
 from megarl.core.durable import replace_directory
 from megarl.core.errors import CheckpointError
+from megarl.weights.architectures import Head
 from megarl.weights.checkpoint.formats.hf_files import INDEX, SINGLE, shards
 from megarl.weights.checkpoint.formats.hf_source import (
     EMBEDDING,
@@ -27,6 +28,7 @@ from megarl.weights.checkpoint.formats.hf_source import (
     check_hf,
     check_labels,
     copy_small_files,
+    names_in_files,
     open_hf,
     read_hf_config,
 )
@@ -130,12 +132,15 @@ def export_hf(
     """
     assert plan.destination.num_ranks == 1, "an HF checkpoint is written by one rank"
     transport = transport or GroupTransport()
+    head: Head = "score" if SCORE in plan.destination.tensors else "lm"
     dtype = dtype or next(iter(tensors.values())).dtype
     temporary = partial_path(target)
+    stored: dict[str, str] = {}
     if rank == 0:
         check_export_target(target, [source])
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
+        stored = names_in_files(read_hf_config(source), plan.destination.tensors, head)
     shapes = plan.destination.tensors
     dtypes = {name: wire_dtype(plan.destination, name, dtype) for name in shapes}
     sizes = {name: prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
@@ -147,12 +152,12 @@ def export_hf(
         sent = exchange(part, rank, tensors, whole.__getitem__, transport, dtype=dtype, bucket_bytes=bucket_bytes)
         digests |= {name: digest for (_, name), digest in sent.items()}
         if rank == 0:
-            save_file(whole, temporary / file, metadata={"format": "pt"})
+            save_file({stored[n]: t for n, t in whole.items()}, temporary / file, metadata={"format": "pt"})
     if rank == 0:
         if len(files) > 1:
-            weight_map = {name: file for file, names in files.items() for name in names}
+            weight_map = {stored[name]: file for file, names in files.items() for name in names}
             write_json(temporary / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
         mtp = any(name.endswith("eh_proj.weight") for name in shapes)
-        copy_small_files(source, temporary, dtype, mtp=mtp, is_value=SCORE in shapes)
+        copy_small_files(source, temporary, dtype, mtp=mtp, is_value=head == "score")
         replace_directory(temporary, target)
     return digests

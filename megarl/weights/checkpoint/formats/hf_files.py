@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -76,8 +76,23 @@ class HFFiles:
                 raise CheckpointError(
                     f"{path / INDEX} lists {tensor} in {name}, which lacks it{place}; copy the checkpoint again"
                 )
+        self._look()
+
+    def _look(self) -> None:
         self.shapes = {name: entry.shape for name, entry in self.entries.items()}
         self.dtypes = {name: entry.dtype for name, entry in self.entries.items()}
+
+    def rename(self, name_of: Callable[[str], str]) -> None:
+        """Give each tensor the name ``name_of(its name in the files)``. Raises CheckpointError where two get one."""
+        stored: dict[str, str] = {}
+        for name in self.entries:
+            if (other := stored.setdefault(name_of(name), name)) != name:
+                raise CheckpointError(
+                    f"{other} in {self.entries[other].file} and {name} in {self.entries[name].file} are one tensor of "
+                    "the model; a checkpoint has each tensor once"
+                )
+        self.entries = {new: self.entries[name] for new, name in stored.items()}
+        self._look()
 
     def read(self, name: str, box: Box, out: torch.Tensor | None = None) -> torch.Tensor:
         """Read a box of a tensor, into ``out`` where given."""

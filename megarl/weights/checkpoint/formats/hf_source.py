@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megarl.core.errors import CheckpointError
+from megarl.weights.architectures import ARCHITECTURES, Head, architecture
 from megarl.weights.architectures.complete import complete
 from megarl.weights.checkpoint.formats.fp8 import SCALE, Dequantised
 from megarl.weights.checkpoint.formats.hf_files import HFFiles
@@ -26,8 +27,8 @@ EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 SCORE = "score.weight"
 """HF's score head (``...ForSequenceClassification`` with one label)."""
-CAUSAL = "ForCausalLM"
-"""Ending of the class in ``architectures``."""
+LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration")
+"""Endings of classes in ``architectures``."""
 _DERIVED = ("rotary_emb.inv_freq",)
 """Endings of tensors that some files have although the model computes them."""
 _MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
@@ -71,11 +72,14 @@ def read_config_json(path: Path, setting: str = "model.path") -> dict[str, Any]:
 
 
 def open_hf(path: Path) -> HFFiles | Dequantised:
-    """The tensors of a checkpoint directory; FP8 weights are read as what they stand for.
+    """The tensors of a checkpoint directory by their names in the family's table; FP8 weights are read as what they
+    stand for.
 
     Raises CheckpointError for files that are missing, cut short or damaged, and for a quantisation that is not known.
     """
     files = HFFiles(path)
+    if any(arch.name_in_table(name) != name for arch in ARCHITECTURES.values() for name in files.entries):
+        rename(files, read_config_json(path))
     is_quantised = any(
         name.endswith(SCALE) or entry.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
         for name, entry in files.entries.items()
@@ -83,6 +87,19 @@ def open_hf(path: Path) -> HFFiles | Dequantised:
     if not is_quantised:
         return files
     return Dequantised(files, read_config_json(path).get("quantization_config") or {})
+
+
+def rename(files: HFFiles, hf_config: Mapping[str, Any]) -> None:
+    """Give the tensors of a checkpoint the names that they have in their family's table. Raises CheckpointError where
+    two get one."""
+    if (found := ARCHITECTURES.get(str(hf_config.get("model_type")))) is not None:
+        files.rename(found.name_in_table)
+
+
+def names_in_files(hf_config: Mapping[str, Any], tensors: Collection[str], head: Head) -> dict[str, str]:
+    """Name in the table -> name in the files of a model with this head."""
+    found = architecture(hf_config, head)
+    return {name: found.name_in_files(name) for name in tensors}
 
 
 def has_score(path: Path) -> bool:
@@ -212,7 +229,7 @@ def copy_small_files(source: Path, target: Path, dtype: torch.dtype, *, mtp: boo
             write_pad_token(target, pad)
     if is_value:
         names = config.get("architectures") or []
-        config["architectures"] = [name.replace(CAUSAL, CLASSIFIER) for name in names]
+        config["architectures"] = [re.sub(f"({'|'.join(LANGUAGE_MODELS)})$", CLASSIFIER, name) for name in names]
         config.pop("num_labels", None)
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     write_json(target / "config.json", config)

@@ -38,6 +38,9 @@ def with_score_pad(hf_config: Mapping[str, Any], folder: Path) -> tuple[dict[str
     own pad token is taken, or another that stands for nothing; where there is none it is null: transformers refuses
     batches then, and reads the last token. ``folder``: of the language model with its tokenizer.
     """
+    if isinstance(text := hf_config.get("text_config"), Mapping):  # where transformers reads it then
+        inner, token = with_score_pad(text, folder)
+        return {**hf_config, "text_config": inner}, token
     ids = _token_ids(folder)
     ends = _ends(hf_config, folder, ids)
     config, pad = dict(hf_config), hf_config.get("pad_token_id")
