@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.core.errors import DataError
+from megarl.core.errors import NonRetryableError
 from megarl.core.schema import TrainingSample
 from megarl.learn.batching import MicroBatching, Sequences, joined, micro_batches, of_demonstrations, of_samples
 from megarl.learn.batching.packing import best_fit, deal, spread
@@ -219,5 +219,5 @@ def test_expert_ids_sit_at_their_tokens() -> None:
 )
 def test_expert_ids_of_other_tokens_are_refused(other: np.ndarray | None, why: str) -> None:
     samples = [sample([5], [6, 7, 8], [True] * 3)._replace(routing=routed(4))]
-    with pytest.raises(DataError, match=why):
+    with pytest.raises(NonRetryableError, match=why):
         of_samples([*samples, sample([5], [6, 7, 8], [True] * 3)._replace(routing=other)])

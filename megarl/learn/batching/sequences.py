@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
-from megarl.core.errors import DataError
+from megarl.core.errors import NonRetryableError
 from megarl.core.schema import TrainingSample
 from megarl.learn.batching.images import Images
 
@@ -136,18 +136,21 @@ def of_samples(samples: Sequence[TrainingSample]) -> Sequences:
 
 
 def _routing(samples: Sequence[TrainingSample]) -> torch.Tensor:
-    """Expert ids [T, L, K] of samples, all of which have some. Raises DataError where they do not fit the tokens."""
+    """Expert ids [T, L, K] of samples, all of which have some.
+
+    Raises NonRetryableError where they do not fit the tokens, or those of samples not each other.
+    """
     rows: list[np.ndarray] = []
     for sample in samples:
         ids, tokens = sample.routing, len(sample.prompt_ids) + len(sample.response_ids)
         found = None if ids is None else len(ids)
         if ids is None or found != tokens - 1:
-            raise DataError(
+            raise NonRetryableError(
                 f"a sample of {tokens} tokens has expert ids of {found or 0} tokens instead of {tokens - 1}; "
                 "set rollout.routing_replay to false"
             )
         if rows and ids.shape[1:] != rows[0].shape[1:]:
-            raise DataError(
+            raise NonRetryableError(
                 f"samples of one step have expert ids of {rows[0].shape[1:]} and {ids.shape[1:]} (layers, experts of a "
                 "token); set rollout.routing_replay to false"
             )
