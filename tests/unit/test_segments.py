@@ -23,6 +23,7 @@ from megarl.explore.explorer.segments import Record, SegmentSampler
 from megarl.explore.order.pacing import Pacing
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.store import Claim, Store
+from megarl.explore.store.codec import segment_from_row, segment_to_row
 from tests.stores import VERSION, finish, make_segment, make_task, request
 
 LIMITS = TokenLimits(response=20, trajectory=30)
@@ -488,3 +489,12 @@ def test_a_segment_that_is_cut_keeps_the_expert_ids_before_its_new_last_token() 
     cut = whole.before({"4.4"})
     assert cut is not None and cut.routing is not None
     assert len(cut.token_ids) == 3 and cut.routing.tolist() == ids[:5].tolist()
+
+
+def test_expert_ids_of_a_recorded_segment_come_back() -> None:
+    """A response that goes on after a death has those of its first segments from the store."""
+    for routing in (None, np.arange(24, dtype=np.int16).reshape(4, 2, 3)):
+        row = segment_to_row("r0/0", "r0", make_segment(0, routing=routing))
+        found = segment_from_row(type("Row", (), row)()).routing
+        assert (found is None) == (routing is None)
+        assert routing is None or (found is not None and found.dtype == np.int16 and np.array_equal(found, routing))
