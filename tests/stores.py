@@ -65,6 +65,7 @@ def make_segment(index: int, turn: int = 0, start: int = 0, tokens: int = 4, **f
         np.linspace(-1, 0, tokens, dtype=np.float32),
         (WeightsSpan(0, tokens, values["version"]),),
         values["finish_reason"],
+        routing=values.get("routing"),
     )
 
 

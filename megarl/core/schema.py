@@ -199,6 +199,9 @@ class Turn:
     ``algorithm.turn_rewards``."""
     images: tuple[str, ...] = ()
     """Digests of the files (``file_digest``) of the images that its tokens have placeholders for, in order."""
+    routing: np.ndarray | None = None
+    """int8 or int16 [N, L, K] of a model's turn: ids of the K experts that the engine chose in each of L layers with
+    experts, for the N tokens of its line, up to its last but one, of which no earlier turn has them."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -226,6 +229,8 @@ class Segment:
     """Reason why the response ended with it; None where more tokens follow."""
     prompt_ids: np.ndarray | None = None
     """int32 [P]; in the first segment after a prompt with images: its ids with placeholders expanded."""
+    routing: np.ndarray | None = None
+    """int8 or int16 [N, L, K], as of a turn."""
 
     def before(self, dead: Collection[str]) -> Segment | None:
         """Return the part before the first token of a ``dead`` version; None if that is the first one."""
@@ -235,7 +240,10 @@ class Segment:
         if not cut:
             return None
         spans = tuple(replace(span, end=min(span.end, cut)) for span in self.spans if span.start < cut)
-        return replace(self, token_ids=self.token_ids[:cut], logp=self.logp[:cut], spans=spans, finish_reason=None)
+        routing = None if self.routing is None else self.routing[: cut - len(self.token_ids)]
+        return replace(
+            self, token_ids=self.token_ids[:cut], logp=self.logp[:cut], spans=spans, finish_reason=None, routing=routing
+        )
 
 
 class ImagesAt(NamedTuple):
@@ -264,6 +272,9 @@ class TrainingSample(NamedTuple):
     """int16 [R]: steps by which the weights that sampled each token are behind those that the step starts from, 0 where
     the mask is False. None where every token has lag 0."""
     images: tuple[ImagesAt, ...] = ()
+    routing: np.ndarray | None = None
+    """int8 or int16 [P + R - 1, L, K]: ids of the experts that the engine chose for each token but the last, in each
+    layer with experts. None where engines record none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -409,7 +420,14 @@ def _sample(
         reason,
         None if lags is None else _joined([_lag(turn, lags if new else {}) for turn, new in response]),
         tuple(_images_at([*prompt, *(turn for turn, _ in response)])),
+        routing_of([*prompt, *(turn for turn, _ in response)]),
     )
+
+
+def routing_of(turns: Sequence[Turn]) -> np.ndarray | None:
+    """Expert ids of the tokens of a line of turns, [N, L, K]; None where its turns have none."""
+    found = [turn.routing for turn in turns if turn.routing is not None]
+    return _joined(found) if found else None
 
 
 def _images_at(turns: Sequence[Turn]) -> Iterator[ImagesAt]:

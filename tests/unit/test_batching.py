@@ -10,9 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.core.errors import NonRetryableError
 from megarl.core.schema import TrainingSample
 from megarl.learn.batching import MicroBatching, Sequences, joined, micro_batches, of_demonstrations, of_samples
 from megarl.learn.batching.packing import best_fit, deal, spread
+from megarl.learn.batching.sequences import NO_IDS
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 
@@ -188,3 +190,34 @@ def test_ranks_without_work_get_dummies() -> None:
 def test_a_sequence_longer_than_a_micro_batch_is_refused() -> None:
     with pytest.raises(ValueError, match="an item of 24 does not fit into a chunk of 20"):
         micro_batches(sequences([21]), MicroBatching(cp=4, max_tokens=20), 0)
+
+
+def routed(tokens: int, layers: int = 2) -> np.ndarray:
+    """Expert ids of all but the last of so many tokens."""
+    return np.arange((tokens - 1) * layers * 3).astype(np.int8).reshape(tokens - 1, layers, 3)
+
+
+def test_expert_ids_sit_at_their_tokens() -> None:
+    samples = [sample([5, 6, 7], [8, 9], [True, True]), sample([5], [6, 7, 8], [True, False, True])]
+    found = of_samples([samples[0]._replace(routing=routed(5)), samples[1]._replace(routing=routed(4))])
+    assert found.routing is not None and found.routing.dtype == torch.int8
+    none = np.full((1, 2, 3), NO_IDS, np.int8)
+    wanted = np.concatenate([routed(5), none, routed(4), none])
+    assert found.routing.tolist() == wanted.tolist()
+    both = joined(found, of_demonstrations([(e.prompt_ids, e.response_ids) for e in samples]))
+    assert both.routing is not None
+    assert both.routing[:9].tolist() == wanted.tolist() and bool((both.routing[9:] == NO_IDS).all())
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (None, "4 tokens has expert ids of 0 tokens instead of 3"),
+        (routed(5), "ids of 4 tokens"),
+        (routed(4, 1), "one step"),
+    ],
+)
+def test_expert_ids_of_other_tokens_are_refused(other: np.ndarray | None, why: str) -> None:
+    samples = [sample([5], [6, 7, 8], [True] * 3)._replace(routing=routed(4))]
+    with pytest.raises(NonRetryableError, match=why):
+        of_samples([*samples, sample([5], [6, 7, 8], [True] * 3)._replace(routing=other)])

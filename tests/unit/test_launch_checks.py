@@ -22,7 +22,7 @@ from megarl.core.jobs import JOBS
 from megarl.learn import algorithms
 from megarl.run.checks import job as checks
 from megarl.run.checks import settings as setting_checks
-from megarl.run.checks.model import check_router
+from megarl.run.checks.model import check_router, check_routing_replay
 from megarl.run.run_dir.prepare import MODEL_RECIPE
 from megarl.weights.checkpoint.convert.convert import Settings, convert_hf_to_megatron, convert_megatron_to_hf
 from megarl.weights.checkpoint.formats.hf import read_hf_config
@@ -151,6 +151,26 @@ def test_only_routers_with_a_bias_have_it_moved(prepared: Path, tmp_path: Path, 
         else pytest.raises(ConfigError, match=rf"bias_update_rate=0\.001, but routers of {family} have no bias")
     ):
         check_router(config, hf_config)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "engines", "why"),
+    [
+        ("qwen3", [], True, "has no experts"),
+        ("qwen3_moe", [], False, "samples nothing"),
+        ("qwen3_moe", ["rollout.pp=2"], True, "records no experts with rollout.pp=2"),
+        ("qwen3_moe", ["rollout.tp=2", "rollout.nodes=2"], True, "untried with rollout.nodes=2"),
+        ("qwen3_moe", ["rollout.tp=2", "rollout.expert_parallel=true"], True, ""),
+    ],
+)
+def test_experts_are_recorded_where_engines_can(
+    prepared: Path, tmp_path: Path, family: str, settings: list[str], engines: bool, why: str
+) -> None:
+    hf_config = read_hf_config(save(family, tmp_path))
+    config = config_of(prepared, "rollout.routing_replay=true", *settings)
+    fix = rf"rollout\.routing_replay=true, but .*{why}.*set rollout\.routing_replay to false"
+    with pytest.raises(ConfigError, match=fix) if why else nullcontext():
+        check_routing_replay(config, hf_config, engines=engines)
 
 
 @pytest.mark.parametrize(

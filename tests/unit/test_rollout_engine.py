@@ -183,3 +183,11 @@ def test_an_engine_refuses_and_is_idle_before_its_memory_goes(monkeypatch: pytes
         {"method": "megarl_wake", "args": ["kv_cache"]},
         {"asleep": False},
     ]
+
+
+def test_engines_record_experts_where_that_is_asked_for() -> None:
+    for device, variable in (("cpu", "MEGARL_CPU_ROUTING"), ("cuda", "VLLM_USE_V2_MODEL_RUNNER")):
+        for replay in (False, True):
+            rollout = RolloutConfig(max_prompt_tokens=8, routing_replay=replay)
+            argv, environment = engine_process("m", rollout, ModelConfig(), "127.0.0.1", 1, device)  # type: ignore[arg-type]
+            assert ("--enable-return-routed-experts" in argv) == (variable in environment) == replay

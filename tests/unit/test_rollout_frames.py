@@ -23,6 +23,11 @@ from megarl.engine.client.frames import (
 
 COUNT = st.integers(0, 2**31 - 1)
 IDS = st.lists(COUNT, max_size=40).map(lambda ids: np.array(ids, dtype=np.int32))
+ROUTING = st.builds(
+    lambda shape, kind: np.arange(np.prod(shape)).astype(kind).reshape(shape),
+    st.tuples(*[st.integers(0, 5)] * 3),
+    st.sampled_from(["i1", "i2"]),
+)
 
 
 @st.composite
@@ -38,6 +43,7 @@ def samples(draw: st.DrawFn) -> Completion:
         draw(st.sampled_from(["stop", "length", "abort"])),
         tuple(VersionSpan(*span) for span in versions),
         draw(st.none() | IDS),
+        draw(st.none() | ROUTING),
     )
 
 
@@ -50,8 +56,8 @@ def content(record: Record) -> object:
     """Comparable by bits."""
     if not isinstance(record, Completion):
         return record
-    arrays = (record.token_ids, record.logprobs, record.prompt_ids)
-    bits = [None if array is None else (array.dtype, array.tobytes()) for array in arrays]
+    arrays = (record.token_ids, record.logprobs, record.prompt_ids, record.routing)
+    bits = [None if array is None else (array.dtype, array.shape, array.tobytes()) for array in arrays]
     return record.request, record.index, record.finish_reason, record.versions, bits
 
 
@@ -97,7 +103,7 @@ def test_a_sample_of_a_million_tokens_is_one_frame() -> None:
     ids, logprobs = np.arange(10**6, dtype=np.int32), np.linspace(-9, 0, 10**6, dtype=np.float32)
     stream = encode(Completion(3, 1, ids, logprobs, "length", (VersionSpan("1.2", 0, 10**6),)))
     [(*_, bits)] = decoded([stream[i : i + 65536] for i in range(0, len(stream), 65536)])
-    assert bits == [(ids.dtype, ids.tobytes()), (logprobs.dtype, logprobs.tobytes()), None]
+    assert bits == [*((array.dtype, array.shape, array.tobytes()) for array in (ids, logprobs)), None, None]
 
 
 def header(kind: bytes, fields: int, arrays: int) -> bytes:
@@ -119,6 +125,7 @@ SAMPLE = {
     "versions": [["1.2", 0, 1]],
     "tokens": 1,
     "prompt_tokens": None,
+    "routing": None,
 }
 FAILED = {"request": 0, "index": 0, "message": "no", "refused": True}
 
@@ -132,6 +139,11 @@ FAILED = {"request": 0, "index": 0, "message": "no", "refused": True}
         (b"SMPL", SAMPLE | {"tokens": True}),
         (b"SMPL", SAMPLE | {"tokens": -1, "prompt_tokens": 4}),
         (b"SMPL", SAMPLE | {"prompt_tokens": False}),
+        (b"SMPL", SAMPLE | {"routing": [1, 0, 2]}),
+        (b"SMPL", SAMPLE | {"routing": [3, 0, 2, 2]}),
+        (b"SMPL", SAMPLE | {"routing": [1, 1, 1, 1]}),
+        (b"SMPL", SAMPLE | {"routing": [1, 0, -1, 2]}),
+        (b"SMPL", SAMPLE | {"routing": {}}),
         (b"SMPL", SAMPLE | {"finish_reason": "tired"}),
         (b"SMPL", SAMPLE | {"finish_reason": ["stop"]}),
         (b"SMPL", SAMPLE | {"versions": ["abc"]}),

@@ -23,6 +23,7 @@ from megarl.explore.explorer.segments import Record, SegmentSampler
 from megarl.explore.order.pacing import Pacing
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.store import Claim, Store
+from megarl.explore.store.codec import segment_from_row, segment_to_row
 from tests.stores import VERSION, finish, make_segment, make_task, request
 
 LIMITS = TokenLimits(response=20, trajectory=30)
@@ -53,7 +54,9 @@ class Tokens:
         tokens = np.array(found, np.int32)
         logp = -tokens.astype(np.float32)
         spans = (VersionSpan(self.version, 0, len(found)),)
-        return Completion(0, 0, tokens, logp, "stop" if ended else "length", spans)
+        context = np.concatenate([request.token_ids, tokens])
+        chosen = np.stack([context % 7, context % 5], 1)[request.routed : -1, None].astype(np.int8)
+        return Completion(0, 0, tokens, logp, "stop" if ended else "length", spans, routing=chosen)
 
 
 def sampler(
@@ -460,3 +463,38 @@ def test_segments_tile_a_response(claim: Claim) -> None:
     kept: list[Segment] = []
     asyncio.run(sampler(Tokens(17), claim, 5, kept).sample(ask()))
     assert all(a.start + len(a.token_ids) == b.start for a, b in pairwise(kept))
+
+
+@pytest.mark.parametrize("routed", [0, 2])
+def test_expert_ids_of_segments_are_those_of_the_response_in_one(routed: int) -> None:
+    """Each token but the last has its own, whether the response is sampled in one go or in parts."""
+    claim = Claim("r0", "train", 0, VERSION, "r0/0", 0, 2, {}, make_task(0), "a", "token", 1)
+    asked = replace(ask(), routed=routed)
+    found = []
+    for size in (None, 4, 5):
+        kept: list[Segment] = []
+        one = SegmentSampler(Tokens(12), claim, 0, LIMITS, size, recording(kept), None, Counter[str]())
+        completion = asyncio.run(one.sample(asked))
+        tokens = np.concatenate([asked.token_ids, completion.token_ids])
+        assert completion.routing is not None and completion.routing.shape == (3 + 12 - 1 - routed, 1, 2)
+        assert completion.routing[:, 0, 0].tolist() == (tokens % 7)[routed:-1].tolist()
+        found += [segment.routing for segment in kept[:1]]
+    assert [len(ids) for ids in found if ids is not None] == [14 - routed, 6 - routed, 7 - routed]
+
+
+def test_a_segment_that_is_cut_keeps_the_expert_ids_before_its_new_last_token() -> None:
+    spans = (WeightsSpan(0, 3, VERSION), WeightsSpan(3, 5, WeightsVersion(4, 4)))
+    ids = np.arange(7, dtype=np.int8).reshape(7, 1, 1)
+    whole = replace(make_segment(0, tokens=5, routing=ids), spans=spans)
+    cut = whole.before({"4.4"})
+    assert cut is not None and cut.routing is not None
+    assert len(cut.token_ids) == 3 and cut.routing.tolist() == ids[:5].tolist()
+
+
+def test_expert_ids_of_a_recorded_segment_come_back() -> None:
+    """A response that goes on after a death has those of its first segments from the store."""
+    for routing in (None, np.arange(24, dtype=np.int16).reshape(4, 2, 3)):
+        row = segment_to_row("r0/0", "r0", make_segment(0, routing=routing))
+        found = segment_from_row(type("Row", (), row)()).routing
+        assert (found is None) == (routing is None)
+        assert routing is None or (found is not None and found.dtype == np.int16 and np.array_equal(found, routing))

@@ -143,13 +143,16 @@ def turns(data: st.DataObject) -> tuple[Turn, ...]:
             logp = np.repeat(np.asarray(data.draw(floats), dtype=np.float32), 2)[::2]
             spans = (WeightsSpan(0, cut, VERSION), WeightsSpan(cut, length, WeightsVersion(1, 4)))
             turn = replace(turn, logp=logp, spans=spans, finish_reason="length")
+            if routed := data.draw(st.none() | st.integers(0, 9)):
+                chosen = np.arange(routed * 12, dtype=np.int16).reshape(2 * routed, 2, 3)[::2]
+                turn = replace(turn, routing=chosen)
         found.append(turn)
     return tuple(found)
 
 
 def values(turn: Turn) -> dict[str, Any]:
     """All that a turn holds, arrays as their bytes and dtypes."""
-    arrays = {name: getattr(turn, name) for name in ("token_ids", "logp")}
+    arrays = {name: getattr(turn, name) for name in ("token_ids", "logp", "routing")}
     return vars(turn) | {n: None if a is None else (a.tobytes(), str(a.dtype)) for n, a in arrays.items()}
 
 

@@ -331,6 +331,9 @@ class RolloutConfig:
     """Pipeline stages of an engine."""
     expert_parallel: bool = False
     """Whole experts on each of an engine's ``tp`` ranks, instead of a share of every expert."""
+    routing_replay: bool = False
+    """Engines record the experts that they choose for each token, and the actor chooses the same
+    (docs/algorithms.md)."""
     replicas: Annotated[int, Bound(1, 1024)] = 1
     """Engines."""
     nodes: Ranks = 1

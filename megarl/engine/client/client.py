@@ -44,6 +44,9 @@ class Prompt:
     """Files of images, one for each placeholder among the ids as the chat template wrote it (not expanded)."""
     max_tokens: int | None = None
     """Most tokens of a sample, where fewer than the request's."""
+    routing_from: int | None = None
+    """First of ``token_ids`` whose expert ids are asked for (``Completion.routing``), with those of all that follow;
+    None asks for none."""
     home: str = ""
     """URL of the engine that has computed the beginning of it before, and may have it in its prefix cache; "" for
     none."""
@@ -64,6 +67,8 @@ class Sampling:
     """Oldest weights that may sample. A trainer that lost sight of an engine, or was killed, leaves it with others."""
     newest: WeightsVersion | None = None
     """Newest weights that may sample, where newer ones must not: those of an evaluation."""
+    routing: bool = False
+    """Expert ids are asked for (``rollout.routing_replay``), but of greedy samples."""
     engines: Sequence[str] = ()
     """URLs of the engines that keep these weights, which alone are asked, and for nothing else; () for any."""
 
@@ -260,6 +265,8 @@ def _body(prompt: Prompt) -> dict[str, Any]:
     }
     if prompt.max_tokens is not None:
         body["max_tokens"] = prompt.max_tokens
+    if prompt.routing_from is not None:
+        body["routing_from"] = prompt.routing_from
     images = [base64.b64encode(image).decode() for image in prompt.images]
     return body | ({"images": images} if images else {})
 

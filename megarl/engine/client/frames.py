@@ -1,8 +1,8 @@
 """Binary frames of an engine's stream of samples; the server encodes, the client decodes. Standard library and numpy.
 
 A frame is a header (four letters of its kind, bytes of fields, bytes of arrays; 12 bytes, little-endian), a JSON object
-of small fields, and raw little-endian arrays: int32 token ids, float32 log-probs, int32 prompt ids. No part of it is
-limited by lines.
+of small fields, and raw little-endian arrays: int32 token ids, float32 log-probs, int32 prompt ids, int8 or int16
+expert ids. No part of it is limited by lines.
 """
 
 from __future__ import annotations
@@ -71,6 +71,9 @@ class Completion:
     prompt_ids: np.ndarray | None = None
     """int32 [P]; of a prompt with images the ids that the engine computed, placeholders expanded. None for other
     prompts."""
+    routing: np.ndarray | None = None
+    """int8 or int16 [N, L, K]: ids of the K experts in each of L layers of the last N tokens before the sampled last
+    one. None where none were asked for."""
     engine: str = ""
     """URL of the engine that gave it, as the client knows; in no frame."""
 
@@ -118,6 +121,7 @@ def _sample_fields(sample: Completion) -> dict[str, Any]:
         "versions": sample.versions,
         "tokens": len(sample.token_ids),
         "prompt_tokens": None if sample.prompt_ids is None else len(sample.prompt_ids),
+        "routing": None if sample.routing is None else [sample.routing.itemsize, *sample.routing.shape],
     }
 
 
@@ -128,6 +132,8 @@ def _arrays(sample: Completion) -> Iterator[bytes]:
     yield np.asarray(sample.logprobs, dtype="<f4").tobytes()
     if sample.prompt_ids is not None:
         yield np.asarray(sample.prompt_ids, dtype="<i4").tobytes()
+    if sample.routing is not None:
+        yield sample.routing.tobytes()
 
 
 def _frame(kind: bytes, fields: dict[str, Any], arrays: bytes = b"") -> bytes:
@@ -179,7 +185,9 @@ class Decoder:
 def _sample(fields: dict[str, Any], arrays: bytes) -> Completion:
     tokens = _typed(int, fields["tokens"])
     prompt_tokens = None if fields["prompt_tokens"] is None else _typed(int, fields["prompt_tokens"])
-    if tokens < 0 or len(arrays) != 4 * (2 * tokens + (prompt_tokens or 0)):
+    routing_at = 4 * (2 * tokens + (prompt_tokens or 0))
+    routing = None if fields["routing"] is None else _routing(_typed(list, fields["routing"]), arrays[routing_at:])
+    if tokens < 0 or len(arrays) != routing_at + (0 if routing is None else routing.nbytes):
         raise ValueError(f"{tokens} tokens and {prompt_tokens} of the prompt are not {len(arrays)} bytes")
     if fields["finish_reason"] not in get_args(FinishReason):
         raise ValueError(f"its finish reason is none of {', '.join(get_args(FinishReason))}")
@@ -191,8 +199,19 @@ def _sample(fields: dict[str, Any], arrays: bytes) -> Completion:
         logprobs=np.frombuffer(arrays, "<f4", tokens, 4 * tokens).astype(np.float32),
         finish_reason=fields["finish_reason"],
         versions=tuple(map(_span, _typed(list, fields["versions"]))),
-        prompt_ids=None if prompt_tokens is None else np.frombuffer(arrays[prompt_at:], "<i4").astype(np.int32),
+        prompt_ids=None
+        if prompt_tokens is None
+        else np.frombuffer(arrays, "<i4", prompt_tokens, prompt_at).astype(np.int32),
+        routing=routing,
     )
+
+
+def _routing(fields: list[Any], data: bytes) -> np.ndarray:
+    """Expert ids of the shape in ``fields``, after the bytes of an id. Raises ValueError where ``data`` are others."""
+    size, *shape = (_typed(int, number) for number in fields)
+    if size not in (1, 2) or len(shape) != 3 or min(shape) < 0:
+        raise ValueError(f"expert ids of {fields} are no int8 or int16 of three axes")
+    return np.frombuffer(data, f"<i{size}").astype(f"i{size}").reshape(shape)
 
 
 def _span(fields: Any) -> VersionSpan:

@@ -48,6 +48,8 @@ class SampleRequest:
     """Most tokens, where fewer than the sampling's."""
     start: int = 0
     """Tokens of the response that ``token_ids`` end with: it goes on from there."""
+    routed: int = 0
+    """Tokens whose expert ids came with earlier samples of the trajectory."""
 
     @property
     def seed(self) -> int | None:
@@ -161,7 +163,7 @@ class Gatherer:
 
     async def _call(self, missing: dict[SampleRequest, asyncio.Future[Completion]]) -> None:
         """Make one call for all that is missing, and take out what it gives, or refuses. Raises EngineError."""
-        asks = _asks(list(missing), self._home)
+        asks = _asks(list(missing), self._home, self._sampling.routing)
         outstanding, aborted = len(missing), 0
         self._change(outstanding)
         try:
@@ -198,7 +200,7 @@ def _end(call: asyncio.Task[None], future: asyncio.Future[Completion]) -> None:
         call.cancel()
 
 
-def _asks(requests: Sequence[SampleRequest], home: Callable[[SampleRequest], str]) -> list[_Ask]:
+def _asks(requests: Sequence[SampleRequest], home: Callable[[SampleRequest], str], routing: bool) -> list[_Ask]:
     """First turns of a whole group as one prompt, so that its tokens are computed once; all others by themselves, with
     the seeds that they have there."""
     groups: dict[str, list[SampleRequest]] = {}
@@ -207,16 +209,17 @@ def _asks(requests: Sequence[SampleRequest], home: Callable[[SampleRequest], str
     asks: list[_Ask] = []
     for members in groups.values():
         sampled = [r for r in members if r.index != GREEDY]
-        asks += [_Ask(_prompt(r, greedy=True, home=home(r)), [r]) for r in members if r.index == GREEDY]
+        asks += [_Ask(_prompt(r, False, greedy=True, home=home(r)), [r]) for r in members if r.index == GREEDY]
         if sampled and _is_one_prompt(sampled):
             first, whole = sampled[0], sorted(sampled, key=lambda r: r.index)
-            asks.append(_Ask(_prompt(first, n=len(whole), seed=first.group_seed), whole))
+            asks.append(_Ask(_prompt(first, routing, n=len(whole), seed=first.group_seed), whole))
         else:
-            asks += [_Ask(_prompt(r, seed=r.seed, home=home(r)), [r]) for r in sampled]
+            asks += [_Ask(_prompt(r, routing, seed=r.seed, home=home(r)), [r]) for r in sampled]
     return asks
 
 
-def _prompt(request: SampleRequest, **settings: Any) -> Prompt:
+def _prompt(request: SampleRequest, routing: bool, **settings: Any) -> Prompt:
+    settings["routing_from"] = request.routed if routing else None
     return Prompt(request.token_ids, images=request.images, max_tokens=request.max_tokens, **settings)
 
 

@@ -19,6 +19,9 @@ UNTIL_PUBLISHED = "MEGARL_UNTIL_PUBLISHED"
 of a job must not answer with the weights of the model's files."""
 
 
+CPU_ROUTING = "MEGARL_CPU_ROUTING"
+"""Variable that lets an engine on CPU record expert ids."""
+
 _since: list[float] = []
 """End of this engine's last phase, in Unix seconds."""
 

@@ -19,7 +19,7 @@ import os
 import secrets
 from argparse import Namespace
 from collections.abc import AsyncIterator, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Annotated, Any
 
@@ -48,6 +48,7 @@ from megarl.engine.client.frames import (
     unpack_ids,
 )
 from megarl.engine.client.names import UNTIL_PUBLISHED, record_phase
+from megarl.engine.server.routing import ExpertLayers
 
 _GENERATION_PREFIXES = ("/megarl/generate", "/inference/", "/v1/", "/generative_scoring", "/invocations")
 _JOIN_PATH = "/init_weight_transfer_engine"
@@ -66,6 +67,7 @@ class PromptBody(msgspec.Struct, frozen=True):
     ``token_ids``: little-endian int32 in base64.
     ``images``: files in base64, one for each placeholder among the ids; their frames also hold the expanded
         ``prompt_ids``.
+    ``routing_from``: first of the ids whose expert ids the frames also hold; None for none.
     """
 
     token_ids: bytes
@@ -74,6 +76,7 @@ class PromptBody(msgspec.Struct, frozen=True):
     greedy: bool = False
     images: list[bytes] = []  # msgspec copies it
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    routing_from: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
 
 class GenerateBody(msgspec.Struct, frozen=True):
@@ -94,6 +97,8 @@ class Progress:
     """Tokens of the samples that have ended."""
     paused: bool = False
     """True from a request to pause, which may wait for running samples, until generation was resumed."""
+    layers: ExpertLayers | None = None
+    """None where the engine records no expert ids."""
 
     def heartbeat(self) -> bytes:
         """The tokens of running samples are counted now, where vLLM collects them: no token costs anything."""
@@ -119,7 +124,8 @@ class Endpoints:
         state.megarl_process = secrets.token_hex(8)
         state.megarl_workers = args.tensor_parallel_size * args.pipeline_parallel_size
         record_phase("load")
-        state.megarl_progress = Progress(engine_client)
+        layers = ExpertLayers.of(args.model) if args.enable_return_routed_experts else None
+        state.megarl_progress = Progress(engine_client, layers=layers)
         state.megarl_asleep = state.megarl_resumes = False
         state.megarl_refusing = (
             "the job's weights have not been published to this engine yet" if os.environ.get(UNTIL_PUBLISHED) else None
@@ -307,6 +313,8 @@ def _seeded(sampling: SamplingParams, prompt: PromptBody, j: int) -> SamplingPar
         own.seed = prompt.seed + j
     if prompt.max_tokens is not None:
         own.max_tokens = min(prompt.max_tokens, own.max_tokens or prompt.max_tokens)
+    if prompt.routing_from is not None:
+        own.routed_experts_prompt_start = prompt.routing_from
     return own
 
 
@@ -328,7 +336,10 @@ async def _answer(
             raise RuntimeError("vLLM ended the request without an output")
         finished = outputs[-1]  # FINAL_ONLY: the one output is the finished sample
         progress.ended += len(finished.outputs[0].token_ids)
-        frames.put_nowait(encode(_record(i, j, finished, expanded=seen is not None)))
+        record = _record(i, j, finished, expanded=seen is not None)
+        if isinstance(record, Completion) and prompt.routing_from is not None:
+            record = replace(record, routing=_routing(progress.layers, finished.outputs[0].routed_experts))
+        frames.put_nowait(encode(record))
     except Exception as error:
         refused = isinstance(error, VLLMClientError | ValueError)
         frames.put_nowait(encode(Failure(i, j, f"{type(error).__name__}: {error}", refused)))
@@ -372,6 +383,13 @@ def _record(i: int, j: int, finished: RequestOutput, *, expanded: bool) -> Compl
         versions=tuple(VersionSpan(span.version, span.start, span.end) for span in output.weight_versions or ()),
         prompt_ids=np.array(finished.prompt_token_ids, dtype=np.int32) if expanded else None,
     )
+
+
+def _routing(layers: ExpertLayers | None, ids: np.ndarray | None) -> np.ndarray:
+    """Expert ids as frames have them. Raises ValueError where the engine records none."""
+    if layers is None or ids is None:
+        raise ValueError("the engine records no expert ids; start it with --enable-return-routed-experts")
+    return layers.of_engine(ids)
 
 
 async def _with_images(engine: EngineClient, prompt: PromptBody) -> EngineInput:

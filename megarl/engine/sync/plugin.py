@@ -9,6 +9,7 @@ from megarl.core import heartbeat
 from megarl.core.parent import end_after_parent
 from megarl.core.secrets import hide_secrets
 from megarl.core.without_videos import do_without_videos
+from megarl.engine.client.names import CPU_ROUTING
 
 BACKEND = "megarl"
 
@@ -25,6 +26,10 @@ def register() -> None:
     if heartbeat.listen() is not None:  # a supervisor's
         end_after_parent()
     _fork_on_cpu()
+    if os.environ.get(CPU_ROUTING):
+        from megarl.engine.sync.cpu_routing import install
+
+        install()
 
 
 def _fork_on_cpu() -> None:

@@ -155,6 +155,7 @@ class SegmentSampler:
             tuple(WeightsSpan(span.start, span.end, self._version(span.version)) for span in spans),
             None if unfinished else completion.finish_reason,
             completion.prompt_ids if start == 0 else None,
+            completion.routing,
         )
 
     def _repeats(self, segments: Sequence[Segment]) -> bool:
@@ -168,8 +169,10 @@ class SegmentSampler:
 def _continued(request: SampleRequest, segments: Sequence[Segment], max_tokens: int) -> SampleRequest:
     """Request for the tokens after ``segments``."""
     token_ids = np.concatenate([request.token_ids, *(segment.token_ids for segment in segments)])
-    start = len(token_ids) - len(request.token_ids)
-    return replace(request, token_ids=token_ids, start=start, max_tokens=max_tokens)
+    start, routed = len(token_ids) - len(request.token_ids), len(token_ids) - 1
+    return replace(
+        request, token_ids=token_ids, start=start, max_tokens=max_tokens, routed=routed if start else request.routed
+    )
 
 
 def _joined(segments: Sequence[Segment]) -> Completion:
@@ -191,4 +194,7 @@ def _joined(segments: Sequence[Segment]) -> Completion:
         finish_reason=reason,
         versions=tuple(spans),
         prompt_ids=segments[0].prompt_ids,
+        routing=np.concatenate(routing)
+        if (routing := [s.routing for s in segments if s.routing is not None])
+        else None,
     )

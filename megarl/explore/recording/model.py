@@ -248,6 +248,7 @@ class RolloutModel(RecordedTurns):
             self._seed,
             turn=self._asked,
             max_tokens=max_tokens,
+            routed=self._log.routed(line),
         )
         self._asked += 1
         self.unread += 1
@@ -304,4 +305,5 @@ def _model_turn(completion: Completion, asked: WeightsVersion) -> Turn:
             for version, start, end in spans
         ),
         finish_reason=completion.finish_reason,
+        routing=completion.routing,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -63,6 +63,11 @@ class TurnLog:
     def line(self, last: int) -> list[int]:
         """Indices of the turns up to a turn, from the one that follows nothing."""
         return line_of_turns(self.turns, last)
+
+    def routed(self, line: Sequence[int]) -> int:
+        """Tokens of a line of turns that have expert ids."""
+        found = (self.turns[i].routing for i in line)
+        return sum(len(routing) for routing in found if routing is not None)
 
     def length(self, last: int) -> int:
         """Tokens up to a turn."""

@@ -1,6 +1,7 @@
 """Nouns <-> columns. Arrays become one safetensors blob, the rest JSON; nothing is pickled.
 
-A row's tensors are the ``token_ids`` of all turns, one after the other, and the ``logp`` of the turns that have one.
+A row's tensors are the ``token_ids`` of all turns, one after the other, and the ``logp`` and the ``routing`` of the
+turns that have one.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from megarl.core.schema import (
     Turn,
     WeightsSpan,
     WeightsVersion,
+    routing_of,
 )
 
 
@@ -95,6 +98,9 @@ def trajectory_to_row(trajectory: Trajectory) -> dict[str, Any]:
         "token_ids": np.concatenate([turn.token_ids for turn in trajectory.turns]),
         "logp": np.concatenate([*logp, np.empty(0, np.float32)]),
     }
+    if (routing := routing_of(trajectory.turns)) is not None:
+        tensors["routing"] = np.ascontiguousarray(routing)
+        record["routing"] = [None if turn.routing is None else len(turn.routing) for turn in trajectory.turns]
     return {
         "group_id": trajectory.group_id,
         "index": trajectory.index,
@@ -117,7 +123,7 @@ def trajectory_from_row(row: Any) -> Trajectory:
         group_id=row.group_id,
         index=row.index,
         group_size=record["group_size"],
-        turns=tuple(_turns(record["turns"], tensors)),
+        turns=tuple(_routed(_turns(record["turns"], tensors), record.get("routing"), tensors)),
         reward=Reward(score=math.nan if row.score is None else row.score, status=row.status, parts=record["parts"]),
         group_stats=None if stats is None else GroupStats(*stats),
         metadata=record["metadata"],
@@ -131,6 +137,8 @@ def segment_to_row(group_id: str, rollout_id: str, segment: Segment) -> dict[str
     tensors = {"token_ids": segment.token_ids, "logp": segment.logp}
     if segment.prompt_ids is not None:
         tensors["prompt_ids"] = segment.prompt_ids
+    if segment.routing is not None:
+        tensors["routing"] = segment.routing
     return {
         "group_id": group_id,
         "index": segment.index,
@@ -155,6 +163,7 @@ def segment_from_row(row: Any) -> Segment:
         spans=_spans(record["spans"]),
         finish_reason=record["finish_reason"],
         prompt_ids=tensors.get("prompt_ids"),
+        routing=tensors.get("routing"),
     )
 
 
@@ -199,6 +208,22 @@ def _turns(records: Sequence[Sequence[Any]], tensors: Mapping[str, np.ndarray]) 
             tuple(*images),
         )
         tokens_at, logp_at = tokens_at + length, logp_at + length * has_logp
+
+
+def _routed(
+    turns: Iterator[Turn], lengths: Sequence[int | None] | None, tensors: Mapping[str, np.ndarray]
+) -> Iterator[Turn]:
+    """Turns with their expert ids. ``lengths``: tokens that each turn has ids of; None where none has."""
+    if lengths is None:
+        yield from turns
+        return
+    start = 0
+    for turn, length in zip(turns, lengths, strict=True):
+        if length is None:
+            yield turn
+            continue
+        yield replace(turn, routing=tensors["routing"][start : start + length])
+        start += length
 
 
 def _spans(records: Sequence[tuple[int, int, str]]) -> tuple[WeightsSpan, ...]:

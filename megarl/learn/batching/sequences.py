@@ -1,7 +1,8 @@
 """The sequences of a step, one after the other: token ids and what is known of every token.
 
 Position i holds the log-prob, mask and advantage of the token at i + 1, because the model's output at i predicts it.
-Shape legend: N sequences, T their tokens together, P prompt tokens, R response tokens.
+Shape legend: N sequences, T their tokens together, P prompt tokens, R response tokens; L layers with experts, K experts
+of a token.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
+from megarl.core.errors import NonRetryableError
 from megarl.core.schema import TrainingSample
 from megarl.learn.batching.images import Images
 
 IGNORED = -100
+NO_IDS = -1
+"""Expert ids of a token that no engine has computed, in ``Sequences.routing``."""
 
 
 @dataclass
@@ -49,6 +53,9 @@ class Sequences:
     """None where no sequence has any."""
     trajectory: torch.Tensor | None = None
     """int64 [N], never decreasing: the trajectory that each sequence is a sample of; None where each has one."""
+    routing: torch.Tensor | None = None
+    """int8 or int16 [T, L, K]: ids of the experts that an engine chose for each token; ``NO_IDS`` for the last token of
+    a sequence, and for demonstrations. None without ``rollout.routing_replay``."""
 
     @property
     def sampled(self) -> torch.Tensor:
@@ -123,7 +130,32 @@ def of_samples(samples: Sequence[TrainingSample]) -> Sequences:
         result.lag = torch.zeros(len(result.tokens), dtype=torch.int16)
         lags = [np.zeros(len(s.response_ids), np.int16) if s.lag is None else s.lag for s in samples]
         _put(result.lag, lags, result.cu_seqlens[1:].tolist())
+    if samples and samples[0].routing is not None:
+        result.routing = _routing(samples)
     return result
+
+
+def _routing(samples: Sequence[TrainingSample]) -> torch.Tensor:
+    """Expert ids [T, L, K] of samples, all of which have some.
+
+    Raises NonRetryableError where they do not fit the tokens, or those of samples not each other.
+    """
+    rows: list[np.ndarray] = []
+    for sample in samples:
+        ids, tokens = sample.routing, len(sample.prompt_ids) + len(sample.response_ids)
+        found = None if ids is None else len(ids)
+        if ids is None or found != tokens - 1:
+            raise NonRetryableError(
+                f"a sample of {tokens} tokens has expert ids of {found or 0} tokens instead of {tokens - 1}; "
+                "set rollout.routing_replay to false"
+            )
+        if rows and ids.shape[1:] != rows[0].shape[1:]:
+            raise NonRetryableError(
+                f"samples of one step have expert ids of {rows[0].shape[1:]} and {ids.shape[1:]} (layers, experts of a "
+                "token); set rollout.routing_replay to false"
+            )
+        rows += [ids, np.full((1, *ids.shape[1:]), NO_IDS, ids.dtype)]
+    return torch.from_numpy(np.concatenate(rows))
 
 
 def per_token(responses: Sequence[np.ndarray], sequences: Sequences) -> torch.Tensor:
@@ -158,7 +190,7 @@ def joined(sampled: Sequences, demonstrated: Sequences) -> Sequences:
         return torch.cat([value, value.new_zeros(len(demonstrated.tokens)) if other is None else other])
 
     own, names = sampled.trajectory, ("advantages", "returns", "engine_logp", "old_logp", "ref_logp", "values", "lag")
-    more = torch.arange(len(demonstrated))
+    more, ids = torch.arange(len(demonstrated)), sampled.routing
     return Sequences(
         torch.cat([sampled.tokens, demonstrated.tokens]),
         torch.cat([sampled.lengths, demonstrated.lengths]),
@@ -167,6 +199,9 @@ def joined(sampled: Sequences, demonstrated: Sequences) -> Sequences:
         expert=torch.arange(len(sampled) + len(demonstrated)) >= len(sampled),
         images=_joined_images(sampled, demonstrated),
         trajectory=None if own is None else torch.cat([own, own[-1] + 1 + more]),
+        routing=None
+        if ids is None
+        else torch.cat([ids, ids.new_full((len(demonstrated.tokens), *ids.shape[1:]), NO_IDS)]),
     )
 
 

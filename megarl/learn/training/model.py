@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,9 @@ from megarl.weights.architectures import architecture
 from megarl.weights.checkpoint.formats import hf
 from megarl.weights.reshard.copy import HEADS, copy_weights
 from megarl.weights.reshard.layouts import megatron_layout
+
+if TYPE_CHECKING:
+    from megarl.learn.models.replay import Replay
 
 
 def micro_batching_for(parallel: ParallelConfig, trainer: TrainerConfig) -> MicroBatching:
@@ -79,6 +83,9 @@ class FrozenModel:
             self.dp_rank: int = parallel_state.get_data_parallel_rank()
             self.chunks: list[Any] = list(build_chunks(hf_config, model, parallel, kind))
         """``parallel.vpp`` modules."""
+        self.replays_routing = False
+        """Set where the model's routers choose the experts of ``Sequences.routing``: engines that record it have its
+        weights."""
         self.residents = Residents()
         """What may leave the device; none until ``train/update/turns.py`` takes charge of it."""
 
@@ -148,10 +155,19 @@ class FrozenModel:
         with self.grid():
             has_outputs = self._has_outputs()
             for batches in updates:
-                run(self.chunks, sequences, batches, head, keep, forward_only=True)
+                replay = self._replay(sequences, batches)
+                run(self.chunks, sequences, batches, head, keep, forward_only=True, replay=replay)
         # One rank has the outputs of each position, the others have 0 there: the sum is exact.
         dist.all_reduce(result)
         return result
+
+    def _replay(self, sequences: Sequences, batches: Sequence[MicroBatch], *, balanced: bool = False) -> Replay | None:
+        """Expert ids of ``batches``; None where the routers choose themselves."""
+        from megarl.learn.models.replay import Replay
+
+        if sequences.routing is None or not self.replays_routing:
+            return None
+        return Replay(self.chunks, sequences.routing, batches, balanced=balanced)
 
     def _has_outputs(self) -> bool:
         """True on one rank of each data-parallel replica, where all ranks of its last stage have the same outputs."""
@@ -287,10 +303,12 @@ class TrainedModel(FrozenModel):
             total = (loss.totals * scale.to(loss.total)).sum()
             return total, (total.detach(), loss.metrics)
 
-        collected = run(
-            self.chunks, sequences, batches, self.head, loss_function, forward_only=False, balanced=self._balanced
-        )
+        replay = self._replay(sequences, batches, balanced=self._balanced)
+        schedule = partial(run, balanced=self._balanced, replay=replay)
+        collected = schedule(self.chunks, sequences, batches, self.head, loss_function, forward_only=False)
         of_routers = measured(self.chunks, objective.name) if self._balanced else {}
+        if replay is not None:
+            of_routers = {**of_routers, **replay.measured(objective.name)}
         if not collected or not has_outputs:
             return {}
         whole = sum(float(total) for total, _ in collected)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +13,9 @@ from megarl.core import heartbeat
 from megarl.learn.batching import MicroBatch, Sequences
 from megarl.learn.models.gpt import unwrap
 from megarl.learn.parallel.context import gather_outputs
+
+if TYPE_CHECKING:
+    from megarl.learn.models.replay import Replay
 
 LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
 """(micro-batch, outputs [b, S, k]) -> (this micro-batch's part of the loss, anything to collect)."""
@@ -40,12 +43,13 @@ def run(
     *,
     forward_only: bool,
     balanced: bool = False,
+    replay: Replay | None = None,
 ) -> list[Any]:
     """Run ``batches`` through Megatron's schedule; gradients are left in the model's buffers.
 
     Sequences and micro-batches lie on the host: what a model and its loss need of one goes to the model's device.
     ``chunks``: this rank's part of the model, one module or ``parallel.vpp``. ``head``: None for a model that scores.
-        ``balanced``: its routers measure their balance.
+        ``balanced``: its routers measure their balance. ``replay``: of ``batches``, where its routers choose by that.
     Under context parallelism every rank is given the outputs of whole sequences, and its gradient is that of its own
     share.
 
@@ -74,8 +78,9 @@ def run(
         if cu_seqlens is not None and has_sections(unwrap(model)):
             by_token(cu_seqlens)
         more = {"packed_seq_params": None if cu_seqlens is None else _packed_seq_params(cu_seqlens, batch.max_seqlen)}
-        if balanced:
-            more["padding_mask"] = sequences_of_tokens(unwrap(model), batch.row[:, mine].to(device))
+        if balanced or replay is not None:
+            numbers = batch.row if replay is None else replay.codes(batch)
+            more["padding_mask"] = sequences_of_tokens(unwrap(model), numbers[:, mine].to(device))
         with ExitStack() as stack:
             shown = sequences.images and unwrap(model).pre_process and sequences.images.of(batch.numbers, batch.index)
             if shown:
@@ -96,15 +101,16 @@ def run(
 
     rows, length = batches[0].index.shape
     one = len(chunks) == 1
-    collected: list[Any] = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(batches) if one else [iter(batches) for _ in chunks],
-        model=chunks[0] if one else list(chunks),
-        num_microbatches=len(batches),
-        seq_length=length,
-        micro_batch_size=rows,
-        forward_only=forward_only,
-    )
+    with nullcontext() if replay is None else replay.active():
+        collected: list[Any] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(batches) if one else [iter(batches) for _ in chunks],
+            model=chunks[0] if one else list(chunks),
+            num_microbatches=len(batches),
+            seq_length=length,
+            micro_batch_size=rows,
+            forward_only=forward_only,
+        )
     return collected
 
 

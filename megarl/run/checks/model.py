@@ -14,6 +14,7 @@ from megarl.core.config.lengths import context_tokens, prompt_tokens
 from megarl.core.errors import ConfigError
 from megarl.learn.parallel.grid import check_parallel, megatron_grid
 from megarl.ops import rows_in_budget
+from megarl.run.checks.vision import is_vision_model
 from megarl.weights.architectures import Head, architecture
 from megarl.weights.checkpoint.formats.hf_source import SCORE, check_hf, check_labels, open_hf
 from megarl.weights.reshard.layouts import Layout, hf_layout, megatron_layout, padded_vocab_size, vllm_layout
@@ -34,6 +35,7 @@ def check_model(config: Config, hf_config: Mapping[str, Any], *, engines: bool, 
     sent it. ``head="score"``: a reward model from the start, which a language model's files do for too."""
     check_parallel(config.parallel, architecture(hf_config).sizes(hf_config))
     check_router(config, hf_config)
+    check_routing_replay(config, hf_config, engines=engines)
     columns = padded_vocab_size(int(hf_config["vocab_size"]), config.parallel.tp) // config.parallel.tp
     try:
         rows_in_budget(
@@ -79,6 +81,24 @@ def check_router(config: Config, hf_config: Mapping[str, Any]) -> None:
             f"model.router.bias_update_rate={router.bias_update_rate}, but routers of {arch.name} have no bias to "
             "move; set it to 0 and model.router.aux_loss_coef above 0"
         )
+
+
+def check_routing_replay(config: Config, hf_config: Mapping[str, Any], *, engines: bool) -> None:
+    """Check that the model has experts whose ids the engines can record. Raises ConfigError."""
+    rollout = config.rollout
+    if not rollout.routing_replay:
+        return
+    refused = {
+        f"the model in {config.model.path} has no experts": not architecture(hf_config).sizes(hf_config).moe_layers,
+        f"algorithm.name={config.algorithm.name} samples nothing": not engines,
+        f"the model in {config.model.path} takes images, whose tokens engines number otherwise": is_vision_model(
+            hf_config
+        ),
+        f"vLLM records no experts with rollout.pp={rollout.pp}": rollout.pp > 1,
+        f"it is untried with rollout.nodes={rollout.nodes}": rollout.nodes > 1,
+    }
+    for reason in (reason for reason, holds in refused.items() if holds):
+        raise ConfigError(f"rollout.routing_replay=true, but {reason}; set rollout.routing_replay to false")
 
 
 def _check_engines(config: Config, hf_config: Mapping[str, Any], source: Layout) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from megarl.core.config.lengths import context_tokens
 from megarl.core.config.schema import ModelConfig, RolloutConfig
 from megarl.core.durable import read_json
-from megarl.engine.client.names import PLUGIN
+from megarl.engine.client.names import CPU_ROUTING, PLUGIN
 from megarl.explore.tasksets.images import MAX_IMAGES
 from megarl.explore.tasksets.pixels import pixel_limits
 from megarl.run.checks.vision import is_vision_model
@@ -75,6 +75,8 @@ def engine_process(
         argv += ["--scheduling-policy", "priority"]
     if rollout.expert_parallel:
         argv += ["--enable-expert-parallel"]
+    if rollout.routing_replay:
+        argv += ["--enable-return-routed-experts"]
     leaves = rollout.offload if rollout.placement == "colocated" else None
     if leaves == "destroy":
         # Started for a sync, which brings all weights: a read from disk would be for nothing.
@@ -108,6 +110,8 @@ def engine_environment(rollout: RolloutConfig, device: Literal["cpu", "cuda"] = 
         "VLLM_SERVER_DEV_MODE": "1",
         "OMP_NUM_THREADS": str(rollout.num_threads),
     }
+    if rollout.routing_replay:
+        environment |= {CPU_ROUTING: "1"} if device == "cpu" else {"VLLM_USE_V2_MODEL_RUNNER": "1"}
     if device == "cpu":
         environment |= _CPU_ENVIRONMENT
         if rollout.tp * rollout.pp == 1:

@@ -111,6 +111,8 @@ class Asking(ABC):
             sampling["greedy"] = True
         if self._config.rollout.spare:
             sampling["spare"] = self._config.rollout.spare
+        if self._config.rollout.routing_replay:
+            sampling["routing"] = True
         size = self._config.algorithm.group_size
         self._store.request_rollout(rollout_id, "train", step, published.version, tasks, size, sampling)
 

@@ -71,6 +71,8 @@ class Learner:
         """Fill what the algorithm needs: log-probs under the weights that the update starts from, the reference's,
         values. ``old_logp`` of the first update may be filled by ``train_step``."""
         sequences, needs = batch.sequences, self._algorithm.needs
+        if self._config.rollout.routing_replay:
+            self._models.check_routing(sequences)
         # The mismatch takes log-probs of every answer, the adaptive KL of those that ``filter_overlong`` leaves.
         rest = batch.outside if "old_logp" in needs else []
         truncated = set(overlong(batch.rows, self._config.algorithm))

@@ -13,12 +13,15 @@ from pathlib import Path
 
 from megarl.core.config import Config
 from megarl.core.config.schema import CriticConfig, ModelConfig, ParallelConfig, ReferenceConfig, RewardModelConfig
+from megarl.core.errors import NonRetryableError
 from megarl.core.phases import Phase
 from megarl.learn.algorithms import Algorithm
+from megarl.learn.batching.sequences import NO_IDS, Sequences
 from megarl.learn.parallel import groups
 from megarl.learn.training.model import FrozenModel, Grid, TrainedModel, micro_batching_for
 from megarl.learn.training.schedule import Head
 from megarl.train.update.images import ImageInputs
+from megarl.weights.architectures import architecture
 from megarl.weights.checkpoint.formats import hf
 from megarl.weights.checkpoint.training import state
 from megarl.weights.checkpoint.training.disk_space import writing
@@ -56,6 +59,20 @@ class Models:
         if not hasattr(self, "actor"):
             self.actor = self._actor(self.head)
 
+    def check_routing(self, sequences: Sequences) -> None:
+        """Check that the expert ids of a step are of the actor's layers and experts. Raises NonRetryableError."""
+        sizes = architecture(self.hf_config).sizes(self.hf_config)
+        wanted, ids = (len(sizes.moe_layers), sizes.topk), sequences.routing
+        fix = "engines and trainer have other models, or rows of another run: set rollout.routing_replay to false"
+        if ids is None or tuple(ids.shape[1:]) != wanted:
+            found = "none" if ids is None else f"those of {tuple(ids.shape[1:])}"
+            raise NonRetryableError(
+                f"expert ids of {wanted} (layers with experts, experts of a token) are needed and {found} came; {fix}"
+            )
+        low, high = int(ids.min()), int(ids.max())
+        if low < NO_IDS or high >= sizes.experts:
+            raise NonRetryableError(f"expert ids from {low} to {high} came for {sizes.experts} experts; {fix}")
+
     def load_beginning(self) -> None:
         """Give the actor the weights that the run begins with."""
         self.actor.load_hf(Path(self._config.model.path))
@@ -63,9 +80,11 @@ class Models:
     def _actor(self, head: Head | None) -> TrainedModel:
         config = self._config
         micro_batching = micro_batching_for(config.parallel, config.trainer)
-        return TrainedModel(
+        actor = TrainedModel(
             self.hf_config, config.model, config.parallel, head, micro_batching, config.trainer.optimizer
         )
+        actor.replays_routing = config.rollout.routing_replay
+        return actor
 
     def build(self, step: int, checkpoint: Path | None, own_reference: Path, enter: Callable[[Phase], None]) -> None:
         """Build the other models with the weights that they have at ``step``; those that are there are kept and given
