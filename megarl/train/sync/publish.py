@@ -208,6 +208,7 @@ class WeightPublisher(EngineConnection):
             check_written(tensors, written)
             digests = send(part.plan, self._rank, tensors, transport, dtype=self._dtype, bucket_bytes=bucket)
             self._sender.finish()
+            check_written(tensors, written)  # they were sent from memory that an update must not change meanwhile
             return digests
         except BaseException as error:
             clear_frames(error.__traceback__)  # they hold sends under way, which would keep the link open

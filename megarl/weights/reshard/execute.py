@@ -481,6 +481,33 @@ def _check_tensors(layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor
             )
 
 
+def zero_padded(
+    layout: Layout, rank: int, read: Callable[[str], torch.Tensor]
+) -> tuple[Callable[[str], torch.Tensor], Callable[[], None]]:
+    """Check the padding of local tensors, which no digest covers, as they are read.
+
+    Returns:
+        ``read`` with the check, which raises WeightsDiffer where padding is not zero, and a function that checks the
+        tensors that were not read.
+    """
+    padding: dict[str, list[Box]] = defaultdict(list)
+    for pad in layout.padding(rank):
+        padding[pad.local].append(pad.box)
+
+    def checked(local: str) -> torch.Tensor:
+        value = read(local)
+        for box in padding.pop(local, ()):
+            if value[boxes.index_of(boxes.start_of(box), boxes.shape_of(box))].any():
+                raise WeightsDiffer(f"the padding of {local} at {box} is not zero after the sync: it was not written")
+        return value
+
+    def check_rest() -> None:
+        for local in list(padding):
+            checked(local)
+
+    return checked, check_rest
+
+
 def digests_of(layout: Layout, rank: int, read: Callable[[str], torch.Tensor]) -> dict[str, int]:
     """Logical tensor -> digest of what ``rank`` holds of it now; ``read(local)`` gives the local tensor in the layout's
     shape."""
