@@ -1,7 +1,8 @@
 """A thousand faulty weight syncs, which must all be refused, and ten thousand healthy ones, which must all pass.
 
 ``python -m tests.loop.sync_mutants [MUTANTS HEALTHY [RESULTS]]``. All run over one real engine in this process
-(``local_engine``), two trainer ranks, the real publisher, plan, shared memory, receiver, digests and probe. Each mutant
+(``local_engine``), two trainer ranks, the real publisher, plan, shared memory, receiver, digests and probe; only HTTP
+and gloo's sockets, which carry offsets of buckets here, are replaced (``local_link``). Each mutant
 is followed by a healthy sync of the same weights, which must pass. What has ended stands in RESULTS (a file in
 ``runs/soak/`` for each commit) and is not repeated.
 """
@@ -32,13 +33,15 @@ from transformers.utils.logging import disable_progress_bar
 from megarl.core.config.schema import ModelConfig
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.probe import DECODE_TOLERANCES, PROBE_TOLERANCES, ProbeText
+from megarl.engine.sync import receiver
 from megarl.learn.training.optimizer_digests import digest_of
 from megarl.run.supervise.engine_process import engine_process
-from megarl.train.sync import fleet
+from megarl.train.sync import connection, fleet
 from megarl.weights.reshard import execute
 from tests.loop.conftest import TINY_ROLLOUT
 from tests.loop.engines import HOST, perturbed, tiny_engine, transformers_logp
 from tests.loop.local_engine import LocalControl, LocalEngine
+from tests.loop.local_link import join
 from tests.loop.sync_faults import KINDS, Lab, Weights
 from tests.loop.trainers import checkpoint_tensors, ranks_of, shards
 
@@ -78,7 +81,10 @@ def lab_of(folder: Path) -> Iterator[tuple[Lab, list[Weights]]]:
         _url="local",
     )
     LocalControl.engine = LocalEngine(running.model_path)
-    fleet.EngineControl = LocalControl
+    for module, name, ours in (
+        (fleet, "EngineControl", LocalControl), (connection, "join", join), (receiver, "join", join)
+    ):  # fmt: skip
+        setattr(module, name, ours)
     for name in ("_buckets_from", "_buckets_to"):  # of three ranks in this process, not one
         setattr(execute, name, lru_cache(None)(getattr(execute, name).__wrapped__))
     ranks = ranks_of(running)
