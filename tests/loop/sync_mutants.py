@@ -32,7 +32,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from megarl.core.config.schema import ModelConfig
 from megarl.core.schema import WeightsVersion
-from megarl.engine.client.probe import DECODE_TOLERANCES, PROBE_TOLERANCES, ProbeText
+from megarl.engine.client.probe import PROBE_TOLERANCES, ProbeText
 from megarl.engine.sync import receiver
 from megarl.learn.training.optimizer_digests import digest_of
 from megarl.run.supervise.engine_process import engine_process
@@ -96,7 +96,7 @@ def lab_of(folder: Path) -> Iterator[tuple[Lab, list[Weights]]]:
         of_ranks = [shards(full, ranks.layout, rank) for rank in range(len(ranks.publishers))]
         written = [{name: digest_of(tensor) for name, tensor in tensors.items()} for tensors in of_ranks]
         logp = transformers_logp(other, TEXT[:1], TEXT[1:]).tolist()
-        text = ProbeText(TEXT, logp, PROBE_TOLERANCES["float32"], decode_tolerance=DECODE_TOLERANCES["float32"])
+        text = ProbeText(TEXT, logp, PROBE_TOLERANCES["float32"])
         sets.append(Weights(of_ranks, written, text))
     lab = Lab(LocalControl.engine, ranks, BUCKET_BYTES, sets[0], sets[0])
     if failure := sync(lab, WeightsVersion(1, 1)):

@@ -6,7 +6,7 @@ import torch
 
 from megarl.core.config.lengths import context_tokens, prompt_tokens
 from megarl.core.config.schema import Config
-from megarl.engine.client.probe import DECODE_TOLERANCES, DECODED, PROBE_TOLERANCES, ProbeText
+from megarl.engine.client.probe import DECODED, PROBE_TOLERANCES, ProbeText
 from megarl.learn.batching import Sequences
 from megarl.train.update.models import Models
 
@@ -19,8 +19,7 @@ def probe_text(config: Config, models: Models) -> ProbeText:
     tokens = torch.randint(0, models.head.vocab_size, (length,), generator=generator)
     text = Sequences(tokens, torch.tensor([length]), torch.arange(length) < length - 1)
     logp = actor.outputs(text, [actor.micro_batches(text)], temperature=1.0)
-    decode_tolerance = DECODE_TOLERANCES[config.model.dtype] if tolerance is None else tolerance
     tolerance = PROBE_TOLERANCES[config.model.dtype] if tolerance is None else tolerance
     # Text, sampled tokens and one more must fit the engine's context.
     decode = max(0, min(DECODED, context_tokens(config.rollout) - length - 2))
-    return ProbeText(tokens.tolist(), logp[:-1].tolist(), tolerance, decode, decode_tolerance)
+    return ProbeText(tokens.tolist(), logp[:-1].tolist(), tolerance, decode)
