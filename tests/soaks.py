@@ -28,6 +28,7 @@ PARTS = {
     "long answers": (*PYTEST, "tests/loop/test_long_answers.py", "tests/loop/test_engine.py"),
     "slurm": (*PYTEST, "tests/system/test_slurm.py"),
     "many examples": (*PYTEST, *(f"tests/unit/test_{name}.py" for name in MANY)),
+    "sync mutants": (sys.executable, "-m", "tests.loop.sync_mutants"),
     "kills": (sys.executable, "-m", "tests.system.soak"),
     "controls": (sys.executable, "benchmarks/controls.py"),
 }

@@ -12,6 +12,7 @@ from megarl.engine.sync.receiver import WorkerExtension
 
 class FaultyWorker(WorkerExtension):
     model_runner: Any
+    fault_absorbed: Any
 
     def fault_leave_experts_unpacked(self, leave: bool) -> None:
         """What vLLM's own reload does on CPU."""
@@ -25,7 +26,11 @@ class FaultyWorker(WorkerExtension):
         attention = self.model_runner.model.model.layers[0].self_attn.mla_attn.mla_attn
         stale = attention.W_UV.data.clone()  # it shares memory with the projection
         stale[1, 2, 3] += 1
-        attention.W_UV = torch.nn.Parameter(stale, requires_grad=False)
+        self.fault_absorbed, attention.W_UV = attention.W_UV, torch.nn.Parameter(stale, requires_grad=False)
+
+    def fault_restore_absorbed_weights(self) -> None:
+        """The matrix lies where it lay before ``fault_stale_absorbed_weights``."""
+        self.model_runner.model.model.layers[0].self_attn.mla_attn.mla_attn.W_UV = self.fault_absorbed
 
     def fault_stale_decode(self) -> None:
         """From now on tokens are decoded with the weights of now, whatever comes: as a captured graph does that reads

@@ -1,5 +1,5 @@
-"""Starts engine servers by forking a process that has imported vLLM once: an import costs 6 to 14 s, and each server up
-to four.
+"""Starts engine servers, and other programs that need vLLM, by forking a process that has imported vLLM once: an import
+costs 6 to 14 s, and each server up to four.
 
 ``python -m tests.loop.zygote`` reads one server's ``[argv, environment, log]`` (JSON) a line and answers with its
 process id.
@@ -34,7 +34,7 @@ class Zygote:
         )
 
     def start(self, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Forked:
-        """A server in a process group of its own; ``argv`` as for ``python -m megarl.engine.server.server``."""
+        """A server, or another module's ``main``, in a process group of its own; ``argv`` as for ``python -m``."""
         log.parent.mkdir(parents=True, exist_ok=True)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps([list(argv), dict(environment), str(log)]) + "\n")
@@ -72,16 +72,15 @@ class Forked:
 
 
 def _serve(argv: list[str], environment: dict[str, str], log: str) -> None:
-    from megarl.engine.server.server import main
-
+    sys.argv = argv[argv.index("-m") + 1 :]
+    module = importlib.import_module(sys.argv[0])
     os.setsid()
     with open(log, "ab") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.update(environment)
-    sys.argv = argv[argv.index("-m") + 1 :]
-    main()
+    module.main()
 
 
 PRELOAD = (

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from math import gcd
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 
 from megarl.core.errors import ConfigError, PlanError, WeightSyncError
 from megarl.engine.sync.shared import SharedMemorySender, memory_file
-from megarl.weights.reshard import boxes
+from megarl.ops import slice_digest
+from megarl.weights.reshard import boxes, execute
 from megarl.weights.reshard.execute import (
     HEADER,
     NO_ROOM,
@@ -116,6 +118,58 @@ def engine_digests(plan: ReshardPlan, got: list[Tensors]) -> Digests:
         for rank, tensors in enumerate(got)
         for tensor, value in digests_of(plan.destination, rank, tensors.__getitem__).items()
     }
+
+
+class Nowhere:
+    """Transport of a sender whose receivers are not there."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+
+    def allocate(self, nbytes: int, /) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def isend(self, message: torch.Tensor, rank: int, /) -> Nowhere:
+        self.sent += len(message) - HEADER
+        return self
+
+    def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor], /) -> Arrival:
+        raise AssertionError("trainer ranks only send")
+
+    def wait(self) -> None:
+        """Nothing is on its way."""
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one plan", "a plan for each"])
+def test_a_slice_is_digested_once_whatever_the_number_of_replicas(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas in one plan, and those that take weights one after another."""
+    config = qwen3_config()
+    source, shards = megatron_layout(config, MegatronGrid(2)), megatron_grid(config, random_hf(config), 2, 1, 1)
+    digested: list[int] = []
+
+    def counted(x: torch.Tensor, **where: Any) -> int:
+        digested.append(x.numel())
+        return slice_digest(x, **where)
+
+    monkeypatch.setattr(execute, "slice_digest", counted)
+
+    def sent_to(replicas: int) -> tuple[int, Digests]:
+        """Bytes that both trainer ranks have sent, and their digests."""
+        plan, nowhere, found = build_plan(source, vllm_layout(config, 2, 1 if apart else replicas)), Nowhere(), []
+        for rank, tensors in enumerate(shards):
+            digested.clear()
+            known: dict[Any, int] = {}
+            for _ in range(replicas if apart else 1):
+                sent = send(plan, rank, tensors, nowhere, dtype=FP32, bucket_bytes=256, known=known)
+            found.append(sent)
+            assert len(digested) == len(known) > 0
+        return nowhere.sent, merge(found)
+
+    once, first = sent_to(1)
+    fourfold, found = sent_to(4)
+    assert fourfold == 4 * once
+    replicas = 1 if apart else 4
+    assert found == {(2 * r + dst, tensor): n for (dst, tensor), n in first.items() for r in range(replicas)}
 
 
 @fast

@@ -39,7 +39,7 @@ class SyncConfig:
     engine after another, whose running requests go on with the new weights (docs/asynchrony.md)."""
     probe_tolerance: Positive | None = None
     """Largest log-prob difference that the probe text may show, and largest mean of those of tokens decoded after it,
-    in multiples of max(1, |log-prob|); None takes 1e-3 for float32 and 0.05 for bfloat16."""
+    in multiples of max(1, |log-prob|); None takes 1e-4 for float32 and 0.05 for bfloat16."""
 
 
 @dataclass(frozen=True)

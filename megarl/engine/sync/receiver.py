@@ -17,6 +17,7 @@ from megarl import ops
 from megarl.core.errors import WeightSyncError
 from megarl.core.machine import trim_memory
 from megarl.engine.client.control import FAILURE
+from megarl.engine.sync.addresses import Address, addresses_of, check_addresses
 from megarl.engine.sync.files import compare_with_files, piece_digests, read_files
 from megarl.engine.sync.link import Link, LinkAddress, join, open_store
 from megarl.engine.sync.shared import Places, SharedMemoryReceiver, machine, unpin
@@ -24,7 +25,7 @@ from megarl.engine.sync.sleep import WHAT, Sleeper, What, sleeper_of
 from megarl.engine.sync.writer import LocalTensor, SliceWriter
 from megarl.weights.checkpoint.formats.hf import read_hf_config
 from megarl.weights.reshard import boxes
-from megarl.weights.reshard.execute import digests_of, receive, wire_dtype
+from megarl.weights.reshard.execute import digests_of, receive, wire_dtype, zero_padded
 from megarl.weights.reshard.layouts import Layout, MegatronGrid, megatron_layout, vllm_layout
 from megarl.weights.reshard.plan import build_plan
 
@@ -116,6 +117,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     """Failure of the last step, until it has been asked for."""
     sleeper: Sleeper | None = None
     """None until the worker sleeps for the first time."""
+    addresses: dict[str, Address] | None = None
+    """Addresses of the model's tensors, from the first update on; None after a wake that may have moved them."""
 
     def agree(self, info: InitInfo) -> None:
         """Builds the plan and checks that it is the trainer's; apart from joining, so that a difference shows at once.
@@ -180,6 +183,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def start_weight_update(self) -> None:
         self._require_weights("start_weight_update")
         assert self._writer is not None, "no trainer: megarl_agree comes before start_weight_update"
+        if self.addresses is None:
+            self.addresses = addresses_of(self.model)
         with torch.device(self.device), torch.no_grad():
             self._writer.start()
 
@@ -216,14 +221,20 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         with torch.device(self.device), torch.no_grad():
             self._writer.finish()
         trim_memory()  # unpacked layers and buckets: 250 MiB of an engine with 100M parameters
+        assert self.addresses is not None, "start_weight_update comes before finish_weight_update"
+        check_addresses(self.addresses, addresses_of(self.model))
 
     def digests(self) -> dict[str, int]:
-        """Logical tensor -> digest of this worker's part of it, read back from what the model computes with."""
+        """Logical tensor -> digest of this worker's part of it, read back from what the model computes with. Raises
+        WeightsDiffer where padding is not zero."""
         self._require_weights("megarl_digests")
         assert self._writer is not None, "no trainer: megarl_agree comes before megarl_digests"
         with torch.device(self.device), torch.no_grad():
+            read, check_rest = zero_padded(self._layout, self._rank, self._writer.computed_with)
             # One tensor at a time is unpacked; its pieces follow each other.
-            return digests_of(self._layout, self._rank, lru_cache(maxsize=1)(self._writer.computed_with))
+            found = digests_of(self._layout, self._rank, lru_cache(maxsize=1)(read))
+            check_rest()
+            return found
 
     def check_files(self) -> int:
         """Compare what the model computes with with the files that it was loaded from; return the number of elements.
@@ -332,7 +343,10 @@ class WorkerExtension:
         """Take the memory of ``what`` again; ``Sleeper.wake``."""
         if what not in WHAT:
             raise WeightSyncError(f"megarl_wake takes one of {', '.join(WHAT)}, not {what!r}")
-        return self._sleeper().wake(what)
+        sleeper = self._sleeper()
+        if what in sleeper.asleep and sleeper.moves:
+            self.weight_transfer_engine.addresses = None
+        return sleeper.wake(what)
 
     def _sleeper(self) -> Sleeper:
         receiver = self.weight_transfer_engine

@@ -19,18 +19,19 @@ from vllm.platforms import current_platform
 
 from megarl.core.errors import WeightSyncError
 from megarl.core.machine import resident_bytes, trim_memory
+from megarl.engine.sync.addresses import LATENT
 
 What = Literal["weights", "kv_cache"]
 """Memory that sleeps; vLLM's names."""
 WHAT: tuple[What, ...] = get_args(What)
-_LATENT = frozenset(("W_UV", "W_UK_T"))
-"""Matrices that latent attention makes from ``kv_b_proj`` at the end of every update."""
 
 
 class Sleeper(Protocol):
     """One worker's memory, asleep or awake."""
 
     asleep: set[What]
+    moves: bool
+    """True if memory that wakes may have another address."""
 
     def sleep(self) -> dict[str, int]:
         """Free all that is awake. Returns the bytes ``freed`` and the process's resident bytes, ``rss``."""
@@ -49,6 +50,8 @@ def sleeper_of(worker: Any) -> Sleeper:
 
 class HostSleeper:
     """Memory of a worker on CPU. Bytes are differences of the process's resident memory."""
+
+    moves = True
 
     def __init__(self, worker: Any) -> None:
         self.asleep: set[What] = set()
@@ -90,8 +93,11 @@ class DeviceSleeper:
     Level 2 discards weights and KV cache, and copies the model's buffers to host memory until the weights wake. Only
     memory of vLLM's pool goes: the engine must be started with ``--enable-sleep-mode``. vLLM's engine core pauses
     scheduling and resets its caches before a sleep; ``EngineControl.sleep`` does that here, and the core does not
-    learn of the sleep. So its dummy batches, which only data-parallel engines run, would fail.
+    learn of the sleep. So its dummy batches, which only data-parallel engines run, would fail. Memory that wakes has
+    the address that it had.
     """
+
+    moves = False
 
     def __init__(self, worker: Any) -> None:
         self.asleep: set[What] = set()
@@ -125,9 +131,7 @@ def _weights(model: nn.Module) -> Iterator[torch.Tensor]:
     """Parameters that every update writes or makes; those that vLLM put aside in an update that ended midway, too."""
     for module in model.modules():
         info = get_layerwise_info(module)
-        names = (
-            info.restore_metadata[0].keys() | SKIP_TENSORS | (_LATENT if isinstance(module, MLAAttention) else set())
-        )
+        names = info.restore_metadata[0].keys() | SKIP_TENSORS | (LATENT if isinstance(module, MLAAttention) else set())
         aside = {} if info.kernel_tensors is None else info.kernel_tensors[0]
         for name, parameter in (*module.named_parameters(recurse=False), *aside.items()):
             if name in names and not parameter.is_meta:

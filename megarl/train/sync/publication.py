@@ -15,6 +15,7 @@ from typing import Literal
 
 from megarl.core.errors import WeightsDiffer, WeightSyncError
 from megarl.core.schema import WeightsVersion
+from megarl.engine.client.control import EngineState
 from megarl.engine.client.probe import Probed, ProbeText
 from megarl.train.sync.fleet import EngineFleet, failures, results
 from megarl.train.sync.messages import RankMessages
@@ -113,6 +114,7 @@ class Publication:
         ]
         self._fleet.each(lambda i, engine: engine.finish(str(self._version)))
         self._fleet.each(lambda i, engine: engine.reset_prefix_cache(running=pause == "keep"))
+        self._fleet.each(lambda i, engine: self._check_version(engine.state()))
         clock.append(time.monotonic())
         count = self._prove(sent)
         clock.append(time.monotonic())
@@ -147,6 +149,11 @@ class Publication:
                 raise _kind(error)("; ".join([str(error), *failures(updating)])) from error
             results(updating)
         return sent
+
+    def _check_version(self, state: EngineState) -> None:
+        """Raise WeightSyncError where an engine names its weights otherwise than they were published."""
+        if state.version != str(self._version):
+            raise WeightSyncError(f"the engine has version {state.version} after the update to {self._version}")
 
     def _prove(self, sent: Sequence[Digests]) -> int:
         """Compare what was sent with what every worker computes with; return the number of digests."""

@@ -21,7 +21,7 @@ from megarl.train.sync.connection import EngineConnection, with_timeout
 from megarl.train.sync.kept import KeptEngines
 from megarl.train.sync.parts import Part
 from megarl.train.sync.publication import Pause, Publication, SyncReport
-from megarl.weights.reshard.execute import Digests, bytes_of, send
+from megarl.weights.reshard.execute import Digests, SliceDigests, bytes_of, send
 
 AWAIT_S = 0.2
 """Least seconds between two looks for engines of other programs."""
@@ -70,9 +70,10 @@ class WeightPublisher(EngineConnection):
         self._count += 1
         topic, reports = f"publish/{self._generation}.{self._count}", []
         failure: WeightSyncError | None = None
+        known: SliceDigests = {}
         try:
             for part in self._parts_behind(topic, version):
-                send = partial(self._send, part, tensors, written)
+                send = partial(self._send, part, tensors, written, known)
                 try:
                     reports.append(self._publish_to(part, topic, version, send, abort, probe))
                 except WeightSyncError as error:
@@ -201,13 +202,18 @@ class WeightPublisher(EngineConnection):
         if self._rank == 0 and rollout.placement == "colocated" and rollout.offload == "sleep":
             self._fleet.each(lambda i, engine: engine.wake(what))
 
-    def _send(self, part: Part, tensors: Mapping[str, torch.Tensor], written: Mapping[str, int]) -> Digests:
+    def _send(
+        self, part: Part, tensors: Mapping[str, torch.Tensor], written: Mapping[str, int], known: SliceDigests
+    ) -> Digests:
         assert self.transport is not None and self._sender is not None
         bucket, transport = self._config.sync.bucket_bytes, part.transport(self.transport)
         try:
             check_written(tensors, written)
-            digests = send(part.plan, self._rank, tensors, transport, dtype=self._dtype, bucket_bytes=bucket)
+            digests = send(
+                part.plan, self._rank, tensors, transport, dtype=self._dtype, bucket_bytes=bucket, known=known
+            )
             self._sender.finish()
+            check_written(tensors, written)  # they were sent from memory that an update must not change meanwhile
             return digests
         except BaseException as error:
             clear_frames(error.__traceback__)  # they hold sends under way, which would keep the link open

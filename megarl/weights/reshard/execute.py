@@ -33,6 +33,8 @@ from megarl.weights.reshard.layout import Layout
 from megarl.weights.reshard.plan import Move, RankPair, ReshardPlan
 from megarl.weights.reshard.wants import Kind
 
+SliceDigests = dict[tuple[str, str, Box], int]
+"""(local tensor, logical tensor, elements) -> checksum of a slice that one rank sends in a publication."""
 Digests = dict[tuple[int, str], int]
 """(destination rank, logical tensor) -> 64-bit checksum of that rank's elements; partial sums of several senders
 add."""
@@ -233,15 +235,17 @@ def send(
     *,
     dtype: torch.dtype,
     bucket_bytes: int,
+    known: SliceDigests | None = None,
 ) -> Digests:
     """Send everything that source rank ``rank`` has to send, cast to ``dtype`` (or what a tensor keeps of its own).
 
     ``tensors``: local name -> tensor, as the source layout names and shapes them; any float dtype and device. Returns
         the
-    digests of what was sent, after the cast. Raises PlanError when ``tensors`` are not the layout's.
+    digests of what was sent, after the cast. ``known``: digests of slices that the same publication has sent to others,
+    which are not computed again; those of this call are added. Raises PlanError when ``tensors`` are not the layout's.
     """
     _check_tensors(plan.source, rank, tensors)
-    outgoing = _Outgoing(plan, tensors, transport, _buckets_from(plan, rank, bucket_bytes, dtype))
+    outgoing = _Outgoing(plan, tensors, transport, _buckets_from(plan, rank, bucket_bytes, dtype), known)
     for bucket in outgoing.buckets:
         outgoing.send(bucket)
     return outgoing.finish()
@@ -311,11 +315,21 @@ def _ignore(local: str, numel: int) -> None:
 
 
 class _Outgoing:
-    """The sending half: two buffers that take turns, and the digests of what went through them."""
+    """The sending half: two buffers that take turns, and the digests of what went through them.
+
+    A slice that goes to several ranks, as to replicas, is packed for each and digested once: a copy that is another
+    shows where it arrives.
+    """
 
     def __init__(
-        self, plan: ReshardPlan, tensors: Mapping[str, torch.Tensor], transport: Transport, buckets: Sequence[Bucket]
+        self,
+        plan: ReshardPlan,
+        tensors: Mapping[str, torch.Tensor],
+        transport: Transport,
+        buckets: Sequence[Bucket],
+        known: SliceDigests | None = None,
     ) -> None:
+        self.known: SliceDigests = {} if known is None else known
         self.buckets = buckets
         size = HEADER + max((bucket.nbytes for bucket in buckets), default=0)
         with memory_for(size):
@@ -339,9 +353,15 @@ class _Outgoing:
             view = _view(flat[HEADER:], slice_)
             view.copy_(_slice(self.tensors[slice_.move.src_local], slice_, slice_.move.src_at))
             key = (bucket.link.dst, slice_.move.tensor)
-            partial = slice_digest(view, start=boxes.start_of(slice_.box), shape=self.shapes[slice_.move.tensor])
-            self.digests[key] = (self.digests[key] + partial) % _MODULUS
+            self.digests[key] = (self.digests[key] + self._digest(view, slice_)) % _MODULUS
         return flat
+
+    def _digest(self, view: torch.Tensor, slice_: BucketSlice) -> int:
+        tensor = slice_.move.tensor
+        key = (slice_.move.src_local, tensor, slice_.box)
+        if key not in self.known:
+            self.known[key] = slice_digest(view, start=boxes.start_of(slice_.box), shape=self.shapes[tensor])
+        return self.known[key]
 
     def send(self, bucket: Bucket) -> None:
         flat = self.pack(bucket)
@@ -479,6 +499,33 @@ def _check_tensors(layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor
                 f"{local} on rank {rank} of {layout.name} must have shape {shape}, found {found}; build model and "
                 "layout from the same config.json, grid and vocabulary padding"
             )
+
+
+def zero_padded(
+    layout: Layout, rank: int, read: Callable[[str], torch.Tensor]
+) -> tuple[Callable[[str], torch.Tensor], Callable[[], None]]:
+    """Check the padding of local tensors, which no digest covers, as they are read.
+
+    Returns:
+        ``read`` with the check, which raises WeightsDiffer where padding is not zero, and a function that checks the
+        tensors that were not read.
+    """
+    padding: dict[str, list[Box]] = defaultdict(list)
+    for pad in layout.padding(rank):
+        padding[pad.local].append(pad.box)
+
+    def checked(local: str) -> torch.Tensor:
+        value = read(local)
+        for box in padding.pop(local, ()):
+            if value[boxes.index_of(boxes.start_of(box), boxes.shape_of(box))].any():
+                raise WeightsDiffer(f"the padding of {local} at {box} is not zero after the sync: it was not written")
+        return value
+
+    def check_rest() -> None:
+        for local in list(padding):
+            checked(local)
+
+    return checked, check_rest
 
 
 def digests_of(layout: Layout, rank: int, read: Callable[[str], torch.Tensor]) -> dict[str, int]:
