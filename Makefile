@@ -7,7 +7,7 @@ ARGS   ?=
 TESTS  ?=
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: train test quick check bench soak faults parity learning doctor clean
+.PHONY: train test quick check bench soak compat faults parity learning doctor clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.installed
@@ -31,6 +31,9 @@ quick: check  ## while one works: format, lint, types and the fast unit tests
 soak: $(VENV)/.installed  ## what is too long for `make test`; resumable; docs/soak.md
 	$(PY) -m tests.soaks $(ARGS)
 
+compat: .compat/.installed  ## the tests with Megatron-Core 0.19 on Python 3.12; resumable; docs/compat.md
+	.compat/bin/python -m tests.compat $(ARGS)
+
 faults: $(VENV)/.installed  ## do faults to running jobs, about ten minutes; the table of docs/faults.md
 	$(PY) -m tests.system.fault_table $(ARGS)
 
@@ -53,6 +56,16 @@ $(VENV)/.requirements: tools/requirements-cpu.txt
 
 $(VENV)/.installed: $(VENV)/.requirements $(SOURCES)
 	$(PY) -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+# The lock with another Megatron-Core. torch is that of the package index: the CPU build has no wheel for each Python.
+COMPAT_PYTHON ?= python3.12
+.compat/.installed: tools/requirements-cpu.txt $(SOURCES)
+	test -x .compat/bin/python || $(COMPAT_PYTHON) -m venv .compat
+	sed 's/^megatron-core==.*/megatron-core==0.19.2/; /^torch==/d' $< > .compat/requirements.txt
+	.compat/bin/python -m pip install -q --disable-pip-version-check $$(sed -n 's/^\(torch==[0-9.]*\).*/\1/p' $<)
+	.compat/bin/python -m pip install -q --disable-pip-version-check --no-deps -r .compat/requirements.txt
+	.compat/bin/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
 clean:

@@ -1,10 +1,11 @@
-"""Private parts of Megatron-Core 0.16 that megarl uses; the patches for a CPU are in ``learn/parallel/cpu.py``.
+"""Private parts of Megatron-Core that megarl uses; the patches for a CPU are in ``learn/parallel/cpu.py``.
 
-Another version of Megatron-Core is met here. Imports it inside the functions: most of ``weights/`` works without.
+Versions 0.16.1 and 0.19.2 are met here. Imports it inside the functions: most of ``weights/`` works without.
 """
 
 from __future__ import annotations
 
+import inspect
 import queue
 from typing import Any
 
@@ -50,6 +51,23 @@ def keep_float32_bias(router: Any) -> None:
     """Put a router's bias of experts back to float32, where it has one."""
     if hasattr(router, "_maintain_float32_expert_bias"):
         router._maintain_float32_expert_bias()
+
+
+def own_writer() -> dict[str, Any]:
+    """Arguments of ``dist_checkpointing.save`` by which Megatron-Core's own writer makes the request: later versions
+    take that of nvidia-resiliency-ext, where it is installed."""
+    from megatron.core import dist_checkpointing
+
+    known = inspect.signature(dist_checkpointing.save).parameters
+    return {"async_strategy": "mcore"} if "async_strategy" in known else {}
+
+
+def common_writers() -> list[tuple[Any, str]]:
+    """(owner, name) of what writes the common state into a file of its own; later versions keep it among the data."""
+    from megatron.core.dist_checkpointing.strategies import common
+
+    strategy = getattr(common, "TorchCommonSaveStrategy", None)
+    return [] if strategy is None else [(strategy, "save_common")]
 
 
 def put_results_queue(results: queue.SimpleQueue[Any]) -> None:

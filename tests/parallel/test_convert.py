@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,9 @@ def load_mtp(rank: int, hf: str, meg: str) -> list[str]:
     return [name for name, tensor in tensors.items() if not torch.equal(tensor, expected[name])]
 
 
+@pytest.mark.skipif(
+    not version("megatron-core").startswith("0.16"), reason="Megatron-Core names prediction layers otherwise since 0.17"
+)
 def test_megatron_loads_prediction_layers(tmp_path: Path) -> None:
     save("deepseek_v3", tmp_path / "plain")
     config = read_hf_config(tmp_path / "plain") | {"num_nextn_predict_layers": 1}

@@ -295,7 +295,7 @@ def without_point(rank: int, path: str, parallel: ParallelConfig, point: str) ->
 
 
 NEEDED = {
-    "_absent_transformer_engine": ("deepseek_v3", ParallelConfig(), "must be a type"),
+    "_absent_transformer_engine": ("deepseek_v3", ParallelConfig(), "must be a type|Unsupported linear_q_down_proj"),
     "_expert_counts_on_host": ("mixtral", ParallelConfig(dp=2, ep=2), "incompatible function arguments"),
     "_uneven_shares": ("mixtral", ALL_GRIDS["tp2dp2ep2-etp2"], "invalid tensor size"),
 }

@@ -1,29 +1,29 @@
-"""The page of ``make soak``: what ran, at which commit, and how it ended."""
+"""The pages of ``make soak`` and ``make compat``: what ran, at which commit, and how it ended."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.soaks import PAGE, PARTS, last_words, table, with_table
+from tests.compat import COMPAT
+from tests.parts import ROOT, Parts, last_words
+from tests.soaks import SOAKS
 
 LINE = {"command": "c", "result": "3 passed", "minutes": "2", "commit": "abc", "date": "2026-11-24", "status": "0"}
 
 
 def test_a_part_has_one_line_in_the_order_of_the_parts() -> None:
     found = {"kills": {**LINE, "result": "9 runs"}, "grids": LINE}
-    lines = table(found).splitlines()
+    lines = SOAKS.table(found).splitlines()
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| grids", "| kills"]
     assert lines[3] == "| kills | `c` | 9 runs | 2 | abc | 2026-11-24 |"
 
 
 def test_the_table_is_replaced_and_the_text_around_it_stays() -> None:
-    page = with_table(PAGE.read_text() + "more\n", {"grids": LINE})
-    assert page == with_table(page, {"grids": LINE}) and page.endswith("more\n")
-    assert with_table(page, {}).count("3 passed") == 0 and page.count("3 passed") == 1
+    page = SOAKS.with_table(SOAKS.page.read_text() + "more\n", {"grids": LINE})
+    assert page == SOAKS.with_table(page, {"grids": LINE}) and page.endswith("more\n")
+    assert SOAKS.with_table(page, {}).count("3 passed") == 0 and page.count("3 passed") == 1
     with pytest.raises(ValueError, match="no <!-- begin"):
-        with_table("# Soak\n", {})
+        SOAKS.with_table("# Soak\n", {})
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,9 @@ def test_a_part_is_told_by_its_counts_or_its_last_line(output: str, words: str) 
     assert last_words(output) == words
 
 
-def test_the_parts_are_there() -> None:
-    for command in PARTS.values():
+@pytest.mark.parametrize("parts", [SOAKS, COMPAT], ids=lambda parts: parts.name)
+def test_the_parts_are_there(parts: Parts) -> None:
+    for command in parts.commands.values():
         for word in command:
-            assert not word.endswith(".py") or Path(PAGE.parents[1], word).is_file()
+            assert not (word.startswith("tests/") or word.endswith(".py")) or (ROOT / word).exists()
+    assert "|---|" in parts.with_table(parts.page.read_text(), {})

@@ -1,6 +1,6 @@
 """Rotary position embedding of packed sequences, with tables that all layers of a micro-batch share.
 
-Megatron-Core 0.16 cuts the table in each layer, for queries and for keys, sequence by sequence, and takes its
+Megatron-Core cuts the table in each layer, for queries and for keys, sequence by sequence, and takes its
 sines again. Its lengths come from the device each time. Here that is done once for each forward pass.
 
 Shape legend: t tokens of packed sequences on this rank, h heads of this rank, d width of a head, r width that rotates.
@@ -34,6 +34,7 @@ def rotate_packed(
     multi_latent_attention: bool = False,
     mscale: float = 1.0,
     cp_group: Any = None,
+    mla_rotary_interleaved: bool = False,
 ) -> torch.Tensor:
     """Rotate by each token's position in its own sequence (RoPE, arXiv:2104.09864); the bits are Megatron's.
 
@@ -45,6 +46,7 @@ def rotate_packed(
         multi_latent_attention: Pairs are neighbours in ``t`` and halves in the result.
         mscale: Factor of both tables (YaRN).
         cp_group: Context-parallel group; a rank has the two zigzag chunks of each sequence.
+        mla_rotary_interleaved: Name of ``multi_latent_attention`` in 0.19.
 
     Returns:
         [t, h, d].
@@ -52,7 +54,7 @@ def rotate_packed(
     cos, sin = _tables(cu_seqlens, freqs, mscale, t.dtype, cp_group)
     width = freqs.shape[-1]
     t, rest = t[..., :width], t[..., width:]
-    if multi_latent_attention:
+    if multi_latent_attention or mla_rotary_interleaved:
         t = torch.cat((t[..., 0::2], t[..., 1::2]), dim=-1)
     t = t * cos + _rotated_half(t, rotary_interleaved) * sin
     return torch.cat((t, rest), dim=-1) if rest.shape[-1] else t

@@ -1,4 +1,4 @@
-"""Meets what Megatron-Core 0.16 assumes about CUDA, and about TransformerEngine and apex, when there is none.
+"""Meets what Megatron-Core (0.16.1, 0.19.2) assumes about CUDA, TransformerEngine and apex, where there is none.
 
 On a CPU nothing of TransformerEngine or apex computes, installed or not. On a GPU only ``ON_EVERY_DEVICE`` is
 installed: these two look for themselves whether the packages are there, and leave them alone.
@@ -220,14 +220,16 @@ def _local_implementations() -> None:
 
 
 def _absent_transformer_engine() -> None:
-    """Without TransformerEngine one module takes its placeholder for the real one, and another forgets to define a
-    name."""
+    """Without TransformerEngine one module takes its placeholder for the real one, in 0.19 lacks the linear that its
+    layers may have, and another forgets to define a name."""
     from megatron.core.extensions import transformer_engine
+    from megatron.core.post_training.modelopt.layers import Linear
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
     if not transformer_engine.HAVE_TE:
         multi_latent_attention.HAVE_TE = False
+        multi_latent_attention.Linear = Linear
         moe_utils.te_general_gemm = None
 
 

@@ -18,7 +18,7 @@ from megarl.learn import algorithms
 from megarl.learn.parallel.grid import ROLES
 from megarl.run.run_dir.changes import Change, changes_since_last_start, described, has_checkpoints, is_in, listed
 from megarl.run.run_dir.owner import run_id
-from megarl.weights.checkpoint.formats.dist import COMMON, DistFiles
+from megarl.weights.checkpoint.formats.dist import COMMON, DistFiles, keeps_common_state
 from megarl.weights.checkpoint.formats.hf_source import HF_FOLDER
 from megarl.weights.checkpoint.training.disk_space import writing
 from megarl.weights.checkpoint.training.manifest import (
@@ -182,7 +182,7 @@ def _fault(checkpoint: Path, digests: bool, stopping: Callable[[], bool]) -> str
             DistFiles(checkpoint / model).close()
     except (CheckpointError, OSError) as error:
         return str(error)
-    commons = [checkpoint / model / COMMON for model in sorted(models)]
+    commons = [path / COMMON for model in sorted(models) if not keeps_common_state(path := checkpoint / model)]
     broken = [str(common) for common in commons if not zipfile.is_zipfile(common)]
     return f"{broken[0]} is missing or not whole" if broken else None
 

@@ -1,10 +1,10 @@
 """Megatron-Core's dist_checkpointing format (``torch_dist``), read slice by slice, without Megatron and without a
 model.
 
-A directory has ``metadata.json`` (the format's name), ``common.pt`` (not needed here), ``.metadata`` (a pickle of
-``torch.distributed.checkpoint.metadata.Metadata``: key -> global shape, dtype, chunks, and where each chunk lies) and
-``*.distcp``, in which every chunk is what ``torch.save`` writes for one tensor: a zip archive whose ``data/0`` are the
-elements.
+A directory has ``metadata.json`` (the format's name), ``common.pt`` (not needed here; Megatron-Core 0.19 writes none),
+``.metadata`` (a pickle of ``torch.distributed.checkpoint.metadata.Metadata``: key -> global shape, dtype, chunks, and
+where each chunk lies) and ``*.distcp``, in which every chunk is what ``torch.save`` writes for one tensor: a zip archive
+whose ``data/0`` are the elements.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from megarl.weights.reshard.boxes import Box, Shape
 METADATA = ".metadata"
 CONFIG = "metadata.json"
 COMMON = "common.pt"
+COMMON_KEY = "common_state/"
+"""Begin of the key of an object with the common state."""
 STORAGES = {
     "FloatStorage": torch.float32,
     "BFloat16Storage": torch.bfloat16,
@@ -279,18 +281,9 @@ def read_metadata(path: Path) -> dict[str, Stored]:
                 f"{config} has sharded_backend={backend!r}, expected 'torch_dist'; save the checkpoint in that format "
                 "(Megatron: --ckpt-format torch_dist)"
             )
-    try:
-        with (path / METADATA).open("rb") as stream:
-            metadata = _MetadataUnpickler(stream).load()
-        described, stored = metadata.state_dict_metadata, metadata.storage_data.items()
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{path} has no {METADATA}; give the directory that Megatron's dist_checkpointing wrote"
-        ) from error
-    except _DAMAGED as error:
-        raise CheckpointError(f"{path / METADATA} cannot be read ({error}); copy the checkpoint again") from error
+    described, stored = _unpickled(path)
     places: dict[str, dict[Shape, Any]] = defaultdict(dict)
-    for index, info in stored:
+    for index, info in stored.items():
         if index.offset is not None:
             places[index.fqn][tuple(index.offset)] = info
     tensors: dict[str, Stored] = {}
@@ -309,6 +302,26 @@ def read_metadata(path: Path) -> dict[str, Stored]:
             chunks.append(Chunk(box, str(info.relative_path), info.offset, info.length))
         tensors[key] = Stored(value.properties.dtype, tuple(value.size), tuple(chunks))
     return tensors
+
+
+def keeps_common_state(path: Path) -> bool:
+    """Return True if the common state lies among the data (Megatron-Core 0.19), not in ``common.pt``. Raises
+    CheckpointError as ``read_metadata``."""
+    return any(key.startswith(COMMON_KEY) for key in _unpickled(path)[0])
+
+
+def _unpickled(path: Path) -> tuple[Mapping[str, Any], Mapping[Any, Any]]:
+    """(key -> what it is, index of each part -> its place), by the metadata file."""
+    try:
+        with (path / METADATA).open("rb") as stream:
+            metadata = _MetadataUnpickler(stream).load()
+        return metadata.state_dict_metadata, metadata.storage_data
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} has no {METADATA}; give the directory that Megatron's dist_checkpointing wrote"
+        ) from error
+    except _DAMAGED as error:
+        raise CheckpointError(f"{path / METADATA} cannot be read ({error}); copy the checkpoint again") from error
 
 
 class _Unused:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megarl.core.errors import CheckpointError, JobError
 from megarl.weights.checkpoint.training import disk_space as disk
+from megarl.weights.megatron_private import common_writers
 
 T = TypeVar("T")
 
@@ -48,14 +49,9 @@ class SmallFiles:
     def written(self) -> Iterator[None]:
         """Within it errors of these files are kept."""
         from megatron.core.dist_checkpointing import serialization
-        from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
         from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-        writers = (
-            (TorchCommonSaveStrategy, "save_common"),
-            (FileSystemWriterAsync, "finish"),
-            (serialization, "save_config"),
-        )
+        writers = (*common_writers(), (FileSystemWriterAsync, "finish"), (serialization, "save_config"))
         with ExitStack() as stack:
             for owner, name in writers:
                 write = getattr(owner, name)

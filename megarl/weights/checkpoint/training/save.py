@@ -34,7 +34,7 @@ from megarl.weights.checkpoint.training.manifest import (
 )
 from megarl.weights.checkpoint.training.rank_0 import SmallFiles, on_rank_0
 from megarl.weights.checkpoint.training.writer import PendingWrite
-from megarl.weights.megatron_private import put_results_queue
+from megarl.weights.megatron_private import own_writer, put_results_queue
 
 
 @dataclass(frozen=True)
@@ -333,7 +333,7 @@ def _request(folder: Path, part: CheckpointedModel) -> _Request:
         True,
     )
     found = dist_checkpointing.save(
-        sharded_state(part, is_loading=False), str(folder), strategy, async_sharded_save=True
+        sharded_state(part, is_loading=False), str(folder), strategy, async_sharded_save=True, **own_writer()
     )
     assert found is not None, "an asynchronous save returns what is to be done"
     if found.async_fn is None:
