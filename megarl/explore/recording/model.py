@@ -166,12 +166,11 @@ class RolloutModel(RecordedTurns):
         where the template has no place for such a message, ValueError where the images do not fit the texts.
         """
         assert self.turns[-1].author == "model", "a message follows a response"
+        if not self.takes_images(images, -1):
+            self.truncate()
+            return None
         messages = messages_of(role or ROLES.get(author, author), placed(texts, images))
-        if images:
-            if not self.takes_images(images, -1):
-                self.truncate()
-                return None
-            messages = with_parts(messages)
+        messages = with_parts(messages) if images else messages
         rendered = render_turns(self._tokenizer, messages, self._claim.task.chat_template_kwargs)
         token_ids = turn_ids(self._tokenizer, rendered, int(self.turns[-1].token_ids[-1]))
         if self.length_of(token_ids, images) >= self.room:

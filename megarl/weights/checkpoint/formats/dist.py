@@ -3,8 +3,8 @@ model.
 
 A directory has ``metadata.json`` (the format's name), ``common.pt`` (not needed here; Megatron-Core 0.19 writes none),
 ``.metadata`` (a pickle of ``torch.distributed.checkpoint.metadata.Metadata``: key -> global shape, dtype, chunks, and
-where each chunk lies) and ``*.distcp``, in which every chunk is what ``torch.save`` writes for one tensor: a zip archive
-whose ``data/0`` are the elements.
+where each chunk lies) and ``*.distcp``, in which every chunk is what ``torch.save`` writes for one tensor: a zip
+archive whose ``data/0`` are the elements.
 """
 
 from __future__ import annotations
