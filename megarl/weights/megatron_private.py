@@ -5,6 +5,7 @@ Versions 0.16.1 and 0.19.2 are met here. Imports it inside the functions: most o
 
 from __future__ import annotations
 
+import functools
 import inspect
 import queue
 from typing import Any
@@ -68,6 +69,13 @@ def common_writers() -> list[tuple[Any, str]]:
 
     strategy = getattr(common, "TorchCommonSaveStrategy", None)
     return [] if strategy is None else [(strategy, "save_common")]
+
+
+def submodules_of(spec: Any, module: type) -> Any:
+    """Submodules of a spec that makes ``module``, else None: a ModuleSpec, in 0.19 a partial of the class."""
+    if isinstance(spec, functools.partial):
+        return spec.keywords["submodules"] if spec.func is module else None
+    return spec.submodules if spec.module is module else None
 
 
 def put_results_queue(results: queue.SimpleQueue[Any]) -> None:

@@ -32,6 +32,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megarl.core.config.schema import RouterConfig
 from megarl.core.metrics import Sums
+from megarl.weights.megatron_private import submodules_of
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,8 @@ class Router(TopKRouter):
 def balance(block: Any, settings: RouterConfig) -> None:
     """Put ``Router`` into the layers with experts of a TransformerBlockSubmodules."""
     for layer in block.layer_specs:
-        if layer.submodules.mlp.module is MoELayer:
-            layer.submodules.mlp.submodules.router = partial(Router, settings)
+        if (experts := submodules_of(layer.submodules.mlp, MoELayer)) is not None:
+            experts.router = partial(Router, settings)
 
 
 def install(stage: torch.nn.Module) -> None:

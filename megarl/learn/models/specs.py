@@ -59,7 +59,9 @@ def block_spec(config: Any, model: ModelConfig, vp_stage: int | None = None) -> 
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = CoreAttention
         if config.multi_latent_attention:
-            attention.q_layernorm = attention.kv_layernorm = RMSNorm
+            attention.kv_layernorm = RMSNorm
+            if config.q_lora_rank is not None:
+                attention.q_layernorm = RMSNorm
             # Whole on every rank, as under TransformerEngine. The local spec's own choice, cut and gathered again,
             # loses the gradient that the other ranks' heads have for the shared rotary key.
             attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
