@@ -84,13 +84,13 @@ class Parts:
         wanted = sys.argv[1:] or list(self.commands)
         if unknown := [part for part in wanted if part not in self.commands]:
             sys.exit(f"{unknown[0]}: no such part; there are {', '.join(self.commands)}")
-        commit = subprocess.run(
-            ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        commit = git("describe", "--always")
+        is_clean = not git("status", "--porcelain", "--", f":!docs/{self.name}.md")
+        commit += "" if is_clean else "-dirty"
         results = ROOT / "runs" / self.name / "parts.json"
         found: dict[str, dict[str, str]] = json.loads(results.read_text()) if results.is_file() else {}
         for part in wanted:
-            if found.get(part, {}).get("commit") == commit and found[part]["status"] == "0":
+            if is_clean and found.get(part, {}).get("commit") == commit and found[part]["status"] == "0":
                 print(f"{part}: passed at {commit} before")
                 continue
             found[part] = self.run(part, commit)
@@ -98,6 +98,10 @@ class Parts:
             results.write_text(json.dumps(found, indent=1))
             self.page.write_text(self.with_table(self.page.read_text(), found))
         return int(any(found[part]["status"] != "0" for part in wanted))
+
+
+def git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def last_words(output: str) -> str:

@@ -394,9 +394,12 @@ def file_digest(file: bytes) -> str:
     return hashlib.sha256(file).hexdigest()
 
 
-def digest_of(token_ids: np.ndarray) -> str:
-    """Digest of the tokens that a response follows."""
-    return hashlib.blake2b(np.ascontiguousarray(token_ids, "<i4").tobytes(), digest_size=8).hexdigest()
+def digest_of(token_ids: np.ndarray, images: Sequence[str] = ()) -> str:
+    """Digest of the tokens that a response follows, and of the images (their digests) that these have placeholders
+    for."""
+    found = hashlib.blake2b(np.ascontiguousarray(token_ids, "<i4").tobytes(), digest_size=8)
+    found.update("".join(images).encode())
+    return found.hexdigest()
 
 
 def line_of_turns(turns: Sequence[Turn], last: int) -> list[int]:

@@ -327,6 +327,8 @@ def test_rows_of_another_taskset_are_refused() -> None:
     options = {"env": {"taskset": {"id": "warmer"}}}
     fits = replace(task(), data_source="verifiers/warmer", extra_info={"index": 0})
     verifiers.Verifiers.check_row(fits, options)
+    paired = {"env": {"id": "best-of-n", "taskset": {"id": "warmer"}}}
+    verifiers.Verifiers.check_row(replace(fits, data_source="verifiers/best-of-n+warmer"), paired)
     for row in (replace(fits, data_source="verifiers/digit"), replace(fits, extra_info={})):
         with pytest.raises(DataError, match="is no row of 'verifiers/warmer'"):
             verifiers.Verifiers.check_row(row, options)

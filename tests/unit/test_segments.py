@@ -440,7 +440,8 @@ def test_a_group_that_is_whole_becomes_segments_where_its_weights_are_gone(store
         one = make_trajectory(claim, index)
         prompt, response = one.turns
         spans = (WeightsSpan(0, 3, VERSION), WeightsSpan(3, 4, later))
-        trajectories.append(replace(one, turns=(prompt, replace(response, spans=spans))))
+        ids = np.arange(len(prompt) + len(response) - 1, dtype=np.int8).reshape(-1, 1, 1)
+        trajectories.append(replace(one, turns=(prompt, replace(response, spans=spans, routing=ids))))
     assert store.put(claim, trajectories)
     store.discard_rollouts(1)
     store.record_live(VERSION)
@@ -450,6 +451,7 @@ def test_a_group_that_is_whole_becomes_segments_where_its_weights_are_gone(store
         prompt, response = trajectories[index].turns
         assert kept.context == digest_of(prompt.token_ids) and kept.finish_reason is None
         assert kept.token_ids.tolist() == response.token_ids.tolist()[:3] and (kept.turn, kept.start) == (0, 0)
+        assert kept.routing is not None and kept.routing.ravel().tolist() == list(range(len(prompt) + 3 - 1))
 
 
 def test_asking_again_forgets_segments(store: Store) -> None:
@@ -463,6 +465,18 @@ def test_segments_tile_a_response(claim: Claim) -> None:
     kept: list[Segment] = []
     asyncio.run(sampler(Tokens(17), claim, 5, kept).sample(ask()))
     assert all(a.start + len(a.token_ids) == b.start for a, b in pairwise(kept))
+
+
+def test_segments_after_another_image_are_not_taken(claim: Claim) -> None:
+    """Images of one size have the same tokens."""
+    kept: list[Segment] = []
+    asyncio.run(sampler(Tokens(8), claim, 4, kept).sample(replace(ask(), images=(b"one",))))
+    assert len(kept) == 2
+    for image, resumed in ((b"one", 8), (b"other", 0)):
+        counts = Counter[str]()
+        again = SegmentSampler(Tokens(8), claim, 0, LIMITS, 4, recording([]), None, counts, kept)
+        asyncio.run(again.sample(replace(ask(), images=(image,))))
+        assert counts["resumed_tokens"] == resumed and counts["replay_diverged"] == 8 - resumed
 
 
 @pytest.mark.parametrize("routed", [0, 2])

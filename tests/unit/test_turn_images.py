@@ -260,6 +260,15 @@ def test_an_openai_agent_sends_images(tokenizer: ChatTokenizer, processor: Proce
                 messages=[{"role": "user", "content": [uri(ONE)] * 5}],  # type: ignore[list-item, arg-type]
             )
         assert full.value.code == "context_length_exceeded" and "rollout.max_images" in str(full.value)
+        with pytest.raises(openai.BadRequestError, match="messages with 1025 images; send at most 1024"):
+            await client.chat.completions.create(
+                model="any",
+                messages=[{"role": "user", "content": [uri(ONE)] * 1025}],  # type: ignore[list-item, arg-type]
+            )
+        large = "x" * (64 * 2**20)
+        with pytest.raises(openai.BadRequestError) as error:
+            await client.chat.completions.create(model="any", messages=[{"role": "user", "content": large}])
+        assert error.value.code == "context_length_exceeded" and "more than 64 MiB" in str(error.value)
 
     serve(recorded, tokenizer, agent)
     found = kept(recorded)

@@ -323,6 +323,24 @@ def test_rows_that_are_not_trained_may_have_larger_images(job_of_images: Callabl
     assert len(job.check(kept)["train"].tasks) == 2
 
 
+def test_a_row_has_no_more_images_than_a_trajectory_may_have(job_of_images: Callable[..., Config]) -> None:
+    settings = ["rollout.max_images=1", "rollout.workflow=agent", "rollout.agent=mine.py"]
+    rows = {"train": [task(0), task(1, *images_of(2))]}
+    with pytest.raises(DataError, match=r"row 2 .* has 2 images, and rollout.max_images=1; raise it"):
+        vision.check_images(job_of_images(*settings, train=rows["train"], held_out=[task(0)]), VISION, rows)
+
+
+@pytest.mark.parametrize(("environment", "shows"), [("guess", False), ("gymnasium", True), ("mine.py", True)])
+def test_environments_that_may_show_images_are_known(tmp_path: Path, environment: str, shows: bool) -> None:
+    if environment.endswith(".py"):
+        environment = str(tmp_path / environment)
+        Path(environment).write_text("def make(task): ...\n")
+    kwargs = {"render_mode": "rgb_array"} if environment == "gymnasium" else {}
+    rollout = RolloutConfig(workflow="environment", environment=environment, options={"kwargs": kwargs})
+    assert vision._may_show(rollout) is shows
+    assert not vision._may_show(RolloutConfig(workflow="tools")) and vision._may_show(RolloutConfig(workflow="agent"))
+
+
 @pytest.fixture(scope="module")
 def scores(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A reward model of the family, with the actor's processor."""

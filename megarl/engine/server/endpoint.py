@@ -337,7 +337,8 @@ async def _answer(
         finished = outputs[-1]  # FINAL_ONLY: the one output is the finished sample
         progress.ended += len(finished.outputs[0].token_ids)
         record = _record(i, j, finished, expanded=seen is not None)
-        if isinstance(record, Completion) and prompt.routing_from is not None:
+        routed = prompt.routing_from is not None
+        if routed and isinstance(record, Completion) and record.finish_reason != "abort":
             record = replace(record, routing=_routing(progress.layers, finished.outputs[0].routed_experts))
         frames.put_nowait(encode(record))
     except Exception as error:

@@ -17,6 +17,8 @@ from megarl.explore.tasksets import chat_messages
 from megarl.explore.tasksets.images import size_of
 
 Content = str | list[dict[str, str]]
+MOST = 1024
+"""Most images of a request, the largest that ``rollout.max_images`` may be."""
 
 
 def content_of(content: Any, image_of: Callable[[Mapping[str, Any], str], str | None] | None = None) -> Content:
@@ -51,16 +53,19 @@ def joined(parts: list[dict[str, str]]) -> Content:
 
 
 def images_of(messages: Sequence[Message]) -> tuple[bytes, ...]:
-    """Files of the images of some messages, in order. Raises BadRequest for what is no image."""
+    """Files of the images of some messages, in order. Raises BadRequest for what is no image, and for more than
+    ``MOST``, which are not looked at."""
+    lists = [message["content"] for message in messages if isinstance(message.get("content"), list)]
+    given = [part["image"] for content in lists for part in content if part["type"] == "image"]
+    if len(given) > MOST:
+        raise BadRequest(f"messages with {len(given)} images; send at most {MOST}")
     found = []
-    for message in messages:
-        for part in message["content"] if isinstance(message.get("content"), list) else ():
-            if part["type"] == "image":
-                try:
-                    found.append(base64.b64decode(part["image"], validate=True))
-                    size_of(found[-1])
-                except (binascii.Error, ValueError) as error:
-                    raise BadRequest(f"an image of a message cannot be read: {error}") from error
+    for image in given:
+        try:
+            found.append(base64.b64decode(image, validate=True))
+            size_of(found[-1])
+        except (binascii.Error, ValueError) as error:
+            raise BadRequest(f"an image of a message cannot be read: {error}") from error
     return tuple(found)
 
 

@@ -14,12 +14,13 @@ from aiohttp import web
 
 from megarl.explore.agents import anthropic, openai
 from megarl.explore.agents.request import Asked, BadRequest, Repeated, Reply, SentBack
-from megarl.explore.agents.session import Session
+from megarl.explore.agents.session import NO_ROOM, ROOM, Session
 
 log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
-MAX_BODY_BYTES = 16 * 2**20
+MAX_BODY_BYTES = 64 * 2**20
+"""Images of a trajectory in base64, and 20 MiB of text."""
 STOP_S = 0.5
 """Seconds that requests get to end, twice, when the server stops: their agents have been cancelled by then."""
 MODEL = "megarl"
@@ -110,7 +111,7 @@ class AgentServer:
         clients repeat a request that got status 500."""
         session = self._session(request)
         try:
-            body = json.loads(await request.read())
+            body = json.loads(await _read(request))
             asked = asked_of(body, session.repeated)
         except ValueError as error:
             raise BadRequest(f"the body is no JSON: {error}") from error
@@ -121,6 +122,14 @@ class AgentServer:
     async def _models(self, request: web.Request) -> web.Response:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": MODEL}
         return web.json_response({"object": "list", "data": [model]})
+
+
+async def _read(request: web.Request) -> bytes:
+    """Body of a request. Raises BadRequest for one that is too large."""
+    try:
+        return await request.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise BadRequest(f"a request of more than {MAX_BODY_BYTES // 2**20} MiB {ROOM}", NO_ROOM) from error
 
 
 def _refused(error: dict[str, Any]) -> web.Response:

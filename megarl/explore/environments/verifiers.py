@@ -126,7 +126,8 @@ class Verifiers:
     @staticmethod
     def check_row(task: Task, options: Mapping[str, Any]) -> None:
         """Raise DataError for a row of another taskset."""
-        wanted = f"verifiers/{options['env']['taskset']['id']}"
+        own = options["env"].get("id")  # of an environment that is paired with the taskset
+        wanted = f"verifiers/{'' if own is None else f'{own}+'}{options['env']['taskset']['id']}"
         if task.data_source != wanted or not isinstance(task.extra_info.get("index"), int):
             raise DataError(
                 f"data_source {task.data_source!r} with extra_info.index={task.extra_info.get('index')!r} is no row of "

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megarl.core.config import Config
-from megarl.core.schema import Segment, WeightsSpan, WeightsVersion, digest_of
+from megarl.core.schema import Segment, WeightsSpan, WeightsVersion, digest_of, file_digest
 from megarl.engine.client.frames import Completion, VersionSpan
 from megarl.engine.client.gather import SampleRequest
 from megarl.explore.explorer.iterations import Budget, GroupPace
@@ -106,7 +106,7 @@ class SegmentSampler:
             completion = await self._sampler.sample(request if whole else _continued(request, segments, asked))
             if whole and self._record is None:
                 return completion
-            context = context or digest_of(request.token_ids)
+            context = context or _context(request)
             segment = self._segment(completion, request, start, context, goes_on=asked < left)
             if segment.finish_reason in (None, "length") and self._repeats([*segments, segment]):
                 segment = replace(segment, finish_reason="repetition")
@@ -128,7 +128,7 @@ class SegmentSampler:
         if not found:
             return []
         starts = np.cumsum([0, *(len(segment.token_ids) for segment in found)])[:-1]
-        context = digest_of(request.token_ids)
+        context = _context(request)
         if any(s.context != context or s.start != start for s, start in zip(found, starts, strict=True)):
             self._counts["replay_diverged"] += sum(len(s.token_ids) for s in self._recorded if s.turn >= request.turn)
             self._recorded = [segment for segment in self._recorded if segment.turn < request.turn]
@@ -164,6 +164,11 @@ class SegmentSampler:
 
     def _version(self, name: str) -> WeightsVersion:
         return self._claim.version if name == "default" else WeightsVersion.parse(name)
+
+
+def _context(request: SampleRequest) -> str:
+    """Digest of what a response follows: images of one size have the same tokens."""
+    return digest_of(request.token_ids, [file_digest(image) for image in request.images])
 
 
 def _continued(request: SampleRequest, segments: Sequence[Segment], max_tokens: int) -> SampleRequest:

@@ -121,20 +121,25 @@ def until_cut(segments: Iterable[Segment], dead: Collection[str]) -> Iterator[Se
 
 
 def segments_of(row: Any) -> Iterator[Segment]:
-    """Responses of the trajectory in a row, each as one segment. The number of a response is its place among them."""
+    """Responses of the trajectory in a row, each as one segment. The number of a response is its place among them.
+
+    A context with images has its placeholders expanded here, so none that is asked for matches it.
+    """
     trajectory = trajectory_from_row(row)
     turns = trajectory.turns
     model = [turn for turn in turns if turn.author == "model"]
     for number, turn in enumerate(model):
         assert turn.logp is not None
-        context = [turns[i].token_ids for i in line_of_turns(turns, turn.follows)]
+        line = [turns[i] for i in line_of_turns(turns, turn.follows)]
+        shown = [digest for before in line for digest in before.images]
         yield Segment(
             trajectory.index,
             number,
             0,
-            digest_of(np.concatenate(context)),
+            digest_of(np.concatenate([before.token_ids for before in line]), shown),
             turn.token_ids,
             turn.logp,
             turn.spans,
             turn.finish_reason,
+            routing=turn.routing,
         )

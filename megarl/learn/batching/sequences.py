@@ -130,7 +130,7 @@ def of_samples(samples: Sequence[TrainingSample]) -> Sequences:
         result.lag = torch.zeros(len(result.tokens), dtype=torch.int16)
         lags = [np.zeros(len(s.response_ids), np.int16) if s.lag is None else s.lag for s in samples]
         _put(result.lag, lags, result.cu_seqlens[1:].tolist())
-    if samples and samples[0].routing is not None:
+    if samples and all(sample.routing is not None for sample in samples):
         result.routing = _routing(samples)
     return result
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.core.config import Config
 from megarl.core.config.lengths import prompt_tokens
+from megarl.core.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Preference, Task
 from megarl.explore import environments
@@ -74,6 +75,7 @@ def check_images(config: Config, hf_config: Mapping[str, Any], rows: Mapping[str
             f"{', '.join(ARCHITECTURES)}"
         )
     _check_pixels(config, hf_config)
+    _check_count(config, {split: found for split, found in rows.items() if split in SPLITS})
     if not _has_processor(Path(path)):
         seen = next((f", and {where} has {len(row.images)} images" for where, row in with_images), "")
         raise ConfigError(
@@ -85,8 +87,28 @@ def check_images(config: Config, hf_config: Mapping[str, Any], rows: Mapping[str
     if (first := next(with_images, None)) is not None:
         where, row = first
         _check_roles(config, hf_config, f"{where} has {len(row.images)} images")
-    elif config.rollout.workflow not in OF_TEXT:
-        _check_roles(config, hf_config, f"messages of rollout.workflow={config.rollout.workflow} may show some")
+    elif _may_show(config.rollout):
+        _check_roles(config, hf_config, f"messages of rollout.workflow={config.rollout.workflow} may show images")
+
+
+def _may_show(rollout: RolloutConfig) -> bool:
+    """Return False where no message beside a task's prompt has images. An environment of a user's file may show some
+    unless its ``make.shows_images(options)`` is false."""
+    if rollout.workflow != "environment":
+        return rollout.workflow not in OF_TEXT
+    shows = getattr(environments.get(rollout.environment), "shows_images", None)
+    return rollout.environment not in environments.ENVIRONMENTS if shows is None else bool(shows(rollout.options))
+
+
+def _check_count(config: Config, rows: Mapping[str, Rows]) -> None:
+    """Raise DataError for a row with more images than a trajectory may have."""
+    rollout = config.rollout
+    for where, row in _with_images(config, rows) if _may_show(rollout) else ():
+        if len(row.images) > rollout.max_images:
+            raise DataError(
+                f"{where} has {len(row.images)} images, and rollout.max_images={rollout.max_images}; raise it, or drop "
+                "the row"
+            )
 
 
 def _check_environment(config: Config) -> None:

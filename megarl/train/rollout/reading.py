@@ -28,8 +28,8 @@ T = TypeVar("T")
 STOPPED = "stopped"
 Expand = Callable[[np.ndarray, Sequence[bytes]], np.ndarray]
 """(ids of a prompt, files of its images) -> the ids with a placeholder for each vector."""
-IMAGES_OF = 16
-"""Tasks, or groups, whose images are read at once."""
+IMAGES_OF = 4
+"""Tasks whose images are read at once."""
 Fault = str | tuple[type[MegarlError], str] | None
 """Reason why reading ended: nothing, STOPPED, or (type, text) of an error."""
 
@@ -178,8 +178,8 @@ class RolloutReader:
             for start in range(0, len(tasks), IMAGES_OF):
                 found = self._store.task_images(tasks[start : start + IMAGES_OF])
                 yield {file_digest(file): file for files in found.values() for file in files}
-            for start in range(0, len(groups), IMAGES_OF):
-                yield self._store.group_images(groups[start : start + IMAGES_OF])
+            for group in groups:
+                yield self._store.group_images([group])
 
         found = self._reader.read(parts)
         assert found is not None, "nothing here looks at the stop request"
