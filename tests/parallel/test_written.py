@@ -118,6 +118,8 @@ def keep_gathered(actor: Any) -> None:
     """The all-gather of parameters no longer runs."""
     for chunk in actor.chunks:
         chunk.start_param_sync = lambda *args, **kwargs: None
+    for optimizer in getattr(actor.optimizer.inner, "chained_optimizers", [actor.optimizer.inner]):
+        optimizer.start_param_sync_for_bucket_group_subset = lambda: None  # Megatron-Core 0.19 calls this one
 
 
 def keep_masters(actor: Any) -> None:

@@ -43,6 +43,7 @@ def block_spec(config: Any, model: ModelConfig, vp_stage: int | None = None) -> 
     says."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.post_training.modelopt.layers import Linear
+    from megatron.core.transformer.identity_op import IdentityOp
 
     from megarl.learn.models.attention import CoreAttention
 
@@ -60,8 +61,7 @@ def block_spec(config: Any, model: ModelConfig, vp_stage: int | None = None) -> 
         attention.core_attention = CoreAttention
         if config.multi_latent_attention:
             attention.kv_layernorm = RMSNorm
-            if config.q_lora_rank is not None:
-                attention.q_layernorm = RMSNorm
+            attention.q_layernorm = IdentityOp if config.q_lora_rank is None else RMSNorm
             # Whole on every rank, as under TransformerEngine. The local spec's own choice, cut and gathered again,
             # loses the gradient that the other ranks' heads have for the shared rotary key.
             attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
