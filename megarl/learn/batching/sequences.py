@@ -143,10 +143,10 @@ def _routing(samples: Sequence[TrainingSample]) -> torch.Tensor:
     rows: list[np.ndarray] = []
     for sample in samples:
         ids, tokens = sample.routing, len(sample.prompt_ids) + len(sample.response_ids)
-        found = None if ids is None else len(ids)
-        if ids is None or found != tokens - 1:
+        assert ids is not None, "each sample has some"
+        if len(ids) != tokens - 1:
             raise NonRetryableError(
-                f"a sample of {tokens} tokens has expert ids of {found or 0} tokens instead of {tokens - 1}; "
+                f"a sample of {tokens} tokens has expert ids of {len(ids)} tokens instead of {tokens - 1}; "
                 "set rollout.routing_replay to false"
             )
         if rows and ids.shape[1:] != rows[0].shape[1:]:
