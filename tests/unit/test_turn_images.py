@@ -89,7 +89,8 @@ def recorded_by(engine: Engine, task: Task = TEXT, limit: int = 400, rules: Imag
 
 
 def kept(recorded: RolloutModel) -> Trajectory:
-    turns, images = recorded.recorded(), recorded.images
+    turns = recorded.recorded()
+    images = recorded.images_of(turns)
     return Trajectory("r", "t", "g", 0, 1, turns, Reward(1.0, "ok"), cause=recorded.cause, images=images)
 
 

@@ -110,8 +110,8 @@ def _messages(message: Any) -> list[Message]:
         kind, name = block.get("type"), f"content[{i}]"
         if kind == "text":
             parts.append({"type": "text", "text": text_field(block.get("text"), f"{name}.text")})
-        elif kind == "image" and message["role"] == "user":
-            parts.append({"type": "image", "image": _image_of(block, name) or ""})
+        elif message["role"] == "user" and (image := _image_of(block, name)) is not None:
+            parts.append({"type": "image", "image": image})
         elif kind == "tool_use":
             function = {
                 "name": text_field(block.get("name"), f"{name}.name"),

@@ -13,8 +13,8 @@ from typing import Any
 
 from megarl.core.schema import Message, Task
 from megarl.explore.agents.request import BadRequest, object_field, text_field
-from megarl.explore.tasksets import chat_messages
 from megarl.explore.tasksets.images import size_of
+from megarl.explore.tasksets.inline_images import data_uri, messages_with
 
 Content = str | list[dict[str, str]]
 MOST = 1024
@@ -82,22 +82,12 @@ def bare(messages: Sequence[Message]) -> list[Message]:
 
 def prompt_of(task: Task) -> list[Message]:
     """A task's prompt as an agent is given it: images as ``image_url`` parts with ``data:`` URIs."""
-    images = iter(task.images)
-
-    def sent(content: Any) -> Any:
-        if not isinstance(content, list):
-            return content
-        return [
-            {"type": "image_url", "image_url": {"url": _uri(next(images))}} if part["type"] == "image" else part
-            for part in content
-        ]
-
-    return [{**message, "content": sent(message.get("content"))} for message in chat_messages(task)]
+    return messages_with(task, lambda image: {"type": "image_url", "image_url": {"url": data_uri(image, _kind(image))}})
 
 
-def _uri(image: bytes) -> str:
+def _kind(image: bytes) -> str:
+    """Media type of an image's file."""
     from PIL import Image
 
     with Image.open(io.BytesIO(image)) as opened:
-        kind = opened.get_format_mimetype()
-    return f"data:{kind};base64,{base64.b64encode(image).decode()}"
+        return str(opened.get_format_mimetype())

@@ -274,7 +274,6 @@ def main() -> None:
     tasks = environment.taskset
     asyncio.run(opening_of(environment, next(iter(tasks))))  # imports what an episode does, once, before the forks
     if given.command == "check":
-        print(json.dumps({"data_source": source_of(environment)}))
         return
     known = list(tasks) if tasks.bounded else None
 

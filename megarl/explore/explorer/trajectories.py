@@ -102,17 +102,18 @@ class TrajectoryRunner:
         if verdict.message is not None:
             log.warning("task %s: reward %s: %s", group.claim.task.task_id, verdict.reward.status, verdict.message)
         message = {} if verdict.message is None else {"reward_message": verdict.message}
+        turns = model.recorded()
         return Trajectory(
             rollout_id=group.claim.rollout_id,
             task_id=group.claim.task.task_id,
             group_id=group.claim.group_id,
             index=index,
             group_size=group.claim.group_size,
-            turns=model.recorded(),
+            turns=turns,
             reward=verdict.reward,
             metadata={"reward": verdict.record} | message,
             cause=model.cause,
-            images=model.images,
+            images=model.images_of(turns),
         )
 
     async def _recorded(self, group: ClaimedGroup, index: int, gatherer: Gatherer) -> RolloutModel:

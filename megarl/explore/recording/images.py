@@ -114,6 +114,6 @@ class RecordedImages:
 
     def beside(self, of_task: Iterable[bytes], turns: Sequence[Turn]) -> dict[str, bytes]:
         """Digest -> file of the images of some turns that are none of the task's."""
-        own = {file_digest(file) for file in of_task}
         shown = {digest for turn in turns for digest in turn.images}
+        own = {file_digest(file) for file in of_task} if shown else set()
         return {digest: self._files[digest] for digest in sorted(shown - own)}

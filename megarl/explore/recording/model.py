@@ -264,10 +264,9 @@ class RolloutModel(RecordedTurns):
             self._expand(line, completion.prompt_ids)
         return self._log.add(_model_turn(completion, self._claim.version), after, number)
 
-    @property
-    def images(self) -> dict[str, bytes]:
-        """Digest -> file of the images of all recorded turns that are none of the task's."""
-        return self._images.beside(self._claim.task.images, self.recorded())
+    def images_of(self, turns: Sequence[Turn]) -> dict[str, bytes]:
+        """Digest -> file of the images of some turns that are none of the task's."""
+        return self._images.beside(self._claim.task.images, turns)
 
 
 def observed(task: Task, observation: str, images: Sequence[bytes] = ()) -> Task:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megarl.core.schema import Task
+from megarl.core.schema import Message, Task
 from megarl.explore.tasksets.files import RowLocation
 from megarl.explore.tasksets.images import chat_messages, images_of
 
@@ -17,8 +17,9 @@ def with_inline_images(task: Task) -> Task:
     """Move a row's images into its prompt, each as a part ``{type: image, image: data: URI}``; rows of text stay."""
     if not task.images:
         return task
-    images = iter(task.images)
-    return replace(task, prompt=tuple(_with_files(message, images) for message in chat_messages(task)), images=())
+    return replace(
+        task, prompt=tuple(messages_with(task, lambda i: {"type": "image", "image": data_uri(i)})), images=()
+    )
 
 
 def without_inline_images(task: Task) -> Task:
@@ -29,13 +30,18 @@ def without_inline_images(task: Task) -> Task:
     return replace(task, prompt=tuple(prompt), images=images)
 
 
-def data_uri(image: bytes) -> str:
-    """A file as text, as rows may have it."""
-    return f"data:application/octet-stream;base64,{base64.b64encode(image).decode()}"
+def messages_with(task: Task, part_of: Callable[[bytes], dict[str, Any]]) -> list[Message]:
+    """A prompt's messages, with ``part_of`` an image in its place."""
+    images = iter(task.images)
+
+    def with_files(content: Any) -> Any:
+        if not isinstance(content, list):
+            return content
+        return [part_of(next(images)) if part["type"] == "image" else part for part in content]
+
+    return [{**message, "content": with_files(message.get("content"))} for message in chat_messages(task)]
 
 
-def _with_files(message: dict[str, Any], images: Iterator[bytes]) -> dict[str, Any]:
-    parts = [
-        part if part["type"] != "image" else part | {"image": data_uri(next(images))} for part in message["content"]
-    ]
-    return message | {"content": parts}
+def data_uri(image: bytes, kind: str = "application/octet-stream") -> str:
+    """A file as text, as rows may have it. ``kind``: its media type."""
+    return f"data:{kind};base64,{base64.b64encode(image).decode()}"

@@ -91,13 +91,20 @@ def check_images(config: Config, hf_config: Mapping[str, Any], rows: Mapping[str
         _check_roles(config, hf_config, f"messages of rollout.workflow={config.rollout.workflow} may show images")
 
 
-def _may_show(rollout: RolloutConfig) -> bool:
-    """Return False where no message beside a task's prompt has images. An environment of a user's file may show some
-    unless its ``make.shows_images(options)`` is false."""
+def _shows(rollout: RolloutConfig) -> bool | None:
+    """Return True or False where it is known if messages beside a task's prompt have images: of an environment of a
+    user's file by its ``make.shows_images(options)``. None where they may."""
     if rollout.workflow != "environment":
-        return rollout.workflow not in OF_TEXT
+        return False if rollout.workflow in OF_TEXT else None
     shows = getattr(environments.get(rollout.environment), "shows_images", None)
-    return rollout.environment not in environments.ENVIRONMENTS if shows is None else bool(shows(rollout.options))
+    if shows is None:
+        return False if rollout.environment in environments.ENVIRONMENTS else None
+    return bool(shows(rollout.options))
+
+
+def _may_show(rollout: RolloutConfig) -> bool:
+    """Return False where no message beside a task's prompt has images."""
+    return _shows(rollout) is not False
 
 
 def _check_count(config: Config, rows: Mapping[str, Rows]) -> None:
@@ -115,10 +122,7 @@ def _check_environment(config: Config) -> None:
     """Raise ConfigError where an environment shows images to a model of text (``shows_images(options)`` of its
     ``make``)."""
     rollout = config.rollout
-    if rollout.workflow != "environment":
-        return
-    shows = getattr(environments.get(rollout.environment), "shows_images", None)
-    if shows is not None and shows(rollout.options):
+    if _shows(rollout):
         raise ConfigError(
             f"rollout.environment={rollout.environment} shows images with rollout.options={rollout.options}, and the "
             f"model of {config.model.path} takes text only; give a model that takes images, or other options"
