@@ -6,18 +6,31 @@ Versions 0.16.1 and 0.19.2 are met here. Imports it inside the functions: most o
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import inspect
 import queue
 from typing import Any
 
 import torch
 
+MTP_INNER = "transformer_layer.", "mtp_model_layer."
+"""Names of the layer within a model's prediction layer: up to 0.16, and since."""
 TRACKER = {"_CUDA_RNG_STATE_TRACKER": None, "_CUDA_RNG_STATE_TRACKER_INITIALIZED": False}
 """Globals of tensor_parallel.random -> as they start."""
 HYBRID = "_HYBRID_DP_CP_GROUPS"
 """The one global of parallel_state that is a dict, filled in place; all others start as None."""
 _SHARED = {"_global_process_group_list"}
 """Attributes that belong to no single grid: the list of all groups that were ever made."""
+
+
+@functools.cache
+def mtp_inner() -> str:
+    """Name of the layer within a prediction layer, of the Megatron-Core that is installed; without one the later."""
+    try:
+        installed = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        return MTP_INNER[1]
+    return MTP_INNER[[int(part) for part in installed.split(".")[:2]] >= [0, 17]]
 
 
 def group_names() -> list[str]:
@@ -76,6 +89,22 @@ def submodules_of(spec: Any, module: type) -> Any:
     if isinstance(spec, functools.partial):
         return spec.keywords["submodules"] if spec.func is module else None
     return spec.submodules if spec.module is module else None
+
+
+@functools.cache
+def keep_query_projection() -> None:
+    """Have latent attention without a latent of the query project it as its spec says: 0.19 puts a norm before it,
+    which no checkpoint of DeepSeek has."""
+    try:
+        from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
+    except ImportError:  # 0.16
+        return
+    normed = QKNormConfigResolver._mla_fused_linear_or_default
+
+    def projection(self: Any, spec: Any, name: str) -> Any:
+        return spec if name == "linear_q_proj" else normed(self, spec, name)
+
+    QKNormConfigResolver._mla_fused_linear_or_default = projection
 
 
 def put_results_queue(results: queue.SimpleQueue[Any]) -> None:

@@ -113,7 +113,7 @@ def test_an_engine_takes_files_only_when_they_are_what_was_published(engine: Run
     wrong = published(tmp_path, 3, engine.model_path, other)
     manifest = PublishedWeights.read(folder_of(tmp_path, wrong))
     replace(manifest, logp=[x - 0.01 for x in manifest.logp]).write(folder_of(tmp_path, wrong))
-    with pytest.raises(EngineError, match=r"1\.3 are refused .*log-prob of token"):
+    with pytest.raises(EngineError, match=r"1\.3 are refused .*log-probs of the probe text"):
         fed.give(wrong)
     assert "log-prob" in (engine.control.state().refusing or "")
 

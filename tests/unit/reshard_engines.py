@@ -314,6 +314,7 @@ def megatron_settings(c: Config, grid: Grid) -> Any:
         "kv_channels": c["v_head_dim"] if mla else oracle.head_of(c),
         "ffn_hidden_size": c["intermediate_size"],
         "normalization": "RMSNorm",
+        "transformer_impl": "local",
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         "add_bias_linear": False,

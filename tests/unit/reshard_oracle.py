@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.weights import megatron_private
 from tests.unit.reshard_cases import Case, Config, Engine, Grid, cases, configs, divisors, qwen3_config
 from tests.unit.reshard_network import Network, run_threads
 
@@ -284,7 +285,7 @@ def megatron_mtp(c: Config, hf: Tensors, number: int, grid: Grid, t: int, et: in
         "enorm.weight": hf[p + "enorm.weight"],
         "hnorm.weight": hf[p + "hnorm.weight"],
         "eh_proj.weight": cut(hf[p + "eh_proj.weight"], grid.tp, t),
-        **prefixed("transformer_layer.", megatron_layer(c, hf, layer, grid, t, et, e, te)),
+        **prefixed(megatron_private.mtp_inner(), megatron_layer(c, hf, layer, grid, t, et, e, te)),
         "final_layernorm.weight": hf[p + "shared_head.norm.weight"],
     }
 

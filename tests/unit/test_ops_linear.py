@@ -348,6 +348,9 @@ def test_memory(large: tuple[torch.Tensor, torch.Tensor, torch.Tensor], mode: st
             logp, entropy = ops.linear_logprob(hidden, weight, targets, vocab_size=columns, logits_bytes=logits)
             (logp + entropy).sum().backward()
 
+    product = allocations(lambda: hidden[:chunk] @ weight.T)
+    if sum(size >= 64 * columns * itemsize for size in product) > 1:
+        pytest.skip("this torch makes a product through scratch memory of its own")
     sizes = allocations(work)
     buffers = [size for size in sizes if size >= logits]
     assert len(buffers) == {"A": 1, "B": 1, "C": 2}[mode]  # C: forward and backward, never at a time

@@ -9,7 +9,7 @@ from megarl.learn.algorithms.terms import kl, parts
 from megarl.learn.algorithms.terms.token_rewards import VARIANCE_EPSILON, whitened
 from megarl.learn.algorithms.terms.value import explained_variance
 from megarl.learn.batching import Sequences
-from megarl.train.update.batch import mismatch
+from megarl.train.update.gap import mismatch
 
 LENGTHS = torch.tensor([300_001, 7, 1, 250_000, 40_003])
 """Several parts, none of which ends with a sequence."""
@@ -46,6 +46,7 @@ def test_the_mismatch_of_log_probs(step: Sequences) -> None:
     assert mismatch(step, sampled) == {
         "training/rollout_logp_diff_mean": float(difference.double().mean()),
         "training/rollout_probs_diff_mean": float(probability.double().mean()),
+        "training/rollout_logp_diff_p99": float(difference.double().quantile(0.99, interpolation="higher")),
         "training/rollout_logp_diff_max": float(difference.max()),
         "training/rollout_probs_diff_max": float(probability.max()),
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from megarl.core.errors import WeightsDiffer
@@ -16,9 +18,21 @@ def test_a_rounding_of_an_unlikely_token_is_no_difference() -> None:
     assert found.position == 0 and found.max_difference == pytest.approx(0.057952)
 
 
-def test_as_much_is_one_of_a_likely_token() -> None:
-    with pytest.raises(WeightsDiffer, match=r"token 2 .*more than sync\.probe_tolerance=0\.05 of max\(1, its size\)"):
-        check_probe(Probed([-13.613411, -0.442048]), [-13.671363, -0.5], BF16)
+def test_as_much_is_one_of_likely_tokens() -> None:
+    with pytest.raises(WeightsDiffer, match=r"5\.80e-02 .* on average, .* at token [12] .*sync\.probe_tolerance=0\.05"):
+        check_probe(Probed([-0.557952, -0.442048]), [-0.5, -0.5], BF16)
+
+
+def test_one_token_may_be_further_off_but_not_far() -> None:
+    trainer = [-0.5] * 16
+    assert check_probe(Probed([-0.65, *trainer[1:]]), trainer, BF16).position == 0
+    with pytest.raises(WeightsDiffer, match=r"at token 1 \(engine -0\.710000, .*of one token 4 times as much"):
+        check_probe(Probed([-0.71, *trainer[1:]]), trainer, BF16)
+
+
+def test_what_is_no_number_is_refused() -> None:
+    with pytest.raises(WeightsDiffer, match="at token 2"):
+        check_probe(Probed([-0.5, math.nan]), [-0.5, -0.5], BF16)
 
 
 def test_decode_is_compared_with_prefill_and_named() -> None:

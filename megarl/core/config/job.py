@@ -40,6 +40,9 @@ class SyncConfig:
     probe_tolerance: Positive | None = None
     """Largest log-prob difference that the probe text may show, and largest mean of those of tokens decoded after it,
     in multiples of max(1, |log-prob|); None takes 1e-4 for float32 and 0.05 for bfloat16."""
+    sample_tolerance: Positive | None = None
+    """Largest mean log-prob difference of what a step's own weights have sampled, engine against trainer. None takes
+    1e-3 for float32 and 0.1 for bfloat16."""
 
 
 @dataclass(frozen=True)

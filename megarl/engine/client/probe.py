@@ -11,6 +11,9 @@ from megarl.core.errors import WeightsDiffer
 PROBE_TOLERANCES = {"float32": 1e-4, "bfloat16": 0.05}
 """sync.probe_tolerance where it is not set. On toy models two implementations were 1e-6 apart in float32, 0.004 in
 bfloat16. One layer's old norm of keys, in decode alone, made 6e-4."""
+WORST = 4.0
+"""Multiples of the tolerance that a single token may be off. In bfloat16 a router now and then chooses another expert:
+that is one token, and wrong weights are most of them."""
 DECODED = 8
 """Tokens that an engine samples after the probe text, where the context has room."""
 
@@ -83,22 +86,21 @@ def check_probe(engine: Probed, trainer: Sequence[float], tolerance: float) -> P
     and those of tokens that the engine sampled with its own of the same tokens as a prompt.
 
     A token's difference counts in multiples of max(1, |log-prob|), which stands for the size of its logit: rounded to
-    bfloat16 that is off by up to 2^-9 of itself, so that of an unlikely token 0.06 is a rounding. Of the fixed text no
-    token may be further off than ``tolerance``; of the sampled ones, which are others each time, their mean: in
-    bfloat16 a router now and then chooses another expert.
+    bfloat16 that is off by up to 2^-9 of itself, so that of an unlikely token 0.06 is a rounding. The mean may be
+    ``tolerance``, and a token of the fixed text ``WORST`` times as much; the sampled ones are others each time.
 
     Raises:
         WeightsDiffer: they differ by more, or are not numbers; equal stored weights that compute something else (an old
             packed copy, stale keys and values, another rope, a captured graph that reads freed weights) show here.
     """
     shares = _shares(engine.prefill, trainer)
-    at = _largest(shares)
-    if not shares[at] <= tolerance:
+    at, mean = _largest(shares), sum(shares) / len(shares)
+    if not (mean <= tolerance and shares[at] <= WORST * tolerance):
         raise WeightsDiffer(
-            f"after a sync the engine's log-prob of token {at + 1} of the probe text is {engine.prefill[at]:.6f}, the "
-            f"trainer's {trainer[at]:.6f}: {abs(engine.prefill[at] - trainer[at]):.2e} apart, more than "
-            f"sync.probe_tolerance={tolerance:g} of max(1, its size); the stored weights agree, so the engine computes "
-            "from other ones or computes another function"
+            f"after a sync the log-probs of the probe text are {mean:.2e} of max(1, their size) apart on average, "
+            f"{shares[at]:.2e} at token {at + 1} (engine {engine.prefill[at]:.6f}, trainer {trainer[at]:.6f}), more "
+            f"than sync.probe_tolerance={tolerance:g}, of one token {WORST:g} times as much; the stored weights agree, "
+            "so the engine computes from other ones or computes another function"
         )
     own = _shares(engine.decode, engine.again)
     if own and not sum(own) / len(own) <= tolerance:

@@ -113,6 +113,7 @@ def transformer_config(hf_config: Mapping[str, Any], model: ModelConfig, paralle
         calculate_per_token_loss=True,
         variable_seq_lengths=False,
         moe_token_dispatcher_type="alltoall",
+        transformer_impl=model.transformer_impl,  # 0.19 takes latent attention's projections by it
         moe_grouped_gemm=model.transformer_impl == "transformer_engine" and "num_moe_experts" in values,
         batch_p2p_comm=not on_cpu,
         deallocate_pipeline_outputs=not on_cpu,

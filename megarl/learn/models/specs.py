@@ -9,6 +9,7 @@ import torch
 
 from megarl.core.config.schema import ModelConfig, ParallelConfig
 from megarl.core.errors import ConfigError
+from megarl.weights import megatron_private
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -47,6 +48,8 @@ def block_spec(config: Any, model: ModelConfig, vp_stage: int | None = None) -> 
 
     from megarl.learn.models.attention import CoreAttention
 
+    if config.multi_latent_attention and config.q_lora_rank is None:
+        megatron_private.keep_query_projection()
     if model.transformer_impl == "transformer_engine":
         # Its own fused norms, linears and attention (packed and context parallel). Not offered: fp8, fused rope.
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)

@@ -35,10 +35,10 @@ from megarl.train.sync.own import OwnEngines
 from megarl.train.sync.publish import WeightPublisher
 from megarl.train.sync.weights import Stopped, WeightSync
 from megarl.train.update.accounts import account_line
-from megarl.train.update.batch import filter_overlong, make_batch, mismatch
+from megarl.train.update.batch import filter_overlong, make_batch
+from megarl.train.update.gap import engine_gap
 from megarl.train.update.images import ImageInputs, PutImages
 from megarl.train.update.kept import kept_batch
-from megarl.train.update.lags import lag_metrics
 from megarl.train.update.learner import model_scores
 from megarl.train.update.updates import RollBack
 
@@ -165,7 +165,7 @@ class OnlineTrainer(Trainer):
             with phase("update", step=number):
                 self.reporter.keep_batch(number + 1, lambda: kept_batch(batch, self.models.actor.micro_batching))
                 before, (state, trained) = state, self.learner.train_step(state, batch)
-                differences = mismatch(batch.sequences, sampled) | lag_metrics(batch.sequences, sampled)
+                differences = engine_gap(batch, sampled, self.config)
             # Rewards in the metrics of the estimate are those with the KL taken off.
             metrics = trajectory_metrics(batch.outcomes, groups.report) | scored | trained | differences | synced
             metrics |= groups.account.metrics(batch.trained, batch.excluded)

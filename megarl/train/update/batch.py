@@ -15,7 +15,7 @@ from megarl.core.schema import FinishReason, Outcome, Trajectory, WeightsVersion
 from megarl.explore.experience import by_group
 from megarl.explore.order.draws import ExpertRow
 from megarl.learn.algorithms import Algorithm
-from megarl.learn.algorithms.terms.parts import counts, doubles, repeated
+from megarl.learn.algorithms.terms.parts import counts, repeated
 from megarl.learn.batching import Sequences, joined, of_demonstrations, of_samples
 from megarl.train.update.accounts import Amount, Excluded
 from megarl.train.update.images import PutFiles, PutImages
@@ -184,25 +184,3 @@ def each_once(updates: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]
                 found[-1].append(new)
                 seen.update(new)
     return found
-
-
-def mismatch(sequences: Sequences, sampled: torch.Tensor) -> dict[str, float]:
-    """Difference of the engine's log-probs from the trainer's, for the same weights and tokens.
-
-    Args:
-        sampled: bool [T]; the tokens that are compared.
-    """
-    old, engine = sequences.old_logp, sequences.engine_logp
-    if old is None or engine is None or not bool(sampled.any()):
-        return {}
-    logp = doubles(sampled, lambda a, b: (a - b).abs(), old, engine)
-    logp_mean, logp_max = float(logp.mean()), float(logp.max())
-    del logp
-    probs = doubles(sampled, lambda a, b: (a.exp() - b.exp()).abs(), old, engine)
-    probs_mean, probs_max = float(probs.mean()), float(probs.max())
-    return {
-        "training/rollout_logp_diff_mean": logp_mean,
-        "training/rollout_probs_diff_mean": probs_mean,
-        "training/rollout_logp_diff_max": logp_max,
-        "training/rollout_probs_diff_max": probs_max,
-    }

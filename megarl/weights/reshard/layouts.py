@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from megarl.core.errors import ConfigError
 from megarl.weights.architectures import Architecture, Head, HFConfig, ModelSizes, architecture
 from megarl.weights.architectures.table import EXPERT, VLLM_LAYER, Logical, Occurrence, Op, Param, Shard, Stage, hf_name
+from megarl.weights.megatron_private import mtp_inner
 from megarl.weights.reshard.boxes import Shape
 from megarl.weights.reshard.grid import MegatronGrid, check_grid, shares_heads
 from megarl.weights.reshard.layout import AxisSpan, Layout, LayoutRow, Owners, Padding, Piece, Split
@@ -38,6 +39,7 @@ VLLM_VOCAB_MULTIPLE = 64
 MEGATRON_LAYER = "decoder.layers.{}."
 MTP_LAYER = "mtp.layers.{}."
 MTP_INNER = "transformer_layer."
+"""Name in checkpoints, whatever the version; models have ``mtp_inner()``."""
 
 TransformerImpl = Literal["local", "transformer_engine"]
 
@@ -119,7 +121,7 @@ def _megatron_spots(
             name = MEGATRON_LAYER.format(index) + name
         else:
             p, v = last
-            name = _mtp_prefix(param, occurrence.layer - sizes.num_layers) + name
+            name = _mtp_prefix(param, occurrence.layer - sizes.num_layers, mtp_inner()) + name
         local = occurrence if occurrence.expert is None else occurrence._replace(expert=occurrence.expert % each)
         name = local.named(name)
         if grid.vpp > 1:
@@ -137,8 +139,8 @@ def _megatron_spots(
             yield _Spot(param.op, shard, param.hf, occurrence, name, dense[-1])
 
 
-def _mtp_prefix(param: Param, number: int) -> str:
-    return MTP_LAYER.format(number) + ("" if param.stage is Stage.MTP else MTP_INNER)
+def _mtp_prefix(param: Param, number: int, inner: str) -> str:
+    return MTP_LAYER.format(number) + ("" if param.stage is Stage.MTP else inner)
 
 
 def dist_layout(
@@ -176,7 +178,7 @@ def _dist_spots(arch: Architecture, sizes: ModelSizes, transformer_impl: Transfo
         stack: Shape = ()
         lead: Shape = ()
         if occurrence.layer is not None and occurrence.layer >= sizes.num_layers:
-            name = _mtp_prefix(param, occurrence.layer - sizes.num_layers) + name
+            name = _mtp_prefix(param, occurrence.layer - sizes.num_layers, MTP_INNER) + name
         elif occurrence.layer is not None and alike:
             name, stack, lead = "decoder.layers." + name, (sizes.num_layers,), (occurrence.layer,)
         elif occurrence.layer is not None:
