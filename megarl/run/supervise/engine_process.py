@@ -21,6 +21,12 @@ _CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding takes the cores that trainer ranks run on
 }
 
+_FLOAT32_ENVIRONMENT = {
+    # Triton's attention, the only one that takes float32, and convolutions multiply in TF32 unless told.
+    "TRITON_F32_DEFAULT": "ieee",
+    "NVIDIA_TF32_OVERRIDE": "0",
+}
+
 
 def engine_process(
     model_path: str,
@@ -91,6 +97,8 @@ def engine_process(
         # Others permute the experts' weights for their kernels (on Blackwell it would choose one): they could not be
         # read back.
         argv += ["--moe-backend", "triton"]
+        if model.dtype == "float32":
+            environment |= _FLOAT32_ENVIRONMENT
         # vLLM refuses to start where less than this share of a GPU is free, 0.92 unless told, even with the bytes of
         # its cache given: colocated, a trainer rank has memory of the same GPU already.
         argv += ["--gpu-memory-utilization", "0.01"]
