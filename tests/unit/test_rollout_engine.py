@@ -83,7 +83,7 @@ def test_what_vllm_on_cpu_must_be_told(
 )
 def test_float32_on_gpus_is_no_tf32(device: str, dtype: str, told: bool) -> None:
     model = ModelConfig(dtype=dtype)  # type: ignore[arg-type]
-    _, environment = engine_process("m", RolloutConfig(), model, "127.0.0.1", 1, device)  # type: ignore[arg-type]
+    _, environment = engine_process("m", RolloutConfig(max_prompt_tokens=128), model, "127.0.0.1", 1, device)  # type: ignore[arg-type]
     found = {name: environment.get(name) for name in ("TRITON_F32_DEFAULT", "NVIDIA_TF32_OVERRIDE")}
     assert found == ({"TRITON_F32_DEFAULT": "ieee", "NVIDIA_TF32_OVERRIDE": "0"} if told else dict.fromkeys(found))
 
