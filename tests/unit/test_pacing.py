@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from megarl.core.config import Config
 from megarl.core.config.algorithms import AlgorithmConfig
-from megarl.core.config.job import SyncConfig
+from megarl.core.config.job import RunConfig, SyncConfig
 from megarl.core.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import JOBS
@@ -231,3 +232,18 @@ def test_old_tokens_without_a_correction_are_warned_of(caplog: pytest.LogCapture
         caplog.clear()
         check_pacing(replace(config, algorithm=replace(config.algorithm, correction="truncate")), JOBS["both"])
     assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"rollout": RolloutConfig(placement="colocated")}, "rollout.placement=colocated"),
+        ({"run": RunConfig(mode="train")}, "run.mode=train"),
+        ({"sync": SyncConfig(cold_interval=5, pause="keep", max_staleness=1, order="completion")}, "sync.pause=keep"),
+    ],
+)
+def test_no_engine_begins_with_the_weights_where_it_cannot(changes: dict[str, Any], reason: str) -> None:
+    config = Config(sync=SyncConfig(cold_interval=5))
+    check_pacing(config, JOBS["both"])
+    with pytest.raises(ConfigError, match=rf"sync\.cold_interval=5 with {reason}"):
+        check_pacing(replace(config, **changes), JOBS["both"])

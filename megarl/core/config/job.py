@@ -34,6 +34,9 @@ class SyncConfig:
     deterministic: bool = False
     """Refuse settings with which time decides what is trained, so that no run repeats bit for bit, kills included
     (docs/asynchrony.md). Verifiers, tools and environments must respond alike and within their limits."""
+    cold_interval: Count | None = None
+    """Steps after which one engine is started again with the weights' files, and must compute what it did with the same
+    weights by updates: on CPUs the same bits (docs/weight_sync.md). It takes a start of an engine. None never does."""
     pause: Literal["wait", "keep"] = "wait"
     """Pause of the engines for new weights: ``wait``, all at once, when the running requests have ended; ``keep``, one
     engine after another, whose running requests go on with the new weights (docs/asynchrony.md)."""

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from megarl.core.errors import EngineError
 from megarl.engine.client.auth import bearer
-from megarl.engine.client.names import last_lines
+from megarl.engine.client.names import PROVING, last_lines
 from megarl.engine.client.probe import Probed, Scores
 
 _POLL_S = 0.1
@@ -47,6 +47,8 @@ class EngineControl:
     key: str
     timeout_s: float = 120.0
     log: Path | None = None
+    proving: bool = False
+    """Requests are answered although the engine refuses others."""
 
     def wait_ready(
         self, timeout_s: float, alive: Callable[[], bool] = lambda: True, stopping: Callable[[], bool] = lambda: False
@@ -63,9 +65,7 @@ class EngineControl:
             if stopping():
                 raise EngineError(f"the job is asked to stop, and the engine at {self.url} is not ready")
             if not alive():
-                raise EngineError(
-                    self._with_log(f"the engine at {self.url} died after {waited:.0f} s, before it was ready")
-                )
+                raise EngineError(self._with_log(f"the engine at {self.url} died after {waited:.0f} s, not yet ready"))
             if waited > timeout_s:
                 limit = f"rollout.start_timeout_s = {timeout_s:g}"
                 raise EngineError(
@@ -215,7 +215,7 @@ class EngineControl:
 
     def _call(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json", **bearer(self.key)}
+        headers = {"Content-Type": "application/json", **bearer(self.key), **({PROVING: "1"} if self.proving else {})}
         request = urllib.request.Request(self.url + path, data=data, method=method, headers=headers)
         asked = f"{method} {path}"
         try:

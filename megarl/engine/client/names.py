@@ -19,6 +19,14 @@ UNTIL_PUBLISHED = "MEGARL_UNTIL_PUBLISHED"
 of a job must not answer with the weights of the model's files."""
 
 
+COLD = "MEGARL_COLD"
+"""Variable with the folder whose weights an engine begins with, while ``COLD_MARK`` lies in it, instead of those of the
+model's files."""
+COLD_FOLDER = "cold"
+"""That folder within a run's."""
+COLD_MARK = "begin_with_these"
+PROVING = "x-megarl-proving"
+"""Header of requests that an engine answers although it refuses others."""
 CPU_ROUTING = "MEGARL_CPU_ROUTING"
 """Variable that lets an engine on CPU record expert ids."""
 

@@ -94,7 +94,7 @@ def check_probe(engine: Probed, trainer: Sequence[float], tolerance: float) -> P
             packed copy, stale keys and values, another rope, a captured graph that reads freed weights) show here.
     """
     shares = _shares(engine.prefill, trainer)
-    at, mean = _largest(shares), sum(shares) / len(shares)
+    at, mean = _largest(shares), mean_share(engine.prefill, trainer)
     if not (mean <= tolerance and shares[at] <= WORST * tolerance):
         raise WeightsDiffer(
             f"after a sync the log-probs of the probe text are {mean:.2e} of max(1, their size) apart on average, "
@@ -102,17 +102,23 @@ def check_probe(engine: Probed, trainer: Sequence[float], tolerance: float) -> P
             f"than sync.probe_tolerance={tolerance:g}, of one token {WORST:g} times as much; the stored weights agree, "
             "so the engine computes from other ones or computes another function"
         )
-    own = _shares(engine.decode, engine.again)
-    if own and not sum(own) / len(own) <= tolerance:
+    own, mean = _shares(engine.decode, engine.again), mean_share(engine.decode, engine.again)
+    if not mean <= tolerance:
         far = _largest(own)
         raise WeightsDiffer(
             f"after a sync the log-probs of {len(own)} tokens that the engine decoded after the probe text are "
-            f"{sum(own) / len(own):.2e} of max(1, their size) from those of its own prefill on average, more than "
+            f"{mean:.2e} of max(1, their size) from those of its own prefill on average, more than "
             f"sync.probe_tolerance={tolerance:g} (token {far + 1}: {engine.decode[far]:.6f} and "
             f"{engine.again[far]:.6f}); prefill agrees with the trainer, so decode computes from other weights (a "
             "captured graph that reads old ones) or from other keys and values"
         )
     return ProbeResult(max(abs(e - t) for e, t in zip(engine.prefill, trainer, strict=True)), at)
+
+
+def mean_share(found: Sequence[float], expected: Sequence[float]) -> float:
+    """Mean difference, in multiples of max(1, |expected|); 0 of none."""
+    shares = _shares(found, expected)
+    return sum(shares) / len(shares) if shares else 0.0
 
 
 def _shares(found: Sequence[float], expected: Sequence[float]) -> list[float]:

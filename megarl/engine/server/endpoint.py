@@ -47,7 +47,7 @@ from megarl.engine.client.frames import (
     encode,
     unpack_ids,
 )
-from megarl.engine.client.names import UNTIL_PUBLISHED, record_phase
+from megarl.engine.client.names import PROVING, UNTIL_PUBLISHED, record_phase
 from megarl.engine.server.routing import ExpertLayers
 
 _GENERATION_PREFIXES = ("/megarl/generate", "/inference/", "/v1/", "/generative_scoring", "/invocations")
@@ -149,7 +149,7 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-        elif scope["path"].startswith(_GENERATION_PREFIXES) and (reason := _refusing(self._state)) is not None:
+        elif _generates(scope) and (reason := _refusing(self._state)) is not None:
             await JSONResponse({"error": reason}, status_code=503)(scope, receive, send)
         elif scope["path"] == _RESUME_PATH and self._state.megarl_asleep:
             self._state.megarl_resumes = True
@@ -203,6 +203,11 @@ class Gate:
             return f"status {status}"
         engine: EngineClient = self._state.engine_client
         return failures(await engine.collective_rpc("megarl_outcome")) or None
+
+
+def _generates(scope: Scope) -> bool:
+    """True for requests that the gate may refuse."""
+    return scope["path"].startswith(_GENERATION_PREFIXES) and (PROVING.encode(), b"1") not in scope["headers"]
 
 
 async def _refuse(request: Request) -> JSONResponse:

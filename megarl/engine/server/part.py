@@ -7,6 +7,8 @@ not.
 
 from __future__ import annotations
 
+from megarl.engine.server.cold import take_weights
+
 
 def main() -> None:
     """Run one node's part of an engine."""
@@ -15,6 +17,7 @@ def main() -> None:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args()
+    take_weights(arguments)
     validate_parsed_serve_args(arguments)
     arguments.headless = True
     arguments.api_server_count = 0

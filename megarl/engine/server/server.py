@@ -13,6 +13,7 @@ from argparse import Namespace
 from types import FrameType
 
 from megarl.engine.client.names import record_phase
+from megarl.engine.server.cold import take_weights
 
 
 def main() -> None:
@@ -30,6 +31,7 @@ def main() -> None:
     record_phase("start")
     cli_env_setup()
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args()
+    take_weights(arguments)
     configure_logging_from_args(arguments)
     validate_parsed_serve_args(arguments)
     uvloop.run(_serve(arguments))

@@ -38,6 +38,7 @@ def check_pacing(config: Config, job: Job) -> None:
     _check_eval_engines(config)
     _check_late(config)
     _check_deterministic(config, job)
+    _check_cold(config)
     if config.rollout.spare and job.rollouts:
         log.warning(
             "rollout.spare=%d: of each group the trajectories that end last are cut, so short responses are trained "
@@ -181,6 +182,22 @@ def _check_late(config: Config) -> None:
         raise ConfigError(
             f"reward.late_steps={late} with algorithm.dynamic_sampling=true: further groups of a step were not asked "
             "for before it; leave late_steps out, or set sync.order=completion"
+        )
+
+
+def _check_cold(config: Config) -> None:
+    """Raise ConfigError if no engine can be started with the weights' files in the middle of a run."""
+    if config.sync.cold_interval is None:
+        return
+    reasons = {
+        "rollout.placement=colocated, whose engines come and go in each step": config.rollout.placement == "colocated",
+        f"run.mode={config.run.mode}, whose engines are another program's": config.run.mode != "both",
+        "sync.pause=keep, with which requests are under way when weights change": config.sync.pause == "keep",
+    }
+    if found := [reason for reason, holds in reasons.items() if holds]:
+        raise ConfigError(
+            f"sync.cold_interval={config.sync.cold_interval} with {' and '.join(found)}; leave it out, or set "
+            "rollout.placement=separate, run.mode=both and sync.pause=wait"
         )
 
 

@@ -24,6 +24,7 @@ FREE = (
     *(f"sync.{name}" for name in ("bucket_bytes", "shared_memory", "timeout_s", "probe_tokens")),
     "sync.probe_tolerance",
     "sync.sample_tolerance",
+    "sync.cold_interval",
     "sync.deterministic",
     "sync.method",
     "evaluation",

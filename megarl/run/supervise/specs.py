@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from megarl.core.config import Config
 from megarl.core.jobs import ProcessKind, of_program, worker_of
 from megarl.core.metrics import TIMELINE
-from megarl.engine.client.names import UNTIL_PUBLISHED
+from megarl.engine.client.names import COLD, COLD_FOLDER, UNTIL_PUBLISHED
 from megarl.explore.rewards.judge.family import ENGINES
 from megarl.explore.store import VARIABLE
 from megarl.learn import algorithms
@@ -122,7 +122,8 @@ def _engine(attempt: _Attempt, process: Planned) -> _Command:
     )
     name = of_program(f"{process.kind.stem}_{process.number}", attempt.plan.job.program)
     timeline = f"{config.run.dir}/timeline/{name}"
-    return _Command(argv[1:], env | {UNTIL_PUBLISHED: "1", TIMELINE: timeline}, "" if process.part else address)
+    env |= {UNTIL_PUBLISHED: "1", TIMELINE: timeline, COLD: f"{config.run.dir}/{COLD_FOLDER}"}
+    return _Command(argv[1:], env, "" if process.part else address)
 
 
 def _trainer(attempt: _Attempt, process: Planned) -> _Command:

@@ -27,6 +27,7 @@ from megarl.train.rollout.evaluation import Evaluation
 from megarl.train.rollout.meanwhile import EvaluationMeanwhile
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.rollout.rollouts import Rollouts, Wait
+from megarl.train.sync.cold import ColdCheck
 from megarl.train.sync.colocated import ColocatedEngines
 from megarl.train.sync.files import FilePublisher
 from megarl.train.sync.kept import KeptEngines
@@ -80,10 +81,10 @@ class OnlineTrainer(Trainer):
         """Join the engines, and open what asks them. Raises Stopped."""
         with self.timeline.phase("wait_for_engine"):
             publisher = self.publisher()
-            self.weights = WeightSync(
-                self.context, self.ranks, self.reporter, self.models, publisher, self.turns, self.store.record_version
-            )
+            doers = (self.models, publisher, self.turns, self.store.record_version)
+            self.weights = WeightSync(self.context, self.ranks, self.reporter, *doers)
             services = (self.context, self.store, self.ranks, self.reporter)
+            self.cold = ColdCheck(*services[:3], self.models, self.turns, self.export)
             wait = self.wait = RolloutWaiter(*services, self.weights, self.checkpoints).wait
             self.rollouts = Rollouts(self.context, self.algorithm, self.store, self.reporter, self.reader, wait)
             self.evaluation = Evaluation(self.context, self.store, self.reporter, wait)
@@ -228,7 +229,7 @@ class OnlineTrainer(Trainer):
             with self.weights.quieting() as ended:
                 if not self.wait(lambda: Awaited(ended(), 1, ended()), label, weights_step=state.step):
                     return None
-        return self.weights.publish(state.step)
+        return self.weights.publish(state.step) | self.cold.check(state.step, self.weights.publish_again)
 
     def drains(self, step: int) -> bool:
         """True if what was asked for ahead must be there when ``step`` steps are done: a checkpoint or other weights

@@ -93,7 +93,7 @@ class WeightSync:
         sent = self._sent if step != self.step else None
         if step != self.step and sent is None:
             self._begin_version(step)
-        self._reporter.log(f"{why}: it has replaced one that died; joining it")
+        self._reporter.log(f"{why}; joining the engine that is new there")
         with self._turns.during(Phase.SYNC):
             self._again_if_one_dies(lambda: self._publish(abort=not self._keeps, sent=sent), join=True)
         self._reporter.log(f"published {self.version} again; the rollout goes on")
