@@ -7,42 +7,9 @@
 # installed from. OUT (default runs/first_gpu) gets every step's output. After a step that fails or takes
 # too long the others go on; the exit code is the number of steps that failed. Without a GPU nothing is measured: what can
 # run on a CPU runs at toy size, and the rest says what it would prove.
-set -u
-cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 OUT=${OUT:-runs/first_gpu}
 STEPS=${*:-build kernels learner attention update speed sync sanitizer jobs loop}
-mkdir -p "$OUT"
-export PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-failed=0
-card=$(nvidia-smi --query-gpu=name,compute_cap,memory.total,driver_version --format=csv,noheader 2>/dev/null | head -1)
-echo "card: ${card:-none}; $("$PYTHON" -c 'import sys, torch; print("Python", sys.version.split()[0], "torch", torch.__version__)')"
-
-# step NAME SECONDS "what it proves" needs-a-GPU(1|0) COMMAND...
-step() {
-  local name=$1 limit=$2 proves=$3 gpu=$4 code start
-  shift 4
-  case " $STEPS " in *" $name "*) ;; *) return ;; esac
-  echo "== $name: $proves"
-  if [ "$gpu" = 1 ] && [ -z "$card" ]; then
-    echo "   not run: needs a GPU"
-    return
-  fi
-  start=$SECONDS
-  timeout -k 5 "$limit" bash -c '"$@"' _ "$@" >"$OUT/$name.log" 2>&1
-  code=$?
-  tail -n "${LINES_OF_STEP:-40}" "$OUT/$name.log"
-  if [ "$code" = 124 ]; then echo "   did not end within $limit s"; fi
-  echo "== $name: exit code $code, $((SECONDS - start)) s"
-  [ "$code" = 0 ] || failed=$((failed + 1))
-}
-
-gpu_tests() {
-  local workers=
-  "$PYTHON" -c 'import xdist' 2>/dev/null && workers="-n 4"
-  # shellcheck disable=SC2086
-  "$PYTHON" -m pytest -q -p no:cacheprovider $workers -m gpu "$@"
-}
+. "$(dirname "$0")/gpu_steps.sh"
 
 build() {
   local architecture
@@ -76,8 +43,7 @@ loop() {
     model.dtype=bfloat16 trainer.steps=5 run.name=first_gpu "run.dir=$OUT/loop"
 }
 
-export PYTHON OUT
-export -f gpu_tests build sanitizer loop
+export -f build sanitizer loop
 tests_of_kernels=$(grep -rl "mark.gpu" tests/unit)
 tests_of_learner=$(grep -rl "mark.gpu" tests/parallel)
 # shellcheck disable=SC2086
