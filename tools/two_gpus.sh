@@ -4,7 +4,7 @@
 #   tools/two_gpus.sh [STEP...]
 #
 # Each step is a job or tests whose own proofs decide: digests, addresses and log-probs after every sync, the step's own
-# samples, and an engine that begins with the weights. PYTHON, OUT (default runs/two_gpus) and the exit code are those of
+# samples, and an engine that begins with the weights. PYTHON, OUT (default runs/two_gpus) and exit code are those of
 # tools/first_gpu.sh. Without two GPUs each step says what it would prove.
 OUT=${OUT:-runs/two_gpus}
 STEPS=${*:-tests loop graphs eager sockets nccl ipc sleep destroy keep}
