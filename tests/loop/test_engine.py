@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ from megarl.run.process import ports
 from megarl.run.process.process import Child
 from megarl.run.supervise.engine_process import engine_process
 from tests.conftest import SOAK
+from tests.loop.conftest import TINY_ROLLOUT
 from tests.loop.engines import (
     EOS,
     HOST,
@@ -342,6 +344,30 @@ def test_a_start_that_fails_is_told_with_the_last_lines(tmp_path: Path) -> None:
             control.wait_ready(120, alive=lambda: child.poll() is None)
     finally:
         child.signal(signal.SIGKILL)
+
+
+def test_further_options_reach_vllm(tmp_path: Path, zygote: Zygote) -> None:
+    options = {
+        "max_num_batched_tokens": 4321,
+        "enable_prefix_caching": False,
+        "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+        "watermark": 0.125,
+        "disable_cascade_attn": True,
+    }
+    running = tiny_engine(tmp_path, rollout=replace(TINY_ROLLOUT, engine_options=options))
+    running.zygote = zygote
+    try:
+        url = running.ready().url + "/server_info?config_format=json"
+        with urllib.request.urlopen(urllib.request.Request(url, headers=bearer(KEY)), timeout=30) as answer:
+            found = json.load(answer)["vllm_config"]
+        assert found["scheduler_config"]["max_num_batched_tokens"] == 4321
+        assert found["scheduler_config"]["watermark"] == 0.125
+        assert found["cache_config"]["enable_prefix_caching"] is False
+        assert found["structured_outputs_config"]["disable_any_whitespace"] is True
+        assert found["model_config"]["disable_cascade_attn"] is True
+        assert running.generate(some_prompts(1), Sampling(max_tokens=2))
+    finally:
+        running.stop()
 
 
 @pytest.mark.parametrize("victim", ["server", "core"])
