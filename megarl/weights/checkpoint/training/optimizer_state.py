@@ -21,7 +21,7 @@ STATE = ("param", "exp_avg", "exp_avg_sq")
 """Tensors of each parameter, by Megatron-Core's names."""
 
 
-class Piece(NamedTuple):
+class ParameterPiece(NamedTuple):
     """Elements of a flat parameter that one data-parallel rank has."""
 
     rank: int
@@ -34,16 +34,16 @@ class Piece(NamedTuple):
         return self.end - self.start
 
 
-def pieces_of(start: int, end: int, share: int) -> list[Piece]:
+def pieces_of(start: int, end: int, share: int) -> list[ParameterPiece]:
     """Pieces of a parameter at ``start`` to ``end`` of a bucket whose ranks have ``share`` elements each, in order."""
     found = []
     for rank in range(start // share, -(-end // share)):
         low, high = max(start, rank * share), min(end, (rank + 1) * share)
-        found.append(Piece(rank, low - start, high - start))
+        found.append(ParameterPiece(rank, low - start, high - start))
     return found
 
 
-def writer_of(pieces: Sequence[Piece]) -> int:
+def writer_of(pieces: Sequence[ParameterPiece]) -> int:
     """Rank that has most of a parameter; the first of equal ones."""
     return max(pieces, key=lambda piece: piece.size).rank
 
@@ -79,7 +79,7 @@ def sharded_optimizer_state(
     return found
 
 
-def _parameters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, list[Piece]]]:
+def _parameters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, list[ParameterPiece]]]:
     """Parameters with their pieces, in the order in which Megatron-Core numbers them when it loads."""
     ranks = optimizer.data_parallel_group.size()
     for buffer in optimizer.buffers:
@@ -89,7 +89,9 @@ def _parameters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, list[Piece
             yield parameter, pieces_of(start - bucket.offset, end - bucket.offset, share)
 
 
-def _whole(optimizer: Any, parameter: torch.nn.Parameter, pieces: Sequence[Piece]) -> dict[str, torch.Tensor] | None:
+def _whole(
+    optimizer: Any, parameter: torch.nn.Parameter, pieces: Sequence[ParameterPiece]
+) -> dict[str, torch.Tensor] | None:
     """float32 state in the parameter's shape on the rank that writes it, None on others; a piece that is whole is no
     copy."""
     group = optimizer.data_parallel_group
@@ -109,7 +111,7 @@ def _whole(optimizer: Any, parameter: torch.nn.Parameter, pieces: Sequence[Piece
     return found or None
 
 
-def _gathered(own: torch.Tensor, pieces: Sequence[Piece], group: dist.ProcessGroup) -> torch.Tensor:
+def _gathered(own: torch.Tensor, pieces: Sequence[ParameterPiece], group: dist.ProcessGroup) -> torch.Tensor:
     """Flat parameter of this rank's piece and those that the other ranks send."""
     whole = torch.empty(sum(piece.size for piece in pieces), dtype=torch.float32, device=own.device)
     for piece in pieces:
