@@ -10,9 +10,11 @@ import signal
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,6 +32,7 @@ from megarl.run.process import ports
 from megarl.run.process.process import Child
 from megarl.run.supervise.engine_process import engine_process
 from tests.conftest import SOAK
+from tests.loop.conftest import TINY_ROLLOUT
 from tests.loop.engines import (
     EOS,
     HOST,
@@ -43,6 +46,7 @@ from tests.loop.engines import (
 from tests.loop.zygote import Zygote
 
 FP32_TOLERANCE = 1e-4
+REFUSALS = "/later_vllm/refusals"
 
 
 @pytest.fixture(scope="module")
@@ -253,6 +257,29 @@ def test_a_pause_longer_than_the_timeout_is_no_silence(engine: RunningEngine) ->
     assert time.monotonic() - began > 4
 
 
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_requests_that_a_paused_engine_refuses_are_held(later_engine: RunningEngine, mode: Any) -> None:
+    """vLLM 0.33 answers 503 to a request that comes in such a pause; tests/loop/later_vllm.py makes 0.32 do so."""
+    engine, sampling = later_engine, Sampling(max_tokens=8, ignore_eos=True)
+    expected = engine.generate(some_prompts(6, n=2), sampling)
+    before = refusals(engine)
+    engine.control.pause(mode)
+
+    async def ask() -> list[Completion]:
+        async with EngineClient([engine.url], KEY, timeout_s=1.0) as client:
+            asked = asyncio.create_task(collected(client.generate(some_prompts(6, n=2), sampling)))
+            while await asyncio.to_thread(refusals, engine) < before + 12:
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(2.0)  # longer than the timeout: a pause is no silence
+            assert not asked.done()
+            await asyncio.to_thread(engine.control.resume)
+            return await asked
+
+    completions = sorted(asyncio.run(ask()), key=lambda c: (c.request, c.index))
+    assert [c.token_ids.tolist() for c in completions] == [c.token_ids.tolist() for c in expected]
+    assert refusals(engine) == before + 12, "each was refused once, and asked again when the pause was over"
+
+
 def test_a_core_that_hangs_while_the_server_lives_is_an_engine_error(engine: RunningEngine) -> None:
     [core] = set(group_members(engine.pid)) - {engine.pid}
     try:
@@ -261,6 +288,27 @@ def test_a_core_that_hangs_while_the_server_lives_is_an_engine_error(engine: Run
     finally:
         os.kill(core, signal.SIGCONT)
     assert engine.generate(some_prompts(1), Sampling(max_tokens=1))
+
+
+@pytest.fixture(scope="module")
+def later_engine(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Iterator[RunningEngine]:
+    engine = tiny_engine(tmp_path_factory.mktemp("later"), rollout=TINY_ROLLOUT)
+    engine.zygote, engine.options = zygote, ("--middleware", "tests.loop.later_vllm.Refusals")
+    try:
+        yield engine.ready()
+    finally:
+        engine.stop()
+
+
+async def collected(completions: AsyncIterator[Completion]) -> list[Completion]:
+    return [completion async for completion in completions]
+
+
+def refusals(engine: RunningEngine) -> int:
+    with urllib.request.urlopen(
+        urllib.request.Request(engine.url + REFUSALS, headers=bearer(KEY)), timeout=30
+    ) as answer:
+        return int(answer.read())
 
 
 LONG = 40_000 if SOAK else 6_000
@@ -342,6 +390,30 @@ def test_a_start_that_fails_is_told_with_the_last_lines(tmp_path: Path) -> None:
             control.wait_ready(120, alive=lambda: child.poll() is None)
     finally:
         child.signal(signal.SIGKILL)
+
+
+def test_further_options_reach_vllm(tmp_path: Path, zygote: Zygote) -> None:
+    options = {
+        "max_num_batched_tokens": 4321,
+        "enable_prefix_caching": False,
+        "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+        "watermark": 0.125,
+        "disable_cascade_attn": True,
+    }
+    running = tiny_engine(tmp_path, rollout=replace(TINY_ROLLOUT, engine_options=options))
+    running.zygote = zygote
+    try:
+        url = running.ready().url + "/server_info?config_format=json"
+        with urllib.request.urlopen(urllib.request.Request(url, headers=bearer(KEY)), timeout=30) as answer:
+            found = json.load(answer)["vllm_config"]
+        assert found["scheduler_config"]["max_num_batched_tokens"] == 4321
+        assert found["scheduler_config"]["watermark"] == 0.125
+        assert found["cache_config"]["enable_prefix_caching"] is False
+        assert found["structured_outputs_config"]["disable_any_whitespace"] is True
+        assert found["model_config"]["disable_cascade_attn"] is True
+        assert running.generate(some_prompts(1), Sampling(max_tokens=2))
+    finally:
+        running.stop()
 
 
 @pytest.mark.parametrize("victim", ["server", "core"])

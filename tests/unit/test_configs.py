@@ -56,7 +56,12 @@ LARGE = ("grpo_qwen3_30b_a3b", "grpo_deepseek_v3")
 """Thousands of experts' tensors: to plan everything takes seconds, so two engine ranks are planned."""
 TOYS = ("quickstart", "own", "own_gpu", "sft", "dpo", "reward_model", "guess", "vision")
 YOURS = ("model.path=/m", "taskset.train=a.parquet", "taskset.eval=b.parquet")
-CPU = ("parallel.backend=gloo", "model.transformer_impl=local", "rollout.kv_cache_bytes=1048576")
+CPU = (
+    "parallel.backend=gloo",
+    "model.transformer_impl=local",
+    "rollout.gpu_memory_utilization=null",
+    "rollout.kv_cache_bytes=1048576",
+)
 GB = 1e9
 GPU_GB = 80.0
 
@@ -198,7 +203,7 @@ def memory_of(config: Config) -> Memory:
         fullest = max(
             sum(parameters(engines, rank)) for rank in (0, engines.num_ranks - 1)
         )  # the first has experts that are left over
-        engine = 2.0 * fullest + config.rollout.kv_cache_bytes
+        engine = 2.0 * fullest
     return Memory(max(per_rank), engine)
 
 
@@ -220,7 +225,9 @@ def check_job(config: Config, nodes: int) -> Memory:
             f"{rows} rows a step do not divide by {config.trainer.updates_per_step} updates and dp={config.parallel.dp}"
         )
     memory = memory_of(config)
-    if max(memory) > GPU_GB * GB:
+    share = config.rollout.gpu_memory_utilization
+    assert share is not None, "engines' caches take what their weights leave"
+    if memory.trainer > GPU_GB * GB or memory.engine > share * GPU_GB * GB:
         raise ConfigError(
             f"{memory.trainer / GB:.1f} GB on a trainer rank and {memory.engine / GB:.1f} GB on an engine's do not fit"
         )
@@ -234,7 +241,7 @@ def described(name: str, config: Config, nodes: int, memory: Memory) -> str:
     vllm = f"{rollout.replicas} × TP{rollout.tp}{' EP' if rollout.expert_parallel else ''}"
     grid = str(megatron_grid(config.parallel)).replace("pp=1 ", "").replace(" dp=1", "")
     gpu = f"{trainer} + {engines} = {nodes} × 8" if engines else f"{trainer} = {nodes} × 8"
-    engine = f"; engines {vllm}, {memory.engine / GB:.1f} GB a GPU" if engines else ""
+    engine = f"; engines {vllm}, {memory.engine / GB:.1f} GB of weights a GPU" if engines else ""
     return (
         f"- `{name}` ({config.algorithm.name}): {gpu} GPUs; trainer {grid}, {memory.trainer / GB:.1f} GB a GPU{engine}"
     )
@@ -455,7 +462,7 @@ def test_a_part_of_experiments_is_no_experiment() -> None:
 def test_gpus_for_a_model_and_rows_of_ones_own() -> None:
     ours, gpu = (compose([f"experiment={name}", *YOURS]) for name in ("own_gpu", "grpo_qwen2_5_7b"))
     assert (ours.parallel.backend, ours.model.transformer_impl) == ("nccl", "transformer_engine")
-    assert ours.rollout.kv_cache_bytes == gpu.rollout.kv_cache_bytes and ours.model.path == "/m"
+    assert ours.rollout.gpu_memory_utilization == gpu.rollout.gpu_memory_utilization == 0.85 and ours.model.path == "/m"
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -518,7 +525,7 @@ def test_bad_combinations_are_refused_by_megarl(in_workplace: Path, name: str, o
         ("grpo_qwen2_5_7b", "parallel=tp1", "GPUs are not 1 nodes"),
         ("grpo_qwen2_5_7b", "rollout.replicas=5", "GPUs are not 1 nodes"),
         ("grpo_qwen2_5_32b", "parallel.tp=1 parallel.dp=64", "GB on a trainer rank"),
-        ("grpo_qwen2_5_32b", "rollout.kv_cache_bytes=68719476736", "on an engine's do not fit"),
+        ("grpo_qwen2_5_32b", "rollout.gpu_memory_utilization=0.2", "on an engine's do not fit"),
         ("ppo_llama3_1_8b", "trainer.tasks_per_step=1020", "do not divide by 4 updates and dp=2"),
     ],
 )  # fmt: skip

@@ -55,6 +55,27 @@ def test_engines_on_gpus_share_them_and_are_eager_where_that_is_asked_for() -> N
         assert argv.count("--enforce-eager") == eager and option(argv, "--gpu-memory-utilization") == "0.01"
 
 
+def test_bytes_or_a_share_of_the_gpu_decide_the_cache() -> None:
+    def argv_of(**settings: Any) -> list[str]:
+        rollout = RolloutConfig(max_prompt_tokens=128, **settings)
+        return engine_process("m", rollout, ModelConfig(), "127.0.0.1", 1, "cuda")[0]
+
+    usual, given, share = argv_of(), argv_of(kv_cache_bytes=2**30), argv_of(gpu_memory_utilization=0.85)
+    assert option(usual, "--kv-cache-memory-bytes") == str(2**28)
+    assert option(given, "--kv-cache-memory-bytes") == str(2**30)
+    assert "--kv-cache-memory-bytes" not in share and option(share, "--gpu-memory-utilization") == "0.85"
+    assert "--kv-cache-dtype" not in usual and option(argv_of(kv_cache_dtype="fp8"), "--kv-cache-dtype") == "fp8"
+
+
+def test_further_options_are_written_as_vllm_reads_them() -> None:
+    """tests/loop/test_engine.py has an engine with some."""
+    options = {"async_scheduling": False, "enable_dbo": True, "stream_interval": 4, "a": ["b", 1], "c": {"d": None}}
+    rollout = RolloutConfig(max_prompt_tokens=128, engine_options=options)
+    argv, _ = engine_process("m", rollout, ModelConfig(), "127.0.0.1", 1)
+    ours = ["--no-async-scheduling", "--enable-dbo", "--stream-interval", "4", "--a", "b", "1", "--c", '{"d": null}']
+    assert argv[-len(ours) :] == ours
+
+
 @pytest.mark.parametrize(
     ("mla", "pp", "compilation"),
     [

@@ -100,6 +100,7 @@ LIMITED = {
     "run/nodes/remote.Gathering._let_in: self._door.accept": "a daemon thread; leaving the gathering shuts its socket",
     "run/run_dir/owner.next_attempt: fcntl.flock": "another head that counts: it reads and writes one line",
     "train/rank/ranks.Ranks.wait_for_all: dist.barrier": "a collective: groups.collective_timeout_s",
+    "weights/checkpoint/training/optimizer_state._gathered: dist.recv": "groups.collective_timeout_s",
     "ops/linear._InForward.forward: gradients.result": "no wait: a sum of gradients",
     "ops/linear._Recompute.backward: gradients.result": "no wait: a sum of gradients",
     "weights/reshard/execute._Incoming._message: arrival.wait": "sync.timeout_s: the timeout of the link",

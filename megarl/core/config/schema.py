@@ -321,6 +321,10 @@ WrongEnd = Literal[
 ]
 
 
+KV_CACHE_BYTES = 2**28
+"""KV cache of an engine worker where no setting says how much."""
+
+
 @dataclass(frozen=True)
 class RolloutConfig:
     """Rollout engines: ``replicas`` servers of tp * pp workers each."""
@@ -375,8 +379,17 @@ class RolloutConfig:
     they always are."""
     block_size: Annotated[int, Bound(32, 1024, multiple=32)] = 32  # vLLM's CPU attention takes no other
     """Tokens of a block of the KV cache (vLLM's)."""
-    kv_cache_bytes: Annotated[int, Bound(2**20)] = 268435456
-    """KV cache of one engine worker."""
+    kv_cache_bytes: Annotated[int, Bound(2**20)] | None = None
+    """KV cache of one engine worker; null is 256 MiB, or what ``gpu_memory_utilization`` leaves where that is set."""
+    gpu_memory_utilization: Annotated[float, Bound(0, 1, above=True)] | None = None
+    """Share of a GPU's memory that an engine worker takes, its KV cache being what weights and activations leave
+    (vLLM's); in place of ``kv_cache_bytes``, on GPUs alone."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Type of the numbers in the KV cache: the model's, or 8 bits, on GPUs alone. The engine's log-probs then differ
+    from the trainer's, so ``algorithm.correction`` and ``sync.probe_tolerance`` must be set (docs/tuning.md)."""
+    engine_options: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Further options of vLLM's engine by their names there, such as ``{max_num_batched_tokens: 16384}``
+    (docs/tuning.md). Those that megarl sets, or that its proofs depend on, are refused."""
     num_threads: Threads = 1
     """CPU threads of one engine worker."""
     start_timeout_s: Seconds = 300.0
@@ -441,6 +454,13 @@ class RolloutConfig:
     workflow_timeout_s: Seconds = 3600.0
     """Most seconds of a workflow of its own, in which it waits neither for the engine nor for the verifier. An agent
     has ``agent_timeout_s`` instead."""
+
+    @property
+    def cache_bytes(self) -> int | None:
+        """KV cache of one engine worker in bytes; None where ``gpu_memory_utilization`` decides."""
+        if self.kv_cache_bytes is None and self.gpu_memory_utilization is None:
+            return KV_CACHE_BYTES
+        return self.kv_cache_bytes
 
     @property
     def is_partial(self) -> bool:

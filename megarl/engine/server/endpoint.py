@@ -363,11 +363,19 @@ async def _outputs(
         try:
             return [output async for output in engine.generate(inputs, sampling, request)]
         except VLLMError as error:
-            status = getattr(error, "status_code", getattr(error, "http_status", None))
-            if status != HTTPStatus.SERVICE_UNAVAILABLE or not (paused or progress.paused):
+            if not _is_unavailable(error) or not (paused or progress.paused):
                 raise
         while progress.paused:
             await asyncio.sleep(_HELD_S)
+
+
+def _is_unavailable(error: BaseException | None) -> bool:
+    """Return True for a status 503, of the error itself or of the one that it was raised from."""
+    statuses = []
+    while error is not None:
+        statuses += [getattr(error, "status_code", None), getattr(error, "http_status", None)]
+        error = error.__cause__
+    return HTTPStatus.SERVICE_UNAVAILABLE in statuses
 
 
 def _record(i: int, j: int, finished: RequestOutput, *, expanded: bool) -> Completion | Failure:

@@ -7,18 +7,14 @@ not.
 
 from __future__ import annotations
 
-from megarl.engine.server.cold import take_weights
+from megarl.engine.server.arguments import server_arguments
 
 
 def main() -> None:
     """Run one node's part of an engine."""
     from vllm.entrypoints.cli.serve import run_headless
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args()
-    take_weights(arguments)
-    validate_parsed_serve_args(arguments)
+    arguments = server_arguments()
     arguments.headless = True
     arguments.api_server_count = 0
     run_headless(arguments)

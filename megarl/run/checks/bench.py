@@ -15,6 +15,7 @@ from megarl.explore.store import OWN_SERVER, check_url, sqlite_file
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.learn import algorithms
 from megarl.run.checks import settings
+from megarl.run.checks.engines import check_engine_settings
 from megarl.run.checks.filters import Selected, selected
 from megarl.run.checks.inputs import check_environment_rows, check_rewards
 from megarl.run.checks.model import check_model
@@ -72,6 +73,7 @@ def _check_settings(config: Config) -> None:
     check_taskset(config, job)
     settings.check_ports(config, job)
     settings.check_memory(config, job, nodes=1)
+    check_engine_settings(config, job)
     check_url(config.store.url)
     workflows.check(config.rollout, Path(config.run.dir))
     settings.check_reward_settings(config)

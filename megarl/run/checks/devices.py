@@ -61,7 +61,7 @@ def check_devices(config: Config, algorithm: Algorithm, hf_config: Mapping[str, 
     if cluster.device_bytes is not None:
         if not ledger.fits(cluster.device_bytes):
             raise ConfigError(_too_large(ledger, cluster.device_bytes))
-        if algorithms.job_of(config).has(ProcessKind.ENGINE) and not ledger.colocated:
+        if algorithms.job_of(config).has(ProcessKind.ENGINE):
             check_engine_devices(config, hf_config, cluster.device_bytes)
     if cluster.host_bytes is not None and nodes is not None:
         _check_host(ledger, max(1, nodes - cluster.spare_nodes), cluster.host_bytes)
@@ -99,7 +99,7 @@ def _too_large(ledger: Ledger, budget: int) -> str:
     if nearest is None:
         fix = (
             "whatever is offloaded: raise it, spread the models over more ranks (parallel, <role>.parallel), or lower "
-            "rollout.kv_cache_bytes of colocated engines"
+            "rollout.kv_cache_bytes or rollout.gpu_memory_utilization of colocated engines"
         )
     else:
         moved = [role for role, place in nearest.away.items() if place is not ledger.plan.away[role]]
@@ -111,9 +111,16 @@ def _too_large(ledger: Ledger, budget: int) -> str:
 
 
 def check_engine_devices(config: Config, hf_config: Mapping[str, Any], budget: int) -> None:
-    """Raise ConfigError if an engine worker on a device of its own needs more."""
+    """Raise ConfigError if an engine worker needs more than a device, or its weights leave its KV cache nothing."""
     workers = engine_bytes(config, hf_config)
     number, most = max(enumerate(workers), key=lambda item: sum(item[1].values()))
+    share = config.rollout.gpu_memory_utilization
+    if share is not None and not all(worker["engine.kv_cache"] for worker in workers):
+        raise ConfigError(
+            f"engine worker {number} has weights of {human(most['engine.weights'])}, which leave nothing for its KV "
+            f"cache of rollout.gpu_memory_utilization={share:g} of cluster.device_bytes={budget}; raise it, or raise "
+            "rollout.tp"
+        )
     if (total := sum(most.values())) > budget:
         held = ", ".join(f"{name} {human(size)}" for name, size in most.items())
         raise ConfigError(

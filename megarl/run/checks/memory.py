@@ -62,7 +62,9 @@ def engine_bytes(config: Config, hf_config: Mapping[str, Any]) -> list[dict[str,
     """Bytes of ``engine.weights`` and ``engine.kv_cache``, for every worker of every engine.
 
     On CPUs a tied model's output weight is a tensor of its own (vLLM packs it), on GPUs the embedding itself. Of the
-    KV cache vLLM takes whole blocks, so its bytes are an upper bound.
+    KV cache vLLM takes whole blocks, so its bytes are an upper bound. With ``rollout.gpu_memory_utilization`` they are
+    what the weights leave of that share of ``cluster.device_bytes``: more than the cache has, since activations are in
+    the share too. Without a budget they are 0.
 
     Raises:
         ConfigError: the engines' grid does not divide the model.
@@ -80,7 +82,13 @@ def engine_bytes(config: Config, hf_config: Mapping[str, Any]) -> list[dict[str,
         }
         if one_copy and EMBEDDING in sizes:
             sizes.pop(LM_HEAD, None)
-        workers.append({"engine.weights": sum(sizes.values()), "engine.kv_cache": rollout.kv_cache_bytes})
+        weights = sum(sizes.values())
+        cache = rollout.cache_bytes
+        if cache is None:
+            assert rollout.gpu_memory_utilization is not None, "one of the two decides"
+            share = int(rollout.gpu_memory_utilization * (config.cluster.device_bytes or 0))
+            cache = max(0, share - weights)
+        workers.append({"engine.weights": weights, "engine.kv_cache": cache})
     return workers
 
 

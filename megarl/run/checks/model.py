@@ -14,6 +14,7 @@ from megarl.core.config.lengths import context_tokens, prompt_tokens
 from megarl.core.errors import ConfigError
 from megarl.learn.parallel.grid import check_parallel, megatron_grid
 from megarl.ops import rows_in_budget
+from megarl.run.checks.engine_options import check_batched_tokens
 from megarl.run.checks.vision import is_vision_model
 from megarl.weights.architectures import Head, architecture
 from megarl.weights.checkpoint.formats.hf_source import SCORE, check_hf, check_labels, open_hf
@@ -118,6 +119,7 @@ def _check_engines(config: Config, hf_config: Mapping[str, Any], source: Layout)
         raise ConfigError(
             f"rollout.max_trajectory_tokens={wanted} does not hold a prompt and a response: {sum_of} = {one}"
         )
+    check_batched_tokens(config)
     if wanted > context:
         limit = sum_of if rollout.max_trajectory_tokens is None else "rollout.max_trajectory_tokens"
         raise ConfigError(

@@ -22,6 +22,7 @@ from megarl.explore.rewards.router import FAMILIES
 from megarl.explore.store import check_url
 from megarl.learn import algorithms
 from megarl.learn.algorithms import Algorithm
+from megarl.run.checks.engines import check_engine_settings
 from megarl.run.checks.pacing import check_pacing
 from megarl.run.checks.replay import check_replay
 from megarl.run.checks.roles import check_role_settings
@@ -71,6 +72,7 @@ def check_settings(config: Config, algorithm: Algorithm, nodes: int, *, elsewher
         check_ports(config, job)
     check_role_settings(config, algorithm)
     check_placement(config, job)
+    check_engine_settings(config, job)
     check_memory(config, job, nodes)
     check_url(config.store.url, nodes)
     if job.rollouts:
@@ -268,12 +270,12 @@ def check_memory(config: Config, job: Job, nodes: int) -> None:
     """
     rollout = config.rollout
     engines = rollout.replicas * rollout.tp * rollout.pp if job.has(ProcessKind.ENGINE) else 0
-    cache = rollout.kv_cache_bytes if config.parallel.backend == "gloo" else 0  # else a GPU has it
+    cache = _host_cache(config)
     ranks = config.parallel.world_size if job.trains else 0
     least = engines * (cache + PROCESS_BYTES) + ranks * PROCESS_BYTES
     least //= max(1, nodes - config.cluster.spare_nodes)
     if least > (available := available_memory()):
-        ours = f"rollout.replicas={rollout.replicas} with rollout.kv_cache_bytes={rollout.kv_cache_bytes} and "
+        ours = f"rollout.replicas={rollout.replicas} with rollout.kv_cache_bytes={rollout.cache_bytes} and "
         raise ConfigError(
             f"{ours if engines else ''}{ranks} trainer ranks take at least {least / GIB:.1f} GiB, "
             f"this machine has {available / GIB:.1f} GiB available; lower one of them"
@@ -283,13 +285,17 @@ def check_memory(config: Config, job: Job, nodes: int) -> None:
 def check_memory_of_engine(config: Config) -> None:
     """Raise ConfigError if this machine lacks the least memory of one more engine."""
     rollout = config.rollout
-    cache = rollout.kv_cache_bytes if config.parallel.backend == "gloo" else 0
-    least = rollout.tp * rollout.pp * (cache + PROCESS_BYTES)
+    least = rollout.tp * rollout.pp * (_host_cache(config) + PROCESS_BYTES)
     if least > (available := available_memory()):
         raise ConfigError(
-            f"one more engine with rollout.kv_cache_bytes={rollout.kv_cache_bytes} takes at least {least / GIB:.1f} "
+            f"one more engine with rollout.kv_cache_bytes={rollout.cache_bytes} takes at least {least / GIB:.1f} "
             f"GiB, this machine has {available / GIB:.1f} GiB available; lower that, or have fewer engines"
         )
+
+
+def _host_cache(config: Config) -> int:
+    """Bytes of an engine worker's KV cache in host memory: none where a GPU has it."""
+    return (config.rollout.cache_bytes or 0) if config.parallel.backend == "gloo" else 0
 
 
 def check_placement(config: Config, job: Job) -> None:

@@ -33,7 +33,7 @@ PRELOAD: Mapping[ProcessKind, tuple[str, ...]] = {
     ),
     ProcessKind.ENGINE: (
         "vllm.entrypoints.launchers.api_server.entry",
-        "vllm.entrypoints.launchers.cli_args",
+        "vllm.entrypoints.cli.serve",
         "megarl.engine.sync.receiver",
         "model_hosting_container_standards.sagemaker",
         "vllm.distributed.device_communicators.cpu_communicator",

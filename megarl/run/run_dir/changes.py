@@ -73,6 +73,7 @@ FREE = (
             "max_num_seqs",
             "block_size",
             "kv_cache_bytes",
+            "gpu_memory_utilization",
             "num_threads",
             "start_timeout_s",
             "request_timeout_s",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,7 +57,10 @@ def engine_process(
         argv += ["--hf-overrides", json.dumps({"head_dtype": model.head_dtype})]
     argv += _image_options(model_path, model, rollout)
     argv += ["--max-num-seqs", str(rollout.max_num_seqs), "--block-size", str(rollout.block_size)]
-    argv += ["--kv-cache-memory-bytes", str(rollout.kv_cache_bytes)]
+    if rollout.cache_bytes is not None:
+        argv += ["--kv-cache-memory-bytes", str(rollout.cache_bytes)]
+    if rollout.kv_cache_dtype != "auto":
+        argv += ["--kv-cache-dtype", rollout.kv_cache_dtype]
     argv += ["--tensor-parallel-size", str(rollout.tp), "--pipeline-parallel-size", str(rollout.pp)]
     argv += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--disable-log-stats"]
     argv += ["--disable-uvicorn-access-log", "--disable-fastapi-docs"]
@@ -90,7 +94,9 @@ def engine_process(
     if device == "cpu":
         argv += _cpu_options(model_path, rollout)
         # A seeded request whose prefill is cut in two kills the engine on CPU ("CPU Generator does not use offset").
-        argv += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(context, _PREFILL_TOKENS))]
+        argv += ["--no-enable-chunked-prefill"]
+        if "max_num_batched_tokens" not in rollout.engine_options:
+            argv += ["--max-num-batched-tokens", str(max(context, _PREFILL_TOKENS))]
         if rollout.tp * rollout.pp == 1:
             argv += ["--distributed-executor-backend", "uni"]  # see engine_environment
     else:
@@ -101,12 +107,12 @@ def engine_process(
             environment |= _FLOAT32_ENVIRONMENT
         # vLLM refuses to start where less than this share of a GPU is free, 0.92 unless told, even with the bytes of
         # its cache given: colocated, a trainer rank has memory of the same GPU already.
-        argv += ["--gpu-memory-utilization", "0.01"]
+        argv += ["--gpu-memory-utilization", str(rollout.gpu_memory_utilization or 0.01)]
         if rollout.enforce_eager:
             argv += ["--enforce-eager"]
         if leaves == "sleep":
             argv += ["--enable-sleep-mode"]  # its memory comes from vLLM's pool then
-    return argv, environment
+    return [*argv, *_further_options(rollout.engine_options)], environment
 
 
 def engine_environment(rollout: RolloutConfig, device: Literal["cpu", "cuda"] = "cpu") -> dict[str, str]:
@@ -127,6 +133,20 @@ def engine_environment(rollout: RolloutConfig, device: Literal["cpu", "cuda"] = 
             # its OpenMP environment, which is set above; this variable is its way to be told so.
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return environment
+
+
+def _further_options(options: Mapping[str, Any]) -> list[str]:
+    """Options of ``rollout.engine_options`` as vLLM's command line has them."""
+    argv: list[str] = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            argv += [f"--{flag}" if value else f"--no-{flag}"]
+        elif isinstance(value, list):
+            argv += [f"--{flag}", *map(str, value)]
+        else:
+            argv += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return argv
 
 
 def _image_options(model_path: str, model: ModelConfig, rollout: RolloutConfig) -> list[str]:

@@ -32,6 +32,7 @@ from megarl.weights.checkpoint.training.manifest import (
     remove,
     unfinished_name,
 )
+from megarl.weights.checkpoint.training.optimizer_state import spread
 from megarl.weights.checkpoint.training.rank_0 import SmallFiles, on_rank_0
 from megarl.weights.checkpoint.training.writer import PendingWrite
 from megarl.weights.megatron_private import own_writer, put_results_queue
@@ -420,5 +421,6 @@ def sharded_state(part: CheckpointedModel, *, is_loading: bool) -> dict[str, Any
         name: bare(chunk).sharded_state_dict(metadata=metadata) for name, chunk in named(part.chunks).items()
     }
     if part.optimizer is not None:
+        spread(part.optimizer)
         state["optimizer"] = part.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
     return state

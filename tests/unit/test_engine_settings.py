@@ -1,0 +1,138 @@
+"""What engines are started with, refused where it could not work or would break a proof."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.core.config import Config
+from megarl.core.config.schema import ModelConfig, RolloutConfig
+from megarl.core.errors import ConfigError
+from megarl.learn import algorithms
+from megarl.run.checks.devices import check_engine_devices
+from megarl.run.checks.engine_options import (
+    ON_CPU,
+    REASONS,
+    SETTINGS,
+    check_batched_tokens,
+    check_engine_options,
+    engine_arguments,
+)
+from megarl.run.checks.engines import check_engine_settings
+from megarl.run.checks.memory import engine_bytes
+from megarl.run.supervise.engine_process import engine_process
+from tests.unit.small_job import config_of
+from tests.unit.test_memory_checks import TINY
+
+GPU = ("parallel.backend=nccl",)
+
+
+def check(*overrides: str) -> None:
+    config = config_of(Path("x"), *overrides)
+    check_engine_settings(config, algorithms.job_of(config))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["rollout.gpu_memory_utilization=0.5"], "parallel.backend=gloo, whose engines are on CPUs; set it to null"),
+        (
+            [*GPU, "rollout.gpu_memory_utilization=0.5", "rollout.kv_cache_bytes=1073741824"],
+            "rollout.kv_cache_bytes=1073741824: one of them decides",
+        ),
+        ([*GPU, "rollout.gpu_memory_utilization=0.5", "rollout.placement=colocated"], "set cluster.device_bytes to it"),
+        (["rollout.kv_cache_dtype=fp8"], "parallel.backend=gloo: engines on CPUs are proven"),
+        ([*GPU, "rollout.kv_cache_dtype=fp8"], "set algorithm.correction=truncate"),
+        ([*GPU, "rollout.kv_cache_dtype=fp8", "algorithm.correction=mask"], "without sync.probe_tolerance"),
+    ],
+)
+def test_a_cache_that_cannot_be_is_refused(overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check(*overrides)
+
+
+def test_caches_that_can_be() -> None:
+    check()
+    check(*GPU, "rollout.gpu_memory_utilization=0.5")
+    check(*GPU, "rollout.gpu_memory_utilization=0.5", "rollout.placement=colocated", "cluster.device_bytes=80000000000")
+    check(*GPU, "rollout.kv_cache_dtype=fp8", "algorithm.correction=mask", "sync.probe_tolerance=0.2")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_num_batched_token": 8}, "no such option; did you mean 'max_num_batched_tokens'"),
+        ({"gpu_memory_utilization": 0.5}, "rollout.gpu_memory_utilization decides it"),
+        ({"quantization": "fp8"}, "megarl compares them with what it sent"),
+        ({"max_lora_rank": 8}, "megarl compares them with what it sent"),
+        ({"spec_tokens": 3}, "another distribution"),
+        ({"api_key": "x"}, "reaches or watches"),
+        ({"compilation_config": {}}, "wrongly on CPUs"),
+        ({"enable_prefix_caching": 1}, "takes true or false"),
+        ({"stream_interval": True}, "takes a value"),
+        ({"stream_interval": None}, "it has no value"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_engine_options(Config(rollout=RolloutConfig(engine_options=options)))
+
+
+def test_options_that_can_be() -> None:
+    options = {"max_num_batched_tokens": 4096, "enable_prefix_caching": False, "async_scheduling": True}
+    check_engine_options(Config(rollout=RolloutConfig(engine_options=options)))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_option_that_megarl_gives_is_its_own(tmp_path: Path, device: Any) -> None:
+    """Else a user's would come after it on the command line, and win."""
+    model = ModelConfig(head_dtype="float32", max_image_pixels=5000)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl", "vision_config": {}, "kv_lora_rank": 512}')
+    (tmp_path / "preprocessor_config.json").write_text('{"min_pixels": 3136, "max_pixels": 12845056}')
+    usual = RolloutConfig(max_prompt_tokens=8, expert_parallel=True, routing_replay=True, kv_cache_dtype="fp8")
+    given: set[str] = set()
+    for rollout in (
+        replace(usual, placement="colocated", offload="destroy"),
+        replace(usual, placement="colocated", pp=2, enforce_eager=True),
+    ):
+        argv, _ = engine_process(str(tmp_path), rollout, model, "h", 1, device, group=(0, "h:1"), pause="keep")
+        given |= {word[2:].replace("-", "_") for word in argv if word.startswith("--")}
+    assert {"kv_cache_dtype", "scheduling_policy", "nnodes", "load_format"} < given
+    backend: Any = "gloo" if device == "cpu" else "nccl"
+    config = replace(Config(), parallel=replace(Config().parallel, backend=backend))
+    server = {"enable_scale_out", "disable_uvicorn_access_log", "disable_fastapi_docs"}
+    for name in given - server - {"max_num_batched_tokens"}:
+        name = name.removeprefix("no_")
+        with pytest.raises(ConfigError, match="decides it|megarl|another distribution"):
+            check_engine_options(replace(config, rollout=RolloutConfig(engine_options={name: 1})))
+
+
+def test_names_are_those_of_the_installed_vllm() -> None:
+    known = engine_arguments()
+    assert known["max_num_batched_tokens"] == ("int",) and known["hf_token"] == ("bool", "str")
+    assert SETTINGS.keys() <= known.keys() and set(ON_CPU) <= known.keys()
+    names = {pattern for patterns in REASONS.values() for pattern in patterns if pattern.isidentifier()}
+    assert names - known.keys() == {"host", "port", "uds", "api_key", "middleware"}, "the server's own options"
+
+
+def test_a_batch_on_a_cpu_holds_a_whole_prompt() -> None:
+    rollout = RolloutConfig(
+        max_prompt_tokens=100, max_response_tokens=28, engine_options={"max_num_batched_tokens": 127}
+    )
+    with pytest.raises(ConfigError, match="set it to 128 or more"):
+        check_batched_tokens(Config(rollout=rollout))
+    check_batched_tokens(Config(rollout=replace(rollout, engine_options={"max_num_batched_tokens": 128})))
+
+
+def test_a_share_of_a_device_bounds_an_engine() -> None:
+    rollout = RolloutConfig(gpu_memory_utilization=0.5)
+    config = replace(Config(rollout=rollout), cluster=replace(Config().cluster, device_bytes=2**30))
+    (worker,) = engine_bytes(config, TINY)
+    assert sum(worker.values()) == 2**29
+    check_engine_devices(config, TINY, 2**30)
+    small = replace(config, cluster=replace(config.cluster, device_bytes=worker["engine.weights"]))
+    with pytest.raises(ConfigError, match="leave nothing for its KV cache of rollout.gpu_memory_utilization=0.5"):
+        check_engine_devices(small, TINY, worker["engine.weights"])
