@@ -61,6 +61,12 @@ def first_element(optimizer: Any, parameter: torch.nn.Parameter) -> int:
     return int(optimizer._get_model_param_range_map(parameter)["param"].start)
 
 
+def optimizer_state(optimizer: Any, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    """Master (``param``) and moments of the elements of a parameter that this rank of a distributed optimizer has."""
+    found: dict[str, torch.Tensor] = optimizer._get_main_param_and_optimizer_states(parameter)
+    return found
+
+
 def keep_float32_bias(router: Any) -> None:
     """Put a router's bias of experts back to float32, where it has one."""
     if hasattr(router, "_maintain_float32_expert_bias"):

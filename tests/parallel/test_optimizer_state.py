@@ -135,4 +135,4 @@ def test_a_checkpoint_takes_a_share_of_the_optimizers_memory(tmp_path: Path, dp:
         assert found["model"] > 32 << 20
         assert found["snapshot"] < share, found
         assert found["save"] < found["model"] // dp + share, found
-        assert found["load"] < 3 * found["model"] + share, found
+        assert found["load"] < 4 * found["model"] + share, found

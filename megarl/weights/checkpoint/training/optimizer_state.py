@@ -2,9 +2,9 @@
 
 Megatron-Core's ``fully_reshardable`` form has every parameter's float32 master and moments in the parameter's shape, so
 that any grid loads them. Its own code gathers all of them on every data-parallel rank to save, and asks for all of them
-on every rank to load: 12 bytes for each parameter that a rank computes with. The same form is made here, and the same
-files: a parameter's writer is the rank that has most of it, so only parameters that lie over two ranks' shares move;
-and a rank loads the parameters of its own share.
+on every rank to load: 12 bytes for each parameter that a rank computes with. Here keys and values are the same, and a
+parameter's writer is the rank that has most of it: only parameters that lie over two ranks' shares move. A rank loads
+the parameters of its own share.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from megarl.weights.megatron_private import optimizer_state
 
 STATE = ("param", "exp_avg", "exp_avg_sq")
 """Tensors of each parameter, by Megatron-Core's names."""
@@ -98,7 +100,7 @@ def _whole(
     rank, writer = group.rank(), writer_of(pieces)
     if all(piece.rank != rank for piece in pieces):
         return None
-    own = optimizer._get_main_param_and_optimizer_states(parameter)
+    own = optimizer_state(optimizer, parameter)
     found = {}
     for name in STATE:
         flat = own[name].detach().float()
