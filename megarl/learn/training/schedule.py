@@ -87,8 +87,9 @@ def run(
                 source = shown.source[:, mine].to(device)
                 stack.enter_context(showing(unwrap(model), source, shown.pixels, shown.grids))
             if head is not None:
-                wanted = batch.targets(sequences)[:, mine].long().to(device)
-                request = Request(wanted, head.vocab_size, head.temperature, head.logits_bytes, head.float32)
+                wanted = batch.targets(sequences)[:, mine].long()
+                settings = head.vocab_size, head.temperature, head.logits_bytes, head.float32
+                request = Request.of(wanted, device, *settings)
                 stack.enter_context(requesting(unwrap(model), request))
             output = model(tokens, positions, None, **more)
 
