@@ -109,6 +109,10 @@ class RouterConfig:
         return bool(self.aux_loss_coef or self.z_loss_coef or self.bias_update_rate)
 
 
+RecomputeModule = Literal["core_attn", "mlp", "moe", "moe_act", "layernorm", "mla_up_proj", "shared_experts"]
+"""Part of a layer that Megatron-Core can compute again by itself."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     path: str = "???"
@@ -121,8 +125,10 @@ class ModelConfig:
     transformer_impl: Literal["local", "transformer_engine"] = "local"
     """Megatron-Core's own layers, or TransformerEngine's (needs a GPU)."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations that are computed again in the backward pass instead of kept: none, those of attention, whole
-    layers."""
+    """Activations that are computed again in the backward pass instead of kept: none, those of ``recompute_modules``,
+    whole layers."""
+    recompute_modules: list[RecomputeModule] = field(default_factory=lambda: ["core_attn"])
+    """Megatron's names of the parts of a layer that ``recompute=selective`` computes again (docs/tuning.md)."""
     router: RouterConfig = field(default_factory=RouterConfig)
     """Balance of experts."""
     train_vision_tower: bool = False

@@ -14,6 +14,7 @@ from megarl.core.config.lengths import context_tokens, prompt_tokens
 from megarl.core.errors import ConfigError
 from megarl.learn.parallel.grid import check_parallel, megatron_grid
 from megarl.ops import rows_in_budget
+from megarl.run.checks.recompute import check_recompute
 from megarl.run.checks.vision import is_vision_model
 from megarl.weights.architectures import Head, architecture
 from megarl.weights.checkpoint.formats.hf_source import SCORE, check_hf, check_labels, open_hf
@@ -36,6 +37,7 @@ def check_model(config: Config, hf_config: Mapping[str, Any], *, engines: bool, 
     check_parallel(config.parallel, architecture(hf_config).sizes(hf_config))
     check_router(config, hf_config)
     check_routing_replay(config, hf_config, engines=engines)
+    check_recompute(config, hf_config)
     columns = padded_vocab_size(int(hf_config["vocab_size"]), config.parallel.tp) // config.parallel.tp
     try:
         rows_in_budget(

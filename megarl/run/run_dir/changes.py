@@ -24,6 +24,8 @@ FREE = (
     *(f"sync.{name}" for name in ("bucket_bytes", "shared_memory", "timeout_s", "probe_tokens", "probe_tolerance")),
     "sync.deterministic",
     "sync.method",
+    "model.recompute",
+    "model.recompute_modules",
     "evaluation",
     "parallel",
     "reference.parallel",
