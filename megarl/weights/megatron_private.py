@@ -48,6 +48,19 @@ def first_element(optimizer: Any, parameter: torch.nn.Parameter) -> int:
     return int(optimizer._get_model_param_range_map(parameter)["param"].start)
 
 
+def keep_padding(optimizer: Any) -> None:
+    """Let Megatron-Core gather a distributed optimizer's state with the padding at the ends of buckets. Safe to call
+    twice.
+
+    It gathers without, but slices parameters by places that count it: those behind the first bucket would be others.
+    """
+    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for buffer in [] if each.is_stub_optimizer else each.buffers:
+            buffer.numel_unpadded = buffer.numel
+            for bucket in buffer.buckets:
+                bucket.numel_unpadded = bucket.grad_data.numel()
+
+
 def keep_float32_bias(router: Any) -> None:
     """Put a router's bias of experts back to float32, where it has one."""
     if hasattr(router, "_maintain_float32_expert_bias"):

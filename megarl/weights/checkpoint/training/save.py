@@ -34,7 +34,7 @@ from megarl.weights.checkpoint.training.manifest import (
 )
 from megarl.weights.checkpoint.training.rank_0 import SmallFiles, on_rank_0
 from megarl.weights.checkpoint.training.writer import PendingWrite
-from megarl.weights.megatron_private import own_writer, put_results_queue
+from megarl.weights.megatron_private import keep_padding, own_writer, put_results_queue
 
 
 @dataclass(frozen=True)
@@ -420,5 +420,6 @@ def sharded_state(part: CheckpointedModel, *, is_loading: bool) -> dict[str, Any
         name: bare(chunk).sharded_state_dict(metadata=metadata) for name, chunk in named(part.chunks).items()
     }
     if part.optimizer is not None:
+        keep_padding(part.optimizer)
         state["optimizer"] = part.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
     return state
