@@ -191,6 +191,12 @@ class ParallelConfig(GridSizes):
     sequence_parallel: bool = False
     """Share norms and dropout along the sequence among the ``tp`` ranks (Megatron's sequence parallelism): less
     activation memory."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients bucket by bucket while the backward pass of the last micro-batch goes on (Megatron's
+    --overlap-grad-reduce). For models that are trained."""
+    overlap_param_gather: bool = False
+    """Gather updated parameters bucket by bucket while the forward pass of a step's next update goes on (Megatron's
+    --overlap-param-gather). Needs ``overlap_grad_reduce``."""
     backend: Literal["gloo", "nccl"] = "gloo"
     """gloo: everything on CPUs. nccl: every trainer rank and engine worker on a GPU of its own (docs/hardware.md:
     what has run there)."""
