@@ -59,6 +59,7 @@ def run(
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    from megarl.learn.models.attention_layout import on_device
     from megarl.learn.models.head import Request, requesting
     from megarl.learn.models.rotary import by_token
     from megarl.learn.models.router import sequences_of_tokens
@@ -74,7 +75,7 @@ def run(
         mine = shares[context.rank()]
         tokens = batch.take(sequences.tokens).long()[:, mine].to(device)
         positions = _positions(sequences, batch, has_sections(unwrap(model)))[..., mine].to(device)
-        cu_seqlens = None if batch.cu_seqlens is None else batch.cu_seqlens.to(device)
+        cu_seqlens = None if batch.cu_seqlens is None else on_device(batch.cu_seqlens, device)
         if cu_seqlens is not None and has_sections(unwrap(model)):
             by_token(cu_seqlens)
         more = {"packed_seq_params": None if cu_seqlens is None else _packed_seq_params(cu_seqlens, batch.max_seqlen)}
