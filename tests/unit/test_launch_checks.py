@@ -22,7 +22,7 @@ from megarl.core.jobs import JOBS
 from megarl.learn import algorithms
 from megarl.run.checks import job as checks
 from megarl.run.checks import settings as setting_checks
-from megarl.run.checks.model import check_router, check_routing_replay
+from megarl.run.checks.model import check_fusions, check_router, check_routing_replay
 from megarl.run.checks.recompute import check_recompute
 from megarl.run.run_dir.prepare import MODEL_RECIPE
 from megarl.weights.checkpoint.convert.convert import Settings, convert_hf_to_megatron, convert_megatron_to_hf
@@ -178,6 +178,13 @@ def test_parts_that_are_computed_again_are_the_models(
         with pytest.raises(ConfigError, match=f"no effect with model.recompute={recompute}"):
             check_recompute(config_of(prepared, f"model.recompute={recompute}", modules), hf_config)
         check_recompute(config_of(prepared, f"model.recompute={recompute}"), hf_config)
+
+
+def test_experts_are_fused_where_there_are_some(prepared: Path, tmp_path: Path) -> None:
+    config = config_of(prepared, "model.fusions=[moe_permute_fusion]")
+    check_fusions(config, read_hf_config(save("qwen3_moe", tmp_path / "moe")))
+    with pytest.raises(ConfigError, match=r"moe_permute_fusion, but .* has no experts; leave it out"):
+        check_fusions(config, read_hf_config(save("qwen3", tmp_path / "dense")))
 
 
 @pytest.mark.parametrize("setting", ["model.router.aux_loss_coef=0.1", "rollout.routing_replay=true"])

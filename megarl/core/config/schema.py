@@ -113,6 +113,10 @@ RecomputeModule = Literal["core_attn", "mlp", "moe", "moe_act", "layernorm", "ml
 """Part of a layer that Megatron-Core can compute again by itself."""
 
 
+Fusion = Literal["gradient_accumulation_fusion", "moe_permute_fusion"]
+"""Fused kernel that Megatron-Core takes from another package."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     path: str = "???"
@@ -129,6 +133,8 @@ class ModelConfig:
     whole layers."""
     recompute_modules: list[RecomputeModule] = field(default_factory=lambda: ["core_attn"])
     """Megatron's names of the parts of a layer that ``recompute=selective`` computes again (docs/tuning.md)."""
+    fusions: list[Fusion] = field(default_factory=list)
+    """Megatron's names of fused kernels for training, which need packages on GPUs (docs/tuning.md)."""
     router: RouterConfig = field(default_factory=RouterConfig)
     """Balance of experts."""
     train_vision_tower: bool = False

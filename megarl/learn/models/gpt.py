@@ -113,8 +113,8 @@ def transformer_config(hf_config: Mapping[str, Any], model: ModelConfig, paralle
         use_cpu_initialization=on_cpu,
         # torch.compile's kernel, a tenth of an update's time (docs/benchmarks/gpu.md).
         bias_activation_fusion=not on_cpu and values["activation_func"] is F.silu,
-        # Each of these fusions needs apex or TransformerEngine, or gains nothing without dropout.
-        gradient_accumulation_fusion=False,
+        **dict.fromkeys(model.fusions, True),
+        # Not offered: each gains nothing without dropout, with our attention or beside shared tables of angles.
         apply_rope_fusion=False,
         persist_layer_norm=False,
         masked_softmax_fusion=False,

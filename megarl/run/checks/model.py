@@ -38,6 +38,7 @@ def check_model(config: Config, hf_config: Mapping[str, Any], *, engines: bool, 
     check_router(config, hf_config)
     check_routing_replay(config, hf_config, engines=engines)
     check_recompute(config, hf_config)
+    check_fusions(config, hf_config)
     columns = padded_vocab_size(int(hf_config["vocab_size"]), config.parallel.tp) // config.parallel.tp
     try:
         rows_in_budget(
@@ -82,6 +83,14 @@ def check_router(config: Config, hf_config: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"model.router.bias_update_rate={router.bias_update_rate}, but routers of {arch.name} have no bias to "
             "move; set it to 0 and model.router.aux_loss_coef above 0"
+        )
+
+
+def check_fusions(config: Config, hf_config: Mapping[str, Any]) -> None:
+    """Check that the model has what ``model.fusions`` fuse. Raises ConfigError."""
+    if "moe_permute_fusion" in config.model.fusions and not architecture(hf_config).sizes(hf_config).moe_layers:
+        raise ConfigError(
+            f"model.fusions has moe_permute_fusion, but the model in {config.model.path} has no experts; leave it out"
         )
 
 

@@ -26,6 +26,7 @@ FREE = (
     "sync.method",
     "model.recompute",
     "model.recompute_modules",
+    "model.fusions",
     "evaluation",
     "parallel",
     "reference.parallel",
