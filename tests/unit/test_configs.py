@@ -55,7 +55,7 @@ LARGE = ("grpo_qwen3_30b_a3b", "grpo_deepseek_v3")
 """Thousands of experts' tensors: to plan everything takes seconds, so two engine ranks are planned."""
 TOYS = ("quickstart", "own", "own_gpu", "sft", "dpo", "reward_model", "guess", "vision")
 YOURS = ("model.path=/m", "taskset.train=a.parquet", "taskset.eval=b.parquet")
-CPU = ("parallel.backend=gloo", "model.transformer_impl=local", "rollout.kv_cache_bytes=1048576")
+CPU = ("parallel.backend=gloo", "model.transformer_impl=local", "model.fusions=[]", "rollout.kv_cache_bytes=1048576")
 GB = 1e9
 GPU_GB = 80.0
 
