@@ -118,7 +118,7 @@ def model_of(kind: str, config: Any) -> Any:
                 0,
             )
             self.chunks = [Chunk()]
-            self._routers, self._balanced = [], False
+            self._routers, self._balanced, self._gathered = [], False, True
             self.residents, self._written = Residents(), None
             self.optimizer: Any = SimpleNamespace(inner=SimpleNamespace(zero_grad=lambda: None))
 

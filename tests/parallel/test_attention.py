@@ -16,7 +16,7 @@ import torch
 
 from megarl.core.config.schema import ModelConfig, ParallelConfig
 from tests.conftest import SOAK
-from tests.parallel.families import VOCAB, hf_model
+from tests.parallel.families import VOCAB, hf_model, save
 from tests.parallel.grid import run_grid
 
 TOLERANCE = 1e-5
@@ -480,3 +480,64 @@ def test_torchs_kernel_for_packed_sequences_is_close_to_float32(folder: Path) ->
     """bfloat16 rounds each number by up to 2^-9 of it."""
     [found] = run_grid(1, on_a_gpu, str(folder / "qwen3"), gpus=True)
     assert all(max(distances) < 6e-3 for distances in found.values()), found
+
+
+class HostReads:
+    """Counts where Python asks for the value of a tensor, for which it would wait on a GPU."""
+
+    NAMES = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__")
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __enter__(self) -> HostReads:
+        self._plain = {name: getattr(torch.Tensor, name) for name in self.NAMES}
+        for name, plain in self._plain.items():
+
+            def counted(tensor: Any, *arguments: Any, plain: Any = plain) -> Any:
+                self.number += 1
+                return plain(tensor, *arguments)
+
+            setattr(torch.Tensor, name, counted)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for name, plain in self._plain.items():
+            setattr(torch.Tensor, name, plain)
+
+
+def host_reads(rank: int, paths: list[str], parallel: ParallelConfig) -> list[tuple[int, int]]:
+    """Of each model: its layers, and the tensors whose values Python asks for in a packed forward pass."""
+    from megarl.learn.models.attention_layout import on_device
+    from megarl.learn.models.gpt import build_chunks
+    from megarl.learn.parallel import groups
+    from megarl.learn.training.schedule import _packed_seq_params
+    from megarl.weights.checkpoint.formats import hf
+
+    groups.initialize(parallel, seed=1)
+    found = []
+    for path in paths:
+        hf_config = hf.read_hf_config(Path(path))
+        (stage,) = build_chunks(hf_config, ModelConfig(path=path), parallel)
+        cu = torch.tensor([0, 8, 20, 32], dtype=torch.int32)
+        tokens = torch.zeros(1, 32 // parallel.cp, dtype=torch.int64)
+        with HostReads() as reads:
+            params = _packed_seq_params(on_device(cu, torch.device("cpu")), 12)
+            stage(tokens, torch.zeros_like(tokens), None, packed_seq_params=params).sum().backward()
+        found.append((hf_config["num_hidden_layers"], reads.number))
+    return found
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_layers_do_not_wait_for_a_packed_micro_batch(tmp_path: Path, family: str, cp: int) -> None:
+    """Indices and angles are made once; a GPU would wait at each value that Python asks for."""
+    paths = []
+    for layers in (2, 5):
+        more = (
+            {"first_k_dense_replace": layers} if family == "deepseek_v3" else {}
+        )  # experts count tokens by themselves
+        paths.append(str(save(family, tmp_path / str(layers), num_hidden_layers=layers, **more)))
+    for few, many in run_grid(cp, host_reads, paths, ParallelConfig(cp=cp)):
+        assert (few[0], many[0]) == (2, 5)
+        assert few[1] == many[1] > 0

@@ -12,7 +12,7 @@ import torch
 
 from megarl.core.config.schema import ModelConfig, ParallelConfig
 from megarl.core.errors import ConfigError
-from megarl.learn.models.specs import check_implementation
+from megarl.learn.models.specs import FUSION_PACKAGES, check_implementation
 from tests.parallel.grid import run_grid
 from tests.parallel.models import VOCAB, save_tiny_qwen3
 from tests.parallel.test_megatron_on_cpu import train
@@ -59,6 +59,30 @@ def test_transformer_engine_without_cuda() -> None:
         ConfigError, match=r"with parallel\.backend=gloo: .* on CUDA alone; set parallel\.backend to nccl, or .* local"
     ):
         check_implementation(TE, ParallelConfig())
+
+
+@pytest.mark.parametrize("fusion", FUSION_PACKAGES)
+def test_fusions_without_cuda_or_their_package(fusion: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ModelConfig(fusions=[fusion])
+    with pytest.raises(ConfigError, match=f"has {fusion} with parallel.backend=gloo: .* or leave it out"):
+        check_implementation(model, ParallelConfig())
+    monkeypatch.setitem(sys.modules, FUSION_PACKAGES[fusion][0], None)
+    with pytest.raises(ConfigError, match=f"has {fusion}, but .* cannot be imported .*; install .* or leave it out"):
+        check_implementation(model, NCCL)
+
+
+def fused(rank: int, path: str) -> list[bool]:
+    from megarl.learn.models.gpt import transformer_config
+    from megarl.weights.checkpoint.formats import hf
+
+    hf_config, names = hf.read_hf_config(Path(path)), ("gradient_accumulation_fusion",)
+    models = ModelConfig(), ModelConfig(fusions=list(names))  # type: ignore[arg-type]
+    return [getattr(transformer_config(hf_config, model, NCCL), name) for model in models for name in names]
+
+
+def test_a_fusion_is_megatrons_setting(model: str) -> None:
+    """The other one is refused by Megatron-Core itself where its package is missing."""
+    assert run_grid(1, fused, model) == [[False, True]]
 
 
 OURS = "megarl.learn.parallel.cpu.FusedLayoutAdamW False True"

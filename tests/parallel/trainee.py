@@ -75,7 +75,7 @@ class Trainee:
             positions = torch.arange(LENGTH).expand_as(tokens[rows])
             inner = unwrap(model)
             if self.head == "lm":
-                with requesting(inner, Request(tokens[rows].roll(-1, 1), VOCAB)):
+                with requesting(inner, Request.of(tokens[rows].roll(-1, 1), tokens.device, VOCAB)):
                     output = model(tokens[rows], positions, None)
             else:
                 output = model(tokens[rows], positions, None)

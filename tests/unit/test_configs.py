@@ -59,6 +59,7 @@ YOURS = ("model.path=/m", "taskset.train=a.parquet", "taskset.eval=b.parquet")
 CPU = (
     "parallel.backend=gloo",
     "model.transformer_impl=local",
+    "model.fusions=[]",
     "rollout.gpu_memory_utilization=null",
     "rollout.kv_cache_bytes=1048576",
 )

@@ -22,7 +22,8 @@ from megarl.core.jobs import JOBS
 from megarl.learn import algorithms
 from megarl.run.checks import job as checks
 from megarl.run.checks import settings as setting_checks
-from megarl.run.checks.model import check_router, check_routing_replay
+from megarl.run.checks.model import check_fusions, check_router, check_routing_replay
+from megarl.run.checks.recompute import check_recompute
 from megarl.run.run_dir.prepare import MODEL_RECIPE
 from megarl.weights.checkpoint.convert.convert import Settings, convert_hf_to_megatron, convert_megatron_to_hf
 from megarl.weights.checkpoint.formats.hf import read_hf_config
@@ -151,6 +152,50 @@ def test_only_routers_with_a_bias_have_it_moved(prepared: Path, tmp_path: Path, 
         else pytest.raises(ConfigError, match=rf"bias_update_rate=0\.001, but routers of {family} have no bias")
     ):
         check_router(config, hf_config)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "words"),
+    [
+        ("qwen3", ["core_attn", "layernorm", "mlp"], ""),
+        ("qwen3", ["mlp", "moe"], "has no experts; leave moe out"),
+        ("qwen3", ["mla_up_proj"], "has no latent attention; leave mla_up_proj out"),
+        ("qwen3_moe", ["shared_experts"], "has no shared experts; leave shared_experts out"),
+        ("qwen3_moe", ["mlp"], "has experts in every layer; take moe"),
+        ("qwen3_moe", ["moe_act"], "in TransformerEngine's grouped GEMM alone; leave moe_act out"),
+        ("deepseek_v3", ["mlp", "moe", "shared_experts", "mla_up_proj"], ""),
+        ("qwen3", [], "set model.recompute to none"),
+    ],
+)
+def test_parts_that_are_computed_again_are_the_models(
+    prepared: Path, tmp_path: Path, family: str, settings: list[str], words: str
+) -> None:
+    hf_config = read_hf_config(save(family, tmp_path))
+    modules = f"model.recompute_modules=[{','.join(settings)}]"
+    with pytest.raises(ConfigError, match=words) if words else nullcontext():
+        check_recompute(config_of(prepared, "model.recompute=selective", modules), hf_config)
+    for recompute in ("none", "full"):
+        with pytest.raises(ConfigError, match=f"no effect with model.recompute={recompute}"):
+            check_recompute(config_of(prepared, f"model.recompute={recompute}", modules), hf_config)
+        check_recompute(config_of(prepared, f"model.recompute={recompute}"), hf_config)
+
+
+def test_experts_are_fused_where_there_are_some(prepared: Path, tmp_path: Path) -> None:
+    config = config_of(prepared, "model.fusions=[moe_permute_fusion]")
+    check_fusions(config, read_hf_config(save("qwen3_moe", tmp_path / "moe")))
+    with pytest.raises(ConfigError, match=r"moe_permute_fusion, but .* has no experts; leave it out"):
+        check_fusions(config, read_hf_config(save("qwen3", tmp_path / "dense")))
+
+
+@pytest.mark.parametrize("setting", ["model.router.aux_loss_coef=0.1", "rollout.routing_replay=true"])
+def test_experts_are_not_computed_again_alone_where_their_router_is_told_of_sequences(
+    prepared: Path, tmp_path: Path, setting: str
+) -> None:
+    hf_config = read_hf_config(save("qwen3_moe", tmp_path))
+    chosen = ("model.recompute=selective", "model.recompute_modules=[moe]")
+    check_recompute(config_of(prepared, *chosen), hf_config)
+    with pytest.raises(ConfigError, match=rf"\['moe'\] with {setting.split('.aux')[0].split('=')[0]}: .*leave moe out"):
+        check_recompute(config_of(prepared, *chosen, setting), hf_config)
 
 
 @pytest.mark.parametrize(

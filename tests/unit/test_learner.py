@@ -269,6 +269,7 @@ def test_log_probs_of_the_first_update_come_with_it(name: str, changes: Any, inf
         backward=backward,
         gradient_norm=lambda: 1.0,
         step=lambda lr: None,
+        finish_gather=lambda: None,
     )
     updates: Any = SimpleNamespace(
         begin=lambda: None, end=lambda state: {}, admits=lambda state, name, sums, norm, update: (True, state)
@@ -303,6 +304,7 @@ def test_every_epoch_makes_the_same_updates_in_order(epochs: int, roles: list[st
             ),
             gradient_norm=lambda: 1.0,
             step=lambda lr: made.append((name, "step")),
+            finish_gather=lambda: None,
         )
 
     numbers: list[int] = []

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 
-from megarl.core.config.schema import Config, CriticConfig, ParallelConfig, ReferenceConfig, RewardModelConfig
+from megarl.core.config.schema import (
+    Config,
+    CriticConfig,
+    ModelConfig,
+    ParallelConfig,
+    ReferenceConfig,
+    RewardModelConfig,
+)
 from megarl.core.errors import ConfigError
 from megarl.learn.parallel.grid import check_parallel, check_roles, megatron_grid, role_grids
 from megarl.weights.architectures import architecture
@@ -109,7 +117,11 @@ def test_roles_without_a_grid_have_the_actors() -> None:
     critic = ParallelConfig(dp=4)
     assert role_grids(roles(critic=critic))["critic.parallel"] is critic
     check_roles(roles())
+    check_roles(roles(critic=OVERLAPPED))
     check_roles(roles(ParallelConfig(pp=4), critic, ParallelConfig(tp=2, cp=2, sequence_parallel=True)))
+
+
+OVERLAPPED = ParallelConfig(dp=4, overlap_grad_reduce=True)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +148,14 @@ def test_roles_without_a_grid_have_the_actors() -> None:
             roles(critic=ParallelConfig(dp=4, sequence_parallel=True)),
             r"critic\.parallel\.sequence_parallel=true needs "
             r"critic\.parallel\.tp above 1",
+        ),
+        (
+            roles(critic=ParallelConfig(dp=4, overlap_param_gather=True)),
+            r"critic\.parallel\.overlap_param_gather=true needs critic\.parallel\.overlap_grad_reduce=true",
+        ),
+        (
+            replace(roles(critic=OVERLAPPED), model=ModelConfig(train_vision_tower=True)),
+            r"critic\.parallel\.overlap_grad_reduce=true with model\.train_vision_tower=true",
         ),
         (roles(ParallelConfig(dp=4, backend="nccl")), r"reference\.parallel\.backend=nccl, but parallel\.backend=gloo"),
     ],

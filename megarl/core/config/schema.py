@@ -109,6 +109,14 @@ class RouterConfig:
         return bool(self.aux_loss_coef or self.z_loss_coef or self.bias_update_rate)
 
 
+RecomputeModule = Literal["core_attn", "mlp", "moe", "moe_act", "layernorm", "mla_up_proj", "shared_experts"]
+"""Part of a layer that Megatron-Core can compute again by itself."""
+
+
+Fusion = Literal["gradient_accumulation_fusion", "moe_permute_fusion"]
+"""Fused kernel that Megatron-Core takes from another package."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     path: str = "???"
@@ -121,8 +129,12 @@ class ModelConfig:
     transformer_impl: Literal["local", "transformer_engine"] = "local"
     """Megatron-Core's own layers, or TransformerEngine's (needs a GPU)."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations that are computed again in the backward pass instead of kept: none, those of attention, whole
-    layers."""
+    """Activations that are computed again in the backward pass instead of kept: none, those of ``recompute_modules``,
+    whole layers."""
+    recompute_modules: list[RecomputeModule] = field(default_factory=lambda: ["core_attn"])
+    """Megatron's names of the parts of a layer that ``recompute=selective`` computes again (docs/tuning.md)."""
+    fusions: list[Fusion] = field(default_factory=list)
+    """Megatron's names of fused kernels for training, which need packages on GPUs (docs/tuning.md)."""
     router: RouterConfig = field(default_factory=RouterConfig)
     """Balance of experts."""
     train_vision_tower: bool = False
@@ -185,6 +197,12 @@ class ParallelConfig(GridSizes):
     sequence_parallel: bool = False
     """Share norms and dropout along the sequence among the ``tp`` ranks (Megatron's sequence parallelism): less
     activation memory."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients bucket by bucket while the backward pass of the last micro-batch goes on (Megatron's
+    --overlap-grad-reduce). For models that are trained."""
+    overlap_param_gather: bool = False
+    """Gather updated parameters bucket by bucket while the forward pass of a step's next update goes on (Megatron's
+    --overlap-param-gather). Needs ``overlap_grad_reduce``."""
     backend: Literal["gloo", "nccl"] = "gloo"
     """gloo: everything on CPUs. nccl: every trainer rank and engine worker on a GPU of its own (docs/hardware.md:
     what has run there)."""

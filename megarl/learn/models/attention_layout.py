@@ -75,9 +75,22 @@ class PackedLayout:
     """int64 [T]: the row of each token among the shares (``share_rows``); None where there is one share."""
 
 
+def on_device(cu_seqlens: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy of ``cu_seqlens`` (int32 [n+1], on the host) that ``lengths_of`` needs not wait for."""
+    copy = cu_seqlens.to(device)
+    copy._megarl_lengths = cu_seqlens.long().diff()  # type: ignore[attr-defined]
+    return copy
+
+
+def lengths_of(cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """int64 [n] on the host: lengths. Waits for the device unless ``on_device`` made ``cu_seqlens``."""
+    known: torch.Tensor | None = getattr(cu_seqlens, "_megarl_lengths", None)
+    return cu_seqlens.to("cpu", torch.int64).diff() if known is None else known
+
+
 def packed_layout(cu_seqlens: torch.Tensor, cp: int) -> PackedLayout:
     """The layout of one packed chunk, on the device of ``cu_seqlens`` (int32 [n+1], of the whole sequences)."""
-    lengths = cu_seqlens.to("cpu", torch.int64).diff()
+    lengths = lengths_of(cu_seqlens)
     found = buckets(lengths)
     device = cu_seqlens.device
     if cp == 1:

@@ -17,12 +17,6 @@ from megarl.weights.reshard.layouts import padded_vocab_size
 
 __all__ = ["RMSNorm", "build_chunks", "named_tensors", "transformer_config", "unwrap"]
 
-RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-}
-"""Megatron's settings for each ``model.recompute``."""
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu}
 
 
@@ -107,7 +101,7 @@ def transformer_config(hf_config: Mapping[str, Any], model: ModelConfig, paralle
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
-        **RECOMPUTE[model.recompute],
+        **_recompute(model),
         finalize_model_grads_func=finalize_model_grads,
         # The loss arrives divided by its global denominator, so gradients are summed and never divided again.
         calculate_per_token_loss=True,
@@ -120,13 +114,24 @@ def transformer_config(hf_config: Mapping[str, Any], model: ModelConfig, paralle
         use_cpu_initialization=on_cpu,
         # torch.compile's kernel, a tenth of an update's time (docs/benchmarks/gpu.md).
         bias_activation_fusion=not on_cpu and values["activation_func"] is F.silu,
-        # Each of these fusions needs apex or TransformerEngine, or gains nothing without dropout.
-        gradient_accumulation_fusion=False,
+        **dict.fromkeys(model.fusions, True),
+        # Not offered: each gains nothing without dropout, with our attention or beside shared tables of angles.
         apply_rope_fusion=False,
         persist_layer_norm=False,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
     )
+
+
+def _recompute(model: ModelConfig) -> dict[str, Any]:
+    """Megatron's settings for ``model.recompute``."""
+    match model.recompute:
+        case "none":
+            return {}
+        case "selective":
+            return {"recompute_granularity": "selective", "recompute_modules": list(model.recompute_modules)}
+        case "full":
+            return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def _mark_experts(stage: torch.nn.Module) -> None:

@@ -1,6 +1,7 @@
 """The LM head of a GPTModel stage, which gives log-probs and entropies instead of logits where it is asked to.
 
-Shape legend: s sequence length, b rows of the micro-batch, V columns of the vocabulary on this rank, H hidden size.
+Shape legend: s sequence length, b rows of the micro-batch, n of its positions that are asked for, V columns of the
+vocabulary on this rank, H hidden size.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 from megarl import ops
+from megarl.ops.logprob import IGNORED
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,9 @@ class Request:
     """Input of the head for the log-probs of one micro-batch."""
 
     targets: torch.Tensor
-    """int64 [b, s]: the token that each position predicts; -100 leaves a position out (log-prob and entropy 0)."""
+    """int64 [n]: the tokens that those positions predict that are asked for."""
+    places: torch.Tensor
+    """int64 [n]: where these positions stand in the micro-batch, flat as [s, b]; the others get 0 and no logits."""
     vocab_size: int
     """Real vocabulary, without padding."""
     temperature: float = 1.0
@@ -34,14 +38,27 @@ class Request:
     float32: bool = False
     """Logits in float32 from hidden states and weights of less precision, which it holds exactly."""
 
+    @staticmethod
+    def of(targets: torch.Tensor, device: torch.device, *settings: Any) -> Request:
+        """Request for targets [b, s] that lie on the host, so that nothing waits for the device; -100 leaves a position
+        out.
+
+        Where all are left out the first stays: no GEMM or collective is then empty.
+        """
+        flat = targets.t().reshape(-1)
+        places = torch.nonzero(flat != IGNORED).flatten()
+        if not len(places):
+            places = torch.zeros(1, dtype=torch.int64)
+        return Request(flat[places].to(device), places.to(device), *settings)
+
 
 class LogProbHead(ColumnParallelLinear):  # type: ignore[misc]
     """Megatron's own output layer, with its parameters, checkpoints and collectives; only ``forward`` can do more.
 
     While a ``Request`` is set it returns float32 [s, b, 2] of (log-prob, entropy) over the whole vocabulary, equal on
     all tensor-parallel ranks. GPTModel's transposed copy and Float16Module's upcast then meet this instead of [s, b,
-    V], and the logits, in the model's dtype, are the only tensor of their size: the backward writes the gradient over
-    them.
+    V]. Logits are made of the positions that are asked for alone, [n, V] in the model's dtype; no other tensor has
+    their size, and the backward writes the gradient over them.
     """
 
     request: Request | None = None
@@ -55,29 +72,27 @@ class LogProbHead(ColumnParallelLinear):  # type: ignore[misc]
             output, bias = super().forward(input_, weight, runtime_gather_output)
             return output, bias
         columns = self.output_size_per_partition
-        targets = request.targets.t()
-        question: dict[str, Any] = {
-            "group": self.tp_group,
-            "vocab_start": self.tp_group.rank() * columns,
-            "vocab_size": request.vocab_size,
-            "temperature": request.temperature,
-        }
-        wider = request.float32 and input_.dtype != torch.float32
-        fit = ops.rows_in_budget(columns, torch.float32 if wider else input_.dtype, request.logits_bytes)
-        if not wider and (fit is None or targets.numel() <= fit):
-            logits, _ = super().forward(input_, weight)
-            outputs = ops.vocab_parallel_logprob(logits.view(-1, columns), targets.reshape(-1), **question)
-        else:
-            # The whole sequence's hidden states stay for the backward; Megatron's linear would gather them twice.
-            gathers = self.sequence_parallel
-            region = gather_from_sequence_parallel_region if gathers else copy_to_tensor_model_parallel_region
-            hidden = region(input_, group=self.tp_group).flatten(0, 1)
-            weight = self.weight if weight is None else weight
-            if wider:
-                hidden, weight = hidden.float(), weight.float()
-            question["logits_bytes"] = request.logits_bytes
-            outputs = ops.linear_logprob(hidden, weight, targets.reshape(-1), **question)
-        return torch.stack(outputs, dim=-1).view(*targets.shape, 2), None
+        # The whole sequence, where it is cut, for a moment: the backward needs the chosen rows alone.
+        gathers = self.sequence_parallel
+        region = gather_from_sequence_parallel_region if gathers else copy_to_tensor_model_parallel_region
+        hidden = region(input_, group=self.tp_group)
+        shape = hidden.shape[:2]
+        hidden = hidden.flatten(0, 1).index_select(0, request.places)
+        weight = self.weight if weight is None else weight
+        if request.float32:
+            hidden, weight = hidden.float(), weight.float()
+        outputs = ops.linear_logprob(
+            hidden,
+            weight,
+            request.targets,
+            group=self.tp_group,
+            vocab_start=self.tp_group.rank() * columns,
+            vocab_size=request.vocab_size,
+            temperature=request.temperature,
+            logits_bytes=request.logits_bytes,
+        )
+        rows = torch.stack(outputs, dim=-1)
+        return rows.new_zeros(shape.numel(), 2).index_copy(0, request.places, rows).view(*shape, 2), None
 
 
 def install(stage: torch.nn.Module) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from megarl.learn.models.attention_layout import lengths_of
+
 
 def by_token(cu_seqlens: torch.Tensor) -> torch.Tensor:
     """Mark the sequences of a micro-batch whose angles are given for each of this rank's tokens, not by position."""
@@ -86,9 +88,14 @@ def _tables(
 
 
 def _positions(cu_seqlens: torch.Tensor, cp_rank: int, cp: int) -> torch.Tensor:
-    """Position of each of this rank's tokens in its sequence, [t] int64, on the device of ``cu_seqlens``."""
-    lengths = cu_seqlens.to("cpu", torch.int64).diff()
-    shares = lengths // cp
+    """Position of each of this rank's tokens in its sequence, [t] int64, on the device of ``cu_seqlens``.
+
+    Made by the first layer that asks: layers of latent attention have tables of their own.
+    """
+    kept: torch.Tensor | None = getattr(cu_seqlens, "_megarl_positions", None)
+    if kept is not None:
+        return kept
+    shares = lengths_of(cu_seqlens) // cp
     ends = shares.cumsum(0)
     place = torch.arange(int(ends[-1])) - (ends - shares).repeat_interleave(shares)
     if cp > 1:
@@ -96,4 +103,5 @@ def _positions(cu_seqlens: torch.Tensor, cp_rank: int, cp: int) -> torch.Tensor:
         first = cp_rank * chunk
         last = (2 * cp - 1 - cp_rank) * chunk
         place = torch.where(place < chunk, first + place, last + place - chunk)
-    return place.to(cu_seqlens.device)
+    cu_seqlens._megarl_positions = kept = place.to(cu_seqlens.device)  # type: ignore[attr-defined]
+    return kept

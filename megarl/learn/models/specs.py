@@ -20,8 +20,18 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
+FUSION_PACKAGES = {
+    "gradient_accumulation_fusion": ("fused_weight_gradient_mlp_cuda", "NVIDIA's apex with its CUDA extensions"),
+    "moe_permute_fusion": ("transformer_engine.pytorch", "TransformerEngine"),
+}
+"""Each of ``model.fusions`` -> the module that Megatron-Core takes it from, and what installs that."""
+
+
 def check_implementation(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Raise ConfigError where ``model.transformer_impl`` cannot be built on this machine. Cheap for the local one."""
+    """Raise ConfigError where ``model.transformer_impl`` or one of ``model.fusions`` cannot be built on this machine.
+    Cheap for the local one without fusions."""
+    for fusion in model.fusions:
+        _check_fusion(fusion, parallel)
     if model.transformer_impl != "transformer_engine":
         return
     fix = "or set model.transformer_impl to local"
@@ -36,6 +46,22 @@ def check_implementation(model: ModelConfig, parallel: ParallelConfig) -> None:
         raise ConfigError(
             f"model.transformer_impl=transformer_engine, but TransformerEngine cannot be imported ({error}); install "
             f"it for this torch and CUDA as docs/install_gpu.md says, {fix}"
+        ) from error
+
+
+def _check_fusion(fusion: str, parallel: ParallelConfig) -> None:
+    module, package = FUSION_PACKAGES[fusion]
+    if parallel.backend != "nccl":
+        raise ConfigError(
+            f"model.fusions has {fusion} with parallel.backend={parallel.backend}: its kernel computes on CUDA alone; "
+            "set parallel.backend to nccl, or leave it out"
+        )
+    try:
+        importlib.import_module(module)
+    except (ImportError, OSError) as error:
+        raise ConfigError(
+            f"model.fusions has {fusion}, but {module} cannot be imported ({error}); install {package} as "
+            "docs/install_gpu.md says, or leave it out"
         ) from error
 
 

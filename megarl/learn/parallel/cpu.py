@@ -221,9 +221,10 @@ def _local_implementations() -> None:
 
 def _absent_transformer_engine() -> None:
     """Without TransformerEngine one module takes its placeholder for the real one, in 0.19 lacks the linear that its
-    layers may have, and another forgets to define a name."""
+    layers may have, and two others forget to define a name."""
     from megatron.core.extensions import transformer_engine
     from megatron.core.post_training.modelopt.layers import Linear
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
@@ -231,6 +232,9 @@ def _absent_transformer_engine() -> None:
         multi_latent_attention.HAVE_TE = False
         multi_latent_attention.Linear = Linear
         moe_utils.te_general_gemm = None
+        # Whatever is given but None, False too, asks TransformerEngine's state of FP8 (recompute_modules).
+        make = CheckpointWithoutOutput.__init__
+        CheckpointWithoutOutput.__init__ = lambda self, fp8=None: make(self, None)
 
 
 def _expert_counts_on_host() -> None:

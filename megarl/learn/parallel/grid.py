@@ -51,6 +51,7 @@ def check_roles(config: Config, roles: Sequence[str] = ROLES) -> None:
         check_parallel(parallel, setting=setting)
         if parallel.sequence_parallel and parallel.tp == 1:
             raise ConfigError(f"{setting}.sequence_parallel=true needs {setting}.tp above 1; leave it out")
+        _check_overlap(parallel, config, setting)
         if parallel.backend != config.parallel.backend:
             raise ConfigError(
                 f"{setting}.backend={parallel.backend}, but parallel.backend={config.parallel.backend}: all roles are "
@@ -62,6 +63,20 @@ def check_roles(config: Config, roles: Sequence[str] = ROLES) -> None:
                 f"{_product(config.parallel)} has {config.parallel.world_size}: all roles are on the same ranks; "
                 f"change {setting}.dp, or leave {setting} out to take the actor's grid"
             )
+
+
+def _check_overlap(parallel: ParallelConfig, config: Config, setting: str) -> None:
+    if parallel.overlap_param_gather and not parallel.overlap_grad_reduce:
+        raise ConfigError(
+            f"{setting}.overlap_param_gather=true needs {setting}.overlap_grad_reduce=true, whose buckets it gathers; "
+            "set both, or leave it out"
+        )
+    if parallel.overlap_grad_reduce and config.model.train_vision_tower:
+        raise ConfigError(
+            f"{setting}.overlap_grad_reduce=true with model.train_vision_tower=true: a micro-batch without images "
+            f"gives the tower no gradient, which Megatron-Core's overlap waits for; set {setting}.overlap_grad_reduce "
+            "to false"
+        )
 
 
 def _product(parallel: ParallelConfig) -> str:

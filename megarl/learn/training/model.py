@@ -24,6 +24,7 @@ from megarl.learn.parallel.grid import megatron_grid
 from megarl.learn.training.objectives import LossTokens, Objective
 from megarl.learn.training.optimizer import Optimizer
 from megarl.learn.training.optimizer_digests import check_written, digests_written
+from megarl.learn.training.resident_bytes import bucket_size
 from megarl.learn.training.residents import Residents
 from megarl.learn.training.schedule import Head, run
 from megarl.weights.architectures import architecture
@@ -204,12 +205,23 @@ class TrainedModel(FrozenModel):
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=True,  # no check_for_nan_in_grad: it ends one rank, the others wait for it
+            overlap_grad_reduce=parallel.overlap_grad_reduce,
+            overlap_param_gather=parallel.overlap_param_gather,
+            bucket_size=bucket_size(parallel),
         )
         config: Any = unwrap(self.chunks[0]).config
         with grid():
-            self.chunks = [DistributedDataParallel(config, settings, chunk) for chunk in self.chunks]
+            self.chunks = [
+                DistributedDataParallel(config, settings, chunk, disable_bucketing=number > 0)
+                for number, chunk in enumerate(self.chunks)
+            ]
             self.optimizer = Optimizer(self.chunks, optimizer, model.dtype)
         config.grad_scale_func = self.optimizer.inner.scale_loss
+        if parallel.overlap_grad_reduce:  # else reduced once, after the last micro-batch
+            waits = [chunk.no_sync for chunk in self.chunks]
+            config.no_sync_func = waits if len(waits) > 1 else waits[0]
+        self._gathered = True
+        """False between an optimizer step whose parameters the next forward pass gathers, and that pass."""
         self._written: dict[str, int] | None = None
         self._balanced = model.router.is_used and bool(architecture(hf_config).sizes(hf_config).moe_layers)
         self._routers = routers(self.chunks)
@@ -239,6 +251,11 @@ class TrainedModel(FrozenModel):
         device."""
         if all(resident.place is Place.DEVICE for resident in self.residents):
             self._written = None
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        assert self._gathered, "finish_gather() comes first"
+        return super().tensors
 
     def proven_tensors(self) -> dict[str, torch.Tensor]:
         tensors = self.tensors
@@ -306,6 +323,7 @@ class TrainedModel(FrozenModel):
         replay = self._replay(sequences, batches, balanced=self._balanced)
         schedule = partial(run, balanced=self._balanced, replay=replay)
         collected = schedule(self.chunks, sequences, batches, self.head, loss_function, forward_only=False)
+        self._gathered = True
         of_routers = measured(self.chunks, objective.name) if self._balanced else {}
         if replay is not None:
             of_routers = {**of_routers, **replay.measured(objective.name)}
@@ -327,11 +345,26 @@ class TrainedModel(FrozenModel):
 
     def step(self, lr: float) -> float:
         """Make one optimizer step on the gradients in the buffers, whatever they are (``train/update/updates.py`` has
-        checked them); return their norm."""
+        checked them); return their norm.
+
+        With ``parallel.overlap_param_gather`` the new parameters are there after the next ``backward``, or after
+        ``finish_gather``.
+        """
         from megarl.learn.models.router import move_biases
 
         self.residents.require("parameters", "gradients", "optimizer")
         with self.grid():
             norm = self.optimizer.step(lr)
         move_biases(self._routers)
+        self._gathered = not self.parallel.overlap_param_gather
         return norm
+
+    def finish_gather(self) -> None:
+        """Wait for the parameters of the last ``step``. Every rank calls it before anything but ``backward`` follows
+        updates."""
+        if self._gathered:
+            return
+        with self.grid():
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+        self._gathered = True

@@ -30,6 +30,9 @@ PARAMETER_UNIT = 64
 """Elements. Parameters begin at multiples of it."""
 BUCKET_UNIT = 128
 """Elements. Buckets end at multiples of it and of the data-parallel size."""
+OVERLAPPED_BUCKET = 40_000_000, 1_000_000
+"""Elements from which a bucket is full with ``parallel.overlap_grad_reduce``, at least and for each data-parallel rank.
+Megatron's defaults, which keep NCCL's rings bound by bandwidth."""
 SHARED = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Copies of a tied embedding on the first and last stage; each has a bucket of its own."""
 EXPERTS = ".mlp.experts."
@@ -117,6 +120,12 @@ def model_bytes(
     return ranks
 
 
+def bucket_size(parallel: ParallelConfig) -> int | None:
+    """Elements from which a bucket of the first stage's first chunk is full; None for one bucket of all parameters."""
+    least, each = OVERLAPPED_BUCKET
+    return max(least, each * parallel.dp) if parallel.overlap_grad_reduce else None
+
+
 class _Bucket(NamedTuple):
     """Parameters of a buffer that are reduced together. Every data-parallel rank has an equal run of its elements."""
 
@@ -180,8 +189,10 @@ class _RankBuffers:
             buffers[EXPERTS in name, chunk].append((name, sizes[name]))
         replicas = {False: parallel.dp * parallel.cp, True: parallel.stage_size // (parallel.ep * parallel.expert_tp)}
         buckets: dict[bool, list[_Bucket]] = {False: [], True: []}
-        for (expert, _), parameters in buffers.items():
-            buckets[expert] += _buckets(parameters, tied, replicas[expert])
+        for (expert, chunk), parameters in buffers.items():
+            # Megatron splits no others: their gradients are not the last to be ready.
+            first = rank < parallel.stage_size and chunk in ("", "chunk0")
+            buckets[expert] += _buckets(parameters, tied, replicas[expert], bucket_size(parallel) if first else None)
         buffered = sum(size for parameters in buffers.values() for _, size in parameters)
         everything = sum(sizes.values())
         return cls(everything, everything - buffered, tuple(buckets[False]), tuple(buckets[True]))
@@ -202,14 +213,24 @@ class _RankBuffers:
         }
 
 
-def _buckets(parameters: Sequence[tuple[str, int]], tied: bool, ranks: int) -> list[_Bucket]:
-    """Buckets of one buffer. Parameters lie in it from the last to the first, as gradients get ready."""
+def _buckets(parameters: Sequence[tuple[str, int]], tied: bool, ranks: int, full: int | None) -> list[_Bucket]:
+    """Buckets of one buffer. Parameters lie in it from the last to the first, as gradients get ready.
+
+    Args:
+        full: Elements from which a bucket takes no more parameters.
+    """
     groups: list[list[int]] = [[]]
+    end = 0
     for name, size in reversed(parameters):
         if tied and name.endswith(SHARED):
             groups += [[size], []]
-        else:
-            groups[-1].append(size)
+            end = 0
+            continue
+        groups[-1].append(size)
+        end = _padded(end, PARAMETER_UNIT) + size
+        if full is not None and end >= full:
+            groups.append([])
+            end = 0
     return [_Bucket.of(group, ranks) for group in groups if group]
 
 

@@ -59,6 +59,7 @@ def run(
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    from megarl.learn.models.attention_layout import on_device
     from megarl.learn.models.head import Request, requesting
     from megarl.learn.models.rotary import by_token
     from megarl.learn.models.router import sequences_of_tokens
@@ -74,7 +75,7 @@ def run(
         mine = shares[context.rank()]
         tokens = batch.take(sequences.tokens).long()[:, mine].to(device)
         positions = _positions(sequences, batch, has_sections(unwrap(model)))[..., mine].to(device)
-        cu_seqlens = None if batch.cu_seqlens is None else batch.cu_seqlens.to(device)
+        cu_seqlens = None if batch.cu_seqlens is None else on_device(batch.cu_seqlens, device)
         if cu_seqlens is not None and has_sections(unwrap(model)):
             by_token(cu_seqlens)
         more = {"packed_seq_params": None if cu_seqlens is None else _packed_seq_params(cu_seqlens, batch.max_seqlen)}
@@ -87,8 +88,9 @@ def run(
                 source = shown.source[:, mine].to(device)
                 stack.enter_context(showing(unwrap(model), source, shown.pixels, shown.grids))
             if head is not None:
-                wanted = batch.targets(sequences)[:, mine].long().to(device)
-                request = Request(wanted, head.vocab_size, head.temperature, head.logits_bytes, head.float32)
+                wanted = batch.targets(sequences)[:, mine].long()
+                settings = head.vocab_size, head.temperature, head.logits_bytes, head.float32
+                request = Request.of(wanted, device, *settings)
                 stack.enter_context(requesting(unwrap(model), request))
             output = model(tokens, positions, None, **more)
 

@@ -15,6 +15,7 @@ from megarl.core.errors import ConfigError
 from megarl.learn.parallel.grid import check_parallel, megatron_grid
 from megarl.ops import rows_in_budget
 from megarl.run.checks.engine_options import check_batched_tokens
+from megarl.run.checks.recompute import check_recompute
 from megarl.run.checks.vision import is_vision_model
 from megarl.weights.architectures import Head, architecture
 from megarl.weights.checkpoint.formats.hf_source import SCORE, check_hf, check_labels, open_hf
@@ -37,6 +38,8 @@ def check_model(config: Config, hf_config: Mapping[str, Any], *, engines: bool, 
     check_parallel(config.parallel, architecture(hf_config).sizes(hf_config))
     check_router(config, hf_config)
     check_routing_replay(config, hf_config, engines=engines)
+    check_recompute(config, hf_config)
+    check_fusions(config, hf_config)
     columns = padded_vocab_size(int(hf_config["vocab_size"]), config.parallel.tp) // config.parallel.tp
     try:
         rows_in_budget(
@@ -81,6 +84,14 @@ def check_router(config: Config, hf_config: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"model.router.bias_update_rate={router.bias_update_rate}, but routers of {arch.name} have no bias to "
             "move; set it to 0 and model.router.aux_loss_coef above 0"
+        )
+
+
+def check_fusions(config: Config, hf_config: Mapping[str, Any]) -> None:
+    """Check that the model has what ``model.fusions`` fuse. Raises ConfigError."""
+    if "moe_permute_fusion" in config.model.fusions and not architecture(hf_config).sizes(hf_config).moe_layers:
+        raise ConfigError(
+            f"model.fusions has moe_permute_fusion, but the model in {config.model.path} has no experts; leave it out"
         )
 
 

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 ADVICE = (
     "lower trainer.max_tokens_per_micro_batch (with trainer.packing=false: trainer.micro_batch_size) or "
     "rollout.max_response_tokens, take models from the device (trainer.offload, critic.offload, reference.offload, "
-    "reward_model.offload), set model.recompute=full, or use more devices (parallel.tp, parallel.dp)"
+    "reward_model.offload), set model.recompute=selective or full, or use more devices (parallel.tp, parallel.dp)"
 )
 
 

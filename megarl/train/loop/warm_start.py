@@ -106,6 +106,7 @@ class WarmStart:
         metrics = {}
         if admitted:
             actor.step(lr)
+            actor.finish_gather()
             metrics = mean_of_sums(self._ranks.gather([sums])) | {"actor/grad_norm": norm, "actor/lr": lr}
         metrics |= {name.replace("training/", "actor/"): value for name, value in self._updates.end(state).items()}
         state = replace(state, step=state.step + 1)

@@ -129,7 +129,7 @@ def _load_part(folder: Path, part: CheckpointedModel) -> None:
         model: Any
         for model in part.chunks:
             # float32 masters may be finer than the parameters saved, on the ranks that own them
-            model.start_param_sync()
+            model.start_param_sync(force_sync=True)
 
 
 def put_random_states(checkpoint: Path, parts: Mapping[str, CheckpointedModel]) -> bool:
