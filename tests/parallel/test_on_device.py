@@ -88,6 +88,8 @@ def forward(rank: int, path: str, head: Literal["log-probs", "scores"]) -> list[
             module._buffers = {name: None if b is None else there(b) for name, b in module._buffers.items()}
         rotary = model.chunks[0].rotary_pos_emb
         rotary.inv_freq = there(rotary.inv_freq)  # Megatron makes it on the current device
+        # The number of positions in the loss is data, which fake tensors do not have.
+        torch.nonzero = lambda x: torch.zeros(4, x.dim(), dtype=torch.int64, device=x.device)  # type: ignore[assignment]
         answers = run(
             model.chunks, faked(mode, sequences), [faked(mode, b) for b in batches], asked,
             lambda batch, answer: (answer.sum(), answer), forward_only=True,
