@@ -21,7 +21,8 @@ from megarl.engine.sync import writer
 from megarl.engine.sync.writer import SliceWriter
 from megarl.train.sync import publication, publish
 from megarl.weights.reshard import boxes
-from megarl.weights.reshard.execute import HEADER, Bucket, BucketSlice, _buckets_from, _slice, _view
+from megarl.weights.reshard.buckets import HEADER, Bucket, BucketSlice
+from megarl.weights.reshard.execute import _buckets_from, _slice, _view
 from tests.loop.local_engine import LocalEngine
 from tests.loop.trainers import Flipping, Ranks, Sent
 

@@ -22,7 +22,7 @@ from megarl.engine.sync.shared import SharedMemorySender
 from megarl.learn.training.optimizer_digests import digest_of
 from megarl.train.sync.publish import LEAST_BUCKET
 from megarl.train.sync.weights import WeightSync
-from megarl.weights.reshard.execute import HEADER
+from megarl.weights.reshard.buckets import HEADER
 from tests.loop.engines import RunningEngine, perturbed, some_prompts, tiny_engine, transformers_logp, worst_difference
 from tests.loop.trainers import (
     Breaking,

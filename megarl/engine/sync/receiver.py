@@ -25,7 +25,8 @@ from megarl.engine.sync.sleep import WHAT, Sleeper, What, sleeper_of
 from megarl.engine.sync.writer import LocalTensor, SliceWriter
 from megarl.weights.checkpoint.formats.hf import read_hf_config
 from megarl.weights.reshard import boxes
-from megarl.weights.reshard.execute import digests_of, receive, wire_dtype, zero_padded
+from megarl.weights.reshard.buckets import wire_dtype
+from megarl.weights.reshard.execute import digests_of, receive, zero_padded
 from megarl.weights.reshard.layouts import Layout, MegatronGrid, megatron_layout, vllm_layout
 from megarl.weights.reshard.plan import build_plan
 
