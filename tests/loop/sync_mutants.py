@@ -57,6 +57,7 @@ TEXT = [1, 9, 77, 150, 199, 4, 4, 31, 88, 12, 63, 140]
 CHECKS = {
     "written": r"what the optimizer last wrote",
     "digest": r"digest sent",
+    "sum": r"add up to other numbers than those sent",
     "number": r"message -?\d+ of (that|another) channel arrived",
     "count": r"did not get all their elements|has shape .* in the layout",
     "address": r"the sync moved tensors",

@@ -29,6 +29,8 @@ from megarl.weights.reshard.execute import (
     compare,
     digests_of,
     exchange,
+    fold,
+    folds_of,
     merge,
     receive,
     send,
@@ -147,8 +149,8 @@ class Nowhere:
 @pytest.mark.parametrize("apart", [False, True], ids=["one plan", "a plan for each"])
 def test_replicas_are_packed_for_once_and_slices_digested_once(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas in one plan; those that take weights one after another are packed for one after another."""
-    config = qwen3_config()
-    source, shards = megatron_layout(config, MegatronGrid(2)), megatron_grid(config, random_hf(config), 2, 1, 1)
+    config = qwen3_config(tie_word_embeddings=False)
+    source, shards = megatron_layout(config, MegatronGrid(pp=2)), megatron_grid(config, random_hf(config), 1, 2, 1)
     digested: list[int] = []
     packed: list[int] = []
     slice_of = execute._slice
@@ -305,6 +307,23 @@ def test_digest_of_a_tensor_is_the_same_number_everywhere() -> None:
     for name in ("model.embed_tokens.weight", "lm_head.weight", "model.layers.3.self_attn.k_proj.weight"):
         assert sum(p.get(name, 0) for p in parts) % 2**64 == file[name]
         assert sum(s.get(name, 0) for s in shards) % 2**64 == file[name]
+
+
+@given(
+    digests=st.dictionaries(st.text(max_size=8), st.integers(0, 2**64 - 1), min_size=1, max_size=5),
+    change=st.integers(1, 2**64 - 1),
+    data=st.data(),
+)
+def test_a_fold_shows_any_one_difference_and_adds_up(digests: dict[str, int], change: int, data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(digests)))
+    other = {**digests, name: (digests[name] + change) % 2**64}
+    assert fold(other) != fold(digests)
+    first = {tensor: data.draw(st.integers(0, 2**64 - 1)) for tensor in digests}
+    second = {tensor: (digest - first[tensor]) % 2**64 for tensor, digest in digests.items()}
+    senders = [folds_of({(3, tensor): digest for tensor, digest in part.items()}) for part in (first, second)]
+    assert merge(senders) == folds_of({(3, tensor): digest for tensor, digest in digests.items()})
+    if len(digests) > 1 and digests[name] != 0:
+        assert fold({tensor: digest for tensor, digest in digests.items() if tensor != name}) != fold(digests)
 
 
 def test_a_missing_digest_is_an_error_naming_its_tensor() -> None:

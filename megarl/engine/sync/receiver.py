@@ -26,7 +26,7 @@ from megarl.engine.sync.writer import LocalTensor, SliceWriter
 from megarl.weights.checkpoint.formats.hf import read_hf_config
 from megarl.weights.reshard import boxes
 from megarl.weights.reshard.buckets import wire_dtype
-from megarl.weights.reshard.execute import digests_of, receive, zero_padded
+from megarl.weights.reshard.execute import digests_of, fold, receive, zero_padded
 from megarl.weights.reshard.layouts import Layout, MegatronGrid, megatron_layout, vllm_layout
 from megarl.weights.reshard.plan import build_plan
 
@@ -298,6 +298,12 @@ class WorkerExtension:
     def megarl_digests(self) -> dict[str, str]:
         """Logical tensor -> digest in hexadecimal (JSON readers elsewhere lose 64-bit integers)."""
         return {name: f"{digest:016x}" for name, digest in self.weight_transfer_engine.digests().items()}
+
+    @_answered
+    def megarl_digest_fold(self) -> dict[str, Any]:
+        """``fold`` of the digests in hexadecimal, and the number of ``tensors`` in it: what a sync compares first."""
+        found = self.weight_transfer_engine.digests()
+        return {"fold": f"{fold(found):016x}", "tensors": len(found)}
 
     @_answered
     def megarl_check_files(self) -> dict[str, int]:

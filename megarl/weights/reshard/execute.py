@@ -12,11 +12,12 @@ else: a message that is lost, or comes twice, is named with its tensors and rank
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -32,6 +33,7 @@ from megarl.weights.reshard.plan import Move, ReshardPlan
 
 SliceDigests = dict[tuple[str, str, Box], int]
 """(local tensor, logical tensor, elements) -> checksum of a slice that one rank sends in a publication."""
+K = TypeVar("K")
 Digests = dict[tuple[int, str], int]
 """(destination rank, logical tensor) -> 64-bit checksum of that rank's elements; partial sums of several senders
 add."""
@@ -414,9 +416,29 @@ def digests_of(layout: Layout, rank: int, read: Callable[[str], torch.Tensor]) -
     return dict(digests)
 
 
-def merge(parts: Iterable[Digests]) -> Digests:
-    """The digests of all senders together."""
-    total: Digests = defaultdict(int)
+def fold(digests: Mapping[str, int]) -> int:
+    """One number for the digests of many tensors: the sum of each times an odd number made from the tensor's name.
+
+    A difference of one tensor always shows in it, and folds of partial digests add up to that of the whole ones.
+    """
+    return sum(_factor(tensor) * digest for tensor, digest in digests.items()) % _MODULUS
+
+
+def _factor(tensor: str) -> int:
+    return int.from_bytes(hashlib.blake2b(tensor.encode(), digest_size=8).digest(), "little") | 1
+
+
+def folds_of(sent: Digests) -> dict[int, int]:
+    """Destination rank -> fold of the digests of what one rank sent it."""
+    by_rank: dict[int, dict[str, int]] = defaultdict(dict)
+    for (rank, tensor), digest in sent.items():
+        by_rank[rank][tensor] = digest
+    return {rank: fold(digests) for rank, digests in by_rank.items()}
+
+
+def merge(parts: Iterable[Mapping[K, int]]) -> dict[K, int]:
+    """The digests, or folds, of all senders together."""
+    total: dict[K, int] = defaultdict(int)
     for part in parts:
         for key, value in part.items():
             total[key] = (total[key] + value) % _MODULUS
