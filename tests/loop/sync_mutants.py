@@ -33,10 +33,10 @@ from transformers.utils.logging import disable_progress_bar
 from megarl.core.config.schema import ModelConfig
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.probe import PROBE_TOLERANCES, ProbeText
-from megarl.engine.sync import receiver
+from megarl.engine.sync import link
 from megarl.learn.training.optimizer_digests import digest_of
 from megarl.run.supervise.engine_process import engine_process
-from megarl.train.sync import connection, fleet
+from megarl.train.sync import fleet
 from megarl.weights.reshard import execute
 from tests.loop.conftest import TINY_ROLLOUT
 from tests.loop.engines import HOST, perturbed, tiny_engine, transformers_logp
@@ -83,7 +83,7 @@ def lab_of(folder: Path) -> Iterator[tuple[Lab, list[Weights]]]:
     )
     LocalControl.engine = LocalEngine(running.model_path)
     for module, name, ours in (
-        (fleet, "EngineControl", LocalControl), (connection, "join", join), (receiver, "join", join)
+        (fleet, "EngineControl", LocalControl), (link, "join", join)
     ):  # fmt: skip
         setattr(module, name, ours)
     for name in ("_buckets_from", "_buckets_to"):  # of three ranks in this process, not one

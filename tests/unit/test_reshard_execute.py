@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.core.errors import ConfigError, PlanError, WeightSyncError
-from megarl.engine.sync.shared import SharedMemorySender, memory_file
+from megarl.engine.sync.memory import HostMemory, memory_file
+from megarl.engine.sync.shared import SharedMemorySender
 from megarl.ops import slice_digest
 from megarl.weights.reshard import boxes, execute
 from megarl.weights.reshard.buckets import HEADER, Bucket, MessageChannel, buckets_of, numbered
@@ -396,13 +397,13 @@ class Allocating:
 def test_memory_that_a_receiver_still_maps_is_not_truncated(ends: str) -> None:
     """One that was given up while it hung reads on from it: beyond a file's end that would be SIGBUS."""
     file = memory_file()
-    sender = SharedMemorySender(Allocating(), frozenset({0}), file)
+    sender = SharedMemorySender(Allocating(), frozenset({0}), HostMemory(file))
     sender.allocate(100).fill_(7)
     with open(f"/proc/{file.pid}/fd/{file.descriptor}", "rb") as mapped:
         if ends == "finished":
             sender.finish()
         else:
-            sender = SharedMemorySender(Allocating(), frozenset({0}), file)
+            sender = SharedMemorySender(Allocating(), frozenset({0}), HostMemory(file))
         assert mapped.read(100) == bytes([7]) * 100
     assert os.fstat(file.descriptor).st_size == 0 and not os.get_inheritable(file.descriptor)
     sender.allocate(10).fill_(8)
@@ -415,7 +416,7 @@ def test_a_bucket_without_memory_is_told_from_other_failures() -> None:
     """Allocations that really fail, on either side and in shared memory; the words go to the other processes."""
     plan = build_plan(hf_layout(qwen3_config()), vllm_layout(qwen3_config(), 1))
     buckets, rank = [Bucket(MessageChannel(0, (0,)), HUGE, ())], plan.destination.num_ranks
-    shared = SharedMemorySender(Allocating(), frozenset({0}), memory_file())
+    shared = SharedMemorySender(Allocating(), frozenset({0}), HostMemory(memory_file()))
     attempts: list[Callable[[], object]] = [
         lambda: _Outgoing(plan, {}, Allocating(), buckets),
         lambda: _Outgoing(plan, {}, shared, buckets),

@@ -21,7 +21,10 @@ FREE = (
     "run",
     "cluster",
     "store",
-    *(f"sync.{name}" for name in ("bucket_bytes", "shared_memory", "timeout_s", "probe_tokens", "probe_tolerance")),
+    *(
+        f"sync.{name}"
+        for name in ("bucket_bytes", "transport", "shared_memory", "timeout_s", "probe_tokens", "probe_tolerance")
+    ),
     "sync.deterministic",
     "sync.method",
     "evaluation",

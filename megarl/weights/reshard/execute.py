@@ -66,7 +66,7 @@ class Transport(Protocol):
     """Carries messages between rank spaces; those of one link arrive in the order sent."""
 
     def allocate(self, nbytes: int, /) -> torch.Tensor:
-        """Memory (uint8) to send from."""
+        """Memory (uint8) for messages, to send from or to receive into."""
         ...
 
     def isend(self, message: torch.Tensor, rank: int, /) -> Work:
@@ -210,7 +210,7 @@ class _Outgoing:
         self.turn = (self.turn + 1) % len(self.buffers)
         self._wait(self.turn)
         flat = self.buffers[self.turn][: HEADER + bucket.nbytes]
-        _header(flat)[0], _header(flat)[1] = bucket.number, bucket.channel.code
+        _header(flat).copy_(torch.tensor([bucket.number, bucket.channel.code], device="cpu"))
         for slice_ in bucket.slices:
             view = _view(flat[HEADER:], slice_)
             view.copy_(_slice(self.tensors[slice_.move.src_local], slice_, slice_.move.src_at))
@@ -332,7 +332,7 @@ class _Incoming:
         buffer = self.buffers[which]
         if buffer is None:
             with memory_for(self.size):
-                buffer = self.buffers[which] = torch.empty(self.size, dtype=torch.uint8, device="cpu")
+                buffer = self.buffers[which] = self.transport.allocate(self.size)
         return buffer
 
     def _zero_padding(self, local: str) -> None:
