@@ -294,7 +294,8 @@ def _sync_rank(rank: int, port: int, folder: str) -> None:
     import torch.distributed as dist
     from reshard import Between, without_digests
 
-    from megarl.engine.sync.shared import SharedMemoryReceiver, SharedMemorySender, memory_file
+    from megarl.engine.sync.memory import HostMemory, memory_file
+    from megarl.engine.sync.shared import SharedMemoryReceiver, SharedMemorySender
     from megarl.weights.reshard import execute
     from megarl.weights.reshard.layouts import MegatronGrid, megatron_layout, vllm_layout
     from megarl.weights.reshard.plan import build_plan
@@ -309,7 +310,9 @@ def _sync_rank(rank: int, port: int, folder: str) -> None:
     dist.all_gather_object(files, memory_file())
     link = Between(1 if rank == 0 else 0)
     shared: Any = (
-        SharedMemorySender(link, frozenset([0]), files[0]) if rank == 0 else SharedMemoryReceiver(link, {0: files[0]})
+        SharedMemorySender(link, frozenset([0]), HostMemory(files[0]))
+        if rank == 0
+        else SharedMemoryReceiver(link, {0}, HostMemory(others={0: files[0]}))
     )
 
     def move(transport: Any, bucket: int, finish: Callable[[], None] = lambda: None) -> None:

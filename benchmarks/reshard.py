@@ -30,7 +30,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megarl.engine.sync.shared import SharedMemoryReceiver, SharedMemorySender, memory_file
+from megarl.engine.sync.memory import HostMemory, memory_file
+from megarl.engine.sync.shared import SharedMemoryReceiver, SharedMemorySender
 from megarl.weights.architectures import architecture
 from megarl.weights.reshard import boxes, execute
 from megarl.weights.reshard.execute import receive, send
@@ -259,9 +260,9 @@ def rank_main(rank: int, port: int, buckets: list[int], repeats: int, out: str) 
     link = Between(TRAINERS if trainer else 0)
     same_machine = frozenset(range(ENGINE_TP))
     shared: Any = (
-        SharedMemorySender(link, same_machine, files[rank])
+        SharedMemorySender(link, same_machine, HostMemory(files[rank]))
         if trainer
-        else SharedMemoryReceiver(link, dict(enumerate(files[:TRAINERS])))
+        else SharedMemoryReceiver(link, range(TRAINERS), HostMemory(others=dict(enumerate(files[:TRAINERS]))))
     )  # type: ignore[arg-type]
     ways: dict[str, Callable[[], int]] = {
         "gather then broadcast": lambda: gather_then_broadcast(source, destination, rank, tensors, groups)

@@ -19,9 +19,10 @@ from vllm.model_executor.model_loader.reload import layerwise
 from megarl.engine.client.probe import ProbeText
 from megarl.engine.sync import writer
 from megarl.engine.sync.writer import SliceWriter
-from megarl.train.sync import publication, publish
+from megarl.train.sync import publish
 from megarl.weights.reshard import boxes
-from megarl.weights.reshard.execute import HEADER, Bucket, BucketSlice, _buckets_from, _slice, _view
+from megarl.weights.reshard.buckets import HEADER, Bucket, BucketSlice
+from megarl.weights.reshard.execute import _buckets_from, _slice, _view, fold
 from tests.loop.local_engine import LocalEngine
 from tests.loop.trainers import Flipping, Ranks, Sent
 
@@ -320,14 +321,15 @@ def changed_in_transfer(*, one: bool) -> Fault:
 @contextmanager
 def lost_digest(lab: Lab, rng: random.Random) -> Iterator[None]:
     """Rank 1 reports one digest less than it sent."""
-    whole, draw = publication._encode, rng.random()
+    whole, draw = publish.send, rng.random()
 
-    def encode(digests: Any) -> Any:
-        found = whole(digests)
-        del found[int(draw * len(found))]
-        return found
+    def send(plan: Any, rank: int, *args: Any, **kwargs: Any) -> Any:
+        digests = whole(plan, rank, *args, **kwargs)
+        if rank == 1:
+            del digests[list(digests)[int(draw * len(digests))]]
+        return digests
 
-    with mock.patch.object(publication, "_encode", encode):
+    with mock.patch.object(publish, "send", send):
         yield
 
 
@@ -335,7 +337,15 @@ def lost_digest(lab: Lab, rng: random.Random) -> Iterator[None]:
 def earlier_digests(lab: Lab, rng: random.Random) -> Iterator[None]:
     """The worker answers with the digests of the sync before."""
     before = lab.engine.receiver_digests()
-    with tampered(lab, lambda path, answer: {"results": [before]} if _are_digests(answer) else answer):
+    with tampered(lab, lambda path, answer: _with_digests(answer, before)):
+        yield
+
+
+@contextmanager
+def earlier_fold(lab: Lab, rng: random.Random) -> Iterator[None]:
+    """The worker answers with the sum of the digests of the sync before, and with right digests."""
+    before = lab.engine.receiver_digests()
+    with tampered(lab, lambda path, answer: _with_digests(answer, before, folds_only=True)):
         yield
 
 
@@ -345,17 +355,23 @@ def missing_digest(lab: Lab, rng: random.Random) -> Iterator[None]:
     draw = rng.random()
 
     def without(path: str, answer: Any) -> Any:
-        if _are_digests(answer):
-            [found] = answer["results"]
-            return {"results": [{k: v for i, (k, v) in enumerate(found.items()) if i != int(draw * len(found))}]}
-        return answer
+        found = lab.engine.receiver_digests()
+        del found[list(found)[int(draw * len(found))]]
+        return _with_digests(answer, found)
 
     with tampered(lab, without):
         yield
 
 
-def _are_digests(answer: Any) -> bool:
-    return isinstance(answer, dict) and "model.norm.weight" in (answer.get("results") or [{}])[0]
+def _with_digests(answer: Any, digests: Mapping[str, str], folds_only: bool = False) -> Any:
+    """The answer with these digests, if it is one with a worker's digests or with their fold."""
+    [found] = answer["results"] if isinstance(answer, dict) and "results" in answer else [{}]
+    if "model.norm.weight" in found and not folds_only:
+        return {"results": [digests]}
+    if "fold" in found:
+        folded = fold({name: int(digest, 16) for name, digest in digests.items()})
+        return {"results": [{"fold": f"{folded:016x}", "tensors": len(digests)}]}
+    return answer
 
 
 @contextmanager
@@ -591,7 +607,8 @@ KINDS: dict[str, Kind] = {
     "a rank's memory changed in the transfer": _kind(20, changed_in_transfer(one=False), "written"),
     "a tensor's memory changed in the transfer": _kind(20, changed_in_transfer(one=True), "written"),
     "a sender's digest lost": _kind(10, lost_digest, "digest"),
-    "a worker's digests of the sync before": _kind(20, earlier_digests, "digest"),
+    "a worker's digests of the sync before": _kind(10, earlier_digests, "digest"),
+    "a worker's sum of digests of the sync before": _kind(10, earlier_fold, "sum"),
     "a worker's digest missing": _kind(10, missing_digest, "digest"),
     "an update ended under the version before": _kind(20, earlier_version, "version"),
     "another dtype announced": _kind(10, disagreed("dtype", "bfloat16"), "plan"),

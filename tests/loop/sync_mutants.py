@@ -33,10 +33,10 @@ from transformers.utils.logging import disable_progress_bar
 from megarl.core.config.schema import ModelConfig
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.probe import PROBE_TOLERANCES, ProbeText
-from megarl.engine.sync import receiver
+from megarl.engine.sync import link
 from megarl.learn.training.optimizer_digests import digest_of
 from megarl.run.supervise.engine_process import engine_process
-from megarl.train.sync import connection, fleet
+from megarl.train.sync import fleet
 from megarl.weights.reshard import execute
 from tests.loop.conftest import TINY_ROLLOUT
 from tests.loop.engines import HOST, perturbed, tiny_engine, transformers_logp
@@ -57,7 +57,8 @@ TEXT = [1, 9, 77, 150, 199, 4, 4, 31, 88, 12, 63, 140]
 CHECKS = {
     "written": r"what the optimizer last wrote",
     "digest": r"digest sent",
-    "number": r"message -?\d+ of that link arrived",
+    "sum": r"add up to other numbers than those sent",
+    "number": r"message -?\d+ of (that|another) channel arrived",
     "count": r"did not get all their elements|has shape .* in the layout",
     "address": r"the sync moved tensors",
     "padding": r"the padding of .* is not zero",
@@ -82,7 +83,7 @@ def lab_of(folder: Path) -> Iterator[tuple[Lab, list[Weights]]]:
     )
     LocalControl.engine = LocalEngine(running.model_path)
     for module, name, ours in (
-        (fleet, "EngineControl", LocalControl), (connection, "join", join), (receiver, "join", join)
+        (fleet, "EngineControl", LocalControl), (link, "join", join)
     ):  # fmt: skip
         setattr(module, name, ours)
     for name in ("_buckets_from", "_buckets_to"):  # of three ranks in this process, not one

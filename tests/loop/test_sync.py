@@ -22,7 +22,7 @@ from megarl.engine.sync.shared import SharedMemorySender
 from megarl.learn.training.optimizer_digests import digest_of
 from megarl.train.sync.publish import LEAST_BUCKET
 from megarl.train.sync.weights import WeightSync
-from megarl.weights.reshard.execute import HEADER
+from megarl.weights.reshard.buckets import HEADER
 from tests.loop.engines import RunningEngine, perturbed, some_prompts, tiny_engine, transformers_logp, worst_difference
 from tests.loop.trainers import (
     Breaking,
@@ -244,12 +244,12 @@ def test_of_two_engines_the_one_that_was_replaced_is_joined_alone(
     try:
         both = ranks_of(engine, others=[second])
         both.publish_whole(model)
-        links = [dict(p._links._links) for p in both.publishers]
+        links = [dict(p._links._notices._links) for p in both.publishers]
         second.stop()
         second.ready()
         assert both.call(lambda rank, p: p.connect()) == [None, None]
         for before, publisher in zip(links, both.publishers, strict=True):
-            after = publisher._links._links
+            after = publisher._links._notices._links
             assert after[0] is before[0] and after[1] is not before[1]
         new = perturbed(model, 9)
         report = both.publish_whole(new)

@@ -43,7 +43,8 @@ def transfer(rank: int, shared: bool) -> tuple[int, int, int]:
     """(bytes of the weights, peak extra bytes, largest fused tensor) of one side; rank 0 sends, rank 1 receives."""
     import torch.distributed as dist
 
-    from megarl.engine.sync.shared import SharedMemoryReceiver, SharedMemorySender, memory_file
+    from megarl.engine.sync.memory import HostMemory, memory_file
+    from megarl.engine.sync.shared import SharedMemoryReceiver, SharedMemorySender
     from megarl.weights.reshard.execute import receive, send
     from megarl.weights.reshard.layouts import MegatronGrid, megatron_layout, vllm_layout
     from megarl.weights.reshard.plan import build_plan
@@ -66,9 +67,9 @@ def transfer(rank: int, shared: bool) -> tuple[int, int, int]:
     link: Any = Other()
     if shared:
         link = (
-            SharedMemorySender(link, frozenset({0}), files[0])
+            SharedMemorySender(link, frozenset({0}), HostMemory(files[0]))
             if rank == 0
-            else SharedMemoryReceiver(link, {0: files[0]})
+            else SharedMemoryReceiver(link, {0}, HostMemory(others={0: files[0]}))
         )
     shapes = (source if rank == 0 else destination).local_shapes(0)
     tensors = {name: torch.full(shape, 1.0 - rank, dtype=torch.float32) for name, shape in shapes.items()}

@@ -6,7 +6,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -22,7 +22,7 @@ GARBAGE = 0xAB
 class Network:
     """Rendezvous between threads. A message is read from the sender's memory only when the receiver waits for it, and
     the receiver's memory is overwritten with garbage as soon as it is given for one: who reuses either too early gets
-    wrong data. ``most_alive`` counts the messages of one rank that were sent and not waited for, or expected and not
+    wrong data. ``most_alive`` counts the buffers of one rank that were sent and not waited for, or expected and not
     released."""
 
     def __init__(
@@ -37,7 +37,8 @@ class Network:
         self.sent: dict[tuple[int, int], int] = defaultdict(int)
         self.queues: dict[tuple[int, int], queue.Queue[tuple[Tensor, threading.Event]]] = defaultdict(queue.Queue)
         self.lock = threading.Lock()
-        self.alive: dict[tuple[str, int], int] = defaultdict(int)
+        self.alive: dict[tuple[str, int], Counter[int]] = defaultdict(Counter)
+        """Side and rank -> messages in each buffer, by its address (0 for all of a receiver's)."""
         self.most_alive = 0
         self.largest_bytes = 0
         self.messages: dict[tuple[int, int], int] = defaultdict(int)
@@ -60,11 +61,12 @@ class Network:
         with self.lock:
             return self.queues[link]
 
-    def count(self, who: tuple[str, int], change: int) -> None:
+    def count(self, who: tuple[str, int], buffer: int, change: int) -> None:
         with self.lock:
-            self.alive[who] += change
-            assert self.alive[who] >= 0, f"{who} was released twice"
-            self.most_alive = max(self.most_alive, self.alive[who])
+            alive = self.alive[who]
+            alive[buffer] += change
+            assert alive[buffer] >= 0, f"{who} was released twice"
+            self.most_alive = max(self.most_alive, len(+alive) if buffer else alive[buffer])
 
 
 @dataclass
@@ -72,10 +74,11 @@ class Sent:
     network: Network
     rank: int
     event: threading.Event
+    buffer: int
 
     def wait(self) -> None:
         self.network.sleep(lambda: self.event.wait(0.1), f"source rank {self.rank} sending")
-        self.network.count(("source", self.rank), -1)
+        self.network.count(("source", self.rank), self.buffer, -1)
 
 
 @dataclass
@@ -111,7 +114,7 @@ class Expected:
         return self.memory[: self.nbytes]
 
     def release(self) -> None:
-        self.network.count(("destination", self.link[1]), -1)
+        self.network.count(("destination", self.link[1]), 0, -1)
 
 
 @dataclass
@@ -127,7 +130,7 @@ class Port:
     def isend(self, message: Tensor, rank: int) -> Sent:
         assert message.dim() == 1 and message.dtype == torch.uint8 and message.is_contiguous()
         event = threading.Event()
-        self.network.count(("source", self.rank), 1)
+        self.network.count(("source", self.rank), message.data_ptr(), 1)
         with self.network.lock:
             self.network.largest_bytes = max(self.network.largest_bytes, message.numel())
         number = self.network.sent[self.rank, rank]
@@ -137,10 +140,10 @@ class Port:
             self.network.queue((self.rank, rank)).put((message if copies == 1 else message.clone(), event))
         if not copies:
             event.set()
-        return Sent(self.network, self.rank, event)
+        return Sent(self.network, self.rank, event, message.data_ptr())
 
     def irecv(self, nbytes: int, rank: int, spare: Callable[[], Tensor]) -> Expected:
-        self.network.count(("destination", self.rank), 1)
+        self.network.count(("destination", self.rank), 0, 1)
         memory = spare()
         assert memory.dim() == 1 and memory.numel() >= nbytes and memory.dtype == torch.uint8
         memory.fill_(GARBAGE)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from megarl.core.errors import CheckpointError
 from megarl.weights.checkpoint.formats import hf
 from megarl.weights.checkpoint.formats.hf_source import read_config_json
-from megarl.weights.reshard.execute import HEADER
+from megarl.weights.reshard.buckets import HEADER
 from megarl.weights.reshard.layouts import MegatronGrid, hf_layout, megatron_layout
 from megarl.weights.reshard.plan import build_plan
 from tests.unit.reshard_oracle import (

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megarl.engine.sync import shared
-from megarl.engine.sync.shared import SharedMemorySender, memory_file
+from megarl.engine.sync import memory
+from megarl.engine.sync.memory import HostMemory, memory_file
+from megarl.engine.sync.shared import SharedMemorySender
 from tests.loop.trainers import Sent
 
 
@@ -43,7 +44,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
 
 def sender() -> SharedMemorySender:
     link = SimpleNamespace(isend=lambda message, rank: Sent())
-    return SharedMemorySender(link, frozenset({0}), memory_file())  # type: ignore[arg-type]
+    return SharedMemorySender(link, frozenset({0}), HostMemory(memory_file()))  # type: ignore[arg-type]
 
 
 def test_buckets_are_registered_until_they_have_been_read(runtime: Runtime) -> None:
@@ -66,7 +67,7 @@ def test_memory_that_cannot_be_registered_is_slower_and_nothing_else(
     runtime: Runtime, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime.refuses = 801
-    with caplog.at_level(logging.WARNING, shared.__name__):
+    with caplog.at_level(logging.WARNING, memory.__name__):
         mine = sender()
         bucket = mine.allocate(5000)
         bucket.fill_(7)

@@ -15,22 +15,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.core.errors import ConfigError, PlanError, WeightSyncError
-from megarl.engine.sync.shared import SharedMemorySender, memory_file
+from megarl.engine.sync.memory import HostMemory, memory_file
+from megarl.engine.sync.shared import SharedMemorySender
 from megarl.ops import slice_digest
 from megarl.weights.reshard import boxes, execute
+from megarl.weights.reshard.buckets import HEADER, Bucket, MessageChannel, buckets_of, numbered
 from megarl.weights.reshard.execute import (
-    HEADER,
     NO_ROOM,
     Arrival,
-    Bucket,
     Digests,
     Work,
     _Incoming,
     _Outgoing,
-    buckets_of,
     compare,
     digests_of,
     exchange,
+    fold,
+    folds_of,
     merge,
     receive,
     send,
@@ -105,6 +106,12 @@ def run_exchange(plan: ReshardPlan, sources: list[Tensors], bucket_bytes: int = 
     return got
 
 
+def messages_of(plan: ReshardPlan, link: RankPair, bucket_bytes: int) -> list[Bucket]:
+    """Messages from one rank to another, in float32, with those that end their channels."""
+    buckets = numbered(buckets_of(plan, plan.moves, bucket_bytes, FP32))
+    return [b for b in buckets if b.channel.src == link.src and link.dst in b.channel.dsts]
+
+
 def to_engine(case: Case) -> ReshardPlan:
     return build_plan(
         megatron_layout(case.config, MegatronGrid(case.tp, case.pp, case.dp)),
@@ -141,20 +148,28 @@ class Nowhere:
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one plan", "a plan for each"])
-def test_a_slice_is_digested_once_whatever_the_number_of_replicas(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replicas in one plan, and those that take weights one after another."""
-    config = qwen3_config()
-    source, shards = megatron_layout(config, MegatronGrid(2)), megatron_grid(config, random_hf(config), 2, 1, 1)
+def test_replicas_are_packed_for_once_and_slices_digested_once(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas in one plan; those that take weights one after another are packed for one after another."""
+    config = qwen3_config(tie_word_embeddings=False)
+    source, shards = megatron_layout(config, MegatronGrid(pp=2)), megatron_grid(config, random_hf(config), 1, 2, 1)
     digested: list[int] = []
+    packed: list[int] = []
+    slice_of = execute._slice
 
     def counted(x: torch.Tensor, **where: Any) -> int:
         digested.append(x.numel())
         return slice_digest(x, **where)
 
-    monkeypatch.setattr(execute, "slice_digest", counted)
+    def copied(*args: Any) -> torch.Tensor:
+        packed.append(slice_of(*args).numel())
+        return slice_of(*args)
 
-    def sent_to(replicas: int) -> tuple[int, Digests]:
-        """Bytes that both trainer ranks have sent, and their digests."""
+    monkeypatch.setattr(execute, "slice_digest", counted)
+    monkeypatch.setattr(execute, "_slice", copied)
+
+    def sent_to(replicas: int) -> tuple[int, int, Digests]:
+        """Bytes that both trainer ranks have sent, copies that they have made, and their digests."""
+        packed.clear()
         plan, nowhere, found = build_plan(source, vllm_layout(config, 2, 1 if apart else replicas)), Nowhere(), []
         for rank, tensors in enumerate(shards):
             digested.clear()
@@ -163,11 +178,12 @@ def test_a_slice_is_digested_once_whatever_the_number_of_replicas(apart: bool, m
                 sent = send(plan, rank, tensors, nowhere, dtype=FP32, bucket_bytes=256, known=known)
             found.append(sent)
             assert len(digested) == len(known) > 0
-        return nowhere.sent, merge(found)
+        return nowhere.sent, len(packed), merge(found)
 
-    once, first = sent_to(1)
-    fourfold, found = sent_to(4)
+    once, copies, first = sent_to(1)
+    fourfold, copies_for_four, found = sent_to(4)
     assert fourfold == 4 * once
+    assert copies_for_four == (4 if apart else 1) * copies
     replicas = 1 if apart else 4
     assert found == {(2 * r + dst, tensor): n for (dst, tensor), n in first.items() for r in range(replicas)}
 
@@ -234,8 +250,8 @@ def test_one_flipped_element_is_named(case: Case, data: st.DataObject) -> None:
     plan = to_engine(case)
     bucket_bytes = 512
     link = data.draw(st.sampled_from(sorted({RankPair(move.src, move.dst) for move in plan.moves})))
-    buckets = [bucket for bucket in buckets_of(plan, plan.moves, bucket_bytes, FP32) if bucket.link == link]
-    number = data.draw(st.integers(0, len(buckets) - 1))
+    buckets = messages_of(plan, link, bucket_bytes)
+    number = data.draw(st.integers(0, len(buckets) - 1).filter(lambda n: buckets[n].slices))
     chunk = data.draw(st.sampled_from(buckets[number].slices))
     element = chunk.offset // 4 + data.draw(st.integers(0, boxes.volume(chunk.box) - 1))
     victim = chunk.move
@@ -266,22 +282,19 @@ def test_a_message_that_is_lost_or_comes_twice_is_named(case: Case, data: st.Dat
     """
     plan, bucket_bytes = to_engine(case), 512
     link = data.draw(st.sampled_from(sorted({RankPair(move.src, move.dst) for move in plan.moves})))
-    buckets = [bucket for bucket in buckets_of(plan, plan.moves, bucket_bytes, FP32) if bucket.link == link]
-    number = data.draw(st.integers(0, len(buckets) - 1))
+    buckets = messages_of(plan, link, bucket_bytes)
+    number = data.draw(st.integers(0, len(buckets) - 2))
     circle = lost and plan.source.num_ranks > 1 and plan.destination.num_ranks > 1
     network = Network(faults={(*link, number): 0 if lost else 2}, timeout_s=1.0 if circle else TIMEOUT_S)
     sources = megatron_grid(case.config, random_hf(case.config), case.tp, case.pp, case.dp)
-    expected = buckets[number + (not lost) :][:1]  # of a doubled message, the one after it
-    tensors = [chunk.move.tensor for bucket in expected for chunk in bucket.slices]
     with pytest.raises(WeightSyncError) as error:
         run_plan(plan, sources, network, bucket_bytes)
     said = str(error.value)
     if circle and "nothing came" in said:
         assert "from source rank" in said and ("did not arrive" in said or "was not taken" in said)
         return
-    assert f"from source rank {link.src} to destination rank {link.dst}" in said
-    assert f"message {number + (not lost)}" in said and ("was lost" if lost else "came twice") in said
-    assert (tensors[0] if tensors else "the end of the transfer") in said
+    assert said.startswith(f"{buckets[number + (not lost)]} was expected")  # of a doubled message, the one after it
+    assert ("was lost" if lost else "came twice") in said
 
 
 def test_digest_of_a_tensor_is_the_same_number_everywhere() -> None:
@@ -295,6 +308,23 @@ def test_digest_of_a_tensor_is_the_same_number_everywhere() -> None:
     for name in ("model.embed_tokens.weight", "lm_head.weight", "model.layers.3.self_attn.k_proj.weight"):
         assert sum(p.get(name, 0) for p in parts) % 2**64 == file[name]
         assert sum(s.get(name, 0) for s in shards) % 2**64 == file[name]
+
+
+@given(
+    digests=st.dictionaries(st.text(max_size=8), st.integers(0, 2**64 - 1), min_size=1, max_size=5),
+    change=st.integers(1, 2**64 - 1),
+    data=st.data(),
+)
+def test_a_fold_shows_any_one_difference_and_adds_up(digests: dict[str, int], change: int, data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(digests)))
+    other = {**digests, name: (digests[name] + change) % 2**64}
+    assert fold(other) != fold(digests)
+    first = {tensor: data.draw(st.integers(0, 2**64 - 1)) for tensor in digests}
+    second = {tensor: (digest - first[tensor]) % 2**64 for tensor, digest in digests.items()}
+    senders = [folds_of({(3, tensor): digest for tensor, digest in part.items()}) for part in (first, second)]
+    assert merge(senders) == folds_of({(3, tensor): digest for tensor, digest in digests.items()})
+    if len(digests) > 1 and digests[name] != 0:
+        assert fold({tensor: digest for tensor, digest in digests.items() if tensor != name}) != fold(digests)
 
 
 def test_a_missing_digest_is_an_error_naming_its_tensor() -> None:
@@ -367,13 +397,13 @@ class Allocating:
 def test_memory_that_a_receiver_still_maps_is_not_truncated(ends: str) -> None:
     """One that was given up while it hung reads on from it: beyond a file's end that would be SIGBUS."""
     file = memory_file()
-    sender = SharedMemorySender(Allocating(), frozenset({0}), file)
+    sender = SharedMemorySender(Allocating(), frozenset({0}), HostMemory(file))
     sender.allocate(100).fill_(7)
     with open(f"/proc/{file.pid}/fd/{file.descriptor}", "rb") as mapped:
         if ends == "finished":
             sender.finish()
         else:
-            sender = SharedMemorySender(Allocating(), frozenset({0}), file)
+            sender = SharedMemorySender(Allocating(), frozenset({0}), HostMemory(file))
         assert mapped.read(100) == bytes([7]) * 100
     assert os.fstat(file.descriptor).st_size == 0 and not os.get_inheritable(file.descriptor)
     sender.allocate(10).fill_(8)
@@ -385,8 +415,8 @@ def test_memory_that_a_receiver_still_maps_is_not_truncated(ends: str) -> None:
 def test_a_bucket_without_memory_is_told_from_other_failures() -> None:
     """Allocations that really fail, on either side and in shared memory; the words go to the other processes."""
     plan = build_plan(hf_layout(qwen3_config()), vllm_layout(qwen3_config(), 1))
-    buckets, rank = [Bucket(RankPair(0, 0), HUGE, ())], plan.destination.num_ranks
-    shared = SharedMemorySender(Allocating(), frozenset({0}), memory_file())
+    buckets, rank = [Bucket(MessageChannel(0, (0,)), HUGE, ())], plan.destination.num_ranks
+    shared = SharedMemorySender(Allocating(), frozenset({0}), HostMemory(memory_file()))
     attempts: list[Callable[[], object]] = [
         lambda: _Outgoing(plan, {}, Allocating(), buckets),
         lambda: _Outgoing(plan, {}, shared, buckets),

@@ -15,17 +15,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from megarl.weights.reshard import boxes
-from megarl.weights.reshard.execute import (
-    HEADER,
-    buckets_of,
-    bytes_of,
-    compare,
-    digests_of,
-    exchange,
-    merge,
-    receive,
-    send,
-)
+from megarl.weights.reshard.buckets import HEADER, buckets_of, bytes_of
+from megarl.weights.reshard.execute import compare, digests_of, exchange, merge, receive, send
 from megarl.weights.reshard.layout import Layout
 from megarl.weights.reshard.layouts import MegatronGrid, hf_layout, megatron_layout, vllm_layout
 from megarl.weights.reshard.plan import ReshardPlan, build_plan
@@ -173,7 +164,11 @@ def test_every_rank_sees_the_same_plan_in_its_own_part(case: FamilyCase) -> None
     assert both[0] == both[1]
     moves = [move for moves in received.values() for move in moves]
     buckets = buckets_of(whole, moves, 1 << 20, torch.bfloat16)
-    sizes = (boxes.volume(chunk.box) * chunk.dtype.itemsize for bucket in buckets for chunk in bucket.slices)
+    sizes = (
+        boxes.volume(chunk.box) * chunk.dtype.itemsize * len(bucket.channel.dsts)
+        for bucket in buckets
+        for chunk in bucket.slices
+    )
     assert bytes_of(whole.destination, torch.bfloat16) == sum(sizes)
     last_sender, last_receiver = whole.source.num_ranks - 1, whole.destination.num_ranks - 1
     assert list(plan_of(case).moves_from(last_sender)) == sent[last_sender]

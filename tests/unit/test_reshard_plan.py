@@ -6,6 +6,7 @@ import re
 import time
 from collections import Counter, defaultdict
 from dataclasses import replace
+from itertools import groupby
 from math import prod
 from typing import Any
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from megarl.core.errors import ConfigError, PlanError
 from megarl.weights.reshard import boxes
-from megarl.weights.reshard.execute import buckets_of, bytes_of
+from megarl.weights.reshard.buckets import buckets_of, bytes_of
 from megarl.weights.reshard.layout import AxisSpan, Layout, LayoutRow, Owners, Split
 from megarl.weights.reshard.layouts import MegatronGrid, hf_layout, megatron_layout, padded_vocab_size, vllm_layout
 from megarl.weights.reshard.plan import ReshardPlan, build_plan
@@ -172,7 +173,8 @@ def test_bytes_are_countable_before_the_job_starts(case: Case, capacity: int) ->
     )
     assert sum(plan.bytes_per_link(2).values()) == bytes_of(to, torch.bfloat16) == 2 * needed
     buckets = buckets_of(plan, plan.moves, capacity, torch.bfloat16)
-    assert sum(boxes.volume(chunk.box) for bucket in buckets for chunk in bucket.slices) == needed
+    volumes = (boxes.volume(chunk.box) * len(b.channel.dsts) for b in buckets for chunk in b.slices)
+    assert sum(volumes) == needed
     assert all(0 < bucket.nbytes <= capacity for bucket in buckets)
     assert plan.peak_extra_bytes(capacity, 2) <= 2 * capacity
 
@@ -219,6 +221,46 @@ def test_data_parallel_copies_share_the_sending(tp: int, pp: int, dp: int, engin
     plan = build_plan(megatron_layout(config, MegatronGrid(tp, pp, dp)), vllm_layout(config, engine_tp, replicas))
     for sent in sent_by_copies(plan):
         assert max(sent) <= 1.02 * sum(sent) / len(sent)
+
+
+@fast
+@given(case=cases(), capacity=st.sampled_from([100, 5000]))
+def test_a_rank_packs_an_element_once_for_all_replicas(case: Case, capacity: int) -> None:
+    """All copies of an element together pack it as often as there are copies, or replicas where these are fewer."""
+    plan = build_plan(*layouts(case))
+    total = 0
+    for src in range(plan.source.num_ranks):
+        packed: dict[Any, list[Any]] = defaultdict(list)
+        for bucket in buckets_of(plan, plan.moves_from(src), capacity, torch.float32):
+            for chunk in bucket.slices:
+                packed[plan.destination.kind(chunk.move.dst), chunk.move.dst_local, chunk.move.tensor].append(chunk.box)
+                total += boxes.volume(chunk.box)
+        assert all(boxes.first_overlap(found) is None for found in packed.values())
+    expected = 0
+    for piece in (piece for rank in range(case.engine_tp) for piece in plan.destination.pieces(rank)):
+        for box, copies in {copy.box: len(copy.ranks) for copy in plan.source.copies(piece.tensor)[::-1]}.items():
+            common = boxes.intersect(box, piece.box)
+            expected += min(copies, case.replicas) * (0 if common is None else boxes.volume(common))
+    assert total == expected
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_neighbouring_windows_come_from_different_stages(stages: int) -> None:
+    config = qwen3_config(num_hidden_layers=8, tie_word_embeddings=False)
+    plan = build_plan(megatron_layout(config, MegatronGrid(pp=stages)), vllm_layout(config, 1, replicas=2))
+    buckets = buckets_of(plan, plan.moves, 256, torch.float32)
+    modules = [[chunk.move.dst_local.rpartition(".")[0] for chunk in bucket.slices] for bucket in buckets]
+    runs = [(src, len(list(run))) for src, run in groupby(bucket.channel.src for bucket in buckets)]
+    assert {bucket.channel.dsts for bucket in buckets} == {(0, 1)}
+    assert len(runs) >= (6 * stages if stages > 1 else 1)
+    layers = [bucket for bucket in buckets if ".layers." in bucket.slices[0].move.tensor]
+    for number, bucket in enumerate(layers):  # of each stage about as much has gone as of the others
+        gone = Counter(other.channel.src for other in layers[: number + 1])
+        share = [gone[src] / sum(b.channel.src == src for b in layers) for src in range(stages)]
+        assert max(share) - min(share) < 0.3, bucket
+    flat = [module for of_bucket in modules for module in of_bucket]
+    whole = [module for module, _ in groupby(flat)]
+    assert len(whole) == len(set(whole)), "a module that was left is begun again"
 
 
 def test_experts_and_the_rest_are_shared_by_their_own_copies() -> None:

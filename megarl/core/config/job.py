@@ -16,9 +16,12 @@ class SyncConfig:
     programs that share nothing with the trainer but a file system and the store (docs/modes.md)."""
     bucket_bytes: Annotated[int, Bound(4096)] = 8388608  # smaller ones cost a message for every few numbers
     """Upper bound of one transfer bucket; a sync needs at most two of them on either side."""
+    transport: Literal["gloo", "nccl"] = "gloo"
+    """Carrier of weights to engines: ``gloo``, sockets and host memory; ``nccl``, NCCL and the GPUs' memory, which
+    needs ``parallel.backend=nccl`` and was never run on hardware (docs/weight_sync.md)."""
     shared_memory: bool = True
-    """Send through shared memory to engine workers on a trainer rank's own machine; False sends everything over
-    sockets."""
+    """Send through shared memory (with ``transport=nccl`` that of the GPU, by CUDA IPC) to engine workers on a trainer
+    rank's own machine; False sends everything over ``transport``."""
     timeout_s: Seconds = 120.0
     """Longest wait for the other side within a sync."""
     probe_tokens: Annotated[int, Bound(2, 2**20)] = 16

@@ -13,7 +13,7 @@ from megarl.core.errors import WeightsDiffer
 from megarl.ops import slice_digest
 from megarl.weights.checkpoint.formats.hf_source import open_hf
 from megarl.weights.reshard import boxes
-from megarl.weights.reshard.execute import wire_dtype
+from megarl.weights.reshard.buckets import wire_dtype
 from megarl.weights.reshard.layout import Layout
 
 ELEMENTS = 4 << 20

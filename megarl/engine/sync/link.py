@@ -1,5 +1,8 @@
 """Weight links: for each engine a process group of trainer ranks and its workers, beside both sides' default groups.
 
+A link is a gloo group, whose messages are in host memory, or a NCCL group (never run on hardware), whose messages are
+on each rank's GPU. They differ in how a group is made and closed, and in where its messages are.
+
 Ranks of a link are the trainer's 0 .. W-1, then the engine's workers. Connections exist between ranks that exchange
 messages in the plan, and between no others: full meshes of 256 trainer ranks with 32 engines of 8 workers each would
 take 8,416 connections a rank.
@@ -15,16 +18,18 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore, Work
 
+from megarl.core.errors import WeightSyncError
 from megarl.weights.reshard.execute import Arrival, Transport
 from megarl.weights.reshard.execute import Work as WorkOfSend
 from megarl.weights.reshard.transport import Received
 
+Backend = Literal["gloo", "nccl"]
 ProcessGroupGloo: Any = dist.ProcessGroupGloo
 """PyTorch's stubs know neither its options nor its point-to-point methods, nor that a store takes bytes."""
 
@@ -48,18 +53,20 @@ class Link:
     """Point-to-point transport of flat contiguous tensors, as ``megarl.weights.reshard.execute`` asks for it.
 
     Args:
-        group: ProcessGroupGloo of all link ranks.
+        group: Process group of all link ranks.
         peers: Link rank of the other side's rank 0.
         partners: Ranks of the other side with which this rank exchanges messages.
+        over: Kind of the group.
     """
 
-    def __init__(self, group: Any, peers: int, partners: Collection[int]) -> None:
+    def __init__(self, group: Any, peers: int, partners: Collection[int], over: Backend = "gloo") -> None:
         self._group: Any = group
         self._peers = peers
         self._partners = frozenset(partners)
+        self._over = over
 
     def allocate(self, nbytes: int, /) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return memory_of(self._over, nbytes)
 
     def isend(self, message: torch.Tensor, rank: int, /) -> Work:
         """Starts to send to the other side's ``rank``; the message must stay as it is until ``wait()`` returns."""
@@ -68,7 +75,9 @@ class Link:
     def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor], /) -> Received:
         """Expects the next message of the other side's ``rank`` in the memory that ``spare`` gives."""
         memory = spare()
-        return Received(self._open(rank).recv([memory], self._peers + rank, 0), memory[:nbytes])
+        message = memory[:nbytes]
+        room = message if self._over == "nccl" else memory  # NCCL needs the message's size, gloo any that is enough
+        return Received(self._open(rank).recv([room], self._peers + rank, 0), message)
 
     def connect(self) -> None:
         """Exchange a byte with every partner; returns when all of them have.
@@ -76,10 +85,19 @@ class Link:
         Also makes the connections, so that the death of a partner later closes one and is noticed at once. A partner
         that died before its connection exists is noticed after up to five timeouts: gloo waits so long for it.
         """
-        word, works = torch.zeros(1, dtype=torch.uint8, device="cpu"), list[WorkOfSend | Arrival]()
+        word, works = self.allocate(1).zero_(), list[WorkOfSend | Arrival]()
+
+        def say(rank: int) -> WorkOfSend:
+            return self.isend(word, rank)
+
+        def hear(rank: int) -> Arrival:
+            return self.irecv(1, rank, lambda: self.allocate(1))
+
         try:
-            works += [self.isend(word, rank) for rank in self._partners]
-            works += [self.irecv(1, rank, lambda: torch.empty_like(word)) for rank in self._partners]
+            # NCCL connects two ranks when both begin, and has one queue for both directions: so trainer ranks begin to
+            # send as workers begin to receive, each in the order of its partners.
+            steps: tuple[Callable[[int], WorkOfSend | Arrival], ...] = (say, hear) if self._peers else (hear, say)
+            works += [step(rank) for step in steps for rank in sorted(self._partners)]
             while works:
                 works.pop().wait()
         except BaseException:
@@ -91,9 +109,11 @@ class Link:
         """Closes the connections, so that ranks that wait for this one fail at once instead of after their timeout.
 
         gloo closes them only when the group's last reference goes (``abort`` and ``shutdown`` do nothing): the works of
-        sends under way must be gone by then.
+        sends under way must be gone by then. NCCL closes them here, and who waits for this rank waits for the timeout.
         """
-        self._group = None
+        group, self._group = self._group, None
+        if self._over == "nccl" and group is not None:
+            group.abort()
 
     def _open(self, rank: int) -> Any:
         assert self._group is not None, "the link is closed"
@@ -104,7 +124,8 @@ class Link:
 class EngineLinks:
     """The links of all engines as one transport, whose ranks are those of all engines' workers one after another."""
 
-    def __init__(self) -> None:
+    def __init__(self, over: Backend = "gloo") -> None:
+        self.over = over
         self._firsts: Sequence[int] = ()
         self._links: dict[int, Link] = {}
 
@@ -128,7 +149,7 @@ class EngineLinks:
             self.remove(engine)
 
     def allocate(self, nbytes: int, /) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return memory_of(self.over, nbytes)
 
     def isend(self, message: torch.Tensor, rank: int, /) -> Work:
         link, worker = self._worker(rank)
@@ -142,6 +163,11 @@ class EngineLinks:
         """The link of a rank, and its number among the workers of its engine."""
         engine = bisect_right(self._firsts, rank) - 1
         return self._links[engine], rank - self._firsts[engine]
+
+
+def memory_of(over: Backend, nbytes: int) -> torch.Tensor:
+    """Memory (uint8) for messages of a link over this backend."""
+    return torch.empty(nbytes, dtype=torch.uint8, device="cuda" if over == "nccl" else "cpu")
 
 
 def first_workers(workers: Sequence[int]) -> list[int]:
@@ -181,11 +207,13 @@ def open_store(address: LinkAddress, *, master: bool) -> TCPStore:
     )
 
 
-def join(store: Store, address: LinkAddress, rank: int, peers: int, partners: Collection[int]) -> Link:
+def join(
+    store: Store, address: LinkAddress, rank: int, peers: int, partners: Collection[int], over: Backend = "gloo"
+) -> Link:
     """Joins the group as link rank ``rank``; returns when all ``address.world_size`` ranks have, and this one is
     connected to its partners.
 
-    The group keeps no reference to ``store``: the caller may close it.
+    A gloo group keeps no reference to ``store``: the caller may close it. A NCCL group keeps it, and its connection.
 
     Args:
         peers: Link rank of the other side's rank 0.
@@ -194,21 +222,86 @@ def join(store: Store, address: LinkAddress, rank: int, peers: int, partners: Co
     Raises:
         torch.distributed.DistError: some rank did not come within the timeout.
         RuntimeError: a partner failed while it was being connected.
+        WeightSyncError: this process has no GPU, over NCCL.
     """
+    everyone = PrefixStore(f"{over}/{address.name}", store)
+    make = _nccl_group if over == "nccl" else _gloo_group
+    link = Link(make(everyone, address, rank, [peers + partner for partner in partners]), peers, partners, over)
+    link.connect()
+    return link
+
+
+def join_groups(
+    store: Store,
+    address: LinkAddress,
+    rank: int,
+    peers: int,
+    *,
+    near: Collection[int],
+    far: Collection[int],
+    over: Backend,
+) -> tuple[Link, Link]:
+    """Join the group that carries messages in host memory, and that of bucket messages ``over`` another backend.
+
+    Args:
+        near: Partners on this machine, with which notices are exchanged in host memory.
+        far: The other partners.
+
+    Returns:
+        The two links; with gloo one link is both.
+    """
+    if over == "gloo":
+        link = join(store, address, rank, peers, [*near, *far])
+        return link, link
+    notices = join(store, address, rank, peers, near)
+    try:
+        return notices, join(store, address, rank, peers, far, over)
+    except BaseException:
+        notices.close()
+        raise
+
+
+def _gloo_group(everyone: Any, address: LinkAddress, rank: int, partners: Sequence[int]) -> Any:
+    """A group in which this rank knows the addresses of its partners alone, so that it connects to no other."""
     options = ProcessGroupGloo._Options()
     options._timeout = address.timeout
     options._devices = [_device(address.host)]
     addresses: Any = HashStore()  # the group's own: where it writes its address, and reads that of a partner
     addresses.set_timeout(address.timeout)
-    link = Link(ProcessGroupGloo(addresses, rank, address.world_size, options), peers, partners)
-    everyone: Any = PrefixStore(f"link/{address.name}", store)
+    group = ProcessGroupGloo(addresses, rank, address.world_size, options)
     everyone.set(_key(rank), addresses.get(_key(rank)))
     _await_all(everyone, address)
-    keys = [_key(peers + partner) for partner in partners]
+    keys = [_key(partner) for partner in partners]
     for key, value in zip(keys, everyone.multi_get(keys) if keys else [], strict=True):
         addresses.set(key, value)
-    link.connect()
-    return link
+    return group
+
+
+def _nccl_group(everyone: Any, address: LinkAddress, rank: int, partners: Sequence[int]) -> Any:
+    """A group in which two ranks get a communicator of their own with their first message."""
+    if not torch.cuda.is_available():
+        raise WeightSyncError(
+            f"sync.transport=nccl, but rank {rank} of link {address.name} on {socket.gethostname()} sees no GPU; give "
+            "every trainer rank and engine worker one, or set sync.transport=gloo"
+        )
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = address.timeout
+    before = os.environ.get(_BLOCKING)
+    os.environ[_BLOCKING] = "1"
+    try:
+        group = dist.ProcessGroupNCCL(everyone, rank, address.world_size, options)
+    finally:
+        del os.environ[_BLOCKING]
+        if before is not None:
+            os.environ[_BLOCKING] = before
+    everyone.set(_key(rank), "")
+    _await_all(everyone, address)
+    return group
+
+
+_BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
+"""With it a message that does not come raises after the timeout; without it torch would end the process. A group reads
+it as it is made."""
 
 
 def _key(rank: int) -> str:

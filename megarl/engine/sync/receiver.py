@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, wraps
 from pathlib import Path
@@ -19,13 +19,15 @@ from megarl.core.machine import trim_memory
 from megarl.engine.client.control import FAILURE
 from megarl.engine.sync.addresses import Address, addresses_of, check_addresses
 from megarl.engine.sync.files import compare_with_files, piece_digests, read_files
-from megarl.engine.sync.link import Link, LinkAddress, join, open_store
-from megarl.engine.sync.shared import Places, SharedMemoryReceiver, machine, unpin
+from megarl.engine.sync.link import Backend, Link, LinkAddress, join_groups, open_store
+from megarl.engine.sync.memory import DeviceMemory, HostMemory, unpin
+from megarl.engine.sync.shared import Places, SharedMemoryReceiver, machine
 from megarl.engine.sync.sleep import WHAT, Sleeper, What, sleeper_of
 from megarl.engine.sync.writer import LocalTensor, SliceWriter
 from megarl.weights.checkpoint.formats.hf import read_hf_config
 from megarl.weights.reshard import boxes
-from megarl.weights.reshard.execute import digests_of, receive, wire_dtype, zero_padded
+from megarl.weights.reshard.buckets import wire_dtype
+from megarl.weights.reshard.execute import digests_of, fold, receive, zero_padded
 from megarl.weights.reshard.layouts import Layout, MegatronGrid, megatron_layout, vllm_layout
 from megarl.weights.reshard.plan import build_plan
 
@@ -64,6 +66,8 @@ class InitInfo(WeightTransferInitInfo):
     """Fingerprint of the trainer's plan."""
     places: dict[str, Any]
     """Fields of ``megarl.engine.sync.shared.Places``."""
+    transport: Backend
+    """``sync.transport``: what carries messages between machines."""
 
 
 @dataclass
@@ -111,7 +115,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     _writer: SliceWriter | None = None
     _agreed: str | None = None
     """Fingerprint of the plan that ``agree`` built."""
-    _link: Link | None = None
+    _links: Sequence[Link] = ()
+    """Link of notices, and that of bucket messages; one may be both."""
     _receiver: SharedMemoryReceiver | None = None
     failure: str | None = None
     """Failure of the last step, until it has been asked for."""
@@ -174,10 +179,12 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         places = Places(**init_info.places)
         self._plan = replace(self._plan, nearness=places.nearness())
         rank = self._plan.source.num_ranks + self.parallel_config.rank
-        self._link = join(store, address, rank, peers=0, partners=self._plan.senders_to(self._rank))
-        self._receiver = SharedMemoryReceiver(
-            self._link, places.senders_on_same_machine(self._rank) if places.workers else {}
-        )
+        senders, over = self._plan.senders_to(self._rank), init_info.transport
+        files = places.senders_on_same_machine(self._rank) if places.workers else {}
+        near, far = ([sender for sender in senders if (sender in files) == is_near] for is_near in (True, False))
+        self._links = join_groups(store, address, rank, peers=0, near=near, far=far, over=over)
+        memory = DeviceMemory() if over == "nccl" else HostMemory(others=files)
+        self._receiver = SharedMemoryReceiver(self._links[0], files, memory, self._links[1])
 
     @_kept
     def start_weight_update(self) -> None:
@@ -274,9 +281,9 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise WeightSyncError(f"the engine's weights are asleep: megarl_wake('weights') comes before {step}")
 
     def shutdown(self) -> None:
-        if self._link is not None:
-            self._link.close()
-        self._link = self._receiver = None
+        for link in self._links:
+            link.close()
+        self._links, self._receiver = (), None
         unpin()
 
 
@@ -297,6 +304,12 @@ class WorkerExtension:
     def megarl_digests(self) -> dict[str, str]:
         """Logical tensor -> digest in hexadecimal (JSON readers elsewhere lose 64-bit integers)."""
         return {name: f"{digest:016x}" for name, digest in self.weight_transfer_engine.digests().items()}
+
+    @_answered
+    def megarl_digest_fold(self) -> dict[str, Any]:
+        """``fold`` of the digests in hexadecimal, and the number of ``tensors`` in it: what a sync compares first."""
+        found = self.weight_transfer_engine.digests()
+        return {"fold": f"{fold(found):016x}", "tensors": len(found)}
 
     @_answered
     def megarl_check_files(self) -> dict[str, int]:

@@ -1,65 +1,21 @@
-"""Weights for an engine worker on the trainer rank's own machine: through shared memory instead of a socket.
+"""Weights for an engine worker on the trainer rank's own machine: in buckets that both have, instead of a socket.
 
-The sender's two buckets lie in an anonymous memory file (``memfd``): it has no name, so that nothing is left behind
-however the processes end. A receiver on the same machine opens it through ``/proc`` and unpacks straight from it; it
-needs no bucket of its own. Only "it is there" and "it is read" travel over the socket, a few bytes each, in the order
-of the messages. All of it is host memory, whatever torch's default device is within an engine's worker: to and from a
-GPU slices are copied as they are packed and unpacked. Both sides register the buckets with CUDA, so that this can go at
-the link's rate (not measured yet).
+A receiver on the same machine opens the sender's two buckets (``memory.py``) and unpacks straight from them; it needs
+no bucket of its own. Only "it is there" and "it is read" travel over the socket, in the order of the messages.
 """
 
 from __future__ import annotations
 
-import logging
-import mmap
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from megarl.weights.reshard.execute import Arrival, Transport, Work, memory_for
-
-log = logging.getLogger(__name__)
-
-
-_pinned: list[torch.Tensor] = []
-"""Memory that is registered with CUDA, of this process's sync. Held here: it must not be unmapped before ``unpin``."""
-
-
-def pin(memory: torch.Tensor) -> None:
-    """Register host memory with CUDA until ``unpin``, where this process has a GPU.
-
-    A GPU copies to and from registered memory at the rate of its link, and from any other at a quarter or less
-    (docs/benchmarks/gpu.md). Where it is refused (``ulimit -l``), copies are slower and nothing else changes.
-    """
-    if not torch.cuda.is_initialized():
-        return
-    refused = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))  # type: ignore[no-untyped-call]
-    if not refused:
-        _pinned.append(memory)
-        return
-    log.warning("buckets of the weight sync cannot be registered with CUDA (error %d): copies are slower", refused)
-    with suppress(RuntimeError):  # CUDA would report the error at the next launch
-        torch.zeros(1, device="cuda")
-
-
-def unpin() -> None:
-    """Let go of all memory that ``pin`` registered."""
-    while _pinned:
-        memory = _pinned.pop()  # mapped until it has been unregistered
-        if refused := int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())):  # type: ignore[no-untyped-call]
-            log.warning("a bucket of the weight sync cannot be unregistered with CUDA (error %d)", refused)
-
-
-class MemoryFile(NamedTuple):
-    """Address by which a process on the same machine opens a memory file."""
-
-    pid: int
-    descriptor: int
+from megarl.engine.sync.memory import BucketMemory, MemoryFile
+from megarl.weights.reshard.execute import Arrival, Transport, Work
 
 
 def machine() -> str:
@@ -69,11 +25,6 @@ def machine() -> str:
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return os.environ.get("MEGARL_NODE") or f"{boot}/{os.readlink('/proc/self/ns/pid')}/{os.getuid()}"
-
-
-def memory_file() -> MemoryFile:
-    """A new one, empty."""
-    return MemoryFile(os.getpid(), os.memfd_create("megarl-weights"))
 
 
 @dataclass(frozen=True)
@@ -109,50 +60,39 @@ class Places:
 
 
 class SharedMemorySender:
-    """A sender's transport: through memory to the ranks in ``same_machine``, over ``link`` to all others."""
+    """A sender's transport: through memory to the ranks in ``same_machine``, over ``far`` to all others.
 
-    def __init__(self, link: Transport, same_machine: frozenset[int], file: MemoryFile) -> None:
-        self._link = link
+    Args:
+        link: Carries notices to and from ``same_machine``, in host memory.
+        far: Carries the other messages; None: ``link`` does.
+    """
+
+    def __init__(
+        self, link: Transport, same_machine: frozenset[int], memory: BucketMemory, far: Transport | None = None
+    ) -> None:
+        self._link, self._far = link, far or link
         self._same_machine = same_machine
-        self._file = file
-        self._offsets: dict[int, int] = {}
-        """Address of a bucket -> where it lies in the file."""
-        self._renew()  # buckets of a sync that failed
+        self._memory = memory
+        memory.close()
 
     def allocate(self, nbytes: int, /) -> torch.Tensor:
         if not self._same_machine or nbytes == 0:
-            return self._link.allocate(nbytes)
-        start = os.fstat(self._file.descriptor).st_size
-        size = nbytes + -nbytes % mmap.ALLOCATIONGRANULARITY
-        os.ftruncate(self._file.descriptor, start + size)
-        bucket = torch.frombuffer(mmap.mmap(self._file.descriptor, size, offset=start), dtype=torch.uint8)
-        pin(bucket)
-        self._offsets[bucket.data_ptr()] = start
-        return bucket[:nbytes]
+            return self._far.allocate(nbytes)
+        return self._memory.make(nbytes)
 
     def isend(self, message: torch.Tensor, rank: int, /) -> Work:
         if rank not in self._same_machine:
-            return self._link.isend(message, rank)
-        offset = torch.tensor([self._offsets[message.data_ptr()]], device="cpu").view(torch.uint8)
-        return _Lent(self._link, rank, self._link.isend(offset, rank), offset)
+            return self._far.isend(message, rank)
+        self._memory.settle()
+        name = torch.frombuffer(bytearray(self._memory.name(message, rank)), dtype=torch.uint8)
+        return _Lent(self._link, rank, self._link.isend(name, rank), name)
 
     def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor], /) -> Arrival:
         raise AssertionError("trainer ranks only send")
 
     def finish(self) -> None:
         """Gives the memory of the buckets back; every receiver has read what they held, or is waited for no more."""
-        if self._offsets:
-            self._renew()
-        self._offsets.clear()
-
-    def _renew(self) -> None:
-        """Put another, empty file in the file's place and let go of what this process has of the old, whose memory is
-        free once nobody maps it any more: were it truncated, a receiver that was given up while it hung would die of
-        SIGBUS when it reads on."""
-        unpin()
-        fresh = os.memfd_create("megarl-weights")
-        os.dup2(fresh, self._file.descriptor, inheritable=False)
-        os.close(fresh)
+        self._memory.close()
 
 
 @dataclass
@@ -162,7 +102,7 @@ class _Lent:
     link: Transport
     rank: int
     notice: Work
-    offset: torch.Tensor
+    name: torch.Tensor
     """Lives until it has been sent."""
 
     def wait(self) -> None:
@@ -172,50 +112,46 @@ class _Lent:
 
 class SharedMemoryReceiver:
     """A receiver's transport: reads from the memory of the ranks in ``same_machine``, receives from all others over
-    ``link``."""
+    ``far`` (None: ``link``)."""
 
-    def __init__(self, link: Transport, same_machine: Mapping[int, MemoryFile]) -> None:
-        self._link = link
+    def __init__(
+        self, link: Transport, same_machine: Collection[int], memory: BucketMemory, far: Transport | None = None
+    ) -> None:
+        self._link, self._far = link, far or link
         self._same_machine = same_machine
-        self._maps: dict[tuple[int, int], torch.Tensor] = {}
+        self._memory = memory
+        self._opened: dict[tuple[int, bytes], torch.Tensor] = {}
         self._answers: list[tuple[Work, torch.Tensor]] = []
-        unpin()  # what a sync that failed left
+        memory.close()
 
     def allocate(self, nbytes: int, /) -> torch.Tensor:
-        raise AssertionError("engine workers only receive")
+        return self._far.allocate(nbytes)
 
     def isend(self, message: torch.Tensor, rank: int, /) -> Work:
         raise AssertionError("engine workers only receive")
 
     def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor], /) -> Arrival:
         if rank not in self._same_machine:
-            return self._link.irecv(nbytes, rank, spare)
-        offset = torch.empty(8, dtype=torch.uint8, device="cpu")
-        return _Borrowed(self, rank, nbytes, self._link.irecv(8, rank, lambda: offset))
+            return self._far.irecv(nbytes, rank, spare)
+        name = torch.empty(self._memory.name_bytes, dtype=torch.uint8, device="cpu")
+        return _Borrowed(self, rank, nbytes, self._link.irecv(name.nbytes, rank, lambda: name))
 
     def finish(self) -> None:
         """Lets go of the senders' memory."""
         for work, _ in self._answers:
             work.wait()
         self._answers.clear()
-        unpin()
-        self._maps.clear()
+        self._opened.clear()
+        self._memory.close()
 
-    def read(self, rank: int, offset: int, nbytes: int) -> torch.Tensor:
-        bucket = self._maps.get((rank, offset))
+    def read(self, rank: int, name: bytes, nbytes: int) -> torch.Tensor:
+        bucket = self._opened.get((rank, name))
         if bucket is None or bucket.numel() < nbytes:
-            pid, descriptor = self._same_machine[rank]
-            opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
-            try:
-                with memory_for(nbytes):
-                    mapped = mmap.mmap(opened, nbytes, offset=offset)
-            finally:
-                os.close(opened)
-            bucket = self._maps[rank, offset] = torch.frombuffer(mapped, dtype=torch.uint8)
-            pin(bucket)
+            bucket = self._opened[rank, name] = self._memory.open(rank, name, nbytes)
         return bucket[:nbytes]
 
     def answer(self, rank: int) -> None:
+        self._memory.settle()
         word = torch.zeros(1, dtype=torch.uint8, device="cpu")
         self._answers.append((self._link.isend(word, rank), word))
 
@@ -230,8 +166,8 @@ class _Borrowed:
     notice: Arrival
 
     def wait(self) -> torch.Tensor:
-        offset = int(self.notice.wait().view(torch.int64))
-        return self.receiver.read(self.rank, offset, self.nbytes)
+        name = self.notice.wait().numpy().tobytes()
+        return self.receiver.read(self.rank, name, self.nbytes)
 
     def release(self) -> None:
         self.receiver.answer(self.rank)

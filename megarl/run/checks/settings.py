@@ -61,6 +61,7 @@ def check_settings(config: Config, algorithm: Algorithm, nodes: int, *, elsewher
     check_warm_start(config)
     if not elsewhere:
         check_builds(config, job)
+    check_transport(config)
     check_optimizers(config)
     check_evaluation(config)
     check_rows_of_files(config, job)
@@ -204,6 +205,22 @@ def check_builds(config: Config, job: Job) -> None:
             "is on the PATH (pip install -e .), or set trainer.kernels to torch"
         )
     log.warning("parallel.backend=nccl: only a single trainer rank of megarl has run on a GPU; see docs/hardware.md")
+
+
+def check_transport(config: Config) -> None:
+    """Raise ConfigError for weights over NCCL where ranks or engines have no GPU of their own."""
+    if config.sync.transport == "gloo":
+        return
+    if config.parallel.backend == "gloo":
+        raise ConfigError(
+            "sync.transport=nccl with parallel.backend=gloo, with which trainer and engines are on CPUs; set "
+            "sync.transport=gloo, or parallel.backend=nccl on machines with GPUs"
+        )
+    if config.rollout.placement == "colocated" and not config.sync.shared_memory:
+        raise ConfigError(
+            "sync.transport=nccl with rollout.placement=colocated and sync.shared_memory=false: NCCL does not connect "
+            "two processes of one GPU; set sync.shared_memory=true, with which they share its memory"
+        )
 
 
 def check_optimizers(config: Config) -> None:

@@ -21,7 +21,7 @@ FREE = (
     "run",
     "cluster",
     "store",
-    *(f"sync.{name}" for name in ("bucket_bytes", "shared_memory", "timeout_s", "probe_tokens")),
+    *(f"sync.{name}" for name in ("bucket_bytes", "transport", "shared_memory", "timeout_s", "probe_tokens")),
     "sync.probe_tolerance",
     "sync.sample_tolerance",
     "sync.cold_interval",

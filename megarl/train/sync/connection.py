@@ -20,11 +20,13 @@ from megarl.core.config.schema import Config
 from megarl.core.errors import WeightSyncError
 from megarl.engine.client.addresses import JobAddresses
 from megarl.engine.client.control import EngineControl
-from megarl.engine.sync.link import EngineLinks, LinkAddress, join
-from megarl.engine.sync.shared import Places, SharedMemorySender, machine, memory_file, unpin
+from megarl.engine.sync.link import LinkAddress
+from megarl.engine.sync.memory import memory_file, unpin
+from megarl.engine.sync.shared import Places, SharedMemorySender, machine
 from megarl.learn.parallel.grid import megatron_grid
 from megarl.train.sync.fleet import EngineFleet, await_wanted, failures, results
 from megarl.train.sync.joined import NONE_JOINED, Joined
+from megarl.train.sync.links import TrainerLinks
 from megarl.train.sync.messages import RankMessages
 from megarl.train.sync.parts import EnginePlans, Part, partners_of, parts_of, places_of
 from megarl.weights.reshard.execute import Transport
@@ -99,9 +101,9 @@ class EngineConnection:
         self._messages = RankMessages(rank, config.rollout.start_timeout_s + config.sync.timeout_s)
         self._timeout_s = config.sync.timeout_s
         self._generation = self._count = 0
-        self._memory = memory_file()
+        self._file = memory_file()
         self._joined = NONE_JOINED
-        self._links = EngineLinks()
+        self._links = TrainerLinks(rank, layout.num_ranks, config.sync.transport, self._file)
         self._sender: SharedMemorySender | None = None
         self.transport: Transport | None = None
         """None until ``connect``, and again after a publication has failed."""
@@ -128,7 +130,7 @@ class EngineConnection:
             with self._messages.announcing(topic) as message:
                 message.update(self._agree(topic))
         else:
-            self._messages.post(f"{topic}/{self._rank}", [self.transport is not None, machine(), *self._memory])
+            self._messages.post(f"{topic}/{self._rank}", [self.transport is not None, machine(), *self._file])
             message = self._messages.received(topic)
         places, joining = Places(**message["places"]), message["joining"]
         plans = self._plans.of_engines(message["workers"])
@@ -137,6 +139,7 @@ class EngineConnection:
         self._links.number(message["workers"])
         for engine in joining:
             self._links.remove(engine)
+        near = places.workers_on_same_machine(self._rank)
         calls: AbstractContextManager[list[Future[Any]]] = nullcontext([])
         parts = parts_of(plans, message["workers"], places)
         if self._rank == 0:
@@ -147,16 +150,14 @@ class EngineConnection:
             try:
                 partners = partners_of(parts, message["workers"], self._rank) if joining else []
                 for engine in joining:
-                    address, peers = self._address(engine), self._layout.num_ranks
-                    self._links.add(engine, join(self._messages.store, address, self._rank, peers, partners[engine]))
+                    self._links.join(self._messages.store, self._address(engine), engine, partners[engine], near)
             except Exception as error:
                 raise WeightSyncError(
                     "; ".join([f"the weight link could not be joined: {error}", *failures(called)])
                 ) from error
             results(called)
         self.parts = parts
-        self._sender = SharedMemorySender(self._links, places.workers_on_same_machine(self._rank), self._memory)
-        self.transport = self._sender
+        self._sender = self.transport = self._links.sender(near)
 
     def engines_changed(self) -> bool:
         """Return True if other engines are wanted than those that are joined, which rank 0 knows alone, or if none is
@@ -184,7 +185,7 @@ class EngineConnection:
         earlier, workers = self._plans.workers, self._fleet.workers
         self._plans.of_engines(workers)
         posted = [self._messages.posted(f"{topic}/{rank}") for rank in range(1, self._layout.num_ranks)]
-        senders = [[machine(), *self._memory], *(where for _, *where in posted)]
+        senders = [[machine(), *self._file], *(where for _, *where in posted)]
         open_everywhere = self.transport is not None and all(is_open for is_open, *_ in posted)
         same_plans = len(earlier) == len(urls) if self._each else list(earlier) == workers
         before = self._joined if open_everywhere and same_plans else NONE_JOINED
@@ -238,5 +239,6 @@ class EngineConnection:
             "replica": 0 if plans.apart else replica,
             "dtype": self._config.model.dtype,
             "bucket_bytes": self._config.sync.bucket_bytes,
+            "transport": self._config.sync.transport,
             "fingerprint": plans.of(replica).fingerprint,
         }

@@ -22,7 +22,8 @@ from megarl.learn.training.optimizer_digests import check_written
 from megarl.train.sync.publication import SyncReport
 from megarl.weights.checkpoint.formats.hf import export_hf
 from megarl.weights.checkpoint.training.disk_space import writing
-from megarl.weights.reshard.execute import bytes_of, merge
+from megarl.weights.reshard.buckets import bytes_of
+from megarl.weights.reshard.execute import merge
 from megarl.weights.reshard.layout import Layout
 from megarl.weights.reshard.layouts import hf_layout
 from megarl.weights.reshard.plan import build_plan

@@ -6,12 +6,12 @@ Rank 0 leads; it and the other trainer ranks exchange messages, so that all of t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from megarl.core.errors import WeightsDiffer, WeightSyncError
 from megarl.core.schema import WeightsVersion
@@ -19,7 +19,7 @@ from megarl.engine.client.control import EngineState
 from megarl.engine.client.probe import Probed, ProbeText
 from megarl.train.sync.fleet import EngineFleet, failures, results
 from megarl.train.sync.messages import RankMessages
-from megarl.weights.reshard.execute import Digests, compare, merge
+from megarl.weights.reshard.execute import Digests, compare, folds_of, merge
 from megarl.weights.reshard.plan import ReshardPlan
 
 Pause = Literal["wait", "abort", "keep"]
@@ -103,20 +103,24 @@ class Publication:
 
     def _drive(self, send: Callable[[], Digests], pause: Pause, nbytes: int, probe: ProbeText | None) -> SyncReport:
         clock = [time.monotonic()]
-        with self._messages.announcing(f"{self._topic}/go"):
-            self._fleet.each(lambda i, engine: engine.pause(pause))
-            self._fleet.each(lambda i, engine: engine.start())
-        clock.append(time.monotonic())
-        sent = [self._transfer(send)]
-        sent += [
-            _decode(self._messages.received(f"{self._topic}/sent/{rank}")["digests"])
-            for rank in range(1, self._num_trainers)
-        ]
-        self._fleet.each(lambda i, engine: engine.finish(str(self._version)))
-        self._fleet.each(lambda i, engine: engine.reset_prefix_cache(running=pause == "keep"))
-        self._fleet.each(lambda i, engine: self._check_version(engine.state()))
-        clock.append(time.monotonic())
-        count = self._prove(sent)
+        differing: list[int] = []
+        try:
+            with self._messages.announcing(f"{self._topic}/go"):
+                self._fleet.each(lambda i, engine: engine.pause(pause))
+                self._fleet.each(lambda i, engine: engine.start())
+            clock.append(time.monotonic())
+            sent = self._transfer(send)
+            folds = [folds_of(sent), *map(self._folds_sent, range(1, self._num_trainers))]
+            self._fleet.each(lambda i, engine: engine.finish(str(self._version)))
+            self._fleet.each(lambda i, engine: engine.reset_prefix_cache(running=pause == "keep"))
+            self._fleet.each(lambda i, engine: self._check_version(engine.state()))
+            clock.append(time.monotonic())
+            differing, count = self._compare_folds(merge(folds))
+        finally:
+            with self._messages.announcing(f"{self._topic}/proof") as message:
+                message["differing"] = differing
+        if differing:
+            self._compare_digests(sent, differing)
         clock.append(time.monotonic())
         self._fleet.each(lambda i, engine: engine.refuse(None))
         with self._probing(probe) as probed:
@@ -155,14 +159,35 @@ class Publication:
         if state.version != str(self._version):
             raise WeightSyncError(f"the engine has version {state.version} after the update to {self._version}")
 
-    def _prove(self, sent: Sequence[Digests]) -> int:
-        """Compare what was sent with what every worker computes with; return the number of digests."""
+    def _folds_sent(self, rank: int) -> dict[int, int]:
+        """Folds of the digests of what another rank has sent, by destination rank."""
+        return dict(self._messages.received(f"{self._topic}/sent/{rank}")["folds"])
+
+    def _compare_folds(self, sent: Mapping[int, int]) -> tuple[list[int], int]:
+        """Compare what was sent with what every worker computes with; return the destination ranks whose folds differ,
+        and the number of digests in all folds."""
+        answers = self._workers("megarl_digest_fold")
+        got = {rank: int(answer["fold"], 16) for rank, answer in enumerate(answers)}
+        differing = [rank for rank in sorted(sent.keys() | got.keys()) if sent.get(rank) != got.get(rank)]
+        return differing, sum(answer["tensors"] for answer in answers)
+
+    def _compare_digests(self, own: Digests, differing: Sequence[int]) -> None:
+        """Raise WeightsDiffer naming the tensors that make these destination ranks' folds differ."""
+        topic = f"{self._topic}/digests"
+        sent = [own, *(_decode(self._messages.posted(f"{topic}/{rank}")) for rank in range(1, self._num_trainers))]
         got: Digests = {}
-        answers = self._fleet.each(lambda i, engine: engine.workers("megarl_digests"))
-        for rank, answer in enumerate(worker for engine in answers for worker in engine):
+        for rank, answer in enumerate(self._workers("megarl_digests")):
             got |= {(rank, name): int(digest, 16) for name, digest in answer.items()}
-        compare(self._plan, merge(sent), got)
-        return len(got)
+        compare(self._plan, _of_ranks(merge(sent), differing), _of_ranks(got, differing))
+        raise WeightsDiffer(
+            f"digests of the weights on destination ranks {list(differing)} add up to other numbers than those sent, "
+            "and are equal now, tensor by tensor: a worker's memory changes; nothing is sampled with it"
+        )
+
+    def _workers(self, method: str) -> list[dict[str, Any]]:
+        """Answers of all workers, by destination rank."""
+        answers = self._fleet.each(lambda i, engine: engine.workers(method))
+        return [answer for engine in answers for answer in engine]
 
     def _where(self, pause: Pause) -> str:
         """Words for the engines, where they are not all: ranks in an error are then counted from there."""
@@ -183,12 +208,16 @@ class Publication:
         self._messages.received(f"{self._topic}/go")
         try:
             with self._messages.announcing(f"{self._topic}/sent/{rank}") as message:
-                message["digests"] = _encode(send())
+                sent = send()
+                message["folds"] = list(folds_of(sent).items())
         except Exception as error:
             try:
                 self._messages.received(f"{self._topic}/end", _FAILURE_S)  # so that every rank ends with the same words
             except WeightSyncError as verdict:
                 raise _kind(verdict)(f"{verdict} (here: {error})") from error
+        differing = self._messages.received(f"{self._topic}/proof")["differing"]
+        if differing:
+            self._messages.post(f"{self._topic}/digests/{rank}", _encode(_of_ranks(sent, differing)))
         return SyncReport(**self._messages.received(f"{self._topic}/end"))
 
 
@@ -199,6 +228,10 @@ def _failure_text(error: Exception) -> str:
 def _kind(error: Exception) -> type[WeightSyncError]:
     """Type of the error to raise because of ``error``."""
     return WeightsDiffer if isinstance(error, WeightsDiffer) else WeightSyncError
+
+
+def _of_ranks(digests: Digests, ranks: Sequence[int]) -> Digests:
+    return {key: digest for key, digest in digests.items() if key[0] in ranks}
 
 
 def _encode(digests: Digests) -> list[tuple[int, str, int]]:

@@ -21,7 +21,8 @@ from megarl.train.sync.connection import EngineConnection, with_timeout
 from megarl.train.sync.kept import KeptEngines
 from megarl.train.sync.parts import Part
 from megarl.train.sync.publication import Pause, Publication, SyncReport
-from megarl.weights.reshard.execute import Digests, SliceDigests, bytes_of, send
+from megarl.weights.reshard.buckets import bytes_of
+from megarl.weights.reshard.execute import Digests, SliceDigests, send
 
 AWAIT_S = 0.2
 """Least seconds between two looks for engines of other programs."""

@@ -14,7 +14,8 @@ import torch
 from torch import distributed as dist
 
 from megarl.core.errors import PlanError, WeightSyncError
-from megarl.weights.reshard.execute import Digests, Transport, compare, digests_of, exchange, merge, wire_dtype
+from megarl.weights.reshard.buckets import wire_dtype
+from megarl.weights.reshard.execute import Digests, Transport, compare, digests_of, exchange, merge
 from megarl.weights.reshard.layout import Layout
 from megarl.weights.reshard.plan import ReshardPlan, build_plan
 from megarl.weights.reshard.transport import GroupTransport

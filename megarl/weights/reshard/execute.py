@@ -1,40 +1,39 @@
 """Executes a plan: pack slices into buckets, send, unpack. Nothing here knows what the tensors mean.
 
-Both sides cut the plan into the same buckets and every rank works through its own in one global order. That order is
-why nothing
-deadlocks: of all buckets under way, the first one's receiver waits for nothing else, and neither does its sender. Each
-    side has
-at most two buckets alive: a sender packs one while the other is on its way, a receiver unpacks one while the next
-arrives.
+A bucket is packed once, whatever the number of replicas that it is sent to. Both sides cut the plan into the same
+buckets and every rank works through its own in one global order. That order is why nothing deadlocks: of all buckets
+under way, the first one's receivers wait for nothing else, and neither does its sender. Each side has at most two
+buckets alive: a sender packs one while the other is on its way to all its receivers, a receiver unpacks one while the
+next arrives.
 
-A message begins with its bucket's number among those of its link, and a link ends with a message that has nothing else:
-a message that is lost, or comes twice, is named with its tensors and ranks.
+A message begins with its bucket's number among those of its channel, and a channel ends with a message that has nothing
+else: a message that is lost, or comes twice, is named with its tensors and ranks.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from itertools import groupby
-from math import prod
-from typing import NamedTuple, Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from megarl.core import heartbeat
-from megarl.core.errors import ConfigError, PlanError, WeightsDiffer, WeightSyncError
+from megarl.core.errors import PlanError, WeightsDiffer, WeightSyncError
 from megarl.core.out_of_memory import is_out_of_memory
 from megarl.ops import slice_digest
 from megarl.weights.reshard import boxes
 from megarl.weights.reshard.boxes import Box, Shape
+from megarl.weights.reshard.buckets import HEADER, Bucket, BucketSlice, buckets_of, numbered
 from megarl.weights.reshard.layout import Layout
-from megarl.weights.reshard.plan import Move, RankPair, ReshardPlan
-from megarl.weights.reshard.wants import Kind
+from megarl.weights.reshard.plan import Move, ReshardPlan
 
 SliceDigests = dict[tuple[str, str, Box], int]
 """(local tensor, logical tensor, elements) -> checksum of a slice that one rank sends in a publication."""
+K = TypeVar("K")
 Digests = dict[tuple[int, str], int]
 """(destination rank, logical tensor) -> 64-bit checksum of that rank's elements; partial sums of several senders
 add."""
@@ -45,10 +44,6 @@ _SYNC_FAILURE = (
 )
 NO_ROOM = "no memory for a bucket of"
 """Words of an error that smaller buckets may avoid; texts are what comes from an engine, or from another rank."""
-_ALIGNMENT = 16
-"""Bytes; every dtype may be viewed at a multiple of it."""
-HEADER = _ALIGNMENT
-"""Bytes in front of a bucket's elements; the first eight are its number."""
 
 
 class Work(Protocol):
@@ -71,7 +66,7 @@ class Transport(Protocol):
     """Carries messages between rank spaces; those of one link arrive in the order sent."""
 
     def allocate(self, nbytes: int, /) -> torch.Tensor:
-        """Memory (uint8) to send from."""
+        """Memory (uint8) for messages, to send from or to receive into."""
         ...
 
     def isend(self, message: torch.Tensor, rank: int, /) -> Work:
@@ -88,143 +83,14 @@ class Transport(Protocol):
         ...
 
 
-class BucketSlice(NamedTuple):
-    """Elements ``box`` (within the move's box, in logical coordinates); they lie row-major in the bucket from byte
-    ``offset`` on."""
-
-    move: Move
-    box: Box
-    offset: int
-    dtype: torch.dtype
-
-
-class Bucket(NamedTuple):
-    link: RankPair
-    nbytes: int
-    slices: tuple[BucketSlice, ...]
-    number: int = 0
-    """Among those of its link."""
-
-    def __str__(self) -> str:
-        tensors = list(dict.fromkeys(slice_.move.tensor for slice_ in self.slices))
-        more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
-        held = f" ({', '.join(tensors[:3])}{more})" if tensors else ", the end of the transfer,"
-        return f"message {self.number}{held} from source rank {self.link.src} to destination rank {self.link.dst}"
-
-
-def wire_dtype(layout: Layout, tensor: str, dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which a logical tensor travels and is digested: its own dtype, or ``dtype``."""
-    own = layout.dtype_of(tensor)
-    return dtype if own is None else getattr(torch, own)  # type: ignore[no-any-return]
-
-
-def bytes_of(layout: Layout, dtype: torch.dtype) -> int:
-    """Bytes of all ranks of a layout together, each tensor in the dtype in which it travels."""
-    return sum(
-        boxes.volume(piece.box) * len(ranks) * wire_dtype(layout, piece.tensor, dtype).itemsize
-        for row in layout.rows
-        for share, ranks in enumerate(row.owners.ranks)
-        for piece in row.pieces(share)
-    )
-
-
-def buckets_of(plan: ReshardPlan, moves: Iterable[Move], capacity: int, dtype: torch.dtype) -> list[Bucket]:
-    """The buckets of these moves (all of every link that they are on), at most ``capacity`` bytes each, in the global
-    order.
-
-    A destination is filled window by window: a run of its local tensors, in order, that makes one bucket at least. An
-    engine has a second copy of every layer that is begun and not complete, so what is begun is kept to one window.
-    Replicas begin with different windows, so that they ask different pipeline stages; within a window links are
-    interleaved by the distance between their ends, so that neighbouring buckets have different senders and receivers.
-    """
-    links: dict[RankPair, list[Move]] = defaultdict(list)
-    for move in moves:
-        links[RankPair(move.src, move.dst)].append(move)
-    span = max(plan.source.num_ranks, plan.destination.num_ranks)
-    windows = _Windows(plan, capacity, dtype)
-    keyed = [
-        ((turn, number, (link.dst - link.src) % span, link.src, link.dst), bucket)
-        for link, of_link in links.items()
-        for turn, of_window in windows.split(link.dst, of_link)
-        for number, bucket in enumerate(_pack(plan.destination, link, of_window, capacity, dtype))
-    ]
-    return [bucket for _, bucket in sorted(keyed, key=lambda item: item[0])]
-
-
-def _numbered(buckets: Iterable[Bucket]) -> list[Bucket]:
-    """Each with its number, and after all of them the end of each link."""
-    counts: dict[RankPair, int] = defaultdict(int)
-    found = []
-    for bucket in buckets:
-        found.append(bucket._replace(number=counts[bucket.link]))
-        counts[bucket.link] += 1
-    return found + [Bucket(link, 0, (), count) for link, count in sorted(counts.items())]
-
-
 @lru_cache(maxsize=1)  # a process is one rank of one job, and sends or receives the same with every sync
 def _buckets_from(plan: ReshardPlan, rank: int, capacity: int, dtype: torch.dtype) -> list[Bucket]:
-    return _numbered(buckets_of(plan, plan.moves_from(rank), capacity, dtype))
+    return numbered(buckets_of(plan, plan.moves_from(rank), capacity, dtype))
 
 
 @lru_cache(maxsize=1)
 def _buckets_to(plan: ReshardPlan, rank: int, capacity: int, dtype: torch.dtype) -> list[Bucket]:
-    return _numbered(buckets_of(plan, plan.moves_to(rank), capacity, dtype))
-
-
-class _Windows:
-    """Window of its rank to which a destination tensor belongs; the same for ranks that hold the same."""
-
-    def __init__(self, plan: ReshardPlan, capacity: int, dtype: torch.dtype) -> None:
-        self.plan = plan
-        self.capacity = capacity
-        self.dtype = dtype
-        self.known: dict[Kind, dict[str, int]] = {}
-
-    def split(self, dst: int, moves: Iterable[Move]) -> Iterator[tuple[int, list[Move]]]:
-        """(turn, its moves): moves in the order of windows, each with the turn at which ``dst`` fills it."""
-        kind = self.plan.destination.kind(dst)
-        if kind not in self.known:
-            self.known[kind] = self._number(dst)
-        windows = self.known[kind]
-        count = max(windows.values(), default=0) + 1
-        replica, replicas = self.plan.replica_of(dst)
-        first = replica * count // replicas
-        for window, group in groupby(moves, key=lambda move: windows[move.dst_local]):
-            yield (window - first) % count, list(group)
-
-    def _number(self, dst: int) -> dict[str, int]:
-        numbers: dict[str, int] = {}
-        number = filled = 0
-        layout = self.plan.destination
-        for row, share in layout.rows_of(dst):
-            if row.local not in numbers:
-                if filled >= self.capacity:
-                    number, filled = number + 1, 0
-                numbers[row.local] = number
-                itemsize = wire_dtype(layout, row.parts[0], self.dtype).itemsize
-                filled += prod(row.local_shape(share)) * itemsize
-        return numbers
-
-
-def _pack(layout: Layout, link: RankPair, moves: Iterable[Move], capacity: int, dtype: torch.dtype) -> Iterator[Bucket]:
-    slices: list[BucketSlice] = []
-    used = 0
-    for move in moves:
-        wire = wire_dtype(layout, move.tensor, dtype)
-        if capacity < wire.itemsize:
-            raise ConfigError(
-                f"sync.bucket_bytes={capacity} holds no element of {wire}; set it to {wire.itemsize} or more"
-            )
-        for box in boxes.split(move.box, capacity // wire.itemsize):
-            size = boxes.volume(box) * wire.itemsize
-            start = used + -used % _ALIGNMENT
-            if slices and start + size > capacity:
-                yield Bucket(link, used, tuple(slices))
-                slices, start = [], 0
-            slices.append(BucketSlice(move, box, start, wire))
-            used = start + size
-    if slices:
-        yield Bucket(link, used, tuple(slices))
+    return numbered(buckets_of(plan, plan.moves_to(rank), capacity, dtype))
 
 
 def send(
@@ -247,7 +113,7 @@ def send(
     _check_tensors(plan.source, rank, tensors)
     outgoing = _Outgoing(plan, tensors, transport, _buckets_from(plan, rank, bucket_bytes, dtype), known)
     for bucket in outgoing.buckets:
-        outgoing.send(bucket)
+        outgoing.send(bucket, bucket.channel.dsts)
     return outgoing.finish()
 
 
@@ -294,17 +160,17 @@ def exchange(
         moves += plan.moves_from(rank)
     if rank < plan.destination.num_ranks:
         moves += (move for move in plan.moves_to(rank) if move.src != rank)
-    buckets = _numbered(buckets_of(plan, moves, bucket_bytes, dtype))
-    outgoing = _Outgoing(plan, tensors, transport, [b for b in buckets if b.link.src == rank])
-    arriving = [b for b in buckets if b.link.dst == rank and b.link.src != rank]
+    buckets = numbered(buckets_of(plan, moves, bucket_bytes, dtype))
+    outgoing = _Outgoing(plan, tensors, transport, [b for b in buckets if b.channel.src == rank])
+    arriving = [b for b in buckets if b.channel.src != rank]
     incoming = _Incoming(plan, rank, write, _ignore, transport, arriving)
     for bucket in buckets:
-        if bucket.link.src != rank:
+        if bucket.channel.src != rank:
             incoming.take(bucket)
-        elif bucket.link.dst == rank:
-            incoming.unpack(bucket, outgoing.pack(bucket)[HEADER:])
-        else:
-            outgoing.send(bucket)
+            continue
+        message = outgoing.send(bucket, [dst for dst in bucket.channel.dsts if dst != rank])
+        if rank in bucket.channel.dsts:
+            incoming.unpack(bucket, message[HEADER:])
     if rank < plan.destination.num_ranks:
         incoming.finish()
     return outgoing.finish()
@@ -315,11 +181,7 @@ def _ignore(local: str, numel: int) -> None:
 
 
 class _Outgoing:
-    """The sending half: two buffers that take turns, and the digests of what went through them.
-
-    A slice that goes to several ranks, as to replicas, is packed for each and digested once: a copy that is another
-    shows where it arrives.
-    """
+    """The sending half: two buffers that take turns, and the digests of what went through them."""
 
     def __init__(
         self,
@@ -334,7 +196,7 @@ class _Outgoing:
         size = HEADER + max((bucket.nbytes for bucket in buckets), default=0)
         with memory_for(size):
             self.buffers = [transport.allocate(size) for _ in range(min(len(buckets), 2))]
-        self.works: list[tuple[Bucket, Work] | None] = [None] * len(self.buffers)
+        self.works: list[tuple[Bucket, list[Work]] | None] = [None] * len(self.buffers)
         self.turn = 0
         self.shapes = plan.source.tensors
         self.tensors = tensors
@@ -348,12 +210,14 @@ class _Outgoing:
         self.turn = (self.turn + 1) % len(self.buffers)
         self._wait(self.turn)
         flat = self.buffers[self.turn][: HEADER + bucket.nbytes]
-        _number(flat)[0] = bucket.number
+        _header(flat).copy_(torch.tensor([bucket.number, bucket.channel.code], device="cpu"))
         for slice_ in bucket.slices:
             view = _view(flat[HEADER:], slice_)
             view.copy_(_slice(self.tensors[slice_.move.src_local], slice_, slice_.move.src_at))
-            key = (bucket.link.dst, slice_.move.tensor)
-            self.digests[key] = (self.digests[key] + self._digest(view, slice_)) % _MODULUS
+            digest = self._digest(view, slice_)
+            for dst in bucket.channel.dsts:
+                key = (dst, slice_.move.tensor)
+                self.digests[key] = (self.digests[key] + digest) % _MODULUS
         return flat
 
     def _digest(self, view: torch.Tensor, slice_: BucketSlice) -> int:
@@ -363,9 +227,13 @@ class _Outgoing:
             self.known[key] = slice_digest(view, start=boxes.start_of(slice_.box), shape=self.shapes[tensor])
         return self.known[key]
 
-    def send(self, bucket: Bucket) -> None:
-        flat = self.pack(bucket)
-        self.works[self.turn] = bucket, self.transport.isend(flat, bucket.link.dst)
+    def send(self, bucket: Bucket, dsts: Sequence[int]) -> torch.Tensor:
+        """Start to send the bucket's message to these ranks; return it."""
+        message, works = self.pack(bucket), list[Work]()
+        self.works[self.turn] = bucket, works
+        for dst in dsts:
+            works.append(self.transport.isend(message, dst))
+        return message
 
     def finish(self) -> Digests:
         for turn in range(len(self.works)):
@@ -376,9 +244,10 @@ class _Outgoing:
         sent, self.works[turn] = self.works[turn], None
         if sent is None:
             return
-        bucket, work = sent
+        bucket, works = sent
         try:
-            work.wait()
+            for work in works:
+                work.wait()
         except RuntimeError as error:
             raise WeightSyncError(f"{bucket} was not taken: {error}") from error
 
@@ -402,6 +271,8 @@ class _Incoming:
         self.size = HEADER + max((bucket.nbytes for bucket in buckets), default=0)
         self.buffers: list[torch.Tensor | None] = [None, None]
         self.expected: deque[Arrival] = deque()
+        self.read: dict[tuple[int, int], int] = defaultdict(int)
+        """(source rank, code of a channel) -> messages that have been read."""
         self.ahead = iter(enumerate(buckets))
         self.padding: dict[str, list[Box]] = defaultdict(list)
         if rank < plan.destination.num_ranks:
@@ -423,11 +294,17 @@ class _Incoming:
             message = arrival.wait()
         except RuntimeError as error:
             raise WeightSyncError(f"{bucket} did not arrive: {error}") from error
-        if (number := int(_number(message)[0])) != bucket.number:
-            what = "came twice" if number < bucket.number else "was lost"
-            raise WeightSyncError(
-                f"{bucket} was expected, message {number} of that link arrived: one {what}; sync again"
+        number, code = _header(message).tolist()
+        key, src = bucket.channel.code, bucket.channel.src
+        if (number, code) != (bucket.number, key):
+            which, what = (
+                "that" if code == key else "another",
+                "came twice" if number < self.read[src, code] else "was lost",
             )
+            raise WeightSyncError(
+                f"{bucket} was expected, message {number} of {which} channel arrived: one {what}; sync again"
+            )
+        self.read[src, code] += 1
         return message
 
     @torch.no_grad()
@@ -448,14 +325,14 @@ class _Incoming:
         number, bucket = next(self.ahead, (0, None))
         if bucket is not None:
             self.expected.append(
-                self.transport.irecv(HEADER + bucket.nbytes, bucket.link.src, lambda: self._buffer(number % 2))
+                self.transport.irecv(HEADER + bucket.nbytes, bucket.channel.src, lambda: self._buffer(number % 2))
             )
 
     def _buffer(self, which: int) -> torch.Tensor:
         buffer = self.buffers[which]
         if buffer is None:
             with memory_for(self.size):
-                buffer = self.buffers[which] = torch.empty(self.size, dtype=torch.uint8, device="cpu")
+                buffer = self.buffers[which] = self.transport.allocate(self.size)
         return buffer
 
     def _zero_padding(self, local: str) -> None:
@@ -475,9 +352,9 @@ def memory_for(nbytes: int) -> Iterator[None]:
         raise WeightSyncError(f"{NO_ROOM} {nbytes} bytes: {error}") from error
 
 
-def _number(message: torch.Tensor) -> torch.Tensor:
-    """int64 [1], within the message."""
-    return message[:8].view(torch.int64)
+def _header(message: torch.Tensor) -> torch.Tensor:
+    """int64 [2], within the message: number of the bucket, code of its channel."""
+    return message[:HEADER].view(torch.int64)
 
 
 def _view(flat: torch.Tensor, slice_: BucketSlice) -> torch.Tensor:
@@ -539,9 +416,29 @@ def digests_of(layout: Layout, rank: int, read: Callable[[str], torch.Tensor]) -
     return dict(digests)
 
 
-def merge(parts: Iterable[Digests]) -> Digests:
-    """The digests of all senders together."""
-    total: Digests = defaultdict(int)
+def fold(digests: Mapping[str, int]) -> int:
+    """One number for the digests of many tensors: the sum of each times an odd number made from the tensor's name.
+
+    A difference of one tensor always shows in it, and folds of partial digests add up to that of the whole ones.
+    """
+    return sum(_factor(tensor) * digest for tensor, digest in digests.items()) % _MODULUS
+
+
+def _factor(tensor: str) -> int:
+    return int.from_bytes(hashlib.blake2b(tensor.encode(), digest_size=8).digest(), "little") | 1
+
+
+def folds_of(sent: Digests) -> dict[int, int]:
+    """Destination rank -> fold of the digests of what one rank sent it."""
+    by_rank: dict[int, dict[str, int]] = defaultdict(dict)
+    for (rank, tensor), digest in sent.items():
+        by_rank[rank][tensor] = digest
+    return {rank: fold(digests) for rank, digests in by_rank.items()}
+
+
+def merge(parts: Iterable[Mapping[K, int]]) -> dict[K, int]:
+    """The digests, or folds, of all senders together."""
+    total: dict[K, int] = defaultdict(int)
     for part in parts:
         for key, value in part.items():
             total[key] = (total[key] + value) % _MODULUS

@@ -15,9 +15,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megarl.core.errors import PlanError
-from megarl.weights.reshard import boxes
 from megarl.weights.reshard.boxes import Box, Shape
 from megarl.weights.reshard.layout import Layout, Owners
+from megarl.weights.reshard.shares import Share, cut, shares_of
 from megarl.weights.reshard.wants import Kind, RankWants, Want, Wants
 
 
@@ -33,6 +33,8 @@ class Move(NamedTuple):
     src_at: Shape
     dst_local: str
     dst_at: Shape
+    dsts: tuple[int, ...]
+    """Ranks, ascending, to which ``src`` sends the same: but for ``dst`` they have equal moves."""
 
 
 class RankPair(NamedTuple):
@@ -48,6 +50,7 @@ class ReshardPlan:
     and :meth:`check` asks for all of it.
 
     Data-parallel copies of a source tensor share the sending evenly, and no rank talks to more of them than that takes.
+    A source rank sends elements to all replicas that take them from it as one (``Move.dsts``).
     """
 
     source: Layout
@@ -65,7 +68,7 @@ class ReshardPlan:
 
     def moves_to(self, dst: int) -> Iterator[Move]:
         """Pieces that destination rank ``dst`` needs, in the order of its pieces."""
-        yield from (_move(want, src, dst) for want, src in self._senders(dst, self._wants.of_kind(dst)))
+        yield from (_move(want, dst, share) for want, share in self._shared(dst, self._wants.of_kind(dst)))
 
     def moves_from(self, src: int) -> Iterator[Move]:
         """Pieces that source rank ``src`` sends, by destination rank."""
@@ -75,7 +78,7 @@ class ReshardPlan:
             kind = self.destination.kind(dst)
             if kind not in wants:
                 wants[kind] = self._wants.of(dst, mine, sender=src)
-            yield from (_move(want, src, dst) for want, rank in self._senders(dst, wants[kind]) if rank == src)
+            yield from (_move(want, dst, share) for want, share in self._shared(dst, wants[kind]) if share.src == src)
 
     @cached_property
     def moves(self) -> tuple[Move, ...]:
@@ -112,8 +115,8 @@ class ReshardPlan:
         total: dict[RankPair, int] = {}
         for dst in range(self.destination.num_ranks):
             mine: dict[int, int] = defaultdict(int)
-            for want, src in self._senders(dst, self._wants.of_kind(dst)):
-                mine[src] += want.size
+            for want, share in self._shared(dst, self._wants.of_kind(dst)):
+                mine[share.src] += want.size
             for src, elements in mine.items():
                 if not (self.colocated and src == dst):
                     total[RankPair(src, dst)] = elements * element_size
@@ -144,29 +147,38 @@ class ReshardPlan:
 
     # ------------------------------------------------------------------ who sends
 
-    def _senders(self, dst: int, wants: RankWants) -> Iterator[tuple[Want, int]]:
-        """The wants in order, each with its source rank; cut along axis 0 where two ranks share one.
+    def _shared(self, dst: int, wants: RankWants) -> Iterator[tuple[Want, Share]]:
+        """The wants in order, cut along axis 0 where two ranks share one, each with its share.
 
-        What a destination rank takes from the same n copies is laid end to end on a circle that these copies divide
-        evenly; the needs of its R replicas follow each other, n/R of the circle each. So all copies send the same to
-        within a row, and each rank takes from as few as that allows. It depends on wants with the same copies only: a
-        source rank that looks at its own wants finds what everybody else does.
+        It depends on wants with the same copies only: a source rank that looks at its own wants finds what everybody
+        else does.
         """
-        replica, replicas = self._replica_of[dst]
-        near = [self._nearest(dst, ranks) for ranks in wants.sets]
-        # Near copies are not the same ones for every replica: each then uses all of its own.
-        whole = [len(mine) == len(all_) for mine, all_ in zip(near, wants.sets, strict=True)]
-        begin = [replica * total if w else 0 for w, total in zip(whole, wants.totals, strict=True)]
-        circle = [replicas * total if w else total for w, total in zip(whole, wants.totals, strict=True)]
+        shares = []
+        for ranks, total in zip(wants.sets, wants.totals, strict=True):
+            copies, takers = self._near(dst, ranks)
+            shares.append(shares_of(dst, takers, copies, total))
         for want in wants.wants:
-            copies, start, size = want.copies, want.start, want.size
-            ranks, around = near[copies], circle[copies]
-            start += begin[copies]
-            first, last = start * len(ranks) // around, (start + size - 1) * len(ranks) // around
-            if first == last:
-                yield want, ranks[first]
-            else:
-                yield from _share(want, ranks, start, around)
+            yield from cut(want, shares[want.copies])
+
+    def _near(self, dst: int, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Nearest of these source ranks, and the replicas of ``dst`` that have the same nearest ones."""
+        replicas = self._replicas[dst]
+        if self.nearness is None and not self.colocated:
+            return ranks, replicas
+        key = replicas[0], ranks
+        if key not in self._known_near:
+            by_copies: dict[tuple[int, ...], list[int]] = defaultdict(list)
+            for replica in replicas:
+                by_copies[self._nearest(replica, ranks)].append(replica)
+            self._known_near[key] = {
+                replica: (copies, tuple(takers)) for copies, takers in by_copies.items() for replica in takers
+            }
+        return self._known_near[key][dst]
+
+    @cached_property
+    def _known_near(self) -> dict[tuple[int, tuple[int, ...]], dict[int, tuple[tuple[int, ...], tuple[int, ...]]]]:
+        """``_near`` of (a kind's first rank, source ranks), by destination rank."""
+        return {}
 
     def _nearest(self, dst: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
         if self.colocated and dst in ranks:
@@ -177,20 +189,15 @@ class ReshardPlan:
         nearest = min(far.values())
         return tuple(rank for rank in ranks if far[rank] == nearest)
 
-    def replica_of(self, dst: int) -> tuple[int, int]:
-        """A destination rank's number among those that hold the same, and how many they are."""
-        return self._replica_of[dst]
-
     @cached_property
-    def _replica_of(self) -> list[tuple[int, int]]:
+    def _replicas(self) -> list[tuple[int, ...]]:
+        """For each destination rank those that hold the same, itself among them."""
         members: dict[Kind, list[int]] = defaultdict(list)
-        for rank in range(self.destination.num_ranks):
-            members[self.destination.kind(rank)].append(rank)
-        found = [(0, 1)] * self.destination.num_ranks
-        for ranks in members.values():
-            for number, rank in enumerate(ranks):
-                found[rank] = (number, len(ranks))
-        return found
+        kinds = [self.destination.kind(rank) for rank in range(self.destination.num_ranks)]
+        for rank, kind in enumerate(kinds):
+            members[kind].append(rank)
+        whole = {kind: tuple(ranks) for kind, ranks in members.items()}
+        return [whole[kind] for kind in kinds]
 
 
 def build_plan(
@@ -210,29 +217,8 @@ def build_plan(
     return ReshardPlan(source, destination, colocated, nearness)
 
 
-def _share(want: Want, ranks: tuple[int, ...], start: int, circle: int) -> Iterator[tuple[Want, int]]:
-    """Cut a want that begins at ``start`` of ``circle`` elements, which ``ranks`` divide evenly, where their parts
-    meet."""
-    (origin, high), rest = want.box[0], want.box[1:]
-    row = boxes.volume(rest)
-    low, end = origin, start + want.size
-    for number in range(start * len(ranks) // circle, (end - 1) * len(ranks) // circle + 1):
-        border = -(-(number + 1) * circle // len(ranks))
-        upper = high if border >= end else min(origin + (border - start + row // 2) // row, high)
-        if low < upper:
-            by = (low - origin, *(0 for _ in rest))
-            yield (
-                want._replace(
-                    box=((low, upper), *rest),
-                    size=(upper - low) * row,
-                    src_at=boxes.shifted(want.src_at, by),
-                    dst_at=boxes.shifted(want.dst_at, by),
-                ),
-                ranks[number],
-            )
-            low = upper
-
-
-def _move(want: Want, src: int, dst: int) -> Move:
+def _move(want: Want, dst: int, share: Share) -> Move:
     piece = want.piece
-    return Move(src, dst, piece.tensor, want.box, want.copy.local, want.src_at, piece.local, want.dst_at)
+    return Move(
+        share.src, dst, piece.tensor, want.box, want.copy.local, want.src_at, piece.local, want.dst_at, share.dsts
+    )

@@ -37,7 +37,8 @@ from megarl.weights.checkpoint.formats.overwrite import check_export_target
 from megarl.weights.checkpoint.formats.slices import Source
 from megarl.weights.checkpoint.formats.values import value_fault, warn_of_casts
 from megarl.weights.reshard import boxes
-from megarl.weights.reshard.execute import Transport, exchange, wire_dtype
+from megarl.weights.reshard.buckets import wire_dtype
+from megarl.weights.reshard.execute import Transport, exchange
 from megarl.weights.reshard.layout import Layout, Piece
 from megarl.weights.reshard.plan import ReshardPlan
 from megarl.weights.reshard.transport import GroupTransport

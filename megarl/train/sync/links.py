@@ -1,0 +1,64 @@
+"""One trainer rank's links to the workers of all engines, and what it sends through."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from torch._C._distributed_c10d import Store
+
+from megarl.engine.sync.link import Backend, EngineLinks, LinkAddress, first_workers, join_groups
+from megarl.engine.sync.memory import DeviceMemory, HostMemory, MemoryFile
+from megarl.engine.sync.shared import SharedMemorySender
+
+
+class TrainerLinks:
+    """Links of notices, in host memory, and of bucket messages: over gloo the same ones.
+
+    Args:
+        rank: This trainer rank, of so many ``trainers``.
+        over: ``sync.transport``.
+        file: Of this process, for buckets in host memory.
+    """
+
+    def __init__(self, rank: int, trainers: int, over: Backend, file: MemoryFile) -> None:
+        self._rank, self._trainers, self._over, self._file = rank, trainers, over, file
+        self._notices = EngineLinks()
+        self._messages = EngineLinks(over) if over == "nccl" else self._notices
+        self._workers: Sequence[int] = ()
+
+    def number(self, workers: Sequence[int]) -> None:
+        """Number the workers of engines that have so many each."""
+        self._workers = workers
+        self._notices.number(workers)
+        self._messages.number(workers)
+
+    def join(
+        self, store: Store, address: LinkAddress, engine: int, partners: Sequence[int], near: Collection[int]
+    ) -> None:
+        """Join an engine's link, as partner of some of its workers.
+
+        Args:
+            near: Workers on this machine, among all engines'.
+        """
+        first, peers, over = first_workers(self._workers)[engine], self._trainers, self._over
+        here = [worker for worker in partners if first + worker in near]
+        others = [worker for worker in partners if first + worker not in near]
+        notices, messages = join_groups(store, address, self._rank, peers, near=here, far=others, over=over)
+        self._notices.add(engine, notices)
+        if messages is not notices:
+            self._messages.add(engine, messages)
+
+    def sender(self, near: frozenset[int]) -> SharedMemorySender:
+        """Return the transport to all workers, of which those in ``near`` are on this machine."""
+        memory = DeviceMemory() if self._over == "nccl" else HostMemory(self._file)
+        return SharedMemorySender(self._notices, near, memory, self._messages)
+
+    def remove(self, engine: int) -> None:
+        """Close the links of an engine, if it has any."""
+        self._notices.remove(engine)
+        self._messages.remove(engine)
+
+    def close(self) -> None:
+        """Close all links."""
+        self._notices.close()
+        self._messages.close()

@@ -1,0 +1,184 @@
+"""Buckets: the messages of a plan, cut alike by both sides and put into one global order."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from megarl.core.errors import ConfigError
+from megarl.weights.reshard import boxes
+from megarl.weights.reshard.boxes import Box
+from megarl.weights.reshard.layout import Layout
+from megarl.weights.reshard.plan import Move, ReshardPlan
+from megarl.weights.reshard.wants import Kind
+
+_ALIGNMENT = 16
+"""Bytes; every dtype may be viewed at a multiple of it."""
+HEADER = _ALIGNMENT
+"""Bytes in front of a bucket's elements: its number among those of its channel, and the channel's code (int64)."""
+
+
+class MessageChannel(NamedTuple):
+    """A source rank and the destination ranks (ascending) to which it sends the same messages."""
+
+    src: int
+    dsts: tuple[int, ...]
+
+    @property
+    def code(self) -> int:
+        """64-bit number that tells the channel from others of its source rank."""
+        return int.from_bytes(hashlib.blake2b(repr(self.dsts).encode(), digest_size=8).digest(), "little", signed=True)
+
+
+class BucketSlice(NamedTuple):
+    """Elements ``box`` (within the move's box, in logical coordinates); they lie row-major in the bucket from byte
+    ``offset`` on."""
+
+    move: Move
+    box: Box
+    offset: int
+    dtype: torch.dtype
+
+
+class Bucket(NamedTuple):
+    channel: MessageChannel
+    nbytes: int
+    slices: tuple[BucketSlice, ...]
+    number: int = 0
+    """Among those of its channel."""
+
+    def __str__(self) -> str:
+        tensors = list(dict.fromkeys(slice_.move.tensor for slice_ in self.slices))
+        more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
+        held = f" ({', '.join(tensors[:3])}{more})" if tensors else ", the end of the transfer,"
+        src, dsts = self.channel
+        to = f"rank{'s' if len(dsts) > 1 else ''} {', '.join(map(str, dsts))}"
+        return f"message {self.number}{held} from source rank {src} to destination {to}"
+
+
+def wire_dtype(layout: Layout, tensor: str, dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which a logical tensor travels and is digested: its own dtype, or ``dtype``."""
+    own = layout.dtype_of(tensor)
+    return dtype if own is None else getattr(torch, own)  # type: ignore[no-any-return]
+
+
+def bytes_of(layout: Layout, dtype: torch.dtype) -> int:
+    """Bytes of all ranks of a layout together, each tensor in the dtype in which it travels."""
+    return sum(
+        boxes.volume(piece.box) * len(ranks) * wire_dtype(layout, piece.tensor, dtype).itemsize
+        for row in layout.rows
+        for share, ranks in enumerate(row.owners.ranks)
+        for piece in row.pieces(share)
+    )
+
+
+def buckets_of(plan: ReshardPlan, moves: Iterable[Move], capacity: int, dtype: torch.dtype) -> list[Bucket]:
+    """The buckets of these moves (all of every channel that they are on), at most ``capacity`` bytes each, in the
+    global order.
+
+    A destination is filled window by window: a run of its modules, in order, that makes one bucket at least. An engine
+    has a second copy of every module that is begun and not complete, so what is begun is kept to one window. Windows
+    that come from different pipeline stages take turns; within a window channels are interleaved by the distance
+    between their ends, so that neighbouring buckets have different senders and receivers.
+    """
+    channels: dict[MessageChannel, list[Move]] = defaultdict(list)
+    for move in moves:
+        of_channel = channels[MessageChannel(move.src, move.dsts)]
+        if not of_channel or of_channel[0].dst == move.dst:  # the others' are the same
+            of_channel.append(move)
+    span = max(plan.source.num_ranks, plan.destination.num_ranks)
+    turns = _Turns(plan, capacity, dtype)
+    keyed = [
+        ((turn, number, (channel.dsts[0] - channel.src) % span, channel), bucket)
+        for channel, of_channel in channels.items()
+        for turn, of_turn in turns.split(channel.dsts[0], of_channel).items()
+        for number, bucket in enumerate(_pack(plan.destination, channel, of_turn, capacity, dtype))
+    ]
+    return [bucket for _, bucket in sorted(keyed, key=lambda item: item[0])]
+
+
+def numbered(buckets: Iterable[Bucket]) -> list[Bucket]:
+    """Each with its number, and after all of them the end of each channel."""
+    counts: dict[MessageChannel, int] = defaultdict(int)
+    found = []
+    for bucket in buckets:
+        found.append(bucket._replace(number=counts[bucket.channel]))
+        counts[bucket.channel] += 1
+    return found + [Bucket(channel, 0, (), count) for channel, count in sorted(counts.items())]
+
+
+class _Turns:
+    """Turn in which a rank's local tensor is filled; the same for ranks that hold the same."""
+
+    def __init__(self, plan: ReshardPlan, capacity: int, dtype: torch.dtype) -> None:
+        self.plan = plan
+        self.capacity = capacity
+        self.dtype = dtype
+        self.known: dict[Kind, dict[str, int]] = {}
+
+    def split(self, dst: int, moves: Iterable[Move]) -> dict[int, list[Move]]:
+        """Turn -> those of the moves to ``dst`` that it has."""
+        kind = self.plan.destination.kind(dst)
+        if kind not in self.known:
+            windows = self._windows(dst)
+            self.known[kind] = {local: turn for turn, window in enumerate(self._in_turn(windows)) for local in window}
+        found: dict[int, list[Move]] = defaultdict(list)
+        for move in moves:
+            found[self.known[kind][move.dst_local]].append(move)
+        return found
+
+    def _windows(self, dst: int) -> list[tuple[str, list[str]]]:
+        """(first logical tensor, local tensors) of each window."""
+        layout, windows = self.plan.destination, list[tuple[str, list[str]]]()
+        filled, module, seen = 0, "", set[str]()
+        for row, share in layout.rows_of(dst):
+            if row.local in seen:
+                continue
+            seen.add(row.local)
+            before, module = module, row.local.rpartition(".")[0]
+            if not windows or (filled >= self.capacity and module != before):
+                windows.append((row.parts[0], []))
+                filled = 0
+            windows[-1][1].append(row.local)
+            filled += prod(row.local_shape(share)) * wire_dtype(layout, row.parts[0], self.dtype).itemsize
+        return windows
+
+    def _in_turn(self, windows: list[tuple[str, list[str]]]) -> list[list[str]]:
+        """Local tensors of each window, in an order in which those of every source stage come at even distances."""
+        stages: dict[int, list[list[str]]] = defaultdict(list)
+        for first, window in windows:
+            stages[self.plan.source.rows_with[first][0].owners.ranks[0][0]].append(window)
+        placed = [
+            ((2 * number + 1) / len(of_stage), stage, number, window)
+            for stage, of_stage in stages.items()
+            for number, window in enumerate(of_stage)
+        ]
+        return [window for *_, window in sorted(placed, key=lambda place: place[:3])]
+
+
+def _pack(
+    layout: Layout, channel: MessageChannel, moves: Iterable[Move], capacity: int, dtype: torch.dtype
+) -> Iterator[Bucket]:
+    slices: list[BucketSlice] = []
+    used = 0
+    for move in moves:
+        wire = wire_dtype(layout, move.tensor, dtype)
+        if capacity < wire.itemsize:
+            raise ConfigError(
+                f"sync.bucket_bytes={capacity} holds no element of {wire}; set it to {wire.itemsize} or more"
+            )
+        for box in boxes.split(move.box, capacity // wire.itemsize):
+            size = boxes.volume(box) * wire.itemsize
+            start = used + -used % _ALIGNMENT
+            if slices and start + size > capacity:
+                yield Bucket(channel, used, tuple(slices))
+                slices, start = [], 0
+            slices.append(BucketSlice(move, box, start, wire))
+            used = start + size
+    if slices:
+        yield Bucket(channel, used, tuple(slices))
