@@ -44,9 +44,9 @@ apart="rollout.placement=separate"
   step nccl 300 "weights over NCCL" 2 job nccl $apart sync.transport=nccl sync.shared_memory=false
   step ipc 300 "weights through the GPU's memory by CUDA IPC" 2 job ipc $apart sync.transport=nccl
   step sleep 400 "engines that sleep on the trainer's GPUs wake with new weights; TP2 on both sides" 2 \
-    job sleep parallel=tp2 rollout.tp=2 rollout.placement=colocated rollout.offload=sleep
+    job sleep parallel.tp=2 rollout.tp=2 rollout.placement=colocated rollout.offload=sleep
   step destroy 500 "the same with engines that end and are started" 2 \
-    job destroy parallel=tp2 rollout.tp=2 rollout.placement=colocated rollout.offload=destroy trainer.steps=3
+    job destroy parallel.tp=2 rollout.tp=2 rollout.placement=colocated rollout.offload=destroy
   step keep 300 "requests under way go on with new weights" 2 \
     job keep $apart sync.pause=keep sync.max_staleness=1 sync.order=completion
 }
