@@ -137,3 +137,37 @@ def test_ranks_that_do_not_join_are_named() -> None:
     [port] = ports.choose("127.0.0.1", 1, None)
     for text in run_grid(3, lacking, port):
         assert "of 6 ranks of link 1/0 these did not come in 2 s: 3, 4, 5" in text
+
+
+def refused(rank: int, port: int) -> str:
+    """The sender's error when the worker closes the link after its first message, while the next is arriving and
+    another one waits."""
+    import torch
+
+    store, link = joined(rank, port, trainers=1, workers=1, partners=[0])
+    size, said = 32 << 20, ""
+    if rank == 0:
+        works = [link.isend(torch.ones(size, dtype=torch.uint8), 0) for _ in range(4)]
+        try:
+            while works:
+                works.pop(0).wait()
+        except RuntimeError as error:
+            said = str(error)
+        works.clear()
+    else:
+        arrivals = [link.irecv(size, 0, lambda: torch.empty(size, dtype=torch.uint8)) for _ in range(3)]
+        arrivals[0].wait()
+    link.close()
+    if rank == 1:
+        arrivals.clear()  # gloo closes the connections now
+        store.add("gone", 1)
+    while rank == 0 and not store.add("gone", 0):
+        time.sleep(0.01)
+    return said
+
+
+def test_a_link_is_closed_while_a_message_arrives() -> None:
+    """gloo's destructor would hang, and the sender wait for its timeout."""
+    [port] = ports.choose("127.0.0.1", 1, None)
+    sender, worker = run_grid(2, refused, port)
+    assert sender and "Timed out" not in sender and not worker

@@ -14,8 +14,10 @@ import datetime
 import ipaddress
 import os
 import socket
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
@@ -30,6 +32,10 @@ from megarl.weights.reshard.execute import Work as WorkOfSend
 from megarl.weights.reshard.transport import Received
 
 Backend = Literal["gloo", "nccl"]
+TAKE_S = 2.0
+"""Seconds in which a link that is closed takes what is arriving."""
+NOTICE_BYTES = 1024
+"""Longest message that arrives at once."""
 ProcessGroupGloo: Any = dist.ProcessGroupGloo
 """PyTorch's stubs know neither its options nor its point-to-point methods, nor that a store takes bytes."""
 
@@ -49,6 +55,17 @@ class LinkAddress:
         return datetime.timedelta(seconds=self.timeout_s)
 
 
+@dataclass(frozen=True)
+class _Expected(Received):
+    """A message that a link is told of once it is waited for."""
+
+    expected: dict[int, Received]
+
+    def wait(self) -> torch.Tensor:
+        self.expected.pop(id(self.work), None)
+        return super().wait()
+
+
 class Link:
     """Point-to-point transport of flat contiguous tensors, as ``megarl.weights.reshard.execute`` asks for it.
 
@@ -64,6 +81,8 @@ class Link:
         self._peers = peers
         self._partners = frozenset(partners)
         self._over = over
+        self._expected: dict[int, Received] = {}
+        """Buckets that are expected and have not been waited for, by their works."""
 
     def allocate(self, nbytes: int, /) -> torch.Tensor:
         return memory_of(self._over, nbytes)
@@ -77,7 +96,10 @@ class Link:
         memory = spare()
         message = memory[:nbytes]
         room = message if self._over == "nccl" else memory  # NCCL needs the message's size, gloo any that is enough
-        return Received(self._open(rank).recv([room], self._peers + rank, 0), message)
+        received = _Expected(self._open(rank).recv([room], self._peers + rank, 0), message, self._expected)
+        if nbytes > NOTICE_BYTES:
+            self._expected[id(received.work)] = received
+        return received
 
     def connect(self) -> None:
         """Exchange a byte with every partner; returns when all of them have.
@@ -109,9 +131,16 @@ class Link:
         """Closes the connections, so that ranks that wait for this one fail at once instead of after their timeout.
 
         gloo closes them only when the group's last reference goes (``abort`` and ``shutdown`` do nothing): the works of
-        sends under way must be gone by then. NCCL closes them here, and who waits for this rank waits for the timeout.
+        sends under way must be gone by then. What is expected is taken first: gloo's destructor hangs where a message
+        is arriving, and who sends it would wait for the timeout. NCCL closes them here, and who waits for this rank
+        waits for the timeout.
         """
         group, self._group = self._group, None
+        until = time.monotonic() + TAKE_S
+        for received in list(self._expected.values()) if self._over == "gloo" else ():
+            with suppress(RuntimeError):  # it does not come: that ends all others, too
+                received.work.wait(datetime.timedelta(seconds=max(until - time.monotonic(), 0.001)))  # type: ignore[call-arg]
+        self._expected.clear()
         if self._over == "nccl" and group is not None:
             group.abort()
 
