@@ -193,7 +193,7 @@ class EngineControl:
         """
         text = self._scores(token_ids, decode + 1, first)  # the first token comes out of the prompt's own pass
         again = self._scores([*token_ids, *text.tokens], 1, first).prompt[-decode:] if decode else []
-        return Probed(text.prompt, text.sampled[1:], again)
+        return Probed(text.prompt, text.sampled[1:], again, text.tokens[1:])
 
     def _scores(self, token_ids: Sequence[int], sample: int, first: bool) -> Scores:
         answer = self._call("POST", "/inference/v1/generate", Scores.request(token_ids, sample, first=first))

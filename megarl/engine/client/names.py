@@ -20,11 +20,10 @@ of a job must not answer with the weights of the model's files."""
 
 
 COLD = "MEGARL_COLD"
-"""Variable with the folder whose weights an engine begins with, while ``COLD_MARK`` lies in it, instead of those of the
-model's files."""
+"""Variable with the folder whose weights an engine begins with, while ``cold_mark`` lies beside it, instead of those of
+the model's files."""
 COLD_FOLDER = "cold"
 """That folder within a run's."""
-COLD_MARK = "begin_with_these"
 PROVING = "x-megarl-proving"
 """Header of requests that an engine answers although it refuses others."""
 CPU_ROUTING = "MEGARL_CPU_ROUTING"
@@ -32,6 +31,11 @@ CPU_ROUTING = "MEGARL_CPU_ROUTING"
 
 _since: list[float] = []
 """End of this engine's last phase, in Unix seconds."""
+
+
+def cold_mark(folder: Path) -> Path:
+    """File that lies while engines begin with the weights in the folder."""
+    return folder.with_suffix(".begin")
 
 
 def record_phase(name: str) -> None:

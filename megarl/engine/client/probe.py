@@ -27,6 +27,8 @@ class Probed(NamedTuple):
     """Those of tokens that it sampled after the text, one at a time: on a GPU by captured graphs."""
     again: Sequence[float] = ()
     """Those of the same tokens, computed as a prompt's."""
+    tokens: Sequence[int] = ()
+    """These tokens."""
 
 
 class Scores(NamedTuple):

@@ -7,7 +7,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from megarl.engine.client.names import COLD, COLD_MARK
+from megarl.engine.client.names import COLD, cold_mark
 
 
 def server_arguments() -> Namespace:
@@ -25,6 +25,6 @@ def server_arguments() -> Namespace:
     at = options.index("--model")
     arguments: Namespace = parser.parse_args(["serve", options[at + 1], *options[:at], *options[at + 2 :]])
     cold = os.environ.get(COLD)
-    arguments.model = cold if cold and (Path(cold) / COLD_MARK).is_file() else arguments.model_tag
+    arguments.model = cold if cold and cold_mark(Path(cold)).is_file() else arguments.model_tag
     command.validate(arguments)
     return arguments

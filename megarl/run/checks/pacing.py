@@ -38,7 +38,7 @@ def check_pacing(config: Config, job: Job) -> None:
     _check_eval_engines(config)
     _check_late(config)
     _check_deterministic(config, job)
-    _check_cold(config)
+    _check_cold(config, job)
     if config.rollout.spare and job.rollouts:
         log.warning(
             "rollout.spare=%d: of each group the trajectories that end last are cut, so short responses are trained "
@@ -185,13 +185,14 @@ def _check_late(config: Config) -> None:
         )
 
 
-def _check_cold(config: Config) -> None:
+def _check_cold(config: Config, job: Job) -> None:
     """Raise ConfigError if no engine can be started with the weights' files in the middle of a run."""
     if config.sync.cold_interval is None:
         return
     reasons = {
         "rollout.placement=colocated, whose engines come and go in each step": config.rollout.placement == "colocated",
         f"run.mode={config.run.mode}, whose engines are another program's": config.run.mode != "both",
+        f"algorithm.name={config.algorithm.name}, which has no engines": not job.rollouts,
         "sync.pause=keep, with which requests are under way when weights change": config.sync.pause == "keep",
     }
     if found := [reason for reason, holds in reasons.items() if holds]:

@@ -84,7 +84,7 @@ class OnlineTrainer(Trainer):
             doers = (self.models, publisher, self.turns, self.store.record_version)
             self.weights = WeightSync(self.context, self.ranks, self.reporter, *doers)
             services = (self.context, self.store, self.ranks, self.reporter)
-            self.cold = ColdCheck(*services[:3], self.models, self.turns, self.export)
+            self.cold = ColdCheck(*services, self.models, self.turns, self.export)
             wait = self.wait = RolloutWaiter(*services, self.weights, self.checkpoints).wait
             self.rollouts = Rollouts(self.context, self.algorithm, self.store, self.reporter, self.reader, wait)
             self.evaluation = Evaluation(self.context, self.store, self.reporter, wait)
@@ -229,7 +229,7 @@ class OnlineTrainer(Trainer):
             with self.weights.quieting() as ended:
                 if not self.wait(lambda: Awaited(ended(), 1, ended()), label, weights_step=state.step):
                     return None
-        return self.weights.publish(state.step) | self.cold.check(state.step, self.weights.publish_again)
+        return self.weights.publish(state.step) | self.cold.check(state.step, self.weights)
 
     def drains(self, step: int) -> bool:
         """True if what was asked for ahead must be there when ``step`` steps are done: a checkpoint or other weights

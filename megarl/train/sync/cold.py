@@ -8,26 +8,31 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megarl.core import heartbeat
 from megarl.core.config.lengths import context_tokens
 from megarl.core.errors import EngineError, WeightsDiffer, WeightSyncError
 from megarl.core.phases import Phase
+from megarl.core.schema import WeightsVersion
 from megarl.engine.client.auth import KEY_VARIABLE
 from megarl.engine.client.control import EngineControl
-from megarl.engine.client.names import COLD_FOLDER, COLD_MARK
+from megarl.engine.client.names import COLD_FOLDER, cold_mark
 from megarl.engine.client.probe import Probed, ProbeText, mean_share
 from megarl.explore.store import EngineStatus, RegisteredEngine, Store
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks
+from megarl.train.rank.reporter import Reporter
 from megarl.train.sync.probe import probe_text
+from megarl.train.sync.weights import WeightSync
 from megarl.train.update.models import Models
 from megarl.train.update.turns import Turns
 
 DECODED = 64
 """Most tokens that are sampled after the probe text."""
+MEET_S = 5.0
+"""Seconds between two collectives while ranks wait for the engine."""
 
 
 class ColdCheck:
@@ -42,91 +47,148 @@ class ColdCheck:
         context: RunContext,
         store: Store,
         ranks: Ranks,
+        reporter: Reporter,
         models: Models,
         turns: Turns,
         export: Callable[[Path], None],
     ) -> None:
-        self._context, self._store, self._ranks = context, store, ranks
+        self._context, self._store, self._ranks, self._reporter = context, store, ranks, reporter
         self._models, self._turns, self._export = models, turns, export
         self._key = os.environ.get(KEY_VARIABLE, "")
+        self._folder = context.run_dir / COLD_FOLDER
         self._last = 0
         """Step of the last check."""
+        if context.rank == 0:
+            cold_mark(self._folder).unlink(missing_ok=True)  # of an attempt that was killed
 
-    def check(self, step: int, publish_again: Callable[[str, int], None]) -> dict[str, float]:
+    def check(self, step: int, weights: WeightSync) -> dict[str, float]:
         """Where ``sync.cold_interval`` is due, ask an engine for log-probs, start it with the weights' files, ask it
         again, and publish to it; return metrics.
+
+        An engine that does not come back, or a request to stop, ends the comparison alone.
+
+        Args:
+            weights: Just published.
 
         Raises:
             WeightsDiffer: on rank 0, when the two differ: on CPUs in a bit, on GPUs on average by more than
                 ``sync.probe_tolerance``. Other ranks raise WeightSyncError.
-            EngineError: on rank 0, when the engine does not come back.
         """
-        start, config = time.monotonic(), self._context.config
-        if config.sync.cold_interval is None or step % config.sync.cold_interval or step in (0, self._last):
+        start, interval = time.monotonic(), self._context.config.sync.cold_interval
+        if interval is None or step % interval or step in (0, self._last):
             return {}
-        self._last, folder = step, self._context.run_dir / COLD_FOLDER
-        failure: EngineError | WeightSyncError | None = None
-        with heartbeat.timeout(config.rollout.start_timeout_s):
-            self._turns.enter(Phase.SYNC)
-            text = probe_text(config, self._models)
-            self._export(folder)
-            try:
-                if self._context.rank == 0:
-                    self._compare(text, folder)
-            except (EngineError, WeightSyncError) as error:
-                failure = error
-            if not self._ranks.agree(failure is None):
-                raise failure or WeightSyncError("an engine that began with the weights differs; rank 0's log says how")
-        publish_again("an engine was started with the weights' files, and computes the same", step)
-        return {"sync/cold_seconds": time.monotonic() - start}
+        self._last = step
+        self._turns.enter(Phase.SYNC)
+        text = probe_text(self._context.config, self._models)
+        self._export(self._folder)
+        failure = self._await(self._compared(text, weights.version) if self._context.rank == 0 else iter(()))
+        if not self._ranks.agree(not isinstance(failure, WeightsDiffer)):
+            raise failure or WeightSyncError("an engine that began with the weights differs; rank 0's log says how")
+        compared = self._ranks.agree(failure is None)
+        if failure is not None:
+            self._reporter.log(f"WARNING: no engine was compared with one that begins with the weights: {failure}")
+        weights.publish_again(
+            "an engine was started with the weights' files" + compared * ", and computes the same", step
+        )
+        if self._context.rank == 0:
+            for file in self._folder.glob("*.safetensors"):  # config.json stays: the engine names it
+                file.unlink()
+        self._turns.enter(Phase.ROLLOUT)
+        return {"sync/cold_seconds": time.monotonic() - start} if compared else {}
 
-    def _compare(self, text: ProbeText, folder: Path) -> None:
+    def _await(self, steps: Iterator[None]) -> EngineError | WeightSyncError | None:
+        """Go through the steps of rank 0, and meet the other ranks meanwhile; return what has failed there."""
+        failure: EngineError | WeightSyncError | None = None
+        done = False
+        while not done:
+            until = time.monotonic() + MEET_S
+            try:
+                while not done and time.monotonic() < until:
+                    done = next(steps, self) is self
+                    heartbeat.beat()
+            except (EngineError, WeightSyncError) as error:
+                failure, done = error, True
+            done = self._ranks.agree(done)
+        return failure
+
+    def _compared(self, text: ProbeText, version: WeightsVersion) -> Iterator[None]:
+        """Compare an engine; yields while it waits. Raises EngineError, WeightsDiffer."""
         config = self._context.config
         decode = max(0, min(DECODED, context_tokens(config.rollout) - len(text.token_ids) - 2))
-        engine = next(e for e in self._store.own_engines() if e.state is EngineStatus.SERVING)
-        control = EngineControl(engine.url, self._key, config.sync.timeout_s, proving=True)
+        engine, control = self._engine(version)
         warm = control.probe(text.token_ids, decode=decode)
-        self._start_again(engine, control, folder)
-        cold = control.probe(text.token_ids, decode=decode)
-        compare(warm, cold, engine.url, None if config.parallel.backend == "gloo" else text.tolerance)
-
-    def _start_again(self, engine: RegisteredEngine, control: EngineControl, folder: Path) -> None:
-        mark = folder / COLD_MARK
+        mark = cold_mark(self._folder)
         mark.touch()
+        wanted = EngineStatus.ABSENT
         try:
-            self._order(engine, EngineStatus.ABSENT)
-            self._order(engine, EngineStatus.SERVING)
-            control.wait_ready(self._context.config.rollout.start_timeout_s, stopping=lambda: self._ranks.stopping)
+            for wanted in (EngineStatus.ABSENT, EngineStatus.SERVING):
+                yield from self._order(engine, wanted)
+            yield from self._until(lambda: _answers(control), f"engine {engine.number} did not come back")
         finally:
             mark.unlink()
+            if wanted is EngineStatus.ABSENT:
+                self._store.order_engine(engine.number, EngineStatus.SERVING)
+        cold = EngineControl(engine.url, self._key, config.sync.timeout_s, proving=True)
+        again = cold.probe(text.token_ids, decode=decode)
+        compare(warm, again, engine.url, None if config.parallel.backend == "gloo" else text.tolerance)
 
-    def _order(self, engine: RegisteredEngine, wanted: EngineStatus) -> None:
+    def _engine(self, version: WeightsVersion) -> tuple[RegisteredEngine, EngineControl]:
+        """Find an engine that has the weights by updates. Raises EngineError."""
+        for engine in self._store.own_engines():
+            if engine.wanted is EngineStatus.SERVING and engine.state is EngineStatus.SERVING:
+                control = EngineControl(engine.url, self._key, self._context.config.sync.timeout_s)
+                state = control.state()
+                if state.version == str(version) and state.refusing is None:
+                    return engine, control
+        raise EngineError(f"none serves with weights {version}")
+
+    def _order(self, engine: RegisteredEngine, wanted: EngineStatus) -> Iterator[None]:
         """Order a state, and wait until the supervisor has carried that out. Raises EngineError."""
-        order, config = self._store.order_engine(engine.number, wanted), self._context.config
+        order = self._store.order_engine(engine.number, wanted)
+        yield from self._until(
+            lambda: next(e for e in self._store.own_engines() if e.number == engine.number).done >= order,
+            f"engine {engine.number} was ordered to be {wanted} and is not",
+        )
+
+    def _until(self, holds: Callable[[], bool], what: str) -> Iterator[None]:
+        """Yield until it holds. Raises EngineError after ``rollout.start_timeout_s``, or when the job is to stop."""
+        config = self._context.config
         until = time.monotonic() + config.rollout.start_timeout_s
-        while next(e for e in self._store.own_engines() if e.number == engine.number).done < order:
-            if time.monotonic() > until or self._ranks.stopping:
-                raise EngineError(
-                    f"engine {engine.number} was ordered to be {wanted} for sync.cold_interval and is not; the "
-                    "supervisor carries out such orders"
-                )
-            heartbeat.beat()
+        while not holds():
+            if self._ranks.stopping:
+                raise EngineError("the job is asked to stop")
+            if time.monotonic() > until:
+                raise EngineError(f"{what} within rollout.start_timeout_s={config.rollout.start_timeout_s:g}")
+            yield
             time.sleep(config.store.poll_s)
+
+
+def _answers(control: EngineControl) -> bool:
+    try:
+        control.health(MEET_S)
+    except EngineError:
+        return False
+    return True
 
 
 def compare(warm: Probed, cold: Probed, url: str, tolerance: float | None) -> None:
     """Compare the log-probs of the engine that took updates with those of the one that began with the weights.
 
     Args:
-        tolerance: Largest mean difference, in multiples of max(1, |log-prob|); None asks for equal bits.
+        tolerance: Largest mean difference, in multiples of max(1, |log-prob|), up to the first token that the two
+            sampled differently; None asks for equal bits.
 
     Raises WeightsDiffer naming the first kind of log-prob that differs.
     """
-    for what, one, other in zip(Probed._fields, warm, cold, strict=True):
+    alike = next((i for i, (a, b) in enumerate(zip(warm.tokens, cold.tokens, strict=True)) if a != b), len(warm.tokens))
+    for what in ("prefill", "decode", "again"):
+        one, other = list(getattr(warm, what)), list(getattr(cold, what))
+        if what != "prefill" and tolerance is not None:
+            one, other = one[:alike], other[:alike]
         far = mean_share(one, other)
-        if list(one) == list(other) or (tolerance is not None and far <= tolerance):
+        if one == other or (tolerance is not None and far <= tolerance):
             continue
-        at = next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), 0)
+        at = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
         raise WeightsDiffer(
             f"the engine at {url}, which took the weights by updates, differs from one that began with them: log-probs "
             f"of {what} are {far:.2e} apart on average, first at token {at + 1} ({one[at]!r} and {other[at]!r}); an "
