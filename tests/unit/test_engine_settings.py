@@ -28,6 +28,7 @@ from tests.unit.small_job import config_of
 from tests.unit.test_memory_checks import TINY
 
 GPU = ("parallel.backend=nccl",)
+BOTH = ("sync.probe_tolerance=0.2", "sync.sample_tolerance=0.2")
 
 
 def check(*overrides: str) -> None:
@@ -58,7 +59,7 @@ def test_caches_that_can_be() -> None:
     check()
     check(*GPU, "rollout.gpu_memory_utilization=0.5")
     check(*GPU, "rollout.gpu_memory_utilization=0.5", "rollout.placement=colocated", "cluster.device_bytes=80000000000")
-    check(*GPU, "rollout.kv_cache_dtype=fp8", "algorithm.correction=mask", "sync.probe_tolerance=0.2")
+    check(*GPU, "rollout.kv_cache_dtype=fp8", "algorithm.correction=mask", *BOTH)
 
 
 @pytest.mark.parametrize(

@@ -66,8 +66,12 @@ def test_a_difference_is_named() -> None:
 
 
 def test_what_is_no_number_is_a_difference() -> None:
+    batch = step(0.0)
+    assert batch.sequences.engine_logp is not None
+    batch.sequences.engine_logp[2] = float("nan")
     with pytest.raises(WeightsDiffer, match="furthest at token 3 of trajectory 3 of group a"):
-        check(step(float("nan"), slice(2, 3)))
+        check(batch)
+    check(step(float("nan"), slice(2, 3)))  # of the trainer: an update that is skipped
 
 
 def test_tokens_of_older_weights_are_left_out() -> None:

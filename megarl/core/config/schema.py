@@ -132,7 +132,8 @@ class ModelConfig:
     """Activations that are computed again in the backward pass instead of kept: none, those of ``recompute_modules``,
     whole layers."""
     recompute_modules: list[RecomputeModule] = field(default_factory=lambda: ["core_attn"])
-    """Megatron's names of the parts of a layer that ``recompute=selective`` computes again (docs/tuning.md)."""
+    """Megatron's names of the parts of a layer that ``recompute=selective`` computes again, in models that have them
+    (docs/tuning.md)."""
     fusions: list[Fusion] = field(default_factory=list)
     """Megatron's names of fused kernels for training, which need packages on GPUs (docs/tuning.md)."""
     router: RouterConfig = field(default_factory=RouterConfig)
@@ -404,7 +405,8 @@ class RolloutConfig:
     (vLLM's); in place of ``kv_cache_bytes``, on GPUs alone."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """Type of the numbers in the KV cache: the model's, or 8 bits, on GPUs alone. The engine's log-probs then differ
-    from the trainer's, so ``algorithm.correction`` and ``sync.probe_tolerance`` must be set (docs/tuning.md)."""
+    from the trainer's, so ``algorithm.correction``, ``sync.probe_tolerance`` and ``sync.sample_tolerance``
+    must be set (docs/tuning.md)."""
     engine_options: dict[str, Any] = field(default_factory=dict, hash=False)
     """Further options of vLLM's engine by their names there, such as ``{max_num_batched_tokens: 16384}``
     (docs/tuning.md). Those that megarl sets, or that its proofs depend on, are refused."""

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from megarl.core.config.schema import ModelConfig, ParallelConfig
+from megarl.learn.models.recompute import recompute_settings
 from megarl.learn.models.specs import RMSNorm, block_spec, check_implementation
 from megarl.weights.architectures import Head, architecture
 from megarl.weights.architectures.megatron_config import gpt_kwargs, transformer_kwargs
@@ -101,7 +102,7 @@ def transformer_config(hf_config: Mapping[str, Any], model: ModelConfig, paralle
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
-        **_recompute(model),
+        **recompute_settings(model, architecture(hf_config).sizes(hf_config)),
         finalize_model_grads_func=finalize_model_grads,
         # The loss arrives divided by its global denominator, so gradients are summed and never divided again.
         calculate_per_token_loss=True,
@@ -121,17 +122,6 @@ def transformer_config(hf_config: Mapping[str, Any], model: ModelConfig, paralle
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
     )
-
-
-def _recompute(model: ModelConfig) -> dict[str, Any]:
-    """Megatron's settings for ``model.recompute``."""
-    match model.recompute:
-        case "none":
-            return {}
-        case "selective":
-            return {"recompute_granularity": "selective", "recompute_modules": list(model.recompute_modules)}
-        case "full":
-            return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def _mark_experts(stage: torch.nn.Module) -> None:

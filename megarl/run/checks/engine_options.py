@@ -66,7 +66,14 @@ REASONS: Mapping[str, tuple[str, ...]] = {
     "is how megarl starts, reaches or watches an engine": CONTROL,
 }
 """Reason of a refusal -> names, or patterns of them."""
-ON_CPU = ("enable_chunked_prefill", "compilation_config", "attention_backend")
+ON_CPU = (
+    "enable_chunked_prefill",
+    "compilation_config",
+    "optimization_level",
+    "attention_backend",
+    "attention_config",
+    "max_num_scheduled_tokens",
+)
 """Options without which vLLM's CPU build computes wrongly (``run/supervise/engine_process.py``)."""
 
 

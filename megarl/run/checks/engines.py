@@ -55,8 +55,8 @@ def _check_cache_dtype(config: Config, job: Job) -> None:
             f"{given} without algorithm.correction: engines sample from another distribution than the trainer's; set "
             "algorithm.correction=truncate, or rollout.kv_cache_dtype=auto"
         )
-    if config.sync.probe_tolerance is None:
+    if None in (config.sync.probe_tolerance, config.sync.sample_tolerance):
         raise ConfigError(
-            f"{given} without sync.probe_tolerance, whose default holds for a cache of model.dtype; set it (0.2 is a "
-            "beginning)"
+            f"{given} without sync.probe_tolerance and sync.sample_tolerance, whose defaults hold for a cache of "
+            "model.dtype; set both (0.2 is a beginning)"
         )

@@ -16,7 +16,6 @@ from megarl.explore.store.database import is_pending
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.algorithms.terms import kl
 from megarl.learn.parallel.grid import check_parallel, check_roles, megatron_grid, role_grids
-from megarl.run.checks.recompute import check_recompute
 from megarl.weights.architectures import Head, architecture
 from megarl.weights.checkpoint.formats.hf_source import check_hf, check_labels, open_hf, read_hf_config
 from megarl.weights.reshard.layouts import megatron_layout
@@ -134,7 +133,6 @@ def check_role_models(config: Config, algorithm: Algorithm, hf_config: Mapping[s
         )
         if path is None:
             continue
-        check_recompute(config, found, f"{role}.path")
         _check_vocabulary(role, Path(path), found["vocab_size"], Path(config.model.path), hf_config["vocab_size"])
         check_labels(Path(path), found)
         files = open_hf(Path(path))

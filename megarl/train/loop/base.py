@@ -206,11 +206,11 @@ class Trainer(ABC):
     def rolled_back(self, state: TrainState, bad: RollBack) -> TrainState:
         """Bring models, store and metrics to the newest checkpoint, or the run's start; return its state.
 
-        Equal to the checkpoint to the bit, but for the count of rollbacks: the tasks and seeds of what follows are
-        others.
+        Equal to the checkpoint to the bit, but for the count of rollbacks: what follows has other tasks and seeds.
         """
         bad.__traceback__ = None  # its frames hold models that are to be replaced
         self.checkpoints.settle(wait=True)
+        self.models.finish_gathers()  # the bad update may have followed another one
         self.turns.enter(Phase.START)
         before = state.step
         self.reporter.log(f"WARNING: {bad}; going back to the newest checkpoint")

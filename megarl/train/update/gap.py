@@ -52,7 +52,8 @@ def check_samples(batch: StepBatch, sampled: torch.Tensor, config: Config) -> No
     """Compare the log-probs of what the engines have sampled with the weights that the step starts from.
 
     Real text, through all that a rollout goes through: prefix cache, batches, captured graphs. Tokens of older weights
-    are left out, and those that are not numbers count as the largest difference.
+    are left out, and so are those whose log-prob in the trainer is no number, which is the update filter's affair. One
+    that is none in the engine counts as the largest difference.
 
     Args:
         sampled: bool [T]; sampled tokens that have both log-probs.
@@ -66,7 +67,7 @@ def check_samples(batch: StepBatch, sampled: torch.Tensor, config: Config) -> No
     if old is None or engine is None:
         return
     tolerance = config.sync.sample_tolerance or TOLERANCES[config.model.dtype]
-    own = sampled if lag is None else sampled & (lag == 0)
+    own = sampled & old.isfinite() if lag is None else sampled & old.isfinite() & (lag == 0)
     difference = doubles(own, lambda a, b: (a - b).abs(), old, engine)
     if not len(difference) or float(difference.mean()) <= tolerance:
         return

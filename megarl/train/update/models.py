@@ -156,6 +156,12 @@ class Models:
             critic.load_hf(path)
         return critic
 
+    def finish_gathers(self) -> None:
+        """``TrainedModel.finish_gather`` of each that is trained."""
+        for model in (self.actor, self.critic):
+            if model is not None:
+                model.finish_gather()
+
     def by_role(self) -> dict[str, FrozenModel]:
         """Role -> model, of those that there are."""
         roles = {"critic": self.critic, "reference": self.reference, "reward_model": self.reward_model}
