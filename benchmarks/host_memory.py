@@ -182,6 +182,7 @@ def trainer_of(config: Any, store: Any) -> Any:
         actor=model_of("actor", config), reference=model_of("reference", config), critic=critic, reward_model=None,
         images=None, refresh_due=lambda step: False, head=SimpleNamespace(vocab_size=VOCAB),
     )  # fmt: skip
+    trainer.cold = SimpleNamespace(check=lambda step, weights: {})
     trainer.weights, trainer.expert = (
         SimpleNamespace(publish=lambda step: {}, version=WeightsVersion(1, 0), step=0),
         None,
@@ -212,6 +213,7 @@ def measure(algorithm: str, answers: int, tokens: int) -> dict[str, tuple[float,
     import torch
 
     from megarl.core.config.algorithms import AnyAlgorithmConfig, KLConfig
+    from megarl.core.config.job import SyncConfig
     from megarl.core.config.schema import Config, ParallelConfig, TrainerConfig
     from megarl.explore.store import Store
     from megarl.learn.parallel import groups
@@ -223,6 +225,7 @@ def measure(algorithm: str, answers: int, tokens: int) -> dict[str, tuple[float,
     pipeline.get_forward_backward_func = lambda: schedule
     kl = KLConfig(0.01, "k1", "reward", target=0.1) if algorithm == "ppo" else KLConfig(0.01, "k3", "loss", target=0.1)
     config = Config(
+        sync=SyncConfig(sample_tolerance=1e9),  # the engine's log-probs are made up
         algorithm=AnyAlgorithmConfig(
             name=algorithm, kl=kl, group_size=ANSWERS_OF_A_GROUP, whiten_advantages=algorithm == "ppo"
         ),

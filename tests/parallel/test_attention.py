@@ -173,7 +173,7 @@ def backward(chunks: Any, parallel: ParallelConfig, batches: list[Batch], length
 
     def step(iterator: Any, model: Any) -> Any:
         batch = next(iterator)
-        with requesting(unwrap(model), Request(batch.targets, VOCAB)):
+        with requesting(unwrap(model), Request.of(batch.targets, torch.device("cpu"), VOCAB)):
             output = model(batch.tokens, None, None, packed_seq_params=batch.params)
 
         def loss(answer: torch.Tensor) -> Any:

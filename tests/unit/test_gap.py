@@ -74,12 +74,14 @@ def test_what_is_no_number_is_a_difference() -> None:
     check(step(float("nan"), slice(2, 3)))  # of the trainer: an update that is skipped
 
 
-def test_tokens_of_older_weights_are_left_out() -> None:
+def test_sequences_with_tokens_of_older_weights_are_left_out() -> None:
     lag = torch.zeros(sum(LENGTHS), dtype=torch.int16)
     lag[:40] = 1
     check(step(5.0, slice(0, 40), lag))
     with pytest.raises(WeightsDiffer):
         check(step(5.0, slice(0, 41), lag))
+    lag[1:40] = 0  # one token of the first sequence is left
+    check(step(5.0, slice(0, 40), lag))
     check(step(5.0, lag=torch.ones_like(lag)))
 
 

@@ -8,7 +8,7 @@ import torch
 
 from megarl.core.config import Config
 from megarl.core.errors import WeightsDiffer
-from megarl.learn.algorithms.terms.parts import doubles
+from megarl.learn.algorithms.terms.parts import counts, doubles, repeated
 from megarl.learn.batching import Sequences
 from megarl.train.update.batch import StepBatch
 from megarl.train.update.lags import lag_metrics
@@ -51,9 +51,10 @@ def mismatch(sequences: Sequences, sampled: torch.Tensor) -> dict[str, float]:
 def check_samples(batch: StepBatch, sampled: torch.Tensor, config: Config) -> None:
     """Compare the log-probs of what the engines have sampled with the weights that the step starts from.
 
-    Real text, through all that a rollout goes through: prefix cache, batches, captured graphs. Tokens of older weights
-    are left out, and so are those whose log-prob in the trainer is no number, which is the update filter's affair. One
-    that is none in the engine counts as the largest difference.
+    Real text, through all that a rollout goes through: prefix cache, batches, captured graphs. Sequences with a token
+    of older weights are left out (its expert ids may be those that they chose), and tokens whose log-prob in the
+    trainer is no number, which is the update filter's affair. One that is none in the engine counts as the largest
+    difference.
 
     Args:
         sampled: bool [T]; sampled tokens that have both log-probs.
@@ -67,7 +68,9 @@ def check_samples(batch: StepBatch, sampled: torch.Tensor, config: Config) -> No
     if old is None or engine is None:
         return
     tolerance = config.sync.sample_tolerance or TOLERANCES[config.model.dtype]
-    own = sampled & old.isfinite() if lag is None else sampled & old.isfinite() & (lag == 0)
+    own = sampled & old.isfinite()
+    if lag is not None:
+        own &= repeated(counts(lag > 0, sequences.lengths) == 0, sequences.lengths)
     difference = doubles(own, lambda a, b: (a - b).abs(), old, engine)
     if not len(difference) or float(difference.mean()) <= tolerance:
         return
