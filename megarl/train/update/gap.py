@@ -88,5 +88,7 @@ def check_samples(batch: StepBatch, sampled: torch.Tensor, config: Config) -> No
 
 
 def _quantile(values: torch.Tensor) -> float:
-    """``QUANTILE`` of the values [M], the next higher one; M may be too many for ``torch.quantile``."""
-    return float(values.kthvalue(math.ceil(QUANTILE * (len(values) - 1)) + 1).values)
+    """``QUANTILE`` of the values [M], the next higher one. Changes their order, and takes no further memory."""
+    at, inside = math.ceil(QUANTILE * (len(values) - 1)), values.numpy()
+    inside.partition(at)
+    return float(inside[at])
