@@ -102,8 +102,10 @@ def test_no_trajectory_is_lost_doubled_or_another(job: Job, whole_job: Job) -> N
     assert [key for key in mine if mine[key] != others[key]] == []
 
 
-def test_both_explorers_have_worked(job: Job) -> None:
-    assert {worker for (worker,) in job.query("select distinct claimed_by from groups")} == {"explorer-0", "explorer-1"}
+def test_every_group_was_claimed_by_an_explorer_of_the_job(job: Job) -> None:
+    """Of two, one may take all before the other is there, and after it was killed."""
+    workers = {worker for (worker,) in job.query("select distinct claimed_by from groups")}
+    assert workers and workers <= {"explorer-0", "explorer-1"}
 
 
 def test_the_same_was_learned(job: Job, whole_job: Job) -> None:
