@@ -19,3 +19,12 @@ def sequences_of(
     lengths = torch.full((len(tokens),), tokens.shape[1]) if lengths is None else lengths
     real = torch.arange(tokens.shape[1]) < lengths[:, None]
     return Sequences(tokens[real], lengths, mask[real], **{name: values[real] for name, values in fields.items()})
+
+
+def random_sequences(seed: int, rows: int, vocab: int) -> Sequences:
+    """Sequences of 10 to 24 tokens, six in ten of which are in the loss."""
+    g = torch.Generator().manual_seed(seed)
+    mask = torch.rand(rows, 24, generator=g) < 0.6
+    mask[:, -1] = False
+    lengths = torch.randint(10, 25, (rows,), generator=g)
+    return sequences_of(torch.randint(2, vocab, (rows, 24), generator=g), mask, lengths)

@@ -13,7 +13,7 @@ import torch
 from megarl.core.config.algorithms import AlgorithmConfig
 from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from tests.conftest import SOAK
-from tests.parallel.batches import sequences_of
+from tests.parallel.batches import random_sequences
 from tests.parallel.families import save
 from tests.parallel.grid import run_grid
 from tests.parallel.models import VOCAB
@@ -81,11 +81,7 @@ def learner(path: Path, parallel: ParallelConfig, optimizer: OptimizerConfig) ->
     settings = ModelConfig(path=str(path))
     actor = TrainedModel(hf.read_hf_config(path), settings, parallel, Head(VOCAB), limits, optimizer)
     actor.load_hf(path)
-    g = torch.Generator().manual_seed(5)
-    mask = torch.rand(12, 24, generator=g) < 0.6
-    mask[:, -1] = False
-    lengths = torch.randint(10, 25, (12,), generator=g)
-    sequences = sequences_of(torch.randint(2, VOCAB, (12, 24), generator=g), mask, lengths)
+    sequences = random_sequences(5, 12, VOCAB)
     batches = actor.micro_batches(sequences)
     assert len(batches) > 1
     return actor, sequences, batches

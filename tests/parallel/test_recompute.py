@@ -10,7 +10,7 @@ import torch
 
 from megarl.core.config.algorithms import AlgorithmConfig
 from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
-from tests.parallel.batches import sequences_of
+from tests.parallel.batches import random_sequences
 from tests.parallel.families import save
 from tests.parallel.grid import run_grid
 from tests.parallel.models import VOCAB
@@ -86,11 +86,7 @@ def update(path: Path, parallel: ParallelConfig, modules: list[Any]) -> Found:
         hf.read_hf_config(path), settings, parallel, Head(VOCAB), limits, OptimizerConfig(lr=1e-3, clip_grad=0.5)
     )
     actor.load_hf(path)
-    g = torch.Generator().manual_seed(3)
-    mask = torch.rand(8, 24, generator=g) < 0.6
-    mask[:, -1] = False
-    lengths = torch.randint(10, 25, (8,), generator=g)
-    sequences = sequences_of(torch.randint(2, VOCAB, (8, 24), generator=g), mask, lengths)
+    sequences = random_sequences(3, 8, VOCAB)
     batches = actor.micro_batches(sequences)
     logp = actor.outputs(sequences, [batches])
     calls = dict.fromkeys(WITNESS, 0)

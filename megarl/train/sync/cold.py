@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megarl.core import heartbeat
-from megarl.core.config.lengths import context_tokens
 from megarl.core.errors import EngineError, WeightsDiffer, WeightSyncError
 from megarl.core.phases import Phase
 from megarl.core.schema import WeightsVersion
@@ -62,8 +61,8 @@ class ColdCheck:
             cold_mark(self._folder).unlink(missing_ok=True)  # of an attempt that was killed
 
     def check(self, step: int, weights: WeightSync) -> dict[str, float]:
-        """Where ``sync.cold_interval`` is due, ask an engine for log-probs, start it with the weights' files, ask it
-        again, and publish to it; return metrics.
+        """Ask an engine for log-probs, start it with the weights' files, ask it again, and publish to it; return
+        metrics. Nothing is done where ``sync.cold_interval`` is not due.
 
         An engine that does not come back, or a request to stop, ends the comparison alone.
 
@@ -79,7 +78,7 @@ class ColdCheck:
             return {}
         self._last = step
         self._turns.enter(Phase.SYNC)
-        text = probe_text(self._context.config, self._models)
+        text = probe_text(self._context.config, self._models, DECODED)
         self._export(self._folder)
         failure = self._await(self._compared(text, weights.version) if self._context.rank == 0 else iter(()))
         if not self._ranks.agree(not isinstance(failure, WeightsDiffer)):
@@ -114,9 +113,8 @@ class ColdCheck:
     def _compared(self, text: ProbeText, version: WeightsVersion) -> Iterator[None]:
         """Compare an engine; yields while it waits. Raises EngineError, WeightsDiffer."""
         config = self._context.config
-        decode = max(0, min(DECODED, context_tokens(config.rollout) - len(text.token_ids) - 2))
         engine, control = self._engine(version)
-        warm = control.probe(text.token_ids, decode=decode)
+        warm = control.probe(text.token_ids, decode=text.decode)
         mark = cold_mark(self._folder)
         mark.touch()
         wanted = EngineStatus.ABSENT
@@ -129,7 +127,7 @@ class ColdCheck:
             if wanted is EngineStatus.ABSENT:
                 self._store.order_engine(engine.number, EngineStatus.SERVING)
         cold = EngineControl(engine.url, self._key, config.sync.timeout_s, proving=True)
-        again = cold.probe(text.token_ids, decode=decode)
+        again = cold.probe(text.token_ids, decode=text.decode)
         compare(warm, again, engine.url, None if config.parallel.backend == "gloo" else text.tolerance)
 
     def _engine(self, version: WeightsVersion) -> tuple[RegisteredEngine, EngineControl]:

@@ -11,8 +11,9 @@ from megarl.learn.batching import Sequences
 from megarl.train.update.models import Models
 
 
-def probe_text(config: Config, models: Models) -> ProbeText:
-    """Make the probe of the actor's weights of now. Every rank calls it."""
+def probe_text(config: Config, models: Models, decode: int = DECODED) -> ProbeText:
+    """Make the probe of the actor's weights of now, after which an engine samples at most ``decode`` tokens. Every rank
+    calls it."""
     actor, tolerance = models.actor, config.sync.probe_tolerance
     length = min(config.sync.probe_tokens, prompt_tokens(config.rollout))
     generator = torch.Generator().manual_seed(0)
@@ -21,5 +22,5 @@ def probe_text(config: Config, models: Models) -> ProbeText:
     logp = actor.outputs(text, [actor.micro_batches(text)], temperature=1.0)
     tolerance = PROBE_TOLERANCES[config.model.dtype] if tolerance is None else tolerance
     # Text, sampled tokens and one more must fit the engine's context.
-    decode = max(0, min(DECODED, context_tokens(config.rollout) - length - 2))
+    decode = max(0, min(decode, context_tokens(config.rollout) - length - 2))
     return ProbeText(tokens.tolist(), logp[:-1].tolist(), tolerance, decode)
