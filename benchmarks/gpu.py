@@ -364,6 +364,8 @@ def jobs(root: Path) -> Iterator[str]:
         if latest.exists() and int(latest.read_text()) >= STEPS // 2:
             break
         time.sleep(0.05)
+    if process.poll() is not None:
+        raise SystemExit(f"experiment=sft ended by itself with {process.returncode} before it could be killed")
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     yield f"- killed by SIGKILL after the checkpoint of step {latest.read_text() if latest.exists() else None}"
