@@ -222,8 +222,7 @@ def joined(sampled: Sequences, demonstrated: Sequences) -> Sequences:
             return None
         return torch.cat([value, value.new_zeros(len(demonstrated.tokens)) if other is None else other])
 
-    own, names = sampled.trajectory, ("advantages", "returns", "engine_logp", "old_logp", "ref_logp", "values", "lag")
-    more, ids = torch.arange(len(demonstrated)), sampled.routing
+    ids, names = sampled.routing, ("advantages", "returns", "engine_logp", "old_logp", "ref_logp", "values", "lag")
     values: dict[str, Any] = {name: together(name) for name in names}
     return Sequences(
         torch.cat([sampled.tokens, demonstrated.tokens]),
@@ -232,7 +231,6 @@ def joined(sampled: Sequences, demonstrated: Sequences) -> Sequences:
         **values,
         expert=torch.arange(len(sampled) + len(demonstrated)) >= len(sampled),
         images=_joined_images(sampled, demonstrated),
-        trajectory=None if own is None else torch.cat([own, own[-1] + 1 + more]),
         routing=None
         if ids is None
         else torch.cat([ids, ids.new_full((len(demonstrated.tokens), *ids.shape[1:]), NO_IDS)]),

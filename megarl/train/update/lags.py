@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from megarl.core.config.algorithms import AlgorithmConfig
-from megarl.core.schema import LARGEST_LAG
+from megarl.core.schema import LARGEST_LAG, TrainingSample
 from megarl.learn.algorithms.terms.parts import doubles
 from megarl.learn.batching import Sequences
 
@@ -13,22 +15,17 @@ LARGEST_NAMED = 8
 """Lags from this on are measured together."""
 
 
-def mask_segments(sequences: Sequences, settings: AlgorithmConfig) -> None:
-    """Take out of the loss mask what older weights have sampled than the newest of each trajectory
+def current(samples: Sequence[TrainingSample], settings: AlgorithmConfig) -> list[TrainingSample]:
+    """Take out of the samples of a trajectory what older weights have sampled than its newest
     (``algorithm.segments=current``).
 
     By steps in the weights and not by versions: an evaluation publishes the same weights as another version.
     """
-    if settings.segments == "all" or sequences.lag is None:
-        return
-    numbers = list(range(len(sequences))) if sequences.trajectory is None else sequences.trajectory.tolist()
-    lengths = sequences.lengths.tolist()
-    rows = list(zip(numbers, sequences.lag.split(lengths), sequences.mask.split(lengths), strict=True))
-    newest: dict[int, int] = {}
-    for number, lag, mask in rows:
-        if mask.any():
-            newest[number] = min(newest.get(number, LARGEST_LAG), int(lag[mask].min()))
-    sequences.mask = torch.cat([mask & (lag == newest.get(number, 0)) for number, lag, mask in rows])
+    if settings.segments == "all":
+        return list(samples)
+    own = [s.lag[s.response_mask] for s in samples if s.lag is not None]
+    newest = min((int(lag.min(initial=LARGEST_LAG)) for lag in own), default=0)
+    return [s if s.lag is None else s._replace(response_mask=s.response_mask & (s.lag == newest)) for s in samples]
 
 
 def lag_metrics(sequences: Sequences, sampled: torch.Tensor) -> dict[str, float]:
