@@ -57,7 +57,8 @@ def put_together(rank: int, piece: int) -> dict[str, Any]:
     share.add_up(mine)
     found["summed"] = torch.equal(mine, computed[held])
     tokens = torch.arange(total, dtype=torch.int32)
-    found["whole"] = torch.equal(share.whole(tokens[held]), tokens)
+    whole = share.whole(tokens[held])
+    found["whole"] = whole is None if rank else torch.equal(whole, tokens)
     return found
 
 

@@ -77,9 +77,12 @@ class StepShare:
             for own, there in places:
                 values[own] = piece[there]
 
-    def whole(self, values: torch.Tensor) -> torch.Tensor:
-        """Put values [T], none of them negative, together for all positions of the step. Every rank calls it."""
-        return torch.cat([piece for piece, _ in self._pieces(values, dist.ReduceOp.MAX)])
+    def whole(self, values: torch.Tensor) -> torch.Tensor | None:
+        """Return values [T], none of them negative, of all positions of the step on rank 0, None elsewhere. Every rank
+        calls it."""
+        first = dist.get_rank() == 0
+        found = [piece for piece, _ in self._pieces(values, dist.ReduceOp.MAX) if first]
+        return torch.cat(found) if first else None
 
     def _pieces(
         self, values: torch.Tensor, op: dist.ReduceOp.RedOpType
