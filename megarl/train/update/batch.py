@@ -16,6 +16,7 @@ from megarl.explore.experience import by_group
 from megarl.explore.order.draws import ExpertRow
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.algorithms.terms.parts import counts, repeated
+from megarl.learn.algorithms.terms.reduction import Together, Tokens, alone
 from megarl.learn.batching import Sequences, joined, of_demonstrations, of_samples
 from megarl.train.update.accounts import Amount, Excluded
 from megarl.train.update.images import PutFiles, PutImages
@@ -44,6 +45,14 @@ class StepBatch:
     """float32 [T] of ``turn_rewards``; None without."""
     excluded: dict[str, Amount] = field(default_factory=dict)
     """Reason -> samples that are in no update. Some of a trajectory's tokens count without a trajectory."""
+    own: torch.Tensor | None = None
+    """int64 [n], ascending: numbers of the step's sequences that ``sequences`` has; None for all."""
+    together: Together = alone
+    """Puts values of these sequences together for all of the step."""
+
+    def kept(self, mask: torch.Tensor) -> Tokens:
+        """Tokens of ``mask`` (bool [T]), to be reduced over the whole step."""
+        return Tokens(mask, self.sequences.lengths, self.together)
 
     @property
     def outside(self) -> list[list[int]]:
