@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.core.config.algorithms import AlgorithmConfig, KLConfig
+from megarl.core.config.algorithms import AlgorithmConfig, KLConfig, MixConfig, PPOConfig, PreferenceConfig
+from megarl.core.config.job import SyncConfig
 from megarl.core.config.schema import (
     Config,
     ModelConfig,
@@ -137,3 +138,78 @@ def test_a_rank_holds_its_share_of_the_bytes(model: Path, dp: int, updates: int)
     found = run_grid(dp, bytes_held, str(model), Case(GRPO, ParallelConfig(dp=dp), updates=updates))
     assert sum(number for *_, number in found) == 512
     assert all(own <= 1.1 / dp * whole for own, whole, _ in found)
+
+
+CASES = {
+    "grpo": Case(GRPO, ParallelConfig(dp=4)),
+    "padded": Case(GRPO, ParallelConfig(dp=2), packing=False),
+    "lines": Case(
+        replace(GRPO, aggregation="seq_mean_token_mean", overlong_filtering=True, segments="current", turn_rewards=0.5),
+        ParallelConfig(dp=2),
+        lines=True,
+    ),
+    "several grids": Case(
+        replace(GRPO, kl=KLConfig(0.1, "k3", target=0.01)), ParallelConfig(tp=2, dp=2), ParallelConfig(dp=4), lines=True
+    ),
+    "critic": Case(
+        PPOConfig(name="ppo", kl=KLConfig(0.1, "k1", "reward"), whiten_advantages=True, bootstrap_truncated=True),
+        ParallelConfig(tp=2, dp=2),
+        ParallelConfig(pp=2, dp=2),
+        lines=True,
+    ),
+    "demonstrations": Case(MixConfig(name="mix", mu=0.3, kl=KLConfig(0.1)), ParallelConfig(dp=2), lines=True, shown=5),
+    "pairs": Case(PreferenceConfig(name="online_dpo", beta=0.3), ParallelConfig(dp=2)),
+    "one rank": Case(GRPO, ParallelConfig(tp=2)),
+}
+
+
+def step(rank: int, path: str, case: Case) -> dict[str, Any]:
+    """Runs in each rank: the same step with its share and with all sequences; which results have other bits."""
+    from megarl.train.rank.state import TrainState
+    from megarl.train.update.batch import filter_overlong
+    from megarl.train.update.gap import engine_gap
+    from megarl.train.update.kept import kept_batch
+
+    learner = learner_of(path, case, limit=200)
+    models = learner._models
+    loose = replace(learner._config, sync=SyncConfig(sample_tolerance=1e9))  # the engine's log-probs are made up
+    found, held = [], []
+    for share_of in (learner.share, lambda plan: None):
+        for model in (models.actor, models.critic):
+            if model is not None:
+                model.load_hf(Path(path), score="zeros")
+                model.optimizer.restart(OptimizerConfig(lr=1e-2))
+        batch = batch_of(learner, case, 40, 64, share_of)
+        learner.infer(batch)
+        sampled = batch.sequences.sampled
+        filter_overlong(batch, case.settings)
+        kept = kept_batch(batch, models.actor.micro_batching)
+        state, metrics = learner.train_step(TrainState("rl"), batch)
+        metrics |= engine_gap(batch, sampled, loose)
+        weights = [model.tensors for model in (models.actor, models.critic) if model is not None]
+        found.append({
+            "batch": (batch.updates, batch.outside, batch.trained, batch.excluded, batch.finish_reasons),
+            "kept": {name: value.tolist() for name, value in vars(kept).items()} if kept is not None else None,
+            "state": state,
+            "metrics": metrics,
+            "weights": [{name: t.tolist() for name, t in each.items()} for each in weights],
+        })  # fmt: skip
+        held.append(len(batch.sequences))
+    own, whole = found
+    return {
+        "different": [name for name in own if own[name] != whole[name]],
+        "metrics": {n: (own["metrics"].get(n), v) for n, v in whole["metrics"].items() if own["metrics"].get(n) != v},
+        "moved": bool(whole["metrics"]["actor/grad_norm"] > 0),
+        "held": held,
+    }
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_step_has_the_bits_of_ranks_that_hold_all_of_it(model: Path, name: str) -> None:
+    case, less = CASES[name], []
+    for found in run_grid(case.actor.world_size, step, str(model), case):
+        assert (found["different"], found["metrics"], found["moved"]) == ([], {}, True)
+        own, whole = found["held"]
+        less.append(own < 0.8 * whole)
+    # On several grids a rank may be of different data-parallel ranks, and holds what each of them takes.
+    assert any(less) if case.others is not None else all(less) == (case.actor.dp > 1)

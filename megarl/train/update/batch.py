@@ -16,6 +16,7 @@ from megarl.explore.experience import by_group
 from megarl.explore.order.draws import ExpertRow
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.algorithms.terms.parts import repeated
+from megarl.learn.algorithms.terms.reduction import Tokens
 from megarl.learn.batching import Sequences, StepShare
 from megarl.train.update.accounts import NONE, Amount, Excluded
 from megarl.train.update.images import StepImages
@@ -64,6 +65,10 @@ class StepBatch:
     """Sampled tokens in the loss of an update, and their trajectories."""
     excluded: dict[str, Amount] = field(default_factory=dict)
     """Reason -> samples that are in no update. Some of a trajectory's tokens count without a trajectory."""
+
+    def kept(self, mask: torch.Tensor) -> Tokens:
+        """Tokens of ``mask`` (bool [T]), to be reduced over the whole step."""
+        return Tokens(mask, self.sequences.lengths, self.sequences.together)
 
 
 def make_batch(

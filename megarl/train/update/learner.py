@@ -19,7 +19,7 @@ from megarl.core.schema import GroupStats, Trajectory
 from megarl.explore.experience.groups import group_stats
 from megarl.learn.algorithms import Algorithm, StepInput
 from megarl.learn.algorithms.terms import kl
-from megarl.learn.algorithms.types import spread
+from megarl.learn.algorithms.terms.parts import counts
 from megarl.learn.batching import StepShare, of_demonstrations
 from megarl.learn.batching.images import Images
 from megarl.learn.training import objectives
@@ -106,6 +106,8 @@ class Learner:
     def share(self, plan: StepPlan) -> StepShare | None:
         """Choose the sequences of a step that this rank holds: those that its models take in inference and updates;
         None for all. Every rank calls it."""
+        if self._algorithm.whole_step:
+            return None
         inferred = self._inferred(plan.updates, plan.outside, plan.overlong)
         taken: list[tuple[FrozenModel, list[list[int]]]] = [(m, units) for _, m, lists in inferred for units in lists]
         for model in (self._models.actor, self._models.critic):
@@ -133,15 +135,17 @@ class Learner:
             if batch.turn_advantages is not None:
                 own = batch.turn_advantages.to(result.advantages.dtype).masked_fill_(~sequences.mask, 0.0)
                 sequences.advantages = torch.lerp(result.advantages, own, config.turn_rewards)
-                metrics |= spread("critic/turn_advantages", own[sequences.mask])
+                turns = batch.kept(sequences.mask).totals(torch.Tensor.double, own)
+                metrics |= turns.spread("critic/turn_advantages")
             metrics |= result.metrics
         if config.kl.target is not None and sequences.old_logp is not None and sequences.ref_logp is not None:
             metrics["actor/kl_coef"] = config.kl.coef
-            distance = kl.mean(sequences.old_logp, sequences.ref_logp, sequences.sampled, config.kl.estimator)
+            kept = batch.kept(sequences.sampled)
+            distance = kl.totals(sequences.old_logp, sequences.ref_logp, kept, config.kl.estimator)
             # An actor that stays is no measure for the coefficient, and neither is a step without a token in the loss.
-            if not self.critic_alone(state) and bool(sequences.sampled.any()):
-                state = replace(state, kl_coef=kl.adapted(distance, len(batch.outcomes), config.kl))
-            metrics["actor/kl_measured"] = distance
+            if not self.critic_alone(state) and distance.number:
+                state = replace(state, kl_coef=kl.adapted(distance.mean, len(batch.outcomes), config.kl))
+            metrics["actor/kl_measured"] = distance.mean
         return state, metrics
 
     def settings(self, state: TrainState) -> AlgorithmConfig:
@@ -222,9 +226,10 @@ def kl_coef(state: TrainState, config: KLConfig) -> float:
 
 
 def step_input(batch: StepBatch, algorithm: Algorithm, config: AlgorithmConfig) -> StepInput:
-    """Input of an algorithm's advantages; demonstrations have no reward."""
+    """Input of an algorithm's advantages; demonstrations have no reward. Every rank calls it."""
     sequences, rows = batch.sequences, batch.rows
-    more = len(sequences.step_lengths) - len(rows)
+    tokens = sequences.together(counts(sequences.mask, sequences.lengths))
+    more = len(tokens) - len(rows)
     rewards = [row.reward.score for row in rows] + [0.0] * more
     stats = [row.group_stats or group_stats([row.reward.score]) for row in rows] + [NO_GROUP] * more
     greedy, bootstrap = None, None
@@ -240,12 +245,15 @@ def step_input(batch: StepBatch, algorithm: Algorithm, config: AlgorithmConfig) 
         stats=stats,
         cu_seqlens=sequences.cu_seqlens,
         mask=sequences.mask,
+        tokens=tokens,
         old_logp=sequences.old_logp,
         ref_logp=sequences.ref_logp,
         values=sequences.values,
         bootstrap=bootstrap,
         greedy=greedy,
-        expert=sequences.expert,
+        expert=torch.arange(len(tokens)) >= len(rows) if more else None,
+        own=None if sequences.share is None else sequences.share.numbers,
+        together=sequences.together,
     )
 
 
