@@ -213,3 +213,25 @@ def test_a_step_has_the_bits_of_ranks_that_hold_all_of_it(model: Path, name: str
         less.append(own < 0.8 * whole)
     # On several grids a rank may be of different data-parallel ranks, and holds what each of them takes.
     assert any(less) if case.others is not None else all(less) == (case.actor.dp > 1)
+
+
+def scores(rank: int, path: str) -> dict[str, Any]:
+    """Runs in each rank: scores of a reward model that takes shares, and of one that is given all sequences."""
+    from megarl.learn.batching import of_demonstrations
+    from megarl.learn.models.gpt import unwrap
+    from megarl.train.update.learner import model_scores
+
+    model = learner_of(path, Case(PPOConfig(name="ppo"), ParallelConfig(dp=2)), limit=200)._models.critic
+    for name, weight in unwrap(model.chunks[0]).named_parameters():
+        if name.startswith("output_layer"):
+            torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(3))
+    trajectories = trajectories_of(20, 64, lines=True)
+    whole = of_demonstrations([trajectory.answered() for trajectory in trajectories])
+    expected = model.outputs(whole, [model.micro_batches(whole)])[whole.scored(0)].tolist()
+    return {"found": model_scores(model, trajectories), "expected": expected}
+
+
+def test_scores_of_a_reward_model_are_those_of_all_trajectories(model: Path) -> None:
+    first, second = run_grid(2, scores, str(model))
+    assert first["found"] == first["expected"] == second["found"]
+    assert len(set(first["found"])) == 20

@@ -25,7 +25,7 @@ from megarl.train.update.lags import current
 
 
 class SampleFacts(NamedTuple):
-    """SampleFacts of a sample."""
+    """Facts that the dealing of a step, and its counts, need of a sample."""
 
     trajectory: int
     """Number of its trajectory in the step."""
@@ -57,7 +57,7 @@ class StepSamples:
 
     @cached_property
     def facts(self) -> list[SampleFacts]:
-        """SampleFacts of each sample, from one trajectory's arrays at a time."""
+        """Facts of each sample, from one trajectory's arrays at a time."""
         return [
             SampleFacts(
                 number,
@@ -116,9 +116,8 @@ class StepSamples:
 
     def _samples(self, numbers: set[int]) -> Iterator[TrainingSample]:
         """Yield samples by their numbers; of other trajectories none is made."""
-        facts = iter(enumerate(self.facts))
         of_trajectory: dict[int, list[int]] = {}
-        for number, fact in facts:
+        for number, fact in enumerate(self.facts):
             of_trajectory.setdefault(fact.trajectory, []).append(number)
         for place, members in of_trajectory.items():
             if numbers.isdisjoint(members):
