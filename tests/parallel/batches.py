@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from megarl.learn.batching import Sequences
+    from megarl.learn.batching import Sequences, StepShare
 
 
 def sequences_of(
@@ -28,3 +29,13 @@ def random_sequences(seed: int, rows: int, vocab: int) -> Sequences:
     mask[:, -1] = False
     lengths = torch.randint(10, 25, (rows,), generator=g)
     return sequences_of(torch.randint(2, vocab, (rows, 24), generator=g), mask, lengths)
+
+
+def held_by(sequences: Sequences, share: StepShare) -> Sequences:
+    """The sequences of a share, out of all of a step."""
+    kept = torch.isin(sequences.row, share.numbers)
+    whole, values = len(sequences.tokens), dict[str, Any]()
+    for field in fields(sequences):
+        if isinstance(value := getattr(sequences, field.name), torch.Tensor):
+            values[field.name] = value[kept] if len(value) == whole else value[share.numbers]
+    return replace(sequences, **values, share=share)

@@ -18,14 +18,15 @@ from tests.parallel.models import VOCAB, save_tiny_qwen3
 def make_actor(path: str, parallel: ParallelConfig, dtype: str = "float32") -> Any:
     from megarl.learn.batching import MicroBatching
     from megarl.learn.parallel import groups
+    from megarl.learn.parallel.grid import megatron_grid
     from megarl.learn.training.model import TrainedModel
     from megarl.learn.training.schedule import Head
     from megarl.weights.checkpoint.formats import hf
-    from megarl.weights.reshard.layouts import MegatronGrid, megatron_layout
+    from megarl.weights.reshard.layouts import megatron_layout
 
     position = groups.initialize(parallel, seed=1)
     hf_config = hf.read_hf_config(Path(path))
-    layout = megatron_layout(hf_config, MegatronGrid(parallel.tp, parallel.pp, parallel.dp))
+    layout = megatron_layout(hf_config, megatron_grid(parallel))
     micro_batching = MicroBatching(dp=parallel.dp, rows=2)
     model = ModelConfig(path=path, dtype=dtype)
     actor = TrainedModel(hf_config, model, parallel, Head(VOCAB), micro_batching, OptimizerConfig(lr=1e-2))

@@ -21,6 +21,8 @@ from megarl.explore.experience.groups import group_stats
 from megarl.learn import algorithms
 from megarl.learn.algorithms import StepInput
 from megarl.learn.algorithms.terms import kl, value
+from megarl.learn.algorithms.terms.parts import counts
+from megarl.learn.algorithms.terms.reduction import Tokens
 from megarl.learn.algorithms.terms.token_rewards import whitened
 from tests.native import backends
 
@@ -50,12 +52,18 @@ def make_step(seed: int, lengths: tuple[int, ...] = (6, 3, 9, 4, 5), cut: bool =
         stats=[GroupStats(0.0, 1.0, 1)] * n,
         cu_seqlens=torch.tensor(starts),
         mask=mask,
+        tokens=counts(mask, torch.tensor(lengths)),
         old_logp=-noise().abs(),
         ref_logp=-noise().abs(),
         values=noise(),
         bootstrap=bootstrap,
         greedy=noise(n),
     )
+
+
+def every(x: torch.Tensor) -> Tokens:
+    """All of [T] tokens, which are one sequence's."""
+    return Tokens(torch.ones(len(x), dtype=torch.bool), torch.tensor([len(x)]))
 
 
 def penalty(step: StepInput, t: int, estimator: str) -> float:
@@ -115,9 +123,8 @@ def test_against_the_definition(name: str, config: AlgorithmConfig) -> None:
             kept = [penalty(step, t, config.kl.estimator) for t in range(len(step.mask)) if step.mask[t]]
             assert got.metrics["actor/reward_kl_penalty"] == pytest.approx(statistics.fmean(kept))
             assert got.metrics["actor/reward_kl_penalty_coeff"] == 0.3
-            assert kl.mean(step.old_logp, step.ref_logp, step.mask, config.kl.estimator) == pytest.approx(
-                statistics.fmean(kept)
-            )
+            measured = kl.totals(step.old_logp, step.ref_logp, step.kept, config.kl.estimator)
+            assert measured.mean == pytest.approx(statistics.fmean(kept))
         kept = got.advantages[step.mask]
         assert got.metrics["critic/advantages/mean"] == pytest.approx(float(kept.mean()), abs=1e-12)
 
@@ -144,7 +151,7 @@ def test_what_is_masked_out_does_not_matter(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_without_a_token(name: str) -> None:
     step = make_step(5)
-    step = dataclasses.replace(step, mask=torch.zeros_like(step.mask))
+    step = dataclasses.replace(step, mask=torch.zeros_like(step.mask), tokens=torch.zeros_like(step.tokens))
     got = algorithms.get(name).step_advantages(step, PPOConfig(kl=REWARD_KL, whiten_advantages=True))
     assert not got.advantages.any() and all(math.isfinite(v) for v in got.metrics.values())
 
@@ -158,7 +165,7 @@ def test_the_order_of_responses_does_not_matter(
     bounds = list(itertools.pairwise(step.cu_seqlens.tolist()))
     places = torch.cat([torch.arange(*bounds[i]) for i in order])
     moved = {f: getattr(step, f)[places] for f in ("mask", "old_logp", "ref_logp", "values")}
-    moved |= {f: getattr(step, f)[order] for f in ("rewards", "bootstrap", "greedy")}
+    moved |= {f: getattr(step, f)[order] for f in ("rewards", "tokens", "bootstrap", "greedy")}
     lengths = [bounds[i][1] - bounds[i][0] for i in order]
     moved["cu_seqlens"] = torch.tensor([0, *itertools.accumulate(lengths)])
     got = algorithms.get(name).step_advantages(dataclasses.replace(step, **moved), config)
@@ -200,6 +207,7 @@ def one_response(
         [group_stats([reward])],
         torch.tensor([0, n + 1]),
         torch.tensor([True] * n + [False]),
+        torch.tensor([n]),
         **(
             {
                 "old_logp": zeros,
@@ -301,7 +309,7 @@ def test_demonstrations_have_no_part_in_what_is_shown_of_advantages() -> None:
 def test_equal_returns_have_no_advantage() -> None:
     """0.7 and 0.1 have no exact mean: what rounding leaves must not be divided by almost nothing."""
     for x in (torch.full((8,), 0.7), torch.full((1,), 3.0), torch.zeros(0)):
-        assert torch.equal(whitened(x), torch.zeros_like(x))
+        assert torch.equal(whitened(x, every(x)), torch.zeros_like(x))
     step = make_step(7)
     step = dataclasses.replace(step, rewards=torch.full_like(step.rewards, 0.7))
     assert not algorithms.get("reinforce_pp").step_advantages(step, PPOConfig()).advantages.any()
@@ -401,16 +409,21 @@ def test_value_loss_of_any_split(seed: int, cuts: set[int]) -> None:
 
 
 def test_explained_variance() -> None:
-    r, every = torch.tensor([1.0, 2.0, 3.0, 6.0]), torch.ones(4, dtype=torch.bool)
-    assert value.explained_variance(r.clone(), r, every) == 1.0
-    assert value.explained_variance(torch.full((4,), 9.0), r, every) == pytest.approx(0.0, abs=1e-15)
-    assert value.explained_variance(-r, r, every) == pytest.approx(-3.0)
+    r = torch.tensor([1.0, 2.0, 3.0, 6.0])
+    assert value.explained_variance(r.clone(), r, every(r)) == 1.0
+    assert value.explained_variance(torch.full((4,), 9.0), r, every(r)) == pytest.approx(0.0, abs=1e-15)
+    assert value.explained_variance(-r, r, every(r)) == pytest.approx(-3.0)
     # Var(R) = 14/3, residuals 0, 0, 0, 3: Var = 9/4.
-    assert value.explained_variance(torch.tensor([1.0, 2.0, 3.0, 3.0]), r, every) == pytest.approx(1 - 2.25 / (14 / 3))
-    assert value.explained_variance(torch.randn(4), torch.full((4,), 0.7), every) == 0.0
-    assert value.explained_variance(r, r, torch.tensor([True, False, False, False])) == 0.0
+    assert value.explained_variance(torch.tensor([1.0, 2.0, 3.0, 3.0]), r, every(r)) == pytest.approx(
+        1 - 2.25 / (14 / 3)
+    )
+    assert value.explained_variance(torch.randn(4), torch.full((4,), 0.7), every(r)) == 0.0
+    assert value.explained_variance(r, r, Tokens(torch.tensor([True, False, False, False]), torch.tensor([4]))) == 0.0
     dirty = torch.tensor([1.0, math.nan, 3.0, 6.0])
-    assert value.explained_variance(dirty, dirty, torch.tensor([True, False, True, True])) == 1.0
+    assert (
+        value.explained_variance(dirty, dirty, Tokens(torch.tensor([True, False, True, True]), torch.tensor([4])))
+        == 1.0
+    )
 
 
 # ---- KL ----
@@ -421,7 +434,7 @@ def test_kl_estimates() -> None:
     assert kl.estimates(logp, ref, "k1").tolist() == pytest.approx([-math.log(2), 0])
     assert kl.estimates(logp, ref, "k2").tolist() == pytest.approx([math.log(2) ** 2 / 2, 0])
     assert kl.estimates(logp, ref, "k3").tolist() == pytest.approx([1 - math.log(2), 0])
-    assert kl.mean(logp, ref, torch.tensor([False, False]), "k1") == 0.0
+    assert kl.totals(logp, ref, Tokens(torch.tensor([False, False]), torch.tensor([2])), "k1").mean == 0.0
 
 
 def test_adaptive_coefficient() -> None:

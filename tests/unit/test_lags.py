@@ -156,7 +156,7 @@ def test_effective_samples_and_distance_by_lag() -> None:
     assert sequences.engine_logp is not None and sequences.lag is not None
     generator = torch.Generator().manual_seed(1)
     sequences.old_logp = sequences.engine_logp + torch.randn(len(sequences.tokens), generator=generator)
-    metrics = lag_metrics(sequences, sequences.sampled)
+    metrics = lag_metrics(sequences, found.kept(sequences.sampled))
     assert metrics.keys() == {f"training/{name}/lag_{lag}" for name in ("ess", "logp_diff") for lag in (0, 1, 3)}
     for lag in (0, 1, 3):
         kept = [i for i, m in enumerate(sequences.mask.tolist()) if m and int(sequences.lag[i]) == lag]
@@ -166,14 +166,14 @@ def test_effective_samples_and_distance_by_lag() -> None:
         assert metrics[f"training/ess/lag_{lag}"] == pytest.approx(ess)
         assert metrics[f"training/logp_diff/lag_{lag}"] == pytest.approx(sum(map(abs, logs)) / len(kept))
     sequences.lag = torch.where(sequences.mask, 8 + torch.arange(len(sequences.tokens)), 0).to(torch.int16)
-    together = lag_metrics(sequences, sequences.sampled)
+    together = lag_metrics(sequences, found.kept(sequences.sampled))
     sequences.lag = None
-    one = lag_metrics(sequences, sequences.sampled)
+    one = lag_metrics(sequences, found.kept(sequences.sampled))
     assert list(together.values()) == list(one.values()) and set(together) == {
         "training/logp_diff/lag_8", "training/ess/lag_8"
     }  # fmt: skip
     sequences.old_logp = sequences.engine_logp + 1000.0
-    assert lag_metrics(sequences, sequences.sampled)["training/ess/lag_0"] == pytest.approx(1.0)
+    assert lag_metrics(sequences, found.kept(sequences.sampled))["training/ess/lag_0"] == pytest.approx(1.0)
 
 
 def test_truncate_with_a_large_cap_is_decoupled_ppo_of_every_token() -> None:

@@ -1,4 +1,4 @@
-"""Computed part by part, everything about a step has the bits that it has when it is computed at once."""
+"""Computed part by part or sequence by sequence, everything about a step is what it is when it is computed at once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megarl.learn.algorithms.terms import kl, parts
+from megarl.learn.algorithms.terms.reduction import Tokens
 from megarl.learn.algorithms.terms.token_rewards import VARIANCE_EPSILON, whitened
 from megarl.learn.algorithms.terms.value import explained_variance
 from megarl.learn.batching import Sequences
@@ -43,9 +44,10 @@ def test_the_mismatch_of_log_probs(step: Sequences) -> None:
     old, engine = step.old_logp[sampled], step.engine_logp[sampled]
     difference, probability = (old - engine).abs(), (old.exp() - engine.exp()).abs()
     assert torch.equal(step.sampled, sampled)
-    assert mismatch(step, sampled) == {
-        "training/rollout_logp_diff_mean": float(difference.double().mean()),
-        "training/rollout_probs_diff_mean": float(probability.double().mean()),
+    found = mismatch(step, Tokens(sampled, LENGTHS))
+    assert found.pop("training/rollout_logp_diff_mean") == pytest.approx(float(difference.double().mean()), rel=1e-13)
+    assert found.pop("training/rollout_probs_diff_mean") == pytest.approx(float(probability.double().mean()), rel=1e-13)
+    assert found == {
         "training/rollout_logp_diff_p99": float(difference.double().quantile(0.99, interpolation="higher")),
         "training/rollout_logp_diff_max": float(difference.max()),
         "training/rollout_probs_diff_max": float(probability.max()),
@@ -56,21 +58,37 @@ def test_the_mismatch_of_log_probs(step: Sequences) -> None:
 def test_the_kl_of_a_step(step: Sequences, estimator: str) -> None:
     assert step.old_logp is not None and step.ref_logp is not None
     at_once = kl.estimates(step.old_logp[step.mask], step.ref_logp[step.mask], estimator)
-    assert kl.mean(step.old_logp, step.ref_logp, step.mask, estimator) == float(at_once.mean())
+    found = kl.totals(step.old_logp, step.ref_logp, Tokens(step.mask, LENGTHS), estimator)
+    assert found.number == len(at_once) and found.max == float(at_once.max()) and found.min == float(at_once.min())
+    assert found.mean == pytest.approx(float(at_once.mean()), rel=1e-12)
 
 
 def test_what_critics_and_advantages_take(step: Sequences) -> None:
     assert step.values is not None and step.returns is not None
     v, r = step.values[step.mask].double(), step.returns[step.mask].double()
-    assert explained_variance(step.values, step.returns, step.mask) == 1.0 - float((r - v).var() / r.var())
+    tokens = Tokens(step.mask, LENGTHS)
+    explained = explained_variance(step.values, step.returns, tokens)
+    assert explained == pytest.approx(1.0 - float((r - v).var() / r.var()), rel=1e-12)
     kept = parts.picked(step.returns, step.mask)
     assert torch.equal(kept, step.returns[step.mask])
     before = kept.clone()
     x = kept.double()
-    assert torch.equal(whitened(kept), ((x - x.mean()) / (x.var() + VARIANCE_EPSILON).sqrt()).float()) and torch.equal(
-        kept, before
-    )
+    white = whitened(kept, Tokens(torch.ones(len(kept), dtype=torch.bool), parts.counts(step.mask, LENGTHS)))
+    exact = (x - x.mean()) / (x.var() + VARIANCE_EPSILON).sqrt()
+    assert white.dtype == torch.float32 and torch.equal(kept, before)
+    assert torch.allclose(white.double(), exact, rtol=2**-24, atol=1e-13)
     assert torch.equal(parts.spread_out(kept, step.mask), torch.where(step.mask, step.returns, 0.0))
+
+
+def test_reductions_do_not_depend_on_the_number_of_threads(step: Sequences) -> None:
+    """Sums of torch do: a long sequence's is dealt to the threads."""
+    assert step.old_logp is not None and step.ref_logp is not None
+    threads, found = torch.get_num_threads(), []
+    for number in (1, 2, 3):
+        torch.set_num_threads(number)
+        found.append(kl.totals(step.old_logp, step.ref_logp, Tokens(step.mask, LENGTHS), "k3"))
+    torch.set_num_threads(threads)
+    assert found[0] == found[1] == found[2]
 
 
 def test_what_goes_by_sequences(step: Sequences) -> None:

@@ -19,8 +19,8 @@ from megarl.learn.batching import MicroBatching, Sequences, joined, micro_batche
 from megarl.learn.batching.images import Image, Vision
 from megarl.learn.batching.packing import deal
 from megarl.train.update import images as step_images
-from megarl.train.update.batch import of_experts
-from megarl.train.update.images import ImageInputs, demonstrations_of
+from megarl.train.update.images import ImageInputs, StepImages, demonstrations_of
+from megarl.train.update.samples import of_experts
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 from tests.loop.vision_models import QWEN_IMAGE, picture, save_tiny_qwen2_5_vl
 from tests.parallel import vision
@@ -141,7 +141,7 @@ def test_demonstrations_that_follow_have_images_of_their_own(inputs: ImageInputs
         ExpertRow(np.array([2, *[QWEN_IMAGE] * 4, 3], np.int32), np.array([9], np.int32), images=(picture(1, 56, 56),)),
         ExpertRow(np.array([9], np.int32), np.array([9, 8], np.int32)),
     ]
-    shown = of_experts(rows, inputs.put)
+    shown = of_experts(rows, StepImages(inputs, {}))
     both, start = joined(made, shown).images, len(made.tokens)
     assert shown.images is not None and both is not None and len(both.places) == len(made) + 2
     assert torch.equal(both.positions[:, start:], shown.images.positions)
@@ -205,7 +205,7 @@ def test_images_stand_in_the_turns_that_show_them(inputs: ImageInputs) -> None:
     shown = [QWEN_IMAGE] * 4
     made = of_demonstrations([(np.array([2, *shown, 3, QWEN_IMAGE, 5, *shown], np.int32), np.array([9], np.int32))] * 2)
     first, later = ImagesAt(0, 6, (file_digest(one),)), ImagesAt(7, 12, (file_digest(two),))
-    inputs.of_samples({file_digest(one): one, file_digest(two): two})(made, [[first, later], []])
+    StepImages(inputs, {file_digest(one): one, file_digest(two): two}).put(made, [[first, later], []])
     assert made.images is not None
     assert [[(p.start, p.image.digest) for p in places] for places in made.images.places] == [
         [(1, file_digest(one)), (8, file_digest(two))],

@@ -107,6 +107,7 @@ def step_of(run: StoredRun, settings: AlgorithmConfig = OVERLONG, shown: int = 0
 
 def kept(run: StoredRun, batch: StepBatch, micro_batching: MicroBatching = WHOLE) -> KeptBatch:
     batch_as_kept = kept_batch(batch, micro_batching)
+    assert batch_as_kept is not None
     batch_as_kept.write(path_of(run.run_dir, 1))
     return batch_as_kept
 
@@ -238,6 +239,7 @@ def test_steps_without_a_file_are_told_and_a_run_without_any_is_refused(
 
 def test_files_of_steps_that_are_made_again_are_removed(run: StoredRun) -> None:
     batch = kept_batch(step_of(run), MicroBatching())
+    assert batch is not None
     for step in (1, 2, 3):
         batch.write(path_of(run.run_dir, step))
     forget_after(run.run_dir, 1)

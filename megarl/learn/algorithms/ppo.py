@@ -19,24 +19,24 @@ from megarl.learn.algorithms.terms import surrogate
 from megarl.learn.algorithms.terms.parts import picked, spread_out
 from megarl.learn.algorithms.terms.token_rewards import token_rewards, whitened
 from megarl.learn.algorithms.terms.value import explained_variance
-from megarl.learn.algorithms.types import Algorithm, Estimate, Loss, LossInput, StepInput, spread
+from megarl.learn.algorithms.types import Algorithm, Estimate, Loss, LossInput, StepInput
 
 
 def estimate(step: StepInput, config: PPOConfig) -> Estimate:
     """See the file's head. Raises ConfigError without values."""
     if step.values is None:
         raise ConfigError("ppo needs the values of a critic for its advantages; the trainer must compute them first")
-    rewards, cu_seqlens, metrics = token_rewards("ppo", step, config)
+    rewards, kept, cu_seqlens, metrics = token_rewards("ppo", step, config)
     values = picked(step.values, step.mask)
-    bootstrap = values.new_zeros(step.num_rows) if step.bootstrap is None else step.bootstrap.to(values.dtype)
+    bootstrap = values.new_zeros(len(kept.lengths)) if step.bootstrap is None else step.bootstrap.to(values.dtype)
     advantages, returns = ops.gae(rewards, values, cu_seqlens, gamma=config.gamma, lam=config.lam, bootstrap=bootstrap)
     del rewards
-    kept = torch.ones_like(values, dtype=torch.bool)
-    metrics |= spread("critic/values", values) | spread("critic/returns", returns)
+    for name, found in (("critic/values", values), ("critic/returns", returns)):
+        metrics |= kept.totals(torch.Tensor.double, found).spread(name)
     metrics["critic/vf_explained_var"] = explained_variance(values, returns, kept)
-    del values, kept
+    del values
     if config.whiten_advantages:
-        advantages = whitened(advantages)
+        advantages = whitened(advantages, kept)
     return Estimate(spread_out(advantages, step.mask), spread_out(returns, step.mask), metrics)
 
 
@@ -54,4 +54,5 @@ PPO = Algorithm(
     count=terms.denominator,
     loss=loss,
     estimate=estimate,
+    shares=True,
 )

@@ -17,9 +17,9 @@ from megarl.learn.algorithms.types import Algorithm, Estimate, Loss, LossInput, 
 
 def estimate(step: StepInput, config: ReinforcePPConfig) -> Estimate:
     """See the file's head. Returns that are all one have A exactly 0."""
-    rewards, cu_seqlens, metrics = token_rewards("reinforce_pp", step, config)
-    following = ops.discounted_returns(rewards, cu_seqlens, config.gamma, rewards.new_zeros(step.num_rows))
-    return Estimate(spread_out(whitened(following), step.mask), None, metrics)
+    rewards, kept, cu_seqlens, metrics = token_rewards("reinforce_pp", step, config)
+    following = ops.discounted_returns(rewards, cu_seqlens, config.gamma, rewards.new_zeros(len(kept.lengths)))
+    return Estimate(spread_out(whitened(following, kept), step.mask), None, metrics)
 
 
 def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:
@@ -36,4 +36,5 @@ REINFORCE_PP = Algorithm(
     count=terms.denominator,
     loss=loss,
     estimate=estimate,
+    shares=True,
 )

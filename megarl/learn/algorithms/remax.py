@@ -20,13 +20,13 @@ def estimate(step: StepInput, config: ReMaxConfig) -> Estimate:
     """See the file's head. Raises ConfigError without greedy rewards."""
     if step.greedy is None:
         raise ConfigError("remax needs the reward of each prompt's greedy answer; the explorer must ask for it")
-    rewards, cu_seqlens, metrics = token_rewards("remax", step, config)
-    following = ops.discounted_returns(rewards, cu_seqlens, config.gamma, rewards.new_zeros(step.num_rows))
-    advantages = following.double().sub_(repeated(step.greedy.double(), cu_seqlens.diff())).to(rewards.dtype)
+    rewards, kept, cu_seqlens, metrics = token_rewards("remax", step, config)
+    following = ops.discounted_returns(rewards, cu_seqlens, config.gamma, rewards.new_zeros(len(kept.lengths)))
+    advantages = following.double().sub_(repeated(step.held(step.greedy).double(), kept.lengths)).to(rewards.dtype)
     metrics["critic/greedy_rewards/mean"] = float(step.greedy.double().mean())
-    return Estimate(
-        spread_out(whitened(advantages) if config.whiten_advantages else advantages, step.mask), None, metrics
-    )
+    if config.whiten_advantages:
+        advantages = whitened(advantages, kept)
+    return Estimate(spread_out(advantages, step.mask), None, metrics)
 
 
 def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:
@@ -43,4 +43,5 @@ REMAX = Algorithm(
     count=terms.denominator,
     loss=loss,
     estimate=estimate,
+    shares=True,
 )

@@ -2,6 +2,7 @@
 
 Shape legend: T tokens of a micro-batch or of a step, flat; ``row`` (or ``cu_seqlens``) maps each to its sequence
 to, so padded and packed batches look the same. N sequences of a step. K parts of a loss with a global denominator each.
+A rank may hold n of a step's N sequences; then T are the positions of these.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 from megarl.core.config.algorithms import AlgorithmConfig
 from megarl.core.errors import ConfigError
 from megarl.core.schema import GroupStats
-from megarl.learn.algorithms.terms.parts import counts, doubles, repeated
+from megarl.learn.algorithms.terms.parts import repeated
+from megarl.learn.algorithms.terms.reduction import Together, Tokens, alone
 
 NEEDS = frozenset({"old_logp", "ref_logp", "kl", "advantages", "group", "values", "pairs", "greedy", "expert"})
 ROLES = frozenset({"actor", "critic", "reference", "reward"})
@@ -85,28 +87,36 @@ class Loss(NamedTuple):
 
 @dataclass(frozen=True)
 class StepInput:
-    """All sequences of a step, prompts included: every rank has them, so nothing depends on how rows are split."""
+    """Sequences of a step, prompts included: all N in what a response has, those n that this rank holds in what tokens
+    have. What is reduced over tokens of the step goes through ``together`` (``kept``), so nothing depends on how rows
+    are split."""
 
     rewards: torch.Tensor
     """float64 [N]"""
     stats: Sequence[GroupStats]
     """[N], of each reward's whole group."""
     cu_seqlens: torch.Tensor
-    """int64 [N + 1]: sequence i is positions ``cu_seqlens[i] .. cu_seqlens[i + 1]``."""
+    """int64 [n + 1]: held sequence i is positions ``cu_seqlens[i] .. cu_seqlens[i + 1]``."""
     mask: torch.Tensor
     """bool [T]; a position is True where its next token is in the loss. What the rest holds does not matter, NaN
     included."""
+    tokens: torch.Tensor
+    """int64 [N]: tokens of each sequence that are in the loss."""
     old_logp: torch.Tensor | None = None
     """float32 [T], as ``ref_logp`` and ``values``."""
     ref_logp: torch.Tensor | None = None
     values: torch.Tensor | None = None
     """The critic's value of the state that each position's next token is chosen in."""
     bootstrap: torch.Tensor | None = None
-    """float32 [N], value after the last token of a cut sequence, 0 for a finished one; None for zeros."""
+    """float32 [n], value after the last token of a cut sequence, 0 for a finished one; None for zeros."""
     greedy: torch.Tensor | None = None
     """float64 [N], reward of the greedy answer to each sequence's prompt."""
     expert: torch.Tensor | None = None
     """bool [N], demonstrated rows: they have no reward, and advantages of 0."""
+    own: torch.Tensor | None = None
+    """int64 [n], ascending: numbers of the sequences that this rank holds; None if it holds all."""
+    together: Together = alone
+    """Puts values of held sequences together for all of the step."""
 
     @property
     def num_rows(self) -> int:
@@ -115,13 +125,17 @@ class StepInput:
 
     @property
     def row(self) -> torch.Tensor:
-        """int64 [T]: sequence of each position."""
+        """int64 [T]: held sequence (0 .. n-1) of each position."""
         return torch.repeat_interleave(self.cu_seqlens.diff(), output_size=self.mask.numel())
 
     @property
-    def tokens(self) -> torch.Tensor:
-        """int64 [N]: tokens of each sequence that are in the loss."""
-        return counts(self.mask, self.cu_seqlens.diff())
+    def kept(self) -> Tokens:
+        """Tokens in the loss, to be reduced over the whole step."""
+        return Tokens(self.mask, self.cu_seqlens.diff(), self.together)
+
+    def held(self, values: torch.Tensor) -> torch.Tensor:
+        """[n] of the held sequences, of ``values`` [N] of all."""
+        return values if self.own is None else values[self.own]
 
 
 class Estimate(NamedTuple):
@@ -137,17 +151,6 @@ class Estimate(NamedTuple):
 
 Count = Callable[..., torch.Tensor]
 C = TypeVar("C", bound=AlgorithmConfig)
-
-
-def spread(name: str, values: torch.Tensor) -> dict[str, float]:
-    """``name/mean``, ``name/max``, ``name/min`` of a step's tokens; {} for none."""
-    if values.numel() == 0:
-        return {}
-    return {
-        f"{name}/mean": float(values.double().mean()),
-        f"{name}/max": float(values.max()),
-        f"{name}/min": float(values.min()),
-    }
 
 
 @dataclass(frozen=True)
@@ -178,11 +181,19 @@ class Algorithm(Generic[C]):
     """True if the optimizer's moments are forgotten at the start of each step, before its first update."""
     estimate: Callable[[StepInput, C], Estimate] | None = None
     """Replacement of ``advantage`` where tokens of a response differ, or need more than its reward."""
+    shares: bool = False
+    """True if ``estimate`` may be given a part of the step's sequences: it reduces over tokens of the step by
+    ``StepInput.kept`` or ``together`` alone. Otherwise every rank holds the whole step."""
     offline: bool = False
     """Trains on rows of a file, without rollouts."""
     choose_pairs: Callable[[Sequence[float], C], list[tuple[int, int]]] | None = None
     """Choice of pairs, with ``pairs`` and rollouts: (rewards of one whole group, settings) -> (chosen, rejected)
     positions within the group."""
+
+    @property
+    def whole_step(self) -> bool:
+        """True if every rank must hold all sequences of a step when it estimates advantages."""
+        return self.estimate is not None and not self.shares
 
     def has_reference(self, config: C) -> bool:
         """Return True if the trainer computes ``ref_logp``, and has a model for it."""
@@ -200,19 +211,22 @@ class Algorithm(Generic[C]):
         return values if self.finish_advantages is None else self.finish_advantages(values, tokens, config)
 
     def step_advantages(self, step: StepInput, config: C) -> Estimate:
-        """Return the advantages of every token of a step, by ``estimate`` or by ``advantage`` and
-        ``finish_advantages``.
+        """Return the advantages of every held token of a step, by ``estimate`` or by ``advantage`` and
+        ``finish_advantages``. Every rank calls it.
 
         Raises:
             ConfigError: ``kl.place=reward`` with advantages of whole responses, which know no token's reward.
         """
+        assert step.own is None or not self.whole_step, f"the estimate of {self.name} must be given the whole step"
         if self.estimate is not None:
             result = self.estimate(step, config)
         else:
             result = self._of_responses(step, config)
-        sampled = step.mask if step.expert is None else step.mask & repeated(~step.expert, step.cu_seqlens.diff())
-        advantages = doubles(sampled, torch.Tensor.double, result.advantages)
-        return result._replace(metrics=spread("critic/advantages", advantages) | result.metrics)
+        kept, lengths = step.kept, step.cu_seqlens.diff()
+        if step.expert is not None:
+            kept = replace(kept, mask=step.mask & repeated(~step.held(step.expert), lengths))
+        shown = kept.totals(torch.Tensor.double, result.advantages).spread("critic/advantages")
+        return result._replace(metrics=shown | result.metrics)
 
     def _of_responses(self, step: StepInput, config: C) -> Estimate:
         if config.kl.place == "reward":
@@ -227,7 +241,8 @@ class Algorithm(Generic[C]):
         by_row = torch.zeros(step.num_rows, dtype=torch.float64)
         by_row[rows] = torch.tensor(values, dtype=torch.float64)
         dtype = torch.float32 if step.old_logp is None else step.old_logp.dtype
-        advantages = repeated(by_row.to(dtype), step.cu_seqlens.diff()).masked_fill_(~step.mask, 0.0)
+        lengths = step.cu_seqlens.diff()
+        advantages = repeated(step.held(by_row).to(dtype), lengths).masked_fill_(~step.mask, 0.0)
         return Estimate(advantages, None, {})
 
     def denominators(

@@ -147,12 +147,15 @@ def _try_advantages(algorithm: Algorithm, config: AlgorithmConfig) -> None:
             )
         return
     zeros = torch.zeros(8)
-    inputs = {name: zeros for name in ("old_logp", "ref_logp", "values") if name in algorithm.needs_with(config)}
+    inputs: dict[str, Any] = {
+        name: zeros for name in ("old_logp", "ref_logp", "values") if name in algorithm.needs_with(config)
+    }
     step = StepInput(
         rewards=torch.tensor([0.0, 1.0], dtype=torch.float64),
         stats=[group, group],
         cu_seqlens=torch.tensor([0, 3, 8]),
         mask=torch.tensor([True] * 4 + [False] + [True] * 3),
+        tokens=torch.tensor([3, 4]),
         bootstrap=torch.zeros(2),
         greedy=torch.zeros(2, dtype=torch.float64) if "greedy" in algorithm.needs else None,
         **inputs,

@@ -1,10 +1,11 @@
 """Samples and demonstrations to equal numbers of equally shaped micro-batches on every data-parallel rank."""
 
-from megarl.learn.batching.micro import MicroBatch, micro_batches
+from megarl.learn.batching.micro import MicroBatch, dealt, micro_batches
 from megarl.learn.batching.packing import MicroBatching
 from megarl.learn.batching.sequences import Sequences, joined, of_demonstrations, of_samples, per_token
+from megarl.learn.batching.share import StepShare
 
 __all__ = [
-    "MicroBatch", "MicroBatching", "Sequences", "joined", "micro_batches", "of_demonstrations", "of_samples",
-    "per_token",
+    "MicroBatch", "MicroBatching", "Sequences", "StepShare", "dealt", "joined", "micro_batches", "of_demonstrations",
+    "of_samples", "per_token",
 ]  # fmt: skip

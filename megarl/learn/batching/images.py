@@ -115,7 +115,7 @@ class Images:
     @classmethod
     def of_text(cls, lengths: torch.Tensor) -> Images:
         """Those of sequences of text of these lengths: none."""
-        positions = torch.cat([torch.arange(length) for length in lengths.tolist()]).to(torch.int32)
+        positions = torch.cat([torch.arange(length) for length in (0, *lengths.tolist())]).to(torch.int32)
         none: dict[str, torch.Tensor] = {}
         return cls(positions.expand(3, -1), ((),) * len(lengths), none.__getitem__)
 

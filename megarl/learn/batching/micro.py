@@ -1,4 +1,4 @@
-"""Micro-batches as a model takes them: where in a step's ``Sequences`` each of its positions comes from.
+"""Micro-batches as a model takes them: where in a rank's ``Sequences`` each of its positions comes from.
 
 Shape legend: b rows, S positions of a row (all ranks of a context-parallel group together), n sequences in the
 micro-batch. A packed micro-batch has b = 1 and its sequences one after the other; the padding at its end makes short
@@ -24,13 +24,13 @@ FILLER = 64
 @dataclass(frozen=True)
 class MicroBatch:
     index: torch.Tensor
-    """int64 [b, S]: position in the step's flat arrays; -1 is padding."""
+    """int64 [b, S]: position in the flat arrays of ``Sequences``; -1 is padding."""
     position: torch.Tensor
     """int64 [b, S]: position within the sequence."""
     row: torch.Tensor
     """int64 [b, S]: which of the micro-batch's sequences; -1 is padding."""
     numbers: torch.Tensor
-    """int64 [n]: which of the step's sequences these are."""
+    """int64 [n]: which of the rank's sequences these are."""
     cu_seqlens: torch.Tensor | None
     """int32: where each sequence begins and ends, padding included; None where every row is one sequence."""
     max_seqlen: int
@@ -77,29 +77,48 @@ def micro_batches(
     """The micro-batches of data-parallel rank ``rank``; all ranks have equally many, all of one shape.
 
     Args:
-        units: numbers of sequences that go through the model together (pairs), and of no others; None takes each by
-            itself.
+        units: numbers of the step's sequences that go through the model together (pairs), and of no others; None takes
+            each by itself.
 
     Raises:
         ValueError: a unit is longer than ``micro_batching.max_tokens``.
     """
-    units = [[i] for i in range(len(sequences))] if units is None else units
-    lengths = sequences.lengths.tolist()
-    images = sequences.images if micro_batching.max_patches is not None else None
-    patches = None if images is None else [sum(images.patches(i) for i in unit) for unit in units]
-    chunks = [
-        [[number for unit in chunk for number in units[unit]] for chunk in chunks_of_rank]
-        for chunks_of_rank in deal([[lengths[i] for i in unit] for unit in units], micro_batching, patches)
-    ]
-    starts = sequences.cu_seqlens
+    lengths = sequences.step_lengths.tolist()
+    chunks = dealt(lengths, micro_batching, units, sequences.step_patches)
+    mine = chunks[rank] if sequences.share is None else [sequences.share.local(chunk) for chunk in chunks[rank]]
+    starts, own = sequences.cu_seqlens, sequences.lengths.tolist()
     if micro_batching.max_tokens is None:
         rows = max(1, max(len(chunk) for part in chunks for chunk in part))
-        width = _width(max((lengths[i] for unit in units for i in unit), default=1), micro_batching)
-        return MicroBatches(chunks[rank], lambda chunk: _padded(chunk, starts, rows, width))
+        longest = max((lengths[i] for part in chunks for chunk in part for i in chunk), default=1)
+        width = _width(longest, micro_batching)
+        return MicroBatches(mine, lambda chunk: _padded(chunk, starts, rows, width))
     width = _width(
         max(sum(micro_batching.padded(lengths[i]) for i in chunk) for part in chunks for chunk in part), micro_batching
     )
-    return MicroBatches(chunks[rank], lambda chunk: _packed(chunk, starts, lengths, width, micro_batching))
+    return MicroBatches(mine, lambda chunk: _packed(chunk, starts, own, width, micro_batching))
+
+
+def dealt(
+    lengths: Sequence[int],
+    micro_batching: MicroBatching,
+    units: Sequence[Sequence[int]] | None = None,
+    patches: Sequence[int] | None = None,
+) -> list[list[list[int]]]:
+    """Numbers of the step's sequences in each micro-batch of each data-parallel rank: ``[dp_rank][micro-batch]``.
+
+    Args:
+        lengths: [N], of all sequences of the step.
+        units: As ``micro_batches`` takes them.
+        patches: [N]; None where there are no images.
+
+    Raises ValueError as ``micro_batches``.
+    """
+    units = [[i] for i in range(len(lengths))] if units is None else units
+    of_units = None if patches is None else [sum(patches[i] for i in unit) for unit in units]
+    return [
+        [[number for unit in chunk for number in units[unit]] for chunk in chunks_of_rank]
+        for chunks_of_rank in deal([[lengths[i] for i in unit] for unit in units], micro_batching, of_units)
+    ]
 
 
 def _width(longest: int, micro_batching: MicroBatching) -> int:

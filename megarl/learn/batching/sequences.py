@@ -1,21 +1,24 @@
-"""The sequences of a step, one after the other: token ids and what is known of every token.
+"""The sequences of a step that a rank holds, one after the other: token ids and what is known of every token.
 
 Position i holds the log-prob, mask and advantage of the token at i + 1, because the model's output at i predicts it.
-Shape legend: N sequences, T their tokens together, P prompt tokens, R response tokens; L layers with experts, K experts
-of a token.
+Shape legend: N sequences of a step, n of them held (N where a rank holds all), T tokens of the held ones together;
+P prompt tokens, R response tokens; L layers with experts, K experts of a token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from megarl.core.errors import NonRetryableError
 from megarl.core.schema import TrainingSample
 from megarl.learn.batching.images import Images
+from megarl.learn.batching.share import StepShare
 
 IGNORED = -100
 NO_IDS = -1
@@ -24,15 +27,15 @@ NO_IDS = -1
 
 @dataclass
 class Sequences:
-    """Every rank holds a whole step: ``nbytes``; docs/roles.md has what a step takes in host memory. Whoever computes
-    something for a share of the sequences puts it together for all (``training.model``), so nothing here depends on a
-    grid.
+    """A rank's share of a step, or all of it; docs/roles.md has the bytes in host memory.
+
+    What is computed here for a token, or put together for all sequences of the step, depends on no grid.
     """
 
     tokens: torch.Tensor
     """int32 [T]"""
     lengths: torch.Tensor
-    """int64 [N], at least 1 each."""
+    """int64 [n], at least 1 each."""
     mask: torch.Tensor
     """bool [T]; positions whose next token is in the loss, never the last of a sequence. (Where scores are trained:
     ``scored`` alone.)"""
@@ -45,17 +48,57 @@ class Sequences:
     ref_logp: torch.Tensor | None = None
     values: torch.Tensor | None = None
     expert: torch.Tensor | None = None
-    """bool [N]; demonstrations among answers (mix)."""
+    """bool [n]; demonstrations among answers (mix)."""
     lag: torch.Tensor | None = None
     """int16 [T]: steps by which the weights that sampled the token are behind those that the step starts from, 0 where
     an engine sampled none. None where all are 0."""
     images: Images | None = None
     """None where no sequence has any."""
     trajectory: torch.Tensor | None = None
-    """int64 [N], never decreasing: the trajectory that each sequence is a sample of; None where each has one."""
+    """int64 [n], never decreasing: the step's trajectory that each sequence is a sample of; None where each has one."""
     routing: torch.Tensor | None = None
     """int8 or int16 [T, L, K]: ids of the experts that an engine chose for each token; ``NO_IDS`` for the last token of
     a sequence, and for demonstrations. None without ``rollout.routing_replay``."""
+    share: StepShare | None = None
+    """Which sequences of the step these are; None where they are all."""
+
+    @property
+    def step_lengths(self) -> torch.Tensor:
+        """int64 [N] of all sequences of the step."""
+        return self.lengths if self.share is None else self.share.lengths
+
+    @property
+    def step_patches(self) -> Sequence[int] | None:
+        """[N]: patches of the images of each sequence of the step; None where there are none."""
+        if self.share is not None:
+            return self.share.patches
+        return None if self.images is None else [self.images.patches(i) for i in range(len(self))]
+
+    def held(self, values: torch.Tensor) -> torch.Tensor:
+        """Take what is held here [n, ...] of values of all sequences of the step [N, ...]."""
+        return values if self.share is None else values[self.share.numbers]
+
+    def together(self, values: torch.Tensor) -> torch.Tensor:
+        """Put values of these sequences [n, ...] together for all of the step [N, ...], exactly. Every rank calls
+        it."""
+        return values if self.share is None else self.share.together(values)
+
+    def add_up(self, values: torch.Tensor) -> None:
+        """Replace ``values`` [T] by their sum over all ranks, in place. Every rank calls it."""
+        if self.share is None:
+            dist.all_reduce(values)
+        else:
+            self.share.add_up(values)
+
+    def text_of_step(self) -> Sequences | None:
+        """Return tokens and mask of all sequences of the step on rank 0, None elsewhere. Every rank calls it."""
+        if self.share is None:
+            return self if not dist.is_initialized() or dist.get_rank() == 0 else None
+        tokens, mask = self.share.whole(self.tokens), self.share.whole(self.mask.to(torch.uint8))
+        if tokens is None or mask is None:
+            return None
+        every = replace(self.share, numbers=torch.arange(len(self.share.lengths)))
+        return Sequences(tokens, every.lengths, mask.bool(), share=every)
 
     @property
     def sampled(self) -> torch.Tensor:
@@ -72,7 +115,7 @@ class Sequences:
 
     @property
     def cu_seqlens(self) -> torch.Tensor:
-        """int64 [N + 1]: sequence i is positions ``cu_seqlens[i] .. cu_seqlens[i + 1]``."""
+        """int64 [n + 1]: sequence i is positions ``cu_seqlens[i] .. cu_seqlens[i + 1]``."""
         return torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
 
     @property
@@ -82,7 +125,7 @@ class Sequences:
         return torch.roll(self.tokens, -1).long().masked_fill_(~self.mask, IGNORED)
 
     def scored(self, pad: int | None) -> torch.Tensor:
-        """int64 [N]: where a score model reads each sequence's score, as in transformers: its last token that is not
+        """int64 [n]: where a score model reads each sequence's score, as in transformers: its last token that is not
         ``pad``, or its first one where all are."""
         if pad is None:
             return self.cu_seqlens[1:] - 1
@@ -189,16 +232,15 @@ def joined(sampled: Sequences, demonstrated: Sequences) -> Sequences:
             return None
         return torch.cat([value, value.new_zeros(len(demonstrated.tokens)) if other is None else other])
 
-    own, names = sampled.trajectory, ("advantages", "returns", "engine_logp", "old_logp", "ref_logp", "values", "lag")
-    more, ids = torch.arange(len(demonstrated)), sampled.routing
+    ids, names = sampled.routing, ("advantages", "returns", "engine_logp", "old_logp", "ref_logp", "values", "lag")
+    values: dict[str, Any] = {name: together(name) for name in names}
     return Sequences(
         torch.cat([sampled.tokens, demonstrated.tokens]),
         torch.cat([sampled.lengths, demonstrated.lengths]),
         torch.cat([sampled.mask, demonstrated.mask]),
-        **{name: together(name) for name in names},
+        **values,
         expert=torch.arange(len(sampled) + len(demonstrated)) >= len(sampled),
         images=_joined_images(sampled, demonstrated),
-        trajectory=None if own is None else torch.cat([own, own[-1] + 1 + more]),
         routing=None
         if ids is None
         else torch.cat([ids, ids.new_full((len(demonstrated.tokens), *ids.shape[1:]), NO_IDS)]),

@@ -1,6 +1,7 @@
 """A model of one rank, frozen or trained: Megatron's modules, its outputs for a step's sequences, and updates.
 
-Shape legend: T positions of a step's ``Sequences``; k outputs of the head at each: log-prob and entropy, or a score.
+Shape legend: T positions of ``Sequences``, a rank's share of a step or all of it; k outputs of the head at each:
+log-prob and entropy, or a score.
 """
 
 from __future__ import annotations
@@ -131,8 +132,8 @@ class FrozenModel:
     def outputs(
         self, sequences: Sequences, updates: Sequence[Sequence[MicroBatch]], *, temperature: float | None = None
     ) -> torch.Tensor:
-        """float32 [T]: log-prob of the masked next tokens (or the score of every position), 0 elsewhere; complete on
-        every rank.
+        """float32 [T]: log-prob of the masked next tokens (or the score of every position), 0 elsewhere; of all
+        sequences that the rank holds.
 
         Args:
             updates: of ``micro_batches``, one list for each; those of all ranks together are the sequences that are
@@ -159,7 +160,7 @@ class FrozenModel:
                 replay = self._replay(sequences, batches)
                 run(self.chunks, sequences, batches, head, keep, forward_only=True, replay=replay)
         # One rank has the outputs of each position, the others have 0 there: the sum is exact.
-        dist.all_reduce(result)
+        sequences.add_up(result)
         return result
 
     def _replay(self, sequences: Sequences, batches: Sequence[MicroBatch], *, balanced: bool = False) -> Replay | None:
@@ -179,7 +180,7 @@ class FrozenModel:
 
 
 def _write(result: torch.Tensor, batch: MicroBatch, outputs: torch.Tensor) -> None:
-    """Put the first output at each position of a micro-batch where that stands in the step."""
+    """Put the first output at each position of a micro-batch where that stands among the rank's sequences."""
     real = batch.index >= 0
     result[batch.index[real]] = outputs[..., 0].detach().float().cpu()[real]
 
@@ -285,7 +286,7 @@ class TrainedModel(FrozenModel):
                 return self._backward(sequences, batches, objective, None)
             found = torch.zeros_like(logp)
             sums = self._backward(sequences, batches, objective, found)
-        dist.all_reduce(found)  # exact, as in ``outputs``
+        sequences.add_up(found)  # exact, as in ``outputs``
         logp += found
         return sums
 

@@ -25,11 +25,11 @@ class LossTokens:
     """The tokens of a micro-batch that are in the loss, flat."""
 
     index: torch.Tensor
-    """int64 [T'] into the step's flat arrays."""
+    """int64 [T'] into the flat arrays of ``Sequences``."""
     row: torch.Tensor
     """int64 [T'], number of the sequence within the micro-batch, never decreasing."""
     numbers: torch.Tensor
-    """int64 [n], number of each sequence within the step."""
+    """int64 [n], number of each sequence among the rank's ``Sequences``."""
     num_rows: int
     """n."""
     place: torch.Tensor
@@ -99,16 +99,16 @@ def policy(
 
 
 def sample_shares(sequences: Sequences) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return ``LossInput.share`` and ``LossInput.first`` of the whole step [N]; None where each trajectory is one
-    sequence."""
+    """Return ``LossInput.share`` and ``LossInput.first`` of the sequences [n]; None where each trajectory is one
+    sequence. Every rank calls it: samples of a trajectory may be held by several."""
     if sequences.trajectory is None:
         return None, None
-    tokens = counts(sequences.mask, sequences.lengths).double()
-    number = torch.unique_consecutive(sequences.trajectory, return_inverse=True)[1]
+    tokens = sequences.together(counts(sequences.mask, sequences.lengths)).double()
+    number = torch.unique_consecutive(sequences.together(sequences.trajectory), return_inverse=True)[1]
     of_trajectory = torch.zeros_like(tokens).index_add_(0, number, tokens)[number]
     before = tokens.cumsum(0) - tokens
     first = (tokens > 0) & (before == before[torch.searchsorted(number, number)])
-    return tokens / of_trajectory.clamp(min=1.0), first
+    return sequences.held(tokens / of_trajectory.clamp(min=1.0)), sequences.held(first)
 
 
 def preference_scores(algorithm: Algorithm, settings: AlgorithmConfig, margins: torch.Tensor) -> Objective:

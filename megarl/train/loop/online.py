@@ -38,7 +38,7 @@ from megarl.train.sync.weights import Stopped, WeightSync
 from megarl.train.update.accounts import account_line
 from megarl.train.update.batch import filter_overlong, make_batch
 from megarl.train.update.gap import engine_gap
-from megarl.train.update.images import ImageInputs, PutImages
+from megarl.train.update.images import ImageInputs, StepImages
 from megarl.train.update.kept import kept_batch
 from megarl.train.update.learner import model_scores
 from megarl.train.update.updates import RollBack
@@ -149,14 +149,14 @@ class OnlineTrainer(Trainer):
             for message in groups.report.messages:
                 self.reporter.log(f"dropped from training: {message}")
             with phase("batch", step=number):
-                put = self.models.images and self.models.images.of_samples(self.reader.images(groups.trajectories))
+                images = self.models.images and self.models.images.of_step(self.reader.images(groups.trajectories))
             with phase("inference", step=number):
-                trajectories, scored = self.rewarded(groups.trajectories, put)
+                trajectories, scored = self.rewarded(groups.trajectories, images)
             with phase("batch", step=number):
                 demonstrations = self.demonstrations(state, sum(t.num_samples for t in trajectories))
                 settings, updates = self.config.algorithm, self.config.trainer.updates_per_step
-                puts = groups.lags, put, self.models.images and self.models.images.put
-                batch = make_batch(trajectories, demonstrations, self.algorithm, settings, updates, *puts)
+                given = (trajectories, demonstrations, self.algorithm, settings, updates, groups.lags, images)
+                batch = make_batch(*given, self.learner.share)
                 for held in (trajectories, groups.trajectories):
                     held.clear()  # their arrays are in the batch
             with phase("inference", step=number):
@@ -177,16 +177,16 @@ class OnlineTrainer(Trainer):
         metrics |= groups.metrics
         if (text := self.truncation.warning(metrics)) is not None:
             self.reporter.log(f"step {state.step}: {text}")
-        self.reporter.record_step(state.step, metrics, tokens=len(batch.sequences.tokens), used=groups.used)
+        self.reporter.record_step(state.step, metrics, tokens=int(batch.sequences.step_lengths.sum()), used=groups.used)
         return state
 
-    def rewarded(self, trajectories: list[Trajectory], put: PutImages | None = None) -> Rewarded:
+    def rewarded(self, trajectories: list[Trajectory], images: StepImages | None = None) -> Rewarded:
         """Add the reward model's scores, where there is one, and the statistics of the groups; return metrics too."""
         model = self.models.reward_model
         if model is None:
             return with_group_stats(trajectories), {}
         self.turns.enter(Phase.SCORES)
-        scores = model_scores(model, trajectories, put)
+        scores = model_scores(model, trajectories, images)
         scored = add_model_scores(trajectories, scores, self.config.reward_model.coef)
         return with_group_stats(scored), spread("reward_model/score", scores)
 

@@ -100,12 +100,18 @@ class Reporter:
         if self._context.rank == 0:
             self._store.record_step(step, metrics, used)
 
-    def keep_batch(self, step: int, make: Callable[[], KeptBatch]) -> None:
+    def keep_batch(self, step: int, make: Callable[[], KeptBatch | None]) -> None:
         """Write what a step trains on (``trainer.keep_batches``), from rank 0; without room for it the step has
-        none."""
-        if self._context.rank or not self._context.config.trainer.keep_batches:
+        none.
+
+        Args:
+            make: Every rank calls it; None on other ranks than the first.
+        """
+        if not self._context.config.trainer.keep_batches:
             return
         batch = make()
+        if batch is None:
+            return
         try:
             batch.write(path_of(self._context.run_dir, step))
         except OSError as error:

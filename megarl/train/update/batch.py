@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -15,117 +15,112 @@ from megarl.core.schema import FinishReason, Outcome, Trajectory, WeightsVersion
 from megarl.explore.experience import by_group
 from megarl.explore.order.draws import ExpertRow
 from megarl.learn.algorithms import Algorithm
-from megarl.learn.algorithms.terms.parts import counts, repeated
-from megarl.learn.batching import Sequences, joined, of_demonstrations, of_samples
-from megarl.train.update.accounts import Amount, Excluded
-from megarl.train.update.images import PutFiles, PutImages
-from megarl.train.update.lags import mask_segments
+from megarl.learn.algorithms.terms.parts import repeated
+from megarl.learn.algorithms.terms.reduction import Tokens
+from megarl.learn.batching import Sequences, StepShare
+from megarl.train.update.accounts import NONE, Amount, Excluded
+from megarl.train.update.images import StepImages
+from megarl.train.update.samples import StepSamples
 from megarl.train.update.turn_rewards import turn_advantages
 
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class StepPlan:
+    """Sequences of a step as models will take them, before they are made."""
+
+    lengths: torch.Tensor
+    """int64 [N]"""
+    patches: Sequence[int] | None
+    """[N], of their images; None for a text model."""
+    updates: list[list[list[int]]]
+    outside: list[list[int]]
+    overlong: set[int]
+    """As ``StepBatch`` has them."""
+
+
 @dataclass
 class StepBatch:
-    """The same on every rank; each model takes its share by its own grid."""
+    """The same on every rank, but for ``sequences`` and ``turn_advantages``: those are of what the rank holds."""
 
     outcomes: list[Outcome]
     """Trajectories of the step, without their tokens."""
     rows: list[Outcome]
-    """Trajectory of each sampled sequence."""
+    """Trajectory of each sampled sequence of the step."""
     sequences: Sequences
-    """Samples of the trajectories, in the order of ``rows``, then demonstrations."""
+    """Held by this rank, of those below: its share, or all."""
     updates: list[list[list[int]]]
-    """Units that each optimizer update trains on: numbers of sequences that go through the model together. All samples
-    of a trajectory are in one update."""
+    """Units that each optimizer update trains on: numbers of sequences that go through the model together. Sequences of
+    a step are the samples of the trajectories, in the order of ``rows``, then demonstrations. All samples of a
+    trajectory are in one update."""
     finish_reasons: list[FinishReason]
     """Reason why the last turn of each sampled sequence ended."""
     turn_advantages: torch.Tensor | None = None
     """float32 [T] of ``turn_rewards``; None without."""
+    outside: list[list[int]] = field(default_factory=list)
+    """Units of the sequences that no update trains on: truncated answers that are filtered, answers that are in no
+    pair. Earlier segments are not among them: nothing is computed for those."""
+    trained: Amount = NONE
+    """Sampled tokens in the loss of an update, and their trajectories."""
     excluded: dict[str, Amount] = field(default_factory=dict)
     """Reason -> samples that are in no update. Some of a trajectory's tokens count without a trajectory."""
 
-    @property
-    def outside(self) -> list[list[int]]:
-        """Units of the sequences that no update trains on: truncated answers that are filtered, answers that are in no
-        pair. Earlier segments are not among them: nothing is computed for those."""
-        trained = self._trained
-        tokens = counts(self.sequences.mask, self.sequences.lengths).tolist()
-        return [[i] for i, number in enumerate(tokens) if i not in trained and number]
-
-    @property
-    def trained(self) -> Amount:
-        """Sampled tokens in the loss of an update, and their trajectories."""
-        trained = self._trained
-        tokens = counts(self.sequences.sampled, self.sequences.lengths).tolist()
-        found = [i for i, number in enumerate(tokens) if i in trained and number]
-        return Amount(len({id(self.rows[i]) for i in found}), sum(tokens[i] for i in found))
-
-    @property
-    def _trained(self) -> set[int]:
-        return {number for units in self.updates for unit in units for number in unit}
+    def kept(self, mask: torch.Tensor) -> Tokens:
+        """Tokens of ``mask`` (bool [T]), to be reduced over the whole step."""
+        return Tokens(mask, self.sequences.lengths, self.sequences.together)
 
 
 def make_batch(
-    trajectories: list[Trajectory],
+    trajectories: Sequence[Trajectory],
     demonstrations: Sequence[ExpertRow],
     algorithm: Algorithm,
     settings: AlgorithmConfig,
     updates_per_step: int,
     lags: Mapping[WeightsVersion, int] | None = None,
-    put_images: PutImages | None = None,
-    put_files: PutFiles | None = None,
+    images: StepImages | None = None,
+    share_of: Callable[[StepPlan], StepShare | None] = lambda plan: None,
 ) -> StepBatch:
     """Sequences of a step, dealt to its updates; demonstrations in equal shares.
 
     Args:
         lags: Lag of each version that has sampled some token; None where all are 0.
-        put_images: Sets the images of the sampled sequences; None where there are none.
-        put_files: Sets those of demonstrations; None where there are none.
+        images: Those of the step; None for a text model.
+        share_of: Chooses the sequences that this rank will hold; None is all.
 
     Raises NonRetryableError where an algorithm pairs trajectories of several samples.
     """
     outcomes = [Outcome.of(trajectory) for trajectory in trajectories]
-    samples = [(n, sample) for n, trajectory in enumerate(trajectories) for sample in trajectory.samples(lags)]
-    numbers = [n for n, _ in samples]
-    sequences, rows = of_samples([sample for _, sample in samples]), [outcomes[n] for n in numbers]
-    if put_images is not None:
-        put_images(sequences, [sample.images for _, sample in samples])
-    if len(rows) > len(outcomes):
-        sequences.trajectory = torch.tensor(numbers)
-    sampled = int(torch.count_nonzero(sequences.mask))
-    mask_segments(sequences, settings)
-    filtered, tokens = set(overlong(rows, settings)), counts(sequences.mask, sequences.lengths).tolist()
+    samples = StepSamples(trajectories, demonstrations, settings, lags, images)
+    facts = samples.facts
+    rows, tokens = [outcomes[fact.trajectory] for fact in facts], [fact.tokens for fact in facts]
+
+    def amount(numbers: Iterable[int]) -> Amount:
+        some = list(numbers)
+        return Amount(len({facts[i].trajectory for i in some}), sum(tokens[i] for i in some))
+
+    filtered = set(overlong(rows, settings))
     left_out = filtered | {i for i, number in enumerate(tokens) if not number}
     units = [unit for unit in _units(outcomes, rows, algorithm, settings) if not left_out.intersection(unit)]
-    excluded, paired = Excluded(), {i for unit in units for i in unit} | left_out
-    excluded.add("segments", Amount(0, sampled - sum(tokens)))
-    for reason, rest in (("overlong", filtered), ("unpaired", set(range(len(rows))) - paired)):
-        excluded.add(reason, Amount(len({numbers[i] for i in rest}), sum(tokens[i] for i in rest)))
-    if sequences.trajectory is None:
+    paired = {i for unit in units for i in unit}
+    excluded = Excluded()
+    excluded.add("segments", Amount(0, sum(fact.trained - fact.tokens for fact in facts)))
+    excluded.add("overlong", amount(filtered))
+    excluded.add("unpaired", amount(set(range(len(rows))) - paired - left_out))
+    if len(rows) == len(outcomes):
         updates = updates_of(units, updates_per_step)
     else:
-        of_trajectories = [list(part) for _, part in itertools.groupby(units, lambda unit: numbers[unit[0]])]
+        of_trajectories = [list(part) for _, part in itertools.groupby(units, lambda unit: facts[unit[0]].trajectory)]
         updates = [list(itertools.chain(*part)) for part in updates_of(of_trajectories, updates_per_step)]
     if demonstrations:
-        first, updates = len(sequences), updates or [[]]
-        sequences = joined(sequences, of_experts(demonstrations, put_files))
-        dealt = updates_of([[i] for i in range(first, len(sequences))], len(updates), exactly=True)
-        updates = [usual + expert for usual, expert in zip(updates, dealt, strict=True)]
-    reasons = [sample.finish_reason for _, sample in samples]
+        updates = updates or [[]]
+        shown = updates_of([[i] for i in range(len(rows), len(samples.lengths))], len(updates), exactly=True)
+        updates = [usual + expert for usual, expert in zip(updates, shown, strict=True)]
+    outside = [[i] for i, number in enumerate(tokens) if i not in paired and number]
+    share = share_of(StepPlan(samples.lengths, samples.patches, updates, outside, filtered))
+    sequences, reasons = samples.sequences(share), [fact.finish_reason for fact in facts]
     own = turn_advantages(trajectories, sequences, algorithm, settings) if settings.turn_rewards else None
-    return StepBatch(outcomes, rows, sequences, updates, reasons, own, excluded)
-
-
-def of_experts(rows: Sequence[ExpertRow], put_files: PutFiles | None = None) -> Sequences:
-    """Demonstrations with their images; their teacher's log-probs, if there are any, in the place of an engine's."""
-    pairs = [(row.prompt, row.response) for row in rows]
-    logp = [row.teacher_logp for row in rows if row.teacher_logp is not None]
-    assert len(logp) in (0, len(rows)), "the teacher's log-probs are those of all rows, as was checked before the start"
-    sequences = of_demonstrations(pairs, logp)
-    if put_files is not None:
-        put_files(sequences, [row.images for row in rows])
-    return sequences
+    return StepBatch(outcomes, rows, sequences, updates, reasons, own, outside, amount(paired), excluded)
 
 
 def overlong(rows: Sequence[Outcome], settings: AlgorithmConfig) -> list[int]:
@@ -140,9 +135,9 @@ def filter_overlong(batch: StepBatch, settings: AlgorithmConfig) -> None:
     """Take truncated answers out of the loss mask, after inference: their log-probs are compared with the engine's."""
     if numbers := overlong(batch.rows, settings):
         sequences = batch.sequences
-        kept = torch.ones(len(sequences), dtype=torch.bool)
+        kept = torch.ones(len(sequences.step_lengths), dtype=torch.bool)
         kept[numbers] = False
-        sequences.mask = sequences.mask & repeated(kept, sequences.lengths)
+        sequences.mask = sequences.mask & repeated(sequences.held(kept), sequences.lengths)
 
 
 def _units(

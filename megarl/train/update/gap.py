@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 
 import torch
 
 from megarl.core.config import Config
 from megarl.core.errors import WeightsDiffer
-from megarl.learn.algorithms.terms.parts import counts, doubles, repeated
+from megarl.core.schema import Outcome
+from megarl.learn.algorithms.terms.parts import counts, repeated
+from megarl.learn.algorithms.terms.reduction import Tokens, Totals
 from megarl.learn.batching import Sequences
 from megarl.train.update.batch import StepBatch
 from megarl.train.update.lags import lag_metrics
@@ -20,31 +22,33 @@ QUANTILE = 0.99
 
 
 def engine_gap(batch: StepBatch, sampled: torch.Tensor, config: Config) -> dict[str, float]:
-    """Check and measure the difference (``check_samples``, ``mismatch``, ``lag_metrics``). Raises WeightsDiffer."""
+    """Check and measure the difference (``check_samples``, ``mismatch``, ``lag_metrics``) over the whole step. Every
+    rank calls it. Raises WeightsDiffer, on every rank.
+    """
     check_samples(batch, sampled, config)
-    return mismatch(batch.sequences, sampled) | lag_metrics(batch.sequences, sampled)
+    kept = batch.kept(sampled)
+    return mismatch(batch.sequences, kept) | lag_metrics(batch.sequences, kept)
 
 
-def mismatch(sequences: Sequences, sampled: torch.Tensor) -> dict[str, float]:
+def mismatch(sequences: Sequences, kept: Tokens) -> dict[str, float]:
     """Metrics of the difference, for the same weights and tokens.
 
     Args:
-        sampled: bool [T]; the tokens that are compared.
+        kept: The tokens that are compared.
     """
     old, engine = sequences.old_logp, sequences.engine_logp
-    if old is None or engine is None or not bool(sampled.any()):
+    if old is None or engine is None:
         return {}
-    logp = doubles(sampled, lambda a, b: (a - b).abs(), old, engine)
-    found = {
-        "training/rollout_logp_diff_mean": float(logp.mean()),
-        "training/rollout_logp_diff_p99": _quantile(logp),
-        "training/rollout_logp_diff_max": float(logp.max()),
-    }
-    del logp
-    probs = doubles(sampled, lambda a, b: (a.exp() - b.exp()).abs(), old, engine)
-    return found | {
-        "training/rollout_probs_diff_mean": float(probs.mean()),
-        "training/rollout_probs_diff_max": float(probs.max()),
+    logp = kept.totals(_difference, old, engine)
+    if not logp.number:
+        return {}
+    probs = kept.totals(lambda a, b: _difference(a.exp(), b.exp()), old, engine)
+    return {
+        "training/rollout_logp_diff_mean": logp.mean,
+        "training/rollout_logp_diff_p99": kept.quantile(QUANTILE, _difference, old, engine),
+        "training/rollout_logp_diff_max": logp.max,
+        "training/rollout_probs_diff_mean": probs.mean,
+        "training/rollout_probs_diff_max": probs.max,
     }
 
 
@@ -71,24 +75,41 @@ def check_samples(batch: StepBatch, sampled: torch.Tensor, config: Config) -> No
     own = sampled & old.isfinite()
     if lag is not None:
         own &= repeated(counts(lag > 0, sequences.lengths) == 0, sequences.lengths)
-    difference = doubles(own, lambda a, b: (a - b).abs(), old, engine)
-    if not len(difference) or float(difference.mean()) <= tolerance:
+    kept = batch.kept(own)
+    difference = kept.totals(_difference, old, engine)
+    if not difference.number or difference.mean <= tolerance:
         return
-    at = int(own.nonzero()[int(difference.nan_to_num(nan=torch.inf).argmax())])
-    row = int(sequences.row[at])
-    outcome = batch.rows[row]
-    raise WeightsDiffer(
-        f"the engine's log-probs of {len(difference)} tokens that it sampled with this step's weights are "
-        f"{float(difference.mean()):.2e} from the trainer's on average, more than sync.sample_tolerance={tolerance:g} "
-        f"({QUANTILE:.0%} within {_quantile(difference):.2e}; furthest at token "
-        f"{at + 1 - int(sequences.cu_seqlens[row])} of trajectory {outcome.index} of group {outcome.group_id}: engine "
-        f"{float(engine[at]):.6f}, trainer {float(old[at]):.6f}); the weights were proven equal, so decode, the prefix "
-        "cache or a setting of sampling differs: compare with rollout.enforce_eager=true, or raise the tolerance"
+    raise WeightsDiffer(_text(kept, old, engine, difference, tolerance, batch.rows))
+
+
+def _text(
+    kept: Tokens, old: torch.Tensor, engine: torch.Tensor, difference: Totals, tolerance: float, rows: Sequence[Outcome]
+) -> str:
+    """Message of ``check_samples``, the same on every rank: the furthest token's numbers go to all."""
+    furthest = [
+        _furthest(mask, *own)
+        for mask, *own in zip(*(x.split(kept.lengths.tolist()) for x in (kept.mask, old, engine)), strict=True)
+    ]
+    of_all = kept.together(torch.tensor(furthest, dtype=torch.float64).reshape(len(furthest), 4))
+    row = int(of_all[:, 0].argmax())
+    _, at, of_engine, of_trainer = of_all[row].tolist()
+    return (
+        f"the engine's log-probs of {difference.number} tokens that it sampled with this step's weights are "
+        f"{difference.mean:.2e} from the trainer's on average, more than sync.sample_tolerance={tolerance:g} "
+        f"({QUANTILE:.0%} within {kept.quantile(QUANTILE, _difference, old, engine):.2e}; furthest at token "
+        f"{int(at) + 1} of trajectory {rows[row].index} of group {rows[row].group_id}: engine {of_engine:.6f}, trainer "
+        f"{of_trainer:.6f}); the weights were proven equal, so decode, the prefix cache or a setting of sampling "
+        "differs: compare with rollout.enforce_eager=true, or raise the tolerance"
     )
 
 
-def _quantile(values: torch.Tensor) -> float:
-    """``QUANTILE`` of the values [M], the next higher one. Changes their order, and takes no further memory."""
-    at, inside = math.ceil(QUANTILE * (len(values) - 1)), values.numpy()
-    inside.partition(at)
-    return float(inside[at])
+def _furthest(mask: torch.Tensor, old: torch.Tensor, engine: torch.Tensor) -> tuple[float, float, float, float]:
+    """(difference, position, engine's log-prob, trainer's) of a sequence's token that is furthest off; below 0 as the
+    difference of none."""
+    difference = _difference(old, engine).nan_to_num(nan=torch.inf).masked_fill(~mask, -1.0)
+    at = int(difference.argmax())
+    return float(difference[at]), float(at), float(engine[at]), float(old[at])
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (a - b).abs()

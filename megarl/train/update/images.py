@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -18,10 +19,6 @@ from megarl.explore.tasksets.processor import Processor
 from megarl.learn.batching import Sequences
 from megarl.learn.batching.images import Image, Vision, images_of
 
-PutImages = Callable[[Sequences, Sequence[Sequence[ImagesAt]]], None]
-"""Sets the images of sequences, given those of each."""
-PutFiles = Callable[[Sequences, Sequence[Sequence[bytes]]], None]
-"""Sets the images of sequences, given the files of each (``ImageInputs.put``)."""
 PATCH_BYTES = 2**28
 """Bytes of patches that a rank keeps: an image of a step goes through several models, several times."""
 
@@ -59,18 +56,17 @@ class ImageInputs:
         Raises DataError where the tokens have other placeholders.
         """
         whole = zip(sequences.lengths.tolist(), files, strict=True)
-        self._put(sequences, [[(0, length, own)] for length, own in whole])
+        self.put_parts(sequences, [[(0, length, own)] for length, own in whole])
 
-    def of_samples(self, files: Mapping[str, bytes]) -> PutImages:
-        """Return what sets the images of sampled sequences, given their ``files`` by digest."""
+    def of_step(self, files: Mapping[str, bytes]) -> StepImages:
+        """Return what knows the images of a step's samples, given their ``files`` by digest."""
+        return StepImages(self, files)
 
-        def put(sequences: Sequences, samples: Sequence[Sequence[ImagesAt]]) -> None:
-            spans = [[(at.start, at.end, [files[digest] for digest in at.digests]) for at in own] for own in samples]
-            self._put(sequences, spans)
+    def patches(self, file: bytes) -> int:
+        """Patches of the image of a file, by its head."""
+        return math.prod(self._processor.grid(file))
 
-        return put
-
-    def _put(self, sequences: Sequences, spans: Sequence[Sequence[tuple[int, int, Sequence[bytes]]]]) -> None:
+    def put_parts(self, sequences: Sequences, spans: Sequence[Sequence[tuple[int, int, Sequence[bytes]]]]) -> None:
         """Set ``sequences.images``, given (start, end, files) of the parts of each sequence that have some."""
         found: dict[str, tuple[Image, bytes]] = {}
         known: dict[int, Image] = {}  # by the file's address: samples of a group share theirs
@@ -110,6 +106,35 @@ class ImageInputs:
         while len(self._patches) > 1 and self._nbytes > PATCH_BYTES:
             self._nbytes -= self._patches.popitem(last=False)[1].nbytes
         return patches
+
+
+@final
+class StepImages:
+    """Images of the samples and demonstrations of a step."""
+
+    def __init__(self, inputs: ImageInputs, files: Mapping[str, bytes]) -> None:
+        self.inputs = inputs
+        self._files = files
+        """Of the samples, by digest."""
+        self._patches: dict[str, int] = {}
+
+    def put(self, sequences: Sequences, samples: Sequence[Sequence[ImagesAt]]) -> None:
+        """Set ``sequences.images``, given those of each sample. Raises DataError as ``ImageInputs.put``."""
+        parts = [[(at.start, at.end, [self._files[digest] for digest in at.digests]) for at in own] for own in samples]
+        self.inputs.put_parts(sequences, parts)
+
+    def patches(self, digests: Iterable[str]) -> int:
+        """Patches of images of samples."""
+        return sum(self._of(digest) for digest in digests)
+
+    def patches_of(self, files: Sequence[bytes]) -> int:
+        """Patches of a demonstration's images."""
+        return sum(map(self.inputs.patches, files))
+
+    def _of(self, digest: str) -> int:
+        if digest not in self._patches:  # a group's samples share theirs
+            self._patches[digest] = self.inputs.patches(self._files[digest])
+        return self._patches[digest]
 
 
 def demonstrations_of(

@@ -35,9 +35,12 @@ class _Parts:
         self.numbers.append(micro.numbers)
 
 
-def kept_batch(batch: StepBatch, micro_batching: MicroBatching) -> KeptBatch:
-    """Return what the updates of a step train on, read from the micro-batches of all data-parallel ranks."""
-    parts, sequences = _Parts(), batch.sequences
+def kept_batch(batch: StepBatch, micro_batching: MicroBatching) -> KeptBatch | None:
+    """Return what the updates of a step train on, read from the micro-batches of all data-parallel ranks; None on
+    other ranks than the first. Every rank calls it."""
+    parts, sequences = _Parts(), batch.sequences.text_of_step()
+    if sequences is None:
+        return None
     for update, units in enumerate(batch.updates):
         for rank in range(micro_batching.dp):
             for micro in micro_batches(sequences, micro_batching, rank, units):

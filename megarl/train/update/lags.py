@@ -2,57 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 
 from megarl.core.config.algorithms import AlgorithmConfig
-from megarl.core.schema import LARGEST_LAG
-from megarl.learn.algorithms.terms.parts import doubles
+from megarl.core.schema import LARGEST_LAG, TrainingSample
+from megarl.learn.algorithms.terms.reduction import Tokens
 from megarl.learn.batching import Sequences
 
 LARGEST_NAMED = 8
 """Lags from this on are measured together."""
 
 
-def mask_segments(sequences: Sequences, settings: AlgorithmConfig) -> None:
-    """Take out of the loss mask what older weights have sampled than the newest of each trajectory
+def current(samples: Sequence[TrainingSample], settings: AlgorithmConfig) -> list[TrainingSample]:
+    """Take out of the samples of a trajectory what older weights have sampled than its newest
     (``algorithm.segments=current``).
 
     By steps in the weights and not by versions: an evaluation publishes the same weights as another version.
     """
-    if settings.segments == "all" or sequences.lag is None:
-        return
-    numbers = list(range(len(sequences))) if sequences.trajectory is None else sequences.trajectory.tolist()
-    lengths = sequences.lengths.tolist()
-    rows = list(zip(numbers, sequences.lag.split(lengths), sequences.mask.split(lengths), strict=True))
-    newest: dict[int, int] = {}
-    for number, lag, mask in rows:
-        if mask.any():
-            newest[number] = min(newest.get(number, LARGEST_LAG), int(lag[mask].min()))
-    sequences.mask = torch.cat([mask & (lag == newest.get(number, 0)) for number, lag, mask in rows])
+    if settings.segments == "all":
+        return list(samples)
+    own = [s.lag[s.response_mask] for s in samples if s.lag is not None]
+    newest = min((int(lag.min(initial=LARGEST_LAG)) for lag in own), default=0)
+    return [s if s.lag is None else s._replace(response_mask=s.response_mask & (s.lag == newest)) for s in samples]
 
 
-def lag_metrics(sequences: Sequences, sampled: torch.Tensor) -> dict[str, float]:
-    """Distance of the behaviour policy (engine) from the proximal one (trainer, start of the step), by lag.
+def lag_metrics(sequences: Sequences, kept: Tokens) -> dict[str, float]:
+    """Distance of the behaviour policy (engine) from the proximal one (trainer, start of the step), by lag, over the
+    whole step.
 
-    With w = exp(old_logp - engine_logp) of the N tokens of a lag: the effective sample size (Σw)² / Σw², as a share of
-    N, and the mean of |log w|.
+    With w = exp(old_logp - engine_logp) of the M tokens of a lag: the effective sample size (Σw)² / Σw², as a share of
+    M, and the mean of |log w|.
 
     Args:
-        sampled: bool [T]; the tokens that are compared.
+        kept: The tokens that are compared.
     """
     old, engine, lag = sequences.old_logp, sequences.engine_logp, sequences.lag
     if old is None or engine is None:
         return {}
+    # Another rank's sequences may have lags where these have none.
+    named = kept.lengths.new_zeros(1).expand(len(old)) if lag is None else lag.clamp(max=LARGEST_NAMED)
+    largest = kept.totals(torch.Tensor.double, named)
     metrics: dict[str, float] = {}
-    named = None if lag is None else lag.clamp(max=LARGEST_NAMED)
-    for n in range(1 if named is None else LARGEST_NAMED + 1):
-        kept = sampled if named is None else sampled & (named == n)
-        log_ratio = doubles(kept, lambda a, b: a.double() - b.double(), old, engine)
-        if not len(log_ratio):
+    for n in range(int(largest.max) + 1 if largest.number else 0):
+        own = kept if not largest.max else replace(kept, mask=kept.mask & (named == n))
+        log_ratio = own.totals(_log_ratio, old, engine)
+        if not log_ratio.number:
             continue
-        found = {"logp_diff": float(log_ratio.abs().mean())}
-        weights = (log_ratio - log_ratio.max()).exp_()  # a common factor cancels; the largest weight overflows nothing
-        total = float(weights.sum())
-        found["ess"] = total * total / (float(weights.square_().sum()) * len(weights))
+
+        def weights(a: torch.Tensor, b: torch.Tensor, top: float = log_ratio.max) -> torch.Tensor:
+            return (_log_ratio(a, b) - top).exp()  # a common factor cancels; the largest weight overflows nothing
+
+        total = own.totals(weights, old, engine).sum
+        squares = own.totals(lambda a, b, w=weights: w(a, b).square(), old, engine).sum
+        found = {
+            "logp_diff": own.totals(lambda a, b: _log_ratio(a, b).abs(), old, engine).mean,
+            "ess": total * total / (squares * log_ratio.number),
+        }
         metrics |= {f"training/{name}/lag_{n}": value for name, value in found.items()}
     return metrics
+
+
+def _log_ratio(old: torch.Tensor, engine: torch.Tensor) -> torch.Tensor:
+    return old.double() - engine.double()

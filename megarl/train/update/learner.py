@@ -5,7 +5,7 @@ Shape legend: N sequences of a step, T their positions (``batching.Sequences``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -19,20 +19,24 @@ from megarl.core.schema import GroupStats, Trajectory
 from megarl.explore.experience.groups import group_stats
 from megarl.learn.algorithms import Algorithm, StepInput
 from megarl.learn.algorithms.terms import kl
-from megarl.learn.algorithms.types import spread
-from megarl.learn.batching import of_demonstrations
+from megarl.learn.algorithms.terms.parts import counts
+from megarl.learn.batching import StepShare, of_demonstrations
+from megarl.learn.batching.images import Images
 from megarl.learn.training import objectives
 from megarl.learn.training.model import FrozenModel, TrainedModel
 from megarl.learn.training.objectives import Objective
 from megarl.learn.training.optimizer import learning_rate
 from megarl.train.rank.ranks import Ranks
 from megarl.train.rank.state import TrainState
-from megarl.train.update.batch import StepBatch, each_once, overlong
-from megarl.train.update.images import PutImages
+from megarl.train.update.batch import StepBatch, StepPlan, each_once, overlong
+from megarl.train.update.images import StepImages
 from megarl.train.update.models import Models
+from megarl.train.update.shares import share_of
 from megarl.train.update.updates import UpdateFilter
 from megarl.weights.checkpoint.formats.score_pad import score_pad
 
+_PHASES = {"old_logp": Phase.OLD_LOGP, "ref_logp": Phase.REF_LOGP, "values": Phase.VALUES}
+"""Phase of inference by the field that it fills."""
 NO_GROUP = GroupStats(0.0, 0.0, 1)
 """Group statistics of a demonstration, which has no reward."""
 
@@ -70,27 +74,46 @@ class Learner:
     def infer(self, batch: StepBatch) -> None:
         """Fill what the algorithm needs: log-probs under the weights that the update starts from, the reference's,
         values. ``old_logp`` of the first update may be filled by ``train_step``."""
-        sequences, needs = batch.sequences, self._algorithm.needs
+        sequences = batch.sequences
         if self._config.rollout.routing_replay:
             self._models.check_routing(sequences)
-        # The mismatch takes log-probs of every answer, the adaptive KL of those that ``filter_overlong`` leaves.
-        rest = batch.outside if "old_logp" in needs else []
         truncated = set(overlong(batch.rows, self._config.algorithm))
-        kept = [unit for unit in rest if not truncated.intersection(unit)]
+        for name, model, lists in self._inferred(batch.updates, batch.outside, truncated):
+            self._enter(_PHASES[name])
+            outputs = model.outputs(sequences, [model.micro_batches(sequences, units) for units in lists])
+            setattr(sequences, name, outputs)
 
-        def forward(model: FrozenModel, others: list[list[int]] = kept, first: int = 0) -> torch.Tensor:
-            asked = [*batch.updates[first:], *([others] if others else [])]
-            return model.outputs(sequences, [model.micro_batches(sequences, units) for units in each_once(asked)])
+    def _inferred(
+        self, updates: list[list[list[int]]], outside: list[list[int]], overlong: set[int]
+    ) -> Iterator[tuple[str, FrozenModel, list[list[list[int]]]]]:
+        """Yield (field of ``Sequences``, model that fills it, lists of units that it takes), in order. Arguments as of
+        ``StepPlan``."""
+        # The mismatch takes log-probs of every answer, the adaptive KL of those that ``filter_overlong`` leaves.
+        rest = outside if "old_logp" in self._algorithm.needs else []
+        kept = [unit for unit in rest if not overlong.intersection(unit)]
 
-        if "old_logp" in needs:
-            self._enter(Phase.OLD_LOGP)
-            sequences.old_logp = forward(self._models.actor, rest, first=int(self._first_update_infers))
-        if self._models.reference is not None:
-            self._enter(Phase.REF_LOGP)
-            sequences.ref_logp = forward(self._models.reference)
-        if self._models.critic is not None:
-            self._enter(Phase.VALUES)
-            sequences.values = forward(self._models.critic)
+        def lists(others: list[list[int]], first: int = 0) -> list[list[list[int]]]:
+            return each_once([*updates[first:], *([others] if others else [])])
+
+        models = self._models
+        if "old_logp" in self._algorithm.needs:
+            yield "old_logp", models.actor, lists(rest, int(self._first_update_infers))
+        if models.reference is not None:
+            yield "ref_logp", models.reference, lists(kept)
+        if models.critic is not None:
+            yield "values", models.critic, lists(kept)
+
+    def share(self, plan: StepPlan) -> StepShare | None:
+        """Choose the sequences of a step that this rank holds: those that its models take in inference and updates;
+        None for all. Every rank calls it."""
+        if self._algorithm.whole_step:
+            return None
+        inferred = self._inferred(plan.updates, plan.outside, plan.overlong)
+        taken: list[tuple[FrozenModel, list[list[int]]]] = [(m, units) for _, m, lists in inferred for units in lists]
+        for model in (self._models.actor, self._models.critic):
+            if model is not None:
+                taken += [(model, units) for units in plan.updates]
+        return share_of(plan.lengths, plan.patches, taken)
 
     def train_step(self, state: TrainState, batch: StepBatch) -> tuple[TrainState, dict[str, float]]:
         """Estimate advantages and make the step's updates; return the state with what they changed, and metrics."""
@@ -112,15 +135,17 @@ class Learner:
             if batch.turn_advantages is not None:
                 own = batch.turn_advantages.to(result.advantages.dtype).masked_fill_(~sequences.mask, 0.0)
                 sequences.advantages = torch.lerp(result.advantages, own, config.turn_rewards)
-                metrics |= spread("critic/turn_advantages", own[sequences.mask])
+                turns = batch.kept(sequences.mask).totals(torch.Tensor.double, own)
+                metrics |= turns.spread("critic/turn_advantages")
             metrics |= result.metrics
         if config.kl.target is not None and sequences.old_logp is not None and sequences.ref_logp is not None:
             metrics["actor/kl_coef"] = config.kl.coef
-            distance = kl.mean(sequences.old_logp, sequences.ref_logp, sequences.sampled, config.kl.estimator)
+            kept = batch.kept(sequences.sampled)
+            distance = kl.totals(sequences.old_logp, sequences.ref_logp, kept, config.kl.estimator)
             # An actor that stays is no measure for the coefficient, and neither is a step without a token in the loss.
-            if not self.critic_alone(state) and bool(sequences.sampled.any()):
-                state = replace(state, kl_coef=kl.adapted(distance, len(batch.outcomes), config.kl))
-            metrics["actor/kl_measured"] = distance
+            if not self.critic_alone(state) and distance.number:
+                state = replace(state, kl_coef=kl.adapted(distance.mean, len(batch.outcomes), config.kl))
+            metrics["actor/kl_measured"] = distance.mean
         return state, metrics
 
     def settings(self, state: TrainState) -> AlgorithmConfig:
@@ -201,9 +226,10 @@ def kl_coef(state: TrainState, config: KLConfig) -> float:
 
 
 def step_input(batch: StepBatch, algorithm: Algorithm, config: AlgorithmConfig) -> StepInput:
-    """Input of an algorithm's advantages; demonstrations have no reward."""
+    """Input of an algorithm's advantages; demonstrations have no reward. Every rank calls it."""
     sequences, rows = batch.sequences, batch.rows
-    more = len(sequences) - len(rows)
+    tokens = sequences.together(counts(sequences.mask, sequences.lengths))
+    more = len(tokens) - len(rows)
     rewards = [row.reward.score for row in rows] + [0.0] * more
     stats = [row.group_stats or group_stats([row.reward.score]) for row in rows] + [NO_GROUP] * more
     greedy, bootstrap = None, None
@@ -213,33 +239,42 @@ def step_input(batch: StepBatch, algorithm: Algorithm, config: AlgorithmConfig) 
     if sequences.values is not None and isinstance(config, PPOConfig) and config.bootstrap_truncated:
         # The value of the state after the last token stands at that token's own position.
         truncated = torch.tensor([reason == "length" for reason in batch.finish_reasons] + [False] * more)
-        bootstrap = torch.where(truncated, sequences.values[sequences.cu_seqlens[1:] - 1], 0.0)
+        bootstrap = torch.where(sequences.held(truncated), sequences.values[sequences.cu_seqlens[1:] - 1], 0.0)
     return StepInput(
         rewards=torch.tensor(rewards, dtype=torch.float64),
         stats=stats,
         cu_seqlens=sequences.cu_seqlens,
         mask=sequences.mask,
+        tokens=tokens,
         old_logp=sequences.old_logp,
         ref_logp=sequences.ref_logp,
         values=sequences.values,
         bootstrap=bootstrap,
         greedy=greedy,
-        expert=sequences.expert,
+        expert=torch.arange(len(tokens)) >= len(rows) if more else None,
+        own=None if sequences.share is None else sequences.share.numbers,
+        together=sequences.together,
     )
 
 
-def model_scores(
-    model: FrozenModel, trajectories: list[Trajectory], put_images: PutImages | None = None
-) -> list[float]:
-    """The reward model's score of each trajectory, read after the model's last turn.
+def model_scores(model: FrozenModel, trajectories: list[Trajectory], images: StepImages | None = None) -> list[float]:
+    """The reward model's score of each trajectory, read after the model's last turn. Every rank calls it.
 
     Args:
-        put_images: Sets the images of sequences; None where there are none.
+        images: Those of the step; None for a text model.
     """
-    sequences = of_demonstrations([trajectory.answered() for trajectory in trajectories])
-    if put_images is not None:
-        put_images(sequences, [trajectory.answered_images for trajectory in trajectories])
-    found: list[float] = model.outputs(sequences, [model.micro_batches(sequences)])[
-        sequences.scored(score_pad(model.hf_config))
-    ].tolist()
+    lengths = torch.tensor([sum(map(len, trajectory.answered())) for trajectory in trajectories])
+    patches = None
+    if images is not None:
+        patches = [images.patches(d for at in t.answered_images for d in at.digests) for t in trajectories]
+    share = share_of(lengths, patches, [(model, None)])
+    held = trajectories if share is None else [trajectories[i] for i in share.numbers.tolist()]
+    sequences = of_demonstrations([trajectory.answered() for trajectory in held])
+    sequences.share = share
+    if images is not None:
+        images.put(sequences, [trajectory.answered_images for trajectory in held])
+    if sequences.images is None and any(patches or ()):
+        sequences.images = Images.of_text(sequences.lengths)
+    outputs = model.outputs(sequences, [model.micro_batches(sequences)])
+    found: list[float] = sequences.together(outputs[sequences.scored(score_pad(model.hf_config))]).tolist()
     return found

@@ -25,7 +25,7 @@ from megarl.learn.batching import Sequences, per_token
 def turn_advantages(
     trajectories: Sequence[Trajectory], sequences: Sequences, algorithm: Algorithm, settings: AlgorithmConfig
 ) -> torch.Tensor:
-    """float32 [T] of the samples of some trajectories, whole groups of them; 0 where no token is trained."""
+    """float32 [T] of the held samples of a step's trajectories, whole groups of them; 0 where no token is trained."""
     of_turns: dict[tuple[int, int], float] = {}
     """Number of a trajectory and index of a turn in it -> advantage."""
     places = {id(trajectory): i for i, trajectory in enumerate(trajectories)}
@@ -36,10 +36,12 @@ def turn_advantages(
                 returns.setdefault(k, {})[places[id(trajectory)], turn] = value
         for found in returns.values():
             of_turns |= _compared(found, algorithm, settings)
+    every = ((place, response) for place, trajectory in enumerate(trajectories) for response in _responses(trajectory))
+    held = range(len(sequences)) if sequences.share is None else set(sequences.share.numbers.tolist())
     responses = [
         np.concatenate([np.full(len(turn), of_turns.get((place, i), 0.0), np.float32) for i, turn in response])
-        for place, trajectory in enumerate(trajectories)
-        for response in _responses(trajectory)
+        for number, (place, response) in enumerate(every)
+        if number in held
     ]
     return per_token(responses, sequences)
 

@@ -6,11 +6,13 @@ that the step starts from.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from megarl.core.config.algorithms import KLConfig
 from megarl.core.errors import ConfigError
-from megarl.learn.algorithms.terms.parts import doubles
+from megarl.learn.algorithms.terms.reduction import Tokens, Totals
 
 LARGEST_ERROR = 0.2
 """Bound of KL / target − 1 (Ziegler et al., 1909.08593)."""
@@ -24,10 +26,9 @@ def estimates(logp: torch.Tensor, ref_logp: torch.Tensor, estimator: str) -> tor
     return 0.5 * d.square() if estimator == "k2" else torch.expm1(d) - d
 
 
-def mean(logp: torch.Tensor, ref_logp: torch.Tensor, mask: torch.Tensor, estimator: str) -> float:
-    """KL per token over ``mask`` (all [T]), the measure that :func:`adapted` takes; 0 for no token."""
-    kept = doubles(mask, lambda own, reference: estimates(own, reference, estimator), logp, ref_logp)
-    return float(kept.mean()) if kept.numel() else 0.0
+def totals(logp: torch.Tensor, ref_logp: torch.Tensor, kept: Tokens, estimator: str) -> Totals:
+    """KL of the kept tokens of log-probs [T], over the whole step: the mean is what :func:`adapted` takes."""
+    return kept.totals(partial(estimates, estimator=estimator), logp, ref_logp)
 
 
 def adapted(kl: float, responses: int, config: KLConfig) -> float:

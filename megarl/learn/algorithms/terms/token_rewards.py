@@ -3,11 +3,13 @@
 r_t = [t is the last kept token]·reward − kl_coef·KL_t (with a coefficient of 0 there is no reference, and no KL)
 
 Tokens that are masked out are as if they were not there: what is estimated goes from one kept token to the next.
-Shape legend: T positions of a step, M of them kept, N sequences.
+Shape legend: N sequences of a step, n of them held by this rank, T their positions, M of them kept.
 """
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,8 +17,9 @@ import torch
 from megarl.core.config.algorithms import AlgorithmConfig
 from megarl.core.errors import ConfigError
 from megarl.learn.algorithms.terms import kl
-from megarl.learn.algorithms.terms.parts import doubles, sums
-from megarl.learn.algorithms.types import StepInput, spread
+from megarl.learn.algorithms.terms.parts import PART, doubles, sums
+from megarl.learn.algorithms.terms.reduction import Tokens, totals_of
+from megarl.learn.algorithms.types import StepInput
 
 VARIANCE_EPSILON = 1e-8
 
@@ -26,9 +29,12 @@ class TokenRewards(NamedTuple):
 
     rewards: torch.Tensor
     """[M], float32, or the type of the step's log-probs and values."""
+    kept: Tokens
+    """All M of them, by sequences; one without a kept token is empty."""
     cu_seqlens: torch.Tensor
-    """int64 [N + 1]; a sequence without a kept token is empty."""
+    """int64 [n + 1], of ``kept``."""
     metrics: dict[str, float]
+    """Over the whole step."""
 
 
 def token_rewards(name: str, step: StepInput, config: AlgorithmConfig) -> TokenRewards:
@@ -37,8 +43,9 @@ def token_rewards(name: str, step: StepInput, config: AlgorithmConfig) -> TokenR
     Raises:
         ConfigError: there is a KL to take off, but no log-probs to compute it from.
     """
-    tokens = step.tokens
+    tokens = step.held(step.tokens)
     cu_seqlens = torch.cat([tokens.new_zeros(1), tokens.cumsum(0)])
+    kept = Tokens(torch.ones(int(cu_seqlens[-1]), dtype=torch.bool), tokens, step.together)
     rewards = torch.zeros(int(cu_seqlens[-1]), dtype=torch.float64, device=step.mask.device)
     metrics: dict[str, float] = {}
     kl_is_inside = config.kl.place == "reward" and config.kl.coef != 0.0
@@ -48,25 +55,27 @@ def token_rewards(name: str, step: StepInput, config: AlgorithmConfig) -> TokenR
                 f"algorithm.kl.place=reward needs old_logp and ref_logp; {name} must list old_logp and kl in its "
                 "needs, or set algorithm.kl.place to loss"
             )
-        each = doubles(
-            step.mask, lambda own, ref: kl.estimates(own, ref, config.kl.estimator), step.old_logp, step.ref_logp
-        )
-        metrics["actor/reward_kl_penalty"] = float(each.mean()) if each.numel() else 0.0
+        each = doubles(step.mask, partial(kl.estimates, estimator=config.kl.estimator), step.old_logp, step.ref_logp)
+        metrics["actor/reward_kl_penalty"] = kept.totals(torch.Tensor.double, each).mean
         metrics["actor/reward_kl_penalty_coeff"] = config.kl.coef
         rewards -= each.mul_(config.kl.coef)
         del each
     there = tokens > 0
-    rewards[cu_seqlens[1:][there] - 1] += step.rewards.double()[there]
+    rewards[cu_seqlens[1:][there] - 1] += step.held(step.rewards).double()[there]
     if kl_is_inside:
-        metrics |= spread("critic/rewards", sums(rewards, tokens)[there])
+        metrics |= totals_of(step.together(sums(rewards, tokens))[step.tokens > 0]).spread("critic/rewards")
     given = step.values if step.values is not None else step.old_logp
-    return TokenRewards(rewards.to(torch.float32 if given is None else given.dtype), cu_seqlens, metrics)
+    return TokenRewards(rewards.to(torch.float32 if given is None else given.dtype), kept, cu_seqlens, metrics)
 
 
-def whitened(kept: torch.Tensor) -> torch.Tensor:
-    """(x − μ) / sqrt(σ² + 1e-8), σ² the unbiased variance, in float64. Values that are all one become exactly 0."""
-    x = kept.to(torch.float64, copy=True)
-    if x.numel() == 0 or bool((x == x[0]).all()):
-        return torch.zeros_like(kept)
-    mean, deviation = x.mean(), (x.var() + VARIANCE_EPSILON).sqrt()
-    return x.sub_(mean).div_(deviation).to(kept.dtype)
+def whitened(values: torch.Tensor, kept: Tokens) -> torch.Tensor:
+    """(x − μ) / sqrt(σ² + 1e-8) of ``values`` [M], in float64; μ and the unbiased σ² are over the whole step. Values
+    that are all one become exactly 0."""
+    totals = kept.totals(torch.Tensor.double, values)
+    result = torch.zeros_like(values)
+    if not totals.number or totals.max == totals.min:
+        return result
+    deviation = math.sqrt(kept.variance(totals.mean, torch.Tensor.double, values) + VARIANCE_EPSILON)
+    for part, x in zip(result.split(PART), values.split(PART), strict=True):
+        part.copy_(x.double().sub_(totals.mean).div_(deviation))
+    return result

@@ -10,7 +10,7 @@ import torch
 
 from megarl.core.config.algorithms import PPOConfig
 from megarl.learn.algorithms import terms
-from megarl.learn.algorithms.terms.parts import doubles
+from megarl.learn.algorithms.terms.reduction import Tokens
 from megarl.learn.algorithms.types import Loss
 
 
@@ -48,13 +48,16 @@ def loss(
     return Loss(total.to(values.dtype), metrics)
 
 
-def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
-    """1 − Var(R − V) / Var(R) over the kept tokens of a step ([T] each), in float64: 1 for a perfect critic, 0 for one
-    that knows only the mean, below 0 for a worse one. 0 where all returns are one, or there are none: nothing to
+def explained_variance(values: torch.Tensor, returns: torch.Tensor, kept: Tokens) -> float:
+    """1 − Var(R − V) / Var(R) over the kept tokens of a step (of [T] each), in float64: 1 for a perfect critic, 0 for
+    one that knows only the mean, below 0 for a worse one. 0 where all returns are one, or there are none: nothing to
     explain."""
-    r = doubles(mask, torch.Tensor.double, returns)
-    if r.numel() < 2 or bool((r == r[0]).all()):
+    total = kept.totals(torch.Tensor.double, returns)
+    if total.number < 2 or total.max == total.min:
         return 0.0
-    total = r.var()
-    del r
-    return 1.0 - float(doubles(mask, lambda r, v: r.double() - v.double(), returns, values).var() / total)
+
+    def rest(r: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return r.double() - v.double()
+
+    unexplained = kept.variance(kept.totals(rest, returns, values).mean, rest, returns, values)
+    return 1.0 - unexplained / kept.variance(total.mean, torch.Tensor.double, returns)

@@ -1,0 +1,116 @@
+"""A rank's share of a step: which of its sequences the rank holds, and what all ranks put together of theirs.
+
+Shape legend: N sequences of a step, n of them held by this rank, T positions of those n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+PIECE = 2**20
+"""Most positions of a step that the ranks exchange at once; a longer sequence goes by itself."""
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by their bytes."""
+_NOTHING = torch.iinfo(torch.int64).min
+"""The smallest integer: a rank that holds a sequence has this or a larger one."""
+
+
+@dataclass(frozen=True)
+class StepShare:
+    """Which sequences of a step a rank holds. Ranks of one replica may hold the same ones, with the same bits."""
+
+    numbers: torch.Tensor
+    """int64 [n], ascending, at least one: numbers of the held sequences within the step."""
+    lengths: torch.Tensor
+    """int64 [N] of all sequences of the step."""
+    patches: Sequence[int] | None = None
+    """[N]: patches of the images of each sequence of the step; None where there are none."""
+
+    @classmethod
+    def of(cls, taken: Collection[int], lengths: torch.Tensor, patches: Sequence[int] | None = None) -> StepShare:
+        """Make the share of a rank whose models take the sequences ``taken``. Every rank calls it.
+
+        Sequences that no rank's models take (nothing of them is in the loss) are dealt in turn, so that each is held
+        somewhere. A rank whose models take none holds one: the padding of its micro-batches reads some tokens.
+        """
+        rank, world = dist.get_rank(), dist.get_world_size()
+        held = torch.zeros(len(lengths), dtype=torch.int64)
+        held[list(taken)] = 1
+        somewhere = held.clone()
+        dist.all_reduce(somewhere, dist.ReduceOp.MAX)
+        held[torch.nonzero(somewhere == 0)[rank::world, 0]] = 1
+        if not held.any():
+            held[rank % len(lengths)] = 1
+        return cls(torch.nonzero(held)[:, 0], lengths, patches)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return self.numbers.nbytes + self.lengths.nbytes
+
+    def local(self, numbers: Sequence[int]) -> list[int]:
+        """Places of sequences of the step among those that are held."""
+        wanted = torch.tensor(numbers, dtype=torch.int64)
+        places = torch.searchsorted(self.numbers, wanted)
+        are_held = torch.equal(self.numbers[places.clamp(max=len(self.numbers) - 1)], wanted)
+        assert are_held, f"of the sequences {numbers} this rank does not hold all: its share was made for other lists"
+        found: list[int] = places.tolist()
+        return found
+
+    def together(self, values: torch.Tensor) -> torch.Tensor:
+        """Put values of the held sequences [n, ...] together for all of the step [N, ...]. Every rank calls it.
+
+        Exact: bits travel as integers, of which the largest stays.
+        """
+        whole = torch.full((len(self.lengths), *values.shape[1:]), _NOTHING)
+        whole[self.numbers] = values.view(_BITS[values.element_size()]).long()
+        dist.all_reduce(whole, dist.ReduceOp.MAX)
+        return whole.to(_BITS[values.element_size()]).view(values.dtype)
+
+    def add_up(self, values: torch.Tensor) -> None:
+        """Replace ``values`` [T] by their sum over the ranks that hold a position, in place. Every rank calls it."""
+        for piece, places in self._pieces(values, dist.ReduceOp.SUM):
+            for own, there in places:
+                values[own] = piece[there]
+
+    def whole(self, values: torch.Tensor) -> torch.Tensor | None:
+        """Return values [T], none of them negative, of all positions of the step on rank 0, None elsewhere. Every rank
+        calls it."""
+        first = dist.get_rank() == 0
+        found = [piece for piece, _ in self._pieces(values, dist.ReduceOp.MAX) if first]
+        return torch.cat(found) if first else None
+
+    def _pieces(
+        self, values: torch.Tensor, op: dist.ReduceOp.RedOpType
+    ) -> Iterator[tuple[torch.Tensor, list[tuple[slice, slice]]]]:
+        """Yield values of runs of the step's sequences, reduced over the ranks, 0 where a rank holds none; and (slice
+        of [T], slice of the run) of each sequence that is held."""
+        starts = self.lengths.cumsum(0) - self.lengths
+        own = self.lengths[self.numbers]
+        ends = own.cumsum(0).tolist()
+        for first, end in _runs(self.lengths.tolist()):
+            held = range(*torch.searchsorted(self.numbers, torch.tensor([first, end])).tolist())
+            places = []
+            for i in held:
+                length, start = int(own[i]), int(starts[self.numbers[i]] - starts[first])
+                places.append((slice(ends[i] - length, ends[i]), slice(start, start + length)))
+            piece = values.new_zeros(int(self.lengths[first:end].sum()))
+            for mine, there in places:
+                piece[there] = values[mine]
+            dist.all_reduce(piece, op)
+            yield piece, places
+
+
+def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield (first sequence, sequence after the last) of parts of at most ``PIECE`` positions."""
+    first, size = 0, 0
+    for i, length in enumerate(lengths):
+        if size and size + length > PIECE:
+            yield first, i
+            first, size = i, 0
+        size += length
+    yield first, len(lengths)

@@ -1,0 +1,107 @@
+"""A step whose sequences are dealt to ranks: what each rank holds, and its estimate and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+from megarl.core.config.algorithms import AlgorithmConfig, KLConfig, settings_of
+from megarl.core.config.job import SyncConfig
+from megarl.core.config.schema import Config
+from megarl.core.errors import WeightsDiffer
+from megarl.core.schema import Outcome, Reward
+from megarl.explore.experience.groups import group_stats
+from megarl.learn import algorithms
+from megarl.learn.algorithms.terms.reduction import Together
+from megarl.learn.batching import Sequences
+from megarl.train.rank.state import TrainState
+from megarl.train.update.batch import StepBatch
+from megarl.train.update.gap import engine_gap
+from megarl.train.update.learner import Learner
+from megarl.train.update.models import Models
+
+LENGTHS = (30, 70_001, 5, 9, 40_003, 1, 64, 30_000, 12)
+"""Of sequences; those that are computed at once are others on each rank."""
+PER_TOKEN = ("tokens", "mask", "engine_logp", "old_logp", "ref_logp", "values", "lag")
+
+
+def whole(name: str) -> StepBatch:
+    """Step of one rank. Sequence 2 has no token in the loss; the last one is demonstrated with mix."""
+    generator = torch.Generator().manual_seed(5)
+    lengths, total = torch.tensor(LENGTHS), sum(LENGTHS)
+    mask = torch.rand(total, generator=generator) < 0.8
+    ends = lengths.cumsum(0)
+    mask[ends - 1] = False
+    mask[ends[1] : ends[2]] = False
+    old, noise, more, values = (torch.randn(total, generator=generator) for _ in range(4))
+    row = torch.repeat_interleave(torch.arange(len(LENGTHS)), lengths)
+    sequences = Sequences(
+        torch.zeros(total, dtype=torch.int32),
+        lengths,
+        mask,
+        engine_logp=old + 0.01 * noise,
+        old_logp=old,
+        ref_logp=old + 0.1 * more,
+        values=values,
+        lag=torch.where(row % 3 == 0, 3 * (torch.arange(total) % 5), 0).to(torch.int16),
+    )
+    scores = torch.rand(len(LENGTHS), generator=generator).tolist()
+    rows = [
+        Outcome("r", f"g{i // 4}", i % 4, 1, length, Reward(score, "ok"), False, group_stats(scores), greedy(score / 3))
+        for i, (length, score) in enumerate(zip(LENGTHS, scores, strict=True))
+    ]
+    if name == "mix":
+        rows = rows[:-1]
+        sequences.expert = torch.arange(len(LENGTHS)) == len(rows)
+    turns = noise if algorithms.get(name).advantage is not None else None
+    return StepBatch(rows, rows, sequences, [], ["length", *["stop"] * (len(rows) - 1)], turns)
+
+
+def greedy(score: float) -> Outcome:
+    return Outcome("r", "g", -1, 1, 1, Reward(score, "ok"), False, None, None)
+
+
+def held(batch: StepBatch, own: Sequence[int], together: Together) -> StepBatch:
+    """Part of a step that a rank with sequences ``own`` holds. It knows no lags where these have none."""
+    sequences, numbers = batch.sequences, torch.tensor(own, dtype=torch.int64)
+    kept = torch.isin(sequences.row, numbers)
+    fields: dict[str, Any] = {n: x[kept] for n in PER_TOKEN if (x := getattr(sequences, n)) is not None}
+    if not fields["lag"].any():
+        del fields["lag"]
+    part = Sequences(lengths=sequences.lengths[numbers], **fields)
+    if sequences.expert is not None:
+        part.expert = sequences.expert[numbers]
+    turns = None if batch.turn_advantages is None else batch.turn_advantages[kept]
+    return replace(batch, sequences=part, turn_advantages=turns, own=numbers, together=together)
+
+
+def results(name: str, batch: StepBatch) -> tuple[dict[int, bytes], list[str]]:
+    """(number of a held sequence -> bits of its advantages and returns, all else that a step computes of ``batch``)."""
+    settings: AlgorithmConfig = settings_of(name)(name=name)
+    of_tokens = algorithms.get(name).estimate is not None
+    kl = KLConfig(0.1, "k3", "reward" if of_tokens else "loss", target=0.3, horizon=100)
+    settings = replace(settings, kl=kl, turn_rewards=0.0 if of_tokens else 0.25)
+    for flag in ("whiten_advantages", "bootstrap_truncated"):
+        if of_tokens and hasattr(settings, flag):
+            settings = replace(settings, **{flag: True})
+    config = Config(algorithm=settings, sync=SyncConfig(sample_tolerance=1.0))
+    models, nothing = cast("Models", SimpleNamespace(critic=None)), cast("Any", None)
+    learner = Learner(config, algorithms.get(name), models, nothing, nothing, nothing)
+    sequences = batch.sequences
+    state, metrics = learner.estimate(TrainState(), batch)
+    metrics |= engine_gap(batch, sequences.sampled, config)
+    told = []
+    try:
+        engine_gap(batch, sequences.sampled, replace(config, sync=SyncConfig(sample_tolerance=1e-4)))
+    except WeightsDiffer as error:
+        told = [str(error)]
+    numbers = range(len(sequences)) if batch.own is None else batch.own.tolist()
+    assert sequences.advantages is not None
+    found = [x for x in (sequences.advantages, sequences.returns) if x is not None]
+    split = zip(*(x.split(sequences.lengths.tolist()) for x in found), strict=True)
+    bits = {n: b"".join(x.numpy().tobytes() for x in rows) for n, rows in zip(numbers, split, strict=True)}
+    return bits, [f"{key}={value!r}" for key, value in (metrics | {"kl_coef": state.kl_coef}).items()] + told
