@@ -8,7 +8,8 @@
 # too long the others go on; the exit code is the number of steps that failed. Without a GPU nothing is measured: what can
 # run on a CPU runs at toy size, and the rest says what it would prove.
 OUT=${OUT:-runs/first_gpu}
-STEPS=${*:-build kernels learner attention update speed sync sanitizer jobs loop}
+STEPS=${*:-build kernels learner attention update speed sync sanitizer jobs loop exact apart}
+export WITHOUT_VLLM=0
 . "$(dirname "$0")/gpu_steps.sh"
 
 build() {
@@ -37,13 +38,14 @@ sanitizer() {
   return $code
 }
 
-loop() {
-  "$PYTHON" -c 'import vllm' || { echo "not run: vLLM cannot be imported"; return; }
-  "$PYTHON" -m megarl train experiment=quickstart parallel=tp1 parallel.backend=nccl rollout.placement=colocated \
-    model.dtype=bfloat16 trainer.steps=5 run.name=first_gpu "run.dir=$OUT/loop"
+# The engine has the trainer's card, which is named twice: two processes that see it alone.
+apart() {
+  local card=${CUDA_VISIBLE_DEVICES:-0}
+  CUDA_VISIBLE_DEVICES="${card%%,*},${card%%,*}" job apart model.dtype=bfloat16 rollout.placement=separate \
+    sync.transport=nccl sync.cold_interval=3
 }
 
-export -f build sanitizer loop
+export -f build sanitizer apart
 tests_of_kernels=$(grep -rl "mark.gpu" tests/unit)
 tests_of_learner=$(grep -rl "mark.gpu" tests/parallel)
 # shellcheck disable=SC2086
@@ -62,7 +64,11 @@ tests_of_learner=$(grep -rl "mark.gpu" tests/parallel)
   step sanitizer 150 "no bad access, race, read of what nobody wrote" 1 sanitizer
   step jobs 300 "SFT and DPO on the card; killed and resumed" 1 \
     "$PYTHON" benchmarks/gpu.py jobs --root "$OUT/jobs"
-  step loop 300 "the whole loop with vLLM on this card, every sync proven" 1 loop
+  step loop 300 "the whole loop with vLLM on this card, engines asleep between, every sync proven" 1 \
+    job loop model.dtype=bfloat16 rollout.placement=colocated
+  step exact 300 "the same in float32: engine and trainer differ by rounding" 1 \
+    job exact model.dtype=float32 rollout.placement=colocated
+  step apart 300 "weights by CUDA IPC, an engine with captured graphs against one that begins with the weights" 1 apart
 }
 echo "first_gpu: $failed steps failed; outputs in $OUT"
 exit $failed

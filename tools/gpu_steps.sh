@@ -35,4 +35,24 @@ gpu_tests() {
   # shellcheck disable=SC2086
   "$PYTHON" -m pytest -q -p no:cacheprovider $workers -m gpu "$@"
 }
-export -f gpu_tests
+
+# job NAME OVERRIDES...: a short GRPO job, with what its syncs took and how far engine and trainer are apart. Without vLLM
+# it ends with WITHOUT_VLLM.
+job() {
+  local name=$1
+  shift
+  "$PYTHON" -c 'import vllm' || { echo "not run: vLLM cannot be imported"; return "${WITHOUT_VLLM:-1}"; }
+  "$PYTHON" -m megarl train experiment=quickstart parallel=tp1 parallel.backend=nccl \
+    trainer.steps=6 trainer.warm_start.steps=100 run.name="$name" "run.dir=$OUT/runs/$name" "$@" || return
+  "$PYTHON" - "$OUT/runs/$name/metrics.jsonl" <<'PYTHON'
+import json, sys
+
+names = ("sync/seconds", "sync/transfer_seconds", "sync/digest_seconds", "sync/probe_diff_max", "sync/cold_seconds",
+         "training/rollout_logp_diff_mean", "training/rollout_logp_diff_p99", "timing_s/rollout", "timing_s/update")
+for line in open(sys.argv[1]):
+    step = json.loads(line)
+    if "sync/seconds" in step:
+        print(step["step"], {name: float(f"{step[name]:.3g}") for name in names if name in step})
+PYTHON
+}
+export -f gpu_tests job

@@ -10,28 +10,9 @@ OUT=${OUT:-runs/two_gpus}
 STEPS=${*:-tests loop graphs eager sockets nccl ipc sleep destroy keep}
 . "$(dirname "$0")/gpu_steps.sh"
 
-# job NAME OVERRIDES...: a short GRPO job in bfloat16.
-job() {
-  local name=$1
-  shift
-  "$PYTHON" -c 'import vllm' || { echo "vLLM cannot be imported"; return 1; }
-  "$PYTHON" -m megarl train experiment=quickstart parallel=tp1 parallel.backend=nccl model.dtype=bfloat16 \
-    trainer.steps=6 trainer.warm_start.steps=100 run.name="$name" "run.dir=$OUT/runs/$name" "$@" || return
-  "$PYTHON" - "$OUT/runs/$name/metrics.jsonl" <<'PYTHON'
-import json, sys
-
-names = ("sync/seconds", "sync/transfer_seconds", "sync/digest_seconds", "sync/probe_diff_max", "sync/cold_seconds",
-         "training/rollout_logp_diff_mean", "training/rollout_logp_diff_p99", "timing_s/rollout", "timing_s/update")
-for line in open(sys.argv[1]):
-    step = json.loads(line)
-    if "sync/seconds" in step:
-        print(step["step"], {name: float(f"{step[name]:.3g}") for name in names if name in step})
-PYTHON
-}
-
-# The seed and the file system are one, so steps that differ in transport alone print the same losses where bits agree.
-export -f job
-apart="rollout.placement=separate"
+# Steps that differ in transport alone print the same numbers where bits agree: the seed is one.
+together="model.dtype=bfloat16 rollout.placement=colocated"
+apart="model.dtype=bfloat16 rollout.placement=separate"
 {
   step tests 600 "updates on two ranks equal plain transformers; slices over NCCL and CUDA IPC arrive whole" 2 \
     gpu_tests tests/parallel tests/unit
@@ -44,9 +25,9 @@ apart="rollout.placement=separate"
   step nccl 300 "weights over NCCL" 2 job nccl $apart sync.transport=nccl sync.shared_memory=false
   step ipc 300 "weights through the GPU's memory by CUDA IPC" 2 job ipc $apart sync.transport=nccl
   step sleep 400 "engines that sleep on the trainer's GPUs wake with new weights; TP2 on both sides" 2 \
-    job sleep parallel.tp=2 rollout.tp=2 rollout.placement=colocated rollout.offload=sleep
+    job sleep $together rollout.tp=2 parallel.tp=2 rollout.offload=sleep
   step destroy 500 "the same with engines that end and are started" 2 \
-    job destroy parallel.tp=2 rollout.tp=2 rollout.placement=colocated rollout.offload=destroy
+    job destroy $together rollout.tp=2 parallel.tp=2 rollout.offload=destroy
   step keep 300 "requests under way go on with new weights" 2 \
     job keep $apart sync.pause=keep sync.max_staleness=1 sync.order=completion
 }
