@@ -84,13 +84,13 @@ class Learner:
             setattr(sequences, name, outputs)
 
     def _inferred(
-        self, updates: list[list[list[int]]], outside: list[list[int]], overlong: set[int]
+        self, updates: list[list[list[int]]], outside: list[list[int]], truncated: set[int]
     ) -> Iterator[tuple[str, FrozenModel, list[list[list[int]]]]]:
         """Yield (field of ``Sequences``, model that fills it, lists of units that it takes), in order. Arguments as of
         ``StepPlan``."""
         # The mismatch takes log-probs of every answer, the adaptive KL of those that ``filter_overlong`` leaves.
         rest = outside if "old_logp" in self._algorithm.needs else []
-        kept = [unit for unit in rest if not overlong.intersection(unit)]
+        kept = [unit for unit in rest if not truncated.intersection(unit)]
 
         def lists(others: list[list[int]], first: int = 0) -> list[list[list[int]]]:
             return each_once([*updates[first:], *([others] if others else [])])

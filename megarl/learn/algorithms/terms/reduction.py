@@ -90,8 +90,7 @@ class Tokens:
         held = [(each(*kept).abs().numpy().view(np.int32), number) for number, kept in self.groups(*values)]
         bins, found, place = 2**DIGIT_BITS, 0, -1
         for shift in range(32 - DIGIT_BITS, -1, -DIGIT_BITS):
-            digits = [bits >> shift & bins - 1 for bits, _ in held]
-            counts = [_histograms(d, number, bins) for d, (_, number) in zip(digits, held, strict=True)]
+            counts = [_histograms(bits >> shift & bins - 1, number, bins) for bits, number in held]
             partial = np.concatenate([np.empty((0, bins), np.int64), *counts])
             ends = self.together(torch.from_numpy(partial)).sum(0).cumsum(0)
             if place < 0:
@@ -100,7 +99,9 @@ class Tokens:
             digit = int(torch.searchsorted(ends, place, right=True))
             place -= int(ends[digit - 1]) if digit else 0
             found |= digit << shift
-            held = [(bits[d == digit], c[:, digit]) for (bits, _), d, c in zip(held, digits, counts, strict=True)]
+            for i, count in enumerate(counts):
+                bits, _ = held[i]
+                held[i] = bits[bits >> shift & bins - 1 == digit], count[:, digit]
         return float(np.array(found, np.int32).view(np.float32))
 
     def groups(self, *values: torch.Tensor) -> Iterator[tuple[np.ndarray, tuple[torch.Tensor, ...]]]:
