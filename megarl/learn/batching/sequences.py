@@ -220,7 +220,7 @@ def _put(field: torch.Tensor, responses: Sequence[np.ndarray], ends: Sequence[in
     sequences."""
     for values, end in zip(responses, ends, strict=True):
         last = end - 1  # nothing is predicted there
-        field[last - len(values) : last] = torch.from_numpy(values)
+        field.numpy()[last - len(values) : last] = values  # torch warns of tensors of read-only arrays
 
 
 def joined(sampled: Sequences, demonstrated: Sequences) -> Sequences:

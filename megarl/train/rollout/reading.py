@@ -1,11 +1,12 @@
 """One reader per node: the first rank of each node reads the store and hands what it has read to the node's other
-ranks."""
+ranks, its arrays through a file that they map (``spool.py``)."""
 
 from __future__ import annotations
 
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from megarl.explore.order.replay import Replayed
 from megarl.explore.store import Store
 from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations
 from megarl.explore.tasksets.inline_images import without_inline_images
+from megarl.train.rollout.spool import Spool, Spooled, unspooled
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -64,21 +66,28 @@ class NodeReader:
         """All parts, the same on every rank; only readers call ``parts``. None on every rank when ``stopping()`` on
         some reader.
 
-        A part is in memory at most four times, on the reader, while it is handed on.
+        Arrays are read-only where there are several ranks: they lie once a node. A part is in memory once, on the
+        reader, until its arrays are written.
 
         Raises what ``parts`` raised on some reader, on every rank: as JobError where it is no error of megarl's.
         """
         if self._world == 1:
             return list(parts())
-        found: list[T] = []
-        fault: Fault = None
-        for message in self._messages(parts, stopping) if self.reads else itertools.repeat(None):
-            part, fault, ended = self._broadcast(message)
-            heartbeat.beat()
-            if ended:
-                break
-            found.append(part)
-        return found if self._agree(fault) else None
+        with closing(Spool()) as spool:
+            spooled: list[Spooled] = []
+            for message in self._messages(parts, stopping, spool) if self.reads else itertools.repeat(None):
+                part, fault, path = self._broadcast(message)
+                heartbeat.beat()
+                if part is None:
+                    break
+                spooled.append(part)
+            found: list[T] = []
+            if fault is None:
+                try:
+                    found = unspooled(path, spooled)
+                except JobError as error:  # every rank raises it
+                    fault = self._as_error(error)
+            return found if self._agree(fault) else None  # all have mapped the file once they agree
 
     def from_first(self, make: Callable[[], T]) -> T:
         """Call ``make`` on rank 0; return its result on every rank. Raises its error everywhere, as ``read`` does."""
@@ -97,19 +106,19 @@ class NodeReader:
         return box[0]  # type: ignore[no-any-return]
 
     def _messages(
-        self, parts: Callable[[], Iterable[T]], stopping: Callable[[], bool]
-    ) -> Iterator[tuple[Any, Fault, bool]]:
-        """(part, None, False) for each, then what ended it."""
+        self, parts: Callable[[], Iterable[T]], stopping: Callable[[], bool], spool: Spool
+    ) -> Iterator[tuple[Spooled | None, Fault, str | None]]:
+        """(part, None, None) for each, then None, what ended it, and the path of the file with the arrays."""
         fault: Fault = None
         try:
             for part in parts():
                 if stopping():
                     fault = STOPPED
                     break
-                yield part, None, False
+                yield spool.add(part), None, None
         except Exception as error:  # every rank raises it
             fault = self._as_error(error)
-        yield None, fault, True
+        yield None, fault, spool.path
 
     def _as_error(self, error: Exception) -> Fault:
         if isinstance(error, MegarlError):

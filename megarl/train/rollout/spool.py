@@ -1,0 +1,95 @@
+"""Objects whose arrays lie once a node: the node's reader writes them to a file, and its ranks map that file.
+
+Pickle (protocol 5) keeps arrays and the rest apart: arrays go to the file as they are, the rest is a short message.
+
+The file has no name from the start (``O_TMPFILE``), so that nothing is left behind however the processes end. Ranks
+open it through ``/proc``, as engine workers do with the memory of the weight sync. It lies in the temporary folder, not
+in /dev/shm. Pages of a file on a disk can be written out when memory is short, and containers often have 64 MiB of
+/dev/shm. It is written by calls, not through a mapping: a full disk is then an error instead of a SIGBUS.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import tempfile
+from collections.abc import Sequence
+from typing import IO, Any, NamedTuple
+
+from megarl.core.errors import DiskFullError, JobError
+from megarl.weights.checkpoint.training.disk_space import is_full
+
+ALIGNMENT = 16
+"""Bytes; the start of each array is a multiple of it, as of those that numpy allocates."""
+
+
+class Spooled(NamedTuple):
+    """An object without its arrays."""
+
+    pickled: bytes
+    places: list[tuple[int, int]]
+    """(start, bytes) in the file, of each array."""
+
+
+class Spool:
+    """The reader's end. Has a file once there are arrays, until ``close``; those who have mapped it keep it."""
+
+    def __init__(self) -> None:
+        self._file: IO[bytes] | None = None
+        self._end = 0
+
+    @property
+    def path(self) -> str | None:
+        """Path by which other processes of this machine open the file; None where no array was written."""
+        return None if self._file is None else f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+
+    def add(self, content: Any) -> Spooled:
+        """Write the arrays of an object. Raises DiskFullError or JobError where the folder does not take them."""
+        buffers: list[pickle.PickleBuffer] = []
+        pickled = pickle.dumps(content, protocol=5, buffer_callback=buffers.append)
+        try:
+            return Spooled(pickled, [self._write(buffer.raw()) for buffer in buffers])
+        except OSError as error:
+            folder = tempfile.tempdir or "a temporary folder"  # None where there is none
+            raise (DiskFullError if is_full(error) else JobError)(
+                f"the trajectories of a step cannot be written to {folder} ({error}); "
+                "make room there, or set TMPDIR to another folder of this machine"
+            ) from error
+
+    def _write(self, array: memoryview) -> tuple[int, int]:
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed by ``close``
+        place = self._end, array.nbytes
+        start = self._end
+        while array:
+            written = os.pwrite(self._file.fileno(), array, start)
+            array, start = array[written:], start + written
+        self._end = start + -start % ALIGNMENT
+        return place
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def unspooled(path: str | None, parts: Sequence[Spooled]) -> list[Any]:
+    """Return the objects, whose arrays are read-only views of one mapping of the file.
+
+    Raises JobError where the file cannot be mapped.
+    """
+    mapped = memoryview(b"" if path is None else _mapped(path))
+    return [
+        pickle.loads(part.pickled, buffers=[mapped[start : start + nbytes] for start, nbytes in part.places])
+        for part in parts
+    ]
+
+
+def _mapped(path: str) -> mmap.mmap | bytes:
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b""
+    except OSError as error:
+        raise JobError(f"the trajectories that this node's reader has written cannot be mapped ({error})") from error
