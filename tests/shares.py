@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,8 +16,8 @@ from megarl.core.errors import WeightsDiffer
 from megarl.core.schema import Outcome, Reward
 from megarl.explore.experience.groups import group_stats
 from megarl.learn import algorithms
-from megarl.learn.algorithms.terms.reduction import Together
-from megarl.learn.batching import Sequences
+from megarl.learn.algorithms.terms.reduction import Together, alone
+from megarl.learn.batching import Sequences, StepShare
 from megarl.train.rank.state import TrainState
 from megarl.train.update.batch import StepBatch
 from megarl.train.update.gap import engine_gap
@@ -65,6 +65,16 @@ def greedy(score: float) -> Outcome:
     return Outcome("r", "g", -1, 1, 1, Reward(score, "ok"), False, None, None)
 
 
+@dataclass(frozen=True)
+class ShareOf(StepShare):
+    """A share whose values a test puts together."""
+
+    given: Together = alone
+
+    def together(self, values: torch.Tensor) -> torch.Tensor:
+        return self.given(values)
+
+
 def held(batch: StepBatch, own: Sequence[int], together: Together) -> StepBatch:
     """Part of a step that a rank with sequences ``own`` holds. It knows no lags where these have none."""
     sequences, numbers = batch.sequences, torch.tensor(own, dtype=torch.int64)
@@ -76,7 +86,8 @@ def held(batch: StepBatch, own: Sequence[int], together: Together) -> StepBatch:
     if sequences.expert is not None:
         part.expert = sequences.expert[numbers]
     turns = None if batch.turn_advantages is None else batch.turn_advantages[kept]
-    return replace(batch, sequences=part, turn_advantages=turns, own=numbers, together=together)
+    part.share = ShareOf(numbers, sequences.lengths, None, together)
+    return replace(batch, sequences=part, turn_advantages=turns)
 
 
 def results(name: str, batch: StepBatch) -> tuple[dict[int, bytes], list[str]]:
@@ -99,7 +110,7 @@ def results(name: str, batch: StepBatch) -> tuple[dict[int, bytes], list[str]]:
         engine_gap(batch, sequences.sampled, replace(config, sync=SyncConfig(sample_tolerance=1e-4)))
     except WeightsDiffer as error:
         told = [str(error)]
-    numbers = range(len(sequences)) if batch.own is None else batch.own.tolist()
+    numbers = range(len(sequences)) if sequences.share is None else sequences.share.numbers.tolist()
     assert sequences.advantages is not None
     found = [x for x in (sequences.advantages, sequences.returns) if x is not None]
     split = zip(*(x.split(sequences.lengths.tolist()) for x in found), strict=True)
