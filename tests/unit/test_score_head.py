@@ -323,6 +323,7 @@ def test_a_score_model_keeps_its_reading(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pad", [None, 0, END])
 def test_training_and_scoring_read_the_same_token(pad: int | None) -> None:
     """A reward model's batch, and the scores that a run takes from it."""
+    from megarl.learn.batching import MicroBatching
     from megarl.train.loop import offline
     from megarl.train.update import learner
 
@@ -334,7 +335,10 @@ def test_training_and_scoring_read_the_same_token(pad: int | None) -> None:
     ends = (sequences.cu_seqlens[1:] - 1).tolist()
     assert sequences.mask.nonzero()[:, 0].tolist() == [end - before for end, before in zip(ends, expected, strict=True)]
     scores = torch.arange(float(len(sequences.tokens)))
-    model: Any = SimpleNamespace(hf_config=config, outputs=lambda *_: scores, micro_batches=lambda _: None)
+    one = MicroBatching(dp=1)
+    model: Any = SimpleNamespace(
+        hf_config=config, outputs=lambda *_: scores, micro_batches=lambda _: None, micro_batching=one
+    )
     assert learner.model_scores(model, [trajectory(ids) for ids in ANSWERS]) == scores[sequences.mask].tolist()
 
 
