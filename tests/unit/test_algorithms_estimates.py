@@ -310,6 +310,7 @@ def test_equal_returns_have_no_advantage() -> None:
     """0.7 and 0.1 have no exact mean: what rounding leaves must not be divided by almost nothing."""
     for x in (torch.full((8,), 0.7), torch.full((1,), 3.0), torch.zeros(0)):
         assert torch.equal(whitened(x, every(x)), torch.zeros_like(x))
+    assert bool(whitened(torch.tensor([math.nan]), every(torch.zeros(1))).isnan().all())  # the update filter sees it
     step = make_step(7)
     step = dataclasses.replace(step, rewards=torch.full_like(step.rewards, 0.7))
     assert not algorithms.get("reinforce_pp").step_advantages(step, PPOConfig()).advantages.any()

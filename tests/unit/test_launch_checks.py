@@ -308,6 +308,37 @@ def test_algorithm_of_ones_own_that_lacks_something(
     refused(ConfigError, config_of(prepared, own(tmp_path, old, new)), *words)
 
 
+OF_TOKENS = """
+def estimate(step, config):
+    reward = torch.where(step.mask, {reward}, 0.0).float()
+    partial = torch.stack([part.sum() for part in reward.split(step.cu_seqlens.diff().tolist())])
+    return Estimate(reward - {total} / 7, None, {{}})
+"""
+
+
+@pytest.mark.parametrize(
+    ("reward", "total", "words"),
+    [
+        ("step.held(step.rewards)[step.row]", "step.together(partial).sum()", []),
+        ("step.rewards[step.row]", "step.together(partial).sum()", ["shares=True", "other numbers", "step.held"]),
+        ("step.held(step.rewards)[step.row]", "partial.sum()", ["shares=True", "step.together"]),
+    ],
+)
+def test_estimate_of_ones_own_is_tried_with_a_share(
+    prepared: Path, tmp_path: Path, reward: str, total: str, words: list[str]
+) -> None:
+    settings = own(tmp_path, "advantage=advantage", "advantage=None, estimate=estimate, shares=True")
+    file = tmp_path / "own.py"
+    of_tokens = OF_TOKENS.format(reward=reward, total=total)
+    head, tail = file.read_text().split("ALGORITHM = ")
+    imports = "import torch\nfrom megarl.learn.algorithms import Estimate\n"
+    file.write_text(imports + head + of_tokens + "\nALGORITHM = " + tail)
+    if words:
+        refused(ConfigError, config_of(prepared, settings), *words)
+    else:
+        checks.check(config_of(prepared, settings))
+
+
 def with_model(prepared: Path, path: Path, **changes: Any) -> list[str]:
     """Overrides for a copy of the prepared model whose config.json differs; None removes a key."""
     shutil.copytree(prepared / "model", path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -160,7 +161,13 @@ def _try_advantages(algorithm: Algorithm, config: AlgorithmConfig) -> None:
         greedy=torch.zeros(2, dtype=torch.float64) if "greedy" in algorithm.needs else None,
         **inputs,
     )
-    result = algorithm.estimate(step, config)
+    whole: list[torch.Tensor] = []
+
+    def together(values: torch.Tensor) -> torch.Tensor:
+        whole.append(values)
+        return values
+
+    result = algorithm.estimate(replace(step, together=together), config)
     fits = isinstance(result, Estimate) and all(
         isinstance(x, torch.Tensor) and x.shape == step.mask.shape
         for x in (result.advantages, result.returns)
@@ -171,6 +178,57 @@ def _try_advantages(algorithm: Algorithm, config: AlgorithmConfig) -> None:
             f"{algorithm.name}: estimate must give a megarl.learn.algorithms.Estimate with advantages (and, for a "
             f"critic, returns) of every position, got {result!r}"
         )
+    if algorithm.shares:
+        for number in range(2):
+            _try_share(algorithm, step, config, number, result, whole)
+
+
+def _try_share(
+    algorithm: Algorithm,
+    step: StepInput,
+    config: AlgorithmConfig,
+    number: int,
+    result: Estimate,
+    whole: list[torch.Tensor],
+) -> None:
+    """The same for a rank that holds answer ``number`` alone.
+
+    Args:
+        result: Of the rank that holds both.
+        whole: What it has put together, in order.
+    """
+    assert algorithm.estimate is not None, "algorithms without one have nothing to share"
+    place, others = slice(*step.cu_seqlens[number : number + 2].tolist()), iter(whole)
+
+    def own(values: torch.Tensor | None, at: slice = place) -> torch.Tensor | None:
+        return None if values is None else values[at]
+
+    share = replace(
+        step,
+        cu_seqlens=step.cu_seqlens[number : number + 2] - step.cu_seqlens[number],
+        mask=step.mask[place],
+        old_logp=own(step.old_logp),
+        ref_logp=own(step.ref_logp),
+        values=own(step.values),
+        bootstrap=own(step.bootstrap, slice(number, number + 1)),
+        own=torch.tensor([number]),
+        together=lambda values: next(others),
+    )
+    try:
+        held = algorithm.estimate(share, config)
+    except Exception as error:
+        raise ConfigError(f"{_not_shared(algorithm.name)}: {describe(error)}") from error
+    for x, y in ((held.advantages, own(result.advantages)), (held.returns, own(result.returns))):
+        if x is not y and (x is None or y is None or not torch.equal(x, y)):
+            raise ConfigError(f"{_not_shared(algorithm.name)}: got {x}, not {y}")
+
+
+def _not_shared(name: str) -> str:
+    return (
+        f"{name} says shares=True, but its estimate fails or gives other numbers where a rank holds one of two answers "
+        "(of all answers are rewards, stats, tokens: take step.held of them; reduce over the step by step.together); "
+        "leave shares out"
+    )
 
 
 def _two_rows(algorithm: Algorithm, token: LossInput, config: AlgorithmConfig) -> LossInput:

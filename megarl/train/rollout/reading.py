@@ -66,8 +66,8 @@ class NodeReader:
         """All parts, the same on every rank; only readers call ``parts``. None on every rank when ``stopping()`` on
         some reader.
 
-        Arrays are read-only where there are several ranks: they lie once a node. A part is in memory once, on the
-        reader, until its arrays are written.
+        Arrays are read-only where there are several ranks: they lie once a node. The reader has a part in its own
+        memory until its arrays are written.
 
         Raises what ``parts`` raised on some reader, on every rank: as JobError where it is no error of megarl's.
         """
@@ -115,7 +115,9 @@ class NodeReader:
                 if stopping():
                     fault = STOPPED
                     break
-                yield spool.add(part), None, None
+                spooled = spool.add(part)
+                del part  # before the next one is read
+                yield spooled, None, None
         except Exception as error:  # every rank raises it
             fault = self._as_error(error)
         yield None, fault, spool.path

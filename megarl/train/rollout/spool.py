@@ -1,6 +1,7 @@
 """Objects whose arrays lie once a node: the node's reader writes them to a file, and its ranks map that file.
 
-Pickle (protocol 5) keeps arrays and the rest apart: arrays go to the file as they are, the rest is a short message.
+Pickle (protocol 5) keeps arrays and the rest apart: arrays go to the file as they are, the rest is a message. It is
+short but for files of images, which are bytes and stay in it.
 
 The file has no name from the start (``O_TMPFILE``), so that nothing is left behind however the processes end. Ranks
 open it through ``/proc``, as engine workers do with the memory of the weight sync. It lies in the temporary folder, not
@@ -92,4 +93,7 @@ def _mapped(path: str) -> mmap.mmap | bytes:
             size = os.fstat(file.fileno()).st_size
             return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b""
     except OSError as error:
-        raise JobError(f"the trajectories that this node's reader has written cannot be mapped ({error})") from error
+        raise JobError(
+            f"the trajectories that this node's reader has written cannot be mapped from {path} ({error}); ranks of a "
+            "node must see each other's /proc/<pid>/fd, and TMPDIR must be a folder whose files can be mapped"
+        ) from error

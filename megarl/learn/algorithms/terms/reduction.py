@@ -10,6 +10,7 @@ with m such tokens are computed at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -76,9 +77,9 @@ class Tokens:
         return _reduced(self.together(torch.from_numpy(np.concatenate(partial))))
 
     def variance(self, mean: float, each: Each, *values: torch.Tensor) -> float:
-        """Unbiased variance of ``each`` of at least two kept values, whose ``mean`` is known."""
+        """Unbiased variance of ``each`` of the kept values, whose ``mean`` is known; NaN of fewer than two."""
         squares = self.totals(lambda *kept: (each(*kept).double() - mean).square(), *values)
-        return squares.sum / (squares.number - 1)
+        return squares.sum / (squares.number - 1) if squares.number > 1 else math.nan
 
     def quantile(self, at: float, each: Each, *values: torch.Tensor) -> float:
         """Quantile ``at`` of ``each``, float32 and not negative, over all sequences: the next higher of its values.
