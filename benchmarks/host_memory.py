@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -174,6 +175,7 @@ def trainer_of(config: Any, store: Any) -> Any:
     from megarl.train.rollout import rollouts
     from megarl.train.rollout.reading import NodeReader, RolloutReader
     from megarl.train.update.learner import Learner
+    from megarl.train.update.models import Models
 
     trainer: Any = OnlineTrainer.__new__(OnlineTrainer)
     trainer.config, trainer.algorithm, trainer.timeline = config, algorithms.get(config.algorithm.name), Timeline()
@@ -182,6 +184,7 @@ def trainer_of(config: Any, store: Any) -> Any:
         actor=model_of("actor", config), reference=model_of("reference", config), critic=critic, reward_model=None,
         images=None, refresh_due=lambda step: False, head=SimpleNamespace(vocab_size=VOCAB),
     )  # fmt: skip
+    trainer.models.finish_gathers = partial(Models.finish_gathers, trainer.models)
     trainer.cold = SimpleNamespace(check=lambda step, weights: {})
     trainer.weights, trainer.expert = (
         SimpleNamespace(publish=lambda step: {}, version=WeightsVersion(1, 0), step=0),

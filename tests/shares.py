@@ -23,10 +23,10 @@ from megarl.train.update.batch import StepBatch
 from megarl.train.update.gap import engine_gap
 from megarl.train.update.learner import Learner
 from megarl.train.update.models import Models
+from tests.parallel.batches import held_by
 
 LENGTHS = (30, 70_001, 5, 9, 40_003, 1, 64, 30_000, 12)
 """Of sequences; those that are computed at once are others on each rank."""
-PER_TOKEN = ("tokens", "mask", "engine_logp", "old_logp", "ref_logp", "values", "lag")
 
 
 def whole(name: str) -> StepBatch:
@@ -75,18 +75,18 @@ class ShareOf(StepShare):
         return self.given(values)
 
 
-def held(batch: StepBatch, own: Sequence[int], together: Together) -> StepBatch:
-    """Part of a step that a rank with sequences ``own`` holds. It knows no lags where these have none."""
-    sequences, numbers = batch.sequences, torch.tensor(own, dtype=torch.int64)
-    kept = torch.isin(sequences.row, numbers)
-    fields: dict[str, Any] = {n: x[kept] for n in PER_TOKEN if (x := getattr(sequences, n)) is not None}
-    if not fields["lag"].any():
-        del fields["lag"]
-    part = Sequences(lengths=sequences.lengths[numbers], **fields)
-    if sequences.expert is not None:
-        part.expert = sequences.expert[numbers]
-    turns = None if batch.turn_advantages is None else batch.turn_advantages[kept]
-    part.share = ShareOf(numbers, sequences.lengths, None, together)
+def share_of(own: Sequence[int], together: Together) -> StepShare:
+    """The share of a simulated rank that holds sequences ``own``."""
+    return ShareOf(torch.tensor(own, dtype=torch.int64), torch.tensor(LENGTHS), None, together)
+
+
+def held(batch: StepBatch, share: StepShare) -> StepBatch:
+    """Part of a step that a rank with ``share`` holds. It knows no lags where its sequences have none."""
+    part, turns = held_by(batch.sequences, share), batch.turn_advantages
+    if part.lag is not None and not part.lag.any():
+        part.lag = None
+    if turns is not None:
+        turns = turns[torch.isin(batch.sequences.row, share.numbers)]
     return replace(batch, sequences=part, turn_advantages=turns)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megarl.learn.batching import StepShare
 from tests.parallel.grid import run_grid
 from tests.shares import LENGTHS, held, results, whole
 
@@ -18,15 +19,7 @@ def on_rank(rank: int, name: str) -> tuple[dict[int, bytes], list[str]]:
 
     dist.init_process_group("gloo", init_method="env://", rank=rank, world_size=len(SHARES))
 
-    def together(partial: torch.Tensor) -> torch.Tensor:
-        mine = partial.new_zeros(len(LENGTHS), *partial.shape[1:])
-        mine[SHARES[rank]] = partial
-        every = [torch.empty_like(mine) for _ in SHARES]
-        dist.all_gather(every, mine)
-        holder = [next(r for r, share in enumerate(SHARES) if n in share) for n in range(len(LENGTHS))]
-        return torch.stack([every[r][n] for n, r in enumerate(holder)])
-
-    return results(name, held(whole(name), SHARES[rank], together))
+    return results(name, held(whole(name), StepShare.of(SHARES[rank], torch.tensor(LENGTHS))))
 
 
 @pytest.mark.parametrize("name", ["ppo", "mix"])

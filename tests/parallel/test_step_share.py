@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,6 +73,7 @@ def learner_of(path: str, case: Case, limit: int) -> Any:
     from megarl.learn.training.schedule import Head
     from megarl.train.rank.ranks import Ranks
     from megarl.train.update.learner import Learner
+    from megarl.train.update.models import Models
     from megarl.train.update.updates import UpdateFilter
     from megarl.weights.checkpoint.formats import hf
 
@@ -96,6 +98,7 @@ def learner_of(path: str, case: Case, limit: int) -> Any:
         critic.load_hf(Path(path), score="zeros")
     reporter: Any = SimpleNamespace(log=lambda text: None, event=lambda kind, data: None)
     models: Any = SimpleNamespace(actor=actor, reference=reference, critic=critic)
+    models.finish_gathers = partial(Models.finish_gathers, models)
     updates = UpdateFilter(UpdateFilterConfig(), reporter)
     return Learner(config, algorithm, models, updates, Ranks(), lambda phase: None)
 

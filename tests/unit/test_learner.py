@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
 from megarl.train.update.batch import StepBatch, filter_overlong, make_batch
 from megarl.train.update.learner import Learner, kl_coef, step_input
+from megarl.train.update.models import Models
 from tests.trajectories import one_turn
 
 
@@ -36,6 +38,7 @@ def learner_of(
     """A learner with stand-ins of models. ``changes``: to the algorithm."""
     algorithm = replace(algorithms.get(config.algorithm.name), **changes)
     models: Any = SimpleNamespace(actor=actor, reference=reference, critic=critic)
+    models.finish_gathers = partial(Models.finish_gathers, models)
     ranks: Any = SimpleNamespace(gather=list)
     return Learner(config, algorithm, models, updates, ranks, lambda _: None)
 

@@ -15,7 +15,7 @@ from megarl.core.config.algorithms import AlgorithmConfig
 from megarl.learn import algorithms
 from megarl.learn.algorithms.terms.reduction import Tokens
 from megarl.train.update.learner import step_input
-from tests.shares import LENGTHS, held, results, whole
+from tests.shares import LENGTHS, held, results, share_of, whole
 
 NAMES = sorted(name for name, algorithm in algorithms.ALGORITHMS.items() if "advantages" in algorithm.needs)
 
@@ -61,7 +61,7 @@ def test_every_algorithm_and_metric_has_the_bits_of_the_whole_step(name: str) ->
             world = Ranks(shares)
 
             def work(rank: int, world: Ranks = world) -> tuple[dict[int, bytes], list[str]]:
-                part = held(whole(name), world.shares[rank], lambda partial: world.together(rank, partial))
+                part = held(whole(name), share_of(world.shares[rank], lambda partial: world.together(rank, partial)))
                 return results(name, part)
 
             with ThreadPoolExecutor(ranks) as pool:
@@ -114,7 +114,8 @@ def test_elementwise_functions_do_not_depend_on_the_place(
 def test_an_estimate_of_ones_own_is_given_the_whole_step() -> None:
     ppo = algorithms.get("ppo")
     assert not ppo.whole_step and replace(ppo, shares=False).whole_step and not algorithms.get("grpo").whole_step
-    batch = held(whole("ppo"), [0, 1], lambda partial: torch.cat([partial, partial.new_zeros(len(LENGTHS) - 2)]))
+    share = share_of([0, 1], lambda partial: torch.cat([partial, partial.new_zeros(len(LENGTHS) - 2)]))
+    batch = held(whole("ppo"), share)
     step = step_input(batch, ppo, AlgorithmConfig())
     with pytest.raises(AssertionError, match="must be given the whole step"):
         replace(ppo, shares=False).step_advantages(step, AlgorithmConfig())

@@ -214,9 +214,7 @@ class Learner:
                 own = first if i == 0 else None
                 lr = learning_rate(config.trainer.optimizer, actor_step)
                 learn(i, actor, own or policy, units, lr, sequences.old_logp if own else None)
-        for model in (actor, critic):
-            if model is not None:
-                model.finish_gather()
+        self._models.finish_gathers()
         return state, mean_of_sums(self._ranks.gather(sums)) | mean_of_sums(updates) | self._updates.end(state)
 
 
