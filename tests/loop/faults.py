@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.quantization.online import fp8
 
 from megarl.engine.sync import writer
 from megarl.engine.sync.receiver import WorkerExtension
@@ -51,6 +52,20 @@ class FaultyWorker(WorkerExtension):
 
         model.forward = stale
 
+    def fault_change_bits(self, module: str, name: str) -> None:
+        """The lowest bit of the last element of a tensor changes: of what the engine computes with."""
+        tensor = getattr(self.model_runner.model.get_submodule(module), name).data
+        last = tensor[tuple(n - 1 for n in tensor.shape)].view(1)
+        last.view({1: torch.uint8, 4: torch.int32}[tensor.element_size()]).bitwise_xor_(1)
+
+    def fault_quantise_otherwise(self, otherwise: bool) -> None:
+        """vLLM rounds weights of 8 bits towards zero instead of to the nearest."""
+        fp8._fp8_quant_per_channel = _truncated if otherwise else _QUANTISE
+
+    def fault_bytes(self) -> int:
+        """Bytes of the model's parameters."""
+        return sum(p.numel() * p.element_size() for p in self.model_runner.model.parameters())
+
     def fault_change_head(self) -> tuple[str, bool]:
         """The LM head's own weight changes; returns the type of the logits and whether they have changed."""
         model = self.model_runner.model
@@ -59,6 +74,12 @@ class FaultyWorker(WorkerExtension):
         model.lm_head.weight.data[1, 2] += 8
         after = model.compute_logits(hidden)
         return str(after.dtype), not torch.equal(before, after)
+
+
+def _truncated(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    exact, rounded = weight / scale, _QUANTISE(weight, scale)
+    bits = rounded.view(torch.uint8)
+    return torch.where(rounded.float().abs() > exact.abs(), bits - 1, bits).view(rounded.dtype)
 
 
 def _weights_of(module: Any) -> dict[str, Any]:
@@ -77,3 +98,4 @@ def _put(weights: list[tuple[Any, dict[str, Any]]]) -> None:
 
 
 _REPACK = writer._repack_experts
+_QUANTISE = fp8._fp8_quant_per_channel

@@ -28,6 +28,7 @@ from tests.unit.small_job import config_of
 from tests.unit.test_memory_checks import TINY
 
 GPU = ("parallel.backend=nccl",)
+EIGHT_BITS = ("rollout.weight_dtype=fp8", "model.dtype=bfloat16")
 BOTH = ("sync.probe_tolerance=0.2", "sync.sample_tolerance=0.2")
 
 
@@ -48,6 +49,9 @@ def check(*overrides: str) -> None:
         (["rollout.kv_cache_dtype=fp8"], "parallel.backend=gloo: engines on CPUs are proven"),
         ([*GPU, "rollout.kv_cache_dtype=fp8"], "set algorithm.correction=truncate"),
         ([*GPU, "rollout.kv_cache_dtype=fp8", "algorithm.correction=mask"], "without sync.probe_tolerance"),
+        (["rollout.weight_dtype=fp8"], "model.dtype=float32: vLLM makes 8 bits of bfloat16 alone"),
+        (EIGHT_BITS, "rollout.weight_dtype=fp8 without algorithm.correction: .* or rollout.weight_dtype=auto"),
+        ([*EIGHT_BITS, "algorithm.correction=mask"], "rollout.weight_dtype=fp8 without sync.probe_tolerance"),
     ],
 )
 def test_a_cache_that_cannot_be_is_refused(overrides: list[str], words: str) -> None:
@@ -60,6 +64,7 @@ def test_caches_that_can_be() -> None:
     check(*GPU, "rollout.gpu_memory_utilization=0.5")
     check(*GPU, "rollout.gpu_memory_utilization=0.5", "rollout.placement=colocated", "cluster.device_bytes=80000000000")
     check(*GPU, "rollout.kv_cache_dtype=fp8", "algorithm.correction=mask", *BOTH)
+    check(*EIGHT_BITS, "algorithm.correction=mask", *BOTH)
 
 
 @pytest.mark.parametrize(

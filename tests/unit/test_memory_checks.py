@@ -43,6 +43,7 @@ TINY: dict[str, Any] = {
 EMBEDDING = 256 * 64  # 200 rows, padded to 64
 NORMS = 2 * 64 + 2 * 16
 LAYER = (64 + 2 * 32) * 64 + 64 * 64 + 2 * 96 * 64 + 96 * 64 + NORMS
+MATRICES = ((128, 64), (64, 64), (192, 64), (64, 96))  # of a layer in an engine
 WHOLE = EMBEDDING + 2 * LAYER + 64
 
 
@@ -77,6 +78,9 @@ def test_an_engine_has_its_weights_and_cache(backend: Any, copies: int) -> None:
     halves = engine_bytes(replace(config, rollout=RolloutConfig(tp=2)), TINY)
     cut = (copies * EMBEDDING + 2 * (LAYER - NORMS)) // 2
     assert [worker["engine.weights"] for worker in halves] == [2 * (cut + 2 * NORMS + 64)] * 2
+    eight_bits = engine_bytes(replace(config, rollout=replace(config.rollout, weight_dtype="fp8")), TINY)
+    saved = 2 * sum(rows * columns - 4 * rows for rows, columns in MATRICES)
+    assert [worker["engine.weights"] for worker in eight_bits] == [each["engine.weights"] - saved] * 2
 
 
 def test_stages_of_an_engine_have_the_ends_that_vllm_gives_them() -> None:

@@ -65,6 +65,7 @@ def test_bytes_or_a_share_of_the_gpu_decide_the_cache() -> None:
     assert option(given, "--kv-cache-memory-bytes") == str(2**30)
     assert "--kv-cache-memory-bytes" not in share and option(share, "--gpu-memory-utilization") == "0.85"
     assert "--kv-cache-dtype" not in usual and option(argv_of(kv_cache_dtype="fp8"), "--kv-cache-dtype") == "fp8"
+    assert "--quantization" not in usual and option(argv_of(weight_dtype="fp8"), "--quantization") == "online"
 
 
 def test_further_options_are_written_as_vllm_reads_them() -> None:

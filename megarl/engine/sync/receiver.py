@@ -18,6 +18,7 @@ from megarl.core.errors import WeightSyncError
 from megarl.core.machine import trim_memory
 from megarl.engine.client.control import FAILURE
 from megarl.engine.sync.addresses import Address, addresses_of, check_addresses
+from megarl.engine.sync.eight_bits import EightBits
 from megarl.engine.sync.files import compare_with_files, piece_digests, read_files
 from megarl.engine.sync.link import Backend, Link, LinkAddress, join_groups, open_store
 from megarl.engine.sync.memory import DeviceMemory, HostMemory, unpin
@@ -27,7 +28,7 @@ from megarl.engine.sync.writer import LocalTensor, SliceWriter
 from megarl.weights.checkpoint.formats.hf import read_hf_config
 from megarl.weights.reshard import boxes
 from megarl.weights.reshard.buckets import wire_dtype
-from megarl.weights.reshard.execute import digests_of, fold, receive, zero_padded
+from megarl.weights.reshard.execute import digests_of, fold, merge, receive, zero_padded
 from megarl.weights.reshard.layouts import Layout, MegatronGrid, megatron_layout, vllm_layout
 from megarl.weights.reshard.plan import build_plan
 
@@ -61,6 +62,8 @@ class InitInfo(WeightTransferInitInfo):
     replicas: int
     replica: int
     dtype: str
+    weight_dtype: Literal["auto", "fp8"]
+    """``rollout.weight_dtype`` of the trainer's program."""
     bucket_bytes: int
     fingerprint: str
     """Fingerprint of the trainer's plan."""
@@ -155,17 +158,30 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
                 f"{plan.fingerprint[:12]} in {dtype}; both must use the same model directory "
                 f"({self.model_config.model}), model.dtype and version of megarl"
             )
+        held = "auto" if self.model_config.quantization is None else "fp8"
+        if held != info.weight_dtype:
+            raise WeightSyncError(
+                f"the trainer has rollout.weight_dtype={info.weight_dtype}, the engine was started with {held}: the "
+                "programs that share engines need the same"
+            )
         rank = info.replica * mine.tensor_parallel_size * mine.pipeline_parallel_size + mine.rank
-        self._writer = SliceWriter(self.model, self.model_config, self._local_tensors(layout, rank))
+        self._eight_bits, self._writer = self._writer_of(layout, rank)
         self._layout, self._plan, self._rank, self._bucket_bytes = layout, plan, rank, info.bucket_bytes
         self._agreed = info.fingerprint
 
-    def _local_tensors(self, layout: Layout, rank: int) -> dict[str, LocalTensor]:
+    def _writer_of(self, layout: Layout, rank: int) -> tuple[EightBits, SliceWriter]:
         dtype = self.model_config.dtype
-        return {
+        tensors = {
             row.local: LocalTensor(row.local_shape(share), wire_dtype(layout, row.parts[0], dtype))
             for row, share in layout.rows_of(rank)
         }
+        eight_bits = EightBits(self.model, layout, rank)
+        if (self.model_config.quantization is not None) != bool(eight_bits.names):
+            raise WeightSyncError(
+                f"vLLM was told to keep weights as {self.model_config.quantization}, and keeps "
+                f"{len(eight_bits.names)} linear layers in 8 bits by channel: this vLLM version quantises otherwise"
+            )
+        return eight_bits, SliceWriter(self.model, self.model_config, tensors, eight_bits)
 
     @_kept
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -232,29 +248,32 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         check_addresses(self.addresses, addresses_of(self.model))
 
     def digests(self) -> dict[str, int]:
-        """Logical tensor -> digest of this worker's part of it, read back from what the model computes with. Raises
-        WeightsDiffer where padding is not zero."""
+        """Logical tensor -> digest of this worker's part of it, read back from what the model computes with; of what
+        arrived where that is kept in 8 bits. Raises WeightsDiffer where padding is not zero, or the 8 bits are not
+        those made from what arrived."""
         self._require_weights("megarl_digests")
         assert self._writer is not None, "no trainer: megarl_agree comes before megarl_digests"
+        layout, eight_bits = self._eight_bits.rest, self._eight_bits
         with torch.device(self.device), torch.no_grad():
-            read, check_rest = zero_padded(self._layout, self._rank, self._writer.computed_with)
+            read, check_rest = zero_padded(layout, self._rank, self._writer.computed_with)
             # One tensor at a time is unpacked; its pieces follow each other.
-            found = digests_of(self._layout, self._rank, lru_cache(maxsize=1)(read))
+            found = digests_of(layout, self._rank, lru_cache(maxsize=1)(read))
             check_rest()
-            return found
+            return merge([found, *({tensor: digest} for tensor, _, digest in eight_bits.pieces())])
 
     def check_files(self) -> int:
         """Compare what the model computes with with the files that it was loaded from; return the number of elements.
         No trainer is needed. Raises WeightsDiffer."""
-        layout, writer = self._alone()
+        _, eight_bits, writer = self._alone()
         read = lru_cache(maxsize=1)(writer.computed_with)  # a tensor's pieces follow each other
-        path, rank = Path(self.model_config.model), self.parallel_config.rank
+        path, rank, dtype = Path(self.model_config.model), self.parallel_config.rank, self.model_config.dtype
         with torch.device(self.device), torch.no_grad():
-            return compare_with_files(layout, rank, read, path, self.model_config.dtype)
+            count = compare_with_files(eight_bits.rest, rank, read, path, dtype)
+            return count + eight_bits.check_files(path, dtype)
 
     def expect_files(self) -> None:
         """Make ready for updates from files, for which no trainer is needed."""
-        self._layout, self._writer = self._alone()
+        self._layout, self._eight_bits, self._writer = self._alone()
         self._rank = self.parallel_config.rank
 
     def piece_digests(self) -> list[tuple[str, boxes.Box, int]]:
@@ -262,10 +281,11 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._require_weights("megarl_piece_digests")
         assert self._writer is not None, "megarl_expect_files comes before megarl_piece_digests"
         with torch.device(self.device), torch.no_grad():
-            return piece_digests(self._layout, self._rank, lru_cache(maxsize=1)(self._writer.computed_with))
+            read = lru_cache(maxsize=1)(self._writer.computed_with)
+            return piece_digests(self._eight_bits.rest, self._rank, read) + self._eight_bits.pieces()
 
-    def _alone(self) -> tuple[Layout, SliceWriter]:
-        """Layout of this engine by itself, and a writer of this worker's part."""
+    def _alone(self) -> tuple[Layout, EightBits, SliceWriter]:
+        """Layout of this engine by itself, what of this worker's part is in 8 bits, and a writer of the part."""
         mine = self.parallel_config
         layout = vllm_layout(
             read_hf_config(Path(self.model_config.model)),
@@ -273,7 +293,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             pp=mine.pipeline_parallel_size,
             expert_parallel=mine.enable_expert_parallel,
         )
-        return layout, SliceWriter(self.model, self.model_config, self._local_tensors(layout, mine.rank))
+        return layout, *self._writer_of(layout, mine.rank)
 
     def _require_weights(self, step: str) -> None:
         """Raise WeightSyncError while the weights sleep."""

@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, materiali
 
 from megarl.core.errors import WeightSyncError
 from megarl.engine.sync import readback
+from megarl.engine.sync.eight_bits import EightBits
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,14 @@ class SliceWriter:
         model: The worker's model.
         model_config: vLLM's.
         tensors: Local tensor name -> its part of the layout; an update writes every element, padding included.
+        eight_bits: Those of them that the model keeps in 8 bits.
     """
 
-    def __init__(self, model: nn.Module, model_config: ModelConfig, tensors: Mapping[str, LocalTensor]) -> None:
+    def __init__(
+        self, model: nn.Module, model_config: ModelConfig, tensors: Mapping[str, LocalTensor], eight_bits: EightBits
+    ) -> None:
         self._model = model
+        self._eight_bits = eight_bits
         self._model_config = model_config
         self._tensors = dict(tensors)
         self._owner = {f"{path}.{name}": (module, name) for path, module, name in _loadable(model)}
@@ -72,6 +77,7 @@ class SliceWriter:
             self._left[module] = self._left.get(module, 0) + math.prod(self._tensors[name].shape)
         self._open = set()
         self._faint = {}
+        self._eight_bits.forget()
         _repack_experts(self._model)
         initialize_layerwise_reload(self._model)
 
@@ -91,12 +97,12 @@ class SliceWriter:
         return tensor
 
     def wrote(self, name: str, numel: int) -> None:
-        """Counts; a layer that has all its elements is packed at once, so that only those under way are unpacked."""
+        """Counts; a layer that has all its elements is packed at once, so that only those under way are unpacked. One
+        whose scales workers agree on waits for ``finish``."""
         module, _ = self._owner[name]
         self._left[module] -= numel
-        if self._left[module] == 0:
-            self._remember_faint(module)
-            _layerwise_process(module, get_layerwise_info(module))
+        if self._left[module] == 0 and module not in self._eight_bits.wait:
+            self._pack(module)
 
     def finish(self) -> None:
         """Ends the update.
@@ -107,6 +113,9 @@ class SliceWriter:
         short = [name for name, (module, _) in self._owner.items() if self._left[module] != 0]
         if short:
             raise WeightSyncError(f"these local tensors did not get all their elements: {', '.join(short)}")
+        for module in dict.fromkeys(module for module, _ in self._owner.values()):
+            if module in self._eight_bits.wait:
+                self._pack(module)
         finalize_layerwise_reload(self._model, self._model_config)
 
     def computed_with(self, name: str) -> torch.Tensor:
@@ -138,12 +147,18 @@ class SliceWriter:
             flat[faint.index] = torch.where(seen == 0, faint.values, seen)
         return weight
 
-    def _remember_faint(self, module: nn.Module) -> None:
+    def _pack(self, module: nn.Module) -> None:
+        if readback.may_be_packed(module):
+            name = next(name for name, owner in self._owner.items() if owner == (module, "weight"))
+            weight = module.get_parameter("weight").data
+            if name in self._eight_bits.names:
+                self._eight_bits.arrived(name, weight)
+            else:
+                self._remember_faint(name, weight.reshape(-1))
+        _layerwise_process(module, get_layerwise_info(module))
+
+    def _remember_faint(self, name: str, weight: torch.Tensor) -> None:
         """Both sides compare bits; a product loses the sign of zero, and some kernels take subnormals for zero."""
-        if not readback.may_be_packed(module):
-            return
-        name = next(name for name, owner in self._owner.items() if owner == (module, "weight"))
-        weight = module.get_parameter("weight").data.reshape(-1)
         tiny = weight.abs() < torch.finfo(weight.dtype).tiny
         index = (tiny & (weight.signbit() | (weight != 0))).nonzero().view(-1)
         if index.numel():

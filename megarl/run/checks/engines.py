@@ -1,4 +1,5 @@
-"""Checks of what engines are started with: memory and type of their KV cache, further options of vLLM."""
+"""Checks of what engines are started with: memory of their KV cache, types of it and of weights, further options of
+vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ def check_engine_settings(config: Config, job: Job) -> None:
     if not job.rollouts:
         return
     _check_cache_size(config)
-    _check_cache_dtype(config, job)
+    _check_dtypes(config, job)
     check_engine_options(config)
 
 
@@ -38,25 +39,32 @@ def _check_cache_size(config: Config) -> None:
         )
 
 
-def _check_cache_dtype(config: Config, job: Job) -> None:
-    dtype = config.rollout.kv_cache_dtype
-    if dtype == "auto":
+def _check_dtypes(config: Config, job: Job) -> None:
+    rollout, given = config.rollout, list[str]()
+    if rollout.kv_cache_dtype != "auto":
+        given.append(f"rollout.kv_cache_dtype={rollout.kv_cache_dtype}")
+        if config.parallel.backend == "gloo":
+            raise ConfigError(
+                f"{given[0]} with parallel.backend=gloo: engines on CPUs are proven with a cache of model.dtype alone; "
+                "set it to auto"
+            )
+    if rollout.weight_dtype != "auto":
+        given.append(f"rollout.weight_dtype={rollout.weight_dtype}")
+        if config.model.dtype != "bfloat16":
+            raise ConfigError(
+                f"{given[-1]} with model.dtype={config.model.dtype}: vLLM makes 8 bits of bfloat16 alone; set "
+                "model.dtype=bfloat16, or rollout.weight_dtype=auto"
+            )
+    if not given or job.mode == "bench":
         return
-    given = f"rollout.kv_cache_dtype={dtype}"
-    if config.parallel.backend == "gloo":
-        raise ConfigError(
-            f"{given} with parallel.backend=gloo: engines on CPUs are proven to compute what the trainer does, to "
-            "rounding; set it to auto"
-        )
-    if job.mode == "bench":
-        return
+    setting = given[0].partition("=")[0]
     if config.algorithm.correction == "none":
         raise ConfigError(
-            f"{given} without algorithm.correction: engines sample from another distribution than the trainer's; set "
-            "algorithm.correction=truncate, or rollout.kv_cache_dtype=auto"
+            f"{given[0]} without algorithm.correction: engines sample from another distribution than the trainer's; "
+            f"set algorithm.correction=truncate, or {setting}=auto"
         )
     if None in (config.sync.probe_tolerance, config.sync.sample_tolerance):
         raise ConfigError(
-            f"{given} without sync.probe_tolerance and sync.sample_tolerance, whose defaults hold for a cache of "
-            "model.dtype; set both (0.2 is a beginning)"
+            f"{given[0]} without sync.probe_tolerance and sync.sample_tolerance, whose defaults hold for weights and a "
+            "cache of model.dtype; set both (0.2 is a beginning)"
         )

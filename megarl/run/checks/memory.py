@@ -17,6 +17,7 @@ from megarl.learn.parallel.grid import role_grids
 from megarl.learn.training.resident_bytes import ITEM_BYTES, model_bytes
 from megarl.run.checks.roles import roles_of
 from megarl.weights.architectures import Head, architecture
+from megarl.weights.reshard.layout import LayoutRow
 from megarl.weights.reshard.layouts import vllm_layout
 
 TRAINED = frozenset({"actor", "critic"})
@@ -77,7 +78,9 @@ def engine_bytes(config: Config, hf_config: Mapping[str, Any]) -> list[dict[str,
     workers = []
     for worker in range(layout.num_ranks):
         sizes = {
-            row.local: prod(row.local_shape(share)) * ITEM_BYTES[layout.dtype_of(row.parts[0]) or config.model.dtype]
+            row.local: _weight_bytes(
+                row, share, layout.dtype_of(row.parts[0]) or config.model.dtype, rollout.weight_dtype == "fp8"
+            )
             for row, share in layout.rows_of(worker)
         }
         if one_copy and EMBEDDING in sizes:
@@ -90,6 +93,16 @@ def engine_bytes(config: Config, hf_config: Mapping[str, Any]) -> list[dict[str,
             cache = max(0, share - weights)
         workers.append({"engine.weights": weights, "engine.kv_cache": cache})
     return workers
+
+
+def _weight_bytes(row: LayoutRow, share: int, dtype: str, eight_bits: bool) -> int:
+    """Bytes of a worker's local tensor; of a linear layer in 8 bits, one for each element and a float32 for each output
+    channel."""
+    shape, layer = row.local_shape(share), row.local.split(".")[-2]
+    is_linear = row.local.endswith(".weight") and "proj" in layer and not row.local.startswith("visual.")
+    if eight_bits and is_linear and layer != "kv_b_proj":
+        return prod(shape) + 4 * shape[0]
+    return prod(shape) * ITEM_BYTES[dtype]
 
 
 def device_bytes(

@@ -238,6 +238,7 @@ class EngineConnection:
             "replicas": plans.replicas,
             "replica": 0 if plans.apart else replica,
             "dtype": self._config.model.dtype,
+            "weight_dtype": self._config.rollout.weight_dtype,
             "bucket_bytes": self._config.sync.bucket_bytes,
             "transport": self._config.sync.transport,
             "fingerprint": plans.of(replica).fingerprint,
