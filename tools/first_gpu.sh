@@ -71,7 +71,7 @@ tests_of_learner=$(grep -rl "mark.gpu" tests/parallel)
   step apart 300 "weights by CUDA IPC, an engine with captured graphs against one that begins with the weights" 1 apart
   step eight_bits 300 "weights and KV cache of an engine in 8 bits, every sync proven" 1 \
     job eight_bits model.dtype=bfloat16 rollout.placement=colocated rollout.weight_dtype=fp8 rollout.kv_cache_dtype=fp8 \
-    algorithm.correction=truncate sync.probe_tolerance=2 sync.sample_tolerance=0.5
+    algorithm.correction=truncate sync.probe_tolerance=0.2 sync.sample_tolerance=0.2
 }
 echo "first_gpu: $failed steps failed; outputs in $OUT"
 exit $failed

@@ -24,18 +24,21 @@ class LocalEngine:
 
     Args:
         path: Model directory.
-        extension: Worker extension class.
+        eight_bits: Keep linear layers in 8 bits, and the rest in bfloat16 in place of float32.
     """
 
-    def __init__(self, path: Path, extension: str = "megarl.engine.sync.receiver.WorkerExtension") -> None:
+    def __init__(self, path: Path, *, eight_bits: bool = False) -> None:
         from vllm import LLM
         from vllm.config import WeightTransferConfig
 
+        quantisation: dict[str, Any] = {"quantization": "fp8_per_channel"} if eight_bits else {}
         self.llm = LLM(
-            str(path), dtype="float32", max_model_len=192, max_num_batched_tokens=8192, max_num_seqs=8, block_size=32,
+            str(path), dtype="bfloat16" if eight_bits else "float32", **quantisation,
+            max_model_len=192, max_num_batched_tokens=8192, max_num_seqs=8, block_size=32,
             kv_cache_memory_bytes=2**24, enforce_eager=True, enable_chunked_prefill=False,
             distributed_executor_backend="uni", weight_transfer_config=WeightTransferConfig(backend=PLUGIN),
-            worker_extension_cls=extension, logprobs_mode="processed_logprobs", skip_tokenizer_init=True,
+            worker_extension_cls="megarl.engine.sync.receiver.WorkerExtension",
+            logprobs_mode="processed_logprobs", skip_tokenizer_init=True,
         )  # fmt: skip
         self.refusing: str | None = None
         self.paused = False

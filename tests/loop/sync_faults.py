@@ -57,7 +57,9 @@ class Lab:
 
     def buckets(self, rank: int) -> list[Bucket]:
         """Messages of a rank, in the order in which it sends them; the last one is empty."""
-        return _buckets_from(self.ranks.publishers[rank].parts[0].plan, rank, self.bucket_bytes, torch.float32)
+        return _buckets_from(
+            self.ranks.publishers[rank].parts[0].plan, rank, self.bucket_bytes, self.engine.receiver.model_config.dtype
+        )
 
     def bucket(self, rng: random.Random, least: int = 1) -> tuple[int, Bucket]:
         """A rank, and one of its messages of at least so many slices."""
@@ -71,6 +73,8 @@ class Lab:
         return owner[name][0], name
 
 
+NARROWER = {4: (torch.bfloat16, torch.float16, None), 2: (torch.float8_e4m3fn, torch.float8_e5m2, None)}
+"""Bytes of an element -> types to which it may be cast by mistake; None: its bytes in the other order."""
 Fault = Callable[[Lab, random.Random], AbstractContextManager[None]]
 
 
@@ -228,12 +232,13 @@ def _earlier(lab: Lab, rank: int, flat: torch.Tensor, slices: Sequence[BucketSli
 def other_dtype(lab: Lab, rng: random.Random) -> AbstractContextManager[None]:
     """A slice was cast to another type on its way, or its bytes are in the other order."""
     rank, bucket = lab.bucket(rng)
-    slice_, dtype = rng.choice(bucket.slices), rng.choice([torch.bfloat16, torch.float16, None])
+    slice_ = rng.choice(bucket.slices)
+    size, dtype = slice_.dtype.itemsize, rng.choice(NARROWER[slice_.dtype.itemsize])
 
     def change(flat: torch.Tensor) -> None:
         to = _view(flat, slice_)
         if dtype is None:
-            part(flat, slice_).view(-1, 4).copy_(part(flat, slice_).view(-1, 4).flip(1))
+            part(flat, slice_).view(-1, size).copy_(part(flat, slice_).view(-1, size).flip(1))
         else:
             to.copy_(to.to(dtype))
 
@@ -597,7 +602,7 @@ KINDS: dict[str, Kind] = {
     "a slice not packed": _kind(30, zeroed_slice, "digest"),
     "a slice of the sync before": _kind(50, earlier_slice, "digest"),
     "a message of the sync before": _kind(30, earlier_message, "digest"),
-    "a slice of another dtype": _kind(40, other_dtype, "digest"),
+    "a slice of another dtype": _kind(40, other_dtype, "digest", "form"),
     "a message lost": _kind(30, lost_message, "number"),
     "a message sent twice": _kind(30, doubled_message, "number"),
     "two messages exchanged": _kind(20, exchanged_messages, "number"),
@@ -611,11 +616,11 @@ KINDS: dict[str, Kind] = {
     "a worker's sum of digests of the sync before": _kind(10, earlier_fold, "sum"),
     "a worker's digest missing": _kind(10, missing_digest, "digest"),
     "an update ended under the version before": _kind(20, earlier_version, "version"),
-    "another dtype announced": _kind(10, disagreed("dtype", "bfloat16"), "plan"),
+    "another dtype announced": _kind(10, disagreed("dtype", "float16"), "plan"),
     "another plan announced": _kind(10, disagreed("vocab_multiple", 256), "plan"),
-    "a layer keeps old weights": _kind(50, kept_layer, "digest"),
-    "a worker keeps old weights": _kind(10, kept_everything, "digest"),
-    "written into a copy that nobody reads": _kind(30, unread_copy, "digest", "padding"),
+    "a layer keeps old weights": _kind(50, kept_layer, "digest", "form"),
+    "a worker keeps old weights": _kind(10, kept_everything, "digest", "form"),
+    "written into a copy that nobody reads": _kind(30, unread_copy, "digest", "form", "padding"),
     "a slice not written": _kind(20, unwritten_slice(counted=True), "digest", "padding"),
     "a slice neither written nor counted": _kind(20, unwritten_slice(counted=False), "count"),
     "a slice counted twice": _kind(10, recounted_slice, "count", "digest"),

@@ -1,10 +1,10 @@
 """A thousand faulty weight syncs, which must all be refused, and ten thousand healthy ones, which must all pass.
 
-``python -m tests.loop.sync_mutants [MUTANTS HEALTHY [RESULTS]]``. All run over one real engine in this process
-(``local_engine``), two trainer ranks, the real publisher, plan, shared memory, receiver, digests and probe; only HTTP
-and gloo's sockets, which carry offsets of buckets here, are replaced (``local_link``). Each mutant
-is followed by a healthy sync of the same weights, which must pass. What has ended stands in RESULTS (a file in
-``runs/soak/`` for each commit) and is not repeated.
+``python -m tests.loop.sync_mutants [fp8] [MUTANTS HEALTHY [RESULTS]]``, ``fp8`` with an engine in 8 bits. All run over
+one real engine in this process (``local_engine``), two trainer ranks, the real publisher, plan, shared memory,
+receiver, digests and probe; only HTTP and gloo's sockets, which carry offsets of buckets here, are replaced
+(``local_link``). Each mutant is followed by a healthy sync of the same weights, which must pass. What has ended stands
+in RESULTS (a file in ``runs/soak/`` for each commit) and is not repeated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import Qwen3ForCausalLM
@@ -57,6 +57,7 @@ TEXT = [1, 9, 77, 150, 199, 4, 4, 31, 88, 12, 63, 140]
 CHECKS = {
     "written": r"what the optimizer last wrote",
     "digest": r"digest sent",
+    "form": r"other numbers in 8 bits than those made from what arrived",
     "sum": r"add up to other numbers than those sent",
     "number": r"message -?\d+ of (that|another) channel arrived",
     "count": r"did not get all their elements|has shape .* in the layout",
@@ -68,20 +69,26 @@ CHECKS = {
     "decode": r"tokens that the engine decoded",
 }
 """Check -> words of its error."""
+EIGHT_BITS = 0.04
+"""Tolerance of the probe text for an engine in 8 bits."""
+UNSEEN = ("prompts and decode with one old layer", "decode with one old layer")
+"""Kinds whose differences are as large as those that 8 bits make."""
 SAVE = 250
 """Healthy syncs between two lines of the results."""
 
 
 @contextmanager
-def lab_of(folder: Path) -> Iterator[tuple[Lab, list[Weights]]]:
+def lab_of(folder: Path, *, eight_bits: bool = False) -> Iterator[tuple[Lab, list[Weights]]]:
     """An engine, two ranks that are connected to it, and sets of weights, of which the engine has the first."""
-    running = tiny_engine(folder, rollout=TINY_ROLLOUT, sizes=SIZES)
+    dtype: Literal["float32", "bfloat16"] = "bfloat16" if eight_bits else "float32"
+    rollout = replace(TINY_ROLLOUT, weight_dtype="fp8") if eight_bits else TINY_ROLLOUT
+    running = tiny_engine(folder, rollout=rollout, dtype=dtype, sizes=SIZES)
     running = replace(
         running,
         config=replace(running.config, sync=replace(running.config.sync, bucket_bytes=BUCKET_BYTES)),
         _url="local",
     )
-    LocalControl.engine = LocalEngine(running.model_path)
+    LocalControl.engine = LocalEngine(running.model_path, eight_bits=eight_bits)
     for module, name, ours in (
         (fleet, "EngineControl", LocalControl), (link, "join", join)
     ):  # fmt: skip
@@ -97,7 +104,7 @@ def lab_of(folder: Path) -> Iterator[tuple[Lab, list[Weights]]]:
         of_ranks = [shards(full, ranks.layout, rank) for rank in range(len(ranks.publishers))]
         written = [{name: digest_of(tensor) for name, tensor in tensors.items()} for tensors in of_ranks]
         logp = transformers_logp(other, TEXT[:1], TEXT[1:]).tolist()
-        text = ProbeText(TEXT, logp, PROBE_TOLERANCES["float32"])
+        text = ProbeText(TEXT, logp, EIGHT_BITS if eight_bits else PROBE_TOLERANCES[dtype])
         sets.append(Weights(of_ranks, written, text))
     lab = Lab(LocalControl.engine, ranks, BUCKET_BYTES, sets[0], sets[0])
     if failure := sync(lab, WeightsVersion(1, 1)):
@@ -211,7 +218,7 @@ def run(
 def table(found: Mapping[tuple[str, str], int]) -> str:
     """Markdown: kinds, mutants and what caught how many."""
     lines = ["| mutants | number | caught by |", "|---|---|---|"]
-    for kind in KINDS:
+    for kind in (kind for kind in KINDS if any(name == kind for name, _ in found)):
         checks = {check: n for (name, check), n in found.items() if name == kind}
         caught = ", ".join(check if len(checks) == 1 else f"{check} {n}" for check, n in sorted(checks.items()))
         lines.append(f"| {kind} | {sum(checks.values())} | {caught} |")
@@ -241,16 +248,19 @@ def main() -> None:
     torch.set_num_threads(1)
     logging.disable()  # each refused sync would log its trace
     disable_progress_bar()
-    count, healthy = map(int, sys.argv[1:3] or (MUTANTS, HEALTHY))
+    eight_bits, given = "fp8" in sys.argv, [word for word in sys.argv[1:] if word != "fp8"]
+    count, healthy = map(int, given[:2] or (MUTANTS, HEALTHY))
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.strip()
-    results = Path(sys.argv[3]) if len(sys.argv) > 3 else RESULTS / f"sync_mutants_{commit}_{count}_{healthy}.jsonl"
+    name = f"sync_mutants_{'fp8_' * eight_bits}{commit}_{count}_{healthy}.jsonl"
+    results = Path(given[2]) if len(given) > 2 else RESULTS / name
+    kinds = [kind for kind in mutants(count) if not (eight_bits and kind in UNSEEN)]
     results.parent.mkdir(parents=True, exist_ok=True)
     done = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, lab_of(Path(folder) / "engine") as (lab, sets):
-        found, wrong, passed = run(lab, sets, mutants(count), healthy, results, done)
+    with tempfile.TemporaryDirectory() as folder, lab_of(Path(folder) / "engine", eight_bits=eight_bits) as (lab, sets):
+        found, wrong, passed = run(lab, sets, kinds, healthy, results, done)
     print(table(found))
     for line in [*unexpected(found), *wrong]:
         print("WRONG", line)

@@ -141,7 +141,7 @@ def test_engine_computes_what_transformers_does_in_eight_bits(cell: Cell, tmp_pa
 def test_a_job_with_engines_in_eight_bits(tmp_path: Path, settings: tuple[str, ...]) -> None:
     eight_bits = (
         *TINY, "model.dtype=bfloat16", "rollout.weight_dtype=fp8", "algorithm.correction=truncate",
-        "sync.probe_tolerance=2", "sync.sample_tolerance=0.5", "trainer.steps=3",
+        "sync.probe_tolerance=0.2", "sync.sample_tolerance=0.2", "trainer.steps=3",
     )  # fmt: skip
     job = Job(tmp_path / "run", (*eight_bits, *settings)).start()
     try:
