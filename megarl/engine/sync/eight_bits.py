@@ -4,7 +4,8 @@ vLLM quantises such a layer when all its elements have arrived, and frees them: 
 channel, numbers in float8_e4m3fn. What the engine computes with can then no longer be compared with what was sent. Two
 links are proven in place of that. Digests of the elements as they arrived are kept, and compared with those that were
 sent. And megarl makes the 8-bit form of the same elements by itself: weights and scales that the engine holds must have
-its digests, whenever they are asked for. Runs inside vLLM's workers.
+its digests, whenever they are asked for. Only the order in which a kernel wants them is vLLM's. Runs inside vLLM's
+workers.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _SHOWN = 4
 
 
 class _Form(NamedTuple):
-    """Digests of a weight in 8 bits, [out, in], and of its scales, [out, 1]."""
+    """Digests of a weight in 8 bits and of its scales, as the layer's kernel takes them."""
 
     weight: int
     scales: int
@@ -151,18 +152,17 @@ class EightBits:
         if self._modules[local] in self.wait:
             group = get_tp_group().device_group
             torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=group)
-        return _digests(*quantised(weight, largest))
+        numbers, scales = quantised(weight, largest)
+        made = nn.Module()
+        made.weight, made.weight_scale = (nn.Parameter(x, requires_grad=False) for x in (numbers.t(), scales))
+        self._modules[local].quant_method.fp8_linear.process_weights_after_loading(made)
+        return _digests(made)
 
     def _check(self, forms: Iterable[tuple[str, _Form]]) -> None:
         wrong = []
         for local, form in forms:
-            module = self._modules[local]
-            rows, columns = self._parts[local].local_shapes(self._rank)[local]
-            held = module.weight.data.t()  # kernels take [in, out]; some have zeros up to a multiple of 16 in it
-            digests = _digests(held[:rows, :columns], module.weight_scale.data[:rows])
-            named = [name for name, one, other in zip(form._fields, form, digests, strict=True) if one != other]
-            if held[rows:].view(torch.uint8).any() or held[:, columns:].view(torch.uint8).any():
-                named.append("padding")
+            held = _digests(self._modules[local])
+            named = [name for name, one, other in zip(form._fields, form, held, strict=True) if one != other]
             wrong += [f"{' and '.join(named)} of {local}"] if named else []
         if wrong:
             more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
@@ -183,5 +183,6 @@ def _shares_channels(module: Any) -> bool:
     return bool(module.tp_size > 1 and module.input_size != module.input_size_per_partition)
 
 
-def _digests(weight: torch.Tensor, scales: torch.Tensor) -> _Form:
-    return _Form(*(slice_digest(x, start=(0, 0), shape=x.shape) for x in (weight, scales.reshape(-1, 1))))
+def _digests(module: Any) -> _Form:
+    tensors = (module.weight.data, module.weight_scale.data)
+    return _Form(*(slice_digest(x, start=[0] * x.dim(), shape=x.shape) for x in tensors))
