@@ -141,7 +141,7 @@ class ModelConfig:
     need its package on GPUs, bfloat16 and routers in float32 (docs/tuning.md)."""
     router_dtype: Literal["float32"] | None = None
     """Compute type of the trainer's routers, whose weights keep ``dtype``; null takes the family's: float32 of
-    DeepSeek-V3, else ``dtype``. Engines keep the family's."""
+    DeepSeek-V3, else ``dtype``. Engines compute logits of theirs in ``dtype``."""
     router: RouterConfig = field(default_factory=RouterConfig)
     """Balance of experts."""
     train_vision_tower: bool = False
