@@ -25,13 +25,14 @@ from megarl.explore.store import Claim
 from tests.loop.engines import KEY, RunningEngine, some_prompts
 from tests.loop.test_sync_families import TP2, Cell, engine_of
 from tests.loop.zygote import Zygote
+from tests.parallel.exact import exact_logps, rounding
 from tests.parallel.grid import run_grid
 from tests.parallel.test_replay import force
 from tests.stores import VERSION, make_task
 
 RESPONSE, EXPERTS = 24, 8
 ENGINE_GAP = 2e-5
-"""Largest difference of one log-prob, which is the float32 noise of vLLM's kernels."""
+"""Largest difference of one log-prob: float32's rounding, of vLLM's and the trainer's kernels alike."""
 SHIFTS = {"expert_bias": 0.1, "weight": 0.02}
 """Deviation of what is added to the trainer's routers: to their biases, which choose and do not weigh, where they have
 some; else to their weights."""
@@ -53,18 +54,21 @@ def running(
         yield engine, model
 
 
-def forced_logp(model: Any, prompt: Sequence[int], completion: Completion, ids: np.ndarray) -> torch.Tensor:
-    """Log-probs of the response by transformers with these ids [P + R - 1, L, K] forced on it."""
+def forced_logp(
+    model: Any, prompt: Sequence[int], completion: Completion, ids: np.ndarray, *, exact: bool = False
+) -> torch.Tensor:
+    """Log-probs of the response by transformers with these ids [P + R - 1, L, K] forced on it; ``exact``: in
+    float64."""
     tokens = torch.tensor([[*prompt, *completion.token_ids.tolist()][:-1]])
     gates = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
     before = [gate.forward for gate in gates]
     for layer, gate in enumerate(gates):
         force(gate, torch.from_numpy(ids[:, layer].astype(np.int64)))
     with torch.no_grad():
-        logp = model(tokens).logits.float().log_softmax(-1)[0, len(prompt) - 1 :]
+        logps = exact_logps(model, tokens) if exact else model(tokens).logits.float().log_softmax(-1)
     for gate, forward in zip(gates, before, strict=True):
         gate.forward = forward
-    return logp.gather(1, torch.from_numpy(completion.token_ids.astype(np.int64))[:, None])[:, 0]
+    return logps[0, len(prompt) - 1 :].gather(1, torch.from_numpy(completion.token_ids.astype(np.int64))[:, None])[:, 0]
 
 
 def sample(engine: RunningEngine, requests: Sequence[SampleRequest], size: int | None) -> list[Completion]:
@@ -136,9 +140,11 @@ def test_a_request_without_expert_ids_gets_none(running: tuple[RunningEngine, An
     assert found.routing is None
 
 
-def on_grid(rank: int, path: str, grid: ParallelConfig, samples: list[TrainingSample]) -> dict[str, float]:
+def on_grid(
+    rank: int, path: str, grid: ParallelConfig, samples: list[TrainingSample], exact: torch.Tensor
+) -> dict[str, Any]:
     """Runs in each rank: largest differences from the engine's log-probs, with the engine's weights and with routers
-    that choose otherwise."""
+    that choose otherwise; and errors of trainer and engine against ``exact``, float64 of all responses."""
     from megarl.learn import algorithms
     from megarl.learn.batching import of_samples
     from megarl.learn.parallel import groups
@@ -153,16 +159,21 @@ def on_grid(rank: int, path: str, grid: ParallelConfig, samples: list[TrainingSa
     hf_config = hf.read_hf_config(Path(path))
     actor = TrainedModel(hf_config, ModelConfig(path=path), grid, Head(VOCAB), micro_batching, OptimizerConfig())
     actor.load_hf(Path(path))
-    rows, found = of_samples(samples), {}
+    rows, found = of_samples(samples), dict[str, Any]()
     assert rows.engine_logp is not None and rows.routing is not None
 
+    engine = rows.engine_logp[rows.mask]
+
+    def logp() -> torch.Tensor:
+        return actor.outputs(rows, [actor.micro_batches(rows)])[rows.mask]
+
     def gap() -> float:
-        logp = actor.outputs(rows, [actor.micro_batches(rows)])
-        return float((logp - rows.engine_logp)[rows.mask].abs().max())
+        return float((logp() - engine).abs().max())
 
     found["own"] = gap()
     actor.replays_routing = True
     found["replayed"] = gap()
+    found["errors"] = {"trainer": rounding(logp(), exact), "engine": rounding(engine, exact)}
     generator = torch.Generator().manual_seed(3)
     own = actor.tensors
     kind = next(kind for kind in SHIFTS if any(name.endswith(f"router.{kind}") for name in own))
@@ -184,6 +195,7 @@ def test_replay_closes_the_gap_to_a_trainer_that_would_choose_others(
 ) -> None:
     engine, model = running
     prompts = [*some_prompts(6), *LONG]
+    completions = sample(engine, requests_of(prompts), None)
     samples = [
         TrainingSample(
             np.array(prompt.token_ids, np.int32),
@@ -193,10 +205,19 @@ def test_replay_closes_the_gap_to_a_trainer_that_would_choose_others(
             "length",
             routing=found.routing,
         )
-        for prompt, found in zip(prompts, sample(engine, requests_of(prompts), None), strict=True)
+        for prompt, found in zip(prompts, completions, strict=True)
     ]
-    for found in run_grid(2, on_grid, engine.config.model.path, grid, samples):
+    exact = torch.cat(
+        [
+            forced_logp(model, list(prompt.token_ids), found, found.routing, exact=True)
+            for prompt, found in zip(prompts, completions, strict=True)
+            if found.routing is not None
+        ]
+    )
+    for found in run_grid(2, on_grid, engine.config.model.path, grid, samples, exact):
         print(found)
+        trainer, engine_error = found["errors"]["trainer"]["mean"], found["errors"]["engine"]["mean"]
+        assert 0.5 < trainer / engine_error < 2, "the gap is the rounding of both sides"
         assert found["own"] < ENGINE_GAP and found["replayed"] < ENGINE_GAP
         assert found["shifted, own"] > 2 * found["shifted, replayed"] and found["changed"] != 0.0
         assert found["shifted, replayed"] < ENGINE_GAP or model.config.model_type == "qwen3_moe"

@@ -71,6 +71,15 @@ def test_fusions_without_cuda_or_their_package(fusion: Any, monkeypatch: pytest.
         check_implementation(model, NCCL)
 
 
+def test_deepep_without_cuda_or_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ModelConfig(moe_dispatcher="deepep")
+    with pytest.raises(ConfigError, match=r"deepep with parallel\.backend=gloo: .* on CUDA alone; .* to alltoall"):
+        check_implementation(model, ParallelConfig())
+    monkeypatch.setitem(sys.modules, "deep_ep", None)
+    with pytest.raises(ConfigError, match=r"deepep, but deep_ep cannot be imported .*; install DeepEP .* to alltoall"):
+        check_implementation(model, NCCL)
+
+
 def fused(rank: int, path: str) -> list[bool]:
     from megarl.learn.models.gpt import transformer_config
     from megarl.weights.checkpoint.formats import hf

@@ -16,12 +16,13 @@ import torch
 
 from megarl import ops
 from megarl.core.config import Config, compose, config_dir
-from megarl.core.config.schema import ParallelConfig
+from megarl.core.config.schema import ModelConfig, ParallelConfig
 from megarl.core.errors import ArchitectureError, CheckpointError, ConfigError
 from megarl.core.jobs import JOBS
 from megarl.learn import algorithms
 from megarl.run.checks import job as checks
 from megarl.run.checks import settings as setting_checks
+from megarl.run.checks.dispatcher import check_dispatcher, check_experts_settings
 from megarl.run.checks.model import check_fusions, check_router, check_routing_replay
 from megarl.run.checks.recompute import check_recompute
 from megarl.run.run_dir.prepare import MODEL_RECIPE
@@ -183,6 +184,35 @@ def test_experts_are_fused_where_there_are_some(prepared: Path, tmp_path: Path) 
     check_fusions(config, read_hf_config(save("qwen3_moe", tmp_path / "moe")))
     with pytest.raises(ConfigError, match=r"moe_permute_fusion, but .* has no experts; leave it out"):
         check_fusions(config, read_hf_config(save("qwen3", tmp_path / "dense")))
+
+
+@pytest.mark.parametrize("setting", ["router_dtype=float32", "moe_dispatcher=deepep"])
+def test_settings_of_experts_need_some(prepared: Path, tmp_path: Path, setting: str) -> None:
+    model = config_of(prepared, f"model.{setting}").model
+    with pytest.raises(ConfigError, match=rf"model\.{setting}, but the model in .* has no experts; set it to \w+$"):
+        check_experts_settings(model, ParallelConfig(), read_hf_config(save("qwen3", tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "grid", "why"),
+    [
+        ("qwen3_moe", {"router_dtype": "float32"}, {"ep": 2}, ""),
+        ("deepseek_v3", {}, {"ep": 2, "etp": 2}, ""),
+        ("qwen3_moe", {"moe_dispatcher": "alltoall"}, {}, ""),
+        ("qwen3", {}, {}, ""),
+        ("deepseek_v3", {}, {}, "critic.parallel.ep=1 leaves .*; set critic.parallel.ep above 1, or set"),
+        ("deepseek_v3", {}, {"ep": 3}, "no settings for critic.parallel.ep x etp=3 ranks; let these be one of 2, 4, 8"),
+        ("deepseek_v3", {"dtype": "float32"}, {"ep": 2}, "and critic.dtype=float32; set it to bfloat16, or set"),
+        ("qwen3_moe", {}, {"ep": 2}, "routers compute in bfloat16; set model.router_dtype to float32, or set"),
+    ],
+)
+def test_deepep_needs_ranks_that_share_experts_in_bfloat16(
+    tmp_path: Path, family: str, settings: dict[str, Any], grid: dict[str, int], why: str
+) -> None:
+    model = ModelConfig(**{"dtype": "bfloat16", "moe_dispatcher": "deepep"} | settings)
+    refusal = pytest.raises(ConfigError, match=f"moe_dispatcher=deepep: .*{why}.* model.moe_dispatcher to alltoall")
+    with refusal if why else nullcontext():
+        check_dispatcher(model, ParallelConfig(**grid), read_hf_config(save(family, tmp_path)), "critic")
 
 
 @pytest.mark.parametrize("setting", ["model.router.aux_loss_coef=0.1", "rollout.routing_replay=true"])

@@ -136,6 +136,12 @@ class ModelConfig:
     (docs/tuning.md)."""
     fusions: list[Fusion] = field(default_factory=list)
     """Megatron's names of fused kernels for training, which need packages on GPUs (docs/tuning.md)."""
+    moe_dispatcher: Literal["alltoall", "deepep"] = "alltoall"
+    """Exchange of tokens between the trainer's ranks that share experts: torch's all-to-all, or DeepEP's kernels, which
+    need its package on GPUs, bfloat16 and routers in float32 (docs/tuning.md)."""
+    router_dtype: Literal["float32"] | None = None
+    """Compute type of the trainer's routers, whose weights keep ``dtype``; null takes the family's: float32 of
+    DeepSeek-V3, else ``dtype``. Engines compute logits of theirs in ``dtype``."""
     router: RouterConfig = field(default_factory=RouterConfig)
     """Balance of experts."""
     train_vision_tower: bool = False

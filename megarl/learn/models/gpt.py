@@ -82,6 +82,8 @@ def transformer_config(hf_config: Mapping[str, Any], model: ModelConfig, paralle
 
     values = transformer_kwargs(architecture(hf_config), hf_config)
     values["activation_func"] = ACTIVATIONS[values.pop("activation")]
+    if "num_moe_experts" in values:
+        values |= _experts_settings(model)
     dtype = getattr(torch, model.dtype)
     on_cpu = parallel.backend == "gloo"
     make = MLATransformerConfig if values.pop("mla") else TransformerConfig
@@ -107,7 +109,6 @@ def transformer_config(hf_config: Mapping[str, Any], model: ModelConfig, paralle
         # The loss arrives divided by its global denominator, so gradients are summed and never divided again.
         calculate_per_token_loss=True,
         variable_seq_lengths=False,
-        moe_token_dispatcher_type="alltoall",
         transformer_impl=model.transformer_impl,  # 0.19 takes latent attention's projections by it
         moe_grouped_gemm=model.transformer_impl == "transformer_engine" and "num_moe_experts" in values,
         batch_p2p_comm=not on_cpu,
@@ -122,6 +123,14 @@ def transformer_config(hf_config: Mapping[str, Any], model: ModelConfig, paralle
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
     )
+
+
+def _experts_settings(model: ModelConfig) -> dict[str, str]:
+    """Megatron's fields of the exchange of tokens between ranks that share experts, and of the routers' type."""
+    dispatcher = {"moe_token_dispatcher_type": "alltoall"}
+    if model.moe_dispatcher == "deepep":
+        dispatcher = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep"}
+    return dispatcher | ({"moe_router_dtype": "fp32"} if model.router_dtype == "float32" else {})
 
 
 def _mark_experts(stage: torch.nn.Module) -> None:

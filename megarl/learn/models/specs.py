@@ -28,40 +28,32 @@ FUSION_PACKAGES = {
 
 
 def check_implementation(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Raise ConfigError where ``model.transformer_impl`` or one of ``model.fusions`` cannot be built on this machine.
-    Cheap for the local one without fusions."""
+    """Raise ConfigError where ``model.transformer_impl``, one of ``model.fusions`` or ``model.moe_dispatcher`` cannot
+    be built on this machine. Cheap for defaults."""
     for fusion in model.fusions:
-        _check_fusion(fusion, parallel)
-    if model.transformer_impl != "transformer_engine":
-        return
-    fix = "or set model.transformer_impl to local"
-    if parallel.backend != "nccl":
-        raise ConfigError(
-            f"model.transformer_impl=transformer_engine with parallel.backend={parallel.backend}: TransformerEngine "
-            f"computes on CUDA alone; set parallel.backend to nccl, {fix}"
+        _check_package(f"model.fusions has {fusion}", *FUSION_PACKAGES[fusion], "leave it out", parallel)
+    if model.transformer_impl == "transformer_engine":
+        package = "transformer_engine.pytorch", "TransformerEngine"
+        _check_package(
+            "model.transformer_impl=transformer_engine", *package, "set model.transformer_impl to local", parallel
         )
-    try:
-        importlib.import_module("transformer_engine.pytorch")
-    except (ImportError, OSError) as error:  # OSError: a CUDA library that it was built for is missing
-        raise ConfigError(
-            f"model.transformer_impl=transformer_engine, but TransformerEngine cannot be imported ({error}); install "
-            f"it for this torch and CUDA as docs/install_gpu.md says, {fix}"
-        ) from error
+    if model.moe_dispatcher == "deepep":
+        fix = "set model.moe_dispatcher to alltoall"
+        _check_package("model.moe_dispatcher=deepep", "deep_ep", "DeepEP", fix, parallel)
 
 
-def _check_fusion(fusion: str, parallel: ParallelConfig) -> None:
-    module, package = FUSION_PACKAGES[fusion]
+def _check_package(setting: str, module: str, package: str, fix: str, parallel: ParallelConfig) -> None:
     if parallel.backend != "nccl":
         raise ConfigError(
-            f"model.fusions has {fusion} with parallel.backend={parallel.backend}: its kernel computes on CUDA alone; "
-            "set parallel.backend to nccl, or leave it out"
+            f"{setting} with parallel.backend={parallel.backend}: {package} computes on CUDA alone; set "
+            f"parallel.backend to nccl, or {fix}"
         )
     try:
         importlib.import_module(module)
-    except (ImportError, OSError) as error:
+    except (ImportError, OSError) as error:  # OSError: a CUDA library that it was built for is missing
         raise ConfigError(
-            f"model.fusions has {fusion}, but {module} cannot be imported ({error}); install {package} as "
-            "docs/install_gpu.md says, or leave it out"
+            f"{setting}, but {module} cannot be imported ({error}); install {package} as docs/install_gpu.md says, or "
+            f"{fix}"
         ) from error
 
 

@@ -14,6 +14,7 @@ from megarl.core.config.lengths import context_tokens, prompt_tokens
 from megarl.core.errors import ConfigError
 from megarl.learn.parallel.grid import check_parallel, megatron_grid
 from megarl.ops import rows_in_budget
+from megarl.run.checks.dispatcher import check_experts_settings
 from megarl.run.checks.engine_options import check_batched_tokens
 from megarl.run.checks.recompute import check_recompute
 from megarl.run.checks.vision import is_vision_model
@@ -40,6 +41,7 @@ def check_model(config: Config, hf_config: Mapping[str, Any], *, engines: bool, 
     check_routing_replay(config, hf_config, engines=engines)
     check_recompute(config, hf_config)
     check_fusions(config, hf_config)
+    check_experts_settings(config.model, config.parallel, hf_config)
     columns = padded_vocab_size(int(hf_config["vocab_size"]), config.parallel.tp) // config.parallel.tp
     try:
         rows_in_budget(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megarl.explore.store.database import is_pending
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.algorithms.terms import kl
 from megarl.learn.parallel.grid import check_parallel, check_roles, megatron_grid, role_grids
+from megarl.run.checks.dispatcher import check_dispatcher
 from megarl.weights.architectures import Head, architecture
 from megarl.weights.checkpoint.formats.hf_source import check_hf, check_labels, open_hf, read_hf_config
 from megarl.weights.reshard.layouts import megatron_layout
@@ -128,6 +130,9 @@ def check_role_models(config: Config, algorithm: Algorithm, hf_config: Mapping[s
         role, grid = setting.removesuffix(".parallel"), grids[setting]
         found = hf_config if path is None else role_config(role, Path(path))
         check_parallel(grid, architecture(found).sizes(found), setting)
+        if role in roles:
+            model = replace(config.model, dtype=getattr(config, role).dtype or config.model.dtype)
+            check_dispatcher(model, grid, found, role)
         layout = megatron_layout(
             found, megatron_grid(grid), transformer_impl=config.model.transformer_impl, head=head, setting=setting
         )

@@ -121,7 +121,9 @@ def _of_bench(config: Config, folder: Path) -> Config:
     return replace(
         config,
         run=replace(config.run, mode="bench"),
-        model=replace(config.model, from_scratch=None, router=RouterConfig()),
+        model=replace(
+            config.model, from_scratch=None, router=RouterConfig(), moe_dispatcher="alltoall", router_dtype=None
+        ),
         parallel=ParallelConfig(backend=config.parallel.backend),
         algorithm=AlgorithmConfig(group_size=max(config.evaluation.samples, 2)),  # the explorer's capacity
         reference=ReferenceConfig(),

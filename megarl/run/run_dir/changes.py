@@ -30,6 +30,7 @@ FREE = (
     "model.recompute",
     "model.recompute_modules",
     "model.fusions",
+    "model.moe_dispatcher",
     "evaluation",
     "parallel",
     "reference.parallel",
