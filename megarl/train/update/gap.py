@@ -8,7 +8,7 @@ import torch
 
 from megarl.core.config import Config
 from megarl.core.errors import WeightsDiffer
-from megarl.core.schema import Outcome
+from megarl.core.schema import Outcome, name_of
 from megarl.learn.algorithms.terms.parts import counts, repeated
 from megarl.learn.algorithms.terms.reduction import Tokens, Totals
 from megarl.learn.batching import Sequences
@@ -97,9 +97,9 @@ def _text(
         f"the engine's log-probs of {difference.number} tokens that it sampled with this step's weights are "
         f"{difference.mean:.2e} from the trainer's on average, more than sync.sample_tolerance={tolerance:g} "
         f"({QUANTILE:.0%} within {kept.quantile(QUANTILE, _difference, old, engine):.2e}; furthest at token "
-        f"{int(at) + 1} of trajectory {rows[row].index} of group {rows[row].group_id}: engine {of_engine:.6f}, trainer "
-        f"{of_trainer:.6f}); the weights were proven equal, so decode, the prefix cache or a setting of sampling "
-        "differs: compare with rollout.enforce_eager=true, or raise the tolerance"
+        f"{int(at) + 1} of {name_of(rows[row])}: engine {of_engine:.6f}, trainer {of_trainer:.6f}); "
+        "the weights were proven equal, so decode, the prefix cache or a setting of sampling differs: compare with "
+        "rollout.enforce_eager=true, or raise the tolerance"
     )
 
 

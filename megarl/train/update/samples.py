@@ -15,13 +15,17 @@ import numpy as np
 import torch
 
 from megarl.core.config.algorithms import AlgorithmConfig
-from megarl.core.schema import FinishReason, TrainingSample, Trajectory, WeightsVersion
+from megarl.core.errors import NonRetryableError
+from megarl.core.schema import FinishReason, TrainingSample, Trajectory, WeightsVersion, name_of
 from megarl.explore.order.draws import ExpertRow
 from megarl.learn.batching import Sequences, StepShare, joined, of_demonstrations, of_samples
 from megarl.learn.batching.images import Images
 from megarl.learn.batching.sequences import NO_IDS
 from megarl.train.update.images import StepImages
 from megarl.train.update.lags import current
+
+WITHOUT_REPLAY = "set rollout.routing_replay to false"
+"""Fix of expert ids that cannot be replayed."""
 
 
 class SampleFacts(NamedTuple):
@@ -57,8 +61,11 @@ class StepSamples:
 
     @cached_property
     def facts(self) -> list[SampleFacts]:
-        """Facts of each sample, from one trajectory's arrays at a time."""
-        return [
+        """Facts of each sample, from one trajectory's arrays at a time.
+
+        Raises NonRetryableError where samples have expert ids of another number of tokens, or of several layouts.
+        """
+        found = [
             SampleFacts(
                 number,
                 len(sample.prompt_ids) + len(sample.response_ids),
@@ -67,12 +74,20 @@ class StepSamples:
                 sample.finish_reason,
                 0 if self.images is None else self.images.patches(d for at in sample.images for d in at.digests),
                 sample.lag is not None and bool(sample.lag.any()),
-                None if sample.routing is None else (sample.routing.dtype, *sample.routing.shape[1:]),
+                None if sample.routing is None else _routing_of(trajectory, sample, sample.routing),
             )
             for number, trajectory in enumerate(self.trajectories)
             for samples in [list(trajectory.samples(self.lags))]
             for sample, trained in zip(samples, current(samples, self.settings), strict=True)
         ]
+        layouts = {fact.routing[1:]: fact.trajectory for fact in reversed(found) if fact.routing is not None}
+        if len(layouts) > 1:
+            each = (f"{layout} of {name_of(self.trajectories[number])}" for layout, number in layouts.items())
+            raise NonRetryableError(
+                f"expert ids of one step are of several layouts (layers, experts of a token): {', '.join(each)}; "
+                f"{WITHOUT_REPLAY}"
+            )
+        return found
 
     @cached_property
     def lengths(self) -> torch.Tensor:
@@ -93,13 +108,17 @@ class StepSamples:
 
         What some sequence of the step has (demonstrations, lags, images, expert ids) each rank has, also where its own
         sequences have none.
+
+        Raises DataError, on a rank that holds it, where a sequence has other placeholders than its images need.
         """
         numbers = range(len(self.lengths)) if share is None else share.numbers.tolist()
         first = len(self.facts)
-        samples = list(self._samples({number for number in numbers if number < first}))
+        sampled = [number for number in numbers if number < first]
+        samples = list(self._samples(set(sampled)))
         result = of_samples(samples)
         if self.images is not None:
-            self.images.put(result, [sample.images for sample in samples])
+            owners = [self.trajectories[self.facts[number].trajectory] for number in sampled]
+            self.images.put(result, [sample.images for sample in samples], lambda i: name_of(owners[i]))
         if self.demonstrations:
             shown = [self.demonstrations[number - first] for number in numbers if number >= first]
             result = joined(result, of_experts(shown, self.images))
@@ -136,6 +155,17 @@ class StepSamples:
             sequences.routing = torch.from_numpy(ids)
 
 
+def _routing_of(trajectory: Trajectory, sample: TrainingSample, ids: np.ndarray) -> tuple[np.dtype, int, int]:
+    """``SampleFacts.routing`` of a sample with expert ids. Raises NonRetryableError where they are of other tokens."""
+    tokens = len(sample.prompt_ids) + len(sample.response_ids)
+    if len(ids) != tokens - 1:
+        raise NonRetryableError(
+            f"a sample of {name_of(trajectory)} has {tokens} tokens, and expert ids of {len(ids)} tokens instead of "
+            f"{tokens - 1}; {WITHOUT_REPLAY}"
+        )
+    return (ids.dtype, *ids.shape[1:])
+
+
 def of_experts(rows: Sequence[ExpertRow], images: StepImages | None = None) -> Sequences:
     """Demonstrations with their images; their teacher's log-probs, if there are any, in the place of an engine's."""
     pairs = [(row.prompt, row.response) for row in rows]
@@ -143,5 +173,5 @@ def of_experts(rows: Sequence[ExpertRow], images: StepImages | None = None) -> S
     assert len(logp) in (0, len(rows)), "the teacher's log-probs are those of all rows, as was checked before the start"
     sequences = of_demonstrations(pairs, logp)
     if images is not None:
-        images.inputs.put(sequences, [row.images for row in rows])
+        images.inputs.put(sequences, [row.images for row in rows], "expert row {} of the step".format)
     return sequences
