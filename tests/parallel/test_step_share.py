@@ -219,10 +219,11 @@ CASES = {
 
 def step(rank: int, path: str, case: Case) -> dict[str, Any]:
     """Runs in each rank: the same step with its share and with all sequences; which results have other bits."""
+    from megarl.learn.batching import micro_batches
     from megarl.train.rank.state import TrainState
     from megarl.train.update.batch import filter_overlong
     from megarl.train.update.gap import engine_gap
-    from megarl.train.update.kept import kept_batch
+    from megarl.train.update.kept import kept_batch, put_together, taken
 
     learner = learner_of(path, case, limit=200)
     models = learner._models
@@ -237,7 +238,14 @@ def step(rank: int, path: str, case: Case) -> dict[str, Any]:
         learner.infer(batch)
         sampled = batch.sequences.sampled
         filter_overlong(batch, case.settings)
-        kept = kept_batch(batch, models.actor.micro_batching)
+        if batch.sequences.share is None:
+            parts = [
+                [taken(batch, micro_batches(batch.sequences, models.actor.micro_batching, dp_rank, units), update)
+                 for update, units in enumerate(batch.updates)] for dp_rank in range(case.actor.dp)
+            ]  # fmt: skip
+            kept = None if rank else put_together(batch, parts)
+        else:
+            kept = kept_batch(batch, models.actor)
         state, metrics = learner.train_step(TrainState("rl"), batch)
         metrics |= engine_gap(batch, sampled, loose)
         weights = [model.tensors for model in (models.actor, models.critic) if model is not None]

@@ -8,7 +8,7 @@ P prompt tokens, R response tokens; L layers with experts, K experts of a token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -88,16 +88,6 @@ class Sequences:
             dist.all_reduce(values)
         else:
             self.share.add_up(values)
-
-    def text_of_step(self) -> Sequences | None:
-        """Return tokens and mask of all sequences of the step on rank 0, None elsewhere. Every rank calls it."""
-        if self.share is None:
-            return self if not dist.is_initialized() or dist.get_rank() == 0 else None
-        tokens, mask = self.share.whole(self.tokens), self.share.whole(self.mask.to(torch.uint8))
-        if tokens is None or mask is None:
-            return None
-        every = replace(self.share, numbers=torch.arange(len(self.share.lengths)))
-        return Sequences(tokens, every.lengths, mask.bool(), share=every)
 
     @property
     def sampled(self) -> torch.Tensor:
