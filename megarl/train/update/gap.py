@@ -39,10 +39,9 @@ def mismatch(sequences: Sequences, kept: Tokens) -> dict[str, float]:
     old, engine = sequences.old_logp, sequences.engine_logp
     if old is None or engine is None:
         return {}
-    logp = kept.totals(_difference, old, engine)
+    logp, probs = kept.totals_of_each(lambda a, b: (_difference(a, b), _difference(a.exp(), b.exp())), old, engine)
     if not logp.number:
         return {}
-    probs = kept.totals(lambda a, b: _difference(a.exp(), b.exp()), old, engine)
     return {
         "training/rollout_logp_diff_mean": logp.mean,
         "training/rollout_logp_diff_p99": kept.quantile(QUANTILE, _difference, old, engine),
