@@ -142,7 +142,7 @@ def test_a_sequence_that_is_not_held_is_not_dealt(images: StepImages) -> None:
         (lambda ids: ids[1:], r"a sample of trajectory 3 of group g1 has 15 tokens, and expert ids of 13 tokens"),
         (
             lambda ids: ids[:, :1],
-            r"several layouts .*: \(1, 2\) of trajectory 3 of group g1, \(2, 2\) of trajectory 0 ",
+            r"several layouts .*: \(2, 2\) of trajectory 0 of group g0, \(1, 2\) of trajectory 3 of ",
         ),
     ],
 )
@@ -155,3 +155,7 @@ def test_expert_ids_that_do_not_fit_name_their_trajectory(
     foreign = replace(MEMBERS[3], turns=(*before, replace(last, routing=change(last.routing))))
     with pytest.raises(NonRetryableError, match=rf"{words}.*; set rollout.routing_replay to false"):
         len(StepSamples([*MEMBERS[:3], foreign], [], AlgorithmConfig(), LAGS, images).facts)
+    without = replace(MEMBERS[0], turns=tuple(replace(turn, routing=None) for turn in MEMBERS[0].turns))
+    samples = StepSamples([without, *MEMBERS[1:3], foreign], [], AlgorithmConfig(), LAGS, images)
+    for share in (None, StepShare(torch.tensor([3, 4, 5]), samples.lengths, samples.patches)):
+        assert samples.sequences(share).routing is None, "ids that some sample lacks are not used"

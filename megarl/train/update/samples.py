@@ -43,8 +43,8 @@ class SampleFacts(NamedTuple):
     patches: int
     lags: bool
     """True if some token has a lag."""
-    routing: tuple[np.dtype, int, int] | None
-    """Type, layers and experts of a token of its expert ids; None where it has none."""
+    routing: tuple[np.dtype, int, int, int] | None
+    """Type, tokens, layers and experts of a token of its expert ids; None where it has none."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class StepSamples:
     def facts(self) -> list[SampleFacts]:
         """Facts of each sample, from one trajectory's arrays at a time.
 
-        Raises NonRetryableError where samples have expert ids of another number of tokens, or of several layouts.
+        Raises NonRetryableError where all have expert ids, of some for another number of tokens or of several layouts.
         """
         found = [
             SampleFacts(
@@ -74,20 +74,19 @@ class StepSamples:
                 sample.finish_reason,
                 0 if self.images is None else self.images.patches(d for at in sample.images for d in at.digests),
                 sample.lag is not None and bool(sample.lag.any()),
-                None if sample.routing is None else _routing_of(trajectory, sample, sample.routing),
+                None if sample.routing is None else (sample.routing.dtype, *sample.routing.shape),
             )
             for number, trajectory in enumerate(self.trajectories)
             for samples in [list(trajectory.samples(self.lags))]
             for sample, trained in zip(samples, current(samples, self.settings), strict=True)
         ]
-        layouts = {fact.routing[1:]: fact.trajectory for fact in reversed(found) if fact.routing is not None}
-        if len(layouts) > 1:
-            each = (f"{layout} of {name_of(self.trajectories[number])}" for layout, number in layouts.items())
-            raise NonRetryableError(
-                f"expert ids of one step are of several layouts (layers, experts of a token): {', '.join(each)}; "
-                f"{WITHOUT_REPLAY}"
-            )
+        self._check_routing(found)
         return found
+
+    @property
+    def _routed(self) -> bool:
+        """True if every sample of the step has expert ids; else those of none are used."""
+        return bool(self.facts) and all(fact.routing is not None for fact in self.facts)
 
     @cached_property
     def lengths(self) -> torch.Tensor:
@@ -115,13 +114,15 @@ class StepSamples:
         first = len(self.facts)
         sampled = [number for number in numbers if number < first]
         samples = list(self._samples(set(sampled)))
+        if not self._routed:
+            samples = [sample._replace(routing=None) for sample in samples]
         result = of_samples(samples)
         if self.images is not None:
             owners = [self.trajectories[self.facts[number].trajectory] for number in sampled]
             self.images.put(result, [sample.images for sample in samples], lambda i: name_of(owners[i]))
         if self.demonstrations:
-            shown = [self.demonstrations[number - first] for number in numbers if number >= first]
-            result = joined(result, of_experts(shown, self.images))
+            shown = [number - first for number in numbers if number >= first]
+            result = joined(result, of_experts([self.demonstrations[i] for i in shown], self.images, shown))
         result.share = share
         if first > len(self.trajectories):
             more = range(len(self.trajectories), len(self.trajectories) + len(self.demonstrations))
@@ -144,34 +145,48 @@ class StepSamples:
             samples = current(list(self.trajectories[place].samples(self.lags)), self.settings)
             yield from (sample for number, sample in zip(members, samples, strict=True) if number in numbers)
 
+    def _check_routing(self, facts: Sequence[SampleFacts]) -> None:
+        """Check the shapes of expert ids, which are used where every sample has some. Raises NonRetryableError."""
+        layouts: dict[tuple[int, int], str] = {}
+        ids = [fact.routing for fact in facts if fact.routing is not None]
+        if len(ids) < len(facts):
+            return
+        for fact, (_, tokens, *layout) in zip(facts, ids, strict=True):
+            name = name_of(self.trajectories[fact.trajectory])
+            if tokens != fact.length - 1:
+                raise NonRetryableError(
+                    f"a sample of {name} has {fact.length} tokens, and expert ids of {tokens} tokens instead of "
+                    f"{fact.length - 1}; {WITHOUT_REPLAY}"
+                )
+            layouts.setdefault((layout[0], layout[1]), name)
+        if len(layouts) > 1:
+            raise NonRetryableError(
+                "expert ids of one step are of several layouts (layers, experts of a token): "
+                f"{', '.join(f'{layout} of {name}' for layout, name in layouts.items())}; {WITHOUT_REPLAY}"
+            )
+
     def _complete_routing(self, sequences: Sequences) -> None:
-        """Have expert ids where every sample of the step has some, and none where one of them has none."""
-        shapes = [fact.routing for fact in self.facts]
-        if None in shapes:
-            sequences.routing = None
-        elif sequences.routing is None and shapes[0] is not None:
-            dtype, *shape = shapes[0]
+        """Have expert ids of no engine where every sample of the step has some, and the rank holds none of these."""
+        if self._routed and sequences.routing is None and self.facts[0].routing is not None:
+            dtype, _, *shape = self.facts[0].routing
             ids = np.full((len(sequences.tokens), *shape), NO_IDS, dtype)
             sequences.routing = torch.from_numpy(ids)
 
 
-def _routing_of(trajectory: Trajectory, sample: TrainingSample, ids: np.ndarray) -> tuple[np.dtype, int, int]:
-    """``SampleFacts.routing`` of a sample with expert ids. Raises NonRetryableError where they are of other tokens."""
-    tokens = len(sample.prompt_ids) + len(sample.response_ids)
-    if len(ids) != tokens - 1:
-        raise NonRetryableError(
-            f"a sample of {name_of(trajectory)} has {tokens} tokens, and expert ids of {len(ids)} tokens instead of "
-            f"{tokens - 1}; {WITHOUT_REPLAY}"
-        )
-    return (ids.dtype, *ids.shape[1:])
+def of_experts(
+    rows: Sequence[ExpertRow], images: StepImages | None = None, numbers: Sequence[int] | None = None
+) -> Sequences:
+    """Demonstrations with their images; their teacher's log-probs, if there are any, in the place of an engine's.
 
-
-def of_experts(rows: Sequence[ExpertRow], images: StepImages | None = None) -> Sequences:
-    """Demonstrations with their images; their teacher's log-probs, if there are any, in the place of an engine's."""
+    Args:
+        numbers: Those of the rows among the step's, for messages; None for all of them.
+    """
     pairs = [(row.prompt, row.response) for row in rows]
     logp = [row.teacher_logp for row in rows if row.teacher_logp is not None]
     assert len(logp) in (0, len(rows)), "the teacher's log-probs are those of all rows, as was checked before the start"
     sequences = of_demonstrations(pairs, logp)
     if images is not None:
-        images.inputs.put(sequences, [row.images for row in rows], "expert row {} of the step".format)
+        images.inputs.put(
+            sequences, [row.images for row in rows], lambda i: f"expert row {numbers[i] if numbers else i}"
+        )
     return sequences
