@@ -1,13 +1,12 @@
-"""Host memory of one trainer rank during a step: bytes a token, held after each stage and at its peak.
+"""Host memory of trainer ranks during a step: bytes a token, held after each stage and at its peak.
 
-    python benchmarks/host_memory.py [--answers 512] [--tokens 8192] [--algorithms grpo ppo]
+    python benchmarks/host_memory.py [--answers 512] [--tokens 8192] [--algorithms grpo ppo] [--ranks 1 4]
 
-Each algorithm runs in a process of its own, on synthetic answers in a SQLite store. The step is the trainer's own; a
-function that calls the forward step and the loss of each micro-batch, with zeros for log-probs, replaces Megatron's
-schedule. Counted are resident
-pages: /proc/self/clear_refs resets the peak (VmHWM) before each stage, and malloc returns freed memory at once. A small
-    step comes
-before, so that what is allocated once is not counted.
+Each data-parallel rank of each algorithm is a process of its own, on synthetic answers in a SQLite store. The step is
+the trainer's own; a function that calls the forward step and the loss of each micro-batch, with zeros for log-probs,
+replaces Megatron's schedule. Counted are resident pages: /proc/self/clear_refs resets the peak (VmHWM) before each
+stage, and malloc returns freed memory at once. Pages of the file with a step's trajectories count on each rank that has
+read them, although they lie once a node. A small step comes before, so that what is allocated once is not counted.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -116,7 +116,7 @@ def model_of(kind: str, config: Any) -> Any:
                 config.parallel,
                 micro_batching_for(config.parallel, config.trainer),
                 nullcontext,
-                0,
+                torch.distributed.get_rank(),
             )
             self.chunks = [Chunk()]
             self._routers, self._balanced, self._gathered = [], False, True
@@ -166,6 +166,8 @@ def fill(store: Any, step: int, answers: int, tokens: int) -> None:
 
 def trainer_of(config: Any, store: Any) -> Any:
     """An online trainer, of which the step is real."""
+    import torch.distributed as dist
+
     from megarl.core.schema import WeightsVersion
     from megarl.core.truncation import TruncationWarning
     from megarl.explore.order.pacing import Pacing
@@ -199,7 +201,7 @@ def trainer_of(config: Any, store: Any) -> Any:
     trainer.end_step = lambda state, metrics, used: state
     reader = RolloutReader(NodeReader(), store, lambda: False)
     trainer.store = store
-    context = trainer.context = RunContext(config, Path(), 1, 0)
+    context = trainer.context = RunContext(config, Path(), 1, dist.get_rank())
     trainer.rollouts = rollouts.Rollouts(
         context, trainer.algorithm, store, trainer.reporter, reader, lambda *_, **__: True
     )
@@ -210,8 +212,12 @@ def trainer_of(config: Any, store: Any) -> Any:
     return trainer
 
 
-def measure(algorithm: str, answers: int, tokens: int) -> dict[str, tuple[float, float]]:
-    """Stage -> bytes a token (peak within it, held after it), beyond what the process has without a step."""
+def measure(algorithm: str, answers: int, tokens: int, ranks: int, folder: str) -> dict[str, tuple[float, float]]:
+    """Stage -> bytes a token of the step (peak within it, held after it), beyond what the process has without a step.
+
+    Args:
+        folder: Of the store, which rank 0 fills.
+    """
     import megatron.core.pipeline_parallel as pipeline
     import torch
 
@@ -222,12 +228,12 @@ def measure(algorithm: str, answers: int, tokens: int) -> dict[str, tuple[float,
     from megarl.learn.parallel import groups
     from megarl.train.rank.state import TrainState
 
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     torch.set_num_threads(1)
-    groups.initialize(ParallelConfig(), seed=0)
+    groups.initialize(ParallelConfig(dp=ranks), seed=0)
     pipeline.get_forward_backward_func = lambda: schedule
     kl = KLConfig(0.01, "k1", "reward", target=0.1) if algorithm == "ppo" else KLConfig(0.01, "k3", "loss", target=0.1)
     config = Config(
+        parallel=ParallelConfig(dp=ranks),
         sync=SyncConfig(sample_tolerance=1e9),  # the engine's log-probs are made up
         algorithm=AnyAlgorithmConfig(
             name=algorithm, kl=kl, group_size=ANSWERS_OF_A_GROUP, whiten_advantages=algorithm == "ppo"
@@ -236,31 +242,50 @@ def measure(algorithm: str, answers: int, tokens: int) -> dict[str, tuple[float,
             tasks_per_step=answers // ANSWERS_OF_A_GROUP, packing=True, max_tokens_per_micro_batch=max(2 * tokens, 8192)
         ),
     )
-    with tempfile.TemporaryDirectory(prefix="megarl-memory-") as folder:
+    first = torch.distributed.get_rank() == 0
+    if first:
         store = Store(f"sqlite:///{folder}/store.db")
         fill(store, 0, 2 * ANSWERS_OF_A_GROUP, 64)
         fill(store, 1, answers, tokens)
-        trainer = trainer_of(config, store)
-        for step in (0, 1):
-            trainer.step(TrainState("rl", step))
-            trainer.timeline.end()
-        store.close()
+    torch.distributed.barrier()
+    store = store if first else Store(f"sqlite:///{folder}/store.db")
+    trainer = trainer_of(config, store)
+    for step in (0, 1):
+        trainer.step(TrainState("rl", step))
+        trainer.timeline.end()
+    store.close()
     number = answers * (PROMPT + tokens)
     return {stage: (peak / number, held / number) for stage, (peak, held) in trainer.timeline.found.items()}
 
 
-def measured_apart(algorithm: str, answers: int, tokens: int) -> dict[str, tuple[float, float]]:
-    """``measure`` in a process of its own, whose malloc keeps nothing that is freed."""
+def measured_apart(algorithm: str, answers: int, tokens: int, ranks: int = 1) -> dict[str, tuple[float, float]]:
+    """``measure`` in a process for each rank, whose malloc keeps nothing that is freed; the most of any rank."""
+    from megarl.run.process import ports
+
     command = [sys.executable, __file__, "--one", algorithm, "--answers", str(answers), "--tokens", str(tokens)]
+    [port] = ports.choose("127.0.0.1", 1, None)
     environment = os.environ | {
         "MALLOC_MMAP_THRESHOLD_": "4096",
         "MALLOC_TRIM_THRESHOLD_": "4096",
         "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
     }
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return {stage: (peak, held) for stage, (peak, held) in json.loads(done.stdout.splitlines()[-1]).items()}
+    with tempfile.TemporaryDirectory(prefix="megarl-memory-") as folder, ThreadPoolExecutor(ranks) as threads:
+
+        def run(rank: int) -> dict[str, tuple[float, float]]:
+            found = subprocess.run(
+                [*command, "--ranks", str(ranks), "--folder", folder],
+                env=environment | {"RANK": str(rank)}, capture_output=True, text=True, timeout=600,
+            )  # fmt: skip
+            if found.returncode:
+                raise RuntimeError(found.stderr)
+            return dict(json.loads(found.stdout.splitlines()[-1]))
+
+        every = list(threads.map(run, range(ranks)))
+    largest = {stage: zip(*(found[stage] for found in every), strict=True) for stage in every[0]}
+    return {stage: (max(peaks), max(held)) for stage, (peaks, held) in largest.items()}
 
 
 def main() -> None:
@@ -268,19 +293,24 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--algorithms", nargs="+", default=["grpo", "ppo"])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 4], help="data-parallel ranks, on this machine")
     parser.add_argument("--write", action="store_true", help="into docs/benchmarks/host_memory.md")
     parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        print(json.dumps(measure(arguments.one, arguments.answers, arguments.tokens)))
+        sizes = (arguments.answers, arguments.tokens, *arguments.ranks)
+        print(json.dumps(measure(arguments.one, *sizes, arguments.folder)))
         return
     lines = [
-        f"{arguments.answers:,} answers of {PROMPT} + {arguments.tokens:,} tokens; bytes a token.", "",
-        "| algorithm | stage | peak | held after it |", "|---|---|---|---|",
+        f"{arguments.answers:,} answers of {PROMPT} + {arguments.tokens:,} tokens; bytes of one rank for each token of "
+        "the step.", "",
+        "| algorithm | ranks | stage | peak | held after it |", "|---|---|---|---|---|",
     ]  # fmt: skip
     for algorithm in arguments.algorithms:
-        found = measured_apart(algorithm, arguments.answers, arguments.tokens)
-        lines += [f"| {algorithm} | {stage} | {peak:.1f} | {held:.1f} |" for stage, (peak, held) in found.items()]
+        for ranks in arguments.ranks:
+            found = measured_apart(algorithm, arguments.answers, arguments.tokens, ranks)
+            lines += [f"| {algorithm} | {ranks} | {stage} | {p:.1f} | {h:.1f} |" for stage, (p, h) in found.items()]
     print("\n".join(lines))
     if arguments.write:
         page.write("benchmarks/host_memory.md", "\n".join(lines))

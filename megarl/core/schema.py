@@ -482,3 +482,8 @@ class Outcome:
             t.group_stats,
             greedy,
         )
+
+
+def name_of(one: Trajectory | Outcome) -> str:
+    """Name of a trajectory in messages."""
+    return f"trajectory {one.index} of group {one.group_id}"

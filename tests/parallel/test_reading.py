@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.core.errors import FencedError, JobError, StoreDamagedError
+from megarl.core.errors import DiskFullError, FencedError, JobError, StoreDamagedError
 from megarl.core.schema import Trajectory
 from megarl.explore.order.replay import Replayed
 from megarl.explore.store import Store
@@ -121,7 +121,7 @@ def rollout(rank: int, nodes: list[str], url: str) -> dict[str, Any]:
     }
 
 
-FAULTS = ("damaged", "fenced", "driver", "disk", "stop")
+FAULTS = ("damaged", "fenced", "driver", "disk", "room", "stop")
 
 
 def failing(rank: int, folder: str) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def read_with(reader: Any, rank: int, fault: str) -> Any:
         yield np.arange(1000)
         if rank == 2 and fault == "disk":
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
-        elif rank == 2 and fault != "stop":
+        elif rank == 2 and fault not in ("room", "stop"):
             raise {
                 "damaged": StoreDamagedError("row 7"),
                 "fenced": FencedError("attempt 2"),
@@ -150,7 +150,8 @@ def read_with(reader: Any, rank: int, fault: str) -> Any:
 
     looks = iter([False, True])
     try:
-        return reader.read(parts, lambda: rank == 2 and fault == "stop" and next(looks))
+        stopping = lambda: rank == 2 and fault == "stop" and next(looks)  # noqa: E731
+        return reader.read(parts, stopping, lambda: 2**60 if rank == 2 and fault == "room" else 8000)
     except JobError as error:
         return type(error), str(error)
     finally:
@@ -234,6 +235,7 @@ def test_what_a_reader_meets_reaches_every_rank_of_every_node(met: list[dict[str
             "fenced": (FencedError, "attempt 2"),
             "driver": (JobError, "rank 2, which reads"),
             "disk": (JobError, "set TMPDIR to another folder"),
+            "room": (DiskFullError, "1,152,921,504,606,846,976 bytes"),
         }[fault]
         assert ranks[0][0] is kind and text in ranks[0][1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,16 +20,25 @@ from megarl.core.config.schema import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    RolloutConfig,
     TrainerConfig,
     UpdateFilterConfig,
 )
-from megarl.core.schema import Reward, Trajectory, Turn, WeightsSpan, WeightsVersion
+from megarl.core.errors import DataError, MegarlError, NonRetryableError
+from megarl.core.schema import Reward, Trajectory, Turn, WeightsSpan, WeightsVersion, file_digest
+from tests.loop.vision_models import QWEN_IMAGE, picture, save_tiny_qwen2_5_vl
+from tests.parallel import families
 from tests.parallel.grid import run_grid
 from tests.parallel.models import VOCAB, save_tiny_qwen3
 
 OLD, NEW = WeightsVersion(1, 1), WeightsVersion(1, 2)
 LAGS = {OLD: 2, NEW: 0}
 GROUP = 8
+PICTURES = {file_digest(file): file for file in (picture(1, 56, 56), picture(2, 56, 84))}
+VECTORS = dict(zip(PICTURES, (4, 6), strict=True))
+"""Of a picture, by its digest."""
+LAYERS, EXPERTS, OF_TOKEN = 4, 8, 3
+"""Layers with experts, experts of a layer and of a token in the mixture of experts."""
 
 
 def trajectories_of(number: int, longest: int, *, lines: bool = False) -> list[Trajectory]:
@@ -63,6 +73,35 @@ class Case:
     lines: bool = False
     shown: int = 0
     """Demonstrations."""
+    images: bool = False
+    """Two of three trajectories begin with a picture."""
+    replayed: bool = False
+    """Tokens come with expert ids."""
+
+
+def with_images(trajectories: list[Trajectory]) -> list[Trajectory]:
+    """The trajectories, two of three with a picture in the prompt."""
+    found = []
+    for i, trajectory in enumerate(trajectories):
+        prompt, *after = trajectory.turns
+        for digest in list(PICTURES)[i % 3 : i % 3 + 1]:
+            ids = [7, *[QWEN_IMAGE] * VECTORS[digest], 8]
+            prompt = replace(prompt, token_ids=np.array(ids, np.int32), images=(digest,))
+        found.append(replace(trajectory, turns=(prompt, *after)))
+    return found
+
+
+def with_routing(trajectories: list[Trajectory]) -> list[Trajectory]:
+    """The trajectories with expert ids; each line is a prompt and an answer."""
+    random, found = np.random.default_rng(6), []
+    for trajectory in trajectories:
+        turns = list(trajectory.turns)
+        for i in range(1, len(turns), 2):
+            tokens = len(turns[i - 1]) + len(turns[i]) - 1
+            ids = random.random((tokens, LAYERS, EXPERTS)).argsort(-1)[..., :OF_TOKEN]
+            turns[i] = replace(turns[i], routing=ids.astype(np.int8))
+        found.append(replace(trajectory, turns=tuple(turns)))
+    return found
 
 
 def learner_of(path: str, case: Case, limit: int) -> Any:
@@ -72,6 +111,7 @@ def learner_of(path: str, case: Case, limit: int) -> Any:
     from megarl.learn.training.model import FrozenModel, TrainedModel, micro_batching_for
     from megarl.learn.training.schedule import Head
     from megarl.train.rank.ranks import Ranks
+    from megarl.train.update.images import ImageInputs
     from megarl.train.update.learner import Learner
     from megarl.train.update.models import Models
     from megarl.train.update.updates import UpdateFilter
@@ -81,7 +121,8 @@ def learner_of(path: str, case: Case, limit: int) -> Any:
         packing=case.packing, max_tokens_per_micro_batch=limit, micro_batch_size=2, updates_per_step=case.updates
     )
     model, optimizer = ModelConfig(path=path, dtype="float32"), OptimizerConfig(lr=1e-2)
-    config = Config(model=model, parallel=case.actor, algorithm=case.settings, trainer=trainer)
+    rollout = RolloutConfig(routing_replay=case.replayed)
+    config = Config(model=model, parallel=case.actor, algorithm=case.settings, trainer=trainer, rollout=rollout)
     algorithm, hf_config = algorithms.get(case.settings.name), hf.read_hf_config(Path(path))
     groups.initialize(case.actor, seed=1)
     others = case.others or case.actor
@@ -92,26 +133,34 @@ def learner_of(path: str, case: Case, limit: int) -> Any:
     critic = None
     if "critic" in algorithm.roles:
         critic = TrainedModel(hf_config, model, others, None, limits, optimizer, **grid)
+    actor.replays_routing = case.replayed
     for each in (actor, reference):
         each.load_hf(Path(path))
     if critic is not None:
         critic.load_hf(Path(path), score="zeros")
     reporter: Any = SimpleNamespace(log=lambda text: None, event=lambda kind, data: None)
-    models: Any = SimpleNamespace(actor=actor, reference=reference, critic=critic)
+    models: Any = SimpleNamespace(actor=actor, reference=reference, critic=critic, hf_config=hf_config)
     models.finish_gathers = partial(Models.finish_gathers, models)
+    models.check_routing = partial(Models.check_routing, models)
+    models.images = ImageInputs.of(config, hf_config)
     updates = UpdateFilter(UpdateFilterConfig(), reporter)
     return Learner(config, algorithm, models, updates, Ranks(), lambda phase: None)
 
 
-def batch_of(learner: Any, case: Case, number: int, longest: int, share_of: Any) -> Any:
+def batch_of(
+    learner: Any, case: Case, number: int, longest: int, share_of: Any, change: Callable[[Any], Any] = lambda t: t
+) -> Any:
+    """``change``: made to the trajectories."""
     from megarl.explore.experience import with_group_stats
     from megarl.explore.order.draws import ExpertRow
     from megarl.train.update.batch import make_batch
 
     shown = [ExpertRow(np.arange(2, 6 + i), np.arange(2, 9 + i)) for i in range(case.shown)]
     given = with_group_stats(trajectories_of(number, longest, lines=case.lines))
-    lags = LAGS if case.lines else None
-    return make_batch(given, shown, learner._algorithm, case.settings, case.updates, lags, None, share_of)
+    given = with_images(given) if case.images else given
+    given = change(with_routing(given) if case.replayed else given)
+    lags, images = LAGS if case.lines else None, learner._models.images and learner._models.images.of_step(PICTURES)
+    return make_batch(given, shown, learner._algorithm, case.settings, case.updates, lags, images, share_of)
 
 
 def bytes_held(rank: int, path: str, case: Case) -> tuple[int, int, int]:
@@ -163,15 +212,18 @@ CASES = {
     "demonstrations": Case(MixConfig(name="mix", mu=0.3, kl=KLConfig(0.1)), ParallelConfig(dp=2), lines=True, shown=5),
     "pairs": Case(PreferenceConfig(name="online_dpo", beta=0.3), ParallelConfig(dp=2)),
     "one rank": Case(GRPO, ParallelConfig(tp=2)),
+    "images": Case(GRPO, ParallelConfig(dp=2), lines=True, images=True),
+    "expert ids": Case(GRPO, ParallelConfig(dp=2, ep=2), lines=True, replayed=True),
 }
 
 
 def step(rank: int, path: str, case: Case) -> dict[str, Any]:
     """Runs in each rank: the same step with its share and with all sequences; which results have other bits."""
+    from megarl.learn.batching import micro_batches
     from megarl.train.rank.state import TrainState
     from megarl.train.update.batch import filter_overlong
     from megarl.train.update.gap import engine_gap
-    from megarl.train.update.kept import kept_batch
+    from megarl.train.update.kept import kept_batch, put_together, taken
 
     learner = learner_of(path, case, limit=200)
     models = learner._models
@@ -186,7 +238,14 @@ def step(rank: int, path: str, case: Case) -> dict[str, Any]:
         learner.infer(batch)
         sampled = batch.sequences.sampled
         filter_overlong(batch, case.settings)
-        kept = kept_batch(batch, models.actor.micro_batching)
+        if batch.sequences.share is None:
+            parts = [
+                [taken(batch, micro_batches(batch.sequences, models.actor.micro_batching, dp_rank, units), update)
+                 for update, units in enumerate(batch.updates)] for dp_rank in range(case.actor.dp)
+            ]  # fmt: skip
+            kept = None if rank else put_together(batch, parts)
+        else:
+            kept = kept_batch(batch, models.actor)
         state, metrics = learner.train_step(TrainState("rl"), batch)
         metrics |= engine_gap(batch, sampled, loose)
         weights = [model.tensors for model in (models.actor, models.critic) if model is not None]
@@ -207,15 +266,78 @@ def step(rank: int, path: str, case: Case) -> dict[str, Any]:
     }
 
 
+@pytest.fixture(scope="module")
+def special(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models that take images, and expert ids, by the name of their case."""
+    folder = tmp_path_factory.mktemp("special")
+    images = save_tiny_qwen2_5_vl(folder / "images")
+    return {"images": images, "expert ids": families.save("qwen3_moe", folder / "experts")}
+
+
 @pytest.mark.parametrize("name", list(CASES))
-def test_a_step_has_the_bits_of_ranks_that_hold_all_of_it(model: Path, name: str) -> None:
+def test_a_step_has_the_bits_of_ranks_that_hold_all_of_it(model: Path, special: dict[str, Path], name: str) -> None:
     case, less = CASES[name], []
-    for found in run_grid(case.actor.world_size, step, str(model), case):
+    for found in run_grid(case.actor.world_size, step, str(special.get(name, model)), case):
         assert (found["different"], found["metrics"], found["moved"]) == ([], {}, True)
         own, whole = found["held"]
         less.append(own < 0.8 * whole)
     # On several grids a rank may be of different data-parallel ranks, and holds what each of them takes.
     assert any(less) if case.others is not None else all(less) == (case.actor.dp > 1)
+
+
+FOREIGN = 4
+"""Trajectory with a fault: of one sample, which one rank holds."""
+
+
+def foreign(trajectories: list[Trajectory]) -> list[Trajectory]:
+    """Trajectories of which one has a placeholder less than its picture needs, or an expert id of another model."""
+    prompt, answer = trajectories[FOREIGN].turns
+    if prompt.images:
+        prompt = replace(prompt, token_ids=np.delete(prompt.token_ids, 2))
+    elif answer.routing is not None:
+        answer = replace(answer, routing=np.where(np.arange(OF_TOKEN), answer.routing, EXPERTS).astype(np.int8))
+    changed = replace(trajectories[FOREIGN], turns=(prompt, answer))
+    return [*trajectories[:FOREIGN], changed, *trajectories[FOREIGN + 1 :]]
+
+
+def faults(rank: int, path: str, name: str) -> tuple[bool, list[tuple[type, str]]]:
+    """Runs in each rank: whether it holds the foreign row, and the errors of what reads the row."""
+    from megarl.train.update.learner import model_scores
+
+    case = replace(CASES[name], lines=False)
+    learner, shares, met = learner_of(path, case, limit=200), [], []
+
+    def share_of(plan: Any) -> Any:
+        shares.append(learner.share(plan))
+        return shares[-1]
+
+    def scored() -> None:
+        given = foreign(with_images(trajectories_of(40, 64)))
+        model_scores(learner._models.reference, given, learner._models.images.of_step(PICTURES))
+
+    trained = lambda: learner.infer(batch_of(learner, case, 40, 64, share_of, foreign))  # noqa: E731
+    for action in (trained, scored) if case.images else (trained,):
+        try:
+            action()
+        except MegarlError as error:
+            met.append((type(error), str(error)))
+    return FOREIGN in shares[0].numbers, met
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words", "number"),
+    [
+        ("images", DataError, "has 6 vectors, but the tokens have 5 placeholders for it", 2),
+        ("expert ids", NonRetryableError, "has expert id 8, of 8 experts with ids 0 to 7", 1),
+    ],
+)
+def test_every_rank_raises_what_one_rank_finds_in_its_share(
+    special: dict[str, Path], name: str, kind: type, words: str, number: int
+) -> None:
+    holds, met = zip(*run_grid(2, faults, str(special[name]), name), strict=True)
+    assert sorted(holds) == [False, True] and met[0] == met[1] and len(met[0]) == number
+    for found, text in met[0]:
+        assert found is kind and f"trajectory {FOREIGN} of group g0 " in text and words in text, text
 
 
 def scores(rank: int, path: str) -> dict[str, Any]:

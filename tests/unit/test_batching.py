@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.core.errors import NonRetryableError
 from megarl.core.schema import TrainingSample
 from megarl.learn.batching import MicroBatching, Sequences, joined, micro_batches, of_demonstrations, of_samples
 from megarl.learn.batching.packing import best_fit, deal, spread
@@ -207,13 +206,6 @@ def test_expert_ids_sit_at_their_tokens() -> None:
     both = joined(found, of_demonstrations([(e.prompt_ids, e.response_ids) for e in samples]))
     assert both.routing is not None
     assert both.routing[:9].tolist() == wanted.tolist() and bool((both.routing[9:] == NO_IDS).all())
-
-
-@pytest.mark.parametrize(("other", "why"), [(routed(5), "ids of 4 tokens"), (routed(4, 1), "one step")])
-def test_expert_ids_of_other_tokens_are_refused(other: np.ndarray, why: str) -> None:
-    samples = [sample([5], [6, 7, 8], [True] * 3)._replace(routing=routed(4))]
-    with pytest.raises(NonRetryableError, match=why):
-        of_samples([*samples, sample([5], [6, 7, 8], [True] * 3)._replace(routing=other)])
 
 
 def test_samples_of_which_one_lacks_expert_ids_have_none() -> None:

@@ -9,7 +9,8 @@ import torch
 
 from megarl.core.config.schema import Config
 from megarl.core.errors import NonRetryableError
-from megarl.learn.batching import Sequences
+from megarl.core.schema import Outcome, Reward
+from megarl.learn.batching import Sequences, StepShare
 from megarl.train.update.models import Models
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 from tests.parallel.families import save
@@ -20,8 +21,13 @@ FIX = "set rollout.routing_replay to false"
 def check(folder: Path, routing: torch.Tensor | None) -> None:
     models = object.__new__(Models)
     models._config, models.hf_config = Config(), read_hf_config(folder)
+    rows = [Outcome("r", "g0", index, 1, 2, Reward(0.0, "ok"), False, None, None) for index in range(4)]
+    share = StepShare(torch.tensor([1, 3]), torch.tensor([5, 1, 5, 2]))
     models.check_routing(
-        Sequences(torch.zeros(3, dtype=torch.int32), torch.tensor([3]), torch.zeros(3), routing=routing)
+        Sequences(
+            torch.zeros(3, dtype=torch.int32), torch.tensor([1, 2]), torch.zeros(3), routing=routing, share=share
+        ),
+        rows,
     )
 
 
@@ -35,14 +41,21 @@ def test_ids_of_the_model_pass(folder: Path) -> None:
     check(folder, torch.randint(-1, 8, (3, 3, 3), dtype=torch.int8))
 
 
+def one_of(expert: int, position: int) -> torch.Tensor:
+    """Expert ids of three tokens, one of which has a foreign one."""
+    ids = torch.zeros(3, 3, 3, dtype=torch.int8)
+    ids[position, 1, 2] = expert
+    return ids
+
+
 @pytest.mark.parametrize(
     ("routing", "words"),
     [
         (None, r"\(3, 3\) .* none came"),
         (torch.zeros(3, 4, 3, dtype=torch.int8), r"\(3, 3\) .* those of \(4, 3\) came"),
         (torch.zeros(3, 3, 2, dtype=torch.int8), r"\(3, 3\) .* those of \(3, 2\) came"),
-        (torch.full((3, 3, 3), 8, dtype=torch.int8), "from 8 to 8 came for 8 experts"),
-        (torch.full((3, 3, 3), -2, dtype=torch.int8), "from -2 to -2 came for 8 experts"),
+        (one_of(8, 2), "trajectory 3 of group g0 has expert id 8, of 8 experts with ids 0 to 7"),
+        (one_of(-2, 0), "trajectory 1 of group g0 has expert id -2, of 8 experts"),
     ],
 )
 def test_others_are_refused(folder: Path, routing: torch.Tensor | None, words: str) -> None:

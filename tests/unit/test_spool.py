@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from megarl.core.errors import DiskFullError, JobError
 from megarl.train.rollout.spool import ALIGNMENT, Spool, unspooled
+from tests.disks import small_disk
 
 WRITER = """
 import signal
@@ -91,9 +93,26 @@ def test_a_full_disk_names_the_folder_and_the_setting(tmp_path: Path, monkeypatc
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(tempfile, "TemporaryFile", lambda buffering: open("/dev/full", "wb", buffering))  # noqa: SIM115
     spool = Spool()
-    with pytest.raises(DiskFullError, match=f"{tmp_path} .*No space left.*TMPDIR"):
+    with pytest.raises(DiskFullError, match=f"^80 bytes .*{tmp_path} .*No space left.*TMPDIR"):
         spool.add(np.arange(10))
     spool.close()
+
+
+def test_a_small_disk_is_known_before_the_first_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with small_disk(tmp_path / "small", "1m") as place:
+        monkeypatch.setattr(tempfile, "tempdir", str(place))
+        with closing(Spool()) as spool:
+            spool.reserve(2**19)
+            spooled = spool.add(np.arange(2**16))  # all that was taken
+            [found] = unspooled(spool.path, [spooled])
+            assert np.array_equal(found, np.arange(2**16))
+            with pytest.raises(DiskFullError, match=rf"^1,048,576 bytes .* to {place} .*are free .*TMPDIR"):
+                spool.add(np.arange(2**17))
+            del found
+        with closing(Spool()) as spool, pytest.raises(DiskFullError, match=r"^1,048,577 bytes .*No space left.*TMPDIR"):
+            spool.reserve(2**20 + 1)
+        with closing(Spool()) as spool:
+            spool.reserve(2**20)  # nothing is left of those before
 
 
 def test_a_folder_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

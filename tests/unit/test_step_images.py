@@ -66,10 +66,10 @@ def test_placeholders_behind_the_last_image_are_ordinary_tokens() -> None:
     ]
 
 
-@pytest.mark.parametrize("tokens", [[9, 4, 9], [9, 9, 9], [4, 9, 4], [9, 4, 4, 4, 9]])
-def test_tokens_with_other_placeholders_are_refused(tokens: list[int]) -> None:
-    with pytest.raises(DataError, match=r"image 1 of 1 \(x\) has 2 vectors, but the prompt's tokens have another"):
-        VISION.places(torch.tensor(tokens), [Image("x", (1, 2, 4))])
+@pytest.mark.parametrize(("tokens", "there"), [([9, 4, 9], 1), ([9, 9, 9], 0), ([4, 9, 4], 1), ([9, 4, 4, 4, 9], 3)])
+def test_tokens_with_other_placeholders_are_refused(tokens: list[int], there: int) -> None:
+    with pytest.raises(DataError, match=rf"image 1 of 1 \(x\) of row 7 has 2 vectors, but the tokens have {there} "):
+        VISION.places(torch.tensor(tokens), [Image("x", (1, 2, 4))], owner="row 7")
 
 
 @pytest.mark.parametrize("limits", [MicroBatching(max_tokens=200), MicroBatching(rows=3), MicroBatching(max_tokens=64)])
@@ -205,7 +205,7 @@ def test_images_stand_in_the_turns_that_show_them(inputs: ImageInputs) -> None:
     shown = [QWEN_IMAGE] * 4
     made = of_demonstrations([(np.array([2, *shown, 3, QWEN_IMAGE, 5, *shown], np.int32), np.array([9], np.int32))] * 2)
     first, later = ImagesAt(0, 6, (file_digest(one),)), ImagesAt(7, 12, (file_digest(two),))
-    StepImages(inputs, {file_digest(one): one, file_digest(two): two}).put(made, [[first, later], []])
+    StepImages(inputs, {file_digest(one): one, file_digest(two): two}).put(made, [[first, later], []], str)
     assert made.images is not None
     assert [[(p.start, p.image.digest) for p in places] for places in made.images.places] == [
         [(1, file_digest(one)), (8, file_digest(two))],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 from megarl.core.config.algorithms import AlgorithmConfig, MixConfig
 from megarl.core.config.schema import ModelConfig
+from megarl.core.errors import NonRetryableError
 from megarl.core.schema import Reward, Trajectory, Turn, WeightsSpan, WeightsVersion, file_digest
 from megarl.explore.experience import with_group_stats
 from megarl.explore.order.draws import ExpertRow
@@ -19,6 +21,7 @@ from megarl.learn.batching import StepShare, micro_batches
 from megarl.learn.batching.packing import MicroBatching
 from megarl.train.update.batch import StepBatch, StepPlan, make_batch
 from megarl.train.update.images import ImageInputs, StepImages
+from megarl.train.update.samples import StepSamples
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 from tests.loop.vision_models import QWEN_IMAGE, picture, save_tiny_qwen2_5_vl
 from tests.unit.test_vision_processor import config_of
@@ -131,3 +134,28 @@ def test_a_sequence_that_is_not_held_is_not_dealt(images: StepImages) -> None:
     own = step(images, [0, 3], MixConfig(name="mix")).sequences
     with pytest.raises(AssertionError, match=r"of the sequences \[0, 1, 2.* this rank does not hold all"):
         micro_batches(own, MicroBatching(rows=8), 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda ids: ids[1:], r"a sample of trajectory 3 of group g1 has 15 tokens, and expert ids of 13 tokens"),
+        (
+            lambda ids: ids[:, :1],
+            r"several layouts .*: \(2, 2\) of trajectory 0 of group g0, \(1, 2\) of trajectory 3 of ",
+        ),
+    ],
+)
+def test_expert_ids_that_do_not_fit_name_their_trajectory(
+    images: StepImages, change: Callable[[np.ndarray], np.ndarray], words: str
+) -> None:
+    """Each rank reads it in the facts of all samples, whatever it will hold."""
+    *before, last = MEMBERS[3].turns
+    assert last.routing is not None
+    foreign = replace(MEMBERS[3], turns=(*before, replace(last, routing=change(last.routing))))
+    with pytest.raises(NonRetryableError, match=rf"{words}.*; set rollout.routing_replay to false"):
+        len(StepSamples([*MEMBERS[:3], foreign], [], AlgorithmConfig(), LAGS, images).facts)
+    without = replace(MEMBERS[0], turns=tuple(replace(turn, routing=None) for turn in MEMBERS[0].turns))
+    samples = StepSamples([without, *MEMBERS[1:3], foreign], [], AlgorithmConfig(), LAGS, images)
+    for share in (None, StepShare(torch.tensor([3, 4, 5]), samples.lengths, samples.patches)):
+        assert samples.sequences(share).routing is None, "ids that some sample lacks are not used"

@@ -600,6 +600,7 @@ def test_a_rollout_is_read_in_parts_of_limited_size(store: Store) -> None:
     assert [(e.group_id, e.index) for e in one] == [("r0/2", 0), ("r0/2", 1)]
     size = sum(len(trajectory_to_row(e)["tensors"]) for e in one)
     assert store.parts(ids, 2 * size) == [ids[:2], ids[2:]] and store.parts(ids, 2 * size - 1) == done
+    assert store.array_bytes([*ids[:2], "none"]) == {"r0/0": size, "r0/1": size}
 
 
 def test_the_success_of_tasks_is_that_of_their_newest_used_group(store: Store) -> None:
@@ -731,6 +732,7 @@ def test_every_write_is_in_the_table_of_writes() -> None:
         "num_experts",
         "scored_trajectories",
         "num_selected",
+        "array_bytes",
         "selected",
         "group",
         "glances",

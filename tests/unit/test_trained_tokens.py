@@ -21,12 +21,12 @@ from megarl.core.schema import Reward, Trajectory, Turn, WeightsSpan, WeightsVer
 from megarl.explore.order.draws import ExpertRow
 from megarl.explore.store import Store, Used
 from megarl.learn import algorithms
-from megarl.learn.batching import MicroBatching
+from megarl.learn.batching import MicroBatching, micro_batches
 from megarl.run.checks.settings import check_rows_of_files
 from megarl.run.data.opened import StoredRun
 from megarl.run.data.trained_tokens import TRAINED, TrainedTokens, count_trained
 from megarl.train.update.batch import StepBatch, filter_overlong, make_batch
-from megarl.train.update.kept import kept_batch
+from megarl.train.update.kept import put_together, taken
 from tests.stores import make_task
 
 VERSION = WeightsVersion(1, 1)
@@ -106,10 +106,19 @@ def step_of(run: StoredRun, settings: AlgorithmConfig = OVERLONG, shown: int = 0
 
 
 def kept(run: StoredRun, batch: StepBatch, micro_batching: MicroBatching = WHOLE) -> KeptBatch:
-    batch_as_kept = kept_batch(batch, micro_batching)
-    assert batch_as_kept is not None
+    batch_as_kept = as_kept(batch, micro_batching)
     batch_as_kept.write(path_of(run.run_dir, 1))
     return batch_as_kept
+
+
+def as_kept(batch: StepBatch, micro_batching: MicroBatching) -> KeptBatch:
+    """The batch as all data-parallel ranks take it."""
+
+    def of_rank(rank: int) -> list[Any]:
+        sequences, updates = batch.sequences, enumerate(batch.updates)
+        return [taken(batch, micro_batches(sequences, micro_batching, rank, units), i) for i, units in updates]
+
+    return put_together(batch, [of_rank(rank) for rank in range(micro_batching.dp)])
 
 
 @pytest.mark.parametrize(
@@ -238,8 +247,7 @@ def test_steps_without_a_file_are_told_and_a_run_without_any_is_refused(
 
 
 def test_files_of_steps_that_are_made_again_are_removed(run: StoredRun) -> None:
-    batch = kept_batch(step_of(run), MicroBatching())
-    assert batch is not None
+    batch = as_kept(step_of(run), MicroBatching())
     for step in (1, 2, 3):
         batch.write(path_of(run.run_dir, step))
     forget_after(run.run_dir, 1)

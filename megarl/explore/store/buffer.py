@@ -135,14 +135,19 @@ class Buffer(SegmentTable):
         without = set(without)
         return [group_id for group_id in ready if group_id not in without][:n]
 
-    def parts(self, group_ids: Sequence[str], nbytes: int = PART_BYTES) -> list[list[str]]:
-        """Cut groups into runs whose arrays have ``nbytes`` at most, one group at least."""
+    def array_bytes(self, group_ids: Sequence[str]) -> dict[str, int]:
+        """Bytes of the arrays of each group that has any, by its id."""
         size = func.coalesce(func.sum(func.length(TRAJECTORIES.c.tensors)), 0)
         sizes: dict[str, int] = {}
         for few in chunks(group_ids):
             query = select(TRAJECTORIES.c.group_id, size).where(TRAJECTORIES.c.group_id.in_(few))
             query = query.group_by(TRAJECTORIES.c.group_id)
             sizes |= {row[0]: int(row[1]) for row in self._read(lambda c, query=query: c.execute(query).all())}  # type: ignore[misc]
+        return sizes
+
+    def parts(self, group_ids: Sequence[str], nbytes: int = PART_BYTES) -> list[list[str]]:
+        """Cut groups into runs whose arrays have ``nbytes`` at most, one group at least."""
+        sizes = self.array_bytes(group_ids)
         found: list[list[str]] = []
         room = 0
         for group_id in group_ids:

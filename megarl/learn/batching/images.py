@@ -48,12 +48,15 @@ class Vision:
         time, rows, columns = image.grid
         return time * rows * columns // self.merge**2
 
-    def places(self, tokens: torch.Tensor, images: Sequence[Image], start: int = 0) -> tuple[ImagePlace, ...]:
+    def places(
+        self, tokens: torch.Tensor, images: Sequence[Image], start: int = 0, owner: str = "a sequence"
+    ) -> tuple[ImagePlace, ...]:
         """Places of images, which are in order; placeholders after the last are ordinary tokens.
 
         Args:
             tokens: int [L]; placeholders expanded, one for each vector.
             start: First position of the tokens.
+            owner: Name of their sequence.
 
         Raises DataError where the tokens have no such run of placeholders for an image.
         """
@@ -63,15 +66,15 @@ class Vision:
         marked = torch.nonzero(tokens == self.token)[:, 0].tolist()
         for number, image in enumerate(images):
             length = self.vectors(image)
-            run, after = marked[used : used + length], marked[used + length : used + length + 1]
-            goes_on = number == len(images) - 1 and after == [i + 1 for i in run[-1:]]
-            if len(run) < length or run[-1] - run[0] != length - 1 or goes_on:
+            rest = marked[used:]
+            there = next((n for n, at in enumerate(rest) if at != rest[0] + n), len(rest))
+            if there < length or (there > length and number == len(images) - 1):
                 raise DataError(
-                    f"image {number + 1} of {len(images)} ({image.digest[:12]}) has {length} vectors, but the prompt's "
-                    "tokens have another number of placeholders: engine and trainer resize images differently; install "
-                    "the same transformers (and torchvision, or none) for both"
+                    f"image {number + 1} of {len(images)} ({image.digest[:12]}) of {owner} has {length} vectors, but "
+                    f"the tokens have {there} placeholders for it: engine and trainer resize images differently; "
+                    "install the same transformers (and torchvision, or none) for both"
                 )
-            found.append(ImagePlace(image, start + run[0], length))
+            found.append(ImagePlace(image, start + rest[0], length))
             used += length
         return tuple(found)
 
@@ -172,16 +175,19 @@ def images_of(
     images: Sequence[Sequence[tuple[int, int, Sequence[Image]]]],
     pixels: Callable[[str], torch.Tensor],
     vision: Vision,
+    name: Callable[[int], str] = "sequence {}".format,
 ) -> Images:
     """Find the images of a step's sequences in their tokens [T]. Raises DataError as ``Vision.places``.
 
     Args:
         images: (first token, token after the last, images) of each part of a sequence that has some.
+        name: Gives the name of a sequence, by its number.
     """
     places, positions, start = [], [], 0
-    for length, own in zip(lengths.tolist(), images, strict=True):
+    for number, (length, own) in enumerate(zip(lengths.tolist(), images, strict=True)):
         parts = ((start + first, start + end, shown) for first, end, shown in own)
-        places.append(tuple(p for at, end, shown in parts for p in vision.places(tokens[at:end], shown, at)))
+        owner = name(number)
+        places.append(tuple(p for at, end, shown in parts for p in vision.places(tokens[at:end], shown, at, owner)))
         positions.append(vision.positions(length, places[-1], start))
         start += length
     return Images(torch.cat(positions, dim=1), tuple(places), pixels)

@@ -8,14 +8,13 @@ P prompt tokens, R response tokens; L layers with experts, K experts of a token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from megarl.core.errors import NonRetryableError
 from megarl.core.schema import TrainingSample
 from megarl.learn.batching.images import Images
 from megarl.learn.batching.share import StepShare
@@ -89,16 +88,6 @@ class Sequences:
             dist.all_reduce(values)
         else:
             self.share.add_up(values)
-
-    def text_of_step(self) -> Sequences | None:
-        """Return tokens and mask of all sequences of the step on rank 0, None elsewhere. Every rank calls it."""
-        if self.share is None:
-            return self if not dist.is_initialized() or dist.get_rank() == 0 else None
-        tokens, mask = self.share.whole(self.tokens), self.share.whole(self.mask.to(torch.uint8))
-        if tokens is None or mask is None:
-            return None
-        every = replace(self.share, numbers=torch.arange(len(self.share.lengths)))
-        return Sequences(tokens, every.lengths, mask.bool(), share=every)
 
     @property
     def sampled(self) -> torch.Tensor:
@@ -179,24 +168,12 @@ def of_samples(samples: Sequence[TrainingSample]) -> Sequences:
 
 
 def _routing(samples: Sequence[TrainingSample]) -> torch.Tensor:
-    """Expert ids [T, L, K] of samples, all of which have some.
-
-    Raises NonRetryableError where they do not fit the tokens, or those of samples not each other.
-    """
+    """Expert ids [T, L, K] of samples, all of which have some, of one layout."""
     rows: list[np.ndarray] = []
     for sample in samples:
-        ids, tokens = sample.routing, len(sample.prompt_ids) + len(sample.response_ids)
+        ids = sample.routing
         assert ids is not None, "each sample has some"
-        if len(ids) != tokens - 1:
-            raise NonRetryableError(
-                f"a sample of {tokens} tokens has expert ids of {len(ids)} tokens instead of {tokens - 1}; "
-                "set rollout.routing_replay to false"
-            )
-        if rows and ids.shape[1:] != rows[0].shape[1:]:
-            raise NonRetryableError(
-                f"samples of one step have expert ids of {rows[0].shape[1:]} and {ids.shape[1:]} (layers, experts of a "
-                "token); set rollout.routing_replay to false"
-            )
+        assert len(ids) == len(sample.prompt_ids) + len(sample.response_ids) - 1, "those of all tokens but the last"
         rows += [ids, np.full((1, *ids.shape[1:]), NO_IDS, ids.dtype)]
     return torch.from_numpy(np.concatenate(rows))
 

@@ -73,22 +73,6 @@ class StepShare:
 
     def add_up(self, values: torch.Tensor) -> None:
         """Replace ``values`` [T] by their sum over the ranks that hold a position, in place. Every rank calls it."""
-        for piece, places in self._pieces(values, dist.ReduceOp.SUM):
-            for own, there in places:
-                values[own] = piece[there]
-
-    def whole(self, values: torch.Tensor) -> torch.Tensor | None:
-        """Return values [T], none of them negative, of all positions of the step on rank 0, None elsewhere. Every rank
-        calls it."""
-        first = dist.get_rank() == 0
-        found = [piece for piece, _ in self._pieces(values, dist.ReduceOp.MAX) if first]
-        return torch.cat(found) if first else None
-
-    def _pieces(
-        self, values: torch.Tensor, op: dist.ReduceOp.RedOpType
-    ) -> Iterator[tuple[torch.Tensor, list[tuple[slice, slice]]]]:
-        """Yield values of runs of the step's sequences, reduced over the ranks, 0 where a rank holds none; and (slice
-        of [T], slice of the run) of each sequence that is held."""
         starts = self.lengths.cumsum(0) - self.lengths
         own = self.lengths[self.numbers]
         ends = own.cumsum(0).tolist()
@@ -101,8 +85,9 @@ class StepShare:
             piece = values.new_zeros(int(self.lengths[first:end].sum()))
             for mine, there in places:
                 piece[there] = values[mine]
-            dist.all_reduce(piece, op)
-            yield piece, places
+            dist.all_reduce(piece)
+            for mine, there in places:
+                values[mine] = piece[there]
 
 
 def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -164,7 +164,7 @@ class OnlineTrainer(Trainer):
                 sampled = batch.sequences.sampled
                 filter_overlong(batch, settings)
             with phase("update", step=number):
-                self.reporter.keep_batch(number + 1, lambda: kept_batch(batch, self.models.actor.micro_batching))
+                self.reporter.keep_batch(number + 1, lambda: kept_batch(batch, self.models.actor))
                 before, (state, trained) = state, self.learner.train_step(state, batch)
                 differences = engine_gap(batch, sampled, self.config)
             # Rewards in the metrics of the estimate are those with the KL taken off.

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megarl.core import heartbeat
+from megarl.core.errors import MegarlError
 from megarl.core.metrics import Sums
+
+T = TypeVar("T")
 
 
 class Ranks:
@@ -48,3 +52,26 @@ class Ranks:
     def wait_for_all(self) -> None:
         """Wait until every rank calls it."""
         dist.barrier()
+
+
+def on_all_ranks(action: Callable[[], T]) -> T:
+    """Return what ``action`` returns here, once it has returned on every rank. Every rank calls it.
+
+    For checks of what one rank alone has: were its error raised there only, the others would end of a lost connection.
+
+    Raises the MegarlError of the first rank that met one, on every rank.
+    """
+    if not dist.is_initialized():
+        return action()
+    fault: tuple[type[MegarlError], str] | None = None
+    try:
+        result = action()
+    except MegarlError as error:
+        fault = type(error), str(error)
+    heartbeat.beat()
+    everyone: list[tuple[type[MegarlError], str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, fault)
+    for met in everyone:
+        if met is not None:
+            raise met[0](met[1])
+    return result

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from datetime import timedelta
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -62,9 +63,16 @@ class NodeReader:
         """True if this rank is its node's reader."""
         return self._world == 1 or dist.get_rank() == self._reader
 
-    def read(self, parts: Callable[[], Iterable[T]], stopping: Callable[[], bool] = lambda: False) -> list[T] | None:
+    def read(
+        self,
+        parts: Callable[[], Iterable[T]],
+        stopping: Callable[[], bool] = lambda: False,
+        nbytes: Callable[[], int] = lambda: 0,
+    ) -> list[T] | None:
         """All parts, the same on every rank; only readers call ``parts``. None on every rank when ``stopping()`` on
         some reader.
+
+        ``nbytes``: about the bytes of the arrays of all parts, for which there must be room before the first is read.
 
         Arrays are read-only where there are several ranks: they lie once a node. The reader has a part in its own
         memory until its arrays are written.
@@ -75,7 +83,7 @@ class NodeReader:
             return list(parts())
         with closing(Spool()) as spool:
             spooled: list[Spooled] = []
-            for message in self._messages(parts, stopping, spool) if self.reads else itertools.repeat(None):
+            for message in self._messages(parts, stopping, nbytes, spool) if self.reads else itertools.repeat(None):
                 part, fault, path = self._broadcast(message)
                 heartbeat.beat()
                 if part is None:
@@ -106,11 +114,12 @@ class NodeReader:
         return box[0]  # type: ignore[no-any-return]
 
     def _messages(
-        self, parts: Callable[[], Iterable[T]], stopping: Callable[[], bool], spool: Spool
+        self, parts: Callable[[], Iterable[T]], stopping: Callable[[], bool], nbytes: Callable[[], int], spool: Spool
     ) -> Iterator[tuple[Spooled | None, Fault, str | None]]:
         """(part, None, None) for each, then None, what ended it, and the path of the file with the arrays."""
         fault: Fault = None
         try:
+            spool.reserve(nbytes())
             for part in parts():
                 if stopping():
                     fault = STOPPED
@@ -160,7 +169,7 @@ class RolloutReader:
         def parts() -> Iterator[list[Trajectory]]:
             return (store.read(part) for part in store.parts(chosen))
 
-        found = self._reader.read(parts, self._stopping)
+        found = self._reader.read(parts, self._stopping, lambda: sum(store.array_bytes(chosen).values()))
         place = {group_id: number for number, group_id in enumerate(chosen)}
         read = None if found is None else [trajectory for part in found for trajectory in part]
         return None if read is None else sorted(read, key=lambda trajectory: place[trajectory.group_id])
@@ -168,15 +177,14 @@ class RolloutReader:
     def replayed(self, choose: Callable[[], Sequence[Replayed]]) -> list[tuple[Replayed, list[Trajectory]]] | None:
         """Groups that ``choose`` draws, in its order, with their trajectories; None on every rank when the job is asked
         to stop. Only readers call ``choose``."""
-        store = self._store
+        store, chosen = self._store, cache(lambda: {group.group_id: group for group in choose()})
 
         def parts() -> Iterator[list[tuple[Replayed, list[Trajectory]]]]:
-            chosen = {group.group_id: group for group in choose()}
-            for part in store.parts(list(chosen)):
+            for part in store.parts(list(chosen())):
                 read = {group[0].group_id: group for group in by_group(store.read(part))}
-                yield [(chosen[group_id], read[group_id]) for group_id in part]
+                yield [(chosen()[group_id], read[group_id]) for group_id in part]
 
-        found = self._reader.read(parts, self._stopping)
+        found = self._reader.read(parts, self._stopping, lambda: sum(store.array_bytes(list(chosen())).values()))
         return None if found is None else [group for part in found for group in part]
 
     def images(self, trajectories: Iterable[Trajectory]) -> dict[str, bytes]:

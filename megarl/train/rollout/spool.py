@@ -6,20 +6,24 @@ short but for files of images, which are bytes and stay in it.
 The file has no name from the start (``O_TMPFILE``), so that nothing is left behind however the processes end. Ranks
 open it through ``/proc``, as engine workers do with the memory of the weight sync. It lies in the temporary folder, not
 in /dev/shm. Pages of a file on a disk can be written out when memory is short, and containers often have 64 MiB of
-/dev/shm. It is written by calls, not through a mapping: a full disk is then an error instead of a SIGBUS.
+/dev/shm. Its room is taken before the first array comes, where its size is known. It is written by calls, not through a
+mapping: a full disk is then an error instead of a SIGBUS.
 """
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import pickle
+import platform
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import IO, Any, NamedTuple
 
 from megarl.core.errors import DiskFullError, JobError
-from megarl.weights.checkpoint.training.disk_space import is_full
+from megarl.weights.checkpoint.training.disk_space import is_full, size
 
 ALIGNMENT = 16
 """Bytes; the start of each array is a multiple of it, as of those that numpy allocates."""
@@ -45,26 +49,47 @@ class Spool:
         """Path by which other processes of this machine open the file; None where no array was written."""
         return None if self._file is None else f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
 
+    def reserve(self, nbytes: int) -> None:
+        """Take the room of about ``nbytes`` of arrays that come. Raises as ``add``."""
+        if nbytes:
+            with self._naming(nbytes):
+                file = self._opened()
+                if 0 < _free(file) < nbytes:  # else the disk is full for others until the call fails; 0 may be unknown
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.posix_fallocate(file, 0, nbytes)
+
     def add(self, content: Any) -> Spooled:
         """Write the arrays of an object. Raises DiskFullError or JobError where the folder does not take them."""
         buffers: list[pickle.PickleBuffer] = []
         pickled = pickle.dumps(content, protocol=5, buffer_callback=buffers.append)
+        arrays = [buffer.raw() for buffer in buffers]
+        with self._naming(sum(array.nbytes for array in arrays)):
+            return Spooled(pickled, [self._write(array) for array in arrays])
+
+    @contextmanager
+    def _naming(self, nbytes: int) -> Iterator[None]:
+        """Name the folder and its room in errors of what writes ``nbytes``."""
         try:
-            return Spooled(pickled, [self._write(buffer.raw()) for buffer in buffers])
+            yield
         except OSError as error:
             folder = tempfile.tempdir or "a temporary folder"  # None where there is none
+            free = "" if self._file is None else f", where {size(_free(self._file.fileno()))} are free"
             raise (DiskFullError if is_full(error) else JobError)(
-                f"the trajectories of a step cannot be written to {folder} ({error}); "
-                "make room there, or set TMPDIR to another folder of this machine"
+                f"{size(nbytes)} of a step's trajectories cannot be written to {folder} of {platform.node()}{free} "
+                f"({error}); make room there, or set TMPDIR to another folder of this machine"
             ) from error
 
-    def _write(self, array: memoryview) -> tuple[int, int]:
+    def _opened(self) -> int:
+        """Descriptor of the file."""
         if self._file is None:
             self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed by ``close``
-        place = self._end, array.nbytes
-        start = self._end
+        return self._file.fileno()
+
+    def _write(self, array: memoryview) -> tuple[int, int]:
+        file, start = self._opened(), self._end
+        place = start, array.nbytes
         while array:
-            written = os.pwrite(self._file.fileno(), array, start)
+            written = os.pwrite(file, array, start)
             array, start = array[written:], start + written
         self._end = start + -start % ALIGNMENT
         return place
@@ -73,6 +98,12 @@ class Spool:
         """Let go of the file."""
         if self._file is not None:
             self._file.close()
+
+
+def _free(file: int) -> int:
+    """Bytes that are free where an open file lies."""
+    found = os.fstatvfs(file)
+    return found.f_bavail * found.f_frsize
 
 
 def unspooled(path: str | None, parts: Sequence[Spooled]) -> list[Any]:
@@ -90,8 +121,8 @@ def unspooled(path: str | None, parts: Sequence[Spooled]) -> list[Any]:
 def _mapped(path: str) -> mmap.mmap | bytes:
     try:
         with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b""
+            length = os.fstat(file.fileno()).st_size
+            return mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ) if length else b""
     except OSError as error:
         raise JobError(
             f"the trajectories that this node's reader has written cannot be mapped from {path} ({error}); ranks of a "

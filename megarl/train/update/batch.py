@@ -18,6 +18,7 @@ from megarl.learn.algorithms import Algorithm
 from megarl.learn.algorithms.terms.parts import repeated
 from megarl.learn.algorithms.terms.reduction import Tokens
 from megarl.learn.batching import Sequences, StepShare
+from megarl.train.rank.ranks import on_all_ranks
 from megarl.train.update.accounts import NONE, Amount, Excluded
 from megarl.train.update.images import StepImages
 from megarl.train.update.samples import StepSamples
@@ -88,7 +89,9 @@ def make_batch(
         images: Those of the step; None for a text model.
         share_of: Chooses the sequences that this rank will hold; None is all.
 
-    Raises NonRetryableError where an algorithm pairs trajectories of several samples.
+    Raises on every rank:
+        NonRetryableError: an algorithm pairs trajectories of several samples; or expert ids fit no tokens.
+        DataError: a sequence has other placeholders than its images need.
     """
     outcomes = [Outcome.of(trajectory) for trajectory in trajectories]
     samples = StepSamples(trajectories, demonstrations, settings, lags, images)
@@ -118,7 +121,8 @@ def make_batch(
         updates = [usual + expert for usual, expert in zip(updates, shown, strict=True)]
     outside = [[i] for i, number in enumerate(tokens) if i not in paired and number]
     share = share_of(StepPlan(samples.lengths, samples.patches, updates, outside, filtered))
-    sequences, reasons = samples.sequences(share), [fact.finish_reason for fact in facts]
+    sequences = on_all_ranks(lambda: samples.sequences(share))
+    reasons = [fact.finish_reason for fact in facts]
     own = turn_advantages(trajectories, sequences, algorithm, settings) if settings.turn_rewards else None
     return StepBatch(outcomes, rows, sequences, updates, reasons, own, outside, amount(paired), excluded)
 

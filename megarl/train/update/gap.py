@@ -8,7 +8,7 @@ import torch
 
 from megarl.core.config import Config
 from megarl.core.errors import WeightsDiffer
-from megarl.core.schema import Outcome
+from megarl.core.schema import Outcome, name_of
 from megarl.learn.algorithms.terms.parts import counts, repeated
 from megarl.learn.algorithms.terms.reduction import Tokens, Totals
 from megarl.learn.batching import Sequences
@@ -39,10 +39,9 @@ def mismatch(sequences: Sequences, kept: Tokens) -> dict[str, float]:
     old, engine = sequences.old_logp, sequences.engine_logp
     if old is None or engine is None:
         return {}
-    logp = kept.totals(_difference, old, engine)
+    logp, probs = kept.totals_of_each(lambda a, b: (_difference(a, b), _difference(a.exp(), b.exp())), old, engine)
     if not logp.number:
         return {}
-    probs = kept.totals(lambda a, b: _difference(a.exp(), b.exp()), old, engine)
     return {
         "training/rollout_logp_diff_mean": logp.mean,
         "training/rollout_logp_diff_p99": kept.quantile(QUANTILE, _difference, old, engine),
@@ -97,9 +96,9 @@ def _text(
         f"the engine's log-probs of {difference.number} tokens that it sampled with this step's weights are "
         f"{difference.mean:.2e} from the trainer's on average, more than sync.sample_tolerance={tolerance:g} "
         f"({QUANTILE:.0%} within {kept.quantile(QUANTILE, _difference, old, engine):.2e}; furthest at token "
-        f"{int(at) + 1} of trajectory {rows[row].index} of group {rows[row].group_id}: engine {of_engine:.6f}, trainer "
-        f"{of_trainer:.6f}); the weights were proven equal, so decode, the prefix cache or a setting of sampling "
-        "differs: compare with rollout.enforce_eager=true, or raise the tolerance"
+        f"{int(at) + 1} of {name_of(rows[row])}: engine {of_engine:.6f}, trainer {of_trainer:.6f}); "
+        "the weights were proven equal, so decode, the prefix cache or a setting of sampling differs: compare with "
+        "rollout.enforce_eager=true, or raise the tolerance"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -47,16 +47,19 @@ class ImageInputs:
         merge = int(hf_config["vision_config"]["spatial_merge_size"])
         return cls(processor, Vision(int(hf_config["image_token_id"]), merge))
 
-    def put(self, sequences: Sequences, files: Sequence[Sequence[bytes]]) -> None:
+    def put(
+        self, sequences: Sequences, files: Sequence[Sequence[bytes]], name: Callable[[int], str] = "row {}".format
+    ) -> None:
         """Set ``sequences.images``.
 
         Args:
             files: Of each sequence; their vectors have placeholders among its tokens.
+            name: Gives the name of a sequence, by its number among these.
 
         Raises DataError where the tokens have other placeholders.
         """
         whole = zip(sequences.lengths.tolist(), files, strict=True)
-        self.put_parts(sequences, [[(0, length, own)] for length, own in whole])
+        self.put_parts(sequences, [[(0, length, own)] for length, own in whole], name)
 
     def of_step(self, files: Mapping[str, bytes]) -> StepImages:
         """Return what knows the images of a step's samples, given their ``files`` by digest."""
@@ -66,8 +69,14 @@ class ImageInputs:
         """Patches of the image of a file, by its head."""
         return math.prod(self._processor.grid(file))
 
-    def put_parts(self, sequences: Sequences, spans: Sequence[Sequence[tuple[int, int, Sequence[bytes]]]]) -> None:
-        """Set ``sequences.images``, given (start, end, files) of the parts of each sequence that have some."""
+    def put_parts(
+        self,
+        sequences: Sequences,
+        spans: Sequence[Sequence[tuple[int, int, Sequence[bytes]]]],
+        name: Callable[[int], str],
+    ) -> None:
+        """Set ``sequences.images``, given (start, end, files) of the parts of each sequence that have some, and its
+        ``name``."""
         found: dict[str, tuple[Image, bytes]] = {}
         known: dict[int, Image] = {}  # by the file's address: samples of a group share theirs
         images = [
@@ -81,7 +90,7 @@ class ImageInputs:
             sequences.images = None
             return
         patches = partial(self._patches_of, found)
-        sequences.images = images_of(sequences.tokens, sequences.lengths, images, patches, self._vision)
+        sequences.images = images_of(sequences.tokens, sequences.lengths, images, patches, self._vision, name)
 
     def expand(self, prompt_ids: np.ndarray, files: Sequence[bytes]) -> np.ndarray:
         """int32 [P] with as many placeholders for each image as it has vectors, from ids with one for each."""
@@ -118,10 +127,11 @@ class StepImages:
         """Of the samples, by digest."""
         self._patches: dict[str, int] = {}
 
-    def put(self, sequences: Sequences, samples: Sequence[Sequence[ImagesAt]]) -> None:
-        """Set ``sequences.images``, given those of each sample. Raises DataError as ``ImageInputs.put``."""
+    def put(self, sequences: Sequences, samples: Sequence[Sequence[ImagesAt]], name: Callable[[int], str]) -> None:
+        """Set ``sequences.images``, given those of each sample, and its ``name``. Raises DataError as
+        ``ImageInputs.put``."""
         parts = [[(at.start, at.end, [self._files[digest] for digest in at.digests]) for at in own] for own in samples]
-        self.inputs.put_parts(sequences, parts)
+        self.inputs.put_parts(sequences, parts, name)
 
     def patches(self, digests: Iterable[str]) -> int:
         """Patches of images of samples."""

@@ -2,58 +2,77 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from megarl.core.kept_batches import KeptBatch
-from megarl.learn.batching import MicroBatch, MicroBatching, Sequences, micro_batches
+from megarl.learn.batching import MicroBatch
+from megarl.learn.training.model import FrozenModel
 from megarl.learn.training.objectives import LossTokens
 from megarl.train.update.batch import StepBatch
 
+Arrays = dict[str, np.ndarray]
+"""Fields of ``KeptBatch`` by name, of some micro-batches."""
 
-@dataclass
-class _Parts:
-    """Arrays of micro-batches, to be joined."""
 
-    tokens: list[torch.Tensor] = field(default_factory=list)
-    targets: list[torch.Tensor] = field(default_factory=list)
-    mask: list[torch.Tensor] = field(default_factory=list)
-    lengths: list[torch.Tensor] = field(default_factory=list)
-    updates: list[torch.Tensor] = field(default_factory=list)
-    numbers: list[torch.Tensor] = field(default_factory=list)
+def kept_batch(batch: StepBatch, actor: FrozenModel) -> KeptBatch | None:
+    """Return what the updates of a step train on, as each data-parallel rank makes its own micro-batches; None on other
+    ranks than the first. Every rank calls it."""
+    own = [taken(batch, actor.micro_batches(batch.sequences, units), i) for i, units in enumerate(batch.updates)]
+    every = _of_each_rank(own, actor.dp_rank)
+    return None if every is None else put_together(batch, every)
 
-    def add(self, micro: MicroBatch, sequences: Sequences, update: int) -> None:
-        """Add what the model and the loss take of a micro-batch, without its padding."""
+
+def taken(batch: StepBatch, micro_batches: Iterable[MicroBatch], update: int) -> Arrays:
+    """Read what the model and the loss take of an update's micro-batches, without their padding."""
+    sequences = batch.sequences
+    of_step = sequences.held(torch.arange(len(sequences.step_lengths)))
+    found: list[tuple[torch.Tensor, ...]] = []
+    for micro in micro_batches:
         real = micro.row >= 0
-        self.tokens.append(micro.take(sequences.tokens)[real])
-        self.targets.append(micro.targets(sequences)[real])
-        self.mask.append(LossTokens.of(micro, sequences).place[real])
-        self.lengths.append(torch.bincount(micro.row[real], minlength=len(micro.numbers)))
-        self.updates.append(torch.full_like(micro.numbers, update))
-        self.numbers.append(micro.numbers)
+        found.append((
+            micro.take(sequences.tokens)[real].to(torch.int32),
+            micro.targets(sequences)[real].to(torch.int32),
+            LossTokens.of(micro, sequences).place[real],
+            torch.bincount(micro.row[real], minlength=len(micro.numbers)).to(torch.int32),
+            torch.full_like(micro.numbers, update, dtype=torch.int32),
+            of_step[micro.numbers].to(torch.int32),
+        ))  # fmt: skip
+    names = ("tokens", "targets", "mask", "lengths", "updates", "numbers")
+    return {name: torch.cat(parts).numpy() for name, parts in zip(names, zip(*found, strict=True), strict=True)}
 
 
-def kept_batch(batch: StepBatch, micro_batching: MicroBatching) -> KeptBatch | None:
-    """Return what the updates of a step train on, read from the micro-batches of all data-parallel ranks; None on
-    other ranks than the first. Every rank calls it."""
-    parts, sequences = _Parts(), batch.sequences.text_of_step()
-    if sequences is None:
-        return None
-    for update, units in enumerate(batch.updates):
-        for rank in range(micro_batching.dp):
-            for micro in micro_batches(sequences, micro_batching, rank, units):
-                parts.add(micro, sequences, update)
-    arrays = {name: _joined(found) for name, found in vars(parts).items()}
+def put_together(batch: StepBatch, every: Sequence[Sequence[Arrays]]) -> KeptBatch:
+    """Join what each data-parallel rank takes in each update, update by update."""
+    parts = [of_rank[update] for update in range(len(batch.updates)) for of_rank in every]
+    arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     group_ids = list(dict.fromkeys(row.group_id for row in batch.rows))
-    place, more = {group_id: n for n, group_id in enumerate(group_ids)}, len(sequences) - len(batch.rows)
+    place = {group_id: n for n, group_id in enumerate(group_ids)}
+    more = len(batch.sequences.step_lengths) - len(batch.rows)
     groups = np.array([place[row.group_id] for row in batch.rows] + [-1] * more, np.int32)
     indices = np.array([row.index for row in batch.rows] + [0] * more, np.int32)
     numbers = arrays["numbers"]
     return KeptBatch(**arrays, groups=groups[numbers], indices=indices[numbers], group_ids=np.array(group_ids, np.str_))
 
 
-def _joined(found: list[torch.Tensor]) -> np.ndarray:
-    joined = torch.cat(found)
-    return joined.numpy() if joined.dtype == torch.bool else joined.to(torch.int32).numpy()
+def _of_each_rank(own: list[Arrays], dp_rank: int) -> list[list[Arrays]] | None:
+    """Collect what each data-parallel rank has on rank 0, one rank after the other; None elsewhere."""
+    places: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(places, dp_rank)
+    senders = [places.index(number) for number in range(max(places) + 1)]
+    if dist.get_rank():
+        if dist.get_rank() in senders:
+            dist.send_object_list([own], 0)
+        return None
+    assert senders[0] == 0, "rank 0 is the first of data-parallel rank 0"
+    return [own, *_received(senders[1:])]
+
+
+def _received(senders: Iterable[int]) -> Iterator[list[Arrays]]:
+    for rank in senders:
+        box: list[list[Arrays]] = [[]]
+        dist.recv_object_list(box, rank)
+        yield box[0]

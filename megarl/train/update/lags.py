@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -48,22 +49,21 @@ def lag_metrics(sequences: Sequences, kept: Tokens) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for n in range(int(largest.max) + 1 if largest.number else 0):
         own = kept if not largest.max else replace(kept, mask=kept.mask & (named == n))
-        log_ratio = own.totals(_log_ratio, old, engine)
+        log_ratio, distance = own.totals_of_each(_log_ratio_and_size, old, engine)
         if not log_ratio.number:
             continue
-
-        def weights(a: torch.Tensor, b: torch.Tensor, top: float = log_ratio.max) -> torch.Tensor:
-            return (_log_ratio(a, b) - top).exp()  # a common factor cancels; the largest weight overflows nothing
-
-        total = own.totals(weights, old, engine).sum
-        squares = own.totals(lambda a, b, w=weights: w(a, b).square(), old, engine).sum
-        found = {
-            "logp_diff": own.totals(lambda a, b: _log_ratio(a, b).abs(), old, engine).mean,
-            "ess": total * total / (squares * log_ratio.number),
-        }
+        total, squares = own.totals_of_each(partial(_weights_and_squares, top=log_ratio.max), old, engine)
+        found = {"logp_diff": distance.mean, "ess": total.sum * total.sum / (squares.sum * log_ratio.number)}
         metrics |= {f"training/{name}/lag_{n}": value for name, value in found.items()}
     return metrics
 
 
-def _log_ratio(old: torch.Tensor, engine: torch.Tensor) -> torch.Tensor:
-    return old.double() - engine.double()
+def _log_ratio_and_size(old: torch.Tensor, engine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    log_ratio = old.double() - engine.double()
+    return log_ratio, log_ratio.abs()
+
+
+def _weights_and_squares(old: torch.Tensor, engine: torch.Tensor, top: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """w = exp(log ratio - top), and w². The factor cancels; the largest weight overflows nothing."""
+    weights = (old.double() - engine.double() - top).exp()
+    return weights, weights.square()

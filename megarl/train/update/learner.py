@@ -15,7 +15,7 @@ from megarl.core.config import Config
 from megarl.core.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig
 from megarl.core.metrics import Sums, mean_of_sums
 from megarl.core.phases import Phase
-from megarl.core.schema import GroupStats, Trajectory
+from megarl.core.schema import GroupStats, Trajectory, name_of
 from megarl.explore.experience.groups import group_stats
 from megarl.learn.algorithms import Algorithm, StepInput
 from megarl.learn.algorithms.terms import kl
@@ -26,7 +26,7 @@ from megarl.learn.training import objectives
 from megarl.learn.training.model import FrozenModel, TrainedModel
 from megarl.learn.training.objectives import Objective
 from megarl.learn.training.optimizer import learning_rate
-from megarl.train.rank.ranks import Ranks
+from megarl.train.rank.ranks import Ranks, on_all_ranks
 from megarl.train.rank.state import TrainState
 from megarl.train.update.batch import StepBatch, StepPlan, each_once, overlong
 from megarl.train.update.images import StepImages
@@ -73,10 +73,13 @@ class Learner:
 
     def infer(self, batch: StepBatch) -> None:
         """Fill what the algorithm needs: log-probs under the weights that the update starts from, the reference's,
-        values. ``old_logp`` of the first update may be filled by ``train_step``."""
+        values. ``old_logp`` of the first update may be filled by ``train_step``.
+
+        Raises NonRetryableError, on every rank, for expert ids that are none of the actor's.
+        """
         sequences = batch.sequences
         if self._config.rollout.routing_replay:
-            self._models.check_routing(sequences)
+            on_all_ranks(lambda: self._models.check_routing(sequences, batch.rows))
         truncated = set(overlong(batch.rows, self._config.algorithm))
         for name, model, lists in self._inferred(batch.updates, batch.outside, truncated):
             self._enter(_PHASES[name])
@@ -260,6 +263,8 @@ def model_scores(model: FrozenModel, trajectories: list[Trajectory], images: Ste
 
     Args:
         images: Those of the step; None for a text model.
+
+    Raises DataError, on every rank, where a trajectory has other placeholders than its images need.
     """
     lengths = torch.tensor([sum(map(len, trajectory.answered())) for trajectory in trajectories])
     patches = None
@@ -270,7 +275,8 @@ def model_scores(model: FrozenModel, trajectories: list[Trajectory], images: Ste
     sequences = of_demonstrations([trajectory.answered() for trajectory in held])
     sequences.share = share
     if images is not None:
-        images.put(sequences, [trajectory.answered_images for trajectory in held])
+        shown = [trajectory.answered_images for trajectory in held]
+        on_all_ranks(lambda: images.put(sequences, shown, lambda i: name_of(held[i])))
     if sequences.images is None and any(patches or ()):
         sequences.images = Images.of_text(sequences.lengths)
     outputs = model.outputs(sequences, [model.micro_batches(sequences)])

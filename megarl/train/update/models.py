@@ -6,21 +6,25 @@ All share the job's ranks, each on a grid of its own (``<role>.parallel``; the a
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from megarl.core.config import Config
 from megarl.core.config.schema import CriticConfig, ModelConfig, ParallelConfig, ReferenceConfig, RewardModelConfig
 from megarl.core.errors import NonRetryableError
 from megarl.core.phases import Phase
+from megarl.core.schema import Outcome, name_of
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.batching.sequences import NO_IDS, Sequences
 from megarl.learn.parallel import groups
 from megarl.learn.training.model import FrozenModel, Grid, TrainedModel, micro_batching_for
 from megarl.learn.training.schedule import Head
 from megarl.train.update.images import ImageInputs
+from megarl.train.update.samples import WITHOUT_REPLAY
 from megarl.weights.architectures import architecture
 from megarl.weights.checkpoint.formats import hf
 from megarl.weights.checkpoint.training import state
@@ -59,11 +63,15 @@ class Models:
         if not hasattr(self, "actor"):
             self.actor = self._actor(self.head)
 
-    def check_routing(self, sequences: Sequences) -> None:
-        """Check that the expert ids of a step are of the actor's layers and experts. Raises NonRetryableError."""
+    def check_routing(self, sequences: Sequences, rows: Sequence[Outcome]) -> None:
+        """Check that the expert ids of held sequences are of the actor's layers and experts. Raises NonRetryableError.
+
+        Args:
+            rows: Trajectory of each sampled sequence of the step.
+        """
         sizes = architecture(self.hf_config).sizes(self.hf_config)
         wanted, ids = (len(sizes.moe_layers), sizes.topk), sequences.routing
-        fix = "engines and trainer have other models, or rows of another run: set rollout.routing_replay to false"
+        fix = f"engines and trainer have other models, or rows of another run: {WITHOUT_REPLAY}"
         if ids is None or tuple(ids.shape[1:]) != wanted:
             found = "none" if ids is None else f"those of {tuple(ids.shape[1:])}"
             raise NonRetryableError(
@@ -71,7 +79,12 @@ class Models:
             )
         low, high = int(ids.min()), int(ids.max())
         if low < NO_IDS or high >= sizes.experts:
-            raise NonRetryableError(f"expert ids from {low} to {high} came for {sizes.experts} experts; {fix}")
+            at = int(ids.argmin() if low < NO_IDS else ids.argmax()) // ids[0].numel()
+            number = int(sequences.held(torch.arange(len(sequences.step_lengths)))[sequences.row[at]])
+            raise NonRetryableError(
+                f"{name_of(rows[number])} has expert id {low if low < NO_IDS else high}, of {sizes.experts} experts "
+                f"with ids 0 to {sizes.experts - 1}; {fix}"
+            )
 
     def load_beginning(self) -> None:
         """Give the actor the weights that the run begins with."""

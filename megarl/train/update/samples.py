@@ -15,13 +15,17 @@ import numpy as np
 import torch
 
 from megarl.core.config.algorithms import AlgorithmConfig
-from megarl.core.schema import FinishReason, TrainingSample, Trajectory, WeightsVersion
+from megarl.core.errors import NonRetryableError
+from megarl.core.schema import FinishReason, TrainingSample, Trajectory, WeightsVersion, name_of
 from megarl.explore.order.draws import ExpertRow
 from megarl.learn.batching import Sequences, StepShare, joined, of_demonstrations, of_samples
 from megarl.learn.batching.images import Images
 from megarl.learn.batching.sequences import NO_IDS
 from megarl.train.update.images import StepImages
 from megarl.train.update.lags import current
+
+WITHOUT_REPLAY = "set rollout.routing_replay to false"
+"""Fix of expert ids that cannot be replayed."""
 
 
 class SampleFacts(NamedTuple):
@@ -39,8 +43,8 @@ class SampleFacts(NamedTuple):
     patches: int
     lags: bool
     """True if some token has a lag."""
-    routing: tuple[np.dtype, int, int] | None
-    """Type, layers and experts of a token of its expert ids; None where it has none."""
+    routing: tuple[np.dtype, int, int, int] | None
+    """Type, tokens, layers and experts of a token of its expert ids; None where it has none."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,11 @@ class StepSamples:
 
     @cached_property
     def facts(self) -> list[SampleFacts]:
-        """Facts of each sample, from one trajectory's arrays at a time."""
-        return [
+        """Facts of each sample, from one trajectory's arrays at a time.
+
+        Raises NonRetryableError where all have expert ids, of some for another number of tokens or of several layouts.
+        """
+        found = [
             SampleFacts(
                 number,
                 len(sample.prompt_ids) + len(sample.response_ids),
@@ -67,12 +74,19 @@ class StepSamples:
                 sample.finish_reason,
                 0 if self.images is None else self.images.patches(d for at in sample.images for d in at.digests),
                 sample.lag is not None and bool(sample.lag.any()),
-                None if sample.routing is None else (sample.routing.dtype, *sample.routing.shape[1:]),
+                None if sample.routing is None else (sample.routing.dtype, *sample.routing.shape),
             )
             for number, trajectory in enumerate(self.trajectories)
             for samples in [list(trajectory.samples(self.lags))]
             for sample, trained in zip(samples, current(samples, self.settings), strict=True)
         ]
+        self._check_routing(found)
+        return found
+
+    @property
+    def _routed(self) -> bool:
+        """True if every sample of the step has expert ids; else those of none are used."""
+        return bool(self.facts) and all(fact.routing is not None for fact in self.facts)
 
     @cached_property
     def lengths(self) -> torch.Tensor:
@@ -93,16 +107,22 @@ class StepSamples:
 
         What some sequence of the step has (demonstrations, lags, images, expert ids) each rank has, also where its own
         sequences have none.
+
+        Raises DataError, on a rank that holds it, where a sequence has other placeholders than its images need.
         """
         numbers = range(len(self.lengths)) if share is None else share.numbers.tolist()
         first = len(self.facts)
-        samples = list(self._samples({number for number in numbers if number < first}))
+        sampled = [number for number in numbers if number < first]
+        samples = list(self._samples(set(sampled)))
+        if not self._routed:
+            samples = [sample._replace(routing=None) for sample in samples]
         result = of_samples(samples)
         if self.images is not None:
-            self.images.put(result, [sample.images for sample in samples])
+            owners = [self.trajectories[self.facts[number].trajectory] for number in sampled]
+            self.images.put(result, [sample.images for sample in samples], lambda i: name_of(owners[i]))
         if self.demonstrations:
-            shown = [self.demonstrations[number - first] for number in numbers if number >= first]
-            result = joined(result, of_experts(shown, self.images))
+            shown = [number - first for number in numbers if number >= first]
+            result = joined(result, of_experts([self.demonstrations[i] for i in shown], self.images, shown))
         result.share = share
         if first > len(self.trajectories):
             more = range(len(self.trajectories), len(self.trajectories) + len(self.demonstrations))
@@ -125,23 +145,48 @@ class StepSamples:
             samples = current(list(self.trajectories[place].samples(self.lags)), self.settings)
             yield from (sample for number, sample in zip(members, samples, strict=True) if number in numbers)
 
+    def _check_routing(self, facts: Sequence[SampleFacts]) -> None:
+        """Check the shapes of expert ids, which are used where every sample has some. Raises NonRetryableError."""
+        layouts: dict[tuple[int, int], str] = {}
+        ids = [fact.routing for fact in facts if fact.routing is not None]
+        if len(ids) < len(facts):
+            return
+        for fact, (_, tokens, *layout) in zip(facts, ids, strict=True):
+            name = name_of(self.trajectories[fact.trajectory])
+            if tokens != fact.length - 1:
+                raise NonRetryableError(
+                    f"a sample of {name} has {fact.length} tokens, and expert ids of {tokens} tokens instead of "
+                    f"{fact.length - 1}; {WITHOUT_REPLAY}"
+                )
+            layouts.setdefault((layout[0], layout[1]), name)
+        if len(layouts) > 1:
+            raise NonRetryableError(
+                "expert ids of one step are of several layouts (layers, experts of a token): "
+                f"{', '.join(f'{layout} of {name}' for layout, name in layouts.items())}; {WITHOUT_REPLAY}"
+            )
+
     def _complete_routing(self, sequences: Sequences) -> None:
-        """Have expert ids where every sample of the step has some, and none where one of them has none."""
-        shapes = [fact.routing for fact in self.facts]
-        if None in shapes:
-            sequences.routing = None
-        elif sequences.routing is None and shapes[0] is not None:
-            dtype, *shape = shapes[0]
+        """Have expert ids of no engine where every sample of the step has some, and the rank holds none of these."""
+        if self._routed and sequences.routing is None and self.facts[0].routing is not None:
+            dtype, _, *shape = self.facts[0].routing
             ids = np.full((len(sequences.tokens), *shape), NO_IDS, dtype)
             sequences.routing = torch.from_numpy(ids)
 
 
-def of_experts(rows: Sequence[ExpertRow], images: StepImages | None = None) -> Sequences:
-    """Demonstrations with their images; their teacher's log-probs, if there are any, in the place of an engine's."""
+def of_experts(
+    rows: Sequence[ExpertRow], images: StepImages | None = None, numbers: Sequence[int] | None = None
+) -> Sequences:
+    """Demonstrations with their images; their teacher's log-probs, if there are any, in the place of an engine's.
+
+    Args:
+        numbers: Those of the rows among the step's, for messages; None for all of them.
+    """
     pairs = [(row.prompt, row.response) for row in rows]
     logp = [row.teacher_logp for row in rows if row.teacher_logp is not None]
     assert len(logp) in (0, len(rows)), "the teacher's log-probs are those of all rows, as was checked before the start"
     sequences = of_demonstrations(pairs, logp)
     if images is not None:
-        images.inputs.put(sequences, [row.images for row in rows])
+        images.inputs.put(
+            sequences, [row.images for row in rows], lambda i: f"expert row {numbers[i] if numbers else i}"
+        )
     return sequences

@@ -11,7 +11,7 @@ with m such tokens are computed at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -72,9 +72,16 @@ class Tokens:
 
     def totals(self, each: Each, *values: torch.Tensor) -> Totals:
         """Totals of ``each`` of the kept ``values`` [T], over all sequences of the step, in float64."""
-        partial = [np.empty((0, 4))]
-        partial += [_partials(each(*kept).double().numpy(), number) for number, kept in self.groups(*values)]
-        return _reduced(self.together(torch.from_numpy(np.concatenate(partial))))
+        return self.totals_of_each(lambda *kept: (each(*kept),), *values)[0]
+
+    def totals_of_each(self, functions: Callable[..., Sequence[torch.Tensor]], *values: torch.Tensor) -> list[Totals]:
+        """Totals of each result of ``functions``, which share one pass over the tokens."""
+        number_of_results = len(functions(*(x[:0] for x in values)))
+        partial = [np.empty((0, number_of_results, 4))]
+        for number, kept in self.groups(*values):
+            partial.append(np.stack([_partials(x.double().numpy(), number) for x in functions(*kept)], axis=1))
+        whole = self.together(torch.from_numpy(np.concatenate(partial)))
+        return [_reduced(of_one.contiguous()) for of_one in whole.unbind(1)]
 
     def variance(self, mean: float, each: Each, *values: torch.Tensor) -> float:
         """Unbiased variance of ``each`` of the kept values, whose ``mean`` is known; NaN of fewer than two."""
@@ -114,8 +121,10 @@ class Tokens:
         positions = [int(of_group.sum()) for of_group in lengths]
         split = (x.split(positions) for x in (self.mask, *values))
         for of_group, mask, *own in zip(lengths, *split, strict=True):
-            number = _by_sequence(np.add, mask.numpy().astype(np.int64), of_group.numpy(), 0)
-            yield number, tuple(x[mask] for x in own)
+            places = np.flatnonzero(mask.numpy())
+            number = np.diff(np.searchsorted(places, of_group.cumsum(0).numpy()), prepend=0)
+            index = torch.from_numpy(places)  # found once: to take each of ``values`` by the mask is 4 times as slow
+            yield number, tuple(x.index_select(0, index) for x in own)
 
 
 def _partials(x: np.ndarray, number: np.ndarray) -> np.ndarray:
