@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from megarl.core.config import Config
 from megarl.core.config.schema import ModelConfig, RolloutConfig
@@ -21,9 +22,10 @@ from megarl.run.checks.engine_options import (
     check_engine_options,
     engine_arguments,
 )
-from megarl.run.checks.engines import check_engine_settings
+from megarl.run.checks.engines import check_eight_bits, check_engine_settings
 from megarl.run.checks.memory import engine_bytes
 from megarl.run.supervise.engine_process import engine_process
+from tests.parallel.families import FAMILIES
 from tests.unit.small_job import config_of
 from tests.unit.test_memory_checks import TINY
 
@@ -131,6 +133,31 @@ def test_a_batch_on_a_cpu_holds_a_whole_prompt() -> None:
     with pytest.raises(ConfigError, match="set it to 128 or more"):
         check_batched_tokens(Config(rollout=rollout))
     check_batched_tokens(Config(rollout=replace(rollout, engine_options={"max_num_batched_tokens": 128})))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changes", "words"),
+    [
+        ((), {"hidden_size": 192}, "hidden size 192 is no multiple of 128"),
+        ((), {"moe_intermediate_size": 192}, "experts' width 192 a worker is no multiple of 128"),
+        (("rollout.tp=2",), {}, "experts' width 64 a worker is no multiple"),
+        (("rollout.tp=2", "rollout.expert_parallel=true"), {}, "takes all experts of a layer"),
+    ],
+)
+def test_experts_in_eight_bits_come_in_whole_blocks(
+    overrides: tuple[str, ...], changes: dict[str, int], words: str
+) -> None:
+    model_type, sizes = FAMILIES["qwen3_moe"]
+    whole = {"hidden_size": 128, "moe_intermediate_size": 128}
+    hf_config = AutoConfig.for_model(model_type, **{**sizes, **whole, **changes}).to_dict()
+    with pytest.raises(ConfigError, match=words):
+        check_eight_bits(config_of(Path("x"), *EIGHT_BITS, *overrides), hf_config)
+    check_eight_bits(config_of(Path("x"), *overrides), hf_config)
+    on_gpus = config_of(Path("x"), *GPU, *EIGHT_BITS, "rollout.tp=2", "rollout.expert_parallel=true")
+    check_eight_bits(on_gpus, {**hf_config, **whole})
+    (worker,) = engine_bytes(config_of(Path("x"), *EIGHT_BITS), {**hf_config, **whole})
+    (plain,) = engine_bytes(config_of(Path("x"), "model.dtype=bfloat16"), {**hf_config, **whole})
+    assert plain["engine.weights"] * 0.5 < worker["engine.weights"] < plain["engine.weights"] * 0.8
 
 
 def test_a_share_of_a_device_bounds_an_engine() -> None:

@@ -414,9 +414,9 @@ class RolloutConfig:
     from the trainer's, so ``algorithm.correction``, ``sync.probe_tolerance`` and ``sync.sample_tolerance``
     must be set (docs/tuning.md)."""
     weight_dtype: Literal["auto", "fp8"] = "auto"
-    """Type of the engines' linear layers: the model's, or 8 bits with a scale for each output channel, made as weights
-    arrive (vLLM's ``fp8_per_channel``). Takes ``model.dtype=bfloat16``, and the settings that an 8-bit KV cache does
-    (docs/tuning.md). Embeddings, LM head, routed experts and vision towers keep the model's."""
+    """Type of the engines' linear layers and experts: the model's, or 8 bits, made as weights arrive. Takes
+    ``model.dtype=bfloat16``, and the settings that an 8-bit KV cache does. Embeddings, LM head, routers and vision
+    towers keep the model's (docs/tuning.md)."""
     engine_options: dict[str, Any] = field(default_factory=dict, hash=False)
     """Further options of vLLM's engine by their names there, such as ``{max_num_batched_tokens: 16384}``
     (docs/tuning.md). Those that megarl sets, or that its proofs depend on, are refused."""

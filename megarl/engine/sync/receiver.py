@@ -176,10 +176,10 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             for row, share in layout.rows_of(rank)
         }
         eight_bits = EightBits(self.model, layout, rank)
-        if (self.model_config.quantization is not None) != bool(eight_bits.names):
+        if (self.model_config.quantization is not None) != bool(eight_bits):
             raise WeightSyncError(
-                f"vLLM was told to keep weights as {self.model_config.quantization}, and keeps "
-                f"{len(eight_bits.names)} linear layers in 8 bits by channel: this vLLM version quantises otherwise"
+                f"vLLM was told to keep weights as {self.model_config.quantization}, and keeps {len(eight_bits)} "
+                "layers in 8 bits by channels or blocks: this vLLM version quantises otherwise"
             )
         return eight_bits, SliceWriter(self.model, self.model_config, tensors, eight_bits)
 

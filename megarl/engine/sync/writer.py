@@ -148,17 +148,16 @@ class SliceWriter:
         return weight
 
     def _pack(self, module: nn.Module) -> None:
-        if readback.may_be_packed(module):
-            name = next(name for name, owner in self._owner.items() if owner == (module, "weight"))
-            weight = module.get_parameter("weight").data
-            if name in self._eight_bits.names:
-                self._eight_bits.arrived(name, weight)
-            else:
-                self._remember_faint(name, weight.reshape(-1))
+        if module in self._eight_bits:
+            self._eight_bits.arrived(module)
+        elif readback.may_be_packed(module):
+            self._remember_faint(module)
         _layerwise_process(module, get_layerwise_info(module))
 
-    def _remember_faint(self, name: str, weight: torch.Tensor) -> None:
+    def _remember_faint(self, module: nn.Module) -> None:
         """Both sides compare bits; a product loses the sign of zero, and some kernels take subnormals for zero."""
+        name = next(name for name, owner in self._owner.items() if owner == (module, "weight"))
+        weight = module.get_parameter("weight").data.reshape(-1)
         tiny = weight.abs() < torch.finfo(weight.dtype).tiny
         index = (tiny & (weight.signbit() | (weight != 0))).nonzero().view(-1)
         if index.numel():

@@ -3,10 +3,17 @@ vLLM."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
 from megarl.core.config import Config
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import Job
 from megarl.run.checks.engine_options import check_engine_options
+from megarl.run.checks.memory import EIGHT_BIT_BLOCK
+from megarl.weights.architectures import architecture
 
 
 def check_engine_settings(config: Config, job: Job) -> None:
@@ -16,6 +23,30 @@ def check_engine_settings(config: Config, job: Job) -> None:
     _check_cache_size(config)
     _check_dtypes(config, job)
     check_engine_options(config)
+
+
+def check_eight_bits(config: Config, hf_config: Mapping[str, Any]) -> None:
+    """Raise ConfigError if vLLM would pad experts to whole blocks of 8-bit numbers, or has no kernel for them here."""
+    rollout, sizes = config.rollout, architecture(hf_config).sizes(hf_config)
+    if rollout.weight_dtype == "auto" or not sizes.moe_layers:
+        return
+    width = sizes.expert_ffn if rollout.expert_parallel else sizes.expert_ffn / rollout.tp
+    for what, size in ((f"hidden size {sizes.hidden}", sizes.hidden), (f"experts' width {width:g} a worker", width)):
+        if size % EIGHT_BIT_BLOCK:
+            raise ConfigError(
+                f"rollout.weight_dtype=fp8 with a model whose {what} is no multiple of {EIGHT_BIT_BLOCK}, the block of "
+                "experts that shares a scale; set it to auto, lower rollout.tp, or set rollout.expert_parallel=true"
+            )
+    if config.parallel.backend == "gloo" and rollout.expert_parallel:
+        raise ConfigError(
+            "rollout.weight_dtype=fp8 with rollout.expert_parallel=true: vLLM's kernel of experts in 8 bits for CPUs "
+            "takes all experts of a layer; set one of them back"
+        )
+    if config.parallel.backend == "gloo" and not torch.cpu._is_amx_tile_supported():
+        raise ConfigError(
+            "rollout.weight_dtype=fp8 with a model that has experts: on CPUs vLLM's kernel for these needs AMX, which "
+            "this machine has not; set it to auto"
+        )
 
 
 def _check_cache_size(config: Config) -> None:

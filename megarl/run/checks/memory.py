@@ -21,6 +21,8 @@ from megarl.weights.reshard.layout import LayoutRow
 from megarl.weights.reshard.layouts import vllm_layout
 
 TRAINED = frozenset({"actor", "critic"})
+EIGHT_BIT_BLOCK = 128
+"""Rows and columns of experts that share a scale in 8 bits (vLLM's)."""
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """vLLM's names of the two ends of a model."""
 
@@ -96,12 +98,14 @@ def engine_bytes(config: Config, hf_config: Mapping[str, Any]) -> list[dict[str,
 
 
 def _weight_bytes(row: LayoutRow, share: int, dtype: str, eight_bits: bool) -> int:
-    """Bytes of a worker's local tensor; of a linear layer in 8 bits, one for each element and a float32 for each output
-    channel."""
+    """Bytes of a worker's local tensor; in 8 bits, one for each element, and a float32 for each output channel of a
+    linear layer or block of experts."""
     shape, layer = row.local_shape(share), row.local.split(".")[-2]
     is_linear = row.local.endswith(".weight") and "proj" in layer and not row.local.startswith("visual.")
     if eight_bits and is_linear and layer != "kv_b_proj":
         return prod(shape) + 4 * shape[0]
+    if eight_bits and layer == "routed_experts":
+        return prod(shape) + 4 * prod(shape) // EIGHT_BIT_BLOCK**2
     return prod(shape) * ITEM_BYTES[dtype]
 
 
