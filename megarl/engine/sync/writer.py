@@ -153,7 +153,7 @@ class SliceWriter:
             weight = module.get_parameter("weight").data
             if name in self._eight_bits.names:
                 self._eight_bits.arrived(name, weight)
-            else:
+            elif weight.is_cpu:  # elsewhere nothing is packed, and looking would make the host wait for the device
                 self._remember_faint(name, weight.reshape(-1))
         _layerwise_process(module, get_layerwise_info(module))
 
