@@ -21,10 +21,10 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod
 
 from megarl.core.errors import WeightsDiffer, WeightSyncError
-from megarl.engine.sync.files import piece_digests, read_files
-from megarl.ops import slice_digest
+from megarl.engine.sync.files import read_files
+from megarl.ops import digest_values, slice_digests
 from megarl.weights.reshard import boxes
-from megarl.weights.reshard.execute import zero_padded
+from megarl.weights.reshard.execute import piece_digests, zero_padded
 from megarl.weights.reshard.layout import Layout, LayoutRow
 
 FP8 = torch.float8_e4m3fn
@@ -185,4 +185,4 @@ def _shares_channels(module: Any) -> bool:
 
 def _digests(module: Any) -> _Form:
     tensors = (module.weight.data, module.weight_scale.data)
-    return _Form(*(slice_digest(x, start=[0] * x.dim(), shape=x.shape) for x in tensors))
+    return _Form(*digest_values(slice_digests([(x, [0] * x.dim(), x.shape) for x in tensors])))
