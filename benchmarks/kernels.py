@@ -292,6 +292,15 @@ def digest() -> Iterator[Race]:
         race.contenders["megarl"] = lambda x=x: ops.slice_digest(x, start=(0, 0), shape=x.shape)
         race.contenders["one read by torch (sum of int64)"] = lambda x=x: x.view(torch.int64).sum().item()
         yield race
+    for rows, width in ((2000, 64), (2000, 8192)):
+        x = torch.randn(rows, width).bfloat16().to(DEVICE)
+        slices = [(x[i], (i * width,), (rows * width,)) for i in range(rows)]
+        race = Race(f"digests of {rows} slices of {width} bfloat16", x.nbytes)
+        race.contenders["megarl"] = lambda slices=slices: ops.digest_values(ops.slice_digests(slices))
+        race.contenders["a call for each slice"] = lambda slices=slices: [
+            ops.slice_digest(x, start=start, shape=shape) for x, start, shape in slices
+        ]
+        yield race
 
 
 def alone(speed: float) -> Iterator[str]:

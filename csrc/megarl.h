@@ -42,6 +42,12 @@ constexpr int64_t MEGARL_GAE_TILE = 2048;  // tokens that a CUDA block takes at 
 // Doubles of scratch for megarl_cuda_gae: each tile of each sequence finds a place of its own.
 constexpr int64_t megarl_gae_slots(int64_t sequences, int64_t tokens) { return tokens / MEGARL_GAE_TILE + sequences; }
 
+constexpr int64_t MEGARL_DIGEST_BOX_BYTES = 240;  // of a table for megarl_*_digests, for each box
+// Writes such a table into host memory. Of each box `boxes` has, one after another: the address of element (0,..,0);
+// bytes of an element; that element's flat index in the logical tensor; the number of dimensions, at most 8; sizes,
+// strides (elements) and steps (flat indices) along each. Returns the pieces of work of all boxes.
+extern "C" int64_t megarl_digest_table(const int64_t* boxes, int64_t count, void* table);
+
 #define MEGARL_API(where, result, extra)                                                                             \
   /* Per row {m, sum e, sum e*d, x_target}: m the largest raw logit of this shard, d = (x - m) / temperature,       \
      e = exp(d), x_target the raw target logit or 0 where the target lies in another shard. stats: [rows, 4]. A     \
@@ -68,12 +74,10 @@ constexpr int64_t megarl_gae_slots(int64_t sequences, int64_t tokens) { return t
                                  const real* old_logp, const real* ref_logp, const real* advantages,                 \
                                  const real* is_weight, const uint8_t* mask, const int64_t* cu, int64_t sequences,   \
                                  int64_t tokens, real* grad_logp, real* grad_entropy, double* sums, extra);          \
-  /* Additive digest (megarl/ops/digest.py) of a box with `dims` >= 1 sizes and strides (elements), none of them 0,   \
-     whose element (0,..,0) has flat index `offset` in the logical tensor, and whose step along dimension d is        \
-     steps[d] flat indices, into result[0]. Sizes, strides and steps lie in host memory. */                           \
-  result megarl_##where##_digest(const void* data, int itemsize, int dims, const int64_t* sizes,                     \
-                                 const int64_t* strides, uint64_t offset, const uint64_t* steps, uint64_t* digest,   \
-                                 extra);
+  /* Additive digests (megarl/ops/digest.py) of `count` boxes, in one launch: digests[i] is that of box i. `table`    \
+     was written by megarl_digest_table, which returned `pieces`. It lies where the data lies; that of one box alone  \
+     in host memory. */                                                                                              \
+  result megarl_##where##_digests(const void* table, int64_t count, int64_t pieces, uint64_t* digests, extra);
 
 extern "C" {
 MEGARL_API(cpu, void, int threads)

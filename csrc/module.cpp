@@ -57,7 +57,7 @@ void define(py::module_ m) {
   m.def("logprob_backward", &Where::logprob_backward, release());
   m.def("gae", &Where::gae, release());
   m.def("policy", &Where::policy, release());
-  m.def("digest", &Where::digest, release());
+  m.def("digests", &Where::digests, release());
 }
 
 }  // namespace
@@ -88,6 +88,10 @@ PYBIND11_MODULE(MEGARL_MODULE, m) {
   m.attr("BFLOAT16") = static_cast<int>(MEGARL_BF16);
   m.attr("FLOAT16") = static_cast<int>(MEGARL_F16);
   m.attr("POLICY_SUMS") = MEGARL_POLICY_SUMS;
+  m.attr("DIGEST_BOX_BYTES") = MEGARL_DIGEST_BOX_BYTES;
+  m.def("digest_table", [](const std::vector<int64_t>& boxes, int64_t count, Pointer table) {
+    return megarl_digest_table(boxes.data(), count, at<void>(table));
+  }, "Write a table of boxes for `digests` into host memory; the pieces of work in it.");
   m.def("gae_slots", &megarl_gae_slots, "Doubles of scratch for `gae` over (sequences, tokens) on a GPU.");
 
   define<Cpu>(m.def_submodule("cpu", "host memory; the last argument is the number of threads"));

@@ -1,4 +1,4 @@
-// The digest on a GPU. A warp takes pieces of lines; sums are of integers, so their order changes nothing.
+// The digests of many boxes on a GPU. A warp takes pieces of lines; sums are of integers, so their order changes nothing.
 #include "cuda/device.h"
 #include "digest/box.h"
 #include "digest/mix.h"
@@ -6,15 +6,8 @@
 namespace megarl {
 namespace {
 
-constexpr int kThreads = 256, kLoads = 8, kRounds = 4;
-constexpr int kPiece = kWarp * kLoads * kRounds;  // units of work in a piece: blocks of 8 bytes, or single elements
+constexpr int kThreads = 256, kWarps = kThreads / kWarp, kLoads = 8;
 constexpr int64_t kMaxGrid = 4096;
-
-struct Job {
-  Box box;
-  uint64_t offset;
-  int64_t lines, pieces;  // pieces in a line
-};
 
 template <class Element>
 __device__ __forceinline__ uint64_t load(const Element* p) {
@@ -64,72 +57,85 @@ __device__ uint64_t run(const Element* data, uint64_t first, int64_t width, int6
   return sum;
 }
 
-template <class Element, bool Runs>
-__global__ void __launch_bounds__(kThreads, 4) kernel(const Element* data, const Job job, uint64_t* digest) {
-  __shared__ uint64_t sums[kThreads / kWarp];
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const int64_t warps = (int64_t)gridDim.x * (kThreads / kWarp), work = job.lines * job.pieces;
+// Piece `piece` of a line that begins at `data` and has flat index `first`.
+template <class Element>
+__device__ __forceinline__ uint64_t piece_of(const Box& box, int64_t element, uint64_t first, int64_t piece, int lane) {
+  const Element* data = static_cast<const Element*>(box.data) + element;
+  if (box.runs()) return run(data, first, box.width(), piece, lane);
+  const int64_t end = min(box.width(), (piece + 1) * kPiece);
   uint64_t sum = 0;
-  for (int64_t item = (int64_t)blockIdx.x * (kThreads / kWarp) + warp; item < work; item += warps) {
-    const int64_t outer = job.pieces == 1 ? item : job.lines == 1 ? 0 : item / job.pieces;
-    const int64_t piece = item - outer * job.pieces;
-    int64_t element = 0;
-    uint64_t index = job.offset;
-    job.box.line(outer, &element, &index);
-    if constexpr (Runs) {
-      sum += run(data + element, index, job.box.width(), piece, lane);
-    } else {
-      const int64_t end = min(job.box.width(), (piece + 1) * kPiece);
-      for (int64_t i = piece * kPiece + lane; i < end; i += kWarp)
-        sum += digest_element(data[element + i * job.box.stride()],
-                              (index + (uint64_t)i * job.box.step()) * sizeof(Element));
-    }
-  }
-  const auto plus = [](uint64_t a, uint64_t b) { return a + b; };
-  sum = warp_reduce(sum, plus);
-  if (lane == 0) sums[warp] = sum;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    sum = 0;
-    for (int i = 0; i < kThreads / kWarp; ++i) sum += sums[i];
-    atomicAdd(reinterpret_cast<unsigned long long*>(digest), (unsigned long long)sum);
-  }
+  for (int64_t i = piece * kPiece + lane; i < end; i += kWarp)
+    sum += digest_element(data[i * box.stride()], (first + (uint64_t)i * box.step()) * sizeof(Element));
+  return sum;
 }
 
-template <class Element>
-void launch(const void* data, Job job, uint64_t* digest, void* stream) {
-  constexpr int kPer = 8 / sizeof(Element);
-  const bool runs = job.box.stride() == 1 && job.box.step() == 1;
-  const int64_t units = runs ? job.box.width() / kPer + 2 : job.box.width();  // a run may begin and end within a block
-  job.pieces = (units + kPiece - 1) / kPiece;
-  const int64_t blocks = (job.lines * job.pieces + kThreads / kWarp - 1) / (kThreads / kWarp);
-  const dim3 grid((unsigned)(blocks < kMaxGrid ? blocks : kMaxGrid));
-  const auto* elements = static_cast<const Element*>(data);
-  if (runs) {
-    MEGARL_LAUNCH((kernel<Element, true>), grid, dim3(kThreads), stream, elements, job, digest);
-  } else {
-    MEGARL_LAUNCH((kernel<Element, false>), grid, dim3(kThreads), stream, elements, job, digest);
+// The last box of [from, count) that begins at or before `piece`; a warp looks at 32 of them at once.
+__device__ __forceinline__ int64_t box_of(const Box* boxes, int64_t from, int64_t count, int64_t piece, int lane) {
+  while (count - from > 1) {
+    const int64_t step = (count - from + kWarp - 1) / kWarp, at = from + lane * step;
+    const int begun = __popc(__ballot_sync(kAllLanes, at < count && boxes[at].first <= piece));
+    from += (begun - 1) * step;
+    count = min(count, from + step);
+  }
+  return from;
+}
+
+// `boxes` is null where there is one box: `only`, which then needs no copy to the device.
+__global__ void __launch_bounds__(kThreads, 4)
+    kernel(const __grid_constant__ Box only, const Box* boxes, int64_t count, int64_t pieces, uint64_t* digests) {
+  __shared__ uint64_t sums[kWarps];
+  __shared__ int64_t places[kWarps];
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const auto plus = [](uint64_t a, uint64_t b) { return a + b; };
+  int64_t i = 0;
+  uint64_t sum = 0;
+  for (int64_t next = (int64_t)blockIdx.x * kWarps + warp; next < pieces; next += (int64_t)gridDim.x * kWarps) {
+    if (const int64_t found = box_of(boxes, i, count, next, lane); found != i) {
+      sum = warp_reduce(sum, plus);
+      if (lane == 0) atomicAdd(reinterpret_cast<unsigned long long*>(digests + i), (unsigned long long)sum);
+      sum = 0;
+      i = found;
+    }
+    const Box& box = boxes ? boxes[i] : only;
+    int64_t piece = next - box.first;
+    const int64_t outer = box.pieces == 1 ? piece : box.lines == 1 ? 0 : piece / box.pieces;
+    piece -= outer * box.pieces;
+    int64_t element = 0;
+    uint64_t index = box.offset;
+    box.line(outer, &element, &index);
+    switch (box.itemsize) {  // the same for all lanes
+      case 1: sum += piece_of<uint8_t>(box, element, index, piece, lane); break;
+      case 2: sum += piece_of<uint16_t>(box, element, index, piece, lane); break;
+      case 4: sum += piece_of<uint32_t>(box, element, index, piece, lane); break;
+      default: sum += piece_of<uint64_t>(box, element, index, piece, lane); break;
+    }
+  }
+  sum = warp_reduce(sum, plus);
+  if (lane == 0) {
+    sums[warp] = sum;
+    places[warp] = i;
+  }
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  for (int w = 0; w < kWarps;) {  // neighbours that ended with the same box add once
+    i = places[w];
+    for (sum = 0; w < kWarps && places[w] == i; ++w) sum += sums[w];
+    if (sum) atomicAdd(reinterpret_cast<unsigned long long*>(digests + i), (unsigned long long)sum);
   }
 }
 
 }  // namespace
 }  // namespace megarl
 
-extern "C" int megarl_cuda_digest(const void* data, int itemsize, int dims, const int64_t* sizes,
-                                  const int64_t* strides, uint64_t offset, const uint64_t* steps, uint64_t* digest,
-                                  void* stream) {
-  megarl::Job job;
-  job.offset = offset;
-  if (!megarl::fold(dims, sizes, strides, steps, &job.box)) return cudaErrorInvalidValue;
-  job.lines = 1;
-  for (int d = 0; d + 1 < job.box.dims; ++d) job.lines *= job.box.sizes[d];
-  const cudaError_t error = cudaMemsetAsync(digest, 0, sizeof *digest, static_cast<cudaStream_t>(stream));
-  if (error != cudaSuccess) return error;
-  switch (itemsize) {
-    case 1: megarl::launch<uint8_t>(data, job, digest, stream); break;
-    case 2: megarl::launch<uint16_t>(data, job, digest, stream); break;
-    case 4: megarl::launch<uint32_t>(data, job, digest, stream); break;
-    default: megarl::launch<uint64_t>(data, job, digest, stream); break;
-  }
+extern "C" int megarl_cuda_digests(const void* table, int64_t count, int64_t pieces, uint64_t* digests, void* stream) {
+  using megarl::kMaxGrid, megarl::kWarps, megarl::kThreads;
+  const cudaError_t error =
+      cudaMemsetAsync(digests, 0, count * sizeof *digests, static_cast<cudaStream_t>(stream));
+  if (error != cudaSuccess || pieces == 0) return error;
+  const auto* boxes = static_cast<const megarl::Box*>(table);
+  const int64_t blocks = (pieces + kWarps - 1) / kWarps;
+  const dim3 grid((unsigned)(blocks < kMaxGrid ? blocks : kMaxGrid));
+  MEGARL_LAUNCH(megarl::kernel, grid, dim3(kThreads), stream, count == 1 ? *boxes : megarl::Box{},
+                count == 1 ? nullptr : boxes, count, pieces, digests);
   return cudaGetLastError();
 }

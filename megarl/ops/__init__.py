@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megarl.ops import native
 from megarl.ops.advantage import discounted_returns, discounted_returns_reference, gae, gae_reference
-from megarl.ops.digest import slice_digest, slice_digest_reference
+from megarl.ops.digest import digest_values, slice_digest, slice_digest_reference, slice_digests
 from megarl.ops.linear import linear_logprob, linear_logprob_loss, linear_logprob_reference, rows_in_budget
 from megarl.ops.logprob import vocab_parallel_logprob, vocab_parallel_logprob_reference
 from megarl.ops.native import use
@@ -14,6 +14,7 @@ __all__ = [
     "PolicyLoss",
     "PolicySums",
     "backend",
+    "digest_values",
     "discounted_returns",
     "discounted_returns_reference",
     "gae",
@@ -27,6 +28,7 @@ __all__ = [
     "rows_in_budget",
     "slice_digest",
     "slice_digest_reference",
+    "slice_digests",
     "use",
     "vocab_parallel_logprob",
     "vocab_parallel_logprob_reference",

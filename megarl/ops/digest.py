@@ -25,43 +25,77 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MAX_DIMS = 8
 
 
+Box = tuple[torch.Tensor, Sequence[int], Sequence[int]]
+"""A box ``x`` of a logical tensor: x, start (index of x's first element in the logical tensor), shape (sizes of the
+logical tensor)."""
+
+
 def slice_digest(x: torch.Tensor, *, start: Sequence[int], shape: Sequence[int]) -> int:
-    """Digest of the box ``x`` that sits at ``start`` in a logical tensor of ``shape``.
-
-    The sum of the digests of disjoint boxes, modulo 2**64, is the digest of what they make up together.
-    ``torch.ops.megarl.slice_digest`` is the same without waiting for the device: it returns an int64 scalar tensor.
-
-    Args:
-        x: any dtype of 1, 2, 4 or 8 bytes, any strides, as many dimensions (up to 8) as ``shape``, on a CPU or GPU.
-        start: index in the logical tensor of ``x``'s first element.
-        shape: sizes of the logical tensor.
+    """Digest of one box, as :func:`slice_digests` gives it; waits for the device.
 
     Returns:
         An integer in [0, 2**64).
+    """
+    return digest_values(slice_digests([(x, start, shape)]))[0]
+
+
+def slice_digests(boxes: Sequence[Box]) -> torch.Tensor:
+    """Digests of many boxes, in one launch and without waiting for the device.
+
+    The sum of the digests of disjoint boxes, modulo 2**64, is the digest of what they make up together.
+
+    Args:
+        boxes: (x, start, shape) each. x has any dtype of 1, 2, 4 or 8 bytes, any strides, and as many dimensions (up
+            to 8) as the logical tensor; all lie on one device. On a GPU 240 bytes a box are copied there, and are
+            freed, in the order of the current stream; one box alone needs none.
+
+    Returns:
+        int64 [boxes] on that device, on the CPU without boxes. :func:`digest_values` makes integers of it.
 
     Raises:
-        TypeError, ValueError: for another device or element size, or a box that does not lie in ``shape``.
+        TypeError, ValueError: for another device or element size, or a box that does not lie in its shape.
     """
-    _check(x, start, shape)
+    if not boxes:
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     if native.twin():
-        return slice_digest_reference(x, start=start, shape=shape)
-    return int(digest(x, list(start), list(shape))) % 2**64
+        values = [slice_digest_reference(x, start=start, shape=shape) for x, start, shape in boxes]
+        return torch.from_numpy(np.array(values, dtype=np.uint64).view(np.int64)).to(boxes[0][0].device)
+    for box in boxes:
+        _check_form(*box)
+    starts, shapes = ([n for box in boxes for n in box[part]] for part in (1, 2))
+    return digests([x for x, _, _ in boxes], starts, shapes)  # type: ignore[no-any-return]
+
+
+def digest_values(digests: torch.Tensor) -> list[int]:
+    """Integers in [0, 2**64) of int64 [n] digests; waits for the device."""
+    return [digest % 2**64 for digest in digests.tolist()]
 
 
 @native.op(
-    "slice_digest(Tensor x, int[] start, int[] shape) -> Tensor",
-    fake=lambda x, start, shape: x.new_empty((), dtype=torch.int64),
+    "slice_digests(Tensor[] xs, int[] starts, int[] shapes) -> Tensor",
+    fake=lambda xs, starts, shapes: xs[0].new_empty(len(xs), dtype=torch.int64),
 )
-def digest(x: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-    """:func:`slice_digest` as an int64 scalar tensor (the same 64 bits) where ``x`` lies."""
-    _check(x, start, shape)
-    result = torch.zeros((), dtype=torch.int64, device=x.device)
-    if x.numel() == 0:
-        return result
-    steps = _row_major_steps(shape)
-    offset = sum(i * step for i, step in zip(start, steps, strict=True))
-    sizes, strides = list(x.shape) or [1], list(x.stride()) or [1]
-    native.run("digest", x, x.data_ptr(), x.element_size(), sizes, strides, offset, steps or [1], result.data_ptr())
+def digests(xs: Sequence[torch.Tensor], starts: Sequence[int], shapes: Sequence[int]) -> torch.Tensor:
+    """:func:`slice_digests` of at least one box; the starts of all boxes follow one another, and so do the shapes."""
+    device, rows, at = xs[0].device, list[int](), 0
+    for x in xs:
+        dims = x.dim()
+        start, shape = starts[at : at + dims], shapes[at : at + dims]
+        at += dims
+        _check(x, start, shape)
+        if x.device != device:
+            raise ValueError(f"boxes must lie on one device, got {device} and {x.device}")
+        steps = _row_major_steps(shape)
+        offset = sum(i * step for i, step in zip(start, steps, strict=True))
+        rows += [x.data_ptr(), x.element_size(), offset, dims, *x.shape, *x.stride(), *steps]
+    copied = device.type != "cpu" and len(xs) > 1
+    nbytes = len(xs) * native.library.DIGEST_BOX_BYTES
+    table = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=copied)
+    pieces = native.library.digest_table(rows, len(xs), table.data_ptr())
+    if copied:
+        table = table.to(device, non_blocking=True)
+    result = torch.empty(len(xs), dtype=torch.int64, device=device)
+    native.run("digests", result, table.data_ptr(), len(xs), pieces, result.data_ptr())
     return result
 
 
@@ -89,16 +123,20 @@ def _row_major_steps(shape: Sequence[int]) -> list[int]:
     return [math.prod(shape[d + 1 :]) for d in range(len(shape))]
 
 
-def _check(x: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -> None:
+def _check_form(x: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
     checks.device("x", x)
-    if x.is_complex() or x.element_size() not in _INTEGERS:
-        raise TypeError(f"x must have elements of 1, 2, 4 or 8 bytes that are not complex, got {x.dtype}")
     if not x.dim() == len(start) == len(shape):
         raise ValueError(f"x has {x.dim()} dimensions, start {tuple(start)} and shape {tuple(shape)} must have as many")
     if x.dim() > _MAX_DIMS:
         raise ValueError(f"x has {x.dim()} dimensions, at most {_MAX_DIMS} are supported; reshape it")
+
+
+def _check(x: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -> None:
+    _check_form(x, start, shape)
+    if x.is_complex() or x.element_size() not in _INTEGERS:
+        raise TypeError(f"x must have elements of 1, 2, 4 or 8 bytes that are not complex, got {x.dtype}")
     if any(not 0 <= lo <= lo + n <= size for lo, n, size in zip(start, x.shape, shape, strict=True)):
         raise ValueError(f"a box of {tuple(x.shape)} at start {tuple(start)} does not lie within shape {tuple(shape)}")
     if math.prod(shape) * x.element_size() > 2**63:

@@ -34,7 +34,7 @@ from megarl.core.config.schema import ModelConfig
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.probe import PROBE_TOLERANCES, ProbeText
 from megarl.engine.sync import link
-from megarl.learn.training.optimizer_digests import digest_of
+from megarl.learn.training.optimizer_digests import whole_digests
 from megarl.run.supervise.engine_process import engine_process
 from megarl.train.sync import fleet
 from megarl.weights.reshard import execute
@@ -102,7 +102,7 @@ def lab_of(folder: Path, *, eight_bits: bool = False) -> Iterator[tuple[Lab, lis
         other = perturbed(model, seed)
         full = checkpoint_tensors(other)
         of_ranks = [shards(full, ranks.layout, rank) for rank in range(len(ranks.publishers))]
-        written = [{name: digest_of(tensor) for name, tensor in tensors.items()} for tensors in of_ranks]
+        written = [whole_digests(tensors) for tensors in of_ranks]
         logp = transformers_logp(other, TEXT[:1], TEXT[1:]).tolist()
         text = ProbeText(TEXT, logp, EIGHT_BITS if eight_bits else PROBE_TOLERANCES[dtype])
         sets.append(Weights(of_ranks, written, text))

@@ -19,7 +19,7 @@ from megarl.engine.client.client import Prompt, Sampling
 from megarl.engine.client.names import UNTIL_PUBLISHED
 from megarl.engine.client.probe import Probed, ProbeText, check_probe
 from megarl.engine.sync.shared import SharedMemorySender
-from megarl.learn.training.optimizer_digests import digest_of
+from megarl.learn.training.optimizer_digests import whole_digests
 from megarl.train.sync.publish import LEAST_BUCKET
 from megarl.train.sync.weights import WeightSync
 from megarl.weights.reshard.buckets import HEADER
@@ -173,7 +173,7 @@ def test_buckets_without_memory_are_halved_and_the_weights_proven(
     [publisher] = ranks.publishers
     new, said, tokens = perturbed(model, 8), [], [1, 9, 77, 150]
     tensors = shards(checkpoint_tensors(new), ranks.layout, 0)
-    written = {name: digest_of(tensor) for name, tensor in tensors.items()}
+    written = whole_digests(tensors)
     one: Any = SimpleNamespace(agree=lambda yes: yes, stop_requested=lambda: False, log=said.append)
     models: Any = SimpleNamespace(actor=SimpleNamespace(tensors=tensors, written=lambda: written))
     context: Any = SimpleNamespace(attempt=1, rank=0, config=config)

@@ -20,7 +20,7 @@ from megarl.core.schema import WeightsVersion
 from megarl.engine.client.client import Sampling
 from megarl.engine.client.probe import PROBE_TOLERANCES
 from megarl.explore.explorer.weight_files import FileFedEngine
-from megarl.learn.training.optimizer_digests import digest_of
+from megarl.learn.training.optimizer_digests import whole_digests
 from tests.loop.conftest import WHOLE
 from tests.loop.engines import RunningEngine, perturbed, some_prompts, transformers_logp, worst_difference
 from tests.loop.same_run import items, learned, steps_of
@@ -82,7 +82,10 @@ def published(run_dir: Path, n: int, source: Path, model: Qwen3ForCausalLM) -> W
     folder = folder_of(run_dir, version := WeightsVersion(1, n))
     shutil.copytree(source, folder)
     save_file({name: p.detach().contiguous() for name, p in model.named_parameters()}, folder / "model.safetensors")
-    digests = {name: f"{digest_of(p.detach()):016x}" for name, p in model.named_parameters()}
+    digests = {
+        name: f"{digest:016x}"
+        for name, digest in whole_digests({n: p.detach() for n, p in model.named_parameters()}).items()
+    }
     probe = [1, 9, 77, 150, 199, 4, 4, 31]
     logp = transformers_logp(model, probe[:1], probe[1:]).tolist()
     PublishedWeights(str(version), digests, probe, logp, PROBE_TOLERANCES["float32"]).write(folder)

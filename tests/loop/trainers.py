@@ -22,7 +22,7 @@ from megarl.core.schema import WeightsVersion
 from megarl.engine.client.client import Sampling
 from megarl.engine.client.probe import PROBE_TOLERANCES, ProbeText
 from megarl.learn.parallel.grid import megatron_grid
-from megarl.learn.training.optimizer_digests import digest_of
+from megarl.learn.training.optimizer_digests import whole_digests
 from megarl.train.sync.publication import SyncReport
 from megarl.train.sync.publish import WeightPublisher
 from megarl.weights.checkpoint.formats.hf import read_hf_config
@@ -66,7 +66,7 @@ class Ranks:
         right = full if trained is None else checkpoint_tensors(trained)
 
         def one(rank: int, publisher: WeightPublisher) -> SyncReport:
-            written = {name: digest_of(tensor) for name, tensor in shards(right, self.layout, rank).items()}
+            written = whole_digests(shards(right, self.layout, rank))
             return publisher.publish(shards(full, self.layout, rank), version, written=written, probe=probe)
 
         return self.call(one)

@@ -13,6 +13,7 @@ from megarl import ops
 from megarl.ops import logprob
 from tests.unit.test_ops_logprob import Case, assert_close, by_shards, make_case, truth
 
+DIGESTED = (torch.uint8, torch.bfloat16, torch.float32, torch.float64)
 Results = tuple[torch.Tensor, ...]
 
 
@@ -109,6 +110,19 @@ def a_long_row(device: str) -> None:
 def digest_equals_reference(x: torch.Tensor, start: list[int], shape: list[int], device: str) -> None:
     moved = x.to(device) if x.device.type != device else x  # keeps strides
     assert ops.slice_digest(moved, start=start, shape=shape) == ops.slice_digest_reference(x, start=start, shape=shape)
+
+
+def many_digests_equal_reference(seed: int, count: int, device: str) -> None:
+    """Boxes of all element sizes in one call, empty ones among them."""
+    g = torch.Generator().manual_seed(seed)
+    boxes = []
+    for i in range(count):
+        kind, dims, empty = (int(torch.randint(0, n, (), generator=g)) for n in (4, 8, 6))
+        x, start, shape = a_box(seed + i, 1 + dims, DIGESTED[kind])
+        boxes.append((x[:0] if empty == 0 else x, start, shape))
+    want = [ops.slice_digest_reference(x, start=start, shape=shape) for x, start, shape in boxes]
+    got = ops.slice_digests([(x.to(device), start, shape) for x, start, shape in boxes])
+    assert got.device.type == device and ops.digest_values(got) == want
 
 
 def a_box(seed: int, dims: int, dtype: torch.dtype) -> tuple[torch.Tensor, list[int], list[int]]:

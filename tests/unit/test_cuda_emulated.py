@@ -89,13 +89,25 @@ def test_a_million_columns_keep_their_accuracy():
 
 
 @settings(max_examples=examples(50, 240))
-@given(
-    seed=st.integers(0, 2**31),
-    dims=st.integers(1, 8),
-    dtype=st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.float64]),
-)
+@given(seed=st.integers(0, 2**31), dims=st.integers(1, 8), dtype=st.sampled_from(kernels.DIGESTED))
 def test_digest_equals_the_reference(seed, dims, dtype):
     kernels.digest_equals_reference(*kernels.a_box(seed, dims, dtype), "cpu")
+
+
+@settings(max_examples=examples(10, 60))
+@given(seed=st.integers(0, 2**31), count=st.sampled_from([0, 1, 2, 31, 32, 33, 100]))
+def test_digests_of_many_boxes_in_one_launch(seed, count):
+    kernels.many_digests_equal_reference(seed, count, "cpu")
+
+
+def test_more_boxes_than_a_warp_finds_at_once():
+    """Boxes of one piece and of none, more of them than 32 x 32."""
+    x = torch.randint(0, 256, (5000,), dtype=torch.uint8)
+    boxes = [(x[i : i + i % 3], (i,), (5000,)) for i in range(2500)]
+    emulated = ops.slice_digests(boxes)
+    with backends.on("cpu"):
+        assert torch.equal(emulated, ops.slice_digests(boxes))
+    assert len(emulated.unique()) > 1600
 
 
 def test_digest_of_more_work_than_one_grid():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl import _C, ops
-from tests.native import kernels
+from tests.native import backends, kernels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
 INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -143,11 +143,41 @@ def test_golden():
 
 
 def test_the_op_is_registered_and_compiles():
-    x = torch.randn(5, 7)
-    torch.library.opcheck(torch.ops.megarl.slice_digest, (x, [1, 0], [9, 7]), raise_exception=True)
-    got = torch.ops.megarl.slice_digest(x, [1, 0], [9, 7])
-    assert got.dtype == torch.int64 and int(got) % 2**64 == ops.slice_digest(x, start=(1, 0), shape=(9, 7))
-    assert torch.ops.megarl.slice_digest(x.to("meta"), [1, 0], [9, 7]).shape == ()
+    x, y = torch.randn(5, 7), torch.randn(3).bfloat16()
+    arguments = [x, y], [1, 0, 2], [9, 7, 5]
+    torch.library.opcheck(torch.ops.megarl.slice_digests, arguments, raise_exception=True)
+    got = torch.ops.megarl.slice_digests(*arguments)
+    want = [ops.slice_digest(x, start=(1, 0), shape=(9, 7)), ops.slice_digest(y, start=(2,), shape=(5,))]
+    assert got.dtype == torch.int64 and ops.digest_values(got) == want
+    assert torch.ops.megarl.slice_digests([x.to("meta"), y.to("meta")], *arguments[1:]).shape == (2,)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("count", [0, 1, 40])
+def test_many_boxes_at_once_equal_the_reference(count, backend):
+    with backends.on(backend):
+        for seed in range(5):
+            kernels.many_digests_equal_reference(seed, count, "cpu")
+
+
+def test_many_boxes_are_shared_out_to_threads():
+    """Threads begin and end within boxes, and skip empty ones."""
+    x = tensor(9, (70, 4001), torch.bfloat16)
+    boxes = [(x[i : i + i % 4], (i, 0), x.shape) for i in range(66)]
+    want = [ops.slice_digest_reference(x, start=start, shape=shape) for x, start, shape in boxes]
+    threads = torch.get_num_threads()
+    try:
+        for n in (1, 2, 3, 7):
+            torch.set_num_threads(n)
+            assert ops.digest_values(ops.slice_digests(boxes)) == want
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_fault_of_one_box_among_many_is_named():
+    x = torch.zeros(3, 3)
+    with pytest.raises(ValueError, match=r"a box of \(3, 3\) at start \(2, 0\) does not lie within shape \(4, 3\)"):
+        ops.slice_digests([(x, (0, 0), (4, 3)), (x, (2, 0), (4, 3))])
 
 
 def test_threads_instruction_sets_and_higher_dimensions_change_nothing():

@@ -115,11 +115,11 @@ def test_kernels_run_on_the_current_stream_and_can_be_captured():
     torch.cuda.current_stream().wait_stream(stream)
     with torch.cuda.graph(graph):
         got = by_shards(case)
-        digest = torch.ops.megarl.slice_digest(case.logits, [0, 0], list(case.logits.shape))
+        digest = ops.slice_digests([(case.logits, (0, 0), case.logits.shape)])
     graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    assert int(digest) % 2**64 == ops.slice_digest_reference(case.logits, start=(0, 0), shape=case.logits.shape)
+    assert ops.digest_values(digest) == [ops.slice_digest_reference(case.logits, start=(0, 0), shape=case.logits.shape)]
 
 
 def test_autograd_agrees_with_the_reference():
@@ -134,10 +134,27 @@ def test_autograd_agrees_with_the_reference():
 
 
 @pytest.mark.parametrize("dims", range(1, 9))
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", kernels.DIGESTED)
 def test_digest_equals_the_reference(dims, dtype):
     for seed in range(20):
         kernels.digest_equals_reference(*kernels.a_box(seed, dims, dtype), "cuda")
+
+
+@pytest.mark.parametrize("count", [2, 32, 33, 1100])
+def test_digests_of_many_boxes_in_one_launch(count):
+    kernels.many_digests_equal_reference(7, count, "cuda")
+
+
+def test_digests_of_many_boxes_do_not_wait_for_the_device():
+    x = torch.randn(64, 4096, device="cuda")
+    boxes = [(x[i], (i * 4096,), (64 * 4096,)) for i in range(64)]
+    ops.slice_digests(boxes)  # pinned memory is there
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        digests = ops.slice_digests(boxes)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert sum(ops.digest_values(digests)) % 2**64 == ops.slice_digest(x, start=(0, 0), shape=x.shape)
 
 
 def test_digest_of_a_large_tensor_equals_the_cpu():

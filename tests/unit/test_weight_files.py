@@ -19,12 +19,13 @@ from megarl.core.errors import CheckpointError, EngineError, WeightsDiffer
 from megarl.core.published import KEPT, MANIFEST, PublishedWeights, folder_of, remove_old, whole_versions
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.control import EngineControl
-from megarl.engine.sync.files import piece_digests, read_files
+from megarl.engine.sync.files import read_files
 from megarl.explore.explorer import explorer
 from megarl.explore.explorer.gates import FileFedEngines, NewestVersion
 from megarl.explore.explorer.weight_files import FileFedEngine, check_pieces
 from megarl.explore.store import Store
 from megarl.ops import slice_digest
+from megarl.weights.reshard.execute import piece_digests
 from megarl.weights.reshard.layouts import hf_layout, vllm_layout
 from tests.stores import make_task
 from tests.unit.reshard_cases import qwen3_config

@@ -18,10 +18,10 @@ from torch import nn
 
 from megarl.core.errors import WeightsDiffer, WeightSyncError
 from megarl.engine.sync.eight_bit_layers import Tensors, layers_of
-from megarl.engine.sync.files import piece_digests, read_files
-from megarl.ops import slice_digest
+from megarl.engine.sync.files import read_files
+from megarl.ops import digest_values, slice_digests
 from megarl.weights.reshard import boxes
-from megarl.weights.reshard.execute import zero_padded
+from megarl.weights.reshard.execute import piece_digests, zero_padded
 from megarl.weights.reshard.layout import Layout, LayoutRow
 
 _SHOWN = 4
@@ -138,4 +138,5 @@ def _part(layout: Layout, rows: Iterable[LayoutRow]) -> Layout:
 
 
 def _digests(tensors: Tensors) -> dict[str, int]:
-    return {name: slice_digest(x, start=[0] * x.dim(), shape=x.shape) for name, x in tensors.items()}
+    values = digest_values(slice_digests([(x, [0] * x.dim(), x.shape) for x in tensors.values()]))
+    return dict(zip(tensors, values, strict=True))

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from megarl.core.errors import WeightsDiffer
-from megarl.ops import slice_digest
 from megarl.weights.checkpoint.formats.hf_source import open_hf
 from megarl.weights.reshard import boxes
 from megarl.weights.reshard.buckets import wire_dtype
@@ -58,21 +57,6 @@ def read_files(
             zero_padding(local)
     finally:
         source.close()
-
-
-def piece_digests(layout: Layout, rank: int, read: Callable[[str], torch.Tensor]) -> list[tuple[str, boxes.Box, int]]:
-    """(logical tensor, its elements, their digest) of every piece that a worker holds. The digests of boxes that cover
-    a tensor once add up to the tensor's.
-
-    Args:
-        read: Local tensor by its name as the model computes with it, in the layout's shape.
-    """
-    found = []
-    for piece in layout.pieces(rank):
-        view = read(piece.local)[boxes.index_of(piece.at, boxes.shape_of(piece.box))]
-        digest = slice_digest(view, start=boxes.start_of(piece.box), shape=layout.tensors[piece.tensor])
-        found.append((piece.tensor, piece.box, digest))
-    return found
 
 
 def compare_with_files(

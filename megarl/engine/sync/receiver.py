@@ -19,7 +19,7 @@ from megarl.core.machine import trim_memory
 from megarl.engine.client.control import FAILURE
 from megarl.engine.sync.addresses import Address, addresses_of, check_addresses
 from megarl.engine.sync.eight_bits import EightBits
-from megarl.engine.sync.files import compare_with_files, piece_digests, read_files
+from megarl.engine.sync.files import compare_with_files, read_files
 from megarl.engine.sync.link import Backend, Link, LinkAddress, join_groups, open_store
 from megarl.engine.sync.memory import DeviceMemory, HostMemory, unpin
 from megarl.engine.sync.shared import Places, SharedMemoryReceiver, machine
@@ -28,7 +28,7 @@ from megarl.engine.sync.writer import LocalTensor, SliceWriter
 from megarl.weights.checkpoint.formats.hf import read_hf_config
 from megarl.weights.reshard import boxes
 from megarl.weights.reshard.buckets import wire_dtype
-from megarl.weights.reshard.execute import digests_of, fold, merge, receive, zero_padded
+from megarl.weights.reshard.execute import digests_of, fold, merge, piece_digests, receive, zero_padded
 from megarl.weights.reshard.layouts import Layout, MegatronGrid, megatron_layout, vllm_layout
 from megarl.weights.reshard.plan import build_plan
 
@@ -256,8 +256,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         layout, eight_bits = self._eight_bits.rest, self._eight_bits
         with torch.device(self.device), torch.no_grad():
             read, check_rest = zero_padded(layout, self._rank, self._writer.computed_with)
-            # One tensor at a time is unpacked; its pieces follow each other.
-            found = digests_of(layout, self._rank, lru_cache(maxsize=1)(read))
+            found = digests_of(layout, self._rank, read)
             check_rest()
             return merge([found, *({tensor: digest} for tensor, _, digest in eight_bits.pieces())])
 
@@ -277,12 +276,12 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._rank = self.parallel_config.rank
 
     def piece_digests(self) -> list[tuple[str, boxes.Box, int]]:
-        """``files.piece_digests`` of this worker."""
+        """``execute.piece_digests`` of this worker."""
         self._require_weights("megarl_piece_digests")
         assert self._writer is not None, "megarl_expect_files comes before megarl_piece_digests"
         with torch.device(self.device), torch.no_grad():
-            read = lru_cache(maxsize=1)(self._writer.computed_with)
-            return piece_digests(self._eight_bits.rest, self._rank, read) + self._eight_bits.pieces()
+            mine = piece_digests(self._eight_bits.rest, self._rank, self._writer.computed_with)
+            return mine + self._eight_bits.pieces()
 
     def _alone(self) -> tuple[Layout, EightBits, SliceWriter]:
         """Layout of this engine by itself, what of this worker's part is in 8 bits, and a writer of the part."""

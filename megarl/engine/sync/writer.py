@@ -150,7 +150,8 @@ class SliceWriter:
     def _pack(self, module: nn.Module) -> None:
         if module in self._eight_bits:
             self._eight_bits.arrived(module)
-        elif readback.may_be_packed(module):
+        elif readback.may_be_packed(module) and module.get_parameter("weight").is_cpu:
+            # On GPUs nothing is packed, and looking would make the host wait for the device.
             self._remember_faint(module)
         _layerwise_process(module, get_layerwise_info(module))
 

@@ -17,13 +17,14 @@ import torch.distributed as dist
 
 from megarl.core.errors import WeightsDiffer
 from megarl.learn.models.gpt import named_tensors, unwrap
-from megarl.ops import slice_digest
+from megarl.ops import digest_values, slice_digests
 from megarl.weights.megatron_private import first_element
 
 
-def digest_of(tensor: torch.Tensor) -> int:
-    """Digest of a whole tensor."""
-    return slice_digest(tensor, start=(0,) * tensor.dim(), shape=tuple(tensor.shape))
+def whole_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Name -> digest of the whole tensor; all lie on one device."""
+    found = slice_digests([(tensor, (0,) * tensor.dim(), tensor.shape) for tensor in tensors.values()])
+    return dict(zip(tensors, digest_values(found), strict=True))
 
 
 @torch.no_grad()
@@ -43,18 +44,19 @@ def digests_written(chunks: Sequence[torch.nn.Module], optimizer: Any) -> dict[s
             written += _shares(distributed, list(names))  # 0 for parameters of the other optimizers
     found = dict(zip(names.values(), written.tolist(), strict=True))
     tensors = named_tensors(chunks if len(chunks) > 1 else chunks[0])
-    return {name: found[name] if name in found else digest_of(tensor) for name, tensor in tensors.items()}
+    now = whole_digests({name: tensor for name, tensor in tensors.items() if name not in found})
+    return {name: found[name] if name in found else now[name] for name in tensors}
 
 
 def _shares(optimizer: Any, parameters: Sequence[torch.nn.Parameter]) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """uint64 [number of ``parameters``]: digests of those that one distributed optimizer trains, 0 for the others."""
     number = {p: i for i, p in enumerate(parameters)}
-    mine = np.zeros(len(parameters), dtype=np.uint64)
+    total = torch.zeros(len(parameters), dtype=torch.int64, device=parameters[0].device)
     for p, (group, place) in optimizer.model_param_group_index_map.items():
         share = optimizer.optimizer.param_groups[group]["params"][place]
         start = (first_element(optimizer, p),)
-        mine[number[p]] = slice_digest(share.to(p.dtype), start=start, shape=(p.numel(),))
-    total = torch.from_numpy(mine.view(np.int64)).to(parameters[0].device)
+        # One at a time, so that one cast copy lives at a time.
+        total[number[p]].copy_(slice_digests([(share.to(p.dtype), start, (p.numel(),))])[0])
     dist.all_reduce(total, group=optimizer.data_parallel_group)  # modulo 2**64
     return total.cpu().numpy().view(np.uint64)
 
@@ -65,7 +67,7 @@ def check_written(tensors: Mapping[str, torch.Tensor], written: Mapping[str, int
     Raises:
         WeightsDiffer: naming a tensor that is another, and how many others are.
     """
-    given = {name: digest_of(tensor) for name, tensor in tensors.items()}
+    given = whole_digests(tensors)
     wrong = [name for name in sorted(given.keys() | written.keys()) if given.get(name) != written.get(name)]
     if wrong:
         values = ("nothing" if (v := side.get(wrong[0])) is None else format(v, "016x") for side in (written, given))

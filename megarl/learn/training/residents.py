@@ -18,7 +18,7 @@ from megarl.core import heartbeat
 from megarl.core.errors import NotResident, OffloadError
 from megarl.core.machine import resident_bytes, trim_memory
 from megarl.core.phases import Place, offload_setting
-from megarl.ops import slice_digest
+from megarl.ops import digest_values, slice_digests
 from megarl.weights.checkpoint.training.state import inner_optimizers
 
 Kind = Literal["parameters", "gradients", "optimizer"]
@@ -65,7 +65,7 @@ class Resident:
         if place is not Place.ABSENT:
             try:
                 self._copy = _Copy([size for _, _, size in storages], folder / self.name, place)
-                self._digests = [_digest(bytes_) for bytes_ in _views(storages)]
+                self._digests = _digests(storages)
                 self._copy.write(_views(storages))
             except (OSError, ValueError) as error:
                 self._forget_copy()
@@ -94,8 +94,8 @@ class Resident:
                 self._copy.read(_views(self._away))
             except (OSError, ValueError) as error:
                 raise OffloadError(f"{self.name} cannot come back from {self.place}: {error}") from error
-            for i, (bytes_, left) in enumerate(zip(_views(self._away), self._digests, strict=True)):
-                if (found := _digest(bytes_)) != left:
+            for i, (found, left) in enumerate(zip(_digests(self._away), self._digests, strict=True)):
+                if found != left:
                     raise OffloadError(
                         f"{self.name} came back from {self.place} as other bytes than left: storage {i} of "
                         f"{len(self._away)} has digest {found:016x}, it left with {left:016x}; the copy was changed"
@@ -251,7 +251,8 @@ def _views(storages: Iterable[tuple[torch.UntypedStorage, torch.device, int]]) -
         yield torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (size,))  # type: ignore[call-overload]
 
 
-def _digest(bytes_: torch.Tensor) -> int:
-    """Digest of a uint8 tensor, where it lies."""
-    words = bytes_ if bytes_.numel() % WORD else bytes_.view(torch.int64)  # a word at a time is faster
-    return slice_digest(words, start=(0,), shape=(words.numel(),))
+def _digests(storages: Iterable[tuple[torch.UntypedStorage, torch.device, int]]) -> list[int]:
+    """Digest of each storage's bytes, where they lie; all lie on one device."""
+    # A word at a time is faster.
+    words = [bytes_ if bytes_.numel() % WORD else bytes_.view(torch.int64) for bytes_ in _views(storages)]
+    return digest_values(slice_digests([(x, (0,), x.shape) for x in words]))

@@ -17,6 +17,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import groupby
+from operator import attrgetter
 from typing import Protocol, TypeVar
 
 import torch
@@ -24,15 +26,17 @@ import torch
 from megarl.core import heartbeat
 from megarl.core.errors import PlanError, WeightsDiffer, WeightSyncError
 from megarl.core.out_of_memory import is_out_of_memory
-from megarl.ops import slice_digest
+from megarl.ops import digest_values, slice_digests
 from megarl.weights.reshard import boxes
 from megarl.weights.reshard.boxes import Box, Shape
 from megarl.weights.reshard.buckets import HEADER, Bucket, BucketSlice, buckets_of, numbered
 from megarl.weights.reshard.layout import Layout
 from megarl.weights.reshard.plan import Move, ReshardPlan
 
-SliceDigests = dict[tuple[str, str, Box], int]
-"""(local tensor, logical tensor, elements) -> checksum of a slice that one rank sends in a publication."""
+SliceKey = tuple[str, str, Box]
+"""(local tensor, logical tensor, elements) of a slice that one rank sends in a publication."""
+SliceDigests = dict[SliceKey, int]
+"""Slice -> its checksum."""
 K = TypeVar("K")
 Digests = dict[tuple[int, str], int]
 """(destination rank, logical tensor) -> 64-bit checksum of that rank's elements; partial sums of several senders
@@ -201,7 +205,11 @@ class _Outgoing:
         self.shapes = plan.source.tensors
         self.tensors = tensors
         self.transport = transport
-        self.digests: Digests = defaultdict(int)
+        self.packed: list[Bucket] = []
+        self.fresh: dict[SliceKey, None] = {}
+        """Slices that were not known, in the order of ``fresh_digests``."""
+        self.fresh_digests: list[torch.Tensor] = []
+        """Theirs, int64 [slices] for each bucket, where the buckets lie: the host reads them at the end."""
 
     @torch.no_grad()
     def pack(self, bucket: Bucket) -> torch.Tensor:
@@ -211,21 +219,18 @@ class _Outgoing:
         self._wait(self.turn)
         flat = self.buffers[self.turn][: HEADER + bucket.nbytes]
         _header(flat).copy_(torch.tensor([bucket.number, bucket.channel.code], device="cpu"))
+        asked = []
         for slice_ in bucket.slices:
             view = _view(flat[HEADER:], slice_)
             view.copy_(_slice(self.tensors[slice_.move.src_local], slice_, slice_.move.src_at))
-            digest = self._digest(view, slice_)
-            for dst in bucket.channel.dsts:
-                key = (dst, slice_.move.tensor)
-                self.digests[key] = (self.digests[key] + digest) % _MODULUS
+            key = _key(slice_)
+            if key not in self.known and key not in self.fresh:
+                self.fresh[key] = None
+                asked.append((view, boxes.start_of(slice_.box), self.shapes[slice_.move.tensor]))
+        if asked:
+            self.fresh_digests.append(slice_digests(asked))
+        self.packed.append(bucket)
         return flat
-
-    def _digest(self, view: torch.Tensor, slice_: BucketSlice) -> int:
-        tensor = slice_.move.tensor
-        key = (slice_.move.src_local, tensor, slice_.box)
-        if key not in self.known:
-            self.known[key] = slice_digest(view, start=boxes.start_of(slice_.box), shape=self.shapes[tensor])
-        return self.known[key]
 
     def send(self, bucket: Bucket, dsts: Sequence[int]) -> torch.Tensor:
         """Start to send the bucket's message to these ranks; return it."""
@@ -238,7 +243,15 @@ class _Outgoing:
     def finish(self) -> Digests:
         for turn in range(len(self.works)):
             self._wait(turn)
-        return dict(self.digests)
+        if self.fresh_digests:
+            self.known.update(zip(self.fresh, digest_values(torch.cat(self.fresh_digests)), strict=True))
+        digests: Digests = defaultdict(int)
+        for bucket in self.packed:
+            for slice_ in bucket.slices:
+                for dst in bucket.channel.dsts:
+                    key = (dst, slice_.move.tensor)
+                    digests[key] = (digests[key] + self.known[_key(slice_)]) % _MODULUS
+        return dict(digests)
 
     def _wait(self, turn: int) -> None:
         sent, self.works[turn] = self.works[turn], None
@@ -352,6 +365,10 @@ def memory_for(nbytes: int) -> Iterator[None]:
         raise WeightSyncError(f"{NO_ROOM} {nbytes} bytes: {error}") from error
 
 
+def _key(slice_: BucketSlice) -> SliceKey:
+    return slice_.move.src_local, slice_.move.tensor, slice_.box
+
+
 def _header(message: torch.Tensor) -> torch.Tensor:
     """int64 [2], within the message: number of the bucket, code of its channel."""
     return message[:HEADER].view(torch.int64)
@@ -408,12 +425,27 @@ def zero_padded(
 def digests_of(layout: Layout, rank: int, read: Callable[[str], torch.Tensor]) -> dict[str, int]:
     """Logical tensor -> digest of what ``rank`` holds of it now; ``read(local)`` gives the local tensor in the layout's
     shape."""
-    digests: dict[str, int] = defaultdict(int)
-    for piece in layout.pieces(rank):
-        view = read(piece.local)[boxes.index_of(piece.at, boxes.shape_of(piece.box))]
-        partial = slice_digest(view, start=boxes.start_of(piece.box), shape=layout.tensors[piece.tensor])
-        digests[piece.tensor] = (digests[piece.tensor] + partial) % _MODULUS
-    return dict(digests)
+    return merge({tensor: digest} for tensor, _, digest in piece_digests(layout, rank, read))
+
+
+def piece_digests(layout: Layout, rank: int, read: Callable[[str], torch.Tensor]) -> list[tuple[str, Box, int]]:
+    """(logical tensor, its elements, their digest) of every piece that a rank holds. The digests of boxes that cover a
+    tensor once add up to the tensor's.
+
+    Args:
+        read: Local tensor by its name as the model computes with it, in the layout's shape. One is held at a time;
+            pieces of the same one follow each other.
+    """
+    found, digests = list[tuple[str, Box]](), list[torch.Tensor]()
+    for local, pieces in groupby(layout.pieces(rank), key=attrgetter("local")):
+        tensor, asked = read(local), []
+        for piece in pieces:
+            view = tensor[boxes.index_of(piece.at, boxes.shape_of(piece.box))]
+            asked.append((view, boxes.start_of(piece.box), layout.tensors[piece.tensor]))
+            found.append((piece.tensor, piece.box))
+        digests.append(slice_digests(asked))
+    values = digest_values(torch.cat(digests)) if digests else []  # the host waits for the device here alone
+    return [(*piece, value) for piece, value in zip(found, values, strict=True)]
 
 
 def fold(digests: Mapping[str, int]) -> int:
