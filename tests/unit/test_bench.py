@@ -33,6 +33,7 @@ from megarl.explore.experience.majority import majority_at
 from megarl.explore.explorer.held_out import record_evaluations
 from megarl.explore.rewards.votes import extractor
 from megarl.explore.store import Store
+from megarl.run.launch import bench
 from megarl.run.launch.bench import run_bench
 from megarl.run.launch.subjects import Subject, short_names, subject_of
 from megarl.run.report.bench import table, write_bench
@@ -40,6 +41,7 @@ from megarl.run.report.comparison import OVERALL, Measured, Row, compare
 from megarl.weights.reshard.layouts import vllm_layout
 from tests.parallel.models import save_tiny_qwen3
 from tests.trajectories import one_turn
+from tests.unit import small_job
 
 # ------------------------------------------------------------------ statistics
 
@@ -422,6 +424,17 @@ def test_published_weights_are_copied_before_their_run_removes_them(tmp_path: Pa
     assert not older.hf_path(tmp_path / "old").exists()
     newest.clean_up(tmp_path / "new")
     assert not newest.hf_path(tmp_path / "new").exists()
+
+
+def test_a_bench_leaves_out_what_a_trainer_alone_reads(tmp_path: Path) -> None:
+    config = small_job.config_of(tmp_path, "model.head_dtype=float32", "model.dtype=bfloat16")
+    trained = small_job.config_of(
+        tmp_path, "model.head_dtype=float32", "model.dtype=bfloat16", "model.moe_dispatcher=deepep",
+        "model.router_dtype=float32", "model.fusions=[moe_permute_fusion]", "model.recompute=selective",
+        "model.recompute_modules=[moe]", "model.transformer_impl=transformer_engine", "parallel.ep=2", "parallel.dp=2",
+    )  # fmt: skip
+    found = bench._of_bench(trained, tmp_path)
+    assert found == bench._of_bench(config, tmp_path) and found.model.head_dtype == "float32"
 
 
 def test_short_names_leave_out_what_all_begin_with() -> None:

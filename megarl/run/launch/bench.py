@@ -17,10 +17,10 @@ from megarl.core.config.algorithms import AlgorithmConfig
 from megarl.core.config.buffer import BufferConfig
 from megarl.core.config.schema import (
     CriticConfig,
+    ModelConfig,
     ParallelConfig,
     ReferenceConfig,
     RewardModelConfig,
-    RouterConfig,
     TrainerConfig,
 )
 from megarl.core.durable import write_text
@@ -114,6 +114,10 @@ def _subjects(models: Sequence[str]) -> list[Subject]:
     return found
 
 
+_OF_ENGINES = ("path", "dtype", "head_dtype", "min_image_pixels", "max_image_pixels")
+"""Settings in ``model`` that engines read."""
+
+
 def _of_bench(config: Config, folder: Path) -> Config:
     """The settings of a bench: nothing in them is of a trainer, since its grid and sizes must not refuse a model."""
     day = config.taskset.date or _noted(folder).get("date") or date.today().isoformat()
@@ -121,9 +125,7 @@ def _of_bench(config: Config, folder: Path) -> Config:
     return replace(
         config,
         run=replace(config.run, mode="bench"),
-        model=replace(
-            config.model, from_scratch=None, router=RouterConfig(), moe_dispatcher="alltoall", router_dtype=None
-        ),
+        model=replace(ModelConfig(), **{name: getattr(config.model, name) for name in _OF_ENGINES}),
         parallel=ParallelConfig(backend=config.parallel.backend),
         algorithm=AlgorithmConfig(group_size=max(config.evaluation.samples, 2)),  # the explorer's capacity
         reference=ReferenceConfig(),
