@@ -28,6 +28,23 @@ MODULES = (
     "megarl.run.launch.job",
     "megarl.run.report.html",
     "reasoning_gym",
+    # What a command, its engines and its ranks import only once they run.
+    "hydra",
+    "matplotlib.backends.backend_agg",
+    "megarl.engine.server.arguments",
+    "megarl.learn.models.replay",
+    "megarl.weights.checkpoint.convert.command",
+    "megatron.core.dist_checkpointing.strategies.fully_parallel",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "pyarrow.dataset",
+    "uvicorn.protocols.http.httptools_impl",
+    "uvicorn.protocols.websockets.websockets_sansio_impl",
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.entrypoints.generate.api_router",
+    "vllm.entrypoints.openai.responses.api_router",
+    "vllm.entrypoints.scale_out.render.api_router",
+    "vllm.entrypoints.scale_out.token_in_token_out.api_router",
+    "vllm.entrypoints.serve.dev.server_info.api_router",
 )
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
