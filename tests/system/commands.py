@@ -45,6 +45,7 @@ MODULES = (
     "vllm.entrypoints.scale_out.render.api_router",
     "vllm.entrypoints.scale_out.token_in_token_out.api_router",
     "vllm.entrypoints.serve.dev.server_info.api_router",
+    "tests.vllm_models",
 )
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
