@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -55,6 +56,7 @@ def _rank_main(
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # modules stay, and take long to walk
     try:
         # Pickled here: torch would otherwise pass tensors by handles that die with this process.
         results.put((rank, pickle.dumps(function(rank, *args)), None))

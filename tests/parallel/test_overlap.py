@@ -26,10 +26,18 @@ GRIDS = {
     "pp2-dp2": ("tied", ParallelConfig(pp=2, dp=2)),
     "pp2-vpp2-dp2": ("tied", ParallelConfig(pp=2, vpp=2, dp=2)),
 }
-SOAKED = ("pp2-vpp2-dp2",)
 SMALL = 5000
 """Elements of a bucket that make several of these tiny models."""
 BUCKETS = {"one bucket": 40_000_000, "several buckets": SMALL}
+SOAKED = (
+    ("cp2", "one bucket"),
+    ("tp2-sp-dp2", "several buckets"),
+    ("pp2-dp2", "one bucket"),
+    *(("pp2-vpp2-dp2", bucket) for bucket in BUCKETS),
+)
+"""Every other grid is in ``make test`` with the buckets that are left to it, and every kind of buckets on two or more
+grids."""
+CASES = [(grid, bucket) for grid in GRIDS for bucket in BUCKETS if SOAK or (grid, bucket) not in SOAKED]
 UPDATES = 3
 
 
@@ -62,10 +70,11 @@ def on_grids(rank: int, folder: str, names: list[str]) -> dict[tuple[str, str, s
         groups.initialize(plain, seed=1)
         reduce = replace(plain, overlap_grad_reduce=True)
         ways = {"none": plain, "reduce": reduce, "gather": replace(reduce, overlap_param_gather=True)}
-        for bucket, size in BUCKETS.items():
-            resident_bytes.OVERLAPPED_BUCKET = size, 1
+        for bucket in [bucket for grid, bucket in CASES if grid == name]:
+            resident_bytes.OVERLAPPED_BUCKET = BUCKETS[bucket], 1
             for way, parallel in ways.items():
-                found[name, bucket, way] = updates(rank, Path(folder) / family, parallel, clip=size != SMALL)
+                clip = BUCKETS[bucket] != SMALL
+                found[name, bucket, way] = updates(rank, Path(folder) / family, parallel, clip)
         torch.distributed.barrier()
         parallel_state.destroy_model_parallel()
     return found
@@ -136,20 +145,20 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def of(grid: str) -> list[Any]:
         world = GRIDS[grid][1].world_size
         if world not in found:
-            names = [
-                name
-                for name, (_, parallel) in GRIDS.items()
-                if parallel.world_size == world and (SOAK or name not in SOAKED)
-            ]
-            found[world] = run_grid(world, on_grids, str(folder), names, timeout_s=400.0)
+            names = [name for name, _ in CASES if GRIDS[name][1].world_size == world]
+            found[world] = run_grid(world, on_grids, str(folder), list(dict.fromkeys(names)), timeout_s=400.0)
         return found[world]
 
     return of
 
 
-@pytest.mark.parametrize("bucket", BUCKETS)
 @pytest.mark.parametrize(
-    "grid", [pytest.param(name, marks=pytest.mark.soak) if name in SOAKED else name for name in GRIDS]
+    ("grid", "bucket"),
+    [
+        pytest.param(grid, bucket, marks=pytest.mark.soak if (grid, bucket) in SOAKED else ())
+        for grid in GRIDS
+        for bucket in BUCKETS
+    ],
 )
 def test_overlap_changes_no_bit(ranks: Any, grid: str, bucket: str) -> None:
     found = ranks(grid)

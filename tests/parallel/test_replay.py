@@ -54,6 +54,11 @@ CASES = (
 FAMILIES = ("qwen3_moe", "qwen3_moe_mixed", "deepseek_v3", "mixtral")
 
 
+def families_of(case: Case, soak: bool) -> tuple[str, ...]:
+    """Two of them, which take turns among the grids; ``make soak`` has the other two."""
+    return FAMILIES[(CASES.index(case) + soak) % 2 :: 2]
+
+
 def chosen_of(gate: Any) -> list[torch.Tensor]:
     """Ids [t, K] of every later forward pass of a gate."""
     found: list[torch.Tensor] = []
@@ -106,9 +111,7 @@ def reference(folder: Path, family: str) -> None:
     torch.save((batch, saved | {"loss": float(loss.detach()), "gradients": gradients_by_file(model)}), folder / "t.pt")
 
 
-def on_grid(
-    rank: int, root: str, families: tuple[str, ...], cases: list[Case]
-) -> dict[tuple[str, str], dict[str, Any]]:
+def on_grid(rank: int, root: str, cases: list[Case], soak: bool) -> dict[tuple[str, str], dict[str, Any]]:
     """Runs in each rank: this rank's errors in each case."""
     from megatron.core import parallel_state
 
@@ -117,7 +120,7 @@ def on_grid(
     found = {}
     for case in cases:
         groups.initialize(case.parallel, seed=1)
-        for family in families:
+        for family in families_of(case, soak):
             found[family, case.grid] = _on_case(rank, Path(root) / family, case)
         parallel_state.destroy_model_parallel()
     return found
@@ -186,9 +189,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("world", sorted({case.parallel.world_size for case in CASES}))
-def test_given_ids_choose_the_experts_and_the_router_learns(world: int, checkpoints: Path) -> None:
+@pytest.mark.parametrize("soak", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["", "others"])
+def test_given_ids_choose_the_experts_and_the_router_learns(world: int, soak: bool, checkpoints: Path) -> None:
     cases = [case for case in CASES if case.parallel.world_size == world]
-    for found in run_grid(world, on_grid, str(checkpoints), FAMILIES, cases):
+    for found in run_grid(world, on_grid, str(checkpoints), cases, soak):
         for place, errors in found.items():
             print(place, errors)
             assert errors["own"] and errors["none"], place

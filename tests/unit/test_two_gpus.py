@@ -15,6 +15,8 @@ from megarl.cli import main
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tools" / "two_gpus.sh"
+FEW_ROWS = ("taskset.train_size=100", "taskset.eval_size=20", "taskset.warm_start_size=100")
+"""A check makes the data; the rows are alike."""
 JOBS = ("loop", "graphs", "eager", "sockets", "nccl", "ipc", "sleep", "destroy", "keep")
 
 
@@ -51,7 +53,7 @@ def test_its_jobs_pass_the_checks_of_a_machine_with_two_gpus(
     ]
     for job in [*jobs[1::2], jobs[JOBS.index("sleep")], jobs[JOBS.index("keep")]]:  # one of each kind
         assert job[:3] == ["-m", "megarl", "train"]
-        assert main(["train", "--check", "--gpus-per-node", "2", *job[3:]]) == 0, capsys.readouterr()
+        assert main(["train", "--check", "--gpus-per-node", "2", *job[3:], *FEW_ROWS]) == 0, capsys.readouterr()
 
 
 def test_a_job_that_fails_is_counted(tmp_path: Path) -> None:
