@@ -8,7 +8,7 @@
 # too long the others go on; the exit code is the number of steps that failed. Without a GPU nothing is measured: what can
 # run on a CPU runs at toy size, and the rest says what it would prove.
 OUT=${OUT:-runs/first_gpu}
-STEPS=${*:-build kernels learner attention update speed sync sanitizer jobs loop exact apart eight_bits}
+STEPS=${*:-build kernels learner attention update speed sync sanitizer jobs loop exact apart eight_bits eight_bit_cache}
 export WITHOUT_VLLM=0
 . "$(dirname "$0")/gpu_steps.sh"
 
@@ -45,7 +45,12 @@ apart() {
     sync.transport=nccl sync.cold_interval=3
 }
 
-export -f build sanitizer apart
+job_in_eight_bits() {
+  job "$1" model.dtype=bfloat16 rollout.placement=colocated "rollout.$1=fp8" algorithm.correction=truncate \
+    sync.probe_tolerance=0.06 sync.sample_tolerance=0.1
+}
+
+export -f build sanitizer apart job_in_eight_bits
 tests_of_kernels=$(grep -rl "mark.gpu" tests/unit)
 tests_of_learner=$(grep -rl "mark.gpu" tests/parallel)
 # shellcheck disable=SC2086
@@ -69,9 +74,8 @@ tests_of_learner=$(grep -rl "mark.gpu" tests/parallel)
   step exact 300 "the same in float32: engine and trainer differ by rounding" 1 \
     job exact model.dtype=float32 rollout.placement=colocated
   step apart 300 "weights by CUDA IPC, an engine with captured graphs against one that begins with the weights" 1 apart
-  step eight_bits 300 "weights and KV cache of an engine in 8 bits, every sync proven" 1 \
-    job eight_bits model.dtype=bfloat16 rollout.placement=colocated rollout.weight_dtype=fp8 rollout.kv_cache_dtype=fp8 \
-    algorithm.correction=truncate sync.probe_tolerance=0.2 sync.sample_tolerance=0.2
+  step eight_bits 300 "weights of an engine in 8 bits, every sync proven" 1 job_in_eight_bits weight_dtype
+  step eight_bit_cache 300 "an engine's KV cache in 8 bits" 1 job_in_eight_bits kv_cache_dtype
 }
 echo "first_gpu: $failed steps failed; outputs in $OUT"
 exit $failed

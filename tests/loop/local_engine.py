@@ -10,6 +10,7 @@ from typing import Any
 from megarl.core.errors import EngineError
 from megarl.engine.client.control import EngineControl, failures
 from megarl.engine.client.names import PLUGIN
+from megarl.run.supervise.engine_process import EIGHT_BITS
 
 _STEPS = {
     "/init_weight_transfer_engine": "init_weight_transfer_engine",
@@ -31,7 +32,9 @@ class LocalEngine:
         from vllm import LLM
         from vllm.config import WeightTransferConfig
 
-        quantisation: dict[str, Any] = {"quantization": "fp8_per_channel"} if eight_bits else {}
+        quantisation: dict[str, Any] = (
+            {"quantization": "online", "quantization_config": json.loads(json.dumps(EIGHT_BITS))} if eight_bits else {}
+        )
         self.llm = LLM(
             str(path), dtype="bfloat16" if eight_bits else "float32", **quantisation,
             max_model_len=192, max_num_batched_tokens=8192, max_num_seqs=8, block_size=32,

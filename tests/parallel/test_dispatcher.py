@@ -198,6 +198,7 @@ def test_float32_routers_bring_no_bfloat16_model_farther_away(checkpoints: str) 
     without, with_them = (found["one process", True, kind].distance(exact) for kind in BFLOAT16)
     print(without, with_them)
     assert all(after < 1.1 * before for before, after in zip(without, with_them, strict=True))
+    assert without != with_them, "the routers compute as before"
 
 
 def routed(rank: int, path: str) -> dict[str, tuple[float, float]]:

@@ -24,7 +24,18 @@ def run(tmp_path: Path, *steps: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_steps_that_need_a_gpu_say_so(tmp_path: Path) -> None:
-    steps = ("kernels", "learner", "speed", "sanitizer", "jobs", "loop", "exact", "apart", "eight_bits")
+    steps = (
+        "kernels",
+        "learner",
+        "speed",
+        "sanitizer",
+        "jobs",
+        "loop",
+        "exact",
+        "apart",
+        "eight_bits",
+        "eight_bit_cache",
+    )
     done = run(tmp_path, *steps)
     assert done.returncode == 0 and "card: none" in done.stdout
     assert re.findall(r"^== (\w+): .+\n   not run: needs a GPU$", done.stdout, re.MULTILINE) == list(steps)

@@ -65,7 +65,34 @@ def test_bytes_or_a_share_of_the_gpu_decide_the_cache() -> None:
     assert option(given, "--kv-cache-memory-bytes") == str(2**30)
     assert "--kv-cache-memory-bytes" not in share and option(share, "--gpu-memory-utilization") == "0.85"
     assert "--kv-cache-dtype" not in usual and option(argv_of(kv_cache_dtype="fp8"), "--kv-cache-dtype") == "fp8"
-    assert "--quantization" not in usual and option(argv_of(weight_dtype="fp8"), "--quantization") == "online"
+    assert "--quantization" not in usual and "--quantization-config" not in usual
+
+
+@pytest.mark.parametrize(
+    ("layer", "in_eight_bits"),
+    [
+        ("model.layers.0.self_attn.qkv_proj", True), ("model.layers.0.self_attn.o_proj", True),
+        ("model.layers.0.self_attn.q_b_proj", True), ("model.layers.0.self_attn.fused_qkv_a_proj", False),
+        ("model.layers.0.self_attn.kv_a_proj_with_mqa", False), ("model.layers.0.self_attn.kv_b_proj", False),
+        ("model.layers.0.mlp.gate_up_proj", True), ("model.layers.0.mlp.shared_experts.down_proj", True),
+        ("model.layers.0.mlp.gate", False), ("model.layers.0.block_sparse_moe.gate", False),
+        ("visual.blocks.0.attn.qkv", False),
+    ],
+)  # fmt: skip
+def test_layers_in_eight_bits_are_chosen_by_vllms_own_rule(layer: str, in_eight_bits: bool) -> None:
+    from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
+
+    rollout = RolloutConfig(max_prompt_tokens=128, weight_dtype="fp8")
+    argv, _ = engine_process("m", rollout, ModelConfig(dtype="bfloat16"), "127.0.0.1", 1, "cuda")
+    given = json.loads(option(argv, "--quantization-config"))
+    assert option(argv, "--quantization") == "online"
+    assert (given["linear"], given["moe"]) == ("fp8_per_channel", "fp8_per_block")
+    fused = {
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+        "fused_qkv_a_proj": ["q_a_proj", "kv_a_proj_with_mqa"],
+    }
+    assert should_ignore_layer(layer, given["ignore"], fused, use_fnmatch=True) is not in_eight_bits
 
 
 def test_further_options_are_written_as_vllm_reads_them() -> None:

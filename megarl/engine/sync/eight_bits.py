@@ -10,7 +10,7 @@ workers.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -92,7 +92,7 @@ class EightBits:
             )
         if self._unwritten is not None:
             raise self._unwritten
-        self._check(self._made)
+        _refuse([name for path, made in self._made.items() for name in self._differing(path, made)])
         return [piece for path in self._parts for piece in self._arrived[path]]
 
     def check_files(self, path: Path, dtype: torch.dtype) -> int:
@@ -104,7 +104,7 @@ class EightBits:
         Raises:
             WeightsDiffer: it holds something else.
         """
-        count = 0
+        count, wrong = 0, list[str]()
         for layer_path, part in self._parts.items():
             module, layer = self._layers[layer_path]
             device = module.get_parameter(layer.parameters[0]).device
@@ -114,21 +114,23 @@ class EightBits:
             }
             read_files(part, self._rank, weights.__getitem__, lambda *_: None, path, dtype)
             arrived = {local.rpartition(".")[2]: weight for local, weight in weights.items()}
-            self._check({layer_path: _digests(layer.made(arrived))})
+            wrong += self._differing(layer_path, _digests(layer.made(arrived)))
             count += sum(weight.numel() for weight in weights.values())
+        _refuse(wrong)  # now that no other worker waits for this one to agree on scales
         return count
 
-    def _check(self, made: Mapping[str, Mapping[str, int]]) -> None:
-        wrong = []
-        for path, digests in made.items():
-            held = _digests(self._layers[path][1].held())
-            wrong += [f"{path}.{name}" for name in digests if digests[name] != held[name]]
-        if wrong:
-            more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-            raise WeightsDiffer(
-                f"the engine computes with other numbers in 8 bits than those made from what arrived: "
-                f"{', '.join(wrong[:_SHOWN])}{more} differ"
-            )
+    def _differing(self, path: str, made: Mapping[str, int]) -> list[str]:
+        held = _digests(self._layers[path][1].held())
+        return [f"{path}.{name}" for name in made if made[name] != held[name]]
+
+
+def _refuse(wrong: Sequence[str]) -> None:
+    if wrong:
+        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise WeightsDiffer(
+            f"the engine computes with other numbers in 8 bits than those made from what arrived: "
+            f"{', '.join(wrong[:_SHOWN])}{more} differ"
+        )
 
 
 def _part(layout: Layout, rows: Iterable[LayoutRow]) -> Layout:

@@ -267,8 +267,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         read = lru_cache(maxsize=1)(writer.computed_with)  # a tensor's pieces follow each other
         path, rank, dtype = Path(self.model_config.model), self.parallel_config.rank, self.model_config.dtype
         with torch.device(self.device), torch.no_grad():
-            count = compare_with_files(eight_bits.rest, rank, read, path, dtype)
-            return count + eight_bits.check_files(path, dtype)
+            count = eight_bits.check_files(path, dtype)
+            return count + compare_with_files(eight_bits.rest, rank, read, path, dtype)
 
     def expect_files(self) -> None:
         """Make ready for updates from files, for which no trainer is needed."""

@@ -84,9 +84,7 @@ class SliceWriter:
     def tensor(self, name: str) -> torch.Tensor:
         """The local tensor to write slices into; the first call for a layer allocates it."""
         module, parameter = self._owner[name]
-        if module not in self._open:
-            materialize_layer(module, get_layerwise_info(module))
-            self._open.add(module)
+        self._allocate(module)
         tensor: torch.Tensor = getattr(module, parameter).data
         shape = self._tensors[name].shape
         if tuple(tensor.shape) != shape:
@@ -95,6 +93,11 @@ class SliceWriter:
                 "table does not fit this vLLM version"
             )
         return tensor
+
+    def _allocate(self, module: nn.Module) -> None:
+        if module not in self._open:
+            materialize_layer(module, get_layerwise_info(module))
+            self._open.add(module)
 
     def wrote(self, name: str, numel: int) -> None:
         """Counts; a layer that has all its elements is packed at once, so that only those under way are unpacked. One
@@ -110,12 +113,13 @@ class SliceWriter:
         Raises:
             WeightSyncError: a tensor did not get all its elements.
         """
+        for module in dict.fromkeys(module for module, _ in self._owner.values()):
+            if module in self._eight_bits.wait:  # before anything is refused: other workers do the same
+                self._allocate(module)
+                self._pack(module)
         short = [name for name, (module, _) in self._owner.items() if self._left[module] != 0]
         if short:
             raise WeightSyncError(f"these local tensors did not get all their elements: {', '.join(short)}")
-        for module in dict.fromkeys(module for module, _ in self._owner.values()):
-            if module in self._eight_bits.wait:
-                self._pack(module)
         finalize_layerwise_reload(self._model, self._model_config)
 
     def computed_with(self, name: str) -> torch.Tensor:

@@ -97,5 +97,5 @@ def _check_dtypes(config: Config, job: Job) -> None:
     if None in (config.sync.probe_tolerance, config.sync.sample_tolerance):
         raise ConfigError(
             f"{given[0]} without sync.probe_tolerance and sync.sample_tolerance, whose defaults hold for weights and a "
-            "cache of model.dtype; set both (0.2 is a beginning)"
+            "cache of model.dtype; set both (0.06 and 0.1 are a beginning)"
         )

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 from megarl.core.config import Config
 from megarl.learn.algorithms import Algorithm
@@ -21,6 +21,10 @@ from megarl.weights.reshard.layout import LayoutRow
 from megarl.weights.reshard.layouts import vllm_layout
 
 TRAINED = frozenset({"actor", "critic"})
+LATENT = ("fused_qkv_a_proj", "kv_b_proj")
+"""Layers of latent attention that 8 bits leave alone."""
+INPUTS_CUT = ("o_proj", "down_proj")
+"""Layers whose inputs tensor parallelism cuts."""
 EIGHT_BIT_BLOCK = 128
 """Rows and columns of experts that share a scale in 8 bits (vLLM's)."""
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -62,7 +66,8 @@ def resident_bytes(
 
 
 def engine_bytes(config: Config, hf_config: Mapping[str, Any]) -> list[dict[str, int]]:
-    """Bytes of ``engine.weights`` and ``engine.kv_cache``, for every worker of every engine.
+    """Bytes of ``engine.weights`` and ``engine.kv_cache``, for every worker of every engine; with weights in 8 bits and
+    tensor parallelism ``engine.sync``, what waits in ``model.dtype`` until a sync has brought all.
 
     On CPUs a tied model's output weight is a tensor of its own (vLLM packs it), on GPUs the embedding itself. Of the
     KV cache vLLM takes whole blocks, so its bytes are an upper bound. With ``rollout.gpu_memory_utilization`` they are
@@ -85,6 +90,12 @@ def engine_bytes(config: Config, hf_config: Mapping[str, Any]) -> list[dict[str,
             )
             for row, share in layout.rows_of(worker)
         }
+        # Workers agree on scales of these once all have arrived.
+        waiting = [
+            prod(row.local_shape(share)) * ITEM_BYTES[config.model.dtype]
+            for row, share in layout.rows_of(worker)
+            if row.local.split(".")[-2] in INPUTS_CUT and _in_eight_bits(row)
+        ]
         if one_copy and EMBEDDING in sizes:
             sizes.pop(LM_HEAD, None)
         weights = sum(sizes.values())
@@ -93,20 +104,28 @@ def engine_bytes(config: Config, hf_config: Mapping[str, Any]) -> list[dict[str,
             assert rollout.gpu_memory_utilization is not None, "one of the two decides"
             share = int(rollout.gpu_memory_utilization * (config.cluster.device_bytes or 0))
             cache = max(0, share - weights)
-        workers.append({"engine.weights": weights, "engine.kv_cache": cache})
+        found = {"engine.weights": weights, "engine.kv_cache": cache}
+        if rollout.weight_dtype == "fp8" and rollout.tp > 1:
+            found["engine.sync"] = sum(waiting)
+        workers.append(found)
     return workers
 
 
 def _weight_bytes(row: LayoutRow, share: int, dtype: str, eight_bits: bool) -> int:
     """Bytes of a worker's local tensor; in 8 bits, one for each element, and a float32 for each output channel of a
     linear layer or block of experts."""
-    shape, layer = row.local_shape(share), row.local.split(".")[-2]
+    shape, kind = row.local_shape(share), _in_eight_bits(row) if eight_bits else None
+    scales = {"linear": shape[0], "experts": prod(shape) // EIGHT_BIT_BLOCK**2, None: 0}[kind]
+    return prod(shape) * (1 if kind else ITEM_BYTES[dtype]) + 4 * scales
+
+
+def _in_eight_bits(row: LayoutRow) -> Literal["linear", "experts"] | None:
+    """Kind of a local tensor that ``rollout.weight_dtype=fp8`` keeps in 8 bits (``engine_process.EIGHT_BITS``)."""
+    layer = row.local.split(".")[-2]
+    if layer == "routed_experts":
+        return "experts"
     is_linear = row.local.endswith(".weight") and "proj" in layer and not row.local.startswith("visual.")
-    if eight_bits and is_linear and layer != "kv_b_proj":
-        return prod(shape) + 4 * shape[0]
-    if eight_bits and layer == "routed_experts":
-        return prod(shape) + 4 * prod(shape) // EIGHT_BIT_BLOCK**2
-    return prod(shape) * ITEM_BYTES[dtype]
+    return "linear" if is_linear and "kv_a_proj" not in layer and layer not in LATENT else None
 
 
 def device_bytes(

@@ -124,6 +124,12 @@ def _check_engines(config: Config, hf_config: Mapping[str, Any], source: Layout)
         hf_config, rollout.tp, rollout.replicas, pp=rollout.pp, expert_parallel=rollout.expert_parallel
     )
     build_plan(source, engines).check()
+    if quantization := hf_config.get("quantization_config"):
+        raise ConfigError(
+            f"config.json of {config.model.path} has quantization_config ({quantization.get('quant_method')}): engines "
+            "would keep its weights in that form, which cannot be compared with the trainer's; convert it to bfloat16 "
+            "(megarl convert hf-to-megatron, then megatron-to-hf)"
+        )
     check_engine(config.model.path, hf_config)
     check_eight_bits(config, hf_config)
     context = int(hf_config["max_position_embeddings"])

@@ -22,9 +22,14 @@ _CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding takes the cores that trainer ranks run on
 }
 
-_NOT_IN_EIGHT_BITS = ("*.gate", "*.kv_b_proj", "visual.*")
-"""Linear layers that ``rollout.weight_dtype`` leaves alone: rounded routers choose other experts, latent attention
-makes matrices of its own from ``kv_b_proj``, and towers are small."""
+EIGHT_BITS = {
+    "linear": "fp8_per_channel",
+    "moe": "fp8_per_block",
+    "ignore": ("*.gate", "*.q_a_proj", "*.kv_a_proj_with_mqa", "*.kv_b_proj", "visual.*"),
+}
+"""vLLM's ``quantization_config`` of ``rollout.weight_dtype=fp8``. Left alone: routers, which would choose other
+experts; of latent attention the layer for which vLLM takes a bfloat16 kernel by its shape, and the projection from
+which it makes matrices of its own; vision towers, which are small."""
 _FLOAT32_ENVIRONMENT = {
     # Triton's attention, the only one that takes float32, and convolutions multiply in TF32 unless told.
     "TRITON_F32_DEFAULT": "ieee",
@@ -65,8 +70,7 @@ def engine_process(
     if rollout.kv_cache_dtype != "auto":
         argv += ["--kv-cache-dtype", rollout.kv_cache_dtype]
     if rollout.weight_dtype != "auto":
-        quantization = {"linear": "fp8_per_channel", "moe": "fp8_per_block", "ignore": _NOT_IN_EIGHT_BITS}
-        argv += ["--quantization", "online", "--quantization-config", json.dumps(quantization)]
+        argv += ["--quantization", "online", "--quantization-config", json.dumps(EIGHT_BITS)]
     argv += ["--tensor-parallel-size", str(rollout.tp), "--pipeline-parallel-size", str(rollout.pp)]
     argv += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--disable-log-stats"]
     argv += ["--disable-uvicorn-access-log", "--disable-fastapi-docs"]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.core import heartbeat
-from megarl.core.errors import MegarlError
+from megarl.core.errors import JobError, MegarlError
 from megarl.core.metrics import Sums
 
 T = TypeVar("T")
@@ -59,18 +59,26 @@ def on_all_ranks(action: Callable[[], T]) -> T:
 
     For checks of what one rank alone has: were its error raised there only, the others would end of a lost connection.
 
-    Raises the MegarlError of the first rank that met one, on every rank.
+    Raises the error of a rank that met one, and on the others that of the first rank: a MegarlError as it is, another
+    exception as a JobError.
     """
     if not dist.is_initialized():
         return action()
+    mine: Exception | None = None
     fault: tuple[type[MegarlError], str] | None = None
     try:
         result = action()
-    except MegarlError as error:
-        fault = type(error), str(error)
+    except Exception as error:
+        mine = error
+        if isinstance(error, MegarlError):
+            fault = type(error), str(error)
+        else:
+            fault = JobError, f"{type(error).__name__} on another rank: {error}"
     heartbeat.beat()
     everyone: list[tuple[type[MegarlError], str] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, fault)
+    if mine is not None:
+        raise mine
     for met in everyone:
         if met is not None:
             raise met[0](met[1])
