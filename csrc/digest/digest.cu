@@ -1,4 +1,5 @@
-// The digests of many boxes on a GPU. A warp takes pieces of a box; sums are of integers, so their order changes nothing.
+// The digests of many boxes on a GPU. A warp takes pieces of a box; sums are of integers, so their order changes
+// nothing.
 #include "cuda/device.h"
 #include "digest/box.h"
 #include "digest/mix.h"
@@ -24,8 +25,8 @@ __device__ __forceinline__ void by_size(int itemsize, What what) {
   }
 }
 
-// Units of a box from number `unit` of line `line` on, a round or `most` of them, all in lines that are evenly spaced. Of
-// lines of a round and longer it has but one, cut at `unit`.
+// Units of a box from number `unit` of line `line` on, a round or `most` of them, all in lines that are evenly spaced.
+// Of lines of a round and longer it has but one, cut at `unit`.
 struct Span {
   const char* data;      // the first line's first element
   uint64_t first, step;  // its flat index, and how far on the next line's is
