@@ -292,6 +292,11 @@ def digest() -> Iterator[Race]:
         race.contenders["megarl"] = lambda x=x: ops.slice_digest(x, start=(0, 0), shape=x.shape)
         race.contenders["one read by torch (sum of int64)"] = lambda x=x: x.view(torch.int64).sum().item()
         yield race
+    x = torch.randn(1 << 18, 1024).bfloat16().to(DEVICE)[:, :256]  # rows of 512 bytes
+    race = Race(f"digest [{x.shape[0]} × {x.shape[1]} of 1024] bfloat16", x.numel() * x.element_size())
+    race.contenders["megarl"] = lambda x=x: ops.slice_digest(x, start=(0, 0), shape=x.shape)
+    race.contenders["one read by torch (sum of int64)"] = lambda x=x: x.view(torch.int64).sum().item()
+    yield race
     for rows, width in ((2000, 64), (2000, 8192)):
         x = torch.randn(rows, width).bfloat16().to(DEVICE)
         slices = [(x[i], (i * width,), (rows * width,)) for i in range(rows)]

@@ -45,7 +45,8 @@ constexpr int64_t megarl_gae_slots(int64_t sequences, int64_t tokens) { return t
 constexpr int64_t MEGARL_DIGEST_BOX_BYTES = 240;  // of a table for megarl_*_digests, for each box
 // Writes such a table into host memory. Of each box `boxes` has, one after another: the address of element (0,..,0);
 // bytes of an element; that element's flat index in the logical tensor; the number of dimensions, at most 8; sizes,
-// strides (elements) and steps (flat indices) along each. Returns the pieces of work of all boxes.
+// strides (elements) and steps (flat indices) along each. Returns the pieces of work of all boxes, or -1
+// where one has 2^32 lines (runs of elements that are evenly spaced both in memory and in the flat index) or more.
 extern "C" int64_t megarl_digest_table(const int64_t* boxes, int64_t count, void* table);
 
 #define MEGARL_API(where, result, extra)                                                                             \

@@ -40,6 +40,16 @@ void fold(int dims, const int64_t* sizes, const int64_t* strides, const int64_t*
   }
 }
 
+// Units of work in a line: elements, or of runs the blocks that a line touches at most.
+int64_t units_of(const Box& box) {
+  if (box.width() == 0 || !box.runs()) return box.width();
+  const uint64_t per = (uint64_t)box.per_block();
+  uint64_t phase = box.offset % per;  // elements of a line's first block that come before the line
+  for (int d = 0; d + 1 < box.dims; ++d)
+    if (box.steps[d] % per) phase = per - 1;  // lines differ in it
+  return (int64_t)((phase + (uint64_t)box.width() - 1) / per + 1);
+}
+
 // Elements [begin, end) of a box, counted line by line.
 uint64_t part_of(const Box& box, int64_t begin, int64_t end) {
   const auto digest_line = active().digest_line;
@@ -49,7 +59,7 @@ uint64_t part_of(const Box& box, int64_t begin, int64_t end) {
     const int64_t count = std::min(box.width() - from, end - begin);
     int64_t element = from * box.stride();
     uint64_t index = box.offset + (uint64_t)from * box.step();
-    box.line(outer, &element, &index);
+    box.line((uint32_t)outer, &element, &index);
     sum += digest_line(static_cast<const char*>(box.data) + element * box.itemsize, box.itemsize, count, box.stride(),
                        index, box.step());
     begin += count;
@@ -67,17 +77,16 @@ extern "C" int64_t megarl_digest_table(const int64_t* boxes, int64_t count, void
     const int dims = (int)boxes[3];
     const int64_t *sizes = boxes + 4, *strides = sizes + dims, *steps = strides + dims;
     box.data = reinterpret_cast<const void*>(boxes[0]);
-    box.itemsize = (int32_t)boxes[1];
+    box.itemsize = (int16_t)boxes[1];
+    box.shift = boxes[1] == 8 ? 0 : boxes[1] == 4 ? 1 : boxes[1] == 2 ? 2 : 3;
     box.offset = (uint64_t)boxes[2];
     box.first = pieces;
     megarl::fold(dims, sizes, strides, steps, &box);
     box.lines = 1;
     for (int d = 0; d + 1 < box.dims; ++d) box.lines *= box.sizes[d];
-    // A run may begin and end within a block.
-    const int64_t units = box.runs() ? box.width() * box.itemsize / 8 + 2 : box.width();
-    box.pieces = (units + megarl::kPiece - 1) / megarl::kPiece;
-    if (box.width() == 0) box.lines = 0;
-    pieces += box.lines * box.pieces;
+    if (box.lines > UINT32_MAX) return -1;
+    box.units = megarl::units_of(box);
+    pieces += (box.lines * box.units + megarl::kPiece - 1) / megarl::kPiece;
     boxes = steps + dims;
   }
   return pieces;

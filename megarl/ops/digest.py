@@ -47,7 +47,7 @@ def slice_digests(boxes: Sequence[Box]) -> torch.Tensor:
     Args:
         boxes: (x, start, shape) each. x has any dtype of 1, 2, 4 or 8 bytes, any strides, and as many dimensions (up
             to 8) as the logical tensor; all lie on one device. On a GPU 240 bytes a box are copied there, and are
-            freed, in the order of the current stream; one box alone needs none.
+            freed, in the order of the current stream; one box alone needs none. At most 2**30 boxes and 8 TiB there.
 
     Returns:
         int64 [boxes] on that device, on the CPU without boxes. :func:`digest_values` makes integers of it.
@@ -92,6 +92,8 @@ def digests(xs: Sequence[torch.Tensor], starts: Sequence[int], shapes: Sequence[
     nbytes = len(xs) * native.library.DIGEST_BOX_BYTES
     table = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=copied)
     pieces = native.library.digest_table(rows, len(xs), table.data_ptr())
+    if pieces < 0:
+        raise ValueError("a box consists of 2**32 runs or more; digest it in parts")
     if copied:
         table = table.to(device, non_blocking=True)
     result = torch.empty(len(xs), dtype=torch.int64, device=device)

@@ -112,6 +112,19 @@ def digest_equals_reference(x: torch.Tensor, start: list[int], shape: list[int],
     assert ops.slice_digest(moved, start=start, shape=shape) == ops.slice_digest_reference(x, start=start, shape=shape)
 
 
+def lines_equal_reference(width: int, rows: int, shift: int, gap: int, dtype: torch.dtype, device: str) -> None:
+    """Rows of ``width`` elements, ``gap`` apart in memory, that begin ``shift`` elements into theirs, in one matrix and
+    in a stack of two."""
+    g = torch.Generator().manual_seed(width)
+    shape = (2, rows, shift + width + gap)
+    whole = torch.randint(0, 256, (*shape, dtype.itemsize), generator=g, dtype=torch.uint8).view(dtype)[..., 0]
+    x = whole.contiguous()[:, :, shift : shift + width]
+    for start in ((0, 0, shift), (0, 0, shift + 1)):  # beside the words of memory in the second
+        logical = (2, rows + 1, shift + width + gap + 1)
+        digest_equals_reference(x[:1], list(start), list(logical), device)
+        digest_equals_reference(x, list(start), list(logical), device)
+
+
 def many_digests_equal_reference(seed: int, count: int, device: str) -> None:
     """Boxes of all element sizes in one call, empty ones among them."""
     g = torch.Generator().manual_seed(seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -51,3 +52,15 @@ def test_every_script_writes_its_part_by_the_one_function() -> None:
             rf"<!-- benchmarks/{name[:-3]}\.py( \w+)?: begin", (ROOT / "docs" / "benchmarks" / name).read_text()
         )
     } == set()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="nvcc is not on the PATH")
+def test_no_cuda_kernel_spills_and_the_page_lists_them_all() -> None:
+    import ptxas
+
+    text = (ROOT / "docs" / "benchmarks" / "kernels.md").read_text()
+    for source in ptxas.kernel_sources():
+        for kernel, usage in ptxas.usage_of(source, "sm_90a").items():
+            assert usage.spilled == 0, f"{kernel} of {source} spills {usage.spilled} bytes a thread"
+            assert f"| {source.parent.name}: `{kernel}` | " in text

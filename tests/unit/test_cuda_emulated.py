@@ -94,6 +94,21 @@ def test_digest_equals_the_reference(seed, dims, dtype):
     kernels.digest_equals_reference(*kernels.a_box(seed, dims, dtype), "cpu")
 
 
+@settings(max_examples=examples(80, 400))
+@given(
+    width=st.one_of(
+        st.integers(1, 40),
+        st.sampled_from([n * b + d for n in (32, 128, 256, 1024) for b in (1, 4) for d in (-1, 0, 1)]),
+    ),
+    rows=st.sampled_from([1, 2, 3, 7, 33]),
+    shift=st.integers(0, 9),
+    gap=st.sampled_from([0, 1, 8]),
+    dtype=st.sampled_from(kernels.DIGESTED),
+)
+def test_digests_of_lines_around_the_borders_of_blocks_rounds_and_pieces(width, rows, shift, gap, dtype):
+    kernels.lines_equal_reference(width, rows, shift, gap, dtype, "cpu")
+
+
 @settings(max_examples=examples(10, 60))
 @given(seed=st.integers(0, 2**31), count=st.sampled_from([0, 1, 2, 31, 32, 33, 100]))
 def test_digests_of_many_boxes_in_one_launch(seed, count):

@@ -174,6 +174,12 @@ def test_many_boxes_are_shared_out_to_threads():
         torch.set_num_threads(threads)
 
 
+def test_a_box_of_more_runs_than_are_counted_is_refused():
+    x = torch.zeros(1).expand(2**17, 2**16, 3)
+    with pytest.raises(ValueError, match=r"2\*\*32 runs"):
+        ops.slice_digest(x, start=(0, 0, 0), shape=(2**17, 2**16, 4))
+
+
 def test_a_fault_of_one_box_among_many_is_named():
     x = torch.zeros(3, 3)
     with pytest.raises(ValueError, match=r"a box of \(3, 3\) at start \(2, 0\) does not lie within shape \(4, 3\)"):

@@ -140,6 +140,13 @@ def test_digest_equals_the_reference(dims, dtype):
         kernels.digest_equals_reference(*kernels.a_box(seed, dims, dtype), "cuda")
 
 
+@pytest.mark.parametrize("dtype", kernels.DIGESTED)
+@pytest.mark.parametrize("width", [1, 3, 31, 32, 33, 128, 255, 256, 257, 1023, 1024, 1025, 4096, 4100])
+def test_digests_of_lines_around_the_borders_of_blocks_rounds_and_pieces(width, dtype):
+    for rows, shift, gap in ((1, 0, 0), (2, 4, 8), (7, 1, 0), (33, 0, 8), (33, 3, 1)):
+        kernels.lines_equal_reference(width, rows, shift, gap, dtype, "cuda")
+
+
 @pytest.mark.parametrize("count", [2, 32, 33, 1100])
 def test_digests_of_many_boxes_in_one_launch(count):
     kernels.many_digests_equal_reference(7, count, "cuda")
