@@ -7,6 +7,7 @@ The reference knows rows of numbers, numpy's statistics and autograd; nothing of
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,15 +50,21 @@ def _backend(request):
         yield
 
 
+@functools.cache
+def composed(name: str) -> AlgorithmConfig:
+    """What ``algorithm=name`` sets."""
+    return compose([f"algorithm={name}"]).algorithm
+
+
 def preset(name: str, **changes: Any) -> AlgorithmConfig:
     """What ``algorithm=name`` sets, with all terms on."""
-    config = compose([f"algorithm={name}"]).algorithm
+    config = composed(name)
     values = {"kl": KLConfig(0.1, config.kl.estimator, config.kl.place), "entropy_coef": 0.02} | changes
     return dataclasses.replace(config, **values)
 
 
 PRESETS = sorted(p.stem for p in (config_dir() / "algorithm").glob("*.yaml"))
-SAMPLED = [name for name in PRESETS if compose([f"algorithm={name}"]).algorithm.name in RL]
+SAMPLED = [name for name in PRESETS if composed(name).name in RL]
 """Presets of algorithms whose loss is of sampled tokens."""
 CASES = [(name, {}) for name in SAMPLED]
 CASES += [(name, {"clip_low": 0.5, "clip_high": 1.0}) for name in SAMPLED]  # powers of two: ratios lie on the bounds
