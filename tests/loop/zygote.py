@@ -107,7 +107,6 @@ PRELOAD = (
     "vllm.v1.engine.async_llm",
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.executor.uniproc_executor",
-    "tests.vllm_models",
 )
 
 
