@@ -434,7 +434,7 @@ def test_megarl_accepts_the_job_but_for_its_gpus(in_workplace: Path, name: str) 
 
     missing = "parallel.backend=nccl needs GPUs, but this torch"
     if torch.version.cuda:  # the next that is missing
-        missing = "model.transformer_impl=transformer_engine, but TransformerEngine cannot be imported"
+        missing = "model.transformer_impl=transformer_engine, but transformer_engine.pytorch cannot be imported"
     with pytest.raises(ConfigError, match=missing):
         check(compose([f"experiment={name}"]))
     check(compose([f"experiment={name}"]), nodes=NODES[name], elsewhere=True)
