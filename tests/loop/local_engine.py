@@ -9,8 +9,7 @@ from typing import Any
 
 from megarl.core.errors import EngineError
 from megarl.engine.client.control import EngineControl, failures
-from megarl.engine.client.names import PLUGIN
-from megarl.run.supervise.engine_process import EIGHT_BITS
+from megarl.engine.client.names import EIGHT_BITS, PLUGIN
 
 _STEPS = {
     "/init_weight_transfer_engine": "init_weight_transfer_engine",

@@ -57,3 +57,15 @@ def last_lines(log: Path, count: int = 25, limit: int = 65536) -> str:
     except OSError as error:
         return f"(no log at {log}: {error.strerror})"
     return "\n".join(lines[-count:])
+
+
+EIGHT_BITS = {
+    "linear": "fp8_per_channel",
+    "moe": "fp8_per_block",
+    "ignore": ("*.gate", "*.q_a_proj", "*.kv_a_proj_with_mqa", "*.kv_b_proj", "visual.*"),
+}
+"""vLLM's ``quantization_config`` of ``rollout.weight_dtype=fp8``. Left alone: routers, which would choose other
+experts; of latent attention the layer for which vLLM takes a bfloat16 kernel by its shape, and the projection from
+which it makes matrices of its own; vision towers, which are small."""
+EIGHT_BIT_BLOCK = 128
+"""Rows and columns of experts in 8 bits that share a scale (vLLM's)."""

@@ -16,6 +16,8 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import convert_to_fp8_moe_kernel_format
 from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnlineMoEMethod, Fp8PtpcOnlineLinearMethod
 
+from megarl.engine.client.names import EIGHT_BIT_BLOCK as BLOCK
+
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
 """Largest number of float8_e4m3fn."""
@@ -23,7 +25,6 @@ SMALLEST_SCALE = 1 / (LARGEST * 512)
 """Scale of a channel of zeros, and of those near it (vLLM's)."""
 SMALLEST_OF_BLOCK = 1e-4
 """Least number that the largest of a block is taken for (vLLM's)."""
-BLOCK = 128
 ELEMENTS = 16 << 20
 """Elements of a linear layer that are quantised at once."""
 

@@ -165,11 +165,11 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
                 "programs that share engines need the same"
             )
         rank = info.replica * mine.tensor_parallel_size * mine.pipeline_parallel_size + mine.rank
-        self._eight_bits, self._writer = self._writer_of(layout, rank)
+        self._writer = self._writer_of(layout, rank)
         self._layout, self._plan, self._rank, self._bucket_bytes = layout, plan, rank, info.bucket_bytes
         self._agreed = info.fingerprint
 
-    def _writer_of(self, layout: Layout, rank: int) -> tuple[EightBits, SliceWriter]:
+    def _writer_of(self, layout: Layout, rank: int) -> SliceWriter:
         dtype = self.model_config.dtype
         tensors = {
             row.local: LocalTensor(row.local_shape(share), wire_dtype(layout, row.parts[0], dtype))
@@ -181,7 +181,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
                 f"vLLM was told to keep weights as {self.model_config.quantization}, and keeps {len(eight_bits)} "
                 "layers in 8 bits by channels or blocks: this vLLM version quantises otherwise"
             )
-        return eight_bits, SliceWriter(self.model, self.model_config, tensors, eight_bits)
+        return SliceWriter(self.model, self.model_config, tensors, eight_bits)
 
     @_kept
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -253,7 +253,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         those made from what arrived."""
         self._require_weights("megarl_digests")
         assert self._writer is not None, "no trainer: megarl_agree comes before megarl_digests"
-        layout, eight_bits = self._eight_bits.rest, self._eight_bits
+        eight_bits = self._writer.eight_bits
+        layout = eight_bits.rest
         with torch.device(self.device), torch.no_grad():
             read, check_rest = zero_padded(layout, self._rank, self._writer.computed_with)
             found = digests_of(layout, self._rank, read)
@@ -263,16 +264,16 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def check_files(self) -> int:
         """Compare what the model computes with with the files that it was loaded from; return the number of elements.
         No trainer is needed. Raises WeightsDiffer."""
-        _, eight_bits, writer = self._alone()
+        _, writer = self._alone()
         read = lru_cache(maxsize=1)(writer.computed_with)  # a tensor's pieces follow each other
         path, rank, dtype = Path(self.model_config.model), self.parallel_config.rank, self.model_config.dtype
         with torch.device(self.device), torch.no_grad():
-            count = eight_bits.check_files(path, dtype)
-            return count + compare_with_files(eight_bits.rest, rank, read, path, dtype)
+            count = writer.eight_bits.check_files(path, dtype)
+            return count + compare_with_files(writer.eight_bits.rest, rank, read, path, dtype)
 
     def expect_files(self) -> None:
         """Make ready for updates from files, for which no trainer is needed."""
-        self._layout, self._eight_bits, self._writer = self._alone()
+        self._layout, self._writer = self._alone()
         self._rank = self.parallel_config.rank
 
     def piece_digests(self) -> list[tuple[str, boxes.Box, int]]:
@@ -280,11 +281,11 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._require_weights("megarl_piece_digests")
         assert self._writer is not None, "megarl_expect_files comes before megarl_piece_digests"
         with torch.device(self.device), torch.no_grad():
-            mine = piece_digests(self._eight_bits.rest, self._rank, self._writer.computed_with)
-            return mine + self._eight_bits.pieces()
+            eight_bits = self._writer.eight_bits
+            return piece_digests(eight_bits.rest, self._rank, self._writer.computed_with) + eight_bits.pieces()
 
-    def _alone(self) -> tuple[Layout, EightBits, SliceWriter]:
-        """Layout of this engine by itself, what of this worker's part is in 8 bits, and a writer of the part."""
+    def _alone(self) -> tuple[Layout, SliceWriter]:
+        """Layout of this engine by itself, and a writer of this worker's part."""
         mine = self.parallel_config
         layout = vllm_layout(
             read_hf_config(Path(self.model_config.model)),
@@ -292,7 +293,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             pp=mine.pipeline_parallel_size,
             expert_parallel=mine.enable_expert_parallel,
         )
-        return layout, *self._writer_of(layout, mine.rank)
+        return layout, self._writer_of(layout, mine.rank)
 
     def _require_weights(self, step: str) -> None:
         """Raise WeightSyncError while the weights sleep."""

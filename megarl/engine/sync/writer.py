@@ -54,7 +54,7 @@ class SliceWriter:
         self, model: nn.Module, model_config: ModelConfig, tensors: Mapping[str, LocalTensor], eight_bits: EightBits
     ) -> None:
         self._model = model
-        self._eight_bits = eight_bits
+        self.eight_bits = eight_bits
         self._model_config = model_config
         self._tensors = dict(tensors)
         self._owner = {f"{path}.{name}": (module, name) for path, module, name in _loadable(model)}
@@ -77,7 +77,7 @@ class SliceWriter:
             self._left[module] = self._left.get(module, 0) + math.prod(self._tensors[name].shape)
         self._open = set()
         self._faint = {}
-        self._eight_bits.forget()
+        self.eight_bits.forget()
         _repack_experts(self._model)
         initialize_layerwise_reload(self._model)
 
@@ -104,7 +104,7 @@ class SliceWriter:
         whose scales workers agree on waits for ``finish``."""
         module, _ = self._owner[name]
         self._left[module] -= numel
-        if self._left[module] == 0 and module not in self._eight_bits.wait:
+        if self._left[module] == 0 and module not in self.eight_bits.wait:
             self._pack(module)
 
     def finish(self) -> None:
@@ -114,7 +114,7 @@ class SliceWriter:
             WeightSyncError: a tensor did not get all its elements.
         """
         for module in dict.fromkeys(module for module, _ in self._owner.values()):
-            if module in self._eight_bits.wait:  # before anything is refused: other workers do the same
+            if module in self.eight_bits.wait:  # before anything is refused: other workers do the same
                 self._allocate(module)
                 self._pack(module)
         short = [name for name, (module, _) in self._owner.items() if self._left[module] != 0]
@@ -152,8 +152,8 @@ class SliceWriter:
         return weight
 
     def _pack(self, module: nn.Module) -> None:
-        if module in self._eight_bits:
-            self._eight_bits.arrived(module)
+        if module in self.eight_bits:
+            self.eight_bits.arrived(module)
         elif readback.may_be_packed(module) and module.get_parameter("weight").is_cpu:
             # On GPUs nothing is packed, and looking would make the host wait for the device.
             self._remember_faint(module)

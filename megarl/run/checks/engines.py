@@ -11,8 +11,8 @@ import torch
 from megarl.core.config import Config
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import Job
+from megarl.engine.client.names import EIGHT_BIT_BLOCK
 from megarl.run.checks.engine_options import check_engine_options
-from megarl.run.checks.memory import EIGHT_BIT_BLOCK
 from megarl.weights.architectures import architecture
 
 

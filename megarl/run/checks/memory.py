@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatch
 from itertools import zip_longest
 from math import prod
 from typing import Any, Literal
 
 from megarl.core.config import Config
+from megarl.engine.client.names import EIGHT_BIT_BLOCK, EIGHT_BITS
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.parallel.grid import role_grids
 from megarl.learn.training.resident_bytes import ITEM_BYTES, model_bytes
@@ -21,12 +23,8 @@ from megarl.weights.reshard.layout import LayoutRow
 from megarl.weights.reshard.layouts import vllm_layout
 
 TRAINED = frozenset({"actor", "critic"})
-LATENT = ("fused_qkv_a_proj", "kv_b_proj")
-"""Layers of latent attention that 8 bits leave alone."""
 INPUTS_CUT = ("o_proj", "down_proj")
 """Layers whose inputs tensor parallelism cuts."""
-EIGHT_BIT_BLOCK = 128
-"""Rows and columns of experts that share a scale in 8 bits (vLLM's)."""
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """vLLM's names of the two ends of a model."""
 
@@ -90,12 +88,6 @@ def engine_bytes(config: Config, hf_config: Mapping[str, Any]) -> list[dict[str,
             )
             for row, share in layout.rows_of(worker)
         }
-        # Workers agree on scales of these once all have arrived.
-        waiting = [
-            prod(row.local_shape(share)) * ITEM_BYTES[config.model.dtype]
-            for row, share in layout.rows_of(worker)
-            if row.local.split(".")[-2] in INPUTS_CUT and _in_eight_bits(row)
-        ]
         if one_copy and EMBEDDING in sizes:
             sizes.pop(LM_HEAD, None)
         weights = sum(sizes.values())
@@ -106,7 +98,12 @@ def engine_bytes(config: Config, hf_config: Mapping[str, Any]) -> list[dict[str,
             cache = max(0, share - weights)
         found = {"engine.weights": weights, "engine.kv_cache": cache}
         if rollout.weight_dtype == "fp8" and rollout.tp > 1:
-            found["engine.sync"] = sum(waiting)
+            # Workers agree on scales of these once all have arrived.
+            found["engine.sync"] = sum(
+                prod(row.local_shape(share)) * ITEM_BYTES[config.model.dtype]
+                for row, share in layout.rows_of(worker)
+                if row.local.split(".")[-2] in INPUTS_CUT and _in_eight_bits(row)
+            )
         workers.append(found)
     return workers
 
@@ -120,12 +117,14 @@ def _weight_bytes(row: LayoutRow, share: int, dtype: str, eight_bits: bool) -> i
 
 
 def _in_eight_bits(row: LayoutRow) -> Literal["linear", "experts"] | None:
-    """Kind of a local tensor that ``rollout.weight_dtype=fp8`` keeps in 8 bits (``engine_process.EIGHT_BITS``)."""
+    """Kind of a local tensor that ``rollout.weight_dtype=fp8`` keeps in 8 bits; None of all others."""
     layer = row.local.split(".")[-2]
     if layer == "routed_experts":
         return "experts"
-    is_linear = row.local.endswith(".weight") and "proj" in layer and not row.local.startswith("visual.")
-    return "linear" if is_linear and "kv_a_proj" not in layer and layer not in LATENT else None
+    if not row.local.endswith(".weight") or "proj" not in layer:
+        return None
+    part = row.parts[0].removesuffix(".weight")
+    return None if any(fnmatch(part, pattern) for pattern in EIGHT_BITS["ignore"]) else "linear"
 
 
 def device_bytes(

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from megarl.core.config.lengths import context_tokens
 from megarl.core.config.schema import ModelConfig, RolloutConfig
 from megarl.core.durable import read_json
-from megarl.engine.client.names import CPU_ROUTING, PLUGIN
+from megarl.engine.client.names import CPU_ROUTING, EIGHT_BITS, PLUGIN
 from megarl.explore.tasksets.images import MAX_IMAGES
 from megarl.explore.tasksets.pixels import pixel_limits
 from megarl.run.checks.vision import is_vision_model
@@ -22,14 +22,6 @@ _CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding takes the cores that trainer ranks run on
 }
 
-EIGHT_BITS = {
-    "linear": "fp8_per_channel",
-    "moe": "fp8_per_block",
-    "ignore": ("*.gate", "*.q_a_proj", "*.kv_a_proj_with_mqa", "*.kv_b_proj", "visual.*"),
-}
-"""vLLM's ``quantization_config`` of ``rollout.weight_dtype=fp8``. Left alone: routers, which would choose other
-experts; of latent attention the layer for which vLLM takes a bfloat16 kernel by its shape, and the projection from
-which it makes matrices of its own; vision towers, which are small."""
 _FLOAT32_ENVIRONMENT = {
     # Triton's attention, the only one that takes float32, and convolutions multiply in TF32 unless told.
     "TRITON_F32_DEFAULT": "ieee",
