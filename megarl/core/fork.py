@@ -159,6 +159,7 @@ class ForkServer:
                     pid = int(self._requests.recv(64) or 0)
                     if pid and _is_child(pid):
                         return pid
+                    log.debug("%s is started, not forked: process %d is no child of this one", argv, pid)
             except (OSError, ValueError) as error:
                 log.debug("%s is started, not forked: %s", argv, error)
         self.close()  # it has died, or nobody adopts here
@@ -175,14 +176,26 @@ class ForkServer:
                 self._process.wait()
 
 
+_adoption = threading.Lock()
+_adopters = 0
+"""Threads that fork now, each from a server of its own; what is set is set for the whole process."""
+
+
 @contextmanager
 def _adopting() -> Iterator[None]:
     """Become the parent of processes below this one whose own parent ends."""
-    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _adopt(1)
     try:
         yield
     finally:
-        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+        _adopt(-1)
+
+
+def _adopt(change: int) -> None:
+    global _adopters
+    with _adoption:
+        _adopters += change
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, int(_adopters > 0))
 
 
 def _is_child(pid: int) -> bool:

@@ -148,10 +148,10 @@ def refused(rank: int, port: int) -> str:
     import torch
 
     store, link = joined(rank, port, trainers=1, workers=1, partners=[0])
-    size, said = 32 << 20, ""
+    size, said, works = 32 << 20, "", []
     if rank == 0:
-        works = [link.isend(torch.ones(size, dtype=torch.uint8), 0) for _ in range(4)]
         try:
+            works += [link.isend(torch.ones(size, dtype=torch.uint8), 0) for _ in range(4)]
             while works:
                 works.pop(0).wait()
         except RuntimeError as error:
@@ -174,3 +174,38 @@ def test_a_link_is_closed_while_a_message_arrives() -> None:
     [port] = ports.choose("127.0.0.1", 1, None)
     sender, worker = run_grid(2, refused, port)
     assert sender and "Timed out" not in sender and not worker
+
+
+def late(rank: int, port: int) -> str:
+    """The sender's error when its small message comes after the worker has closed the link, and forgotten what it had
+    expected."""
+    import torch
+
+    store, link = joined(rank, port, trainers=1, workers=1, partners=[0])
+    word, said = torch.ones(1, dtype=torch.uint8), ""
+    if rank == 1:
+        arrivals = [link.irecv(1, 0, lambda: torch.empty(1, dtype=torch.uint8)) for _ in range(2)]
+        link.close()
+        del arrivals[0]
+        store.set("closed", "")
+        store.wait(["sent"])
+        time.sleep(0.1)
+        arrivals.clear()
+        store.add("gone", 1)
+        return said
+    store.wait(["closed"])
+    try:
+        link.isend(word, 0).wait()
+    except RuntimeError as error:
+        said = str(error)
+    store.set("sent", "")
+    while not store.add("gone", 0):
+        time.sleep(0.01)
+    return said
+
+
+def test_a_message_comes_after_a_link_is_closed() -> None:
+    """gloo's destructor would never return, in a worker that has refused a sync."""
+    [port] = ports.choose("127.0.0.1", 1, None)
+    sender, _ = run_grid(2, late, port)
+    assert "onnection" in sender and "Timed out" not in sender

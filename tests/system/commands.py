@@ -9,7 +9,6 @@ modules are there already. Tests in which the start is the point (``tests/system
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 from collections.abc import Mapping, Sequence
 
@@ -48,11 +47,16 @@ class Command(Forked):
         return super().wait(timeout)
 
 
-@functools.cache
+_servers: list[ForkServer] = []
+
+
 def _server() -> ForkServer:
-    server = ForkServer.start(MODULES, {**os.environ, **ENVIRONMENT})
-    atexit.register(server.close)
-    return server
+    """The fork server, another one where that has been closed: a test may have killed it."""
+    if not _servers or _servers[-1].closed:
+        server = ForkServer.start(MODULES, {**os.environ, **ENVIRONMENT})
+        atexit.register(server.close)
+        _servers.append(server)
+    return _servers[-1]
 
 
 def start(argv: Sequence[str], env: Mapping[str, str], output: int) -> Command | None:

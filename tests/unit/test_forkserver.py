@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megarl.core.fork import Forked, ForkServer
 from megarl.core.jobs import ProcessKind
 from megarl.run.process import forkserver
 
@@ -220,6 +222,24 @@ child = start(0, "end", servers)
 print(json.dumps([is_forked(child), child.wait(60) and child.poll()]))
 """
     assert launcher(lines, {"end": "", "broken": module}, preload=("broken",)) == [False, 0]
+
+
+def test_two_servers_fork_at_the_same_time() -> None:
+    """Whether a process adopts is one setting of all of its threads."""
+    environment = dict(os.environ)
+
+    def forked(server: ForkServer) -> list[int]:
+        with open(os.devnull, "wb") as null:
+            pids = [server.fork(["-m", "keyword"], environment, null.fileno(), {}) for _ in range(100)]
+        return [Forked(pid).wait(60) for pid in pids if pid is not None]
+
+    servers = [ForkServer.start((), environment) for _ in range(2)]
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(forked, servers)) == [[0] * 100] * 2
+    finally:
+        for server in servers:
+            server.close()
 
 
 def test_what_is_preloaded_can_be_imported() -> None:

@@ -62,8 +62,9 @@ class _Expected(Received):
     expected: dict[int, Received]
 
     def wait(self) -> torch.Tensor:
+        message = super().wait()
         self.expected.pop(id(self.work), None)
-        return super().wait()
+        return message
 
 
 class Link:
@@ -82,7 +83,7 @@ class Link:
         self._partners = frozenset(partners)
         self._over = over
         self._expected: dict[int, Received] = {}
-        """Buckets that are expected and have not been waited for, by their works."""
+        """Messages that are expected and have not been waited for, by their works."""
 
     def allocate(self, nbytes: int, /) -> torch.Tensor:
         return memory_of(self._over, nbytes)
@@ -97,8 +98,7 @@ class Link:
         message = memory[:nbytes]
         room = message if self._over == "nccl" else memory  # NCCL needs the message's size, gloo any that is enough
         received = _Expected(self._open(rank).recv([room], self._peers + rank, 0), message, self._expected)
-        if nbytes > NOTICE_BYTES:
-            self._expected[id(received.work)] = received
+        self._expected[id(received.work)] = received
         return received
 
     def connect(self) -> None:
@@ -130,16 +130,20 @@ class Link:
     def close(self) -> None:
         """Closes the connections, so that ranks that wait for this one fail at once instead of after their timeout.
 
-        gloo closes them only when the group's last reference goes (``abort`` and ``shutdown`` do nothing): the works of
-        sends under way must be gone by then. What is expected is taken first: gloo's destructor hangs where a message
-        is arriving, and who sends it would wait for the timeout. NCCL closes them here, and who waits for this rank
-        waits for the timeout.
+        gloo closes them where a message is waited for in vain, so each that is expected is waited for. Else it closes
+        them when the group's last reference goes (``abort`` and ``shutdown`` do nothing): the works of sends under way
+        must be gone by then. Its destructor never returns where a message comes that was expected and is forgotten.
+        A bucket that is arriving is taken first: its sender would be told of nothing and wait for the timeout.
+
+        NCCL closes them here, and who waits for this rank waits for the timeout.
         """
         group, self._group = self._group, None
         until = time.monotonic() + TAKE_S
-        for received in list(self._expected.values()) if self._over == "gloo" else ():
+        expected = sorted(self._expected.values(), key=lambda one: one.message.nbytes <= NOTICE_BYTES)
+        for received in expected if self._over == "gloo" else ():
+            left = until - time.monotonic() if received.message.nbytes > NOTICE_BYTES else 0.0
             with suppress(RuntimeError):  # it does not come: that ends all others, too
-                received.work.wait(datetime.timedelta(seconds=max(until - time.monotonic(), 0.001)))  # type: ignore[call-arg]
+                received.work.wait(datetime.timedelta(seconds=max(left, 0.001)))  # type: ignore[call-arg]
         self._expected.clear()
         if self._over == "nccl" and group is not None:
             group.abort()
