@@ -90,7 +90,7 @@ class ForkServer:
         self, requests: socket.socket, environment: Mapping[str, str], process: subprocess.Popen[bytes] | None = None
     ) -> None:
         self._requests: socket.socket | None = requests
-        self._environment = environment
+        self.environment = environment
         self._process = process
         self._one_at_a_time = threading.Lock()
         self.imported = False
@@ -141,7 +141,7 @@ class ForkServer:
             keep: Others that stay open in it.
             session: It leads a session of its own, not only a process group.
         """
-        names = {name for name in {*env, *self._environment} if env.get(name) != self._environment.get(name)}
+        names = {name for name in {*env, *self.environment} if env.get(name) != self.environment.get(name)}
         others = sorted(name for name in names if not name.startswith(LATE))
         if others or list(argv[:1]) != ["-m"]:
             log.debug("%s is started, not forked: %s differ", argv, ", ".join(others))

@@ -60,12 +60,19 @@ def _server() -> ForkServer:
 
 
 def start(argv: Sequence[str], env: Mapping[str, str], output: int) -> Command | None:
-    """Fork ``python ARGV``; None where its environment has what imports may read. It is sent SIGTERM when pytest ends.
+    """Fork ``python ARGV``; None where commands are to start by themselves. It is sent SIGTERM when pytest ends.
+
+    Fails the test where its environment has what imports may read: a library that a test has imported or compiled with
+    has set a variable of pytest's process, and every later command would start by itself.
 
     Args:
         output: Descriptor of its stdout and stderr.
     """
     if os.environ.get(VARIABLE) == "0":
         return None
-    pid = _server().fork(argv, {**env, **ENVIRONMENT}, output, {})
-    return None if pid is None else Command(pid)
+    server, env = _server(), {**env, **ENVIRONMENT}
+    pid = server.fork(argv, env, output, {})
+    assert pid is not None, (
+        f"not forked: {sorted({name for name, _ in env.items() ^ server.environment.items()})} differ"
+    )
+    return Command(pid)
