@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,12 @@ class StoreDamagedError(JobError):
 
 class FencedError(JobError):
     """A later attempt of the run has begun: nothing that this one still does may count."""
+
+
+def first_of(texts: Sequence[str], count: int) -> str:
+    """``a, b and 3 more``: the first ``count``."""
+    more = f" and {len(texts) - count} more" if len(texts) > count else ""
+    return ", ".join(texts[:count]) + more
 
 
 def describe(error: BaseException, path: str | None = None, function: Callable[..., Any] | None = None) -> str:

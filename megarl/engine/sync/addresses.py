@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from megarl.core.errors import WeightSyncError
+from megarl.core.errors import WeightSyncError, first_of
 
 LATENT = frozenset(("W_UV", "W_UK_T"))
 """Matrices that latent attention makes from ``kv_b_proj`` at the end of every update."""
@@ -46,13 +46,10 @@ def check_addresses(before: Mapping[str, Address], after: Mapping[str, Address])
     moved = [name for name in sorted(before.keys() | after.keys()) if before.get(name) != after.get(name)]
     if not moved:
         return
-    shown = ", ".join(
-        f"{name} from {before.get(name, 'nowhere')} to {after.get(name, 'nowhere')}" for name in moved[:_SHOWN]
-    )
-    more = f" and {len(moved) - _SHOWN} more" if len(moved) > _SHOWN else ""
+    texts = [f"{name} from {before.get(name, 'nowhere')} to {after.get(name, 'nowhere')}" for name in moved]
     raise WeightSyncError(
-        f"the sync moved tensors of the engine's model: {shown}{more}; captured graphs read the old addresses, so the "
-        "engine must be started again"
+        f"the sync moved tensors of the engine's model: {first_of(texts, _SHOWN)}; captured graphs read the old "
+        "addresses, so the engine must be started again"
     )
 
 

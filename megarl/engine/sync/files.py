@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.core.errors import WeightsDiffer
+from megarl.core.errors import WeightsDiffer, first_of
 from megarl.weights.checkpoint.formats.hf_source import open_hf
 from megarl.weights.reshard import boxes
 from megarl.weights.reshard.buckets import wire_dtype
@@ -89,9 +89,8 @@ def compare_with_files(
     finally:
         source.close()
     if wrong:
-        shown = ", ".join(f"{number} elements of {name}" for name, number in list(wrong.items())[:SHOWN])
-        more = f" and {len(wrong) - SHOWN} more tensors" if len(wrong) > SHOWN else ""
-        raise WeightsDiffer(f"the engine computes with other weights than those of {path}: {shown}{more} differ")
+        shown = first_of([f"{number} elements of {name}" for name, number in wrong.items()], SHOWN)
+        raise WeightsDiffer(f"the engine computes with other weights than those of {path}: {shown} differ")
     return count
 
 

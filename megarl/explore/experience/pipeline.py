@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from megarl.core.config.rewards import LengthConfig, RewardConfig
+from megarl.core.errors import first_of
 from megarl.core.schema import Outcome, Trajectory
 from megarl.explore.experience.checks import LARGEST_SCORE, check_trajectory
 from megarl.explore.experience.groups import group_stats, is_zero_variance
@@ -244,7 +245,7 @@ def _too_few(group_id: str, members: Sequence[Trajectory], reasons: dict[int, st
 
 
 def _counted(message: str, where: Sequence[str]) -> str:
-    return f"{where[0]}{f' and {len(where) - 1} more' if len(where) > 1 else ''}: {message}"
+    return f"{first_of(where, 1)}: {message}"
 
 
 def _group_fault(group: Sequence[Trajectory], config: RewardConfig, vocab_size: int, greedy: bool) -> _Fault | None:

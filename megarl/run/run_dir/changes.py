@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from megarl.core.config import Config, hub, load_resolved, to_dict
 from megarl.core.config.rewards import JUDGE_IS_ROLLOUT
-from megarl.core.errors import masked_text
+from megarl.core.errors import first_of, masked_text
 
 SHOWN = 8
 HARMLESS = (
@@ -129,9 +129,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "") -> 
 
 def described(changed: Iterable[Change]) -> str:
     """``trainer.seed was 1, now 2, …``, of the first ``SHOWN``."""
-    texts = listed(changed)
-    more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
-    return ", ".join(texts[:SHOWN]) + more
+    return first_of(listed(changed), SHOWN)
 
 
 def listed(changed: Iterable[Change]) -> list[str]:

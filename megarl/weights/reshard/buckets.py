@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.core.errors import ConfigError
+from megarl.core.errors import ConfigError, first_of
 from megarl.weights.reshard import boxes
 from megarl.weights.reshard.boxes import Box
 from megarl.weights.reshard.layout import Layout
@@ -54,8 +54,7 @@ class Bucket(NamedTuple):
 
     def __str__(self) -> str:
         tensors = list(dict.fromkeys(slice_.move.tensor for slice_ in self.slices))
-        more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
-        held = f" ({', '.join(tensors[:3])}{more})" if tensors else ", the end of the transfer,"
+        held = f" ({first_of(tensors, 3)})" if tensors else ", the end of the transfer,"
         src, dsts = self.channel
         to = f"rank{'s' if len(dsts) > 1 else ''} {', '.join(map(str, dsts))}"
         return f"message {self.number}{held} from source rank {src} to destination {to}"

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import distributed as dist
 
-from megarl.core.errors import PlanError, WeightSyncError
+from megarl.core.errors import PlanError, WeightSyncError, first_of
 from megarl.weights.reshard.buckets import wire_dtype
 from megarl.weights.reshard.execute import Digests, Transport, compare, digests_of, exchange, merge
 from megarl.weights.reshard.layout import Layout
@@ -104,10 +104,9 @@ def _plan(source: Layout, destination: Layout, left_out: frozenset[str]) -> tupl
     unnamed = [name for name in missing if name not in left_out]
     if unnamed:
         where = {name: destination.name if name in source.tensors else source.name for name in unnamed}
-        text = ", ".join(f"{name} has no place in {where[name]}" for name in unnamed[:5])
+        text = first_of([f"{name} has no place in {where[name]}" for name in unnamed], 5)
         raise PlanError(
-            f"{text}{f' and {len(unnamed) - 5} more' if len(unnamed) > 5 else ''}: weights go from {source.name} to "
-            f"{destination.name}; "
+            f"{text}: weights go from {source.name} to {destination.name}; "
             "both models must come from the same config.json, or name in left_out what only one of them has"
         )
     plan = build_plan(source, destination.only(lambda name: name in source.tensors), colocated=True)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from megarl.core.errors import ArchitectureError, CheckpointError
+from megarl.core.errors import ArchitectureError, CheckpointError, first_of
 from megarl.weights.architectures import Head as TableHead
 from megarl.weights.architectures import architecture
 from megarl.weights.checkpoint.formats.dist import NOT_MODEL, DistFiles, Stored, find_dist, missing_elements
@@ -29,7 +29,6 @@ from megarl.weights.checkpoint.formats.hf_source import (
     is_expected,
     open_hf,
     read_hf_config,
-    some,
 )
 from megarl.weights.checkpoint.formats.values import check_dtypes
 from megarl.weights.reshard.layout import Layout
@@ -184,7 +183,7 @@ def _check_stored(
     missing = [key for key in wanted if key not in stored]
     if missing:
         raise CheckpointError(
-            f"{path} lacks {some(missing)}; it was saved from another model than config.json describes"
+            f"{path} lacks {first_of(missing, 5)}; it was saved from another model than config.json describes"
         )
     for key, shape in wanted.items():
         check_shape(key, path, stored[key].shape, shape)
@@ -197,6 +196,6 @@ def _check_stored(
     unknown = sorted(unknown)
     if unknown:
         raise CheckpointError(
-            f"{path} has tensors that the model's table does not know: {some(unknown)}; config.json is another "
+            f"{path} has tensors that the model's table does not know: {first_of(unknown, 5)}; config.json is another "
             "model's, or add them to megarl/weights/architectures/"
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.core.errors import CheckpointError
+from megarl.core.errors import CheckpointError, first_of
 from megarl.weights.checkpoint.convert.opened import Opened, open_hf_checkpoint
 from megarl.weights.checkpoint.convert.pool import Count, each
 from megarl.weights.checkpoint.convert.stream import Digests, OutFile, Transfer, add
@@ -68,10 +68,9 @@ def check_written(opened: Opened, *, workers: int = 2, progress: bool = True, di
     if digests and not faults:
         faults = list(manifest.faults(compute_digests(opened, None, workers=workers, progress=progress, nonfinite={})))
     if faults:
-        more = f" and {len(faults) - 1} more" if faults[1:] else ""
         raise CheckpointError(
-            f"{opened.path} is not as it was written: {faults[0]}{more}; copy it again, or remove {MANIFEST} if it was "
-            "changed on purpose"
+            f"{opened.path} is not as it was written: {first_of(faults, 1)}; copy it again, or remove {MANIFEST} "
+            "if it was changed on purpose"
         )
 
 

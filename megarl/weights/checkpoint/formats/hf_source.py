@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megarl.core.errors import CheckpointError
+from megarl.core.errors import CheckpointError, first_of
 from megarl.weights.architectures import ARCHITECTURES, Head, architecture
 from megarl.weights.architectures.complete import complete
 from megarl.weights.checkpoint.formats.fp8 import SCALE, Dequantised
@@ -136,7 +136,7 @@ def check_hf(
         )
     if missing:
         raise CheckpointError(
-            f"{path} lacks {some(missing)}; the files are incomplete or config.json is another model's"
+            f"{path} lacks {first_of(missing, 5)}; the files are incomplete or config.json is another model's"
         )
     for name, shape in tensors.items():
         check_shape(name, source.file_of(name), source.shapes[name], shape)
@@ -148,7 +148,7 @@ def check_hf(
     ]
     if unknown:
         raise CheckpointError(
-            f"{path} has tensors that the model's table does not know: {some(unknown)}; config.json is another "
+            f"{path} has tensors that the model's table does not know: {first_of(unknown, 5)}; config.json is another "
             "model's, or add them to megarl/weights/architectures/"
         )
 
@@ -233,7 +233,3 @@ def copy_small_files(source: Path, target: Path, dtype: torch.dtype, *, mtp: boo
         config.pop("num_labels", None)
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     write_json(target / "config.json", config)
-
-
-def some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

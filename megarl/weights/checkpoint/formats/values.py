@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 
-from megarl.core.errors import CheckpointError
+from megarl.core.errors import CheckpointError, first_of
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +36,9 @@ def check_dtypes(tensors: Iterable[tuple[str, Path, torch.dtype]]) -> None:
 
 def warn_of_casts(path: Path, casts: Mapping[str, torch.dtype]) -> None:
     """Log that tensors stored in float64 get other dtypes (name -> dtype)."""
-    for name, dtype in itertools.islice(casts.items(), 1):
-        more = f" and {len(casts) - 1} more" if len(casts) > 1 else ""
-        log.warning("%s: %s%s is float64 and is cast to %s", path, name, more, text_of(dtype))
+    if casts:
+        dtype = next(iter(casts.values()))
+        log.warning("%s: %s is float64 and is cast to %s", path, first_of(list(casts), 1), text_of(dtype))
 
 
 def value_fault(values: torch.Tensor, written: torch.Tensor) -> str | None:
