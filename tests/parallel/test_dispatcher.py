@@ -4,6 +4,7 @@ torch gives what the all-to-all gives. DeepEP itself computes on GPUs alone."""
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -275,3 +276,19 @@ def test_deepep_computes_what_the_alltoall_does(checkpoints: str) -> None:
     """In bfloat16, in which the two add up a token's experts in another order. Never run yet."""
     for logp, gradient in run_grid(2, on_cards, f"{checkpoints}/qwen3_moe", gpus=True):
         assert logp < 0.02 and gradient < 0.05
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [ParallelConfig(dp=4, ep=4), ParallelConfig(cp=2, dp=2, ep=2), ParallelConfig(tp=2, pp=2, dp=4, ep=2, etp=2)],
+    ids=str,
+)
+def test_megatron_makes_groups_of_experts_out_of_neighbours(grid: ParallelConfig) -> None:
+    """``run.nodes.plan.ranks_together`` relies on it."""
+    from megatron.core import parallel_state
+
+    size = grid.ep * grid.expert_tp
+    sizes = {"tp": grid.expert_tp, "ep": grid.ep, "dp": grid.stage_size // size, "pp": grid.pp, "cp": 1}
+    order = inspect.signature(parallel_state.initialize_model_parallel).parameters["order"].default
+    groups = parallel_state.RankGenerator(**sizes, order=order).get_ranks("tp-ep")
+    assert groups == [list(range(first, first + size)) for first in range(0, grid.world_size, size)]

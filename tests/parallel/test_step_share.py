@@ -160,7 +160,8 @@ def batch_of(
     given = with_images(given) if case.images else given
     given = change(with_routing(given) if case.replayed else given)
     lags, images = LAGS if case.lines else None, learner._models.images and learner._models.images.of_step(PICTURES)
-    return make_batch(given, shown, learner._algorithm, case.settings, case.updates, lags, images, share_of)
+    settings = (learner._algorithm, case.settings, case.updates, lags, images, share_of)
+    return make_batch(given, shown, *settings, replays_routing=case.replayed)
 
 
 def bytes_held(rank: int, path: str, case: Case) -> tuple[int, int, int]:
@@ -338,6 +339,40 @@ def test_every_rank_raises_what_one_rank_finds_in_its_share(
     assert sorted(holds) == [False, True] and met[0] == met[1] and len(met[0]) == number
     for found, text in met[0]:
         assert found is kind and f"trajectory {FOREIGN} of group g0 " in text and words in text, text
+
+
+def misfits(trajectories: list[Trajectory]) -> list[Trajectory]:
+    """Trajectories with expert ids, of which one has ids of fewer tokens, and the next one of fewer layers."""
+    found = with_routing(trajectories)
+    for i, cut in ((FOREIGN, np.s_[1:]), (FOREIGN + 1, np.s_[:, 1:])):
+        prompt, answer = found[i].turns
+        assert answer.routing is not None
+        found[i] = replace(found[i], turns=(prompt, replace(answer, routing=answer.routing[cut])))
+    return found
+
+
+def without_replay(rank: int, path: str) -> bool:
+    """Runs in each rank: whether stored expert ids leave a step's metrics and weights as they are without any."""
+    from megarl.train.rank.state import TrainState
+
+    case = replace(CASES["expert ids"], lines=False, replayed=False)
+    learner, found = learner_of(path, case, limit=200), []
+    actor = learner._models.actor
+    before = {name: weight.clone() for name, weight in actor.tensors.items()}
+    for change in (lambda trajectories: trajectories, misfits):
+        actor.load_hf(Path(path))
+        actor.optimizer.restart(OptimizerConfig(lr=1e-2))
+        batch = batch_of(learner, case, 40, 64, learner.share, change)
+        learner.infer(batch)
+        _, metrics = learner.train_step(TrainState("rl"), batch)
+        found.append((metrics, {name: weight.clone() for name, weight in actor.tensors.items()}))
+    (expected, weights), (metrics, stored) = found
+    moved = any(not torch.equal(before[name], weight) for name, weight in weights.items())
+    return moved and metrics == expected and all(torch.equal(stored[name], weight) for name, weight in weights.items())
+
+
+def test_without_routing_replay_stored_expert_ids_change_no_bit(special: dict[str, Path]) -> None:
+    assert all(run_grid(2, without_replay, str(special["expert ids"])))
 
 
 def scores(rank: int, path: str) -> dict[str, Any]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig
 
+from megarl import ops
 from megarl.core.config import Config
-from megarl.core.config.schema import ModelConfig, RolloutConfig
+from megarl.core.config.schema import ModelConfig, ParallelConfig, RolloutConfig
 from megarl.core.errors import ConfigError
+from megarl.core.jobs import JOBS
 from megarl.learn import algorithms
 from megarl.run.checks.devices import check_engine_devices
 from megarl.run.checks.engine_options import (
@@ -24,6 +28,7 @@ from megarl.run.checks.engine_options import (
 )
 from megarl.run.checks.engines import check_eight_bits, check_engine_settings
 from megarl.run.checks.memory import engine_bytes
+from megarl.run.checks.settings import check_builds
 from megarl.run.supervise.engine_process import engine_process
 from tests.parallel.families import FAMILIES
 from tests.unit.small_job import config_of
@@ -133,6 +138,41 @@ def test_a_batch_on_a_cpu_holds_a_whole_prompt() -> None:
     with pytest.raises(ConfigError, match="set it to 128 or more"):
         check_batched_tokens(Config(rollout=rollout))
     check_batched_tokens(Config(rollout=replace(rollout, engine_options={"max_num_batched_tokens": 128})))
+
+
+REFUSED = "rollout.weight_dtype=fp8 on GPUs of compute capability {}: .* from 8.9 on"
+REST = "81559, 1980, 345, P0, 0x0000000000000001, 0, No"
+UNKNOWN = 'case "$1" in *compute_cap*) echo "Field \\"compute_cap\\" is not a valid field to query."; exit 2;; esac'
+EIGHT_BIT_JOB = replace(Config(), parallel=ParallelConfig(backend="nccl"), rollout=RolloutConfig(weight_dtype="fp8"))
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        (f"echo NVIDIA A100, 8.0, {REST}", REFUSED.format("8.0")),
+        (f"echo NVIDIA A10, 8.6, {REST}; echo NVIDIA T4, 7.5, {REST}", REFUSED.format("8.6")),
+        (f"echo NVIDIA A10, 8.6, {REST}; echo NVIDIA L4, 8.9, {REST}", ""),
+        (f"echo NVIDIA H100 80GB HBM3, 9.0, {REST}", ""),
+        (f"echo NVIDIA RTX PRO 6000, 12.0, {REST}", ""),
+        (f"echo NVIDIA A100, [N/A], {REST}", ""),
+        (f"{UNKNOWN}; echo NVIDIA A100, {REST}", ""),
+        ("echo No devices were found; exit 6", ""),
+        (None, ""),
+    ],
+)
+def test_eight_bits_need_gpus_that_multiply_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, words: str
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(ops, "has_cuda_kernels", lambda: True)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if script is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    with pytest.raises(ConfigError, match=words) if words else nullcontext():
+        check_builds(EIGHT_BIT_JOB, JOBS["both"])
+    check_builds(EIGHT_BIT_JOB, JOBS["train"])  # whose engines are of other programs
+    check_builds(replace(EIGHT_BIT_JOB, rollout=RolloutConfig()), JOBS["both"])
 
 
 @pytest.mark.parametrize(

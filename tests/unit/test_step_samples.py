@@ -21,7 +21,7 @@ from megarl.learn.batching import StepShare, micro_batches
 from megarl.learn.batching.packing import MicroBatching
 from megarl.train.update.batch import StepBatch, StepPlan, make_batch
 from megarl.train.update.images import ImageInputs, StepImages
-from megarl.train.update.samples import StepSamples
+from megarl.train.update.samples import StepSamples, without_routing
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 from tests.loop.vision_models import QWEN_IMAGE, picture, save_tiny_qwen2_5_vl
 from tests.unit.test_vision_processor import config_of
@@ -78,7 +78,7 @@ def step(images: StepImages, numbers: list[int] | None, settings: AlgorithmConfi
         return None if numbers is None else StepShare(torch.tensor(numbers), plan.lengths, plan.patches)
 
     given = (with_group_stats(MEMBERS), DEMONSTRATIONS, algorithms.get(settings.name), settings, 2, LAGS, images)
-    return make_batch(*given, share_of)
+    return make_batch(*given, share_of, replays_routing=True)
 
 
 @pytest.mark.parametrize("numbers", SHARES)
@@ -155,7 +155,6 @@ def test_expert_ids_that_do_not_fit_name_their_trajectory(
     foreign = replace(MEMBERS[3], turns=(*before, replace(last, routing=change(last.routing))))
     with pytest.raises(NonRetryableError, match=rf"{words}.*; set rollout.routing_replay to false"):
         len(StepSamples([*MEMBERS[:3], foreign], [], AlgorithmConfig(), LAGS, images).facts)
-    without = replace(MEMBERS[0], turns=tuple(replace(turn, routing=None) for turn in MEMBERS[0].turns))
-    samples = StepSamples([without, *MEMBERS[1:3], foreign], [], AlgorithmConfig(), LAGS, images)
+    samples = StepSamples([without_routing(MEMBERS[0]), *MEMBERS[1:3], foreign], [], AlgorithmConfig(), LAGS, images)
     for share in (None, StepShare(torch.tensor([3, 4, 5]), samples.lengths, samples.patches)):
         assert samples.sequences(share).routing is None, "ids that some sample lacks are not used"

@@ -10,10 +10,15 @@ import torch
 
 from megarl.core.config import Config
 from megarl.core.errors import ConfigError
-from megarl.core.jobs import Job
+from megarl.core.jobs import Job, ProcessKind
 from megarl.engine.client.names import EIGHT_BIT_BLOCK
 from megarl.run.checks.engine_options import check_engine_options
+from megarl.run.nodes import devices
 from megarl.weights.architectures import architecture
+
+EIGHT_BIT_CAPABILITY = 8.9
+"""Oldest compute capability with products of 8-bit numbers: vLLM refuses linear layers with a scale for each channel
+below it, and Triton's kernel of experts too."""
 
 
 def check_engine_settings(config: Config, job: Job) -> None:
@@ -46,6 +51,19 @@ def check_eight_bits(config: Config, hf_config: Mapping[str, Any]) -> None:
         raise ConfigError(
             "rollout.weight_dtype=fp8 with a model that has experts: on CPUs vLLM's kernel for these needs AMX, which "
             "this machine has not; set it to auto"
+        )
+
+
+def check_capability(config: Config, job: Job) -> None:
+    """Raise ConfigError if vLLM has no kernel for layers in 8 bits on any GPU of this machine. Nothing is refused where
+    nvidia-smi names none: other nodes have the GPUs of this one, or are refused for it."""
+    if config.rollout.weight_dtype == "auto" or not job.has(ProcessKind.ENGINE):
+        return
+    newest = devices.newest_capability(devices.gpus())
+    if newest is not None and newest < EIGHT_BIT_CAPABILITY:
+        raise ConfigError(
+            f"rollout.weight_dtype=fp8 on GPUs of compute capability {newest}: vLLM multiplies in 8 bits from "
+            f"{EIGHT_BIT_CAPABILITY} on (Ada, Hopper, Blackwell); set it to auto, or take newer GPUs"
         )
 
 

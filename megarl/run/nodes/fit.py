@@ -13,7 +13,7 @@ from megarl.core.errors import ArchitectureError, ConfigError, JobError, PlanErr
 from megarl.core.jobs import ProcessKind
 from megarl.learn import algorithms
 from megarl.learn.parallel.grid import ROLES
-from megarl.run.nodes.plan import NodeInfo, Plan, engine_nodes, plan_job, table, trainer_nodes
+from megarl.run.nodes.plan import NodeInfo, Plan, engine_nodes, plan_job, ranks_together, table, trainer_nodes
 from megarl.run.run_dir.changes import Change
 
 
@@ -63,9 +63,9 @@ def fit(
         return Fit(config, nodes, there)
     if engines and not algorithms.job_of(config).trains:
         return Fit(replace(config, rollout=replace(config.rollout, replicas=engines)), nodes, there)
-    each = config.parallel.world_size // whole
+    each, (together, _) = config.parallel.world_size // whole, ranks_together(config)
     for smaller in _smaller(config, engines) if engines else ():
-        count = _fewest(smaller.parallel.world_size, there, each)
+        count = _fewest(smaller.parallel.world_size, there, each, together)
         if count is None:
             continue
         try:
@@ -131,7 +131,8 @@ def _smaller(config: Config, engines: int) -> Iterator[Config]:
             yield found
 
 
-def _fewest(ranks: int, nodes: int, each: int) -> int | None:
-    """The smallest number of nodes that share ``ranks`` evenly, none with more than ``each``: neighbours stay on a
-    node."""
-    return next((count for count in range(1, nodes + 1) if ranks % count == 0 and ranks // count <= each), None)
+def _fewest(ranks: int, nodes: int, each: int, together: int) -> int | None:
+    """The smallest number of nodes that share ``ranks`` evenly, in parts of ``together``, none with more than
+    ``each``: neighbours stay on a node."""
+    counts = (count for count in range(1, nodes + 1) if ranks % (count * together) == 0)
+    return next((count for count in counts if ranks // count <= each), None)

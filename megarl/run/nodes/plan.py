@@ -12,10 +12,14 @@ from megarl.core.config import Config
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import Job, ProcessKind
 from megarl.learn import algorithms
+from megarl.learn.parallel.grid import role_grids
 from megarl.run.nodes.allocation import Role
 
 if TYPE_CHECKING:
     from megarl.run.nodes.node import Node
+
+DEEPEP_NODE = 8
+"""Ranks of a group that DeepEP takes to be on one node: each maps the others' memory (its ``NUM_MAX_NVL_PEERS``)."""
 
 
 class NodeInfo(NamedTuple):
@@ -119,7 +123,26 @@ def _ranks_of(config: Config, nodes: Sequence[NodeInfo], trainers: int | None) -
             f"parallel tp*cp*dp*pp = {world} ranks do not spread evenly over {len(chosen)} trainer nodes; change "
             "parallel.dp or the number of nodes"
         )
-    return [Planned(ProcessKind.TRAINER, rank, chosen[rank // (world // len(chosen))]) for rank in range(world)]
+    each, (together, setting) = world // len(chosen), ranks_together(config)
+    if each % together:
+        raise ConfigError(
+            f"model.moe_dispatcher=deepep: of the ranks that {setting}.ep x etp share experts, DeepEP needs each "
+            f"{together} neighbours on one node, but {world} ranks on {len(chosen)} trainer nodes are {each} on each; "
+            f"have a multiple of {together} on a node (parallel.dp, number of nodes), lower {setting}.ep, or set "
+            "model.moe_dispatcher to alltoall"
+        )
+    return [Planned(ProcessKind.TRAINER, rank, chosen[rank // each]) for rank in range(world)]
+
+
+def ranks_together(config: Config) -> tuple[int, str]:
+    """Return the number of neighbouring trainer ranks that must be on one node, and the setting of the grid that needs
+    it: 1 without DeepEP.
+
+    Megatron's groups of ep x etp are neighbours, and begin at multiples of their size.
+    """
+    grids = role_grids(config).items() if config.model.moe_dispatcher == "deepep" else ()
+    found = [(min(grid.ep * grid.expert_tp, DEEPEP_NODE), setting) for setting, grid in grids if grid.ep > 1]
+    return max(found, key=lambda each: each[0], default=(1, "parallel"))
 
 
 def _engines(config: Config, nodes: Sequence[int]) -> list[Planned]:

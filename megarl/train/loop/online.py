@@ -156,7 +156,7 @@ class OnlineTrainer(Trainer):
                 demonstrations = self.demonstrations(state, sum(t.num_samples for t in trajectories))
                 settings, updates = self.config.algorithm, self.config.trainer.updates_per_step
                 given = (trajectories, demonstrations, self.algorithm, settings, updates, groups.lags, images)
-                batch = make_batch(*given, self.learner.share)
+                batch = make_batch(*given, self.learner.share, replays_routing=self.config.rollout.routing_replay)
                 for held in (trajectories, groups.trajectories):
                     held.clear()  # their arrays are in the batch
             with phase("inference", step=number):

@@ -21,7 +21,7 @@ from megarl.learn.batching import Sequences, StepShare
 from megarl.train.rank.ranks import on_all_ranks
 from megarl.train.update.accounts import NONE, Amount, Excluded
 from megarl.train.update.images import StepImages
-from megarl.train.update.samples import StepSamples
+from megarl.train.update.samples import StepSamples, without_routing
 from megarl.train.update.turn_rewards import turn_advantages
 
 T = TypeVar("T")
@@ -81,6 +81,8 @@ def make_batch(
     lags: Mapping[WeightsVersion, int] | None = None,
     images: StepImages | None = None,
     share_of: Callable[[StepPlan], StepShare | None] = lambda plan: None,
+    *,
+    replays_routing: bool = False,
 ) -> StepBatch:
     """Sequences of a step, dealt to its updates; demonstrations in equal shares.
 
@@ -88,12 +90,16 @@ def make_batch(
         lags: Lag of each version that has sampled some token; None where all are 0.
         images: Those of the step; None for a text model.
         share_of: Chooses the sequences that this rank will hold; None is all.
+        replays_routing: Use the expert ids of the trajectories (``rollout.routing_replay``); False leaves them out,
+            unread.
 
     Raises on every rank:
         NonRetryableError: an algorithm pairs trajectories of several samples; or expert ids fit no tokens.
         DataError: a sequence has other placeholders than its images need.
     """
     outcomes = [Outcome.of(trajectory) for trajectory in trajectories]
+    if not replays_routing:
+        trajectories = [without_routing(trajectory) for trajectory in trajectories]
     samples = StepSamples(trajectories, demonstrations, settings, lags, images)
     facts = samples.facts
     rows, tokens = [outcomes[fact.trajectory] for fact in facts], [fact.tokens for fact in facts]

@@ -7,7 +7,7 @@ Shape legend: N sequences of a step: all samples, then demonstrations; n of them
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -171,6 +171,12 @@ class StepSamples:
             dtype, _, *shape = self.facts[0].routing
             ids = np.full((len(sequences.tokens), *shape), NO_IDS, dtype)
             sequences.routing = torch.from_numpy(ids)
+
+
+def without_routing(trajectory: Trajectory) -> Trajectory:
+    """Leave out a trajectory's expert ids."""
+    turns = (turn if turn.routing is None else replace(turn, routing=None) for turn in trajectory.turns)
+    return replace(trajectory, turns=tuple(turns))
 
 
 def of_experts(
