@@ -67,7 +67,7 @@ class FaultyWorker(WorkerExtension):
         """Bytes of the memory in which parameters and 8-bit forms lie; of linear layers that a CPU's kernel has packed,
         those of the weight."""
         model = self.model_runner.model
-        forms = [tensor for _, layer in layers_of(model).values() for tensor in layer.held().values()]
+        forms = [tensor for layer in layers_of(model).values() for tensor in layer.held().values()]
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in (*model.parameters(), *forms)}
         alone = (m for m in model.modules() if readback.is_packed_linear(m) and not m.weight.numel())
         return sum(s.nbytes() for s in storages.values()) + sum(readback.unpack_linear(m).nbytes for m in alone)
