@@ -447,7 +447,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--only", nargs="*", default=[], help="of logprob linear gae policy digest")
-    parser.add_argument("--write", action="store_true", help="also write the tables into docs/benchmarks/kernels.md")
+    parser.add_argument(
+        "--write", action="store_true", help="also write docs/benchmarks/kernels.md; on a CPU --only has its own part"
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
@@ -471,7 +473,8 @@ def main() -> None:
             print(line, flush=True)
             lines.append(line)
     if options.write:
-        page.write("benchmarks/kernels.md", "\n".join(lines), "benchmarks/kernels.py gpu" if GPU else None)
+        name = " ".join(("benchmarks/kernels.py", *(("gpu",) if GPU else options.only)))
+        page.write("benchmarks/kernels.md", "\n".join(lines), name)
 
 
 def _one_rank() -> None:

@@ -8,7 +8,8 @@
 # too long the others go on; the exit code is the number of steps that failed. Without a GPU nothing is measured: what can
 # run on a CPU runs at toy size, and the rest says what it would prove.
 OUT=${OUT:-runs/first_gpu}
-STEPS=${*:-build kernels learner attention update speed sync sanitizer jobs loop exact apart eight_bits eight_bit_cache}
+STEPS=${*:-build kernels learner attention update speed sync sanitizer jobs loop exact apart \
+  eight_bits eight_bit_experts eight_bit_cache}
 export WITHOUT_VLLM=0
 . "$(dirname "$0")/gpu_steps.sh"
 
@@ -45,12 +46,37 @@ apart() {
     sync.transport=nccl sync.cold_interval=3
 }
 
+# job_in_eight_bits NAME SETTING OVERRIDES...
 job_in_eight_bits() {
-  job "$1" model.dtype=bfloat16 rollout.placement=colocated "rollout.$1=fp8" algorithm.correction=truncate \
-    sync.probe_tolerance=0.06 sync.sample_tolerance=0.1
+  job "$1" model.dtype=bfloat16 rollout.placement=colocated "rollout.$2=fp8" algorithm.correction=truncate \
+    sync.probe_tolerance=0.06 sync.sample_tolerance=0.1 "${@:3}"
 }
 
-export -f build sanitizer apart job_in_eight_bits
+# The quickstart's tokenizer with a mixture of experts, whose sizes are whole blocks of 8-bit numbers.
+experts_in_eight_bits() {
+  local model=$OUT/experts
+  [ -d "$model" ] || "$PYTHON" - "$model" <<'PYTHON'
+import json, os, sys
+from pathlib import Path
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megarl.core.config.schema import FromScratchConfig
+from megarl.learn.models.from_scratch import create
+
+partial = Path(f"{sys.argv[1]}.partial")
+prompt = "State the final answer to the following arithmetic problem: 1 + 2 ="
+create(partial, FromScratchConfig(num_hidden_layers=2, max_position_embeddings=64), [prompt], seed=1)
+dense = json.loads((partial / "config.json").read_text())
+sizes = {name: value for name, value in dense.items() if name not in ("architectures", "model_type")}
+moe = AutoConfig.for_model("qwen3_moe", **sizes, moe_intermediate_size=128, num_experts=8, num_experts_per_tok=4)
+AutoModelForCausalLM.from_config(moe).save_pretrained(partial)
+os.rename(partial, sys.argv[1])
+PYTHON
+  [ -d "$model" ] && job_in_eight_bits eight_bit_experts weight_dtype "model.path=$model" model.from_scratch=null
+}
+
+export -f build sanitizer apart job_in_eight_bits experts_in_eight_bits
 tests_of_kernels=$(grep -rl "mark.gpu" tests/unit)
 tests_of_learner=$(grep -rl "mark.gpu" tests/parallel)
 # shellcheck disable=SC2086
@@ -74,8 +100,11 @@ tests_of_learner=$(grep -rl "mark.gpu" tests/parallel)
   step exact 300 "the same in float32: engine and trainer differ by rounding" 1 \
     job exact model.dtype=float32 rollout.placement=colocated
   step apart 300 "weights by CUDA IPC, an engine with captured graphs against one that begins with the weights" 1 apart
-  step eight_bits 300 "weights of an engine in 8 bits, every sync proven" 1 job_in_eight_bits weight_dtype
-  step eight_bit_cache 300 "an engine's KV cache in 8 bits" 1 job_in_eight_bits kv_cache_dtype
+  step eight_bits 300 "weights of an engine in 8 bits, every sync proven" 1 \
+    job_in_eight_bits eight_bits weight_dtype
+  step eight_bit_experts 300 "the same of a mixture of experts, whose blocks vLLM's CUDA kernels take" 1 \
+    experts_in_eight_bits
+  step eight_bit_cache 300 "an engine's KV cache in 8 bits" 1 job_in_eight_bits eight_bit_cache kv_cache_dtype
 }
 echo "first_gpu: $failed steps failed; outputs in $OUT"
 exit $failed

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.quantization.online import fp8
 
-from megarl.engine.sync import writer
+from megarl.engine.sync import readback, writer
+from megarl.engine.sync.eight_bit_layers import layers_of
 from megarl.engine.sync.receiver import WorkerExtension
 
 
@@ -63,8 +64,13 @@ class FaultyWorker(WorkerExtension):
         fp8._fp8_quant_per_channel = _truncated if otherwise else _QUANTISE
 
     def fault_bytes(self) -> int:
-        """Bytes of the model's parameters."""
-        return sum(p.numel() * p.element_size() for p in self.model_runner.model.parameters())
+        """Bytes of the memory in which parameters and 8-bit forms lie; of linear layers that a CPU's kernel has packed,
+        those of the weight."""
+        model = self.model_runner.model
+        forms = [tensor for layer in layers_of(model).values() for tensor in layer.held().values()]
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in (*model.parameters(), *forms)}
+        alone = (m for m in model.modules() if readback.is_packed_linear(m) and not m.weight.numel())
+        return sum(s.nbytes() for s in storages.values()) + sum(readback.unpack_linear(m).nbytes for m in alone)
 
     def fault_change_head(self) -> tuple[str, bool]:
         """The LM head's own weight changes; returns the type of the logits and whether they have changed."""

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from megarl.cli import main
+
 ROOT = Path(__file__).parents[2]
+FEW_ROWS = ("taskset.train_size=100", "taskset.eval_size=20", "taskset.warm_start_size=100")
+"""A check makes the data; the rows are alike."""
 
 
-def run(tmp_path: Path, *steps: str) -> subprocess.CompletedProcess[str]:
+def run(tmp_path: Path, *steps: str, card: str = "exit 9") -> subprocess.CompletedProcess[str]:
     empty = tmp_path / "bin"
     empty.mkdir(exist_ok=True)
-    (empty / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")  # as of a machine whose driver is not loaded
+    (empty / "nvidia-smi").write_text(f"#!/bin/sh\n{card}\n")  # by default as where the driver is not loaded
     (empty / "nvidia-smi").chmod(0o755)
     env = os.environ | {"PATH": f"{empty}:{os.environ['PATH']}", "PYTHON": sys.executable, "OUT": str(tmp_path / "out")}
     command = ["bash", str(ROOT / "tools" / "first_gpu.sh"), *steps]
@@ -34,11 +39,30 @@ def test_steps_that_need_a_gpu_say_so(tmp_path: Path) -> None:
         "exact",
         "apart",
         "eight_bits",
+        "eight_bit_experts",
         "eight_bit_cache",
     )
     done = run(tmp_path, *steps)
     assert done.returncode == 0 and "card: none" in done.stdout
     assert re.findall(r"^== (\w+): .+\n   not run: needs a GPU$", done.stdout, re.MULTILINE) == list(steps)
+
+
+def test_the_job_of_experts_passes_the_checks_of_a_machine_with_a_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, python = tmp_path / "asked", tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\ncase "$*" in "-m megarl"*) echo "$*" > {asked};; *experts) exec {sys.executable} "$@";; esac\n'
+    )
+    python.chmod(0o755)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", str(python))
+        done = run(tmp_path, "eight_bit_experts", card="echo 0")
+    assert done.returncode == 0, done.stdout
+    job = shlex.split(asked.read_text())
+    assert job[:3] == ["-m", "megarl", "train"] and "rollout.weight_dtype=fp8" in job
+    monkeypatch.chdir(ROOT)
+    assert main(["train", "--check", "--gpus-per-node", "1", *job[3:], *FEW_ROWS]) == 0, capsys.readouterr()
 
 
 def test_a_step_that_fails_is_counted(tmp_path: Path) -> None:

@@ -35,6 +35,10 @@ class Layer(Protocol):
     """A layer in 8 bits."""
 
     @property
+    def path(self) -> str:
+        """Name of its module in the model."""
+
+    @property
     def parameters(self) -> tuple[str, ...]:
         """Names of the parameters that arrive."""
 
@@ -49,15 +53,15 @@ class Layer(Protocol):
         """Return the form that it holds, by the same names."""
 
 
-def layers_of(model: nn.Module) -> dict[str, tuple[nn.Module, Layer]]:
-    """Path of a module -> the module and its layer, of all that ``model`` keeps in 8 bits."""
-    found: dict[str, tuple[nn.Module, Layer]] = {}
+def layers_of(model: nn.Module) -> dict[nn.Module, Layer]:
+    """Module -> its layer, of all that ``model`` keeps in 8 bits."""
+    found: dict[nn.Module, Layer] = {}
     for path, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, Fp8PtpcOnlineLinearMethod):
-            found[path] = module, Linear(module)
+            found[module] = Linear(path, module)
         elif isinstance(method, Fp8PerBlockOnlineMoEMethod):
-            found[path] = module, Experts(module)
+            found[module] = Experts(path, module)
     return found
 
 
@@ -66,7 +70,8 @@ class Linear:
 
     parameters = ("weight",)
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, path: str, module: Any) -> None:
+        self.path = path
         self._module = module
         self.waits = bool(module.tp_size > 1 and module.input_size != module.input_size_per_partition)
 
@@ -92,7 +97,8 @@ class Experts:
     parameters = ("w13_weight", "w2_weight")
     waits = False
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, path: str, module: Any) -> None:
+        self.path = path
         self._module = module
 
     def made(self, weights: Tensors) -> Tensors:
@@ -123,9 +129,13 @@ def _experts(*tensors: torch.Tensor) -> Tensors:
 
 
 def _stack(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    parts = [quantised_blocks(weight) for weight in weights]
-    numbers, scales = zip(*parts, strict=True)
-    return torch.stack(numbers), torch.stack(scales)
+    """The 8-bit form of each expert [rows, columns] of ``weights`` [E, rows, columns], one at a time."""
+    experts, rows, columns = weights.shape
+    numbers = torch.empty_like(weights, dtype=FP8)
+    scales = torch.empty(experts, rows // BLOCK, columns // BLOCK, dtype=torch.float32, device=weights.device)
+    for expert, weight in enumerate(weights):
+        numbers[expert], scales[expert] = quantised_blocks(weight)
+    return numbers, scales
 
 
 def largest_of_channels(weight: torch.Tensor) -> torch.Tensor:

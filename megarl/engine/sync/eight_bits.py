@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from megarl.core.errors import WeightsDiffer, WeightSyncError
-from megarl.engine.sync.eight_bit_layers import Tensors, layers_of
+from megarl.engine.sync.eight_bit_layers import Layer, Tensors, layers_of
 from megarl.engine.sync.files import read_files
 from megarl.ops import digest_values, slice_digests
 from megarl.weights.reshard import boxes
@@ -39,26 +39,25 @@ class EightBits:
     def __init__(self, model: nn.Module, layout: Layout, rank: int) -> None:
         self._rank = rank
         self._layers = layers_of(model)
-        self._paths = {module: path for path, (module, _) in self._layers.items()}
-        rows: dict[str, list[LayoutRow]] = defaultdict(list)
+        owners = {f"{layer.path}.{name}": module for module, layer in self._layers.items() for name in layer.parameters}
+        rows: dict[nn.Module, list[LayoutRow]] = defaultdict(list)
         for row, _ in layout.rows_of(rank):
-            path, _, name = row.local.rpartition(".")
-            if path in self._layers and name in self._layers[path][1].parameters:
-                rows[path].append(row)
-        self._parts = {path: _part(layout, of_layer) for path, of_layer in rows.items()}
+            if row.local in owners:
+                rows[owners[row.local]].append(row)
+        self._parts = {module: _part(layout, of_layer) for module, of_layer in rows.items()}
         ours = {tensor for part in self._parts.values() for tensor in part.tensors}
         self.rest = layout.only(lambda tensor: tensor not in ours) if ours else layout
-        self.wait = frozenset(module for module, layer in self._layers.values() if layer.waits)
+        self.wait = frozenset(module for module, layer in self._layers.items() if layer.waits)
         """Layers whose scales workers agree on: all quantise them in one order, once everything has arrived."""
-        self._arrived: dict[str, list[tuple[str, boxes.Box, int]]] = {}
-        self._made: dict[str, dict[str, int]] = {}
+        self._arrived: dict[nn.Module, list[tuple[str, boxes.Box, int]]] = {}
+        self._made: dict[nn.Module, dict[str, int]] = {}
         self._unwritten: WeightsDiffer | None = None
 
     def __len__(self) -> int:
         return len(self._layers)
 
     def __contains__(self, module: nn.Module) -> bool:
-        return module in self._paths
+        return module in self._layers
 
     def forget(self) -> None:
         """Begin an update: nothing has arrived."""
@@ -67,15 +66,14 @@ class EightBits:
     def arrived(self, module: nn.Module) -> None:
         """Remember the digests of a module's parameters, all of which have arrived, and of the form that they must
         get."""
-        path = self._paths[module]
-        part, (_, layer) = self._parts[path], self._layers[path]
+        part, layer = self._parts[module], self._layers[module]
         weights = {name: module.get_parameter(name).data for name in layer.parameters}
 
         def read(local: str) -> torch.Tensor:
             return weights[local.rpartition(".")[2]]
 
-        self._arrived[path] = piece_digests(part, self._rank, read)
-        self._made[path] = _digests(layer.made(weights))
+        self._arrived[module] = piece_digests(part, self._rank, read)
+        self._made[module] = _digests(layer.made(weights))
         _, check_padding = zero_padded(part, self._rank, read)
         try:
             check_padding()
@@ -85,15 +83,15 @@ class EightBits:
     def pieces(self) -> list[tuple[str, boxes.Box, int]]:
         """(logical tensor, its elements, their digest) of all that arrived. Raises WeightsDiffer where the engine does
         not hold what was made from it, or padding was not written; WeightSyncError before a whole update."""
-        missing = [path for path in self._parts if path not in self._arrived]
+        missing = [self._layers[module].path for module in self._parts if module not in self._arrived]
         if missing:
             raise WeightSyncError(
                 f"no update has brought {missing[0]}, which the engine keeps in 8 bits: digests come after an update"
             )
         if self._unwritten is not None:
             raise self._unwritten
-        _refuse([name for path, made in self._made.items() for name in self._differing(path, made)])
-        return [piece for path in self._parts for piece in self._arrived[path]]
+        _refuse([name for module, made in self._made.items() for name in _differing(self._layers[module], made)])
+        return [piece for module in self._parts for piece in self._arrived[module]]
 
     def check_files(self, path: Path, dtype: torch.dtype) -> int:
         """Compare what the engine holds with what megarl makes from a model's files; return the number of elements.
@@ -105,8 +103,8 @@ class EightBits:
             WeightsDiffer: it holds something else.
         """
         count, wrong = 0, list[str]()
-        for layer_path, part in self._parts.items():
-            module, layer = self._layers[layer_path]
+        for module, part in self._parts.items():
+            layer = self._layers[module]
             device = module.get_parameter(layer.parameters[0]).device
             weights = {
                 local: torch.empty(shape, dtype=dtype, device=device)
@@ -114,14 +112,15 @@ class EightBits:
             }
             read_files(part, self._rank, weights.__getitem__, lambda *_: None, path, dtype)
             arrived = {local.rpartition(".")[2]: weight for local, weight in weights.items()}
-            wrong += self._differing(layer_path, _digests(layer.made(arrived)))
+            wrong += _differing(layer, _digests(layer.made(arrived)))
             count += sum(weight.numel() for weight in weights.values())
         _refuse(wrong)  # now that no other worker waits for this one to agree on scales
         return count
 
-    def _differing(self, path: str, made: Mapping[str, int]) -> list[str]:
-        held = _digests(self._layers[path][1].held())
-        return [f"{path}.{name}" for name in made if made[name] != held[name]]
+
+def _differing(layer: Layer, made: Mapping[str, int]) -> list[str]:
+    held = _digests(layer.held())
+    return [f"{layer.path}.{name}" for name in made if made[name] != held[name]]
 
 
 def _refuse(wrong: Sequence[str]) -> None:

@@ -110,9 +110,9 @@ def engine_bytes(config: Config, hf_config: Mapping[str, Any]) -> list[dict[str,
 
 def _weight_bytes(row: LayoutRow, share: int, dtype: str, eight_bits: bool) -> int:
     """Bytes of a worker's local tensor; in 8 bits, one for each element, and a float32 for each output channel of a
-    linear layer or block of experts."""
+    linear layer. For each block of experts two: after a sync vLLM's kernel has scales of its own."""
     shape, kind = row.local_shape(share), _in_eight_bits(row) if eight_bits else None
-    scales = {"linear": shape[0], "experts": prod(shape) // EIGHT_BIT_BLOCK**2, None: 0}[kind]
+    scales = {"linear": shape[0], "experts": 2 * prod(shape) // EIGHT_BIT_BLOCK**2, None: 0}[kind]
     return prod(shape) * (1 if kind else ITEM_BYTES[dtype]) + 4 * scales
 
 
