@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import gc
 import multiprocessing
 import os
 import pickle
+import queue
+import signal
+import tempfile
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -48,8 +53,16 @@ _context.set_forkserver_preload(PRELOAD)
 
 
 def _rank_main(
-    function: Callable[..., Any], rank: int, world: int, port: int, args: tuple[Any, ...], results: Any, gpus: bool
+    function: Callable[..., Any],
+    rank: int,
+    world: int,
+    port: int,
+    args: tuple[Any, ...],
+    results: Any,
+    stacks: str,
+    gpus: bool,
 ) -> None:
+    faulthandler.enable(open(stacks, "a"))  # noqa: SIM115 - it stays open as long as this process
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     if not gpus:  # as the supervisor does for parallel.backend=gloo
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -74,26 +87,42 @@ def run_grid(
 ) -> list[Any]:
     """``[function(rank, *args) for rank in range(world)]``, each in its own process; the first traceback is raised.
 
-    ``gpus``: they may see those that the machine has.
+    ``gpus``: they may see those that the machine has. Raises AssertionError with the stacks of the ranks that are still
+    running where none returned for ``timeout_s``.
     """
     context = multiprocessing.get_context("spawn") if gpus else _context  # no GPU in a fork of who has counted them
     results = context.Queue()
     [port] = ports.choose("127.0.0.1", 1, None)
-    processes = [
-        context.Process(target=_rank_main, args=(function, r, world, port, args, results, gpus)) for r in range(world)
-    ]
-    for p in processes:
-        p.start()
-    answers: dict[int, Any] = {}
-    try:
-        while len(answers) < world:
-            rank, value, error = results.get(timeout=timeout_s)
-            if error is not None:
-                raise AssertionError(f"rank {rank} of {world} failed:\n{error}")
-            answers[rank] = pickle.loads(value)
-    finally:
+    with tempfile.NamedTemporaryFile("r") as stacks:
+        processes = [
+            context.Process(target=_rank_main, args=(function, r, world, port, args, results, stacks.name, gpus))
+            for r in range(world)
+        ]
         for p in processes:
-            if len(answers) < world:
-                p.kill()
-            p.join(10)
+            p.start()
+        answers: dict[int, Any] = {}
+        try:
+            while len(answers) < world:
+                rank, value, error = results.get(timeout=timeout_s)
+                if error is not None:
+                    raise AssertionError(f"rank {rank} of {world} failed:\n{error}")
+                answers[rank] = pickle.loads(value)
+        except queue.Empty:
+            waiting = [r for r in range(world) if r not in answers]
+            for r in waiting:
+                _abort(processes[r])
+            raise AssertionError(f"no result of ranks {waiting} for {timeout_s:g} s:\n{stacks.read()}") from None
+        finally:
+            for p in processes:
+                if len(answers) < world:
+                    p.kill()
+                p.join(10)
     return [answers[r] for r in range(world)]
+
+
+def _abort(process: Any) -> None:
+    """End a rank by the signal at which faulthandler writes the stacks of its threads."""
+    if process.is_alive():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGABRT)
+        process.join(10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,30 @@ def test_each_point_is_needed(model: str, point: str) -> None:
     dtype = "bfloat16" if point == "_optimizer_dtype_names" else "float32"
     with pytest.raises(AssertionError, match=NEEDED[point]):
         run_grid(1, train, model, ParallelConfig(), dtype, point)
+
+
+def recompute(rank: int, folder: str) -> tuple[list[float], list[str]]:
+    """Gradient through an output that was discarded, and what was built to compute it."""
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+    from megarl.learn.parallel import groups
+
+    os.environ["TORCH_EXTENSIONS_DIR"] = folder
+    groups.initialize(ParallelConfig(), seed=1)
+    x = torch.arange(4.0, requires_grad=True)
+    part = CheckpointWithoutOutput(None)
+    doubled = part.checkpoint(lambda t: 2 * t, x)
+    squares = doubled.view(2, 2).square()
+    part.discard_output_and_register_recompute(squares)
+    assert doubled.untyped_storage().size() == 0
+    squares.sum().backward()
+    assert x.grad is not None
+    return x.grad.tolist(), os.listdir(folder)
+
+
+def test_a_discarded_output_is_filled_without_a_compiler(tmp_path: Path) -> None:
+    """Ranks would wait for the lock that a killed one has left in the folder of extensions."""
+    assert run_grid(1, recompute, str(tmp_path)) == [([0.0, 8.0, 16.0, 24.0], [])]
 
 
 def save_and_go_on(rank: int, path: str, parallel: ParallelConfig, folder: str) -> tuple[Any, str]:

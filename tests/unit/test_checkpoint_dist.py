@@ -155,6 +155,16 @@ def test_metadata_can_run_no_code(tmp_path: Path) -> None:
         DistFiles(tmp_path)
 
 
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_a_path_in_the_metadata_is_read(module: str, tmp_path: Path) -> None:
+    """Python 3.13 writes the second module's name."""
+    metadata = dcp.Metadata({}, storage_data={}, storage_meta=dcp.StorageMeta(Path("/elsewhere")))
+    written, own = pickle.dumps(metadata, protocol=2), f"c{type(Path()).__module__}\n".encode()
+    assert own in written
+    (tmp_path / ".metadata").write_bytes(written.replace(own, f"c{module}\n".encode()))
+    assert DistFiles(tmp_path).shapes == {}
+
+
 # ------------------------------------------------------------------ keys
 
 

@@ -1,7 +1,7 @@
 """Meets what Megatron-Core (0.16.1, 0.19.2) assumes about CUDA, TransformerEngine and apex, where there is none.
 
 On a CPU nothing of TransformerEngine or apex computes, installed or not. On a GPU only ``ON_EVERY_DEVICE`` is
-installed: these two look for themselves whether the packages are there, and leave them alone.
+installed: two of these look for themselves whether the packages are there, and leave them alone.
 
 Each point is one function with its reason; ``tests/parallel/test_megatron_on_cpu.py`` shows each of them at work.
 Nothing here changes arithmetic: streams and events become no-ops, device names become "cpu".
@@ -279,6 +279,19 @@ def _uneven_shares() -> None:
     mappings._reduce_scatter_along_first_dim = reduce_shares
 
 
+def _copied_outputs() -> None:
+    """0.19 fills an output that was discarded by an extension in C++, which ranks build in a folder of the user. The
+    lock of a rank that was killed meanwhile stays, and all later ones wait for it forever. 0.16 copies, as here."""
+    from megatron.core.tensor_parallel import random
+
+    def copy(output: torch.Tensor, computed: torch.Tensor) -> None:
+        output.untyped_storage().resize_(computed.untyped_storage().size())
+        output.untyped_storage().copy_(computed.untyped_storage())
+
+    if hasattr(random, "_get_share_storage"):
+        random._get_share_storage = lambda: copy
+
+
 POINTS: tuple[Callable[[], None], ...] = (
     _cuda_runtime,
     _device_literals,
@@ -289,5 +302,6 @@ POINTS: tuple[Callable[[], None], ...] = (
     _absent_transformer_engine,
     _expert_counts_on_host,
     _uneven_shares,
+    _copied_outputs,
 )
-ON_EVERY_DEVICE = (_fused_layout_adam, _absent_transformer_engine)
+ON_EVERY_DEVICE = (_fused_layout_adam, _absent_transformer_engine, _copied_outputs)

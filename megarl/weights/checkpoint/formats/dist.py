@@ -350,8 +350,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         ("collections", "OrderedDict"): OrderedDict,
         ("torch", "Size"): torch.Size,
         ("torch.serialization", "_get_layout"): lambda name: torch.strided,
-        ("pathlib", "PosixPath"): Path,
-        ("pathlib", "PurePosixPath"): Path,
+        **{(module, name): Path for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")},
     }
 
     def find_class(self, module: str, name: str) -> Any:
