@@ -451,6 +451,8 @@ def main() -> None:
         "--write", action="store_true", help="also write docs/benchmarks/kernels.md; on a CPU --only has its own part"
     )
     options = parser.parse_args()
+    if options.write and options.only and GPU:
+        parser.error("--only with --write would leave out the other kernels of this GPU's part; give one of them")
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     _one_rank()
@@ -473,7 +475,7 @@ def main() -> None:
             print(line, flush=True)
             lines.append(line)
     if options.write:
-        name = " ".join(("benchmarks/kernels.py", *(("gpu",) if GPU else options.only)))
+        name = " ".join(("benchmarks/kernels.py", *(("gpu",) if GPU else sorted(options.only))))
         page.write("benchmarks/kernels.md", "\n".join(lines), name)
 
 

@@ -48,6 +48,12 @@ apart() {
 
 # job_in_eight_bits NAME SETTING OVERRIDES...
 job_in_eight_bits() {
+  local newest
+  newest=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -V | tail -1)
+  if [ "$2" = weight_dtype ] && [ -n "$newest" ] && [ "$(printf '%s\n' 8.9 "$newest" | sort -V | head -1)" != 8.9 ]; then
+    echo "not run: vLLM multiplies in 8 bits from compute capability 8.9 on, this is $newest"
+    return
+  fi
   job "$1" model.dtype=bfloat16 rollout.placement=colocated "rollout.$2=fp8" algorithm.correction=truncate \
     sync.probe_tolerance=0.06 sync.sample_tolerance=0.1 "${@:3}"
 }
@@ -56,7 +62,7 @@ job_in_eight_bits() {
 experts_in_eight_bits() {
   local model=$OUT/experts
   [ -d "$model" ] || "$PYTHON" - "$model" <<'PYTHON'
-import json, os, sys
+import json, os, shutil, sys
 from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -65,6 +71,7 @@ from megarl.core.config.schema import FromScratchConfig
 from megarl.learn.models.from_scratch import create
 
 partial = Path(f"{sys.argv[1]}.partial")
+shutil.rmtree(partial, ignore_errors=True)
 prompt = "State the final answer to the following arithmetic problem: 1 + 2 ="
 create(partial, FromScratchConfig(num_hidden_layers=2, max_position_embeddings=64), [prompt], seed=1)
 dense = json.loads((partial / "config.json").read_text())

@@ -90,7 +90,7 @@ class ForkServer:
         self, requests: socket.socket, environment: Mapping[str, str], process: subprocess.Popen[bytes] | None = None
     ) -> None:
         self._requests: socket.socket | None = requests
-        self.environment = environment
+        self._environment = environment
         self._process = process
         self._one_at_a_time = threading.Lock()
         self.imported = False
@@ -141,10 +141,9 @@ class ForkServer:
             keep: Others that stay open in it.
             session: It leads a session of its own, not only a process group.
         """
-        names = {name for name in {*env, *self.environment} if env.get(name) != self.environment.get(name)}
-        others = sorted(name for name in names if not name.startswith(LATE))
+        others = self.differing(env)
         if others or list(argv[:1]) != ["-m"]:
-            log.debug("%s is started, not forked: %s differ", argv, ", ".join(others))
+            log.debug("%s is started, not forked: %s differ", argv, ", ".join(sorted(others)))
             return None
         message = json.dumps(
             [list(argv), dict(env), os.getcwd(), list(passed), os.getpid(), _ignored(), session]
@@ -164,6 +163,11 @@ class ForkServer:
                 log.debug("%s is started, not forked: %s", argv, error)
         self.close()  # it has died, or nobody adopts here
         return None
+
+    def differing(self, env: Mapping[str, str]) -> set[str]:
+        """Variables other than in the server's imports, which may have read them."""
+        names = {name for name in {*env, *self._environment} if env.get(name) != self._environment.get(name)}
+        return {name for name in names if not name.startswith(LATE)}
 
     def close(self) -> None:
         """End it; what it has forked goes on."""

@@ -181,7 +181,7 @@ def static_bytes(layout: Layout, grid: ParallelConfig, rank: int, *, learns: boo
 
 
 def memory_of(config: Config) -> Memory:
-    from megarl.run.checks.roles import roles_of
+    from megarl.learn.parallel.grid import roles_of
 
     algorithm = algorithms.get(config.algorithm.name)
     roles = roles_of(config, algorithm)

@@ -18,12 +18,13 @@ from tests.unit.small_job import config_of, nodes_of_ranks
 
 
 @cache
-def base() -> Config:
-    return config_of(Path("x"))
+def base(algorithm: str = "grpo") -> Config:
+    return config_of(Path("x"), f"algorithm={algorithm}")
 
 
-def job(parallel: ParallelConfig, critic: ParallelConfig | None = None) -> Config:
-    config = replace(base(), parallel=parallel, critic=replace(base().critic, parallel=critic))
+def job(parallel: ParallelConfig, critic: ParallelConfig | None = None, algorithm: str = "grpo") -> Config:
+    config = base(algorithm)
+    config = replace(config, parallel=parallel, critic=replace(config.critic, parallel=critic))
     return replace(config, model=replace(config.model, moe_dispatcher="deepep"))
 
 
@@ -36,25 +37,50 @@ def nodes(count: int) -> list[NodeInfo]:
 
 
 @pytest.mark.parametrize(
-    ("count", "grid", "critic", "words"),
+    ("count", "grid", "critic", "algorithm", "words"),
     [
-        (1, ParallelConfig(dp=4, ep=4), None, ""),
-        (2, ParallelConfig(dp=8, ep=4), None, ""),
-        (2, ParallelConfig(dp=16, ep=16), None, ""),
-        (2, ParallelConfig(dp=2, ep=2, pp=2), None, ""),
-        (3, ParallelConfig(dp=4, ep=4, pp=3), None, ""),
-        (2, ParallelConfig(dp=4, ep=4), None, r"parallel\.ep x etp .* each 4 neighbours .* 4 ranks on 2 .* are 2 on"),
-        (2, ParallelConfig(dp=4, ep=4, pp=3), None, "12 ranks on 2 .* are 6 on each; have a multiple of 4 on a node"),
-        (4, ParallelConfig(dp=16, ep=16), None, "each 8 neighbours .* 16 ranks on 4 trainer nodes are 4 on each"),
-        (2, ParallelConfig(tp=2, dp=2, ep=2, etp=2), None, "each 4 neighbours"),
-        (2, ParallelConfig(dp=4, ep=2), ParallelConfig(dp=4, ep=4), r"lower critic\.parallel\.ep, or set .* alltoall"),
-        (2, ParallelConfig(dp=4, ep=2), ParallelConfig(tp=4), ""),
+        (1, ParallelConfig(dp=4, ep=4), None, "grpo", ""),
+        (2, ParallelConfig(dp=8, ep=4), None, "grpo", ""),
+        (2, ParallelConfig(dp=16, ep=16), None, "grpo", ""),
+        (2, ParallelConfig(dp=2, ep=2, pp=2), None, "grpo", ""),
+        (3, ParallelConfig(dp=4, ep=4, pp=3), None, "grpo", ""),
+        (
+            2,
+            ParallelConfig(dp=4, ep=4),
+            None,
+            "grpo",
+            r"parallel\.ep x etp .* each 4 neighbours .* 4 ranks on 2 .* are 2 on",
+        ),
+        (
+            2,
+            ParallelConfig(dp=4, ep=4, pp=3),
+            None,
+            "grpo",
+            "12 ranks on 2 .* are 6 on each; have a multiple of 4 on a node",
+        ),
+        (
+            4,
+            ParallelConfig(dp=16, ep=16),
+            None,
+            "grpo",
+            "each 8 neighbours .* 16 ranks on 4 trainer nodes are 4 on each",
+        ),
+        (2, ParallelConfig(tp=2, dp=2, ep=2, etp=2), None, "grpo", "each 4 neighbours"),
+        (
+            2,
+            ParallelConfig(dp=4, ep=2),
+            ParallelConfig(dp=4, ep=4),
+            "ppo",
+            r"lower critic\.parallel\.ep, or set .* alltoall",
+        ),
+        (2, ParallelConfig(dp=4, ep=2), ParallelConfig(dp=4, ep=4), "grpo", ""),
+        (2, ParallelConfig(dp=4, ep=2), ParallelConfig(tp=4), "ppo", ""),
     ],
 )
 def test_ranks_that_map_each_others_memory_share_a_node(
-    count: int, grid: ParallelConfig, critic: ParallelConfig | None, words: str
+    count: int, grid: ParallelConfig, critic: ParallelConfig | None, algorithm: str, words: str
 ) -> None:
-    config = job(grid, critic)
+    config = job(grid, critic, algorithm)
     with pytest.raises(ConfigError, match=f"moe_dispatcher=deepep: .*{words}") if words else nullcontext():
         plan_job(config, nodes(count))
     plan_job(plain(config), nodes(count))

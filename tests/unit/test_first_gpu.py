@@ -57,7 +57,10 @@ def test_the_job_of_experts_passes_the_checks_of_a_machine_with_a_gpu(
     python.chmod(0o755)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", str(python))
-        done = run(tmp_path, "eight_bit_experts", card="echo 0")
+        old = run(tmp_path, "eight_bits", card="echo 8.6")
+        assert old.returncode == 0 and "not run: vLLM multiplies in 8 bits from compute capability 8.9" in old.stdout
+        assert not asked.exists()
+        done = run(tmp_path, "eight_bit_experts", card="echo 9.0")
     assert done.returncode == 0, done.stdout
     job = shlex.split(asked.read_text())
     assert job[:3] == ["-m", "megarl", "train"] and "rollout.weight_dtype=fp8" in job

@@ -110,7 +110,7 @@ def test_a_grid_of_a_role_that_is_not_there_does_not_matter(prepared: Path, capl
 
 def test_what_has_a_reference() -> None:
     from megarl.learn import algorithms
-    from megarl.run.checks.roles import roles_of
+    from megarl.learn.parallel.grid import roles_of
 
     config = config_of(Path("run"))
     assert roles_of(config, algorithms.get("ppo")) == ["reference", "critic"]

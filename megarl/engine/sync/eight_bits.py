@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from megarl.core.errors import WeightsDiffer, WeightSyncError
+from megarl.core.errors import WeightsDiffer, WeightSyncError, first_of
 from megarl.engine.sync.eight_bit_layers import Layer, Tensors, layers_of
 from megarl.engine.sync.files import read_files
 from megarl.ops import digest_values, slice_digests
@@ -125,10 +125,9 @@ def _differing(layer: Layer, made: Mapping[str, int]) -> list[str]:
 
 def _refuse(wrong: Sequence[str]) -> None:
     if wrong:
-        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise WeightsDiffer(
-            f"the engine computes with other numbers in 8 bits than those made from what arrived: "
-            f"{', '.join(wrong[:_SHOWN])}{more} differ"
+            "the engine computes with other numbers in 8 bits than those made from what arrived: "
+            f"{first_of(wrong, _SHOWN)} differ"
         )
 
 

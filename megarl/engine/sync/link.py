@@ -62,7 +62,11 @@ class _Expected(Received):
     expected: dict[int, Received]
 
     def wait(self) -> torch.Tensor:
-        message = super().wait()
+        try:
+            message = super().wait()
+        except RuntimeError:  # its connection is closed
+            self.expected.pop(id(self.work), None)
+            raise
         self.expected.pop(id(self.work), None)
         return message
 
@@ -133,7 +137,8 @@ class Link:
         gloo closes them where a message is waited for in vain, so each that is expected is waited for. Else it closes
         them when the group's last reference goes (``abort`` and ``shutdown`` do nothing): the works of sends under way
         must be gone by then. Its destructor never returns where a message comes that was expected and is forgotten.
-        A bucket that is arriving is taken first: its sender would be told of nothing and wait for the timeout.
+        A bucket that is arriving is taken first, for TAKE_S: gloo tells its sender nothing, who would wait for the
+        timeout.
 
         NCCL closes them here, and who waits for this rank waits for the timeout.
         """

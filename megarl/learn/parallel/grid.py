@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import TYPE_CHECKING
 
 from megarl.core.config.schema import Config, GridSizes, ParallelConfig
 from megarl.core.errors import ConfigError
 from megarl.weights.architectures import ModelSizes
 from megarl.weights.reshard.grid import MegatronGrid, divisors
+
+if TYPE_CHECKING:
+    from megarl.learn.algorithms import Algorithm
 
 
 def megatron_grid(parallel: ParallelConfig) -> MegatronGrid:
@@ -29,6 +33,16 @@ def check_parallel(parallel: ParallelConfig, sizes: ModelSizes | None = None, se
     megatron_grid(parallel).check(setting)
     if sizes is not None:
         _check_training(parallel, sizes, setting)
+
+
+def roles_of(config: Config, algorithm: Algorithm) -> list[str]:
+    """The sections of the settings whose models a job has beside the actor."""
+    there = {
+        "reference": algorithm.has_reference(config.algorithm),
+        "critic": "critic" in algorithm.roles,
+        "reward_model": config.reward_model.path is not None and not algorithm.offline,
+    }
+    return [role for role, is_there in there.items() if is_there]
 
 
 def role_grids(config: Config, roles: Sequence[str] = ROLES) -> dict[str, ParallelConfig]:

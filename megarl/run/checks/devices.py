@@ -13,8 +13,8 @@ from megarl.core.ledger import Ledger, human
 from megarl.core.phases import Phase, PhasePlan, offload_setting
 from megarl.learn import algorithms
 from megarl.learn.algorithms import Algorithm
+from megarl.learn.parallel.grid import roles_of
 from megarl.run.checks.memory import device_bytes, engine_bytes, resident_bytes
-from megarl.run.checks.roles import roles_of
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 
 

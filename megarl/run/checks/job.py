@@ -18,14 +18,14 @@ from megarl.explore.tasksets import ChatTokenizer
 from megarl.learn import algorithms
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.models.specs import check_implementation
-from megarl.learn.parallel.grid import check_roles
+from megarl.learn.parallel.grid import check_roles, roles_of
 from megarl.run.checks.bench import check_bench
 from megarl.run.checks.devices import check_devices, has_budget, ledger_of
 from megarl.run.checks.experts import check_teacher
 from megarl.run.checks.filters import Selected, selected
 from megarl.run.checks.inputs import check_environment_rows, check_held_out, check_lengths, check_rewards
 from megarl.run.checks.model import check_model
-from megarl.run.checks.roles import check_budget, check_role_models, roles_of
+from megarl.run.checks.roles import check_budget, check_role_models
 from megarl.run.checks.settings import check_settings
 from megarl.run.checks.tasksets import check_count
 from megarl.run.checks.vision import check_image_files_of, check_images, check_patches, check_prompts_of

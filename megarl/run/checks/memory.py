@@ -15,9 +15,8 @@ from typing import Any, Literal
 from megarl.core.config import Config
 from megarl.engine.client.names import EIGHT_BIT_BLOCK, EIGHT_BITS
 from megarl.learn.algorithms import Algorithm
-from megarl.learn.parallel.grid import role_grids
+from megarl.learn.parallel.grid import role_grids, roles_of
 from megarl.learn.training.resident_bytes import ITEM_BYTES, model_bytes
-from megarl.run.checks.roles import roles_of
 from megarl.weights.architectures import Head, architecture
 from megarl.weights.reshard.layout import LayoutRow
 from megarl.weights.reshard.layouts import vllm_layout

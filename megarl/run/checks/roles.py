@@ -16,7 +16,7 @@ from megarl.explore.store import sqlite_file
 from megarl.explore.store.database import is_pending
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.algorithms.terms import kl
-from megarl.learn.parallel.grid import check_parallel, check_roles, megatron_grid, role_grids
+from megarl.learn.parallel.grid import check_parallel, check_roles, megatron_grid, role_grids, roles_of
 from megarl.run.checks.dispatcher import check_dispatcher
 from megarl.weights.architectures import Head, architecture
 from megarl.weights.checkpoint.formats.hf_source import check_hf, check_labels, open_hf, read_hf_config
@@ -98,16 +98,6 @@ def check_budget(config: Config, algorithm: Algorithm) -> None:
                 f"{'a pair of sequences' if pair > 1 else 'one sequence'} of rollout.max_prompt_tokens + "
                 f"rollout.max_response_tokens = {longest} tokens ({setting}.cp={parallel.cp}); raise it to {wanted}"
             )
-
-
-def roles_of(config: Config, algorithm: Algorithm) -> list[str]:
-    """The sections of the settings whose models a job has beside the actor."""
-    there = {
-        "reference": algorithm.has_reference(config.algorithm),
-        "critic": "critic" in algorithm.roles,
-        "reward_model": config.reward_model.path is not None and not algorithm.offline,
-    }
-    return [role for role, is_there in there.items() if is_there]
 
 
 def check_role_models(config: Config, algorithm: Algorithm, hf_config: Mapping[str, Any]) -> None:

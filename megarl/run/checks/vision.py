@@ -20,7 +20,8 @@ from megarl.explore.tasksets import ChatTokenizer, check_prompts, place_of_row
 from megarl.explore.tasksets.pixels import pixel_limits
 from megarl.explore.tasksets.tokenizer import PROCESSOR
 from megarl.learn import algorithms
-from megarl.run.checks.roles import role_config, roles_of
+from megarl.learn.parallel.grid import roles_of
+from megarl.run.checks.roles import role_config
 from megarl.run.run_dir.rows import SPLITS, Rows, place
 from megarl.weights.architectures import ARCHITECTURES
 

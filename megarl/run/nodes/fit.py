@@ -74,9 +74,10 @@ def fit(
             continue
         return Fit(smaller, nodes, count)
     size = config.parallel.world_size // config.parallel.dp
+    parts = f", in multiples of {together} (model.moe_dispatcher=deepep)" if together > 1 else ""
     raise JobError(
         f"{len(left)} of {len(allocated)} nodes are left, and no part of the job fits them: one data-parallel rank "
-        f"takes tp*cp*pp = {size} trainer ranks where a node has room for {each}, an engine "
+        f"takes tp*cp*pp = {size} trainer ranks where a node has room for {each}{parts}, an engine "
         f"rollout.nodes={config.rollout.nodes} nodes; run it again with all nodes, or with cluster.shrink=false, which "
         "puts more ranks on each node that is left"
     )

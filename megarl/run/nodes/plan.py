@@ -12,7 +12,7 @@ from megarl.core.config import Config
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import Job, ProcessKind
 from megarl.learn import algorithms
-from megarl.learn.parallel.grid import role_grids
+from megarl.learn.parallel.grid import role_grids, roles_of
 from megarl.run.nodes.allocation import Role
 
 if TYPE_CHECKING:
@@ -140,8 +140,10 @@ def ranks_together(config: Config) -> tuple[int, str]:
 
     Megatron's groups of ep x etp are neighbours, and begin at multiples of their size.
     """
-    grids = role_grids(config).items() if config.model.moe_dispatcher == "deepep" else ()
-    found = [(min(grid.ep * grid.expert_tp, DEEPEP_NODE), setting) for setting, grid in grids if grid.ep > 1]
+    if config.model.moe_dispatcher != "deepep":
+        return 1, "parallel"
+    grids = role_grids(config, roles_of(config, algorithms.get(config.algorithm.name)))
+    found = [(min(grid.ep * grid.expert_tp, DEEPEP_NODE), setting) for setting, grid in grids.items() if grid.ep > 1]
     return max(found, key=lambda each: each[0], default=(1, "parallel"))
 
 
