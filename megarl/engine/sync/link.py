@@ -33,9 +33,9 @@ from megarl.weights.reshard.transport import Received
 
 Backend = Literal["gloo", "nccl"]
 TAKE_S = 2.0
-"""Seconds in which a link that is closed takes what is arriving."""
+"""Seconds in which a link that is closed takes the buckets that are arriving."""
 NOTICE_BYTES = 1024
-"""Longest message that arrives at once."""
+"""Longest message that is no bucket: it arrives whole, so nobody is in the middle of sending it."""
 ProcessGroupGloo: Any = dist.ProcessGroupGloo
 """PyTorch's stubs know neither its options nor its point-to-point methods, nor that a store takes bytes."""
 
