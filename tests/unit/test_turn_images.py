@@ -169,7 +169,7 @@ def files_of(at: Any, *files: bytes) -> list[bytes]:
     ("seen", "fault"),
     [
         (Observation("<image><image>", images=[ONE]), "2 <image> and 1 images"),
-        (Observation("", images=[b"no picture"]), "not a PNG"),
+        (Observation("", images=[b"no picture"]), "cannot be decoded as PNG"),
         (Observation("<|image_pad|>", images=[ONE]), "has 2 <|image_pad|> and 1 images"),
     ],
 )

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import io
 import itertools
 import os
 import secrets
 from argparse import Namespace
-from collections.abc import AsyncIterator, MutableMapping, Sequence
+from collections.abc import AsyncIterator, MutableMapping
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Annotated, Any
@@ -27,7 +26,6 @@ import msgspec
 import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from PIL import Image
 from starlette.datastructures import State
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import VLLMClientError, VLLMError
@@ -36,6 +34,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from megarl.core.pictures import decode
 from megarl.engine.client.auth import App, Receive, Scope, Send
 from megarl.engine.client.control import failures
 from megarl.engine.client.frames import (
@@ -412,19 +411,14 @@ async def _with_images(engine: EngineClient, prompt: PromptBody) -> EngineInput:
 
     Raises ValueError when an image cannot be decoded or the ids have fewer placeholders than there are images.
     """
-    images = await asyncio.to_thread(_decoded, prompt.images)
+    images = await asyncio.to_thread(lambda: [decode(image) for image in prompt.images])
     request = TokensPrompt(prompt_token_ids=unpack_ids(prompt.token_ids), multi_modal_data={"image": images})
     try:
         # Without vLLM's cache on both sides of the engine: of an image in two prompts, it may leave out the data of the
         # request that reaches the engine first, which then fails with "cache drift".
         [inputs] = await engine.renderer.render_cmpl_async([request], skip_mm_cache=True)
-    except (RuntimeError, AssertionError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # of the model's processor: no request has reached the engine
         raise ValueError(f"{len(images)} images do not fit the prompt: {error}") from error
     return inputs
-
-
-def _decoded(images: Sequence[bytes]) -> list[Image.Image]:
-    try:
-        return [Image.open(io.BytesIO(image)).convert("RGB") for image in images]
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"an image cannot be decoded: {error}") from error

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import base64
 import binascii
-import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from megarl.core.pictures import media_type, size_of
 from megarl.core.schema import Message, Task
 from megarl.explore.agents.request import BadRequest, object_field, text_field
-from megarl.explore.tasksets.images import size_of
 from megarl.explore.tasksets.inline_images import data_uri, messages_with
 
 Content = str | list[dict[str, str]]
@@ -82,12 +81,6 @@ def bare(messages: Sequence[Message]) -> list[Message]:
 
 def prompt_of(task: Task) -> list[Message]:
     """A task's prompt as an agent is given it: images as ``image_url`` parts with ``data:`` URIs."""
-    return messages_with(task, lambda image: {"type": "image_url", "image_url": {"url": data_uri(image, _kind(image))}})
-
-
-def _kind(image: bytes) -> str:
-    """Media type of an image's file."""
-    from PIL import Image
-
-    with Image.open(io.BytesIO(image)) as opened:
-        return str(opened.get_format_mimetype())
+    return messages_with(
+        task, lambda image: {"type": "image_url", "image_url": {"url": data_uri(image, media_type(image))}}
+    )

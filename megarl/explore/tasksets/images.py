@@ -14,17 +14,15 @@ from typing import Any
 
 import numpy as np
 
+from megarl.core.pictures import size_of
 from megarl.core.schema import Message, Preference, Task
 from megarl.explore.tasksets.files import RowLocation
 
 PLACEHOLDER = "<image>"
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
-"""Formats that Pillow may read; other decoders are not tried on a stranger's bytes."""
 MAX_IMAGES = 16
 MAX_ROW_BYTES = 32 * 2**20
 """Limit of a row's images together, as files. The store and each call to an engine carry them (there a third more, as
 base64)."""
-MAX_PIXELS = 50_000_000
 
 
 def images_of(location: RowLocation, row: Mapping[str, Any], field: str = "prompt") -> tuple[tuple[bytes, ...], Any]:
@@ -97,21 +95,6 @@ def placed(texts: Sequence[str], images: Sequence[bytes]) -> list[str]:
 def with_parts(messages: Sequence[Message]) -> list[Message]:
     """Messages whose ``<image>`` stand for images, for a chat template."""
     return [{**message, "content": _parts(message.get("content"))} for message in messages]
-
-
-def size_of(image: bytes) -> tuple[int, int]:
-    """(width, height) from the file's head. Raises ValueError when it is no image that can be read, or too large to
-    decode."""
-    from PIL import Image
-
-    try:
-        with Image.open(io.BytesIO(image), formats=FORMATS) as opened:
-            width, height = opened.size
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"not a {', '.join(FORMATS)} image ({error})") from error
-    if width * height > MAX_PIXELS:
-        raise ValueError(f"of {width} x {height} pixels, more than {MAX_PIXELS}")
-    return width, height
 
 
 def _content(message: Mapping[str, Any]) -> str:

@@ -3,11 +3,11 @@ transformers; nothing else needs it."""
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +15,15 @@ import numpy as np
 from tqdm import tqdm
 
 from megarl.core.errors import CheckpointError, DataError
+from megarl.core.pictures import decode, size_of
 from megarl.core.schema import Task
 from megarl.core.without_videos import do_without_videos
-from megarl.explore.tasksets.images import FORMATS, chat_messages, size_of
+from megarl.explore.tasksets.images import chat_messages
 from megarl.explore.tasksets.pixels import pixel_limits
 from megarl.explore.tasksets.tokenizer import PROCESSOR, ChatTokenizer, Place, Row, encode_rows, where
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
+    pass
 
 Grid = tuple[int, int, int]
 """Patches of an image in time (1), height and width."""
@@ -130,10 +131,8 @@ class Processor:
         """
         if not self.has_grid:
             raise DataError(f"{type(self._images).__name__} makes no patches of images, as Qwen2-VL's do")
-        try:
+        with _refusing():
             made = self._images(images=[decode(image)], return_tensors="pt")
-        except (ValueError, IndexError) as error:
-            raise _refused(error) from error
         time, rows, columns = (int(count) for count in made["image_grid_thw"][0])
         return np.asarray(made["pixel_values"], dtype=np.float32), (time, rows, columns)
 
@@ -142,13 +141,11 @@ class Processor:
 
         Raises DataError when they are not as many as the text's placeholders, or cannot be decoded.
         """
-        decoded = [decode(image) for image in images]
         self._check_placeholders(text, len(images))
-        try:
+        with _refusing():
+            decoded = [decode(image) for image in images]
             # A list of one prompt with its own list of images: the form that every processor takes.
             ids = self._processor(text=[text], images=[decoded], add_special_tokens=False)["input_ids"][0]
-        except (OSError, ValueError, IndexError) as error:
-            raise _refused(error) from error
         return np.asarray(ids, dtype=np.int32)
 
     def num_added(self, text: str, ids: np.ndarray, images: Sequence[bytes]) -> int:
@@ -169,13 +166,14 @@ class Processor:
             )
 
 
-def decode(image: bytes) -> Image:
-    """An image in RGB, as engines decode it. Raises DataError for a file that is truncated or damaged."""
-    from PIL import Image
-
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Raise DataError for whatever a model's processor raises in the body: its code meets images as it may."""
     try:
-        return Image.open(io.BytesIO(image), formats=FORMATS).convert("RGB")
-    except (OSError, ValueError, SyntaxError, EOFError, IndexError, Image.DecompressionBombError) as error:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
         raise _refused(error) from error
 
 
@@ -254,14 +252,14 @@ def check_image_files(tasks: Sequence[Row], *, path: Place | None = None) -> Non
             bar.update(len(tasks[row].images))
 
 
-def _faults(tasks: Sequence[Row]) -> Iterator[DataError | None]:
+def _faults(tasks: Sequence[Row]) -> Iterator[ValueError | None]:
     """Reason why an image of a task cannot be decoded, in order of the tasks. Pillow decodes without Python's lock."""
 
-    def fault_of(task: Row) -> DataError | None:
+    def fault_of(task: Row) -> ValueError | None:
         try:
             for image in task.images:
                 decode(image)
-        except DataError as error:
+        except ValueError as error:
             return error
         return None
 

@@ -1,0 +1,50 @@
+"""Decoding of image files, which come from rows, environments and agents. Imports Pillow when it is called."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
+"""Formats that Pillow may read; other decoders are not tried on a stranger's bytes."""
+MAX_PIXELS = 50_000_000
+
+
+def decode(file: bytes) -> Image:
+    """Return an image in RGB. Raises ValueError for a file that is damaged, or is no image, or too large."""
+    with _opened(file) as image:
+        return image.convert("RGB")
+
+
+def size_of(file: bytes) -> tuple[int, int]:
+    """Return (width, height) from the head of a file. Raises ValueError for what is no image, or too large."""
+    with _opened(file) as image:
+        return image.size
+
+
+def media_type(file: bytes) -> str:
+    """Return the media type of an image file, as ``image/png``. Raises ValueError as ``size_of``."""
+    with _opened(file) as image:
+        return str(image.get_format_mimetype())  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _opened(file: bytes) -> Iterator[Image]:
+    """Open an image. Whatever Pillow raises in the body becomes a ValueError: damaged files raise TypeError,
+    struct.error, ZeroDivisionError and more, as each decoder happens to meet the damage."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(file), formats=FORMATS) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise ValueError(f"it has {image.width} x {image.height} pixels, more than {MAX_PIXELS}")
+            yield image
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise ValueError(f"the image cannot be decoded as {', '.join(FORMATS)} ({error})") from error
