@@ -55,7 +55,8 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self._dropped = _dropped(tokenizer)
         self._template = template
-        self._kwargs = dict(kwargs or {})
+        self.kwargs = dict(kwargs or {})
+        """Options of the template, which a row's own go before."""
         self.eos_ids = eos_ids
         """Tokens that end a response: generation_config.json's, else the tokenizer's own."""
         self.multimodal = multimodal
@@ -215,7 +216,7 @@ class ChatTokenizer:
                 {name: _as_parts(value) if name == "content" else value for name, value in message.items()}
                 for message in messages
             ]
-        return self._template.render(messages, {**self._kwargs, **(kwargs or {})}, answered=answered)
+        return self._template.render(messages, {**self.kwargs, **(kwargs or {})}, answered=answered)
 
     def _encode(self, text: str) -> Encoding:
         return self._tokenizer.encode(text, add_special_tokens=False)
