@@ -146,8 +146,8 @@ def json_struct(location: RowLocation, field: str, value: Any) -> dict[str, Any]
     if not isinstance(value, dict):
         location.refuse(field, "a struct or null", value)
     try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError) as error:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
         location.refuse(field, f"made of JSON values ({error})", value)
     return value
 

@@ -20,7 +20,15 @@ from megarl.explore.tasksets.columns import SLIME, check_required, in_verl_form
 from megarl.explore.tasksets.files import RowLocation, json_struct, read_table, source_of, text_of, write_table
 from megarl.explore.tasksets.harbor import read_folders
 from megarl.explore.tasksets.images import columns_of, images_of, with_messages, with_text
-from megarl.explore.tasksets.messages import ASKING, OPTIONS, answer_of, messages_of, prompt_of, template_kwargs_of
+from megarl.explore.tasksets.messages import (
+    ASKING,
+    OPTIONS,
+    answer_of,
+    messages_of,
+    prompt_of,
+    template_kwargs_of,
+    with_lists,
+)
 
 TASK = ("data_source", "prompt", "reward_model")
 DEMONSTRATION = ("prompt", "response")
@@ -88,6 +96,7 @@ def _row(task: Task, with_response: bool) -> dict[str, Any]:
 
 
 def _task(location: RowLocation, task_id: str, row: Mapping[str, Any]) -> Task:
+    row = with_lists(location, row, ("prompt",))
     source = text_of(location, "data_source", row["data_source"])
     images, messages = images_of(location, with_messages(row))
     prompt = prompt_of(location, "prompt", messages)
@@ -103,6 +112,7 @@ def _task(location: RowLocation, task_id: str, row: Mapping[str, Any]) -> Task:
 
 
 def _demonstration(location: RowLocation, task_id: str, row: Mapping[str, Any]) -> Task:
+    row = with_lists(location, row, ("prompt", "messages", "response", "completion"))
     field = "completion" if row.get("response") is None and row.get("completion") is not None else "response"
     response = row.get(field)
     if response is None and row.get("messages") is not None:

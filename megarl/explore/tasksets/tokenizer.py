@@ -23,7 +23,8 @@ from megarl.core.errors import CheckpointError, ConfigError, DataError
 from megarl.core.schema import Message, Preference, Task
 from megarl.explore.tasksets.files import place_of
 from megarl.explore.tasksets.images import chat_messages
-from megarl.explore.tasksets.template import IDENTIFIERS, ChatTemplate, Messages, read_template
+from megarl.explore.tasksets.shown import Messages
+from megarl.explore.tasksets.template import IDENTIFIERS, ChatTemplate, read_template
 from megarl.explore.tools.functions import template_tools
 
 PROCESSOR = ("processor_config.json", "preprocessor_config.json")

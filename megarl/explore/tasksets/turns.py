@@ -10,7 +10,7 @@ import numpy as np
 
 from megarl.core.errors import DataError
 from megarl.core.schema import Message
-from megarl.explore.tasksets.template import Messages
+from megarl.explore.tasksets.shown import Messages
 from megarl.explore.tasksets.tokenizer import PROBE, ChatTokenizer
 
 PIECE = 2**14
