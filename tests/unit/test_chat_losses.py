@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,21 @@ from typing import Any
 import openai
 import pytest
 
+from megarl.core.config.taskset import TasksetConfig
 from megarl.core.errors import DataError
-from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations, encode_rows, read_preferences, read_rows
+from megarl.explore.tasksets import (
+    ChatTokenizer,
+    encode_demonstrations,
+    encode_rows,
+    processed,
+    read_preferences,
+    read_rows,
+    read_tasks,
+)
 from megarl.explore.tasksets.template import ChatTemplate
 from megarl.explore.tools import FORMATS
 from tests.chat_battery import ANSWER, CALL, CALLS, RESULT, TEMPLATES, TOOLS, USER, WORDS, checkpoint
-from tests.unit.agent_model import TASK, Model, client, play
+from tests.unit.agent_model import TASK, Model, client, play, recorder
 from tests.unit.small_rows import write
 
 DEVELOPER = {"role": "developer", "content": "a"}
@@ -208,3 +218,48 @@ def test_the_endpoint_gives_a_declared_text_as_text(tmp_path: Path) -> None:
         assert json.loads(found.function.arguments) == {"a": 12, "b": "2134"}  # type: ignore[union-attr]
 
     play(Model(tokenizer, call), agent)
+
+
+HALVES = "so \ud83d"
+
+
+@pytest.mark.parametrize("field", ["prompt", "response", "extra_info", "tools"])
+def test_half_a_character_in_a_row_is_refused(tmp_path: Path, field: str) -> None:
+    value = {"prompt": HALVES, "response": HALVES, "extra_info": {"a": [HALVES]}, "tools": json.dumps([{"a": HALVES}])}
+    demonstration = {"prompt": "q", "response": "a", field: value[field], "unused": HALVES}
+    with pytest.raises(DataError, match=rf"line 1: {field} (has|must be made of JSON values)"):
+        read_rows(write(tmp_path / "d.jsonl", [demonstration]), require_response=True)
+    whole = {"prompt": "q", "response": "so \U0001f600", "unused": HALVES}
+    assert read_rows(write(tmp_path / "w.jsonl", [whole]), require_response=True)[0].response == whole["response"]
+
+
+def test_half_a_character_of_a_users_function_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import replace\n"
+        "def process(task):\n"
+        "    return replace(task, prompt=({'role': 'user', 'content': '\\ud83d'},))\n"
+    )
+    task = {"data_source": "math", "prompt": "q", "reward_model": {"ground_truth": "15"}}
+    taskset = TasksetConfig(train=str(write(tmp_path / "t.jsonl", [task])), process=str(tmp_path / "mine.py"))
+    with pytest.raises(DataError, match=r"t.jsonl: line 1: taskset.process=.* half of a character"):
+        processed(read_tasks(taskset, "train"), taskset, "train")
+
+
+def test_half_a_character_of_a_setting_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="half of a character"):
+        opened(tmp_path, "qwen2_5").render([{"role": "system", "content": HALVES}, USER])
+
+
+def test_half_a_character_that_a_tool_or_environment_gives_becomes_a_question_mark(tmp_path: Path) -> None:
+    tokenizer = opened(tmp_path, "qwen2_5")
+    recorded = recorder(Model(tokenizer, "one", "two"))
+    recorded.ask(TASK, HALVES)
+
+    async def main() -> None:
+        for author in ("tool", "environment"):
+            await recorded.generate()
+            assert recorded.add(author, HALVES) is not None  # type: ignore[arg-type]
+
+    asyncio.run(main())
+    assert ["so ?" in recorded.text(turn) for turn in recorded.turns] == [True, False, True, False, True]
+    assert recorded.count_tokens(HALVES) == recorded.count_tokens("so ?")

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from megarl.core.durable import without_surrogates
 from megarl.core.errors import PromptRefused
 from megarl.core.schema import GREEDY, Author, End, Reward, Task, Turn, WeightsSpan, WeightsVersion
 from megarl.core.thoughts import as_written, opens_thinking
@@ -200,7 +201,7 @@ class RolloutModel(RecordedTurns):
 
     def count_tokens(self, text: str) -> int:
         """Count the tokens of a text."""
-        return len(self._tokenizer.rendered_ids(text))
+        return len(self._tokenizer.rendered_ids(without_surrogates(text)))
 
     def tool_calls(self, turn: Turn, form: str | None = None, tools: Tools | None = None) -> list[ToolCall]:
         """Tool calls in a turn of the model after its thought, as of ``calls_of``. ``tools``: by default those of the
@@ -282,7 +283,7 @@ def observed(task: Task, observation: str, images: Sequence[bytes] = ()) -> Task
         raise ValueError(f"a first observation has {PLACEHOLDER!r}, which stands for an image of the task")
     if images and not task.images and any(PLACEHOLDER in str(message.get("content")) for message in task.prompt):
         raise ValueError(f"the task's prompt has {PLACEHOLDER!r} and no images, and an observation has some")
-    [observation] = placed([observation], images)
+    [observation] = placed([without_surrogates(observation)], images)
     *before, last = task.prompt
     if last["role"] != "user" or not isinstance(last["content"], str):
         prompt = (*task.prompt, {"role": "user", "content": observation})

@@ -79,7 +79,7 @@ class ChatTemplate:
             raise
         except UnicodeEncodeError as error:
             raise DataError(
-                f"the prompt has {text[error.start]!r}, half a character, which no tokenizer takes"
+                f"the prompt has {text[error.start]!r}, half of a character, which no tokenizer takes"
             ) from error
         except _ERRORS as error:
             raise DataError(f"the model's chat template fails on the prompt: {error}") from error
