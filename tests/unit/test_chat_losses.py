@@ -75,6 +75,21 @@ def test_targets_and_prompts_of_rows_have_the_object(tmp_path: Path, name: str) 
     assert "{}" in tokenizer.decode(encode_demonstrations(empty, tokenizer)[0][1])
 
 
+@pytest.mark.parametrize("bare", [False, True])
+def test_parameters_of_tools_that_are_json_text_are_written_once(tmp_path: Path, bare: bool) -> None:
+    def written(parameters: Any) -> list[dict[str, Any]]:
+        function = {**TOOLS[0]["function"], "parameters": parameters}  # type: ignore[dict-item]
+        return [function if bare else {"type": "function", "function": function}]
+
+    schema = TOOLS[0]["function"]["parameters"]  # type: ignore[index]
+    rows = [{"prompt": "q", "response": "a", "tools": written(given)} for given in (schema, json.dumps(schema))]
+    objects, texts = read_rows(write(tmp_path / "d.jsonl", rows), require_response=True)
+    assert texts.chat_template_kwargs == objects.chat_template_kwargs == {"tools": written(schema)}
+    bad = write(tmp_path / "bad.jsonl", [{"prompt": "q", "response": "a", "tools": written("{")}])
+    with pytest.raises(DataError, match=r"line 1: tools\[0\].*parameters must be JSON"):
+        read_rows(bad, require_response=True)
+
+
 @pytest.mark.parametrize("arguments", ["a: 12", "[12]", '{"a": NaN}', '{"a": "\\ud800"}'])
 def test_arguments_that_are_no_object_are_refused(tmp_path: Path, arguments: str) -> None:
     path = write(tmp_path / "d.jsonl", [{"messages": [USER, as_text(WORDS, arguments)]}])

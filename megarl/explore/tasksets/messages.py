@@ -142,7 +142,18 @@ def template_kwargs_of(location: RowLocation, row: Mapping[str, Any]) -> dict[st
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             location.refuse("tools", "a list of JSON schemas", tools)
         found = {name: value for name, value in found.items() if name != "tools" or value}
+    if "tools" in found:
+        found["tools"] = [_with_parameters(location, f"tools[{i}]", tool) for i, tool in enumerate(found["tools"])]
     return found
+
+
+def _with_parameters(location: RowLocation, field: str, tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool with the JSON schema that its parameters are the JSON text of: parquet has one struct for all tools."""
+    if isinstance(tool.get("function"), dict):
+        return {**tool, "function": _with_parameters(location, f"{field}.function", tool["function"])}
+    if not isinstance(tool.get("parameters"), str):
+        return tool
+    return {**tool, "parameters": _parsed(location, f"{field}.parameters", tool["parameters"], dict)}
 
 
 def _parsed(location: RowLocation, field: str, value: Any, kind: type) -> Any:
