@@ -143,6 +143,27 @@ def test_the_endpoint_refuses_a_message_that_would_vanish(tmp_path: Path, role: 
     assert len(play(Model(tokenizer, "15"), agent).turns) == 2
 
 
+@pytest.mark.parametrize("field", ["function_call", "audio", "refusal", "reasoning_content"])
+def test_the_endpoint_drops_no_field_of_a_message(tmp_path: Path, field: str) -> None:
+    """A thought is written by templates that know it, and refused by others."""
+    values: dict[str, Any] = {"function_call": {"name": "add", "arguments": "{}"}, "audio": {"id": "x"}}
+    lost = {"role": "assistant", "content": "so", field: values.get(field, "I add.")}
+    user = dict(TASK.prompt[0])
+    for name in ("qwen2_5", "qwen3_training"):
+
+        async def agent(url: str) -> None:
+            given: Any = [user, lost, {**RESULT, "content": "15"}]
+            await client(url).chat.completions.create(model="any", messages=given)
+
+        model = Model(opened(tmp_path / name, name), "15")
+        if field == "reasoning_content" and name == "qwen3_training":
+            play(model, agent)
+            assert "I add." in model.tokenizer.decode(model.requests[0].token_ids)
+        else:
+            with pytest.raises(openai.BadRequestError, match=field):
+                play(model, agent)
+
+
 MESSAGES = [{"role": "system", "content": "Be brief."}, USER]
 
 

@@ -247,4 +247,5 @@ def _canonical(message: Message) -> list[Any]:
         [call.get("id"), call["function"]["name"], call["function"]["arguments"]]
         for call in message.get("tool_calls") or ()
     ]
-    return [message["role"], message.get("content") or "", calls, message.get("tool_call_id"), message.get("name")]
+    others = [message.get(name) for name in ("tool_call_id", "name", "reasoning_content")]
+    return [message["role"], message.get("content") or "", calls, *others]
