@@ -102,6 +102,9 @@ CALL = {
 WORDS = {**CALL, "content": ""}
 """The same with an empty text, which some templates ask for where others ask for null."""
 RESULT = {"role": "tool", "content": "15", "name": "add", "tool_call_id": "call00001"}
+SECOND = {"id": "call00002", "type": "function", "function": {"name": "add", "arguments": {"a": 15, "b": "é"}}}
+CALLS = {**WORDS, "tool_calls": [*CALL["tool_calls"], SECOND]}
+SECOND_RESULT = {**RESULT, "content": "16", "tool_call_id": "call00002"}
 PARAMETERS = {
     "type": "object",
     "properties": {"a": {"type": "integer", "description": "a number"}, "b": {"type": "string", "enum": ["é", "<3>"]}},
@@ -122,10 +125,12 @@ class Case:
 CASES = {
     "user": Case((USER,), {}),
     "system": Case((SYSTEM, USER), {}),
+    "developer": Case(({**SYSTEM, "role": "developer"}, USER), {}),
     "turns": Case((SYSTEM, USER, ANSWER, NEXT), {}),
     "tools": Case((SYSTEM, USER), {"tools": TOOLS}),
     "tool result": Case((USER, CALL, RESULT), {"tools": TOOLS}),
     "tool result, text": Case((USER, WORDS, RESULT), {"tools": TOOLS}),
+    "two tool calls": Case((USER, CALLS, RESULT, SECOND_RESULT), {"tools": TOOLS}),
     "thought before": Case((USER, THOUGHT, NEXT), {}),
     "enable_thinking": Case((SYSTEM, USER), {"enable_thinking": False}),
     "answer": Case((SYSTEM, USER, ANSWER), {}),
@@ -137,7 +142,12 @@ CASES = {
     "answer to tool": Case((USER, CALL, RESULT, THOUGHT), {"tools": TOOLS}),
 }
 EQUAL, REFUSED, UNSEEN, OTHER_PROMPT, DROPPED = "equal", "refused", "unseen", "other prompt", "dropped"
-MEANING = {"does not look at": UNSEEN, "otherwise than the prompt": OTHER_PROMPT, "drops or cuts": DROPPED}
+MEANING = {
+    "does not look at": UNSEEN,
+    "otherwise than the prompt": OTHER_PROMPT,
+    "drops or cuts": DROPPED,
+    "leaves out": DROPPED,
+}
 """What megarl refuses where transformers renders, by words of the message."""
 CELLS = (REFUSED, *MEANING.values())
 
@@ -257,7 +267,7 @@ Each entry: template, end of an answer, outcomes.
 - equal: the same text and the same ids
 - refused: the template refuses the conversation, in both
 - unseen: refused by megarl: the template does not look at a field, which transformers drops silently
-- dropped: refused by megarl: the template looks at a part of the answer and leaves it out
+- dropped: refused by megarl: the template looks at a message, a call or a part of the answer and leaves it out
 - other prompt: refused by megarl: the template renders another prompt before the answer than for sampling
 
 """

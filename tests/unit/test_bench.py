@@ -26,19 +26,21 @@ from megarl.core.published import PublishedWeights, folder_of
 from megarl.core.schema import Reward, RewardStatus, Task, Trajectory
 from megarl.engine.client.control import EngineState
 from megarl.engine.sync.files import compare_with_files
-from megarl.explore.bench.answers import RESULT, ModelAnswers, TaskAnswers, read_result
+from megarl.explore.bench.answers import RESULT, ModelAnswers, TaskAnswers, read_result, written_response
 from megarl.explore.bench.driver import FROM_FILES, ROLLOUT, BenchDriver, Gates
 from megarl.explore.experience.intervals import interval, paired, t_quantile
 from megarl.explore.experience.majority import majority_at
 from megarl.explore.explorer.held_out import record_evaluations
 from megarl.explore.rewards.votes import extractor
 from megarl.explore.store import Store
+from megarl.explore.tasksets import ChatTokenizer
 from megarl.run.launch import bench
 from megarl.run.launch.bench import run_bench
 from megarl.run.launch.subjects import Subject, short_names, subject_of
 from megarl.run.report.bench import table, write_bench
 from megarl.run.report.comparison import OVERALL, Measured, Row, compare
 from megarl.weights.reshard.layouts import vllm_layout
+from tests.chat_battery import checkpoint
 from tests.parallel.models import save_tiny_qwen3
 from tests.trajectories import one_turn
 from tests.unit import small_job
@@ -147,6 +149,20 @@ def test_votes_are_what_the_verifier_extracts(source: str, text: str, vote: str)
     task = Task("a", source, ({"role": "user", "content": "?"},), "", {"ground_truth": "1"})
     read = extractor(task, RewardConfig())
     assert read is not None and read(text) == vote
+
+
+def test_a_thought_that_the_prompt_has_opened_has_no_vote(tmp_path: Path) -> None:
+    tokenizer = ChatTokenizer.open(checkpoint(tmp_path / "qwen3", "qwen3"))
+    read = extractor(Task("a", "math", (), "", {"ground_truth": "1"}), RewardConfig())
+    assert read is not None
+    for prompt, text, vote in (
+        ("<think>\n", r"\boxed{1} or", ""),
+        ("<think>\n", r"\boxed{1} or</think>\boxed{2}", "2"),
+        ("<think>\n\n</think>\n\n", r"\boxed{1}", "1"),
+    ):
+        turns = one_turn(tokenizer.rendered_ids("x" * 99 + prompt), tokenizer.rendered_ids(text))
+        answer = Trajectory(ROLLOUT, "a", "g", 0, 1, turns, Reward(0.0, "wrong"))
+        assert read(written_response(answer, tokenizer)) == vote
 
 
 def test_verifiers_that_extract_nothing_have_no_votes() -> None:

@@ -53,7 +53,7 @@ class Model:
         reason = "length" if self.truncated == len(self.messages) else "stop"
         return one_turn([1], [2], [-1.0], finish_reason=reason)[-1]  # type: ignore[arg-type]
 
-    def text(self, turn: Turn) -> str:
+    def written(self, turn: Turn) -> str:
         return self.responses.pop(0)
 
     def add(self, author: str, text: str, images: Sequence[bytes] = ()) -> Any:

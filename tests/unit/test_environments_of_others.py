@@ -98,7 +98,7 @@ def test_discrete_actions_of_gymnasium_are_words_or_numbers_and_seeded_by_the_gr
     assert [text for _, text in model.messages] == ["4", "8", "9", "10", "14"] and model.first == "0"
     assert model.reward is not None and (model.reward.score, model.reward.status) == (1.0, "ok")
     assert play("gymnasium", ("1", "1", "2", "2", "1", "action 2"), lake).messages == model.messages
-    for unreadable in ("", "7", "onwards", "9" * 5000):
+    for unreadable in ("", "7", "onwards", "9" * 5000, "<think>2"):
         assert play("gymnasium", (unreadable,), lake).reward == Reward(0.0, "wrong", {"turn_1": 0.0})
     drawn = play("gymnasium", ("8",), {"id": "FrozenLake-v1", "kwargs": {"render_mode": "ansi"}})
     assert str(drawn.first).strip().endswith("HFFG")
@@ -193,7 +193,7 @@ class Verified(Model):
         self.said = self.responses.pop(0)
         return await super().generate()
 
-    def text(self, turn: Turn) -> str:
+    def written(self, turn: Turn) -> str:
         return self.said
 
     async def verify(self, *, of: Turn) -> Reward:

@@ -23,7 +23,7 @@ from megarl.core.schema import Task
 from megarl.explore import environments, workflows
 from megarl.explore.environments import EnvironmentFault, EpisodeThreads
 from megarl.explore.environments.episode import in_thread
-from megarl.explore.environments.harbor import reward_of
+from megarl.explore.environments.harbor import UNREAD, reward_of
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.tasksets.harbor import read_folder
 from megarl.explore.tasksets.rows import read_rows
@@ -303,6 +303,14 @@ def test_a_solved_task_is_worth_1_and_another_0(hello: Path, numbers: Path) -> N
         assert model.messages[0][1].startswith("Write a command in a block") and model.messages[1][1] == "(no output)"
         assert score(folder, block("ls") + "\nAll is right.\nDONE") == (0.0, "wrong")
     assert "/work" in model.messages[2][1] and "3\n1\n2" in model.messages[2][1]
+
+
+@sandbox
+def test_a_command_in_a_thought_is_not_run(hello: Path) -> None:
+    thought = f"<think>\n{block('echo hello > hello.txt')}\nDONE\n"
+    model = play(hello, f"{thought}</think>\n{block('ls -A')}", thought, "DONE")
+    assert [text for _, text in model.messages] == ["(no output)", UNREAD]
+    assert model.reward is not None and model.reward.score == 0.0
 
 
 @sandbox

@@ -111,6 +111,23 @@ def test_a_batch_script_without_srun_is_refused() -> None:
         find({"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2"})
 
 
+@pytest.mark.parametrize("name", ["SLURM_STEP_ID", "SLURM_STEPID"])
+def test_the_shell_of_an_allocation_is_no_step(name: str) -> None:
+    """salloc starts it as a step of one task on the first node, launched from the login node."""
+    shell = {**STEP, name: "4294967290", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+    with pytest.raises(ConfigError, match="this Slurm job has 2 nodes, but megarl was started on one of them"):
+        find(shell)
+    assert find({**shell, "SLURM_JOB_NUM_NODES": "1"}) == Allocation(name="n2", launcher="slurm")
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"])
+@pytest.mark.parametrize("value", [None, "", "4(x2)"])
+def test_a_variable_of_slurm_that_is_no_number_is_named(name: str, value: str | None) -> None:
+    env = {key: given for key, given in {**STEP, name: value}.items() if given is not None}
+    with pytest.raises(ConfigError, match=rf"\${name} is '.*', which is no number"):
+        find(env)
+
+
 # ---------------------------------------------------------------- who runs where
 
 

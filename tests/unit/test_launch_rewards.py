@@ -17,6 +17,7 @@ from megarl.explore.sandbox import client, host, proven
 from megarl.explore.tasksets import read_rows
 from megarl.run.checks import job as checks
 from tests.unit.small_job import config_of, refused
+from tests.unit.small_rows import write
 from tests.unit.test_launch_data import rewritten
 
 
@@ -96,6 +97,18 @@ def test_rows_that_no_answer_can_be_judged_by(prepared: Path, tmp_path: Path) ->
     refused(DataError, config_of(prepared, override), "row 4 (taskset.train)", "'essay'", "taskset.unverifiable=drop")
     tasks = checks.check(config_of(prepared, override, "taskset.unverifiable=drop"))
     assert len(tasks["train"].tasks) == 29 and "train/3" not in {task.task_id for task in tasks["train"].tasks}
+
+
+@pytest.mark.parametrize("missing", [None, {"style": "rule", "ground_truth": None}])
+def test_rows_without_a_ground_truth_are_left_out_where_asked(prepared: Path, tmp_path: Path, missing: Any) -> None:
+    override = rewritten(prepared, "train", tmp_path / "train.parquet", 3, reward_model=missing)
+    refused(DataError, config_of(prepared, override), "row 4", "reward_model")
+    found = checks.check(config_of(prepared, override, "taskset.unverifiable=drop"))["train"]
+    assert len(found.tasks) == 29 and found.dropped == {"unverifiable": 1}
+    assert "train/3" not in {task.task_id for task in found.tasks}
+    path = write(tmp_path / "none.jsonl", [{"data_source": "math", "prompt": "q", "reward_model": missing}])
+    drop = config_of(prepared, f"taskset.train={path}", "taskset.unverifiable=drop")
+    refused(DataError, drop, "none.jsonl", "null in all 1 rows")
 
 
 def test_tasks_for_choice_are_left_out(prepared: Path, tmp_path: Path) -> None:

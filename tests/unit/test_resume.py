@@ -20,6 +20,7 @@ from megarl.core.metrics import MetricWriter
 from megarl.core.schema import Task, WeightsVersion
 from megarl.explore.store import Store
 from megarl.explore.tasksets import read_rows, write_rows
+from megarl.run.checks.filters import Selected
 from megarl.run.launch import job
 from megarl.run.run_dir.changes import FREE, changes, is_in, listed
 from megarl.run.run_dir.prepare import prepare_data, prepare_model
@@ -245,6 +246,42 @@ def test_groups_that_were_asked_for_ahead_with_other_settings_are_asked_for_agai
     changed = config_of(tmp_path, *before, *overrides)
     job._fill_store(changed, {}, 2, changed)
     assert store.progress("ahead") == (0, int(kept))
+    store.close()
+
+
+def row(number: int, answer: str) -> Task:
+    prompt = ({"role": "user", "content": f"{number} + 1 ="},)
+    return Task(f"train/{number}", "math", prompt, "math", {"ground_truth": answer}, {"numbers": (number, 1)})
+
+
+ROWS = [row(number, str(number + 1)) for number in range(3)]
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_rows_that_responses_are_to_must_not_change(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, saved: bool
+) -> None:
+    """Row 1 has a response of step 1. Without a checkpoint that is forgotten."""
+    config = config_of(tmp_path, "trainer.steps=9")
+    job._fill_store(config, {"train": Selected(ROWS, {})}, 1, config)
+    save_resolved(config, tmp_path / "resolved.json")
+    store = Store(config.store.url, attempt=1)
+    store.record_version(WeightsVersion(1, 0), 0)
+    store.request_rollout("r", "train", 0, WeightsVersion(1, 0), ["train/0"], 1, {"temperature": 1.0})
+    store.record_step(1, {})
+    if saved:
+        finished_checkpoint(tmp_path, 1)
+    further = Selected([ROWS[0], row(1, "3"), *ROWS[2:], row(3, "4")], {})
+    job._fill_store(config, {"train": further}, 2, config)
+    assert [task.task_id for task in store.tasks("train")] == [f"train/{number}" for number in range(4)]
+    assert "1 rows that the run has not used yet have changed or gone since its last start; the first is" in caplog.text
+    for attempt, others in enumerate(([row(0, "7"), *ROWS[1:]], ROWS[1:]), 3):
+        if saved:
+            with pytest.raises(ConfigError, match=r"responses to 1 rows that have changed .*row 1 \(taskset.train\)"):
+                job._fill_store(config, {"train": Selected(others, {})}, attempt, config)
+            assert store.tasks_named(["train/0"])["train/0"].ground_truth == "1"
+        else:
+            job._fill_store(config, {"train": Selected(others, {})}, attempt, config)
     store.close()
 
 

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.core.config.rewards import FormatConfig, LanguageConfig, RepetitionConfig, RewardConfig
+from megarl.core.thoughts import opens_thinking
 from megarl.explore.rewards.shape import (
     format_reward,
     k15_length_rewards,
     language_consistency,
     language_of,
-    opens_thinking,
     repetition_penalty,
     shape_parts,
 )

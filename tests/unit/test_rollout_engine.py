@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megarl.core.config.bounds import annotations_of, bound_of
 from megarl.core.config.schema import ModelConfig, RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.machine import group_members
@@ -93,6 +94,19 @@ def test_layers_in_eight_bits_are_chosen_by_vllms_own_rule(layer: str, in_eight_
         "fused_qkv_a_proj": ["q_a_proj", "kv_a_proj_with_mqa"],
     }
     assert should_ignore_layer(layer, given["ignore"], fused, use_fnmatch=True) is not in_eight_bits
+
+
+def test_temperatures_are_those_that_vllm_samples_with() -> None:
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    bound = bound_of(annotations_of(RolloutConfig, bounds=True)["temperature"])
+    assert bound is not None
+    for end in (bound.low, bound.high):
+        assert SamplingParams(temperature=end).temperature == end
+    assert SamplingParams(temperature=bound.low / 2).temperature == bound.low, "which the trainer would not know"
+    with pytest.raises(VLLMValidationError, match="temperature"):
+        SamplingParams(temperature=bound.high + 0.1)
 
 
 def test_further_options_are_written_as_vllm_reads_them() -> None:

@@ -72,7 +72,10 @@ PROMPTS = [
         ({"data_source": None}, r"data_source must be a non-empty string, got None"),
         ({"prompt": 3}, r"prompt must be a non-empty list .* got 3 \(int\)"),
         ({"reward_model": None}, r"reward_model must be a struct"),
-        ({"reward_model": {"style": "rule"}}, r"reward_model.ground_truth must be the expected answer, got None"),
+        (
+            {"reward_model": {"style": "rule"}},
+            r"reward_model.ground_truth must be the expected answer .*unverifiable=drop.*, got None",
+        ),
         ({"ability": 3}, r"ability must be a string, got 3 \(int\)"),
     ],
 )

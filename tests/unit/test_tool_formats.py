@@ -33,7 +33,8 @@ def test_the_format_of_a_template_and_a_call_that_it_has_written(name: str, tmp_
         return
     tokenizer = ChatTokenizer.open(checkpoint(tmp_path / name, name))
     for message in (CALL, WORDS):
-        prompt, whole = tokenizer.render([USER], {"tools": TOOLS}), tokenizer.render([USER, message], {"tools": TOOLS})
+        prompt = tokenizer.render([USER], {"tools": TOOLS})
+        whole = tokenizer._render([USER, message], {"tools": TOOLS}, answered=True)
         response = whole[len(prompt.rstrip()) :]
         _, [call] = FORMATS[found].parse(response)
         assert (call.name, call.arguments) == ("add", {"a": 12, "b": "<3>"})
@@ -68,8 +69,38 @@ def test_the_format_of_a_template_and_a_call_that_it_has_written(name: str, tmp_
         ("llama3", 'It is {"a": 1}.', 'It is {"a": 1}.', []),
         ("mistral_v3", '[TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g[ARGS]{', "", [("f", {"x": 1}), ("g", None)]),
         ("mistral_v3", '[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}', "", [("", None)]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool_call> It is 15.', "It is 15.", [("f", {})]),
+        ("glm4", "So <tool_call>f</tool_call> that.<tool_call>g</tool_call>", "So\nthat.", [("f", {}), ("g", {})]),
+        ("glm4", "<tool_call>f<arg_key>x</arg_key><arg_value>1", "", [("f", None)]),
+        ("qwen3_coder", "So <function=f></function></tool_call>\nthat.", "So\nthat.", [("f", {})]),
+        ("qwen3_coder", "<function=f><parameter=a>1</parameter><parameter=a>2</parameter>", "", [("f", None)]),
+        ("qwen3_coder", "<function=f>\n<parameter=a>\nrm", "", [("f", None)]),
+        ("llama3", '{"name": "f", "parameters": {}} It is 15.', "It is 15.", [("f", {})]),
+        ("mistral_v3", "So[TOOL_CALLS]f[ARGS]{} that.[TOOL_CALLS]g[ARGS]{}", "So\nthat.", [("f", {}), ("g", {})]),
+        ("mistral_v3", '[TOOL_CALLS] [{"name": "f", "arguments": {}}] It is 15.', "It is 15.", [("f", {})]),
     ],
 )
 def test_calls_in_a_response(form: str, text: str, content: str, calls: list[tuple[str, object]]) -> None:
     found, parsed = FORMATS[form].parse(text)
     assert found == content and [(call.name, call.arguments) for call in parsed] == calls
+
+
+WRITTEN = {
+    "qwen3_coder": "<tool_call>\n<function=f>\n</function>\n</tool_call>",
+    "glm4": "<tool_call>f\n</tool_call>",
+    "hermes": '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
+    "mistral_v3": '[TOOL_CALLS] [{"name": "f", "arguments": {}}]',
+    "llama3": '<|python_tag|>{"name": "f", "parameters": {}}',
+}
+"""A call of each format."""
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_call_in_a_thought_is_text(form: str) -> None:
+    call = WRITTEN[form]
+    for text in (f"<think>\n{call}\n</think>\n\nIt is 15.", f"<think>\n{call}", f"{call}</think>15"):
+        assert FORMATS[form].parse(text) == (text, [])
+    content, [found] = FORMATS[form].parse(f"<think>\n{call}\n</think>\n\n{call}")
+    assert found.name == "f" and content == f"<think>\n{call}\n</think>"
+    content, [found] = FORMATS[form].parse(f"<think>a</think>{call}\n<think>{call}")
+    assert found.name == "f" and content == f"<think>a</think>\n<think>{call}"

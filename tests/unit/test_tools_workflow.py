@@ -106,7 +106,7 @@ def test_a_loop_of_calls(folder: Path, file: str) -> None:
     ("written", "told"),
     [
         (call("search", query="x"), "Error: there is no tool 'search'; there are calculator, area, unit, truth"),
-        ("<tool_call>area(3)</tool_call>", "Error: a tool call must be a JSON object with the name"),
+        ("<tool_call>area(3)</tool_call>", "Error: a tool call must have the name of a tool"),
         (call("area"), "Error: area needs the argument 'width'."),
         (call("area", width="3"), "Error: the argument 'width' of area must be of type number."),
         (call("area", width=3, depth=1), "Error: area has no argument 'depth'; it has width, height."),

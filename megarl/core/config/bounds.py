@@ -60,5 +60,5 @@ Number = Annotated[float, Bound(-1e30, 1e30)]
 Positive = Annotated[float, Bound(0, above=True)]
 UnitInterval = Annotated[float, Bound(0, 1)]
 RewardWeight = Annotated[float, Bound(-100, 100)]
-Temperature = Annotated[float, Bound(0, 100)]
+Temperature = Annotated[float, Bound(0, 2)]  # vLLM's, and OpenAI's
 Seconds = Annotated[float, Bound(0, 30 * 86400, above=True)]

@@ -395,8 +395,9 @@ class RolloutConfig:
     """Most tokens of a trajectory: its prompt and all turns. None is a prompt and one response."""
     max_images: Annotated[int, Bound(1, 1024)] = 16
     """Most images of a trajectory whose messages have some, its task's included (docs/vision.md)."""
-    temperature: Annotated[float, Bound(0, 100, above=True)] = 1.0  # greedy responses of a group would all be equal
-    """Temperature of sampling, and of the log-probs on both sides."""
+    temperature: Annotated[float, Bound(0.01, 2)] = 1.0  # greedy responses of a group would all be equal
+    """Temperature of sampling, and of the log-probs on both sides. vLLM samples below 0.01 as at 0.01, and refuses
+    more than 2."""
     max_num_seqs: Count = 512
     """Most sequences that an engine computes at once (vLLM's)."""
     enforce_eager: bool = False

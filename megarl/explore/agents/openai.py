@@ -24,6 +24,10 @@ from megarl.explore.agents.request import (
 
 ROLES = {"developer": "system", "function": "tool"}
 """Roles of the protocol that chat templates know under another name."""
+KEPT = ("tool_call_id", "name", "reasoning_content")
+"""Further fields of a message that chat templates know."""
+LOST = ("function_call", "audio", "refusal")
+"""Fields with something for the model to read that no chat template knows."""
 REFUSED = ("stop", "logit_bias", "logprobs", "functions", "function_call", "audio", "prediction")
 """Settings that would change which tokens are sampled, or ask for what is not recorded."""
 ZERO = ("frequency_penalty", "presence_penalty")
@@ -59,13 +63,13 @@ def asked_of(body: Any, repeated: Repeated) -> Asked:
 def message_of(message: Any) -> Message:
     """A message in the form of chat templates. Raises BadRequest."""
     role = text_field(object_field(message, "messages[]").get("role"), "role")
+    if lost := next((name for name in LOST if message.get(name)), None):
+        raise BadRequest(f"`messages[].{lost}` would not be in the prompt; leave it out, or give it as content")
     shows = _image_of if role in ("user", "tool", "function") else None
     found: Message = {"role": ROLES.get(role, role), "content": content_of(message.get("content"), shows)}
     if calls := objects_field(message.get("tool_calls"), "tool_calls"):
         found["tool_calls"] = [_call(call) for call in calls]
-    return found | {
-        name: text_field(message[name], name) for name in ("tool_call_id", "name") if message.get(name) is not None
-    }
+    return found | {name: text_field(message[name], name) for name in KEPT if message.get(name) is not None}
 
 
 def _image_of(part: Mapping[str, Any], name: str) -> str | None:

@@ -12,10 +12,11 @@ import numpy as np
 
 from megarl.core.errors import DataError, PromptRefused
 from megarl.core.schema import Author, Message, Task, Turn
+from megarl.core.thoughts import opens_thinking
 from megarl.explore.agents.content import bare, images_of
 from megarl.explore.agents.request import Asked, BadRequest, Repeated, Reply, SentBack, same_json
+from megarl.explore.recording.calls import calls_of
 from megarl.explore.recording.model import IMAGE_LIMITS, RolloutModel
-from megarl.explore.rewards.shape import opens_thinking
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.tasksets.turns import exceeds, render_turns, turn_ids
 from megarl.explore.tools import ToolCall, written_by
@@ -213,11 +214,11 @@ class Session:
     def _reply(self, asked: Asked, turn: Turn, prompt_tokens: int) -> Reply:
         content, calls = self._model.text(turn), list[ToolCall]()
         if asked.tools and self._format is not None:
-            ended = turn.finish_reason == "stop"
-            written = self._tokenizer.decode(turn.token_ids[:-1] if ended else turn.token_ids, special=True)
-            before, found = self._format.parse(written)
+            in_thinking = self._model.begins_in_thinking(turn)
+            around, found = calls_of(self._tokenizer, turn, in_thinking, None, asked.tools)
             calls = [call for call in found if call.name]
-            content = before if calls else content
+            unnamed = [call.text for call in found if not call.name]
+            content = "\n".join(filter(None, [around, *unnamed])) if calls else content
         number = self._index(turn)
         return Reply(
             content,
@@ -246,4 +247,5 @@ def _canonical(message: Message) -> list[Any]:
         [call.get("id"), call["function"]["name"], call["function"]["arguments"]]
         for call in message.get("tool_calls") or ()
     ]
-    return [message["role"], message.get("content") or "", calls, message.get("tool_call_id"), message.get("name")]
+    others = [message.get(name) for name in ("tool_call_id", "name", "reasoning_content")]
+    return [message["role"], message.get("content") or "", calls, *others]

@@ -11,12 +11,22 @@ from typing import Any
 
 from megarl.core.errors import DataError
 from megarl.core.schema import Trajectory
+from megarl.core.thoughts import as_written, opens_thinking
 from megarl.explore.rewards.verdict import NO_VERDICT
+from megarl.explore.tasksets import ChatTokenizer
 
 RESULT = "bench.json"
 """File of a finished bench, in the directory of its model."""
+LAST_TOKENS = 32
+"""Tokens at the end of a prompt that show whether it opens a thought."""
 Vote = Callable[[Trajectory], str | None]
 """Answer that a response gives: "" where it gives none, None where the task's verifier extracts none."""
+
+
+def written_response(answer: Trajectory, tokenizer: ChatTokenizer) -> str:
+    """Text of an answer's last response with the ``<think>`` that its prompt ended with, as verifiers get it."""
+    before = answer.turns[answer.response.follows].token_ids[-LAST_TOKENS:]
+    return as_written(tokenizer.decode(answer.response.token_ids), opens_thinking(tokenizer.decode(before)))
 
 
 @dataclass

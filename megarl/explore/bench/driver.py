@@ -27,7 +27,7 @@ from megarl.core.jobs import PROGRAM
 from megarl.core.metrics import Timeline
 from megarl.core.schema import Trajectory, WeightsVersion
 from megarl.engine.client.control import EngineControl
-from megarl.explore.bench.answers import RESULT, ModelAnswers, TaskAnswers
+from megarl.explore.bench.answers import RESULT, ModelAnswers, TaskAnswers, written_response
 from megarl.explore.experience import by_group
 from megarl.explore.order.draws import evaluation_sampling
 from megarl.explore.rewards.votes import extractor
@@ -158,7 +158,7 @@ class BenchDriver:
 
         def vote(answer: Trajectory) -> str | None:
             read = reads[answer.task_id]
-            return None if read is None else read(tokenizer.decode(answer.response.token_ids))
+            return None if read is None else read(written_response(answer, tokenizer))
 
         found = []
         for part in self._store.parts(self._store.group_ids(ROLLOUT)):

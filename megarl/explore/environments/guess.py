@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megarl.core.schema import Task
+from megarl.core.thoughts import without_thought
 from megarl.explore.environments.numbers import last_number
 from megarl.explore.environments.types import Observation
 
@@ -20,7 +21,7 @@ class Guess:
 
     def step(self, response: str) -> Observation:
         """Compare the last number of a response; one that is too long is none."""
-        guess = last_number(response)
+        guess = last_number(without_thought(response))
         self._left -= 1
         if guess == self._number:
             return Observation("", 1.0, done=True, success=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 from megarl.core.errors import ConfigError, describe
 from megarl.core.schema import Task
+from megarl.core.thoughts import without_thought
 from megarl.explore.environments.numbers import last_number
 from megarl.explore.environments.options import checked, refuse
 from megarl.explore.environments.types import Observation
@@ -91,7 +92,7 @@ class Gymnasium:
 
     def step(self, response: str) -> Observation:
         """Act as the response reads."""
-        action = self._action(response)
+        action = self._action(without_thought(response))
         if action is None:
             return Observation("", done=True, success=False)
         seen, reward, terminated, truncated, _ = self._env.step(action)

@@ -12,6 +12,7 @@ from typing import Any
 
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task
+from megarl.core.thoughts import without_thought
 from megarl.explore.environments import harbor_sandbox
 from megarl.explore.environments.harbor_sandbox import HarborSandbox
 from megarl.explore.environments.options import checked, refuse
@@ -104,8 +105,9 @@ class Harbor:
     def step(self, response: str) -> Observation:
         """Run the commands of a response, and the tests where it is the last one."""
         self._left -= 1
-        blocks = BLOCK.findall(response)
-        done = DONE.search(BLOCK.sub("", response)) is not None
+        answer = without_thought(response)
+        blocks = BLOCK.findall(answer)
+        done = DONE.search(BLOCK.sub("", answer)) is not None
         seen = "\n".join(self._run(block) for block in blocks[:1]) or ("" if done else UNREAD)
         if done or not self._left or self._seconds <= 0:
             return Observation("", self.end(), done=True)

@@ -17,6 +17,7 @@ import aiohttp
 
 from megarl.core.errors import describe
 from megarl.core.schema import Task
+from megarl.core.thoughts import without_thought
 from megarl.explore.environments.options import checked, refuse
 from megarl.explore.environments.types import Observation
 
@@ -143,7 +144,7 @@ class OpenEnv:
 
     def step(self, response: str) -> Observation:
         """Act: the response is one field of the action."""
-        given = self._ask("step", {self._action: response})
+        given = self._ask("step", {self._action: without_thought(response)})
         return Observation(self._text(given), float(given.get("reward") or 0.0), done=bool(given.get("done")))
 
     def kill(self) -> None:

@@ -64,8 +64,9 @@ class Environment(Protocol):
     # def kill(self) -> None: end a call past its limit, which then raises; close follows
 
     def step(self, response: str, /, *args: Any, **kwargs: Any) -> Observation:
-        """Take a response of the model, without special tokens, and its score where ``make`` asks for one. An exception
-        ends the episode without a verdict."""
+        """Take a response of the model, without special tokens, and its score where ``make`` asks for one. It begins
+        with the thought: act on ``core.thoughts.without_thought(response)``. An exception ends the episode without a
+        verdict."""
         ...
 
     def close(self) -> None:

@@ -11,21 +11,23 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megarl.core.errors import DataError, PromptRefused
+from megarl.core.durable import without_surrogates
+from megarl.core.errors import PromptRefused
 from megarl.core.schema import GREEDY, Author, End, Reward, Task, Turn, WeightsSpan, WeightsVersion
+from megarl.core.thoughts import as_written, opens_thinking
 from megarl.engine.client.frames import Completion
 from megarl.engine.client.gather import SampleRequest
+from megarl.explore.recording.calls import calls_of
 from megarl.explore.recording.images import ImageRules
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.recording.turns import RecordedTurns
 from megarl.explore.recording.values import check_request, recorded_limit
 from megarl.explore.rewards import Verdict
-from megarl.explore.rewards.shape import opens_thinking
 from megarl.explore.store import Claim
 from megarl.explore.tasksets import ChatTokenizer, chat_messages
 from megarl.explore.tasksets.images import PLACEHOLDER, placed, with_parts
 from megarl.explore.tasksets.turns import messages_of, render_turns, turn_ids
-from megarl.explore.tools import FORMATS, ToolCall, written_by
+from megarl.explore.tools import ToolCall
 
 ROLES: dict[Author, str] = {"environment": "user"}
 """Authors whose messages chat templates know under another role."""
@@ -33,6 +35,10 @@ ROLES: dict[Author, str] = {"environment": "user"}
 
 IMAGE_LIMITS = "rollout.max_images, trainer.max_patches_per_micro_batch or 32 MiB allow"
 """Limits of a trajectory's images, for messages."""
+
+
+Tools = Sequence[Mapping[str, Any]]
+"""JSON schemas of tools."""
 
 
 class Sampler(Protocol):
@@ -182,6 +188,10 @@ class RolloutModel(RecordedTurns):
         """Text of a turn without special tokens."""
         return self._tokenizer.decode(turn.token_ids)
 
+    def written(self, turn: Turn) -> str:
+        """Text of a turn of the model with the ``<think>`` that its prompt ended with, as reward functions get it."""
+        return as_written(self.text(turn), self.begins_in_thinking(turn))
+
     def fail(self, reason: str, cause: End = End.WORKFLOW_ERROR) -> None:
         """Give the trajectory no verdict."""
         self._check_open()
@@ -191,17 +201,14 @@ class RolloutModel(RecordedTurns):
 
     def count_tokens(self, text: str) -> int:
         """Count the tokens of a text."""
-        return len(self._tokenizer.rendered_ids(text))
+        return len(self._tokenizer.rendered_ids(without_surrogates(text)))
 
-    def tool_calls(self, turn: Turn, form: str | None = None) -> list[ToolCall]:
-        """Tool calls in a turn of the model after its thought, as its family writes them, or in a ``form`` of
-        ``FORMATS``. Raises DataError where the chat template has no form of them that is known."""
-        found = written_by(self._tokenizer.template) if form is None else FORMATS[form]
-        if found is None:
-            raise DataError("the model's chat template writes no tool calls that megarl can read")
-        written = turn.token_ids[:-1] if turn.finish_reason == "stop" else turn.token_ids
-        text = self._tokenizer.decode(written, special=True)
-        return found.parse(text.rpartition("</think>")[2])[1]
+    def tool_calls(self, turn: Turn, form: str | None = None, tools: Tools | None = None) -> list[ToolCall]:
+        """Tool calls in a turn of the model after its thought, as of ``calls_of``. ``tools``: by default those of the
+        chat template."""
+        if tools is None:
+            tools = {**self._tokenizer.kwargs, **self._claim.task.chat_template_kwargs}.get("tools") or ()
+        return calls_of(self._tokenizer, turn, self.begins_in_thinking(turn), form, tools)[1]
 
     async def verify(self, by: str | None = None, *, of: Turn | None = None) -> Reward:
         """Reward of the model's last turn, as the trajectory would get it.
@@ -210,9 +217,9 @@ class RolloutModel(RecordedTurns):
             by: Another data source, whose verifier is asked instead; the trajectory's own reward stays to be found.
             of: Another turn of the model.
         """
-        turn = self.last_of_model() if of is None else of
         if by is not None:
-            return (await self._judge(self.text(turn), turn.follows in self._in_thinking, by)).reward
+            turn = self.last_of_model() if of is None else of
+            return (await self._judge(self.text(turn), self.begins_in_thinking(turn), by)).reward
         return (await self.verdict(of)).reward
 
     async def verdict(self, of: Turn | None = None) -> Verdict:
@@ -222,7 +229,7 @@ class RolloutModel(RecordedTurns):
         turn = self.last_of_model() if of is None else of
         number = self._index_of(turn, "verify")
         if number not in self._verdicts:
-            self._verdicts[number] = await self._judge(self.text(turn), turn.follows in self._in_thinking, None)
+            self._verdicts[number] = await self._judge(self.text(turn), self.begins_in_thinking(turn), None)
         return self._verdicts[number]
 
     async def generate(self, *, after: int = -1, max_tokens: int | None = None) -> Turn:
@@ -276,7 +283,7 @@ def observed(task: Task, observation: str, images: Sequence[bytes] = ()) -> Task
         raise ValueError(f"a first observation has {PLACEHOLDER!r}, which stands for an image of the task")
     if images and not task.images and any(PLACEHOLDER in str(message.get("content")) for message in task.prompt):
         raise ValueError(f"the task's prompt has {PLACEHOLDER!r} and no images, and an observation has some")
-    [observation] = placed([observation], images)
+    [observation] = placed([without_surrogates(observation)], images)
     *before, last = task.prompt
     if last["role"] != "user" or not isinstance(last["content"], str):
         prompt = (*task.prompt, {"role": "user", "content": observation})

@@ -73,7 +73,11 @@ class RecordedTurns(RecordedEnd):
     @property
     def in_thinking(self) -> bool:
         """True if the context of the model's last turn ended inside a thought."""
-        return self.last_of_model().follows in self._in_thinking
+        return self.begins_in_thinking(self.last_of_model())
+
+    def begins_in_thinking(self, turn: Turn) -> bool:
+        """Return True if the context of a turn ended inside a thought."""
+        return turn.follows in self._in_thinking
 
     def begin(self, token_ids: np.ndarray, *, images: Sequence[bytes] = (), in_thinking: bool = False) -> Turn:
         """Add a rendered prompt, int32 [T], that follows no turn: a context that was rewritten, or a sub-agent's.

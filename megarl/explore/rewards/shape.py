@@ -14,6 +14,7 @@ from typing import Literal
 
 from megarl.core.config.rewards import RewardConfig
 from megarl.core.errors import ConfigError
+from megarl.core.thoughts import as_written
 
 Form = Literal["think", "think_answer"]
 Language = Literal["en", "zh", "other"]
@@ -55,17 +56,6 @@ def shape_parts(text: str, question: str, config: RewardConfig, *, in_thinking: 
         wanted = config.language.language
         parts["language"] = language_consistency(text, language_of(question) if wanted == "prompt" else wanted)
     return parts
-
-
-def opens_thinking(prompt: str) -> bool:
-    """Return True if a prompt, as the chat template wrote it, ends inside a thought that the answer only has to
-    close."""
-    return prompt.rstrip().endswith("<think>")
-
-
-def as_written(text: str, in_thinking: bool) -> str:
-    """An answer with the ``<think>`` that its prompt ended with."""
-    return "<think>" + text if in_thinking else text
 
 
 def format_reward(text: str, form: Form, *, in_thinking: bool = False) -> float:

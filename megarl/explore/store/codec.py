@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,11 @@ def task_from_row(row: Any, images: tuple[bytes, ...] = ()) -> Task:
         images=images,
         chat_template_kwargs=prompt["chat_template_kwargs"],
     )
+
+
+def stored_task(task: Task) -> Task:
+    """Return a task as it comes back from the store. Raises as ``task_to_row``."""
+    return task_from_row(SimpleNamespace(**task_to_row(task)), task.images)
 
 
 def trajectory_to_row(trajectory: Trajectory) -> dict[str, Any]:

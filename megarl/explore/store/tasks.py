@@ -9,9 +9,9 @@ from sqlalchemy import Connection, delete, insert, select
 from megarl.core.errors import DataError
 from megarl.core.schema import Task
 from megarl.explore.store.claims import images_of
-from megarl.explore.store.codec import task_from_row, task_to_row
+from megarl.explore.store.codec import stored_task, task_from_row, task_to_row
 from megarl.explore.store.handle import Handle
-from megarl.explore.store.tables import TASK_IMAGES, TASKS
+from megarl.explore.store.tables import GROUPS, TASK_IMAGES, TASKS
 
 
 class TaskTable(Handle):
@@ -51,6 +51,13 @@ class TaskTable(Handle):
         """Ids of a split's tasks in the order in which they were added."""
         query = select(TASKS.c.task_id).where(TASKS.c.split == split).order_by(TASKS.c.position)
         return self._read(lambda connection: list(connection.scalars(query)))
+
+    def changed_tasks(self, split: str, tasks: Sequence[Task]) -> tuple[list[Task], list[Task]]:
+        """(stored tasks of a split that ``tasks`` have otherwise or not at all, those of them that groups are of)."""
+        now = {task.task_id: stored_task(task) for task in tasks}
+        changed = [task for task in self.tasks(split) if now.get(task.task_id) != task]
+        asked = self._read(lambda connection: set(connection.scalars(select(GROUPS.c.task_id).distinct())))
+        return changed, [task for task in changed if task.task_id in asked]
 
     def data_sources(self) -> list[str]:
         """Data sources of the tasks, sorted."""

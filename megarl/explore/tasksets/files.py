@@ -91,9 +91,23 @@ def _read_jsonl(path: Path, wanted: Sequence[str]) -> tuple[list[str], list[dict
             if not isinstance(row, dict):
                 raise DataError(f"{path}: line {number} must be a JSON object, got {short(row)}")
             names |= dict.fromkeys(row)
-            rows.append(row)
+            rows.append({name: row[name] for name in wanted if name in row})
+            if b"\\ud" in line.lower():  # JSON has halves of surrogate pairs
+                _check_characters(path, number, rows[-1])
     found = [name for name in wanted if name in names]
     return list(names), [{name: row.get(name) for name in found} for row in rows]
+
+
+def _check_characters(path: Path, line: int, row: Mapping[str, Any]) -> None:
+    """Raise DataError for a value that UTF-8, and so tokenizers and stores, cannot hold."""
+    for name, value in row.items():
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{path}: line {line}: {name} has {error.object[error.start]!r}, half of a character, which no "
+                "tokenizer takes; write the whole character, or leave it out"
+            ) from error
 
 
 def write_table(
@@ -146,8 +160,8 @@ def json_struct(location: RowLocation, field: str, value: Any) -> dict[str, Any]
     if not isinstance(value, dict):
         location.refuse(field, "a struct or null", value)
     try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError) as error:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
         location.refuse(field, f"made of JSON values ({error})", value)
     return value
 

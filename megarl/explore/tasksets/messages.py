@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.core.schema import Message
@@ -13,6 +14,8 @@ from megarl.explore.tasksets.template import RESERVED
 ROLES = ("system", "user", "assistant", "developer", "tool")
 ASKING = ("user", "tool")
 """Roles of a message that the model answers."""
+AS_TEXT = re.compile(r"\s*\[\s*\{\s*['\"](?:role|content)['\"]\s*:")
+"""Begin of a list of messages that was written as text."""
 OPTIONS = ("chat_template_kwargs", "tools", "enable_thinking")
 """Columns for the chat template: TRL's two, and verl's for one option."""
 
@@ -45,6 +48,7 @@ def _message(location: RowLocation, field: str, message: Any) -> Message:
         function = call.get("function") or call
         if not isinstance(function, dict) or not isinstance(function.get("name") or "", str):
             location.refuse(f"{field}.tool_calls", "structs with a function whose name is a string", call)
+        _check_arguments(location, f"{field}.tool_calls", function.get("arguments"))
     rest = {
         name: _without_nulls(location, value)
         for name, value in message.items()
@@ -57,6 +61,34 @@ def _message(location: RowLocation, field: str, message: Any) -> Message:
     }
     _check_json(location, field, others)
     return {"role": role, **({"content": content} if "content" in message else {}), **others}
+
+
+def _check_arguments(location: RowLocation, field: str, arguments: Any) -> None:
+    """Raise DataError unless a call's arguments are a struct, its JSON text, or missing."""
+    value = arguments
+    if isinstance(arguments, str):
+        try:
+            value = json.loads(arguments) if arguments.strip() else {}
+        except ValueError as error:
+            location.refuse(f"{field}.arguments", f"a struct or its JSON text ({error})", arguments)
+    if not isinstance(value, dict | None):
+        location.refuse(f"{field}.arguments", "a struct or its JSON text", arguments)
+    _check_json(location, f"{field}.arguments", value)
+
+
+def with_lists(location: RowLocation, row: Mapping[str, Any], fields: Sequence[str]) -> Mapping[str, Any]:
+    """A row whose messages in ``fields`` are lists where they were the JSON text of one. Raises DataError for a text
+    that begins as messages do and cannot be read as JSON."""
+    found = dict(row)
+    for field in fields:
+        text = row.get(field)
+        if isinstance(text, str) and AS_TEXT.match(text):
+            try:
+                found[field] = json.loads(text)
+            except ValueError as error:
+                location.refuse(field, f"a list of messages, their JSON text ({error}), or another text", text)
+            _check_json(location, field, found[field])
+    return found
 
 
 def prompt_of(location: RowLocation, field: str, value: Any) -> tuple[Message, ...]:
@@ -110,7 +142,18 @@ def template_kwargs_of(location: RowLocation, row: Mapping[str, Any]) -> dict[st
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             location.refuse("tools", "a list of JSON schemas", tools)
         found = {name: value for name, value in found.items() if name != "tools" or value}
+    if "tools" in found:
+        found["tools"] = [_with_parameters(location, f"tools[{i}]", tool) for i, tool in enumerate(found["tools"])]
     return found
+
+
+def _with_parameters(location: RowLocation, field: str, tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool with the JSON schema that its parameters are the JSON text of: parquet has one struct for all tools."""
+    if isinstance(tool.get("function"), dict):
+        return {**tool, "function": _with_parameters(location, f"{field}.function", tool["function"])}
+    if not isinstance(tool.get("parameters"), str):
+        return tool
+    return {**tool, "parameters": _parsed(location, f"{field}.parameters", tool["parameters"], dict)}
 
 
 def _parsed(location: RowLocation, field: str, value: Any, kind: type) -> Any:
@@ -143,6 +186,6 @@ def _check_json(location: RowLocation, field: str, value: Any) -> None:
     if value is None or value == {}:
         return
     try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError) as error:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
         location.refuse(field, f"made of JSON values ({error})", value)

@@ -17,7 +17,7 @@ from megarl.core.schema import Message, Preference
 from megarl.explore.tasksets.columns import check_required, in_verl_form
 from megarl.explore.tasksets.files import RowLocation, json_struct, read_table, source_of, write_table
 from megarl.explore.tasksets.images import columns_of, images_of, with_messages
-from megarl.explore.tasksets.messages import ASKING, OPTIONS, answer_of, prompt_of, template_kwargs_of
+from megarl.explore.tasksets.messages import ASKING, OPTIONS, answer_of, prompt_of, template_kwargs_of, with_lists
 
 ANSWERS = ("chosen", "rejected")
 COLUMNS = ("prompt", *ANSWERS, "margin", "data_source", "extra_info", "images", "videos", *OPTIONS)
@@ -67,6 +67,7 @@ def _row(preference: Preference) -> dict[str, Any]:
 
 
 def _preference(location: RowLocation, task_id: str, row: Mapping[str, Any]) -> Preference:
+    row = with_lists(location, row, ("prompt", *ANSWERS))
     images, given = images_of(location, with_messages({"prompt": None, **row}))
     (chosen, chosen_message, before), (rejected, rejected_message, before_rejected) = (
         answer_of(location, name, row[name]) for name in ANSWERS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -132,6 +133,21 @@ def _task_of(row: Task, task: Any, taskset: TasksetConfig, split: str) -> Task |
             f"{place_of_row(taskset, split, row)}: {SETTING}={taskset.process} must return a megarl.core.schema.Task "
             f"with a prompt, or None; got {type(task).__name__}"
         )
+    values = [
+        task.data_source,
+        task.prompt,
+        task.ability,
+        task.reward_model,
+        task.extra_info,
+        task.chat_template_kwargs,
+    ]
+    try:
+        json.dumps(values, ensure_ascii=False, default=repr).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{place_of_row(taskset, split, row)}: {SETTING}={taskset.process} returned a task with "
+            f"{error.object[error.start]!r}, half of a character, which no tokenizer takes"
+        ) from error
     return replace(task, task_id=row.task_id)
 
 

@@ -11,16 +11,26 @@ Either may have ``images`` (``explore/tasksets/images.py``).
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megarl.core.errors import DataError
 from megarl.core.schema import Message, Task
 from megarl.explore.tasksets.columns import SLIME, check_required, in_verl_form
 from megarl.explore.tasksets.files import RowLocation, json_struct, read_table, source_of, text_of, write_table
 from megarl.explore.tasksets.harbor import read_folders
 from megarl.explore.tasksets.images import columns_of, images_of, with_messages, with_text
-from megarl.explore.tasksets.messages import ASKING, OPTIONS, answer_of, messages_of, prompt_of, template_kwargs_of
+from megarl.explore.tasksets.messages import (
+    ASKING,
+    OPTIONS,
+    answer_of,
+    messages_of,
+    prompt_of,
+    template_kwargs_of,
+    with_lists,
+)
 
 TASK = ("data_source", "prompt", "reward_model")
 DEMONSTRATION = ("prompt", "response")
@@ -34,6 +44,7 @@ def read_rows(
     split: str | None = None,
     columns: Mapping[str, str] | None = None,
     data_source: str | None = None,
+    unverifiable: Counter[str] | None = None,
 ) -> list[Task]:
     """Read and check every row of a parquet or jsonl file, or every task of a folder in Harbor's form.
 
@@ -44,6 +55,7 @@ def read_rows(
     Args:
         columns: ``taskset.columns``.
         data_source: That of tasks whose row has none.
+        unverifiable: Counts tasks without a ground truth, which are left out; None refuses them.
 
     Raises DataError naming the file, the row, the field, what was seen and what is expected.
     """
@@ -60,7 +72,22 @@ def read_rows(
             check_required(path, [*names, "response"] if "completion" in names else names, DEMONSTRATION)
     prefix = path.stem if split is None else split
     read = _demonstration if require_response else _task
-    return [read(RowLocation(path, i), f"{prefix}/{i}", row) for i, row in enumerate(rows)]
+    kept = [
+        (RowLocation(path, i), f"{prefix}/{i}", row)
+        for i, row in enumerate(rows)
+        if require_response or unverifiable is None or _has_ground_truth(row)
+    ]
+    if unverifiable is not None and len(kept) < len(rows):
+        unverifiable["unverifiable"] += len(rows) - len(kept)
+        if not kept:
+            raise DataError(f"{path}: reward_model.ground_truth is null in all {len(rows)} rows; give some an answer")
+    return [read(*row) for row in kept]
+
+
+def _has_ground_truth(row: Mapping[str, Any]) -> bool:
+    """Return False where the ground truth is null. Rows of another form are left for ``_task`` to refuse."""
+    found = row["reward_model"]
+    return found is not None and (not isinstance(found, dict) or found.get("ground_truth") is not None)
 
 
 def write_rows(path: str | os.PathLike[str], tasks: Sequence[Task], recipe: Mapping[str, Any] | None = None) -> None:
@@ -88,6 +115,7 @@ def _row(task: Task, with_response: bool) -> dict[str, Any]:
 
 
 def _task(location: RowLocation, task_id: str, row: Mapping[str, Any]) -> Task:
+    row = with_lists(location, row, ("prompt",))
     source = text_of(location, "data_source", row["data_source"])
     images, messages = images_of(location, with_messages(row))
     prompt = prompt_of(location, "prompt", messages)
@@ -95,7 +123,8 @@ def _task(location: RowLocation, task_id: str, row: Mapping[str, Any]) -> Task:
     if not isinstance(reward_model, dict):
         location.refuse("reward_model", "a struct {style, ground_truth}", reward_model)
     if reward_model.get("ground_truth") is None:
-        location.refuse("reward_model.ground_truth", "the expected answer", reward_model.get("ground_truth"))
+        expected = "the expected answer (taskset.unverifiable=drop leaves such rows out)"
+        location.refuse("reward_model.ground_truth", expected, reward_model.get("ground_truth"))
     response = row.get("response")
     if not isinstance(response, str | None):
         location.refuse("response", "a non-empty string", response)
@@ -103,6 +132,7 @@ def _task(location: RowLocation, task_id: str, row: Mapping[str, Any]) -> Task:
 
 
 def _demonstration(location: RowLocation, task_id: str, row: Mapping[str, Any]) -> Task:
+    row = with_lists(location, row, ("prompt", "messages", "response", "completion"))
     field = "completion" if row.get("response") is None and row.get("completion") is not None else "response"
     response = row.get(field)
     if response is None and row.get("messages") is not None:

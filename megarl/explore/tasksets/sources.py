@@ -5,6 +5,7 @@ A task's id has its source's name and its row: ``train/12``, or ``train/gsm8k/12
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from megarl.core.config.taskset import SourceConfig, TasksetConfig
@@ -32,15 +33,19 @@ def source_of(task_id: str) -> str:
     return parts[1] if len(parts) > 2 else ""
 
 
-def read_tasks(taskset: TasksetConfig, split: str, data_source: str | None = None) -> list[Task]:
+def read_tasks(
+    taskset: TasksetConfig, split: str, data_source: str | None = None, dropped: Counter[str] | None = None
+) -> list[Task]:
     """Rows of all sources of train or eval, one source after the other.
 
     Args:
         data_source: That of rows for which neither the file nor a setting has one; None refuses them.
+        dropped: Is given the number of rows that ``taskset.unverifiable=drop`` leaves out for want of a ground truth.
 
     Raises:
         DataError: a row is not sound, with file, row and field.
     """
+    counts = Counter[str]() if dropped is None else dropped
     return [
         task
         for name, source in sources_of(taskset, split).items()
@@ -49,6 +54,7 @@ def read_tasks(taskset: TasksetConfig, split: str, data_source: str | None = Non
             split=f"{split}/{name}" if name else split,
             columns=source.columns,
             data_source=source.data_source or data_source,
+            unverifiable=counts if taskset.unverifiable == "drop" else None,
         )
     ]
 

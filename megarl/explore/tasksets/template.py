@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from datetime import date, datetime, time
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,10 +17,8 @@ from jinja2.parser import Parser
 
 from megarl.core.durable import read_json
 from megarl.core.errors import CheckpointError, DataError
+from megarl.explore.tasksets.shown import Messages, ShownMessages, argument_texts, is_verbatim, with_objects
 
-Messages = Sequence[Mapping[str, Any]]
-"""``{role, content, …}``; content is a text, None beside tool calls, or a list of parts as ``chat_messages`` gives
-it."""
 IDENTIFIERS = ("name", "tool_call_id", "id")
 """Fields of a message that a template may pass over: they point at other messages and hold nothing that a model
 reads."""
@@ -43,6 +41,7 @@ class ChatTemplate:
         self.text = "\n".join(sources.values())
         """Sources of all templates."""
         self._variables = dict(variables)
+        self._shown = ShownMessages()
         self._templates = {name: environment.from_string(source) for name, source in sources.items()}
         self._names = {
             name: {node.name for node in environment.parse(source).find_all(nodes.Name)}
@@ -54,16 +53,34 @@ class ChatTemplate:
 
         ``kwargs``: what else the template is given: ``tools``, ``documents``, ``enable_thinking``, ….
 
-        Raises DataError where the template fails or refuses, and for a field or option that it does not look at.
+        A tool call's arguments may be JSON text: a template that does not write it as it stands is given the object.
+
+        Raises DataError where the template fails or refuses, for a field or option that it does not look at, and for a
+        message or call that it leaves out.
         """
         name = TOOL_USE if kwargs.get("tools") is not None and TOOL_USE in self._templates else DEFAULT
         self._check(kwargs, self._names[name])
+
+        def write(given: Messages) -> str:
+            return self._write(name, given, kwargs, answered)
+
+        text, messages = _with_arguments(messages, write)
+        self._shown.check(messages, (name, dict(kwargs), answered), write)
+        return text
+
+    def _write(self, name: str, messages: Messages, kwargs: Mapping[str, Any], answered: bool) -> str:
+        """The text that a template writes. Raises DataError."""
         watched = [_Message(message) for message in messages]
         given = {"tools": None, "documents": None, **self._variables, **kwargs}
         try:
             text = self._templates[name].render(messages=watched, add_generation_prompt=not answered, **given)
+            text.encode()
         except DataError:
             raise
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"the prompt has {text[error.start]!r}, half of a character, which no tokenizer takes"
+            ) from error
         except _ERRORS as error:
             raise DataError(f"the model's chat template fails on the prompt: {error}") from error
         for number, message in enumerate(watched):
@@ -84,6 +101,21 @@ class ChatTemplate:
                     f"the model's chat template does not look at {name!r}; leave it out of the row and of "
                     "taskset.chat_template_kwargs"
                 )
+
+
+def _with_arguments(messages: Messages, write: Callable[[Messages], str]) -> tuple[str, Messages]:
+    """(text, messages): arguments that are JSON text stand in it, or become objects. Raises DataError as ``write``."""
+    texts = list(argument_texts(messages))
+    if not texts:
+        return write(messages), messages
+    try:
+        text = write(messages)
+        if all(is_verbatim(arguments, text) for arguments in texts):
+            return text, messages
+    except DataError:  # a template that takes objects only
+        pass
+    objects = with_objects(messages)
+    return write(objects), objects
 
 
 class _Message(dict[str, Any]):

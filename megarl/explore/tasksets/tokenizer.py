@@ -23,7 +23,8 @@ from megarl.core.errors import CheckpointError, ConfigError, DataError
 from megarl.core.schema import Message, Preference, Task
 from megarl.explore.tasksets.files import place_of
 from megarl.explore.tasksets.images import chat_messages
-from megarl.explore.tasksets.template import IDENTIFIERS, ChatTemplate, Messages, read_template
+from megarl.explore.tasksets.shown import Messages
+from megarl.explore.tasksets.template import IDENTIFIERS, ChatTemplate, read_template
 from megarl.explore.tools.functions import template_tools
 
 PROCESSOR = ("processor_config.json", "preprocessor_config.json")
@@ -55,7 +56,8 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self._dropped = _dropped(tokenizer)
         self._template = template
-        self._kwargs = dict(kwargs or {})
+        self.kwargs = dict(kwargs or {})
+        """Options of the template, which a row's own go before."""
         self.eos_ids = eos_ids
         """Tokens that end a response: generation_config.json's, else the tokenizer's own."""
         self.multimodal = multimodal
@@ -215,7 +217,7 @@ class ChatTokenizer:
                 {name: _as_parts(value) if name == "content" else value for name, value in message.items()}
                 for message in messages
             ]
-        return self._template.render(messages, {**self._kwargs, **(kwargs or {})}, answered=answered)
+        return self._template.render(messages, {**self.kwargs, **(kwargs or {})}, answered=answered)
 
     def _encode(self, text: str) -> Encoding:
         return self._tokenizer.encode(text, add_special_tokens=False)

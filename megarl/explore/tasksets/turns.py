@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from megarl.core.durable import without_surrogates
 from megarl.core.errors import DataError
 from megarl.core.schema import Message
-from megarl.explore.tasksets.template import Messages
+from megarl.explore.tasksets.shown import Messages
 from megarl.explore.tasksets.tokenizer import PROBE, ChatTokenizer
 
 PIECE = 2**14
@@ -31,10 +32,12 @@ def exceeds(tokenizer: ChatTokenizer, rendered: str, limit: int) -> bool:
 
 
 def messages_of(role: str, texts: Sequence[str]) -> list[Message]:
-    """Messages of one role, as :func:`render_turns` takes them."""
+    """Messages of one role, as :func:`render_turns` takes them. Halves of characters become question marks."""
     # some templates write the name of the call that a result belongs to; Mistral's has nine letters and digits
     names: list[Message] = [{"tool_call_id": f"c{i:08d}"} if role == "tool" else {} for i in range(len(texts))]
-    return [{"role": role, "content": text, **name} for text, name in zip(texts, names, strict=True)]
+    return [
+        {"role": role, "content": without_surrogates(text), **name} for text, name in zip(texts, names, strict=True)
+    ]
 
 
 def render_turns(tokenizer: ChatTokenizer, messages: Messages, kwargs: Mapping[str, Any] | None = None) -> str:

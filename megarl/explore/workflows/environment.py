@@ -51,7 +51,7 @@ def environment(make: MakeEnvironment, threads: EpisodeThreads) -> Workflow:
                     if verified.status in NO_VERDICT:
                         return
                     score = [verified.parts.get(ANSWER, verified.score)]  # weights of parts come at the end, once
-                seen = await episode.step(model.text(response), *score)
+                seen = await episode.step(model.written(response), *score)
                 rewards.append(float(seen.reward))
                 model.rate(response, rewards[-1])
                 if seen.done or response.finish_reason != "stop" or not _add(model, seen):

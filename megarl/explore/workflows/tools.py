@@ -104,6 +104,7 @@ class ToolCaller:
         self, rollout: RolloutConfig, tools: Mapping[str, ToolFunction], task: Task, session: PythonSession | None
     ) -> None:
         self._rollout, self._tools, self._task, self._session = rollout, tools, task, session
+        self.schemas = [tool.schema for tool in tools.values()]
         self.left = rollout.max_tool_calls
         """Calls that the trajectory may still make; negative once one was refused."""
 
@@ -113,7 +114,7 @@ class ToolCaller:
         if self.left < 0:
             return NONE_LEFT
         if call.arguments is None:
-            return "Error: a tool call must be a JSON object with the name of a tool and an object of arguments."
+            return "Error: a tool call must have the name of a tool and its arguments, in the form that was described."
         tool = self._tools.get(call.name)
         if tool is None:
             return f"Error: there is no tool {call.name!r:.80}; there are {', '.join(self._tools)}."
@@ -147,7 +148,8 @@ async def _turns(rollout: RolloutConfig, task: Task, model: RolloutModel, caller
     model.ask(task)
     while True:
         response = await model.generate()
-        calls = model.tool_calls(response, rollout.tool_format) if response.finish_reason == "stop" else []
+        ended = response.finish_reason == "stop"
+        calls = model.tool_calls(response, rollout.tool_format, caller.schemas) if ended else []
         if not calls or caller.left < 0:
             return
         results = [await caller.result(call) for call in calls]

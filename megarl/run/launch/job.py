@@ -43,7 +43,13 @@ from megarl.run.process.reaper import Reaper
 from megarl.run.run_dir.changes import changes_since_last_start
 from megarl.run.run_dir.owner import check_fence, held_locks, next_attempt, own_run_dir, run_id, run_key
 from megarl.run.run_dir.prepare import with_prompt_limit
-from megarl.run.run_dir.resume import check_owner_of_store, check_store_of_run, is_finished, set_aside_damaged
+from megarl.run.run_dir.resume import (
+    check_owner_of_store,
+    check_rows_of_run,
+    check_store_of_run,
+    is_finished,
+    set_aside_damaged,
+)
 from megarl.run.run_dir.store_damage import replace_damaged_store
 from megarl.run.supervise.specs import preload, resolved
 from megarl.run.supervise.supervisor import start_attempt, watch
@@ -296,6 +302,7 @@ def _fill_store(config: Config, tasks: Mapping[str, Selected], attempt: int, fit
         _discard_rollouts(config, run_dir, store)
     for split, selected in tasks.items():
         if store.tasks(split) != selected.tasks:
+            check_rows_of_run(config, store, split, selected.tasks)
             store.add_tasks(split, selected.tasks)
             sources = Counter(source_of(task.task_id) for task in selected.tasks)
             data = {"split": split, "tasks": len(selected.tasks), "dropped": selected.dropped}

@@ -19,6 +19,8 @@ from megarl.explore.rewards.pool.host import MIN_KEY
 Role = Literal["all", "trainer", "rollout"]
 """Processes that may run on a node; ``all`` unless the job has parts (a heterogeneous Slurm job)."""
 
+INTERACTIVE = str(0xFFFFFFFA)
+"""Id of the step in which salloc runs a shell (Slurm's LaunchParameters=use_interactive_step)."""
 LOWEST_PORT, PORTS = 20000, 12000
 """Ports of the head, where MEGARL_HEAD_PORT is not set: below the ports of outgoing connections."""
 
@@ -66,27 +68,27 @@ def find(env: Mapping[str, str] = os.environ) -> Allocation:
 
 
 def _slurm(env: Mapping[str, str]) -> Allocation:
-    allocated = int(env.get("SLURM_JOB_NUM_NODES", "1"))
-    if "SLURM_STEP_NODELIST" not in env:  # a batch script, or a shell inside an allocation
+    if "SLURM_STEP_NODELIST" not in env or env.get("SLURM_STEP_ID", env.get("SLURM_STEPID")) == INTERACTIVE:
+        # a batch script, or a shell inside an allocation, which salloc may start as a step of its own
+        allocated = _number(env, "SLURM_JOB_NUM_NODES") if "SLURM_JOB_NUM_NODES" in env else 1
         if allocated > 1:
             raise ConfigError(
                 f"this Slurm job has {allocated} nodes, but megarl was started on one of them: start one on each with "
                 "`srun --ntasks-per-node=1 megarl train ...`, as slurm/train_grpo.sh does"
             )
         return Allocation(name=env.get("SLURMD_NODENAME", ""), launcher="slurm")
-    nodes = int(env.get("MEGARL_NODES") or env["SLURM_STEP_NUM_NODES"])
-    tasks = int(env["SLURM_STEP_NUM_TASKS"])
-    if "MEGARL_NODES" not in env and tasks != nodes:
+    nodes = _number(env, "MEGARL_NODES" if env.get("MEGARL_NODES") else "SLURM_STEP_NUM_NODES")
+    if not env.get("MEGARL_NODES") and (tasks := _number(env, "SLURM_STEP_NUM_TASKS")) != nodes:
         raise ConfigError(
             f"srun started {tasks} tasks on {nodes} nodes; megarl needs one on each, and starts the rest itself: use "
             "--ntasks-per-node=1"
         )
     return Allocation(
-        rank=int(env.get("MEGARL_NODE_RANK") or env["SLURM_PROCID"]),
+        rank=_number(env, "MEGARL_NODE_RANK" if env.get("MEGARL_NODE_RANK") else "SLURM_PROCID"),
         nodes=nodes,
         # Where srun was called from is the job's first node in a batch script; slurm/common.sh sets the former.
         head=env.get("MEGARL_HEAD") or env.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"),
-        port=_port(env, LOWEST_PORT + int(env["SLURM_JOB_ID"]) % PORTS),
+        port=_port(env, LOWEST_PORT + _number(env, "SLURM_JOB_ID") % PORTS),
         name=env.get("SLURMD_NODENAME", ""),
         role=_role(env),
         launcher="slurm",
@@ -94,20 +96,31 @@ def _slurm(env: Mapping[str, str]) -> Allocation:
 
 
 def _torchrun(env: Mapping[str, str]) -> Allocation:
-    if int(env["LOCAL_WORLD_SIZE"]) != 1:
+    if _number(env, "LOCAL_WORLD_SIZE") != 1:
         raise ConfigError(
             f"torchrun --nproc-per-node={env['LOCAL_WORLD_SIZE']}: megarl needs one process on each node and starts "
             "the rest itself; use 1"
         )
     return Allocation(
-        rank=int(env["RANK"]),
-        nodes=int(env["WORLD_SIZE"]),
-        head=env.get("MEGARL_HEAD") or env["MASTER_ADDR"],
-        port=_port(env, int(env["MASTER_PORT"]) + 1),  # its own is torchrun's
+        rank=_number(env, "RANK"),
+        nodes=_number(env, "WORLD_SIZE"),
+        head=env.get("MEGARL_HEAD") or env.get("MASTER_ADDR", "127.0.0.1"),
+        port=_port(env, _number(env, "MASTER_PORT") + 1),  # its own is torchrun's
         name=os.uname().nodename,
         role=_role(env),
         launcher="torchrun",
     )
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    """Number in a launcher's variable. Raises ConfigError where there is none."""
+    given = env.get(name, "")
+    if not (given.isascii() and given.isdecimal()):
+        raise ConfigError(
+            f"${name} is {given!r}, which is no number, though other variables of its launcher are set; start megarl "
+            "by srun or torchrun, or unset $SLURM_JOB_ID and $TORCHELASTIC_RUN_ID to run on this machine alone"
+        )
+    return int(given)
 
 
 def _port(env: Mapping[str, str], otherwise: int) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import logging
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megarl.core.config import Config
 from megarl.core.durable import exists, write_text
 from megarl.core.errors import CheckpointError, ConfigError
+from megarl.core.schema import Task
 from megarl.explore.bench.answers import RESULT
 from megarl.explore.store import Store, sqlite_file
 from megarl.explore.store.database import is_pending, shown
@@ -18,6 +19,7 @@ from megarl.learn import algorithms
 from megarl.learn.parallel.grid import ROLES
 from megarl.run.run_dir.changes import Change, changes_since_last_start, described, has_checkpoints, is_in, listed
 from megarl.run.run_dir.owner import run_id
+from megarl.run.run_dir.rows import place
 from megarl.weights.checkpoint.formats.dist import COMMON, DistFiles, keeps_common_state
 from megarl.weights.checkpoint.formats.hf_source import HF_FOLDER
 from megarl.weights.checkpoint.training.disk_space import writing
@@ -238,3 +240,27 @@ def check_store_of_run(config: Config, run_dir: Path, store: Store) -> None:
         lacks,
         PREFIX,
     )
+
+
+def check_rows_of_run(config: Config, store: Store, split: str, tasks: Sequence[Task]) -> None:
+    """Make sure that the rows of a split are those that the store's groups were asked for with. Rows that no group is
+    of may have changed, which is logged.
+
+    Raises:
+        ConfigError: responses would be shown, replayed and exported with the prompts and ground truths of other rows.
+    """
+    changed, asked = store.changed_tasks(split, tasks)
+    if asked:
+        first = place(config, split, asked[0])
+        raise ConfigError(
+            f"run.dir={config.run.dir} holds responses to {len(asked)} rows that have changed or gone since; the first "
+            f"is {first}. Put the rows back (or what taskset.process makes of them), or take another run.name"
+        )
+    if changed:
+        log.warning(
+            "taskset.%s: %d rows that the run has not used yet have changed or gone since its last start; the first is "
+            "%s",
+            split,
+            len(changed),
+            place(config, split, changed[0]),
+        )

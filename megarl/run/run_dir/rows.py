@@ -60,7 +60,7 @@ def read_split(config: Config, split: str, dropped: Counter[str] | None = None) 
     """Rows of train, eval, warm_start or expert; their ids begin with the split's name, since two files may have one.
 
     Args:
-        dropped: Is given the number of rows that a user's file drops.
+        dropped: Is given the numbers of rows that a user's file drops, or that have no ground truth.
 
     Raises:
         DataError: a row is not what the algorithm needs, with file, row and field.
@@ -68,7 +68,7 @@ def read_split(config: Config, split: str, dropped: Counter[str] | None = None) 
     taskset, kind = config.taskset, kind_of_rows(config) if split in SPLITS else "demonstrations"
     if kind == "tasks":
         # A function of the user's needs no name of a verifier.
-        tasks = read_tasks(taskset, split, data_source=OWN_REWARD if config.reward.path is not None else None)
+        tasks = read_tasks(taskset, split, OWN_REWARD if config.reward.path is not None else None, dropped)
         return processed(tasks, taskset, split, dropped, config.reward.judge)
     path = Path(single_file(taskset, split))
     columns = taskset.columns if split in SPLITS else {}  # warm_start and expert have columns of their own

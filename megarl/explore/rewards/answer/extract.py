@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from megarl.core.thoughts import without_thought
 from megarl.explore.rewards.answer.stated import stated
 from megarl.explore.rewards.answer.units import NUMERALS
 
@@ -69,10 +70,8 @@ _AFFIRMED_QUESTION = re.compile(
 
 
 def after_thinking(text: str) -> str:
-    """Text after the last ``</think>``, up to a further thought; nothing when one was opened and none was closed."""
-    _, closed, tail = text.rpartition("</think>")
-    answer, opened, _ = tail.partition("<think>")
-    return "" if opened and not closed else answer[-MAX_RESPONSE:]
+    """Return the last ``MAX_RESPONSE`` characters of the answer after the thought."""
+    return without_thought(text)[-MAX_RESPONSE:]
 
 
 def boxes(text: str) -> Iterator[tuple[int, str]]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol, Self
 from megarl.core.config.rewards import RewardConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Reward, Task
+from megarl.core.thoughts import as_written
 from megarl.explore.rewards.pool.output import PrintedOutput
 from megarl.explore.rewards.pool.process import (
     START_TIMEOUT_S,
@@ -32,7 +33,6 @@ from megarl.explore.rewards.pool.process import (
 from megarl.explore.rewards.pool.tally import Tally
 from megarl.explore.rewards.pool.worker_queue import WorkerQueue
 from megarl.explore.rewards.router import CODE, JUDGE, imports_of, route
-from megarl.explore.rewards.shape import as_written
 from megarl.explore.rewards.verdict import FAILURES, LATE, NO_VERDICT, weighed
 
 log = logging.getLogger(__name__)

@@ -23,10 +23,10 @@ from megarl.core.config.rewards import RewardConfig
 from megarl.core.errors import ConfigError, DataError, describe
 from megarl.core.parent import die_with
 from megarl.core.secrets import hide_secrets
+from megarl.core.thoughts import as_written
 from megarl.core.user_file import import_file
 from megarl.explore.rewards.pool.child import SOCKET
 from megarl.explore.rewards.router import Scorer, scorer_for
-from megarl.explore.rewards.shape import as_written
 from megarl.explore.rewards.verdict import weighed, with_question
 
 ADDRESS_SPACE_BYTES = 8 * 2**30

@@ -1,0 +1,35 @@
+"""The thought in a response: text between ``<think>`` and ``</think>``. No tool, environment or verifier acts on it."""
+
+from __future__ import annotations
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+def opens_thinking(prompt: str) -> bool:
+    """Return True if a prompt, as the chat template wrote it, ends inside a thought that the response only has to
+    close."""
+    return prompt.rstrip().endswith(OPEN)
+
+
+def as_written(text: str, in_thinking: bool) -> str:
+    """Return a response with the ``<think>`` that its prompt ended with."""
+    return OPEN + text if in_thinking else text
+
+
+def split_thought(text: str) -> tuple[str, str, str]:
+    """Split a response (``as_written``) into the thought, the answer after it, and a further thought with all that
+    follows. The three joined are the text.
+
+    The answer begins after the last ``</think>``. It is empty where a thought was opened and none was closed.
+    """
+    before, closed, after = text.rpartition(CLOSE)
+    answer, opened, further = after.partition(OPEN)
+    if opened and not closed:
+        return text, "", ""
+    return before + closed, answer, opened + further
+
+
+def without_thought(text: str) -> str:
+    """Return the answer in a response (``as_written``), without the line breaks between thought and answer."""
+    thought, answer, _ = split_thought(text)
+    return answer.lstrip("\n") if thought else answer

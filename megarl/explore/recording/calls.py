@@ -1,0 +1,32 @@
+"""Tool calls in a turn of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megarl.core.errors import DataError
+from megarl.core.schema import Turn
+from megarl.core.thoughts import OPEN, as_written
+from megarl.explore.tasksets import ChatTokenizer
+from megarl.explore.tools import FORMATS, ToolCall, written_by
+
+
+def calls_of(
+    tokenizer: ChatTokenizer, turn: Turn, in_thinking: bool, form: str | None, tools: Iterable[Mapping[str, Any]]
+) -> tuple[str, list[ToolCall]]:
+    """Text of a turn around its tool calls, thought included, and the calls. A call inside the thought is text.
+
+    Args:
+        in_thinking: The turn begins inside a thought.
+        form: One of ``FORMATS``; None for that of the chat template.
+        tools: JSON schemas of the tools, which give arguments their types.
+
+    Raises DataError where the chat template has no form of calls that is known.
+    """
+    found = written_by(tokenizer.template) if form is None else FORMATS[form]
+    if found is None:
+        raise DataError("the model's chat template writes no tool calls that megarl can read")
+    written = turn.token_ids[:-1] if turn.finish_reason == "stop" else turn.token_ids
+    content, calls = found.parse(as_written(tokenizer.decode(written, special=True), in_thinking), tools)
+    return content.removeprefix(OPEN) if in_thinking else content, calls

@@ -1,0 +1,152 @@
+"""Proof that a chat template writes every message and tool call of a conversation.
+
+Templates pass over roles, second calls and contents that they do not know. So the conversation is rendered once more
+with a marker in place of each content and of each call's arguments, and every marker must be in the text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from megarl.core.errors import DataError
+
+Messages = Sequence[Mapping[str, Any]]
+"""``{role, content, …}``; content is a text, None beside tool calls, or a list of parts as ``chat_messages`` gives
+it."""
+MARKER = "0f1e2d3c{:06d}"
+MOST = 1024
+"""Conversations whose shape is remembered."""
+
+
+class ShownMessages:
+    """Shapes of conversations that a template is known to write whole: roles, fields, kinds of contents, options."""
+
+    def __init__(self) -> None:
+        self._whole: set[str] = set()
+
+    def check(self, messages: Messages, key: Any, render: Callable[[Messages], str]) -> None:
+        """Raise DataError for a message or call that ``render`` leaves out.
+
+        Args:
+            key: What the template is given beside the messages.
+        """
+        shape = repr((key, [_shape(message) for message in messages]))
+        if shape in self._whole:
+            return
+        marked = _Marked(messages)
+        try:
+            text = render(marked.messages)
+        except DataError:  # a template that reads contents, and takes no other than the real ones
+            text = render(messages)
+            lost = next((what for _, what, given in marked.places if not _is_in(given, text)), None)
+        else:
+            lost = next((what for marker, what, _ in marked.places if marker not in text), None)
+        if lost is not None:
+            raise DataError(
+                f"the model's chat template leaves out {lost}; write it as the template does (another role, one call a "
+                "message), or take a template that writes it"
+            )
+        if len(self._whole) >= MOST:
+            self._whole.clear()
+        self._whole.add(shape)
+
+
+class _Marked:
+    """A conversation with markers, and their places."""
+
+    def __init__(self, messages: Messages) -> None:
+        self.places: list[tuple[str, str, str]] = []
+        """(marker, what it stands for, the text itself)"""
+        self.messages = [self._message(number, message) for number, message in enumerate(messages)]
+
+    def _mark(self, what: str, text: str) -> str:
+        marker = MARKER.format(len(self.places))
+        self.places.append((marker, f"{what}: {text[:60]!r}", text))
+        return marker
+
+    def _message(self, number: int, message: Mapping[str, Any]) -> dict[str, Any]:
+        found, what = dict(message), f"message {number} ({message.get('role')})"
+        content = message.get("content")
+        if isinstance(content, str) and content.strip():
+            found["content"] = self._mark(what, content)
+        elif isinstance(content, list):
+            found["content"] = [self._part(what, part) for part in content]
+        if calls := message.get("tool_calls"):
+            found["tool_calls"] = [self._call(f"call {i + 1} of {what}", call) for i, call in enumerate(calls)]
+        return found
+
+    def _part(self, what: str, part: Any) -> Any:
+        text = part.get("text") if isinstance(part, dict) else None
+        return {**part, "text": self._mark(what, text)} if isinstance(text, str) and text.strip() else part
+
+    def _call(self, what: str, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call.get("function") or call
+        name, arguments = function.get("name"), function.get("arguments")
+        marked: dict[str, Any] = {}
+        if isinstance(arguments, dict) and arguments:
+            marked = {"arguments": {key: self._mark(what, str(key)) for key in arguments}}
+        elif isinstance(arguments, str) and arguments:
+            marked = {"arguments": json.dumps({"a": self._mark(what, arguments)})}
+        elif isinstance(name, str) and name:
+            marked = {"name": self._mark(what, name)}
+        return {**call, "function": {**function, **marked}} if "function" in call else {**call, **marked}
+
+
+def _shape(message: Mapping[str, Any]) -> list[Any]:
+    """Role, fields and kinds of values of a message: a template may decide by them."""
+    return [message.get("role"), *((name, _kind(value)) for name, value in message.items() if name != "role")]
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: value[name] if name == "type" else _kind(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_kind(part) for part in value]
+    return type(value).__name__, bool(value.strip() if isinstance(value, str) else value)
+
+
+def _is_in(given: str, text: str) -> bool:
+    """Return True if a text holds what was given, as it stands or as JSON writes it."""
+    return any(form in text for form in (given.strip(), json.dumps(given.strip(), ensure_ascii=False)[1:-1]))
+
+
+# ---------------------------------------------------------------- arguments that are JSON text
+
+
+def argument_texts(messages: Messages) -> Iterator[str]:
+    """Arguments of calls that are texts, OpenAI's wire form."""
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            arguments = (call.get("function") or call).get("arguments")
+            if isinstance(arguments, str):
+                yield arguments
+
+
+def is_verbatim(arguments: str, text: str) -> bool:
+    """Return True if a rendered text has arguments as they stand, not as a JSON string. An empty text is none."""
+    encoded = (json.dumps(arguments, ensure_ascii=ascii_only) for ascii_only in (False, True))
+    return bool(arguments.strip()) and arguments.strip() in text and not any(form in text for form in encoded)
+
+
+def with_objects(messages: Messages) -> list[dict[str, Any]]:
+    """Messages whose calls have the object that their arguments are the JSON text of; other texts stay."""
+
+    def parsed(call: Mapping[str, Any]) -> dict[str, Any]:
+        if "function" in call:
+            return {**call, "function": parsed(call["function"])}
+        arguments = call.get("arguments")
+        if not isinstance(arguments, str):
+            return dict(call)
+        try:
+            return {**call, "arguments": json.loads(arguments) if arguments.strip() else {}}
+        except ValueError:
+            return dict(call)
+
+    return [
+        {**message, "tool_calls": [parsed(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else dict(message)
+        for message in messages
+    ]
