@@ -457,8 +457,8 @@ def test_shape_rewards_are_added_with_their_weights(user_config: RewardConfig) -
         ]
 
     bare, thought, none = run_pool(replace(config, retries=0), work)
-    assert bare.reward == Reward(0.5, "ok", {"format": 0.0, "answer": 1.0})
-    assert thought.reward == Reward(0.1, "wrong", {"format": 1.0, "answer": 0.0})
+    assert bare.reward == Reward(0.5, "ok", {"format": 0.0, "answer": 1.0, "user_format": 1.0})
+    assert thought.reward == Reward(0.1, "wrong", {"format": 1.0, "answer": 0.0, "user_format": 1.0})
     assert math.isnan(none.reward.score) and none.reward.status == "error"
 
 

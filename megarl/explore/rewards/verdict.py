@@ -23,6 +23,8 @@ MAX_NAME = 200
 MAX_REASON = 2000
 ANSWER = "answer"
 """The part that holds the verifier's own score where there are others."""
+USER_PART = "user_"
+"""Prefix of a part that a reward function has given the name of one of megarl's."""
 
 
 def to_verdict(result: Any) -> dict[str, Any]:
@@ -79,14 +81,26 @@ def weigh(verdict: dict[str, Any], shape: Mapping[str, float], config: RewardCon
     unweighted.
 
     ``shape``: part -> value, for parts with a ``weight`` of their own in the settings. What has no verdict stays as it
-        is.
+        is. ``verified`` is the verifier's own score where ``score`` is another one.
     """
     if verdict["status"] in NO_VERDICT or (not shape and config.weight == 1.0):
         return verdict
     score = config.weight * verdict["score"] + sum(
         getattr(config, name).weight * value for name, value in shape.items()
     )
-    return {**verdict, "score": score, "parts": {**verdict["parts"], **shape, ANSWER: verdict["score"]}}
+    parts = with_parts(verdict["parts"], {**shape, ANSWER: verdict["score"]})
+    return {**verdict, "score": score, "verified": verdict["score"], "parts": parts}
+
+
+def with_parts(parts: Mapping[str, float], added: Mapping[str, float]) -> dict[str, float]:
+    """Return ``parts`` and megarl's own ``added``. A part with the name of an added one is kept as ``user_<name>``."""
+    found = {name: value for name, value in parts.items() if name not in added}
+    for name in parts.keys() & added.keys():
+        kept = USER_PART + name
+        while kept in found or kept in added:
+            kept = USER_PART + kept
+        found[kept] = parts[name]
+    return found | dict(added)
 
 
 def weighed_reward(reward: Reward, text: str, question: str, in_thinking: bool, config: RewardConfig) -> Reward:

@@ -59,6 +59,13 @@ class Verdict(NamedTuple):
     tries: int = 1
     kills: int = 0
     """Workers that died or hung over it."""
+    verified: float | None = None
+    """The verifier's own score where weights have made another one of it."""
+
+    @property
+    def own_score(self) -> float:
+        """The verifier's score, before ``reward.weight`` and rewards for how an answer is written."""
+        return self.reward.score if self.verified is None else self.verified
 
     @property
     def record(self) -> dict[str, Any]:
@@ -300,4 +307,4 @@ def _of_reply(reply: dict[str, Any]) -> Verdict:
     if status in NO_VERDICT:
         message = reply.get("reason") or f"the reward function reported {status}"
         return Verdict(Reward(math.nan, status, reply["parts"]), message, reported=True)
-    return Verdict(Reward(reply["score"], status, reply["parts"]))
+    return Verdict(Reward(reply["score"], status, reply["parts"]), verified=reply.get("verified"))
