@@ -32,8 +32,9 @@ def to_verdict(result: Any) -> dict[str, Any]:
     gives one.
 
     A dict's numeric entries, and those of its ``parts``, are kept as parts. ``status`` is the dict's own; or ok / wrong
-    by its ``acc`` (a bool, 0 or 1); or else ok from a score of 1.0 on. Raises TypeError or ValueError for a result that
-    is neither, or not finite, and for more than MAX_PARTS parts or a part whose name is too long or no valid text.
+    by its ``acc`` (a bool or a number, right from 1 on); or else ok from a score of 1.0 on. Scalars of numpy and torch
+    are numbers. Raises TypeError or ValueError for a result that is neither, or not finite, and for more than MAX_PARTS
+    parts or a part whose name is too long or no valid text.
     """
     if not isinstance(result, Mapping):
         score = _number(result, "the result")
@@ -45,7 +46,7 @@ def to_verdict(result: Any) -> dict[str, Any]:
     entries = {**result, **more} if isinstance(more, Mapping) else dict(result)
     parts = {
         str(name): float(value)
-        for name, value in entries.items()
+        for name, value in ((name, _plain(value)) for name, value in entries.items())
         if name != "score" and _is_number(value) and math.isfinite(value)
     }
     _check_names(parts)
@@ -125,13 +126,13 @@ def _check_names(parts: Mapping[str, float]) -> None:
 
 
 def _right(acc: Any, score: float) -> bool:
-    if acc is None:
-        return score >= 1.0
-    if acc not in (0, 1):
-        raise ValueError(
-            f"compute_score returned acc {acc!r}; it says whether the answer is right: True, False, 1 or 0"
-        )
-    return bool(acc)
+    """Return True if ``acc`` is 1, or, without it, the score at least 1. A graded ``acc`` below 1 is not right."""
+    return (score if acc is None else _number(acc, "'acc'")) >= 1.0
+
+
+def _plain(value: Any) -> Any:
+    """The number of a scalar of numpy or torch; all else as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)) else value
 
 
 def _is_number(value: Any) -> bool:
@@ -139,6 +140,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _number(value: Any, what: str) -> float:
+    value = _plain(value)
     if not _is_number(value):
         raise TypeError(
             f"compute_score must return a number or a dict with a number 'score'; "

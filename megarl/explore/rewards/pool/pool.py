@@ -26,6 +26,7 @@ from megarl.explore.rewards.pool.process import (
     Worker,
     WorkerDied,
     WorkerError,
+    WorkerSpent,
     WorkerUnfit,
     addresses,
 )
@@ -271,6 +272,9 @@ class RewardPool:
         except TimeoutError:
             died = True
             found = Verdict(Reward(math.nan, "timeout"), f"no verdict within {limit:g} s")
+        except WorkerSpent:
+            died = True
+            found = _wrong(request, self._config)
         except WorkerDied as error:
             died = True
             found = Verdict(_NONE, f"{error} while scoring")
@@ -298,6 +302,12 @@ def _verifier(config: RewardConfig, data_source: str) -> str:
     with contextlib.suppress(DataError):
         return route(data_source, config.routes)[0]
     return ""
+
+
+def _wrong(request: dict[str, Any], config: RewardConfig) -> Verdict:
+    """The verdict over a response that one of megarl's verifiers cannot judge in time."""
+    text, question, in_thinking = (request[name] for name in ("solution_str", "question", "in_thinking"))
+    return _of_reply(weighed({"score": 0.0, "status": "wrong"}, text, question, in_thinking, config))
 
 
 def _of_reply(reply: dict[str, Any]) -> Verdict:
