@@ -9,10 +9,9 @@ import json
 import math
 import signal
 import socket
+import time
 from collections.abc import Sequence
 from typing import Any
-
-import psutil
 
 from megarl.core import proof
 from megarl.core.config.load import to_dict
@@ -30,6 +29,8 @@ CALLER, HOST = "reward caller", "reward host"
 """Sides of a connection to a reward host (``proof.py``)."""
 KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 60_000}
 VERDICT_FIELDS = {"score", "status", "parts"}
+CPUCLOCK_SCHED = 2
+"""Kind of Linux's clock id of a process, as ``clock_getcpuclockid(3)`` makes it of its pid."""
 BUSY_SHARE = 0.25
 """Share of ``reward.timeout_s`` that a worker must have computed for, where it has no verdict in that time and the
 response is at fault; a worker that waits, or gets no processor, has computed less."""
@@ -235,9 +236,9 @@ class LocalWorker(Worker):
         return None if self._process is None else self._process.pid
 
     def _cpu_s(self) -> float:
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(OSError):
             if self._process is not None:
-                return sum(psutil.Process(self._process.pid).cpu_times()[:2])
+                return time.clock_gettime(~self._process.pid << 3 | CPUCLOCK_SCHED)
         return math.nan
 
     async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
