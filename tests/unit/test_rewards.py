@@ -22,6 +22,7 @@ import torch
 from megarl.core.config.rewards import FormatConfig, RepetitionConfig, RewardConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Reward, Task
+from megarl.explore.recording.values import recorded_reward
 from megarl.explore.rewards import RewardPool, Verdict, compute_score
 from megarl.explore.rewards.pool import process as reward_process
 from megarl.explore.rewards.pool import worker_queue
@@ -613,3 +614,10 @@ def test_the_page_names_every_prefix_with_its_family() -> None:
         assert family is not None, entry
         listed |= dict.fromkeys(re.findall(r"`([^`]+)`", entry.split("**")[0]), family[1])
     assert {prefix.rstrip("/"): family for prefix, family in listed.items()} == ROUTES
+
+
+def test_a_workflow_gives_scalars_of_numpy_and_torch_too() -> None:
+    for one in (np.bool_(True), np.array(1.0), torch.tensor(1, dtype=torch.bfloat16)):
+        assert recorded_reward(Reward(one, "ok", {"part": one})) == Reward(1.0, "ok", {"part": 1.0})
+    with pytest.raises(TypeError, match=r"Reward.score must be a number, got tensor\(\[1\]\)"):
+        Reward(torch.tensor([1]), "ok")

@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.core.config.rewards import RewardConfig
 from megarl.core.durable import without_surrogates
-from megarl.core.schema import Reward
+from megarl.core.schema import Reward, plain
 from megarl.explore.rewards.shape import shape_parts
 
 LATE = "late"
@@ -46,7 +46,7 @@ def to_verdict(result: Any) -> dict[str, Any]:
     entries = {**result, **more} if isinstance(more, Mapping) else dict(result)
     parts = {
         str(name): float(value)
-        for name, value in ((name, _plain(value)) for name, value in entries.items())
+        for name, value in ((name, plain(value)) for name, value in entries.items())
         if name != "score" and _is_number(value) and math.isfinite(value)
     }
     _check_names(parts)
@@ -130,17 +130,12 @@ def _right(acc: Any, score: float) -> bool:
     return (score if acc is None else _number(acc, "'acc'")) >= 1.0
 
 
-def _plain(value: Any) -> Any:
-    """The number of a scalar of numpy or torch; all else as it is."""
-    return value.item() if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)) else value
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, Number) and not isinstance(value, complex)
 
 
 def _number(value: Any, what: str) -> float:
-    value = _plain(value)
+    value = plain(value)
     if not _is_number(value):
         raise TypeError(
             f"compute_score must return a number or a dict with a number 'score'; "
