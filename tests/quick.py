@@ -14,11 +14,11 @@ SLOW = (
     "test_host_memory", "test_launch", "test_launch_checks", "test_launch_data", "test_launch_leftovers",
     "test_launch_nodes", "test_launch_offline", "test_launch_replace", "test_launch_rewards",
     "test_learning_table", "test_ops_advantage", "test_ops_policy", "test_ops_torch", "test_overrides",
-    "test_own", "test_postgres_programs", "test_report", "test_reshard_execute", "test_reshard_families",
-    "test_reshard_oracle", "test_reshard_plan", "test_resume", "test_rewards", "test_rewards_k12",
-    "test_rewards_math", "test_rewards_workers", "test_role_checks", "test_rollout_frames", "test_sanitizers",
-    "test_stall", "test_store", "test_store_damage", "test_sweep", "test_task_sources", "test_tasksets",
-    "test_tasksets_school",
+    "test_own", "test_payloads", "test_postgres_programs", "test_report", "test_reshard_execute",
+    "test_reshard_families", "test_reshard_oracle", "test_reshard_plan", "test_resume", "test_rewards",
+    "test_rewards_k12", "test_rewards_math", "test_rewards_workers", "test_role_checks", "test_rollout_frames",
+    "test_sanitizers", "test_stall", "test_store", "test_store_damage", "test_sweep", "test_task_sources",
+    "test_tasksets", "test_tasksets_school",
 )  # fmt: skip
 """Files that take more than about three seconds on two idle cores, all tests together."""
 

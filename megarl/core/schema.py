@@ -141,6 +141,11 @@ class Preference:
     """Files of the prompt's images, as of a task."""
 
 
+def plain(value: Any) -> Any:
+    """The number of a scalar of numpy or torch; all else as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)) else value
+
+
 @dataclass(frozen=True)
 class Reward:
     """A verdict: ``score`` is what the algorithm sees; an error is a status, never a silent 0."""
@@ -150,7 +155,7 @@ class Reward:
     parts: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.score, Real):
+        if not isinstance(plain(self.score), Real):
             raise TypeError(f"Reward.score must be a number, got {self.score!r:.60}")
         if self.status not in get_args(RewardStatus):
             names = ", ".join(get_args(RewardStatus))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from megarl.core.schema import Task
 from megarl.explore.rewards import RewardPool, Verdict
 from megarl.explore.rewards.code import verifier as code
 from megarl.explore.rewards.verdict import to_verdict
+from megarl.explore.sandbox.local import LocalSandbox
 from megarl.explore.sandbox.proven import local_sandbox
 from tests.system.code_cases import ADD, CASES, SUM, block
 
@@ -55,10 +57,21 @@ def test_an_endless_loop_is_wrong_though_it_spends_the_time_of_all_tests(score: 
     )
 
 
-def test_tests_that_no_time_is_left_for_are_no_verdict() -> None:
+class Busy(LocalSandbox):
+    """A sandbox whose starts take 2 s, as on a machine that is overloaded."""
+
+    def open(self, limits: Any, passed: Any = None) -> Any:
+        time.sleep(2.0)
+        return super().open(limits, passed)
+
+
+def test_a_program_that_spends_the_time_of_its_tests_is_wrong_and_a_sandbox_that_does_gives_no_verdict() -> None:
+    config = CodeConfig(item_s=1.2, wall_s=5.0)
     slow = block("import time\ntime.sleep(0.7)\n" + ADD)
-    result = code.make_scorer(local_sandbox(), CodeConfig(item_s=1.2, wall_s=5.0))(slow, SUM, None)
-    assert result["status"] == "timeout" and "reward.code.item_s=1.2" in result["reason"]
+    result = code.make_scorer(local_sandbox(), config)(slow, SUM, None)
+    assert result["status"] == "wrong" and "reward.code.item_s=1.2" in result["reason"]
+    result = code.make_scorer(Busy(local_sandbox()._host), config)(block(ADD), SUM, None)
+    assert result["status"] == "timeout" and "reward.code.item_s=1.2" in result["reason"], result
 
 
 SLOW = {"test_list": ["assert f(1) == 1", "assert f(2) == 2", "assert f(3) == 3"]}
@@ -69,7 +82,7 @@ SLEEP = "import time\ndef f(x):\n    time.sleep({})\n    return x"
     ("program", "times", "status", "passed"),
     [
         (SLEEP.format(1), {"wall_s": 2.9, "item_s": 20.0}, "ok", 3),  # 3 s of all tests together
-        (SLEEP.format(1.6), {"wall_s": 3.0, "item_s": 3.1}, "timeout", None),  # none too slow by itself
+        (SLEEP.format(1.6), {"wall_s": 3.0, "item_s": 3.1}, "wrong", None),  # none too slow by itself, all together
         (SLEEP.format("x == 2 and 60"), {"wall_s": 2.0, "item_s": 20.0}, "wrong", 1),
         (SLEEP.format(60), {"wall_s": 1.0, "item_s": 4.0}, "wrong", 0),
         ("import time\ntime.sleep(60)", {"wall_s": 1.0, "item_s": 20.0}, "wrong", 0),

@@ -24,7 +24,7 @@ from aiohttp import web
 from PIL import Image
 
 from megarl.core.config import Config
-from megarl.core.config.rewards import RewardConfig
+from megarl.core.config.rewards import FormatConfig, RewardConfig
 from megarl.core.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Reward, Task, Turn
@@ -32,7 +32,7 @@ from megarl.explore import environments, workflows
 from megarl.explore.environments import EnvironmentFault, EpisodeThreads, verifiers
 from megarl.explore.environments.episode import in_thread
 from megarl.explore.recording.limits import TokenLimits
-from megarl.explore.rewards import RewardPool
+from megarl.explore.rewards import RewardPool, Verdict
 from megarl.explore.workflows.environment import environment
 from megarl.run.checks import vision
 from megarl.run.process import ports
@@ -196,8 +196,8 @@ class Verified(Model):
     def written(self, turn: Turn) -> str:
         return self.said
 
-    async def verify(self, *, of: Turn) -> Reward:
-        return (await self.pool.score(self.row, self.said)).reward
+    async def verdict(self, of: Turn) -> Verdict:
+        return await self.pool.score(self.row, self.said)
 
 
 def ask(row: Task, *responses: str, options: Any = None, **rewards: Any) -> Model:
@@ -227,6 +227,16 @@ def test_the_score_of_a_question_is_that_of_its_best_response() -> None:
     scores = {"a": 0.25, "b": 0.0, "c": 0.5}
     episode: Any = environments.get("reasoning_gym")(question(), {"tries": 3})
     assert [episode.step(text, scores[text]).reward for text in "abc"] == [0.25, 0.0, 0.25]
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.5])
+def test_an_environment_gets_the_verifiers_score_and_no_part_of_it(tmp_path: Path, weight: float) -> None:
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(**_): return {'score': 1, 'answer': 42, 'format': 7, 'user_format': 8}"
+    )
+    form = FormatConfig(weight=weight)
+    model = ask(question(), "13", path=str(tmp_path / "reward.py"), format=form)
+    assert model.reward == Reward(1.0, "ok", {"turn_1": 1.0})
 
 
 def test_code_of_a_response_does_not_run_in_this_process() -> None:

@@ -331,6 +331,18 @@ def test_short_answers_among_a_group_are_rewarded_after_the_warm_up() -> None:
     assert part_metrics(found) == {"reward/parts/length": -0.1}
 
 
+def test_parts_that_are_added_leave_those_of_a_reward_function() -> None:
+    """Of DAPO's penalty, k1.5's reward and a reward model."""
+    named = {"overlong": 5.0, "length": 6.0, "model": 7.0}
+    group = [make("a", i, reward=Reward(1.0, "ok", named), **of_length(i + 8)) for i in range(2)]
+    config = RewardConfig(overlong_buffer=4, length=LengthConfig(weight=0.4))
+    found = verify(group, config, vocab_size=VOCAB, max_response_tokens=10).trajectories
+    kept = {f"user_{name}": value for name, value in named.items()}
+    assert add_model_scores(found, [0.5, 0.5], 1.0)[0].reward.parts == {
+        **kept, "overlong": -0.5, "length": 0.5, "model": 0.5
+    }  # fmt: skip
+
+
 def test_what_verifiers_took_is_counted_over_all_answers() -> None:
     def asked(verifier: str, seconds: float, tries: int = 1, kills: int = 0) -> dict[str, Any]:
         return {"reward": {"verifier": verifier, "seconds": seconds, "waited_s": 0.5, "tries": tries, "kills": kills}}

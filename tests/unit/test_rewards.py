@@ -17,18 +17,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megarl.core.config.rewards import FormatConfig, RepetitionConfig, RewardConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Reward, Task
+from megarl.explore.recording.values import recorded_reward
 from megarl.explore.rewards import RewardPool, Verdict, compute_score
 from megarl.explore.rewards.pool import process as reward_process
 from megarl.explore.rewards.pool import worker_queue
 from megarl.explore.rewards.pool.host import RewardHost
-from megarl.explore.rewards.pool.process import LocalWorker
+from megarl.explore.rewards.pool.process import LocalWorker, RemoteWorker
+from megarl.explore.rewards.pool.worker import _verdict_of
 from megarl.explore.rewards.router import ROUTES
 from megarl.explore.rewards.verdict import to_verdict
 
+KEY = "the key of this job"
 TASK = Task("t/0", "reasoning_gym/chain_sum", ({"role": "user", "content": "9 + 3 ="},), "math", {"ground_truth": "12"})
 LIGHT = Task("t/1", "vision/count", TASK.prompt, "vision", {"ground_truth": 12})
 """For a verifier that imports nothing, where it is not what is tested: reasoning-gym takes seconds a worker."""
@@ -97,7 +101,17 @@ def test_an_unknown_data_source_is_an_error() -> None:
         ({"score": 1, "parts": {"a": 2, "b": "x"}, "reason": "none"}, 1.0, "ok", {"a": 2.0}),
         ({"score": 0, "status": "error"}, 0.0, "error", {}),
         ({"score": 1.0, "acc": None}, 1.0, "ok", {}),
-        ({"score": 0.0, "acc": np.bool_(True)}, 0.0, "ok", {}),
+        ({"score": 0.0, "acc": np.bool_(True)}, 0.0, "ok", {"acc": 1.0}),
+        (np.bool_(True), 1.0, "ok", {}),
+        (np.array(0.5), 0.5, "wrong", {}),
+        (torch.tensor(1), 1.0, "ok", {}),
+        ({"score": torch.tensor(-1.0), "acc": 0.5}, -1.0, "wrong", {"acc": 0.5}),
+        (
+            {"score": 0, "acc": torch.tensor(True), "f": np.array(2.0), "ids": np.arange(2)},
+            0.0,
+            "ok",
+            {"acc": 1.0, "f": 2.0},
+        ),
     ],
 )
 def test_results_become_verdicts(result: Any, score: float, status: str, parts: dict[str, float]) -> None:
@@ -116,7 +130,9 @@ def test_results_become_verdicts(result: Any, score: float, status: str, parts: 
         {"score": "1"},
         {"score": 1, "status": "fine"},
         {"score": 0, "acc": math.nan},
-        {"score": -1, "acc": 0.5},
+        {"score": 0, "acc": "yes"},
+        np.array([1.0]),
+        torch.tensor(math.nan),
     ],
 )
 def test_other_results_are_refused(result: Any) -> None:
@@ -259,6 +275,87 @@ def test_a_users_function_that_fails_costs_one_sample(
     assert all(math.isnan(v.reward.score) for v in (loop, die, raised, nan, none, much)), (
         "an error must not look like a 0"
     )
+
+
+CARELESS = """
+import multiprocessing, os, signal, time
+def double(x): return 2 * x
+def ring(*_): raise RuntimeError("alarm")
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str.startswith("fork"):
+        child = os.fork()
+        if child == 0 and solution_str == "fork and raise": raise ValueError
+        if child == 0: return 9.0
+        return float(os.waitpid(child, 0)[1])
+    if solution_str == "alarm":
+        signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        return 0.1
+    if solution_str == "sleep": time.sleep(0.4); return 0.2
+    if solution_str == "spawn":
+        with multiprocessing.get_context("spawn").Pool(1) as pool: return float(pool.map(double, [3])[0])
+    return float(solution_str)
+"""
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_what_a_function_leaves_behind_changes_no_later_verdict(tmp_path: Path, local: bool) -> None:
+    """A child that returns too, and an alarm that rings later; a process that is spawned finds the file's functions."""
+    (tmp_path / "reward.py").write_text(CARELESS)
+    texts = ["fork", "3", "fork and raise", "4", "alarm", "sleep", "spawn", "5"]
+
+    async def main() -> list[Verdict]:
+        async with RewardHost("127.0.0.1", 0, KEY, workers=1) as host:
+            config = RewardConfig(path=str(tmp_path / "reward.py"), timeout_s=60.0, retries=0, max_kills=1)
+            pool = RewardPool(config, key=KEY)
+            if not local:
+                pool._workers[:] = [RemoteWorker(config, f"127.0.0.1:{host.port}", KEY)]
+            async with pool:
+                return [await pool.score(TASK, text) for text in texts]
+
+    found = asyncio.run(main())
+    assert [verdict.message for verdict in found] == [None] * 8
+    assert [verdict.reward.score for verdict in found] == [0.0, 3.0, 0.0, 4.0, 0.1, 0.2, 6.0, 5.0]
+
+
+def test_a_reply_to_another_request_is_no_verdict() -> None:
+    async def work(pool: RewardPool) -> list[Verdict]:
+        first = await pool.score(LIGHT, "12")
+        [worker] = pool._workers
+        assert worker._writer is not None
+        worker._writer.write(b'{"id": 999, "prepare": "vision/count"}\n')
+        return [first, *[await pool.score(LIGHT, text) for text in ("13", "14", "12 ")]]
+
+    found = run_pool(RewardConfig(workers=1), work)
+    assert [(v.reward.status, v.kills) for v in found] == [("ok", 0), ("wrong", 1), ("wrong", 0), ("ok", 0)]
+
+
+def test_a_response_that_a_verifier_cannot_judge_is_wrong_and_a_row_has_no_verdict() -> None:
+    """It would else choose to have no verdict, and its group would be left out of training."""
+    metadata = {"metadata": {"numbers": [9], "target": 9}}
+    row = replace(TASK, data_source="reasoning_gym/countdown", extra_info=metadata)
+
+    async def work(pool: RewardPool) -> list[Verdict]:
+        return [await pool.score(row, text) for text in ("9**9**9**9", "(" * 50 + "9" + ")" * 50)]
+
+    config = RewardConfig(workers=1, timeout_s=3.0, retries=9, max_kills=10, format=FormatConfig(weight=0.5))
+    endless, nested = run_pool(config, work)
+    assert endless.reward == Reward(0.0, "wrong", {"format": 0.0, "answer": 0.0}) and endless.kills >= 1
+    assert nested.reward.status == "ok"
+
+
+def test_an_error_of_a_verifier_is_the_responses_fault_unless_an_empty_one_causes_it_too() -> None:
+    def fails(text: str, truth: Any, info: Any) -> float:
+        if truth == "disk":
+            raise OSError(28, "No space left on device")
+        if text or truth == "row":
+            raise MemoryError
+        return 0.0
+
+    assert _verdict_of(fails, "x", "1", {}) == {"score": 0.0, "status": "wrong"}
+    for truth, error in (("row", MemoryError), ("disk", OSError)):
+        with pytest.raises(error):
+            _verdict_of(fails, "x", truth, {})
 
 
 def test_a_hanging_sample_does_not_hold_up_another_worker(user_config: RewardConfig) -> None:
@@ -417,9 +514,6 @@ def test_a_users_route_has_a_subtype_of_its_own() -> None:
     assert right == ["ok"] * 3
 
 
-KEY = "the key of this job"
-
-
 class CountingJudge:
     """Stands for ``judge.Judge``, whose own tests are in test_rewards_judge.py: here only who is asked what."""
 
@@ -457,8 +551,8 @@ def test_shape_rewards_are_added_with_their_weights(user_config: RewardConfig) -
         ]
 
     bare, thought, none = run_pool(replace(config, retries=0), work)
-    assert bare.reward == Reward(0.5, "ok", {"format": 0.0, "answer": 1.0})
-    assert thought.reward == Reward(0.1, "wrong", {"format": 1.0, "answer": 0.0})
+    assert bare.reward == Reward(0.5, "ok", {"format": 0.0, "answer": 1.0, "user_format": 1.0})
+    assert thought.reward == Reward(0.1, "wrong", {"format": 1.0, "answer": 0.0, "user_format": 1.0})
     assert math.isnan(none.reward.score) and none.reward.status == "error"
 
 
@@ -520,3 +614,10 @@ def test_the_page_names_every_prefix_with_its_family() -> None:
         assert family is not None, entry
         listed |= dict.fromkeys(re.findall(r"`([^`]+)`", entry.split("**")[0]), family[1])
     assert {prefix.rstrip("/"): family for prefix, family in listed.items()} == ROUTES
+
+
+def test_a_workflow_gives_scalars_of_numpy_and_torch_too() -> None:
+    for one in (np.bool_(True), np.array(1.0), torch.tensor(1, dtype=torch.bfloat16)):
+        assert recorded_reward(Reward(one, "ok", {"part": one})) == Reward(1.0, "ok", {"part": 1.0})
+    with pytest.raises(TypeError, match=r"Reward.score must be a number, got tensor\(\[1\]\)"):
+        Reward(torch.tensor([1]), "ok")

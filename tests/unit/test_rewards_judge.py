@@ -194,7 +194,15 @@ def test_a_refusal_is_not_asked_again(code: int) -> None:
     server = Server([status(code, f"no model; your key is {KEY}", Location="http://127.0.0.1:1/v1")])
     result = one(server)
     assert result["status"] == "error" and f"answered {code}: no model; your key is ***" in result["reason"]
-    assert len(server.bodies) == 1
+    assert len(server.bodies) == (2 if code == 400 else 1)  # 400: the second one holds a short answer
+
+
+def test_an_answer_that_the_server_refuses_is_wrong_where_it_takes_another() -> None:
+    """It would else choose to have no verdict, for example by its length."""
+    server = Server([status(400), CORRECT])
+    found = one(server, "7" * 1000)
+    assert (found["score"], found["status"], found["cached"]) == (0.0, "wrong", False)
+    assert "I do not know." in server.bodies[1]["messages"][0]["content"]
 
 
 def test_a_silent_server_is_a_timeout() -> None:

@@ -223,6 +223,15 @@ def test_a_long_computation_ends_as_timeout(monkeypatch: pytest.MonkeyPatch) -> 
     assert (result["status"], result["score"], result["pred"]) == ("timeout", 0.0, "7")
 
 
+@pytest.mark.parametrize("source", ["math", "lighteval/MATH", "k12", "vision/math"])
+def test_a_response_that_takes_too_long_is_wrong(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would else have no verdict, and its group would be left out of training."""
+    monkeypatch.setattr("megarl.explore.rewards.math.verifier.TIME_LIMIT_S", 0.5)
+    monkeypatch.setattr("megarl.explore.rewards.school.verifier.TIME_LIMIT_S", 0.5)
+    found = compute_score(source, r"\boxed{e^{e^{e^{e^{e^x}}}}}", "12x")
+    assert (found["status"], found["score"]) == ("wrong", 0.0)
+
+
 def test_what_can_be_computed() -> None:
     assert all(map(tractable, [r"2^{2024}", "x^{n^2}", "2^{2^{10}}", "100!", r"\binom{20}{10}", "e^{x^2}"]))
     assert not any(

@@ -19,6 +19,7 @@ from megarl.explore.rewards.shape import (
     repetition_penalty,
     shape_parts,
 )
+from megarl.explore.rewards.verdict import weighed
 
 PIECES = ["<think>", "</think>", "<answer>", "</answer>", "so", " ", "\n", "7", "<thinking>"]
 
@@ -201,3 +202,13 @@ def test_only_parts_with_a_weight_are_computed() -> None:
     assert shape_parts(text, question, english) == {"language": 0.0}
     closed = RewardConfig(format=FormatConfig(weight=1.0, form="think"))
     assert shape_parts("a</think>b", question, closed, in_thinking=True) == {"format": 1.0}
+
+
+def test_parts_of_a_reward_function_with_megarls_names_are_kept_beside_megarls() -> None:
+    named = {"format": 7.0, "user_format": 8.0, "answer": 42.0, "repetition": 9.0, "other": 1.0}
+    config = RewardConfig(format=FormatConfig(weight=0.5))
+    found = weighed({"score": 1, **named}, "no form", "", False, config)
+    own = {"format": 0.0, "answer": 1.0}
+    kept = {"user_user_format": 7.0, "user_format": 8.0, "user_answer": 42.0, "repetition": 9.0, "other": 1.0}
+    assert found == {"score": 1.0, "verified": 1.0, "status": "ok", "parts": own | kept}
+    assert weighed({"score": 1, **named}, "", "", False, RewardConfig())["parts"] == named

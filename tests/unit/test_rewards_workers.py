@@ -329,4 +329,4 @@ def test_a_malformed_request_is_an_error_of_one_line() -> None:
 
     *errors, last = asyncio.run(main())
     assert all("\n" not in reply["error"] for reply in errors) and len(errors) == 6
-    assert last == {"ready": True}, "it lives"
+    assert last == {"id": None, "ready": True}, "it lives"

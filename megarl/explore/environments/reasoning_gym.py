@@ -19,7 +19,7 @@ class ReasoningGym:
     """One question: a response whose score is below 1 gets feedback and another try.
 
     The reward of a response is what its score is above the best one before it, so that the trajectory's is its best.
-    Scores come from the pool of rewards: scorers of several families evaluate what a response says as code.
+    Scores come from the pool of rewards.
 
     Args:
         task: A row of ``reasoning_gym/<family>``, as ``megarl data`` writes it.

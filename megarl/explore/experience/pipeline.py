@@ -29,7 +29,7 @@ from megarl.explore.experience.checks import LARGEST_SCORE, check_trajectory
 from megarl.explore.experience.groups import group_stats, is_zero_variance
 from megarl.explore.experience.operators import Operated
 from megarl.explore.rewards.shape import k15_length_rewards, overlong_penalty
-from megarl.explore.rewards.verdict import NO_VERDICT
+from megarl.explore.rewards.verdict import NO_VERDICT, with_parts
 
 T = TypeVar("T", Trajectory, Outcome)
 MESSAGES = 5
@@ -169,7 +169,8 @@ def _with_part(trajectory: Trajectory, name: str, value: float, weight: float) -
     reward = trajectory.reward
     if reward.status in NO_VERDICT:
         return trajectory
-    reward = dataclasses.replace(reward, score=reward.score + weight * value, parts={**reward.parts, name: value})
+    parts = with_parts(reward.parts, {name: value})
+    reward = dataclasses.replace(reward, score=reward.score + weight * value, parts=parts)
     return dataclasses.replace(trajectory, reward=reward)
 
 
@@ -206,7 +207,7 @@ def add_model_scores(trajectories: Sequence[Trajectory], scores: Sequence[float]
         dataclasses.replace(
             e,
             reward=dataclasses.replace(
-                e.reward, score=e.reward.score + coef * score, parts={**e.reward.parts, "model": score}
+                e.reward, score=e.reward.score + coef * score, parts=with_parts(e.reward.parts, {"model": score})
             ),
         )
         for e, score in zip(trajectories, scores, strict=True)

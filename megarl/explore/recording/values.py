@@ -10,7 +10,7 @@ from typing import Any, get_args
 import numpy as np
 
 from megarl.core.durable import without_surrogates
-from megarl.core.schema import Author, Reward
+from megarl.core.schema import Author, Reward, plain
 from megarl.explore.recording.turn_log import TurnLog
 from megarl.explore.rewards.verdict import MAX_NAME, MAX_PARTS, NO_VERDICT
 
@@ -41,7 +41,7 @@ def recorded_reward(reward: Reward) -> Reward:
     for name, value in reward.parts.items():
         if not isinstance(name, str) or len(name) > MAX_NAME or name != without_surrogates(name):
             raise ValueError(f"the reward part {name!r:.60} needs a name of up to {MAX_NAME} characters of valid text")
-        if not isinstance(value, Real) or not math.isfinite(value):
+        if not isinstance(plain(value), Real) or not math.isfinite(value):
             raise ValueError(f"the reward part {name!r:.60} must be a finite number, got {value!r:.60}")
     parts = {name: float(value) for name, value in reward.parts.items()}
     return Reward(float(reward.score), reward.status, parts)

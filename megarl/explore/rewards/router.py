@@ -55,6 +55,7 @@ ROW_CHECKS: dict[str, RowCheck] = {
     "k12": lambda rest, truth, info: k12.check_row(truth, info),
     "vision": lambda rest, truth, info: vision.check_row(rest.split("/")[1], truth, info),
     "code": lambda rest, truth, info: code_tests.check_row(truth, info),
+    "reasoning_gym": lambda rest, truth, info: procedural.check_row(rest.removeprefix("/"), truth, info),
 }
 """Family -> function of what follows the prefix, ground truth and extra_info that raises DataError for what no answer
 can be judged by."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.core.config.rewards import RewardConfig
 from megarl.core.durable import without_surrogates
-from megarl.core.schema import Reward
+from megarl.core.schema import Reward, plain
 from megarl.explore.rewards.shape import shape_parts
 
 LATE = "late"
@@ -23,6 +23,8 @@ MAX_NAME = 200
 MAX_REASON = 2000
 ANSWER = "answer"
 """The part that holds the verifier's own score where there are others."""
+USER_PART = "user_"
+"""Prefix of a part that a reward function has given the name of one of megarl's."""
 
 
 def to_verdict(result: Any) -> dict[str, Any]:
@@ -30,8 +32,9 @@ def to_verdict(result: Any) -> dict[str, Any]:
     gives one.
 
     A dict's numeric entries, and those of its ``parts``, are kept as parts. ``status`` is the dict's own; or ok / wrong
-    by its ``acc`` (a bool, 0 or 1); or else ok from a score of 1.0 on. Raises TypeError or ValueError for a result that
-    is neither, or not finite, and for more than MAX_PARTS parts or a part whose name is too long or no valid text.
+    by its ``acc`` (a bool or a number, right from 1 on); or else ok from a score of 1.0 on. Scalars of numpy and torch
+    are numbers. Raises TypeError or ValueError for a result that is neither, or not finite, and for more than MAX_PARTS
+    parts or a part whose name is too long or no valid text.
     """
     if not isinstance(result, Mapping):
         score = _number(result, "the result")
@@ -43,7 +46,7 @@ def to_verdict(result: Any) -> dict[str, Any]:
     entries = {**result, **more} if isinstance(more, Mapping) else dict(result)
     parts = {
         str(name): float(value)
-        for name, value in entries.items()
+        for name, value in ((name, plain(value)) for name, value in entries.items())
         if name != "score" and _is_number(value) and math.isfinite(value)
     }
     _check_names(parts)
@@ -79,14 +82,26 @@ def weigh(verdict: dict[str, Any], shape: Mapping[str, float], config: RewardCon
     unweighted.
 
     ``shape``: part -> value, for parts with a ``weight`` of their own in the settings. What has no verdict stays as it
-        is.
+        is. ``verified`` is the verifier's own score where ``score`` is another one.
     """
     if verdict["status"] in NO_VERDICT or (not shape and config.weight == 1.0):
         return verdict
     score = config.weight * verdict["score"] + sum(
         getattr(config, name).weight * value for name, value in shape.items()
     )
-    return {**verdict, "score": score, "parts": {**verdict["parts"], **shape, ANSWER: verdict["score"]}}
+    parts = with_parts(verdict["parts"], {**shape, ANSWER: verdict["score"]})
+    return {**verdict, "score": score, "verified": verdict["score"], "parts": parts}
+
+
+def with_parts(parts: Mapping[str, float], added: Mapping[str, float]) -> dict[str, float]:
+    """Return ``parts`` and megarl's own ``added``. A part with the name of an added one is kept as ``user_<name>``."""
+    found = {name: value for name, value in parts.items() if name not in added}
+    for name in parts.keys() & added.keys():
+        kept = USER_PART + name
+        while kept in found or kept in added:
+            kept = USER_PART + kept
+        found[kept] = parts[name]
+    return found | dict(added)
 
 
 def weighed_reward(reward: Reward, text: str, question: str, in_thinking: bool, config: RewardConfig) -> Reward:
@@ -111,13 +126,8 @@ def _check_names(parts: Mapping[str, float]) -> None:
 
 
 def _right(acc: Any, score: float) -> bool:
-    if acc is None:
-        return score >= 1.0
-    if acc not in (0, 1):
-        raise ValueError(
-            f"compute_score returned acc {acc!r}; it says whether the answer is right: True, False, 1 or 0"
-        )
-    return bool(acc)
+    """Return True if ``acc`` is 1, or, without it, the score at least 1. A graded ``acc`` below 1 is not right."""
+    return (score if acc is None else _number(acc, "'acc'")) >= 1.0
 
 
 def _is_number(value: Any) -> bool:
@@ -125,6 +135,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _number(value: Any, what: str) -> float:
+    value = plain(value)
     if not _is_number(value):
         raise TypeError(
             f"compute_score must return a number or a dict with a number 'score'; "

@@ -16,7 +16,7 @@ from megarl.explore.environments import (
 )
 from megarl.explore.environments.types import PARAMETERS
 from megarl.explore.recording.model import RolloutModel
-from megarl.explore.rewards.verdict import ANSWER, MAX_PARTS, NO_VERDICT
+from megarl.explore.rewards.verdict import MAX_PARTS, NO_VERDICT
 from megarl.explore.workflows.types import Workflow
 
 log = logging.getLogger(__name__)
@@ -47,10 +47,10 @@ def environment(make: MakeEnvironment, threads: EpisodeThreads) -> Workflow:
                 response = await model.generate()
                 score: list[float] = []
                 if asks_verifier(make):
-                    verified = await model.verify(of=response)
-                    if verified.status in NO_VERDICT:
+                    verdict = await model.verdict(response)
+                    if verdict.reward.status in NO_VERDICT:
                         return
-                    score = [verified.parts.get(ANSWER, verified.score)]  # weights of parts come at the end, once
+                    score = [verdict.own_score]  # weights of parts come at the end, once
                 seen = await episode.step(model.written(response), *score)
                 rewards.append(float(seen.reward))
                 model.rate(response, rewards[-1])

@@ -22,6 +22,9 @@ from megarl.explore.sandbox.interface import MIB, Limits, Sandbox, Test
 FIRST_BATCH, BATCH = 4, 16
 """Tests of one request. A wrong program is mostly found by the first; a start costs as much as a few tests."""
 
+OWN_SHARE = 0.5
+"""Share of ``reward.code.item_s`` from which on a program itself, and not the sandbox's starts, has spent the time."""
+
 NAMES = {
     "typing": ("Any", "Callable", "Deque", "Dict", "Iterable", "Iterator", "List", "Optional", "Set", "Tuple", "Union"),
     "collections": ("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple"),
@@ -98,25 +101,23 @@ def make_scorer(sandbox: Sandbox, config: CodeConfig) -> Callable[[str, Any, dic
 def _score_cases(sandbox: Sandbox, program: str, row: Cases, config: CodeConfig) -> dict[str, Any]:
     program = with_imports(program)
     deadline = time.monotonic() + config.item_s
-    passed, done, why, struck = 0, 0, "", False
+    passed, done, why, struck, ran_s = 0, 0, "", False, 0.0
     for tests, expected in _batches(row):
         left = deadline - time.monotonic()
         limits = dataclasses.replace(limits_of(config), total_s=left) if left > 0 else None
         results = sandbox.run(program, tests, limits, stop=config.score == "all") if limits else []
         for result, test, right in zip(results, tests, expected, strict=False):
             done += 1
+            ran_s += result.seconds
             struck = struck or result.limit is not None
             wrong = result.reason if not result.ok else _wrong(result.stdout, result.value, test, right)
             passed += not wrong
             why = why or (wrong and f"test {done}: {wrong}")
             if why and config.score == "all":
                 return _verdict(passed, row.tests, config, why)
-        if (
-            len(results) < len(tests) and struck
-        ):  # one test too slow by itself, so the time of all is spent: that is no doubt about the answer
-            return _verdict(passed, row.tests, config, why)
-        if len(results) < len(tests):
-            return {**_verdict(passed, row.tests, config, _spent(done, len(row.tests), config)), "status": "timeout"}
+        if len(results) < len(tests):  # the time of all is spent
+            slow = struck or ran_s >= OWN_SHARE * config.item_s
+            return _too_late(passed, done, row.tests, config, why, slow=slow)
     return _verdict(passed, row.tests, config, why)
 
 
@@ -143,12 +144,18 @@ def _score_asserts(sandbox: Sandbox, program: str, row: Asserts, config: CodeCon
     why = next((f"test {i + 1}: {reason}" for i, reason in enumerate(result.reasons) if reason), "")
     done, total, passed = len(result.passed), len(row.checks.tests), sum(result.passed)
     if done < total and not (why and config.score == "all"):
-        return {**_verdict(passed, row.checks.tests, config, _spent(done, total, config)), "status": "timeout"}
+        slow = result.seconds >= OWN_SHARE * config.item_s
+        return _too_late(passed, done, row.checks.tests, config, why, slow=slow)
     return _verdict(passed, row.checks.tests, config, why)
 
 
-def _spent(done: int, total: int, config: CodeConfig) -> str:
-    return f"{done} of {total} tests run within reward.code.item_s={config.item_s:g}"
+def _too_late(
+    passed: int, done: int, tests: Sequence[object], config: CodeConfig, why: str, *, slow: bool
+) -> dict[str, Any]:
+    """The verdict where no time is left for some tests: wrong where the program is ``slow``, else timeout."""
+    spent = f"{done} of {len(tests)} tests run within reward.code.item_s={config.item_s:g}"
+    found = _verdict(passed, tests, config, why or spent)
+    return found if slow else {**found, "reason": spent, "status": "timeout"}
 
 
 def complete(program: str, row: Asserts) -> str:

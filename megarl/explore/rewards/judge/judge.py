@@ -28,6 +28,10 @@ ROLLOUT_MODEL = "policy"
 
 SECOND_TEMPERATURE = 0.7
 """Least temperature when a reply without a verdict is asked for again: a greedy judge would repeat it."""
+NO_ANSWER = "I do not know."
+"""Answer by which is found whether a server refuses the answer, or any to this question."""
+WRONG = {"score": 0.0, "status": "wrong", "acc": False, "votes_for": 0, "votes_against": 0, "cached": False}
+"""The verdict over an answer that is not judged."""
 CACHE_FORMAT = 1
 """Raised when the prompt or the reading of replies changes."""
 
@@ -121,7 +125,7 @@ class Judge:
         if not question.strip():
             return _failure("error", "the judge needs a question: the prompt, or extra_info['question'], is empty")
         if not answer:
-            return {"score": 0.0, "status": "wrong", "acc": False, "votes_for": 0, "votes_against": 0, "cached": False}
+            return dict(WRONG)
         key = self._cache_key(question, answer, reference)
         task = self._running.get(key)
         if task is None:
@@ -182,6 +186,9 @@ class Judge:
         votes = [outcome for outcome in outcomes if isinstance(outcome, Vote)]
         failed = [outcome for outcome in outcomes if isinstance(outcome, RequestFailed)]
         if not votes:
+            refused = len(failed) == len(outcomes) and all(failure.refused for failure in failed)
+            if refused and await self._takes(fill(self._rubric, question, NO_ANSWER, reference)):
+                return WRONG
             if failed:
                 late = all(failure.status == "timeout" for failure in failed) and len(failed) == len(outcomes)
                 return _failure("timeout" if late else "error", str(failed[0]))
@@ -190,6 +197,14 @@ class Judge:
         if self._cache is not None and not failed:  # fewer votes than wanted are good enough for now, not forever
             await self._cache.put(key, result, replies)
         return result | {"cached": False}
+
+    async def _takes(self, prompt: str) -> bool:
+        """Return True if the server answers a prompt."""
+        try:
+            await self.server.request("POST", "/chat/completions", self._body(prompt, 0, 0.0), self._read_reply)
+        except RequestFailed:
+            return False
+        return True
 
     async def _vote(self, prompt: str, index: int, replies: list[str]) -> Vote | RequestFailed | None:
         """None: asked twice, and no verdict."""

@@ -22,6 +22,8 @@ KEY_VARIABLE = "MEGARL_JUDGE_KEY"
 BACKOFF_S = 0.5
 """Before the first repetition, doubled for each further one, times 0.5 to 1.5 by chance."""
 MAX_WAIT_S = 60.0
+REFUSALS = (400, 413, 422)
+"""Statuses by which a server refuses what a request holds."""
 
 T = TypeVar("T")
 
@@ -36,6 +38,7 @@ class RequestFailed(RuntimeError):
         wait_s: float | None = 0.0,
         *,
         away: bool = False,
+        refused: bool = False,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -43,6 +46,8 @@ class RequestFailed(RuntimeError):
         """Seconds until the server may be asked again; None where a repetition is useless."""
         self.away = away
         """True if one of the job's own engines is gone or has no weights yet: it is being replaced."""
+        self.refused = refused
+        """True if the server takes no such request, for example one that is too long."""
 
 
 class JudgeServer:
@@ -133,6 +138,7 @@ class JudgeServer:
                 self._hide(f"the judge at {url} answered {status}: {text[:300]}"),
                 wait_s=wait_s if again else None,
                 away=status == 503,
+                refused=status in REFUSALS,
             )
         try:
             return read(json.loads(text))

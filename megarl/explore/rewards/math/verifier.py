@@ -55,6 +55,22 @@ def verdict(status: str, pred: str, message: str = "", parts: Mapping[str, float
     return result | dict(parts or {}) | ({"message": message} if message else {})
 
 
+def out_of_time(pred: str, compare: Callable[[], Any]) -> dict[str, Any]:
+    """The verdict over a response past the time limit: wrong; timeout where the row is at fault.
+
+    Args:
+        compare: Compares the ground truth with an answer that costs nothing.
+    """
+    try:
+        with time_limit(TIME_LIMIT_S):
+            compare()
+    except OutOfTime:
+        return verdict("timeout", pred, f"the ground truth has no verdict within {TIME_LIMIT_S:g} s of CPU time")
+    except RecursionError:
+        pass
+    return verdict("wrong", pred)
+
+
 def listed(ground_truth: Any) -> Any:
     """A list that was written as JSON, as columns of one type must; all else as it is.
 
@@ -134,8 +150,10 @@ def check_row(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> None:
 def score(
     solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None, answer_format: str = "any"
 ) -> dict[str, Any]:
-    """1.0 if the final answer is right (any of several golds), else 0.0; error without a gold, timeout past the
-    limit."""
+    """1.0 if the final answer is right (any of several golds), else 0.0, also past the time limit.
+
+    The status is ``error`` without a gold, and ``timeout`` for a gold that takes as long by itself.
+    """
     info = extra_info if isinstance(extra_info, Mapping) else {}
     try:
         answer_format, golds = _format(info, answer_format), _golds(ground_truth)
@@ -148,7 +166,7 @@ def score(
             question = info.get("question") or info.get("problem")
             right = any(equal(gold, pred, question if isinstance(question, str) else "") for gold in golds)
     except OutOfTime:
-        return verdict("timeout", pred, f"no verdict within {TIME_LIMIT_S:g} s of CPU time")
+        return out_of_time(pred, lambda: [equal(gold, "0", "") for gold in golds])
     except RecursionError:
         return verdict("wrong", pred)  # nested deeper than any answer
     return verdict("ok" if right else "wrong", pred)

@@ -2,7 +2,8 @@
 with it.
 
 At the start of a connection both sides prove that they know the key (``proof.py``); without that nothing is started.
-Then lines go to and from the process as they are, so its protocol is that of ``worker.py``.
+Then lines go to and from the process as they are, so its protocol is that of ``worker.py``. A last line
+reports a process that has computed for too long.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from megarl.explore.rewards.pool.output import PrintedOutput
 from megarl.explore.rewards.pool.process import (
     CALLER,
     CONNECT_S,
+    CPU_SPENT,
     HOST,
     MAX_LINE_BYTES,
     START_TIMEOUT_S,
@@ -109,6 +111,8 @@ class RewardHost:
         try:
             writer.write(b'{"ready": true}\n')
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)  # the caller left, or the process ended
+            if ways[1].done() and await process.status() == CPU_SPENT:
+                await send_line(writer, spent=True)
         finally:
             for way in ways:
                 way.cancel()

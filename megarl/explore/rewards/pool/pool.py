@@ -27,6 +27,7 @@ from megarl.explore.rewards.pool.process import (
     Worker,
     WorkerDied,
     WorkerError,
+    WorkerSpent,
     WorkerUnfit,
     addresses,
 )
@@ -59,6 +60,13 @@ class Verdict(NamedTuple):
     tries: int = 1
     kills: int = 0
     """Workers that died or hung over it."""
+    verified: float | None = None
+    """The verifier's own score where weights have made another one of it."""
+
+    @property
+    def own_score(self) -> float:
+        """The verifier's score, before ``reward.weight`` and rewards for how an answer is written."""
+        return self.reward.score if self.verified is None else self.verified
 
     @property
     def record(self) -> dict[str, Any]:
@@ -264,6 +272,9 @@ class RewardPool:
         except TimeoutError:
             died = True
             found = Verdict(Reward(math.nan, "timeout"), f"no verdict within {limit:g} s")
+        except WorkerSpent:
+            died = True
+            found = _wrong(request, self._config)
         except WorkerDied as error:
             died = True
             found = Verdict(_NONE, f"{error} while scoring")
@@ -293,6 +304,12 @@ def _verifier(config: RewardConfig, data_source: str) -> str:
     return ""
 
 
+def _wrong(request: dict[str, Any], config: RewardConfig) -> Verdict:
+    """The verdict over a response that one of megarl's verifiers cannot judge in time."""
+    text, question, in_thinking = (request[name] for name in ("solution_str", "question", "in_thinking"))
+    return _of_reply(weighed({"score": 0.0, "status": "wrong"}, text, question, in_thinking, config))
+
+
 def _of_reply(reply: dict[str, Any]) -> Verdict:
     status = reply["status"]
     if status == LATE:
@@ -300,4 +317,4 @@ def _of_reply(reply: dict[str, Any]) -> Verdict:
     if status in NO_VERDICT:
         message = reply.get("reason") or f"the reward function reported {status}"
         return Verdict(Reward(math.nan, status, reply["parts"]), message, reported=True)
-    return Verdict(Reward(reply["score"], status, reply["parts"]))
+    return Verdict(Reward(reply["score"], status, reply["parts"]), verified=reply.get("verified"))

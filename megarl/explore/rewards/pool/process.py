@@ -6,7 +6,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
+import signal
 import socket
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +29,13 @@ CALLER, HOST = "reward caller", "reward host"
 """Sides of a connection to a reward host (``proof.py``)."""
 KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 60_000}
 VERDICT_FIELDS = {"score", "status", "parts"}
+CPUCLOCK_SCHED = 2
+"""Kind of Linux's clock id of a process, as ``clock_getcpuclockid(3)`` makes it of its pid."""
+BUSY_SHARE = 0.25
+"""Share of ``reward.timeout_s`` that a worker must have computed for, where it has no verdict in that time and the
+response is at fault; a worker that waits, or gets no processor, has computed less."""
+CPU_SPENT = -signal.SIGVTALRM
+"""Exit status of a process that has computed a verdict of megarl's for as long as a response may take."""
 
 
 class WorkerError(RuntimeError):
@@ -41,6 +51,10 @@ class WorkerDied(WorkerError):
     """Its process ended before it answered, or the host it runs on cannot be reached."""
 
 
+class WorkerSpent(WorkerDied):
+    """Its process had computed one of megarl's verdicts for as long as a response may take."""
+
+
 class Worker:
     """A process's imports, and the lines to and from it. ``ready`` brings it up again, whatever became of it."""
 
@@ -49,6 +63,8 @@ class Worker:
         self._prepared: set[str] = set()
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
+        self._requests = 0
+        """Number of the last request."""
 
     @property
     def up(self) -> bool:
@@ -59,8 +75,8 @@ class Worker:
         """Start the process; the lines from it and to it. Raises WorkerDied."""
         raise NotImplementedError
 
-    async def _ending(self) -> str:
-        """Remove what is left of the process; return how it ended."""
+    async def _ending(self) -> tuple[int | None, str]:
+        """Remove what is left of the process; return its exit status, where it is known, and how it ended."""
         raise NotImplementedError
 
     async def ready(self) -> None:
@@ -127,24 +143,35 @@ class Worker:
         """Send one request and return its reply. A worker that does not answer in time, or whose caller gives up, is
         killed."""
         assert self._reader is not None and self._writer is not None
+        self._requests = number = self._requests + 1
+        before_s = self._cpu_s()
         try:
             async with asyncio.timeout(timeout_s):  # wait_for may swallow a cancellation
-                line = await self._exchange(json.dumps(request).encode() + b"\n")
-        except (TimeoutError, asyncio.CancelledError):
+                line = await self._exchange(json.dumps({"id": number, **request}).encode() + b"\n")
+        except (TimeoutError, asyncio.CancelledError) as error:
+            busy = self._cpu_s() - before_s >= BUSY_SHARE * timeout_s
             await self.kill()
+            if busy and isinstance(error, TimeoutError) and "score" in request and self._config.path is None:
+                raise WorkerSpent(f"no verdict within {timeout_s:g} s") from error
             raise
         except ValueError as error:  # what follows of the line would pass for the next replies
             await self.kill()
             raise WorkerError(f"the reward process answered with more than {MAX_LINE_BYTES} bytes") from error
         if not line.endswith(b"\n"):
-            how = await self._ending()
+            status, how = await self._ending()
             await self.kill()
-            raise WorkerDied(how)
+            raise (WorkerSpent if status == CPU_SPENT else WorkerDied)(how)
         try:
             reply = _parsed(line)
         except ValueError as error:
             await self.kill()
             raise WorkerError(self._named(f"the reward process sent no reply: {error}: {line[:200]!r}")) from error
+        if "spent" in reply:
+            await self.kill()
+            raise WorkerSpent(self._named("the reward process had computed for too long"))
+        if reply.get("id", number) not in (number, None):
+            await self.kill()
+            raise WorkerDied(self._named(f"the reward process answered request {reply['id']!r:.20} and not {number}"))
         if "error" in reply:
             raise (WorkerUnfit if "prepare" in request and not reply.get("of_row") else WorkerError)(
                 self._named(reply["error"])
@@ -153,6 +180,10 @@ class Worker:
 
     def _named(self, message: str) -> str:
         return message
+
+    def _cpu_s(self) -> float:
+        """CPU time of the process so far; NaN where that is not known."""
+        return math.nan
 
     async def _exchange(self, request: bytes) -> bytes:
         assert self._reader is not None and self._writer is not None
@@ -204,6 +235,12 @@ class LocalWorker(Worker):
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
+    def _cpu_s(self) -> float:
+        with contextlib.suppress(OSError):
+            if self._process is not None:
+                return time.clock_gettime(~self._process.pid << 3 | CPUCLOCK_SCHED)
+        return math.nan
+
     async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         try:
             self._process = await RewardProcess.start(MAX_LINE_BYTES, self._output, self._modules)
@@ -218,13 +255,11 @@ class LocalWorker(Worker):
             if self._output is not None:
                 self._output.drain()  # what was printed for a verdict is in the file before the verdict is given
 
-    async def _ending(self) -> str:
+    async def _ending(self) -> tuple[int | None, str]:
         status = None if self._process is None else await self._process.status()
-        return (
-            "the reward process closed its connection"
-            if status is None
-            else f"the reward process ended with code {status}"
-        )
+        if status is None:
+            return None, "the reward process closed its connection"
+        return status, f"the reward process ended with code {status}"
 
     async def kill(self) -> None:
         process, self._process = self._process, None
@@ -312,8 +347,8 @@ class RemoteWorker(Worker):
             f"reward.hosts: {self._address} cannot be reached ({why}); is `megarl rewards serve` up there?"
         )
 
-    async def _ending(self) -> str:
-        return f"the reward process at {self._address} ended"
+    async def _ending(self) -> tuple[int | None, str]:
+        return None, f"the reward process at {self._address} ended"
 
     def _named(self, message: str) -> str:
         return f"{self._address}: {message}"

@@ -1,8 +1,8 @@
 """The process that runs a reward function: one JSON line in, one out. ``python -m megarl.explore.rewards.pool.worker
 PARENT``.
 
-The first line holds the settings. It may be killed at any time: it holds nothing. Stdout and stderr are the function's
-to print to.
+The first line holds the settings. Each request has an ``id``, which its reply repeats. The process may be killed at any
+time: it holds nothing. Stdout and stderr are the function's to print to.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from megarl.core.config.load import from_dict
 from megarl.core.config.rewards import RewardConfig
-from megarl.core.errors import ConfigError, DataError, describe
+from megarl.core.errors import ConfigError, DataError, SandboxError, describe
 from megarl.core.parent import die_with
 from megarl.core.secrets import hide_secrets
 from megarl.core.thoughts import as_written
@@ -32,6 +32,16 @@ from megarl.explore.rewards.verdict import weighed, with_question
 ADDRESS_SPACE_BYTES = 8 * 2**30
 """Limit of a process with megarl's own verifiers: an expression that grows without end is an error of one answer, not
 the machine's."""
+
+
+CPU_SHARE = 0.7
+"""Share of ``reward.timeout_s`` that one of megarl's verifiers may compute for. Then the kernel ends the process: that
+is the response's fault, as the time in which a busy machine computes nothing is not."""
+FILE = "MEGARL_REWARD_FILE"
+"""Variable with ``reward.path``, for processes that its function spawns."""
+WRONG = {"score": 0.0, "status": "wrong"}
+NOT_THE_RESPONSES = (DataError, SandboxError, OSError, ImportError)
+"""Errors of megarl's verifiers that no response causes: rows, sandboxes, disks, networks, packages."""
 
 
 def load_function(path: str) -> Callable[..., Any]:
@@ -50,7 +60,10 @@ class Function:
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
-        self._user = None if config.path is None else load_function(config.path)
+        self._user = None
+        if config.path is not None:
+            os.environ[FILE] = config.path
+            self._user = load_function(config.path)
         if self._user is None:
             resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
         self._scorers: dict[str, Scorer] = {}
@@ -71,9 +84,9 @@ class Function:
             )
         else:
             self.prepare(data_source)
-            result = self._scorers[data_source](
-                as_written(solution_str, in_thinking), ground_truth, with_question(extra_info, question)
-            )
+            signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SHARE * self._config.timeout_s)
+            text, info = as_written(solution_str, in_thinking), with_question(extra_info, question)
+            result = _verdict_of(self._scorers[data_source], text, ground_truth, info)
         if inspect.isawaitable(result):
             result = self._loop.run_until_complete(_awaited(result))
         return weighed(result, solution_str, question, in_thinking, self._config)
@@ -81,6 +94,24 @@ class Function:
     def describe(self, error: Exception) -> str:
         """Describe an error in either; with the line of the user's file where that is his."""
         return describe(error, self._config.path, self._user)
+
+
+def _verdict_of(score: Scorer, text: str, ground_truth: Any, info: dict[str, Any]) -> Any:
+    """Result of one of megarl's verifiers. An error that an empty response to the row does not cause is a wrong
+    response."""
+    try:
+        return score(text, ground_truth, info)
+    except NOT_THE_RESPONSES:
+        raise
+    except Exception:
+        score("", ground_truth, info)  # raises too where the row is at fault
+        return WRONG
+
+
+def stop_timers() -> None:
+    """Stop the timers of this process: one that a call leaves would interrupt a later call."""
+    for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
+        signal.setitimer(timer, 0)
 
 
 async def _awaited(result: Awaitable[Any]) -> Any:
@@ -91,23 +122,37 @@ def serve(requests: IO[str], replies: IO[str]) -> None:
     """Answer requests until their end. The first one holds the settings; its reply states whether the function could be
     loaded."""
     try:
-        function = Function(from_dict(RewardConfig, _read(requests.readline(), "config")["config"]))
+        request = _read(requests.readline(), "config")
+        function = Function(from_dict(RewardConfig, request["config"]))
     except (ConfigError, _Malformed) as error:
         _reply(replies, {"error": str(error)})
         return
-    _reply(replies, {"ready": True})
+    _reply(replies, {"id": request.get("id"), "ready": True})
+    own = os.getpid()
     for line in requests:
+        number = None
         try:
             request = _read(line, "prepare", "score")
-            if "prepare" in request:
-                function.prepare(request["prepare"])
-                _reply(replies, {"ready": True})
-            else:
-                _reply(replies, function.score(**request["score"]))
+            number = request.get("id")
+            try:
+                reply = _perform(function, request)
+            finally:
+                stop_timers()
         except _Malformed as error:
-            _reply(replies, {"error": str(error)})
+            reply = {"error": str(error)}
         except Exception as error:  # the user's code may raise anything; it becomes this sample's verdict
-            _reply(replies, {"error": function.describe(error), "of_row": isinstance(error, DataError)})
+            reply = {"error": function.describe(error), "of_row": isinstance(error, DataError)}
+        if os.getpid() != own:
+            os._exit(0)  # forked by the function, which has returned there too: the reply is its parent's to give
+        _reply(replies, {"id": number, **reply})
+
+
+def _perform(function: Function, request: dict[str, Any]) -> dict[str, Any]:
+    """The reply to a request. Raises whatever the function raises."""
+    if "prepare" in request:
+        function.prepare(request["prepare"])
+        return {"ready": True}
+    return function.score(**request["score"])
 
 
 class _Malformed(ValueError):
@@ -142,6 +187,11 @@ def main(arguments: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to handle
     serve(requests, replies)
 
+
+if __name__ == "__mp_main__" and FILE in os.environ:
+    load_function(
+        os.environ[FILE]
+    )  # in a process that its function spawns: pickle looks there for what the file defines
 
 if __name__ == "__main__":
     main(sys.argv[1:])

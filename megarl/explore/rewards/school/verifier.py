@@ -18,6 +18,7 @@ from megarl.explore.rewards.math.verifier import (
     _warm,
     check_listed,
     listed,
+    out_of_time,
     time_limit,
     verdict,
 )
@@ -147,7 +148,7 @@ def score(solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | 
                 return _judge(pred, 0.0)
             return _SCORE[kind](solution_str, pred, ground_truth, info)
     except OutOfTime:
-        return verdict("timeout", pred, f"no verdict within {TIME_LIMIT_S:g} s of CPU time")
+        return out_of_time(pred, lambda: _SCORE[kind]("0", "0", ground_truth, info))
     except RecursionError:
         return verdict("wrong", pred)
 
