@@ -1,11 +1,11 @@
 """``python -m tests.same``: run six jobs with two seeds each and compare what they leave with recorded references.
 
-A change that is not meant to change results passes. One that is meant to records the affected jobs anew, with the
+A change that is not meant to change results passes. One that is meant to records the affected jobs again, with the
 reason in its commit::
 
     python -m tests.same                       # compare all; status 1 where something differs
     python -m tests.same ppo files             # compare some
-    python -m tests.same --record colocated    # write the references of a job anew
+    python -m tests.same --record colocated    # write the references of a job again
 
 References lie in ``tests/references/``, one file for each kind of processor: oneDNN and torch pick kernels by it, and
 other kernels round differently. A digest of some kernel results names the kind. Where a processor has no file, record

@@ -118,7 +118,10 @@ def test_a_text_may_speak_of_images(tmp_path: Path) -> None:
     [
         ({"images": [RED, RED]}, r"row 2: images must be as many as the prompt has <image> \(1\), got 2"),
         ({"images": [RED], "prompt": [{"role": "user", "content": "How many?"}]}, r"has <image> \(0\), got 1"),
-        ({"images": [b"not an image"]}, r"row 2: images\[0\] must be an image, got '12 bytes, the image cannot be decoded as PNG"),
+        (
+            {"images": [b"not an image"]},
+            r"row 2: images\[0\] must be an image, got '12 bytes, the image cannot be decoded as PNG",
+        ),
         ({"images": [RED[:20]]}, "cannot be decoded as PNG"),
         ({"images": ["gone.png"]}, "No such file"),
         ({"images": ["https://example.org/a.png"]}, "nothing is downloaded"),
