@@ -32,7 +32,7 @@ ONE_ENGINE = EngineCount(1)
 
 
 class EngineFollower(EngineCount):
-    """Has a client, and its gate, ask the engines that are wanted now; a new one as soon as it has weights.
+    """Has a client, and its gate, ask the engines that are wanted now; a new one as soon as it has the weights.
 
     Args:
         key: The job's key.
@@ -58,7 +58,7 @@ class EngineFollower(EngineCount):
             if self._gate is not None:
                 self._gate.replace(wanted, self._key)
         closed = self._engines.closed
-        looks = [asyncio.to_thread(may_be_asked, EngineControl(url, self._key)) for url in closed]
+        looks = [asyncio.to_thread(may_be_asked, EngineControl(url, self._key), self._engines.oldest) for url in closed]
         for url, has_weights in zip(closed, await asyncio.gather(*looks), strict=True):
             if has_weights:
                 self._engines.open(url)
