@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -24,20 +24,22 @@ from megarl.core.config.algorithms import AlgorithmConfig
 from megarl.core.config.job import SyncConfig
 from megarl.core.config.schema import TrainerConfig
 from megarl.core.schema import Reward, Trajectory, WeightsVersion
+from megarl.explore.order.choice import TaskChoice
 from megarl.explore.order.pacing import Pacing
-from megarl.explore.store import Claim, Store
-from megarl.explore.store.tables import GROUPS
+from megarl.explore.order.replay import ReplayChoice
+from megarl.explore.store import Claim, Store, Used
+from megarl.explore.store.tables import GROUPS, ROLLOUTS
 from megarl.learn import algorithms
 from megarl.train.loop.online import OnlineTrainer
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
-from megarl.train.rollout.asking import Awaited, Published
+from megarl.train.rollout.asking import Awaited, InCompletionOrder, Published
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.rollout.rollouts import Rollouts
 from megarl.train.sync.sent import outlives_update
 from megarl.train.sync.weights import WeightSync
-from tests.stores import make_task
+from tests.stores import finish, make_task
 from tests.trajectories import one_turn
 
 EACH, TASKS = 2, 97
@@ -79,6 +81,14 @@ class Weights(WeightSync):
         return {}
 
 
+class AskedOnce(Store):
+    """Whoever asks again under the same id deletes what has ended."""
+
+    def request_rollout(self, rollout_id: str, *args: Any, **more: Any) -> None:
+        assert not self.is_requested(rollout_id)
+        super().request_rollout(rollout_id, *args, **more)
+
+
 class Job(OnlineTrainer):
     """One attempt of a job, from its newest checkpoint to its end or until it is killed."""
 
@@ -88,7 +98,7 @@ class Job(OnlineTrainer):
         supervisor.begin_attempt(attempt)
         supervisor.discard_rollouts(state.step)
         supervisor.close()
-        self.store = Store(run.url, attempt=attempt)
+        self.store = AskedOnce(run.url, attempt=attempt)
         self.context = RunContext(self.config, run.path, attempt, 0)
         self.reporter = Reporter(self.context, self.store)
         self.ranks = self.meanwhile = self.cold = NOTHING
@@ -108,7 +118,7 @@ class Job(OnlineTrainer):
         for _ in range(200):
             if look().complete:
                 return True
-            if self.random.random() < 0.1:
+            if self.random.random() < 0.2:
                 self.weights.publish_again("an engine was replaced", weights_step)
             self.may_die()
             self.explore()
@@ -163,6 +173,9 @@ class Run:
         self.url = f"sqlite:///{path}/store.db"
         self.checkpoint = TrainState("rl", 0)
         self.attempt = 0
+        self.make_store()
+
+    def make_store(self) -> None:
         store = Store(self.url)
         store.add_tasks("train", [make_task(i) for i in range(TASKS)])
         store.close()
@@ -179,6 +192,26 @@ class Run:
             job.store.release_claims("e")
             job.store.close()
         assert state.step == steps
+
+
+def used(run: Run) -> list[Any]:
+    """Groups that steps have used, with their tasks."""
+    query = select(GROUPS.c.group_id, GROUPS.c.task_id, GROUPS.c.used_by).where(GROUPS.c.used_by.is_not(None))
+    with closing(Store(run.url, read_only=True)) as store:
+        return list(store._read(lambda connection: connection.execute(query).all()))
+
+
+def config_of(order: Any, pacing: Pacing, **trainer: int) -> Config:
+    return Config(
+        algorithm=AlgorithmConfig(group_size=2),
+        sync=SyncConfig(
+            order=order,
+            max_staleness=pacing.max_staleness,
+            interval=pacing.interval,
+            pause="keep" if order == "completion" else "wait",
+        ),
+        trainer=TrainerConfig(tasks_per_step=EACH, **trainer),
+    )
 
 
 COURSES = [
@@ -199,22 +232,65 @@ COURSES = [
 def test_no_job_waits_without_end_or_uses_a_group_twice(
     tmp_path: Path, order: Any, pacing: Pacing, every: int, checkpoint: int
 ) -> None:
-    pause: Any = "keep" if order == "completion" else "wait"
-    config = Config(
-        algorithm=AlgorithmConfig(group_size=2),
-        sync=SyncConfig(order=order, max_staleness=pacing.max_staleness, interval=pacing.interval, pause=pause),
-        trainer=TrainerConfig(tasks_per_step=EACH, eval_interval=every, checkpoint_interval=checkpoint),
-    )
+    config = config_of(order, pacing, eval_interval=every, checkpoint_interval=checkpoint)
     run = Run(tmp_path, config, seed=COURSES.index((order, pacing, every, checkpoint)))
     run.go(5)
     run.go(8)
-    store = Store(run.url, read_only=True)
-    query = select(GROUPS.c.group_id, GROUPS.c.task_id, GROUPS.c.used_by).where(GROUPS.c.used_by.is_not(None))
-    used = store._read(lambda connection: connection.execute(query).all())
-    assert Counter(row.used_by for row in used) == {step: EACH for step in range(1, 9)}
-    assert len({row.task_id for row in used}) == len(used)
-    for row in used:
-        versions = {span.version for e in store.read([row.group_id]) for turn in e.turns for span in turn.spans}
-        lags = [row.used_by - 1 - step for step in store.version_steps(versions).values()]
-        assert lags and min(lags) >= 0 and max(lags) <= pacing.max_staleness
+    groups = used(run)
+    assert Counter(group.used_by for group in groups) == {step: EACH for step in range(1, 9)}
+    assert len({group.task_id for group in groups}) == len(groups)
+    with closing(Store(run.url, read_only=True)) as store:
+        for group in groups:
+            versions = {span.version for e in store.read([group.group_id]) for turn in e.turns for span in turn.spans}
+            lags = [group.used_by - 1 - step for step in store.version_steps(versions).values()]
+            assert lags and min(lags) >= 0 and max(lags) <= pacing.max_staleness
+
+
+@pytest.mark.parametrize("order", ["admission", "completion"])
+def test_tasks_go_on_after_the_store_was_lost(tmp_path: Path, order: str) -> None:
+    """Rows that were trained come again once all others have."""
+    run = Run(tmp_path, config_of(order, Pacing(2, 2), checkpoint_interval=1), seed=1)
+    run.go(5)
+    before = {group.task_id for group in used(run)}
+    for file in tmp_path.glob("store.db*"):
+        file.unlink()
+    run.make_store()
+    run.kills = 2
+    run.go(9)
+    after = [group.task_id for group in used(run)]
+    assert len(before) == 5 * EACH and len(set(after)) == len(after) == 4 * EACH and before.isdisjoint(after)
+
+
+def test_a_resume_keeps_groups_that_were_asked_for_in_its_step(tmp_path: Path) -> None:
+    """A replaced engine has brought the weights of step 1 between two publications, and step 2 asked for more."""
+    store = Store(f"sqlite:///{tmp_path}/store.db")
+    store.add_tasks("train", [make_task(i) for i in range(TASKS)])
+    config = config_of("completion", Pacing(2, 3))
+    choice, replay = TaskChoice(config, store), ReplayChoice(config, store)
+    context = RunContext(config, tmp_path, 1, 0)
+    asking = InCompletionOrder(context, algorithms.get("grpo"), store, choice, replay)
+
+    def ask(attempt: int, step: int, weights_step: int) -> None:
+        version = WeightsVersion(attempt, weights_step + 1)
+        store.record_version(version, weights_step)
+        asking.ask(TrainState("rl", step), Published(version, weights_step))
+        store.record_live(version)
+        for claim in store.claim_groups("e", 99):
+            assert finish(store, claim)
+
+    ask(1, 0, 0)
+    for step in (1, 2):
+        store.record_step(step, {}, Used(tuple(group.group_id for group in store.unused()[:EACH])))
+    ask(1, 2, 1)
+    before = [group.group_id for group in store.unused()]
+    store.discard_rollouts(2)
+    ask(2, 2, 2)
+    after = [group.group_id for group in store.unused()]
+    assert len(before) == 2 * EACH and after[: 2 * EACH] == before and len(after) == 3 * EACH
+    tasks, sampling = (
+        store._read(lambda connection, column=column: list(connection.scalars(select(column))))
+        for column in (GROUPS.c.task_id, ROLLOUTS.c.sampling)
+    )
+    assert len(tasks) == len(set(tasks)) == 5 * EACH
+    assert len(sampling) == len(set(sampling)) == 3, "each rollout has a seed of its own"
     store.close()
