@@ -100,6 +100,7 @@ def test_what_is_refused(tmp_path: Path, words: list[str], overrides: list[str],
         (["tp=2", "engines=2"], [], r"engines=2: the job has room for 1 of 2 workers each \(3 CPUs\)"),
         (["tp=2"], ["sync.deterministic=true"], "tp=2: sync.deterministic=true has the same bits"),
         (["tp=2"], ["cluster.device_bytes=1000"], "more than cluster.device_bytes=1000"),
+        (["tp=2"], ["reward.judge.url=rollout"], "tp=2: reward.judge.url=rollout asks the engines at the ports"),
     ],
 )
 def test_workers_that_are_refused(
