@@ -124,8 +124,8 @@ def check_tp(config: Config) -> None:
         )
     if config.reward.judge.url == JUDGE_IS_ROLLOUT:
         raise ConfigError(
-            f"{setting}: reward.judge.url={JUDGE_IS_ROLLOUT} asks the engines at the ports that the run began with, and "
-            "engines of another tp have new ones; set rollout.tp and start the run again"
+            f"{setting}: reward.judge.url={JUDGE_IS_ROLLOUT} asks the engines at the ports that the run began with; "
+            "engines of another tp have new ones. Set rollout.tp and start the run again"
         )
     hf_config = read_hf_config(Path(config.model.path))
     try:
