@@ -25,6 +25,7 @@ from megarl.core.schema import Task, WeightsVersion
 from megarl.engine.client.client import EngineClient, Prompt, Sampling
 from megarl.engine.client.frames import VersionSpan
 from megarl.engine.client.reserved import ReservedEngines
+from megarl.explore.explorer.engines import EngineFollower
 from megarl.explore.explorer.held_out import record_evaluations
 from megarl.explore.explorer.under_way import SamplesUnderWay
 from megarl.explore.store import Store
@@ -150,6 +151,36 @@ def test_another_explorer_has_no_newer_group_computed_by_an_engine_that_keeps_it
             assert client.engines.closed == urls[1:] and client.engines.oldest == NEW
 
     asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_every_explorer_learns_which_engines_an_evaluation_has(tmp_path: Path) -> None:
+    """Also one that did not claim its groups, or was started again. Training groups of earlier weights go elsewhere."""
+    store = Store(f"sqlite:///{tmp_path}/store.db")
+    store.add_tasks("train", TASKS)
+    ids = store.task_ids("train")
+    store.request_rollout("eval-0", "eval", 0, OLD, ids, 2, {})
+    assert store.keepers() == {}
+
+    async def call(function: Callable[[], Any]) -> Any:
+        return function()
+
+    async def run() -> None:
+        async with Servers() as servers, EngineClient(servers.urls, "k") as client:
+            client._reserved = ReservedEngines("k", lambda: client.engines.urls, servers.has, every_s=0.01)
+            store.request_rollout("eval-2", "eval", 2, OLD, ids, 2, {"engines": servers.urls[1:]})
+            keeping = asyncio.create_task(EngineFollower(store, client, "k", None).keep(call))
+            while servers.urls[1] not in client._reserved:
+                await asyncio.sleep(0.01)
+            client._outstanding[servers.urls[0]] = 9
+            for _ in range(3):
+                await ask(client, Sampling(max_tokens=2, oldest=OLD))
+            assert servers.asked == [3, 0] and servers.refused == [0, 0]
+            keeping.cancel()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    store.withdraw("eval-2")
+    assert store.keepers() == {}
+    store.close()
 
 
 def test_an_evaluation_has_no_answer_of_other_weights() -> None:

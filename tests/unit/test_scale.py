@@ -226,7 +226,7 @@ def test_an_engine_is_asked_once_it_has_weights_and_until_it_is_wanted_no_more(t
             a, b = (str(server.make_url("")).rstrip("/") for server in (first, second))
             both = [RegisteredEngine(i, url, 1, SERVING, STARTING) for i, url in enumerate((a, b))]
             async with EngineClient([a], "k") as client:
-                follower = EngineFollower(Store(f"sqlite:///{tmp_path}/store.db"), client.engines, "k", None)
+                follower = EngineFollower(Store(f"sqlite:///{tmp_path}/store.db"), client, "k", None)
 
                 async def follow(*engines: RegisteredEngine) -> int:
                     await follower.follow(engines)

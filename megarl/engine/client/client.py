@@ -222,8 +222,12 @@ class EngineClient:
                 f"no engine at {', '.join(sampling.engines)} is left, which had weights {sampling.newest}"
             )
         if sampling.newest is not None:
-            self._reserved.reserve(found, sampling.newest)
+            self.reserve(found, sampling.newest)
         return found
+
+    def reserve(self, urls: Sequence[str], version: WeightsVersion) -> None:
+        """Ask these engines for nothing but an evaluation of this version, until they have newer weights."""
+        self._reserved.reserve(urls, version)
 
     async def _stream(self, url: str, prompts: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Completion]:
         assert self._session is not None, "EngineClient is used as an async context manager"
