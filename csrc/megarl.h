@@ -32,6 +32,7 @@ enum MegarlObjective : int { MEGARL_PPO_CLIP = 0, MEGARL_CISPO = 1 };
 enum MegarlAggregation : int { MEGARL_WEIGHT_ONE = 0, MEGARL_WEIGHT_MEAN = 1 };
 // Per row: {pg, kl, entropy, tokens, clipped, clipped by dual clip, old - logp, ratio}.
 constexpr int MEGARL_POLICY_SUMS = 8;
+constexpr double MEGARL_K3_MOST = 10.0;  // largest k3 of a token, K3_MOST of ops/policy.py
 struct MegarlPolicy {
   int importance, objective, kl, aggregation;  // kl: 0 none, 1..3 the estimators k1..k3
   double clip_low, clip_high, dual_clip;       // dual_clip <= 0: none

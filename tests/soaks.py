@@ -15,6 +15,7 @@ MANY = (
 )  # fmt: skip
 """Unit tests that hold more cases here than in ``make test``."""
 COMMANDS = {
+    "same": (sys.executable, "-m", "tests.same"),
     "grids": (*PYTEST, "-m", "soak", "tests"),
     "long answers": (*PYTEST, "tests/loop/test_long_answers.py", "tests/loop/test_engine.py"),
     "slurm": (*PYTEST, "tests/system/test_slurm.py"),

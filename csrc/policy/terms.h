@@ -101,8 +101,9 @@ MEGARL_BOTH inline PolicyTerm policy_term(const MegarlPolicy& how, const PolicyT
   }
   if (how.kl) {
     const double d = (double)x.ref_logp[t] - logp;
-    const double e = how.kl == 3 ? expm1(d) : 0.0;
+    double e = how.kl == 3 ? expm1(d) : 0.0;
     term.kl = how.kl == 1 ? -d : how.kl == 2 ? 0.5 * d * d : e - d;
+    if (how.kl == 3 && term.kl > MEGARL_K3_MOST) term.kl = MEGARL_K3_MOST, e = 0.0;
     if (how.kl_coef != 0.0) term.by_logp += how.kl_coef * (how.kl == 1 ? 1.0 : how.kl == 2 ? -d : -e);
   }
   return term;

@@ -9,7 +9,8 @@ GSPO 2507.18071, CISPO 2506.13585, KL estimators Schulman 2020.
     ρ_t: token exp(logp_t − old_t); sequence_mean exp(mean_row(logp − old)); sequence_product exp(Σ_row(logp − old))
     ppo_clip: max(−A·ρ, −A·clip(ρ, 1 − clip_low, 1 + clip_high)); with dual_clip c, where A < 0: min(that, −c·A)
     cispo: −sg(min(ρ, 1 + clip_high))·A·logp
-    v_t: ``is_weight``, a constant;  d = ref − logp: k1 = −d, k2 = d²/2, k3 = expm1(d) − d
+    v_t: ``is_weight``, a constant;  d = ref − logp: k1 = −d, k2 = d²/2,
+    k3 = min(expm1(d) − d, 10), without gradient where that bound holds, as in verl
 
 A masked token takes no part whatever it holds, NaN included, and its gradient is exactly 0. A factor of 0 (an
 advantage, an ``is_weight``, the slope of a clipped surrogate) times a ratio that overflowed is 0. Inside, everything is
@@ -27,6 +28,8 @@ from megarl.ops import checks, native
 IMPORTANCE = ("token", "sequence_mean", "sequence_product")
 OBJECTIVES = ("ppo_clip", "cispo")
 ESTIMATORS = (None, "k1", "k2", "k3")
+K3_MOST = 10.0
+"""Largest k3 of a token: that of d = 2.57 and of d = −11. Without a bound the loss overflows where d is 88."""
 AGGREGATIONS = ("sum", "seq_mean")
 
 
@@ -203,7 +206,7 @@ def policy_loss_reference(
     total = pg = (weights * surrogate).sum()
     kl_sum = entropy_sum = torch.zeros_like(pg)
     if kl is not None and ref_logp is not None:
-        kl_sum = (weights * _kl(kept(ref_logp) - new, kl)).sum()
+        kl_sum = (weights * kl_estimates(kept(ref_logp) - new, kl)).sum()
         total = total + kl_coef * kl_sum if kl_coef else total
     if entropy is not None:
         entropy_sum = (weights * kept(entropy)).sum()
@@ -233,9 +236,17 @@ def _product(factor: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.where((factor == 0) & x.isinf(), 0.0, factor * x)
 
 
-def _kl(d: torch.Tensor, estimator: str) -> torch.Tensor:
-    """KL from d = ref − logp. expm1 keeps k3 at least 0 and exact near 0, where exp(d) − d − 1 cancels."""
-    return {"k1": lambda: -d, "k2": lambda: 0.5 * d.square(), "k3": lambda: torch.expm1(d) - d}[estimator]()
+def kl_estimates(d: torch.Tensor, estimator: str) -> torch.Tensor:
+    """Return k1, k2 or k3 of each token from d = ref_logp − logp, of its shape and dtype.
+
+    expm1 keeps k3 at least 0 and exact near 0, where exp(d) − d − 1 cancels.
+    """
+    if estimator == "k1":
+        return -d
+    if estimator == "k2":
+        return 0.5 * d.square()
+    d = d.clamp(max=K3_MOST)  # keeps the derivative, which autograd multiplies by 0 beyond the bound, finite
+    return (torch.expm1(d) - d).clamp(max=K3_MOST)
 
 
 def _fake(logp: torch.Tensor, entropy: torch.Tensor | None, *rest: Any) -> tuple[torch.Tensor, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 
@@ -11,10 +12,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.engine.client.names import COLD_FOLDER, cold_mark
+from tests.loop.held import Held, Split
 from tests.system.jobs import START_S, TINY, Job
 
 pytestmark = pytest.mark.timeout(3 * START_S)
 SETTINGS = (*TINY, "sync.cold_interval=2")
+
+
+def without_supervisor(job: Job, held: Held, split: Split) -> None:
+    """Stop the supervisor while a rollout is held open, then let the rollout go on: the next cold check orders an
+    engine that nobody ends or starts, so its mark stays."""
+    job.until(lambda: held.holds(split), "an answer that is held back")
+    job.until(lambda: job.query("select state from engines") == [("serving",)], "an engine that is known to serve")
+    job.signal(signal.SIGSTOP)
+    held.release(split)
 
 
 def test_an_engine_that_begins_with_the_weights_computes_the_same_bits(tmp_path: Path) -> None:
@@ -32,16 +43,18 @@ def test_an_engine_that_begins_with_the_weights_computes_the_same_bits(tmp_path:
 
 
 def test_a_difference_ends_the_job_and_is_named(tmp_path: Path) -> None:
-    folder = tmp_path / "run" / COLD_FOLDER
-    job = Job(tmp_path / "run", (*SETTINGS, "trainer.steps=4")).start()
+    folder, held = tmp_path / "run" / COLD_FOLDER, Held(tmp_path)
+    held.hold("eval")
+    job = Job(tmp_path / "run", (*SETTINGS, *held.settings, "trainer.steps=4")).start()
     try:
-        job.until(cold_mark(folder).exists, "the weights' files", poll_s=0.002)
+        without_supervisor(job, held, "eval")
+        job.until(cold_mark(folder).exists, "the weights' files")
         tensors = load_file(folder / "model.safetensors")
         name = next(name for name in sorted(tensors) if name.endswith("o_proj.weight"))
         tensors[name] += torch.finfo(torch.float32).eps * tensors[name].abs().max()
         save_file(tensors, folder / "other.safetensors", {"format": "pt"})
         (folder / "other.safetensors").rename(folder / "model.safetensors")
-        assert cold_mark(folder).exists(), "the engine may have read the files before"
+        job.signal(signal.SIGCONT)
         assert job.wait(START_S) == 1
         said = job.output.read_text()
     finally:
@@ -51,29 +64,39 @@ def test_a_difference_ends_the_job_and_is_named(tmp_path: Path) -> None:
 
 
 def test_a_job_that_is_killed_or_stopped_meanwhile_goes_on(tmp_path: Path) -> None:
-    mark = cold_mark(tmp_path / "run" / COLD_FOLDER)
-    job = Job(tmp_path / "run", (*SETTINGS, "trainer.steps=5")).start()
+    """The check comes after step 3, the checkpoint to go on from after step 2."""
+    mark, held = cold_mark(tmp_path / "run" / COLD_FOLDER), Held(tmp_path)
+    settings = (*TINY, *held.settings, "sync.cold_interval=3", "trainer.steps=7")
+    held.hold("eval")
+    job = Job(tmp_path / "run", settings).start()
     try:
-        job.until(mark.exists, "a start with the weights' files", poll_s=0.002)
+        without_supervisor(job, held, "eval")
+        job.until(mark.exists, "a start with the weights' files")
         job.kill_all()
     finally:
         job.clean_up()
-    assert mark.exists()
-    job = Job(tmp_path / "run", (*SETTINGS, "trainer.steps=5")).start()
+    assert mark.exists() and job.steps() == [1, 2, 3]
+    held.hold("train")
+    job = Job(tmp_path / "run", settings).start()
     try:
-        job.until(lambda: not mark.exists(), "the end of the mark that was left", poll_s=0.002)
-        job.until(mark.exists, "a start with the weights' files", poll_s=0.002)
-        job.signal(signal.SIGTERM)
+        without_supervisor(job, held, "train")
+        assert not mark.exists(), "the trainer has left the mark of the attempt before"
+        job.until(mark.exists, "a start with the weights' files")
+        job.signal(signal.SIGTERM)  # pending until the supervisor goes on
+        for rank in range(2):
+            os.kill(job.pid_of(f"trainer {rank}"), signal.SIGTERM)
+        job.until(lambda: not mark.exists(), "the end of the comparison")
+        job.signal(signal.SIGCONT)
         assert job.wait(START_S) == 130, job.output.read_text()
     finally:
         job.clean_up()
     assert "no engine was compared with one that begins with the weights: the job is asked to stop" in (
         job.output.read_text()
     )
-    job = Job(tmp_path / "run", (*SETTINGS, "trainer.steps=5")).start()
+    job = Job(tmp_path / "run", settings).start()
     try:
         assert job.wait(START_S) == 0, job.output.read_text()
     finally:
         job.clean_up()
-    assert job.steps() == [1, 2, 3, 4, 5]
+    assert job.steps() == list(range(1, 8))
     assert "was started with the weights' files, and computes the same" in job.output.read_text()

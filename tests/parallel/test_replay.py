@@ -17,13 +17,11 @@ from tests.parallel.families import VOCAB, hf_model
 from tests.parallel.grid import run_grid
 from tests.parallel.parity import gradient_errors, gradients_by_file, make_batch, next_token_logp, whole_gradients
 
-LOGP_TOLERANCE, GRADIENT_TOLERANCE = 1e-6, 1e-5
-"""Of log-probs relative to those beyond 1, of gradients to each parameter's largest entry.
-
-Between 4 and 8 two neighbouring float32 numbers are 4.8e-7 apart, so the absolute gap of a log-prob may be above 1e-6.
-"""
+GRADIENT_TOLERANCE = 1e-5
+"""Of gradients, relative to each parameter's largest entry."""
 ROUNDING = 1.5
-"""Largest mean error of log-probs against float64, in shares of the one that transformers has in float32."""
+"""Largest error of log-probs against float64, in multiples of the error that transformers has in float32. Two results
+within it are at most twice as far apart. Absolute bounds would depend on the processor's order of summation."""
 SP = ParallelConfig(tp=2, sequence_parallel=True)
 
 
@@ -159,8 +157,10 @@ def _on_case(rank: int, path: Path, case: Case) -> dict[str, Any]:
     found["gap"] = float((alone - expected["logp"][real])[kept].abs().max())
     wanted = expected["logp"][real][kept]
     forced = logp(expected["forced"])[kept]
-    found["logp"] = float(((forced - wanted).abs() / wanted.abs().clamp(min=1.0)).max())
     exact = expected["exact"][real][kept]
+    scale = exact.abs().clamp(min=1.0)
+    found["logp"] = float(((forced - wanted).abs() / scale).max())
+    found["noise"] = float(((wanted - exact).abs() / scale).max())
     found["rounding"], found["rounding of transformers"] = rounding(forced, exact), rounding(wanted, exact)
     sums = actor.backward(
         sequences,
@@ -196,7 +196,7 @@ def test_given_ids_choose_the_experts_and_the_router_learns(world: int, soak: bo
         for place, errors in found.items():
             print(place, errors)
             assert errors["own"] and errors["none"], place
-            assert errors["logp"] <= LOGP_TOLERANCE and errors["gap"] > 0.1, (place, errors)
+            assert errors["logp"] <= 2 * ROUNDING * errors["noise"] and errors["gap"] > 0.1, (place, errors)
             assert errors["rounding"]["mean"] <= ROUNDING * errors["rounding of transformers"]["mean"], (place, errors)
             assert errors["gradient"][0] <= GRADIENT_TOLERANCE and errors["router"] > 0, (place, errors)
             assert abs(errors.get("changed", 0.0)) < 1e-9, (place, errors)

@@ -93,7 +93,7 @@ def off_policy(batch: LossInput, t: int, c: AlgorithmConfig) -> float:
 
 def regularisers(batch: LossInput, t: int, c: AlgorithmConfig) -> float:
     x = float(batch.ref_logp[t]) - float(batch.logp[t])
-    penalty = {"k1": -x, "k2": 0.5 * x * x, "k3": math.exp(x) - x - 1}[c.kl.estimator]
+    penalty = {"k1": -x, "k2": 0.5 * x * x, "k3": min(math.exp(x) - x - 1, 10.0)}[c.kl.estimator]
     return (c.kl.coef * penalty if c.kl.place == "loss" else 0.0) - c.entropy_coef * float(batch.entropy[t])
 
 
@@ -418,8 +418,14 @@ def test_kl_golden():
 def test_metrics_are_named_as_in_verl_and_are_sums_with_counts():
     batch = make_batch(13)
     config = AlgorithmConfig(kl=KLConfig(0.1), aggregation="seq_mean_token_mean")
+    far = int(batch.mask.nonzero()[0])
+    batch.ref_logp[far] = batch.logp[far] + 5.0
     loss = algorithms.get("grpo").loss(dataclasses.replace(batch, logp=batch.logp.requires_grad_()), config)
-    assert set(loss.metrics) == {"actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl", "actor/kl_loss", "actor/entropy"}
+    names = {"pg_loss", "pg_clipfrac", "ppo_kl", "kl_loss", "kl_clampfrac", "entropy"}
+    assert set(loss.metrics) == {f"actor/{name}" for name in names}
+    d = (batch.ref_logp - batch.logp)[batch.mask].detach()
+    clamped, tokens = map(int, loss.metrics["actor/kl_clampfrac"])
+    assert clamped == int((torch.expm1(d) - d > 10).sum()) > 0 and tokens == int(batch.mask.sum())
     assert all(not total.requires_grad and total.dim() == 0 for total, _ in loss.metrics.values())
     total, count = loss.metrics["actor/ppo_kl"]
     want = (batch.old_logp - batch.logp)[batch.mask]

@@ -68,7 +68,7 @@ def every(x: torch.Tensor) -> Tokens:
 
 def penalty(step: StepInput, t: int, estimator: str) -> float:
     d = float(step.ref_logp[t]) - float(step.old_logp[t])
-    return {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - d - 1}[estimator]
+    return {"k1": -d, "k2": d * d / 2, "k3": min(math.exp(d) - d - 1, 10.0)}[estimator]
 
 
 def by_hand(name: str, step: StepInput, c: AlgorithmConfig) -> tuple[list[float], list[float]]:

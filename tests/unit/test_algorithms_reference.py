@@ -160,7 +160,7 @@ def reference_loss(name: str, c: AlgorithmConfig, b: LossInput) -> torch.Tensor:
             each = each * torch.where((r >= 1 / c.correction_cap) & (r <= c.correction_cap), r, torch.zeros_like(r))
         d = x.ref_logp - x.logp
         if c.kl.place == "loss":
-            each = each + c.kl.coef * (d * d / 2 if c.kl.estimator == "k2" else d.exp() - d - 1)
+            each = each + c.kl.coef * (d * d / 2 if c.kl.estimator == "k2" else (d.exp() - d - 1).clamp(max=10))
         each = each - c.entropy_coef * x.entropy
         rows.append(each)
         tokens += len(each)

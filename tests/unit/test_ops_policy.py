@@ -325,7 +325,7 @@ def test_a_ratio_that_overflows_and_counts_is_seen(backend):
 
 def test_metrics_only_terms_do_not_touch_loss_or_gradient():
     arguments = packed(5, [7, 8]) | {"mask": None}
-    arguments["ref_logp"][0], arguments["entropy"][1] = -math.inf, math.nan
+    arguments["ref_logp"][0], arguments["entropy"][1] = math.nan, math.nan
     plain = {k: v for k, v in arguments.items() if k not in ("logp", "ref_logp", "entropy")} | {
         "clip_low": 0.2,
         "clip_high": 0.2,
@@ -334,7 +334,7 @@ def test_metrics_only_terms_do_not_touch_loss_or_gradient():
     (bare,) = torch.autograd.grad(ops.policy_loss(leaf, **plain).total, leaf)
     loss = ops.policy_loss(leaf, entropy=entropy, ref_logp=arguments["ref_logp"], kl="k3", **plain)
     by_logp, by_entropy = torch.autograd.grad(loss.total, (leaf, entropy), allow_unused=True)
-    assert torch.equal(by_logp, bare) and loss.total.isfinite() and loss.sums.kl.isinf() and loss.sums.entropy.isnan()
+    assert torch.equal(by_logp, bare) and loss.total.isfinite() and loss.sums.kl.isnan() and loss.sums.entropy.isnan()
     assert by_entropy is None, "the entropy's backward pass would run for nothing"
 
 
@@ -361,6 +361,25 @@ def test_k3_is_exact_near_0(backend, d, sign):
     for (loss, by_logp, _), tolerance in ((got, 1e-6), (exact(arguments, **variant), 1e-3)):
         assert float(loss.sums.kl) == pytest.approx(3 * (exactly**2 / 2 + exactly**3 / 6), rel=1e-3, abs=0)
         assert by_logp.tolist() == pytest.approx([-(exactly + exactly**2 / 2)] * 3, rel=tolerance, abs=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_k3_has_a_bound_and_no_gradient_beyond(backend):
+    """At 89 nats exp overflows float32, at 710 float64."""
+    gaps = [2.5, 2.6, 20.0, 89.0, 710.0, -10.9, -11.1, -710.0]
+    ref = torch.zeros(len(gaps))
+    arguments = {
+        "logp": (ref - torch.tensor(gaps)).clone(), "old_logp": ref, "advantages": ref, "entropy": ref,
+        "ref_logp": ref, "cu_seqlens": torch.arange(len(gaps) + 1),
+    }  # fmt: skip
+    arguments["old_logp"] = arguments["logp"].clone()
+    with backends.on(backend):
+        loss, by_logp, _ = evaluate(ops.policy_loss, arguments, clip_low=0.2, clip_high=0.2, kl="k3", kl_coef=1.0)
+    d = [float(-x) for x in arguments["logp"].double()]
+    want = [min(math.expm1(x) - x, 10.0) if x < 100 else 10.0 for x in d]
+    assert float(loss.sums.kl) == pytest.approx(sum(want), rel=1e-6)
+    slopes = [-math.expm1(x) if at < 10.0 else 0.0 for x, at in zip(d, want, strict=True)]
+    assert by_logp.tolist() == pytest.approx(slopes, rel=1e-5, abs=1e-12)
 
 
 def test_golden():

@@ -223,6 +223,26 @@ def test_a_draw_is_the_same_before_and_after_the_steps_between(job: ReplayJob) -
     assert choice.groups(6, 6, 6) != choice.groups(6, 5, 6), "another seed draws others"
 
 
+def test_a_draw_far_ahead_is_the_one_after_the_steps_between_and_reads_twice_for_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead = 10
+    job = ReplayJob(tmp_path, config_of(ahead, uses=3, decay=0.5, max_age=30))
+    choice = ReplayChoice(job.config, job.store)
+    for number in range(12):
+        job.step(number)
+    calls: list[str] = []
+    for name in ("replays", "consumed"):
+        read = getattr(job.store, name)
+        monkeypatch.setattr(job.store, name, lambda *a, read=read, name=name: calls.append(name) or read(*a))
+    early = [choice.groups(12 + k, 5, 12) for k in range(ahead + 1)]
+    assert len(calls) == sum(2 * (k + 1) for k in range(ahead + 1)) and all(early)
+    for number in range(12, 12 + ahead):
+        job.step(number)
+    assert early == [choice.groups(12 + k, 5, 12 + k) for k in range(ahead + 1)]
+    job.store.close()
+
+
 def test_without_a_share_nothing_is_read_or_asked_otherwise(tmp_path: Path) -> None:
     job = ReplayJob(tmp_path, config_of(share=0.0))
     for number in range(3):

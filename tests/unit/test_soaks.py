@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from tests import same
 from tests.compat import COMPAT
 from tests.parts import ROOT, Parts, last_words
 from tests.soaks import SOAKS
@@ -45,3 +48,14 @@ def test_the_parts_are_there(parts: Parts) -> None:
         for word in command:
             assert not (word.startswith("tests/") or word.endswith(".py")) or (ROOT / word).exists()
     assert "|---|" in parts.with_table(parts.page.read_text(), {})
+
+
+def test_references_have_every_job_and_differences_are_named() -> None:
+    names = {f"{name} {seed}" for name in same.JOBS for seed in same.SEEDS}
+    files = sorted(same.FOLDER.glob("*.json"))
+    assert files and all(json.loads(file.read_text()).keys() == names for file in files)
+    assert same.differences({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 3, "d": 4}) == [
+        "c: missing",
+        "d: not in the reference",
+        "b: 3, recorded 2",
+    ]

@@ -50,12 +50,14 @@ class ReplayChoice:
         """
         if not self._count:
             return []
-        oldest = step - self._config.max_age
-        uses = Counter(self._store.replays(oldest, min(done, step)))
-        for between in range(done, step):
-            uses.update(group.group_id for group in self.groups(between, seed, done))
-        found = self._store.consumed(oldest, step - self._staleness)
-        return drawn(found, uses, step, self._count, self._config, seed)
+        unrecorded: list[Replayed] = []
+        for at in range(min(done, step), step + 1):  # each draw counts the uses of those before it
+            oldest = at - self._config.max_age
+            uses = Counter(self._store.replays(oldest, min(done, at)))
+            uses.update(group.group_id for group in unrecorded)
+            found = self._store.consumed(oldest, at - self._staleness)
+            unrecorded += (replayed := drawn(found, uses, at, self._count, self._config, seed))
+        return replayed
 
 
 def drawn(

@@ -1,7 +1,6 @@
 """KL to the reference outside of a loss: what is taken off rewards, and the adaptive coefficient.
 
-k1 = logp − ref;  k2 = ½(logp − ref)²;  k3 = exp(ref − logp) − (ref − logp) − 1 (Schulman, 2020), logp of the policy
-that the step starts from.
+k1, k2, k3 (Schulman, 2020) as in ``ops/policy.py``, logp of the policy that the step starts from.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import torch
 from megarl.core.config.algorithms import KLConfig
 from megarl.core.errors import ConfigError
 from megarl.learn.algorithms.terms.reduction import Tokens, Totals
+from megarl.ops.policy import kl_estimates
 
 LARGEST_ERROR = 0.2
 """Bound of KL / target − 1 (Ziegler et al., 1909.08593)."""
@@ -20,10 +20,7 @@ LARGEST_ERROR = 0.2
 
 def estimates(logp: torch.Tensor, ref_logp: torch.Tensor, estimator: str) -> torch.Tensor:
     """float64, of the inputs' shape, without gradient."""
-    d = (ref_logp.double() - logp.double()).detach()
-    if estimator == "k1":
-        return -d
-    return 0.5 * d.square() if estimator == "k2" else torch.expm1(d) - d
+    return kl_estimates((ref_logp.double() - logp.double()).detach(), estimator)
 
 
 def totals(logp: torch.Tensor, ref_logp: torch.Tensor, kept: Tokens, estimator: str) -> Totals:

@@ -16,6 +16,7 @@ from megarl.learn.algorithms import terms
 from megarl.learn.algorithms.terms.correction import correction
 from megarl.learn.algorithms.types import Loss, LossInput
 from megarl.ops import PolicyLoss, policy_loss
+from megarl.ops.policy import K3_MOST, kl_estimates
 
 
 def clipped(
@@ -30,7 +31,7 @@ def clipped(
     metrics |= {"actor/pg_loss": (sums.pg, count), "actor/pg_clipfrac": (sums.clipped, sums.tokens)}
     if config.dual_clip is not None:
         metrics["actor/pg_clipfrac_lower"] = (sums.dual_clipped, sums.tokens)
-    return Loss(result.total, metrics | _shared_metrics(batch, result, count))
+    return Loss(result.total, metrics | _shared_metrics(batch, config, result, count))
 
 
 def unclipped(name: str, batch: LossInput, config: AlgorithmConfig, surrogate: torch.Tensor) -> Loss:
@@ -44,7 +45,7 @@ def unclipped(name: str, batch: LossInput, config: AlgorithmConfig, surrogate: t
     # With advantages of 0 there is no surrogate: what is left are the KL and entropy terms, and the metrics.
     result = _policy(batch, config, old_logp, torch.zeros_like(old_logp), None, "cispo", None)
     count = _count(batch, config)
-    metrics = {"actor/pg_loss": (pg.detach(), count)} | _shared_metrics(batch, result, count)
+    metrics = {"actor/pg_loss": (pg.detach(), count)} | _shared_metrics(batch, config, result, count)
     return Loss(result.total + pg.to(result.total.dtype), metrics)
 
 
@@ -112,12 +113,16 @@ def _policy(
 
 
 def _shared_metrics(
-    batch: LossInput, result: PolicyLoss, count: torch.Tensor
+    batch: LossInput, config: AlgorithmConfig, result: PolicyLoss, count: torch.Tensor
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     sums = result.sums
     metrics = {"actor/ppo_kl": (sums.old_minus_new, sums.tokens)}
     if batch.ref_logp is not None:
         metrics["actor/kl_loss"] = (sums.kl, count)
+        if config.kl.estimator == "k3":
+            d = batch.ref_logp.double() - batch.logp.detach().double()
+            clamped = batch.mask & (kl_estimates(d, "k3") >= K3_MOST)
+            metrics["actor/kl_clampfrac"] = (clamped.sum().double(), sums.tokens)
     if batch.entropy is not None:
         metrics["actor/entropy"] = (sums.entropy, count)
     return metrics
