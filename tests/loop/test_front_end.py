@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import tracemalloc
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
@@ -10,6 +11,8 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from vllm.exceptions import RetryableRequestError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -17,7 +20,15 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.outputs import LogprobsLists
 
 from megarl.engine.client.frames import Completion, Decoder, Failure, Record, StreamHeartbeat, pack_ids
-from megarl.engine.server.endpoint import GenerateBody, Progress, PromptBody, _record, _stream, sampling_params
+from megarl.engine.server.endpoint import (
+    Endpoints,
+    GenerateBody,
+    Progress,
+    PromptBody,
+    _record,
+    _stream,
+    sampling_params,
+)
 
 TOKENS = 4096
 
@@ -111,6 +122,32 @@ def test_every_sample_has_one_frame(outputs: int, kind: type[Record]) -> None:
 def test_requests_that_come_in_a_pause_wait_for_its_end(paused: bool, kind: type[Record]) -> None:
     progress = Progress(Engine(0), paused=paused)  # type: ignore[arg-type]
     assert [type(record) for record in records_of(Refusing(progress, times=2), progress)] == [kind, kind]
+
+
+@pytest.mark.parametrize(
+    ("has", "oldest", "status"),
+    [
+        ("1.2", "1.3", 503), ("1.9", "2.1", 503), ("1.2", "1.2", 200), ("1.10", "1.9", 200), ("1.2", None, 200),
+        (None, "1.3", 200), ("1.2", "new", 400),
+    ],
+)  # fmt: skip
+def test_older_weights_than_are_asked_for_sample_nothing(has: str | None, oldest: str | None, status: int) -> None:
+    """An engine that a publication left out goes on; ``None``: it has the model's files, which its samples name."""
+    app = FastAPI()
+    Endpoints().attach_router(app)
+    engine = Engine(1)
+    app.state.engine_client, app.state.megarl_progress = engine, Progress(engine)  # type: ignore[arg-type]
+    app.state.megarl_asleep, app.state.megarl_refusing, app.state.megarl_version = False, "not published", None
+    body = {"prompts": [{"token_ids": base64.b64encode(pack_ids([1])).decode()}], "sampling": {}, "oldest": oldest}
+    with TestClient(app) as client:
+        assert client.post("/megarl/generate", json=body).status_code == 503
+        client.post("/megarl/refuse", json={"reason": None, "version": has}).raise_for_status()
+        answer = client.post("/megarl/generate", json=body)
+        assert answer.status_code == status
+        if status == 503:
+            assert answer.json() == {"error": f"weights {has} are older than {oldest}"}
+        client.post("/megarl/refuse", json={"reason": "a mixture"}).raise_for_status()
+        assert client.post("/megarl/generate", json=body).json() == {"error": "a mixture"}
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "0.0"])

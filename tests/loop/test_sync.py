@@ -88,6 +88,18 @@ def test_samples_carry_the_version_that_sampled_them(
         assert completion.versions == ((version, 0, len(completion.token_ids)),)
 
 
+def test_an_engine_refuses_requests_for_newer_weights(
+    engine: RunningEngine, ranks: Ranks, model: Qwen3ForCausalLM
+) -> None:
+    """As one does that a publication has left out, and that knows nothing of it."""
+    ranks.publish_whole(model)
+    version = WeightsVersion.parse(engine.control.state().version)
+    newer = version._replace(n=version.n + 1)
+    assert engine.generate(some_prompts(1), Sampling(max_tokens=2, oldest=version))
+    with pytest.raises(EngineError, match=rf"503 .*weights {version} are older than {newer}"):
+        engine.generate(some_prompts(1), Sampling(max_tokens=2, oldest=newer))
+
+
 def test_many_publications_leave_no_pile_of_keys(ranks: Ranks, model: Qwen3ForCausalLM) -> None:
     counts = []
     for _ in range(4):

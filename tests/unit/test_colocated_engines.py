@@ -27,7 +27,8 @@ class Engines:
         self.store = Store(self.url)
         self.store.register_engines([RegisteredEngine(n, f"http://{n}", 1, ABSENT, ABSENT) for n in range(2)])
         self.parted = 0
-        publisher: Any = SimpleNamespace(sleep=self.sleep, part=self.part)
+        self.died: list[str] = []
+        publisher: Any = SimpleNamespace(sleep=self.sleep, part=self.part, died=lambda: self.died)
         ranks: Any = SimpleNamespace(agree=lambda yes: yes)
         config = Config(rollout=RolloutConfig(placement="colocated", offload=offload, start_timeout_s=1.0))
         self.fault = fault
@@ -73,7 +74,23 @@ def test_engines_are_ended_when_the_supervisor_has_ended_them(tmp_path: Path, su
     assert [(e.wanted, e.state, e.done) for e in engines.store.own_engines()] == [(ABSENT, ABSENT, 2)] * 2
 
 
-def test_engines_sleep_and_one_that_is_absent_by_order_stays_so(tmp_path: Path) -> None:
+def test_engines_sleep_once_the_supervisor_would_not_start_them_again(tmp_path: Path, supervised: None) -> None:
+    engines = Engines(tmp_path, "sleep")
+    engines.turns.come()
+    engines.turns.leave()
+    assert [(e.state, e.done) for e in engines.store.own_engines()] == [(ASLEEP, 2)] * 2
+
+
+def test_an_engine_that_was_started_awake_meanwhile_is_ended(tmp_path: Path, supervised: None) -> None:
+    """It died after it was asleep, and before the supervisor had read the order."""
+    engines = Engines(tmp_path, "sleep")
+    engines.turns.come()
+    engines.died = ["the engine at http://0 has been replaced"]
+    assert engines.turns.leave() == {} and engines.parted == 1
+    assert [(e.wanted, e.state) for e in engines.store.own_engines()] == [(ABSENT, ABSENT)] * 2
+
+
+def test_engines_sleep_and_one_that_is_absent_by_order_stays_so(tmp_path: Path, supervised: None) -> None:
     engines = Engines(tmp_path, "sleep")
     engines.turns.come()
     engines.store.order_engine(1, ABSENT)  # by somebody else
@@ -95,5 +112,7 @@ def test_engines_that_do_not_sleep_are_ended(tmp_path: Path, supervised: None) -
 def test_an_order_that_nobody_carries_out_is_an_error(tmp_path: Path) -> None:
     engines = Engines(tmp_path, "destroy")
     engines.turns.come()
-    with pytest.raises(EngineError, match=r"engine 0 was ordered to end and has not within rollout.start_timeout_s=1"):
+    with pytest.raises(
+        EngineError, match=r"engine 0 was ordered to leave .* and has not within rollout.start_timeout_s=1"
+    ):
         engines.turns.leave()

@@ -226,11 +226,13 @@ def test_an_order_of_the_moment_is_not_taken_back(url: str, monkeypatch: pytest.
     supervisor.close()
 
 
-def with_two(machine: Machine, store: Store, url: str) -> tuple[orders.EngineOrders, replace.Replacements]:
+def with_two(
+    machine: Machine, store: Store, url: str, left: int = 1
+) -> tuple[orders.EngineOrders, replace.Replacements]:
     """Supervisor of a job with two engines that serve, and are to have two workers instead of one."""
     specs = [Spec(f"engine {n}", ("w",), {}, f"engine {n}", listens=f"h:{n}", gpus=(n,)) for n in ENGINES]
     store.register_engines([RegisteredEngine(n, f"http://h:{n}", 1, SERVING, SERVING) for n in ENGINES])
-    replacements = replace.Replacements([Started(machine.start(spec), machine, spec) for spec in specs], 1)  # type: ignore[arg-type]
+    replacements = replace.Replacements([Started(machine.start(spec), machine, spec) for spec in specs], left)  # type: ignore[arg-type]
     supervisor = orders.EngineOrders(Store(url), replacements, 0.0, 1, machine)
     assert replacements.replace_dead() and store.scale_engines("train", 2, 2) == (2, 0)
     return supervisor, replacements
@@ -271,6 +273,45 @@ def test_engines_that_do_not_start_with_other_workers_keep_theirs(url: str, capl
     assert [(e.workers, e.wanted, e.state) for e in store.own_engines()] == [(1, SERVING, SERVING)] * 2
     assert [machine.specs[f"engine {n}"].argv for n in ENGINES] == [("w",)] * 2
     assert "engine 0 has 1 workers again: it ended before it served" in caplog.text
+    supervisor.close()
+
+
+def test_the_last_engine_is_never_given_up(url: str) -> None:
+    """It got other workers and served. It dies, and the one in its place ends by itself: the attempt fails."""
+    machine, store = Machine(), Store(url)
+    spec = Spec("engine 0", ("w",), {}, "engine 0", listens="h:0", gpus=(0,))
+    store.register_engines([RegisteredEngine(0, "http://h:0", 1, SERVING, SERVING)])
+    replacements = replace.Replacements([Started(machine.start(spec), machine, spec)], 1)  # type: ignore[arg-type]
+    supervisor = orders.EngineOrders(Store(url), replacements, 0.0, 1, machine)
+    store.scale_engines("train", 1, 2)
+    for _ in range(3):
+        supervisor.look()
+        supervisor.carry_out()
+        assert replacements.replace_dead()
+    assert len(machine.specs["engine 0"].argv) == 2
+    machine.processes["engine 0"].status = -9
+    assert replacements.replace_dead() and machine.lives("engine 0")
+    machine.processes["engine 0"].status = 1
+    assert not replacements.replace_dead()
+    supervisor.look()
+    supervisor.carry_out()
+    assert store.own_engines()[0].wanted is SERVING
+    supervisor.close()
+
+
+def test_of_two_engines_that_fail_at_once_one_is_not_given_up(url: str) -> None:
+    machine, store = Machine(), Store(url)
+    supervisor, replacements = with_two(machine, store, url, left=2)
+    for _ in range(4):
+        supervisor.look()
+        supervisor.carry_out()
+        assert replacements.replace_dead()
+    for n in ENGINES:
+        machine.processes[f"engine {n}"].status = -9
+    assert replacements.replace_dead()
+    for n in ENGINES:
+        machine.processes[f"engine {n}"].status = 1
+    assert not replacements.replace_dead()
     supervisor.close()
 
 

@@ -19,12 +19,13 @@ from megarl.core.config import Config
 from megarl.core.config.job import SyncConfig
 from megarl.core.config.rewards import JudgeConfig, RewardConfig
 from megarl.core.config.schema import RolloutConfig, RunConfig, TrainerConfig
-from megarl.core.errors import ConfigError, EngineError, WeightsPassed
+from megarl.core.errors import ConfigError, EngineClosed, EngineError, WeightsPassed
 from megarl.core.jobs import JOBS
 from megarl.core.schema import Task, WeightsVersion
 from megarl.engine.client.client import EngineClient, Prompt, Sampling
 from megarl.engine.client.frames import VersionSpan
 from megarl.engine.client.reserved import ReservedEngines
+from megarl.explore.explorer.engines import EngineFollower
 from megarl.explore.explorer.held_out import record_evaluations
 from megarl.explore.explorer.under_way import SamplesUnderWay
 from megarl.explore.store import Store
@@ -68,15 +69,19 @@ def test_what_cannot_keep_its_weights_is_refused(changed: dict[str, Any], messag
 
 
 class Servers:
-    """Engines that answer with weights that a test sets, and count what they are asked for."""
+    """Engines that answer with weights that a test sets where these are new enough, and count what they compute."""
 
     def __init__(self) -> None:
         self.versions: list[WeightsVersion] = [OLD, OLD]
         self.asked: list[int] = [0, 0]
+        self.refused: list[int] = [0, 0]
         self.urls: list[str] = []
 
     def handler(self, number: int) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def answer(request: web.Request) -> web.StreamResponse:
+            if WeightsVersion.parse((await request.json())["oldest"]) > self.versions[number]:
+                self.refused[number] += 1
+                return web.json_response({"error": "older weights"}, status=503)
             self.asked[number] += 1
             return await streaming(sample(0, 0, versions=(VersionSpan(str(self.versions[number]), 0, 2),)))(request)
 
@@ -129,6 +134,55 @@ def test_engines_of_an_evaluation_are_asked_for_nothing_else_until_they_have_new
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
+def test_another_explorer_has_no_newer_group_computed_by_an_engine_that_keeps_its_weights() -> None:
+    """It knows of no reservation. The engine refuses, and is asked again once it has what was asked for."""
+
+    async def run() -> None:
+        async with Servers() as servers, EngineClient(servers.urls, "k") as client:
+            client.engines.followed = True
+            servers.versions[0] = NEW
+            training, urls = Sampling(max_tokens=2, oldest=NEW), servers.urls
+            client._outstanding[urls[0]] = 9
+            with pytest.raises(EngineClosed):
+                await ask(client, training)
+            for _ in range(4):
+                await ask(client, training)
+            assert servers.asked == [4, 0] and servers.refused == [0, 1]
+            assert client.engines.closed == urls[1:] and client.engines.oldest == NEW
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_every_explorer_learns_which_engines_an_evaluation_has(tmp_path: Path) -> None:
+    """Also one that did not claim its groups, or was started again. Training groups of earlier weights go elsewhere."""
+    store = Store(f"sqlite:///{tmp_path}/store.db")
+    store.add_tasks("train", TASKS)
+    ids = store.task_ids("train")
+    store.request_rollout("eval-0", "eval", 0, OLD, ids, 2, {})
+    assert store.keepers() == {}
+
+    async def call(function: Callable[[], Any]) -> Any:
+        return function()
+
+    async def run() -> None:
+        async with Servers() as servers, EngineClient(servers.urls, "k") as client:
+            client._reserved = ReservedEngines("k", lambda: client.engines.urls, servers.has, every_s=0.01)
+            store.request_rollout("eval-2", "eval", 2, OLD, ids, 2, {"engines": servers.urls[1:]})
+            keeping = asyncio.create_task(EngineFollower(store, client, "k", None).keep(call))
+            while servers.urls[1] not in client._reserved:
+                await asyncio.sleep(0.01)
+            client._outstanding[servers.urls[0]] = 9
+            for _ in range(3):
+                await ask(client, Sampling(max_tokens=2, oldest=OLD))
+            assert servers.asked == [3, 0] and servers.refused == [0, 0]
+            keeping.cancel()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    store.withdraw("eval-2")
+    assert store.keepers() == {}
+    store.close()
+
+
 def test_an_evaluation_has_no_answer_of_other_weights() -> None:
     async def run() -> None:
         async with Servers() as servers, EngineClient(servers.urls, "k") as client:
@@ -137,7 +191,7 @@ def test_an_evaluation_has_no_answer_of_other_weights() -> None:
             with pytest.raises(WeightsPassed, match=r"samples with weights 1\.3, which are newer than 1\.2"):
                 await ask(client, evaluation)
             servers.versions[1] = WeightsVersion(1, 1)
-            with pytest.raises(EngineError, match="older than 1.2"):
+            with pytest.raises(EngineError, match="older weights"):
                 await ask(client, evaluation)
             with pytest.raises(WeightsPassed, match=r"no engine at http://gone is left, which had weights 1\.2"):
                 await ask(client, replace(evaluation, engines=["http://gone"]))

@@ -15,6 +15,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from megarl.core.errors import EngineError, RequestRefused
+from megarl.core.schema import WeightsVersion
 from megarl.engine.client.client import EngineClient, Prompt, Sampling
 from megarl.engine.client.frames import Completion, Failure, Record, StreamHeartbeat, VersionSpan, encode, unpack_ids
 
@@ -242,6 +243,27 @@ def test_no_server_is_an_engine_error() -> None:
 
     with pytest.raises(EngineError, match="gone or silent"):
         asyncio.run(ask())
+
+
+def test_the_newest_of_all_oldest_weights_goes_with_a_call() -> None:
+    """That of the response that goes on, where it is newer than the group's."""
+    asked: list[Any] = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        asked.append((await request.json()).get("oldest"))
+        return await streaming(sample(0, 0), sample(1, 0))(request)
+
+    async def ask(url: str) -> None:
+        async with EngineClient([url], "k") as client:
+            for group, response in ((None, None), ((1, 1), None), ((1, 1), (1, 2)), ((1, 2), (1, 1)), ((1, 1), (1, 3))):
+                sampling = Sampling(max_tokens=4, oldest=group and WeightsVersion(*group))
+                prompts = [Prompt([1]), Prompt([2], oldest=response and WeightsVersion(*response))]
+                async for _ in client.generate(prompts, sampling):
+                    pass
+
+    with pytest.raises(EngineError, match=r"samples with weights 1\.2, which are older than 1\.3"):
+        asyncio.run(served(handler, ask))
+    assert asked == [None, "1.1", "1.2", "1.2", "1.3"]
 
 
 def test_calls_go_to_the_engine_with_the_fewest_unfinished_samples() -> None:

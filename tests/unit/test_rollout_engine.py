@@ -242,7 +242,7 @@ def test_an_engine_refuses_and_is_idle_before_its_memory_goes(monkeypatch: pytes
     engine = EngineControl("http://127.0.0.1:1", "k")
     assert engine.sleep() == [{"freed": 1, "rss": 2}]
     assert calls == [
-        ("/megarl/refuse", {"reason": SLEEPING}),
+        ("/megarl/refuse", {"reason": SLEEPING, "version": None}),
         ("/pause?mode=abort", None),
         ("/reset_prefix_cache", None),
         ("/megarl/asleep", {"asleep": True}),

@@ -17,6 +17,7 @@ from aiohttp.test_utils import TestServer
 from megarl.core.config import save_resolved
 from megarl.core.errors import ConfigError, EngineClosed, EngineError
 from megarl.core.jobs import of_program
+from megarl.core.schema import WeightsVersion
 from megarl.engine.client.client import EngineClient, Prompt, Sampling
 from megarl.explore.explorer.engines import EngineFollower
 from megarl.explore.store import EngineRoom, EngineStatus, RegisteredEngine, Store
@@ -99,6 +100,7 @@ def test_what_is_refused(tmp_path: Path, words: list[str], overrides: list[str],
         (["tp=2", "engines=2"], [], r"engines=2: the job has room for 1 of 2 workers each \(3 CPUs\)"),
         (["tp=2"], ["sync.deterministic=true"], "tp=2: sync.deterministic=true has the same bits"),
         (["tp=2"], ["cluster.device_bytes=1000"], "more than cluster.device_bytes=1000"),
+        (["tp=2"], ["reward.judge.url=rollout"], "tp=2: reward.judge.url=rollout asks the engines at the ports"),
     ],
 )
 def test_workers_that_are_refused(
@@ -199,7 +201,7 @@ def test_an_engine_that_is_left_out_is_waited_for_no_more() -> None:
 
 
 def test_an_engine_is_asked_once_it_has_weights_and_until_it_is_wanted_no_more(tmp_path: Path) -> None:
-    refusing, asked = {"b"}, list[str]()
+    refusing, asked, versions = {"b"}, list[str](), {"a": "1.2", "b": "1.2"}
 
     def engine(name: str) -> web.Application:
         async def generate(request: web.Request) -> web.StreamResponse:
@@ -211,7 +213,7 @@ def test_an_engine_is_asked_once_it_has_weights_and_until_it_is_wanted_no_more(t
         async def state(request: web.Request) -> web.StreamResponse:
             why = "no weights" if name in refusing else None
             return web.json_response(
-                {"version": "1.2", "paused": False, "refusing": why, "process": name, "workers": 1}
+                {"version": versions[name], "paused": False, "refusing": why, "process": name, "workers": 1}
             )
 
         app = web.Application()
@@ -224,7 +226,7 @@ def test_an_engine_is_asked_once_it_has_weights_and_until_it_is_wanted_no_more(t
             a, b = (str(server.make_url("")).rstrip("/") for server in (first, second))
             both = [RegisteredEngine(i, url, 1, SERVING, STARTING) for i, url in enumerate((a, b))]
             async with EngineClient([a], "k") as client:
-                follower = EngineFollower(Store(f"sqlite:///{tmp_path}/store.db"), client.engines, "k", None)
+                follower = EngineFollower(Store(f"sqlite:///{tmp_path}/store.db"), client, "k", None)
 
                 async def follow(*engines: RegisteredEngine) -> int:
                     await follower.follow(engines)
@@ -248,6 +250,11 @@ def test_an_engine_is_asked_once_it_has_weights_and_until_it_is_wanted_no_more(t
                         await ask(1)
                 assert await ask(3) == {"a"}, "others are asked, and it is not left out for a time"
                 refusing.clear()
+                assert await follow(*both) == 2 and await ask(3) == {"a", "b"}
+                client.engines.close(b)
+                client.engines.expect(WeightsVersion(1, 3))
+                assert await follow(*both) == 1 and await ask(3) == {"a"}, "its weights are older"
+                versions["b"] = "1.3"
                 assert await follow(*both) == 2 and await ask(3) == {"a", "b"}
                 assert await follow(both[0]._replace(wanted=ABSENT), both[1]) == 1 and await ask(3) == {"b"}
                 assert await follow(both[0]._replace(wanted=ABSENT)) == 1 and await ask(1) == {"b"}, "none is wanted"

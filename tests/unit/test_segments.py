@@ -115,6 +115,16 @@ def test_a_response_in_one_is_asked_for_as_it_is(claim: Claim) -> None:
     assert tokens.asked == [request] and completion.finish_reason == "stop"
 
 
+@pytest.mark.parametrize(("version", "oldest"), [("1.4", WeightsVersion(1, 4)), ("0.3", None)])
+def test_a_response_goes_on_with_no_older_weights(claim: Claim, version: str, oldest: WeightsVersion | None) -> None:
+    """Engines take new weights one after another. Weights of the model's files are the same on all, and have no name
+    there."""
+    tokens = Tokens(9)
+    tokens.version = version
+    asyncio.run(sampler(tokens, claim, 4, []).sample(ask()))
+    assert [request.oldest for request in tokens.asked] == [None, oldest, oldest]
+
+
 class Looping(Tokens):
     """Says different tokens, and then the same few without end."""
 

@@ -712,6 +712,7 @@ def test_every_write_is_in_the_table_of_writes() -> None:
         "awaiting",
         "to_evaluate",
         "uncounted",
+        "keepers",
         "evaluation",
         "engines",
         "own_engines",

@@ -172,6 +172,24 @@ def test_weights_that_an_update_has_changed_are_another_version(monkeypatch: pyt
     assert s.recorded == [(WeightsVersion(1, 1), 4), *([(WeightsVersion(1, 2), 5)] if updated else [])]
 
 
+def test_other_weights_are_never_sent_under_the_same_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update was made, and the caller counts it in no step."""
+    s = Syncs()
+    digests = {"w": 7, "v": 8}
+    s.publisher.publish = lambda *_, **__: SimpleNamespace(metrics=dict)
+    s.models.actor = SimpleNamespace(tensors={}, written=lambda: dict(digests))
+    sync = s.sync()
+    monkeypatch.setattr(sync, "_probe", lambda: ProbeText([], [], 1.0))
+    sync.publish(4)
+    sync.publish_again("the engine at e is another", 4)
+    digests["w"] = 9
+    with pytest.raises(
+        WeightsDiffer, match=r"weights 1\.1 .* 1 tensors of this rank have changed since, the first is w"
+    ):
+        sync.publish_again("the engine at e is another", 4)
+    sync.publish(5)
+
+
 def test_what_is_sent_is_compared_with_what_the_optimizer_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
     s = Syncs()
     given: list[Any] = []

@@ -47,6 +47,8 @@ class Prompt:
     routing_from: int | None = None
     """First of ``token_ids`` whose expert ids are asked for (``Completion.routing``), with those of all that follow;
     None asks for none."""
+    oldest: WeightsVersion | None = None
+    """Oldest weights that may sample, where newer than the request's: those of the tokens that it ends with."""
     home: str = ""
     """URL of the engine that has computed the beginning of it before, and may have it in its prefix cache; "" for
     none."""
@@ -175,6 +177,7 @@ class EngineClient:
             RequestRefused: it refused this call for what is in it; PromptRefused: a prompt of it; WeightsPassed: no
                 engine will have the weights again that the samples are asked for with.
         """
+        sampling = replace(sampling, oldest=_oldest(prompts, sampling))
         missing = {(i, j) for i, prompt in enumerate(prompts) for j in range(prompt.n)}
         total = len(missing)
         url = self._choose(self._choices(sampling), prompts[0].home if prompts else "")
@@ -210,6 +213,7 @@ class EngineClient:
     def _choices(self, sampling: Sampling) -> Sequence[str]:
         """Engines that may be asked. Raises WeightsPassed where none of those that alone may be asked is there."""
         if not sampling.engines:
+            self.engines.expect(sampling.oldest)
             there = self.engines.to_ask()
             return [url for url in there if url not in self._reserved] or there
         found = [url for url in sampling.engines if url in self.engines.urls]
@@ -218,8 +222,12 @@ class EngineClient:
                 f"no engine at {', '.join(sampling.engines)} is left, which had weights {sampling.newest}"
             )
         if sampling.newest is not None:
-            self._reserved.reserve(found, sampling.newest)
+            self.reserve(found, sampling.newest)
         return found
+
+    def reserve(self, urls: Sequence[str], version: WeightsVersion) -> None:
+        """Ask these engines for nothing but an evaluation of this version, until they have newer weights."""
+        self._reserved.reserve(urls, version)
 
     async def _stream(self, url: str, prompts: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Completion]:
         assert self._session is not None, "EngineClient is used as an async context manager"
@@ -228,12 +236,14 @@ class EngineClient:
             "sampling": sampling.parameters(),
             "heartbeat_s": self._heartbeat_s,
         }
+        if sampling.oldest is not None:
+            body["oldest"] = str(sampling.oldest)
         silence = _Silence(url, self._timeout_s, self._heartbeat_s, self._progressed)
         decoder = Decoder()
         try:
             async with self._session.post(f"{url}/megarl/generate", json=body) as answer:
                 if answer.status == HTTPStatus.SERVICE_UNAVAILABLE and self.engines.close(url):
-                    raise EngineClosed(f"the engine at {url} has no weights yet, or sleeps; others are asked")
+                    raise EngineClosed(f"the engine at {url} sleeps, or has no weights or older ones; others are asked")
                 if answer.status != 200:
                     reason = await _text(answer)
                     kind = RequestRefused if 400 <= answer.status < 500 else EngineError
@@ -254,6 +264,11 @@ class EngineClient:
             raise EngineError(
                 f"the engine at {url} is gone or silent ({reason}); its log has its last words"
             ) from error
+
+
+def _oldest(prompts: Sequence[Prompt], sampling: Sampling) -> WeightsVersion | None:
+    """Oldest weights that may sample all of the prompts."""
+    return max((v for v in (sampling.oldest, *(p.oldest for p in prompts)) if v is not None), default=None)
 
 
 def _body(prompt: Prompt) -> dict[str, Any]:

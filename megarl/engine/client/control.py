@@ -113,9 +113,9 @@ class EngineControl:
         """Let the engine generate again."""
         self._call("POST", "/resume")
 
-    def refuse(self, reason: str | None) -> None:
-        """Makes the engine answer generation with 503 and ``reason``; None lets it generate again."""
-        self._call("POST", "/megarl/refuse", {"reason": reason})
+    def refuse(self, reason: str | None, version: str | None = None) -> None:
+        """Makes the engine answer generation with 503 and ``reason``; None: it generates, ``version`` is proven."""
+        self._call("POST", "/megarl/refuse", {"reason": reason, "version": version})
 
     def sleep(self) -> list[dict[str, int]]:
         """Free weights and KV cache; return ``freed`` and ``rss`` of each worker. Requests under way are ended.

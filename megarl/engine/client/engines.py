@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from megarl.core.schema import WeightsVersion
+
 log = logging.getLogger(__name__)
 
 
 class ClientEngines:
-    """Engines that are there, and of these the open ones: they have weights, as far as is known.
+    """Engines that are there, and of these the open ones: they have the weights, as far as is known.
 
     One that refuses is closed only where the engines are ``followed``, which opens it again.
     """
@@ -19,6 +21,8 @@ class ClientEngines:
         self._open = set(urls)
         self._sampling: set[str] = set()
         self.followed = False
+        self.oldest = WeightsVersion(0, 0)
+        """Newest of all oldest weights that samples were asked for with: a closed engine is opened once it has them."""
 
     @property
     def urls(self) -> Sequence[str]:
@@ -41,6 +45,10 @@ class ClientEngines:
             self._open &= set(urls)
             self._sampling &= set(urls)
 
+    def expect(self, oldest: WeightsVersion | None) -> None:
+        """Take note of the oldest weights that may sample what is asked for."""
+        self.oldest = max(self.oldest, oldest or self.oldest)
+
     def gave(self, url: str) -> None:
         """Take note of a sample; the first one of an engine that came is logged."""
         if url not in self._sampling:
@@ -48,7 +56,7 @@ class ClientEngines:
             log.info("the engine at %s samples", url)
 
     def open(self, url: str) -> None:
-        """Take note that an engine has weights."""
+        """Take note that an engine has the weights."""
         self._open.add(url)
 
     def close(self, url: str) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 
 from megarl.core import heartbeat
 from megarl.core.errors import EngineClosed, EngineError, PromptRefused, RequestRefused
-from megarl.core.schema import GREEDY
+from megarl.core.schema import GREEDY, WeightsVersion
 from megarl.engine.client.client import Prompt, Sampling
 from megarl.engine.client.frames import Completion
 
@@ -50,6 +50,8 @@ class SampleRequest:
     """Tokens of the response that ``token_ids`` end with: it goes on from there."""
     routed: int = 0
     """Tokens whose expert ids came with earlier samples of the trajectory."""
+    oldest: WeightsVersion | None = None
+    """Weights of the last of the ``start`` tokens: no older ones may go on."""
 
     @property
     def seed(self) -> int | None:
@@ -220,6 +222,7 @@ def _asks(requests: Sequence[SampleRequest], home: Callable[[SampleRequest], str
 
 def _prompt(request: SampleRequest, routing: bool, **settings: Any) -> Prompt:
     settings["routing_from"] = request.routed if routing else None
+    settings["oldest"] = request.oldest
     return Prompt(request.token_ids, images=request.images, max_tokens=request.max_tokens, **settings)
 
 

@@ -35,6 +35,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from megarl.core.pictures import decode
+from megarl.core.schema import WeightsVersion
 from megarl.engine.client.auth import App, Receive, Scope, Send
 from megarl.engine.client.control import failures
 from megarl.engine.client.frames import (
@@ -80,11 +81,13 @@ class PromptBody(msgspec.Struct, frozen=True):
 
 class GenerateBody(msgspec.Struct, frozen=True):
     """The body of ``POST /megarl/generate``; ``sampling`` holds keyword arguments of vLLM's SamplingParams.
-    ``heartbeat_s``: the longest time without a frame."""
+    ``heartbeat_s``: the longest time without a frame. ``oldest``: oldest weights that may sample; 503 where the engine
+    has older ones."""
 
     prompts: list[PromptBody]
     sampling: dict[str, Any]
     heartbeat_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
+    oldest: str | None = None
 
 
 @dataclass
@@ -126,6 +129,7 @@ class Endpoints:
         layers = ExpertLayers.of(args.model) if args.enable_return_routed_experts else None
         state.megarl_progress = Progress(engine_client, layers=layers)
         state.megarl_asleep = state.megarl_resumes = False
+        state.megarl_version = None
         state.megarl_refusing = (
             "the job's weights have not been published to this engine yet" if os.environ.get(UNTIL_PUBLISHED) else None
         )
@@ -210,8 +214,11 @@ def _generates(scope: Scope) -> bool:
 
 
 async def _refuse(request: Request) -> JSONResponse:
-    request.app.state.megarl_refusing = (await request.json())["reason"]
-    return JSONResponse({"refusing": request.app.state.megarl_refusing})
+    body, state = await request.json(), request.app.state
+    state.megarl_refusing = body["reason"]
+    if body["reason"] is None:
+        state.megarl_version = body.get("version")
+    return JSONResponse({"refusing": state.megarl_refusing})
 
 
 async def _asleep(request: Request) -> JSONResponse:
@@ -258,12 +265,22 @@ async def _generate(request: Request) -> Response:
     try:
         body = msgspec.json.decode(await request.body(), type=GenerateBody)
         sampled, greedy = map(sampling_params, (body.sampling, body.sampling | {"temperature": 0.0}))
+        too_old = _is_older(request.app.state.megarl_version, body.oldest)
     except (msgspec.ValidationError, msgspec.DecodeError, TypeError, ValueError) as error:
         return JSONResponse({"error": str(error)}, status_code=400)
     state = request.app.state
+    if too_old:
+        return JSONResponse({"error": f"weights {state.megarl_version} are older than {body.oldest}"}, status_code=503)
     return StreamingResponse(
         _stream(state.engine_client, state.megarl_progress, body, sampled, greedy), media_type=CONTENT_TYPE
     )
+
+
+def _is_older(version: str | None, oldest: str | None) -> bool:
+    """True if weights of ``version`` may not sample; without a version, which the samples then name, they may."""
+    if version is None or oldest is None:
+        return False
+    return WeightsVersion.parse(version) < WeightsVersion.parse(oldest)
 
 
 async def _stream(

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from megarl.engine.client.client import EngineClient
 from megarl.engine.client.control import EngineControl
-from megarl.engine.client.engines import ClientEngines
 from megarl.engine.client.open import OpenEngines, may_be_asked
 from megarl.explore.store import EngineStatus, RegisteredEngine, Store
 
@@ -32,21 +32,25 @@ ONE_ENGINE = EngineCount(1)
 
 
 class EngineFollower(EngineCount):
-    """Has a client, and its gate, ask the engines that are wanted now; a new one as soon as it has weights.
+    """Has a client, and its gate, ask the engines that are wanted now; a new one as soon as it has the weights, and one
+    that an evaluation has for itself for nothing else, whichever explorer evaluates.
 
     Args:
         key: The job's key.
     """
 
-    def __init__(self, store: Store, engines: ClientEngines, key: str, gate: OpenEngines | None) -> None:
-        super().__init__(len(engines.urls))
-        self._store, self._engines, self._key, self._gate = store, engines, key, gate
-        engines.followed = True
+    def __init__(self, store: Store, client: EngineClient, key: str, gate: OpenEngines | None) -> None:
+        super().__init__(len(client.engines.urls))
+        self._store, self._client, self._key, self._gate = store, client, key, gate
+        self._engines = client.engines
+        self._engines.followed = True
 
     async def keep(self, call: Callable[..., Awaitable[Any]]) -> None:
         """Follow the engines as ``EngineCount`` says."""
         while True:
             await asyncio.sleep(EVERY_S)
+            for version, urls in (await call(self._store.keepers)).items():
+                self._client.reserve(urls, version)
             await self.follow(await call(self._store.own_engines))
 
     async def follow(self, registered: Sequence[RegisteredEngine]) -> None:
@@ -58,7 +62,7 @@ class EngineFollower(EngineCount):
             if self._gate is not None:
                 self._gate.replace(wanted, self._key)
         closed = self._engines.closed
-        looks = [asyncio.to_thread(may_be_asked, EngineControl(url, self._key)) for url in closed]
+        looks = [asyncio.to_thread(may_be_asked, EngineControl(url, self._key), self._engines.oldest) for url in closed]
         for url, has_weights in zip(closed, await asyncio.gather(*looks), strict=True):
             if has_weights:
                 self._engines.open(url)

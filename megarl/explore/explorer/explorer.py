@@ -31,7 +31,7 @@ from megarl.core.config.rewards import RewardConfig
 from megarl.core.errors import EngineError, InputError, JobError, describe
 from megarl.core.jobs import EXPLORE, PROGRAM, STOPPED, TRAIN, logs_of
 from megarl.core.metrics import Timeline
-from megarl.core.schema import GREEDY, End, Trajectory, WeightsVersion
+from megarl.core.schema import GREEDY, KEEPERS, End, Trajectory, WeightsVersion
 from megarl.engine.client.client import EngineClient, Sampling
 from megarl.engine.client.gather import Engine, Gatherer
 from megarl.engine.client.open import OpenEngines
@@ -48,7 +48,7 @@ from megarl.explore.explorer.segments import WHOLE_RESPONSES, SegmentSettings
 from megarl.explore.explorer.share import share_of
 from megarl.explore.explorer.store_queue import StoreQueue
 from megarl.explore.explorer.trajectories import Scorer, TrajectoryRunner
-from megarl.explore.explorer.under_way import KEEPERS, SamplesUnderWay
+from megarl.explore.explorer.under_way import SamplesUnderWay
 from megarl.explore.recording.images import ImageRules
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.recording.model import NO_LIMITS, NO_OPTIONS, RenderedPrompt
@@ -368,7 +368,7 @@ async def explore(config: Config, key: str, worker: str, number: int = 0) -> Non
                 worker=worker,
                 capacity=config.rollout.concurrent_groups * (config.algorithm.group_size + config.rollout.spare),
                 backlog=config.reward.backlog,
-                engines=EngineCount(len(urls)) if together else EngineFollower(store, engine.engines, key, gate),
+                engines=EngineCount(len(urls)) if together else EngineFollower(store, engine, key, gate),
                 limits=TokenLimits.of(config.rollout),
                 options=config.rollout.options,
                 retries=config.rollout.retries,

@@ -175,8 +175,14 @@ def _continued(request: SampleRequest, segments: Sequence[Segment], max_tokens: 
     """Request for the tokens after ``segments``."""
     token_ids = np.concatenate([request.token_ids, *(segment.token_ids for segment in segments)])
     start, routed = len(token_ids) - len(request.token_ids), len(token_ids) - 1
+    version = segments[-1].spans[-1].version if start else None
     return replace(
-        request, token_ids=token_ids, start=start, max_tokens=max_tokens, routed=routed if start else request.routed
+        request,
+        token_ids=token_ids,
+        start=start,
+        max_tokens=max_tokens,
+        routed=routed if start else request.routed,
+        oldest=version if version is not None and version.attempt else None,  # the model's files are of no attempt
     )
 
 

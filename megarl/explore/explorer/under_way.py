@@ -7,12 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from megarl.core.errors import WeightsPassed
+from megarl.core.schema import KEEPERS
 from megarl.explore.store import Claim
 
 log = logging.getLogger(__name__)
-
-KEEPERS = "engines"
-"""Key of a rollout's sampling: URLs of the engines that keep the weights of an evaluation."""
 
 
 class SamplesUnderWay:

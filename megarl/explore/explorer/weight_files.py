@@ -79,7 +79,7 @@ class FileFedEngine:
         engine.finish(str(version))
         engine.reset_prefix_cache()
         check_pieces(published.digests, [worker["pieces"] for worker in engine.workers("megarl_piece_digests")])
-        engine.refuse(None)
+        engine.refuse(None, str(version))
         engine.resume()
         difference = check_probe(
             engine.probe(published.probe, decode=published.decode), published.logp, published.tolerance

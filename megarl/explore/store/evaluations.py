@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from sqlalchemy import ColumnElement, exists, not_, select
 
+from megarl.core.schema import KEEPERS, WeightsVersion
 from megarl.explore.store.handle import Handle
 from megarl.explore.store.journal import event_of
 from megarl.explore.store.rollouts import UNCOUNTED, delete_rollouts
@@ -46,6 +48,13 @@ class EvaluationTable(Handle):
         """Id of each evaluation that was asked for and has not been counted -> steps in its weights."""
         query = select(ROLLOUTS.c.rollout_id, ROLLOUTS.c.step).where(ROLLOUTS.c.rollout_id.in_(UNCOUNTED))
         return {row.rollout_id: row.step for row in self._read(lambda connection: connection.execute(query).all())}
+
+    def keepers(self) -> dict[WeightsVersion, list[str]]:
+        """Weights of each evaluation that has engines for itself and has not been counted -> their URLs."""
+        query = select(ROLLOUTS.c.version, ROLLOUTS.c.sampling).where(ROLLOUTS.c.rollout_id.in_(UNCOUNTED))
+        found = self._read(lambda connection: connection.execute(query).all())
+        urls = {WeightsVersion.parse(row.version): json.loads(row.sampling).get(KEEPERS) for row in found}
+        return {version: kept for version, kept in urls.items() if kept}
 
     def withdraw(self, rollout_id: str) -> None:
         """Forget a rollout with all that it produced: a claim on it can no longer be finished. Safe to repeat."""

@@ -81,12 +81,13 @@ class PacingTable(Handle):
             for row in (*there, *others)
         ]
 
-    def num_asked(self, before: int) -> int:
-        """Number of training groups that were asked for when fewer than ``before`` steps were done, without those in
-        the place of others."""
-        first = (ROLLOUTS.c.kind == "train", ROLLOUTS.c.step < before, ROLLOUTS.c.rollout_id.not_like("train-%-%"))
-        query = select(func.coalesce(func.sum(ROLLOUTS.c.num_groups), 0)).where(*first)
-        return self._read(lambda connection: int(connection.execute(query).scalar_one()))
+    def num_asked(self) -> tuple[int | None, int]:
+        """(steps done when training groups were first asked for, None where none were; number asked for since, without
+        those in the place of others). A store that replaced a damaged one begins in the middle of the run."""
+        asked = (ROLLOUTS.c.kind == "train", ROLLOUTS.c.rollout_id.not_like("train-%-%"))
+        query = select(func.min(ROLLOUTS.c.step), func.coalesce(func.sum(ROLLOUTS.c.num_groups), 0)).where(*asked)
+        first, number = self._read(lambda connection: connection.execute(query).one())
+        return first, int(number)
 
 
 def steps_of_weights() -> ColumnElement[int]:

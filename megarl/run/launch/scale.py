@@ -122,6 +122,11 @@ def check_tp(config: Config) -> None:
             f"{setting}: sync.deterministic=true has the same bits in every run, and engines of another tp add in "
             "another order; set rollout.tp for a run of its own"
         )
+    if config.reward.judge.url == JUDGE_IS_ROLLOUT:
+        raise ConfigError(
+            f"{setting}: reward.judge.url={JUDGE_IS_ROLLOUT} asks the engines at the ports that the run began with; "
+            "engines of another tp have new ones. Set rollout.tp and start the run again"
+        )
     hf_config = read_hf_config(Path(config.model.path))
     try:
         vllm_layout(hf_config, rollout.tp, pp=rollout.pp, expert_parallel=rollout.expert_parallel)

@@ -166,9 +166,9 @@ class EngineOrders:
         except (ConfigError, JobError) as error:
             self._give_up(engine, str(error))
 
-    def _put(self, number: int, started: Started, workers: int) -> None:
-        """Start an engine in a place of its own. Raises JobError."""
-        self._replacements.add(started)
+    def _put(self, number: int, started: Started, workers: int, *, again: bool = False) -> None:
+        """Start an engine in a place of its own, or ``again`` in one where it has served. Raises JobError."""
+        self._replacements.add(started, again=again)
         self._workers[number], self._places[number] = workers, f"http://{_spec(started).listens}"
         self._replacements.begin(ProcessKind.ENGINE.named(number))
 
@@ -198,8 +198,10 @@ class EngineOrders:
             workers = earlier.workers if other is engine else self._workers_of(other)
             self._unchanged[other.number] = (workers, other.orders)
         try:
-            self._put(engine.number, earlier.started, earlier.workers)
+            self._put(engine.number, earlier.started, earlier.workers, again=True)
         except JobError as error:
+            if not any(e.wanted is EngineStatus.SERVING for e in self._engines if e is not engine):
+                raise  # the job has no other engine
             self._give_up(engine, str(error))
 
     def close(self) -> None:

@@ -48,6 +48,8 @@ class Replacements:
         self._all = self._left = left
         self._added: set[str] = set()
         """Engines that came by order: the job goes on without one that does not start."""
+        self._served: set[str] = set()
+        """Those of them that have served since: the job may have no other."""
         self._given_up: list[str] = []
         self._replaced: Counter[str] = Counter()
         self._up: set[str] = set()
@@ -70,7 +72,7 @@ class Replacements:
             return True
         time.sleep(SETTLE_S)
         units = list(dict.fromkeys(unit_of(s.process.name) for s in self._dead()))
-        for unit in [unit for unit in units if unit in self._added and not self._replaceable(unit)]:
+        for unit in [unit for unit in units if not self._replaceable(unit) and self._is_spared(unit)]:
             log.error("%s", "; ".join(ending(s.process) for s in self._members(unit)))
             self.end([unit], 0.0)
             self._given_up.append(unit)
@@ -99,12 +101,14 @@ class Replacements:
         """Return True if the unit has a place, be it absent."""
         return any(True for _ in self._members(unit))
 
-    def add(self, started: Started) -> None:
-        """Take a unit in that is absent until ``begin``, in the place of one that has ended."""
+    def add(self, started: Started, *, again: bool = False) -> None:
+        """Take a unit in that is absent until ``begin``, in the place of one that has ended; ``again``: it has served
+        there before."""
         unit = unit_of(started.process.name)
         self._started[:] = [*(s for s in self._started if unit_of(s.process.name) != unit), started]
         self._absent.add(unit)
         self._added.add(unit)
+        (self._served.add if again else self._served.discard)(unit)
 
     def of(self, unit: str) -> Started:
         """Return a unit of one process."""
@@ -130,6 +134,7 @@ class Replacements:
             listens, unit = _listens(s.spec.listens), unit_of(s.process.name)
             if listens and unit not in self._up:
                 self._up.add(unit)
+                self._served.add(unit)
                 for member in self._members(unit):
                     member.node.note(member.process.name)
             if listens is not False or unit not in self._up:
@@ -181,6 +186,14 @@ class Replacements:
         if kind_of(unit) in DECIDING or any(s.spec is None or s.node.fault() is not None for s in members):
             return False
         return unit in self._up or any(_by_signal(s.process) for s in members)
+
+    def _is_spared(self, unit: str) -> bool:
+        """True for an engine that came by order and that the job can do without: it has not served yet, or another
+        engine is there."""
+        engines = {unit_of(s.process.name) for s in self.present() if kind_of(s.process.name) is ProcessKind.ENGINE}
+        dead = {unit_of(s.process.name) for s in self._dead()}
+        others = any(other not in dead or self._replaceable(other) for other in engines - {unit})
+        return unit in self._added and (others or unit not in self._served)
 
     def _replace(self, unit: str) -> None:
         """All parts of an engine that spans nodes, once nothing of it is left: what a server forked holds its port as

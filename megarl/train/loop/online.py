@@ -26,7 +26,7 @@ from megarl.train.rollout.asking import Awaited, Published
 from megarl.train.rollout.evaluation import Evaluation
 from megarl.train.rollout.meanwhile import EvaluationMeanwhile
 from megarl.train.rollout.reading import NodeReader, RolloutReader
-from megarl.train.rollout.rollouts import Rollouts, Wait
+from megarl.train.rollout.rollouts import Rollouts, StepGroups, Wait
 from megarl.train.sync.cold import ColdCheck
 from megarl.train.sync.colocated import ColocatedEngines
 from megarl.train.sync.files import FilePublisher
@@ -128,11 +128,7 @@ class OnlineTrainer(Trainer):
                 if self.models.refresh_due(number):
                     self.turns.enter(Phase.REFRESH)
                     self.models.refresh_reference()
-                synced: dict[str, float] | None = {}
-                if self.pacing.publishes(number) or self.rollbacks != state.rollbacks or not self.weights.version.n:
-                    synced, self.rollbacks = self.publish(state), state.rollbacks
-                    if synced is not None and self.context.rank == 0:
-                        self.store.record_live(self.weights.version)
+                synced = self.publish_if_due(state)
             if synced is None:
                 return None
             published = Published(self.weights.version, self.weights.step)
@@ -141,11 +137,7 @@ class OnlineTrainer(Trainer):
                 return None
             if self.config.rollout.placement == "colocated":  # engines leave before the update
                 self.rollouts.drain(state, weights_step=number)
-            if not groups.trajectories:
-                raise NonRetryableError(
-                    f"rollout {groups.rollout_ids[-1]} left nothing to train on: {groups.report.dropped}; "
-                    f"{'; '.join(groups.report.messages)}"
-                )
+            check_some_left(groups)
             for message in groups.report.messages:
                 self.reporter.log(f"dropped from training: {message}")
             with phase("batch", step=number):
@@ -165,14 +157,12 @@ class OnlineTrainer(Trainer):
                 filter_overlong(batch, settings)
             with phase("update", step=number):
                 self.reporter.keep_batch(number + 1, lambda: kept_batch(batch, self.models.actor))
-                before, (state, trained) = state, self.learner.train_step(state, batch)
+                state, trained = self.learner.train_step(state, batch)
                 differences = engine_gap(batch, sampled, self.config)
             # Rewards in the metrics of the estimate are those with the KL taken off.
             metrics = trajectory_metrics(batch.outcomes, groups.report) | scored | trained | differences | synced
             metrics |= groups.account.metrics(batch.trained, batch.excluded)
-            if self.drains(before.step + 1) and self.config.rollout.placement == "separate":
-                with suppress(Stopped):  # the step counts: its update is made
-                    self.rollouts.drain(before, weights_step=state.step)
+            self.drain_after_update(state)
             state = self.end_step(state, metrics, groups.used)
         metrics |= groups.metrics
         if (text := self.truncation.warning(metrics)) is not None:
@@ -222,6 +212,15 @@ class OnlineTrainer(Trainer):
             self.meanwhile.forget(state.step)
         return state
 
+    def publish_if_due(self, state: TrainState) -> dict[str, float] | None:
+        """Publish the weights where the step needs new ones; None when the job is asked to stop before that."""
+        synced: dict[str, float] | None = {}
+        if self.pacing.publishes(state.step) or self.rollbacks != state.rollbacks or not self.weights.version.n:
+            synced, self.rollbacks = self.publish(state), state.rollbacks
+        if synced is not None and self.context.rank == 0:
+            self.store.record_live(self.weights.version)  # also those that an evaluation has published
+        return synced
+
     def publish(self, state: TrainState) -> dict[str, float] | None:
         """Publish the weights (``WeightSync.publish``); None when the job is asked to stop before that."""
         if self.config.sync.order == "completion" and self.config.sync.pause == "wait":
@@ -231,12 +230,13 @@ class OnlineTrainer(Trainer):
                     return None
         return self.weights.publish(state.step) | self.cold.check(state.step, self.weights)
 
-    def drains(self, step: int) -> bool:
-        """True if what was asked for ahead must be there when ``step`` steps are done: a checkpoint or other weights
-        come next."""
-        trainer = self.config.trainer
-        interval = trainer.eval_interval or trainer.steps
-        return self.pacing.publishes(step) or not (step % trainer.checkpoint_interval and step % interval)
+    def drain_after_update(self, state: TrainState) -> None:
+        """Wait for the groups that were asked for ahead, where a checkpoint or other weights come next; ``state`` does
+        not count the step yet, whose update is in the actor's weights."""
+        done = state.step + 1
+        if self.config.rollout.placement == "separate" and drains(self.config, done):
+            with suppress(Stopped):  # the step counts: its update is made
+                self.rollouts.drain(state, weights_step=done)
 
     def demonstrations(self, state: TrainState, usual: int) -> list[ExpertRow]:
         """Expert rows of the step beside ``usual`` samples; [] where the algorithm has none."""
@@ -246,6 +246,22 @@ class OnlineTrainer(Trainer):
         assert isinstance(settings, MixConfig), "mix and algorithms of a user's file have expert rows"
         count = num_expert_rows(usual, settings.expert_ratio)
         return self.expert.of_step(state.step, count, data_seed(self.config.trainer.seed, state.rollbacks))
+
+
+def drains(config: Config, step: int) -> bool:
+    """True if what was asked for ahead must be there when ``step`` steps are done: a checkpoint or other weights come
+    next."""
+    interval = config.trainer.eval_interval or config.trainer.steps
+    return Pacing.of(config.sync).publishes(step) or not (step % config.trainer.checkpoint_interval and step % interval)
+
+
+def check_some_left(groups: StepGroups) -> None:
+    """Raise NonRetryableError where a step has nothing to train on."""
+    if not groups.trajectories:
+        raise NonRetryableError(
+            f"rollout {groups.rollout_ids[-1]} left nothing to train on: {groups.report.dropped}; "
+            f"{'; '.join(groups.report.messages)}"
+        )
 
 
 def expert_rows(config: Config, reader: RolloutReader, images: ImageInputs | None) -> ExpertRows:

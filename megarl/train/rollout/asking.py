@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
+from itertools import count
 from typing import NamedTuple
 
 from megarl.core.schema import WeightsVersion
@@ -99,8 +100,18 @@ class Asking(ABC):
         return data_seed(self._config.trainer.seed, state.rollbacks)
 
     def _request(
-        self, rollout_id: str, state: TrainState, step: int, published: Published, tasks: list[str], extra: int = 0
+        self,
+        rollout_id: str,
+        state: TrainState,
+        step: int,
+        published: Published,
+        tasks: list[str],
+        extra: int = 0,
+        *,
+        asked_at: int | None = None,
     ) -> None:
+        """Ask for the groups of a rollout, whose seed follows from ``step`` and ``extra``; ``asked_at``: steps done,
+        where they are not ``step``."""
         seed = self._seed(state)
         sampling = {
             "temperature": self._config.rollout.temperature,
@@ -114,7 +125,8 @@ class Asking(ABC):
         if self._config.rollout.routing_replay:
             sampling["routing"] = True
         size = self._config.algorithm.group_size
-        self._store.request_rollout(rollout_id, "train", step, published.version, tasks, size, sampling)
+        done = step if asked_at is None else asked_at
+        self._store.request_rollout(rollout_id, "train", done, published.version, tasks, size, sampling)
 
 
 class InAdmissionOrder(Asking):
@@ -169,16 +181,20 @@ class InCompletionOrder(Asking):
         steps = min(self._pacing.deadline(published.step) + 1, self._config.trainer.steps) - step
         missing = steps * each - len(self._store.unused())
         if missing > 0:
-            self._request(rollout_id(step), state, step, published, self._tasks(state, missing))
+            # A replaced engine may have brought weights between two publications: what this step asked for with them
+            # before a resume stays.
+            number = next(n for n in count(step) if not self._store.is_requested(rollout_id(n)))
+            self._request(rollout_id(number), state, number, published, self._tasks(state, missing), asked_at=step)
 
-    def _tasks(self, state: TrainState, count: int) -> list[str]:
+    def _tasks(self, state: TrainState, missing: int) -> list[str]:
         seed, each = self._seed(state), self._choice.per_step
-        step, skipped = divmod(self._store.num_asked(state.step), each)
+        first, asked = self._store.num_asked()
+        step, skipped = divmod((state.step if first is None else first) * each + asked, each)
         found: list[str] = []
-        while len(found) < skipped + count:
+        while len(found) < skipped + missing:
             found += self._choice.tasks(step, seed)
             step += 1
-        return found[skipped : skipped + count]
+        return found[skipped : skipped + missing]
 
     def further(self, missing: int) -> int:
         return missing

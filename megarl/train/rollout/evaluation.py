@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 
 from megarl.core.config.schema import EvaluationConfig
-from megarl.core.schema import WeightsVersion
+from megarl.core.schema import KEEPERS, WeightsVersion
 from megarl.explore.order.draws import evaluation_sampling
 from megarl.explore.store import Store
 from megarl.train.rank.context import RunContext
@@ -43,7 +43,7 @@ class Evaluation:
         if self._context.rank:
             return
         config = self._context.config
-        sampling = evaluation_sampling(config, step) | ({"engines": list(engines)} if engines else {})
+        sampling = evaluation_sampling(config, step) | ({KEEPERS: list(engines)} if engines else {})
         samples = config.evaluation.samples
         self._store.request_rollout(rollout_id, "eval", step, version, self._tasks, samples, sampling)
 

@@ -121,7 +121,11 @@ class ColdCheck:
         try:
             for wanted in (EngineStatus.ABSENT, EngineStatus.SERVING):
                 yield from self._order(engine, wanted)
-            yield from self._until(lambda: _answers(control), f"engine {engine.number} did not come back")
+            # The publication that follows joins the engines that serve: one that only answers would be left out.
+            yield from self._until(
+                lambda: self._registered(engine).state is EngineStatus.SERVING and _answers(control),
+                f"engine {engine.number} did not come back",
+            )
         finally:
             mark.unlink()
             if wanted is EngineStatus.ABSENT:
@@ -144,9 +148,13 @@ class ColdCheck:
         """Order a state, and wait until the supervisor has carried that out. Raises EngineError."""
         order = self._store.order_engine(engine.number, wanted)
         yield from self._until(
-            lambda: next(e for e in self._store.own_engines() if e.number == engine.number).done >= order,
+            lambda: self._registered(engine).done >= order,
             f"engine {engine.number} was ordered to be {wanted} and is not",
         )
+
+    def _registered(self, engine: RegisteredEngine) -> RegisteredEngine:
+        """Return the engine as the supervisor has noted it last."""
+        return next(found for found in self._store.own_engines() if found.number == engine.number)
 
     def _until(self, holds: Callable[[], bool], what: str) -> Iterator[None]:
         """Yield until it holds. Raises EngineError after ``rollout.start_timeout_s``, or when the job is to stop."""

@@ -43,8 +43,7 @@ class ColocatedEngines:
         Raises EngineError on every rank.
         """
         if self._context.config.rollout.offload == "sleep":
-            self._order(EngineStatus.ASLEEP)
-            found = self._asleep()
+            found = self._asleep(self._order(EngineStatus.ASLEEP))
             if self._ranks.agree(found is not None):
                 return found or {}
         self._publisher.part()
@@ -57,10 +56,17 @@ class ColocatedEngines:
             raise failure or EngineError("an engine did not leave the trainer's devices; rank 0's log says why")
         return {}
 
-    def _asleep(self) -> dict[str, float] | None:
-        """Put the engines to sleep; return their metrics, and None on rank 0 where one does not: it is ended then."""
+    def _asleep(self, orders: dict[int, int]) -> dict[str, float] | None:
+        """Put the engines to sleep; return their metrics, and None on rank 0 where one does not: it is ended then.
+
+        The supervisor starts an engine again that dies before it has read the order: such a one is awake.
+        """
         try:
-            return self._publisher.sleep()
+            found = self._publisher.sleep()
+            self._wait_for(orders)
+            if died := self._publisher.died():
+                raise EngineError("; ".join(died))
+            return found
         except EngineError as error:
             log.warning("the engines are ended, since one does not sleep: %s", error)
             return None
@@ -83,7 +89,7 @@ class ColocatedEngines:
                 return
             if time.monotonic() > until:
                 raise EngineError(
-                    f"engine {left[0]} was ordered to end and has not within "
+                    f"engine {left[0]} was ordered to leave the trainer's devices and has not within "
                     f"rollout.start_timeout_s={rollout.start_timeout_s:g}; the supervisor carries out such orders"
                 )
             heartbeat.beat()

@@ -122,7 +122,7 @@ class Publication:
         if differing:
             self._compare_digests(sent, differing)
         clock.append(time.monotonic())
-        self._fleet.each(lambda i, engine: engine.refuse(None))
+        self._fleet.each(lambda i, engine: engine.refuse(None, str(self._version)))
         with self._probing(probe) as probed:
             self._fleet.each(lambda i, engine: engine.resume())
             seconds = time.monotonic() - clock[0]

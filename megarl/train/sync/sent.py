@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from megarl.core.config.schema import Config
+from megarl.core.errors import WeightsDiffer
+from megarl.core.schema import WeightsVersion
 from megarl.engine.client.probe import ProbeText
 
 
@@ -25,6 +27,23 @@ class SentWeights:
     def copy_of(cls, tensors: Mapping[str, torch.Tensor], written: Mapping[str, int], probe: ProbeText) -> SentWeights:
         """Copy tensors to the host: one more set of the rank's parameters there."""
         return cls({name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}, written, probe)
+
+
+class SentDigests:
+    """Digests of this rank's share of the version that was sent last."""
+
+    def __init__(self) -> None:
+        self._last: tuple[WeightsVersion, Mapping[str, int]] | None = None
+
+    def check(self, version: WeightsVersion, written: Mapping[str, int]) -> None:
+        """Take note of what is sent next. Raises WeightsDiffer where other weights were sent under the same version."""
+        known = written if self._last is None or self._last[0] != version else self._last[1]
+        if changed := sorted(name for name in known.keys() | written.keys() if known.get(name) != written.get(name)):
+            raise WeightsDiffer(
+                f"weights {version} would be published again with other values: {len(changed)} tensors of this rank "
+                f"have changed since, the first is {changed[0]}; no engine may sample with them as that version"
+            )
+        self._last = version, written
 
 
 def outlives_update(config: Config) -> bool:

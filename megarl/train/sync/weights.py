@@ -23,7 +23,7 @@ from megarl.train.rank.ranks import Ranks
 from megarl.train.rank.reporter import Reporter
 from megarl.train.sync.files import Publisher
 from megarl.train.sync.probe import probe_text
-from megarl.train.sync.sent import SentWeights, outlives_update
+from megarl.train.sync.sent import SentDigests, SentWeights, outlives_update
 from megarl.train.update.models import Models
 from megarl.train.update.turns import Turns
 from megarl.weights.reshard.execute import NO_ROOM
@@ -59,8 +59,8 @@ class WeightSync:
         self.step = 0
         """Steps of training in it."""
         self._sent: SentWeights | None = None
-        self._record = record
-        self._context, self._ranks, self._reporter = context, ranks, reporter
+        self._digests = SentDigests()
+        self._context, self._ranks, self._reporter, self._record = context, ranks, reporter, record
         self._models, self._publisher, self._turns = models, publisher, turns
 
     def connect(self) -> None:
@@ -132,6 +132,7 @@ class WeightSync:
         self._turns.enter(Phase.SYNC)
         self._together(lambda: self._publisher.wake("weights"))
         tensors, written = (actor.tensors, actor.written()) if sent is None else (sent.tensors, sent.written)
+        self._together(lambda: self._digests.check(self.version, written))
         # An engine that goes on at once with requests under way is probed before them.
         first = self._probe() if self._keeps else None
         report = self._together(
@@ -143,9 +144,7 @@ class WeightSync:
             self._sent = SentWeights.copy_of(tensors, written, text)
         self._turns.enter(Phase.ROLLOUT)  # the KV cache has the memory that the actor leaves
         self._together(lambda: self._publisher.wake("kv_cache"))
-        if self._keeps:
-            return report.metrics()
-        difference = self._together(lambda: self._publisher.probe(text))
+        difference = None if self._keeps else self._together(lambda: self._publisher.probe(text))
         return report.metrics() | ({} if difference is None else {"sync/probe_diff_max": difference})
 
     def _probe(self) -> ProbeText:

@@ -1,0 +1,296 @@
+"""Jobs that are killed, resumed and continued: the trainer's own course, pacing and store, without models and engines.
+
+Every wait may lose an engine or the whole job. No job waits without end, no group is used twice or too late, and every
+version has the weights that are written down for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing, nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from megarl.core.config import Config
+from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.core.config.job import SyncConfig
+from megarl.core.config.schema import TrainerConfig
+from megarl.core.schema import Reward, Trajectory, WeightsVersion
+from megarl.explore.order.choice import TaskChoice
+from megarl.explore.order.pacing import Pacing
+from megarl.explore.order.replay import ReplayChoice
+from megarl.explore.store import Claim, Store, Used
+from megarl.explore.store.tables import GROUPS, ROLLOUTS
+from megarl.learn import algorithms
+from megarl.train.loop.online import OnlineTrainer
+from megarl.train.rank.context import RunContext
+from megarl.train.rank.reporter import Reporter
+from megarl.train.rank.state import TrainState
+from megarl.train.rollout.asking import Awaited, InCompletionOrder, Published
+from megarl.train.rollout.reading import NodeReader, RolloutReader
+from megarl.train.rollout.rollouts import Rollouts
+from megarl.train.sync.sent import outlives_update
+from megarl.train.sync.weights import WeightSync
+from tests.stores import finish, make_task
+from tests.trajectories import one_turn
+
+EACH, TASKS = 2, 97
+NOTHING: Any = SimpleNamespace(
+    agree=lambda yes: yes,
+    stop_requested=lambda: False,
+    log=lambda text: None,
+    come_and_go=False,
+    engines_changed=lambda: False,
+    connect=lambda: None,
+    enter=lambda phase: None,
+    during=lambda phase: nullcontext(),
+    settle=lambda step: None,
+    wait=lambda step: True,
+    begin=lambda *_: False,
+    due=False,
+    check=lambda *_: {},
+)
+
+
+class Killed(Exception):
+    """The job is killed."""
+
+
+class Weights(WeightSync):
+    """Publications to engines that take whatever they are sent."""
+
+    def __init__(self, context: RunContext, store: Store, job: Job) -> None:
+        super().__init__(context, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, store.record_version)
+        self._job = job
+        self.steps: dict[WeightsVersion, int] = {}
+        """Steps of training in the weights that engines were sent under each version."""
+
+    def _publish(self, *, abort: bool = False, sent: Any = None) -> dict[str, float]:
+        steps = self._job.trained if sent is None else sent
+        assert self.steps.setdefault(self.version, steps) == steps, "other weights under the same version"
+        if sent is None and outlives_update(self._context.config):
+            self._sent: Any = steps
+        return {}
+
+
+class AskedOnce(Store):
+    """Whoever asks again under the same id deletes what has ended."""
+
+    def request_rollout(self, rollout_id: str, *args: Any, **more: Any) -> None:
+        assert not self.is_requested(rollout_id)
+        super().request_rollout(rollout_id, *args, **more)
+
+
+class Job(OnlineTrainer):
+    """One attempt of a job, from its newest checkpoint to its end or until it is killed."""
+
+    def __init__(self, run: Run, attempt: int, state: TrainState) -> None:
+        self.run, self.config, self.random, self.trained = run, run.config, run.random, state.step
+        supervisor = Store(run.url)
+        supervisor.begin_attempt(attempt)
+        supervisor.discard_rollouts(state.step)
+        supervisor.close()
+        self.store = AskedOnce(run.url, attempt=attempt)
+        self.context = RunContext(self.config, run.path, attempt, 0)
+        self.reporter = Reporter(self.context, self.store)
+        self.ranks = self.meanwhile = self.cold = NOTHING
+        self.pacing = Pacing.of(self.config.sync)
+        self.weights = Weights(self.context, self.store, self)
+        reader = RolloutReader(NodeReader(), self.store, lambda: False)
+        grpo, wait = algorithms.get("grpo"), self.until
+        self.rollouts = Rollouts(self.context, grpo, self.store, self.reporter, reader, wait)
+        self.claims: list[Claim] = []
+
+    def connect(self) -> None:
+        """There is nothing to join."""
+
+    def until(self, look: Callable[[], Awaited], label: str, *, weights_step: int) -> bool:
+        """``RolloutWaiter.wait``, in which groups end, engines are replaced, and the job is killed."""
+        assert weights_step == self.trained
+        for _ in range(200):
+            if look().complete:
+                return True
+            if self.random.random() < 0.2:
+                self.weights.publish_again("an engine was replaced", weights_step)
+            self.may_die()
+            self.explore()
+        raise AssertionError(f"{label}: waits without end")
+
+    def explore(self) -> None:
+        """Claim groups, and end some."""
+        self.claims += self.store.claim_groups("e", self.random.randint(1, 4))
+        self.random.shuffle(self.claims)
+        for _ in range(self.random.randint(0, len(self.claims))):
+            claim = self.claims.pop()
+            assert claim.oldest <= self.weights.version
+            self.store.put(claim, [self.answer(claim, i) for i in claim.indices])
+
+    def answer(self, claim: Claim, index: int) -> Trajectory:
+        turns = one_turn([1], [2] * (index + 1), version=self.weights.version)
+        ids = (claim.rollout_id, claim.task.task_id, claim.group_id)
+        return Trajectory(*ids, index, claim.group_size, turns=turns, reward=Reward(float(index), "ok"))
+
+    def may_die(self) -> None:
+        if self.run.kills and self.random.random() < 0.15:
+            self.run.kills -= 1
+            raise Killed
+
+    def evaluate(self, state: TrainState, name: str) -> bool:
+        assert self.publish(state) is not None
+        assert self.until(lambda: Awaited(0, 0, self.random.random() < 0.5), name, weights_step=state.step)
+        return True
+
+    def step(self, state: TrainState) -> TrainState | None:
+        """``OnlineTrainer.step`` without models."""
+        assert self.publish_if_due(state) is not None
+        groups = self.rollouts.groups(state, Published(self.weights.version, self.weights.step), 64)
+        assert groups is not None
+        self.may_die()
+        self.trained += 1
+        self.drain_after_update(state)
+        self.store.record_step(state.step + 1, {}, groups.used)
+        self.may_die()
+        after = TrainState("rl", state.step + 1)
+        if after.step % self.config.trainer.checkpoint_interval == 0 or after.step == self.config.trainer.steps:
+            self.run.checkpoint = after
+        self.may_die()
+        return after
+
+
+class Run:
+    """A run of several attempts."""
+
+    def __init__(self, path: Path, config: Config, seed: int) -> None:
+        self.path, self.config, self.random, self.kills = path, config, Random(seed), 4
+        self.url = f"sqlite:///{path}/store.db"
+        self.checkpoint = TrainState("rl", 0)
+        self.attempt = 0
+        self.make_store()
+
+    def make_store(self) -> None:
+        store = Store(self.url)
+        store.add_tasks("train", [make_task(i) for i in range(TASKS)])
+        store.close()
+
+    def go(self, steps: int) -> None:
+        """Make ``steps`` steps, in as many attempts as it takes."""
+        self.config = replace(self.config, trainer=replace(self.config.trainer, steps=steps))
+        ended = False
+        while not ended:
+            self.attempt += 1
+            job = Job(self, self.attempt, self.checkpoint)
+            with suppress(Killed):
+                state, ended = job.run_steps(self.checkpoint)
+            job.store.release_claims("e")
+            job.store.close()
+        assert state.step == steps
+
+
+def used(run: Run) -> list[Any]:
+    """Groups that steps have used, with their tasks."""
+    query = select(GROUPS.c.group_id, GROUPS.c.task_id, GROUPS.c.used_by).where(GROUPS.c.used_by.is_not(None))
+    with closing(Store(run.url, read_only=True)) as store:
+        return list(store._read(lambda connection: connection.execute(query).all()))
+
+
+def config_of(order: Any, pacing: Pacing, **trainer: int) -> Config:
+    return Config(
+        algorithm=AlgorithmConfig(group_size=2),
+        sync=SyncConfig(
+            order=order,
+            max_staleness=pacing.max_staleness,
+            interval=pacing.interval,
+            pause="keep" if order == "completion" else "wait",
+        ),
+        trainer=TrainerConfig(tasks_per_step=EACH, **trainer),
+    )
+
+
+COURSES = [
+    (order, Pacing(k, i), every, checkpoint)
+    for order in ("admission", "completion")
+    for k in range(4)
+    for i in range(1, min(k + 1, 3) + 1)
+    for every, checkpoint in itertools.product((0, 1, 3), (1, 2, 3))
+    if order == "admission" or k
+]
+
+
+@pytest.mark.parametrize(
+    ("order", "pacing", "every", "checkpoint"),
+    [pytest.param(*course, marks=() if i % 15 == 6 else pytest.mark.soak) for i, course in enumerate(COURSES)],
+    ids=str,
+)
+def test_no_job_waits_without_end_or_uses_a_group_twice(
+    tmp_path: Path, order: Any, pacing: Pacing, every: int, checkpoint: int
+) -> None:
+    config = config_of(order, pacing, eval_interval=every, checkpoint_interval=checkpoint)
+    run = Run(tmp_path, config, seed=COURSES.index((order, pacing, every, checkpoint)))
+    run.go(5)
+    run.go(8)
+    groups = used(run)
+    assert Counter(group.used_by for group in groups) == {step: EACH for step in range(1, 9)}
+    assert len({group.task_id for group in groups}) == len(groups)
+    with closing(Store(run.url, read_only=True)) as store:
+        for group in groups:
+            versions = {span.version for e in store.read([group.group_id]) for turn in e.turns for span in turn.spans}
+            lags = [group.used_by - 1 - step for step in store.version_steps(versions).values()]
+            assert lags and min(lags) >= 0 and max(lags) <= pacing.max_staleness
+
+
+@pytest.mark.parametrize("order", ["admission", "completion"])
+def test_tasks_go_on_after_the_store_was_lost(tmp_path: Path, order: str) -> None:
+    """Rows that were trained come again once all others have."""
+    run = Run(tmp_path, config_of(order, Pacing(2, 2), checkpoint_interval=1), seed=1)
+    run.go(5)
+    before = {group.task_id for group in used(run)}
+    for file in tmp_path.glob("store.db*"):
+        file.unlink()
+    run.make_store()
+    run.kills = 2
+    run.go(9)
+    after = [group.task_id for group in used(run)]
+    assert len(before) == 5 * EACH and len(set(after)) == len(after) == 4 * EACH and before.isdisjoint(after)
+
+
+def test_a_resume_keeps_groups_that_were_asked_for_in_its_step(tmp_path: Path) -> None:
+    """A replaced engine has brought the weights of step 1 between two publications, and step 2 asked for more."""
+    store = Store(f"sqlite:///{tmp_path}/store.db")
+    store.add_tasks("train", [make_task(i) for i in range(TASKS)])
+    config = config_of("completion", Pacing(2, 3))
+    choice, replay = TaskChoice(config, store), ReplayChoice(config, store)
+    context = RunContext(config, tmp_path, 1, 0)
+    asking = InCompletionOrder(context, algorithms.get("grpo"), store, choice, replay)
+
+    def ask(attempt: int, step: int, weights_step: int) -> None:
+        version = WeightsVersion(attempt, weights_step + 1)
+        store.record_version(version, weights_step)
+        asking.ask(TrainState("rl", step), Published(version, weights_step))
+        store.record_live(version)
+        for claim in store.claim_groups("e", 99):
+            assert finish(store, claim)
+
+    ask(1, 0, 0)
+    for step in (1, 2):
+        store.record_step(step, {}, Used(tuple(group.group_id for group in store.unused()[:EACH])))
+    ask(1, 2, 1)
+    before = [group.group_id for group in store.unused()]
+    store.discard_rollouts(2)
+    ask(2, 2, 2)
+    after = [group.group_id for group in store.unused()]
+    assert len(before) == 2 * EACH and after[: 2 * EACH] == before and len(after) == 3 * EACH
+    tasks, sampling = (
+        store._read(lambda connection, column=column: list(connection.scalars(select(column))))
+        for column in (GROUPS.c.task_id, ROLLOUTS.c.sampling)
+    )
+    assert len(tasks) == len(set(tasks)) == 5 * EACH
+    assert len(sampling) == len(set(sampling)) == 3, "each rollout has a seed of its own"
+    store.close()
