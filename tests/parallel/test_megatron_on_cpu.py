@@ -77,6 +77,31 @@ def test_loss_falls(model: str, dtype: str) -> None:
         assert loss_tp2 == pytest.approx(loss, rel=tolerance)
 
 
+def load_afterwards(rank: int, folder: str) -> list[float]:
+    """Frequencies of a model that transformers loads once factories are replaced, as where it was never used before."""
+    from torch.overrides import get_ignored_functions
+    from torch.utils._device import _device_constructors
+
+    from megarl.learn.parallel import cpu
+
+    for found in (_device_constructors, get_ignored_functions):
+        found.cache_clear()
+    cpu.install()
+    from transformers.models.mistral.modeling_mistral import MistralConfig, MistralForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = MistralForCausalLM(MistralConfig(**sizes, num_hidden_layers=1, vocab_size=VOCAB))
+    model.save_pretrained(folder)
+    loaded = MistralForCausalLM.from_pretrained(folder)
+    assert torch.equal(loaded.model.norm.weight, model.model.norm.weight)
+    return loaded.model.rotary_emb.inv_freq.tolist()
+
+
+def test_models_of_transformers_load_afterwards(tmp_path: Path) -> None:
+    [found] = run_grid(1, load_afterwards, str(tmp_path))
+    assert found == pytest.approx([10_000.0 ** (-i / 4) for i in range(4)], rel=1e-6)
+
+
 NO_CUDA = "NVIDIA driver|not compiled with CUDA|re-initialize CUDA"  # the last where TransformerEngine is installed
 NEEDED = {
     "_cuda_runtime": NO_CUDA,

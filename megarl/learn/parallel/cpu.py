@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.overrides import get_ignored_functions
+from torch.utils._device import _device_constructors
 
 _installed = False
 
@@ -84,6 +86,11 @@ def _device_literals() -> None:
 
         return make
 
+    # torch keeps these sets of its own functions once they are made. Made later, they had the replacements: then
+    # ``torch.device`` as a context no longer finds factories, and transformers' from_pretrained leaves rotary tables
+    # without values.
+    _device_constructors()
+    get_ignored_functions()
     for name in ("zeros", "ones", "empty", "full", "tensor", "arange", "empty_like", "zeros_like", "ones_like"):
         setattr(torch, name, on_cpu(getattr(torch, name)))
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
