@@ -38,7 +38,7 @@ def transformer_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any
     """
     sizes = arch.sizes(hf_config)
     megatron_names = {param.megatron for param in arch.params}
-    _refuse_sliding_window(arch.name, hf_config)
+    _refuse_other_masks(arch, hf_config)
     values = {
         "mla": bool(sizes.kv_lora),
         "num_layers": sizes.num_layers,
@@ -107,6 +107,12 @@ def _vision(name: str, sizes: ModelSizes, hf_config: HFConfig) -> dict[str, Any]
             f"{name} with mrope_section={sections!r} is not supported: three sections with half of a head's "
             f"{sizes.head} dimensions are; use the checkpoint's own config.json"
         )
+    if (kind := _rope(name, hf_config)["rope_type"]) != "default":
+        raise ArchitectureError(
+            f"{name} with rope_type={kind!r} is not supported, only 'default': Megatron-Core does not scale positions "
+            "of images; use a checkpoint without the scaling, or remove it from config.json where no sequence is "
+            "longer than the model was trained on"
+        )
     vision = hf_config["vision_config"]
     if vision.get("out_hidden_size") != sizes.hidden:
         raise ArchitectureError(
@@ -155,13 +161,22 @@ def _max_positions(name: str, hf_config: HFConfig) -> int:
     return value
 
 
-def _refuse_sliding_window(name: str, hf_config: HFConfig) -> None:
-    """The local attention sees the whole sequence. Qwen keeps a window in config.json that it does not use."""
+def _refuse_other_masks(arch: Architecture, hf_config: HFConfig) -> None:
+    """Refuse attention that is not causal over the whole sequence.
+
+    Qwen keeps a window in config.json that it does not use; other families do not know ``use_sliding_window``.
+    """
     window = hf_config.get("sliding_window")
-    if window is not None and hf_config.get("use_sliding_window", True):
+    is_used = hf_config.get("use_sliding_window", True) or "use_sliding_window" not in arch.fixed
+    if window is not None and is_used:
         raise ArchitectureError(
-            f"{name} with sliding_window={window!r} is not supported; use a checkpoint with full attention, or set "
-            f"sliding_window to null in config.json when no sequence is longer than {window}"
+            f"{arch.name} with sliding_window={window!r} is not supported; use a checkpoint with full attention, or "
+            f"set sliding_window to null in config.json when no sequence is longer than {window}"
+        )
+    if not hf_config.get("is_causal", True):
+        raise ArchitectureError(
+            f"{arch.name} with is_causal={hf_config['is_causal']!r} is not supported: tokens see those before them "
+            "alone; use a checkpoint of a causal language model, or remove is_causal from config.json"
         )
 
 
