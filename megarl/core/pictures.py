@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from PIL.ImageFile import ImageFile
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 """Formats that Pillow may read; other decoders are not tried on a stranger's bytes."""
@@ -30,11 +31,11 @@ def size_of(file: bytes) -> tuple[int, int]:
 def media_type(file: bytes) -> str:
     """Return the media type of an image file, as ``image/png``. Raises ValueError as ``size_of``."""
     with _opened(file) as image:
-        return str(image.get_format_mimetype())  # type: ignore[no-untyped-call]
+        return str(image.get_format_mimetype())
 
 
 @contextmanager
-def _opened(file: bytes) -> Iterator[Image]:
+def _opened(file: bytes) -> Iterator[ImageFile]:
     """Open an image. Whatever Pillow raises in the body becomes a ValueError: damaged files raise TypeError,
     struct.error, ZeroDivisionError and more, as each decoder happens to meet the damage."""
     from PIL import Image

@@ -17,7 +17,7 @@ from megarl.core.errors import EngineError, WeightsDiffer, WeightSyncError
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.client import Prompt, Sampling
 from megarl.engine.client.names import UNTIL_PUBLISHED
-from megarl.engine.client.probe import Probed, ProbeText, check_probe
+from megarl.engine.client.probe import FarText, Probed, ProbeText, check_probe
 from megarl.engine.sync.shared import SharedMemorySender
 from megarl.learn.training.optimizer_digests import whole_digests
 from megarl.train.sync.publish import LEAST_BUCKET
@@ -317,6 +317,24 @@ def test_the_probe_compares_both_sides(engine: RunningEngine, ranks: Ranks, mode
     for failure in failures:
         assert isinstance(failure, WeightSyncError) and "at token 4 (engine" in str(failure)
     assert "at token 4 (engine" in refusing(engine)
+    ranks.publish_whole(model)
+
+
+def test_a_token_after_a_far_text_is_compared(engine: RunningEngine, ranks: Ranks, model: Qwen3ForCausalLM) -> None:
+    ranks.publish_whole(model)
+    tokens = torch.randint(5, 200, (100,), generator=torch.Generator().manual_seed(2)).tolist()
+    candidates = [7, 19, 60, 121]
+    logp = [float(transformers_logp(model, tokens, [candidate])) for candidate in candidates]
+    [token], [among] = engine.control.scores(tokens, 1, among=candidates)[1:]
+    expected = torch.tensor(logp).log_softmax(0)[candidates.index(token)]
+    assert among == pytest.approx(float(expected), abs=FP32_TOLERANCE) and among < 0
+    short = probe(tokens[:3], transformers_logp(model, tokens[:1], tokens[1:3]).tolist())
+    far = FarText(tokens, candidates, logp, 1e-4)
+    assert all(isinstance(found, float) for found in ranks.call(lambda rank, p: p.probe(replace(short, far=[far]))))
+    logp[candidates.index(token)] += 0.1
+    for failure in ranks.call(lambda rank, p: p.probe(replace(short, far=[far]))):
+        assert isinstance(failure, WeightSyncError) and "after 100 tokens the log-prob of" in str(failure)
+    assert "after 100 tokens" in refusing(engine)
     ranks.publish_whole(model)
 
 

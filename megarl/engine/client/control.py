@@ -191,14 +191,15 @@ class EngineControl:
         after them: as it decodes, and computed again in a prompt, for which vLLM takes nothing from its prefix cache.
         ``first``: before requests that wait; of an engine with ``sync.pause=keep`` alone, which has priorities.
         """
-        text = self._scores(token_ids, decode + 1, first)  # the first token comes out of the prompt's own pass
-        again = self._scores([*token_ids, *text.tokens], 1, first).prompt[-decode:] if decode else []
+        text = self.scores(token_ids, decode + 1, first=first)  # the first token comes out of the prompt's own pass
+        again = self.scores([*token_ids, *text.tokens], 1, first=first).prompt[-decode:] if decode else []
         return Probed(text.prompt, text.sampled[1:], again, text.tokens[1:])
 
-    def _scores(self, token_ids: Sequence[int], sample: int, first: bool) -> Scores:
-        answer = self._call("POST", "/inference/v1/generate", Scores.request(token_ids, sample, first=first))
+    def scores(self, token_ids: Sequence[int], sample: int, **how: Any) -> Scores:
+        """Ask for log-probs of a text and of tokens sampled after it; ``how``: as of ``Scores.request``."""
+        answer = self._call("POST", "/inference/v1/generate", Scores.request(token_ids, sample, **how))
         try:
-            return Scores.of(answer, token_ids, sample)
+            return Scores.of(answer, token_ids, sample, prompt="among" not in how)
         except (LookupError, TypeError, ValueError) as error:
             raise self._malformed("POST /inference/v1/generate", str(answer)[:200]) from error
 

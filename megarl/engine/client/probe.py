@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -42,22 +43,63 @@ class Scores(NamedTuple):
     """Their log-probs."""
 
     @staticmethod
-    def request(token_ids: Sequence[int], sample: int, *, first: bool) -> dict[str, Any]:
-        """Body of vLLM's ``/inference/v1/generate``; ``first``: before requests that wait."""
-        sampling = {"max_tokens": sample, "temperature": 1.0, "seed": 0, "logprobs": 0, "prompt_logprobs": 0}
-        sampling |= {"ignore_eos": True, "detokenize": False}
+    def request(
+        token_ids: Sequence[int], sample: int, *, first: bool = False, among: Sequence[int] | None = None
+    ) -> dict[str, Any]:
+        """Body of vLLM's ``/inference/v1/generate``; ``first``: before requests that wait.
+
+        ``among``: tokens to sample from, whose log-probs are then those among them; the prompt's are left out, since
+        they would need logits of all its positions at once.
+        """
+        sampling: dict[str, Any] = {
+            "max_tokens": sample,
+            "temperature": 1.0,
+            "seed": 0,
+            "logprobs": 0,
+            "ignore_eos": True,
+        }
+        sampling |= {"prompt_logprobs": 0} if among is None else {"allowed_token_ids": list(among)}
+        sampling |= {"detokenize": False}
         return {"token_ids": list(token_ids), "sampling_params": sampling} | ({"priority": -1} if first else {})
 
     @classmethod
-    def of(cls, answer: Any, token_ids: Sequence[int], sample: int) -> Scores:
+    def of(cls, answer: Any, token_ids: Sequence[int], sample: int, *, prompt: bool = True) -> Scores:
         """Read an answer. Raises LookupError, TypeError or ValueError where it is none to that request."""
-        entries = answer["prompt_logprobs"][1:]
-        prompt = [entry[str(token)]["logprob"] for entry, token in zip(entries, token_ids[1:], strict=True)]
+        asked = zip(answer["prompt_logprobs"][1:], token_ids[1:], strict=True) if prompt else ()
         [choice] = answer["choices"]
         sampled = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         if not len(sampled) == len(choice["token_ids"]) == sample:
             raise ValueError(f"{sample} tokens were asked for")
-        return cls(prompt, choice["token_ids"], sampled)
+        return cls([entry[str(token)]["logprob"] for entry, token in asked], choice["token_ids"], sampled)
+
+
+@dataclass(frozen=True)
+class FarText:
+    """A fixed text as long as an engine's context, and tokens that may follow it. A short text shows neither a window
+    of attention nor a rotary scaling that only one side has."""
+
+    token_ids: Sequence[int]
+    candidates: Sequence[int]
+    """Tokens of which an engine samples one."""
+    trainer_logp: Sequence[float]
+    """Their log-probs at temperature 1; they count on rank 0 only."""
+    tolerance: float
+
+    def check(self, engine: Scores) -> None:
+        """Compare the log-prob, among the candidates, of the one that an engine has sampled. Raises WeightsDiffer."""
+        [token], [logp] = engine.tokens, engine.sampled
+        largest = max(self.trainer_logp)
+        whole = largest + math.log(sum(math.exp(x - largest) for x in self.trainer_logp))
+        expected = self.trainer_logp[self.candidates.index(token)] - whole
+        [share] = _shares([logp], [expected])
+        if not share <= WORST * self.tolerance:
+            raise WeightsDiffer(
+                f"after {len(self.token_ids)} tokens the log-prob of token {token} among {len(self.candidates)} is "
+                f"{logp:.6f} in the engine and {expected:.6f} in the trainer, {share:.2e} of max(1, its size) apart, "
+                f"more than {WORST:g} times sync.probe_tolerance={self.tolerance:g}; if the short probe text agrees, "
+                "one side has a window of attention or another rotary scaling: compare sliding_window and rope of "
+                "config.json with rollout.engine_options"
+            )
 
 
 @dataclass(frozen=True)
@@ -70,6 +112,8 @@ class ProbeText:
     tolerance: float
     decode: int = DECODED
     """Tokens that an engine samples after it."""
+    far: Sequence[FarText] = ()
+    """Compared besides."""
 
     def check(self, engine: Probed) -> float:
         """Return the largest difference of an engine's log-probs from the trainer's. Raises WeightsDiffer."""

@@ -2,25 +2,54 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from megarl.core.config.lengths import context_tokens, prompt_tokens
 from megarl.core.config.schema import Config
-from megarl.engine.client.probe import DECODED, PROBE_TOLERANCES, ProbeText
+from megarl.engine.client.probe import DECODED, PROBE_TOLERANCES, FarText, ProbeText
 from megarl.learn.batching import Sequences
 from megarl.train.update.models import Models
 
+CANDIDATES = 4
+"""Tokens after a far text."""
 
-def probe_text(config: Config, models: Models, decode: int = DECODED) -> ProbeText:
-    """Make the probe of the actor's weights of now, after which an engine samples at most ``decode`` tokens. Every rank
-    calls it."""
-    actor, tolerance = models.actor, config.sync.probe_tolerance
+
+def probe_text(config: Config, models: Models, decode: int = DECODED, *, far: bool = False) -> ProbeText:
+    """Make the probe of the actor's weights of now, after which an engine samples at most ``decode`` tokens; ``far``:
+    with a text as long as the context. Every rank calls it."""
+    tolerance = config.sync.probe_tolerance
     length = min(config.sync.probe_tokens, prompt_tokens(config.rollout))
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, models.head.vocab_size, (length,), generator=generator)
-    text = Sequences(tokens, torch.tensor([length]), torch.arange(length) < length - 1)
-    logp = actor.outputs(text, [actor.micro_batches(text)], temperature=1.0)
+    tokens, logp = _random_text(models, length)
     tolerance = PROBE_TOLERANCES[config.model.dtype] if tolerance is None else tolerance
     # Text, sampled tokens and one more must fit the engine's context.
     decode = max(0, min(decode, context_tokens(config.rollout) - length - 2))
-    return ProbeText(tokens.tolist(), logp[:-1].tolist(), tolerance, decode)
+    probe = ProbeText(tokens.tolist(), logp[:-1].tolist(), tolerance, decode)
+    longest = context_tokens(config.rollout) - 2
+    if not far or longest <= length:
+        return probe
+    return replace(probe, far=[_far_text(models, size, tolerance) for size in sorted({longest // 2, longest})])
+
+
+def _far_text(models: Models, length: int, tolerance: float) -> FarText:
+    """Make a text, and the log-probs of some tokens after it: one sequence for each.
+
+    Special tokens have the lowest and the highest ids, and are left out: engines look for images at some of them.
+    """
+    generator, vocab = torch.Generator().manual_seed(0), models.head.vocab_size
+    ids = torch.arange(vocab // 10, vocab - vocab // 10)
+    text = ids[torch.randint(0, len(ids), (length,), generator=generator)]
+    candidates = ids[torch.randperm(len(ids), generator=generator)[:CANDIDATES]]
+    rows = torch.cat([torch.cat([text, candidate[None]]) for candidate in candidates])
+    at = torch.arange(len(rows)) % (length + 1) == length - 1
+    sequences = Sequences(rows, torch.full((len(candidates),), length + 1), at)
+    logp = models.actor.outputs(sequences, [models.actor.micro_batches(sequences)], temperature=1.0)
+    return FarText(text.tolist(), candidates.tolist(), logp[at].tolist(), tolerance)
+
+
+def _random_text(models: Models, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (tokens [length], log-probs [length] of the token after each; the last counts for nothing)."""
+    tokens = torch.randint(0, models.head.vocab_size, (length,), generator=torch.Generator().manual_seed(0))
+    text = Sequences(tokens, torch.tensor([length]), torch.arange(length) < length - 1)
+    return tokens, models.actor.outputs(text, [models.actor.micro_batches(text)], temperature=1.0)

@@ -118,7 +118,7 @@ class WeightPublisher(EngineConnection):
         pause: Pause = "abort" if abort else self._config.sync.pause
         return publication.lead(send, pause, bytes_of(part.plan.destination, self._dtype), probe)
 
-    @with_timeout(lambda config: 2 * config.sync.timeout_s)  # two requests to each engine
+    @with_timeout(lambda config: 2 * config.sync.timeout_s)  # two requests to each engine, and those of a far text once
     def probe(self, text: ProbeText) -> float:
         """Largest difference of the text's log-probs between this trainer and any engine. Every rank calls it.
 
@@ -133,6 +133,11 @@ class WeightPublisher(EngineConnection):
             try:
                 answers = self._fleet.each(lambda i, engine: engine.probe(text.token_ids, decode=text.decode))
                 message["max_difference"] = max(map(text.check, answers))
+                for scores in self._fleet.each(
+                    lambda i, engine: [engine.scores(far.token_ids, 1, among=far.candidates) for far in text.far]
+                ):
+                    for far, found in zip(text.far, scores, strict=True):
+                        far.check(found)
             except WeightSyncError as error:
                 self._fleet.close(str(error))
                 raise

@@ -144,11 +144,12 @@ class WeightSync:
             self._sent = SentWeights.copy_of(tensors, written, text)
         self._turns.enter(Phase.ROLLOUT)  # the KV cache has the memory that the actor leaves
         self._together(lambda: self._publisher.wake("kv_cache"))
-        difference = None if self._keeps else self._together(lambda: self._publisher.probe(text))
+        proven = self._keeps and not text.far
+        difference = None if proven else self._together(lambda: self._publisher.probe(text))
         return report.metrics() | ({} if difference is None else {"sync/probe_diff_max": difference})
 
     def _probe(self) -> ProbeText:
-        return probe_text(self._context.config, self._models)
+        return probe_text(self._context.config, self._models, far=self.version.n == 1)
 
     @property
     def _keeps(self) -> bool:

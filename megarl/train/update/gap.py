@@ -97,8 +97,8 @@ def _text(
         f"{difference.mean:.2e} from the trainer's on average, more than sync.sample_tolerance={tolerance:g} "
         f"({QUANTILE:.0%} within {kept.quantile(QUANTILE, _difference, old, engine):.2e}; furthest at token "
         f"{int(at) + 1} of {name_of(rows[row])}: engine {of_engine:.6f}, trainer {of_trainer:.6f}); "
-        "the weights were proven equal, so decode, the prefix cache or a setting of sampling differs: compare with "
-        "rollout.enforce_eager=true, or raise the tolerance"
+        "the weights were proven equal, so decode, the prefix cache, a setting of sampling or attention to far tokens "
+        "(a window, a rotary scaling) differs: compare with rollout.enforce_eager=true, or raise the tolerance"
     )
 
 
