@@ -56,7 +56,7 @@ def scale(run_dir: str, words: Sequence[str]) -> None:
         engines = store.engines([program])
         there = sum(engine.wanted is not EngineStatus.ABSENT for engine in engines)
         workers = engines[0].workers if wanted.tp is None else wanted.tp * config.rollout.pp
-        number = there if wanted.engines is None else wanted.engines
+        number = max(1, there) if wanted.engines is None else wanted.engines  # the only one may be in a cold check
         check_engines(config, number)
         if workers != engines[0].workers:
             check_tp(with_engines(config, number, workers))
