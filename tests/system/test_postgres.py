@@ -247,7 +247,7 @@ def test_a_store_says_when_it_gives_up(server: Server, url: str, caplog: pytest.
     store = Store(url, outage_s=0.3)
     server.stop()
     with pytest.raises(
-        JobError, match=r"could not be used for 0.3 s \(store.outage_s\): .*; bring the database back"
+        JobError, match=r"could not be used for 0.3 s \(store.outage_s=0.3\): .*; bring the database back"
     ) as raised:
         store.record_step(1, {})
     with pytest.raises(ConfigError, match="cannot be reached: connection") as refused:
@@ -296,7 +296,7 @@ def test_a_stopped_server_is_waited_for_as_long_as_is_set(
     store = Store(url, outage_s=0.3)
     with (
         stopped(server),
-        pytest.raises(JobError, match=r"could not be used for 0.3 s \(store.outage_s\): no answer for"),
+        pytest.raises(JobError, match=r"could not be used for 0.3 s \(store.outage_s=0.3\): no answer for"),
     ):
         store.record_step(1, {})
     store.record_step(2, {})

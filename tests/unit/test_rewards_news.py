@@ -13,7 +13,7 @@ from megarl.core.config.rewards import RewardConfig
 from megarl.explore.rewards import RewardPool, Verdict
 from megarl.explore.rewards.pool import output
 from megarl.explore.rewards.pool.tally import EVENT, EVERY_S, LONG_S, Tally
-from megarl.explore.store import Store
+from megarl.explore.store import Store, journal
 from megarl.train.loop import waiting
 from megarl.train.loop.waiting import EventLines
 from tests.unit.test_rewards import TASK
@@ -68,6 +68,10 @@ def test_the_trainer_shows_each_line_of_its_own_start_once(tmp_path: Path, monke
     store.record_event("explorer-0", EVENT, {"line": "two"})
     assert event_lines.lines() == ["one", "two"]
     assert event_lines.lines() == []
+    with monkeypatch.context() as patch:
+        patch.setattr(journal.time, "time", lambda: 0.0)
+        store.record_event("explorer-0", EVENT, {"line": "after the clock was set back"})
+    assert event_lines.lines() == ["after the clock was set back"]
     store.close()
 
 

@@ -19,7 +19,8 @@ from megarl.core.errors import ConfigError, EngineClosed, EngineError
 from megarl.core.jobs import of_program
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.client import EngineClient, Prompt, Sampling
-from megarl.explore.explorer.engines import EngineFollower
+from megarl.engine.client.names import COLD_FOLDER, cold_mark
+from megarl.explore.explorer.engines import EngineFollower, urls_of_judges, urls_to_ask
 from megarl.explore.store import EngineRoom, EngineStatus, RegisteredEngine, Store
 from megarl.run.launch.scale import scale
 from megarl.run.nodes.plan import NodeInfo, plan_job, workers_of
@@ -119,6 +120,30 @@ def test_engines_get_other_workers(tmp_path: Path, model: Path, caplog: pytest.L
         found = [(e.number, e.workers, e.wanted, e.orders) for e in store.own_engines()]
     assert found == [(0, 2, SERVING, 1), (1, 2, ABSENT, 3)]
     assert caplog.text.count("starts again in turn, with tp=2") == 1
+
+
+def test_nothing_is_ordered_while_an_engine_is_compared(tmp_path: Path, model: Path) -> None:
+    """It is absent for a moment: ``engines=1`` would have left two, and ``tp=2`` found none."""
+    with running(tmp_path, f"model.path={model}", engines=2) as store:
+        store.order_engine(0, ABSENT)
+        cold_mark(tmp_path / COLD_FOLDER).touch()
+        for words in (["engines=1"], ["tp=2"]):
+            with pytest.raises(ConfigError, match=r"started again for a comparison \(sync.cold_interval\)"):
+                scale(str(tmp_path), words)
+        assert [(e.workers, e.wanted) for e in store.own_engines()] == [(1, ABSENT), (1, SERVING)]
+        cold_mark(tmp_path / COLD_FOLDER).unlink()
+        store.order_engine(0, SERVING)
+        scale(str(tmp_path), ["engines=1"])
+        assert [e.wanted for e in store.own_engines()] == [SERVING, ABSENT]
+
+
+def test_a_new_explorer_asks_engines_that_are_wanted_and_a_judge_those_of_the_start() -> None:
+    engines = [RegisteredEngine(i, f"http://train:{i}", 1, wanted) for i, wanted in enumerate((ABSENT, SERVING))]
+    engines += [RegisteredEngine(2, "http://train:2", 1), RegisteredEngine(3, "", 1)]
+    assert urls_to_ask(engines) == ["http://train:1", "http://train:2"]
+    assert urls_to_ask(engines[:1]) == ["http://train:0"], "all are away for a moment"
+    assert urls_to_ask([engines[1]._replace(wanted=EngineStatus.ASLEEP)]) == ["http://train:1"]
+    assert urls_of_judges(engines, 2) == ["http://train:0", "http://train:1"]
 
 
 def test_a_run_that_is_not_there_or_not_running_is_refused(tmp_path: Path) -> None:

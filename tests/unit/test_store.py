@@ -752,7 +752,7 @@ def test_a_locked_file_is_waited_for(
     patient, hasty = (Store(f"sqlite:///{tmp_path}/store.db", outage_s=seconds) for seconds in (300.0, 0.0))
     other = sqlite3.connect(tmp_path / "store.db", isolation_level=None, check_same_thread=False)
     other.execute("BEGIN IMMEDIATE")
-    with pytest.raises(JobError, match=r"could not be used for 0 s \(store.outage_s\): database is locked; bring"):
+    with pytest.raises(JobError, match=r"could not be used for 0.01 s \(store.outage_s=0\): database is locked; bring"):
         hasty.record_step(1, {})
     writing = threading.Thread(target=patient.record_event, args=("trainer", "kept", {}))
     writing.start()

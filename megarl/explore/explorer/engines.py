@@ -18,6 +18,20 @@ EVERY_S = 1.0
 """Seconds between two looks into the store."""
 
 
+def urls_to_ask(registered: Sequence[RegisteredEngine]) -> list[str]:
+    """Return the URLs of engines that are wanted: another process may have the port of one that was ended by order.
+
+    Where none is wanted, all are away for a moment (colocated, or the only engine in a cold check) and are returned.
+    """
+    there = [engine for engine in registered if engine.url]
+    return [e.url for e in there if e.wanted is not EngineStatus.ABSENT] or [e.url for e in there]
+
+
+def urls_of_judges(registered: Sequence[RegisteredEngine], replicas: int) -> list[str]:
+    """Return the URLs of the engines that the job began with, which ``megarl scale`` keeps where they are the judge."""
+    return [engine.url for engine in registered if engine.url and engine.number < replicas]
+
+
 class EngineCount:
     """Number of engines that may be asked; here it stays."""
 

@@ -38,7 +38,7 @@ from megarl.engine.client.open import OpenEngines
 from megarl.explore import workflows
 from megarl.explore.explorer.claimed import ClaimedGroup
 from megarl.explore.explorer.engine_time import EngineTime
-from megarl.explore.explorer.engines import ONE_ENGINE, EngineCount, EngineFollower
+from megarl.explore.explorer.engines import ONE_ENGINE, EngineCount, EngineFollower, urls_of_judges, urls_to_ask
 from megarl.explore.explorer.gates import gate_of
 from megarl.explore.explorer.held_out import record_evaluations
 from megarl.explore.explorer.iterations import PartialRollouts
@@ -340,13 +340,14 @@ async def explore(config: Config, key: str, worker: str, number: int = 0) -> Non
         program=os.environ.get(PROGRAM, TRAIN),
     )
     try:
-        urls = [engine.url for engine in store.own_engines() if engine.url]
-        if not urls:
+        registered = store.own_engines()
+        if not (urls := urls_to_ask(registered)):
             raise JobError("no engine is registered in the store: `megarl train` registers those that it starts")
-        os.environ[ENGINES] = ",".join(urls)  # for verifiers in worker processes that ask the judge themselves
+        judges = urls_of_judges(registered, config.rollout.replicas)
+        os.environ[ENGINES] = ",".join(judges)  # for verifiers in worker processes that ask the judge themselves
         async with (
             EngineClient(urls, key, config.rollout.request_timeout_s, heartbeat.count_work) as engine,
-            _judge(config, urls, key, engine_timeout_s) as judge,
+            _judge(config, judges, key, engine_timeout_s) as judge,
             RewardPool(
                 config.reward,
                 judge,

@@ -101,9 +101,10 @@ class Journal(Handle):
 
         self._write(work)
 
-    def events(self, kind: str | None = None, after: float = 0.0) -> list[dict[str, Any]]:
-        """Events in order, those later than ``after``: {at (unix seconds), source, kind, data}."""
-        query = select(EVENTS).where(EVENTS.c.at > after).order_by(EVENTS.c.event_id)
+    def events(self, kind: str | None = None, after: int = 0) -> list[dict[str, Any]]:
+        """Events in order, those recorded after the one with the number ``after``: {number, at (unix seconds), source,
+        kind, data}."""
+        query = select(EVENTS).where(EVENTS.c.event_id > after).order_by(EVENTS.c.event_id)
         if kind is not None:
             query = query.where(EVENTS.c.kind == kind)
         return self._read(lambda connection: [event_of(row) for row in connection.execute(query)])
@@ -167,5 +168,5 @@ def mark_used(connection: Connection, step: int, used: Used) -> None:
 
 
 def event_of(row: Any) -> dict[str, Any]:
-    """An event's row: {at, source, kind, data}."""
-    return {"at": row.at, "source": row.source, "kind": row.kind, "data": json.loads(row.data)}
+    """An event's row: {number, at, source, kind, data}."""
+    return {"number": row.event_id, "at": row.at, "source": row.source, "kind": row.kind, "data": json.loads(row.data)}

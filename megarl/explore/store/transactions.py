@@ -253,16 +253,18 @@ class _Outage:
         if not self.tries:
             self._began = now - getattr(error.orig, "waited_s", 0.0)
         locked, lasted = _is_locked(error), now - self._began
-        left = (max(self._limit_s, database.BUSY_TIMEOUT_S) if locked else self._limit_s) - lasted
+        limit_s = max(self._limit_s, database.BUSY_TIMEOUT_S) if locked else self._limit_s
+        left = limit_s - lasted
         if left <= 0:
             raise JobError(
-                f"the store {self._name} could not be used for {self._limit_s:g} s (store.outage_s): {reason(error)}; "
+                f"the store {self._name} could not be used for {limit_s:g} s (store.outage_s={self._limit_s:g}): "
+                f"{reason(error)}; "
                 f"{'make room on its disk' if _is_full(error) else 'bring the database back'}, then run the same "
                 "command again"
             ) from error
         if not self._warned and (not locked or lasted >= min(QUIET_S, database.BUSY_TIMEOUT_S)):
             self._warned = True
-            log.warning("store %s: %s; trying again for up to %g s", self._name, reason(error), self._limit_s)
+            log.warning("store %s: %s; trying again for up to %g s", self._name, reason(error), limit_s)
         heartbeat.count_wait()
         longest = (
             FIRST_WAIT_S if locked else min(FIRST_WAIT_S * 2 ** min(self.tries, 9), LONGEST_WAIT_S)

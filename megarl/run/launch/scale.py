@@ -11,6 +11,7 @@ from megarl.core.config import Config, load_resolved
 from megarl.core.config.rewards import JUDGE_IS_ROLLOUT
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import TRAIN, ProcessKind, of_program
+from megarl.engine.client.names import COLD_FOLDER, cold_mark
 from megarl.explore.store import EngineRoom, EngineStatus
 from megarl.learn.algorithms import job_of
 from megarl.run.checks.devices import check_engine_devices
@@ -53,6 +54,7 @@ def scale(run_dir: str, words: Sequence[str]) -> None:
         running_programs = [name for name in programs if of_program("lock", name) in running]
         program = program_of(run_dir, running_programs, wanted.program)
         config = config_of(run_dir, program)
+        check_no_comparison(folder)
         engines = store.engines([program])
         there = sum(engine.wanted is not EngineStatus.ABSENT for engine in engines)
         workers = engines[0].workers if wanted.tp is None else wanted.tp * config.rollout.pp
@@ -92,6 +94,15 @@ def config_of(run_dir: str, program: str = TRAIN) -> Config:
     if not resolved.is_file():
         raise ConfigError(f"{run_dir} has no run; give the directory of one that is training (run.dir)")
     return load_resolved(resolved)
+
+
+def check_no_comparison(folder: Path) -> None:
+    """Raise ConfigError while the trainer has an engine absent and orders it back, which would count as ended."""
+    if cold_mark(folder / COLD_FOLDER).exists():
+        raise ConfigError(
+            f"{folder}: an engine is being started again for a comparison (sync.cold_interval), and would count as "
+            "ended; give the order again when it serves"
+        )
 
 
 def check_engines(config: Config, number: int) -> None:

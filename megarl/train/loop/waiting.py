@@ -32,7 +32,7 @@ class EventLines:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._seen = max((event["at"] for event in store.events(EVENT)), default=0.0)
+        self._seen = max((event["number"] for event in store.events(EVENT)), default=0)
         self._looked_at = time.monotonic()
 
     def lines(self) -> list[str]:
@@ -41,7 +41,7 @@ class EventLines:
             return []
         self._looked_at = time.monotonic()
         found = self._store.events(EVENT, self._seen)
-        self._seen = max([self._seen, *(event["at"] for event in found)])
+        self._seen = max([self._seen, *(event["number"] for event in found)])
         return [event["data"]["line"] for event in found]
 
 
