@@ -178,14 +178,21 @@ class Job:
             "reward": "megarl.explore.rewards.pool.worker",
             "trainer": "megarl.run.start trainer",
         }[kind]
-        for pid, command in self.processes().items():
+        found = self.processes()
+        for pid, command in found.items():
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             # A rank's spawned helpers have another command line; the engine's server leads its session.
-            if words not in command:
-                continue
+            if words not in command or words in found.get(psutil.Process(pid).ppid(), ""):
+                continue  # the latter is a rank's writer of checkpoints, forked from it
             if not rank or f"RANK={rank}".encode() in environment or f"--number {rank}" in command:
                 return pid
-        raise AssertionError(f"no {role} among {self.processes()}")
+        raise AssertionError(f"no {role} among {found}")
+
+    def writer(self) -> int:
+        """The process that writes the checkpoints of trainer rank 0: a fork of it that looks like it."""
+        rank_0 = self.pid_of("trainer 0")
+        [pid] = [p.pid for p in psutil.Process(rank_0).children() if p.cmdline() == psutil.Process(rank_0).cmdline()]
+        return pid
 
     def trainers(self) -> list[int]:
         """Both ranks of a job on two."""
