@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,9 @@ from megarl.run.checks.devices import ledger_of
 from megarl.run.checks.job import check
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 from tests.loop.conftest import WHOLE
+from tests.loop.held import Held
 from tests.loop.same_run import groups, items, kill, learned
-from tests.system.jobs import START_S, Job, last_of_each
+from tests.system.jobs import START_S, Job, last_of_each, unread
 
 pytestmark = pytest.mark.timeout(3 * START_S)
 COLOCATED = (*WHOLE, "rollout.placement=colocated")
@@ -33,6 +33,12 @@ def is_engine(run_dir: Path, state: EngineStatus) -> bool:
         return store.own_engines()[0].state is state
     finally:
         store.close()
+
+
+def wanted(job: Job) -> object:
+    """State to which the engine is ordered."""
+    [[state]] = job.query("select wanted from engines")
+    return state
 
 
 def nearest(budget: str, run_dir: Path) -> list[str]:
@@ -51,21 +57,42 @@ def job(tmp_path_factory: pytest.TempPathFactory, whole_job: Job) -> Iterator[Jo
     ledger = ledger_of(config, algorithms.get("grpo"), read_hf_config(whole_job.run_dir / "model"))
     budget = f"cluster.device_bytes={ledger.largest().total}"
     assert sorted(nearest(budget, run_dir)) == sorted(away)
-    job = Job(run_dir, [*COLOCATED, "rollout.offload=destroy", budget, *away])
+    held = Held(run_dir.parent)
+    held.hold("eval")
+    held.hold("train")
+    job = Job(run_dir, [*COLOCATED, *held.settings, "rollout.offload=destroy", budget, *away])
     job.start()
     try:
-        job.until(lambda: groups(job, "eval-before", "claimed") > 0, "a rollout", poll_s=0.002)
+        job.until(lambda: held.holds("eval"), "a rollout")
         kill(job, "engine 0", job.pid_of("engine"))
-        job.until(lambda: len(job.steps()) == 2, "two steps, and a checkpoint")
-        job.until(lambda: is_engine(run_dir, EngineStatus.ABSENT), "a phase without an engine", poll_s=0.01)
+        held.release("eval")
+        held.until(job, "train", lambda: len(job.steps()) == 2, "the third rollout, behind a checkpoint")
+        with job.stopped(job.pid):  # the trainer's order stays undone
+            held.release("train")
+            job.until(lambda: wanted(job) == "absent", "an order for the engine to end")
+            for trainer in job.trainers():  # they wait for that, and order nothing else
+                os.kill(trainer, signal.SIGSTOP)
+        job.until(lambda: is_engine(run_dir, EngineStatus.ABSENT), "a phase without an engine")
         job.kill_all()
-        job = Job(run_dir, [*COLOCATED, "rollout.offload=sleep", "trainer.offload=disk", "reference.offload=memory"])
+        held.hold("train")
+        sleep = ["rollout.offload=sleep", "trainer.offload=disk", "reference.offload=memory"]
+        job = Job(run_dir, [*COLOCATED, *held.settings, *sleep])
         job.start()
-        job.until(lambda: groups(job, "train-000002", "claimed") > 0, "a rollout", poll_s=0.002)
-        engine = job.pid_of("engine")
-        job.until(lambda: is_engine(run_dir, EngineStatus.ASLEEP), "an engine that sleeps", poll_s=0.005)
-        with suppress(ProcessLookupError):
-            os.kill(engine, signal.SIGKILL)
+        job.until(lambda: held.holds("train"), "a rollout")
+        engine, port, trainers = job.pid_of("engine"), job.port_of_engine(), job.trainers()
+        with job.stopped(*trainers):
+            held.release("train")
+            job.until(lambda: groups(job, "train-000002", "ready") == 8, "the end of the rollout")
+            os.kill(engine, signal.SIGSTOP)
+        with job.stopped(engine):
+            job.until(lambda: unread(port, trainers[0], "server"), "a call that the engine has not read")
+            job.until(lambda: is_engine(run_dir, EngineStatus.ASLEEP), "an order for the engine to sleep")
+            for trainer in trainers:
+                os.kill(trainer, signal.SIGSTOP)
+        job.until(lambda: unread(port, trainers[0], "client"), "the answer of an engine that sleeps")
+        os.kill(engine, signal.SIGKILL)
+        for trainer in trainers:
+            os.kill(trainer, signal.SIGCONT)
         job.wait(START_S)
         yield job
     finally:

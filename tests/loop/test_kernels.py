@@ -25,7 +25,8 @@ def metrics(job: Job) -> list[dict[str, float]]:
 
 @pytest.mark.timeout(600)
 def test_loss_curves_are_equal(tmp_path: Path) -> None:
-    """To 1e-6; tests/parallel/test_head.py has GRPO's, and all grids."""
+    """To 1e-5: training amplifies round-off, and the twin's own curves on one and on two ranks are up to 2e-6 apart.
+    tests/parallel/test_head.py has GRPO's, and all grids."""
     jobs = {
         kernels: start(tmp_path, kernels) for kernels in ("megarl", "torch")
     }  # beside each other: most of a start is one process
@@ -38,5 +39,5 @@ def test_loss_curves_are_equal(tmp_path: Path) -> None:
         for job in jobs.values():
             job.clean_up()
     assert len(curves["torch"]) == 21
-    assert curves["megarl"] == pytest.approx(curves["torch"], rel=1e-6, abs=0)
+    assert curves["megarl"] == pytest.approx(curves["torch"], rel=1e-5, abs=0)
     assert curves["megarl"] != curves["torch"]  # to the last bit: the setting has reached the trainers

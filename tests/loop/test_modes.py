@@ -13,8 +13,8 @@ import pytest
 
 from megarl.explore.store import Store
 from tests.loop.conftest import WHOLE
+from tests.loop.held import Held
 from tests.loop.same_run import groups, items, learned
-from tests.loop.test_replaced import SCORER
 from tests.system.jobs import START_S, Job
 
 pytestmark = pytest.mark.timeout(3 * START_S)
@@ -34,9 +34,8 @@ class Programs(NamedTuple):
 @pytest.fixture(scope="module", params=["direct", pytest.param("checkpoint", marks=pytest.mark.soak)])
 def run(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Programs]:
     folder, began, started = tmp_path_factory.mktemp("modes"), time.monotonic(), list[Job]()
-    scorer = folder / "scorer.py"
-    scorer.write_text(SCORER)
-    settings = (*WHOLE, f"reward.path={scorer}", "cluster.heartbeat_s=2", "rollout.concurrent_groups=2")
+    held = Held(folder)
+    settings = (*WHOLE, *held.settings, "cluster.heartbeat_s=2", "rollout.concurrent_groups=2")
     settings = (*settings, f"sync.method={request.param}")
 
     def start(*command: str) -> Job:
@@ -47,13 +46,17 @@ def run(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
     try:
         explore = start("explore")
         explore.until(lambda: "waiting for `megarl train" in explore.output.read_text(), "a wait for the run")
+        held.hold("train")
         train = start("train")
-        train.until(lambda: groups(train, "train-000000", "ready") > 0, "a group that is done", poll_s=0.002)
+        train.until(lambda: held.holds("train"), "the first rollout")
+        train.until(lambda: groups(train, "train-000000", "ready") > 0, "a group that is done")
         explore.kill_all()
         assert groups(train, "train-000000", "ready") < 8, "the rollout was over before its explorer was killed"
+        held.hold("train")
         explore = start("explore")
-        train.until(lambda: groups(train, "train-000001", "claimed") > 0, "the second rollout", poll_s=0.002)
+        held.until(train, "train", lambda: groups(train, "train-000001", "claimed") > 0, "the second rollout")
         train.kill_all()
+        held.hold("train", "all")
         other = start("explore", "--number", "1")
         assert explore.poll() is None, "the explore program ended with its trainer"
         train = start("train")
@@ -65,8 +68,11 @@ def run(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
             claimed_by.update(row[0] for row in train.query(last))
             return len(claimed_by) == 2
 
-        train.until(both, "both explorers in a rollout", poll_s=0.002)
+        third = "select 1 from groups where rollout_id = 'train-000002'"
+        held.until(train, "train", lambda: bool(train.query(third)), "the third rollout", "all")
+        train.until(both, "both explorers in a rollout")  # none goes on beyond its two groups
         other.kill_all()
+        held.release("train")
         train.wait(START_S)
         explore.wait(START_S)
         yield Programs(train, explore, claimed_by, time.monotonic() - began)

@@ -5,23 +5,19 @@ once, as the other's own workflow asks the model."""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 from megarl.explore.store import EngineStatus, Store
 from tests.loop.conftest import WHOLE
-from tests.loop.same_run import groups, items, kill, learned
-from tests.system.jobs import START_S, Job
+from tests.loop.held import Held
+from tests.loop.same_run import groups, has, items, kill, learned
+from tests.system.jobs import START_S, Job, unread
 
 pytestmark = pytest.mark.timeout(3 * START_S)
-SCORER = """
-import time
-from megarl.explore.rewards import compute_score as score
-def compute_score(*args, **more):
-    time.sleep(0.02)  # a rollout lasts long enough to be broken in its middle
-    return score(*args, **more)
-"""
 AGENT = """
 import openai
 
@@ -41,33 +37,49 @@ def order(job: Job, state: EngineStatus) -> None:
     store.close()
 
 
+def is_whole(job: Job, rollout: str) -> bool:
+    return groups(job, rollout, "ready") == 8
+
+
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     folder = tmp_path_factory.mktemp("replaced")
-    scorer, agent = folder / "scorer.py", folder / "agent.py"
-    scorer.write_text(SCORER)
+    agent, held = folder / "agent.py", Held(folder)
     agent.write_text(AGENT)
-    by_agent = ["rollout.workflow=agent", f"rollout.agent={agent}", "rollout.explorers=2", "reward.workers=2"]
-    # Hundreds of small messages, so that a sync lasts longer as well.
-    job = Job(folder / "run", [*WHOLE, *by_agent, f"reward.path={scorer}", "sync.bucket_bytes=4096"]).start()
+    by_agent = ["rollout.workflow=agent", f"rollout.agent={agent}", "rollout.explorers=2"]
+    held.hold("train")
+    job = Job(folder / "run", [*WHOLE, *by_agent, *held.settings]).start()
     try:
-        job.until(lambda: groups(job, "eval-before", "ready") > 0, "the first rollout")
-        pid = job.pid_of("explorer 0")
-        job.until(lambda: groups(job, "train-000000", "ready") > 0, "a group that is done", poll_s=0.002)
-        kill(job, "explorer", pid)
-        engine = job.pid_of("engine")
-        job.until(lambda: groups(job, "train-000001", "claimed") > 0, "a rollout", poll_s=0.002)
+        job.until(lambda: held.holds("train"), "the first step's rollout")
+        with job.stopped(*job.trainers()):
+            kill(job, "explorer", job.pid_of("explorer 0"))
+            job.until(lambda: has(job, "explorer 0"), "another explorer in its place")
+            held.release("train")
+            job.until(lambda: is_whole(job, "train-000000"), "the end of the rollout")
+            explorers = [job.pid_of(f"explorer {number}") for number in range(2)]
+            for pid in explorers:
+                os.kill(pid, signal.SIGSTOP)
+        job.until(lambda: groups(job, "train-000001", "pending") == 8, "the second step's rollout")
+        engine, port = job.pid_of("engine"), job.port_of_engine()
+        os.kill(engine, signal.SIGSTOP)
+        for pid in explorers:
+            os.kill(pid, signal.SIGCONT)
+        job.until(lambda: any(unread(port, pid, "server") for pid in explorers), "a request that no engine has read")
+        held.hold("train")
         kill(job, "engine 0", engine)
-        log = job.run_dir / "logs" / "attempt_1" / "engine_0.log"
-        job.until(lambda: groups(job, "train-000001", "ready") > 0, "an engine that generates again")
-        engine, syncs = job.pid_of("engine"), log.read_text().count("PAUSED_NEW")
-        job.until(lambda: log.read_text().count("PAUSED_NEW") > syncs, "a sync", poll_s=0.002)
+        job.until(lambda: held.holds("train"), "an engine that generates again")
+        with job.stopped(*(trainers := job.trainers())):
+            held.release("train")
+            job.until(lambda: is_whole(job, "train-000001"), "the end of the rollout")
+            engine, port = job.pid_of("engine"), job.port_of_engine()
+            os.kill(engine, signal.SIGSTOP)
+            held.hold("train")
+        job.until(lambda: unread(port, trainers[0], "server"), "a sync's call that no engine has read")
         kill(job, "engine 0", engine)
-        job.until(
-            lambda: groups(job, "train-000002", "ready") > 0, "an engine that was given the weights", poll_s=0.002
-        )
+        job.until(lambda: held.holds("train"), "an engine that was given the weights")
         for state in (EngineStatus.ABSENT, EngineStatus.SERVING):
             order(job, state)
+        held.release("train")
         job.wait(START_S)
         yield job
     finally:

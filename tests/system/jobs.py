@@ -10,10 +10,13 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
+
+import psutil
 
 from megarl.engine.client.leftovers import shared_memory
 from tests.system import commands
@@ -51,6 +54,21 @@ def last_of_each(overrides: Sequence[str]) -> list[str]:
 def end_with_the_tests() -> None:
     """SIGTERM when pytest is killed, so that its jobs do not go on training."""
     _LIBC.prctl(1, signal.SIGTERM)
+
+
+def unread(port: int, client: int, by: Literal["server", "client"]) -> bool:
+    """Return True if a connection of process ``client`` to a port holds bytes that the server, or the client, has not
+    read. They stay where that process is stopped."""
+    clients = set()
+    with suppress(psutil.NoSuchProcess):
+        clients = {c.laddr.port for c in psutil.Process(client).net_connections() if c.raddr and c.raddr.port == port}
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, remote, state, queues, *_ = line.split()
+        places = [int(address.rpartition(":")[2], 16) for address in (local, remote)]
+        server, other = places if by == "server" else places[::-1]
+        if server == port and other in clients and state != "0A" and int(queues.rpartition(":")[2], 16):
+            return True
+    return False
 
 
 @dataclass
@@ -102,6 +120,18 @@ class Job:
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
+    @contextmanager
+    def stopped(self, *pids: int) -> Iterator[None]:
+        """Keep processes from going on, so that what they would end lasts."""
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
     def kill_all(self) -> None:
         """SIGKILL for everything that the job has started, supervisor and reaper first."""
         self._segments |= self.shared_memory()
@@ -148,14 +178,30 @@ class Job:
             "reward": "megarl.explore.rewards.pool.worker",
             "trainer": "megarl.run.start trainer",
         }[kind]
-        for pid, command in self.processes().items():
+        found = self.processes()
+        for pid, command in found.items():
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             # A rank's spawned helpers have another command line; the engine's server leads its session.
-            if words not in command:
-                continue
+            if words not in command or words in found.get(psutil.Process(pid).ppid(), ""):
+                continue  # the latter is a rank's writer of checkpoints, forked from it
             if not rank or f"RANK={rank}".encode() in environment or f"--number {rank}" in command:
                 return pid
-        raise AssertionError(f"no {role} among {self.processes()}")
+        raise AssertionError(f"no {role} among {found}")
+
+    def writer(self) -> int:
+        """The process that writes the checkpoints of trainer rank 0: a fork of it that looks like it."""
+        rank_0 = self.pid_of("trainer 0")
+        [pid] = [p.pid for p in psutil.Process(rank_0).children() if p.cmdline() == psutil.Process(rank_0).cmdline()]
+        return pid
+
+    def trainers(self) -> list[int]:
+        """Both ranks of a job on two."""
+        return [self.pid_of(f"trainer {rank}") for rank in range(2)]
+
+    def port_of_engine(self) -> int:
+        """The port of engine 0."""
+        [[url]] = self.query("select url from engines where number = 0")
+        return int(str(url).rpartition(":")[2])
 
     def steps(self) -> list[int]:
         """Steps recorded in the store so far."""

@@ -81,7 +81,7 @@ def test_interrupted_warm_start_is_saved(start: Start, run_dir: Path) -> None:
     job.until(lambda: latest(run_dir / "checkpoints" / "warm_start"), "a checkpoint of the warm start")
     job.signal(signal.SIGINT)
     assert job.wait(START_S) == 130, job.output.read_text()
-    job.until_gone(1.0)
+    job.until_gone(BOUND_S)
     found = latest(run_dir / "checkpoints" / "warm_start")
     assert found is not None
     saved = read_state(found)
@@ -98,7 +98,7 @@ def test_interrupted_job_resumes_without_a_gap(start: Start, run_dir: Path) -> N
     job.signal(signal.SIGINT)
     job.wait(START_S)
     assert job.poll() == 130, job.output.read_text()
-    job.until_gone(1.0)
+    job.until_gone(BOUND_S)
     assert "run the same command again to resume" in job.output.read_text()
     done = finished_checkpoint(run_dir)
     assert 1 <= done < 8
@@ -106,7 +106,7 @@ def test_interrupted_job_resumes_without_a_gap(start: Start, run_dir: Path) -> N
 
     again = start(*COMMAND)
     assert again.wait(START_S) == 0, again.output.read_text()
-    again.until_gone(1.0)
+    again.until_gone(BOUND_S)
     assert f"resumed from {run_dir}/checkpoints/global_step_{done}" in again.output.read_text()
     assert finished_checkpoint(run_dir) == 8
     assert again.steps() == list(range(1, 9))
@@ -166,7 +166,7 @@ def test_a_stop_of_all_processes_in_a_sync_is_saved(start: Start, run_dir: Path)
             os.kill(pid, signal.SIGTERM)
     assert job.wait(START_S) == 130, job.output.read_text()
     assert finished_checkpoint(run_dir) == job.steps()[-1]
-    job.until_gone(1.0)
+    job.until_gone(BOUND_S)
 
 
 def test_killed_supervisor_takes_the_job_with_it(start: Start, run_dir: Path) -> None:
@@ -177,7 +177,7 @@ def test_killed_supervisor_takes_the_job_with_it(start: Start, run_dir: Path) ->
     segments = job.shared_memory()
     since = time.monotonic()
     job.signal(signal.SIGKILL)
-    job.wait(5)
+    job.wait(BOUND_S)
     again = start(*ENDLESS)  # at once: it waits until the others have let go of the directory
     job.until_gone(BOUND_S - (time.monotonic() - since))
     assert not [path for path in segments if path.exists()]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -28,19 +30,35 @@ class Model:
     """A gatherer that writes given texts, and keeps what it was asked; of a text ``…`` the end is missing.
 
     Args:
-        seconds: Time that each text takes; 0 for those beyond.
+        seconds: Time that each text takes; 0 for those beyond. ``math.inf``: until another one is given, or ``go`` is
+            set.
     """
+
+    latest: Model
+    """For agents, which get no other hold of it."""
 
     def __init__(self, tokenizer: ChatTokenizer, *texts: str, seconds: Sequence[float] = ()) -> None:
         self.tokenizer, self.texts, self.seconds = tokenizer, iter(texts), iter(seconds)
         self.requests: list[SampleRequest] = []
         self.given: list[str] = []
+        self.go = threading.Event()  # an agent may be in another thread
+        Model.latest = self
+
+    async def asked(self, count: int = 1) -> None:
+        """Wait for so many requests."""
+        while len(self.requests) < count:
+            await asyncio.sleep(0.005)
 
     async def sample(self, request: SampleRequest) -> Completion:
         self.requests.append(request)
         text = next(self.texts, f"text {len(self.requests)}")
-        await asyncio.sleep(next(self.seconds, 0))
+        if math.isinf(seconds := next(self.seconds, 0)):
+            while not self.go.is_set():
+                await asyncio.sleep(0.005)
+        else:
+            await asyncio.sleep(seconds)
         self.given.append(text)
+        self.go.set()
         ids = self.tokenizer.response_ids(text)
         ids, reason = (ids[:-1], "length") if text.endswith("…") else (ids, "stop")
         return Completion(0, 0, ids, np.full(len(ids), -0.5, np.float32), reason, ())

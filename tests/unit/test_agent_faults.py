@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,8 @@ def agent(tmp_path: Path) -> Callable[..., Any]:
         path = tmp_path / "agent.py"
         lines = "\n    ".join(source.strip().splitlines())
         head = "async def run(base_url, prompt, request_kwargs, metadata):"
-        path.write_text(f"import asyncio, openai\n{head}\n    {SETUP}\n    {lines}\n")
+        modules = "import asyncio, openai\nfrom tests.unit.agent_model import Model"
+        path.write_text(f"{modules}\n{head}\n    {SETUP}\n    {lines}\n")
         rollout = RolloutConfig(workflow="agent", agent=str(path), max_prompt_tokens=100, **settings)
         recorded = recorder(model, limit)
 
@@ -96,7 +98,7 @@ def test_no_response_follows_a_response(tokenizer: ChatTokenizer, path: str) -> 
 
 def test_turns_are_in_the_order_of_choices_whichever_ends_first(tokenizer: ChatTokenizer) -> None:
     """The verifier read the longest of n responses."""
-    model = Model(tokenizer, "long", "15", seconds=[0.2, 0.0])
+    model = Model(tokenizer, "long", "15", seconds=[math.inf, 0.0])
 
     async def ask(url: str) -> None:
         both = await client(url).chat.completions.create(model="any", messages=FIRST, n=2)
@@ -113,17 +115,20 @@ def test_turns_are_in_the_order_of_choices_whichever_ends_first(tokenizer: ChatT
     def one(url: str) -> Any:
         return client(url).chat.completions.create(model="any", messages=FIRST, n=2)
 
-    verdict = asyncio.run(play(Model(tokenizer, "long", "15", seconds=[0.2, 0.0]), one).verdict())
+    verdict = asyncio.run(play(Model(tokenizer, "long", "15", seconds=[math.inf, 0.0]), one).verdict())
     assert verdict.reward == Reward(1.0, "ok")
 
 
 def test_the_retry_of_a_client_that_gave_up_gets_the_sample_under_way(tokenizer: ChatTokenizer) -> None:
     """Else only short responses would be left: a long one was sampled again until it was short."""
-    model = Model(tokenizer, "long", seconds=[0.5])
+    model = Model(tokenizer, "long", seconds=[math.inf])
 
     async def ask(url: str) -> None:
-        with pytest.raises(openai.APITimeoutError):
-            await client(url).chat.completions.create(model="any", messages=FIRST, timeout=0.1)
+        given_up = asyncio.create_task(client(url).chat.completions.create(model="any", messages=FIRST))
+        await model.asked()
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        asyncio.get_running_loop().call_later(0.2, model.go.set)
         again = await client(url).chat.completions.create(model="any", messages=FIRST)
         assert again.choices[0].message.content == "long"
         other = await client(url).chat.completions.create(model="any", messages=FIRST)
@@ -134,11 +139,12 @@ def test_the_retry_of_a_client_that_gave_up_gets_the_sample_under_way(tokenizer:
 
 
 LEFT = [
-    ("openai.AsyncOpenAI", "try:\n    await ask(prompt, timeout=0.1)\nexcept openai.APITimeoutError:\n    return 0.0"),
-    ("task", "asyncio.create_task(ask(prompt))\nawait asyncio.sleep(0.1)\nreturn 1.0"),
+    ("given up", "task = asyncio.create_task(ask(prompt))\nawait Model.latest.asked()\ntask.cancel()\nreturn 0.0"),
+    ("task", "asyncio.create_task(ask(prompt))\nawait Model.latest.asked()\nreturn 1.0"),
     (
         "race",
         "tasks = [asyncio.create_task(ask(prompt)) for _ in range(2)]\n"
+        "await Model.latest.asked(2)\nModel.latest.go.set()\n"
         "await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)\nreturn 1.0",
     ),
 ]
@@ -148,7 +154,7 @@ LEFT = [
 def test_a_sample_that_nobody_waits_for_ends_the_trajectory(
     agent: Callable[..., Any], tokenizer: ChatTokenizer, kind: str, source: str
 ) -> None:
-    seconds = [30.0] if kind != "race" else [0.3, 30.0]
+    seconds = [30.0] if kind != "race" else [math.inf, 30.0]
     model = Model(tokenizer, *["15"] * 3, seconds=seconds)
     recorded = agent(model, source)
     assert recorded.cause is End.ABANDONED

@@ -58,14 +58,16 @@ def test_a_change_is_in_the_store_soon(store: Store) -> None:
         found = []
         for by in (0, 3, -3):
             engines.change(by)
+            while "a" not in (noted := store.busy_times()) or (noted["a"].since is None) is (by > 0):
+                await asyncio.sleep(0.01)
             await asyncio.sleep(0.5)
             found.append(store.busy_times()["a"])
         keeping.cancel()
         return found
 
-    before, under_way, after = asyncio.run(main())
+    before, under_way, after = asyncio.run(asyncio.wait_for(main(), 60))
     assert (before.seconds, before.since) == (0.0, None)
-    assert under_way.since is not None and after.since is None and 0.4 < after.seconds < 5
+    assert under_way.since is not None and after.since is None and after.seconds > 0.4
 
 
 def test_a_change_just_before_the_end_keeps_nobody_waiting(store: Store) -> None:

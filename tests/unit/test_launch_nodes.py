@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -493,20 +494,15 @@ def test_a_lost_node_is_named_and_ends_what_it_runs(tmp_path: Path) -> None:
 
 def _lose(node: Any, here: LocalNode, folder: Path) -> None:
     alive = folder / "alive"
-    code = (
-        f"import time, pathlib\nwhile True:\n    pathlib.Path({str(alive)!r}).write_text(str(time.time()))\n    "
-        "time.sleep(0.05)"
-    )
+    code = f"import os, time, pathlib\npathlib.Path({str(alive)!r}).write_text(f'{{os.getpid()}} ')\ntime.sleep(600)"
     process = node.start(spec("engine 0", code, folder))
-    until(alive.is_file)
+    until(lambda: alive.is_file() and alive.read_text().endswith(" "))
+    assert lives(int(alive.read_text()))
     here.children["supervisor"].signal(9)
     until(lambda: process.poll() is not None)
     assert "its node n1 is lost" in process.tail()
     assert node.fault() is not None
-    time.sleep(1)
-    seen = alive.read_text()
-    time.sleep(1)
-    assert alive.read_text() == seen  # PR_SET_PDEATHSIG, or the node's reaper
+    until(lambda: not lives(int(alive.read_text())))  # PR_SET_PDEATHSIG, or the node's reaper
 
 
 def test_a_node_that_is_not_well_is_named(joined: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -563,6 +559,13 @@ def test_a_later_attempt_ends_this_one(tmp_path: Path) -> None:
         with pytest.raises(FencedError, match="attempt 2 of the run in .* has begun"):
             watch([Started(process, here)], StopRequest(), config_of(tmp_path), attempt)
         assert process.poll() is not None
+
+
+def lives(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def until(what: Any) -> None:

@@ -124,12 +124,13 @@ def test_every_mode_agrees_with_float64(case: Case, mode: str, chunk: int) -> No
 def test_modes_agree_with_each_other(dtype: torch.dtype) -> None:
     case = make_case(3, rows=50, width=64, vocab_size=300, columns=304, dtype=dtype)
     kept = differentiate(case, "A", None)
-    rounding = 1e-6 + HALF[dtype]
+    rounding = 4e-6 + 4 * HALF[dtype]
+    """Of each against float64, as above: two are at most twice as far apart."""
     for mode, chunk in (("C", 50), ("C", 49), ("C", 8), ("C", 1), ("B", 50), ("B", 8)):
         other = differentiate(case, mode, chunk)
         for mine, a in zip(other, kept, strict=True):
             assert mine is not None and a is not None
-            assert (mine - a).abs().max() <= 4 * rounding * a.abs().max(), (mode, chunk)
+            assert (mine - a).abs().max() <= 2 * rounding * a.abs().max(), (mode, chunk)
 
 
 def test_gradients_by_finite_differences(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def test_compiled_training_step_equals_eager(backend):
         loss.backward()
         results.append((loss.detach(), weight.grad))
     assert counters["stats"]["unique_graphs"] == 1, "nothing was compiled: is TORCHDYNAMO_DISABLE set?"
-    torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")

@@ -362,12 +362,14 @@ def test_a_hanging_sample_does_not_hold_up_another_worker(user_config: RewardCon
     async def work(pool: RewardPool) -> tuple[bool, Verdict]:
         hanging = asyncio.create_task(pool.score(TASK, "loop"))
         await asyncio.sleep(0.05)
-        await pool.score(TASK, "12")
-        return hanging.done(), await hanging
+        verdict = await pool.score(TASK, "12")
+        held_up = hanging.done()
+        hanging.cancel()
+        return held_up, verdict
 
-    config = RewardConfig(path=user_config.path, timeout_s=5.0, workers=2, retries=0)
+    config = RewardConfig(path=user_config.path, timeout_s=60.0, workers=2, retries=0)
     held_up, verdict = run_pool(config, work)
-    assert not held_up and verdict.reward.status == "timeout"
+    assert not held_up and verdict.reward.status == "ok"
 
 
 def test_a_cancelled_score_does_not_answer_the_next_one(user_config: RewardConfig) -> None:
@@ -411,7 +413,7 @@ asyncio.run(main())
         time.sleep(0.2)
         assert Path(f"/proc/{worker}").exists()
         explorer.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while _running(worker) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not _running(worker)

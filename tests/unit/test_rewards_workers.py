@@ -77,7 +77,8 @@ def test_workers_that_were_killed_while_idle_are_nobodys_fault(flaky: Path) -> N
     async def work(pool: RewardPool) -> list[Verdict]:
         for pid in pool.pids:
             os.kill(pid, signal.SIGKILL)
-        await asyncio.sleep(0.2)
+        while any(worker.up for worker in pool._workers):
+            await asyncio.sleep(0.01)
         return await asyncio.gather(*(pool.score(TASK, "12") for _ in range(4)))
 
     verdicts = run_pool(RewardConfig(path=str(flaky), workers=2, retries=0, max_kills=1), work)

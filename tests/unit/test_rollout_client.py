@@ -291,7 +291,8 @@ def test_calls_go_to_the_engine_with_the_fewest_unfinished_samples() -> None:
                     tasks = []
                     for n in (5, 2, 2, 2):  # a, b, b (2 < 5), b (4 < 5)
                         tasks.append(asyncio.create_task(ask(n)))
-                        await asyncio.sleep(0.05)
+                        while len(calls) < len(tasks):
+                            await asyncio.sleep(0.005)
                     release.set()
                     assert await asyncio.gather(*tasks) == [5, 2, 2, 2]
                     assert await ask(1) == 1

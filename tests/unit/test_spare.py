@@ -100,7 +100,8 @@ def explored(
             assert not running.done(), running.result()
             await asyncio.sleep(0.005)
         assert explorer._under_way.total == 0
-        await asyncio.sleep(0.02)  # cancelled calls end
+        while not set(engine.endless) & set(range(engine.number)) <= set(engine.aborted):  # cancelled calls end
+            await asyncio.sleep(0.005)
         store.close_job()
         await running
         return explorer

@@ -344,7 +344,10 @@ def test_waits_for_the_engine_are_not_the_workflows_time(tokenizer: ChatTokenize
 
 
 def test_a_cancellation_passes(tokenizer: ChatTokenizer) -> None:
+    begun = asyncio.Event()
+
     async def workflow(task: Task, model: Any) -> None:
+        begun.set()
         await asyncio.sleep(1000)
 
     async def main() -> None:
@@ -353,7 +356,7 @@ def test_a_cancellation_passes(tokenizer: ChatTokenizer) -> None:
         )
         gatherer: Any = Engine(tokenizer)
         running = asyncio.ensure_future(runner.run(group(tokenizer), 0, gatherer, nothing))
-        await asyncio.sleep(0.05)
+        await begun.wait()
         assert runner.in_workflow == 1
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -505,7 +508,7 @@ def test_sys_exit_of_a_task_of_a_workflow_ends_no_explorer(tokenizer: ChatTokeni
         )
         gatherer: Any = Engine(tokenizer)
         found.extend(await asyncio.gather(*(runner.run(group(tokenizer, 3), i, gatherer, nothing) for i in range(3))))
-        await asyncio.sleep(0.05)
+        await asyncio.wait(left)
         return 7
 
     loop = asyncio.new_event_loop()
@@ -578,16 +581,18 @@ def test_nothing_is_taken_from_a_task_that_the_workflow_left(
 ) -> None:
     """While the verifier was asked, a late `finish` or `fail` had its verdict weighed twice."""
     left: list[asyncio.Task[Any]] = []
+    asked = asyncio.Event()
 
     class Slow:
         async def score(self, task: Task, text: str, *, in_thinking: bool = False) -> Verdict:
+            asked.set()
             with pytest.raises(RuntimeError, match="has ended"):
                 await left[0]
             return Verdict(Reward(2.0, "ok", {"answer": 1.0}))
 
     async def workflow(task: Task, model: Any) -> None:
         async def later() -> None:
-            await asyncio.sleep(0.02)
+            await asked.wait()
             late(model)
 
         model.ask(task)
