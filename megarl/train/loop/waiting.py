@@ -140,8 +140,8 @@ class RolloutWaiter:
                 watch.lost, looked = self._weights.deserted(), time.monotonic()
             if complete or self._ranks.stopping or watch.lost is not None or time.monotonic() > until:
                 return complete
-            if (line := self._late.line()) is not None:
-                self._reporter.log(line)
+            if (late := self._late.line()) is not None:
+                self._reporter.log(late)
             # The watchdog ends a rollout in which nothing moves, but people may take their time.
             with heartbeat.phase(LATE_REWARDS) if self._late.num_awaiting else nullcontext():
                 # A look at many groups is no cheap one: most of the time belongs to those that write them.

@@ -36,7 +36,7 @@ class Dequantised:
         self.path: Path = files.path
         block = quantization.get("weight_block_size")
         known = quantization.get("quant_method") == "fp8" and quantization.get("fmt", "e4m3") == "e4m3"
-        if not known or not _is_block(block):
+        if not known or block is None or not _is_block(block):
             raise CheckpointError(
                 f"{files.path / 'config.json'}: quantization_config {dict(quantization)} is not supported, only "
                 "quant_method 'fp8', fmt "
