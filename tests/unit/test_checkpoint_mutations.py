@@ -158,7 +158,6 @@ CONFIGS: dict[str, tuple[str, Change]] = {
     "infinite factor": ("qwen3", config(rope_scaling={"rope_type": "linear", "factor": float("inf")})),
     "layers": ("qwen3", config(num_hidden_layers=10**12)),
     "experts": ("qwen3_moe", config(num_experts=10**12)),
-    "more chosen than there are": ("qwen3_moe", config(num_experts_per_tok=5)),
     "dense layers": ("qwen3_moe", config(mlp_only_layers=1)),
     "step": ("qwen3_moe", config(decoder_sparse_step=-1)),
     "shared experts": ("deepseek_v3", config(n_shared_experts=-1)),

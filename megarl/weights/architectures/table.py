@@ -310,7 +310,7 @@ class Architecture:
                 f"num_key_value_heads={kv_heads} does not divide num_attention_heads={heads} of {self.name}; correct "
                 "config.json"
             )
-        if hf_config.get("head_dim") is None and hidden < heads:
+        if hf_config.get("head_dim") is None and hidden < heads and "kv_lora" not in known:
             raise ArchitectureError(
                 f"hidden_size={hidden} of {self.name} is less than num_attention_heads={heads}; correct config.json"
             )
@@ -321,11 +321,6 @@ class Architecture:
             more["q_lora"] = 0 if needed(self.name, hf_config, "q_lora_rank") is None else get("q_lora")
         if Stage.MOE in known:
             more |= {name: get(name) for name in ("experts", "topk", "expert_ffn")}
-            if more["topk"] > more["experts"]:
-                raise ArchitectureError(
-                    f"num_experts_per_tok={more['topk']} of {self.name} is more than its {more['experts']} experts; "
-                    "correct config.json"
-                )
             more["moe_layers"] = _moe_layers(self.name, hf_config, get("num_layers"))
         if "shared_ffn" in known:
             needed(self.name, hf_config, "n_shared_experts")
