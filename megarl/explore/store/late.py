@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, bindparam, select, update
+from sqlalchemy import Connection, bindparam, func, select, update
 
 from megarl.core.schema import Reward, Task, Trajectory
 from megarl.explore.store.buffer import Buffer
@@ -65,6 +65,16 @@ class LateRewards(Buffer):
             tasks, images = self._read(lambda c, ids=ids: (tasks_of(c, ids), images_of(c, ids)))  # type: ignore[misc]
             of_id = {row.task_id: task_from_row(row, images.get(row.task_id, ())) for row in tasks}
             yield [AwaitingReward(of_id[e.task_id], e, claims[e.group_id]) for e in found]
+
+    def num_awaiting(self) -> int:
+        """Return the number of responses that await a reward while no explorer has a group to sample; else 0."""
+        being_sampled = select(GROUPS.c.group_id).where(GROUPS.c.state == GroupState.CLAIMED).limit(1)
+        late = (
+            select(func.count())
+            .select_from(TRAJECTORIES.join(GROUPS, GROUPS.c.group_id == TRAJECTORIES.c.group_id))
+            .where(GROUPS.c.state == GroupState.AWAITING, TRAJECTORIES.c.status == "late")
+        )
+        return self._read(lambda c: 0 if c.execute(being_sampled).first() else int(c.execute(late).scalar_one()))
 
     def reward(self, given: Sequence[GivenReward]) -> Rewarded:
         """Write rewards of trajectories that await one, and make groups ready that have all, in one transaction.
