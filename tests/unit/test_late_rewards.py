@@ -146,6 +146,32 @@ def test_a_group_is_left_out_once_it_has_waited_as_long_as_it_may(store: Store, 
     assert states(store, name) == ["awaiting", "ready"]
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_a_restart_keeps_the_rewards_of_the_weights_that_it_goes_on_with(store: Store, given: bool) -> None:
+    """Step 2 had trained on a group whose rewards were given, and the checkpoint is of step 1."""
+    names = {step: f"train-{step:06d}" for step in range(3)}
+    for step, name in names.items():
+        store.record_version(WeightsVersion(1, step), step)
+        request(store, name, step=step, groups=2, version=WeightsVersion(1, step))
+        for claim in store.claim_groups("a", 2):
+            put(store, claim, (0, 1) if step else ())
+    claims = {found.trajectory.group_id: found.claim for part in store.awaiting() for found in part}
+    group = f"{names[1]}/0"
+    rewards = [GivenReward(group, i, claims[group], Reward(float(i), "ok" if i else "wrong")) for i in range(2)]
+    if given:
+        assert store.reward(rewards).ready == 1
+        store.record_step(2, {}, Used((group,)))
+    store.discard_rollouts(1)
+    assert states(store, names[1]) == ["ready" if given else "awaiting", "awaiting"]
+    assert states(store, names[2]) == []
+    if given:
+        assert sorted(e.reward.score for e in store.read([group])) == [0.0, 1.0]
+        store.discard_rollouts(1, ahead=True)  # other settings, or a rollback
+        assert states(store, names[1]) == []
+    else:
+        assert store.reward(rewards).written == 2
+
+
 @pytest.mark.parametrize("order", [InAdmissionOrder, InCompletionOrder])
 def test_a_step_of_late_groups_alone_waits_for_the_first_reward(store: Store, order: Any) -> None:
     step = 2 if order is InAdmissionOrder else 0

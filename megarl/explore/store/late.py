@@ -13,7 +13,7 @@ from sqlalchemy import Connection, bindparam, func, select, update
 from megarl.core.schema import Reward, Task, Trajectory
 from megarl.explore.store.buffer import Buffer
 from megarl.explore.store.claims import images_of, tasks_of
-from megarl.explore.store.codec import dumps, task_from_row
+from megarl.explore.store.codec import GIVEN_LATER, dumps, task_from_row
 from megarl.explore.store.handle import IDS, chunks
 from megarl.explore.store.tables import GROUPS, TRAJECTORIES, GroupState
 
@@ -131,15 +131,18 @@ def _write(connection: Connection, rewards: Sequence[tuple[str, int, Reward, str
         return
     which = (TRAJECTORIES.c.group_id == bindparam("of"), TRAJECTORIES.c.index == bindparam("at"))
     values: dict[str, Any] = {name: bindparam(f"new_{name}") for name in ("score", "status", "record")}
-    rows = [
-        {
-            "of": group,
-            "at": index,
-            "new_score": reward.score if math.isfinite(reward.score) else None,
-            "new_status": reward.status,
-            "new_record": dumps({**json.loads(record), "parts": reward.parts}),
-        }
-        for group, index, reward, record in rewards
-    ]
+    rows = []
+    for group, index, reward, text in rewards:
+        record = json.loads(text)
+        metadata = {**record["metadata"], GIVEN_LATER: True}
+        rows.append(
+            {
+                "of": group,
+                "at": index,
+                "new_score": reward.score if math.isfinite(reward.score) else None,
+                "new_status": reward.status,
+                "new_record": dumps({**record, "parts": reward.parts, "metadata": metadata}),
+            }
+        )
     for start in range(0, len(rows), IDS):
         connection.execute(update(TRAJECTORIES).where(*which).values(values), rows[start : start + IDS])
