@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 import sqlite3
 import sys
 import tempfile
@@ -313,8 +314,8 @@ def main(arguments: Iterable[str]) -> int:
     failed = 0
     for name in names:
         for seed in SEEDS:
-            folder = Path(tempfile.mkdtemp(prefix=f"same-{name}-{seed}-")) / "job"
-            found = json.loads(json.dumps(facts_of(name, seed, folder)))
+            folder = Path(tempfile.mkdtemp(prefix=f"same-{name}-{seed}-"))
+            found = json.loads(json.dumps(facts_of(name, seed, folder / "job")))
             if records:
                 references[f"{name} {seed}"] = found
                 path.write_text(json.dumps(references, indent=1, sort_keys=True) + "\n")
@@ -323,8 +324,10 @@ def main(arguments: Iterable[str]) -> int:
                 failed += 1
                 print(f"{name}, seed {seed}: {len(lines)} of {len(found)} parts differ; the run is in {folder}")
                 print("\n".join(f"  {line}" for line in lines), flush=True)
+                continue
             else:
                 print(f"{name}, seed {seed}: {len(found)} parts are equal", flush=True)
+            shutil.rmtree(folder)
     print(f"{len(names) * len(SEEDS) - failed} passed, {failed} failed")
     return int(failed > 0)
 
