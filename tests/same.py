@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 import sqlite3
 import sys
 import tempfile
@@ -313,17 +314,23 @@ def main(arguments: Iterable[str]) -> int:
     failed = 0
     for name in names:
         for seed in SEEDS:
-            folder = Path(tempfile.mkdtemp(prefix=f"same-{name}-{seed}-")) / "job"
-            found = json.loads(json.dumps(facts_of(name, seed, folder)))
+            folder = Path(tempfile.mkdtemp(prefix=f"same-{name}-{seed}-"))
+            found = json.loads(json.dumps(facts_of(name, seed, folder / "job")))
             lines = differences(references.get(f"{name} {seed}", {}), found)
             if records:
                 references[f"{name} {seed}"] = found
-                path.write_text(json.dumps(references, indent=1, sort_keys=True) + "\n")
+                path.write_text(json.dumps(references, indent=1, sort_keys=True) + "
+")
                 print(f"{name}, seed {seed}: recorded {len(found)} parts; {len(lines)} are new or differ")
-            else:
-                failed += bool(lines)
+            elif lines:
+                failed += 1
                 print(f"{name}, seed {seed}: {len(lines)} of {len(found)} parts differ; the run is in {folder}")
-            print("".join(f"  {line}\n" for line in lines), end="", flush=True)
+            else:
+                print(f"{name}, seed {seed}: {len(found)} parts are equal")
+            print("".join(f"  {line}
+" for line in lines), end="", flush=True)
+            if records or not lines:
+                shutil.rmtree(folder)
     print(f"{len(names) * len(SEEDS) - failed} passed, {failed} failed")
     return int(failed > 0)
 

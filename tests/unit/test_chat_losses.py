@@ -194,6 +194,24 @@ def test_messages_as_another_text_are_refused(tmp_path: Path) -> None:
     assert read_rows(write(tmp_path / "u.jsonl", [row]))[0].prompt == ({"role": "user", "content": row["prompt"]},)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[{"content": "Paris", "type": "place"}]',
+        '[{"role": "admin", "name": "Bob"}]',
+        '[{"role": m.role, "content": m.content} for m in messages]',
+        f"{json.dumps(MESSAGES)} Which message is the user's?",
+    ],
+)
+def test_lists_that_are_no_messages_are_texts(tmp_path: Path, text: str) -> None:
+    rows = [{"prompt": text, "response": text}, {"prompt": "List them.", "completion": text}]
+    first, second = read_rows(write(tmp_path / "d.jsonl", rows), require_response=True)
+    assert first.prompt == ({"role": "user", "content": text},)
+    assert first.response == second.response == text
+    (read,) = read_preferences(write(tmp_path / "p.jsonl", [{"prompt": text, "chosen": text, "rejected": "no"}]))
+    assert read.chosen == text
+
+
 PARAMETERS = {
     "$defs": {"color": {"enum": ["1", "2"]}},
     "properties": {

@@ -289,9 +289,8 @@ def test_the_tables_name_every_family_that_evaluates_text() -> None:
     assert found.keys() == procedural.PLAIN | procedural.EVALUATED.keys() | {"composite"}
     assert not procedural.PLAIN & procedural.EVALUATED.keys()
     assert evaluate - {"propositional_logic"} == procedural.EVALUATED.keys() | procedural.EVALUATED_OF_ROW.keys()
-    assert found["propositional_logic"] == {
-        "parse_expr"
-    }  # its own function of this name, which reads formulas of logic
+    # Its own function of this name, which reads formulas of logic.
+    assert found["propositional_logic"] == {"parse_expr"}
 
 
 def test_a_release_or_family_that_was_not_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,6 +158,12 @@ def test_a_function_changes_and_drops_tasks(tmp_path: Path) -> None:
         ("x = 1", ConfigError, r"taskset.process=.*mine.py has no def process\(task\)"),
         ("def process(task):\n    return 1 / 0", DataError, r"d.parquet: row 1: .*ZeroDivisionError: .*mine.py:2"),
         ("def process(task):\n    return 3", DataError, r"d.parquet: row 1: .* must return a .*Task .*got int"),
+        (
+            "def process(task):\n    task.extra_info['a'] = {1}\n    return task",
+            DataError,
+            r"row 1: .* JSON values .*tolist",
+        ),
+        ("def process(task):\n    task.extra_info[(1, 2)] = 3\n    return task", DataError, r"row 1: .* JSON values"),
         ("def process(task): pass", DataError, r"drops all 1 rows of taskset.train"),
     ],
 )

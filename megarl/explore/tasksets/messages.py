@@ -14,8 +14,12 @@ from megarl.explore.tasksets.template import RESERVED
 ROLES = ("system", "user", "assistant", "developer", "tool")
 ASKING = ("user", "tool")
 """Roles of a message that the model answers."""
-AS_TEXT = re.compile(r"\s*\[\s*\{\s*['\"](?:role|content)['\"]\s*:")
-"""Begin of a list of messages that was written as text."""
+AS_TEXT = re.compile(
+    r"""\s*\[\s*\{\s*(?=['"](?:role|content)['"]\s*:)"""
+    r"""(?=.*['"]role['"]\s*:\s*['"])(?=.*['"](?:content|tool_calls)['"]\s*:).*\]\s*""",
+    re.DOTALL,
+)
+"""A list of messages that was written as text: it has roles and contents. Other lists in JSON are texts."""
 OPTIONS = ("chat_template_kwargs", "tools", "enable_thinking")
 """Columns for the chat template: TRL's two, and verl's for one option."""
 
@@ -77,12 +81,12 @@ def _check_arguments(location: RowLocation, field: str, arguments: Any) -> None:
 
 
 def with_lists(location: RowLocation, row: Mapping[str, Any], fields: Sequence[str]) -> Mapping[str, Any]:
-    """A row whose messages in ``fields`` are lists where they were the JSON text of one. Raises DataError for a text
-    that begins as messages do and cannot be read as JSON."""
+    """Return a row with lists of messages in place of their JSON texts in ``fields``. Raises DataError for messages
+    that were written in another form, such as Python's."""
     found = dict(row)
     for field in fields:
         text = row.get(field)
-        if isinstance(text, str) and AS_TEXT.match(text):
+        if isinstance(text, str) and AS_TEXT.fullmatch(text):
             try:
                 found[field] = json.loads(text)
             except ValueError as error:

@@ -133,20 +133,18 @@ def _task_of(row: Task, task: Any, taskset: TasksetConfig, split: str) -> Task |
             f"{place_of_row(taskset, split, row)}: {SETTING}={taskset.process} must return a megarl.core.schema.Task "
             f"with a prompt, or None; got {type(task).__name__}"
         )
-    values = [
-        task.data_source,
-        task.prompt,
-        task.ability,
-        task.reward_model,
-        task.extra_info,
-        task.chat_template_kwargs,
-    ]
+    values = [task.data_source, task.prompt, task.ability, task.reward_model, task.extra_info]
     try:
-        json.dumps(values, ensure_ascii=False, default=repr).encode()
+        json.dumps([*values, task.chat_template_kwargs], ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
         raise DataError(
             f"{place_of_row(taskset, split, row)}: {SETTING}={taskset.process} returned a task with "
             f"{error.object[error.start]!r}, half of a character, which no tokenizer takes"
+        ) from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(
+            f"{place_of_row(taskset, split, row)}: {SETTING}={taskset.process} returned a task that is not made of "
+            f"JSON values ({error}); convert arrays with tolist(), and numbers of numpy with item()"
         ) from error
     return replace(task, task_id=row.task_id)
 

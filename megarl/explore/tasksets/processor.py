@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -21,9 +21,6 @@ from megarl.core.without_videos import do_without_videos
 from megarl.explore.tasksets.images import chat_messages
 from megarl.explore.tasksets.pixels import pixel_limits
 from megarl.explore.tasksets.tokenizer import PROCESSOR, ChatTokenizer, Place, Row, encode_rows, where
-
-if TYPE_CHECKING:
-    pass
 
 Grid = tuple[int, int, int]
 """Patches of an image in time (1), height and width."""

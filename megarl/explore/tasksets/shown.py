@@ -6,6 +6,7 @@ with a marker in place of each content and of each call's arguments, and every m
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,7 +25,8 @@ class ShownMessages:
     """Shapes of conversations that a template is known to write whole: roles, fields, kinds of contents, options."""
 
     def __init__(self) -> None:
-        self._whole: set[str] = set()
+        self._whole: set[bytes] = set()
+        """Digests of them: options may be long documents."""
 
     def check(self, messages: Messages, key: Any, render: Callable[[Messages], str]) -> None:
         """Raise DataError for a message or call that ``render`` leaves out.
@@ -32,7 +34,7 @@ class ShownMessages:
         Args:
             key: What the template is given beside the messages.
         """
-        shape = repr((key, [_shape(message) for message in messages]))
+        shape = hashlib.sha256(ascii((key, [_shape(message) for message in messages])).encode()).digest()
         if shape in self._whole:
             return
         marked = _Marked(messages)

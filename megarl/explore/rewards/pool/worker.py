@@ -189,9 +189,8 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__mp_main__" and FILE in os.environ:
-    load_function(
-        os.environ[FILE]
-    )  # in a process that its function spawns: pickle looks there for what the file defines
+    # A process that the function spawns: pickle looks in the file's module for what the file defines.
+    load_function(os.environ[FILE])
 
 if __name__ == "__main__":
     main(sys.argv[1:])
