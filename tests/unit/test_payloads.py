@@ -256,6 +256,12 @@ def test_an_answer_computes_by_no_other_numbers_than_are_counted(
     assert [text for text in [*forged, "1*2*3*4", "8*3"] if score(text, "", info) > 0.05] == []
 
 
+def test_a_formula_has_no_text_that_is_not_parsed(canaries: Canaries) -> None:
+    for program in canaries.programs:
+        for text in (f"x # {program}", f"(x # \x0c {program}\n)", f"(x #'\n) #' + {program}"):
+            assert not procedural.is_formula(text), text
+
+
 @pytest.mark.parametrize(
     ("family", "truths", "constants"),
     [
