@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.explore.rewards.math.verifier import time_limit
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.tools import FORMATS, format_of
 from tests.chat_battery import CALL, TEMPLATES, TOOLS, USER, WORDS, checkpoint
@@ -104,3 +105,25 @@ def test_a_call_in_a_thought_is_text(form: str) -> None:
     assert found.name == "f" and content == f"<think>\n{call}\n</think>"
     content, [found] = FORMATS[form].parse(f"<think>a</think>{call}\n<think>{call}")
     assert found.name == "f" and content == f"<think>a</think>\n<think>{call}"
+
+
+@pytest.mark.parametrize(
+    ("form", "part", "arguments"),
+    [
+        ("qwen3_coder", "<function=", []),
+        ("qwen3_coder", "<function=f><parameter=", [None]),
+        ("qwen3_coder", "<function=f><parameter=a>", [None]),
+        ("qwen3_coder", "<function=f>", [None]),
+        ("glm4", "<tool_call>f<arg_key>", [None]),
+        ("glm4", "<tool_call>f<arg_key>a</arg_key><arg_value>", [None]),
+        ("glm4", "<tool_call>f<arg_key>a</arg_key>", [None]),
+        ("hermes", "<tool_call>", [None]),
+        ("hermes", '<tool_call>{"name": [', [None]),
+    ],
+)
+def test_calls_that_are_not_closed_are_read_in_linear_time(form: str, part: str, arguments: list[object]) -> None:
+    """They hold up the explorer's event loop for hours otherwise. CPU time, so that a busy machine changes nothing."""
+    last = part[part.rindex("<") :]
+    with time_limit(20.0):
+        calls = FORMATS[form].parse(part + 2_000_000 // len(last) * last)[1]
+    assert [call.arguments for call in calls] == arguments

@@ -61,9 +61,12 @@ class ToolFormat:
 
 
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-_FUNCTION = re.compile(r"(?:<tool_call>\s*)?<function=([^>\s]+)>(.*?)(?:</function>|\Z)(?:\s*</tool_call>)?", re.DOTALL)
-_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_FUNCTION = re.compile(
+    r"(?:<tool_call>\s*)?<function=([^<>\s]+)>(.*?)(?:</function>|\Z)(?:\s*</tool_call>)?", re.DOTALL
+)
+_ARGUMENT = re.compile(r"<arg_key>((?:(?!</?arg_key>).)*)</arg_key>\s*<arg_value>(.*?)(?:(</arg_value>)|\Z)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^<>\s]+)>\n?(.*?)(?:\n?(</parameter>)|\Z)", re.DOTALL)
+"""Patterns of calls, linear in the text: a part that is not closed reaches to the end, and is found once."""
 
 
 def _hermes(text: str, _: Parameters) -> Found:
@@ -89,8 +92,8 @@ def _xml_call(name: str, pairs: str, text: str, pattern: re.Pattern[str], parame
     """Read a call whose ``pairs`` are keys and values. Text beside them, or a key that comes twice, makes it
     unreadable."""
     found = pattern.findall(pairs)
-    arguments = {key.strip(): _argument(value, parameters.get(name, {}), key.strip()) for key, value in found}
-    whole = len(arguments) == len(found) and not pattern.sub("", pairs).strip()
+    arguments = {key.strip(): _argument(value, parameters.get(name, {}), key.strip()) for key, value, _ in found}
+    whole = len(arguments) == len(found) and all(end for *_, end in found) and not pattern.sub("", pairs).strip()
     return ToolCall(name, arguments if whole else None, text)
 
 
