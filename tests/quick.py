@@ -9,8 +9,8 @@ from pathlib import Path
 UNIT = Path(__file__).parent / "unit"
 SLOW = (
     "test_agent_commands", "test_agents", "test_algorithms", "test_algorithms_pairs",
-    "test_algorithms_reference", "test_checkpoint_convert", "test_checkpoint_state", "test_cli", "test_config_keys",
-    "test_configs", "test_course",
+    "test_algorithms_reference", "test_checkpoint_convert", "test_checkpoint_mutations", "test_checkpoint_state",
+    "test_cli", "test_config_keys", "test_configs", "test_course",
     "test_cuda_emulated", "test_disk_full", "test_docstrings", "test_dry_run", "test_forkserver",
     "test_host_memory", "test_launch", "test_launch_checks", "test_launch_data", "test_launch_leftovers",
     "test_launch_nodes", "test_launch_offline", "test_launch_replace", "test_launch_rewards",

@@ -316,18 +316,19 @@ def main(arguments: Iterable[str]) -> int:
         for seed in SEEDS:
             folder = Path(tempfile.mkdtemp(prefix=f"same-{name}-{seed}-"))
             found = json.loads(json.dumps(facts_of(name, seed, folder / "job")))
+            lines = differences(references.get(f"{name} {seed}", {}), found)
             if records:
                 references[f"{name} {seed}"] = found
                 path.write_text(json.dumps(references, indent=1, sort_keys=True) + "\n")
-                print(f"{name}, seed {seed}: recorded {len(found)} parts", flush=True)
-            elif lines := differences(references[f"{name} {seed}"], found):
+                print(f"{name}, seed {seed}: recorded {len(found)} parts; {len(lines)} are new or differ")
+            elif lines:
                 failed += 1
                 print(f"{name}, seed {seed}: {len(lines)} of {len(found)} parts differ; the run is in {folder}")
-                print("\n".join(f"  {line}" for line in lines), flush=True)
-                continue
             else:
-                print(f"{name}, seed {seed}: {len(found)} parts are equal", flush=True)
-            shutil.rmtree(folder)
+                print(f"{name}, seed {seed}: {len(found)} parts are equal")
+            print("".join(f"  {line}\n" for line in lines), end="", flush=True)
+            if records or not lines:
+                shutil.rmtree(folder)
     print(f"{len(names) * len(SEEDS) - failed} passed, {failed} failed")
     return int(failed > 0)
 

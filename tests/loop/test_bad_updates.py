@@ -73,7 +73,7 @@ def overrides(folder: Path, run_dir: Path, *more: str) -> list[str]:
             *files,
             f"run.dir={run_dir}",
             f"algorithm.name={folder}/spoiled.py",
-            f"model.path={folder}/model",
+            f"model.path={run_dir}/model",
             *(f"model.from_scratch.{name}={value}" for name, value in shape.items()),
             f"trainer.steps={STEPS}",
             "trainer.tasks_per_step=16",

@@ -72,6 +72,8 @@ def test_a_job_that_is_killed_or_stopped_meanwhile_goes_on(tmp_path: Path) -> No
     try:
         without_supervisor(job, held, "eval")
         job.until(mark.exists, "a start with the weights' files")
+        for pid in job.trainers():
+            os.kill(pid, signal.SIGSTOP)  # else they may remove the mark when the supervisor is gone
         job.kill_all()
     finally:
         job.clean_up()
@@ -83,8 +85,8 @@ def test_a_job_that_is_killed_or_stopped_meanwhile_goes_on(tmp_path: Path) -> No
         assert not mark.exists(), "the trainer has left the mark of the attempt before"
         job.until(mark.exists, "a start with the weights' files")
         job.signal(signal.SIGTERM)  # pending until the supervisor goes on
-        for rank in range(2):
-            os.kill(job.pid_of(f"trainer {rank}"), signal.SIGTERM)
+        for pid in job.trainers():
+            os.kill(pid, signal.SIGTERM)
         job.until(lambda: not mark.exists(), "the end of the comparison")
         job.signal(signal.SIGCONT)
         assert job.wait(START_S) == 130, job.output.read_text()

@@ -27,16 +27,22 @@ def give(job: Job, file: Path) -> int:
         row["score"] = compute_score(row["data_source"], row["response"], row["ground_truth"])["score"]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert not rows or main(["data", "reward", str(file), *here]) == 0
+    file.unlink()  # one with scores is not overwritten
     return len(rows)
 
 
 def test_a_job_trains_on_rewards_that_come_later(tmp_path: Path) -> None:
+    """Killed once the first rewards are given, it goes on with these from the checkpoint before the first step."""
     job = Job(tmp_path / "run", SETTINGS).start()
-    given, until = 0, time.monotonic() + START_S
+    given, killed, until = 0, False, time.monotonic() + START_S
     try:
         job.until((tmp_path / "run" / "resolved.json").exists, "its settings")
         while job.poll() is None and time.monotonic() < until:
             given += give(job, tmp_path / "rows.jsonl")
+            if given and not killed:
+                killed = True
+                job.kill_all()
+                job.start()
             time.sleep(0.2)
         assert job.wait(START_S) == 0, job.output.read_text()
     finally:

@@ -411,9 +411,26 @@ def test_models_that_are_none_are_named(tmp_path: Path) -> None:
     (run / "hf" / "config.json").write_text("{}")
     exported = subject_of(f"run:{run}")
     assert exported.is_hf and exported.path == run / "hf"
+    (run / "hf_step").write_text("40")
+    assert subject_of(f"run:{run}") == exported
     before = exported.identity()
     (run / "hf" / "config.json").write_text("{ }")
     assert exported.identity() != before
+
+
+def test_the_model_of_a_run_that_went_on_is_not_its_old_export(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (4, 8):
+        (tmp_path / "checkpoints" / f"global_step_{step}").mkdir(parents=True)
+        (tmp_path / "checkpoints" / f"global_step_{step}" / "state.json").write_text("{}")
+    (tmp_path / "hf").mkdir()
+    for file in ("resolved.json", "hf/config.json"):
+        (tmp_path / file).write_text("{}")
+    (tmp_path / "hf_step").write_text("4")
+    found = subject_of(f"run:{tmp_path}")
+    assert (found.name, found.path.name) == (f"run:{tmp_path}@8", "global_step_8")
+    assert "hf has the weights of step 4, and the run went on" in caplog.text
 
 
 def test_published_weights_are_copied_before_their_run_removes_them(tmp_path: Path) -> None:

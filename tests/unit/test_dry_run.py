@@ -44,7 +44,7 @@ def test_a_new_run_leaves_nothing(tmp_path: Path, temporary: Path) -> None:
     work = tmp_path / "work"
     work.mkdir()
     before = state(work)
-    elsewhere = [f"model.path={work}/models/new", f"taskset.train={work}/data/train.parquet"]
+    elsewhere = [f"model.path={work}/runs/new/models/new", f"taskset.train={work}/data/train.parquet"]
     assert main(["train", "--check", *SMALL, f"run.dir={work}/runs/new", *elsewhere]) == 0
     assert state(work) == before
     assert not list(temporary.glob("megarl*"))
@@ -106,8 +106,8 @@ def test_run_dir_that_cannot_be_written(tmp_path: Path, dry: bool) -> None:
             check(config_of(Path(place)), dry=dry)
 
 
-@pytest.mark.parametrize("setting", ["taskset.train=/proc/megarl/train.parquet", "model.path=/proc/megarl/model"])
-def test_places_of_what_would_be_made(tmp_path: Path, setting: str) -> None:
+def test_places_of_what_would_be_made(tmp_path: Path) -> None:
+    setting = "taskset.train=/proc/megarl/train.parquet"
     with pytest.raises(ConfigError, match=rf"{setting} cannot be made or written in"):
         check(config_of(tmp_path, setting), dry=True)
 

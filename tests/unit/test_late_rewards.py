@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -23,9 +23,10 @@ from megarl.explore.order.choice import TaskChoice
 from megarl.explore.order.replay import ReplayChoice
 from megarl.explore.rewards.router import compute_score
 from megarl.explore.store import Claim, GivenReward, Store, Used
+from megarl.explore.tasksets import ChatTokenizer
 from megarl.learn import algorithms
 from megarl.run.checks.pacing import check_pacing
-from megarl.run.run_dir.late import read_rewards
+from megarl.run.run_dir.late import read_rewards, write_awaiting
 from megarl.train.rank.context import RunContext
 from megarl.train.rollout.asking import InAdmissionOrder, InCompletionOrder
 from tests.stores import make_task, make_trajectory, request
@@ -143,6 +144,64 @@ def test_a_group_is_left_out_once_it_has_waited_as_long_as_it_may(store: Store, 
     store.record_step(3, {}, Used((f"{name}/1",), verified.dropped))
     store.discard_rollouts(2)  # a job that goes back waits again
     assert states(store, name) == ["awaiting", "ready"]
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_restart_keeps_the_rewards_of_the_weights_that_it_goes_on_with(store: Store, given: bool) -> None:
+    """Step 2 had trained on a group whose rewards were given, and the checkpoint is of step 1."""
+    names = {step: f"train-{step:06d}" for step in range(3)}
+    for step, name in names.items():
+        store.record_version(WeightsVersion(1, step), step)
+        request(store, name, step=step, groups=2, version=WeightsVersion(1, step))
+        for claim in store.claim_groups("a", 2):
+            put(store, claim, (0, 1) if step else ())
+    claims = {found.trajectory.group_id: found.claim for part in store.awaiting() for found in part}
+    group = f"{names[1]}/0"
+    rewards = [GivenReward(group, i, claims[group], Reward(float(i), "ok" if i else "wrong")) for i in range(2)]
+    if given:
+        assert store.reward(rewards).ready == 1
+        store.record_step(2, {}, Used((group,)))
+    store.discard_rollouts(1)
+    assert states(store, names[1]) == ["ready" if given else "awaiting", "awaiting"]
+    assert states(store, names[2]) == []
+    if given:
+        assert sorted(e.reward.score for e in store.read([group])) == [0.0, 1.0]
+        store.discard_rollouts(1, ahead=True)  # other settings, or a rollback
+        assert states(store, names[1]) == []
+    else:
+        assert store.reward(rewards).written == 2
+
+
+@pytest.mark.parametrize("order", [InAdmissionOrder, InCompletionOrder])
+def test_a_step_of_late_groups_alone_waits_for_the_first_reward(store: Store, order: Any) -> None:
+    step = 2 if order is InAdmissionOrder else 0
+    name = f"train-{step:06d}"
+    request(store, name, step=step, groups=2, version=WeightsVersion(1, 1))
+    store.record_version(WeightsVersion(1, 1), 0)
+    claims = store.claim_groups("a", 2)
+    assert store.num_awaiting() == 0
+    put(store, claims[0])
+    assert store.num_awaiting() == 0  # the other group is being sampled
+    put(store, claims[1])
+    assert store.num_awaiting() == 4
+    late = asking(store, order, 2)
+    assert not late.look(2, 0, (), 2).complete and states(store, name) == ["awaiting"] * 2
+    for index in (0, 1):
+        store.reward([GivenReward(f"{name}/1", index, claims[1].token, Reward(1.0, "ok"))])
+    assert store.num_awaiting() == 2
+    assert late.look(2, 0, (), 2).complete and set(late.choose(2, (), 2)) == {f"{name}/0", f"{name}/1"}
+
+
+def test_the_rows_that_await_rewards_replace_no_scores(store: Store, tmp_path: Path) -> None:
+    path, tokenizer = tmp_path / "rows.jsonl", cast(ChatTokenizer, None)  # without rows none is asked for
+    for text in ('{"score": null}\n', ""):
+        path.write_text(text)
+        assert write_awaiting(store, tokenizer, path) == 0 and not path.read_text()
+    for text in ('{"score": null}\n{"score": 0}\n', '{"a": 1}\n', "text\n", "[1]\n"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="has scores in it, which would be lost"):
+            write_awaiting(store, tokenizer, path)
+        assert path.read_text() == text
 
 
 def test_a_source_of_the_family_late_gets_no_verdict() -> None:

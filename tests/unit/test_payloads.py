@@ -232,6 +232,55 @@ def test_right_answers_of_families_that_evaluate_keep_their_scores(family: str) 
                 assert found == score(answer, entry), answer
 
 
+@pytest.mark.parametrize(
+    ("family", "numbers", "target", "right"),
+    [("countdown", [2, 3, 4, 7], 27, "3*7 + 4 + 2"), ("puzzle24", [2, 3, 4, 6], 24, "6*4*(3 - 2)")],
+)
+def test_an_answer_computes_by_no_other_numbers_than_are_counted(
+    family: str, numbers: list[int], target: int, right: str
+) -> None:
+    info = {"metadata": {"numbers": numbers, "target": target}}
+    listed, ones = " ".join(map(str, numbers)), "+".join(["x/x"] * target)
+    nothing = f"(x-x)*({'+'.join(map(str, numbers))})"
+    forged = [
+        f"{ones} + {nothing}",
+        f"{hex(target)} # {listed}",
+        f"({hex(target)} # {listed}\n)",
+        f"{hex(target)} + {nothing}",
+        f"exp({nothing})*{hex(target)}",
+        f"{target // 10}_{target % 10} # {listed}",
+    ]
+    score = procedural.scorer(family)
+    assert score(f"<answer>{right}</answer>", "", info) == 1.0
+    assert [text for text in [*forged, "1*2*3*4", "8*3"] if score(text, "", info) > 0.05] == []
+
+
+@pytest.mark.parametrize(
+    ("family", "truths", "constants"),
+    [
+        ("coin_flip", ["0.375", "0.0625"], ["0", "0.0", "0."]),
+        ("complex_arithmetic", ["3 - 2i", "7"], ["nan", " NaN ", "n a n", "nan+nani", "(nan)"]),
+        ("game_of_life_halting", ["True", "False"], ["x", "0", "Yes", "not", "TrueFalse"]),
+    ],
+)
+def test_no_constant_answer_is_right_whatever_the_row(family: str, truths: list[str], constants: list[str]) -> None:
+    score = procedural.scorer(family)
+    for truth, result in zip(truths, ([3.0, -2.0], [7.0, 0.0]), strict=True):
+        info = {"metadata": {"result": result}}
+        assert score(truth, truth, info) == 1.0
+        assert [text for text in constants if score(text, truth, info) > 0.5] == []
+    assert procedural.scorer("coin_flip")("0.37504", "0.375", {}) == 1.0
+    assert procedural.scorer("coin_flip")("0.3", "0.375", {}) == 0.0
+
+
+def test_an_answer_in_tags_is_found_in_linear_time() -> None:
+    """Tags that are not closed cost quadratic time otherwise, in the event loop where votes are counted."""
+    opened = "<answer>" * 20_000
+    assert procedural.answer_of(f"{opened} 5 </answer>") == opened.removeprefix("<answer>") + " 5"
+    assert procedural.answer_of(f"<answer> 4</answer><answer>5 </answer> {opened}") == "5"
+    assert procedural.answer_of(opened) == opened and votes.EXTRACTORS["reasoning_gym"](opened, {}) == opened[:200]
+
+
 EVALUATES = {
     "eval", "exec", "compile", "parse_expr", "sympify", "nsimplify", "S", "lambdify", "parse_latex", "__import__",
     "import_module", "pickle", "yaml", "marshal", "subprocess", "system", "popen", "getattr", "attrgetter", "globals",

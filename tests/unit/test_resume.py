@@ -120,6 +120,26 @@ def test_tasks_outside_the_run_stay(prepared: Path, tmp_path: Path) -> None:
     assert contents(prepared) == before
 
 
+def test_a_model_outside_the_run_stays_and_the_fix_is_to_use_it(prepared: Path, tmp_path: Path) -> None:
+    """As where experiment=own was forgotten: the settings would make a model, and there is one of the user's."""
+    mine = [f"taskset.{split}={prepared}/data/{split}.parquet" for split in ("train", "eval", "warm_start")]
+    before = contents(prepared / "model")
+    with pytest.raises(
+        ConfigError, match=r"Set model\.from_scratch=null to use it as it is \(experiment=own"
+    ) as raised:
+        prepare_model(
+            config_of(tmp_path, *mine, f"model.path={prepared}/model", "model.from_scratch.num_hidden_layers=2")
+        )
+    assert "Remove" not in str(raised.value) and contents(prepared / "model") == before
+
+
+def test_no_model_is_made_at_a_mistyped_path(tmp_path: Path) -> None:
+    path = tmp_path / "models" / "mien"
+    with pytest.raises(ConfigError, match=r"mien does not exist, and is outside run\.dir=.*correct the path"):
+        prepare_model(config_of(tmp_path / "run", f"model.path={path}"))
+    assert not path.parent.exists()
+
+
 def test_rows_of_ones_own_stay(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = run_dir / "data" / "train.parquet"
     write_rows(path, read_rows(path)[:7])
@@ -354,6 +374,19 @@ def test_what_changes_the_training_is_confirmed(tmp_path: Path, overrides: list[
     check_settings_of_run(config_of(tmp_path, *overrides, allowed), tmp_path)
     with pytest.raises(ConfigError, match=r"trainer\.warm_start\.batch_size was 128, now 3"):
         check_settings_of_run(config_of(tmp_path, *overrides, allowed, "trainer.warm_start.batch_size=3"), tmp_path)
+
+
+def test_a_run_that_trained_no_step_takes_corrected_settings(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    given = "trainer.warm_start.steps=0"
+    save_resolved(config_of(tmp_path, given), tmp_path / "resolved.json")
+    finished_checkpoint(tmp_path, 0)
+    check_settings_of_run(config_of(tmp_path, given, "trainer.optimizer.lr=1e-6"), tmp_path)
+    assert "goes on with other settings: trainer.optimizer.lr was" in caplog.text
+    with pytest.raises(ConfigError, match=r"taskset\.seed was 7, now 8.*it has trained no step, so nothing is lost"):
+        check_settings_of_run(config_of(tmp_path, given, "taskset.seed=8"), tmp_path)
+    save_resolved(config_of(tmp_path), tmp_path / "resolved.json")  # with a warm start, whose weights count
+    with pytest.raises(ConfigError, match="trained with other settings: trainer.optimizer.lr"):
+        check_settings_of_run(config_of(tmp_path, "trainer.optimizer.lr=1e-6"), tmp_path)
 
 
 def test_a_judge_may_move_to_another_address(tmp_path: Path) -> None:

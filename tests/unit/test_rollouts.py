@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
@@ -28,6 +29,7 @@ from megarl.explore.order import draws as data
 from megarl.explore.store import Claim, ExpertExperience, Store
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.learn import algorithms
+from megarl.run.supervise.watchdog import WAITING
 from megarl.train.loop import waiting
 from megarl.train.loop.waiting import RolloutWaiter
 from megarl.train.rank.context import RunContext
@@ -47,7 +49,9 @@ class Waited:
         self.settling = False  # no checkpoint is being written
         self._stop_at = stop_at
         config: Any = SimpleNamespace(store=SimpleNamespace(poll_s=0.001), cluster=SimpleNamespace(stall_s=300.0))
-        store: Any = SimpleNamespace(events=lambda *_: [])
+        store: Any = SimpleNamespace(events=lambda *_: [], num_awaiting=lambda: self.awaited.pop(0))
+        self.awaited: list[int] = []
+        self.lines: list[str] = []
         self._progress = progress
         this: Any = self
         self.waiter = RolloutWaiter(RunContext(config, Path(), 1, rank), store, this, this, this, this)
@@ -60,6 +64,11 @@ class Waited:
         return self.waiter.wait(self.look, "rollout", weights_step=0)
 
     def settle(self) -> None: ...
+
+    def log(self, line: str) -> None:
+        self.lines.append(line)
+
+    def deserted(self) -> None: ...
 
     def watch(self) -> EngineWatch:
         return EngineWatch([], "1.1")
@@ -88,6 +97,21 @@ def test_a_long_rollout_meets_in_between() -> None:
     s = Waited(0, [(0, 2), (1, 2), (1, 2), (2, 2)])
     assert s.wait()
     assert s.answers[-1] and 1 <= s.answers.count(False) <= 3
+
+
+def test_a_wait_for_late_rewards_is_told_and_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog looks at rollouts alone (``WAITING``): the phase is another one while people give rewards."""
+    phases: list[str] = []
+    monkeypatch.setattr(waiting, "AWAITING_S", 0.0)
+    monkeypatch.setattr(waiting.heartbeat, "phase", lambda name: phases.append(name) or nullcontext())
+    s = Waited(0, [(0, 2), (0, 2), (0, 2), (1, 2), (2, 2)])
+    s.awaited = [0, 3, 3, 2]
+    monkeypatch.setattr(waiting, "MEET_S", 60.0)
+    assert s.wait()
+    assert [line.split(":")[0] for line in s.lines] == [
+        f"the job waits for the rewards of {n} responses" for n in (3, 2)
+    ]
+    assert phases == [waiting.LATE_REWARDS] * 3 and waiting.LATE_REWARDS not in WAITING
 
 
 def test_other_ranks_wait_for_the_first() -> None:

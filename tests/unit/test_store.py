@@ -741,6 +741,8 @@ def test_every_write_is_in_the_table_of_writes() -> None:
         "members",
         "tasks_named",
         "needed_again",
+        "changed_tasks",
+        "num_awaiting",
     }
     methods = {name for part in Store.__mro__[:-1] for name in vars(part) if not name.startswith("_")}
     assert methods - reads - {"run_id", "close", "begin_attempt"} == set(WRITES)

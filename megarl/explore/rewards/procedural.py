@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 from megarl.core.errors import DataError
@@ -53,6 +54,11 @@ def is_formula(text: object) -> bool:
     return _consists_of(text, _in_formula)
 
 
+def is_arithmetic(text: object) -> bool:
+    """Return True for a formula of integers in decimal digits: every number by which it computes stands there."""
+    return is_formula(text) and _ARITHMETIC.fullmatch(str(text)) is not None
+
+
 def is_list(text: object) -> bool:
     """Return True for a literal, or JSON."""
     try:
@@ -64,13 +70,12 @@ def is_list(text: object) -> bool:
 
 EVALUATED: dict[str, Callable[[object], bool]] = {
     **dict.fromkeys(("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"), is_literal),
-    **dict.fromkeys(
-        ("countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"),
-        is_formula,
-    ),
+    **dict.fromkeys(("intermediate_integration", "polynomial_multiplication", "simple_integration"), is_formula),
+    **dict.fromkeys(("countdown", "puzzle24"), is_arithmetic),
 }
 """Family whose scorer evaluates an answer -> test of the answers that it may be given. It gets no answer in place of
-another one, except the right one itself."""
+another one, except the right one itself. ``countdown`` and ``puzzle24`` count the integers in the text: of
+``0x18 + 0*(1+2+3+4)`` and ``(x+x)/x # 1 2 3 4`` they count others than those that make the value."""
 
 EVALUATED_OF_ROW: dict[str, tuple[str, Callable[[object], bool]]] = {
     "bitwise_arithmetic": ("problem", is_formula),
@@ -82,6 +87,16 @@ EVALUATED_OF_ROW: dict[str, tuple[str, Callable[[object], bool]]] = {
 """Family whose scorer evaluates text of the row -> its field, and the test of that. The field is the ground truth
 (``answer``) or an entry of the metadata."""
 
+MAY_BE_RIGHT: dict[str, Callable[[str, Any, dict[str, Any]], bool]] = {
+    "coin_flip": lambda answer, truth, metadata: not _is_cut(answer, str(truth)),
+    "complex_arithmetic": lambda answer, truth, metadata: "nan" not in "".join(answer.lower().split()),
+    "game_of_life_halting": lambda answer, truth, metadata: answer.lower() == str(truth).lower(),
+    "puzzle24": lambda answer, truth, metadata: _integers(answer) == sorted(metadata.get("numbers", _integers(answer))),
+}
+"""Family whose scorer gives 1.0 to one answer whatever the row -> test of the answers that may be right. Others have
+the score of none. The scorers take ``0`` and ``0.3`` for 0.375, ``nan``, any text for ``False``, and ``1*2*3*4`` for
+24 of other numbers."""
+
 FUNCTIONS = frozenset(
     (
         "Abs", "Ci", "Ei", "Si", "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "cot", "csc",
@@ -89,6 +104,7 @@ FUNCTIONS = frozenset(
     )
 )  # fmt: skip
 """Functions of sympy that a formula may call."""
+_ARITHMETIC = re.compile(r"[\d\s()+*/%<>&|^~-]*", re.ASCII)
 _VARIABLE = re.compile(r"[A-Za-z](?:_?\d+)?")
 _LITERAL = (
     ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.UnaryOp, ast.UAdd, ast.USub, ast.Load,
@@ -106,6 +122,19 @@ def _in_formula(node: ast.AST) -> bool:
     return isinstance(node, _FORMULA)
 
 
+def _integers(text: str) -> list[int]:
+    return sorted(map(int, re.findall(r"\d{1,9}", text, re.ASCII)))
+
+
+def _is_cut(answer: str, truth: str) -> bool:
+    """Return True if a number's digits are the first ones of another number."""
+    try:
+        found, right = (float(Fraction(text.replace(",", ""))) for text in (answer, truth))
+    except (ValueError, ArithmeticError):
+        return False
+    return abs(found - right) > 1e-4 and f"{right:.10g}".startswith(f"{found:.10g}")
+
+
 def _consists_of(text: object, allowed: Callable[[ast.AST], bool]) -> bool:
     """Return True if the text is one expression of allowed nodes. sympy's own tokenizer reads ASCII as Python does."""
     if not isinstance(text, str) or not text.isascii():
@@ -114,6 +143,17 @@ def _consists_of(text: object, allowed: Callable[[ast.AST], bool]) -> bool:
         return all(map(allowed, ast.walk(ast.parse(text, mode="eval"))))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
+
+
+def answer_of(solution_str: str) -> str:
+    """Return the content of the last ``<answer>…</answer>`` after all thoughts, or else the whole text after them,
+    stripped."""
+    import reasoning_gym
+
+    text = after_thinking(solution_str).strip()
+    tagged, closed, _ = text.rpartition("</answer>")  # its search is quadratic in tags after the last that is closed
+    answer = reasoning_gym.utils.extract_answer(tagged + closed)
+    return text if answer is None else str(answer)
 
 
 def check_row(family: str, ground_truth: Any, extra_info: dict[str, Any]) -> None:
@@ -134,10 +174,10 @@ def check_row(family: str, ground_truth: Any, extra_info: dict[str, Any]) -> Non
 def scorer(family: str) -> Callable[[str, Any, dict[str, Any] | None], float]:
     """The scorer of ``reasoning_gym/<family>``: 1.0 for a right answer, partial credit as the family defines it.
 
-    The answer is what stands in the last ``<answer>…</answer>`` after all thoughts, or else the whole text after them,
-    stripped. Families other than arithmetic read ``extra_info``'s question and metadata. Raises DataError for an
-    unknown family, and for one of which it is not known whether its scorer runs text of an answer. The scorer raises
-    what the family raises for the right answer; another one that it cannot read is wrong.
+    The answer is ``answer_of`` the response. Families other than arithmetic read ``extra_info``'s question and
+    metadata. Raises DataError for an unknown family, and for one of which it is not known whether its scorer runs text
+    of an answer. The scorer raises what the family raises for the right answer; another one that it cannot read is
+    wrong.
     """
     import reasoning_gym  # 0.7 s: only in the worker that scores
 
@@ -164,9 +204,7 @@ def scorer(family: str) -> Callable[[str, Any, dict[str, Any] | None], float]:
         check_row(family, ground_truth, info)
         metadata = info.get("metadata") or {}
         entry = {"question": info.get("question"), "answer": ground_truth, "metadata": metadata}
-        text = after_thinking(solution_str).strip()
-        answer = reasoning_gym.utils.extract_answer(text)
-        answer = _given(family, text if answer is None else answer, ground_truth, metadata)
+        answer = _given(family, answer_of(solution_str), ground_truth, metadata)
         try:
             return float(score_answer(answer, entry))
         except Exception:
@@ -182,6 +220,8 @@ def _given(family: str, answer: Any, ground_truth: Any, metadata: dict[str, Any]
     Scorers that evaluate lists compare the text with right answers first, and evaluate none of those.
     """
     is_data = EVALUATED.get(family)
+    if family in MAY_BE_RIGHT and answer != ground_truth and not MAY_BE_RIGHT[family](answer, ground_truth, metadata):
+        return None
     if is_data is None or is_data(answer):
         return answer
     right = metadata.get("valid_answers") if family == "n_queens" else [ground_truth]

@@ -11,7 +11,8 @@ from typing import Any
 from megarl.core.config.rewards import RewardConfig
 from megarl.core.errors import DataError
 from megarl.core.schema import Task
-from megarl.explore.rewards.answer.extract import after_thinking, extract
+from megarl.explore.rewards import procedural
+from megarl.explore.rewards.answer.extract import extract
 from megarl.explore.rewards.answer.normalize import clean
 from megarl.explore.rewards.router import route
 
@@ -27,11 +28,7 @@ def _marked(answer_format: str) -> Callable[[str, Mapping[str, Any]], str]:
 
 
 def _procedural(text: str, info: Mapping[str, Any]) -> str:
-    import reasoning_gym  # 0.7 s
-
-    text = after_thinking(text).strip()
-    answer = reasoning_gym.utils.extract_answer(text)
-    return " ".join((text if answer is None else str(answer)).split())[:MAX_VOTE]
+    return " ".join(procedural.answer_of(text).split())[:MAX_VOTE]
 
 
 EXTRACTORS: dict[str, Callable[[str, Mapping[str, Any]], str]] = {

@@ -32,6 +32,9 @@ from megarl.core.schema import (
     routing_of,
 )
 
+GIVEN_LATER = "given_later"
+"""Key of a trajectory's metadata: its reward came after its group was sampled."""
+
 
 def dumps(value: Any) -> str:
     """Strict JSON: NaN and infinity are refused, since not every database reads them back."""

@@ -8,12 +8,12 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, bindparam, select, update
+from sqlalchemy import Connection, bindparam, func, select, update
 
 from megarl.core.schema import Reward, Task, Trajectory
 from megarl.explore.store.buffer import Buffer
 from megarl.explore.store.claims import images_of, tasks_of
-from megarl.explore.store.codec import dumps, task_from_row
+from megarl.explore.store.codec import GIVEN_LATER, dumps, task_from_row
 from megarl.explore.store.handle import IDS, chunks
 from megarl.explore.store.tables import GROUPS, TRAJECTORIES, GroupState
 
@@ -65,6 +65,16 @@ class LateRewards(Buffer):
             tasks, images = self._read(lambda c, ids=ids: (tasks_of(c, ids), images_of(c, ids)))  # type: ignore[misc]
             of_id = {row.task_id: task_from_row(row, images.get(row.task_id, ())) for row in tasks}
             yield [AwaitingReward(of_id[e.task_id], e, claims[e.group_id]) for e in found]
+
+    def num_awaiting(self) -> int:
+        """Return the number of responses that await a reward while no explorer has a group to sample; else 0."""
+        being_sampled = select(GROUPS.c.group_id).where(GROUPS.c.state == GroupState.CLAIMED).limit(1)
+        late = (
+            select(func.count())
+            .select_from(TRAJECTORIES.join(GROUPS, GROUPS.c.group_id == TRAJECTORIES.c.group_id))
+            .where(GROUPS.c.state == GroupState.AWAITING, TRAJECTORIES.c.status == "late")
+        )
+        return self._read(lambda c: 0 if c.execute(being_sampled).first() else int(c.execute(late).scalar_one()))
 
     def reward(self, given: Sequence[GivenReward]) -> Rewarded:
         """Write rewards of trajectories that await one, and make groups ready that have all, in one transaction.
@@ -121,15 +131,18 @@ def _write(connection: Connection, rewards: Sequence[tuple[str, int, Reward, str
         return
     which = (TRAJECTORIES.c.group_id == bindparam("of"), TRAJECTORIES.c.index == bindparam("at"))
     values: dict[str, Any] = {name: bindparam(f"new_{name}") for name in ("score", "status", "record")}
-    rows = [
-        {
-            "of": group,
-            "at": index,
-            "new_score": reward.score if math.isfinite(reward.score) else None,
-            "new_status": reward.status,
-            "new_record": dumps({**json.loads(record), "parts": reward.parts}),
-        }
-        for group, index, reward, record in rewards
-    ]
+    rows = []
+    for group, index, reward, text in rewards:
+        record = json.loads(text)
+        metadata = {**record["metadata"], GIVEN_LATER: True}
+        rows.append(
+            {
+                "of": group,
+                "at": index,
+                "new_score": reward.score if math.isfinite(reward.score) else None,
+                "new_status": reward.status,
+                "new_record": dumps({**record, "parts": reward.parts, "metadata": metadata}),
+            }
+        )
     for start in range(0, len(rows), IDS):
         connection.execute(update(TRAJECTORIES).where(*which).values(values), rows[start : start + IDS])

@@ -12,7 +12,7 @@ from sqlalchemy import ColumnElement, Connection, and_, case, delete, func, inse
 from megarl.core.errors import DataError
 from megarl.core.schema import WeightsVersion
 from megarl.explore.store.claims import RolloutKind
-from megarl.explore.store.codec import dumps, versions_in
+from megarl.explore.store.codec import GIVEN_LATER, dumps, versions_in
 from megarl.explore.store.handle import Handle, chunks
 from megarl.explore.store.journal import event_of
 from megarl.explore.store.pacing import steps_of_weights
@@ -129,6 +129,7 @@ class RolloutTable(Handle):
         weights that no longer exist. Groups of earlier weights which a later step had used are ready again, and
         what later steps had replayed counts as unused by them. Unused groups with tokens of later weights are sampled
         again. Evaluations that have not been counted are forgotten too, whatever their weights: engines have others.
+        Rollouts of the weights of ``from_step`` stay where rewards come later: people may have given some.
 
         Rollouts carry the number of steps done before them, recorded metrics the number done with theirs: those of
         ``from_step`` itself stay. Safe to repeat: then there is nothing left to forget.
@@ -141,7 +142,8 @@ class RolloutTable(Handle):
         def work(connection: Connection, again: bool) -> None:
             further = and_(ROLLOUTS.c.step >= from_step, ROLLOUTS.c.rollout_id.like("train-%-%"))
             given_up = ROLLOUTS.c.rollout_id.in_(UNCOUNTED)
-            which = or_(steps >= from_step, further, given_up)
+            which = or_(steps > from_step, and_(or_(steps == from_step, further), not_(_waits_for_people())), given_up)
+            which = or_(steps >= from_step, further, given_up) if ahead else which
             ids = list(connection.scalars(select(ROLLOUTS.c.rollout_id).where(which)))
             delete_rollouts(connection, ids)
             connection.execute(update(GROUPS).where(GROUPS.c.used_by > from_step).values(UNUSED))
@@ -211,6 +213,13 @@ def _lacks_rewards() -> ColumnElement[bool]:
     )
     trained = select(ROLLOUTS.c.rollout_id).where(ROLLOUTS.c.kind == "train")
     return and_(GROUPS.c.state == GroupState.READY, GROUPS.c.rollout_id.in_(trained), late.exists())
+
+
+def _waits_for_people() -> ColumnElement[bool]:
+    """Training rollouts with a reward that is to come later, or has."""
+    late = or_(TRAJECTORIES.c.status == "late", TRAJECTORIES.c.record.contains(f'"{GIVEN_LATER}":true'))
+    of_rollout = TRAJECTORIES.c.rollout_id == ROLLOUTS.c.rollout_id
+    return and_(ROLLOUTS.c.kind == "train", select(TRAJECTORIES.c.group_id).where(of_rollout, late).exists())
 
 
 def _delete_unused(connection: Connection) -> None:

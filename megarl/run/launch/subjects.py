@@ -18,7 +18,7 @@ from megarl.core.published import MANIFEST, folder_of, whole_versions
 from megarl.run.run_dir.experts import RUN
 from megarl.weights.checkpoint.formats.dist import find_dist
 from megarl.weights.checkpoint.formats.output import partial_path
-from megarl.weights.checkpoint.training.manifest import PREFIX, finished
+from megarl.weights.checkpoint.training.manifest import PREFIX, check_finished, exported_step, finished
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,8 @@ def subject_of(word: str) -> Subject:
         raise ConfigError(f"MODEL {word} is the directory of a run; write {RUN}{word}, or {RUN}{word}@STEP")
     if (path / CONFIG).is_file():
         return Subject(word, path, is_hf=True)
-    if path.is_dir() and find_dist(path) is not None:
+    if path.is_dir() and (model := find_dist(path)) is not None:
+        check_finished(model)
         return Subject(word, path, is_hf=False)
     fix = f"give the directory of an HF checkpoint, {RUN}DIR of a run, or {RUN}DIR@STEP of one of its checkpoints"
     if hub.is_name(word):
@@ -148,14 +149,17 @@ def _of_run(word: str) -> Subject:
                 "(trainer.keep_checkpoints keeps the newest)"
             )
         return Subject(word, checkpoints[step], is_hf=False)
-    if (run_dir / "hf" / CONFIG).is_file():
+    exported, newest = exported_step(run_dir), max((int(step) for step in checkpoints), default=0)
+    if exported is not None and exported < newest:
+        log.warning("MODEL %s: %s has the weights of step %d, and the run went on", word, run_dir / "hf", exported)
+    elif (run_dir / "hf" / CONFIG).is_file():
         return Subject(word, run_dir / "hf", is_hf=True)
     if versions:
         return _of_published(f"{word}@{versions[-1]}", run_dir, versions[-1])
     if not checkpoints:
         raise ConfigError(f"MODEL {word}: it has neither an exported model (hf/) nor a finished checkpoint yet")
-    newest, path = list(checkpoints.items())[-1]
-    return Subject(f"{word}@{newest}", path, is_hf=False)
+    step, path = list(checkpoints.items())[-1]
+    return Subject(f"{word}@{step}", path, is_hf=False)
 
 
 def _of_published(name: str, run_dir: Path, version: str) -> Subject:

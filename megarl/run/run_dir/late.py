@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.config import Config
-from megarl.core.errors import DataError
+from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Reward
 from megarl.explore.rewards.shape import check_weights
 from megarl.explore.rewards.verdict import NO_VERDICT, to_verdict, weigh
@@ -48,13 +48,24 @@ def _row(each: AwaitingReward, tokenizer: ChatTokenizer) -> dict[str, Any]:
 
 
 def write_awaiting(store: Store, tokenizer: ChatTokenizer, path: Path) -> int:
-    """Write the rows to a jsonl file; return their number."""
+    """Write the rows to a jsonl file; return their number. Raises ConfigError for a file that has scores in it."""
+    if path.exists() and _has_scores(path):
+        raise ConfigError(f"{path} has scores in it, which would be lost; give another file, or remove that one")
     count = 0
     with path.open("w", encoding="utf-8") as file:
         for row in awaiting_rows(store, tokenizer):
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
             count += 1
     return count
+
+
+def _has_scores(path: Path) -> bool:
+    """Return True unless each row of a jsonl file is one that awaits its score."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            return any(json.loads(line)["score"] is not None for line in file if line.strip())
+    except (OSError, ValueError, KeyError, TypeError):
+        return True
 
 
 def read_rewards(path: Path, config: Config) -> list[GivenReward]:

@@ -87,7 +87,7 @@ def missing_data(config: Config) -> dict[str, Path]:
         )
         made_with = read_recipe(path) if path.is_file() else None
         if made_with is not None and (changed := list(changes(made_with, wanted))):
-            _check_replaceable(config, path, changed)
+            _check_replaceable(config, path, changed, "taskset.generate=null")
             missing[split] = path
             stale |= dict.fromkeys(changed)
     if stale:
@@ -148,12 +148,17 @@ def needs_model(config: Config) -> bool:
         )
         raise ConfigError(f"model.path={path} has no config.json; {fix}")
     if not path.exists():
+        if not _is_of_run(config, path):
+            raise ConfigError(
+                f"model.path={path} does not exist, and is outside run.dir={config.run.dir}, where models from scratch "
+                "are made; correct the path of your model, or leave model.path out to train a new, random one"
+            )
         return True
     if wanted is None or has_checkpoints(Path(config.run.dir)) or not (path / MODEL_RECIPE).is_file():
         return False  # a run goes on with the model that it began with; a model of other making is the user's own
     changed = list(changes(_read_model_recipe(path), _model_recipe(config, _texts(config))))
     if changed:
-        _check_replaceable(config, path, changed)
+        _check_replaceable(config, path, changed, "model.from_scratch=null")
         log.info("the model was made with other settings: %s", described(changed))
     return bool(changed)
 
@@ -259,8 +264,13 @@ def _model_recipe(config: Config, texts: tuple[list[str], str]) -> dict[str, Any
     return settings | {"trainer.seed": config.trainer.seed, "its tokenizer's texts": _digest([*texts[0], texts[1]])}
 
 
-def _check_replaceable(config: Config, path: Path, changed: list[Change]) -> None:
-    """Refuse to replace generated files on which a run depends.
+def _is_of_run(config: Config, path: Path) -> bool:
+    """Return True if a path lies in the run's directory."""
+    return path.resolve().is_relative_to(Path(config.run.dir).resolve())
+
+
+def _check_replaceable(config: Config, path: Path, changed: list[Change], kept_by: str) -> None:
+    """Refuse to replace generated files on which a run depends. ``kept_by``: the setting that takes them as they are.
 
     Raises:
         ConfigError: a run has begun with it, or it lies outside the run's directory.
@@ -271,10 +281,11 @@ def _check_replaceable(config: Config, path: Path, changed: list[Change]) -> Non
             f"{path} was made with other settings: {described(changed)}; the run in {run_dir} was trained on it. Take "
             f"another run.name, set what it was made with, or remove {run_dir}"
         )
-    if not path.resolve().is_relative_to(run_dir.resolve()):
+    if not _is_of_run(config, path):
         raise ConfigError(
             f"{path} was made with other settings: {described(changed)}; it is outside run.dir={run_dir}, so other "
-            "runs may use it. Remove it to make it again, give another path, or set what it was made with"
+            f"runs may use it. Set {kept_by} to use it as it is (experiment=own does so for a model and rows of your "
+            "own), or give another path"
         )
 
 

@@ -8,7 +8,7 @@ import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megarl.core.config import Config
+from megarl.core.config import Config, load_resolved
 from megarl.core.durable import exists, write_text
 from megarl.core.errors import CheckpointError, ConfigError
 from megarl.core.schema import Task
@@ -79,18 +79,21 @@ def check_settings_of_run(config: Config, run_dir: Path) -> None:
         return
     changed = changes_since_last_start(config, run_dir)
     found = latest(run_dir / "checkpoints")
+    has_trained = _has_trained(run_dir)
     begun = found is not None and int(read_state(found)["step"]) > 0  # the roles' models are made at step 0
     fixed = [c for c in changed if c.setting.partition(".")[0] in FIXED or (begun and _needs_another_past(c))]
     fix = "take another run.name, or remove the directory"
     if fixed:
-        raise ConfigError(f"run.dir={run_dir} holds a run with other settings: {described(fixed)}; {fix}")
+        lost = "" if has_trained else " (it has trained no step, so nothing is lost)"
+        raise ConfigError(f"run.dir={run_dir} holds a run with other settings: {described(fixed)}; {fix}{lost}")
     if any(change.setting not in SIZES for change in changed) and is_finished(config, run_dir):
         raise ConfigError(
             f"run.dir={run_dir} holds a finished run with other settings: {described(changed)}; {fix} "
             "(or raise trainer.steps to train that run further)"
         )
     of_training = [c for c in changed if c.trains()]
-    if unconfirmed := [c for c in of_training if not is_in(c.setting, config.run.allow_changes)]:
+    unconfirmed = [c for c in of_training if not is_in(c.setting, config.run.allow_changes)]
+    if unconfirmed and has_trained:
         raise ConfigError(
             f"run.dir={run_dir} holds a run that was trained with other settings: {', '.join(listed(unconfirmed))}; "
             "set them back, take another run.name, or confirm them with "
@@ -98,6 +101,15 @@ def check_settings_of_run(config: Config, run_dir: Path) -> None:
         )
     if changed:
         log.warning("the run in %s goes on with other settings: %s", run_dir, described(changed))
+
+
+def _has_trained(run_dir: Path) -> bool:
+    """Return True unless the run's only checkpoint is that of step 0, without a warm start before it."""
+    found = latest(run_dir / "checkpoints")
+    if found is None or int(read_state(found)["step"]) > 0:
+        return True
+    resolved = run_dir / "resolved.json"
+    return not resolved.is_file() or load_resolved(resolved).trainer.warm_start.steps > 0
 
 
 def _needs_another_past(change: Change) -> bool:

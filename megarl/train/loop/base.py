@@ -17,6 +17,7 @@ import numpy as np
 
 from megarl.core import heartbeat
 from megarl.core.config import Config
+from megarl.core.durable import write_text
 from megarl.core.phases import Phase
 from megarl.core.schema import WeightsVersion
 from megarl.explore.store import NOTHING_USED, Used
@@ -34,6 +35,7 @@ from megarl.train.update.models import Models
 from megarl.train.update.turns import Turns
 from megarl.train.update.updates import RollBack, UpdateFilter
 from megarl.weights.checkpoint.training import writer as checkpoint_writer
+from megarl.weights.checkpoint.training.manifest import EXPORTED_STEP
 
 
 class Trainer(ABC):
@@ -109,6 +111,7 @@ class Trainer(ABC):
         if finished:
             self.export(self.context.run_dir / "hf")
             if self.context.rank == 0:
+                write_text(self.context.run_dir / EXPORTED_STEP, str(state.step))
                 self.store.close_job()  # the explorer ends when no more work comes
             self.ranks.wait_for_all()
 
@@ -121,10 +124,8 @@ class Trainer(ABC):
         return state
 
     def run_warm_start(self, state: TrainState) -> TrainState | None:
-        """Make the steps of the warm start that are left; return the state of step 0 of what follows.
-
-        None when the job was asked to stop before that; what was reached is saved.
-        """
+        """Make the remaining steps of the warm start; return the state of step 0 of what follows, or None when the job
+        was asked to stop before that: what was reached is saved."""
         warm_start = WarmStart(self.config, self.models, self.updates, self.ranks, self.reporter, self.checkpoints)
         while state.warming_up:
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from megarl.core import heartbeat
@@ -21,6 +22,10 @@ MEET_S = 30.0
 """Seconds between two collectives while ranks wait: a rollout may take longer than a collective waits for its ranks."""
 EVENTS_S = 1.0
 """Seconds between two reads of the explorer's news from the store."""
+AWAITING_S = 5.0
+"""Seconds between two counts of the responses that await a reward."""
+LATE_REWARDS = "late rewards"
+"""Phase of a rollout that waits for nothing but rewards of people."""
 SHARE = 4
 """Seconds between two looks for each second that one takes."""
 SETTLE_S = 1.0
@@ -45,6 +50,29 @@ class EventLines:
         return [event["data"]["line"] for event in found]
 
 
+class LateRewardLines:
+    """Number of responses whose rewards alone a rollout waits for, and lines that tell a person."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._looked_at = time.monotonic()
+        self._logged = 0
+        self.num_awaiting = 0
+
+    def line(self) -> str | None:
+        """Look every AWAITING_S at most; a line where another number of responses awaits a reward."""
+        if time.monotonic() - self._looked_at < AWAITING_S:
+            return None
+        self._looked_at, self.num_awaiting = time.monotonic(), self._store.num_awaiting()
+        if not self.num_awaiting or self.num_awaiting == self._logged:
+            return None
+        self._logged = self.num_awaiting
+        return (
+            f"the job waits for the rewards of {self.num_awaiting} responses: write them with `megarl data awaiting "
+            "FILE.jsonl`, give their rewards with `megarl data reward FILE.jsonl`"
+        )
+
+
 class RolloutWaiter:
     """Waits for rollouts, shows their progress, and meanwhile settles checkpoints and joins replaced engines."""
 
@@ -64,6 +92,7 @@ class RolloutWaiter:
         self._weights = weights
         self._checkpoints = checkpoints
         self._event_lines = EventLines(store) if context.rank == 0 else None
+        self._late = LateRewardLines(store)
 
     def wait(self, look: Callable[[], Awaited], label: str, *, weights_step: int) -> bool:
         """Wait on every rank until all is there, with a progress bar; False when the job is asked to stop.
@@ -111,5 +140,9 @@ class RolloutWaiter:
                 watch.lost, looked = self._weights.deserted(), time.monotonic()
             if complete or self._ranks.stopping or watch.lost is not None or time.monotonic() > until:
                 return complete
-            # A look at many groups is no cheap one: most of the time belongs to those that write them.
-            time.sleep(max(config.store.poll_s, SHARE * (time.monotonic() - looked_at)))
+            if (late := self._late.line()) is not None:
+                self._reporter.log(late)
+            # The watchdog ends a rollout in which nothing moves, but people may take their time.
+            with heartbeat.phase(LATE_REWARDS) if self._late.num_awaiting else nullcontext():
+                # A look at many groups is no cheap one: most of the time belongs to those that write them.
+                time.sleep(max(config.store.poll_s, SHARE * (time.monotonic() - looked_at)))

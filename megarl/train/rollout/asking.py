@@ -151,17 +151,15 @@ class InAdmissionOrder(Asking):
         return whole(self._store, rollout_id(step, extra), awaiting=self._waits_no_more(step))
 
     def choose(self, step: int, without: Collection[str], missing: int) -> list[str]:
-        overdue = (
-            [group.group_id for group in self._store.unused() if self._is_overdue(group, step)] if self._late else []
-        )
-        if overdue:
+        unused = self._store.unused() if self._late else []
+        if overdue := [group.group_id for group in unused if self._is_overdue(group, step)]:
             self._store.stop_waiting(overdue)
         return self._store.take(self._config.trainer.tasks_per_step, step=step, without=without)
 
     def _waits_no_more(self, step: int) -> bool:
         """True if groups of a step that still await rewards are left out: all were asked for at one time."""
-        unused = self._store.unused() if self._late else []
-        return any(self._is_overdue(group, step) for group in unused if group.rollout_id == rollout_id(step))
+        own = [g for g in (self._store.unused() if self._late else []) if g.rollout_id == rollout_id(step)]
+        return _has_ready(own) and any(self._is_overdue(group, step) for group in own)
 
     def wanted(self, replayed: int) -> int:
         return self._config.trainer.tasks_per_step - replayed
@@ -215,7 +213,8 @@ class InCompletionOrder(Asking):
         return [group for group in self._store.unused() if group.group_id not in without]
 
     def _chosen(self, unused: Sequence[UnusedGroup], step: int, missing: int) -> list[str]:
-        ready = [group for group in unused if group.ready or self._is_overdue(group, step)]
+        late = [group for group in unused if self._is_overdue(group, step)] if _has_ready(unused) else []
+        ready = [group for group in unused if group.ready or group in late]
         due, others = (
             [self._pacing.deadline(group.weights_step) for group in groups]
             for groups in (ready, [group for group in unused if group not in ready])
@@ -229,6 +228,11 @@ class InCompletionOrder(Asking):
         """Rollouts that have ended: the step has used the last of their groups."""
         left = {group.rollout_id for group in self._store.unused() if group.group_id not in used}
         return [rollout for rollout in dict.fromkeys(map(rollout_of, used)) if rollout not in left]
+
+
+def _has_ready(groups: Sequence[UnusedGroup]) -> bool:
+    """Return True if a group has its rewards: a step of none but late ones would train on nothing, so it waits."""
+    return any(group.ready for group in groups)
 
 
 def whole(store: Store, rollout: str, *, awaiting: bool = False) -> Awaited:

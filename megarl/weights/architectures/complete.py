@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from importlib import import_module
 from typing import Any
 
+from megarl.core.errors import ArchitectureError
 from megarl.weights.architectures import ARCHITECTURES
 from megarl.weights.architectures.megatron_config import check
-from megarl.weights.architectures.table import HFConfig
+from megarl.weights.architectures.table import HFConfig, check_counts
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,12 @@ def complete(hf_config: HFConfig) -> dict[str, Any]:
     model_type = str(hf_config.get("model_type"))
     if model_type not in ARCHITECTURES:
         return dict(hf_config)
+    check_counts(model_type, hf_config)
+    text_config = hf_config.get("text_config", {})
+    if not isinstance(text_config, Mapping):
+        raise ArchitectureError(
+            f"config.json of a {model_type} model has text_config={text_config!r}; it must be an object"
+        )
     from huggingface_hub.errors import StrictDataclassError
     from transformers import PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -41,14 +48,14 @@ def complete(hf_config: HFConfig) -> dict[str, Any]:
     common = {field.name for field in fields(PreTrainedConfig)}
     try:
         values = family(**copy.deepcopy(dict(hf_config))).to_dict()
-    except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+    except (StrictDataclassError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         check(ARCHITECTURES[model_type], hf_config)
         log.warning("config.json: transformers' %s refuses it, so nothing was filled in: %s", family.__name__, error)
         return dict(hf_config)
     text = values.pop("text_config", {})
-    if "vision_config" in values:
+    if isinstance(values.get("vision_config"), Mapping):
         values["vision_config"] = {key: value for key, value in values["vision_config"].items() if key not in common}
-    given = {**hf_config.get("text_config", {}), **hf_config}
+    given = {**text_config, **hf_config}
     own = {key: value for key, value in (text | values).items() if key not in common and not key.startswith("_")}
     return {key: value for key, value in given.items() if key not in (*_OLDER, "text_config")} | own
 

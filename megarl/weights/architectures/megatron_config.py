@@ -10,11 +10,20 @@ Sources: transformers 5.19 ``modeling_rope_utils.py`` and ``models/*/modeling_*.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.core.errors import ArchitectureError
-from megarl.weights.architectures.table import Architecture, HFConfig, ModelSizes, needed
+from megarl.weights.architectures.table import (
+    Architecture,
+    HFConfig,
+    ModelSizes,
+    count,
+    flag,
+    integer,
+    needed,
+    positive,
+)
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Constants of Megatron's ``RotaryEmbedding._apply_scaling``; only ``factor`` is an argument."""
@@ -48,7 +57,7 @@ def transformer_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any
         "kv_channels": sizes.head,
         "ffn_hidden_size": sizes.ffn,
         "normalization": "RMSNorm",
-        "layernorm_epsilon": float(needed(arch.name, hf_config, "rms_norm_eps")),
+        "layernorm_epsilon": positive(arch.name, "rms_norm_eps", needed(arch.name, hf_config, "rms_norm_eps")),
         "gated_linear_unit": True,
         "activation": "silu",
         "add_bias_linear": False,
@@ -87,9 +96,9 @@ def gpt_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any]:
                     f"{arch.name} with rope_type='llama3' and {key}={rope.get(key)!r} is not supported: Megatron-Core "
                     f"computes it with {only!r} only; use a checkpoint with {key}={only!r}"
                 )
-        values |= {"rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+        values |= {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
     elif kind == "linear":
-        values["seq_len_interpolation_factor"] = float(rope["factor"])
+        values["seq_len_interpolation_factor"] = rope["factor"]
     elif kind != "default":
         raise ArchitectureError(
             f"{arch.name} with rope_type={kind!r} is not supported, only 'default', 'linear' and 'llama3'; use a "
@@ -102,7 +111,7 @@ def gpt_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any]:
 def _vision(name: str, sizes: ModelSizes, hf_config: HFConfig) -> dict[str, Any]:
     """Sections of a head that rotate by a token's time, row and column (M-RoPE, arXiv:2409.12191)."""
     sections = _rope(name, hf_config).get("mrope_section")
-    if not isinstance(sections, (list, tuple)) or len(sections) != 3 or 2 * sum(sections) != sizes.head:
+    if not isinstance(sections, (list, tuple)) or not _halve(sections, sizes.head):
         raise ArchitectureError(
             f"{name} with mrope_section={sections!r} is not supported: three sections with half of a head's "
             f"{sizes.head} dimensions are; use the checkpoint's own config.json"
@@ -123,10 +132,18 @@ def _vision(name: str, sizes: ModelSizes, hf_config: HFConfig) -> dict[str, Any]
     return {"mrope_section": list(sections)}
 
 
+def _halve(sections: Sequence[Any], head: int) -> bool:
+    """Return True for three numbers whose sum is half of ``head``."""
+    return len(sections) == 3 and all(isinstance(n, int) and n >= 0 for n in sections) and 2 * sum(sections) == head
+
+
 def _rope(name: str, hf_config: HFConfig) -> dict[str, Any]:
     """The rope settings as transformers reads them: ``rope_parameters``, or the older ``rope_scaling`` and
     ``rope_theta``."""
-    given: Mapping[str, Any] = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+    key = "rope_scaling" if hf_config.get("rope_scaling") else "rope_parameters"
+    given = hf_config.get(key) or {}
+    if not isinstance(given, Mapping):
+        raise ArchitectureError(f"config.json of a {name} model has {key}={given!r}; it must be an object")
     theta = given.get("rope_theta", hf_config.get("rope_theta"))
     if theta is None:
         raise ArchitectureError(f"the configuration of a {name} model has no rope_theta; add it to config.json")
@@ -134,15 +151,17 @@ def _rope(name: str, hf_config: HFConfig) -> dict[str, Any]:
         "original_max_position_embeddings": _max_positions(name, hf_config),
         **given,
         "rope_type": given.get("rope_type", given.get("type", "default")),
-        "rope_theta": float(theta),
+        "rope_theta": positive(name, "rope_theta", theta),
     }
     if hf_config.get("original_max_position_embeddings") is not None:
         rope["original_max_position_embeddings"] = hf_config["original_max_position_embeddings"]
-    if rope["rope_type"] != "default" and rope.get("factor") is None:
-        raise ArchitectureError(
-            f"config.json of a {name} model has rope_type={rope['rope_type']!r} without a factor; add the factor it "
-            "was made with"
-        )
+    if rope["rope_type"] != "default":
+        if rope.get("factor") is None:
+            raise ArchitectureError(
+                f"config.json of a {name} model has rope_type={rope['rope_type']!r} without a factor; add the factor "
+                "it was made with"
+            )
+        rope["factor"] = positive(name, "factor of the rope scaling", rope["factor"])
     partial = given.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
     if partial not in (None, 1.0):
         raise ArchitectureError(
@@ -153,12 +172,7 @@ def _rope(name: str, hf_config: HFConfig) -> dict[str, Any]:
 
 
 def _max_positions(name: str, hf_config: HFConfig) -> int:
-    value = hf_config.get("max_position_embeddings")
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ArchitectureError(
-            f"config.json of a {name} model has max_position_embeddings={value!r}; it must be a positive integer"
-        )
-    return value
+    return integer(name, "max_position_embeddings", hf_config.get("max_position_embeddings"))
 
 
 def _refuse_other_masks(arch: Architecture, hf_config: HFConfig) -> None:
@@ -187,7 +201,7 @@ def _latent_attention(name: str, sizes: ModelSizes, hf_config: HFConfig) -> dict
             f"{name} with rms_norm_eps={eps!r} is not supported, only {LATENT_NORM_EPS}: its latent norms always use "
             "that and Megatron-Core has one epsilon for all norms; use a checkpoint trained with it"
         )
-    if not needed(name, hf_config, "rope_interleave"):
+    if not flag(name, hf_config, "rope_interleave"):
         raise ArchitectureError(
             f"{name} with rope_interleave=False is not supported: Megatron-Core rotates neighbouring pairs; use a "
             "checkpoint with rope_interleave=True"
@@ -218,7 +232,8 @@ def _latent_rope(name: str, hf_config: HFConfig) -> dict[str, Any]:
             f"{name} with rope_type={kind!r} is not supported, only 'default' and 'yarn'; use a checkpoint with one of "
             "these"
         )
-    mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    numbers = ("mscale", "mscale_all_dim", "beta_fast", "beta_slow")
+    mscale, all_dim, fast, slow = (positive(name, key, value) if (value := rope.get(key)) else None for key in numbers)
     for key, refused in (
         ("attention_factor", rope.get("attention_factor") is not None),
         ("truncate", not rope.get("truncate", True)),
@@ -229,16 +244,17 @@ def _latent_rope(name: str, hf_config: HFConfig) -> dict[str, Any]:
                 f"{name} with yarn and {key}={rope.get(key)!r} is not supported: Megatron-Core derives it from mscale "
                 "and mscale_all_dim; use a checkpoint that does not set it"
             )
+    original = "original_max_position_embeddings"
     return {
         **base,
         "rope_type": "yarn",
-        "rotary_scaling_factor": float(rope["factor"]),
-        "original_max_position_embeddings": int(rope["original_max_position_embeddings"]),
-        "beta_fast": float(rope.get("beta_fast") or 32),
-        "beta_slow": float(rope.get("beta_slow") or 1),
+        "rotary_scaling_factor": rope["factor"],
+        "original_max_position_embeddings": integer(name, original, rope[original]),
+        "beta_fast": fast or 32.0,
+        "beta_slow": slow or 1.0,
         # transformers looks at mscale only where both are given
-        "mscale": float(mscale) if mscale and all_dim else 1.0,
-        "mscale_all_dim": float(all_dim or 0.0),
+        "mscale": mscale if mscale and all_dim else 1.0,
+        "mscale_all_dim": all_dim or 0.0,
     }
 
 
@@ -256,7 +272,7 @@ def _experts(arch: Architecture, sizes: ModelSizes, hf_config: HFConfig) -> dict
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
     }
-    normed = arch.norms_topk or bool(needed(name, hf_config, "norm_topk_prob"))
+    normed = arch.norms_topk or flag(name, hf_config, "norm_topk_prob")
     if arch.sigmoid_router:
         return values | _sigmoid_router(name, sizes, hf_config, normed)
     if sizes.topk == 1 and normed:
@@ -275,14 +291,19 @@ def _sigmoid_router(name: str, sizes: ModelSizes, hf_config: HFConfig, normed: b
             "divides the "
             "sigmoid scores by their sum exactly when more than one expert is chosen; use a checkpoint that does so"
         )
-    groups, chosen = (int(needed(name, hf_config, key) or 1) for key in ("n_group", "topk_group"))
+    groups, chosen = (max(count(name, hf_config, key), 1) for key in ("n_group", "topk_group"))
     limited = chosen < groups
+    if limited and sizes.experts % groups:
+        raise ArchitectureError(
+            f"n_group={groups} does not divide the {sizes.experts} experts of {name}; correct config.json"
+        )
     if limited and sizes.topk // chosen != 2:
         raise ArchitectureError(
             f"{name} with num_experts_per_tok={sizes.topk} and topk_group={chosen} is not supported: transformers "
             "ranks groups by their best 2 experts, Megatron-Core by their best "
             f"num_experts_per_tok//topk_group={sizes.topk // chosen}; use a checkpoint where that is 2"
         )
+    scaling = "routed_scaling_factor"
     return {
         "moe_router_score_function": "sigmoid",
         "moe_router_pre_softmax": False,
@@ -291,6 +312,6 @@ def _sigmoid_router(name: str, sizes: ModelSizes, hf_config: HFConfig, normed: b
         "moe_router_bias_update_rate": 0.0,
         "moe_router_num_groups": groups if limited else None,
         "moe_router_group_topk": chosen if limited else None,
-        "moe_router_topk_scaling_factor": float(needed(name, hf_config, "routed_scaling_factor")),
+        "moe_router_topk_scaling_factor": positive(name, scaling, needed(name, hf_config, scaling)),
         "moe_router_dtype": "fp32",
     }

@@ -6,7 +6,8 @@ shard *means* for Megatron-Core and for vLLM is written once, in ``megarl.weight
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal, NamedTuple
@@ -14,6 +15,9 @@ from typing import Any, Literal, NamedTuple
 from megarl.core.errors import ArchitectureError
 
 Shape = tuple[int, ...]
+MOST_BLOCKS = 1 << 16
+"""Most layers, counted once more for each of their experts. Kimi K2 has 23,485."""
+_LARGEST = sys.float_info.max
 HFConfig = Mapping[str, Any]
 
 Head = Literal["lm", "score"]
@@ -293,13 +297,9 @@ class Architecture:
         def get(field_name: str) -> int:
             keys = self.keys.get(field_name) or COMMON_KEYS[field_name]
             key = next((key for key in keys if hf_config.get(key) is not None), keys[0])
-            value = hf_config.get(key)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ArchitectureError(
-                    f"config.json of a {self.name} model has {key}={value!r}; it must be a positive integer"
-                )
-            return value
+            return integer(self.name, key, hf_config.get(key))
 
+        check_counts(self.name, hf_config)
         known = {p.stage for p in self.params} | {
             axis for p in self.params for part in p.hf for axis in part.axes.split()
         }
@@ -310,6 +310,10 @@ class Architecture:
                 f"num_key_value_heads={kv_heads} does not divide num_attention_heads={heads} of {self.name}; correct "
                 "config.json"
             )
+        if hf_config.get("head_dim") is None and hidden < heads and "kv_lora" not in known:
+            raise ArchitectureError(
+                f"hidden_size={hidden} of {self.name} is less than num_attention_heads={heads}; correct config.json"
+            )
         head = get("head") if hf_config.get("head_dim") is not None else hidden // heads
         more: dict[str, Any] = {}
         if "kv_lora" in known:
@@ -317,13 +321,14 @@ class Architecture:
             more["q_lora"] = 0 if needed(self.name, hf_config, "q_lora_rank") is None else get("q_lora")
         if Stage.MOE in known:
             more |= {name: get(name) for name in ("experts", "topk", "expert_ffn")}
-            more["moe_layers"] = _moe_layers(hf_config, get("num_layers"))
+            more["moe_layers"] = _moe_layers(self.name, hf_config, get("num_layers"))
         if "shared_ffn" in known:
-            more["shared_ffn"] = get("expert_ffn") * int(needed(self.name, hf_config, "n_shared_experts") or 0)
+            needed(self.name, hf_config, "n_shared_experts")
+            more["shared_ffn"] = get("expert_ffn") * count(self.name, hf_config, "n_shared_experts")
         if Stage.VISION in known:
             more |= _vision_sizes(self.name, hf_config)
         if Stage.MTP in known:
-            more["mtp_layers"] = int(hf_config.get("num_nextn_predict_layers") or 0)
+            more["mtp_layers"] = count(self.name, hf_config, "num_nextn_predict_layers")
         return ModelSizes(
             num_layers=get("num_layers"),
             hidden=hidden,
@@ -332,7 +337,7 @@ class Architecture:
             head=head,
             ffn=get("ffn"),
             vocab=get("vocab"),
-            tied=self.head == "lm" and bool(needed(self.name, hf_config, "tie_word_embeddings")),
+            tied=flag(self.name, hf_config, "tie_word_embeddings") and self.head == "lm",
             **more,
         )
 
@@ -390,6 +395,63 @@ def needed(name: str, hf_config: HFConfig, key: str) -> Any:
     return hf_config[key]
 
 
+def integer(name: str, key: str, value: Any, least: int = 1) -> int:
+    """The value of a key of config.json. Raises ArchitectureError unless it is an integer of at least ``least``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        wanted = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        raise ArchitectureError(f"config.json of a {name} model has {key}={value!r}; it must be {wanted}")
+    return value
+
+
+def count(name: str, hf_config: HFConfig, key: str, default: int = 0) -> int:
+    """The number of a key that may be null or left out. Raises ArchitectureError for a value that is no number of
+    things."""
+    value = hf_config.get(key)
+    return default if value is None else integer(name, key, value, 0)
+
+
+def positive(name: str, key: str, value: Any) -> float:
+    """The value of a key of config.json. Raises ArchitectureError unless it is a positive, finite number."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= _LARGEST:
+        raise ArchitectureError(f"config.json of a {name} model has {key}={value!r}; it must be a positive number")
+    return float(value)
+
+
+def flag(name: str, hf_config: HFConfig, key: str) -> bool:
+    """The value of a key of config.json. Raises ArchitectureError where it is left out, or neither true nor false."""
+    value = needed(name, hf_config, key)
+    if not isinstance(value, bool):
+        raise ArchitectureError(f"config.json of a {name} model has {key}={value!r}; it must be true or false")
+    return value
+
+
+def check_counts(name: str, hf_config: HFConfig) -> None:
+    """Raise ArchitectureError for numbers of layers, experts or vision blocks that no model has.
+
+    Lists of that length are made before shapes are compared, here and in transformers.
+    """
+    vision = hf_config.get("vision_config")
+    text = hf_config.get("text_config")
+    for part in (hf_config, text if isinstance(text, Mapping) else {}):
+        layers = _largest(part, (*COMMON_KEYS["num_layers"], "num_nextn_predict_layers"))
+        experts = _largest(part, COMMON_KEYS["experts"])
+        if layers * (experts + 1) > MOST_BLOCKS:
+            raise ArchitectureError(
+                f"config.json of a {name} model has {layers} layers with {experts} experts each, which no model has; "
+                "copy the checkpoint again"
+            )
+    depth = _largest(vision if isinstance(vision, Mapping) else {}, ("depth",))
+    if depth > MOST_BLOCKS:
+        raise ArchitectureError(
+            f"config.json of a {name} model has vision_config.depth={depth}, which no model has; copy the checkpoint "
+            "again"
+        )
+
+
+def _largest(values: Mapping[str, Any], keys: Iterable[str]) -> int:
+    return max((value for key in keys if isinstance(value := values.get(key), int)), default=0)
+
+
 def hf_name(part: Logical, occurrence: Occurrence) -> str:
     """The whole HF name of one occurrence of a logical tensor."""
     prefix = "" if occurrence.layer is None else HF_LAYER.format(occurrence.layer)
@@ -435,20 +497,19 @@ def _vision_sizes(name: str, hf_config: HFConfig) -> dict[str, int]:
         raise ArchitectureError(
             f"config.json of a {name} model has vision_config={vision!r}; it must have the sizes of the vision tower"
         )
-    for key in VISION_KEYS.values():
-        value = vision.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ArchitectureError(
-                f"config.json of a {name} model has vision_config.{key}={value!r}; it must be a positive integer"
-            )
-    return {field_name: vision[key] for field_name, key in VISION_KEYS.items()}
+    return {field: integer(name, f"vision_config.{key}", vision.get(key)) for field, key in VISION_KEYS.items()}
 
 
-def _moe_layers(hf_config: HFConfig, num_layers: int) -> tuple[int, ...]:
+def _moe_layers(name: str, hf_config: HFConfig, num_layers: int) -> tuple[int, ...]:
     """Layers with experts: from ``first_k_dense_replace`` on (DeepSeek), every ``decoder_sparse_step``-th without
     ``mlp_only_layers`` (Qwen), or all."""
-    step = int(hf_config.get("decoder_sparse_step") or hf_config.get("moe_layer_freq") or 1)
-    dense = set(hf_config.get("mlp_only_layers") or ())
-    first = int(hf_config.get("first_k_dense_replace") or 0)
+    key = "decoder_sparse_step" if hf_config.get("decoder_sparse_step") is not None else "moe_layer_freq"
+    step = integer(name, key, 1 if hf_config.get(key) is None else hf_config[key])
+    dense = hf_config.get("mlp_only_layers") or ()
+    if not isinstance(dense, list | tuple) or not all(isinstance(layer, int) for layer in dense):
+        raise ArchitectureError(
+            f"config.json of a {name} model has mlp_only_layers={dense!r}; it must be a list of numbers of layers"
+        )
+    first = count(name, hf_config, "first_k_dense_replace")
     offset = 1 if "decoder_sparse_step" in hf_config else 0
     return tuple(i for i in range(first, num_layers) if i not in dense and (i + offset) % step == 0)

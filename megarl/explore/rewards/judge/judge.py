@@ -29,7 +29,7 @@ ROLLOUT_MODEL = "policy"
 SECOND_TEMPERATURE = 0.7
 """Least temperature when a reply without a verdict is asked for again: a greedy judge would repeat it."""
 NO_ANSWER = "I do not know."
-"""Answer by which is found whether a server refuses the answer, or any to this question."""
+"""Answer that is judged where another one gets no verdict: a verdict over this one shows that the other is at fault."""
 WRONG = {"score": 0.0, "status": "wrong", "acc": False, "votes_for": 0, "votes_against": 0, "cached": False}
 """The verdict over an answer that is not judged."""
 CACHE_FORMAT = 1
@@ -186,8 +186,7 @@ class Judge:
         votes = [outcome for outcome in outcomes if isinstance(outcome, Vote)]
         failed = [outcome for outcome in outcomes if isinstance(outcome, RequestFailed)]
         if not votes:
-            refused = len(failed) == len(outcomes) and all(failure.refused for failure in failed)
-            if refused and await self._takes(fill(self._rubric, question, NO_ANSWER, reference)):
+            if all(failure.refused for failure in failed) and await self._judges(question, NO_ANSWER, reference):
                 return WRONG
             if failed:
                 late = all(failure.status == "timeout" for failure in failed) and len(failed) == len(outcomes)
@@ -198,13 +197,9 @@ class Judge:
             await self._cache.put(key, result, replies)
         return result | {"cached": False}
 
-    async def _takes(self, prompt: str) -> bool:
-        """Return True if the server answers a prompt."""
-        try:
-            await self.server.request("POST", "/chat/completions", self._body(prompt, 0, 0.0), self._read_reply)
-        except RequestFailed:
-            return False
-        return True
+    async def _judges(self, question: str, answer: str, reference: str) -> bool:
+        """Return True if the judge gives a verdict over an answer."""
+        return isinstance(await self._vote(fill(self._rubric, question, answer, reference), 0, []), Vote)
 
     async def _vote(self, prompt: str, index: int, replies: list[str]) -> Vote | RequestFailed | None:
         """None: asked twice, and no verdict."""

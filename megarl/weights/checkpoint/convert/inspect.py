@@ -11,7 +11,7 @@ import torch
 
 from megarl.core.errors import CheckpointError
 from megarl.weights.checkpoint.convert.opened import Head, Opened, family, open_checkpoint
-from megarl.weights.checkpoint.convert.verify import compute_digests, header_faults
+from megarl.weights.checkpoint.convert.verify import compute_digests, header_faults, training_fault
 from megarl.weights.checkpoint.formats.dist import DistFiles, find_dist, missing_elements
 from megarl.weights.checkpoint.formats.hf_source import open_hf
 from megarl.weights.checkpoint.formats.output import MANIFEST
@@ -85,6 +85,8 @@ def inspect_checkpoint(
         found.family = family(opened.hf_config, opened.config_path)
         found.head = "value" if opened.is_value else "lm"
         _compare(found, opened)
+        if (fault := training_fault(opened, digests=digests)) is not None:
+            found.changed.append(fault)
         manifest = read_target_manifest(opened.path)
         if manifest is not None:
             found.changed += header_faults(opened, manifest)
@@ -95,7 +97,18 @@ def inspect_checkpoint(
             found.digests_from = f"as {MANIFEST} has them"
     finally:
         opened.close()
+    if found.is_whole:
+        found.problem = _refusal(path, config_path, head, mtp)
     return found
+
+
+def _refusal(path: Path, config_path: Path | None, head: Head, mtp: bool) -> str | None:
+    """Reason why a conversion would refuse the checkpoint; None where it would take it."""
+    try:
+        open_checkpoint(path, config_path=config_path, head=head, mtp=mtp).close()
+    except CheckpointError as error:
+        return str(error)
+    return None
 
 
 def _read_all(

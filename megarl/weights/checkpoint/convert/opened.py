@@ -13,7 +13,15 @@ import torch
 from megarl.core.errors import ArchitectureError, CheckpointError, first_of
 from megarl.weights.architectures import Head as TableHead
 from megarl.weights.architectures import architecture
-from megarl.weights.checkpoint.formats.dist import NOT_MODEL, DistFiles, Stored, find_dist, missing_elements
+from megarl.weights.checkpoint.formats.dist import (
+    METADATA,
+    NOT_MODEL,
+    DistFiles,
+    Stored,
+    find_dist,
+    missing_elements,
+    shared_chunk,
+)
 from megarl.weights.checkpoint.formats.dist_keys import adapt, is_known
 from megarl.weights.checkpoint.formats.fp8 import Dequantised
 from megarl.weights.checkpoint.formats.hf_files import HFFiles
@@ -31,6 +39,7 @@ from megarl.weights.checkpoint.formats.hf_source import (
     read_hf_config,
 )
 from megarl.weights.checkpoint.formats.values import check_dtypes
+from megarl.weights.checkpoint.training.manifest import check_finished
 from megarl.weights.reshard.layout import Layout
 from megarl.weights.reshard.layouts import dist_layout, hf_layout
 
@@ -134,6 +143,7 @@ def open_dist_checkpoint(
 ) -> Opened:
     """``path``: the directory of dist_checkpointing, or the one above where it is called ``actor`` or ``dist_ckpt``."""
     path = find_dist(path) or path
+    check_finished(path)
     if config_path is None:
         places = (path / HF_FOLDER, path.parent / HF_FOLDER, path)
         config_path = next((p for p in places if (p / "config.json").is_file()), None)
@@ -193,6 +203,8 @@ def _check_stored(
             f"{key} in {path}: chunks have {prod(stored[key].shape) - missing_count} elements, expected "
             f"{prod(stored[key].shape)}; it was not saved whole"
         )
+    if (shared := shared_chunk({key: stored[key] for key in wanted})) is not None:
+        raise CheckpointError(f"{path / METADATA}: {shared}; copy the checkpoint again")
     unknown = sorted(unknown)
     if unknown:
         raise CheckpointError(

@@ -16,6 +16,7 @@ from megarl.weights.checkpoint.convert.targets import HFTarget, file_size
 from megarl.weights.checkpoint.formats.output import MANIFEST
 from megarl.weights.checkpoint.formats.target_manifest import TargetManifest, read_target_manifest
 from megarl.weights.checkpoint.formats.values import text_of
+from megarl.weights.checkpoint.training.manifest import fault_of_files, training_checkpoint
 from megarl.weights.reshard.plan import build_plan
 
 
@@ -56,11 +57,23 @@ def header_faults(opened: Opened, manifest: TargetManifest) -> Iterator[str]:
     return manifest.faults_of_headers({name: opened.layout.tensors[name] for name in there}, dtypes)
 
 
+def training_fault(opened: Opened, *, digests: bool) -> str | None:
+    """The first file of a model of a training checkpoint that differs from its ``state.json``, and how; None where none
+    does, and for other checkpoints. ``digests``: compare SHA-256 too, not sizes alone. Raises CheckpointError for a
+    damaged ``state.json``."""
+    root = training_checkpoint(opened.path) if opened.kind == "megatron" else None
+    if root is None:
+        return None
+    return fault_of_files(root, digests=digests, part=opened.path.resolve().name)
+
+
 def check_written(opened: Opened, *, workers: int = 2, progress: bool = True, digests: bool = True) -> None:
     """Raise CheckpointError where a checkpoint differs from its manifest; one without a manifest is not read.
 
     With ``digests`` every byte is read, else headers and sizes of files.
     """
+    if (fault := training_fault(opened, digests=digests)) is not None:
+        raise CheckpointError(f"{fault}; copy the checkpoint again, or use the one before it")
     manifest = read_target_manifest(opened.path)
     if manifest is None:
         return

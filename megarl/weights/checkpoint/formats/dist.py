@@ -52,7 +52,10 @@ NOT_MODEL = re.compile(
 """Keys of training state beside the model's."""
 
 
-_DAMAGED = (pickle.UnpicklingError, EOFError, AttributeError, ImportError, LookupError, TypeError, ValueError)
+_DAMAGED = (
+    *(pickle.UnpicklingError, EOFError, AttributeError, ImportError, LookupError, TypeError, ValueError),
+    *(ArithmeticError, MemoryError, RecursionError, NotImplementedError, AssertionError),
+)
 """Errors that reading a pickle with wrong bytes may raise."""
 
 
@@ -274,13 +277,22 @@ def read_metadata(path: Path) -> dict[str, Stored]:
     if config.is_file():
         try:
             backend = json.loads(config.read_text()).get("sharded_backend")
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{config} cannot be read ({error}); copy the checkpoint again") from error
         if backend != "torch_dist":
             raise CheckpointError(
                 f"{config} has sharded_backend={backend!r}, expected 'torch_dist'; save the checkpoint in that format "
                 "(Megatron: --ckpt-format torch_dist)"
             )
+    try:
+        return _described(path)
+    except _DAMAGED as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path / METADATA} cannot be read ({error!r}); copy the checkpoint again") from error
+
+
+def _described(path: Path) -> dict[str, Stored]:
     described, stored = _unpickled(path)
     places: dict[str, dict[Shape, Any]] = defaultdict(dict)
     for index, info in stored.items():
@@ -299,8 +311,14 @@ def read_metadata(path: Path) -> dict[str, Stored]:
                     f"{path / METADATA}: {key} at {tuple(chunk.offsets)} {what}; save the checkpoint again"
                 )
             box = boxes.at(tuple(chunk.offsets), tuple(chunk.sizes))
-            chunks.append(Chunk(box, str(info.relative_path), info.offset, info.length))
-        tensors[key] = Stored(value.properties.dtype, tuple(value.size), tuple(chunks))
+            chunk = Chunk(box, str(info.relative_path), info.offset, info.length)
+            if Path(chunk.file).name != chunk.file or "\0" in chunk.file or min(chunk.offset, chunk.length) < 0:
+                raise ValueError(f"{key} lies in {chunk.file!r} from byte {chunk.offset} on")
+            chunks.append(chunk)
+        found = Stored(value.properties.dtype, tuple(value.size), tuple(chunks))
+        if not all(boxes.contains(boxes.whole(found.shape), chunk.box) for chunk in chunks):
+            raise ValueError(f"a chunk of {key} is outside of its shape {found.shape}")
+        tensors[key] = found
     return tensors
 
 
@@ -363,6 +381,20 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
+
+
+def shared_chunk(stored: Mapping[str, Stored]) -> str | None:
+    """Describe the first chunk that overlaps another of its tensor, or lies where another tensor's does. None without
+    one."""
+    places: dict[tuple[str, int], str] = {}
+    for key, tensor in stored.items():
+        index = BoxIndex((chunk.box, chunk) for chunk in tensor.chunks)
+        for chunk in tensor.chunks:
+            if (other := places.setdefault((chunk.file, chunk.offset), key)) != key:
+                return f"{key} and {other} are in the same bytes of {chunk.file}"
+            if sum(1 for _ in index.overlapping(chunk.box)) > 1:
+                return f"chunks of {key} overlap in {list(chunk.box)}"
+    return None
 
 
 def missing_elements(stored: Mapping[str, Stored]) -> Iterable[tuple[str, int]]:

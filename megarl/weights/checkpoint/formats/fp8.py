@@ -20,6 +20,10 @@ from megarl.weights.reshard.boxes import Box
 SCALE = "_scale_inv"
 
 
+def _is_block(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(type(n) is int and n > 0 for n in value)
+
+
 class Dequantised:
     """A checkpoint with FP8 weights as a source of float32 slices.
 
@@ -32,7 +36,7 @@ class Dequantised:
         self.path: Path = files.path
         block = quantization.get("weight_block_size")
         known = quantization.get("quant_method") == "fp8" and quantization.get("fmt", "e4m3") == "e4m3"
-        if not known or not isinstance(block, list | tuple) or len(block) != 2:
+        if not known or block is None or not _is_block(block):
             raise CheckpointError(
                 f"{files.path / 'config.json'}: quantization_config {dict(quantization)} is not supported, only "
                 "quant_method 'fp8', fmt "

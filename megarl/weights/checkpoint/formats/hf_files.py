@@ -48,6 +48,11 @@ class TensorInfo(NamedTuple):
     start: int
     """Byte of the file where the elements begin."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
 
 class HFFiles:
     """All tensors of a checkpoint directory, one file or sharded by an index, or those of its files ``names``.
@@ -119,7 +124,9 @@ def _file_names(path: Path) -> tuple[list[str], Mapping[str, str]]:
         try:
             weight_map = json.loads(index.read_text())["weight_map"]
             names = sorted(set(weight_map.values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if (other := next((name for name in names if not _is_file_name(name)), None)) is not None:
+                raise ValueError(f"{other!r} is no name of a file")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"{index} is no index of safetensors files ({error!r}); copy the checkpoint again"
             ) from error
@@ -137,9 +144,14 @@ def _file_names(path: Path) -> tuple[list[str], Mapping[str, str]]:
     raise CheckpointError(f"{path} has neither {SINGLE} nor {INDEX}; set model.path to an HF checkpoint in safetensors")
 
 
+def _is_file_name(name: Any) -> bool:
+    """Return True for the name of a file in the same folder."""
+    return isinstance(name, str) and name not in ("", "..") and Path(name).name == name and "\0" not in name
+
+
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Tensor name -> where it lies. Raises CheckpointError unless the file has exactly the bytes that its header asks
-    for."""
+    """Tensor name -> where it lies. Raises CheckpointError unless each byte of the file belongs to exactly one
+    tensor."""
     with file.open("rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         head = stream.read(8)
@@ -153,14 +165,11 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             header = json.loads(stream.read(length))
             header.pop("__metadata__", None)
             entries = {name: _tensor_info(file, 8 + length, value) for name, value in header.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            end, last = _end(entries, 8 + length)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"{file} cannot be read: its header is damaged ({error!r}); copy the checkpoint again"
             ) from error
-    end, last = max(
-        ((e.start + prod(e.shape) * e.dtype.itemsize, name) for name, e in entries.items()),
-        default=(8 + length, "nothing"),
-    )
     if end != size:
         raise CheckpointError(
             f"{file} has {size} bytes, expected {end} (up to the end of {last}); it was not copied whole, copy it again"
@@ -168,9 +177,22 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     return entries
 
 
+def _end(entries: Mapping[str, TensorInfo], begin: int) -> tuple[int, str]:
+    """(byte after the last tensor, its name). Raises ValueError where tensors overlap or leave bytes out."""
+    end, last = begin, "nothing"
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if entry.start != end:
+            fault = "overlaps" if entry.start < end else "leaves bytes out after"
+            raise ValueError(f"{name} {fault} {last}")
+        end, last = end + entry.nbytes, name
+    return end, last
+
+
 def _tensor_info(file: Path, base: int, value: Mapping[str, Any]) -> TensorInfo:
-    dtype, shape = DTYPES[value["dtype"]], tuple(int(n) for n in value["shape"])
+    dtype, shape = DTYPES[value["dtype"]], tuple(value["shape"])
     lo, hi = value["data_offsets"]
+    if not all(type(n) is int and n >= 0 for n in (*shape, lo, hi)):
+        raise ValueError(f"shape {shape} and data_offsets {[lo, hi]} must be integers of at least 0")
     if hi - lo != prod(shape) * dtype.itemsize:
         raise ValueError(f"{shape} of {value['dtype']} in {hi - lo} bytes")
     return TensorInfo(file, dtype, shape, base + lo)

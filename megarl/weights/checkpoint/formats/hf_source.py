@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,16 @@ _DERIVED = ("rotary_emb.inv_freq",)
 _MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 """Copies in a prediction layer: the model's own embedding and output weights once more."""
 _COMPARED = 1 << 22
+_UNTABLED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("architectures", lambda value: _is_list(value, str), "it must be a list of names of classes"),
+    (
+        "eos_token_id",
+        lambda value: isinstance(value, int) or _is_list(value, int),
+        "it must be the number of a token, or a list of them",
+    ),
+    ("pad_token_id", lambda value: isinstance(value, int), "it must be the number of a token"),
+)
+"""Keys of config.json whose values no family's table checks; their check and its description."""
 HF_FOLDER = "huggingface"
 """Directory of config.json and tokenizer in or beside a Megatron checkpoint."""
 _LEFT = (
@@ -62,13 +72,21 @@ def read_config_json(path: Path, setting: str = "model.path") -> dict[str, Any]:
         raise CheckpointError(f"{path} has no config.json; set {setting} to the directory of an HF checkpoint")
     try:
         config = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not valid JSON ({error}); copy the checkpoint again") from error
     if not isinstance(config, dict):
         raise CheckpointError(
             f"{file} must hold a JSON object, found {type(config).__name__}; copy the checkpoint again"
         )
+    for key, is_right, text in _UNTABLED:
+        value = config.get(key)
+        if value is not None and not is_right(value):
+            raise CheckpointError(f"{file} has {key}={value!r}; {text}")
     return config
+
+
+def _is_list(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(isinstance(one, kind) for one in value)
 
 
 def open_hf(path: Path) -> HFFiles | Dequantised:
@@ -86,7 +104,10 @@ def open_hf(path: Path) -> HFFiles | Dequantised:
     )
     if not is_quantised:
         return files
-    return Dequantised(files, read_config_json(path).get("quantization_config") or {})
+    quantization = read_config_json(path).get("quantization_config") or {}
+    if not isinstance(quantization, Mapping):
+        raise CheckpointError(f"{path / 'config.json'} has quantization_config={quantization!r}; it must be an object")
+    return Dequantised(files, quantization)
 
 
 def rename(files: HFFiles, hf_config: Mapping[str, Any]) -> None:
@@ -173,7 +194,8 @@ def check_labels(path: Path, hf_config: Mapping[str, Any]) -> None:
     if not is_classifier(hf_config):
         return
     by_name = hf_config.get("id2label")
-    labels = hf_config.get("num_labels", 2) if by_name is None else len(by_name)  # 2 is what transformers takes
+    # 2 is what transformers takes
+    labels = hf_config.get("num_labels", 2) if not isinstance(by_name, Mapping) else len(by_name)
     if labels != 1:
         raise CheckpointError(
             f"{path} has num_labels={labels} ({'id2label' if by_name is not None else 'num_labels'} of config.json), a "
@@ -228,8 +250,8 @@ def copy_small_files(source: Path, target: Path, dtype: torch.dtype, *, mtp: boo
         if pad is not None:
             write_pad_token(target, pad)
     if is_value:
-        names = config.get("architectures") or []
-        config["architectures"] = [re.sub(f"({'|'.join(LANGUAGE_MODELS)})$", CLASSIFIER, name) for name in names]
+        ending = re.compile(f"({'|'.join(LANGUAGE_MODELS)})$")
+        config["architectures"] = [ending.sub(CLASSIFIER, name) for name in config.get("architectures") or ()]
         config.pop("num_labels", None)
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     write_json(target / "config.json", config)

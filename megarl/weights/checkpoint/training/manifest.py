@@ -28,6 +28,8 @@ from megarl.core.jobs import TRAIN, of_program
 log = logging.getLogger(__name__)
 
 LATEST = "latest_checkpointed_iteration.txt"
+EXPORTED_STEP = "hf_step"
+"""File of a run's directory with the step whose weights ``hf/`` has."""
 PREFIX = "global_step_"
 MANIFEST = "state.json"
 PIECE = 1 << 22
@@ -87,6 +89,13 @@ def _attempt_of(unfinished: Path) -> int:
 def latest(folder: Path) -> Path | None:
     """The newest finished checkpoint of ``folder``, or None."""
     return next(reversed(finished(folder)), None)
+
+
+def exported_step(run_dir: Path) -> int | None:
+    """Step whose weights ``hf/`` of a run has; None where that was not recorded."""
+    path = run_dir / EXPORTED_STEP
+    text = path.read_text(errors="replace").strip() if path.is_file() else ""
+    return int(text) if _NUMBER.fullmatch(text) else None
 
 
 def finished(folder: Path) -> list[Path]:
@@ -198,11 +207,29 @@ def complete(
     return final
 
 
+def training_checkpoint(part: Path) -> Path | None:
+    """The finished checkpoint whose model (``actor``, ...) lies in ``part``; None where that is no part of one."""
+    root = part.resolve().parent
+    return root if (root / MANIFEST).is_file() else None
+
+
+def check_finished(part: Path) -> None:
+    """Raise CheckpointError where ``part`` is a model of a training checkpoint that was not finished."""
+    root = part.resolve().parent
+    if _UNFINISHED.fullmatch(root.name) or (not (root / MANIFEST).is_file() and any(root.glob("rng_*.json"))):
+        raise CheckpointError(
+            f"{root} was not finished or is being removed, so its files may be incomplete; give a checkpoint "
+            f"{PREFIX}N with a {MANIFEST}"
+        )
+
+
 def fault_of_files(
-    checkpoint: Path, *, digests: bool = True, stopping: Callable[[], bool] = lambda: False
+    checkpoint: Path, *, digests: bool = True, stopping: Callable[[], bool] = lambda: False, part: str = ""
 ) -> str | None:
     """The first file that differs from the manifest, and how; None where all are. A manifest without files is a
     fault.
+
+    ``part``: compare the files of this folder alone; a manifest that lists none of them is then a warning.
 
     Reads every byte with ``digests`` (0.9 GB/s a core with the processor's SHA instructions), otherwise the files'
     sizes alone; a manifest without files is then a warning.
@@ -216,7 +243,11 @@ def fault_of_files(
         raise CheckpointError(
             f"{checkpoint / MANIFEST} is damaged: its list of files cannot be read ({error})"
         ) from error
-    if not wanted:
+    if part:
+        wanted = {name: found for name, found in wanted.items() if Path(name).parts[0] == part}
+        if not wanted:
+            log.warning("%s lists no files of %s, so they cannot be verified", checkpoint / MANIFEST, part)
+    elif not wanted:
         unlisted = f"{checkpoint / MANIFEST} lists no files, so none of them can be verified"
         if digests:
             return f"{unlisted}; set trainer.verify_checkpoints=false to load it unverified"
