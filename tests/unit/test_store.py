@@ -690,7 +690,6 @@ def test_every_write_is_in_the_table_of_writes() -> None:
         "task_images",
         "group_images",
         "tasks",
-        "changed_tasks",
         "data_sources",
         "progress",
         "rollout_metrics",
