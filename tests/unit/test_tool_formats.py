@@ -104,3 +104,16 @@ def test_a_call_in_a_thought_is_text(form: str) -> None:
     assert found.name == "f" and content == f"<think>\n{call}\n</think>"
     content, [found] = FORMATS[form].parse(f"<think>a</think>{call}\n<think>{call}")
     assert found.name == "f" and content == f"<think>a</think>\n<think>{call}"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    "part",
+    ["<parameter=x>", "<arg_key>", "<arg_key>a</arg_key><arg_value>", "<function=", "<tool_call>", "[TOOL_CALLS]"],
+)
+def test_a_response_that_repeats_itself_is_read_at_once(form: str, part: str) -> None:
+    """Searches from each beginning to the end of the text would take many minutes."""
+    for text in (part * 30000, f"<tool_call>f<function=f>{part * 30000}"):
+        _, calls = FORMATS[form].parse(text)
+        assert all(call.arguments is None or call.arguments == {} for call in calls)
