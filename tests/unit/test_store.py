@@ -623,7 +623,7 @@ def test_the_success_of_tasks_is_that_of_their_newest_used_group(store: Store) -
 
 
 def test_an_evaluation_and_successes_scan_no_table_of_groups(tmp_path: Path) -> None:
-    """After every finished group, and at every step; read from SQLite's plans."""
+    """After every finished group, at every step and every second; read from SQLite's plans."""
     store = Store(f"sqlite:///{tmp_path}/store.db")
     store.add_tasks("train", [make_task(i) for i in range(6)])
     store.request_rollout("eval-0", "eval", 0, VERSION, store.task_ids("train"), 2, {})
@@ -633,10 +633,10 @@ def test_an_evaluation_and_successes_scan_no_table_of_groups(tmp_path: Path) -> 
         "before_cursor_execute",
         lambda connection, cursor, statement, parameters, *_: statements.append((statement, parameters)),
     )
-    assert store.to_evaluate("eval-0") == [] and store.successes(0, 9) == {}
+    assert store.to_evaluate("eval-0") == [] and store.successes(0, 9) == {} and store.keepers() == {}
     with sqlite3.connect(tmp_path / "store.db") as database:
         of_groups = [pair for pair in statements if "groups" in pair[0]]
-        assert len(of_groups) == 2
+        assert len(of_groups) == 3
         for statement, parameters in of_groups:
             plan = [row[3] for row in database.execute(f"explain query plan {statement}", parameters)]
             assert not [step for step in plan if step.startswith("SCAN groups")], plan

@@ -127,3 +127,16 @@ def test_calls_that_are_not_closed_are_read_in_linear_time(form: str, part: str,
     with time_limit(20.0):
         calls = FORMATS[form].parse(part + 2_000_000 // len(last) * last)[1]
     assert [call.arguments for call in calls] == arguments
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    "part",
+    ["<parameter=x>", "<arg_key>", "<arg_key>a</arg_key><arg_value>", "<function=", "<tool_call>", "[TOOL_CALLS]"],
+)
+def test_a_response_that_repeats_itself_is_read_at_once(form: str, part: str) -> None:
+    """Searches from each beginning to the end of the text would take many minutes."""
+    for text in (part * 30000, f"<tool_call>f<function=f>{part * 30000}"):
+        _, calls = FORMATS[form].parse(text)
+        assert all(call.arguments is None or call.arguments == {} for call in calls)

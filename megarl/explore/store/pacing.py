@@ -10,7 +10,7 @@ from sqlalchemy import ColumnElement, func, select, update
 
 from megarl.core.schema import WeightsVersion
 from megarl.explore.store.handle import Handle, chunks
-from megarl.explore.store.tables import GROUPS, ROLLOUTS, VERSIONS, GroupState
+from megarl.explore.store.tables import GROUPS, OPEN, ROLLOUTS, VERSIONS
 from megarl.explore.store.transactions import put
 
 
@@ -65,19 +65,18 @@ class PacingTable(Handle):
     def unused(self) -> list[UnusedGroup]:
         """Return training groups that no step has used: those whose trajectories are there first, in the order in
         which they ended."""
-        states = (GroupState.PENDING, GroupState.CLAIMED, GroupState.AWAITING, GroupState.READY)
         columns = (GROUPS.c.group_id, GROUPS.c.rollout_id, steps_of_weights().label("step"), GROUPS.c.state)
         query = (
             select(*columns, GROUPS.c.ended_at)
             .join(ROLLOUTS, ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
-            .where(GROUPS.c.state.in_(states), ROLLOUTS.c.kind == "train")
+            .where(GROUPS.c.state.in_(OPEN), ROLLOUTS.c.kind == "train")
         )
         rows = self._read(lambda connection: connection.execute(query).all())
         there = [row for row in rows if row.ended_at is not None]
         there.sort(key=lambda row: (row.ended_at, row.group_id))
         others = [row for row in rows if row.ended_at is None]
         return [
-            UnusedGroup(row.group_id, row.rollout_id, row.step, *(row.state == state for state in states[:1:-1]))
+            UnusedGroup(row.group_id, row.rollout_id, row.step, *(row.state == state for state in OPEN[:1:-1]))
             for row in (*there, *others)
         ]
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, and_, case, delete, exists, func, insert, not_, or_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, case, delete, func, insert, not_, or_, select, update
 
 from megarl.core.errors import DataError
 from megarl.core.schema import WeightsVersion
@@ -22,6 +22,7 @@ from megarl.explore.store.tables import (
     EXCLUDED,
     GROUP_IMAGES,
     GROUPS,
+    OPEN,
     REPLAYS,
     ROLLOUT_METRICS,
     ROLLOUTS,
@@ -41,8 +42,7 @@ UNUSED = {"state": GroupState.READY, "used_by": None, "reason": None}
 
 
 UNCOUNTED = select(ROLLOUTS.c.rollout_id).where(
-    ROLLOUTS.c.kind == "eval",
-    exists().where(GROUPS.c.rollout_id == ROLLOUTS.c.rollout_id, GROUPS.c.state != GroupState.CONSUMED),
+    ROLLOUTS.c.kind == "eval", ROLLOUTS.c.rollout_id.in_(select(GROUPS.c.rollout_id).where(GROUPS.c.state.in_(OPEN)))
 )
 """Ids of evaluations whose groups are not all counted."""
 

@@ -40,6 +40,8 @@ class EngineStatus(StrEnum):
     """Its process runs, and listens nowhere yet."""
 
 
+OPEN = (GroupState.PENDING, GroupState.CLAIMED, GroupState.AWAITING, GroupState.READY)
+"""States in which no step has used a group, and no evaluation has counted it."""
 WHOLE = (GroupState.READY, GroupState.CONSUMED, GroupState.DROPPED)
 """States in which a group's trajectories are there, with their rewards."""
 SAMPLED = (GroupState.AWAITING, *WHOLE)
