@@ -24,6 +24,7 @@ from megarl.explore.environments.gymnasium import Gymnasium
 from megarl.explore.environments.numbers import last_number
 from megarl.explore.rewards import compute_score, procedural, votes
 from megarl.explore.rewards.judge.rubric import RUBRIC, fill, read_vote
+from megarl.explore.rewards.math.verifier import time_limit
 from megarl.explore.rewards.router import ROUTES, check_row
 from megarl.explore.sandbox.proven import local_sandbox
 from megarl.explore.tasksets.images import size_of
@@ -255,6 +256,12 @@ def test_an_answer_computes_by_no_other_numbers_than_are_counted(
     assert [text for text in [*forged, "1*2*3*4", "8*3"] if score(text, "", info) > 0.05] == []
 
 
+def test_a_formula_has_no_text_that_is_not_parsed(canaries: Canaries) -> None:
+    for program in canaries.programs:
+        for text in (f"x # {program}", f"(x # \x0c {program}\n)", f"(x #'\n) #' + {program}"):
+            assert not procedural.is_formula(text), text
+
+
 @pytest.mark.parametrize(
     ("family", "truths", "constants"),
     [
@@ -276,9 +283,10 @@ def test_no_constant_answer_is_right_whatever_the_row(family: str, truths: list[
 def test_an_answer_in_tags_is_found_in_linear_time() -> None:
     """Tags that are not closed cost quadratic time otherwise, in the event loop where votes are counted."""
     opened = "<answer>" * 20_000
-    assert procedural.answer_of(f"{opened} 5 </answer>") == opened.removeprefix("<answer>") + " 5"
-    assert procedural.answer_of(f"<answer> 4</answer><answer>5 </answer> {opened}") == "5"
-    assert procedural.answer_of(opened) == opened and votes.EXTRACTORS["reasoning_gym"](opened, {}) == opened[:200]
+    with time_limit(10.0):  # CPU time, so that a busy machine changes nothing
+        assert procedural.answer_of(f"{opened} 5 </answer>") == opened.removeprefix("<answer>") + " 5"
+        assert procedural.answer_of(f"<answer> 4</answer><answer>5 </answer> {opened}") == "5"
+        assert procedural.answer_of(opened) == opened and votes.EXTRACTORS["reasoning_gym"](opened, {}) == opened[:200]
 
 
 EVALUATES = {

@@ -344,6 +344,26 @@ def test_a_response_that_a_verifier_cannot_judge_is_wrong_and_a_row_has_no_verdi
     assert nested.reward.status == "ok"
 
 
+def test_a_worker_that_an_answer_has_filled_is_replaced() -> None:
+    """What SymPy's caches keep of one answer would fill the machine's memory, and fail later answers."""
+    row = replace(TASK, data_source="reasoning_gym/countdown", extra_info={"metadata": {"numbers": [9], "target": 9}})
+
+    async def work(pool: RewardPool) -> list[tuple[Verdict, list[int]]]:
+        return [(await pool.score(row, text), pool.pids) for text in ("9", " 9", "1<<(9*10**9)", "(9)", "+9")]
+
+    (_, first), (_, second), (filling, _), (right, replaced), (also, last) = run_pool(RewardConfig(workers=1), work)
+    assert first == second and first != replaced == last, "the worker that was filled is replaced, and no other"
+    assert (filling.reward.status, filling.kills) == ("wrong", 0)
+    assert [(v.reward.status, v.kills, v.tries) for v in (right, also)] == [("ok", 0, 1)] * 2
+
+
+def test_a_score_that_is_no_number_is_the_responses_fault() -> None:
+    def odd(text: str, truth: Any, info: Any) -> float:
+        return math.nan if text else 0.0
+
+    assert _verdict_of(odd, "x", "1", {}) == {"score": 0.0, "status": "wrong"}
+
+
 def test_an_error_of_a_verifier_is_the_responses_fault_unless_an_empty_one_causes_it_too() -> None:
     def fails(text: str, truth: Any, info: Any) -> float:
         if truth == "disk":

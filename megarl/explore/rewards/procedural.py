@@ -50,8 +50,11 @@ def is_literal(text: object) -> bool:
 
 
 def is_formula(text: object) -> bool:
-    """Return True for text of numbers, variables (``x``, ``C_1``), operators and calls of ``FUNCTIONS``."""
-    return _consists_of(text, _in_formula)
+    """Return True for text of numbers, variables (``x``, ``C_1``), operators and calls of ``FUNCTIONS``.
+
+    A comment, whose text is not parsed here, is no part of a formula.
+    """
+    return _consists_of(text, _in_formula) and "#" not in str(text)
 
 
 def is_arithmetic(text: object) -> bool:

@@ -64,8 +64,9 @@ _TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FUNCTION = re.compile(
     r"(?:<tool_call>\s*)?<function=([^<>\s]+)>(.*?)(?:</function>|\Z)(?:\s*</tool_call>)?", re.DOTALL
 )
-_ARGUMENT = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+_ARGUMENT = re.compile(r"<arg_key>((?:(?!</?arg_key>).)*)</arg_key>\s*<arg_value>(.*?)(?:(</arg_value>)|\Z)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^<>\s]+)>\n?(.*?)(?:\n?(</parameter>)|\Z)", re.DOTALL)
+"""Patterns of calls, linear in the text: a part that is not closed reaches to the end, and is found once."""
 
 
 def _hermes(text: str, _: Parameters) -> Found:
@@ -90,23 +91,10 @@ def _qwen3_coder(text: str, parameters: Parameters) -> Found:
 def _xml_call(name: str, pairs: str, text: str, pattern: re.Pattern[str], parameters: Parameters) -> ToolCall:
     """Read a call whose ``pairs`` are keys and values. Text beside them, or a key that comes twice, makes it
     unreadable."""
-    found = _pairs(pairs.strip(), pattern)
-    arguments = {key.strip(): _argument(value, parameters.get(name, {}), key.strip()) for key, value in found or ()}
-    return ToolCall(name, arguments if found is not None and len(arguments) == len(found) else None, text)
-
-
-def _pairs(text: str, pattern: re.Pattern[str]) -> list[tuple[str, str]] | None:
-    """Keys and values that a text consists of; None where it has anything else.
-
-    Each match begins where the last one ends: a search would take quadratic time over keys without values.
-    """
-    found, end = list[tuple[str, str]](), 0
-    while end < len(text):
-        if (match := pattern.match(text, end)) is None:
-            return None
-        found.append((match[1], match[2]))
-        end = match.end()
-    return found
+    found = pattern.findall(pairs)
+    arguments = {key.strip(): _argument(value, parameters.get(name, {}), key.strip()) for key, value, _ in found}
+    whole = len(arguments) == len(found) and all(end for *_, end in found) and not pattern.sub("", pairs).strip()
+    return ToolCall(name, arguments if whole else None, text)
 
 
 def _llama3(text: str, _: Parameters) -> Found:

@@ -172,6 +172,8 @@ class Worker:
         if reply.get("id", number) not in (number, None):
             await self.kill()
             raise WorkerDied(self._named(f"the reward process answered request {reply['id']!r:.20} and not {number}"))
+        if reply.pop("last", False):
+            await self.kill()
         if "error" in reply:
             raise (WorkerUnfit if "prepare" in request and not reply.get("of_row") else WorkerError)(
                 self._named(reply["error"])

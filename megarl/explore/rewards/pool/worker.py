@@ -1,8 +1,9 @@
 """The process that runs a reward function: one JSON line in, one out. ``python -m megarl.explore.rewards.pool.worker
 PARENT``.
 
-The first line holds the settings. Each request has an ``id``, which its reply repeats. The process may be killed at any
-time: it holds nothing. Stdout and stderr are the function's to print to.
+The first line holds the settings. Each request has an ``id``, which its reply repeats. After a reply with ``last`` the
+process is to be replaced. The process may be killed at any time: it holds nothing. Stdout and stderr are the function's
+to print to.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ from megarl.core.thoughts import as_written
 from megarl.core.user_file import import_file
 from megarl.explore.rewards.pool.child import SOCKET
 from megarl.explore.rewards.router import Scorer, scorer_for
-from megarl.explore.rewards.verdict import weighed, with_question
+from megarl.explore.rewards.verdict import to_verdict, weighed, with_question
 
 ADDRESS_SPACE_BYTES = 8 * 2**30
 """Limit of a process with megarl's own verifiers: an expression that grows without end is an error of one answer, not
 the machine's."""
 
 
+GROWTH_BYTES = 2**30
+"""Growth of a process with megarl's own verifiers after which it is replaced. What an answer leaves in SymPy's caches
+(``1<<10**10``) would fill the machine's memory, and fail later answers."""
 CPU_SHARE = 0.7
 """Share of ``reward.timeout_s`` that one of megarl's verifiers may compute for. Then the kernel ends the process: that
 is the response's fault, as the time in which a busy machine computes nothing is not."""
@@ -67,12 +71,18 @@ class Function:
         if self._user is None:
             resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
         self._scorers: dict[str, Scorer] = {}
+        self._most_bytes = _peak_bytes() + GROWTH_BYTES
         self._loop = asyncio.new_event_loop()
         """One for all calls, so that an async function may keep its connections."""
 
     def prepare(self, data_source: str) -> None:
         if self._user is None and data_source not in self._scorers:
             self._scorers[data_source] = scorer_for(data_source, self._config)
+
+    @property
+    def grown(self) -> bool:
+        """True if one of megarl's verifiers has taken so much memory that the process is to be replaced."""
+        return self._user is None and _peak_bytes() > self._most_bytes
 
     def score(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any, question: str, in_thinking: bool
@@ -96,15 +106,20 @@ class Function:
         return describe(error, self._config.path, self._user)
 
 
+def _peak_bytes() -> int:
+    """Most memory that this process has had."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 def _verdict_of(score: Scorer, text: str, ground_truth: Any, info: dict[str, Any]) -> Any:
     """Result of one of megarl's verifiers. An error that an empty response to the row does not cause is a wrong
     response."""
     try:
-        return score(text, ground_truth, info)
+        return to_verdict(score(text, ground_truth, info))
     except NOT_THE_RESPONSES:
         raise
     except Exception:
-        score("", ground_truth, info)  # raises too where the row is at fault
+        to_verdict(score("", ground_truth, info))  # raises too where the row is at fault
         return WRONG
 
 
@@ -144,7 +159,8 @@ def serve(requests: IO[str], replies: IO[str]) -> None:
             reply = {"error": function.describe(error), "of_row": isinstance(error, DataError)}
         if os.getpid() != own:
             os._exit(0)  # forked by the function, which has returned there too: the reply is its parent's to give
-        _reply(replies, {"id": number, **reply})
+        last = {"last": True} if function.grown else {}
+        _reply(replies, {"id": number, **reply, **last})
 
 
 def _perform(function: Function, request: dict[str, Any]) -> dict[str, Any]:
