@@ -23,7 +23,7 @@ from megarl.core.schema import Task
 from megarl.explore import environments, workflows
 from megarl.explore.environments import EnvironmentFault, EpisodeThreads
 from megarl.explore.environments.episode import in_thread
-from megarl.explore.environments.harbor import UNREAD, reward_of
+from megarl.explore.environments.harbor import BLOCK, UNREAD, reward_of
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.tasksets.harbor import read_folder
 from megarl.explore.tasksets.rows import read_rows
@@ -311,6 +311,13 @@ def test_a_command_in_a_thought_is_not_run(hello: Path) -> None:
     model = play(hello, f"{thought}</think>\n{block('ls -A')}", thought, "DONE")
     assert [text for _, text in model.messages] == ["(no output)", UNREAD]
     assert model.reward is not None and model.reward.score == 0.0
+
+
+@pytest.mark.timeout(60)
+def test_blocks_that_are_not_closed_are_read_in_linear_time() -> None:
+    """Searches from each beginning to the end would take hours."""
+    assert [end for _, end in BLOCK.findall("```bash\n" * 200_000)] == [""]
+    assert BLOCK.findall("```sh\nls\n```\n```bash\nid") == [("ls\n", "```"), ("id", "")]
 
 
 @sandbox

@@ -32,7 +32,8 @@ RULES = (
     "write DONE on a line of its own."
 )
 UNREAD = "Write a command in a block that begins with ```bash and ends with ```, or DONE on a line of its own."
-BLOCK = re.compile(r"^```(?:bash|sh|shell)[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```(?:bash|sh|shell)[ \t]*\n(.*?)(?:(^```)[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
+"""A block, and its end: one that is not closed reaches to the end of the text, and is no command."""
 DONE = re.compile(r"^[ \t]*DONE[ \t.]*$", re.MULTILINE)
 ENDED = {"time": "(the command was ended after {:g} s)", "memory": "(out of memory: all processes were killed)"}
 
@@ -106,8 +107,8 @@ class Harbor:
         """Run the commands of a response, and the tests where it is the last one."""
         self._left -= 1
         answer = without_thought(response)
-        blocks = BLOCK.findall(answer)
-        done = DONE.search(BLOCK.sub("", answer)) is not None
+        blocks = [block for block, end in BLOCK.findall(answer) if end]
+        done = DONE.search(BLOCK.sub(lambda block: "" if block[2] else block[0], answer)) is not None
         seen = "\n".join(self._run(block) for block in blocks[:1]) or ("" if done else UNREAD)
         if done or not self._left or self._seconds <= 0:
             return Observation("", self.end(), done=True)

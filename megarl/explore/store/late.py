@@ -67,8 +67,12 @@ class LateRewards(Buffer):
             yield [AwaitingReward(of_id[e.task_id], e, claims[e.group_id]) for e in found]
 
     def num_awaiting(self) -> int:
-        """Return the number of responses that await a reward while no explorer has a group to sample; else 0."""
-        being_sampled = select(GROUPS.c.group_id).where(GROUPS.c.state == GroupState.CLAIMED).limit(1)
+        """Return the number of responses that await a reward while explorers have nothing to sample; else 0.
+
+        A group that has used up its budget of tokens goes on with later weights, which come after the rewards.
+        """
+        open_ = GROUPS.c.state.in_((GroupState.PENDING, GroupState.CLAIMED))
+        being_sampled = select(GROUPS.c.group_id).where(open_, GROUPS.c.reached.is_(None)).limit(1)
         late = (
             select(func.count())
             .select_from(TRAJECTORIES.join(GROUPS, GROUPS.c.group_id == TRAJECTORIES.c.group_id))

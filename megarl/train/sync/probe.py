@@ -27,7 +27,7 @@ def probe_text(config: Config, models: Models, decode: int = DECODED, *, far: bo
     decode = max(0, min(decode, context_tokens(config.rollout) - length - 2))
     probe = ProbeText(tokens.tolist(), logp[:-1].tolist(), tolerance, decode)
     longest = context_tokens(config.rollout) - 2
-    if not far or longest <= length:
+    if not far or longest <= length or config.sync.method == "checkpoint":  # whose readers compare the short text
         return probe
     return replace(probe, far=[_far_text(models, size, tolerance) for size in sorted({longest // 2, longest})])
 
