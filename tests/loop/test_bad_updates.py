@@ -106,13 +106,10 @@ def run_ranks(rank: int, settings: list[str], environment: dict[str, str], attem
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows, algorithm and model of all jobs."""
-    from megarl.run.run_dir.prepare import prepare_model
-
+    """Rows and algorithm of all jobs."""
     folder = tmp_path_factory.mktemp("jobs")
     (folder / "spoiled.py").write_text(ALGORITHM)
     write_rows(folder)
-    prepare_model(compose(overrides(folder, folder / "first")))
     return folder
 
 
@@ -130,8 +127,11 @@ def write_rows(folder: Path) -> None:
 
 def run(folder: Path, run_dir: Path, *more: str, attempt: int = 1, **environment: str) -> list[str]:
     """What each rank raised."""
+    from megarl.run.run_dir.prepare import prepare_model
+
     settings = overrides(folder, run_dir, *more)
     run_dir.mkdir(exist_ok=True)
+    prepare_model(compose(settings))
     (run_dir / "attempt").write_text(str(attempt))
     store = Store(compose(settings).store.url)
     store.begin_attempt(attempt)

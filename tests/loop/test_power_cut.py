@@ -11,6 +11,7 @@ from pathlib import Path
 from megarl.core.config import compose, save_resolved
 from megarl.explore.store import Store
 from megarl.run.process import ports
+from megarl.run.run_dir.prepare import prepare_model
 from tests.loop import test_bad_updates as jobs
 from tests.power_cut import ForgetfulDisk
 
@@ -43,6 +44,7 @@ def test_a_checkpoint_that_counts_has_its_steps_in_the_store(folder: Path, tmp_p
     config = compose(
         ["parallel=tp1" if setting == "parallel=dp2" else setting for setting in jobs.overrides(folder, run_dir)]
     )
+    prepare_model(config)
     save_resolved(config, run_dir / "resolved.json")
     (run_dir / "attempt").write_text("1")
     store = Store(config.store.url)
