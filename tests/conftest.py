@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import itertools
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
+
+# What torch has compiled in earlier runs, with kernels held to other instructions too, has ended ranks by SIGSEGV.
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="megarl-compiled-")
+    atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], True)
 
 settings.register_profile("tests", deadline=None)  # no time is a test: a machine may be busy
 settings.load_profile("tests")

@@ -140,7 +140,7 @@ def test_the_store_waits_for_room(small: Path, caplog: pytest.LogCaptureFixture)
 def test_a_store_without_room_ends_the_job_and_says_so(small: Path) -> None:
     store = store_on(small, outage_s=0.2)
     ballast = fill(small, leave=8192)
-    with pytest.raises(JobError, match=r"store\.outage_s\): database or disk is full; make room on its disk"):
+    with pytest.raises(JobError, match=r"store\.outage_s=0\.2\): database or disk is full; make room on its disk"):
         many(store)
     ballast.unlink()
     again = Store(f"sqlite:///{small}/store.db")
