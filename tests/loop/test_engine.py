@@ -227,8 +227,11 @@ def test_a_pause_that_aborts_returns_the_samples_cut_short(engine: RunningEngine
     assert any(c.finish_reason == "abort" and 0 < len(c.token_ids) < 60 for c in completions)
 
 
-def answered(engine: RunningEngine, timeout_s: float, meanwhile: Callable[[], None]) -> list[Completion]:
-    """Samples of a call that lasts some seconds; ``meanwhile`` runs in a thread once the first has come."""
+def answered(
+    engine: RunningEngine, timeout_s: float, meanwhile: Callable[[], None], *, at_once: bool = False
+) -> list[Completion]:
+    """Samples of a call that lasts some seconds; ``meanwhile`` runs once the first has come: in a thread, or
+    ``at_once``, before another is read."""
 
     async def ask() -> list[Completion]:
         async with EngineClient([engine.url], KEY, timeout_s) as client:
@@ -236,7 +239,9 @@ def answered(engine: RunningEngine, timeout_s: float, meanwhile: Callable[[], No
             completions, doing = [], None
             async for completion in client.generate(prompts, Sampling(max_tokens=60, ignore_eos=True)):
                 completions.append(completion)
-                doing = doing or asyncio.create_task(asyncio.to_thread(meanwhile))
+                if at_once and len(completions) == 1:
+                    meanwhile()
+                doing = doing or asyncio.create_task(asyncio.to_thread((lambda: None) if at_once else meanwhile))
                 await asyncio.sleep(0)
             assert doing is not None
             await doing
@@ -284,7 +289,7 @@ def test_a_core_that_hangs_while_the_server_lives_is_an_engine_error(engine: Run
     [core] = set(group_members(engine.pid)) - {engine.pid}
     try:
         with pytest.raises(EngineError, match=f"{engine.url} is up, but has generated no token"):
-            answered(engine, 1.0, lambda: os.kill(core, signal.SIGSTOP))
+            answered(engine, 1.0, lambda: os.kill(core, signal.SIGSTOP), at_once=True)
     finally:
         os.kill(core, signal.SIGCONT)
     assert engine.generate(some_prompts(1), Sampling(max_tokens=1))

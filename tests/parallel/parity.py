@@ -239,7 +239,7 @@ def reference(path: Path, router: RouterConfig | None = None) -> tuple[dict[str,
         ratio = torch.exp(logp - batch["old_logp"])
         surrogate = torch.minimum(ratio * batch["advantages"], ratio.clamp(0.8, 1.28) * batch["advantages"])
         log_r = batch["ref_logp"] - logp
-        k3 = torch.exp(log_r) - log_r - 1
+        k3 = (torch.exp(log_r) - log_r - 1).clamp(max=10)
         terms = torch.stack([-surrogate, 0.1 * k3, -0.01 * entropy])[:, batch["mask"]]
         count = batch["mask"].sum()
         loss = terms.sum() / count

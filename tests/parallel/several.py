@@ -84,7 +84,7 @@ def expected_of(
     bounded = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     surrogate = -torch.minimum(ratio * advantages, bounded * advantages)
     log_r = ref - logp
-    k3 = log_r.exp() - log_r - 1
+    k3 = (log_r.exp() - log_r - 1).clamp(max=10)
     policy = surrogate + settings.kl.coef * k3 - settings.entropy_coef * entropy
 
     log_x = logp - ref

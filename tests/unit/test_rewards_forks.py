@@ -56,9 +56,17 @@ def own_servers() -> Any:
     child.end_servers()
 
 
+def command(process: psutil.Process) -> str:
+    """Command line; empty once the process has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # also of one that nobody has waited for
+        return ""
+
+
 def server_processes() -> list[psutil.Process]:
     """Those of this process; what they fork looks like them until its parent is this one."""
-    found = [process for process in psutil.Process().children() if "fork.main()" in " ".join(process.cmdline())]
+    found = [process for process in psutil.Process().children() if "fork.main()" in command(process)]
     return [process for process in found if os.getpgid(process.pid) == os.getpgid(0)]
 
 
