@@ -96,7 +96,8 @@ def test_the_jobs_own_engine_judges(engine: RunningEngine, config: JudgeConfig) 
         ("error", 0.0),
     ]
     assert "it says it says" in results[2]["reason"]
-    assert counts["requests"] == 6 and counts["completion_tokens"] > 24  # the last two were asked again
+    # The last two were asked again; then, for each, the judge was asked twice about no answer.
+    assert counts["requests"] == 10 and counts["completion_tokens"] > 24
     stored = sqlite3.connect(str(config.cache)).execute("SELECT replies FROM judgements").fetchall()
     assert sorted([reply.strip() for reply in json.loads(row[0])] for row in stored) == [
         ["Score: 5/10"],
