@@ -239,9 +239,10 @@ def answered(
             completions, doing = [], None
             async for completion in client.generate(prompts, Sampling(max_tokens=60, ignore_eos=True)):
                 completions.append(completion)
-                if at_once and len(completions) == 1:
-                    meanwhile()
-                doing = doing or asyncio.create_task(asyncio.to_thread((lambda: None) if at_once else meanwhile))
+                if doing is None:
+                    doing = asyncio.create_task(asyncio.to_thread(meanwhile))
+                    if at_once:
+                        await doing
                 await asyncio.sleep(0)
             assert doing is not None
             await doing

@@ -45,7 +45,7 @@ class Model:
         Model.latest = self
 
     async def asked(self, count: int = 1) -> None:
-        """Wait for so many requests."""
+        """Wait until ``count`` requests have arrived."""
         while len(self.requests) < count:
             await asyncio.sleep(0.005)
 

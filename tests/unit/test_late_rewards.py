@@ -125,13 +125,19 @@ def asking(store: Store, order: Any, late_steps: int | None) -> Any:
     return order(context, algorithms.get("grpo"), store, *choices)
 
 
-@pytest.mark.parametrize("order", [InAdmissionOrder, InCompletionOrder])
-def test_a_group_is_left_out_once_it_has_waited_as_long_as_it_may(store: Store, order: Any) -> None:
-    """Asked for with the weights of step 0; one of two still awaits its rewards."""
+def asked_with_first_weights(store: Store, order: Any) -> str:
+    """Ask for two groups that step 2 may take, with the weights of step 0; return the rollout's id."""
     step = 2 if order is InAdmissionOrder else 0
     name = f"train-{step:06d}"
     request(store, name, step=step, groups=2, version=WeightsVersion(1, 1))
     store.record_version(WeightsVersion(1, 1), 0)
+    return name
+
+
+@pytest.mark.parametrize("order", [InAdmissionOrder, InCompletionOrder])
+def test_a_group_is_left_out_once_it_has_waited_as_long_as_it_may(store: Store, order: Any) -> None:
+    """Asked for with the weights of step 0; one of two still awaits its rewards."""
+    name = asked_with_first_weights(store, order)
     for claim, late in zip(store.claim_groups("a", 2), ((0, 1), ()), strict=True):
         put(store, claim, late)
     assert order is InAdmissionOrder or not asking(store, order, 2).look(1, 0, (), 2).complete
@@ -174,10 +180,7 @@ def test_a_restart_keeps_the_rewards_of_the_weights_that_it_goes_on_with(store: 
 
 @pytest.mark.parametrize("order", [InAdmissionOrder, InCompletionOrder])
 def test_a_step_of_late_groups_alone_waits_for_the_first_reward(store: Store, order: Any) -> None:
-    step = 2 if order is InAdmissionOrder else 0
-    name = f"train-{step:06d}"
-    request(store, name, step=step, groups=2, version=WeightsVersion(1, 1))
-    store.record_version(WeightsVersion(1, 1), 0)
+    name = asked_with_first_weights(store, order)
     [first] = store.claim_groups("a", 1)
     put(store, first)
     assert store.num_awaiting() == 0  # the other group waits for an explorer

@@ -48,7 +48,7 @@ class Prompt:
     """First of ``token_ids`` whose expert ids are asked for (``Completion.routing``), with those of all that follow;
     None asks for none."""
     oldest: WeightsVersion | None = None
-    """Oldest weights that may sample, where newer than the request's: those of the tokens that it ends with."""
+    """Weights of the last sampled token; older weights must not continue the response. None before a response."""
     home: str = ""
     """URL of the engine that has computed the beginning of it before, and may have it in its prefix cache; "" for
     none."""

@@ -46,7 +46,7 @@ class ClientEngines:
             self._sampling &= set(urls)
 
     def expect(self, oldest: WeightsVersion | None) -> None:
-        """Take note of the oldest weights that may sample what is asked for."""
+        """Record the oldest weights version that may sample the requests."""
         self.oldest = max(self.oldest, oldest or self.oldest)
 
     def gave(self, url: str) -> None:

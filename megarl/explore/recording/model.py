@@ -204,8 +204,8 @@ class RolloutModel(RecordedTurns):
         return len(self._tokenizer.rendered_ids(without_surrogates(text)))
 
     def tool_calls(self, turn: Turn, form: str | None = None, tools: Tools | None = None) -> list[ToolCall]:
-        """Tool calls in a turn of the model after its thought, as of ``calls_of``. ``tools``: by default those of the
-        chat template."""
+        """Return the tool calls of a model's turn, without those in its thought, as ``calls_of`` does. ``tools``
+        defaults to the tools of the chat template."""
         if tools is None:
             tools = {**self._tokenizer.kwargs, **self._claim.task.chat_template_kwargs}.get("tools") or ()
         return calls_of(self._tokenizer, turn, self.begins_in_thinking(turn), form, tools)[1]

@@ -178,9 +178,8 @@ def scorer(family: str) -> Callable[[str, Any, dict[str, Any] | None], float]:
     """The scorer of ``reasoning_gym/<family>``: 1.0 for a right answer, partial credit as the family defines it.
 
     The answer is ``answer_of`` the response. Families other than arithmetic read ``extra_info``'s question and
-    metadata. Raises DataError for an unknown family, and for one of which it is not known whether its scorer runs text
-    of an answer. The scorer raises what the family raises for the right answer; another one that it cannot read is
-    wrong.
+    metadata. Raises DataError for an unknown family, and for a family in none of the tables above. The scorer raises
+    what the family raises for the right answer; another one that it cannot read is wrong.
     """
     import reasoning_gym  # 0.7 s: only in the worker that scores
 

@@ -141,9 +141,10 @@ class RolloutTable(Handle):
 
         def work(connection: Connection, again: bool) -> None:
             further = and_(ROLLOUTS.c.step >= from_step, ROLLOUTS.c.rollout_id.like("train-%-%"))
-            given_up = ROLLOUTS.c.rollout_id.in_(UNCOUNTED)
-            which = or_(steps > from_step, and_(or_(steps == from_step, further), not_(_waits_for_people())), given_up)
-            which = or_(steps >= from_step, further, given_up) if ahead else which
+            undone = or_(steps >= from_step, further)
+            if not ahead:
+                undone = and_(undone, or_(steps > from_step, not_(_waits_for_people())))
+            which = or_(undone, ROLLOUTS.c.rollout_id.in_(UNCOUNTED))
             ids = list(connection.scalars(select(ROLLOUTS.c.rollout_id).where(which)))
             delete_rollouts(connection, ids)
             connection.execute(update(GROUPS).where(GROUPS.c.used_by > from_step).values(UNUSED))

@@ -53,7 +53,7 @@ class TaskTable(Handle):
         return self._read(lambda connection: list(connection.scalars(query)))
 
     def changed_tasks(self, split: str, tasks: Sequence[Task]) -> tuple[list[Task], list[Task]]:
-        """(stored tasks of a split that ``tasks`` have otherwise or not at all, those of them that groups are of)."""
+        """Return (stored tasks of a split that differ in ``tasks`` or are missing there, the ones with groups)."""
         now = {task.task_id: stored_task(task) for task in tasks}
         changed = [task for task in self.tasks(split) if now.get(task.task_id) != task]
         asked = self._read(lambda connection: set(connection.scalars(select(GROUPS.c.task_id).distinct())))

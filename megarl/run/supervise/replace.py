@@ -49,7 +49,7 @@ class Replacements:
         self._added: set[str] = set()
         """Engines that came by order: the job goes on without one that does not start."""
         self._served: set[str] = set()
-        """Those of them that have served since: the job may have no other."""
+        """Added engines that have served: one may be the last engine of the job."""
         self._given_up: list[str] = []
         self._replaced: Counter[str] = Counter()
         self._up: set[str] = set()

@@ -17,11 +17,17 @@ CANDIDATES = 4
 
 
 def probe_text(config: Config, models: Models, decode: int = DECODED, *, far: bool = False) -> ProbeText:
-    """Make the probe of the actor's weights of now, after which an engine samples at most ``decode`` tokens; ``far``:
-    with a text as long as the context. Every rank calls it."""
+    """Make the probe of the actor's current weights. Every rank calls it.
+
+    Args:
+        decode: Most tokens that an engine samples after the text.
+        far: Add texts as long as half of the context and all of it.
+    """
     tolerance = config.sync.probe_tolerance
     length = min(config.sync.probe_tokens, prompt_tokens(config.rollout))
-    tokens, logp = _random_text(models, length)
+    tokens = torch.randint(0, models.head.vocab_size, (length,), generator=torch.Generator().manual_seed(0))
+    text = Sequences(tokens, torch.tensor([length]), torch.arange(length) < length - 1)
+    logp = models.actor.outputs(text, [models.actor.micro_batches(text)], temperature=1.0)
     tolerance = PROBE_TOLERANCES[config.model.dtype] if tolerance is None else tolerance
     # Text, sampled tokens and one more must fit the engine's context.
     decode = max(0, min(decode, context_tokens(config.rollout) - length - 2))
@@ -46,10 +52,3 @@ def _far_text(models: Models, length: int, tolerance: float) -> FarText:
     sequences = Sequences(rows, torch.full((len(candidates),), length + 1), at)
     logp = models.actor.outputs(sequences, [models.actor.micro_batches(sequences)], temperature=1.0)
     return FarText(text.tolist(), candidates.tolist(), logp[at].tolist(), tolerance)
-
-
-def _random_text(models: Models, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (tokens [length], log-probs [length] of the token after each; the last counts for nothing)."""
-    tokens = torch.randint(0, models.head.vocab_size, (length,), generator=torch.Generator().manual_seed(0))
-    text = Sequences(tokens, torch.tensor([length]), torch.arange(length) < length - 1)
-    return tokens, models.actor.outputs(text, [models.actor.micro_batches(text)], temperature=1.0)

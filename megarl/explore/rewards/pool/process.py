@@ -76,7 +76,7 @@ class Worker:
         raise NotImplementedError
 
     async def _ending(self) -> tuple[int | None, str]:
-        """Remove what is left of the process; return its exit status, where it is known, and how it ended."""
+        """Remove the remains of the process; return (its exit status or None, a text that says how it ended)."""
         raise NotImplementedError
 
     async def ready(self) -> None:

@@ -36,8 +36,8 @@ the machine's."""
 
 
 GROWTH_BYTES = 2**30
-"""Growth of a process with megarl's own verifiers after which it is replaced. What an answer leaves in SymPy's caches
-(``1<<10**10``) would fill the machine's memory, and fail later answers."""
+"""Bytes by which a worker of megarl's own verifiers may grow before it is replaced. SymPy caches the results of an
+answer (``1<<10**10``); without a bound they fill the machine's memory, and later answers fail."""
 CPU_SHARE = 0.7
 """Share of ``reward.timeout_s`` that one of megarl's verifiers may compute for. Then the kernel ends the process: that
 is the response's fault, as the time in which a busy machine computes nothing is not."""
