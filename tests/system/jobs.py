@@ -79,9 +79,8 @@ class Job:
     run_dir: Path
     overrides: Sequence[str]
     command: Sequence[str] = ("train",)
-    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
-    command: Sequence[str] = ("train",)
     """Words of the command before the overrides."""
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     _process: subprocess.Popen[bytes] | commands.Command | None = None
     _sessions: set[int] = field(default_factory=set)
     _segments: set[Path] = field(default_factory=set)
