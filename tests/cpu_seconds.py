@@ -1,0 +1,90 @@
+"""CPU-seconds of each test, processes that it starts included: ``pytest -p tests.cpu_seconds``.
+
+With ``MEGARL_CPU_SECONDS=FILE`` a line of JSON a test is added to that file: its name, seconds of CPU, of the clock.
+``python -m tests.cpu_seconds FILE`` prints sums by folder and file, and the tests that took most.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import psutil
+import pytest
+
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_PR_SET_CHILD_SUBREAPER = 36
+SHOWN = 40
+"""Tests and files that are printed."""
+
+
+def cpu_seconds(root: int) -> float:
+    """CPU-seconds of a process and all below it, those that it has waited for included."""
+    ticks = 0
+    below = [root]
+    while below:
+        pid = below.pop()
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            below += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+            others = [p for p in Path(f"/proc/{pid}/task").iterdir() if p.name != str(pid)]
+            below += [int(child) for task in others for child in (task / "children").read_text().split()]
+        except (OSError, ProcessLookupError):
+            continue
+        ticks += sum(map(int, fields[11:15]))  # utime, stime, and both of children that were waited for
+    return ticks * TICK_S
+
+
+class Spent:
+    """Writes what each test has taken."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._me = psutil.Process().pid
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # processes whose parent has ended count too
+        self._before = (0.0, time.monotonic())
+
+    def _record(self, name: str) -> None:
+        now = (cpu_seconds(self._me), time.monotonic())
+        cpu, wall = (after - before for after, before in zip(now, self._before, strict=True))
+        self._before = now
+        with self._path.open("a") as lines:
+            lines.write(json.dumps({"test": name, "cpu_s": round(cpu, 3), "wall_s": round(wall, 3)}) + "\n")
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._record(f"collection of {session.testscollected}")
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self._record(nodeid)
+
+    def pytest_sessionfinish(self) -> None:
+        self._record("end")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if path := os.environ.get("MEGARL_CPU_SECONDS"):
+        config.pluginmanager.register(Spent(Path(path)))
+
+
+def main(path: str) -> None:
+    rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    files: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0])
+    folders: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0])
+    for row in rows:
+        file = row["test"].partition("::")[0]
+        for found, key in ((files, file), (folders, file.rpartition("/")[0])):
+            found[key] = [a + b for a, b in zip(found[key], (row["cpu_s"], row["wall_s"], 1), strict=True)]
+    tests = {row["test"]: (row["cpu_s"], row["wall_s"], 1) for row in rows}
+    for what, found in (("folder", folders), ("file", files), ("test", tests)):
+        print(f"\nCPU s   clock s   tests  {what}")
+        for name, (cpu, wall, number) in sorted(found.items(), key=lambda item: -item[1][0])[:SHOWN]:
+            print(f"{cpu:7.1f} {wall:8.1f} {number:7.0f}  {name}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
