@@ -12,14 +12,16 @@ import os
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import pytest
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _PR_SET_CHILD_SUBREAPER = 36
-SHOWN = 40
+SHOWN = 60
 """Tests and files that are printed."""
 
 
@@ -71,18 +73,27 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Spent(Path(path)))
 
 
-def main(path: str) -> None:
-    rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
-    files: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0])
-    folders: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0])
+def read(path: Path) -> list[dict]:
+    """Lines that ``Spent`` has written."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def sums(rows: Iterable[dict], by: Literal["folder", "file", "test"]) -> dict[str, tuple[float, float, int]]:
+    """Seconds of CPU and of the clock, and the number of tests, of each folder, file or test."""
+    found: dict[str, tuple[float, float, int]] = defaultdict(lambda: (0.0, 0.0, 0))
     for row in rows:
         file = row["test"].partition("::")[0]
-        for found, key in ((files, file), (folders, file.rpartition("/")[0])):
-            found[key] = [a + b for a, b in zip(found[key], (row["cpu_s"], row["wall_s"], 1), strict=True)]
-    tests = {row["test"]: (row["cpu_s"], row["wall_s"], 1) for row in rows}
-    for what, found in (("folder", folders), ("file", files), ("test", tests)):
-        print(f"\nCPU s   clock s   tests  {what}")
-        for name, (cpu, wall, number) in sorted(found.items(), key=lambda item: -item[1][0])[:SHOWN]:
+        name = {"folder": file.rpartition("/")[0] or file, "file": file, "test": row["test"]}[by]
+        cpu, wall, number = found[name]
+        found[name] = (cpu + row["cpu_s"], wall + row["wall_s"], number + 1)
+    return found
+
+
+def main(path: str) -> None:
+    rows = read(Path(path))
+    for by in ("folder", "file", "test"):
+        print(f"\nCPU s   clock s   tests  {by}")
+        for name, (cpu, wall, number) in sorted(sums(rows, by).items(), key=lambda item: -item[1][0])[:SHOWN]:
             print(f"{cpu:7.1f} {wall:8.1f} {number:7.0f}  {name}")
 
 
