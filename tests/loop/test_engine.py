@@ -7,14 +7,13 @@ import asyncio
 import json
 import os
 import signal
-import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -25,9 +24,9 @@ from megarl.core.config.schema import ModelConfig, RolloutConfig
 from megarl.core.errors import EngineError
 from megarl.core.machine import group_members
 from megarl.engine.client.auth import bearer
-from megarl.engine.client.client import EngineClient, Prompt, Sampling
+from megarl.engine.client.client import EngineClient, Prompt, Sampling, _Silence
 from megarl.engine.client.control import EngineControl
-from megarl.engine.client.frames import Completion
+from megarl.engine.client.frames import Completion, StreamHeartbeat
 from megarl.run.process import ports
 from megarl.run.process.process import Child
 from megarl.run.supervise.engine_process import engine_process
@@ -43,8 +42,10 @@ from tests.loop.engines import (
     transformers_logp,
     worst_difference,
 )
+from tests.loop.under_way import OPTIONS, HasDone, hold, under_way, until
 from tests.loop.zygote import Zygote
 
+T = TypeVar("T")
 FP32_TOLERANCE = 1e-4
 REFUSALS = "/later_vllm/refusals"
 
@@ -165,106 +166,137 @@ def test_probe_is_the_log_prob_of_given_tokens(engine: RunningEngine, model: Qwe
     np.testing.assert_allclose(engine.control.probe(tokens).prefill, expected, atol=FP32_TOLERANCE)
 
 
-def test_answers_arrive_one_by_one(engine: RunningEngine) -> None:
+def test_answers_arrive_one_by_one(later_engine: RunningEngine) -> None:
     """A short answer must not wait for a long one of the same call: it is scored meanwhile."""
+    engine = later_engine
+    both = [Prompt([1, 7, 8], seed=2), Prompt([1, 5, 6], seed=1, max_tokens=2)]
 
-    async def arrivals() -> list[int]:
-        arrived = []
+    async def before_the_long_one() -> list[int]:
+        arrived: list[int] = []
 
-        async def run(prompt: Prompt, tokens: int) -> None:
-            async for completion in client.generate([prompt], Sampling(max_tokens=tokens, ignore_eos=True)):
+        async def read() -> None:
+            async for completion in client.generate(both, Sampling(max_tokens=180, ignore_eos=True)):
                 arrived.append(len(completion.token_ids))
 
         async with EngineClient([engine.url], KEY) as client:
-            await asyncio.gather(run(Prompt([1, 7, 8], seed=2), 180), run(Prompt([1, 5, 6], seed=1), 2))
-        return arrived
+            reading = await begun(engine, read(), len(both))
+            if not await asyncio.to_thread(hold, engine, reading, tokens=3):
+                return []
+            try:
+                await asyncio.to_thread(until, lambda: bool(arrived))
+                return list(arrived)
+            finally:
+                await asyncio.to_thread(engine.control.resume)
+                await reading
 
-    # A busy machine may hold back the short request until the long one has ended, but not every time.
-    assert any(asyncio.run(arrivals()) == [2, 180] for _ in range(5))
+    while not (arrived := asyncio.run(before_the_long_one())):
+        pass
+    assert arrived == [2]
 
     async def order() -> list[int]:
         # Which sample ends when depends on where each meets the end of sequence: lengths come out sorted.
         async with EngineClient([engine.url], KEY) as client:
-            prompt = Prompt([1, 5, 6], n=32, seed=1)
-            return [len(c.token_ids) async for c in client.generate([prompt], Sampling(max_tokens=60))]
+            answers = client.generate([Prompt([1, 5, 6], n=32, seed=1)], Sampling(max_tokens=60))
+            return [len(c.token_ids) for c in await (await begun(engine, collected(answers), 32))]
 
     lengths = asyncio.run(order())
     assert lengths == sorted(lengths) and len(set(lengths)) > 3
 
 
-def test_leaving_early_aborts_the_rest(engine: RunningEngine) -> None:
-    async def leave() -> None:
-        async with EngineClient([engine.url], KEY) as client:
-            prompts = [Prompt([1, 5, 6]), *(Prompt([1, 7, i + 9], n=8) for i in range(60))]  # seconds of work
+async def begun(engine: RunningEngine, asking: Coroutine[Any, Any, T], requests: int) -> asyncio.Task[T]:
+    """Start ``asking``, whose requests the engine begins in the same step."""
+    await asyncio.to_thread(engine.control.pause, "keep")
+    task = asyncio.create_task(asking)
+    await asyncio.to_thread(until, lambda: len(under_way(engine)) == requests)
+    await asyncio.to_thread(engine.control.resume)
+    return task
+
+
+def test_leaving_early_aborts_the_rest(later_engine: RunningEngine) -> None:
+    async def leave() -> bool:
+        """Return True if requests were under way, and are held."""
+        async with EngineClient([later_engine.url], KEY) as client:
+            prompts = [Prompt([1, 5, 6]), *(Prompt([1, 7, i + 9], n=8) for i in range(60))]
             async with aclosing(client.generate(prompts, Sampling(max_tokens=60, ignore_eos=True))) as answers:
                 async for _ in answers:
-                    break
-
-    asyncio.run(leave())
-    time.sleep(0.5)
-    # vLLM tells how many requests this aborts: those that it still had.
-    request = urllib.request.Request(f"{engine.url}/abort_requests", method="POST", headers=bearer(KEY), data=b"{}")
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        assert json.load(answer)["aborted"] == 0
-
-
-def test_a_pause_that_aborts_returns_the_samples_cut_short(engine: RunningEngine) -> None:
-    async def cut() -> list[Completion]:
-        async with EngineClient([engine.url], KEY) as client:
-            prompts = [Prompt([1, 5, i + 6], n=4) for i in range(40)]
-            completions = []
-            async for completion in client.generate(prompts, Sampling(max_tokens=60)):
-                if not completions:
-                    await asyncio.to_thread(engine.control.pause, "abort")
-                completions.append(completion)
-            return completions
+                    later_engine.control.pause("keep")
+                    return bool(under_way(later_engine))
+        raise AssertionError("no answer came")
 
     try:
-        completions = asyncio.run(cut())
+        while not asyncio.run(leave()):
+            later_engine.control.resume()
+        until(lambda: not under_way(later_engine))
     finally:
-        engine.control.resume()
-    assert len(completions) == 160
-    assert any(c.finish_reason == "abort" and 0 < len(c.token_ids) < 60 for c in completions)
+        later_engine.control.resume()
 
 
-def answered(
-    engine: RunningEngine, timeout_s: float, meanwhile: Callable[[], None], *, at_once: bool = False
-) -> list[Completion]:
-    """Samples of a call that lasts some seconds; ``meanwhile`` runs once the first has come: in a thread, or
-    ``at_once``, before another is read."""
+def answered(engine: RunningEngine, timeout_s: float, meanwhile: Callable[[HasDone], object]) -> list[Completion]:
+    """Samples of a call that lasts some seconds; ``meanwhile`` runs in a thread."""
 
     async def ask() -> list[Completion]:
         async with EngineClient([engine.url], KEY, timeout_s) as client:
             prompts = [Prompt([1, 5, i + 6], n=8) for i in range(40)]
-            completions, doing = [], None
-            async for completion in client.generate(prompts, Sampling(max_tokens=60, ignore_eos=True)):
-                completions.append(completion)
-                if doing is None:
-                    doing = asyncio.create_task(asyncio.to_thread(meanwhile))
-                    if at_once:
-                        await doing
-                await asyncio.sleep(0)
-            assert doing is not None
-            await doing
-            return completions
+            answers = client.generate(prompts, Sampling(max_tokens=60, ignore_eos=True))
+            task = asyncio.create_task(collected(answers))
+            await asyncio.to_thread(meanwhile, task)
+            return await task
 
     return asyncio.run(ask())
 
 
-def test_a_pause_longer_than_the_timeout_is_no_silence(engine: RunningEngine) -> None:
-    def pause() -> None:
-        engine.control.pause("keep")
-        time.sleep(4)
-        engine.control.resume()
+def test_a_pause_that_aborts_returns_the_samples_cut_short(later_engine: RunningEngine) -> None:
+    def cut(answers: HasDone) -> None:
+        if hold(later_engine, answers):
+            later_engine.control.pause("abort")
+            held.append(True)
 
-    began = time.monotonic()
-    completions = answered(engine, 1.0, pause)
+    held: list[bool] = []
+    try:
+        while not held:
+            completions = answered(later_engine, 60.0, cut)
+    finally:
+        later_engine.control.resume()
+    assert len(completions) == 320
+    assert any(c.finish_reason == "abort" and 0 < len(c.token_ids) < 60 for c in completions)
+
+
+TIMEOUT_S, BEATS = 2.0, 6
+"""A timeout, and more heartbeats than it has: a client gets four of them within it."""
+
+
+@pytest.fixture
+def paused_beats(monkeypatch: pytest.MonkeyPatch) -> list[StreamHeartbeat]:
+    """Heartbeats that clients have taken in a pause."""
+    beats: list[StreamHeartbeat] = []
+    beat = _Silence.beat
+
+    def noted(silence: _Silence, heartbeat: StreamHeartbeat) -> None:
+        beat(silence, heartbeat)
+        if heartbeat.paused:
+            beats.append(heartbeat)
+
+    monkeypatch.setattr(_Silence, "beat", noted)
+    return beats
+
+
+def test_a_pause_longer_than_the_timeout_is_no_silence(
+    later_engine: RunningEngine, paused_beats: list[StreamHeartbeat]
+) -> None:
+    def pause(answers: HasDone) -> None:
+        if hold(later_engine, answers):
+            until(lambda: len(paused_beats) >= BEATS or answers.done())
+            later_engine.control.resume()
+
+    while len(paused_beats) < BEATS:
+        completions = answered(later_engine, TIMEOUT_S, pause)
     assert len(completions) == 320 and {len(c.token_ids) for c in completions} == {60}
-    assert time.monotonic() - began > 4
 
 
 @pytest.mark.parametrize("mode", ["wait", "abort"])
-def test_requests_that_a_paused_engine_refuses_are_held(later_engine: RunningEngine, mode: Any) -> None:
+def test_requests_that_a_paused_engine_refuses_are_held(
+    later_engine: RunningEngine, mode: Any, paused_beats: list[StreamHeartbeat]
+) -> None:
     """vLLM 0.33 answers 503 to a request that comes in such a pause; tests/loop/later_vllm.py makes 0.32 do so."""
     engine, sampling = later_engine, Sampling(max_tokens=8, ignore_eos=True)
     expected = engine.generate(some_prompts(6, n=2), sampling)
@@ -272,12 +304,13 @@ def test_requests_that_a_paused_engine_refuses_are_held(later_engine: RunningEng
     engine.control.pause(mode)
 
     async def ask() -> list[Completion]:
-        async with EngineClient([engine.url], KEY, timeout_s=1.0) as client:
+        async with EngineClient([engine.url], KEY, timeout_s=TIMEOUT_S) as client:
             asked = asyncio.create_task(collected(client.generate(some_prompts(6, n=2), sampling)))
             while await asyncio.to_thread(refusals, engine) < before + 12:
                 await asyncio.sleep(0.05)
-            await asyncio.sleep(2.0)  # longer than the timeout: a pause is no silence
-            assert not asked.done()
+            before_resume = len(paused_beats)
+            await asyncio.to_thread(until, lambda: len(paused_beats) >= before_resume + BEATS or asked.done())
+            assert not asked.done(), "a pause is no silence"
             await asyncio.to_thread(engine.control.resume)
             return await asked
 
@@ -286,20 +319,26 @@ def test_requests_that_a_paused_engine_refuses_are_held(later_engine: RunningEng
     assert refusals(engine) == before + 12, "each was refused once, and asked again when the pause was over"
 
 
-def test_a_core_that_hangs_while_the_server_lives_is_an_engine_error(engine: RunningEngine) -> None:
-    [core] = set(group_members(engine.pid)) - {engine.pid}
+def test_a_core_that_hangs_while_the_server_lives_is_an_engine_error(later_engine: RunningEngine) -> None:
+    [core] = set(group_members(later_engine.pid)) - {later_engine.pid}
+
+    def stop(answers: HasDone) -> None:
+        until(lambda: answers.done() or any(under_way(later_engine)))
+        os.kill(core, signal.SIGSTOP)
+
     try:
-        with pytest.raises(EngineError, match=f"{engine.url} is up, but has generated no token"):
-            answered(engine, 1.0, lambda: os.kill(core, signal.SIGSTOP), at_once=True)
+        with pytest.raises(EngineError, match=f"{later_engine.url} is up, but has generated no token"):
+            while answered(later_engine, TIMEOUT_S, stop):  # all had ended before the core was stopped
+                os.kill(core, signal.SIGCONT)
     finally:
         os.kill(core, signal.SIGCONT)
-    assert engine.generate(some_prompts(1), Sampling(max_tokens=1))
+    assert later_engine.generate(some_prompts(1), Sampling(max_tokens=1))
 
 
 @pytest.fixture(scope="module")
 def later_engine(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Iterator[RunningEngine]:
     engine = tiny_engine(tmp_path_factory.mktemp("later"), rollout=TINY_ROLLOUT)
-    engine.zygote, engine.options = zygote, ("--middleware", "tests.loop.later_vllm.Refusals")
+    engine.zygote, engine.options = zygote, ("--middleware", "tests.loop.later_vllm.Refusals", *OPTIONS)
     try:
         yield engine.ready()
     finally:

@@ -102,7 +102,7 @@ def records_of(engine: Engine, progress: Progress | None = None) -> list[Record]
         parameters = sampling_params({"max_tokens": 4})
         body = GenerateBody([PromptBody(pack_ids([1]), n=2)], {}, heartbeat_s=0.05)
         told = progress or Progress(engine)  # type: ignore[arg-type]
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(60):
             chunks = [chunk async for chunk in _stream(engine, told, body, parameters, parameters)]  # type: ignore[arg-type]
         return list(Decoder().feed(b"".join(chunks)))
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,6 +28,7 @@ from megarl.train.sync.publication import SyncReport
 from tests.loop.engines import RunningEngine, perturbed, some_prompts, tiny_engine, transformers_logp
 from tests.loop.same_run import steps_of
 from tests.loop.trainers import Flipping, Ranks, ranks_of, refusing
+from tests.loop.under_way import OPTIONS, ended, hold
 from tests.loop.zygote import Zygote
 from tests.system.jobs import START_S, TINY, Job
 
@@ -39,7 +38,7 @@ ROLLOUT = RolloutConfig(
 )
 TOKENS = 800
 LONG = Sampling(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
-"""Seconds of work for the tiny model: an update takes a fraction of that."""
+"""Time enough for a pause once some tokens are there; a test asks again where it was not."""
 TEXT = [1, 9, 77, 150, 199, 4, 4, 31]
 
 
@@ -47,7 +46,7 @@ TEXT = [1, 9, 77, 150, 199, 4, 4, 31]
 def engine(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Iterator[RunningEngine]:
     engine = tiny_engine(tmp_path_factory.mktemp("keeping"), rollout=ROLLOUT, sizes={"max_position_embeddings": 1280})
     engine.config = replace(engine.config, sync=replace(engine.config.sync, pause="keep"))
-    engine.zygote = zygote
+    engine.zygote, engine.options = zygote, OPTIONS
     try:
         yield engine.ready()
     finally:
@@ -73,33 +72,39 @@ def published(ranks: Ranks, model: PreTrainedModel, version: WeightsVersion) -> 
 
 
 @contextmanager
-def asked(engine: RunningEngine, prompts: Sequence[Prompt], wait_s: float = 0.5) -> Iterator[Future[list[Completion]]]:
-    """Requests that are under way in the body, which are awaited after it."""
+def asked(engine: RunningEngine, prompts: Sequence[Prompt]) -> Iterator[Future[list[Completion]]]:
+    """Requests of which the engine has begun two when the body begins: it is paused then. They are awaited after it."""
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(engine.generate, prompts, LONG)
-        time.sleep(wait_s)
-        assert not answer.done()
-        yield answer
+        while True:
+            answer = pool.submit(engine.generate, prompts, LONG)
+            if hold(engine, answer, running=2, tokens=11):
+                break
+        try:
+            yield answer
+        finally:
+            engine.control.resume()  # where the body failed
         answer.result(120)
 
 
 @contextmanager
 def asked_again(engine: RunningEngine, prompts: Sequence[Prompt]) -> Iterator[list[Completion]]:
-    """Requests that follow one another for as long as the body lasts, and their completions."""
+    """Requests that follow one another for as long as the body lasts, and their completions. The engine is paused in
+    one of them when the body begins."""
     completions: list[Completion] = []
-    ended = threading.Event()
+    ended: Future[None] = Future()
 
     def ask() -> None:
-        while not ended.is_set():
+        while not ended.done():
             completions.extend(engine.generate(prompts, LONG))
 
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(ask)
         try:
-            time.sleep(0.5)
+            assert hold(engine, ended)
             yield completions
         finally:
-            ended.set()
+            ended.set_result(None)
+            engine.control.resume()  # where the body failed
         asking.result(120)
 
 
@@ -111,8 +116,9 @@ def test_tokens_after_the_cut_are_those_of_the_new_weights(engine: RunningEngine
     prompts = some_prompts(4)
     with asked(engine, prompts) as answer:
         report = published(ranks, new, new_version)
-        assert not answer.done()
-    assert report.digests == len(list(new.parameters())) and report.pause_seconds == report.seconds < 10
+    probe, *requests = ended(engine)[-1 - len(prompts) :]
+    assert not probe.startswith("megarl-") and all(request.startswith("megarl-") for request in requests)
+    assert report.digests == len(list(new.parameters())) and report.pause_seconds == report.seconds
     assert report.probe_diff_max is not None and report.probe_diff_max < TOLERANCE
     whole = answer.result()
     spans = [[(s.version, s.start, s.end) for s in c.versions] for c in whole]

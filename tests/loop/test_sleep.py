@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from transformers import PreTrainedModel, Qwen3ForCausalLM
@@ -27,6 +25,7 @@ from tests.loop.conftest import TINY_ROLLOUT
 from tests.loop.engines import RunningEngine, perturbed, some_prompts, tiny_engine
 from tests.loop.test_sync_families import EXPERTS, Cell, engine_of
 from tests.loop.trainers import Breaking, Ranks, ranks_of, refusing, versions
+from tests.loop.under_way import OPTIONS, under_way, until
 from tests.loop.zygote import Zygote
 
 GREEDY = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -47,7 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Iterator
     rollout = replace(TINY_ROLLOUT, kv_cache_bytes=KV_BYTES)
     engine = tiny_engine(tmp_path_factory.mktemp("engine"), rollout=rollout, sizes=SIZES)
     engine.config = replace(engine.config, sync=replace(engine.config.sync, bucket_bytes=2**22))
-    engine.zygote, engine.environment = zygote, {UNTIL_PUBLISHED: "1"}
+    engine.zygote, engine.environment, engine.options = zygote, {UNTIL_PUBLISHED: "1"}, OPTIONS
     try:
         yield engine
     finally:
@@ -94,13 +93,6 @@ def worker_bytes(engine: RunningEngine) -> int:
 def greedy(engine: RunningEngine) -> list[Completion]:
     """One prompt after the other: the sizes of batches, which the time decides, change bits without any sleep."""
     return [completion for prompt in some_prompts(4) for completion in engine.generate([prompt], GREEDY)]
-
-
-def until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def assert_same_bits(first: Sequence[Completion], second: Sequence[Completion]) -> None:
@@ -177,15 +169,13 @@ def test_a_request_that_the_pause_did_not_end_waits_for_the_kv_cache(
     engine.control.pause()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(greedy, engine)
-        until(lambda: any(c.status == psutil.CONN_ESTABLISHED for c in psutil.Process(engine.pid).net_connections()))
-        time.sleep(0.3)  # from the connection to vLLM's queue
+        until(lambda: bool(under_way(engine)))
         monkeypatch.setattr(EngineControl, "pause", lambda self, mode="wait": None)  # it would end what is queued
         engine.control.sleep()
         monkeypatch.undo()
         engine.control.wake("weights")
         ranks.publish_whole(model)
-        time.sleep(0.2)
-        assert not waiting.done()
+        assert engine.control.state().paused and under_way(engine) == [0]
         engine.control.wake("kv_cache")
         assert_same_bits(before, waiting.result(60))
 

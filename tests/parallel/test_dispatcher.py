@@ -44,8 +44,9 @@ MODELS = {
     "bfloat16, float32 routers": replace(PLAIN, dtype="bfloat16", router_dtype="float32"),
 }
 BFLOAT16 = ("bfloat16", "bfloat16, float32 routers")
-TOLERANCE = 2e-6
-"""Of mean log-probs, and of gradients relative to their norm: the order of sums differs."""
+TOLERANCE = 4e-6
+"""Of mean log-probs, and of gradients relative to their norm: four times the largest difference of two orders of sums
+that was measured, 9.3e-7 with AVX2."""
 
 
 @dataclass

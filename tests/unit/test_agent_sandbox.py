@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import os
 import socket
 import sys
@@ -18,6 +19,8 @@ import pytest
 from megarl.core.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.schema import End
+from megarl.engine.client.frames import Completion
+from megarl.engine.client.gather import SampleRequest
 from megarl.explore.agents import runner
 from megarl.explore.agents.sandbox import CommandSandbox
 from megarl.explore.recording.model import RolloutModel
@@ -193,15 +196,29 @@ end(len(set(texts)))
     assert score(recorded) == 40.0 and len(list(trajectory(recorded).samples())) == 40
 
 
-def test_a_client_that_goes_away_is_seen(play: Play) -> None:
-    source = """
-body = {"messages": given["prompt"], **given["request_kwargs"]}
-request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode())
-if not fails(urllib.request.urlopen, request, None, 0.5):
-    sys.exit("a response came")
+def test_a_client_that_goes_away_is_seen(play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once its request is at the model, which gives no response."""
+    seen, sample = tmp_path / "seen", Model.sample
+
+    async def noted(model: Model, request: SampleRequest) -> Completion:
+        (seen / "asked").touch()
+        return await sample(model, request)
+
+    seen.mkdir()
+    monkeypatch.setattr(Model, "sample", noted)
+    source = f"""
+import http.client, time
+from urllib.parse import urlsplit
+url = urlsplit(os.environ["OPENAI_BASE_URL"] + "/chat/completions")
+client = http.client.HTTPConnection(url.netloc)
+body = json.dumps({{"messages": given["prompt"], **given["request_kwargs"]}})
+client.request("POST", url.path, body, {{"Content-Type": "application/json"}})
+while not os.path.exists({str(seen / "asked")!r}):
+    time.sleep(0.01)
+client.close()
 end(1.0)
 """
-    assert trajectory(play(source, "15", seconds=[30.0])).end is End.ABANDONED
+    assert trajectory(play(source, "15", seconds=[math.inf], agent_paths=[str(seen)])).end is End.ABANDONED
 
 
 @pytest.mark.parametrize(

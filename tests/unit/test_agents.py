@@ -282,7 +282,7 @@ def agents(tmp_path: Path, tokenizer: ChatTokenizer) -> Iterator[Callable[..., R
     ],
 )
 def test_an_agent_of_a_file(agents: Callable[..., RolloutModel], after: str, score: float | None, end: End) -> None:
-    recorded = agents(AGENT, after, "15", agent_timeout_s=3.0)
+    recorded = agents(AGENT, after, "15", agent_timeout_s=3.0 if end is End.WORKFLOW_TIMEOUT else 60.0)
     verdict = asyncio.run(recorded.verdict())
     found = Trajectory("r", "t", "g", 0, 1, tuple(recorded.turns), verdict.reward, cause=recorded.cause)
     assert found.end is end and len(recorded.turns) == 2, verdict.message

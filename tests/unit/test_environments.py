@@ -200,9 +200,9 @@ class Hanging:
 @pytest.mark.parametrize("at", ["make", "step"])
 def test_a_call_past_its_limit_ends_the_episode_which_is_closed_when_it_returns(at: str) -> None:
     hanging = Hanging(None, at)
-    model = run(Model("1"), hanging.make, timeout_s=0.05)
+    model = run(Model("1"), hanging.make, timeout_s=0.5)
     assert model.cause is End.ENVIRONMENT_TIMEOUT and model.reward is None
-    assert model.reason == f"{at} has not returned within rollout.environment_timeout_s=0.05"
+    assert model.reason == f"{at} has not returned within rollout.environment_timeout_s=0.5"
     assert hanging.calls[-1] == f"{at} begins"
     hanging.go.set()
     assert hanging.closed.wait(60) and hanging.calls[-3:] == [f"{at} ends", "close begins", "close ends"]
@@ -210,7 +210,7 @@ def test_a_call_past_its_limit_ends_the_episode_which_is_closed_when_it_returns(
 
 def test_a_close_past_its_limit_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     hanging = Hanging(None, "close")
-    model = run(Model("1"), hanging.make, timeout_s=0.05)
+    model = run(Model("1"), hanging.make, timeout_s=0.5)
     assert model.reward == Reward(1.0, "ok", {"turn_1": 1.0}) and "close has not returned within" in caplog.text
     hanging.go.set()
 

@@ -22,6 +22,7 @@ from megarl.run.process.interrupt import StopRequest
 from megarl.run.process.process import Child
 from megarl.run.process.reaper import Reaper
 from megarl.run.supervise import orders, replace
+from megarl.run.supervise.orders import EngineOrders
 from megarl.run.supervise.supervisor import watch
 from tests.unit.small_job import config_of
 from tests.unit.test_launch_nodes import two_nodes
@@ -302,6 +303,14 @@ def test_nothing_is_replaced_once_the_job_is_asked_to_stop(run: Callable[..., Lo
 def test_engines_are_ended_and_started_by_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Absent by order: neither replaced nor a death; no replacement is used up."""
     monkeypatch.setattr(orders, "LOOK_S", 0.01)
+    looks: list[None] = []
+    carry_out = EngineOrders.carry_out
+
+    def noted(self: EngineOrders, **how: bool) -> None:
+        carry_out(self, **how)
+        looks.append(None)
+
+    monkeypatch.setattr(EngineOrders, "carry_out", noted)
     config, port = config_of(tmp_path, "cluster.replacements=0"), ports.choose("127.0.0.1", 1, None)[0]
     store = Store(config.store.url)
     store.begin_attempt(1)
@@ -319,7 +328,9 @@ def test_engines_are_ended_and_started_by_order(tmp_path: Path, monkeypatch: pyt
         assert store.engines()[0].wanted is EngineStatus.ABSENT and not [
             pid for pid in starts(tmp_path, "engine 0") if alive(pid)
         ]
-        time.sleep(0.5)  # nobody starts it again
+        seen = len(looks)
+        while len(looks) < seen + 5:
+            time.sleep(0.01)
         assert len(starts(tmp_path, "engine 0")) == 1
         store.order_engine(0, EngineStatus.SERVING)
 
@@ -343,7 +354,7 @@ def test_a_store_that_is_away_holds_nobody_up(tmp_path: Path, monkeypatch: pytes
         raise JobError("away") if len(looks) < 3 else ConfigError("its folder is gone")
 
     store.own_engines = away  # type: ignore[method-assign]
-    waiting = orders.EngineOrders(store, replace.Replacements([], 0), grace_s=0.0, workers=1)
+    waiting = EngineOrders(store, replace.Replacements([], 0), grace_s=0.0, workers=1)
     while len(looks) < 5:
         waiting.carry_out()
         time.sleep(0.01)

@@ -74,6 +74,7 @@ class Servers:
     def __init__(self) -> None:
         self.versions: list[WeightsVersion] = [OLD, OLD]
         self.asked: list[int] = [0, 0]
+        self.looks = 0
         self.refused: list[int] = [0, 0]
         self.urls: list[str] = []
 
@@ -100,6 +101,7 @@ class Servers:
         await self._stack.aclose()
 
     def has(self, engine: Any, least: WeightsVersion) -> bool:
+        self.looks += 1
         return self.versions[self.urls.index(engine.url)] >= least
 
 
@@ -121,7 +123,9 @@ def test_engines_of_an_evaluation_are_asked_for_nothing_else_until_they_have_new
             servers.versions[0] = NEW
             for _ in range(4):
                 await ask(client, training)
-            await asyncio.sleep(0.1)  # the evaluation has ended, and its engine has the weights still
+            looks = servers.looks
+            while servers.looks < looks + 3:  # the evaluation has ended, and its engine has the weights still
+                await asyncio.sleep(0.01)
             await ask(client, replace(training, oldest=NEW))
             assert servers.asked == [5, 3]
             servers.versions[1] = NEW
@@ -202,9 +206,10 @@ def test_an_evaluation_has_no_answer_of_other_weights() -> None:
 
 def test_an_engine_that_is_reserved_again_during_the_look_stays_reserved() -> None:
     """For the evaluation of the weights that the look has found there."""
-    looking, go = threading.Event(), threading.Event()
+    looking, go, looks = threading.Event(), threading.Event(), list[WeightsVersion]()
 
     def has_newer(engine: Any, least: WeightsVersion) -> bool:
+        looks.append(least)
         looking.set()
         go.wait()
         return least <= NEW
@@ -215,7 +220,8 @@ def test_an_engine_that_is_reserved_again_during_the_look_stays_reserved() -> No
         await asyncio.to_thread(looking.wait)
         engines.reserve(["http://e"], NEW)
         go.set()
-        await asyncio.sleep(0.1)
+        while len(looks) < 4:
+            await asyncio.sleep(0.01)
         assert "http://e" in engines and engines._looking is not None and not engines._looking.done()
         await engines.close()
 

@@ -43,6 +43,7 @@ print("imported")
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     print("noise on stdout")
     if solution_str == "loop":
+        open(__file__ + ".loop", "w").close()
         while True: pass
     if solution_str == "die": os._exit(3)
     if solution_str == "raise": raise KeyError("boom")
@@ -51,7 +52,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str == "pid": return float(os.getpid())
     if solution_str == "much": raise ValueError("x" * 2**17)
     if solution_str == "stdin": return float(len(sys.stdin.read()))
-    if solution_str == "sleep": time.sleep(0.4); return 1
+    if solution_str == "wait":
+        open(__file__ + ".waits", "w").close()
+        while not os.path.exists(__file__ + ".go"): time.sleep(0.01)
+        return 1
     return {"score": float(solution_str == ground_truth), "format": True, "comment": "text"}
 """
 
@@ -168,7 +172,7 @@ def run_pool(config: RewardConfig, work: Callable[[RewardPool], Awaitable[Any]])
 def user_config(tmp_path: Path) -> RewardConfig:
     path = tmp_path / "reward.py"
     path.write_text(USER_FILE)
-    return RewardConfig(path=str(path), timeout_s=0.5)
+    return RewardConfig(path=str(path), timeout_s=60.0)
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -230,7 +234,7 @@ def test_our_verifiers_cannot_take_all_memory() -> None:
 
 def test_loading_a_verifier_is_no_part_of_a_tasks_time() -> None:
     """reasoning-gym takes longer to import than this limit; scoring takes 0.1 ms."""
-    verdict = run_pool(RewardConfig(timeout_s=0.1), lambda pool: pool.score(TASK, "12"))
+    verdict = run_pool(RewardConfig(timeout_s=0.5), lambda pool: pool.score(TASK, "12"))
     assert verdict.reward.status == "ok"
 
 
@@ -261,7 +265,9 @@ def test_a_users_function_that_fails_costs_one_sample(
             for text in ["12", "loop", "12", "die", "12", "raise", "nan", "none", "much", "13"]
         ]
 
-    good, loop, after_loop, die, after_death, raised, nan, none, much, wrong = run_pool(user_config, work)
+    good, loop, after_loop, die, after_death, raised, nan, none, much, wrong = run_pool(
+        replace(user_config, timeout_s=2.0), work
+    )
     assert good.reward == after_loop.reward == after_death.reward == Reward(1.0, "ok", {"format": 1.0})
     assert wrong.reward == Reward(0.0, "wrong", {"format": 1.0})
     assert (loop.tries, loop.kills, raised.tries, raised.kills, die.tries, die.kills) == (2, 2, 2, 0, 3, 3)
@@ -387,17 +393,19 @@ def test_a_hanging_sample_does_not_hold_up_another_worker(user_config: RewardCon
         hanging.cancel()
         return held_up, verdict
 
-    config = RewardConfig(path=user_config.path, timeout_s=60.0, workers=2, retries=0)
+    config = replace(user_config, workers=2, retries=0)
     held_up, verdict = run_pool(config, work)
     assert not held_up and verdict.reward.status == "ok"
 
 
 def test_a_cancelled_score_does_not_answer_the_next_one(user_config: RewardConfig) -> None:
     async def work(pool: RewardPool) -> Verdict:
-        slow = asyncio.create_task(pool.score(TASK, "sleep"))
-        await asyncio.sleep(0.1)
+        slow = asyncio.create_task(pool.score(TASK, "wait"))
+        while not Path(f"{user_config.path}.waits").exists():
+            await asyncio.sleep(0.01)
         slow.cancel()
         await asyncio.gather(slow, return_exceptions=True)
+        Path(f"{user_config.path}.go").touch()
         return await pool.score(TASK, "13")
 
     assert run_pool(user_config, work).reward == Reward(0.0, "wrong", {"format": 1.0})
@@ -430,7 +438,10 @@ asyncio.run(main())
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as explorer:
         assert explorer.stdout is not None
         worker = int(explorer.stdout.readline())
-        time.sleep(0.2)
+        deadline = time.monotonic() + 60
+        while not Path(f"{user_config.path}.loop").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
         assert Path(f"/proc/{worker}").exists()
         explorer.send_signal(signal.SIGKILL)
     deadline = time.monotonic() + 60
@@ -447,20 +458,18 @@ def _running(pid: int) -> bool:
 
 
 FORKS = """
-import os, pathlib, subprocess, sys, time
-CHILD = (
-    "import os, pathlib, sys, time; "
-    "pathlib.Path(sys.argv[1], 'child_' + sys.argv[2]).write_text(str(os.getpid())); time.sleep(600)"
-)
+import os, pathlib, subprocess, time
+CHILD = 'echo $$ > "$0.new"; mv "$0.new" "$0"; exec sleep 600'
 FOLDER = pathlib.Path(__file__).parent
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     how, _, then = solution_str.partition(" ")
     if how == "fork":
         if os.fork() == 0:
-            (FOLDER / "child_fork").write_text(str(os.getpid()))
+            (FOLDER / "new").write_text(str(os.getpid()))
+            (FOLDER / "new").rename(FOLDER / "child_fork")
             time.sleep(600)
     elif how:
-        subprocess.Popen([sys.executable, "-c", CHILD, str(FOLDER), how], start_new_session=how == "session")
+        subprocess.Popen(["sh", "-c", CHILD, str(FOLDER / f"child_{how}")], start_new_session=how == "session")
     while how and not (FOLDER / ("child_" + how)).exists(): time.sleep(0.01)
     if then == "die": os._exit(3)
     while then == "hang": time.sleep(1)
@@ -487,7 +496,8 @@ def test_what_a_function_started_holds_nothing_up_and_ends_with_its_worker(
     path.write_text(FORKS)
 
     async def work(hosts: list[str]) -> Verdict:
-        config = RewardConfig(path=str(path), timeout_s=1.5, retries=0, max_kills=1, workers=int(local), hosts=hosts)
+        limits = {"timeout_s": 3.0 if then == "hang" else 60.0, "retries": 0, "max_kills": 1}
+        config = RewardConfig(path=str(path), workers=int(local), hosts=hosts, **limits)
         async with RewardPool(config, key=KEY) as pool:
             return await pool.score(TASK, f"{how} {then}")
 

@@ -107,7 +107,7 @@ def test_workers_that_hang_or_are_killed_are_forked_again(reporting: Path) -> No
     """Also after the server was killed, which ends no worker; another one takes its place."""
 
     async def main() -> None:
-        config = RewardConfig(path=str(reporting), workers=2, timeout_s=2.0, retries=9)
+        config = RewardConfig(path=str(reporting), workers=2, timeout_s=4.0, retries=9)
         async with RewardPool(config, output=reporting.parent / "output") as pool:
             first, (server,) = set(pool.pids), server_processes()
             assert (await pool.score(TASK, "hang")).reward.status == "timeout"

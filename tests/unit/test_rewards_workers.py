@@ -35,7 +35,7 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info=None
     if solution_str == "once" and tries == 1: raise OSError("for a moment")
     if solution_str == "poison": os.kill(os.getpid(), signal.SIGKILL)
     if solution_str.startswith("item"): time.sleep(0.002)
-    if solution_str.startswith("long"): time.sleep(0.05)
+    while solution_str.startswith("held") and not (FOLDER / "go").exists(): time.sleep(0.01)
     return float(solution_str == ground_truth)
 """
 
@@ -167,18 +167,21 @@ def test_workers_of_another_host_score_and_are_replaced_like_our_own(flaky: Path
             async with RewardPool(config, key=KEY) as pool:
                 assert host.busy == 3
                 ours, children = set(pool.pids), {p.pid for p in worker_processes()}
-                scoring = [asyncio.create_task(pool.score(TASK, f"long{i}")) for i in range(100)]
-                while sum(task.done() for task in scoring) < 25:
+                texts = [f"item{i}" for i in range(25)] + [f"held{i}" for i in range(75)]
+                scoring = [asyncio.create_task(pool.score(TASK, text)) for text in texts]
+                log = flaky.parent / "log"
+                while not log.exists() or log.read_text().count("held") < 4:  # each process has one in hand
                     await asyncio.sleep(0.005)
                 for pid in children - ours:
                     os.kill(pid, signal.SIGKILL)
+                (flaky.parent / "go").touch()
                 found = await asyncio.gather(*scoring)
                 return found, len(children - ours)
 
     found, remote = asyncio.run(main())
     assert remote == 3
     assert [v.reward.status for v in found] == ["wrong"] * 100
-    assert 0 < sum(v.kills for v in found) <= 3
+    assert sum(v.kills for v in found) == 3
     _, alive = psutil.wait_procs(worker_processes(), timeout=10)  # killed, but not yet gone
     assert not alive
 

@@ -21,9 +21,11 @@ from megarl.run.process import ports, stacks
 from megarl.run.process.process import Child
 from megarl.run.process.reaper import Reaper
 from megarl.run.process.stacks import Account, ProcessSnapshot
+from megarl.run.supervise import watchdog
 from megarl.run.supervise.watchdog import Watchdog
 from tests.unit.small_job import config_of
 
+STALL_S = 10.0
 MARKING = (
     "import time\nfrom megarl.core import heartbeat\nheartbeat.begin()\n"
     "with heartbeat.phase({phase!r}, 6):\n    while True:\n        heartbeat.beat()\n        time.sleep(0.02)\n"
@@ -61,24 +63,54 @@ def until(what: Callable[[], bool], child: Child) -> None:
         time.sleep(0.02)
 
 
-def watchdog_of(folder: Path, stall_s: float = 0.4, *overrides: str) -> Watchdog:
+class Clock:
+    """Time that passes for watchdogs when a test lets it pass."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(watchdog, "time", clock)
+    return clock
+
+
+def watchdog_of(folder: Path, *overrides: str) -> Watchdog:
     config = config_of(folder, *overrides)
-    return Watchdog(replace(config, cluster=replace(config.cluster, stall_s=stall_s)), folder / "logs")
+    return Watchdog(replace(config, cluster=replace(config.cluster, stall_s=STALL_S)), folder / "logs")
 
 
 def watched(
-    watchdog: Watchdog, children: Sequence[Child], node: LocalNode, end: Callable[[], bool] = lambda: False
+    dog: Watchdog,
+    children: Sequence[Child],
+    node: LocalNode,
+    clock: Clock,
+    end: Callable[[], bool] = lambda: False,
+    moving: Sequence[Child] = (),
 ) -> str:
-    """What the watchdog says when it gives up; "" when ``end`` was first."""
+    """What the watchdog says when it gives up; "" when ``end`` was first. No time passes until ``moving`` have moved
+    again."""
     deadline = time.monotonic() + 60
     while not end():
         assert time.monotonic() < deadline, "it says nothing"
+        for child, before in [(child, child.heartbeat().beats) for child in moving]:
+            until(lambda child=child, before=before: child.heartbeat().beats != before, child)  # type: ignore[misc]
+        clock.now += STALL_S / 5
         try:
-            watchdog.look([Started(child, node) for child in children])
+            dog.look([Started(child, node) for child in children])
         except JobError as error:
             return str(error)
-        time.sleep(0.02)
     return ""
+
+
+def stopped(child: Child) -> None:
+    child.signal(signal.SIGSTOP)
+    until(lambda: child.heartbeat().state == "T", child)
 
 
 # ---------------------------------------------------------------- the page
@@ -86,9 +118,11 @@ def watched(
 
 def test_a_reader_sees_whole_records(tmp_path: Path) -> None:
     """While they are written at full speed."""
+    enough = tmp_path / "enough"
     code = (
-        "from megarl.core import heartbeat\nheartbeat.begin()\n"
-        "for i in range(100_000):\n    with heartbeat.phase(f'phase {i}' * (1 + i % 7), i):\n        pass\n"
+        "import itertools, os\nfrom megarl.core import heartbeat\nheartbeat.begin()\n"
+        "for i in itertools.count():\n    with heartbeat.phase(f'phase {i}' * (1 + i % 7), i):\n        pass\n"
+        f"    if i % 1000 == 999 and os.path.exists({str(enough)!r}):\n        print(i + 1)\n        break\n"
     )
     child = Child("c", [sys.executable, "-c", code], {}, tmp_path / "c.log")
     before, phases = 0, 0
@@ -100,9 +134,11 @@ def test_a_reader_sees_whole_records(tmp_path: Path) -> None:
             i = found.step - 1
             assert found.phase == (f"phase {i}" * (1 + i % 7))[:80]
             phases += 1
+            if phases == 1000:
+                enough.touch()
     assert child.poll() == 0, child.tail()
-    assert (child.memory.read().beats, child.memory.read().phase) == (200_001, heartbeat.START)
-    assert phases
+    beats = 2 * int(child.log.read_text()) + 1
+    assert (child.memory.read().beats, child.memory.read().phase) == (beats, heartbeat.START)
 
 
 def test_phases_and_patience_end_with_their_blocks(node: LocalNode, tmp_path: Path) -> None:
@@ -174,7 +210,7 @@ def rows_of(children: Sequence[Child], node: LocalNode) -> list[ProcessSnapshot]
     return [ProcessSnapshot(c.name, c.heartbeat().phase, c.heartbeat().step, 3.0, accounts[c.name]) for c in children]
 
 
-def test_two_ranks_that_do_not_meet(node: LocalNode, tmp_path: Path) -> None:
+def test_two_ranks_that_do_not_meet(node: LocalNode, tmp_path: Path, clock: Clock) -> None:
     """One sleeps outside of the collective in which the other waits; then it is in another one; then it is stopped."""
     script = tmp_path / "rank.py"
     script.write_text(RANK)
@@ -203,9 +239,9 @@ def test_two_ranks_that_do_not_meet(node: LocalNode, tmp_path: Path) -> None:
     until(lambda: rows_of(ranks, node)[1].location.collective == "recv", ranks[1])
     assert re.search(r"to blame: in (recv|all_reduce), while the others are in (recv|all_reduce)$", shown()[1])
 
-    ranks[1].signal(signal.SIGSTOP)
-    said = watched(watchdog_of(tmp_path), ranks, node)
-    assert "no trainer rank has moved for" in said and "cluster.stall_s=0.4" in said
+    stopped(ranks[1])
+    said = watched(watchdog_of(tmp_path), ranks, node, clock)
+    assert "no trainer rank has moved for" in said and f"cluster.stall_s={STALL_S:g}" in said
     assert "likely: trainer rank 1 is to blame: stopped by a signal" in said
     kept = (tmp_path / "logs" / "stall_1.txt").read_text()
     assert str(tmp_path / "logs" / "stall_1.txt") in said
@@ -253,7 +289,7 @@ def test_who_gives_no_stacks_is_described_by_its_state(node: LocalNode, tmp_path
     until(lambda: "up" in child.log.read_text(), child)
     found = node.accounts(["engine 0"])["engine 0"]
     assert (found.stacks, found.state, child.poll()) == ("", "S", None)
-    child.signal(signal.SIGSTOP)
+    stopped(child)
     row = ProcessSnapshot("engine 0", "serving", 0, 3.0, node.accounts(["engine 0"])["engine 0"])
     assert row.cells()[3].startswith("stopped by a signal (state T)")
     assert child.poll() is None
@@ -263,14 +299,14 @@ def test_who_gives_no_stacks_is_described_by_its_state(node: LocalNode, tmp_path
 
 
 def test_a_stopped_explorer_is_killed_and_nobody_else(
-    node: LocalNode, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    node: LocalNode, tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: Clock
 ) -> None:
     """A rank that waits for another one that moves is left alone, however long it is silent."""
     codes = {"trainer rank 0": MARKING.format(phase="rollout"), "trainer rank 1": SILENT, "explorer": TICKING}
     children = [start(node, name, code, tmp_path) for name, code in codes.items()]
-    watchdog = watchdog_of(tmp_path, 1.0)
-    children[2].signal(signal.SIGSTOP)
-    assert watched(watchdog, children, node, lambda: children[2].poll() is not None) == ""
+    stopped(children[2])
+    dog = watchdog_of(tmp_path)
+    assert watched(dog, children, node, clock, lambda: children[2].poll() is not None, moving=children[:1]) == ""
     assert children[2].poll() == -signal.SIGKILL
     assert (
         "explorer gave no heartbeat" in caplog.text
@@ -279,7 +315,7 @@ def test_a_stopped_explorer_is_killed_and_nobody_else(
     assert [child.poll() for child in children[:2]] == [None, None]
 
 
-def test_a_stopped_engine_is_to_blame_for_silent_ranks(node: LocalNode, tmp_path: Path) -> None:
+def test_a_stopped_engine_is_to_blame_for_silent_ranks(node: LocalNode, tmp_path: Path, clock: Clock) -> None:
     """Any process of its group: the server may go on answering."""
     trainer = start(node, "trainer rank 0", SILENT, tmp_path)
     code = (
@@ -290,7 +326,8 @@ def test_a_stopped_engine_is_to_blame_for_silent_ranks(node: LocalNode, tmp_path
     until(lambda: engine.heartbeat().beats > 0 and engine.log.read_text() != "", engine)
     os.kill(int(engine.log.read_text()), signal.SIGSTOP)
     until(lambda: engine.heartbeat().state == "T", engine)
-    assert watched(watchdog_of(tmp_path), [trainer, engine], node, lambda: engine.poll() is not None) == ""
+    dog = watchdog_of(tmp_path)
+    assert watched(dog, [trainer, engine], node, clock, lambda: engine.poll() is not None) == ""
     assert (engine.poll(), trainer.poll()) == (-signal.SIGKILL, None)
 
 
@@ -327,68 +364,69 @@ def server(node: LocalNode, port: int, folder: Path) -> Child:
     return node.start(spec)
 
 
-def test_an_engine_that_takes_weights_has_time(node: LocalNode, tmp_path: Path) -> None:
+def test_an_engine_that_takes_weights_has_time(node: LocalNode, tmp_path: Path, clock: Clock) -> None:
     """As much as a sync may take, while the trainer waits for it."""
     (port,) = ports.choose("127.0.0.1", 1, None)
     engine = server(node, port, tmp_path)
     until(lambda: engine.heartbeat().beats == 2, engine)
-    ended = tmp_path / "sync has ended"
+    go = tmp_path / "go"
     syncing = (
-        f"with heartbeat.timeout(600):\n    heartbeat.beat()\n    time.sleep(3)\nopen({str(ended)!r}, 'w').close()\n"
+        f"import os\nwith heartbeat.timeout(600):\n    heartbeat.beat()\n    while not os.path.exists({str(go)!r}):\n"
     )
-    trainer = start(
-        node,
-        "trainer rank 0",
-        MARKING.format(phase="rollout").replace("with heartbeat.phase", syncing + "with heartbeat.phase"),
-        tmp_path,
-    )
-    watchdog = watchdog_of(tmp_path, 1.0)
-    assert watched(watchdog, [trainer, engine], node, lambda: engine.poll() is not None) == ""
-    assert ended.exists() and trainer.poll() is None
+    syncing += "        time.sleep(0.01)\n"
+    code = MARKING.format(phase="rollout").replace("with heartbeat.phase", syncing + "with heartbeat.phase")
+    trainer, dog = start(node, "trainer rank 0", code, tmp_path), watchdog_of(tmp_path)
+    late = clock.now + 5 * STALL_S
+    assert watched(dog, [trainer, engine], node, clock, lambda: clock.now > late) == ""
+    assert (engine.poll(), trainer.poll()) == (None, None)
+    go.touch()
+    until(lambda: trainer.heartbeat().phase == "rollout", trainer)
+    assert watched(dog, [trainer, engine], node, clock, lambda: engine.poll() is not None, moving=[trainer]) == ""
+    assert trainer.poll() is None
 
 
-def test_an_engine_whose_core_no_longer_answers_is_killed(node: LocalNode, tmp_path: Path) -> None:
+def test_an_engine_whose_core_no_longer_answers_is_killed(node: LocalNode, tmp_path: Path, clock: Clock) -> None:
     (port,) = ports.choose("127.0.0.1", 1, None)
     trainer = start(node, "trainer rank 0", MARKING.format(phase="rollout"), tmp_path)
     engine = server(node, port, tmp_path)
-    until(lambda: engine.heartbeat().beats > 0, engine)
-    EngineControl(f"http://127.0.0.1:{port}", "the key").health(5.0)
-    watchdog = watchdog_of(tmp_path, 1.5)
-    assert watched(watchdog, [trainer, engine], node, lambda: engine.poll() is not None) == ""
+    until(lambda: engine.heartbeat().beats == 2, engine)
+    EngineControl(f"http://127.0.0.1:{port}", "the key").health(60.0)
+    dog = watchdog_of(tmp_path)
+    assert watched(dog, [trainer, engine], node, clock, lambda: engine.poll() is not None, moving=[trainer]) == ""
     assert (engine.poll(), trainer.poll()) == (-signal.SIGKILL, None)
     assert engine.probe is not None and engine.probe.count == 2
 
 
-def test_a_stopped_rank_is_found_while_another_one_moves(node: LocalNode, tmp_path: Path) -> None:
+def test_a_stopped_rank_is_found_while_another_one_moves(node: LocalNode, tmp_path: Path, clock: Clock) -> None:
     """Rank 0 goes on looking for groups of a rollout for a while."""
     ranks = [start(node, f"trainer rank {i}", MARKING.format(phase="rollout"), tmp_path) for i in range(2)]
-    ranks[1].signal(signal.SIGSTOP)
-    assert "trainer rank 1 has not moved for" in watched(watchdog_of(tmp_path, 1.0), ranks, node)
+    stopped(ranks[1])
+    said = watched(watchdog_of(tmp_path), ranks, node, clock, moving=ranks[:1])
+    assert "trainer rank 1 has not moved for" in said
 
 
-def test_a_rollout_that_stands_still_is_said(node: LocalNode, tmp_path: Path) -> None:
+def test_a_rollout_that_stands_still_is_said(node: LocalNode, tmp_path: Path, clock: Clock) -> None:
     codes = {"trainer rank 0": MARKING.format(phase="rollout"), "explorer": TICKING}
     children = [start(node, name, code, tmp_path) for name, code in codes.items()]
-    said = watched(watchdog_of(tmp_path, 1.0, "rollout.request_timeout_s=1"), children, node)
+    dog = watchdog_of(tmp_path, "rollout.request_timeout_s=10")
+    said = watched(dog, children, node, clock, moving=children)
     assert (
         "waits for a rollout of which no sample has ended" in said and "the explorer: 3 samples being generated" in said
     )
 
 
-def test_who_was_stopped_together_with_the_job_blames_nobody(node: LocalNode, tmp_path: Path) -> None:
+def test_who_was_stopped_together_with_the_job_blames_nobody(node: LocalNode, tmp_path: Path, clock: Clock) -> None:
     """``scontrol suspend`` stops the supervisor as well: what it did not see was no silence."""
     trainer = start(node, "trainer rank 0", SILENT, tmp_path)
-    watchdog = watchdog_of(tmp_path)
-    started = [Started(trainer, node)]
-    watchdog.look(started)
-    for _ in range(2):
-        time.sleep(0.5)
-        watchdog.look(started)
+    dog, started = watchdog_of(tmp_path), [Started(trainer, node)]
+    for _ in range(3):
+        clock.now += 10 * STALL_S
+        dog.look(started)
     assert trainer.poll() is None
 
 
-def test_a_start_and_a_patient_phase_have_time(node: LocalNode, tmp_path: Path) -> None:
+def test_a_start_and_a_patient_phase_have_time(node: LocalNode, tmp_path: Path, clock: Clock) -> None:
     starting = node.start(Spec("trainer rank 0", ("-c", "import time; time.sleep(600)"), {}, str(tmp_path / "t.log")))
     patient = start(node, "trainer rank 1", SILENT.replace("with ", "with heartbeat.timeout(600), "), tmp_path)
-    late = time.monotonic() + 1
-    assert watched(watchdog_of(tmp_path), [starting, patient], node, lambda: time.monotonic() > late) == ""
+    late = clock.now + 5 * STALL_S
+    assert watched(watchdog_of(tmp_path), [starting, patient], node, clock, lambda: clock.now > late) == ""

@@ -14,6 +14,8 @@ import pytest
 from megarl.core.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.schema import End
+from megarl.engine.client.frames import Completion
+from megarl.engine.client.gather import SampleRequest
 from megarl.explore import workflows
 from megarl.explore.recording.model import RolloutModel
 from megarl.explore.tasksets import ChatTokenizer
@@ -116,12 +118,17 @@ def test_a_loop_of_calls(folder: Path, file: str) -> None:
         (call("truth"), "15"),
         (call("calculator", expression="1 / 0"), "Error: ZeroDivisionError"),
         (call("slow", seconds=0), "(no output)"),
-        (call("slow", seconds=30), "Error: slow has not returned within 0.2 s."),
     ],
 )
 def test_errors_that_the_model_gets(folder: Path, file: str, written: str, told: str) -> None:
-    recorded, _ = play(folder, rollout("calculator", file, tool_timeout_s=0.2), written, "15")
+    recorded, _ = play(folder, rollout("calculator", file), written, "15")
     assert told in results(recorded)[0]
+    assert recorded.cause is None and recorded.text(recorded.last_of_model()) == "15"
+
+
+def test_a_function_that_takes_too_long_is_an_error(folder: Path, file: str) -> None:
+    recorded, _ = play(folder, rollout(file, tool_timeout_s=0.2), call("slow", seconds=30), "15")
+    assert "Error: slow has not returned within 0.2 s." in results(recorded)[0]
     assert recorded.cause is None and recorded.text(recorded.last_of_model()) == "15"
 
 
@@ -279,7 +286,15 @@ class TestPython:
         settings, tokenizer = rollout("python"), ChatTokenizer.open(folder, template_tools(rollout("python")))
         code = call("python", code="import os\nprint('y' in dir(), os.listdir('/tmp'), os.path.exists('/etc'))\ny = 1")
         write = call("python", code="open('/tmp/left', 'w').close()")
-        models = [Model(tokenizer, code, write, code, "1", seconds=[0, 0.05, 0.05]) for _ in range(4)]
+        all_open = asyncio.Barrier(4)
+
+        class Together(Model):
+            async def sample(self, request: SampleRequest) -> Completion:
+                if len(self.requests) in (1, 2):  # the first call has opened its session, the second has written
+                    await all_open.wait()
+                return await super().sample(request)
+
+        models = [Together(tokenizer, code, write, code, "1") for _ in range(4)]
         recorders = [recorder(model) for model in models]
 
         async def main() -> None:
@@ -299,7 +314,7 @@ class TestPython:
     @pytest.mark.parametrize(
         ("code", "told", "stays"),
         [
-            ("while True: pass", "TimeoutError: the code did not end within 0.5 s", True),
+            ("while True: pass", "TimeoutError: the code did not end within 2 s", True),
             (
                 "import signal\nsignal.signal(signal.SIGALRM, signal.SIG_IGN)\nwhile True: pass",
                 "has ended (the call did not",
@@ -318,9 +333,10 @@ class TestPython:
     def test_limits(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, code: str, told: str, stays: bool | None
     ) -> None:
-        for name in ("LATE_S", "LAST_WORDS_S"):
-            monkeypatch.setattr(session, name, 0.5)
-        settings = rollout("python", tool_timeout_s=0.5, tool_result_chars=256)
+        endless, deaf = "while" in code or stays is None, "SIG_IGN" in code or stays is None
+        monkeypatch.setattr(session, "LATE_S", 0.5 if deaf else 30.0)
+        monkeypatch.setattr(session, "LAST_WORDS_S", 30.0 if "itself" in told else 0.5)
+        settings = rollout("python", tool_timeout_s=2.0 if endless else 30.0, tool_result_chars=256)
         calls = [call("python", code=one) for one in ("z = 5", code, "z", "1 + 1")]
         recorded, _ = play(folder, settings, *calls, "42")
         _, second, third, fourth = results(recorded)
@@ -330,7 +346,7 @@ class TestPython:
 
     def test_a_cancelled_trajectory_ends_its_session(self, folder: Path) -> None:
         settings, tokenizer = rollout("python"), ChatTokenizer.open(folder, template_tools(rollout("python")))
-        model = Model(tokenizer, call("python", code="x = 1"), call("python", code="import time\ntime.sleep(1)"))
+        model = Model(tokenizer, call("python", code="x = 1"), call("python", code="import time\ntime.sleep(600)"))
         recorded = recorder(model)
 
         async def main() -> None:

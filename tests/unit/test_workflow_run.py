@@ -339,7 +339,7 @@ def test_waits_for_the_engine_are_not_the_workflows_time(tokenizer: ChatTokenize
         await asyncio.gather(model.generate(), model.generate())
         await model.verify()
 
-    [found] = play(workflow, tokenizer, engine=Engine(tokenizer, delay_s=1.0), timeout_s=0.5)
+    [found] = play(workflow, tokenizer, engine=Engine(tokenizer, delay_s=2.5), timeout_s=2.0)
     assert found.end is End.FINISHED
 
 
