@@ -70,6 +70,10 @@ class Held:
         order = self._folder / f"held.{split}"
         return order.exists() and (self._folder / f"holder.{split}.{order.read_text()}").exists()
 
+    def is_on(self, split: Split) -> bool:
+        """Return True while answers are to be held back."""
+        return (self._folder / f"held.{split}").exists()
+
     def release(self, split: Split) -> None:
         (self._folder / f"held.{split}").unlink()
 

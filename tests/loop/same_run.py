@@ -16,6 +16,8 @@ import numpy as np
 from safetensors.torch import load_file
 
 from megarl.explore.store import Store
+from megarl.weights.checkpoint.training.manifest import finished
+from tests.loop.held import Held
 from tests.system.jobs import START_S, Job
 
 ROLLOUTS = ("eval-before", "train-000000", "train-000001", "train-000002", "eval-after")
@@ -93,27 +95,45 @@ def left_alone(run_dir: Path, settings: Sequence[str], limit_s: float = START_S)
         job.clean_up()
 
 
+def kill_in_step(job: Job, held: Held, after: int, resumed: int) -> None:
+    """Kill all of a job that holds back answers of its training rollouts: while one is held back that was scored when
+    ``after`` steps were recorded, and the checkpoint of step ``resumed`` is whole.
+
+    The job cannot end before: with k = ``sync.max_staleness`` it has at least ``after`` + k + 1 steps, so the
+    publication after step ``after`` asks for more groups.
+    """
+    held.until(job, "train", lambda: after in job.steps(), f"{after} steps")
+    checkpoints = job.run_dir / "checkpoints"
+    job.until(lambda: f"global_step_{resumed}" in (p.name for p in finished(checkpoints)), f"checkpoint {resumed}")
+    job.kill_all()
+    held.release("train")
+    assert job.steps() == list(range(1, after + 1))
+
+
 @contextmanager
 def whole_and_killed(
     root: Path,
     settings: Sequence[str],
     after: int,
+    resumed: int,
     look: Callable[[Job], None] = lambda job: None,
     then: Sequence[str] = (),
 ) -> Iterator[tuple[Path, Path]]:
-    """Directories of a job that was left alone, and of one that was killed after so many steps, looked at, and went
-    on, with the settings ``then`` as well."""
+    """Directories of a job that was left alone, and of one that was killed when ``after`` steps were recorded
+    (``kill_in_step``), looked at, and resumed after step ``resumed``, with the settings ``then`` as well."""
+    held = Held(root)
+    settings = (*settings, *held.settings)
     whole, killed = Job(root / "whole", settings).start(), Job(root / "killed", settings)
     try:
         assert whole.wait(START_S) == 0, whole.output.read_text()
+        held.hold("train")
         killed.start()
-        killed.until(lambda: after in killed.steps(), f"{after} steps", poll_s=0.002)
-        killed.kill_all()
+        kill_in_step(killed, held, after, resumed)
         look(killed)
         again = Job(root / "killed", (*settings, *then)).start()
         try:
             assert again.wait(START_S) == 0, again.output.read_text()
-            assert "resumed from" in again.output.read_text()
+            assert f"resumed from {root}/killed/checkpoints/global_step_{resumed}" in again.output.read_text()
         finally:
             again.clean_up()
         yield whole.run_dir, killed.run_dir

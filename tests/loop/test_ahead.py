@@ -16,8 +16,8 @@ from tests.loop.same_run import left_alone, steps_of, whole_and_killed
 from tests.system.jobs import START_S, TINY
 
 pytestmark = pytest.mark.timeout(4 * START_S)
-STEPS = 5
-SETTINGS = (*TINY, f"trainer.steps={STEPS}", "trainer.checkpoint_interval=1", "sync.max_staleness=2", "sync.interval=2")
+STEPS = 6
+SETTINGS = (*TINY, f"trainer.steps={STEPS}", "trainer.checkpoint_interval=3", "sync.max_staleness=2", "sync.interval=2")
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def test_lags_are_what_the_formula_says(run: Path) -> None:
     lags = [Pacing(2, 2).lag_of_step(step) for step in range(STEPS)]
-    assert lags == [0, 1, 2, 1, 2]
+    assert lags == [0, 1, 2, 1, 2, 1]
     for name in ("rollout/lag/mean", "rollout/lag/max"):
         assert [record[name] for record in steps_of(run)] == lags
     assert [record["rollout/stale_tokens"] for record in steps_of(run)] == [float(lag > 0) for lag in lags]
@@ -49,8 +49,8 @@ def test_the_engines_log_probs_are_those_of_the_weights_before(run: Path) -> Non
 
 @pytest.mark.soak  # tests/loop/test_partial.py kills a job that samples ahead too
 def test_a_killed_job_has_the_same_bits(tmp_path: Path) -> None:
-    """Killed in its fourth step, between two publications."""
-    with whole_and_killed(tmp_path, SETTINGS, 3) as runs:
+    """Killed in its fifth step, and resumed after its third, between two publications."""
+    with whole_and_killed(tmp_path, SETTINGS, 4, 3) as runs:
         assert_same(*runs)
 
 

@@ -10,6 +10,7 @@ from sqlalchemy import select
 
 from megarl.explore.store import Store
 from megarl.explore.store.tables import GROUPS
+from tests.loop.held import Held
 from tests.loop.same_run import steps_of
 from tests.system.jobs import START_S, TINY, Job
 
@@ -27,13 +28,19 @@ SETTINGS = (
 
 @pytest.mark.soak  # tests/loop/test_meanwhile.py has a job in completion order that is not killed
 def test_no_token_is_older_than_the_bound_and_no_group_is_used_twice(tmp_path: Path) -> None:
-    """Killed after its fourth step, whose checkpoint is the newest but one, and started again."""
-    job = Job(tmp_path / "run", SETTINGS).start()
+    """A group of the first weights is held back until the step of its deadline. Killed when the third step is recorded
+    and an answer is held back, the job is started again."""
+    held = Held(tmp_path)
+    held.hold("train")
+    job = Job(tmp_path / "run", (*SETTINGS, *held.settings)).start()
     try:
-        job.until(lambda: 3 in job.steps(), "three steps", poll_s=0.002)
+        job.until(lambda: held.holds("train") and job.steps() == list(range(1, K + 1)), "the steps before the deadline")
+        held.until(job, "train", lambda: K + 1 in job.steps(), "the step of the deadline")
         job.kill_all()
+        held.release("train")
         job.start()
         assert job.wait(START_S) == 0, job.output.read_text()
+        assert "resumed from" in job.output.read_text()
     finally:
         job.clean_up()
     records = steps_of(tmp_path / "run")

@@ -112,24 +112,35 @@ def test_steps_are_made_while_an_evaluation_is_open(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_an_evaluation_whose_engine_is_killed(tmp_path: Path) -> None:
-    """Weights of a later step are evaluated in its place; the explorer lives on."""
-    settings = [*SETTINGS, "trainer.steps=8", "trainer.eval_interval=3", "evaluation.samples=8"]
+    """Weights of a later step are evaluated in its place; the explorer lives on.
+
+    The evaluation is held open until its engine's death is noticed. A held answer of training keeps step 7 from its
+    end until then, so the later step comes before the next evaluation that is due."""
+    held = Held(tmp_path)
+    held.hold("train")
+    settings = [*SETTINGS, *held.settings, "trainer.steps=8", "trainer.eval_interval=4"]
     job = Job(tmp_path / "run", settings).start()
     try:
-        job.until(lambda: bool(job.query("select 1 from rollouts where rollout_id = 'eval-3'")), "an evaluation")
+        job.until(lambda: held.holds("train"), "the first step's rollout")
+        held.hold("eval")
+        asked = "select sampling from rollouts where rollout_id = 'eval-4'"
+        held.until(job, "train", lambda: bool(job.query(asked)), "an evaluation")
+        job.until(lambda: held.holds("eval"), "an answer of the evaluation")
         explorer = job.pid_of("explorer")
-        [url] = json.loads(str(job.query("select sampling from rollouts where rollout_id = 'eval-3'")[0][0]))["engines"]
+        [url] = json.loads(str(job.query(asked)[0][0]))["engines"]
         assert job.query(f"select number from engines where url = '{url}'") == [(1,)]
         port = url.rpartition(":")[2]
         servers = {pid: words for pid, words in job.processes().items() if "megarl.engine.server.server" in words}
         [server] = [pid for pid, words in servers.items() if f"--port {port}" in words and os.getsid(pid) == pid]
         os.kill(server, signal.SIGKILL)
         job.until(lambda: bool(job.query("select 1 from events where kind = 'evaluation_lost'")), "the loss noticed")
+        held.release("eval")
+        held.release("train")
         assert job.wait(START_S) == 0, job.output.read_text()
         assert explorer not in job.processes() and "explorer was ended" not in job.output.read_text()
     finally:
         job.clean_up()
     found = Found(tmp_path / "run")
-    assert found.lost == [3] and "the evaluation of step 3 is given up" in job.output.read_text()
-    assert 3 not in found.metrics and any(3 < step < 6 for step in found.metrics)
+    assert found.lost == [4] and "the evaluation of step 4 is given up" in job.output.read_text()
+    assert 4 not in found.metrics and any(4 < step < 8 for step in found.metrics)
     found.check(sorted(found.metrics))

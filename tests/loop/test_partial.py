@@ -17,7 +17,7 @@ from tests.loop.same_run import left_alone, steps_of, whole_and_killed
 from tests.system.jobs import START_S, TINY
 
 pytestmark = pytest.mark.timeout(4 * START_S)
-STEPS, BUDGET, SEGMENT = 5, 4, 2
+STEPS, BUDGET, SEGMENT = 6, 4, 2
 SETTINGS = (
     *TINY,
     f"trainer.steps={STEPS}",
@@ -36,7 +36,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]
     """A job that was left alone, and one that was killed in its fourth step and went on from its second, with engines
     that leave while the trainer computes."""
     then = ("rollout.placement=colocated",)
-    with whole_and_killed(tmp_path_factory.mktemp("partial"), SETTINGS, 3, then=then) as runs:
+    with whole_and_killed(tmp_path_factory.mktemp("partial"), SETTINGS, 3, 2, then=then) as runs:
         yield runs
 
 

@@ -35,12 +35,12 @@ SETTINGS = (
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
-    """A job that was left alone, and one that was killed after its third step and resumed after its second."""
+    """A job that was left alone, and one that was killed in its fourth step and resumed after its second."""
 
     def undone(killed: Job) -> None:
         assert killed.query("select count(*) from replays where step = 3") == [(TASKS // 2,)], "nothing is undone"
 
-    with whole_and_killed(tmp_path_factory.mktemp("replay"), SETTINGS, 3, undone) as runs:
+    with whole_and_killed(tmp_path_factory.mktemp("replay"), SETTINGS, 3, 2, undone) as runs:
         yield runs
 
 

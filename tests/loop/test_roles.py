@@ -4,11 +4,8 @@ resumed."""
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +16,10 @@ from safetensors.torch import load_file
 from megarl.core.schema import GREEDY
 from megarl.explore.store import Store
 from megarl.weights.checkpoint.training.state import latest, read_state
+from tests.loop.held import Held
+from tests.loop.same_run import kill_in_step
 from tests.metrics_page import unlisted
-from tests.system.jobs import START_S, TINY, Job
+from tests.system.jobs import TINY, Job
 
 pytestmark = pytest.mark.timeout(900)  # three jobs before the first test
 
@@ -83,29 +82,26 @@ def metrics(run_dir: Path) -> dict[int, dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
-    """One that ran to its end, and one that was killed in its third step and started again, whose models leave the
-    device."""
+    """One that ran to its end, and one that was killed in its fourth step and resumed after its second, whose
+    models leave the device."""
     root = tmp_path_factory.mktemp("ppo")
     scores = score_model(root / "scores")
-    started: list[Job] = []
+    held, started = Held(root), list[Job]()
 
     def start(name: str, away: tuple[str, ...] = ()) -> Job:
         offload = [f"{role}.offload={place}" for role, place in zip(ROLES, away, strict=False)]
         offload += ["rollout.placement=colocated"] if away else []
-        job = Job(root / name, [*PPO, f"reward_model.path={scores}", f"critic.path={scores}", *offload]).start()
+        job = Job(
+            root / name, [*PPO, *held.settings, f"reward_model.path={scores}", f"critic.path={scores}", *offload]
+        ).start()
         started.append(job)
         return job
 
     try:
-        first, second = (
-            start("whole"),
-            start("killed", AWAY[0]),
-        )  # beside each other: most of a start is one process after the other
-        second.until(lambda: 3 in second.steps(), "step 3", 2 * START_S)
-        for pid in [*second.processes(), second.pid]:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        second.until_gone(60)
+        held.hold("train")
+        second = start("killed", AWAY[0])
+        kill_in_step(second, held, 3, 2)
+        first = start("whole")  # beside the next one: most of a start is one process after the other
         third = start("killed", AWAY[1])
         assert first.wait(400) == 0, first.output.read_text()
         assert third.wait(400) == 0, third.output.read_text()

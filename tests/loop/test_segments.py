@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from megarl.core.schema import Segment
@@ -20,7 +21,7 @@ from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.store import Claim, Store
 from tests.loop.conftest import TINY_ROLLOUT
 from tests.loop.engines import KEY, WIDE_SIZES, RunningEngine, some_prompts, tiny_engine
-from tests.loop.same_run import groups, kill, steps_of
+from tests.loop.same_run import kill, steps_of
 from tests.loop.zygote import Zygote
 from tests.stores import VERSION, make_task
 from tests.system.jobs import START_S, TINY, Job
@@ -141,7 +142,34 @@ def test_greedy_segments_are_the_response_in_one(engine: RunningEngine) -> None:
 # A job
 
 TWO_TURNS = """
+import asyncio
+import os
+import signal
+import sqlite3
+from pathlib import Path
+
+STOP = Path({folder!r}) / "stop"
+STORE = "file:{folder}/killed/store.db?mode=ro"
+LATE = "select count(*) from segments where rollout_id = ? and turn = 1 and start > 2"
+watching = None
+
+
+async def stop_when_late():
+    while True:
+        if STOP.exists():
+            connection = sqlite3.connect(STORE, uri=True)
+            [late] = connection.execute(LATE, (STOP.read_text(),)).fetchone()
+            connection.close()
+            if late > 3:
+                STOP.unlink()
+                os.kill(os.getpid(), signal.SIGSTOP)
+        await asyncio.sleep(0)
+
+
 async def workflow(task, model):
+    global watching
+    if watching is None and STOP.exists():
+        watching = asyncio.create_task(stop_when_late())
     model.ask(task)
     await model.generate(max_tokens=12)
     model.add("user", "Again.")
@@ -176,20 +204,30 @@ def responses(run_dir: Path) -> dict[tuple[str, int], list[tuple[str, bytes, byt
 @pytest.mark.timeout(3 * START_S)
 @pytest.mark.soak
 def test_trajectories_go_on_after_their_explorer_and_their_engine_were_killed(tmp_path: Path) -> None:
-    """Of two turns of the model; each process is killed when tokens of both turns are in the store."""
-    workflow = tmp_path / "two_turns.py"
-    workflow.write_text(TWO_TURNS)
-    settings = (*SETTINGS, f"rollout.workflow={workflow}")
+    """Of two turns of the model; each process is killed when tokens of both turns are in the store: the explorer stops
+    itself there."""
+    workflow, stop = tmp_path / "two_turns.py", tmp_path / "stop"
+    workflow.write_text(TWO_TURNS.format(folder=str(tmp_path)))
+    settings = (*SETTINGS, f"rollout.workflow={workflow}", "cluster.stall_s=600", "rollout.request_timeout_s=600")
+
+    def stopped_explorer() -> psutil.Process:
+        """The explorer, once it has stopped itself in the rollout that the file ``stop`` names."""
+        killed.until(lambda: not stop.exists(), "segments of the second turn")
+        explorer = psutil.Process(killed.pid_of("explorer"))
+        killed.until(lambda: explorer.status() == psutil.STATUS_STOPPED, "an explorer that is stopped")
+        return explorer
+
     whole, killed = Job(tmp_path / "whole", settings), Job(tmp_path / "killed", settings)
     try:
         assert whole.start().wait(START_S) == 0, whole.output.read_text()
+        stop.write_text("train-000000")
         killed.start()
-        killed.until(lambda: groups(killed, "eval-before", "ready") > 0, "the first rollout")
-        pids = {role: killed.pid_of(role) for role in ("explorer", "engine")}
-        for step, (role, pid) in enumerate(pids.items()):
-            late = f"select 1 from segments where rollout_id = 'train-{step:06d}' and turn = 1 and start > 2"
-            killed.until(lambda late=late: len(killed.query(late)) > 3, "segments", poll_s=0.002)  # type: ignore[misc]
-            kill(killed, role if role == "explorer" else "engine 0", pid)
+        first = stopped_explorer()
+        stop.write_text("train-000001")
+        kill(killed, "explorer", first.pid)
+        second = stopped_explorer()
+        kill(killed, "engine 0", killed.pid_of("engine"))
+        second.resume()
         assert killed.wait(START_S) == 0, killed.output.read_text()
         assert (killed.run_dir / "attempt").read_text() == "1"
         assert responses(killed.run_dir) == responses(whole.run_dir)

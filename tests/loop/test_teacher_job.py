@@ -22,7 +22,7 @@ from tests.loop.same_run import NOT_COMPARED, left_alone, steps_of, whole_and_ki
 from tests.system.jobs import START_S, Job
 
 pytestmark = [pytest.mark.timeout(4 * START_S), pytest.mark.soak]
-STEPS = 3
+STEPS = 4
 
 
 def write_teacher(run_dir: Path, target: Path) -> None:
@@ -73,8 +73,8 @@ def test_the_teachers_ratio_was_used(settings: tuple[str, ...], tmp_path: Path) 
 
 
 def test_a_killed_job_has_the_same_bits(settings: tuple[str, ...], tmp_path: Path) -> None:
-    """Killed after its third step, and resumed after its second."""
-    with whole_and_killed(tmp_path, settings, STEPS) as runs:
+    """Killed in its fourth step, and resumed after its second."""
+    with whole_and_killed(tmp_path, settings, 3, 2) as runs:
         assert_same(*runs)
 
 

@@ -47,7 +47,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]
     """A job that was left alone, and one that was killed in its fourth step and went on from its second, with engines
     that leave while the trainer computes."""
     then = ("rollout.placement=colocated",)
-    with whole_and_killed(tmp_path_factory.mktemp("vision"), SETTINGS, 3, then=then) as runs:
+    with whole_and_killed(tmp_path_factory.mktemp("vision"), SETTINGS, 3, 2, then=then) as runs:
         yield runs
 
 

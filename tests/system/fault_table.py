@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.loop.held import Held
 from tests.system.injected import EVERY, FAULTS, IN_SYNCS, OF_POSTGRES, OF_SYNCS, Fault, Injured, disk_filled
 from tests.system.jobs import TINY, Job
 from tests.system.soak import END_S, checkpoints_and_metrics, found_in, run_to_its_end
@@ -80,9 +81,9 @@ ALGORITHM = dataclasses.replace(GRPO, name="spoiled", loss=loss)
 """
 
 
-def suffer(faults: Sequence[Fault], run_dir: Path, overrides: Sequence[str]) -> list[Row]:
+def suffer(faults: Sequence[Fault], run_dir: Path, overrides: Sequence[str], held: Held) -> list[Row]:
     """All faults done to one job, which then trains to its end."""
-    injured = Injured(run_dir, overrides)
+    injured = Injured(run_dir, overrides, held)
     rows = []
     try:
         for fault in faults:
@@ -91,6 +92,7 @@ def suffer(faults: Sequence[Fault], run_dir: Path, overrides: Sequence[str]) -> 
             fault.moment(injured)
             job, step, attempt, since = injured.job, injured.step(), injured.attempt(), time.monotonic()
             happened = fault.do(injured)
+            injured.let_go()
             if injured.job is not job:  # what ended may have recorded one more
                 step = injured.step()
             injured.job.until(
@@ -218,7 +220,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no job is left behind
     root, steps, only = arguments.dir.resolve(), arguments.steps, arguments.only
     root.mkdir(parents=True, exist_ok=True)
-    settings = [*BASE, f"trainer.steps={steps}", *overrides]
+    held = Held(root)
+    settings = [*held.settings, *BASE, f"trainer.steps={steps}", *overrides]
     whole, hurt, of_syncs, of_postgres = root / f"whole_{steps}", root / "hurt", root / "syncs", root / "postgres"
     if not (whole / "hf" / "config.json").is_file():
         run_to_its_end(whole, settings)
@@ -235,15 +238,15 @@ def main() -> None:
         shutil.rmtree(hurt, ignore_errors=True)
         hurt.mkdir()
         with own_file_system(hurt) as alone:
-            rows += suffer([fault for fault in faults if alone or fault.do is not disk_filled], hurt, settings)
+            rows += suffer([fault for fault in faults if alone or fault.do is not disk_filled], hurt, settings, held)
             verdict("the job of all faults on SQLite", *compared(hurt, whole, steps))
     if faults := chosen(OF_SYNCS, only):
         shutil.rmtree(of_syncs, ignore_errors=True)
-        rows += suffer(faults, of_syncs, [*settings, IN_SYNCS])
+        rows += suffer(faults, of_syncs, [*settings, IN_SYNCS], held)
         verdict("the job of faults in syncs", *compared(of_syncs, whole, steps))
     if faults := chosen(OF_POSTGRES, only):
         shutil.rmtree(of_postgres, ignore_errors=True)
-        rows += suffer(faults, of_postgres, [*settings, "store=postgres"])
+        rows += suffer(faults, of_postgres, [*settings, "store=postgres"], held)
         verdict("the job on PostgreSQL", *compared_without_store(of_postgres, whole))
     if not only or any(word in NAN for word in only):
         rows += [

@@ -17,13 +17,14 @@ from pathlib import Path
 from megarl.core.machine import group_members
 from megarl.explore.store.tables import WHOLE
 from megarl.weights.checkpoint.training.manifest import MANIFEST, finished, latest
-from tests.system.jobs import Job
+from tests.loop.held import Held
+from tests.system.jobs import Job, unread
 from tests.system.soak import kill
 
 EVERY = 2
 """Steps between two checkpoints of the job."""
 IN_SYNCS = "sync.bucket_bytes=4096"
-"""Hundreds of small messages: a sync lasts long enough for something to be done in it."""
+"""Hundreds of small messages, most of them after what is done in a sync."""
 PAUSE_S = 25.0
 """How long a database is away: longer than ``cluster.stall_s``."""
 FULL_S = 15.0
@@ -33,10 +34,13 @@ FULL_S = 15.0
 class Injured:
     """A run that faults are done to, over as many starts of its command as that takes."""
 
-    def __init__(self, run_dir: Path, overrides: Sequence[str]) -> None:
-        self.run_dir, self.overrides = run_dir, list(overrides)
+    def __init__(self, run_dir: Path, overrides: Sequence[str], held: Held) -> None:
+        """Start the job, whose settings have those of ``held``."""
+        self.run_dir, self.overrides, self.held = run_dir, list(overrides), held
         self.pids: list[int] = []
-        """All processes of the job, as a moment that is short has found them."""
+        """All processes of the job, as a moment has found them."""
+        self.paused: set[int] = set()
+        """Processes that are stopped to hold a moment open."""
         self.job = Job(run_dir, self.overrides).start()
 
     def again(self) -> None:
@@ -59,59 +63,83 @@ class Injured:
 
     # ---------------------------------------------------------------- moments
 
+    def pause(self, pid: int) -> None:
+        """Stop a process until ``let_go``."""
+        os.kill(pid, signal.SIGSTOP)
+        self.paused.add(pid)
+
+    def let_go(self) -> None:
+        """End what holds the moment open, once the fault is done."""
+        if self.held.is_on("train"):
+            self.held.release("train")
+        for pid in self.paused:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        self.paused.clear()
+
     def behind_a_step(self) -> None:
-        """A step of this start is recorded; the next one begins with a weight sync."""
+        """A step of this start is recorded; an answer of the next rollout is held back."""
         before = self.step()
-        self.job.until(lambda: self.step() > before, f"a step behind {before}", poll_s=0.005)
+        self.until_in_a_rollout(lambda: self.step() > before, f"a step behind {before}")
 
     def in_a_rollout(self) -> None:
-        """Some groups of the newest rollout are done, others not."""
+        """An answer of a rollout is held back."""
         self.behind_a_step()
         self.pids = [self.job.pid, *self.job.processes()]
 
-        def under_way() -> bool:
-            states = [
-                state
-                for (state,) in self.job.query(
-                    "select state from groups where rollout_id = (select rollout_id from rollouts where kind = 'train' "
-                    "order by requested_at desc limit 1)"
-                )
-            ]
-            return bool(states) and not set(states) <= set(WHOLE)
-
-        self.job.until(under_way, "a rollout under way", poll_s=0.002)
+    def until_in_a_rollout(self, condition: Callable[[], bool], what: str) -> None:
+        """Hold a rollout open once the condition holds."""
+        if not self.held.is_on("train"):
+            self.held.hold("train")
+        self.held.until(self.job, "train", condition, what)
 
     def in_an_update(self) -> None:
-        """All groups of a rollout are ready and its step is not recorded."""
+        """All groups of a rollout are ready and its step is not recorded: trainer rank 1 is stopped."""
         self.in_a_rollout()
-        open_groups = "select count(*) from groups where state != 'done'"
-        self.job.until(lambda: self.job.query(open_groups) in ([(0,)], []), "the end of the rollout", poll_s=0.002)
+        self.end_rollout(self.job.pid_of("trainer 1"))
 
-    def in_a_checkpoint(self) -> None:
-        folder = self.run_dir / "checkpoints"
+    def end_rollout(self, *trainers: int) -> None:
+        """Let the rollout end while these trainer ranks are stopped, so that its step does not."""
+        for pid in trainers:
+            self.pause(pid)
+        self.held.release("train")
+        newest = "(select rollout_id from rollouts where kind = 'train' order by requested_at desc limit 1)"
+        states = f"select state from groups where rollout_id = {newest}"
         self.job.until(
-            lambda: bool([*folder.glob("global_step_*.attempt_*")]), "a checkpoint that is being written", poll_s=0.002
+            lambda: bool(found := self.job.query(states)) and {state for (state,) in found} <= set(WHOLE),
+            "the end of the rollout",
         )
 
+    def in_a_checkpoint(self) -> None:
+        """A checkpoint is being written, or was: ``all_killed`` sees which."""
+        self.let_go()
+        self.job.until(self.writes_a_checkpoint, "a checkpoint that is being written", poll_s=0.002)
+
+    def writes_a_checkpoint(self) -> bool:
+        return any((self.run_dir / "checkpoints").glob("global_step_*.attempt_*"))
+
     def in_a_sync(self) -> None:
-        """Of a step with an odd number, before which no checkpoint was due."""
-        self.behind_a_step()
+        """Of a step with an odd number, before which no checkpoint was due: engine 0 is stopped and has not read the
+        call."""
+        before = self.step()
+        self.until_in_a_rollout(lambda: self.step() > before and self.step() % EVERY == 0, "a step with a checkpoint")
         self.pids = [self.job.pid, *self.job.processes()]
-        self.engine = self.job.pid_of("engine")
-        while not self._next_sync() % EVERY:
-            pass
-
-    def _next_sync(self) -> int:
-        """Wait for it; the steps recorded before."""
-        before = self._syncs()
-        self.job.until(lambda: self._syncs() > before, "a sync", poll_s=0.002)
-        return self.step()
-
-    def _syncs(self) -> int:
-        return (self.run_dir / "logs" / f"attempt_{self.attempt()}" / "engine_0.log").read_text().count("PAUSED_NEW")
+        port, trainers, done = self.job.port_of_engine(), self.job.trainers(), self.step()
+        servers = [pid for pid, words in self.job.processes().items() if f"--port {port}" in words]
+        [self.engine] = [pid for pid in servers if os.getsid(pid) == pid]
+        self.end_rollout(*trainers)
+        self.pause(self.engine)
+        for pid in trainers:
+            self.paused.discard(pid)
+            os.kill(pid, signal.SIGCONT)
+        self.job.until(lambda: self.step() > done, f"a step behind {done}")
+        self.job.until(lambda: unread(port, trainers[0], "server"), "a sync's call that the engine has not read")
 
     def kill(self, role: str, number: int) -> None:
-        os.kill(self.job.pid_of(role), number)
+        pid = self.job.pid_of(role)
+        os.kill(pid, number)
+        if number == signal.SIGSTOP:
+            self.paused.discard(pid)  # it stays so
 
 
 Inject = Callable[[Injured], str]
@@ -126,7 +154,8 @@ class Fault:
 
 
 def stopped(injured: Injured, text: str) -> str:
-    """The command has ended; it is given again."""
+    """The command has ended, or is about to; it is given again."""
+    injured.let_go()
     status = injured.job.wait(90)
     injured.again()
     return f"{text} (status {status}); the same command goes on from the newest checkpoint"
@@ -169,6 +198,11 @@ def supervisor_killed(injured: Injured) -> str:
 
 def all_killed(injured: Injured) -> str:
     kill(injured.job)
+    while not injured.writes_a_checkpoint():  # it was whole before the kill
+        injured.again()
+        injured.behind_a_step()
+        injured.in_a_checkpoint()
+        kill(injured.job)
     return stopped(injured, "what was half written is not used")
 
 
@@ -201,6 +235,7 @@ def database_stopped(injured: Injured) -> str:
             with suppress(ProcessLookupError):
                 os.kill(one, number)
         if number == signal.SIGSTOP:
+            injured.let_go()
             time.sleep(PAUSE_S)
     return f"stopped for {PAUSE_S:.0f} s: every process waits"
 
@@ -230,6 +265,7 @@ def disk_filled(injured: Injured) -> str:
                 size += chunk
             except OSError:
                 chunk //= 2
+    injured.let_go()
     time.sleep(FULL_S)
     ballast.unlink()
     return (
@@ -253,7 +289,7 @@ def damaged_checkpoint(injured: Injured) -> str:
 def newest_killed(injured: Injured) -> Path:
     """The newest checkpoint of the job, whose processes are gone; there is one before it."""
     folder = injured.run_dir / "checkpoints"
-    injured.job.until(lambda: len(finished(folder)) > 1, "two checkpoints")
+    injured.until_in_a_rollout(lambda: len(finished(folder)) > 1, "two checkpoints")
     kill(injured.job)
     return finished(folder)[-1]
 
@@ -314,6 +350,7 @@ def asked_to_stop_without_engine(injured: Injured) -> str:
 
 def saved(injured: Injured, text: str) -> str:
     """The command ends with a checkpoint of the last step that it recorded."""
+    injured.let_go()
     status, newest = injured.job.wait(90), latest(injured.run_dir / "checkpoints")
     if newest is None or newest.name != f"global_step_{injured.step()}" or status != 130:
         raise SystemExit(
@@ -326,6 +363,7 @@ def supervisor_and_reaper_killed(injured: Injured) -> str:
     reapers = [pid for pid in injured.pids if b"megarl.run.process.reaper" in _command(Path(f"/proc/{pid}"))]
     for pid in (*reapers, injured.job.pid):
         os.kill(pid, signal.SIGKILL)
+    injured.let_go()
     injured.job.wait(10)
     injured.job = Job(
         injured.run_dir, injured.overrides
@@ -347,6 +385,7 @@ def later_attempt_and_death(injured: Injured) -> str:
 def database_locked(injured: Injured) -> str:
     connection = sqlite3.connect(injured.run_dir / "store.db", timeout=30, isolation_level=None)
     connection.execute("begin exclusive")
+    injured.let_go()
     time.sleep(PAUSE_S)
     connection.execute("rollback")
     connection.close()
