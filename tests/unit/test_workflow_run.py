@@ -169,7 +169,7 @@ def test_a_long_observation_without_room_is_not_tokenised_whole(
 
     monkeypatch.setattr(ChatTokenizer, "_encode", counted)
     [found] = play(workflow, tokenizer, limits=TokenLimits(prompt=100, trajectory=200))
-    words = "more tokens than rollout.max_prompt_tokens=100" if first else None
+    words = "more than rollout.max_prompt_tokens=100 tokens" if first else None
     assert found.truncated is not first and 0 < read < 500_000
     assert words is None or words in found.metadata["reward_message"]
 
