@@ -119,6 +119,14 @@ def test_the_limit_that_struck_is_named(program: str, limit: str | None) -> None
     assert limit is None or result.limit == limit, result
 
 
+def test_files_without_content_are_memory() -> None:
+    """Those of one answer took gigabytes of the kernel's, which no limit counted."""
+    limits = Limits(cpu_s=300, wall_s=300.0, memory_bytes=64 * MIB)
+    program = "import itertools\nfor i in itertools.count(): open(f'/tmp/{i}', 'w').close()"
+    [result] = local_sandbox().run(program, [Test()], limits)
+    assert result.limit == "memory"
+
+
 def test_time_for_all_tests_together() -> None:
     tests = [Test(str(i)) for i in range(10)]
     results = local_sandbox().run("import time\ntime.sleep(0.4)", tests, Limits(wall_s=5.0, total_s=3.0))

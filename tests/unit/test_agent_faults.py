@@ -312,6 +312,9 @@ def test_malformed_requests_are_refused_before_anything_is_sampled(tokenizer: Ch
             ):
                 async with http.post(f"{url}/v1/chat/completions", data=text) as response:
                     assert response.status == 400, text[:40]
+            head = {"Content-Encoding": "gzip"}
+            async with http.post(f"{url}/v1/messages", data=b"no gzip", headers=head) as response:
+                assert response.status == 400 and "cannot be read" in await response.text()
 
     model = Model(tokenizer)
     assert play(model, ask).turns == [] and model.requests == []

@@ -13,7 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -418,10 +419,29 @@ def test_a_server_of_openenv_with_too_few_places_says_so_and_a_call_is_ended(ser
     ninth.close()
 
 
+@contextmanager
+def serving(serve: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> Iterator[str]:
+    """Address of a server of our own, in a thread."""
+    loop = asyncio.new_event_loop()
+    app = web.Application()
+    app.router.add_get("/ws", serve)
+    runner = web.AppRunner(app)
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+
+    async def start() -> str:
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+    yield asyncio.run_coroutine_threadsafe(start(), loop).result()
+    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+
+
 @pytest.fixture
 def pinging() -> Iterator[tuple[str, threading.Event]]:
-    """Address of a server of our own, which pings after each reset, and whether a ping was answered."""
-    answered, loop = threading.Event(), asyncio.new_event_loop()
+    """Address of a server that pings after each reset, and whether a ping was answered."""
+    answered = threading.Event()
 
     async def serve(request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse(autoping=False)
@@ -438,19 +458,24 @@ def pinging() -> Iterator[tuple[str, threading.Event]]:
                 await socket.close()
         return socket
 
-    app = web.Application()
-    app.router.add_get("/ws", serve)
-    runner = web.AppRunner(app)
-    threading.Thread(target=loop.run_forever, daemon=True).start()
+    with serving(serve) as url:
+        yield url, answered
 
-    async def start() -> str:
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        return f"http://127.0.0.1:{runner.addresses[0][1]}"
 
-    yield asyncio.run_coroutine_threadsafe(start(), loop).result(), answered
-    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
-    loop.call_soon_threadsafe(loop.stop)
+def test_a_text_of_openenv_that_is_null_is_an_empty_one() -> None:
+    """It was shown to the model as "None"."""
+
+    async def serve(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        async for _ in socket:
+            await socket.send_json({"type": "observation", "data": {"observation": {"text": None}}})
+        return socket
+
+    with serving(serve) as url:
+        episode: Any = environments.get("openenv")(task(), 1, {"url": url, "observation": "text"})
+        assert episode.reset() == "" and episode.step("1").text == ""
+        episode.close()
 
 
 def test_a_ping_of_openenv_is_answered_while_a_model_is_asked(pinging: tuple[str, threading.Event]) -> None:

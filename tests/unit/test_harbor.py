@@ -410,6 +410,16 @@ def test_memory_is_watched_between_commands(hello: Path) -> None:
 
 
 @sandbox
+def test_files_without_content_are_memory(tmp_path: Path) -> None:
+    """Those of one episode took gigabytes of the kernel's, which no limit counted."""
+    small = written(tmp_path / "a", HELLO, task=HELLO["task.toml"].replace("256M", "64M"))
+    many = "import itertools\nfor i in itertools.count(): open(str(i), 'w').close()"
+    model = play(small, block("cd /tmp", f'python3 -c "{many}"'), "DONE")
+    assert model.messages[0][1].endswith("(out of memory: all processes were killed)")
+    assert model.reward is not None and model.reward.status == "wrong"
+
+
+@sandbox
 def test_tests_without_a_reward_are_worth_0_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     silent = written(tmp_path / "a", HELLO, test="#!/bin/bash\ncurl -s http://10.0.0.1 || echo no network\n")
     with caplog.at_level(logging.WARNING):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import re
@@ -653,3 +654,20 @@ def test_a_workflow_gives_scalars_of_numpy_and_torch_too() -> None:
         assert recorded_reward(Reward(one, "ok", {"part": one})) == Reward(1.0, "ok", {"part": 1.0})
     with pytest.raises(TypeError, match=r"Reward.score must be a number, got tensor\(\[1\]\)"):
         Reward(torch.tensor([1]), "ok")
+
+
+def test_a_worker_that_was_interrupted_in_sympy_is_replaced() -> None:
+    """SymPy marks a property of an expression as unknown while it computes it, and keeps the mark."""
+    program = (
+        "import sys\nfrom megarl.explore.rewards.math import verifier\nfrom megarl.explore.rewards.pool import worker\n"
+        "verifier.TIME_LIMIT_S = 0.2\nworker.serve(sys.stdin, sys.stdout)"
+    )
+    given = ["12", "\\boxed{12}", "\\boxed{e^{e^{e^{e^{e^x}}}}}"]
+    row = {"data_source": "math", "ground_truth": "x^2", "extra_info": {}, "question": "", "in_thinking": False}
+    scores = [{"score": {**row, "solution_str": text}} for text in given]
+    lines = [json.dumps(request) for request in ({"config": {}}, *scores)]
+    done = subprocess.run(
+        [sys.executable, "-c", program], input="\n".join(lines), capture_output=True, text=True, check=True
+    )
+    replies = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [reply.get("last", False) for reply in replies] == [False, False, False, True], done.stdout

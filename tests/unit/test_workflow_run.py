@@ -150,6 +150,30 @@ def test_a_first_observation_is_in_the_prompt(tokenizer: ChatTokenizer) -> None:
     assert "more than rollout.max_prompt_tokens=20" in found.metadata["reward_message"]
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["ask", "add"])
+def test_a_long_observation_without_room_is_not_tokenised_whole(
+    tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    """One of 10 MiB held all trajectories up for half a minute."""
+    read, encode, long = 0, ChatTokenizer._encode, "a b " * 500_000
+
+    def counted(self: ChatTokenizer, text: str) -> Any:
+        nonlocal read
+        read += len(text)
+        return encode(self, text)
+
+    async def workflow(task: Task, model: Any) -> None:
+        model.ask(task, *([long] if first else []))
+        await model.generate()
+        assert model.add("environment", long) is None
+
+    monkeypatch.setattr(ChatTokenizer, "_encode", counted)
+    [found] = play(workflow, tokenizer, limits=TokenLimits(prompt=100, trajectory=200))
+    words = "more than rollout.max_prompt_tokens=100 tokens" if first else None
+    assert found.truncated is not first and 0 < read < 500_000
+    assert words is None or words in found.metadata["reward_message"]
+
+
 def raising(error: BaseException) -> Play:
     async def workflow(task: Task, model: Any) -> None:
         model.ask(task)

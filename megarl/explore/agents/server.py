@@ -125,11 +125,13 @@ class AgentServer:
 
 
 async def _read(request: web.Request) -> bytes:
-    """Body of a request. Raises BadRequest for one that is too large."""
+    """Body of a request. Raises BadRequest for one that is too large, ends early or is not encoded as it says."""
     try:
         return await request.read()
     except web.HTTPRequestEntityTooLarge as error:
         raise BadRequest(f"a request of more than {MAX_BODY_BYTES // 2**20} MiB {ROOM}", NO_ROOM) from error
+    except web.RequestPayloadError as error:
+        raise BadRequest(f"the body cannot be read: {error}") from error
 
 
 def _refused(error: dict[str, Any]) -> web.Response:

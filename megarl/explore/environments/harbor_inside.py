@@ -35,6 +35,8 @@ PROCESSES = 256
 EMPTY_S = 10.0
 """Longest time to remove what an episode has put in place of the tests."""
 TESTS, LOGS, VERIFIER = "/tests", "/logs", "/logs/verifier"
+INODE_BYTES = 1024
+"""Kernel memory of a file in a tmpfs beside its content, as the kernel counts it; attributes of a file count too."""
 REWARDS = ("reward.json", "reward.txt")
 """The first that is there counts, as in Harbor."""
 
@@ -63,7 +65,7 @@ def watch(link: int, memory: int) -> None:
     waiting = select.poll()  # a descriptor may be too large for select.select
     waiting.register(link, select.POLLIN)
     while not waiting.poll(WATCH_S * 1000 if reap(os.WNOHANG) else None):
-        if tree_bytes() > memory:
+        if tree_bytes() + inode_bytes() > memory:
             kill_all()
 
 
@@ -164,7 +166,7 @@ def run(words: list[str], asked: dict[str, Any]) -> dict[str, Any]:
         ended = process.poll() is not None  # before the output is read: all that it has written is then there
         left = asked["seconds"] - (time.monotonic() - began)
         if not ended:
-            limit = "time" if left <= 0 else "memory" if tree_bytes() > asked["memory"] else ""
+            limit = "time" if left <= 0 else "memory" if tree_bytes() + inode_bytes() > asked["memory"] else ""
         if not output.read(reader, 0.0 if ended or limit else min(left, WATCH_S)):
             time.sleep(0.0 if ended or limit else min(left, CLOSED_S))
         if ended or limit:
@@ -227,6 +229,15 @@ def tree_bytes() -> int:
             except (OSError, IndexError):  # it has just ended
                 continue
     return total * resource.getpagesize()
+
+
+def inode_bytes() -> int:
+    """Kernel memory of the files here beside their contents: an episode can make millions of empty ones."""
+    with open("/proc/self/mounts", "rb") as file:
+        mounts = [line.split(b" ") for line in file]
+    places = [mount[1] for mount in mounts if mount[2] == b"tmpfs"]
+    found = [os.statvfs(place.decode("unicode_escape").encode("latin-1")) for place in places]  # a space is \\040
+    return INODE_BYTES * sum(place.f_files - place.f_ffree for place in found)
 
 
 def kill_all() -> None:

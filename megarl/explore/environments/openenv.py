@@ -159,8 +159,12 @@ class OpenEnv:
         return CONNECTIONS.run(self._connection.ask({"type": kind, "data": data}))
 
     def _text(self, given: Mapping[str, Any]) -> str:
+        """Text of an observation; null is an empty one."""
         seen = given["observation"]
-        return str(seen[self._field]) if self._field is not None else json.dumps(seen)
+        if self._field is None:
+            return json.dumps(seen)
+        text = seen[self._field]
+        return "" if text is None else str(text)
 
 
 async def _schema(url: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -26,7 +27,7 @@ from megarl.explore.rewards import Verdict
 from megarl.explore.store import Claim
 from megarl.explore.tasksets import ChatTokenizer, chat_messages
 from megarl.explore.tasksets.images import PLACEHOLDER, placed, with_parts
-from megarl.explore.tasksets.turns import messages_of, render_turns, turn_ids
+from megarl.explore.tasksets.turns import exceeds, messages_of, render_turns, turn_ids
 from megarl.explore.tools import ToolCall
 
 ROLES: dict[Author, str] = {"environment": "user"}
@@ -58,9 +59,15 @@ class RenderedPrompt:
     """It ends inside a thought."""
 
     @classmethod
-    def of(cls, task: Task, tokenizer: ChatTokenizer) -> RenderedPrompt:
-        """Render a task by the chat template."""
+    def of(cls, task: Task, tokenizer: ChatTokenizer, most: int = sys.maxsize) -> RenderedPrompt:
+        """Render a task by the chat template.
+
+        Raises ValueError for a long text of more than ``most`` tokens (``rollout.max_prompt_tokens``), of which no more
+        is tokenised than shows that.
+        """
         text = tokenizer.render(chat_messages(task), task.chat_template_kwargs)
+        if exceeds(tokenizer, text, most):
+            raise _too_long(most)
         token_ids = tokenizer.rendered_ids(text)
         token_ids.flags.writeable = False  # trajectories share it
         return cls(token_ids, task.images, opens_thinking(text))
@@ -149,14 +156,12 @@ class RolloutModel(RecordedTurns):
         if (task.task_id, task.prompt) != (self._claim.task.task_id, self._claim.task.prompt):
             raise ValueError("ask takes the task that the workflow was given, unchanged; begin takes other prompts")
         if observation is not None:
-            self._prompt = prompt = RenderedPrompt.of(observed(task, observation, images), self._tokenizer)
+            shown = observed(task, observation, images)
+            self._prompt = prompt = RenderedPrompt.of(shown, self._tokenizer, self.limits.prompt)
             if images and not self.takes_images(prompt.images):
                 raise ValueError(f"{len(prompt.images)} images of the prompt are more than {IMAGE_LIMITS}")
-            if (length := self.length_of(prompt.token_ids, prompt.images)) > self.limits.prompt:
-                raise ValueError(
-                    f"the prompt with its first observation has {length} tokens, more than "
-                    f"rollout.max_prompt_tokens={self.limits.prompt}; shorten the observation, or raise it"
-                )
+            if self.length_of(prompt.token_ids, prompt.images) > self.limits.prompt:
+                raise _too_long(self.limits.prompt)
         prompt = self._prompt
         return self._added("user", prompt.token_ids, prompt.images, -1, prompt.in_thinking)
 
@@ -178,11 +183,12 @@ class RolloutModel(RecordedTurns):
         messages = messages_of(role or ROLES.get(author, author), placed(texts, images))
         messages = with_parts(messages) if images else messages
         rendered = render_turns(self._tokenizer, messages, self._claim.task.chat_template_kwargs)
-        token_ids = turn_ids(self._tokenizer, rendered, int(self.turns[-1].token_ids[-1]))
-        if self.length_of(token_ids, images) >= self.room:
-            self.truncate()
-            return None
-        return self.write(author, token_ids, images=images, in_thinking=opens_thinking(rendered))
+        if not exceeds(self._tokenizer, rendered, self.room):
+            token_ids = turn_ids(self._tokenizer, rendered, int(self.turns[-1].token_ids[-1]))
+            if self.length_of(token_ids, images) < self.room:
+                return self.write(author, token_ids, images=images, in_thinking=opens_thinking(rendered))
+        self.truncate()
+        return None
 
     def text(self, turn: Turn) -> str:
         """Text of a turn without special tokens."""
@@ -274,6 +280,13 @@ class RolloutModel(RecordedTurns):
     def images_of(self, turns: Sequence[Turn]) -> dict[str, bytes]:
         """Digest -> file of the images of some turns that are none of the task's."""
         return self._images.beside(self._claim.task.images, turns)
+
+
+def _too_long(most: int) -> ValueError:
+    return ValueError(
+        f"the prompt with its first observation has more than rollout.max_prompt_tokens={most} tokens; shorten it, or "
+        "raise the setting"
+    )
 
 
 def observed(task: Task, observation: str, images: Sequence[bytes] = ()) -> Task:

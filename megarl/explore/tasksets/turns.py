@@ -19,11 +19,13 @@ PIECE = 2**14
 
 
 def exceeds(tokenizer: ChatTokenizer, rendered: str, limit: int) -> bool:
-    """Return True if a rendered text surely has more than ``limit`` tokens; reads no more of it than shows that.
+    """Return True if a long rendered text surely has more than ``limit`` tokens; reads no more of it than shows that.
 
-    In pieces: each border may add a token on either side.
+    In pieces: each border may add a token on either side. False for a text of one piece.
     """
     count = 0
+    if len(rendered) <= max(PIECE, limit // 4):  # a character has at most four bytes, and so four tokens
+        return False
     for first in range(0, len(rendered), PIECE):
         count += max(0, len(tokenizer.rendered_ids(rendered[first : first + PIECE])) - 2)
         if count > limit:

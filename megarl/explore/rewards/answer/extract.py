@@ -15,8 +15,10 @@ MAX_RESPONSE = 200_000
 MAX_NESTED_BOXES = 5
 
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![a-zA-Z])\s*")
+_BARE = re.compile(r"(?:[^\s$\\{}.,]|[.,](?=\d))+")
+"""``5`` of ``\\boxed 5.``, and ``2.5`` of ``\\boxed 2.5``."""
 _HEDGED = re.compile(
-    rf"[\s$]*(?:or\b|或|\\text\s*\{{\s*or\s*\}})\s*(?:[$\\\d(+-]|(?:maybe|perhaps|possibly|{'|'.join(NUMERALS)})\b)",
+    rf"[\s$]*(?:or\b|或|\\text\s*\{{\s*or\s*\}})\s*(?:[$\\\d(+-]|(?:[A-H]|maybe|perhaps|possibly|{'|'.join(NUMERALS)})\b)",
     re.IGNORECASE,
 )
 """After ``\\boxed 5``, which nothing but white space ends."""
@@ -84,7 +86,7 @@ def boxes(text: str) -> Iterator[tuple[int, str]]:
             yield (end + 1, text[start + 1 : end]) if end >= 0 else (len(text), "")
             at = end + 1 if end >= 0 else len(text)
         else:  # \boxed 5
-            bare = re.compile(r"[^\s$\\{}.,]+").match(text, start)
+            bare = _BARE.match(text, start)
             at = max(start, bare.end()) if bare else start
             yield at, bare.group() if bare and not _HEDGED.match(text, at) else ""
 

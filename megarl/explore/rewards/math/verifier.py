@@ -23,8 +23,16 @@ FORMATS = ("any", "box", "hashes")
 MathScorer = Callable[[str, Any, dict[str, Any] | None], dict[str, Any]]
 
 
+_struck = False
+
+
 class OutOfTime(BaseException):
     """Timeout of a verification. No Exception, which SymPy and math-verify would swallow."""
+
+
+def interrupted() -> bool:
+    """Return True if a time limit has struck in this process: SymPy may keep what it had half computed."""
+    return _struck
 
 
 @contextmanager
@@ -37,6 +45,8 @@ def time_limit(seconds: float) -> Iterator[None]:
         )
 
     def stop(number: int, frame: FrameType | None) -> None:
+        global _struck
+        _struck = True
         raise OutOfTime
 
     before = signal.signal(signal.SIGPROF, stop)

@@ -26,6 +26,7 @@ from megarl.core.parent import die_with
 from megarl.core.secrets import hide_secrets
 from megarl.core.thoughts import as_written
 from megarl.core.user_file import import_file
+from megarl.explore.rewards.math import verifier as math_verifier
 from megarl.explore.rewards.pool.child import SOCKET
 from megarl.explore.rewards.router import Scorer, scorer_for
 from megarl.explore.rewards.verdict import to_verdict, weighed, with_question
@@ -80,9 +81,10 @@ class Function:
             self._scorers[data_source] = scorer_for(data_source, self._config)
 
     @property
-    def grown(self) -> bool:
-        """True if one of megarl's verifiers has taken so much memory that the process is to be replaced."""
-        return self._user is None and _peak_bytes() > self._most_bytes
+    def spent(self) -> bool:
+        """True if the process is to be replaced: one of megarl's verifiers has taken much memory, or was interrupted in
+        SymPy."""
+        return self._user is None and (_peak_bytes() > self._most_bytes or math_verifier.interrupted())
 
     def score(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any, question: str, in_thinking: bool
@@ -159,7 +161,7 @@ def serve(requests: IO[str], replies: IO[str]) -> None:
             reply = {"error": function.describe(error), "of_row": isinstance(error, DataError)}
         if os.getpid() != own:
             os._exit(0)  # forked by the function, which has returned there too: the reply is its parent's to give
-        last = {"last": True} if function.grown else {}
+        last = {"last": True} if function.spent else {}
         _reply(replies, {"id": number, **reply, **last})
 
 

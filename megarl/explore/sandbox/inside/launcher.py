@@ -37,6 +37,8 @@ STDERR_BYTES = 4096
 WATCH_S = 0.05
 PR_SET_DUMPABLE = 4
 TMP = ("/tmp", "/dev/shm")
+INODE_BYTES = 1024
+"""Kernel memory of a file in a tmpfs beside its content, as the kernel counts it; attributes of a file count too."""
 MODULES = ("values", "answer", "checker")
 LINK, VALUE = 3, 4
 """Descriptors of a test's process: the link between program and tests, and where a value is written."""
@@ -239,8 +241,14 @@ def tree_bytes() -> int:
     return total * resource.getpagesize()
 
 
+def inode_bytes() -> int:
+    """Kernel memory of the files here beside their contents: a program can make millions of empty ones."""
+    found = [os.statvfs(path) for path in TMP]
+    return INODE_BYTES * sum(place.f_files - place.f_ffree for place in found)
+
+
 def watch(process: int, wall_s: float, memory_bytes: int, watch_s: float) -> str:
-    """Wait for its end or for a limit, its memory looked at every ``watch_s``; the name of the limit."""
+    """Wait for its end or for a limit, memory looked at every ``watch_s``; the name of the limit."""
     deadline = time.monotonic() + wall_s
     descriptor = os.pidfd_open(process)
     try:
@@ -252,7 +260,7 @@ def watch(process: int, wall_s: float, memory_bytes: int, watch_s: float) -> str
                 return "wall"
             if poll.poll(1000 * min(left, watch_s)):
                 return ""
-            if tree_bytes() > memory_bytes:
+            if tree_bytes() + inode_bytes() > memory_bytes:
                 return "memory"
     finally:
         os.close(descriptor)
