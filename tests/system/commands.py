@@ -22,6 +22,7 @@ MODULES = (
     *COMMON,
     *PRELOAD[ProcessKind.TRAINER],
     *PRELOAD[ProcessKind.ENGINE],
+    *PRELOAD[ProcessKind.EXPLORER],
     "megarl.learn.models.from_scratch",
     "megarl.run.checks.job",
     "megarl.run.launch.job",

@@ -30,7 +30,9 @@ PRELOAD: Mapping[ProcessKind, tuple[str, ...]] = {
         "megarl.train.loop.trainer",
         "megatron.core.dist_checkpointing.strategies.filesystem_async",
         "transformers.modeling_gguf_pytorch_utils",
+        "pyarrow.parquet",
     ),
+    ProcessKind.EXPLORER: ("megarl.explore.explorer.explorer",),
     ProcessKind.ENGINE: (
         "vllm.entrypoints.launchers.api_server.entry",
         "vllm.entrypoints.cli.serve",

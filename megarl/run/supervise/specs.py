@@ -22,6 +22,8 @@ from megarl.run.supervise.engine_process import engine_environment, engine_proce
 
 Placed = tuple[int, Spec]
 """The rank of a node, and a process to start there."""
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""Variables of processes that compute nothing in threads."""
 
 
 class Addresses(NamedTuple):
@@ -105,6 +107,8 @@ def preload(config: Config, servers: ForkServers) -> None:
             servers.preload(kind, engine_environment(config.rollout))
         elif kind is ProcessKind.TRAINER:
             servers.preload(kind, _trainer_threads(config))
+        elif kind is ProcessKind.EXPLORER:
+            servers.preload(kind, ONE_THREAD)
 
 
 def _trainer_threads(config: Config) -> dict[str, str]:
@@ -148,17 +152,17 @@ def _reward_host(attempt: _Attempt, process: Planned) -> _Command:
     argv = ["-m", "megarl", "rewards", "serve", "--host", host, "--port", port]
     argv += ["--workers", str(attempt.config.reward.workers)]
     argv += ["--output", str(attempt.logs / f"reward_output_{process.node}.log")]
-    return _Command(argv, {"OMP_NUM_THREADS": "1", ENGINES: ",".join(urls(attempt.addresses))}, address)
+    return _Command(argv, {**ONE_THREAD, ENGINES: ",".join(urls(attempt.addresses))}, address)
 
 
 def _bench(attempt: _Attempt, process: Planned) -> _Command:
-    return _Command(_started(attempt, process), {"OMP_NUM_THREADS": "1"})
+    return _Command(_started(attempt, process), ONE_THREAD)
 
 
 def _explorer(attempt: _Attempt, process: Planned) -> _Command:
     number = process.number
     worker = ["--worker", worker_of(attempt.plan.job.program, number), "--number", str(number)]
-    return _Command([*_started(attempt, process), *worker], {"OMP_NUM_THREADS": "1"})
+    return _Command([*_started(attempt, process), *worker], ONE_THREAD)
 
 
 def _started(attempt: _Attempt, process: Planned) -> list[str]:
