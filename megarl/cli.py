@@ -321,6 +321,10 @@ def _run_job(config: Config) -> int:
     threads = [config.rollout.num_threads, config.trainer.num_threads]
     # CUDA is not there in a forked process, and a fork server takes no GPU.
     servers = ForkServers(threads) if config.run.fork_servers and config.parallel.backend == "gloo" else None
+    if servers is not None:
+        from megarl.explore.rewards.pool.child import fork_root
+
+        fork_root()
     try:
         from megarl.run.launch.job import run
 

@@ -24,8 +24,10 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from megarl.core.parent import die_with
@@ -178,6 +180,77 @@ class ForkServer:
             if self._process is not None:
                 self._process.kill()
                 self._process.wait()
+
+
+class ForkRoot:
+    """A process that is forked from this one, and from which fork servers are forked, each with imports of its own.
+
+    It and they end with this process's main thread, or when they are closed. Fork it before this process has threads.
+
+    Args:
+        modules: What all servers import, once.
+        variables: Variables of this process's environment with other values, for these imports.
+    """
+
+    def __init__(self, modules: Sequence[str] = (), variables: Mapping[str, str] = MappingProxyType({})) -> None:
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        if os.fork() == 0:
+            here.close()
+            _serve_as(parent, partial(_serve_servers, there, modules, variables))
+        there.close()
+        self._requests = here
+
+    def server(self, modules: Sequence[str], environment: Mapping[str, str]) -> ForkServer | None:
+        """A server that imports modules in that environment; None where this root has ended."""
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with there, suppress(OSError):
+            message = json.dumps([list(modules), dict(environment)]).encode()
+            socket.send_fds(self._requests, [message], [there.fileno()])
+            return ForkServer(here, dict(environment))
+        here.close()
+        return None
+
+    def close(self) -> None:
+        """End it; its servers go on."""
+        self._requests.close()
+
+
+def _serve_as(parent: int, serve: Callable[[], None]) -> NoReturn:
+    """Run a server in a forked process, silently: who cannot fork from it finds the error in a start of its own."""
+    status = 1
+    with suppress(BaseException):
+        die_with(parent, signal.SIGKILL)
+        ignore_ends()
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):
+            os.dup2(null, descriptor)
+        os.close(null)
+        for handler in list(logging.root.handlers):
+            logging.root.removeHandler(handler)
+        logging.root.setLevel(logging.WARNING)
+        serve()
+        status = 0
+    os._exit(status)
+
+
+def _serve_servers(requests: socket.socket, modules: Sequence[str], variables: Mapping[str, str]) -> None:
+    os.environ.update(variables)
+    gc.disable()
+    for name in modules:
+        importlib.import_module(name)
+    while True:
+        message, descriptors, *_ = socket.recv_fds(requests, MESSAGE_BYTES, 1)
+        if not message:
+            return
+        wanted, environment = json.loads(message)
+        own, parent = socket.socket(fileno=descriptors[0]), os.getpid()
+        if os.fork() == 0:
+            requests.close()
+            _serve_as(parent, partial(serve, own, wanted, environment))
+        own.close()
 
 
 _adoption = threading.Lock()

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from megarl.core.fork import Forked, ForkServer
-from megarl.core.jobs import ProcessKind
 from megarl.run.process import forkserver
 
 LAUNCHER = """

@@ -6,22 +6,12 @@ The command forks them before it imports anything itself, so that they import wh
 
 from __future__ import annotations
 
-import gc
-import importlib
-import json
-import logging
 import os
-import signal
-import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
 
-from megarl.core.fork import MESSAGE_BYTES, ForkServer, ignore_ends, loaded_with, serve
+from megarl.core.fork import ForkRoot, ForkServer, loaded_with
 from megarl.core.jobs import ProcessKind
-from megarl.core.parent import die_with
 
 COMMON = ("torch", "torch._dynamo", "torch._inductor.standalone_compile", "torch._inductor.lowering")
 """Modules that vLLM and Megatron-Core both import."""
@@ -65,22 +55,21 @@ class ForkServers:
     """
 
     def __init__(self, threads: Sequence[int]) -> None:
-        self._roots = {number: _root(number) for number in dict.fromkeys(threads) if _may_load(number)}
+        self._roots = {
+            number: ForkRoot(COMMON, {"OMP_NUM_THREADS": str(number)})
+            for number in dict.fromkeys(threads)
+            if _may_load(number)
+        }
         self._servers: dict[ProcessKind, ForkServer] = {}
 
     def preload(self, kind: ProcessKind, environment: Mapping[str, str]) -> None:
         """Import what processes of a kind need, with variables that its imports may read. Repeating does nothing: the
         jobs of a command are alike."""
-        if kind in self._servers:
-            return
         root = self._roots.get(int(environment["OMP_NUM_THREADS"]))
-        if root is None:
+        if kind in self._servers or root is None:
             return
-        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        whole = {**os.environ, **environment}
-        with there, suppress(OSError):
-            socket.send_fds(root, [json.dumps([PRELOAD[kind], whole]).encode()], [there.fileno()])
-            self._servers[kind] = ForkServer(here, whole)
+        if (server := root.server(PRELOAD[kind], {**os.environ, **environment})) is not None:
+            self._servers[kind] = server
 
     def of(self, kind: ProcessKind | None) -> ForkServer | None:
         """Return the server for a kind, if there is one."""
@@ -98,51 +87,3 @@ class ForkServers:
 def _may_load(threads: int) -> bool:
     """Return False where OpenMP has read another number of threads already."""
     return "torch" not in sys.modules or loaded_with == [str(threads)]
-
-
-def _root(threads: int) -> socket.socket:
-    """Fork a process that imports ``COMMON`` and then waits for kinds; it ends with this process or its socket."""
-    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    parent = os.getpid()
-    if os.fork() == 0:
-        here.close()
-        _serve_as(parent, partial(_serve_kinds, there, threads))
-    there.close()
-    return here
-
-
-def _serve_as(parent: int, serve: Callable[[], None]) -> NoReturn:
-    """Run a server in a forked process, silently: who cannot fork from it finds the error in a start of its own."""
-    status = 1
-    with suppress(BaseException):
-        die_with(parent, signal.SIGKILL)
-        ignore_ends()
-        null = os.open(os.devnull, os.O_RDWR)
-        for descriptor in (0, 1, 2):
-            os.dup2(null, descriptor)
-        os.close(null)
-        for handler in list(logging.root.handlers):
-            logging.root.removeHandler(handler)
-        logging.root.setLevel(logging.WARNING)
-        serve()
-        status = 0
-    os._exit(status)
-
-
-def _serve_kinds(requests: socket.socket, threads: int) -> None:
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    gc.disable()
-    for name in COMMON:
-        importlib.import_module(name)
-    while True:
-        message, descriptors, *_ = socket.recv_fds(requests, MESSAGE_BYTES, 1)
-        if not message:
-            return
-        modules, environment = json.loads(message)
-        own, parent = socket.socket(fileno=descriptors[0]), os.getpid()
-        if os.fork() == 0:
-            requests.close()
-            _serve_as(parent, partial(serve, own, modules, environment))
-        own.close()

@@ -22,7 +22,7 @@ from typing import Self
 
 import psutil
 
-from megarl.core.fork import Forked, ForkServer
+from megarl.core.fork import Forked, ForkRoot, ForkServer
 from megarl.explore.rewards.pool.output import PrintedOutput
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,8 @@ LOOK_S = 0.1
 """Seconds between two looks at a process where Linux cannot report its end."""
 _servers: dict[tuple[int, tuple[str, ...]], ForkServer] = {}
 """Fork servers of a process, by its id and the modules that they have imported."""
+_roots: dict[int, ForkRoot] = {}
+"""Process from which those of a process are forked, by its id."""
 
 
 class RewardProcess:
@@ -104,11 +106,18 @@ class RewardProcess:
             log.warning("reward process %d has not ended %g s after SIGKILL; it is left behind", self.pid, END_S)
 
 
+def fork_root() -> None:
+    """Fork the fork servers of this process from it as it is now, before it has threads: they have its imports."""
+    _roots[os.getpid()] = ForkRoot()
+
+
 async def _server(modules: tuple[str, ...]) -> ForkServer:
     """Return the fork server of this process with these imports, once it is ready or has failed."""
     server = _servers.get((os.getpid(), modules))
     if server is None or (server.closed and server.imported):  # it was killed; imports that fail would do so again
-        server = _servers[os.getpid(), modules] = ForkServer.start(modules, os.environ)
+        root = _roots.get(os.getpid())
+        server = root.server(modules, os.environ) if root is not None else None
+        server = _servers[os.getpid(), modules] = server or ForkServer.start(modules, os.environ)
     await asyncio.to_thread(server.await_imports)
     return server
 
@@ -117,6 +126,8 @@ def end_servers() -> None:
     """End the fork servers of this process; workers go on."""
     for key in [key for key in _servers if key[0] == os.getpid()]:
         _servers.pop(key).close()
+    if (root := _roots.pop(os.getpid(), None)) is not None:
+        root.close()
 
 
 def _start(server: ForkServer, connection: int, printed: int) -> subprocess.Popen[bytes] | Forked:

@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import IO, Any
 
 from megarl.core.config.load import from_dict
@@ -32,8 +33,8 @@ from megarl.explore.rewards.router import Scorer, scorer_for
 from megarl.explore.rewards.verdict import to_verdict, weighed, with_question
 
 ADDRESS_SPACE_BYTES = 8 * 2**30
-"""Limit of a process with megarl's own verifiers: an expression that grows without end is an error of one answer, not
-the machine's."""
+"""Address space that a process with megarl's own verifiers may take beside what it was forked with: an expression that
+grows without end is an error of one answer, not the machine's."""
 
 
 GROWTH_BYTES = 2**30
@@ -70,7 +71,8 @@ class Function:
             os.environ[FILE] = config.path
             self._user = load_function(config.path)
         if self._user is None:
-            resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+            limit = _address_space_bytes() + ADDRESS_SPACE_BYTES
+            resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
         self._scorers: dict[str, Scorer] = {}
         self._most_bytes = _peak_bytes() + GROWTH_BYTES
         self._loop = asyncio.new_event_loop()
@@ -106,6 +108,11 @@ class Function:
     def describe(self, error: Exception) -> str:
         """Describe an error in either; with the line of the user's file where that is his."""
         return describe(error, self._config.path, self._user)
+
+
+def _address_space_bytes() -> int:
+    """Address space that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def _peak_bytes() -> int:
