@@ -10,9 +10,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from megarl.core import heartbeat
-from megarl.explore.store import Store
+from megarl.explore.store import Store, transactions
 
 CHILD = """
 import sys
@@ -84,3 +87,25 @@ def test_a_new_file_that_is_locked_is_no_stall(tmp_path: Path) -> None:
         other.execute("ROLLBACK")
         other.close()
         assert process.wait(60) == 0
+
+
+def test_a_process_that_was_suspended_in_an_outage_has_not_waited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its clock is an hour ahead after the first try: the whole job was suspended."""
+    store = Store(f"sqlite:///{tmp_path}/store.db", outage_s=200)
+    other = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    sleeps: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        sleeps.append(seconds)
+        if len(sleeps) == 2:
+            other.execute("ROLLBACK")
+
+    clock = SimpleNamespace(time=time.time, monotonic=lambda: time.monotonic() + 3600 * bool(sleeps), sleep=sleep)
+    monkeypatch.setattr(transactions, "time", clock)
+    store.record_step(1, {})
+    assert [step for step, _ in store.steps()] == [1] and len(sleeps) == 2
+    store.close()
+    other.close()

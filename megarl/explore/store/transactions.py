@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 2.0
+TRY_S = 60.0
+"""Most seconds that count between two failures: a process that was suspended (``scontrol suspend``) has tried
+nothing."""
 QUIET_S = 10.0
 """Seconds for which a locked file is not reported."""
 _INSERT: dict[str, Callable[[Table], Any]] = {"postgresql": postgresql.insert, "sqlite": sqlite.insert}
@@ -240,11 +243,11 @@ class Transactions:
 
 
 class _Outage:
-    """One call's: the time since its first failure."""
+    """One call's: the time since its first failure, without what this process did not see because it was suspended."""
 
     def __init__(self, name: str, limit_s: float) -> None:
         self._name, self._limit_s = name, limit_s
-        self._began = 0.0
+        self._lasted_s, self._looked = 0.0, 0.0
         self._warned = False
         self.tries = 0
         """Failed so far."""
@@ -255,10 +258,10 @@ class _Outage:
         Raises:
             JobError: it has lasted too long.
         """
-        now = time.monotonic()
-        if not self.tries:
-            self._began = now - getattr(error.orig, "waited_s", 0.0)
-        locked, lasted = _is_locked(error), now - self._began
+        now, waited_s = time.monotonic(), getattr(error.orig, "waited_s", 0.0)
+        self._lasted_s += min(now - self._looked, max(waited_s, TRY_S)) if self.tries else waited_s
+        self._looked = now
+        locked, lasted = _is_locked(error), self._lasted_s
         limit_s = max(self._limit_s, database.BUSY_TIMEOUT_S) if locked else self._limit_s
         left = limit_s - lasted
         if left <= 0:
@@ -279,7 +282,7 @@ class _Outage:
 
     def end(self) -> None:
         if self._warned:
-            log.warning("store %s: back after %.1f s", self._name, time.monotonic() - self._began)
+            log.warning("store %s: back after %.1f s", self._name, self._lasted_s + time.monotonic() - self._looked)
 
 
 def _number(stored: str) -> int:
