@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from select import select as ready
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ import pytest
 from sqlalchemy import insert, select
 from sqlalchemy.engine import make_url
 
+from megarl.core.config import save_resolved
 from megarl.core.errors import ConfigError, FencedError, JobError
 from megarl.explore.store import VARIABLE, RegisteredEngine, Store, check_url, database, transactions
 from megarl.explore.store.claims import EndedGroup, make_ready, report
@@ -30,7 +32,11 @@ from megarl.explore.store.codec import trajectory_to_row
 from megarl.explore.store.tables import ENGINES, STEPS, TRAJECTORIES
 from megarl.explore.store.tables import GROUPS as GROUPS_TABLE
 from megarl.run.postgres import Server
+from megarl.run.report.html import summary, write_report
+from megarl.run.run_dir.resume import is_finished
 from tests.stores import finish, make_task, make_trajectory, request, rows
+from tests.unit.small_job import config_of
+from tests.unit.test_resume import begun
 from tests.unit.test_store_outage import child, go, shows_that_it_waits
 
 pytestmark = pytest.mark.postgres
@@ -241,6 +247,27 @@ def test_a_rollout_is_not_asked_for_again_by_its_own_repetition(proxy: Proxy, ur
     assert done == [True] and other.progress("r0") == (1, 6)
     other.close()
     trainer.close()
+
+
+def test_the_end_of_a_job_outlives_a_lost_connection(
+    proxy: Proxy, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its supervisor looks whether the run is finished, and writes the report."""
+    begun(tmp_path, finished=True)
+    store = Store(url)
+    store.close_job()
+    store.close()
+    monkeypatch.setenv("MEGARL_TEST_URL", through(proxy, url))
+    config = config_of(tmp_path, "trainer.steps=2", "store.url=env://MEGARL_TEST_URL")
+    save_resolved(config, tmp_path / "resolved.json")
+    outage_s = config.store.outage_s
+    for look in (
+        lambda: is_finished(config, tmp_path),
+        lambda: write_report(tmp_path, outage_s),
+        lambda: summary(tmp_path, outage_s),
+    ):
+        proxy.lose, proxy.lost = "before", 0
+        assert look() and proxy.lost == 1
 
 
 def test_a_store_says_when_it_gives_up(server: Server, url: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import sqlite3
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import megarl
 from megarl.core import heartbeat
 from megarl.explore.store import Store, transactions
 
@@ -87,6 +90,21 @@ def test_a_new_file_that_is_locked_is_no_stall(tmp_path: Path) -> None:
         other.execute("ROLLBACK")
         other.close()
         assert process.wait(60) == 0
+
+
+def test_every_process_of_a_job_waits_for_the_store() -> None:
+    """Calls that open a store without an outage, by file."""
+    found: Counter[str] = Counter()
+    for path in Path(megarl.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Store":
+                found[path.name] += all(keyword.arg != "outage_s" for keyword in node.keywords)
+    assert +found == {
+        "supervisor.py": 1,  # a thread, which looks again and again by itself
+        "joining.py": 1,  # an explore program that ends takes its engines out as far as it can
+        "open_store.py": 1,  # tools of people
+        "store_damage.py": 1,  # a file that nobody else has
+    }
 
 
 def test_a_process_that_was_suspended_in_an_outage_has_not_waited(
