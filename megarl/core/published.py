@@ -45,7 +45,7 @@ class PublishedWeights:
         """Read the manifest of a folder. Raises CheckpointError where it is missing or not one."""
         try:
             return cls(**read_json(folder / MANIFEST))
-        except TypeError as error:
+        except (OSError, TypeError) as error:  # a trainer may remove it at any moment
             raise CheckpointError(f"{folder / MANIFEST} is no manifest of published weights ({error})") from error
 
 

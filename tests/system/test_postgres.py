@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from select import select as ready
 from typing import Any, Literal
 
@@ -23,14 +24,19 @@ import pytest
 from sqlalchemy import insert, select
 from sqlalchemy.engine import make_url
 
+from megarl.core.config import save_resolved
 from megarl.core.errors import ConfigError, FencedError, JobError
-from megarl.explore.store import VARIABLE, RegisteredEngine, Store, check_url, database
+from megarl.explore.store import VARIABLE, RegisteredEngine, Store, check_url, database, transactions
 from megarl.explore.store.claims import EndedGroup, make_ready, report
 from megarl.explore.store.codec import trajectory_to_row
 from megarl.explore.store.tables import ENGINES, STEPS, TRAJECTORIES
 from megarl.explore.store.tables import GROUPS as GROUPS_TABLE
 from megarl.run.postgres import Server
+from megarl.run.report.html import summary, write_report
+from megarl.run.run_dir.resume import is_finished
 from tests.stores import finish, make_task, make_trajectory, request, rows
+from tests.unit.small_job import config_of
+from tests.unit.test_resume import begun
 from tests.unit.test_store_outage import child, go, shows_that_it_waits
 
 pytestmark = pytest.mark.postgres
@@ -243,6 +249,27 @@ def test_a_rollout_is_not_asked_for_again_by_its_own_repetition(proxy: Proxy, ur
     trainer.close()
 
 
+def test_the_end_of_a_job_outlives_a_lost_connection(
+    proxy: Proxy, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its supervisor looks whether the run is finished, and writes the report."""
+    begun(tmp_path, finished=True)
+    store = Store(url)
+    store.close_job()
+    store.close()
+    monkeypatch.setenv("MEGARL_TEST_URL", through(proxy, url))
+    config = config_of(tmp_path, "trainer.steps=2", "store.url=env://MEGARL_TEST_URL")
+    save_resolved(config, tmp_path / "resolved.json")
+    outage_s = config.store.outage_s
+    for look in (
+        lambda: is_finished(config, tmp_path),
+        lambda: write_report(tmp_path, outage_s),
+        lambda: summary(tmp_path, outage_s),
+    ):
+        proxy.lose, proxy.lost = "before", 0
+        assert look() and proxy.lost == 1
+
+
 def test_a_store_says_when_it_gives_up(server: Server, url: str, caplog: pytest.LogCaptureFixture) -> None:
     store = Store(url, outage_s=0.3)
     server.stop()
@@ -301,6 +328,72 @@ def test_a_stopped_server_is_waited_for_as_long_as_is_set(
         store.record_step(1, {})
     store.record_step(2, {})
     assert 2 in [step for step, _ in store.steps()]
+    store.close()
+
+
+def with_option(url: str, option: str) -> str:
+    parsed = make_url(url)
+    options = {"options": f"{parsed.query['options']} -c{option}"}
+    return parsed.update_query_dict(options).render_as_string(hide_password=False)
+
+
+@contextmanager
+def locked_rows(server: Server, url: str) -> Iterator[None]:
+    """Within, another transaction holds all groups, longer than the ``lock_timeout`` of a role or database allows."""
+    with psycopg.connect(server.url.replace("+psycopg", "")) as other:
+        other.execute(f"SELECT * FROM {schema_of(url)}.groups FOR UPDATE")
+        yield
+
+
+@contextmanager
+def read_only(server: Server, url: str) -> Iterator[None]:
+    """Within, the server takes no write, as while it is maintained or another one takes its place. Sessions that were
+    made within stay read-only."""
+    change = "ALTER ROLE CURRENT_USER {} default_transaction_read_only"
+    with psycopg.connect(server.url.replace("+psycopg", ""), autocommit=True) as admin:
+        others = "FROM pg_stat_activity WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()"
+        admin.execute(change.format("SET") + " = on")
+        admin.execute(f"SELECT pg_terminate_backend(pid, 10000) {others}")
+        try:
+            yield
+        finally:
+            admin.execute("SET default_transaction_read_only = off")
+            admin.execute(change.format("RESET"))
+
+
+def schema_of(url: str) -> str:
+    return str(make_url(url).query["options"]).removeprefix("-csearch_path=")
+
+
+@pytest.mark.parametrize(("held", "state"), [(locked_rows, "55P03"), (read_only, "25006")])
+def test_a_write_that_the_server_refuses_for_now_is_done_later(
+    held: Callable[..., Any], state: str, server: Server, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused, wait = threading.Event(), transactions._Outage.wait
+
+    def waiting(self: Any, error: Any) -> None:
+        if error.orig.sqlstate == state:
+            refused.set()
+        wait(self, error)
+
+    store = Store(with_option(url, "lock_timeout=100"), outage_s=200)
+    store.add_tasks("train", [make_task(i) for i in range(6)])
+    request(store)
+    (claim,) = store.claim_groups("a", 1)
+    monkeypatch.setattr(transactions._Outage, "wait", waiting)
+    with ThreadPoolExecutor(1) as threads:
+        with held(server, url):
+            finishing = threads.submit(finish, store, claim)
+            assert refused.wait(60), finishing.exception()
+        assert finishing.result()
+    assert store.progress("r0") == (1, 6) and len(store.trajectories("r0")) == 2
+    store.close()
+
+
+def test_a_server_that_takes_no_write_is_named(server: Server, url: str) -> None:
+    store = Store(url, outage_s=0.3)
+    with read_only(server, url), pytest.raises(JobError, match="read-only transaction; let this user write in it"):
+        store.record_step(1, {})
     store.close()
 
 

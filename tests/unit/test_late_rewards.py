@@ -226,7 +226,7 @@ def test_rewards_are_read_as_reward_functions_return_them(tmp_path: Path) -> Non
         {"group_id": "g/0", "index": 1, "claim": "t", "score": None},
         {"group_id": "g/0", "index": 2, "claim": "t", "score": 0.25, "acc": True, "parts": {"style": 0.5}},
     )
-    found = read_rewards(path, Config(reward=RewardConfig(weight=2.0)))
+    found = read_rewards([path], Config(reward=RewardConfig(weight=2.0)))
     assert [(each.group_id, each.position, each.reward.score, each.reward.status) for each in found] == [
         ("g/0", 0, 2.0, "ok"),
         ("g/0", 2, 0.5, "ok"),
@@ -250,11 +250,23 @@ def test_rewards_are_read_as_reward_functions_return_them(tmp_path: Path) -> Non
 )
 def test_rows_that_are_no_rewards_are_refused(tmp_path: Path, row: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        read_rewards(rows_file(tmp_path / "r.jsonl", row), Config())
+        read_rewards([rows_file(tmp_path / "r.jsonl", row)], Config())
+
+
+def test_a_response_gets_one_reward(tmp_path: Path) -> None:
+    """As where two people have judged it: none of theirs is dropped in silence."""
+    row = {"group_id": "g/0", "index": 0, "claim": "t", "score": 1.0}
+    first, same = (rows_file(tmp_path / name, row) for name in ("a.jsonl", "b.jsonl"))
+    assert len(read_rewards([first, same], Config())) == 1
+    sampled_again = rows_file(tmp_path / "c.jsonl", row | {"claim": "u", "score": 0.0})
+    assert len(read_rewards([first, sampled_again], Config())) == 2
+    other = rows_file(tmp_path / "d.jsonl", row | {"score": 0.0})
+    with pytest.raises(DataError, match=r"d\.jsonl.* line 1: score must be the reward that an earlier row gives"):
+        read_rewards([first, other], Config())
 
 
 def test_settings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"reward\.late_steps=2: with sync\.max_staleness=1, .* set it to 1 to 1,"):
         check_pacing(Config(reward=RewardConfig(late_steps=2), sync=SyncConfig(max_staleness=1)), JOBS["both"])
     with pytest.raises(ConfigError, match=r"reward\.format\.weight=1 with rewards that are given later"):
-        read_rewards(tmp_path / "r.jsonl", Config(reward=RewardConfig(format=FormatConfig(weight=1.0))))
+        read_rewards([tmp_path / "r.jsonl"], Config(reward=RewardConfig(format=FormatConfig(weight=1.0))))

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import sqlite3
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+
+import megarl
 from megarl.core import heartbeat
-from megarl.explore.store import Store
+from megarl.explore.store import Store, transactions
 
 CHILD = """
 import sys
@@ -84,3 +90,40 @@ def test_a_new_file_that_is_locked_is_no_stall(tmp_path: Path) -> None:
         other.execute("ROLLBACK")
         other.close()
         assert process.wait(60) == 0
+
+
+def test_every_process_of_a_job_waits_for_the_store() -> None:
+    """Calls that open a store without an outage, by file."""
+    found: Counter[str] = Counter()
+    for path in Path(megarl.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Store":
+                found[path.name] += all(keyword.arg != "outage_s" for keyword in node.keywords)
+    assert +found == {
+        "supervisor.py": 1,  # a thread, which looks again and again by itself
+        "joining.py": 1,  # an explore program that ends takes its engines out as far as it can
+        "open_store.py": 1,  # tools of people
+        "store_damage.py": 1,  # a file that nobody else has
+    }
+
+
+def test_a_process_that_was_suspended_in_an_outage_has_not_waited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its clock is an hour ahead after the first try: the whole job was suspended."""
+    store = Store(f"sqlite:///{tmp_path}/store.db", outage_s=200)
+    other = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    sleeps: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        sleeps.append(seconds)
+        if len(sleeps) == 2:
+            other.execute("ROLLBACK")
+
+    clock = SimpleNamespace(time=time.time, monotonic=lambda: time.monotonic() + 3600 * bool(sleeps), sleep=sleep)
+    monkeypatch.setattr(transactions, "time", clock)
+    store.record_step(1, {})
+    assert [step for step, _ in store.steps()] == [1] and len(sleeps) == 2
+    store.close()
+    other.close()

@@ -57,6 +57,21 @@ def test_no_manifest(tmp_path: Path, text: str) -> None:
         PublishedWeights.read(tmp_path)
 
 
+def test_a_manifest_that_is_removed_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a trainer that has published newer ones: the engine is given one of those."""
+    publish(tmp_path, "1.1")
+    is_file = Path.is_file
+
+    def seen_and_removed(path: Path) -> bool:
+        seen = is_file(path)
+        path.unlink()
+        return seen
+
+    monkeypatch.setattr(Path, "is_file", seen_and_removed)
+    with pytest.raises(CheckpointError, match=MANIFEST):
+        PublishedWeights.read(folder_of(tmp_path, "1.1"))
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 1), (2, 2)])  # 4: keys and values on two workers each
 def test_workers_read_their_slices_and_prove_the_whole(tmp_path: Path, tp: int, pp: int, tied: bool) -> None:

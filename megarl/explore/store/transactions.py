@@ -34,12 +34,19 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 2.0
+TRY_S = 60.0
+"""Most seconds that count between two failures: a process that was suspended (``scontrol suspend``) has tried
+nothing."""
 QUIET_S = 10.0
 """Seconds for which a locked file is not reported."""
 _INSERT: dict[str, Callable[[Table], Any]] = {"postgresql": postgresql.insert, "sqlite": sqlite.insert}
 _PASSING = ("08", "40", "53", "57")
 """Classes of PostgreSQL's error codes that pass by themselves: connection, serialization (deadlock), resources,
 shutdown."""
+_POSTGRES_LOCKED = ("40001", "40P01", "55P03")
+"""PostgreSQL's serialization_failure, deadlock_detected, and lock_not_available, which its ``lock_timeout`` raises."""
+_READ_ONLY = "25006"
+"""PostgreSQL's read_only_sql_transaction: a standby, or a database that is being maintained."""
 SQLITE_LOCKED = ("SQLITE_BUSY", "SQLITE_LOCKED")
 _SQLITE_DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_READ", "SQLITE_IOERR_SHORT_READ")
 _SQLITE_FULL = ("SQLITE_FULL", "SQLITE_IOERR_SHMSIZE")  # the latter: no room for the index of the write-ahead log
@@ -208,6 +215,8 @@ class Transactions:
                     raise self._inaccessible(error) from error
                 if not passes(error):
                     raise
+                if _is_read_only(error):
+                    self._reader.dispose()  # a session stays read-only, and may be of a server that is now a standby
                 outage.wait(error)
                 continue
             except StoreDamagedError as error:
@@ -234,11 +243,11 @@ class Transactions:
 
 
 class _Outage:
-    """One call's: the time since its first failure."""
+    """One call's: the time since its first failure, without what this process did not see because it was suspended."""
 
     def __init__(self, name: str, limit_s: float) -> None:
         self._name, self._limit_s = name, limit_s
-        self._began = 0.0
+        self._lasted_s, self._looked = 0.0, 0.0
         self._warned = False
         self.tries = 0
         """Failed so far."""
@@ -249,18 +258,17 @@ class _Outage:
         Raises:
             JobError: it has lasted too long.
         """
-        now = time.monotonic()
-        if not self.tries:
-            self._began = now - getattr(error.orig, "waited_s", 0.0)
-        locked, lasted = _is_locked(error), now - self._began
+        now, waited_s = time.monotonic(), getattr(error.orig, "waited_s", 0.0)
+        self._lasted_s += min(now - self._looked, max(waited_s, TRY_S)) if self.tries else waited_s
+        self._looked = now
+        locked, lasted = _is_locked(error), self._lasted_s
         limit_s = max(self._limit_s, database.BUSY_TIMEOUT_S) if locked else self._limit_s
         left = limit_s - lasted
         if left <= 0:
             raise JobError(
                 f"the store {self._name} could not be used for {limit_s:g} s (store.outage_s={self._limit_s:g}): "
                 f"{reason(error)}; "
-                f"{'make room on its disk' if _is_full(error) else 'bring the database back'}, then run the same "
-                "command again"
+                f"{_way_on(error)}, then run the same command again"
             ) from error
         if not self._warned and (not locked or lasted >= min(QUIET_S, database.BUSY_TIMEOUT_S)):
             self._warned = True
@@ -274,7 +282,7 @@ class _Outage:
 
     def end(self) -> None:
         if self._warned:
-            log.warning("store %s: back after %.1f s", self._name, time.monotonic() - self._began)
+            log.warning("store %s: back after %.1f s", self._name, self._lasted_s + time.monotonic() - self._looked)
 
 
 def _number(stored: str) -> int:
@@ -308,9 +316,21 @@ def put(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> Non
     connection.execute(statement.on_conflict_do_update(index_elements=keys, set_=others), rows)
 
 
+def _way_on(error: DBAPIError) -> str:
+    if _is_read_only(error):
+        return "let this user write in it (a standby cannot; default_transaction_read_only)"
+    return "make room on its disk" if _is_full(error) else "bring the database back"
+
+
 def _is_locked(error: DBAPIError) -> bool:
-    """Another process holds SQLite's file."""
-    return getattr(error.orig, "sqlite_errorname", "").startswith(SQLITE_LOCKED)
+    """Another process holds SQLite's file, or rows of PostgreSQL."""
+    locked = getattr(error.orig, "sqlite_errorname", "").startswith(SQLITE_LOCKED)
+    return locked or getattr(error.orig, "sqlstate", None) in _POSTGRES_LOCKED
+
+
+def _is_read_only(error: DBAPIError) -> bool:
+    """PostgreSQL takes no write."""
+    return getattr(error.orig, "sqlstate", None) == _READ_ONLY
 
 
 def _is_full(error: DBAPIError) -> bool:
@@ -336,13 +356,13 @@ def is_damage(error: DBAPIError) -> bool:
 
 
 def passes(error: DBAPIError) -> bool:
-    """Return True if the same transaction may well succeed later: the connection broke or could not be made, SQLite's
-    file is locked, or the disk is full."""
-    if error.connection_invalidated:
+    """Return True if the same transaction may well succeed later: the connection broke or could not be made, another
+    process holds a lock, PostgreSQL takes no write now, or the disk is full."""
+    if error.connection_invalidated or _is_locked(error) or _is_read_only(error):
         return True
     if not isinstance(error, OperationalError):
         return False
     if (name := getattr(error.orig, "sqlite_errorname", None)) is not None:
-        return name.startswith((*SQLITE_LOCKED, *_SQLITE_FULL))
+        return name.startswith(_SQLITE_FULL)
     state = getattr(error.orig, "sqlstate", None)  # None: it was not the server that spoke
     return state is None or state.startswith(_PASSING)

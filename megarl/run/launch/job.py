@@ -116,8 +116,8 @@ def run(config: Config, servers: ForkServers | None = None) -> int:
         if finished and job.trains:  # its report too, which may not have been written when it ended
             from megarl.run.report.html import summary, write_report
 
-            write_report(run_dir)
-            log.info("%s", summary(run_dir))
+            write_report(run_dir, config.store.outage_s)
+            log.info("%s", summary(run_dir, config.store.outage_s))
             log.info("whole job:     %.0f s", time.monotonic() - start)
     if not finished:
         log.warning("stopped; run the same command again to resume")

@@ -30,7 +30,7 @@ def give_rewards(config: Config, sources: Sequence[str]) -> None:
         ConfigError, DataError: with file and row; then nothing is written.
     """
     config = _of_run(config)
-    given = [reward for source in sources for reward in read_rewards(Path(source), config)]
+    given = read_rewards([Path(source) for source in sources], config)
     with store_of_run(config.store.url, Path(config.run.dir)) as store:
         done = store.reward(given)
     log.info("%d rewards written, %d groups are ready with them", done.written, done.ready)

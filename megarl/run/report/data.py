@@ -128,8 +128,8 @@ class ReportData:
         return sum(end - start for start, end in spans)
 
 
-def load(run_dir: Path) -> ReportData:
-    """Read a run directory.
+def load(run_dir: Path, outage_s: float = 0.0) -> ReportData:
+    """Read a run directory; its store is waited for ``outage_s``.
 
     Raises:
         ConfigError: there is no ``resolved.json``, or it has settings that this version does not know.
@@ -147,7 +147,7 @@ def load(run_dir: Path) -> ReportData:
     if (url := store_url(config, run_dir)) is None:
         notes.append(f"The store {masked_text(config.store.url)} is not there: no steps, no answers.")
     else:
-        store = Store(url)
+        store = Store(url, outage_s=outage_s)
         try:
             steps = [(step, _finite(metrics)) for step, metrics in store.steps()]
             tasks = store.tasks("eval", images=False)

@@ -63,15 +63,15 @@ SHOWN_COLUMNS = 8
 EXPLORER = (("generation", "generation_s"), ("reward", "reward_s"), ("both at once", "overlap_s"))
 
 
-def write_report(run_dir: Path) -> Path:
+def write_report(run_dir: Path, outage_s: float = 0.0) -> Path:
     """Write ``report/report.html`` and ``report/reward_curve.png`` of a run; returns the HTML's path.
 
-    A run that was stopped early gets a report of what there is.
+    A run that was stopped early gets a report of what there is. Its store is waited for ``outage_s``.
 
     Raises:
         ConfigError: ``run_dir`` is no run directory.
     """
-    run = load(run_dir)
+    run = load(run_dir, outage_s)
     folder = run_dir / "report"
     folder.mkdir(exist_ok=True)
     with whole(folder / "reward_curve.png") as path:

@@ -19,9 +19,10 @@ VERDICTS = {
 }
 
 
-def summary(run_dir: Path) -> str:
-    """Text for the terminal: accuracy before and after, ten answers before and after, where the files are."""
-    run = load(run_dir)
+def summary(run_dir: Path, outage_s: float = 0.0) -> str:
+    """Text for the terminal: accuracy before and after, ten answers before and after, where the files are. The run's
+    store is waited for ``outage_s``."""
+    run = load(run_dir, outage_s)
     lines = [f"{run.config.run.name}: {status(run)}", ""]
     if run.offline:
         head, *table = offline.table(run)

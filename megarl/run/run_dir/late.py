@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,20 +68,29 @@ def _has_scores(path: Path) -> bool:
         return True
 
 
-def read_rewards(path: Path, config: Config) -> list[GivenReward]:
-    """Rewards of a parquet or jsonl file; rows whose ``score`` is null are left out.
+def read_rewards(paths: Sequence[Path], config: Config) -> list[GivenReward]:
+    """Rewards of parquet or jsonl files, one for each trajectory; rows whose ``score`` is null are left out.
 
     Raises:
-        DataError: a row names no trajectory, or its reward is none that a reward function may return.
+        DataError: a row names no trajectory, its reward is none that a reward function may return, or an earlier row
+            has another reward for its trajectory.
     """
     check_weights(config.reward)
-    names, rows = read_table(path, (*WHICH, *GIVEN))
-    if lacking := [name for name in (*WHICH, "score") if name not in names]:
-        raise DataError(
-            f"{path}: no column {lacking[0]!r}; a row has group_id, index, claim and score, as `megarl data awaiting` "
-            "writes them"
-        )
-    return [_given(RowLocation(path, i), row, config) for i, row in enumerate(rows) if row.get("score") is not None]
+    found: dict[tuple[str, int, str], GivenReward] = {}
+    for path in paths:
+        names, rows = read_table(path, (*WHICH, *GIVEN))
+        if lacking := [name for name in (*WHICH, "score") if name not in names]:
+            raise DataError(
+                f"{path}: no column {lacking[0]!r}; a row has group_id, index, claim and score, as `megarl data "
+                "awaiting` writes them"
+            )
+        for i, row in enumerate(rows):
+            if row.get("score") is None:
+                continue
+            given = _given(location := RowLocation(path, i), row, config)
+            if found.setdefault((given.group_id, given.position, given.claim), given) != given:
+                location.refuse("score", "the reward that an earlier row gives to the same response", row["score"])
+    return list(found.values())
 
 
 def _given(location: RowLocation, row: dict[str, Any], config: Config) -> GivenReward:

@@ -59,7 +59,7 @@ def is_finished(config: Config, run_dir: Path) -> bool:
     path = sqlite_file(config.store.url)
     if path is not None and not (path.is_file() and path.stat().st_size):
         return False
-    store = Store(config.store.url, read_only=True)
+    store = Store(config.store.url, read_only=True, outage_s=config.store.outage_s)
     try:
         # Closed last of all: the files of an earlier end, at fewer steps, may still be there.
         return store.job_state() == "closed"
