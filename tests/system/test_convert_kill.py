@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -73,22 +74,33 @@ def run(log: Path, *arguments: object) -> str:
     return log.read_text()
 
 
+def killed(log: Path, out: Path, least: int, *arguments: object) -> int:
+    """Kill a conversion once ``least`` of its files are finished; return how many are. One that has ended before it
+    could be killed is begun again, without files."""
+    journal = out.with_name(f".{out.name}.partial") / "journal.jsonl"
+    for _ in range(50):
+        process = start(log, *arguments)
+        while process.poll() is None:
+            done = journal.read_text().count("\n") - 1 if journal.is_file() else 0
+            if done >= least:
+                os.kill(process.pid, signal.SIGKILL)
+                break
+            time.sleep(0.002)
+        if process.wait(timeout=60) == -signal.SIGKILL and not out.exists():
+            return journal.read_text().count("\n") - 1
+        assert out.exists(), log.read_text()
+        shutil.rmtree(out)
+    raise AssertionError("50 conversions have ended before they could be killed")
+
+
 def test_killed_and_repeated(source: Path, tmp_path: Path) -> None:
     """Round trip; the first half is killed twice, whenever some more files are finished."""
     whole, out, back, log = (tmp_path / name for name in ("whole", "out", "back", "log"))
     options = ("--file-gib", "0.001", "--workers", "2")
     run(log, "hf-to-megatron", source, whole, *options)
-    journal, finished = tmp_path / ".out.partial/journal.jsonl", 0
+    finished = 0
     for _ in range(2):
-        process = start(log, "hf-to-megatron", source, out, *options)
-        while process.poll() is None:
-            done = journal.read_text().count("\n") - 1 if journal.is_file() else 0
-            if done >= finished + 5:
-                os.kill(process.pid, signal.SIGKILL)
-                break
-            time.sleep(0.002)
-        assert process.wait(timeout=60) == -signal.SIGKILL and not out.exists()
-        finished = journal.read_text().count("\n") - 1
+        finished = killed(log, out, finished + 5, "hf-to-megatron", source, out, *options)
     files = len(list(whole.glob("__[0-9]*.distcp")))
     assert finished < files
     said = run(log, "hf-to-megatron", source, out, *options, "--verify")

@@ -19,6 +19,8 @@ PRELOAD: Mapping[ProcessKind, tuple[str, ...]] = {
     ProcessKind.TRAINER: (
         "megarl.train.loop.trainer",
         "megatron.core.dist_checkpointing.strategies.filesystem_async",
+        "megatron.core.models.gpt.gpt_model",
+        "megatron.core.transformer.multi_latent_attention",
         "transformers.modeling_gguf_pytorch_utils",
         "pyarrow.parquet",
     ),
