@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -227,10 +228,16 @@ def test_the_pool_scores_with_reasoning_gym() -> None:
 
 
 def test_our_verifiers_cannot_take_all_memory() -> None:
-    async def limit(pool: RewardPool) -> str:
-        return Path(f"/proc/{pool.pids[0]}/limits").read_text()
+    """They may take 8 GiB beside what the process was forked with."""
 
-    assert re.search(r"Max address space +8589934592 ", run_pool(RewardConfig(), limit))
+    async def read(pool: RewardPool) -> tuple[str, str]:
+        process = Path(f"/proc/{pool.pids[0]}")
+        return (process / "limits").read_text(), (process / "statm").read_text()
+
+    limits, sizes = run_pool(RewardConfig(), read)
+    limit = re.search(r"Max address space +([0-9]+) ", limits)
+    assert limit is not None
+    assert 7 * 2**30 < int(limit[1]) - int(sizes.split()[0]) * resource.getpagesize() <= 8 * 2**30
 
 
 def test_loading_a_verifier_is_no_part_of_a_tasks_time() -> None:

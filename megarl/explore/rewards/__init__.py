@@ -1,6 +1,6 @@
 """Verifiers, and the pool of processes that they run in."""
 
 from megarl.explore.rewards.pool.pool import RewardPool, Verdict
-from megarl.explore.rewards.router import compute_score, scorer_for
+from megarl.explore.rewards.router import compute_score
 
-__all__ = ["RewardPool", "Verdict", "compute_score", "scorer_for"]
+__all__ = ["RewardPool", "Verdict", "compute_score"]

@@ -173,33 +173,40 @@ def check_row(family: str, ground_truth: Any, extra_info: dict[str, Any]) -> Non
         )
 
 
-@functools.cache
-def scorer(family: str) -> Callable[[str, Any, dict[str, Any] | None], float]:
-    """The scorer of ``reasoning_gym/<family>``: 1.0 for a right answer, partial credit as the family defines it.
-
-    The answer is ``answer_of`` the response. Families other than arithmetic read ``extra_info``'s question and
-    metadata. Raises DataError for an unknown family, and for a family in none of the tables above. The scorer raises
-    what the family raises for the right answer; another one that it cannot read is wrong.
-    """
-    import reasoning_gym  # 0.7 s: only in the worker that scores
-
+def check_family(family: str) -> None:
+    """Raise DataError for an unknown family, for one in none of the tables above, and for another reasoning-gym than
+    that of the tables. A known family imports nothing."""
     if (version := importlib.metadata.version("reasoning-gym")) != VERSION:
         raise DataError(
             f"data_source 'reasoning_gym/{family}': reasoning-gym {version} is installed, and megarl knows which "
             f"scorers of {VERSION} run text of an answer; pip install reasoning-gym=={VERSION}, or set reward.path"
         )
-    if family in reasoning_gym.factory.DATASETS and family not in (PLAIN | EVALUATED.keys()):
-        raise DataError(
-            f"data_source 'reasoning_gym/{family}': megarl does not know whether its scorer runs text of an answer; "
-            "name the family of each row, or set reward.path"
-        )
+    if family in PLAIN | EVALUATED.keys():
+        return
+    import reasoning_gym
 
-    try:
-        score_answer = reasoning_gym.get_score_answer_fn(family)
-    except ValueError as error:
+    if family not in reasoning_gym.factory.DATASETS:
         raise DataError(
             f"data_source 'reasoning_gym/{family}': reasoning-gym has no such family; correct it, or set reward.path"
-        ) from error
+        )
+    raise DataError(
+        f"data_source 'reasoning_gym/{family}': megarl does not know whether its scorer runs text of an answer; "
+        "name the family of each row, or set reward.path"
+    )
+
+
+@functools.cache
+def scorer(family: str) -> Callable[[str, Any, dict[str, Any] | None], float]:
+    """The scorer of ``reasoning_gym/<family>``: 1.0 for a right answer, partial credit as the family defines it.
+
+    The answer is ``answer_of`` the response. Families other than arithmetic read ``extra_info``'s question and
+    metadata. Raises DataError as ``check_family``. The scorer raises what the family raises for the right answer;
+    another one that it cannot read is wrong.
+    """
+    check_family(family)
+    import reasoning_gym  # 0.7 s: only in the worker that scores
+
+    score_answer = reasoning_gym.get_score_answer_fn(family)
 
     def score(solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> float:
         info = extra_info or {}

@@ -133,6 +133,15 @@ def scorer_for(data_source: str, config: RewardConfig | None = None) -> Scorer:
     return FAMILIES[family](rest, config)
 
 
+def check_source(data_source: str, config: RewardConfig) -> None:
+    """Raise DataError when a data source has no verifier. Unlike ``scorer_for`` it imports no reasoning-gym."""
+    family, rest = route(data_source, config.routes)
+    if family == "reasoning_gym":
+        procedural.check_family(rest.removeprefix("/"))
+    else:
+        scorer_for(data_source, config)
+
+
 def check_row(data_source: str, ground_truth: Any, extra_info: dict[str, Any], config: RewardConfig) -> None:
     """Raises DataError for a row that no answer can be judged by, as far as reading it shows. Cheap: nothing is run or
     solved."""

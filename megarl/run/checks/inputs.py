@@ -20,11 +20,11 @@ from megarl.core.config.lengths import context_tokens
 from megarl.core.errors import ConfigError, DataError, SandboxError
 from megarl.core.schema import Message, Preference, Task
 from megarl.explore import environments
-from megarl.explore.rewards import RewardPool, Verdict, scorer_for
+from megarl.explore.rewards import RewardPool, Verdict
 from megarl.explore.rewards.code.verifier import check_code
 from megarl.explore.rewards.pool.child import end_servers
 from megarl.explore.rewards.pool.process import check_hosts
-from megarl.explore.rewards.router import JUDGE, route
+from megarl.explore.rewards.router import JUDGE, check_source, route
 from megarl.explore.rewards.shape import check_weights
 from megarl.explore.rewards.verdict import LATE
 from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations, encode_preferences, place_of_row
@@ -101,7 +101,7 @@ def _families(config: Config, tasks: Mapping[str, list[Task]]) -> dict[str, str]
             try:
                 family = route(task.data_source, config.reward.routes)[0]
                 if family != "code":  # tried by itself: it needs a sandbox
-                    scorer_for(task.data_source, config.reward)
+                    check_source(task.data_source, config.reward)
             except DataError as error:
                 raise DataError(f"{place(config, split, task)}, data_source {task.data_source!r}: {error}") from error
             known.add(task.data_source)

@@ -350,21 +350,40 @@ class _Unused:
     def __setstate__(self, state: Any) -> None: ...
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Makes the classes of a metadata file and nothing else: a checkpoint from elsewhere can run no code."""
+class _Record:
+    """Stands for a class of a metadata file: what was saved of an object are its attributes. torch's own classes import
+    ``torch.distributed.checkpoint``, which takes a second."""
 
-    _CLASSES = frozenset(
-        {
-            ("torch.distributed.checkpoint.metadata", name)
-            for name in (
-                "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
-                "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
-            )
-        }
-        | {("torch.distributed.checkpoint.filesystem", "_StorageInfo")}
-    )  # fmt: skip
+    offset: Any = None
+    """Of an index without one."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state)
+
+
+class _Properties(_Record):
+    """Stands for ``TensorProperties``, which are saved as a tuple that begins with the dtype."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.dtype = state[0]
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Makes stand-ins for the classes of a metadata file and nothing else: a checkpoint from elsewhere can run no
+    code."""
+
+    _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
     _UNUSED = ("torch.distributed.checkpoint.planner", "megatron.core.dist_checkpointing.strategies.torch")
-    _BUILTINS: Mapping[tuple[str, str], Callable[..., Any]] = {
+    _KNOWN: Mapping[tuple[str, str], Callable[..., Any]] = {
+        (_METADATA, "Metadata"): _Record,
+        (_METADATA, "MetadataIndex"): _Record,
+        (_METADATA, "TensorStorageMetadata"): _Record,
+        (_METADATA, "BytesStorageMetadata"): _Record,
+        (_METADATA, "ChunkStorageMetadata"): _Record,
+        (_METADATA, "TensorProperties"): _Properties,
+        (_METADATA, "StorageMeta"): _Unused,
+        (_METADATA, "_MEM_FORMAT_ENCODING"): _Unused,
+        (_FILES, "_StorageInfo"): _Record,
         ("collections", "OrderedDict"): OrderedDict,
         ("torch", "Size"): torch.Size,
         ("torch.serialization", "_get_layout"): lambda name: torch.strided,
@@ -372,10 +391,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in self._BUILTINS:
-            return self._BUILTINS[module, name]
-        if (module, name) in self._CLASSES:  # exact names: "os.system" can be reached through most modules
-            return super().find_class(module, name)
+        if (module, name) in self._KNOWN:
+            return self._KNOWN[module, name]
         if module in self._UNUSED:
             return _Unused
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
