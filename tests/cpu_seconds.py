@@ -13,6 +13,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -31,15 +32,21 @@ def cpu_seconds(root: int) -> float:
     below = [root]
     while below:
         pid = below.pop()
-        try:
+        below += children(pid)
+        with suppress(OSError):  # it has ended
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            below += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-            others = [p for p in Path(f"/proc/{pid}/task").iterdir() if p.name != str(pid)]
-            below += [int(child) for task in others for child in (task / "children").read_text().split()]
-        except (OSError, ProcessLookupError):
-            continue
-        ticks += sum(map(int, fields[11:15]))  # utime, stime, and both of children that were waited for
+            ticks += sum(map(int, fields[11:15]))  # utime, stime, and both of children that were waited for
     return ticks * TICK_S
+
+
+def children(pid: int) -> list[int]:
+    """Processes that the threads of a process have started."""
+    found: list[int] = []
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError):
+                found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    return found
 
 
 class Spent:
