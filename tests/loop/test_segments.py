@@ -142,6 +142,13 @@ def test_greedy_segments_are_the_response_in_one(engine: RunningEngine) -> None:
 # A job
 
 TWO_TURNS = """
+async def workflow(task, model):
+    model.ask(task)
+    await model.generate(max_tokens=12)
+    model.add("user", "Again.")
+    await model.generate()
+"""
+THAT_STOPS = """
 import asyncio
 import os
 import signal
@@ -170,10 +177,7 @@ async def workflow(task, model):
     global watching
     if watching is None and STOP.exists():
         watching = asyncio.create_task(stop_when_late())
-    model.ask(task)
-    await model.generate(max_tokens=12)
-    model.add("user", "Again.")
-    await model.generate()
+    await two_turns(task, model)
 """
 SETTINGS = (
     *TINY,
@@ -206,8 +210,8 @@ def responses(run_dir: Path) -> dict[tuple[str, int], list[tuple[str, bytes, byt
 def test_trajectories_go_on_after_their_explorer_and_their_engine_were_killed(tmp_path: Path) -> None:
     """Of two turns of the model; each process is killed when tokens of both turns are in the store: the explorer stops
     itself there."""
-    workflow, stop = tmp_path / "two_turns.py", tmp_path / "stop"
-    workflow.write_text(TWO_TURNS.format(folder=str(tmp_path)))
+    workflow, stop = tmp_path / "that_stops.py", tmp_path / "stop"
+    workflow.write_text(TWO_TURNS.replace("workflow", "two_turns") + THAT_STOPS.format(folder=str(tmp_path)))
     settings = (*SETTINGS, f"rollout.workflow={workflow}", "cluster.stall_s=600", "rollout.request_timeout_s=600")
 
     def stopped_explorer() -> psutil.Process:
