@@ -279,10 +279,10 @@ def test_a_users_function_that_fails_costs_one_sample(
     assert good.reward == after_loop.reward == after_death.reward == Reward(1.0, "ok", {"format": 1.0})
     assert wrong.reward == Reward(0.0, "wrong", {"format": 1.0})
     assert (loop.tries, loop.kills, raised.tries, raised.kills, die.tries, die.kills) == (2, 2, 2, 0, 3, 3)
-    assert loop.reward.status == "timeout" and loop.message == "no verdict within 0.5 s"
+    assert loop.reward.status == "timeout" and loop.message == "no verdict within 2 s"
     assert die.reward.status == "error"
     assert die.message == "quarantined after 3 reward processes: the reward process ended with code 3 while scoring"
-    assert raised.reward.status == "error" and "KeyError: 'boom' (reward.py:9)" in raised.message
+    assert raised.reward.status == "error" and "KeyError: 'boom' (reward.py:10)" in raised.message
     assert nan.reward.status == "error" and "must be finite" in nan.message
     assert none.reward.status == "error" and "NoneType" in none.message
     assert much.reward.status == "error" and "more than 65536 bytes" in much.message
