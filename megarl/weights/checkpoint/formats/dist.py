@@ -355,7 +355,7 @@ class _Record:
     ``torch.distributed.checkpoint``, which takes a second."""
 
     offset: Any = None
-    """Of an index without one."""
+    """None for an index that was saved without an offset."""
 
     def __setstate__(self, state: Any) -> None:
         self.__dict__.update(state)
