@@ -17,19 +17,18 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import page
 import psutil
-from jobs import last_of_each
+from jobs import last_of_each, steps_done
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "runs" / "cpu"
 PY_SPY = "py-spy==0.4.3"
-TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 JOB = ("experiment=quickstart", "trainer.warm_start.steps=20", "taskset.eval_size=100")
-STEPS = (10, 40)
+STEPS = (5, 25)
 """The steps between which is counted."""
 RATE = {"start": 100, "step": 100, "suite": 3}
 """Samples a second."""
@@ -54,12 +53,14 @@ Found = tuple[Mapping[str, float], float, Path]
 
 
 def kind_of(command: str) -> str:
-    """Kind of a process; the first that its command line names from the end, as forked ones have both."""
+    """Kind of a process: the first of ``KINDS`` that its command line matches. A fork server that a process has forked
+    has that process's command line, and counts with it."""
     return next((name for name, words in KINDS.items() if re.search(words, command)), "others")
 
 
 def function_of(frames: Sequence[str]) -> str:
-    """Whose a sample is, of frames ``function (file:line)`` from the outermost to the innermost."""
+    """Return the function, or the import, that a sample counts for. Frames are ``function (file:line)``, the outermost
+    first."""
     modules = [frame for frame in frames if frame.startswith("<module> (")]
     if any("<frozen importlib" in frame for frame in frames) and modules:
         package = re.sub(r"[/.(:].*", "", modules[-1].removeprefix("<module> ("))
@@ -84,7 +85,7 @@ def functions(raw: Iterable[str]) -> dict[str, Counter[str]]:
 
 
 class Ticks:
-    """CPU-seconds of a process and of all below it, by kind, those of ended processes with their parents."""
+    """CPU-seconds of a process and its descendants, by kind. An ended process keeps its last count."""
 
     def __init__(self, root: int) -> None:
         self._root = psutil.Process(root)
@@ -133,11 +134,6 @@ def sampled(pid: int, rate: int, output: Path):
         spy.wait(60)
 
 
-def steps_of(run_dir: Path) -> int:
-    file = run_dir / "metrics.jsonl"
-    return len(file.read_text().splitlines()) if file.is_file() else 0
-
-
 def job(name: str, overrides: Sequence[str]) -> tuple[subprocess.Popen[bytes], Path]:
     """Start a job in a new directory."""
     run_dir = RUNS / name
@@ -158,43 +154,36 @@ def while_runs(process: subprocess.Popen[bytes], ticks: Ticks, until: Callable[[
     ticks.look()
 
 
+def measured(name: str, overrides: Sequence[str], first: int, last: int) -> Found:
+    """CPU-seconds of a job from its step ``first`` (0: from the command) to step ``last``, counted in one run and
+    sampled in another."""
+    raw, found = RUNS / f"{name}.raw", []
+    for spied in (False, True):
+        began = time.monotonic()
+        process, run_dir = job(name, [*overrides, "trainer.eval_interval=1000"])
+        ticks = Ticks(process.pid)
+        if first:
+            while_runs(process, ticks, lambda folder=run_dir: steps_done(folder) >= first)
+            ticks.begin()
+            began = time.monotonic()
+        with sampled(process.pid, RATE[name], raw) if spied else nullcontext():
+            while_runs(process, ticks, lambda folder=run_dir: steps_done(folder) >= last)
+            found.append((ticks.by_kind(), time.monotonic() - began))
+        process.wait()
+    return (*found[0], raw)
+
+
 def start() -> Found:
     """CPU-seconds from the command to the end of the first step, a warm start of one step included."""
-    found = []
-    for spied in (False, True):
-        settings = ["trainer.steps=1", "trainer.tasks_per_step=8", "trainer.warm_start.steps=1"]
-        began = time.monotonic()
-        process, run_dir = job("start", [*settings, "trainer.eval_interval=1000"])
-        ticks, output = Ticks(process.pid), RUNS / "start.raw"
-        if spied:
-            with sampled(process.pid, RATE["start"], output):
-                while_runs(process, ticks, lambda folder=run_dir: steps_of(folder) >= 1)
-        else:
-            while_runs(process, ticks, lambda folder=run_dir: steps_of(folder) >= 1)
-        found.append((ticks.by_kind(), time.monotonic() - began))
-        process.wait()
-    return (*found[0], RUNS / "start.raw")
+    return measured("start", ["trainer.steps=1", "trainer.tasks_per_step=8", "trainer.warm_start.steps=1"], 0, 1)
 
 
 def step() -> Found:
     """CPU-seconds of a step of the quickstart, evaluations left out."""
-    found = []
-    for spied in (False, True):
-        process, run_dir = job("step", [f"trainer.steps={STEPS[1] + 2}", "trainer.eval_interval=1000"])
-        ticks, output = Ticks(process.pid), RUNS / "step.raw"
-        while_runs(process, ticks, lambda folder=run_dir: steps_of(folder) >= STEPS[0])
-        ticks.begin()
-        began, first = time.monotonic(), steps_of(run_dir)
-        if spied:
-            with sampled(process.pid, RATE["step"], output):
-                while_runs(process, ticks, lambda folder=run_dir: steps_of(folder) >= STEPS[1])
-        else:
-            while_runs(process, ticks, lambda folder=run_dir: steps_of(folder) >= STEPS[1])
-        number = steps_of(run_dir) - first
-        seconds = {kind: spent / number for kind, spent in ticks.by_kind().items()}
-        found.append((seconds, (time.monotonic() - began) / number))
-        process.wait()
-    return (*found[0], RUNS / "step.raw")
+    first, last = STEPS
+    spent, seconds, raw = measured("step", [f"trainer.steps={last + 2}"], first, last)
+    number = last - first
+    return {kind: value / number for kind, value in spent.items()}, seconds / number, raw
 
 
 def suite() -> Found:

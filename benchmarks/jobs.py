@@ -38,7 +38,7 @@ def train(run_dir: Path, overrides: Sequence[str], look: Callable[[int], None] =
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, preexec_fn=_end_with_parent)
         try:
             while process.poll() is None:
-                look(_steps_done(run_dir))
+                look(steps_done(run_dir))
                 time.sleep(LOOK_S)
         except KeyboardInterrupt:
             process.send_signal(signal.SIGINT)  # it saves what it has
@@ -62,7 +62,8 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
-def _steps_done(run_dir: Path) -> int:
+def steps_done(run_dir: Path) -> int:
+    """Steps of a run behind its warm start."""
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         return 0

@@ -214,7 +214,7 @@ class ForkRoot:
         return None
 
     def close(self) -> None:
-        """End it; its servers go on."""
+        """End it, and its servers with it; what they have forked goes on."""
         self._requests.close()
 
 

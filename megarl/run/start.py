@@ -23,13 +23,13 @@ def main() -> int:
     """Run the process that the first argument names; return the exit status."""
     role, arguments = sys.argv[1] if len(sys.argv) > 1 else "", sys.argv[2:]
     hide_secrets()  # from commands that are agents
+    gc.disable()  # walking modules while they are imported takes a fifth of the time
     if role == "explorer":
         from megarl.explore.rewards.pool.child import fork_root
 
         fork_root()  # heartbeat and watch of the parent are threads
     heartbeat.begin()  # `kill -USR1 <pid>` writes into its log where a process is blocked
     end_after_parent()
-    gc.disable()  # walking modules while they are imported takes a fifth of the time
     if role == "trainer":
         from megarl.train.loop.trainer import main as run
     elif role == "explorer":

@@ -120,7 +120,7 @@ def test_the_limit_that_struck_is_named(program: str, limit: str | None) -> None
 
 
 def test_files_without_content_are_memory() -> None:
-    """Those of one answer took gigabytes of the kernel's, which no limit counted."""
+    """Empty files of one answer took gigabytes of kernel memory, which no limit counted."""
     limits = Limits(cpu_s=300, wall_s=300.0, memory_bytes=64 * MIB)
     program = "import itertools\nfor i in itertools.count(): open(f'/tmp/{i}', 'w').close()"
     [result] = local_sandbox().run(program, [Test()], limits)

@@ -411,7 +411,7 @@ def test_memory_is_watched_between_commands(hello: Path) -> None:
 
 @sandbox
 def test_files_without_content_are_memory(tmp_path: Path) -> None:
-    """Those of one episode took gigabytes of the kernel's, which no limit counted."""
+    """Empty files of one episode took gigabytes of kernel memory, which no limit counted."""
     small = written(tmp_path / "a", HELLO, task=HELLO["task.toml"].replace("256M", "64M"))
     many = "import itertools\nfor i in itertools.count(): open(str(i), 'w').close()"
     model = play(small, block("cd /tmp", f'python3 -c "{many}"'), "DONE")

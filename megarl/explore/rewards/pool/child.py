@@ -42,7 +42,7 @@ LOOK_S = 0.1
 _servers: dict[tuple[int, tuple[str, ...]], ForkServer] = {}
 """Fork servers of a process, by its id and the modules that they have imported."""
 _roots: dict[int, ForkRoot] = {}
-"""Process from which those of a process are forked, by its id."""
+"""Roots of fork servers, by the id of the process that uses the servers."""
 
 
 class RewardProcess:
