@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megarl.core.collector import uncollected
 from megarl.run.data import command as data_command
 from megarl.run.data.command import separated
 from megarl.weights.checkpoint.convert.command import add_arguments
@@ -286,7 +287,8 @@ def _bench(arguments: argparse.Namespace) -> int:
     is_forked = config.run.fork_servers and config.parallel.backend == "gloo" and not arguments.check
     servers = ForkServers([config.rollout.num_threads]) if is_forked else None
     try:
-        from megarl.run.launch.bench import run_bench
+        with uncollected():
+            from megarl.run.launch.bench import run_bench
 
         return run_bench(arguments.models, config, servers, check_only=arguments.check)
     finally:
@@ -326,7 +328,8 @@ def _run_job(config: Config) -> int:
 
         fork_root()
     try:
-        from megarl.run.launch.job import run
+        with uncollected():
+            from megarl.run.launch.job import run
 
         return run(config, servers)
     finally:
@@ -336,11 +339,13 @@ def _run_job(config: Config) -> int:
 
 def _check_job(config: Config, arguments: argparse.Namespace) -> int:
     from megarl.core.errors import ConfigError
-    from megarl.run.checks.job import check
-    from megarl.run.nodes import devices
-    from megarl.run.nodes.fit import planned
-    from megarl.run.nodes.plan import NodeInfo
-    from megarl.run.run_dir.dry_run import no_bytecode
+
+    with uncollected():
+        from megarl.run.checks.job import check
+        from megarl.run.nodes import devices
+        from megarl.run.nodes.fit import planned
+        from megarl.run.nodes.plan import NodeInfo
+        from megarl.run.run_dir.dry_run import no_bytecode
 
     nodes = 1 if arguments.nodes is None else arguments.nodes
     if nodes < 1:

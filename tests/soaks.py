@@ -20,6 +20,7 @@ COMMANDS = {
     "long answers": (*PYTEST, "tests/loop/test_long_answers.py", "tests/loop/test_engine.py"),
     "slurm": (*PYTEST, "tests/system/test_slurm.py"),
     "many examples": (*PYTEST, *(f"tests/unit/test_{name}.py" for name in MANY)),
+    "mutants": (sys.executable, "-m", "tests.mutants"),
     "sync mutants": (sys.executable, "-m", "tests.loop.sync_mutants"),
     "sync mutants, 8 bits": (sys.executable, "-m", "tests.loop.sync_mutants", "fp8", "1000", "2000"),
     "kills": (sys.executable, "-m", "tests.system.soak"),

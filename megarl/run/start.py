@@ -5,7 +5,6 @@ Imports nothing heavy at the top: explorer and bench need no torch.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import sys
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from megarl.core import heartbeat
+from megarl.core.collector import uncollected
 from megarl.core.errors import MemoryFullError
 from megarl.core.parent import end_after_parent
 from megarl.core.secrets import hide_secrets
@@ -23,24 +23,22 @@ def main() -> int:
     """Run the process that the first argument names; return the exit status."""
     role, arguments = sys.argv[1] if len(sys.argv) > 1 else "", sys.argv[2:]
     hide_secrets()  # from commands that are agents
-    gc.disable()  # walking modules while they are imported takes a fifth of the time
-    if role == "explorer":
-        from megarl.explore.rewards.pool.child import fork_root
+    with uncollected():
+        if role == "explorer":
+            from megarl.explore.rewards.pool.child import fork_root
 
-        fork_root()  # heartbeat and watch of the parent are threads
-    heartbeat.begin()  # `kill -USR1 <pid>` writes into its log where a process is blocked
-    end_after_parent()
-    if role == "trainer":
-        from megarl.train.loop.trainer import main as run
-    elif role == "explorer":
-        from megarl.explore.explorer.explorer import main as run
-    elif role == "bench":
-        from megarl.explore.bench.driver import main as run
-    else:
-        sys.stderr.write("usage: python -m megarl.run.start trainer|explorer|bench --config RUN/resolved.json\n")
-        return 2
-    gc.freeze()  # modules stay, and take long to walk
-    gc.enable()
+            fork_root()  # heartbeat and watch of the parent are threads
+        heartbeat.begin()  # `kill -USR1 <pid>` writes into its log where a process is blocked
+        end_after_parent()
+        if role == "trainer":
+            from megarl.train.loop.trainer import main as run
+        elif role == "explorer":
+            from megarl.explore.explorer.explorer import main as run
+        elif role == "bench":
+            from megarl.explore.bench.driver import main as run
+        else:
+            sys.stderr.write("usage: python -m megarl.run.start trainer|explorer|bench --config RUN/resolved.json\n")
+            return 2
     if role == "explorer":
         leave(run, arguments)
     status = run(arguments)

@@ -92,7 +92,7 @@ def test_it_ends_in_its_first_attempt(job: Job) -> None:
     assert (job.run_dir / "attempt").read_text() == "1"
     assert (
         "cluster.replacements: 2 left" in said
-        and "published 1.3 again" in said
+        and "published 1.2 again" in said
         and "an engine died in a weight sync" in said
     )
     assert "engine 0 is ended, as ordered" in said and "engine 0 is started again, as ordered" in said

@@ -78,7 +78,7 @@ class Weights(WeightSync):
         assert self.steps.setdefault(self.version, steps) == steps, "other weights under the same version"
         if sent is None and outlives_update(self._context.config):
             self._sent: Any = steps
-        return {}
+        return {"sync/digests": 1.0}
 
 
 class AskedOnce(Store):
@@ -144,7 +144,7 @@ class Job(OnlineTrainer):
             raise Killed
 
     def evaluate(self, state: TrainState, name: str) -> bool:
-        assert self.publish(state) is not None
+        self.evaluated = self.publish(state)
         assert self.until(lambda: Awaited(0, 0, self.random.random() < 0.5), name, weights_step=state.step)
         return True
 
@@ -244,6 +244,17 @@ def test_no_job_waits_without_end_or_uses_a_group_twice(
             versions = {span.version for e in store.read([group.group_id]) for turn in e.turns for span in turn.spans}
             lags = [group.used_by - 1 - step for step in store.version_steps(versions).values()]
             assert lags and min(lags) >= 0 and max(lags) <= pacing.max_staleness
+
+
+def test_a_step_uses_the_version_that_its_evaluation_was_given(tmp_path: Path) -> None:
+    """Four steps with evaluations before the first and the third, and after the last: one version for each state."""
+    run = Run(tmp_path, config_of("admission", Pacing(), eval_interval=2), seed=0)
+    run.kills = 0
+    run.random.random = lambda: 0.3  # type: ignore[method-assign]  # no engine is replaced
+    run.go(4)
+    with closing(Store(run.url, read_only=True)) as store:
+        published = store.version_steps([WeightsVersion(1, n) for n in range(9)])
+    assert published == {WeightsVersion(1, n + 1): n for n in range(5)}
 
 
 @pytest.mark.parametrize("order", ["admission", "completion"])

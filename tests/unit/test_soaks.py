@@ -8,6 +8,7 @@ import pytest
 
 from tests import same
 from tests.compat import COMPAT
+from tests.mutants import MUTANTS, Mutant, faults
 from tests.parts import ROOT, Parts, last_words
 from tests.soaks import SOAKS
 
@@ -59,3 +60,8 @@ def test_references_have_every_job_and_differences_are_named() -> None:
         "d: not in the reference",
         "b: 3, recorded 2",
     ]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.name for mutant in MUTANTS])
+def test_every_mutant_can_be_put_into_the_source(mutant: Mutant) -> None:
+    assert faults(mutant) is None

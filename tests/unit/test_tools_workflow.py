@@ -345,7 +345,9 @@ class TestPython:
         assert "2" in fourth and recorded.cause is None and len(second) < 4000
 
     def test_a_cancelled_trajectory_ends_its_session(self, folder: Path) -> None:
-        settings, tokenizer = rollout("python"), ChatTokenizer.open(folder, template_tools(rollout("python")))
+        """Also while a call runs, which could go on for ten minutes."""
+        settings = rollout("python", tool_timeout_s=600.0)
+        tokenizer = ChatTokenizer.open(folder, template_tools(rollout("python")))
         model = Model(tokenizer, call("python", code="x = 1"), call("python", code="import time\ntime.sleep(600)"))
         recorded = recorder(model)
 

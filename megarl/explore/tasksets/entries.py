@@ -131,8 +131,8 @@ def gym_entries(family: str, seed: int, settings: Mapping[str, int], **fixed: An
     limit = settings["max_number"]
     for index in itertools.count():
         entry = dataset[index]
-        numbers = re.findall(r"\d+(?:\.\d+)?", entry["metadata"]["expression"])
-        yield entry if not limit or all(float(number) <= limit for number in numbers) else None
+        numbers = re.findall(r"\d+(?:\.\d+)?", entry["metadata"]["expression"]) if limit else []
+        yield entry if all(float(number) <= limit for number in numbers) else None
 
 
 def slipped(text: str) -> str:

@@ -8,7 +8,7 @@ import math
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +86,12 @@ class PythonSession:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, without_surrogates(code))
 
     async def close(self) -> None:
-        """Kill all of it, after a call that runs. It is done even where the caller is cancelled."""
+        """Kill all of it, a call that runs too. It is done even where the caller is cancelled."""
         if (thread := self._thread) is None:
             return
+        if self._open is not None:
+            with suppress(OSError):  # its thread has closed it
+                self._open[1].shutdown(socket.SHUT_RDWR)  # a call that runs gets no reply
 
         def end() -> None:
             try:

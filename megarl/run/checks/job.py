@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megarl.core.collector import uncollected
 from megarl.core.config import Config
 from megarl.core.config.algorithms import reads_teacher
 from megarl.core.errors import CheckpointError, ConfigError
@@ -48,6 +49,7 @@ EXPORTS = ("hf", "reference")
 """Folders of a run into which the trainer exports HF checkpoints."""
 
 
+@uncollected()
 def check(
     config: Config, *, repair: bool = False, nodes: int = 1, dry: bool = False, elsewhere: bool = False
 ) -> dict[str, Selected]:

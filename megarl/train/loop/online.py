@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from megarl.core.config import Config
@@ -21,12 +21,13 @@ from megarl.explore.tasksets import ChatTokenizer
 from megarl.learn import algorithms
 from megarl.train.loop.base import Trainer
 from megarl.train.loop.waiting import RolloutWaiter
+from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
 from megarl.train.rollout.asking import Awaited, Published
 from megarl.train.rollout.evaluation import Evaluation
 from megarl.train.rollout.meanwhile import EvaluationMeanwhile
 from megarl.train.rollout.reading import NodeReader, RolloutReader
-from megarl.train.rollout.rollouts import Rollouts, StepGroups, Wait
+from megarl.train.rollout.rollouts import Rollouts, StepGroups
 from megarl.train.sync.cold import ColdCheck
 from megarl.train.sync.colocated import ColocatedEngines
 from megarl.train.sync.files import FilePublisher
@@ -54,9 +55,10 @@ class OnlineTrainer(Trainer):
     rollouts: Rollouts
     evaluation: Evaluation
     meanwhile: EvaluationMeanwhile
-    wait: Wait
     rollbacks = 0
     """Number of rollbacks before the last publication."""
+    evaluated: dict[str, float] | None = None
+    """Metrics of the publication for an evaluation; the step that follows samples with that version too."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -68,9 +70,9 @@ class OnlineTrainer(Trainer):
         self.others = None if self.job.is_alone else EnginesOfOthers(self.store, key, silence_s)
         together = config.rollout.placement == "colocated"
         self.own = OwnEngines(self.store, key, together=together) if self.job.is_alone else None
+        self.registered: Callable[[], list[str]] = self.own.registered if self.own is not None else list
         self.truncation = TruncationWarning(config.rollout.max_response_tokens)
-        needs = self.algorithm.needs
-        self.expert = expert_rows(config, self.reader, self.models.images) if "expert" in needs else None
+        self.expert = expert_rows(config, self.reader, self.models.images) if "expert" in self.algorithm.needs else None
 
     @property
     def version(self) -> WeightsVersion:
@@ -91,7 +93,7 @@ class OnlineTrainer(Trainer):
             kept = publisher.kept if isinstance(publisher, WeightPublisher) else KeptEngines()
             self.meanwhile = EvaluationMeanwhile(*services, self.evaluation, kept, wait, self.registered)
             if self.config.rollout.placement == "colocated":
-                assert isinstance(publisher, WeightPublisher), "sync.method=checkpoint needs engines of other programs"
+                assert isinstance(publisher, WeightPublisher), "files are for engines of other programs"
                 self.turns.engines = ColocatedEngines(self.context, self.store, self.ranks, publisher)
             self.turns.enter(Phase.SYNC)
             self.weights.connect()
@@ -115,10 +117,6 @@ class OnlineTrainer(Trainer):
             return self.own.urls(begun=self.version.n > 0)
         return self.others.urls() if self.others is not None else []
 
-    def registered(self) -> list[str]:
-        """URLs of the job's own engines that are wanted, be they there or not (``OwnEngines.registered``)."""
-        return self.own.registered() if self.own is not None else []
-
     def step(self, state: TrainState) -> TrainState | None:
         """Make one step: sync, rollout, inference, update; None when the job is asked to stop."""
         phase, number = self.timeline.phase, state.step
@@ -126,6 +124,7 @@ class OnlineTrainer(Trainer):
         with phase("step", step=number):
             with phase("sync", step=number):
                 if self.models.refresh_due(number):
+                    self.evaluated = None  # engines may have to leave for it
                     self.turns.enter(Phase.REFRESH)
                     self.models.refresh_reference()
                 synced = self.publish_if_due(state)
@@ -137,9 +136,7 @@ class OnlineTrainer(Trainer):
                 return None
             if self.config.rollout.placement == "colocated":  # engines leave before the update
                 self.rollouts.drain(state, weights_step=number)
-            check_some_left(groups)
-            for message in groups.report.messages:
-                self.reporter.log(f"dropped from training: {message}")
+            check_some_left(groups, self.reporter)
             with phase("batch", step=number):
                 images = self.models.images and self.models.images.of_step(self.reader.images(groups.trajectories))
             with phase("inference", step=number):
@@ -196,10 +193,12 @@ class OnlineTrainer(Trainer):
 
     def evaluate(self, state: TrainState, name: str) -> bool:
         """Publish and evaluate the weights. The job waits, unless engines are set apart (``trainer.eval_engines``)."""
-        if not self.meanwhile.wait(state.step) or self.publish(state) is None:
+        if not self.meanwhile.wait(state.step) or (synced := self.publish(state)) is None:
             return False
+        self.evaluated = synced
         between = 0 < state.step < self.config.trainer.steps
         if between and self.meanwhile.begin(state.step, self.weights.version, name):
+            self.evaluated = None  # the other engines are given a version of their own
             return True
         return self.evaluation.run(state, self.weights.version, name)
 
@@ -213,10 +212,11 @@ class OnlineTrainer(Trainer):
         return state
 
     def publish_if_due(self, state: TrainState) -> dict[str, float] | None:
-        """Publish the weights where the step needs new ones; None when the job is asked to stop before that."""
+        """Publish the weights where the step needs other ones than were published last; None when asked to stop."""
         synced: dict[str, float] | None = {}
         if self.pacing.publishes(state.step) or self.rollbacks != state.rollbacks or not self.weights.version.n:
-            synced, self.rollbacks = self.publish(state), state.rollbacks
+            synced, self.rollbacks = self.evaluated or self.publish(state), state.rollbacks
+        self.evaluated = None
         if synced is not None and self.context.rank == 0:
             self.store.record_live(self.weights.version)  # also those that an evaluation has published
         return synced
@@ -231,12 +231,10 @@ class OnlineTrainer(Trainer):
         return self.weights.publish(state.step) | self.cold.check(state.step, self.weights)
 
     def drain_after_update(self, state: TrainState) -> None:
-        """Wait for the groups that were asked for ahead, where a checkpoint or other weights come next; ``state`` does
-        not count the step yet, whose update is in the actor's weights."""
-        done = state.step + 1
-        if self.config.rollout.placement == "separate" and drains(self.config, done):
+        """Wait for what was asked for ahead, where a checkpoint or other weights follow the step that is being made."""
+        if self.config.rollout.placement == "separate" and drains(self.config, state.step + 1):
             with suppress(Stopped):  # the step counts: its update is made
-                self.rollouts.drain(state, weights_step=done)
+                self.rollouts.drain(state, weights_step=state.step + 1)
 
     def demonstrations(self, state: TrainState, usual: int) -> list[ExpertRow]:
         """Expert rows of the step beside ``usual`` samples; [] where the algorithm has none."""
@@ -255,13 +253,15 @@ def drains(config: Config, step: int) -> bool:
     return Pacing.of(config.sync).publishes(step) or not (step % config.trainer.checkpoint_interval and step % interval)
 
 
-def check_some_left(groups: StepGroups) -> None:
-    """Raise NonRetryableError where a step has nothing to train on."""
+def check_some_left(groups: StepGroups, reporter: Reporter) -> None:
+    """Log why trajectories were dropped. Raises NonRetryableError where a step has nothing to train on."""
     if not groups.trajectories:
         raise NonRetryableError(
             f"rollout {groups.rollout_ids[-1]} left nothing to train on: {groups.report.dropped}; "
             f"{'; '.join(groups.report.messages)}"
         )
+    for message in groups.report.messages:
+        reporter.log(f"dropped from training: {message}")
 
 
 def expert_rows(config: Config, reader: RolloutReader, images: ImageInputs | None) -> ExpertRows:
