@@ -14,7 +14,7 @@ train: $(VENV)/.installed
 	$(VENV)/bin/megarl train experiment=quickstart $(ARGS)
 
 test: $(VENV)/.installed
-	$(PY) -m $(if $(TESTS),pytest,tests.both) --durations=15 $(ARGS) $(TESTS)
+	$(PY) -m $(if $(TESTS),pytest,tests.together) --durations=15 $(ARGS) $(TESTS)
 
 check: $(VENV)/.installed  ## format, lint and types, in seconds
 	$(VENV)/bin/ruff format --check -q .

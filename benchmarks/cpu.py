@@ -43,7 +43,7 @@ KINDS = {
     "engine's core": r"EngineCore|VLLM::",
     "reward worker": r"pool\.worker",
     "reaper": r"process\.reaper",
-    "pytest": r"pytest|tests\.both",
+    "pytest": r"pytest|tests\.together",
 }
 """Kinds of processes by their command line."""
 
@@ -191,7 +191,7 @@ def suite() -> Found:
     counted = RUNS / "suite.jsonl"
     counted.unlink(missing_ok=True)
     began = time.monotonic()
-    command = [sys.executable, "-m", "tests.both", "-p", "tests.cpu_seconds"]
+    command = [sys.executable, "-m", "tests.together", "-p", "tests.cpu_seconds"]
     environment = {**os.environ, "MEGARL_CPU_SECONDS": str(counted)}
     with (RUNS / "suite.log").open("wb") as log:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)

@@ -36,6 +36,8 @@ TAKE_S = 2.0
 """Seconds in which a link that is closed takes the buckets that are arriving."""
 NOTICE_BYTES = 1024
 """Longest message that is no bucket: it arrives whole, so nobody is in the middle of sending it."""
+NEVER_SENT = 1
+"""Tag of no message: all others have 0."""
 ProcessGroupGloo: Any = dist.ProcessGroupGloo
 """PyTorch's stubs know neither its options nor its point-to-point methods, nor that a store takes bytes."""
 
@@ -134,11 +136,11 @@ class Link:
     def close(self) -> None:
         """Closes the connections, so that ranks that wait for this one fail at once instead of after their timeout.
 
-        gloo closes them where a message is waited for in vain, so each that is expected is waited for. Else it closes
-        them when the group's last reference goes (``abort`` and ``shutdown`` do nothing): the works of sends under way
-        must be gone by then. Its destructor never returns where a message comes that was expected and is forgotten.
-        A bucket that is arriving is taken first, for TAKE_S: gloo tells its sender nothing, who would wait for the
-        timeout.
+        gloo closes them where a message is waited for in vain (``abort`` and ``shutdown`` do nothing), so each that is
+        expected is waited for, and then one that nobody sends. Without that it closes them with the group's last
+        reference, which an error's frames may hold. Its destructor never returns where a message comes that was
+        expected and is forgotten. A bucket that is arriving is taken first, for TAKE_S: gloo tells its sender nothing,
+        who would wait for the timeout.
 
         NCCL closes them here, and who waits for this rank waits for the timeout.
         """
@@ -152,6 +154,10 @@ class Link:
         self._expected.clear()
         if self._over == "nccl" and group is not None:
             group.abort()
+        for partner in self._partners if self._over == "gloo" and group is not None else ():
+            with suppress(RuntimeError):
+                work = group.recv([torch.empty(1, dtype=torch.uint8)], self._peers + partner, NEVER_SENT)
+                work.wait(datetime.timedelta(seconds=0.001))
 
     def _open(self, rank: int) -> Any:
         assert self._group is not None, "the link is closed"

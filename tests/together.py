@@ -1,8 +1,8 @@
-"""``make test``: all tests in two pytest processes, which take about as long as each other. One has the tests of jobs,
-which wait for something half of the time.
+"""``make test``: all tests in three pytest processes beside each other. Tests of jobs wait for something half of the
+time, so two processes leave a part of two cores idle.
 
-``python -m tests.both [options of pytest]`` prints what the latter prints, then the output of the other process, then
-one summary line of both. Status 1 when either failed.
+``python -m tests.together [options of pytest]`` prints what the tests of jobs print, then the output of the others,
+then one summary line of all. Status 1 when one failed.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import ExitStack
 
-COMPUTING = ["tests/unit", "tests/parallel"]
-JOBS = ["tests/system", "tests/loop"]
+JOBS = ("tests/loop",)
+OTHERS = (("tests/unit",), ("tests/system", "tests/parallel"))
+"""Folders of each process; they take about as long as each other."""
 SUMMARY = re.compile(r"^=+ (.*) in [\d.]+s.* =+$")
 ORDER = ("failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "warning", "warnings", "error", "errors")
 
@@ -39,8 +41,11 @@ def line(found: Counter[str], seconds: float) -> str:
 def main() -> int:
     start = time.monotonic()
     pytest = [sys.executable, "-m", "pytest", *sys.argv[1:]]
-    with tempfile.TemporaryFile("w+") as other_output:
-        other = subprocess.Popen([*pytest, *COMPUTING], stdout=other_output, stderr=subprocess.STDOUT)
+    with ExitStack() as stack:
+        others = []
+        for folders in OTHERS:
+            output = stack.enter_context(tempfile.TemporaryFile("w+"))
+            others.append((subprocess.Popen([*pytest, *folders], stdout=output, stderr=subprocess.STDOUT), output))
         jobs = subprocess.Popen([*pytest, *JOBS], stdout=subprocess.PIPE, text=True)
         assert jobs.stdout is not None
         said = []
@@ -49,14 +54,16 @@ def main() -> int:
                 said.append(piece)
                 sys.stdout.write(piece)
                 sys.stdout.flush()
-            statuses = [jobs.wait(), other.wait()]
+            statuses = [jobs.wait(), *(other.wait() for other, _ in others)]
         finally:
-            for process in (jobs, other):
-                process.terminate()  # after Ctrl-C; else both have ended
-        other_output.seek(0)
-        other_said = other_output.read()
-    sys.stdout.write(other_said)
-    found = counts("".join(said)) + counts(other_said)
+            for process in (jobs, *(other for other, _ in others)):
+                process.terminate()  # after Ctrl-C; else all have ended
+        found = counts("".join(said))
+        for _, output in others:
+            output.seek(0)
+            other_said = output.read()
+            sys.stdout.write(other_said)
+            found += counts(other_said)
     sys.stdout.write(line(found, time.monotonic() - start) + "\n")
     return int(any(statuses))
 
