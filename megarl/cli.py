@@ -285,7 +285,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 
     config = compose(arguments.overrides, own=arguments.config_dir)
     is_forked = config.run.fork_servers and config.parallel.backend == "gloo" and not arguments.check
-    servers = ForkServers([config.rollout.num_threads]) if is_forked else None
+    servers = ForkServers([config.rollout.num_threads], ["megarl.run.launch.bench"]) if is_forked else None
     try:
         with uncollected():
             from megarl.run.launch.bench import run_bench
@@ -318,15 +318,13 @@ def _store(arguments: argparse.Namespace) -> int:
 
 
 def _run_job(config: Config) -> int:
-    from megarl.run.process.forkserver import ForkServers
-
-    threads = [config.rollout.num_threads, config.trainer.num_threads]
-    # CUDA is not there in a forked process, and a fork server takes no GPU.
-    servers = ForkServers(threads) if config.run.fork_servers and config.parallel.backend == "gloo" else None
-    if servers is not None:
+    servers = None
+    if config.run.fork_servers and config.parallel.backend == "gloo":  # CUDA is not there in a forked process
         from megarl.explore.rewards.pool.child import fork_root
+        from megarl.run.process.forkserver import ForkServers
 
         fork_root()
+        servers = ForkServers([config.rollout.num_threads, config.trainer.num_threads], ["megarl.run.launch.job"])
     try:
         with uncollected():
             from megarl.run.launch.job import run

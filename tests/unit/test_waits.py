@@ -137,6 +137,7 @@ LIMITED = {
     "engine/sync/link.Link.connect: works.pop().wait": "sync.timeout_s, or five of them for a partner that ends in the "
     "middle of joining; the trainer's watchdog comes before that",
     "engine/sync/link.Link.irecv: self._open(rank).recv": "does not wait: it begins to receive",
+    "engine/sync/link.Link.close: group.recv": "does not wait: it begins to receive, for a millisecond",
     "engine/sync/receiver.Receiver.init_transfer_engine: self.shutdown": "no wait: closes the link",
     "engine/sync/receiver.Receiver.receive_weights: self.shutdown": "no wait: closes the link",
     "engine/sync/shared.SharedMemoryReceiver.finish: work.wait": "sync.timeout_s: the timeout of the link",

@@ -1,6 +1,6 @@
 """Fork servers: processes that have imported torch, and vLLM or Megatron, from which a job's processes are forked.
 
-The command forks them before it imports anything itself, so that they import while it checks the job
+The command imports what it needs itself and forks them, so that they import the rest while it checks the job
 (``core/fork.py``).
 """
 
@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 
+from megarl.core.collector import uncollected
 from megarl.core.fork import ForkRoot, ForkServer, loaded_with
 from megarl.core.jobs import ProcessKind
 
@@ -54,13 +56,16 @@ class ForkServers:
     Args:
         threads: ``OMP_NUM_THREADS`` of the processes to come. OpenMP reads it with torch's import: each number has
             imports of its own.
+        modules: What this process imports, before it forks them where they all have one number: what they need of it
+            they have then. Imports of these must read none of the variables that processes to come have of their own.
     """
 
-    def __init__(self, threads: Sequence[int]) -> None:
+    def __init__(self, threads: Sequence[int], modules: Sequence[str] = ()) -> None:
+        numbers = list(dict.fromkeys(threads))
+        if len(numbers) == 1:
+            _import_with(numbers[0], modules)
         self._roots = {
-            number: ForkRoot(COMMON, {"OMP_NUM_THREADS": str(number)})
-            for number in dict.fromkeys(threads)
-            if _may_load(number)
+            number: ForkRoot(COMMON, {"OMP_NUM_THREADS": str(number)}) for number in numbers if _may_load(number)
         }
         self._servers: dict[ProcessKind, ForkServer] = {}
 
@@ -84,6 +89,24 @@ class ForkServers:
         for server in self._servers.values():
             server.close()
         self._roots, self._servers = {}, {}
+
+
+def _import_with(threads: int, modules: Sequence[str]) -> None:
+    """Import modules with ``OMP_NUM_THREADS``, unless torch was imported with another number."""
+    if not _may_load(threads):
+        return
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    try:
+        with uncollected():
+            for name in modules:
+                import_module(name)
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
+        if before is not None:
+            os.environ["OMP_NUM_THREADS"] = before
+    if "torch" in sys.modules:
+        loaded_with[:] = [str(threads)]
 
 
 def _may_load(threads: int) -> bool:
