@@ -34,7 +34,8 @@ LIMITS = TokenLimits(response=TOKENS, trajectory=128)
 def other(
     shared_engine: RunningEngine, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningEngine]:
-    """An engine with the same weights."""
+    """An engine with the same weights: those of the files, which the shared one begins with again."""
+    shared_engine.stop()
     running = tiny_engine(tmp_path_factory.mktemp("other"), rollout=TINY_ROLLOUT)
     running.zygote = zygote
     try:
