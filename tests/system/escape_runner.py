@@ -140,7 +140,7 @@ def main() -> None:
     )  # for a busy machine
 
     def hangs(escape: Escape) -> bool:
-        return bool(escape.reason) or "hang" in escape.name or "without end" in escape.name
+        return escape.reason in ("limit", "wall") or "hang" in escape.name or "without end" in escape.name
 
     def attempt(escape: Escape) -> dict[str, Any]:
         """In the thread, and so the mothers, that the next one uses too."""

@@ -58,20 +58,20 @@ def test_an_endless_loop_is_wrong_though_it_spends_the_time_of_all_tests(score: 
 
 
 class Busy(LocalSandbox):
-    """A sandbox whose starts take 2 s, as on a machine that is overloaded."""
+    """A sandbox whose starts take 4 s, as on a machine that is overloaded."""
 
     def open(self, limits: Any, passed: Any = None) -> Any:
-        time.sleep(2.0)
+        time.sleep(4.0)
         return super().open(limits, passed)
 
 
 def test_a_program_that_spends_the_time_of_its_tests_is_wrong_and_a_sandbox_that_does_gives_no_verdict() -> None:
-    config = CodeConfig(item_s=1.2, wall_s=5.0)
-    slow = block("import time\ntime.sleep(0.7)\n" + ADD)
+    config = CodeConfig(item_s=3.0, wall_s=5.0)
+    slow = block("import time\ntime.sleep(1.6)\n" + ADD)
     result = code.make_scorer(local_sandbox(), config)(slow, SUM, None)
-    assert result["status"] == "wrong" and "reward.code.item_s=1.2" in result["reason"]
+    assert result["status"] == "wrong" and "reward.code.item_s=3" in result["reason"]
     result = code.make_scorer(Busy(local_sandbox()._host), config)(block(ADD), SUM, None)
-    assert result["status"] == "timeout" and "reward.code.item_s=1.2" in result["reason"], result
+    assert result["status"] == "timeout" and "reward.code.item_s=3" in result["reason"], result
 
 
 SLOW = {"test_list": ["assert f(1) == 1", "assert f(2) == 2", "assert f(3) == 3"]}
@@ -118,7 +118,7 @@ def test_the_pool_scores_programs_that_never_end_as_wrong() -> None:
     task = Task("t/0", "code", ({"role": "user", "content": "Add."},), "code", {"ground_truth": SUM})
 
     async def main() -> list[Verdict]:
-        async with RewardPool(RewardConfig(timeout_s=60.0, code=CodeConfig(cpu_s=1, wall_s=3.0))) as pool:
+        async with RewardPool(RewardConfig(timeout_s=60.0, code=CodeConfig(cpu_s=1, wall_s=20.0))) as pool:
             return [await pool.score(task, text) for text in (ADD, "while True: pass", ADD)]
 
     verdicts = asyncio.run(main())
