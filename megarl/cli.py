@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.core.collector import uncollected
@@ -339,7 +340,7 @@ def _check_job(config: Config, arguments: argparse.Namespace) -> int:
     from megarl.core.errors import ConfigError
 
     with uncollected():
-        from megarl.run.checks.job import check
+        from megarl.run.checks.job import check, check_sizes
         from megarl.run.nodes import devices
         from megarl.run.nodes.fit import planned
         from megarl.run.nodes.plan import NodeInfo
@@ -351,7 +352,8 @@ def _check_job(config: Config, arguments: argparse.Namespace) -> int:
     gpus = len(devices.visible()) if arguments.gpus_per_node is None else arguments.gpus_per_node
     with no_bytecode():
         check(config, nodes=nodes, dry=True, elsewhere=arguments.gpus_per_node is not None)
-        logging.info("%s", planned(config, [NodeInfo(rank, "", "all", gpus) for rank in range(nodes)]))
+        usable = check_sizes if Path(config.model.path).is_dir() else lambda config: None
+        logging.info("%s", planned(config, [NodeInfo(rank, "", "all", gpus) for rank in range(nodes)], usable))
     logging.info("the settings, data and model fit; nothing was started or written")
     if arguments.gpus_per_node is not None:
         logging.info("not checked: what is installed on those machines, and their memory")

@@ -285,7 +285,7 @@ def test_deepep_computes_what_the_alltoall_does(checkpoints: str) -> None:
     ids=str,
 )
 def test_megatron_makes_groups_of_experts_out_of_neighbours(grid: ParallelConfig) -> None:
-    """``run.nodes.plan.ranks_together`` relies on it."""
+    """``run.nodes.plan.groups_of`` relies on it."""
     from megatron.core import parallel_state
 
     size = grid.ep * grid.expert_tp

@@ -28,9 +28,10 @@ from PIL import Image
 from megarl.core.config import Config, compose, config_dir
 from megarl.core.config.schema import FromScratchConfig, ParallelConfig, RolloutConfig, VisionTowerConfig
 from megarl.core.errors import ConfigError
+from megarl.core.jobs import ProcessKind
 from megarl.learn import algorithms
 from megarl.learn.parallel.grid import check_parallel, megatron_grid, role_grids
-from megarl.run.nodes.plan import NodeInfo, plan_job
+from megarl.run.nodes.plan import NodeInfo, groups_of, idle_gpus, plan_job
 from megarl.weights.architectures import Head, architecture
 from megarl.weights.architectures.complete import complete
 from megarl.weights.reshard.boxes import volume
@@ -261,18 +262,16 @@ def test_documented_job(name: str) -> None:
 
 @pytest.mark.parametrize("name", NODES)
 def test_every_node_gets_eight_processes(name: str) -> None:
-    """Each with a GPU of its own, on nodes that have both kinds; the largest is a heterogeneous job, since its engines
-    span nodes."""
+    """No GPU is idle, and no group spans nodes that it does not fill."""
     config, nodes = compose([f"experiment={name}"]), NODES[name]
-    apart = config.rollout.nodes > 1
-    places = [
-        NodeInfo(n, f"n{n}", ("trainer" if n < nodes // 2 else "rollout") if apart else "all", 8) for n in range(nodes)
-    ]
+    places = [NodeInfo(n, f"n{n}", "all", 8) for n in range(nodes)]
     plan = plan_job(config, places)
-    for node in range(nodes):
-        here = dict.fromkeys(process.gpus for process in plan.processes if process.node == node)
-        assert sorted(gpu for gpus in here for gpu in gpus) == list(range(8))
-    with pytest.raises(ConfigError, match="but has 7 GPUs"):
+    assert not idle_gpus(plan, places)
+    where = [rank.node for rank in plan.of(ProcessKind.TRAINER)]
+    for group in groups_of(config):
+        spans = {len(set(where[i : i + group.size])) for i in range(0, len(where), group.size)}
+        assert spans == {max(1, group.size // 8)}, group
+    with pytest.raises(ConfigError, match=r"need \d+ GPUs|would span nodes of 7 GPUs"):
         plan_job(config, [*places[:-1], places[-1]._replace(gpus=7)])
 
 
@@ -449,7 +448,7 @@ def test_a_job_for_other_machines_is_checked_here(in_workplace: Path, caplog: py
     assert "trainer ranks 0-3" in caplog.text
     assert caplog.messages[-1] == "not checked: what is installed on those machines, and their memory"
     assert main(["train", "--check", "--gpus-per-node", "7", "experiment=grpo_qwen2_5_7b"]) == 2
-    assert "add nodes or GPUs" in caplog.messages[-1]
+    assert "to use all 7 GPUs: rollout.replicas=3" in caplog.messages[-1]
     assert main(["train", "--check", "experiment=grpo_qwen2_5_7b"]) == 2
     if torch.version.cuda is None:
         assert "--check --gpus-per-node N` checks a job of other machines here" in caplog.messages[-1]

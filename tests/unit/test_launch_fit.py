@@ -96,10 +96,9 @@ def load(
 def test_what_fits_is_a_part_of_the_job(found: tuple[Config, list[NodeInfo], list[NodeInfo]]) -> None:
     config, allocated, left = found
     whole = fit(config, allocated, allocated, grids)
-    assert (
-        whole.config == config
-        and len([n for n in allocated if n.role != "rollout"]) - config.cluster.spare_nodes == whole.trainers
-    )
+    trained_on = len(set(nodes_of_ranks(whole.plan)))
+    assert whole.config == config
+    assert len([n for n in allocated if n.role != "rollout"]) - config.cluster.spare_nodes == trained_on
     most = [max(counts.values()) for counts in load(config, whole.nodes)]
     try:
         fitted = fit(config, allocated, left, grids)

@@ -175,7 +175,7 @@ def test_every_process_of_a_gpu_job_has_its_own() -> None:
         "node 0 n0: trainer ranks 0-1 on GPUs 0-1, engine 0 on GPUs 2-3, engine 1 on GPUs 4-5, explorer and reward "
         "workers"
     )
-    with pytest.raises(ConfigError, match="node 0 n0 would have 2 trainer ranks and 4 engine workers.* but has 5 GPUs"):
+    with pytest.raises(ConfigError, match="2 trainer ranks and 2 engines of 2 GPUs need 6 GPUs .* but the job has 5"):
         plan_job(on_gpus, [NodeInfo(0, "n0", "all", 5)])
     plan_job(config, [NodeInfo(0, "n0", "all", 0)])
 
@@ -186,9 +186,9 @@ def test_a_colocated_job_needs_the_larger_of_ranks_and_workers() -> None:
     plan = plan_job(on_gpus, [NodeInfo(0, "n0", "all", 3)])
     assert [engine.gpus for engine in plan.of(ProcessKind.ENGINE)] == [(0,), (1,), (2,)]
     assert [rank.gpus for rank in plan.of(ProcessKind.TRAINER)] == [(0, 1)] * 2
-    with pytest.raises(ConfigError, match="2 trainer ranks and 3 engine workers.* but has 2 GPUs"):
+    with pytest.raises(ConfigError, match="2 trainer ranks and 3 engines of 1 GPUs need 3 GPUs .* but the job has 2"):
         plan_job(on_gpus, [NodeInfo(0, "n0", "all", 2)])
-    with pytest.raises(ConfigError, match="take turns with rollout.placement=colocated"):
+    with pytest.raises(ConfigError, match="take turns: rollout.placement=colocated"):
         plan_job(
             replace(on_gpus, rollout=replace(on_gpus.rollout, placement="separate")), [NodeInfo(0, "n0", "all", 3)]
         )

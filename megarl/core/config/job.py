@@ -85,6 +85,8 @@ class ClusterConfig:
     shrink: bool = True
     """Go on with fewer data-parallel ranks and engines where nodes are missing and no spare is left. False keeps the
     size, with more ranks on each node that is left; where they do not spread evenly the job ends."""
+    allow_idle: bool = False
+    """Start a job that leaves more than a quarter of its GPUs idle (docs/cluster.md)."""
     exclude_unhealthy: bool = False
     """Go on without nodes that differ or lack something, if the rest are enough."""
     max_clock_skew_s: Seconds = 5.0

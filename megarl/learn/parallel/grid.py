@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from megarl.core.config.schema import Config, GridSizes, ParallelConfig
@@ -77,6 +77,21 @@ def check_roles(config: Config, roles: Sequence[str] = ROLES) -> None:
                 f"{_product(config.parallel)} has {config.parallel.world_size}: all roles are on the same ranks; "
                 f"change {setting}.dp, or leave {setting} out to take the actor's grid"
             )
+
+
+def with_dp(config: Config, dp: int) -> Config | None:
+    """Return the job with another number of data-parallel ranks, and as many ranks in every role's grid; None where a
+    role's other sizes do not divide them."""
+    ranks = config.parallel.world_size // config.parallel.dp * dp
+    found = replace(config, parallel=replace(config.parallel, dp=dp))
+    for role in ROLES:
+        section = getattr(config, role)
+        if (grid := section.parallel) is not None:
+            theirs = grid.world_size // grid.dp
+            if ranks % theirs:
+                return None
+            found = replace(found, **{role: replace(section, parallel=replace(grid, dp=ranks // theirs))})
+    return found
 
 
 def _check_overlap(parallel: ParallelConfig, config: Config, setting: str) -> None:

@@ -4,7 +4,9 @@ goes on with fewer data-parallel ranks and engines, on what the nodes had room f
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,8 +14,9 @@ from megarl.core.config import Config
 from megarl.core.errors import ArchitectureError, ConfigError, JobError, PlanError
 from megarl.core.jobs import ProcessKind
 from megarl.learn import algorithms
-from megarl.learn.parallel.grid import ROLES
-from megarl.run.nodes.plan import NodeInfo, Plan, engine_nodes, plan_job, ranks_together, table, trainer_nodes
+from megarl.learn.parallel.grid import ROLES, with_dp
+from megarl.run.nodes.advice import check_idle, with_advice
+from megarl.run.nodes.plan import NodeInfo, Plan, engine_nodes, groups_of, plan_job, split_group, table, trainer_nodes
 from megarl.run.run_dir.changes import Change
 
 
@@ -24,8 +27,8 @@ class Fit(NamedTuple):
     """Settings as given, or with a smaller ``dp`` in every grid and fewer ``rollout.replicas``."""
     nodes: tuple[NodeInfo, ...]
     """Nodes that get something to do; spares stand by."""
-    trainers: int
-    """Number of nodes that have trainer ranks: the first ones that may."""
+    trainers: int | None
+    """Number of nodes that have trainer ranks: the first ones that may; None is as many as can."""
 
     @property
     def plan(self) -> Plan:
@@ -53,28 +56,33 @@ def fit(
             f"cluster.spare_nodes={config.cluster.spare_nodes} leaves none of the {len(trainer_nodes(allocated))} "
             "nodes that may train; lower it, or add nodes"
         )
-    plan_job(config, _working(allocated, whole))
+    with with_advice(config, _working(allocated, whole), usable):
+        plan = plan_job(config, _working(allocated, whole))
+        check_idle(config, plan, _working(allocated, whole))
     nodes = _working(left, whole)
+    if len(nodes) == len(_working(allocated, whole)):
+        return Fit(config, nodes, None)
     there = len(trainer_nodes(nodes))
     engines = config.rollout.replicas
     if algorithms.job_of(config).has(ProcessKind.ENGINE):
         engines = _engines(config, _working(allocated, whole), nodes)
     if (there == whole and engines == config.rollout.replicas) or not config.cluster.shrink:
-        return Fit(config, nodes, there)
+        return Fit(config, nodes, None)
     if engines and not algorithms.job_of(config).trains:
-        return Fit(replace(config, rollout=replace(config.rollout, replicas=engines)), nodes, there)
-    each, (together, _) = config.parallel.world_size // whole, ranks_together(config)
+        return Fit(replace(config, rollout=replace(config.rollout, replicas=engines)), nodes, None)
+    each = max(Counter(rank.node for rank in plan.of(ProcessKind.TRAINER)).values())
     for smaller in _smaller(config, engines) if engines else ():
-        count = _fewest(smaller.parallel.world_size, there, each, together)
-        if count is None:
+        fitted = _fewest(smaller, nodes, each)
+        if fitted is None:
             continue
         try:
-            usable(smaller)
+            usable(fitted.config)
         except (ArchitectureError, ConfigError, PlanError):
             continue
-        return Fit(smaller, nodes, count)
+        return fitted
     size = config.parallel.world_size // config.parallel.dp
-    parts = f", in multiples of {together} (model.moe_dispatcher=deepep)" if together > 1 else ""
+    groups = groups_of(config)
+    parts = f", in multiples of {groups[0].size} ({groups[0].setting})" if groups else ""
     raise JobError(
         f"{len(left)} of {len(allocated)} nodes are left, and no part of the job fits them: one data-parallel rank "
         f"takes tp*cp*pp = {size} trainer ranks where a node has room for {each}{parts}, an engine "
@@ -83,10 +91,13 @@ def fit(
     )
 
 
-def planned(config: Config, nodes: Sequence[NodeInfo]) -> str:
-    """Describe a job: its mode, when it ends, and what would run where, a line for each node. Raises ConfigError where
-    the whole job does not fit them."""
-    plan = fit(config, nodes, nodes, lambda smaller: None).plan
+def planned(config: Config, nodes: Sequence[NodeInfo], usable: Callable[[Config], None] = lambda smaller: None) -> str:
+    """Describe a job: its mode, when it ends, and what would run where, a line for each node.
+
+    Raises:
+        ConfigError: the whole job does not fit the nodes. ``usable``: as ``fit``, for the plan that the error names.
+    """
+    plan = fit(config, nodes, nodes, usable).plan
     return f"mode {plan.job.mode}: the job ends when each {plan.job.until.label} has\n{table(plan, nodes)}"
 
 
@@ -118,22 +129,22 @@ def _engines(config: Config, whole: Sequence[NodeInfo], nodes: Sequence[NodeInfo
 def _smaller(config: Config, engines: int) -> Iterator[Config]:
     """The job with each number of data-parallel ranks that all roles' grids can have, the largest first."""
     rollout = replace(config.rollout, replicas=engines)
-    unit = config.parallel.world_size // config.parallel.dp
     for dp in range(config.parallel.dp, 0, -1):
-        found = replace(config, parallel=replace(config.parallel, dp=dp), rollout=rollout)
-        for role in ROLES:
-            section = getattr(config, role)
-            if (grid := section.parallel) is not None:
-                theirs = grid.world_size // grid.dp
-                if unit * dp % theirs:
-                    break
-                found = replace(found, **{role: replace(section, parallel=replace(grid, dp=unit * dp // theirs))})
-        else:
-            yield found
+        if (found := with_dp(config, dp)) is not None:
+            yield replace(found, rollout=rollout)
 
 
-def _fewest(ranks: int, nodes: int, each: int, together: int) -> int | None:
-    """The smallest number of nodes that share ``ranks`` evenly, in parts of ``together``, none with more than
-    ``each``: neighbours stay on a node."""
-    counts = (count for count in range(1, nodes + 1) if ranks % (count * together) == 0)
-    return next((count for count in counts if ranks // count <= each), None)
+def _fewest(config: Config, nodes: tuple[NodeInfo, ...], each: int) -> Fit | None:
+    """The job with its ranks on the smallest number of nodes that share them evenly, none with more than ``each``, and
+    as many of its engines as there is room for; None if there is no such number."""
+    ranks = config.parallel.world_size
+    gpus = min(node.gpus for node in nodes) if config.parallel.backend == "nccl" else None
+    for count in range(1, len(trainer_nodes(nodes)) + 1):
+        if ranks % count or ranks // count > each or split_group(config, ranks // count, gpus):
+            continue
+        for replicas in range(config.rollout.replicas, 0, -1):
+            found = Fit(replace(config, rollout=replace(config.rollout, replicas=replicas)), nodes, count)
+            with suppress(ConfigError):
+                assert found.plan
+                return found
+    return None

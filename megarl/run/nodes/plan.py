@@ -4,7 +4,7 @@ anything starts."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -87,68 +87,125 @@ def engine_nodes(nodes: Sequence[NodeInfo]) -> list[int]:
 
 
 def plan_job(config: Config, nodes: Sequence[NodeInfo], *, trainers: int | None = None) -> Plan:
-    """Trainer ranks in equal blocks, one node after the other, so that tensor-parallel ranks are neighbours; engines in
-    turn.
+    """Deal a job's processes to nodes: trainer ranks in equal blocks, one node after the other, then engines.
 
-    ``trainers``: only so many of the nodes that may have trainer ranks get some, the first ones; None is all.
+    With ``parallel.backend=nccl`` each rank and each engine worker has a GPU of its own (colocated: one of each share
+    it), and a group of ``groups_of`` stays on a node. Ranks take as many nodes as these rules allow; engines take the
+    GPUs that are left, the emptiest nodes first.
+
+    ``trainers``: only so many of the nodes that may have trainer ranks get some, the first ones; None is as many as
+    can.
 
     Raises:
-        ConfigError: the ranks or engines do not spread evenly over the nodes that may have them, or want more GPUs than
-            a node has.
+        ConfigError: ranks or engines do not spread evenly, want more GPUs than there are, or a group spans nodes.
     """
     job = algorithms.job_of(config)
+    if job.trains and (not trainer_nodes(nodes) or nodes[0].role == "rollout"):
+        raise ConfigError(
+            "node 0 must be one of the trainer's (MEGARL_ROLE trainer or all): rank 0 and the explorer run there"
+        )
+    deal = _deal_on_gpus if config.parallel.backend == "nccl" else _deal_on_cpus
+    ranks, engines = deal(config, nodes, job, trainers)
     found = {
-        ProcessKind.TRAINER: _ranks_of(config, nodes, trainers) if job.trains else [],
-        ProcessKind.ENGINE: _engines(config, engine_nodes(nodes)) if job.has(ProcessKind.ENGINE) else [],
+        ProcessKind.TRAINER: ranks,
+        ProcessKind.ENGINE: engines,
         ProcessKind.REWARD_HOST: [Planned(ProcessKind.REWARD_HOST, node.rank, node.rank) for node in nodes[1:]],
         ProcessKind.EXPLORER: [
             Planned(ProcessKind.EXPLORER, number, nodes[0].rank) for number in range(config.rollout.explorers)
         ],
         ProcessKind.BENCH: [Planned(ProcessKind.BENCH, 0, nodes[0].rank)],
     }
-    plan = Plan(job, tuple(process for kind in job.processes for process in found[kind]))
-    return _with_gpus(config, nodes, plan) if config.parallel.backend == "nccl" else plan
+    return Plan(job, tuple(process for kind in job.processes for process in found[kind]))
 
 
-def _ranks_of(config: Config, nodes: Sequence[NodeInfo], trainers: int | None) -> list[Planned]:
-    """Every trainer rank. Raises ConfigError."""
-    chosen = trainer_nodes(nodes)[:trainers]
-    world = config.parallel.world_size
-    if not chosen or nodes[0].role == "rollout":
-        raise ConfigError(
-            "node 0 must be one of the trainer's (MEGARL_ROLE trainer or all): rank 0 and the explorer run there"
-        )
-    if world % len(chosen):
-        raise ConfigError(
-            f"parallel tp*cp*dp*pp = {world} ranks do not spread evenly over {len(chosen)} trainer nodes; change "
-            "parallel.dp or the number of nodes"
-        )
-    each, (together, setting) = world // len(chosen), ranks_together(config)
-    if each % together:
-        raise ConfigError(
-            f"model.moe_dispatcher=deepep: of the ranks that {setting}.ep x etp share experts, DeepEP needs each "
-            f"{together} neighbours on one node, but {world} ranks on {len(chosen)} trainer nodes are {each} on each; "
-            f"have a multiple of {together} on a node (parallel.dp, number of nodes), lower {setting}.ep, or set "
-            "model.moe_dispatcher to alltoall"
-        )
-    return [Planned(ProcessKind.TRAINER, rank, chosen[rank // each]) for rank in range(world)]
+class Group(NamedTuple):
+    """Neighbouring trainer ranks that must be on one node. A group that is larger than a node has whole nodes."""
+
+    size: int
+    setting: str
+    """Setting or settings that make the group."""
 
 
-def ranks_together(config: Config) -> tuple[int, str]:
-    """Return the number of neighbouring trainer ranks that must be on one node, and the setting of the grid that needs
-    it: 1 without DeepEP.
+def groups_of(config: Config) -> list[Group]:
+    """Groups of the trainer's grids that stay on a node: tensor-parallel ranks and those that share experts on GPUs,
+    whose links within a node are several times as fast; DeepEP's always.
 
-    Megatron's groups of ep x etp are neighbours, and begin at multiples of their size.
+    Megatron's tensor-parallel groups, and its groups of ep x etp, are neighbours and begin at multiples of their size.
     """
-    if config.model.moe_dispatcher != "deepep":
-        return 1, "parallel"
-    grids = role_grids(config, roles_of(config, algorithms.get(config.algorithm.name)))
-    found = [(min(grid.ep * grid.expert_tp, DEEPEP_NODE), setting) for setting, grid in grids.items() if grid.ep > 1]
-    return max(found, key=lambda each: each[0], default=(1, "parallel"))
+    deepep, found = config.model.moe_dispatcher == "deepep", []
+    for setting, grid in role_grids(config, roles_of(config, algorithms.get(config.algorithm.name))).items():
+        experts = grid.ep * grid.expert_tp if grid.ep > 1 else 1
+        if config.parallel.backend == "nccl":
+            found += [Group(grid.tp, f"{setting}.tp"), Group(experts, f"{setting}.ep x etp")]
+        if deepep:
+            found.append(Group(min(experts, DEEPEP_NODE), f"{setting}.ep x etp"))
+    return sorted((group for group in found if group.size > 1), key=lambda group: -group.size)
 
 
-def _engines(config: Config, nodes: Sequence[int]) -> list[Planned]:
-    """Every part of every engine. Raises ConfigError."""
+def split_group(config: Config, each: int, gpus: int | None) -> Group | None:
+    """Return a group that blocks of ``each`` ranks cut in two; None if there is none.
+
+    ``gpus``: of a node; None where nodes have no number of places.
+    """
+    for group in groups_of(config):
+        fills_nodes = gpus is not None and each == gpus < group.size and group.size % gpus == 0
+        if each % group.size and not fills_nodes:
+            return group
+    return None
+
+
+Dealt = tuple[list[Planned], list[Planned]]
+"""Trainer ranks, and parts of engines."""
+
+
+def _deal_on_cpus(config: Config, nodes: Sequence[NodeInfo], job: Job, trainers: int | None) -> Dealt:
+    """Ranks on every node, engines in turn. Raises ConfigError."""
+    ranks = []
+    if job.trains:
+        chosen, world = trainer_nodes(nodes)[:trainers], config.parallel.world_size
+        if world % len(chosen):
+            raise ConfigError(
+                f"parallel tp*cp*dp*pp = {world} ranks do not spread evenly over {len(chosen)} trainer nodes; change "
+                "parallel.dp or the number of nodes"
+            )
+        if (group := split_group(config, world // len(chosen), None)) is not None:
+            raise ConfigError(  # no other group is kept on CPUs
+                f"model.moe_dispatcher=deepep: of the ranks that {group.setting} share experts each {group.size} "
+                f"neighbours must be on one node, but {world} ranks on {len(chosen)} trainer nodes are "
+                f"{world // len(chosen)} on each; have a multiple of {group.size} on a node (parallel.dp, number of "
+                f"nodes), lower {group.setting.split()[0]}, or set model.moe_dispatcher to alltoall"
+            )
+        ranks = _blocks(world, chosen)
+    return ranks, _parts(config, _spans(config, engine_nodes(nodes))) if job.has(ProcessKind.ENGINE) else []
+
+
+def _deal_on_gpus(config: Config, nodes: Sequence[NodeInfo], job: Job, trainers: int | None) -> Dealt:
+    """Each process with its GPUs. Raises ConfigError."""
+    world, may = config.parallel.world_size, trainer_nodes(nodes)
+    gpus = min((node.gpus for node in nodes if node.rank in may), default=0)
+    if job.has(ProcessKind.ENGINE):
+        _check_engine_groups(config, nodes)
+    counts = [trainers] if trainers is not None else range(len(may), 0, -1)
+    for count in counts if job.trains else [0]:
+        each = world // count if count else 0
+        if count and (world % count or each > gpus or split_group(config, each, gpus)):
+            continue
+        ranks = [rank._replace(gpus=tuple(range(each))) for rank in _blocks(world, may[:count])] if count else []
+        colocated = config.rollout.placement == "colocated"
+        taken = dict.fromkeys([] if colocated else may[:count], each)
+        engines = _engines_on_gpus(config, nodes, taken) if job.has(ProcessKind.ENGINE) else []
+        if engines is not None:
+            return ranks, engines
+    raise ConfigError(_no_room(config, nodes, job))
+
+
+def _blocks(world: int, nodes: Sequence[int]) -> list[Planned]:
+    each = world // len(nodes)
+    return [Planned(ProcessKind.TRAINER, rank, nodes[rank // each]) for rank in range(world)]
+
+
+def _spans(config: Config, nodes: Sequence[int]) -> list[Sequence[int]]:
+    """Groups of nodes that an engine spans. Raises ConfigError."""
     span = config.rollout.nodes
     if span > len(nodes):
         raise ConfigError(
@@ -158,12 +215,77 @@ def _engines(config: Config, nodes: Sequence[int]) -> list[Planned]:
         raise ConfigError(
             f"rollout.nodes={span} must divide the {workers_of(config)} workers of an engine (rollout.tp * rollout.pp)"
         )
-    groups = [nodes[i : i + span] for i in range(0, len(nodes) - span + 1, span)]
+    return [nodes[i : i + span] for i in range(0, len(nodes) - span + 1, span)]
+
+
+def _parts(config: Config, spans: Sequence[Sequence[int]]) -> list[Planned]:
+    """Every part of every engine, dealt in turn."""
     return [
         Planned(ProcessKind.ENGINE, i, node, part)
         for i in range(config.rollout.replicas)
-        for part, node in enumerate(groups[i % len(groups)])
+        for part, node in enumerate(spans[i % len(spans)])
     ]
+
+
+def _check_engine_groups(config: Config, nodes: Sequence[NodeInfo]) -> None:
+    """Raise ConfigError if the tensor-parallel workers of an engine span nodes and would fit one, or leave a part of a
+    node."""
+    rollout, gpus = config.rollout, min((node.gpus for node in nodes if node.role != "trainer"), default=0)
+    workers = workers_of(config)
+    each = workers // rollout.nodes
+    if workers % rollout.nodes == 0 and (each % rollout.tp == 0 or each == gpus < rollout.tp):
+        return
+    if rollout.tp <= gpus:
+        fix = f"rollout.nodes={-(-rollout.pp // (gpus // rollout.tp))}"
+    elif workers % gpus == 0:
+        fix = f"rollout.nodes={workers // gpus}"
+    else:
+        fix = f"rollout.tp={rollout.tp // gpus * gpus}"
+    raise ConfigError(
+        f"rollout.nodes={rollout.nodes} for an engine of rollout.tp={rollout.tp} x rollout.pp={rollout.pp}: its "
+        f"tensor-parallel workers would span nodes of {gpus} GPUs without filling them; set {fix}"
+    )
+
+
+def _engines_on_gpus(config: Config, nodes: Sequence[NodeInfo], taken: Mapping[int, int]) -> list[Planned] | None:
+    """Every part of every engine on the GPUs of ``nodes`` beyond the first ``taken`` of each; None if one has none."""
+    each = workers_of(config) // config.rollout.nodes
+    free = {node.rank: node.gpus - taken.get(node.rank, 0) for node in nodes if node.role != "trainer"}
+    first = {node.rank: node.gpus - free[node.rank] for node in nodes if node.rank in free}
+    there = [node for node, count in free.items() if count >= each]
+    if len(there) < config.rollout.nodes:
+        return None
+    spans, found = _spans(config, there), []
+    for number in range(config.rollout.replicas):
+        span = max(spans, key=lambda span: min(free[node] for node in span))
+        for part, node in enumerate(span):
+            if free[node] < each:
+                return None
+            free[node] -= each
+            gpus = tuple(range(first[node], first[node] + each))
+            first[node] += each
+            found.append(Planned(ProcessKind.ENGINE, number, node, part, gpus))
+    return found
+
+
+def _no_room(config: Config, nodes: Sequence[NodeInfo], job: Job) -> str:
+    """Say what the nodes lack, for an error."""
+    ranks = config.parallel.world_size if job.trains else 0
+    engines = config.rollout.replicas if job.has(ProcessKind.ENGINE) else 0
+    colocated = config.rollout.placement == "colocated"
+    needs = (max if colocated else sum)((ranks, engines * workers_of(config)))
+    what = " and ".join(
+        [f"{ranks} trainer ranks"] * bool(ranks) + [f"{engines} engines of {workers_of(config)} GPUs"] * bool(engines)
+    )
+    sizes = " or ".join(map(str, sorted({node.gpus for node in nodes})))
+    there = f"{len(nodes)} nodes of {sizes} GPUs" if len(nodes) > 1 else f"{sizes} GPUs"
+    has = sum(node.gpus for node in nodes)
+    if needs > has:
+        turns = "" if colocated or not (ranks and engines) else ", or let them take turns: rollout.placement=colocated"
+        return f"{what} need {needs} GPUs (parallel.backend=nccl), but the job has {has}{turns}"
+    groups = ", ".join(f"{group.setting} = {group.size}" for group in groups_of(config))
+    kept = f" with equal loads and groups that stay on a node ({groups})" if groups and ranks else " with equal loads"
+    return f"{what} do not fit {there}{kept}"
 
 
 def workers_of(config: Config) -> int:
@@ -171,33 +293,13 @@ def workers_of(config: Config) -> int:
     return config.rollout.tp * config.rollout.pp
 
 
-def _with_gpus(config: Config, nodes: Sequence[NodeInfo], plan: Plan) -> Plan:
-    """The plan, where each process that computes on a GPU has one of its own, or, colocated, a trainer rank and an
-    engine worker have one together. Raises ConfigError."""
-    each = workers_of(config) // config.rollout.nodes
-    colocated = config.rollout.placement == "colocated"
-    on_node = Counter(rank.node for rank in plan.of(ProcessKind.TRAINER))
-    engines = Counter(part.node for part in plan.of(ProcessKind.ENGINE))
-    for node in nodes:
-        ranks, workers = on_node[node.rank], each * engines[node.rank]
-        if (max(ranks, workers) if colocated else ranks + workers) > node.gpus:
-            whose = "its own" if not colocated else "which may be that of one of the other kind"
-            fix = "" if colocated else ", or have them take turns with rollout.placement=colocated"
-            raise ConfigError(
-                f"{node} would have {ranks} trainer ranks and {workers} engine workers, each with a GPU, {whose} "
-                f"(parallel.backend=nccl), but has {node.gpus} GPUs; add nodes or GPUs (sbatch --gpus-per-node), lower "
-                f"parallel.dp or rollout.replicas{fix}"
-            )
-    free: Counter[int] = Counter() if colocated else Counter(on_node)
-    placed = []
+def idle_gpus(plan: Plan, nodes: Sequence[NodeInfo]) -> dict[int, list[int]]:
+    """Rank of a node -> its GPUs that no process of a plan has; nodes without such are left out."""
+    used = {node.rank: set[int]() for node in nodes}
     for process in plan.processes:
-        if process.kind is ProcessKind.TRAINER:
-            process = process._replace(gpus=tuple(range(on_node[process.node])))
-        elif process.kind is ProcessKind.ENGINE:
-            process = process._replace(gpus=tuple(range(free[process.node], free[process.node] + each)))
-            free[process.node] += each
-        placed.append(process)
-    return Plan(plan.job, tuple(placed))
+        used[process.node].update(process.gpus)
+    found = {node.rank: [gpu for gpu in range(node.gpus) if gpu not in used[node.rank]] for node in nodes}
+    return {rank: gpus for rank, gpus in found.items() if gpus}
 
 
 _OTHERS = {
@@ -208,8 +310,10 @@ _OTHERS = {
 
 
 def table(plan: Plan, nodes: Sequence[NodeInfo]) -> str:
-    """One line for each node."""
+    """One line for each node, with the GPUs that nothing uses where a process of the plan has one."""
     lines = []
+    on_gpus = any(process.gpus for process in plan.processes)
+    idle = idle_gpus(plan, nodes) if on_gpus else {}
     for node in nodes:
         here = [process for process in plan.processes if process.node == node.rank]
         ranks = [process for process in here if process.kind is ProcessKind.TRAINER]
@@ -217,6 +321,8 @@ def table(plan: Plan, nodes: Sequence[NodeInfo]) -> str:
         parts += [f"{_engine(plan, process)}{_gpus(process)}" for process in here if process.kind is ProcessKind.ENGINE]
         for kind, number in Counter(process.kind for process in here if process.kind in _OTHERS).items():
             parts.append(_OTHERS[kind] if number == 1 else f"{number} {_OTHERS[kind]}".replace("explorer", "explorers"))
+        if node.rank in idle:
+            parts.append(f"idle: {_numbers(idle[node.rank])}")
         lines.append(f"{node}: {', '.join(parts) or 'nothing'}")
     return "\n".join(lines)
 
@@ -234,7 +340,10 @@ def _engine(plan: Plan, process: Planned) -> str:
 
 
 def _gpus(process: Planned) -> str:
-    if not process.gpus:
-        return ""
-    first, last = process.gpus[0], process.gpus[-1]
-    return f" on GPU {first}" if first == last else f" on GPUs {first}-{last}"
+    return f" on {_numbers(process.gpus)}" if process.gpus else ""
+
+
+def _numbers(gpus: Sequence[int]) -> str:
+    """Name GPUs with numbers in a row."""
+    first, last = gpus[0], gpus[-1]
+    return f"GPU {first}" if first == last else f"GPUs {first}-{last}"

@@ -1,0 +1,174 @@
+"""Advice to a job that its nodes have no room for, or whose plan leaves GPUs idle: sizes that take all of them, and the
+number of nodes that the job takes as it is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from math import log
+
+from megarl.core.config import Config
+from megarl.core.errors import ArchitectureError, ConfigError, PlanError
+from megarl.core.jobs import ProcessKind
+from megarl.learn import algorithms
+from megarl.learn.parallel.grid import ROLES, check_roles, with_dp
+from megarl.run.nodes.plan import NodeInfo, Plan, idle_gpus, plan_job, workers_of
+
+MOST_IDLE = 0.25
+"""Share of a job's GPUs that its plan may leave idle."""
+MOST_NODES = 512
+COMMAND = "MEGARL_COMMAND"
+"""Environment variable with the script of a Slurm job and its arguments."""
+
+
+def check_idle(config: Config, plan: Plan, nodes: Sequence[NodeInfo]) -> None:
+    """Raise ConfigError if a plan leaves more than a quarter of the GPUs idle, and ``cluster.allow_idle`` is false."""
+    if config.parallel.backend != "nccl" or config.cluster.allow_idle:
+        return
+    idle, has = idle_gpus(plan, nodes), sum(node.gpus for node in nodes)
+    count = sum(map(len, idle.values()))
+    if count > MOST_IDLE * has:
+        names = {node.rank: str(node) for node in nodes}
+        where = ", ".join(f"{len(gpus)} of {names[rank]}" for rank, gpus in idle.items())
+        raise ConfigError(
+            f"{count} of {has} GPUs would be idle: {where}. cluster.allow_idle=true runs the job all the same"
+        )
+
+
+@contextmanager
+def with_advice(config: Config, nodes: Sequence[NodeInfo], usable: Callable[[Config], None]) -> Iterator[None]:
+    """Add sizes that fit, and the number of nodes that the job as it is takes, to a ConfigError of a plan on GPUs.
+
+    ``usable``: raises for sizes that the job's models cannot have.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        found = advice(config, nodes, usable) if config.parallel.backend == "nccl" else []
+        if not found:
+            raise
+        raise ConfigError("\n  ".join([str(error), *found])) from error
+
+
+def advice(
+    config: Config, nodes: Sequence[NodeInfo], usable: Callable[[Config], None], env: Mapping[str, str] = os.environ
+) -> list[str]:
+    """Lines of advice: settings with which a job uses every GPU of its nodes, and the nodes that it takes as it is."""
+    lines = []
+    if (fitting := fitting_sizes(config, nodes, usable)) is not None:
+        lines.append(f"to use all {sum(node.gpus for node in nodes)} GPUs: {' '.join(changes(config, fitting))}")
+    gpus = min(node.gpus for node in nodes)
+    spanning = _with_tp(config, config.parallel.tp, config.rollout.tp, gpus)
+    count = number_of_nodes(spanning, gpus)
+    if count is not None and count != len(nodes):
+        command = " ".join([env.get(COMMAND, "slurm/train_grpo.sh ..."), *changes(config, spanning)])
+        lines.append(f"to run it as it is: sbatch --nodes={count} --gpus-per-node={gpus} {command}")
+    return lines
+
+
+def number_of_nodes(config: Config, gpus: int) -> int | None:
+    """Return the smallest number of nodes of ``gpus`` GPUs on which a job leaves no more than a quarter idle; None if
+    there is none."""
+    job = algorithms.job_of(config)
+    ranks = config.parallel.world_size * job.trains
+    workers = config.rollout.replicas * workers_of(config) * job.has(ProcessKind.ENGINE)
+    needs = max(ranks, workers) if config.rollout.placement == "colocated" else ranks + workers
+    least = max(1, -(-needs // max(1, gpus)))
+    for count in range(least, min(2 * least, MOST_NODES) + 1):
+        if _fits(config, [NodeInfo(rank, "", "all", gpus) for rank in range(count)], exactly=False):
+            return count
+    return None
+
+
+def fitting_sizes(config: Config, nodes: Sequence[NodeInfo], usable: Callable[[Config], None]) -> Config | None:
+    """Return the job with sizes that take every GPU of some nodes: other ``dp`` and ``rollout.replicas``, smaller
+    ``tp`` only where no such job keeps it. Of several the one whose trainer has the share of GPUs that is nearest to
+    the given one's. None if there is none.
+    """
+    gpus = min(node.gpus for node in nodes)
+    for tp in _smaller(config.parallel.tp, gpus):
+        for engine_tp in _smaller(config.rollout.tp, gpus):
+            found = _with_tp(config, tp, engine_tp, gpus)
+            for job in sorted(_filling(found, nodes), key=lambda job: abs(_ratio(job) - _ratio(config))):
+                if _fits(job, nodes, exactly=True) and _passes(job, usable):
+                    return job
+    return None
+
+
+def changes(old: Config, new: Config) -> list[str]:
+    """Return the overrides that make ``new`` of ``old``, which differ in sizes alone."""
+    found = []
+    for section in ("parallel", *(f"{role}.parallel" for role in ROLES), "rollout"):
+        before, after = (_section(config, section) for config in (old, new))
+        if before is not None:
+            found += [
+                f"{section}.{name}={str(value).lower()}"
+                for name, value in vars(after).items()
+                if value != getattr(before, name)
+            ]
+    return found
+
+
+def _section(config: Config, name: str) -> object:
+    found: object = config
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _smaller(size: int, gpus: int) -> list[int]:
+    """``size`` and its halves; without those that are larger than a node and do not fill nodes."""
+    sizes = [size]
+    while sizes[-1] % 2 == 0:
+        sizes.append(sizes[-1] // 2)
+    return [size for size in sizes if size <= gpus or size % max(1, gpus) == 0]
+
+
+def _with_tp(config: Config, tp: int, engine_tp: int, gpus: int) -> Config:
+    parallel = replace(config.parallel, tp=tp, sequence_parallel=config.parallel.sequence_parallel and tp > 1)
+    nodes = max(1, engine_tp * config.rollout.pp // gpus) if engine_tp > gpus else 1
+    return replace(config, parallel=parallel, rollout=replace(config.rollout, tp=engine_tp, nodes=nodes))
+
+
+def _filling(config: Config, nodes: Sequence[NodeInfo]) -> Iterator[Config]:
+    """The job with each pair of ``dp`` and ``rollout.replicas`` that together take as many GPUs as there are."""
+    job, total = algorithms.job_of(config), sum(node.gpus for node in nodes)
+    unit, workers = config.parallel.world_size // config.parallel.dp, workers_of(config)
+    engines, colocated = job.has(ProcessKind.ENGINE), config.rollout.placement == "colocated"
+    if not job.trains:
+        if total % workers == 0:
+            yield replace(config, rollout=replace(config.rollout, replicas=total // workers))
+        return
+    for dp in range(1, total // unit + 1):
+        left = total if colocated else total - unit * dp
+        whole = unit * dp == total if colocated or not engines else left > 0
+        if not whole or (engines and left % workers):
+            continue
+        if (found := with_dp(config, dp)) is not None:
+            replicas = left // workers if engines else config.rollout.replicas
+            yield replace(found, rollout=replace(config.rollout, replicas=replicas))
+
+
+def _ratio(config: Config) -> float:
+    """Logarithm of trainer ranks for each engine worker."""
+    return log(config.parallel.world_size / (config.rollout.replicas * workers_of(config)))
+
+
+def _fits(config: Config, nodes: Sequence[NodeInfo], *, exactly: bool) -> bool:
+    try:
+        plan = plan_job(config, nodes)
+        check_idle(config, plan, nodes)
+    except ConfigError:
+        return False
+    return not (exactly and idle_gpus(plan, nodes))
+
+
+def _passes(config: Config, usable: Callable[[Config], None]) -> bool:
+    try:
+        check_roles(config)
+        usable(config)
+    except (ArchitectureError, ConfigError, PlanError):
+        return False
+    return True
