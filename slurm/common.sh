@@ -16,7 +16,10 @@ MEGARL_JOB_KEY=${MEGARL_JOB_KEY:-$(od -An -N24 -tx1 /dev/urandom | tr -d ' \n')}
 names=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 first=${names%%$'\n'*}  # not `| head`: it closes the pipe early, which `pipefail` makes the job's end
 MEGARL_HEAD=${MEGARL_HEAD:-$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')}
-export MEGARL_JOB_KEY MEGARL_HEAD
+# What was submitted, for an error that says how to submit it with other nodes.
+submitted=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p')
+MEGARL_COMMAND=${submitted%%$'\n'*}
+export MEGARL_JOB_KEY MEGARL_HEAD MEGARL_COMMAND
 
 setup=${MEGARL_SETUP:-venv:$MEGARL_HOME/.venv}
 # Not --kill-on-bad-exit: when a supervisor dies, the head may go on without its node; when the head does, the others

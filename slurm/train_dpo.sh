@@ -3,7 +3,7 @@
 #   sbatch slurm/train_dpo.sh trainer.steps=100                           (experiment=dpo; arguments are hydra overrides; docs/cluster.md)
 #   sbatch --dependency=singleton slurm/train_dpo.sh ...                   (a chain: each job goes on where the one before ended)
 #SBATCH --job-name=megarl-dpo
-#SBATCH --nodes=2
+#SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
 #SBATCH --mem=0

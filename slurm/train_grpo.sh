@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# GRPO on several nodes: Megatron trainer ranks and vLLM engines side by side.
+# GRPO: Megatron trainer ranks and vLLM engines side by side.
 #   sbatch slurm/train_grpo.sh experiment=quickstart trainer.steps=100     (arguments are hydra overrides; docs/cluster.md)
 #   sbatch --dependency=singleton slurm/train_grpo.sh ...                   (a chain: each job goes on where the one before ended)
 #SBATCH --job-name=megarl-grpo
-#SBATCH --nodes=2
+#SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
 #SBATCH --mem=0

@@ -3,7 +3,7 @@
 #   sbatch slurm/train_ppo.sh experiment=quickstart trainer.steps=100     (arguments are hydra overrides; docs/cluster.md)
 #   sbatch --dependency=singleton slurm/train_ppo.sh ...                   (a chain: each job goes on where the one before ended)
 #SBATCH --job-name=megarl-ppo
-#SBATCH --nodes=2
+#SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
 #SBATCH --mem=0

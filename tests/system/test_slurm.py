@@ -202,8 +202,8 @@ def test_scripts_are_accepted(cluster: SlurmCluster) -> None:
 @pytest.mark.parametrize(
     ("options", "needs", "words"),
     [
-        ((), "9", "has 8 CPUs (SLURM_JOB_CPUS_PER_NODE=8(x2)), megarl needs 9"),
-        (("--oversubscribe", "--cpus-per-task=1"), "", "has 1 CPUs (SLURM_JOB_CPUS_PER_NODE=1(x2)), megarl needs 2"),
+        ((), "9", "has 8 CPUs (SLURM_JOB_CPUS_PER_NODE=8), megarl needs 9"),
+        (("--oversubscribe", "--cpus-per-task=1"), "", "has 1 CPUs (SLURM_JOB_CPUS_PER_NODE=1), megarl needs 2"),
     ],
     ids=["whole nodes", "one core a node"],
 )
@@ -221,6 +221,18 @@ def test_cpus_that_a_job_gets(
     job = Submitted(cluster, "train_grpo.sh", tmp_path / "run", options=options)
     assert cluster.wait(job.number, PATIENCE_S) == "FAILED"
     assert words in job.said()
+
+
+def test_a_job_that_needs_two_nodes_is_told_how_to_get_them(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """The scripts ask for one node. ``killed`` is a job that is submitted like that."""
+    job = Submitted(cluster, "train_grpo.sh", tmp_path / "run", *GRPO)
+    assert cluster.wait(job.number, PATIENCE_S) == "FAILED"
+    assert "NumNodes=1" in cluster.run("scontrol", "show", "job", str(job.number))
+    [line] = [line for line in job.said().splitlines() if "to run it as it is: " in line]
+    command = line.partition("to run it as it is: ")[2].split()
+    assert command[:2] == ["sbatch", "--nodes=2"] and command[2].endswith("slurm/train_grpo.sh")
+    assert {f"run.dir={job.run_dir}", "rollout.nodes=2"} <= set(command[3:])
+    cluster.run(command[0], "--test-only", *command[1:], cwd=HOME)  # it is a command that Slurm takes
 
 
 def test_a_sweep_as_an_array(cluster: SlurmCluster, beside: Beside) -> None:

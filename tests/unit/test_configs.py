@@ -48,8 +48,8 @@ NODES = {
     "grpo_qwen2_5_vl_7b": 1,
     "mix_qwen2_5_7b": 1,
     "dpo_llama3_1_8b": 1,
-    "ppo_llama3_1_8b": 2,
-    "grpo_qwen3_30b_a3b": 8,
+    "ppo_llama3_1_8b": 1,
+    "grpo_qwen3_30b_a3b": 3,
     "grpo_qwen2_5_32b": 16,
     "grpo_deepseek_v3": 256,
 }
@@ -63,6 +63,8 @@ CPU = (
     "model.fusions=[]",
     "rollout.gpu_memory_utilization=null",
     "rollout.kv_cache_bytes=1048576",
+    "sync.transport=gloo",
+    "cluster.device_bytes=null",
 )
 GB = 1e9
 GPU_GB = 80.0
@@ -217,7 +219,8 @@ def gpus(config: Config) -> tuple[int, int]:
 
 def check_job(config: Config, nodes: int) -> Memory:
     """What the project's own checks do not know: GPUs, their memory, even batches. Raises ConfigError."""
-    if sum(gpus(config)) != 8 * nodes:
+    needed = max(gpus(config)) if config.rollout.placement == "colocated" else sum(gpus(config))
+    if needed != 8 * nodes:
         raise ConfigError(f"{gpus(config)} GPUs are not {nodes} nodes of 8")
     rows = config.trainer.tasks_per_step * (
         1 if algorithms.get(config.algorithm.name).offline else config.algorithm.group_size
@@ -243,6 +246,8 @@ def described(name: str, config: Config, nodes: int, memory: Memory) -> str:
     vllm = f"{rollout.replicas} × TP{rollout.tp}{' EP' if rollout.expert_parallel else ''}"
     grid = str(megatron_grid(config.parallel)).replace("pp=1 ", "").replace(" dp=1", "")
     gpu = f"{trainer} + {engines} = {nodes} × 8" if engines else f"{trainer} = {nodes} × 8"
+    if config.rollout.placement == "colocated":
+        gpu = f"{trainer} in turn = {nodes} × 8"
     engine = f"; engines {vllm}, {memory.engine / GB:.1f} GB of weights a GPU" if engines else ""
     return (
         f"- `{name}` ({config.algorithm.name}): {gpu} GPUs; trainer {grid}, {memory.trainer / GB:.1f} GB a GPU{engine}"
@@ -275,11 +280,50 @@ def test_every_node_gets_eight_processes(name: str) -> None:
         plan_job(config, [*places[:-1], places[-1]._replace(gpus=7)])
 
 
+TURNS = [name for name in NODES if compose([f"experiment={name}"]).rollout.placement == "colocated"]
+
+
+def variants(name: str) -> dict[str, list[str]]:
+    """Overrides of the variants that the head of an experiment's file names, under the first words of each."""
+    found: dict[str, list[str]] = {}
+    for line in (config_dir() / f"experiment/{name}.yaml").read_text().splitlines():
+        if line.startswith("#   ") and found:
+            found[list(found)[-1]] += line.removeprefix("#   ").split()
+        elif line.startswith(("# Conservative twin", "# One step ahead")):
+            found[line[2:].rstrip(":")] = []
+    return found
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_variants_of_a_preset_fit_their_nodes(in_workplace: Path, name: str) -> None:
+    """Separate GPUs with recompute, and separate GPUs with rollouts a step ahead."""
+    from megarl.run.checks.job import check
+
+    twin, ahead = variants(name).items()
+    for label, overrides in (twin, ahead):
+        nodes = 2 if "two nodes" in label else 1
+        config = compose([f"experiment={name}", *overrides, *(["store=postgres"] if nodes > 1 else [])])
+        assert config.rollout.placement == "separate"
+        check_job(config, nodes)
+        places = [NodeInfo(n, "", "all", 8) for n in range(nodes)]
+        assert not idle_gpus(plan_job(config, places), places)
+        check(config, nodes=nodes, dry=True, elsewhere=True)
+    assert compose([f"experiment={name}", *twin[1]]).model.recompute == "selective"
+    assert compose([f"experiment={name}", *ahead[1]]).sync.max_staleness == 1
+
+
+def test_presets_of_one_node_take_turns_without_recompute() -> None:
+    for name in NODES:
+        config = compose([f"experiment={name}"])
+        if NODES[name] == 1 and not algorithms.get(config.algorithm.name).offline:
+            assert name in TURNS and config.model.recompute == "none" and config.sync.max_staleness == 0
+
+
 def test_memory_by_hand() -> None:
-    """Qwen2.5-7B on TP4: 28 layers of one kv head and 7 heads a rank, a quarter of the rest, norms whole."""
-    layer = 3584 * (896 + 2 * 128) + (896 + 256) + 896 * 3584 + 3 * 3584 * 4736 + 2 * 3584
-    held = 28 * layer + 2 * 38016 * 3584 + 3584
-    assert memory_of(compose(["experiment=grpo_qwen2_5_7b"])).trainer == held * (2 + 4 + 12) + held * 2
+    """Qwen2.5-7B on TP2 DP4: 28 layers of two kv heads and 14 heads a rank, a half of the rest, norms whole."""
+    layer = 3584 * (1792 + 2 * 256) + (1792 + 512) + 1792 * 3584 + 3 * 3584 * 9472 + 2 * 3584
+    held = 28 * layer + 2 * 76032 * 3584 + 3584
+    assert memory_of(compose(["experiment=grpo_qwen2_5_7b"])).trainer == held * (2 + 4 + 12 / 4) + held * 2
 
 
 # ------------------------------------------------------------------ the project's own check
@@ -445,10 +489,10 @@ def test_a_job_for_other_machines_is_checked_here(in_workplace: Path, caplog: py
 
     caplog.set_level("INFO")
     assert main(["train", "--check", "--gpus-per-node", "8", "experiment=grpo_qwen2_5_7b"]) == 0
-    assert "trainer ranks 0-3" in caplog.text
+    assert "trainer ranks 0-7 on GPUs 0-7, engines 0-7 on GPUs 0-7" in caplog.text
     assert caplog.messages[-1] == "not checked: what is installed on those machines, and their memory"
     assert main(["train", "--check", "--gpus-per-node", "7", "experiment=grpo_qwen2_5_7b"]) == 2
-    assert "to use all 7 GPUs: rollout.replicas=3" in caplog.messages[-1]
+    assert "to use all 7 GPUs: parallel.tp=1 parallel.dp=7 " in caplog.messages[-1]
     assert main(["train", "--check", "experiment=grpo_qwen2_5_7b"]) == 2
     if torch.version.cuda is None:
         assert "--check --gpus-per-node N` checks a job of other machines here" in caplog.messages[-1]
@@ -462,7 +506,8 @@ def test_a_part_of_experiments_is_no_experiment() -> None:
 def test_gpus_for_a_model_and_rows_of_ones_own() -> None:
     ours, gpu = (compose([f"experiment={name}", *YOURS]) for name in ("own_gpu", "grpo_qwen2_5_7b"))
     assert (ours.parallel.backend, ours.model.transformer_impl) == ("nccl", "transformer_engine")
-    assert ours.rollout.gpu_memory_utilization == gpu.rollout.gpu_memory_utilization == 0.85 and ours.model.path == "/m"
+    assert ours.rollout.gpu_memory_utilization == 0.85 and ours.model.path == "/m"
+    assert ours.trainer.logits_bytes == gpu.trainer.logits_bytes
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -497,7 +542,7 @@ def test_plan_of_a_large_job(in_workplace: Path, name: str) -> None:
     [
         ("grpo_qwen2_5_7b", "parallel.tp=8", "parallel.tp=8 does not divide num_attention_heads=28"),
         ("grpo_qwen2_5_7b", "rollout.tp=3", "rollout.tp=3 does not divide num_attention_heads=28"),
-        ("grpo_qwen2_5_7b", "parallel.cp=2", "parallel.cp=2 does not divide the 7 attention heads"),
+        ("grpo_qwen2_5_7b", "parallel.cp=4", "parallel.cp=4 does not divide the 14 attention heads"),
         ("grpo_qwen2_5_7b", "parallel.ep=2", "ep=2"),
         ("grpo_qwen2_5_7b", "rollout.max_response_tokens=65536", "does not hold one sequence"),
         ("grpo_qwen2_5_7b", "rollout.expert_parallel=true", "has no experts"),
@@ -522,8 +567,8 @@ def test_bad_combinations_are_refused_by_megarl(in_workplace: Path, name: str, o
 @pytest.mark.parametrize(
     ("name", "override", "words"),
     [
-        ("grpo_qwen2_5_7b", "parallel=tp1", "GPUs are not 1 nodes"),
-        ("grpo_qwen2_5_7b", "rollout.replicas=5", "GPUs are not 1 nodes"),
+        ("dpo_llama3_1_8b", "parallel=tp1", "GPUs are not 1 nodes"),
+        ("grpo_qwen2_5_7b", "rollout.replicas=9", "GPUs are not 1 nodes"),
         ("grpo_qwen2_5_32b", "parallel.tp=1 parallel.dp=64", "GB on a trainer rank"),
         ("grpo_qwen2_5_32b", "rollout.gpu_memory_utilization=0.2", "on an engine's do not fit"),
         ("ppo_llama3_1_8b", "trainer.tasks_per_step=1020", "do not divide by 4 updates and dp=2"),
@@ -537,4 +582,4 @@ def test_bad_combinations_are_refused_by_this_test(name: str, override: str, wor
 
 def test_a_grid_of_ones_own_wins_over_the_experiments() -> None:
     config = compose(["experiment=grpo_qwen2_5_7b", "parallel=tp4dp2sp"])
-    assert replace(config.parallel, dp=1) == compose(["experiment=grpo_qwen2_5_7b"]).parallel
+    assert replace(config.parallel, tp=2, dp=4) == compose(["experiment=grpo_qwen2_5_7b"]).parallel

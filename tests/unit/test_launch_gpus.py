@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -22,6 +23,7 @@ from megarl.run.nodes.plan import NodeInfo, Plan, groups_of, idle_gpus, plan_job
 from tests.unit.test_configs import NODES, YOURS
 
 PRESETS = (*NODES, "own_gpu")
+CLUSTER_PAGE = (Path(__file__).resolve().parents[2] / "docs" / "cluster.md").read_text()
 
 
 @cache
@@ -114,8 +116,9 @@ def test_a_job_of_seven_billion_on_two_nodes_is_told_how_to_use_sixteen_gpus() -
     config = preset("own_gpu", "parallel.tp=2", "rollout.replicas=1")
     with pytest.raises(ConfigError, match="13 of 16 GPUs would be idle") as raised:
         fit(config, nodes(2), nodes(2), anything)
-    line = next(line for line in str(raised.value).splitlines() if "to use all 16 GPUs" in line)
-    other = with_settings(config, line)
+    said = [line.strip() for line in str(raised.value).splitlines()]
+    assert "\n".join(f"    {'  ' * bool(i)}{line}" for i, line in enumerate(said)) in CLUSTER_PAGE
+    other = with_settings(config, said[1])
     plan = fit(other, nodes(2), nodes(2), anything).plan
     check_plan(other, plan, nodes(2))
     assert not idle_gpus(plan, nodes(2)) and other.parallel.tp == 2

@@ -172,8 +172,7 @@ def test_every_process_of_a_gpu_job_has_its_own() -> None:
     assert [engine.gpus for engine in plan.of(ProcessKind.ENGINE)] == [(2, 3), (4, 5)]
     assert [rank.gpus for rank in plan.of(ProcessKind.TRAINER)] == [(0, 1)] * 2
     assert table(plan, [node]) == (
-        "node 0 n0: trainer ranks 0-1 on GPUs 0-1, engine 0 on GPUs 2-3, engine 1 on GPUs 4-5, explorer and reward "
-        "workers"
+        "node 0 n0: trainer ranks 0-1 on GPUs 0-1, engines 0-1 on GPUs 2-5, explorer and reward workers"
     )
     with pytest.raises(ConfigError, match="2 trainer ranks and 2 engines of 2 GPUs need 6 GPUs .* but the job has 5"):
         plan_job(on_gpus, [NodeInfo(0, "n0", "all", 5)])

@@ -231,7 +231,7 @@ OURS: dict[str, dict[str, Any]] = {
     "ppo_llama3_1_8b": {"critic.path": "models/Llama-3.1-8B-RM"},
     "grpo_qwen2_5_32b": {"reward.overlong_penalty": 0.5, "trainer.steps": 300},
     "grpo_qwen3_30b_a3b": {"rollout.max_prompt_tokens": 2048},
-    "mix_qwen2_5_7b": {},
+    "mix_qwen2_5_7b": {"trainer.max_tokens_per_micro_batch": 11264},
     "dpo_llama3_1_8b": {
         "trainer.max_tokens_per_micro_batch": 16384,
         "trainer.eval_interval": 50,

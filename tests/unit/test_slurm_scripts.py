@@ -90,6 +90,11 @@ def test_a_supervisor_is_not_bound_to_the_cpus_of_one_task(tmp_path: Path) -> No
     assert "--cpu-bind=none" in script(tmp_path, *SWEEP, f"run.dir={tmp_path}/runs", **job(tmp_path)).stdout
 
 
+@pytest.mark.parametrize("name", ["train_grpo.sh", "train_ppo.sh", "train_mix.sh", "train_dpo.sh"])
+def test_a_job_takes_one_node_unless_it_asks_for_more(name: str) -> None:
+    assert "#SBATCH --nodes=1" in (ROOT / "slurm" / name).read_text().splitlines()
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "slurm").glob("*.sh")), ids=lambda path: path.name)
 def test_scripts_ask_for_whole_nodes(path: Path) -> None:
     """Without that Slurm gives one core a node."""

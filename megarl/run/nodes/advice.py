@@ -39,43 +39,41 @@ def check_idle(config: Config, plan: Plan, nodes: Sequence[NodeInfo]) -> None:
 
 @contextmanager
 def with_advice(config: Config, nodes: Sequence[NodeInfo], usable: Callable[[Config], None]) -> Iterator[None]:
-    """Add sizes that fit, and the number of nodes that the job as it is takes, to a ConfigError of a plan on GPUs.
+    """Add sizes that fit, and the number of nodes that the job as it is takes, to a ConfigError of a plan.
 
     ``usable``: raises for sizes that the job's models cannot have.
     """
     try:
         yield
     except ConfigError as error:
-        found = advice(config, nodes, usable) if config.parallel.backend == "nccl" else []
-        if not found:
-            raise
-        raise ConfigError("\n  ".join([str(error), *found])) from error
+        raise ConfigError("\n  ".join([str(error), *advice(config, nodes, usable)])) from error
 
 
 def advice(
     config: Config, nodes: Sequence[NodeInfo], usable: Callable[[Config], None], env: Mapping[str, str] = os.environ
 ) -> list[str]:
     """Lines of advice: settings with which a job uses every GPU of its nodes, and the nodes that it takes as it is."""
-    lines = []
-    if (fitting := fitting_sizes(config, nodes, usable)) is not None:
-        lines.append(f"to use all {sum(node.gpus for node in nodes)} GPUs: {' '.join(changes(config, fitting))}")
-    gpus = min(node.gpus for node in nodes)
-    spanning = _with_tp(config, config.parallel.tp, config.rollout.tp, gpus)
+    lines, spanning, gpus = [], config, min(node.gpus for node in nodes)
+    if on_gpus := config.parallel.backend == "nccl":
+        if (fitting := fitting_sizes(config, nodes, usable)) is not None:
+            lines.append(f"to use all {sum(node.gpus for node in nodes)} GPUs: {' '.join(changes(config, fitting))}")
+        spanning = _with_tp(config, config.parallel.tp, config.rollout.tp, gpus)
     count = number_of_nodes(spanning, gpus)
     if count is not None and count != len(nodes):
-        command = " ".join([env.get(COMMAND, "slurm/train_grpo.sh ..."), *changes(config, spanning)])
-        lines.append(f"to run it as it is: sbatch --nodes={count} --gpus-per-node={gpus} {command}")
+        options = f"--nodes={count}" + (f" --gpus-per-node={gpus}" if on_gpus else "")
+        command = " ".join([env.get(COMMAND) or "slurm/train_grpo.sh ...", *changes(config, spanning)])
+        lines.append(f"to run it as it is: sbatch {options} {command}")
     return lines
 
 
 def number_of_nodes(config: Config, gpus: int) -> int | None:
-    """Return the smallest number of nodes of ``gpus`` GPUs on which a job leaves no more than a quarter idle; None if
-    there is none."""
+    """Return the smallest number of nodes of ``gpus`` GPUs that have room for a job, no more than a quarter idle; None
+    if there is none. Of a job on CPUs it is the smallest number over which ranks and engines spread."""
     job = algorithms.job_of(config)
     ranks = config.parallel.world_size * job.trains
     workers = config.rollout.replicas * workers_of(config) * job.has(ProcessKind.ENGINE)
     needs = max(ranks, workers) if config.rollout.placement == "colocated" else ranks + workers
-    least = max(1, -(-needs // max(1, gpus)))
+    least = max(1, -(-needs // max(1, gpus))) if config.parallel.backend == "nccl" else config.rollout.nodes
     for count in range(least, min(2 * least, MOST_NODES) + 1):
         if _fits(config, [NodeInfo(rank, "", "all", gpus) for rank in range(count)], exactly=False):
             return count

@@ -318,7 +318,7 @@ def table(plan: Plan, nodes: Sequence[NodeInfo]) -> str:
         here = [process for process in plan.processes if process.node == node.rank]
         ranks = [process for process in here if process.kind is ProcessKind.TRAINER]
         parts = [_ranks(ranks)] if ranks else []
-        parts += [f"{_engine(plan, process)}{_gpus(process)}" for process in here if process.kind is ProcessKind.ENGINE]
+        parts += _engines(plan, [process for process in here if process.kind is ProcessKind.ENGINE])
         for kind, number in Counter(process.kind for process in here if process.kind in _OTHERS).items():
             parts.append(_OTHERS[kind] if number == 1 else f"{number} {_OTHERS[kind]}".replace("explorer", "explorers"))
         if node.rank in idle:
@@ -333,10 +333,23 @@ def _ranks(ranks: Sequence[Planned]) -> str:
     return names + _gpus(first)
 
 
-def _engine(plan: Plan, process: Planned) -> str:
-    parts = plan.parts(process)
-    name = process.kind.named(process.number)
-    return name if parts == 1 else f"{name} (part {process.part + 1} of {parts})"
+def _engines(plan: Plan, parts: Sequence[Planned]) -> list[str]:
+    """Describe the engines of a node: those that are whole together, each part of a larger one by itself."""
+    whole = [part for part in parts if plan.parts(part) == 1]
+    found = []
+    if len(whole) > 1:
+        numbers = [part.number for part in whole]
+        in_a_row = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+        names = f"{numbers[0]}-{numbers[-1]}" if in_a_row else " ".join(map(str, numbers))
+        gpus = [gpu for part in whole for gpu in part.gpus]
+        found.append(f"engines {names}" + (f" on {_numbers(gpus)}" if gpus else ""))
+    elif whole:
+        found.append(whole[0].name + _gpus(whole[0]))
+    return found + [
+        f"{part.kind.named(part.number)} (part {part.part + 1} of {plan.parts(part)}){_gpus(part)}"
+        for part in parts
+        if part not in whole
+    ]
 
 
 def _gpus(process: Planned) -> str:
