@@ -157,6 +157,9 @@ def build_parser() -> argparse.ArgumentParser:
     config.add_argument(
         "--reference", action="store_true", help="print docs/settings.md instead: every setting, its values and meaning"
     )
+    config.add_argument(
+        "--changed", action="store_true", help="print the settings that differ from their defaults, one on each line"
+    )
     for command in (train, bench, explore, store, data, config):
         command.add_argument(
             "--config-dir",
@@ -454,12 +457,16 @@ def _config(arguments: argparse.Namespace) -> int:
     import json
 
     from megarl.core.config import compose, to_dict
-    from megarl.core.config.reference import reference
+    from megarl.core.config.reference import changed, reference
 
     if arguments.reference:
         sys.stdout.write(reference())
         return 0
-    sys.stdout.write(json.dumps(to_dict(compose(arguments.overrides, own=arguments.config_dir)), indent=1) + "\n")
+    composed = compose(arguments.overrides, own=arguments.config_dir)
+    if arguments.changed:
+        sys.stdout.write("".join(f"{name}={value}\n" for name, value in changed(composed)))
+        return 0
+    sys.stdout.write(json.dumps(to_dict(composed), indent=1) + "\n")
     return 0
 
 

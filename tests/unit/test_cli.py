@@ -8,7 +8,9 @@ import logging
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,6 +73,26 @@ def test_config_prints_what_overrides_compose_to() -> None:
     settings = json.loads(done.stdout)
     assert settings["trainer"]["steps"] == 7
     assert (settings["parallel"]["tp"], settings["parallel"]["pp"]) == (1, 2)
+
+
+@pytest.mark.parametrize("experiment", ["quickstart", "ppo_llama3_1_8b", "dpo", "grpo_deepseek_v3"])
+def test_changed_settings_make_the_job_again(experiment: str) -> None:
+    """Beside defaults alone."""
+    from megarl.core.config import Config, compose, from_dict
+    from megarl.core.config.reference import changed
+
+    config = compose([f"experiment={experiment}"])
+    tree: dict[str, Any] = {}
+    for name, value in changed(config):
+        *groups, last = name.split(".")
+        inner = tree
+        for group in groups:
+            inner = inner.setdefault(group, {})
+        with suppress(json.JSONDecodeError):
+            value = json.loads(value)
+        inner[last] = value
+    assert from_dict(Config, tree) == config
+    assert "trainer.optimizer.eps" not in dict(changed(config))
 
 
 def test_overrides_may_stand_behind_an_option() -> None:

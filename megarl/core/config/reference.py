@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import textwrap
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
@@ -51,6 +52,17 @@ def reference() -> str:
             lines += _wrapped(f"- {row.name} = {row.default}: {facts}") + _wrapped(f"  {row.help}")
         lines.append("")
     return "\n".join(lines)
+
+
+def changed(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield each setting that differs from its default, with its value in the form of an override."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        name = f"{prefix}{field.name}"
+        if is_dataclass(value):
+            yield from changed(value, f"{name}.")
+        elif value != (field.default if field.default_factory is MISSING else field.default_factory()):
+            yield name, value if isinstance(value, str) else json.dumps(value)
 
 
 def _wrapped(text: str) -> list[str]:
