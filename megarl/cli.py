@@ -65,6 +65,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--gpus-per-node", type=int, metavar="N", help="with --check: that a node has (default: as many as this one)"
     )
     train.add_argument(
+        "--verbose", action="store_true", help="with --check: print the memory of each phase and every node too"
+    )
+    train.add_argument(
         "-m",
         "--multirun",
         action="store_true",
@@ -354,9 +357,10 @@ def _check_job(config: Config, arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--nodes={nodes}: a job has one or more")
     gpus = len(devices.visible()) if arguments.gpus_per_node is None else arguments.gpus_per_node
     with no_bytecode():
-        check(config, nodes=nodes, dry=True, elsewhere=arguments.gpus_per_node is not None)
+        elsewhere, verbose = arguments.gpus_per_node is not None, arguments.verbose
+        check(config, nodes=nodes, dry=True, elsewhere=elsewhere, verbose=verbose)
         usable = check_sizes if Path(config.model.path).is_dir() else lambda config: None
-        logging.info("%s", planned(config, [NodeInfo(rank, "", "all", gpus) for rank in range(nodes)], usable))
+        logging.info("%s", planned(config, [NodeInfo(rank, "", "all", gpus) for rank in range(nodes)], usable, verbose))
     logging.info("the settings, data and model fit; nothing was started or written")
     if arguments.gpus_per_node is not None:
         logging.info("not checked: what is installed on those machines, and their memory")

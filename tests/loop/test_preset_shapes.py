@@ -1,5 +1,5 @@
-"""The grids and turns of the one-node experiments for real models, with toy models on CPU: eight ranks and eight engines
-that take turns, three steps."""
+"""The grids and turns of the one-node experiments for real models, with toy models on CPU: eight ranks and eight
+engines that take turns, three steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def shape(config: Config) -> tuple[str, ...]:
     )
 
 
-@pytest.mark.parametrize("settings", sorted({shape(config) for config in CONFIGS.values()}), ids=lambda settings: settings[0])
+@pytest.mark.parametrize(
+    "settings", sorted({shape(config) for config in CONFIGS.values()}), ids=lambda settings: settings[0]
+)
 def test_three_steps(settings: tuple[str, ...], tmp_path: Path) -> None:
     job = Job(tmp_path / "run", (*TINY, "trainer.steps=3", "model.from_scratch.num_key_value_heads=4", *settings))
     try:

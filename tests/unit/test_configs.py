@@ -498,6 +498,48 @@ def test_a_job_for_other_machines_is_checked_here(in_workplace: Path, caplog: py
         assert "--check --gpus-per-node N` checks a job of other machines here" in caplog.messages[-1]
 
 
+def test_a_check_is_read_at_a_glance(in_workplace: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Model, grids, engines, batch, rows, lengths, rates, intervals, memory, end; then where it runs."""
+    from megarl.cli import main
+
+    caplog.set_level("INFO")
+    command = ["train", "--check", "--gpus-per-node", "8", "--nodes", "3", "experiment=grpo_qwen3_30b_a3b"]
+    assert main(["train", "--check", "--gpus-per-node", "8", "experiment=ppo_llama3_1_8b"]) == 0
+    lines = "\n".join(caplog.messages).splitlines()
+    assert [line.split()[0] for line in lines[:12]] == [
+        "model", "trainer", "engines", "batch", "rows", "lengths", "rates", "intervals", "memory", "ends", "node",
+        "mode",
+    ]  # fmt: skip
+    assert lines[0].split()[1:3] == ["8.03", "B"] and "8 ranks (nccl): actor, critic, reward_model tp=4" in lines[1]
+    assert "in turn with the trainer" in lines[2] and "1,024 tasks x 1 responses" in lines[3]
+    assert "actor 1e-06 after 21 steps, critic 1e-05 after 10 steps" in lines[6]
+    assert "MORE THAN" not in lines[8] and lines[8].endswith("of 74.5 GiB a device")
+    assert "phase     rank" not in caplog.text
+    caplog.clear()
+    assert main([*command, "store=postgres", "--verbose"]) == 0
+    assert "phase     rank" in caplog.text and "node 2: engines 0-1 on GPUs 0-7" in caplog.text
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_activations_leave_a_part_of_the_device(in_workplace: Path, name: str) -> None:
+    """An update that computes nothing again leaves 15 % of 80 GB, by the estimate."""
+    from megarl.core.phases import Phase
+    from megarl.learn.training.activation_bytes import activation_bytes
+    from megarl.run.checks.devices import ledger_of
+
+    config = compose([f"experiment={name}"])
+    hf, trainer = hf_config(config.model.path), config.trainer
+    ledger = ledger_of(config, algorithms.get(config.algorithm.name), hf)
+    kept = activation_bytes(
+        architecture(hf).sizes(hf),
+        config.model,
+        config.parallel,
+        trainer.max_tokens_per_micro_batch,
+        trainer.logits_bytes,
+    )
+    assert ledger.most(Phase.UPDATE).total + kept <= 0.85 * GPU_GB * GB
+
+
 def test_a_part_of_experiments_is_no_experiment() -> None:
     with pytest.raises(ConfigError, match="experiment=base/gpu is a part that files of configs/experiment share"):
         compose(["experiment=base/gpu"])

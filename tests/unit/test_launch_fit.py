@@ -200,11 +200,16 @@ def test_an_offline_job_has_no_engines_to_lose() -> None:
 def test_a_plan_says_who_would_run_where() -> None:
     lines = planned(job(2, tp=2, replicas=2, spare=1), nodes(3)).splitlines()
     assert lines == [
-        "mode both: the job ends when each trainer rank has",
         "node 0 n0: trainer ranks 0-1, engine 0, explorer and reward workers",
         "node 1 n1: trainer ranks 2-3, engine 1, reward workers",
         "node 2 n2: nothing",
+        "mode both: the job ends when each trainer rank has",
     ]
+    large = job(8, tp=2, replicas=8)
+    assert planned(large, nodes(8)).splitlines()[1] == (
+        "node 1 n1: trainer ranks 2-3, engine 1, reward workers (and 6 like it)"
+    )
+    assert len(planned(large, nodes(8), verbose=True).splitlines()) == 9
 
 
 @pytest.mark.parametrize(

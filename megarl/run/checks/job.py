@@ -28,6 +28,7 @@ from megarl.run.checks.inputs import check_environment_rows, check_held_out, che
 from megarl.run.checks.model import check_model
 from megarl.run.checks.roles import check_budget, check_role_models
 from megarl.run.checks.settings import check_settings
+from megarl.run.checks.summary import summary
 from megarl.run.checks.tasksets import check_count
 from megarl.run.checks.vision import check_image_files_of, check_images, check_patches, check_prompts_of
 from megarl.run.checks.vocabulary import check_vocabulary
@@ -51,7 +52,13 @@ EXPORTS = ("hf", "reference")
 
 @uncollected()
 def check(
-    config: Config, *, repair: bool = False, nodes: int = 1, dry: bool = False, elsewhere: bool = False
+    config: Config,
+    *,
+    repair: bool = False,
+    nodes: int = 1,
+    dry: bool = False,
+    elsewhere: bool = False,
+    verbose: bool = False,
 ) -> dict[str, Selected]:
     """Check everything that can be checked before a process is launched; make missing data and a missing model.
 
@@ -60,6 +67,7 @@ def check(
         nodes: Machines of the job.
         dry: Make what is missing in a temporary folder, which is removed.
         elsewhere: The job is to run on other machines: what is installed here does not matter.
+        verbose: With ``dry``, log the memory of every phase too.
 
     Returns:
         Tasks of the store by split (train, eval): none in a job without an explorer.
@@ -79,16 +87,22 @@ def check(
     algorithm = algorithms.get(config.algorithm.name)
     check_settings(config, algorithm, nodes, elsewhere=elsewhere)
     if not dry:
-        return _check_inputs(make(config), algorithm, nodes, elsewhere)
+        return _check_inputs(make(config), algorithm, nodes, elsewhere)[0]
     with scratch(config) as made:
-        tasks = _check_inputs(made, algorithm, nodes, elsewhere)
-        ledger = ledger_of(made, algorithm, read_hf_config(Path(made.model.path)), nodes)
-    log.info("memory of the models, on the rank that has most in each phase:\n%s", ledger.table())
+        tasks, rows = _check_inputs(made, algorithm, nodes, elsewhere)
+        hf_config = read_hf_config(Path(made.model.path))
+        ledger = ledger_of(made, algorithm, hf_config, nodes)
+        log.info("%s", summary(config, hf_config, ledger, rows))
+    if verbose:
+        log.info("memory of the models, on the rank that has most in each phase:\n%s", ledger.table())
     return tasks
 
 
-def _check_inputs(config: Config, algorithm: Algorithm, nodes: int, elsewhere: bool) -> dict[str, Selected]:
-    """Check rows, model and rewards, all of which are there. Returns and raises as ``check``."""
+def _check_inputs(
+    config: Config, algorithm: Algorithm, nodes: int, elsewhere: bool
+) -> tuple[dict[str, Selected], dict[str, int]]:
+    """Check rows, model and rewards, all of which are there. Returns what ``check`` does, and split -> number of rows.
+    Raises as ``check``."""
     if not elsewhere:
         check_implementation(config.model, config.parallel)
     check_budget(config, algorithm)
@@ -137,7 +151,7 @@ def _check_inputs(config: Config, algorithm: Algorithm, nodes: int, elsewhere: b
         else:
             check_lengths(config, split, found, tokenizer, int(hf_config["max_position_embeddings"]), processor)
             check_image_files_of(config, split, found)
-    return tasks
+    return tasks, {split: len(tasks[split].tasks if split in tasks else found) for split, found in rows.items()}
 
 
 def _other_splits(config: Config) -> list[str]:

@@ -16,7 +16,17 @@ from megarl.core.jobs import ProcessKind
 from megarl.learn import algorithms
 from megarl.learn.parallel.grid import ROLES, with_dp
 from megarl.run.nodes.advice import check_idle, with_advice
-from megarl.run.nodes.plan import NodeInfo, Plan, engine_nodes, groups_of, plan_job, split_group, table, trainer_nodes
+from megarl.run.nodes.plan import (
+    NodeInfo,
+    Plan,
+    engine_nodes,
+    groups_of,
+    plan_job,
+    short_table,
+    split_group,
+    table,
+    trainer_nodes,
+)
 from megarl.run.run_dir.changes import Change
 
 
@@ -91,14 +101,21 @@ def fit(
     )
 
 
-def planned(config: Config, nodes: Sequence[NodeInfo], usable: Callable[[Config], None] = lambda smaller: None) -> str:
-    """Describe a job: its mode, when it ends, and what would run where, a line for each node.
+def planned(
+    config: Config,
+    nodes: Sequence[NodeInfo],
+    usable: Callable[[Config], None] = lambda smaller: None,
+    verbose: bool = False,
+) -> str:
+    """Describe a job: what would run where, a line for each node or, without ``verbose``, for each kind of node; its
+    mode, and when it ends.
 
     Raises:
         ConfigError: the whole job does not fit the nodes. ``usable``: as ``fit``, for the plan that the error names.
     """
     plan = fit(config, nodes, nodes, usable).plan
-    return f"mode {plan.job.mode}: the job ends when each {plan.job.until.label} has\n{table(plan, nodes)}"
+    where = table(plan, nodes) if verbose else short_table(plan, nodes)
+    return f"{where}\nmode {plan.job.mode}: the job ends when each {plan.job.until.label} has"
 
 
 def reductions(old: Config, new: Config) -> list[Change]:

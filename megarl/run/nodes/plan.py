@@ -327,6 +327,22 @@ def table(plan: Plan, nodes: Sequence[NodeInfo]) -> str:
     return "\n".join(lines)
 
 
+def short_table(plan: Plan, nodes: Sequence[NodeInfo]) -> str:
+    """One line for each run of nodes that have as many ranks, engines and idle GPUs as each other: the whole line of
+    the first of them."""
+    idle = idle_gpus(plan, nodes) if any(process.gpus for process in plan.processes) else {}
+    kinds = {node.rank: Counter[object](p.kind for p in plan.processes if p.node == node.rank) for node in nodes}
+    lines, runs = table(plan, nodes).splitlines(), list[list[int]]()
+    for i, node in enumerate(nodes):
+        kind = (kinds[node.rank], len(idle.get(node.rank, ())))
+        before = nodes[i - 1].rank if i else None
+        if before is not None and kind == (kinds[before], len(idle.get(before, ()))):
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    return "\n".join(lines[run[0]] + (f" (and {len(run) - 1} like it)" if len(run) > 1 else "") for run in runs)
+
+
 def _ranks(ranks: Sequence[Planned]) -> str:
     first, last = ranks[0], ranks[-1]
     names = first.name if len(ranks) == 1 else f"trainer ranks {first.number}-{last.number}"

@@ -1,0 +1,100 @@
+"""Estimate of the bytes that a forward pass keeps for its backward pass, from sizes alone.
+
+Elements that each layer keeps for a token are counted as in Korthikanti et al. (2205.05198, section 4), for fused
+norms, rotary embeddings, SwiGLU and an attention that keeps no scores. Unfused layers, and an attention with a mask,
+keep more. Compared with peaks on one H200 in ``tests/unit/test_activation_bytes.py``.
+"""
+
+from __future__ import annotations
+
+from megarl.core.config.schema import ModelConfig, ParallelConfig
+from megarl.learn.training.resident_bytes import ITEM_BYTES
+from megarl.weights.architectures import ModelSizes
+
+FLOAT_BYTES = 4
+ROW_FLOATS = 10
+"""Floats of a row that the LM head keeps (``ops.linear_logprob``)."""
+MOE = ("moe_act", "experts", "shared_experts")
+"""Parts of the module that Megatron calls moe."""
+
+
+def activation_bytes(
+    sizes: ModelSizes, model: ModelConfig, grid: ParallelConfig, tokens: int, logits_bytes: int | None = None
+) -> int:
+    """Bytes on the fullest rank of one model's forward and backward pass.
+
+    Args:
+        tokens: Of a micro-batch, shared out over ``grid.cp`` ranks.
+        logits_bytes: Most bytes of logits at a time; None keeps all.
+    """
+    here = -(-tokens // grid.cp)
+    kept, again = _layers(sizes, model, grid)
+    item = ITEM_BYTES[model.dtype]
+    stages = _stage_layers(sizes.num_layers, grid)
+    # Stage s has pp - s micro-batches in flight; with vpp chunks a little more.
+    factor = 1 + (grid.pp - 1) / (grid.pp * (grid.vpp or 1)) if (grid.vpp or 1) > 1 else 1.0
+    most = 0.0
+    for stage in range(grid.pp):
+        first = sum(stages[:stage])
+        layers = range(first, first + stages[stage])
+        in_flight = (grid.pp - stage) * factor
+        size = in_flight * sum(kept[layer] for layer in layers) + max((again[layer] for layer in layers), default=0.0)
+        size *= item * here
+        if stage == grid.pp - 1:
+            logits = here * sizes.vocab // grid.tp * item
+            if logits_bytes is not None and logits > logits_bytes:
+                logits = 2 * logits_bytes + sizes.vocab // grid.tp * sizes.hidden * FLOAT_BYTES
+            size += logits + ROW_FLOATS * FLOAT_BYTES * here
+        most = max(most, size)
+    return int(most)
+
+
+def _stage_layers(layers: int, grid: ParallelConfig) -> list[int]:
+    first, last = grid.first_stage_layers, grid.last_stage_layers
+    if grid.pp == 1 or (first is None and last is None):
+        return [layers // grid.pp] * grid.pp
+    given = (first is not None) + (last is not None)
+    each = (layers - (first or 0) - (last or 0)) // max(1, grid.pp - given)
+    found = [each] * grid.pp
+    found[0] = each if first is None else first
+    found[-1] = each if last is None else last
+    return found
+
+
+def _layers(sizes: ModelSizes, model: ModelConfig, grid: ParallelConfig) -> tuple[list[float], list[float]]:
+    """Elements that each layer keeps for a token of a rank, and those that it computes again."""
+    modules = model.recompute_modules if model.recompute == "selective" else []
+    kept, again = [], []
+    for layer in range(sizes.num_layers):
+        parts = _parts(sizes, layer in sizes.moe_layers, grid)
+        whole = sum(parts.values())
+        if model.recompute == "full":
+            left = sizes.hidden / (grid.tp if grid.sequence_parallel else 1)
+        else:
+            names = {*modules, *(MOE if "moe" in modules else ())}
+            left = whole - sum(size for name, size in parts.items() if name in names)
+        kept.append(left)
+        again.append(whole - left)
+    return kept, again
+
+
+def _parts(sizes: ModelSizes, experts: bool, grid: ParallelConfig) -> dict[str, float]:
+    """Part of a layer, by Megatron's name of what can be computed again -> elements that it keeps for a token."""
+    h, tp = sizes.hidden, grid.tp
+    along = h / (tp if grid.sequence_parallel else 1)
+    found = {"residuals": 2 * along, "layernorm": 2 * along}
+    if sizes.kv_lora:
+        query, rope = sizes.heads * (sizes.qk_nope + sizes.qk_rope), sizes.qk_rope
+        found["latents"] = (sizes.q_lora + sizes.kv_lora + rope) * along / h
+        found["mla_up_proj"] = (query + sizes.heads * (sizes.qk_nope + sizes.v_head) + query) / tp
+        found["attention"] = (query * (not sizes.q_lora) + sizes.heads * sizes.v_head) / tp
+    else:
+        query, pairs = sizes.heads * sizes.head, 2 * sizes.kv_heads * sizes.head
+        found["attention"] = (query + pairs + query + pairs / 2 + query) / tp
+    if not experts:
+        found["mlp"] = 3 * sizes.ffn / tp
+        return found
+    found["moe_act"] = sizes.topk * sizes.expert_ffn / tp
+    found["experts"] = sizes.topk * (2 * h + 2 * sizes.expert_ffn) / tp
+    found["shared_experts"] = 3 * sizes.shared_ffn / tp
+    return found

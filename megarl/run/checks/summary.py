@@ -1,0 +1,145 @@
+"""Description of a job that fits, for `megarl train --check`: a line for each question."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megarl.core.config import Config
+from megarl.core.config.schema import OptimizerConfig, ParallelConfig
+from megarl.core.jobs import ProcessKind
+from megarl.core.ledger import Ledger, human
+from megarl.core.phases import Phase
+from megarl.learn import algorithms
+from megarl.learn.parallel.grid import megatron_grid, role_grids, roles_of
+from megarl.learn.training.activation_bytes import activation_bytes
+from megarl.weights.architectures import ModelSizes, architecture
+
+WIDTH = 11
+"""Characters of a line's name."""
+
+
+def summary(config: Config, hf_config: Mapping[str, Any], ledger: Ledger, rows: Mapping[str, int]) -> str:
+    """Describe a job in lines of one question each.
+
+    Args:
+        hf_config: The actor's config.json.
+        rows: Split -> number of rows that the job has of it.
+    """
+    job, algorithm = algorithms.job_of(config), algorithms.get(config.algorithm.name)
+    found = architecture(hf_config)
+    lines = {
+        "model": f"{_count(found, hf_config)} parameters, {config.model.dtype}, {config.model.path}",
+        "trainer": _grids(config, roles_of(config, algorithm)),
+        "engines": _engines(config) if job.has(ProcessKind.ENGINE) else "none",
+        "batch": _batch(config, algorithm.offline),
+        "rows": ", ".join(f"{number:,} {split}" for split, number in rows.items()),
+        "lengths": f"prompts up to {config.rollout.max_prompt_tokens or 'any'} tokens, "
+        f"responses up to {config.rollout.max_response_tokens}",
+        "rates": _rates(config, roles_of(config, algorithm)),
+        "intervals": _intervals(config),
+        "memory": memory(config, found.sizes(hf_config), ledger),
+        "ends": f"after {config.trainer.steps} steps",
+    }
+    if algorithm.offline:
+        del lines["lengths"]
+    return "\n".join(f"{name:<{WIDTH}}{text}" for name, text in lines.items())
+
+
+def memory(config: Config, sizes: ModelSizes, ledger: Ledger) -> str:
+    """Describe the bytes of the fullest device in an update, activations estimated, and in the phase of most models."""
+    kept = activation_bytes(
+        sizes, config.model, config.parallel, config.trainer.max_tokens_per_micro_batch, config.trainer.logits_bytes
+    )
+    update, largest = ledger.most(Phase.UPDATE).total, ledger.largest()
+    text = f"update {human(update)} of models and about {human(kept)} of activations"
+    if largest.phase is not Phase.UPDATE and largest.total != update:
+        text += f"; {largest.phase} {human(largest.total)} of models" + (" and engines" if ledger.colocated else "")
+    budget = config.cluster.device_bytes
+    if budget is None:
+        return text
+    text += f"; of {human(budget)} a device"
+    if update + kept > budget:
+        fixes = "lower trainer.max_tokens_per_micro_batch, set model.recompute, or raise parallel.tp"
+        text += f" (MORE THAN A DEVICE HAS: {fixes})"
+    return text
+
+
+def _count(found: Any, hf_config: Mapping[str, Any]) -> str:
+    number = 0
+    for shape in found.tensors(hf_config).values():
+        size = 1
+        for extent in shape:
+            size *= extent
+        number += size
+    value, unit = (number / 1e9, "B") if number >= 1e9 else (number / 1e6, "M")
+    return f"{value:.3g} {unit}"
+
+
+def _grids(config: Config, roles: Sequence[str]) -> str:
+    grids = role_grids(config, roles)
+    actor = grids.pop("parallel")
+    alike = [setting.removesuffix(".parallel") for setting, grid in grids.items() if grid == actor]
+    others = [f"{setting.removesuffix('.parallel')} {_grid(g)}" for setting, g in grids.items() if g != actor]
+    names = ", ".join(["actor", *alike])
+    return "; ".join([f"{actor.world_size} ranks ({actor.backend}): {names} {_grid(actor)}", *others])
+
+
+def _grid(grid: ParallelConfig) -> str:
+    text = str(megatron_grid(grid))
+    return text + (" with sequence parallelism" if grid.sequence_parallel else "")
+
+
+def _engines(config: Config) -> str:
+    rollout = config.rollout
+    size = f"tp={rollout.tp}" + (f" pp={rollout.pp}" if rollout.pp > 1 else "")
+    over = f" over {rollout.nodes} nodes each" if rollout.nodes > 1 else ""
+    turns = ", in turn with the trainer" if rollout.placement == "colocated" else ""
+    ahead = f", {config.sync.max_staleness} steps ahead" if config.sync.max_staleness else ""
+    cache = (
+        f"{rollout.gpu_memory_utilization:g} of a GPU"
+        if rollout.gpu_memory_utilization is not None
+        else f"{human(rollout.cache_bytes or 0)} of KV cache"
+    )
+    return f"{rollout.replicas} of {size}{over}{turns}{ahead}, {cache}, weights by {config.sync.transport}"
+
+
+def _batch(config: Config, offline: bool) -> str:
+    trainer = config.trainer
+    rows, each = trainer.tasks_per_step, f"{trainer.tasks_per_step:,} rows a step"
+    if not offline:
+        rows *= config.algorithm.group_size
+        each = f"{trainer.tasks_per_step:,} tasks x {config.algorithm.group_size} responses a step"
+    updates = trainer.updates_per_step
+    micro = (
+        f"micro-batches of up to {trainer.max_tokens_per_micro_batch:,} tokens"
+        if trainer.packing
+        else (f"micro-batches of {trainer.micro_batch_size} rows")
+    )
+    return f"{each}, {updates} update{'s' * (updates > 1)} of {rows // updates:,}, {micro}"
+
+
+def _rates(config: Config, roles: Sequence[str]) -> str:
+    found = {"actor": config.trainer.optimizer}
+    if "critic" in roles:
+        found["critic"] = config.critic.optimizer
+    if config.trainer.warm_start.steps:
+        found[f"warm start of {config.trainer.warm_start.steps} steps"] = config.trainer.warm_start.optimizer
+    return ", ".join(f"{name} {_rate(optimizer)}" for name, optimizer in found.items())
+
+
+def _rate(optimizer: OptimizerConfig) -> str:
+    warm = f" after {optimizer.warmup_steps} steps" if optimizer.warmup_steps else ""
+    decay = f" down to {optimizer.min_lr:g} at step {optimizer.decay_steps}" if optimizer.decay_steps else ""
+    return f"{optimizer.lr:g}{warm}{decay}"
+
+
+def _intervals(config: Config) -> str:
+    trainer = config.trainer
+    named = {"evaluation": trainer.eval_interval, "checkpoint": trainer.checkpoint_interval}
+    if algorithms.job_of(config).rollouts:
+        named["weights"] = config.sync.interval
+    return ", ".join(
+        f"{name} {'never' if not every else 'each step' if every == 1 else f'each {every} steps'}"
+        for name, every in named.items()
+    )
