@@ -26,7 +26,7 @@ bench: $(VENV)/.installed
 	$(PY) benchmarks/kernels.py
 
 quick: check  ## while one works: format, lint, types and the fast unit tests
-	$(PY) -m pytest -q -m "not slow" $(ARGS) $(shell $(PY) -m tests.quick)
+	$(PY) -m tests.quick $(ARGS)
 
 soak: $(VENV)/.installed  ## what is too long for `make test`; resumable; docs/soak.md
 	$(PY) -m tests.soaks $(ARGS)

@@ -1,10 +1,13 @@
-"""``make quick``: the files of unit tests that are fast, one a line. The others start processes, compile, or go through
-large tables: `make test` has them.
+"""``make quick``: the files of unit tests that are fast, in two processes. The others start processes, compile, or go
+through large tables: `make test` has them.
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+
+from tests.together import run
 
 UNIT = Path(__file__).parent / "unit"
 SLOW = (
@@ -36,4 +39,5 @@ def fast() -> list[Path]:
 
 
 if __name__ == "__main__":
-    print("\n".join(str(path.relative_to(UNIT.parent.parent)) for path in fast()))
+    files = [str(path.relative_to(UNIT.parent.parent)) for path in fast()]
+    sys.exit(run((files[::2], files[1::2]), ["-m", "not slow", *sys.argv[1:]]))

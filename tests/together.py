@@ -13,10 +13,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 
-JOBS = ("tests/loop",)
-OTHERS = (("tests/unit",), ("tests/system", "tests/parallel"))
+FOLDERS = (("tests/loop",), ("tests/unit",), ("tests/system", "tests/parallel"))
 """Folders of each process; they take about as long as each other."""
 SUMMARY = re.compile(r"^=+ (.*) in [\d.]+s.* =+$")
 ORDER = ("failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "warning", "warnings", "error", "errors")
@@ -38,25 +38,27 @@ def line(found: Counter[str], seconds: float) -> str:
     return f" {text} in {seconds:.2f}s ({minutes // 60}:{minutes % 60:02d}:{rest:02d}) ".center(80, "=")
 
 
-def main() -> int:
+def run(groups: Sequence[Sequence[str]], options: Sequence[str]) -> int:
+    """Run a pytest process for each group of files and folders. Print the first one's output as it comes, the others'
+    at the end, and a summary line of all. Return 1 if one failed."""
     start = time.monotonic()
-    pytest = [sys.executable, "-m", "pytest", *sys.argv[1:]]
+    pytest = [sys.executable, "-m", "pytest", *options]
     with ExitStack() as stack:
         others = []
-        for folders in OTHERS:
+        for group in groups[1:]:
             output = stack.enter_context(tempfile.TemporaryFile("w+"))
-            others.append((subprocess.Popen([*pytest, *folders], stdout=output, stderr=subprocess.STDOUT), output))
-        jobs = subprocess.Popen([*pytest, *JOBS], stdout=subprocess.PIPE, text=True)
-        assert jobs.stdout is not None
+            others.append((subprocess.Popen([*pytest, *group], stdout=output, stderr=subprocess.STDOUT), output))
+        first = subprocess.Popen([*pytest, *groups[0]], stdout=subprocess.PIPE, text=True)
+        assert first.stdout is not None
         said = []
         try:
-            while piece := jobs.stdout.read(1):
+            while piece := first.stdout.read(1):
                 said.append(piece)
                 sys.stdout.write(piece)
                 sys.stdout.flush()
-            statuses = [jobs.wait(), *(other.wait() for other, _ in others)]
+            statuses = [first.wait(), *(other.wait() for other, _ in others)]
         finally:
-            for process in (jobs, *(other for other, _ in others)):
+            for process in (first, *(other for other, _ in others)):
                 process.terminate()  # after Ctrl-C; else all have ended
         found = counts("".join(said))
         for _, output in others:
@@ -69,4 +71,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(FOLDERS, sys.argv[1:]))

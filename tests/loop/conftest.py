@@ -15,7 +15,14 @@ from tests.system.jobs import TINY, Job
 
 torch.set_num_threads(1)  # here: on models as tiny as these a second thread does nothing but wait, and takes a core
 
-WHOLE = (*TINY, "taskset.eval_size=200", "trainer.steps=3", "algorithm.group_size=8", "rollout.max_prompt_tokens=null")
+HELD_OUT = 60
+WHOLE = (
+    *TINY,
+    f"taskset.eval_size={HELD_OUT}",
+    "trainer.steps=3",
+    "algorithm.group_size=8",
+    "rollout.max_prompt_tokens=null",
+)
 """Settings of ``whole_job``."""
 
 TINY_ROLLOUT = RolloutConfig(

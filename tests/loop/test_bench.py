@@ -8,6 +8,7 @@ from pathlib import Path
 from megarl.explore.bench.answers import read_result
 from megarl.explore.bench.driver import FROM_FILES, ROLLOUT
 from megarl.explore.store import Store
+from tests.loop.conftest import HELD_OUT
 from tests.system.jobs import Job
 
 
@@ -47,7 +48,7 @@ def test_a_bench_that_was_killed_goes_on_and_gives_the_answers_of_the_training_j
     first, second = sorted(results.glob("*/bench.json"), key=lambda path: path.stat().st_mtime)
     assert [task.right for task in read_result(first).tasks] == [task.right for task in read_result(second).tasks]
     expected = tokens_of(whole_job.run_dir / "store.db", "eval-after")
-    assert len(expected) == 200
+    assert len(expected) == HELD_OUT
     for result in (first, second):
         assert tokens_of(result.with_name("store.db"), ROLLOUT) == expected, "the same weights, by other ways"
     store = Store(f"sqlite:///{second.with_name('store.db')}", read_only=True)
@@ -56,5 +57,5 @@ def test_a_bench_that_was_killed_goes_on_and_gives_the_answers_of_the_training_j
     assert versions == {FROM_FILES}
     assert not second.with_name("model").exists(), "the converted model is removed once it is measured"
     comparison = json.loads((tmp_path / "bench" / "bench" / "results.json").read_text())
-    assert [model["tasks"] for model in comparison["models"]] == [200, 200]
+    assert [model["tasks"] for model in comparison["models"]] == [HELD_OUT, HELD_OUT]
     assert (tmp_path / "bench" / "bench" / "bench.html").is_file()

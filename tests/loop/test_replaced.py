@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from megarl.explore.store import EngineStatus, Store
-from tests.loop.conftest import WHOLE
+from tests.loop.conftest import HELD_OUT, WHOLE
 from tests.loop.held import Held
 from tests.loop.same_run import groups, has, items, kill, learned
 from tests.system.jobs import START_S, Job, unread
@@ -109,7 +109,7 @@ def test_the_engine_was_lost_while_it_was_asked(job: Job) -> None:
 def test_no_trajectory_is_lost_doubled_or_another(job: Job, whole_job: Job) -> None:
     assert whole_job.poll() == 0
     mine, others = items(job.run_dir), items(whole_job.run_dir)
-    assert len(others) == 2 * 200 + 3 * 64
+    assert len(others) == 2 * HELD_OUT + 3 * 64
     assert mine.keys() == others.keys()
     assert [key for key in mine if mine[key] != others[key]] == []
 

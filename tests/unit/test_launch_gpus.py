@@ -195,4 +195,4 @@ def test_components_of_a_heterogeneous_job_keep_their_kinds() -> None:
 
 def test_the_table_names_idle_gpus() -> None:
     config = preset("own_gpu", "parallel.tp=4", "rollout.replicas=3")
-    assert planned(config, nodes(1)).endswith("idle: GPU 7")
+    assert planned(config, nodes(1)).splitlines()[0].endswith("idle: GPU 7")
