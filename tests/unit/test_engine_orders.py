@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megarl.core.errors import ConfigError
@@ -106,7 +106,21 @@ def at_once() -> Iterator[None]:
         yield
 
 
+LOOK_AND_SUPERVISE = [("look", None, None), ("supervise", None, None)]
+NARROWED = [("scale", 1, 2), *LOOK_AND_SUPERVISE, ("scale", 2, 1)]
+"""An engine that ended comes back to the GPUs that a wider one has meanwhile."""
+NARROWED_WITHOUT_ONE = [
+    ("scale", 2, 2),
+    ("look", None, None),
+    ("order", 0, ABSENT),
+    ("supervise", None, None),
+    ("scale", 1, 1),
+]
+
+
 @settings(max_examples=examples(40, 400), deadline=None)
+@example(later=False, actions=NARROWED)
+@example(later=False, actions=NARROWED_WITHOUT_ONE)
 @given(later=st.booleans(), actions=st.lists(ACTIONS, max_size=25))
 def test_every_sequence(url: str, later: bool, actions: list[Any]) -> None:
     machine, store = Machine(), Store(url)

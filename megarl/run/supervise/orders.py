@@ -91,7 +91,7 @@ class EngineOrders:
 
         Raises JobError where one cannot be started again.
         """
-        found, ended = {}, []
+        found, ended, to_begin = {}, list[str](), list[RegisteredEngine]()
         if self._step > self._refilled:
             self._refilled = self._step
             self._replacements.refill()
@@ -111,10 +111,12 @@ class EngineOrders:
                 log.log(self._level, "%s is ended, as ordered", unit)
                 ended.append(unit)
             elif engine.wanted is EngineStatus.SERVING and is_absent and not (stopping or waits):
-                self._begin(engine, unit)
+                to_begin.append(engine)
         if ended:
             # A job that stops has little time, and an engine nothing to save.
             self._replacements.end(ended, 0.0 if stopping else self._grace_s)
+        for engine in to_begin:
+            self._begin(engine, ProcessKind.ENGINE.named(engine.number))
         for engine in engines:
             unit = ProcessKind.ENGINE.named(engine.number)
             if engine.wanted is EngineStatus.SERVING and not self._replacements.knows(unit):
@@ -146,7 +148,9 @@ class EngineOrders:
         state = self._replacements.state
         others = [e for e in engines if e not in unfit and e.wanted is EngineStatus.SERVING]
         names = [ProcessKind.ENGINE.named(engine.number) for engine in others]
-        if not unfit or any(self._replacements.knows(u) and state(u) is not EngineStatus.SERVING for u in names):
+        coming = [u for u in names if self._replacements.knows(u) and state(u) is not EngineStatus.SERVING]
+        # One that is absent because an unfit engine has its GPUs comes after that engine.
+        if not unfit or any(state(u) is not EngineStatus.ABSENT or not self._holders(u) for u in coming):
             return
         engine, units = unfit[0], {e.number: ProcessKind.ENGINE.named(e.number) for e in unfit}
         unit = units.pop(engine.number)
@@ -166,6 +170,12 @@ class EngineOrders:
         except (ConfigError, JobError) as error:
             self._give_up(engine, str(error))
 
+    def _holders(self, unit: str) -> list[str]:
+        """Return the other engines that have a GPU of an engine's place."""
+        gpus = set(_spec(self._replacements.of(unit)).gpus)
+        there = [s for s in self._replacements.present() if s.process.name != unit and s.spec is not None]
+        return [s.process.name for s in there if gpus & set(_spec(s).gpus)]
+
     def _put(self, number: int, started: Started, workers: int, *, again: bool = False) -> None:
         """Start an engine in a place of its own, or ``again`` in one where it has served. Raises JobError."""
         self._replacements.add(started, again=again)
@@ -175,6 +185,8 @@ class EngineOrders:
     def _begin(self, engine: RegisteredEngine, unit: str) -> None:
         """Start an engine that is absent, in a place that it may have to be given first."""
         if self._replacements.knows(unit):
+            if self._holders(unit):
+                return
             log.log(self._level, "%s is started again, as ordered", unit)
             self._replacements.begin(unit)
         elif self._more is not None:
