@@ -42,7 +42,7 @@ job() {
   local name=$1
   shift
   "$PYTHON" -c 'import vllm' || { echo "not run: vLLM cannot be imported"; return "${WITHOUT_VLLM:-1}"; }
-  "$PYTHON" -m megarl train experiment=quickstart parallel=tp1 parallel.backend=nccl \
+  "$PYTHON" -m megarl train experiment=quickstart parallel=tp1 parallel.backend=nccl cluster.allow_idle=true \
     trainer.steps=6 trainer.warm_start.steps=100 run.name="$name" "run.dir=$OUT/runs/$name" "$@" || return
   "$PYTHON" - "$OUT/runs/$name/metrics.jsonl" <<'PYTHON'
 import json, sys
