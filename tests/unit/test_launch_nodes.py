@@ -38,7 +38,7 @@ from megarl.run.process.interrupt import StopRequest
 from megarl.run.process.reaper import Reaper
 from megarl.run.run_dir.owner import next_attempt
 from megarl.run.supervise.specs import Addresses, specs
-from megarl.run.supervise.supervisor import watch
+from megarl.run.supervise.supervisor import _addresses, watch
 from megarl.weights.checkpoint.training.manifest import current_attempt
 from tests.unit.small_job import config_of, nodes_of_engines, nodes_of_ranks
 
@@ -213,6 +213,23 @@ def test_components_of_a_heterogeneous_job() -> None:
 def test_what_does_not_spread_is_refused(count: int, roles: str, overrides: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         plan_job(config_of(Path("x"), *overrides), nodes(count, roles))
+
+
+def test_the_port_of_an_engine_that_starts_later_is_held() -> None:
+    """Another job of this user took it meanwhile, for a server of its own."""
+    config = config_of(Path("x"), "rollout.replicas=2", "rollout.placement=colocated")
+    with Reaper() as reaper:
+        node = LocalNode(reaper)
+        addresses = _addresses(plan_job(config, [NodeInfo.of(node)]), {0: node})
+        for address in addresses.engines:
+            host, _, port = address.rpartition(":")
+            assert not ports.is_free(host, int(port))
+            with socket.socket() as server:  # as an engine's
+                server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                server.bind((host, int(port)))
+        assert ports.is_free("127.0.0.1", int(addresses.rendezvous.rpartition(":")[2]))
+        node.free_ports(0)
+        assert ports.is_free(host, int(port))
 
 
 # ---------------------------------------------------------------- who may speak

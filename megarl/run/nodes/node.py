@@ -179,9 +179,8 @@ class LocalNode:
         is_engine = kind_of(spec.name) is ProcessKind.ENGINE
         own = {**spec.env, devices.VISIBLE: ",".join(self.visible[number] for number in spec.gpus)}
         try:
-            if spec.listens and spec.listens not in self.held:
-                host, _, port = spec.listens.rpartition(":")
-                self.held[spec.listens] = ports.hold(host, int(port))
+            if spec.listens:
+                ports.hold_in(self.held, spec.listens)
             folder, env = own_folder(self.run_dir) if is_engine else (None, {})
             try:
                 child = Child(

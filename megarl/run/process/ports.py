@@ -47,6 +47,13 @@ def hold(host: str, port: int) -> socket.socket:
     return holder
 
 
+def hold_in(held: dict[str, socket.socket], address: str) -> None:
+    """Hold the port of HOST:PORT too, where ``held`` does not yet. Raises as ``hold``."""
+    if address not in held:
+        host, _, port = address.rpartition(":")
+        held[address] = hold(host, int(port))
+
+
 def needed(replicas: int) -> int:
     """Number of ports of a job: the trainer ranks' rendezvous, the weight link, one for each engine."""
     return 2 + replicas

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from megarl.core.config import Config, save_resolved
@@ -16,9 +17,10 @@ from megarl.core.jobs import PROGRAM, STOPPED, ProcessKind, kind_of, logs_of
 from megarl.engine.client.auth import KEY_VARIABLE
 from megarl.explore.store import EngineStatus, RegisteredEngine, Store
 from megarl.learn.algorithms import job_of
-from megarl.run.nodes.node import Node, NotStarted, Process, Started, on_every_node
+from megarl.run.nodes.node import LocalNode, Node, NotStarted, Process, Started, on_every_node
 from megarl.run.nodes.plan import NodeInfo, Plan, workers_of
 from megarl.run.postgres import Server
+from megarl.run.process import ports
 from megarl.run.process.interrupt import StopRequest
 from megarl.run.run_dir.owner import check_fence
 from megarl.run.supervise.more_engines import MoreEngines, room_for_engines
@@ -111,6 +113,11 @@ def _addresses(plan: Plan, nodes: dict[int, Node]) -> Addresses:
     link = listen(first) if linked else ""
     serving = tuple(listen(engine.node) for engine in engines)
     groups = tuple(listen(engine.node) if plan.parts(engine) > 1 else "" for engine in engines)
+    for engine, address in zip(engines, serving, strict=True):
+        # An engine that takes turns with the trainer starts later, and another job would find its port free.
+        if isinstance(node := nodes[engine.node], LocalNode):
+            with suppress(OSError):  # somebody was faster, which the engine's start reports
+                ports.hold_in(node.held, address)
     return Addresses(rendezvous, link, serving, groups, tuple(listen(node) for node in hosts))
 
 
