@@ -13,7 +13,7 @@ from megarl.core.errors import ConfigError, JobError
 from megarl.core.jobs import ProcessKind
 from megarl.explore.store import EngineStatus, RegisteredEngine, Store
 from megarl.run.nodes.node import Spec, Started
-from megarl.run.supervise.replace import Replacements
+from megarl.run.supervise.replace import Replacements, lacks_gpus
 
 log = logging.getLogger(__name__)
 
@@ -87,11 +87,9 @@ class EngineOrders:
         threading.Thread(target=self._follow, daemon=True, name="engine orders").start()
 
     def carry_out(self, *, stopping: bool = False) -> None:
-        """End or start engines as they are wanted; none is started in a job that is ``stopping``.
-
-        Raises JobError where one cannot be started again.
-        """
-        found, ended, to_begin = {}, list[str](), list[RegisteredEngine]()
+        """End or start engines as they are wanted; none is started in a job that is ``stopping``. Raises JobError where
+        one cannot be started again."""
+        found, ended = {}, []
         if self._step > self._refilled:
             self._refilled = self._step
             self._replacements.refill()
@@ -105,18 +103,17 @@ class EngineOrders:
             unit = ProcessKind.ENGINE.named(engine.number)
             is_absent = self._replacements.state(unit) is EngineStatus.ABSENT
             # Until all have the workers that they are to have, new ones might lack GPUs.
-            waits = engine in unfit or (bool(unfit) and not self._replacements.knows(unit))
+            waits = engine in unfit or lacks_gpus(self._replacements, unit)
+            waits = waits or (bool(unfit) and not self._replacements.knows(unit))
             self._replacements.let_sleep(unit, engine.wanted is EngineStatus.ASLEEP)
             if engine.wanted is EngineStatus.ABSENT and not is_absent:
                 log.log(self._level, "%s is ended, as ordered", unit)
                 ended.append(unit)
             elif engine.wanted is EngineStatus.SERVING and is_absent and not (stopping or waits):
-                to_begin.append(engine)
+                self._begin(engine, unit)
         if ended:
             # A job that stops has little time, and an engine nothing to save.
             self._replacements.end(ended, 0.0 if stopping else self._grace_s)
-        for engine in to_begin:
-            self._begin(engine, ProcessKind.ENGINE.named(engine.number))
         for engine in engines:
             unit = ProcessKind.ENGINE.named(engine.number)
             if engine.wanted is EngineStatus.SERVING and not self._replacements.knows(unit):
@@ -146,11 +143,11 @@ class EngineOrders:
         Others whose GPUs it needs end with it, until it is their turn.
         """
         state = self._replacements.state
-        others = [e for e in engines if e not in unfit and e.wanted is EngineStatus.SERVING]
-        names = [ProcessKind.ENGINE.named(engine.number) for engine in others]
-        coming = [u for u in names if self._replacements.knows(u) and state(u) is not EngineStatus.SERVING]
+        others = (e.number for e in engines if e not in unfit and e.wanted is EngineStatus.SERVING)
+        names = map(ProcessKind.ENGINE.named, others)
         # One that is absent because an unfit engine has its GPUs comes after that engine.
-        if not unfit or any(state(u) is not EngineStatus.ABSENT or not self._holders(u) for u in coming):
+        coming = [u for u in names if state(u) is not EngineStatus.SERVING and not lacks_gpus(self._replacements, u)]
+        if not unfit or any(map(self._replacements.knows, coming)):
             return
         engine, units = unfit[0], {e.number: ProcessKind.ENGINE.named(e.number) for e in unfit}
         unit = units.pop(engine.number)
@@ -170,12 +167,6 @@ class EngineOrders:
         except (ConfigError, JobError) as error:
             self._give_up(engine, str(error))
 
-    def _holders(self, unit: str) -> list[str]:
-        """Return the other engines that have a GPU of an engine's place."""
-        gpus = set(_spec(self._replacements.of(unit)).gpus)
-        there = [s for s in self._replacements.present() if s.process.name != unit and s.spec is not None]
-        return [s.process.name for s in there if gpus & set(_spec(s).gpus)]
-
     def _put(self, number: int, started: Started, workers: int, *, again: bool = False) -> None:
         """Start an engine in a place of its own, or ``again`` in one where it has served. Raises JobError."""
         self._replacements.add(started, again=again)
@@ -185,8 +176,6 @@ class EngineOrders:
     def _begin(self, engine: RegisteredEngine, unit: str) -> None:
         """Start an engine that is absent, in a place that it may have to be given first."""
         if self._replacements.knows(unit):
-            if self._holders(unit):
-                return
             log.log(self._level, "%s is started again, as ordered", unit)
             self._replacements.begin(unit)
         elif self._more is not None:

@@ -233,6 +233,14 @@ class Replacements:
             self._started[self._started.index(s)] = s._replace(process=s.node.start(s.spec))
 
 
+def lacks_gpus(replacements: Replacements, unit: str) -> bool:
+    """Return True for an absent unit of one process if a present process has a GPU of its place."""
+    if not replacements.knows(unit) or replacements.state(unit) is not EngineStatus.ABSENT:
+        return False
+    spec, there = replacements.of(unit).spec, (s.spec for s in replacements.present())
+    return spec is not None and any(set(spec.gpus) & set(other.gpus) for other in there if other is not None)
+
+
 def _listens(address: str) -> bool | None:
     """None when that is unknown: a machine that is busy answers late."""
     host, _, port = address.rpartition(":")
