@@ -308,7 +308,11 @@ def test_variants_of_a_preset_fit_their_nodes(in_workplace: Path, name: str) -> 
         check_job(config, nodes)
         places = [NodeInfo(n, "", "all", 8) for n in range(nodes)]
         assert not idle_gpus(plan_job(config, places), places)
-        check(config, nodes=nodes, dry=True, elsewhere=True)
+        if name in (
+            "grpo_qwen2_5_7b",
+            "ppo_llama3_1_8b",
+        ):  # seconds each; the others differ in what this does not touch
+            check(config, nodes=nodes, dry=True, elsewhere=True)
     assert compose([f"experiment={name}", *twin[1]]).model.recompute == "selective"
     assert compose([f"experiment={name}", *ahead[1]]).sync.max_staleness == 1
 
