@@ -40,7 +40,8 @@ def anything(config: Config) -> None:
 
 
 def check_plan(config: Config, plan: Plan, places: Sequence[NodeInfo]) -> None:
-    """Whole groups, equal loads, no GPU twice but where engines share those of ranks."""
+    """Check that groups are whole and loads equal, and that no GPU is given twice, except to a rank and an engine that
+    share it."""
     gpus, ranks, parts = places[0].gpus, plan.of(ProcessKind.TRAINER), plan.of(ProcessKind.ENGINE)
     where = [rank.node for rank in ranks]
     assert len(set(Counter(where).values())) <= 1, "equal blocks"
@@ -139,6 +140,19 @@ def test_an_engine_spans_nodes_only_where_it_fills_them() -> None:
     with pytest.raises(ConfigError, match=r"would span nodes of 8 GPUs without filling them; set rollout.nodes=1"):
         plan_job(config, nodes(2))
     plan_job(preset("own_gpu", "rollout.tp=16", "rollout.nodes=2", "parallel.tp=8", "parallel.dp=2"), nodes(4))
+
+
+def test_advice_keeps_the_nodes_that_an_engine_spans() -> None:
+    """One of TP8 and two stages has a stage on each of two nodes."""
+    config = preset("own_gpu", "rollout.tp=8", "rollout.pp=2", "rollout.nodes=2", "parallel.tp=8")
+    with_all, as_it_is = advice(config, nodes(4), anything)
+    assert "rollout.nodes" not in with_all + as_it_is and "--nodes=3 " in as_it_is
+
+
+def test_nodes_without_gpus_are_named() -> None:
+    config = preset("own_gpu", "rollout.tp=2", "rollout.nodes=2", "parallel.tp=2")
+    with pytest.raises(ConfigError, match="need 4 GPUs .* but the job has 0"):
+        fit(config, nodes(2, 0), nodes(2, 0), anything)
 
 
 def test_usable_sizes_alone_are_advised() -> None:

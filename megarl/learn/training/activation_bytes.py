@@ -8,6 +8,7 @@ keep more. Compared with peaks on one H200 in ``tests/unit/test_activation_bytes
 from __future__ import annotations
 
 from megarl.core.config.schema import ModelConfig, ParallelConfig
+from megarl.learn.parallel.grid import megatron_grid
 from megarl.learn.training.resident_bytes import ITEM_BYTES
 from megarl.weights.architectures import ModelSizes
 
@@ -30,13 +31,11 @@ def activation_bytes(
     here = -(-tokens // grid.cp)
     kept, again = _layers(sizes, model, grid)
     item = ITEM_BYTES[model.dtype]
-    stages = _stage_layers(sizes.num_layers, grid)
     # Stage s has pp - s micro-batches in flight; with vpp chunks a little more.
-    factor = 1 + (grid.pp - 1) / (grid.pp * (grid.vpp or 1)) if (grid.vpp or 1) > 1 else 1.0
+    factor = 1 + (grid.pp - 1) / (grid.pp * grid.vpp) if grid.vpp > 1 else 1.0
     most = 0.0
-    for stage in range(grid.pp):
-        first = sum(stages[:stage])
-        layers = range(first, first + stages[stage])
+    for stage, chunks in enumerate(megatron_grid(grid).layers(sizes.num_layers)):
+        layers = [layer for chunk in chunks for layer in chunk]
         in_flight = (grid.pp - stage) * factor
         size = in_flight * sum(kept[layer] for layer in layers) + max((again[layer] for layer in layers), default=0.0)
         size *= item * here
@@ -47,18 +46,6 @@ def activation_bytes(
             size += logits + ROW_FLOATS * FLOAT_BYTES * here
         most = max(most, size)
     return int(most)
-
-
-def _stage_layers(layers: int, grid: ParallelConfig) -> list[int]:
-    first, last = grid.first_stage_layers, grid.last_stage_layers
-    if grid.pp == 1 or (first is None and last is None):
-        return [layers // grid.pp] * grid.pp
-    given = (first is not None) + (last is not None)
-    each = (layers - (first or 0) - (last or 0)) // max(1, grid.pp - given)
-    found = [each] * grid.pp
-    found[0] = each if first is None else first
-    found[-1] = each if last is None else last
-    return found
 
 
 def _layers(sizes: ModelSizes, model: ModelConfig, grid: ParallelConfig) -> tuple[list[float], list[float]]:

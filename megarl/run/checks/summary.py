@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 from megarl.core.config import Config
@@ -66,12 +67,7 @@ def memory(config: Config, sizes: ModelSizes, ledger: Ledger) -> str:
 
 
 def _count(found: Any, hf_config: Mapping[str, Any]) -> str:
-    number = 0
-    for shape in found.tensors(hf_config).values():
-        size = 1
-        for extent in shape:
-            size *= extent
-        number += size
+    number = sum(map(prod, found.tensors(hf_config).values()))
     value, unit = (number / 1e9, "B") if number >= 1e9 else (number / 1e6, "M")
     return f"{value:.3g} {unit}"
 

@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from math import log
 
-from megarl.core.config import Config
+from megarl.core.config import Config, to_dict
 from megarl.core.errors import ArchitectureError, ConfigError, PlanError
 from megarl.core.jobs import ProcessKind
 from megarl.learn import algorithms
-from megarl.learn.parallel.grid import ROLES, check_roles, with_dp
-from megarl.run.nodes.plan import NodeInfo, Plan, idle_gpus, plan_job, workers_of
+from megarl.learn.parallel.grid import check_roles, with_dp
+from megarl.run.nodes.plan import NodeInfo, Plan, gpus_needed, idle_gpus, plan_job, span_of, workers_of
+from megarl.run.run_dir.changes import changes
 
 MOST_IDLE = 0.25
 """Share of a job's GPUs that its plan may leave idle."""
@@ -56,12 +57,12 @@ def advice(
     lines, spanning, gpus = [], config, min(node.gpus for node in nodes)
     if on_gpus := config.parallel.backend == "nccl":
         if (fitting := fitting_sizes(config, nodes, usable)) is not None:
-            lines.append(f"to use all {sum(node.gpus for node in nodes)} GPUs: {' '.join(changes(config, fitting))}")
+            lines.append(f"to use all {sum(node.gpus for node in nodes)} GPUs: {' '.join(overrides(config, fitting))}")
         spanning = _with_tp(config, config.parallel.tp, config.rollout.tp, gpus)
     count = number_of_nodes(spanning, gpus)
     if count is not None and count != len(nodes):
         options = f"--nodes={count}" + (f" --gpus-per-node={gpus}" if on_gpus else "")
-        command = " ".join([env.get(COMMAND) or "slurm/train_grpo.sh ...", *changes(config, spanning)])
+        command = " ".join([env.get(COMMAND) or "slurm/train_grpo.sh ...", *overrides(config, spanning)])
         lines.append(f"to run it as it is: sbatch {options} {command}")
     return lines
 
@@ -69,10 +70,7 @@ def advice(
 def number_of_nodes(config: Config, gpus: int) -> int | None:
     """Return the smallest number of nodes of ``gpus`` GPUs that have room for a job, no more than a quarter idle; None
     if there is none. Of a job on CPUs it is the smallest number over which ranks and engines spread."""
-    job = algorithms.job_of(config)
-    ranks = config.parallel.world_size * job.trains
-    workers = config.rollout.replicas * workers_of(config) * job.has(ProcessKind.ENGINE)
-    needs = max(ranks, workers) if config.rollout.placement == "colocated" else ranks + workers
+    needs = gpus_needed(config, algorithms.job_of(config))
     least = max(1, -(-needs // max(1, gpus))) if config.parallel.backend == "nccl" else config.rollout.nodes
     for count in range(least, min(2 * least, MOST_NODES) + 1):
         if _fits(config, [NodeInfo(rank, "", "all", gpus) for rank in range(count)], exactly=False):
@@ -95,25 +93,9 @@ def fitting_sizes(config: Config, nodes: Sequence[NodeInfo], usable: Callable[[C
     return None
 
 
-def changes(old: Config, new: Config) -> list[str]:
-    """Return the overrides that make ``new`` of ``old``, which differ in sizes alone."""
-    found = []
-    for section in ("parallel", *(f"{role}.parallel" for role in ROLES), "rollout"):
-        before, after = (_section(config, section) for config in (old, new))
-        if before is not None:
-            found += [
-                f"{section}.{name}={str(value).lower()}"
-                for name, value in vars(after).items()
-                if value != getattr(before, name)
-            ]
-    return found
-
-
-def _section(config: Config, name: str) -> object:
-    found: object = config
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
+def overrides(old: Config, new: Config) -> list[str]:
+    """Return the overrides that make ``new`` of ``old``, which differ in numbers and switches alone."""
+    return [f"{c.setting}={str(c.new).lower()}" for c in changes(to_dict(old), to_dict(new))]
 
 
 def _smaller(size: int, gpus: int) -> list[int]:
@@ -126,8 +108,8 @@ def _smaller(size: int, gpus: int) -> list[int]:
 
 def _with_tp(config: Config, tp: int, engine_tp: int, gpus: int) -> Config:
     parallel = replace(config.parallel, tp=tp, sequence_parallel=config.parallel.sequence_parallel and tp > 1)
-    nodes = max(1, engine_tp * config.rollout.pp // gpus) if engine_tp > gpus else 1
-    return replace(config, parallel=parallel, rollout=replace(config.rollout, tp=engine_tp, nodes=nodes))
+    found = replace(config, parallel=parallel, rollout=replace(config.rollout, tp=engine_tp))
+    return replace(found, rollout=replace(found.rollout, nodes=span_of(found, gpus) or 1))
 
 
 def _filling(config: Config, nodes: Sequence[NodeInfo]) -> Iterator[Config]:

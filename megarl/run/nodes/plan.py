@@ -93,8 +93,7 @@ def plan_job(config: Config, nodes: Sequence[NodeInfo], *, trainers: int | None 
     it), and a group of ``groups_of`` stays on a node. Ranks take as many nodes as these rules allow; engines take the
     GPUs that are left, the emptiest nodes first.
 
-    ``trainers``: only so many of the nodes that may have trainer ranks get some, the first ones; None is as many as
-    can.
+    ``trainers``: number of nodes that get trainer ranks, the first of those that may; None takes as many as can.
 
     Raises:
         ConfigError: ranks or engines do not spread evenly, want more GPUs than there are, or a group spans nodes.
@@ -227,20 +226,27 @@ def _parts(config: Config, spans: Sequence[Sequence[int]]) -> list[Planned]:
     ]
 
 
+def _keeps_groups(config: Config, nodes: int, gpus: int) -> bool:
+    """True if an engine's tensor-parallel workers over so many nodes stay on one of ``gpus`` GPUs, or fill nodes."""
+    each, left = divmod(workers_of(config), nodes)
+    return left == 0 and (each % config.rollout.tp == 0 or each == gpus < config.rollout.tp)
+
+
+def span_of(config: Config, gpus: int) -> int | None:
+    """Return the number of nodes that an engine can span: ``rollout.nodes``, else the fewest; None if there is none."""
+    workers = workers_of(config)
+    spans = (config.rollout.nodes, *range(1, workers + 1))
+    return next((n for n in spans if workers <= n * gpus and _keeps_groups(config, n, gpus)), None)
+
+
 def _check_engine_groups(config: Config, nodes: Sequence[NodeInfo]) -> None:
     """Raise ConfigError if the tensor-parallel workers of an engine span nodes and would fit one, or leave a part of a
     node."""
     rollout, gpus = config.rollout, min((node.gpus for node in nodes if node.role != "trainer"), default=0)
-    workers = workers_of(config)
-    each = workers // rollout.nodes
-    if workers % rollout.nodes == 0 and (each % rollout.tp == 0 or each == gpus < rollout.tp):
+    if not gpus or _keeps_groups(config, rollout.nodes, gpus):
         return
-    if rollout.tp <= gpus:
-        fix = f"rollout.nodes={-(-rollout.pp // (gpus // rollout.tp))}"
-    elif workers % gpus == 0:
-        fix = f"rollout.nodes={workers // gpus}"
-    else:
-        fix = f"rollout.tp={rollout.tp // gpus * gpus}"
+    span = span_of(config, gpus)
+    fix = f"rollout.nodes={span}" if span is not None else f"rollout.tp={rollout.tp // gpus * gpus}"
     raise ConfigError(
         f"rollout.nodes={rollout.nodes} for an engine of rollout.tp={rollout.tp} x rollout.pp={rollout.pp}: its "
         f"tensor-parallel workers would span nodes of {gpus} GPUs without filling them; set {fix}"
@@ -272,8 +278,7 @@ def _no_room(config: Config, nodes: Sequence[NodeInfo], job: Job) -> str:
     """Say what the nodes lack, for an error."""
     ranks = config.parallel.world_size if job.trains else 0
     engines = config.rollout.replicas if job.has(ProcessKind.ENGINE) else 0
-    colocated = config.rollout.placement == "colocated"
-    needs = (max if colocated else sum)((ranks, engines * workers_of(config)))
+    needs = gpus_needed(config, job)
     what = " and ".join(
         [f"{ranks} trainer ranks"] * bool(ranks) + [f"{engines} engines of {workers_of(config)} GPUs"] * bool(engines)
     )
@@ -281,11 +286,19 @@ def _no_room(config: Config, nodes: Sequence[NodeInfo], job: Job) -> str:
     there = f"{len(nodes)} nodes of {sizes} GPUs" if len(nodes) > 1 else f"{sizes} GPUs"
     has = sum(node.gpus for node in nodes)
     if needs > has:
-        turns = "" if colocated or not (ranks and engines) else ", or let them take turns: rollout.placement=colocated"
+        could_share = ranks and engines and config.rollout.placement == "separate"
+        turns = ", or let them take turns: rollout.placement=colocated" if could_share else ""
         return f"{what} need {needs} GPUs (parallel.backend=nccl), but the job has {has}{turns}"
     groups = ", ".join(f"{group.setting} = {group.size}" for group in groups_of(config))
     kept = f" with equal loads and groups that stay on a node ({groups})" if groups and ranks else " with equal loads"
     return f"{what} do not fit {there}{kept}"
+
+
+def gpus_needed(config: Config, job: Job) -> int:
+    """Number of GPUs of a job's trainer ranks and engine workers, which colocated ones share."""
+    ranks = config.parallel.world_size * job.trains
+    workers = config.rollout.replicas * workers_of(config) * job.has(ProcessKind.ENGINE)
+    return max(ranks, workers) if config.rollout.placement == "colocated" else ranks + workers
 
 
 def workers_of(config: Config) -> int:
@@ -294,7 +307,10 @@ def workers_of(config: Config) -> int:
 
 
 def idle_gpus(plan: Plan, nodes: Sequence[NodeInfo]) -> dict[int, list[int]]:
-    """Rank of a node -> its GPUs that no process of a plan has; nodes without such are left out."""
+    """Rank of a node -> its GPUs that no process of a plan has; nodes without such are left out, as are all of a job on
+    CPUs."""
+    if not any(process.gpus for process in plan.processes):
+        return {}
     used = {node.rank: set[int]() for node in nodes}
     for process in plan.processes:
         used[process.node].update(process.gpus)
@@ -310,10 +326,8 @@ _OTHERS = {
 
 
 def table(plan: Plan, nodes: Sequence[NodeInfo]) -> str:
-    """One line for each node, with the GPUs that nothing uses where a process of the plan has one."""
-    lines = []
-    on_gpus = any(process.gpus for process in plan.processes)
-    idle = idle_gpus(plan, nodes) if on_gpus else {}
+    """One line for each node, with the GPUs that nothing uses in a job on GPUs."""
+    lines, idle = [], idle_gpus(plan, nodes)
     for node in nodes:
         here = [process for process in plan.processes if process.node == node.rank]
         ranks = [process for process in here if process.kind is ProcessKind.TRAINER]
@@ -330,7 +344,7 @@ def table(plan: Plan, nodes: Sequence[NodeInfo]) -> str:
 def short_table(plan: Plan, nodes: Sequence[NodeInfo]) -> str:
     """One line for each run of nodes that have as many ranks, engines and idle GPUs as each other: the whole line of
     the first of them."""
-    idle = idle_gpus(plan, nodes) if any(process.gpus for process in plan.processes) else {}
+    idle = idle_gpus(plan, nodes)
     kinds = {node.rank: Counter[object](p.kind for p in plan.processes if p.node == node.rank) for node in nodes}
     lines, runs = table(plan, nodes).splitlines(), list[list[int]]()
     for i, node in enumerate(nodes):
