@@ -6,7 +6,7 @@ import os
 from inspect import signature
 from typing import Any
 
-from megarl.core import heartbeat
+from megarl.core import gloo_device, heartbeat
 from megarl.core.parent import end_after_parent
 from megarl.core.secrets import hide_secrets
 from megarl.core.without_videos import do_without_videos
@@ -26,6 +26,7 @@ def register() -> None:
     do_without_videos()
     if heartbeat.listen() is not None:  # a supervisor's
         end_after_parent()
+    gloo_device.share()
     _fork_on_cpu()
     _wait_for_calls()
     if os.environ.get(CPU_ROUTING):

@@ -41,6 +41,10 @@ if current_platform.is_cpu():
 
 log = logging.getLogger(__name__)
 
+TRIMMED_BYTES = 2**26
+"""Parameters of a worker above which freed memory is given back after an update: it has to be zeroed again when it is
+used."""
+
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
@@ -243,7 +247,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         assert self._writer is not None
         with torch.device(self.device), torch.no_grad():
             self._writer.finish()
-        trim_memory()  # unpacked layers and buckets: 250 MiB of an engine with 100M parameters
+        if sum(parameter.nbytes for parameter in self.model.parameters()) > TRIMMED_BYTES:
+            trim_memory()  # unpacked layers and buckets: 250 MiB of an engine with 100M parameters
         assert self.addresses is not None, "start_weight_update comes before finish_weight_update"
         check_addresses(self.addresses, addresses_of(self.model))
 

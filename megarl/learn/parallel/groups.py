@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from megarl.core import gloo_device
 from megarl.core.config.schema import ParallelConfig
 from megarl.learn.parallel import cpu
 from megarl.learn.parallel.grid import check_parallel
@@ -79,6 +80,7 @@ def initialize(parallel: ParallelConfig, *, seed: int, timeout_s: float = USUAL_
             int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
         )  # of those that the supervisor lets it see
     if not dist.is_initialized():
+        gloo_device.share()
         timeout = timedelta(seconds=timeout_s)
         rank = int(os.environ["RANK"])
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
