@@ -12,9 +12,13 @@ from pathlib import Path
 import pytest
 
 from megarl.core.errors import ConfigError, JobError
+from megarl.explore.store import OWN_SERVER
+from megarl.learn import algorithms
 from megarl.run import local_disk
+from megarl.run.checks.settings import check_settings
 from megarl.run.local_disk import Parking, choose, mount_of
 from tests.kills import every_kill
+from tests.unit.small_job import config_of
 
 MOUNTS = """\
 22 27 0:21 / /proc rw,relatime - proc proc rw
@@ -111,6 +115,15 @@ def test_without_a_local_folder_a_run_is_refused(mounts: Path, tmp_path: Path, m
     )
     with pytest.raises(ConfigError, match=words):
         choose(Path("/lustre/scratch/x"), "")
+
+
+def test_a_job_is_refused_before_anything_starts(mounts: Path, tmp_path: Path) -> None:
+    with mounts.open("a") as file:
+        file.write(f"50 27 0:60 / {tmp_path} rw - beegfs beegfs_nodev rw\n")
+    config = config_of(tmp_path / "run", f"store.url={OWN_SERVER}", f"store.folder={tmp_path}")
+    with pytest.raises(ConfigError, match=f"store.folder={tmp_path}: it is on beegfs mounted at {tmp_path}"):
+        check_settings(config, algorithms.get(config.algorithm.name), 1)
+    check_settings(config, algorithms.get(config.algorithm.name), 1, elsewhere=True)
 
 
 def test_a_folder_that_is_named(mounts: Path, tmp_path: Path) -> None:
