@@ -152,10 +152,8 @@ class Parking:
 
     def version(self) -> str | None:
         """Return the major version that made the data; None where there are none here."""
-        away = self._away()
-        there = away is not None and _read(Path(away.path) / TOKEN) == away.token
-        folder = Path(away.path) / "data" if away is not None and there else self._parked
-        return _read(folder / "PG_VERSION").strip() or None
+        newest = self._newest()
+        return None if newest is None else _read(newest / "data" / "PG_VERSION").strip() or None
 
     def take(self) -> None:
         """Bring the data to the folder in which the server is to start.
@@ -163,15 +161,15 @@ class Parking:
         Raises:
             ConfigError: they are on another host or gone, and ``use`` is a tool's; or there is no room for them here.
         """
-        away, lost = self._away(), ""
         recover_directory(self._parked)
-        if away is not None and _read(self._parked / PARKED) == away.token:
+        newest, away, lost = self._newest(), self._away(), ""
+        if away is not None and newest == self.home:
             self._forget()  # killed after it had parked them
             away, self._token = None, ""
         if self._token and (away is None or away.token != self._token):
             raise JobError(f"another start has begun a new store; the data of this one stay in {self.folder}")
-        if away is not None and _read(Path(away.path) / TOKEN) == away.token:
-            self.folder, self._token = Path(away.path), away.token
+        if away is not None and newest is not None:
+            self.folder, self._token = newest, away.token
             return
         if away is not None:
             here = away.host == os.uname().nodename
@@ -190,6 +188,13 @@ class Parking:
             self.folder, self._token = self.home, ""
             return
         self._copy_out(lost)
+
+    def _newest(self) -> Path | None:
+        """Return the folder that has the newest data, or is to have the first; None where those are not here."""
+        away = self._away()
+        if away is None or _read(self._parked / PARKED) == away.token:
+            return self.home
+        return Path(away.path) if _read(Path(away.path) / TOKEN) == away.token else None
 
     def _copy_out(self, lost: str) -> None:
         # Of one name for one run: what a kill has left there is removed.

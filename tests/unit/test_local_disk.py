@@ -242,6 +242,7 @@ def test_data_that_are_not_there_give_way_to_a_new_store(tmp_path: Path, gone: b
     for use in ("read", "write"):
         with pytest.raises(ConfigError, match="are not in .*run the command there, or start the job again"):
             Parking(runs.home, runs.disk, use).take()  # type: ignore[arg-type]
+    assert Parking(runs.home, runs.disk).version() is None, "a new store may be of another PostgreSQL"
     place = runs.taken()
     assert place.lost == (
         f"{folder} of this host, {os.uname().nodename}, is gone" if gone else f"they are on node7: {folder}"
