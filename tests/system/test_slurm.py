@@ -24,6 +24,7 @@ from megarl.core.errors import ConfigError
 from megarl.explore.order.draws import tasks_of_step
 from megarl.explore.store import OWN_SERVER, Store
 from megarl.run.job_store import job_store, live_url
+from megarl.run.local_disk import PARKED
 from megarl.weights.checkpoint.training.manifest import current_attempt
 from tests.conftest import SOAK
 from tests.system.jobs import TINY, last_of_each
@@ -198,7 +199,8 @@ class Refused(NamedTuple):
 @pytest.fixture(scope="module")
 def refused(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Refused:
     run_dir = tmp_path_factory.mktemp("stopped") / "killed"
-    job = Submitted(cluster, "train_grpo.sh", run_dir, *GRPO, FORKS, log="refused")
+    store = f"store.folder={run_dir.parent}"  # PostgreSQL's data, as where run.dir is on Lustre
+    job = Submitted(cluster, "train_grpo.sh", run_dir, *GRPO, FORKS, store, log="refused")
     assert cluster.wait(job.number, PATIENCE_S) == "FAILED"
     [line] = [line for line in job.said().splitlines() if "to run it as it is: " in line]
     return Refused(job, shlex.split(line.partition("to run it as it is: ")[2]))
@@ -331,6 +333,9 @@ def test_the_same_answers_in_the_end(stopped: Stopped) -> None:
     assert [record["step"] for record in trained] == [1, 2, 3]
     assert all(record["sync/digests"] > 0 for record in trained)
     assert [compared(record) for record in before.metrics if "actor/loss" in record] == [compared(trained[0])]
+    assert (job.run_dir / "postgres" / "data" / PARKED).is_file() and not [
+        *job.run_dir.parent.glob("megarl-postgres-*")
+    ]
     with job_store(OWN_SERVER, job.run_dir, KEY, host="127.0.0.1"):
         store = Store(OWN_SERVER)
         assert answers(store, 1) == before.answers
