@@ -399,7 +399,7 @@ def _report(arguments: argparse.Namespace) -> int:
         logging.info("%s is a sweep; `megarl report '%s'` writes the report of one run", run_dir, runs[0])
         return 0
     url = load_resolved(resolved).store.url if resolved.is_file() else ""
-    with database_of_run(url, run_dir):
+    with database_of_run(url, run_dir, read_only=True):
         sys.stdout.write(f"{write_report(run_dir)}\n")
     return 0
 

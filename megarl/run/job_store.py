@@ -16,6 +16,7 @@ from sqlalchemy.exc import ArgumentError
 
 from megarl.core.errors import ConfigError, masked_text
 from megarl.explore.store import OWN_SERVER, VARIABLE, check_url
+from megarl.run.local_disk import Use, choose
 from megarl.run.postgres import ADDRESS, NAME, Server, url_of
 from megarl.run.process.interrupt import INTERRUPT
 
@@ -35,6 +36,8 @@ def job_store(
     port: int | None = None,
     connections: int = 100,
     held: Sequence[int] = (),
+    folder: str = "",
+    use: Use = "job",
 ) -> Iterator[Server | None]:
     """Start a server of the job's own, where ``url`` asks for one, with its URL in the environment of this process and
     of those that it starts. Otherwise, and where that URL is there already, do nothing and yield None.
@@ -43,13 +46,18 @@ def job_store(
         connections: Processes that may hold the store open at once: a trainer rank of each node, every explorer, and
             the supervisor.
         held: Descriptors of the run directory's lock, which PostgreSQL's processes keep open as all others do.
+        folder: ``store.folder``.
+        use: Purpose of the server; a job fills a store that is new (``fill_lost_store``).
 
-    Raises as :meth:`Server.start`.
+    Raises as :meth:`Server.start` and ``local_disk.choose``.
     """
     if url != OWN_SERVER or VARIABLE in os.environ:
         yield None
         return
-    server = Server(run_dir / "postgres", key, host=host, port=port, connections=connections, held=held)
+    disk = choose(run_dir, folder)
+    server = Server(
+        run_dir / "postgres", key, host=host, port=port, connections=connections, held=held, disk=disk, use=use
+    )
     server.start()
     os.environ[VARIABLE] = server.url
     try:

@@ -1,8 +1,9 @@
-"""A PostgreSQL server of the job's own (``store.url=job://postgres``): in the run's directory, up as long as the job.
+"""A PostgreSQL server of the job's own (``store.url=job://postgres``): up as long as the job.
 
-Its data outlive the job: the next start, after whatever end, goes on with them. It listens on the job's address and on
-loopback alone and asks for a password made from the job's key; the role that processes log in as is no superuser, so it
-cannot make the server run programs.
+Its data outlive the job: the next start, after whatever end, goes on with them. They are in the run's directory, or on
+a local disk while the server is up (``local_disk.py``). It listens on the job's address and on loopback alone and asks
+for a password made from the job's key; the role that processes log in as is no superuser, so it cannot make the server
+run programs.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from megarl.core.errors import ConfigError, JobError
 from megarl.core.parent import die_with
 from megarl.engine.client.leftovers import shared_memory
 from megarl.explore.store import OWN_SERVER, check_url
+from megarl.run.local_disk import Parking, Use
 from megarl.run.process import ports
 
 log = logging.getLogger(__name__)
@@ -47,6 +49,7 @@ SETTINGS = {
     "max_wal_senders": "0",
     "logging_collector": "off",
 }
+INITDB = ("--username=postgres", "--auth=reject", "--encoding=UTF8", "--locale=C", "--no-instructions")
 ENVIRONMENT = ("PATH", "HOME", "LD_LIBRARY_PATH", "TMPDIR", "TZ")
 """Variables that PostgreSQL's processes inherit."""
 START_S = 300.0
@@ -80,14 +83,16 @@ def url_of(key: str, host: str, port: int | None) -> str:
 
 
 class Server:
-    """``folder`` holds the data, the server's log, and a lock that the server itself keeps: no second one starts there,
-    on whichever node, while any process of the first is alive.
+    """``folder`` holds the server's log and a lock that the server itself keeps: no second one starts there, on
+    whichever node, while any process of the first is alive. The data are there too, or on ``disk``.
 
     Args:
         key: The job's. It may be another one at each start.
         port: None chooses one at the first start and keeps it.
         settings: PostgreSQL's own, beside ``SETTINGS``.
         held: Open descriptors that its processes inherit.
+        disk: Folder on a local disk for the data while the server is up; None leaves them in ``folder``.
+        use: Purpose of the server, which decides what is done with data that are on another host (``local_disk.py``).
     """
 
     def __init__(
@@ -100,9 +105,11 @@ class Server:
         connections: int = 100,
         settings: Mapping[str, str] | None = None,
         held: Sequence[int] = (),
+        disk: Path | None = None,
+        use: Use = "job",
     ) -> None:
         self.folder = folder.absolute()
-        self.data = self.folder / "data"
+        self.parking = Parking(self.folder, disk, use)
         self.log = self.folder / "server.log"
         self.host, self.port = host, port
         self._key, self._held = key, list(held)
@@ -117,6 +124,11 @@ class Server:
     def url(self) -> str:
         """URL for ``Store``, with the password: for environments, not for files."""
         return url_of(self._key, self.host, self.port)
+
+    @property
+    def data(self) -> Path:
+        """Folder of PostgreSQL's files."""
+        return self.parking.folder / "data"
 
     @property
     def _password(self) -> str:
@@ -143,44 +155,41 @@ class Server:
             JobError: it does not start; with its last lines.
         """
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        made = self.data / "PG_VERSION"
-        programs = find_server(made.read_text().strip() if made.exists() else None)
+        self.parking.let_go()
         with _locked(self.folder) as lock:
-            identity = _identity(self.folder)
+            programs = find_server(self.parking.version())
+            self.parking.take()
+            identity = _identity(self.parking.folder)
             keep = [lock.fileno(), *self._held]
             run = partial(self._run, identity, keep)
             login = f"ALTER ROLE {NAME} LOGIN PASSWORD '{self._password}'\n"
-            if made.exists():
+            if (self.data / "PG_VERSION").exists():
                 _give(self.data, identity.uid)
             else:
                 self._make(programs, run)
-            (self.data / "postmaster.pid").unlink(
-                missing_ok=True
-            )  # of a killed one: none that runs would let the lock go
+            # Of a killed one: none that runs would let the lock go.
+            (self.data / "postmaster.pid").unlink(missing_ok=True)
             (self.data / "pg_hba.conf").write_text("host all all all scram-sha-256\n")
             run(self._single(programs, self.data), login)
             if self.port is None:
                 self.port = ports.choose(self.host, 1, None)[0]
             addresses = ",".join(dict.fromkeys([self.host, "127.0.0.1"]))
             settings = {"listen_addresses": addresses, "port": str(self.port), **self._settings}
-            argv = [
-                str(programs / "postgres"),
-                "-D",
-                str(self.data),
-                *(f"--{name}={value}" for name, value in settings.items()),
-            ]
+            options = [f"--{name}={value}" for name, value in settings.items()]
+            argv = [str(programs / "postgres"), "-D", str(self.data), *options]
             with self.log.open("ab") as output:
                 self._process = subprocess.Popen[bytes](
                     argv,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    cwd=self.folder,
+                    cwd=self.parking.folder,
                     env=_environment(),
                     start_new_session=True,  # Ctrl-C is for the job: the trainer saves before this ends
                     pass_fds=keep,
                     **_ending_with_us(identity.options, signal.SIGINT),
                 )
+            self.parking.hold(lock)
         try:
             self._wait()
         except BaseException:
@@ -192,7 +201,7 @@ class Server:
         )
 
     def stop(self) -> None:
-        """End it in order: what is under way is rolled back, the files are left complete."""
+        """End it in order: what is under way is rolled back, the files are left complete. Then park them."""
         if self._process is None:
             return
         for number, grace_s in ((signal.SIGINT, STOP_S), (signal.SIGQUIT, 10.0), (signal.SIGKILL, 10.0)):
@@ -200,27 +209,16 @@ class Server:
                 if self._process.poll() is None:
                     self._process.send_signal(number)
                 self._process.wait(grace_s)
-                return
+                break
+        self.parking.park(in_order=self._process.poll() == 0)
 
     def _make(self, programs: Path, run: Callable[..., None]) -> None:
         """Data with a role that cannot log in yet, and its database; renamed when they are complete."""
-        new = self.folder / "new"
+        new = self.parking.folder / "new"
         shutil.rmtree(new, ignore_errors=True)
         # The superuser has no password: nobody can log in as it, it is for the line below and in ``start``.
         unsafe = ["--no-sync"] if self._settings.get("fsync") == "off" else []
-        run(
-            [
-                programs / "initdb",
-                "-D",
-                new,
-                "--username=postgres",
-                "--auth=reject",
-                "--encoding=UTF8",
-                "--locale=C",
-                "--no-instructions",
-                *unsafe,
-            ]
-        )
+        run([programs / "initdb", "-D", new, *INITDB, *unsafe])
         run(self._single(programs, new), f"CREATE ROLE {NAME}\nCREATE DATABASE {NAME} OWNER {NAME}\n")
         new.rename(self.data)
 
@@ -244,7 +242,7 @@ class Server:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            cwd=self.folder,
+            cwd=self.parking.folder,
             env=_environment(),
             start_new_session=True,
             pass_fds=keep,
@@ -257,11 +255,12 @@ class Server:
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
             raise JobError(
-                f"{argv[0]} has not ended after {START_S:g} s in {self.folder}; look whether that file system responds"
+                f"{argv[0]} has not ended after {START_S:g} s in {self.parking.folder}; look whether that file system "
+                "responds"
             ) from None
         if process.returncode != 0:
             said = output.replace(self._password, "***")
-            raise JobError(f"{argv[0]} ended with status {process.returncode} in {self.folder}:\n{_tail(said)}")
+            raise JobError(f"{argv[0]} ended with status {process.returncode} in {self.parking.folder}:\n{_tail(said)}")
 
     def _wait(self) -> None:
         deadline = time.monotonic() + START_S

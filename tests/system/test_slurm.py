@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import sys
 import time
@@ -23,6 +24,7 @@ from megarl.core.errors import ConfigError
 from megarl.explore.order.draws import tasks_of_step
 from megarl.explore.store import OWN_SERVER, Store
 from megarl.run.job_store import job_store, live_url
+from megarl.run.local_disk import PARKED
 from megarl.weights.checkpoint.training.manifest import current_attempt
 from tests.conftest import SOAK
 from tests.system.jobs import TINY, last_of_each
@@ -47,6 +49,8 @@ DPO = (
     *(setting for setting in TINY if setting.startswith(("trainer.warm_start", "taskset"))),
 )
 GRPO = (*TINY, "parallel=tp2", "rollout.tp=2", "rollout.nodes=2", "trainer.steps=3", "trainer.checkpoint_interval=1")
+FORKS = "run.fork_servers=false"
+"""Over several nodes nothing is forked, and each command would import torch for it."""
 SHARED = ("--oversubscribe", "--cpus-per-task=2")
 """The scripts ask for whole nodes; jobs of these tests run side by side."""
 TASKS = 8
@@ -72,17 +76,25 @@ class Submitted:
     """One job of a script of ours, and the run that it makes."""
 
     def __init__(
-        self, cluster: SlurmCluster, script: str, run_dir: Path, *overrides: str, options: Sequence[str] = SHARED
+        self,
+        cluster: SlurmCluster,
+        script: str,
+        run_dir: Path,
+        *overrides: str,
+        options: Sequence[str] = SHARED,
+        line: Sequence[str] = (),
+        log: str = "",
     ) -> None:
+        """``line``: words for ``sbatch`` in place of script and overrides. ``log``: name of the job's output, else the
+        run's."""
         self.cluster, self.run_dir = cluster, run_dir
-        self.output = run_dir.with_suffix(".log")
+        self.output = run_dir.with_name(f"{log or run_dir.name}.log")
         self._still = 0
         overrides = tuple(
             last_of_each([f"run.dir={run_dir}", "cluster.stall_s=3600", *overrides])
         )  # it is not to end what a test holds
-        self.number = cluster.submit(
-            f"--output={self.output}", *options, f"slurm/{script}", *overrides, cwd=HOME, env=ENV
-        )
+        words = line or (f"slurm/{script}", *overrides)
+        self.number = cluster.submit(f"--output={self.output}", *options, *words, cwd=HOME, env=ENV)
 
     def metrics(self) -> list[dict[str, float]]:
         path = self.run_dir / "metrics.jsonl"
@@ -134,14 +146,18 @@ class Submitted:
         assert state == "COMPLETED", f"{state}: {self.said()}"
 
     def restarts(self) -> int:
-        return int(self._shown("Restarts"))
+        return int(self.shown("Restarts"))
+
+    def times(self) -> tuple[str, str]:
+        """Start and end, which sort as texts."""
+        return self.shown("StartTime"), self.shown("EndTime")
 
     def run_minutes(self) -> int:
         """Whole minutes since the start."""
-        hours, minutes, _ = self._shown("RunTime").split(":")
+        hours, minutes, _ = self.shown("RunTime").split(":")
         return 60 * int(hours) + int(minutes)
 
-    def _shown(self, name: str) -> str:
+    def shown(self, name: str) -> str:
         return self.cluster.run("scontrol", "show", "job", str(self.number)).partition(f"{name}=")[2].split()[0]
 
 
@@ -172,25 +188,51 @@ def beside(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> B
     return Beside(components, (sweep, int(said.split()[-1])))
 
 
+class Refused(NamedTuple):
+    """A job on one node that needs two."""
+
+    job: Submitted
+    line: list[str]
+    """Words of the ``sbatch`` line that its refusal prints."""
+
+
+@pytest.fixture(scope="module")
+def refused(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Refused:
+    run_dir = tmp_path_factory.mktemp("stopped") / "killed"
+    store = f"store.folder={run_dir.parent}"  # PostgreSQL's data, as where run.dir is on Lustre
+    job = Submitted(cluster, "train_grpo.sh", run_dir, *GRPO, FORKS, store, log="refused")
+    assert cluster.wait(job.number, PATIENCE_S) == "FAILED"
+    [line] = [line for line in job.said().splitlines() if "to run it as it is: " in line]
+    return Refused(job, shlex.split(line.partition("to run it as it is: ")[2]))
+
+
 class Stopped(NamedTuple):
     """Jobs over two nodes each that are queued again, and what does that to them."""
 
     limited: Submitted
+    next: Submitted
+    """The second job of a chain, after ``limited``."""
     limiting: Future[None]
     killed: Submitted
     killing: Future[Before]
 
 
 @pytest.fixture(scope="module")
-def stopped(cluster: SlurmCluster, beside: Beside, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stopped]:
-    """Each on nodes of its own, so that both are stopped at the same time."""
-    folder = tmp_path_factory.mktemp("stopped")
-    forks = "run.fork_servers=false"  # over several nodes nothing is forked, and each command would import torch for it
-    limited = Submitted(cluster, "train_dpo.sh", folder / "limited", *DPO, forks, options=on(*NODES[2:]))
-    killed = Submitted(cluster, "train_grpo.sh", folder / "killed", *GRPO, forks, options=on(*NODES[:2]))
+def stopped(cluster: SlurmCluster, beside: Beside, refused: Refused) -> Iterator[Stopped]:
+    """Each on nodes of its own, so that both are stopped at the same time. ``killed`` is the line of a refusal."""
+    chain = ("--dependency=singleton", "--job-name=chain", *on(*NODES[2:]))
+    limited, following = (
+        Submitted(
+            cluster, "train_dpo.sh", refused.job.run_dir.with_name("limited"), *DPO, FORKS, options=chain, log=log
+        )
+        for log in ("limited", "next")
+    )
+    where = (*SHARED, f"--nodelist={','.join(NODES[:2])}")  # beside other jobs of the tests
+    killed = Submitted(cluster, "train_grpo.sh", refused.job.run_dir, options=where, line=refused.line[1:])
     with ThreadPoolExecutor(2) as pool:
-        limiting = pool.submit(stop_at_the_limit, cluster, limited)
-        yield Stopped(limited, limiting, killed, pool.submit(kill_the_head, cluster, killed, beside.components))
+        limiting = pool.submit(stop_at_the_limit, cluster, limited, following)
+        killing = pool.submit(kill_the_head, cluster, killed, beside.components)
+        yield Stopped(limited, following, limiting, killed, killing)
 
 
 def test_scripts_are_accepted(cluster: SlurmCluster) -> None:
@@ -223,16 +265,11 @@ def test_cpus_that_a_job_gets(
     assert words in job.said()
 
 
-def test_a_job_that_needs_two_nodes_is_told_how_to_get_them(cluster: SlurmCluster, tmp_path: Path) -> None:
-    """The scripts ask for one node. ``killed`` is a job that is submitted like that."""
-    job = Submitted(cluster, "train_grpo.sh", tmp_path / "run", *GRPO)
-    assert cluster.wait(job.number, PATIENCE_S) == "FAILED"
-    assert "NumNodes=1" in cluster.run("scontrol", "show", "job", str(job.number))
-    [line] = [line for line in job.said().splitlines() if "to run it as it is: " in line]
-    command = line.partition("to run it as it is: ")[2].split()
-    assert command[:2] == ["sbatch", "--nodes=2"] and command[2].endswith("slurm/train_grpo.sh")
-    assert {f"run.dir={job.run_dir}", "rollout.nodes=2"} <= set(command[3:])
-    cluster.run(command[0], "--test-only", *command[1:], cwd=HOME)  # it is a command that Slurm takes
+def test_a_job_that_needs_two_nodes_is_told_how_to_get_them(cluster: SlurmCluster, refused: Refused) -> None:
+    """The scripts ask for one node. ``killed`` is the job of that line, which runs to its end."""
+    assert "NumNodes=1" in cluster.run("scontrol", "show", "job", str(refused.job.number))
+    assert refused.line[:2] == ["sbatch", "--nodes=2"] and refused.line[2].endswith("slurm/train_grpo.sh")
+    assert {f"run.dir={refused.job.run_dir}", "rollout.nodes=2"} <= set(refused.line[3:])
 
 
 def test_a_sweep_as_an_array(cluster: SlurmCluster, beside: Beside) -> None:
@@ -296,6 +333,9 @@ def test_the_same_answers_in_the_end(stopped: Stopped) -> None:
     assert [record["step"] for record in trained] == [1, 2, 3]
     assert all(record["sync/digests"] > 0 for record in trained)
     assert [compared(record) for record in before.metrics if "actor/loss" in record] == [compared(trained[0])]
+    assert (job.run_dir / "postgres" / "data" / PARKED).is_file() and not [
+        *job.run_dir.parent.glob("megarl-postgres-*")
+    ]
     with job_store(OWN_SERVER, job.run_dir, KEY, host="127.0.0.1"):
         store = Store(OWN_SERVER)
         assert answers(store, 1) == before.answers
@@ -308,7 +348,15 @@ def test_the_same_answers_in_the_end(stopped: Stopped) -> None:
         store.close()
 
 
-def stop_at_the_limit(cluster: SlurmCluster, job: Submitted) -> None:
+def test_the_next_job_of_a_chain_begins_when_the_first_has_ended(cluster: SlurmCluster, stopped: Stopped) -> None:
+    """It waited while the first was queued again, and finds the run finished."""
+    stopped.limiting.result()
+    stopped.next.completed()
+    assert stopped.next.times()[0] >= stopped.limited.times()[1]
+    assert f"{stopped.limited.run_dir} is finished" in stopped.next.said()
+
+
+def stop_at_the_limit(cluster: SlurmCluster, job: Submitted, following: Submitted) -> None:
     """End when the job is in the queue again, in ``make soak`` after two further stops."""
     job.until(lambda: job.steps() >= 3, "third step")
     if SOAK:
@@ -322,6 +370,7 @@ def stop_at_the_limit(cluster: SlurmCluster, job: Submitted) -> None:
         cluster.run("scontrol", "update", f"JobId={job.number}", f"TimeLimit={limit}")
         job.until(lambda: job.said().count("stopping: saving") > stops, "signal before the time limit")
     job.until(lambda: job.said().count("queued again") == 1 + SOAK, "requeue at the time limit")
+    assert (cluster.state(following.number), following.shown("Reason")) == ("PENDING", "Dependency")
     cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=60")
     if SOAK:
         until_next_step(job)

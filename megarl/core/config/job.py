@@ -57,6 +57,9 @@ class StoreConfig:
     """A file on this machine, postgresql://USER@HOST/DATABASE, ``env://NAME`` (the URL is in that environment
     variable), or
     ``job://postgres``: a server of the job's own. Without a password; docs/store.md."""
+    folder: str = ""
+    """Folder on a local disk of the first node for the data of ``store.url=job://postgres``; empty takes ``run.dir``
+    where that is local, else $SLURM_TMPDIR, $TMPDIR or /tmp (docs/store.md)."""
     poll_s: Annotated[float, Bound(0, 60, above=True)] = 0.02
     """Pause between two looks into the database while waiting."""
     outage_s: Annotated[float, Bound(0, 86400)] = 300.0

@@ -20,6 +20,7 @@ from megarl.explore.explorer.share import check_explorers
 from megarl.explore.rewards.pool.process import addresses
 from megarl.explore.rewards.router import FAMILIES
 from megarl.explore.store import check_url
+from megarl.explore.store.database import is_pending
 from megarl.learn import algorithms
 from megarl.learn.algorithms import Algorithm
 from megarl.run.checks.engines import check_capability, check_engine_settings
@@ -27,6 +28,7 @@ from megarl.run.checks.pacing import check_pacing
 from megarl.run.checks.replay import check_replay
 from megarl.run.checks.roles import check_role_settings
 from megarl.run.checks.tasksets import check_taskset
+from megarl.run.local_disk import choose
 from megarl.run.process import ports
 from megarl.run.report.doctor import installed_version
 from megarl.run.run_dir.rows import needs_expert_rows
@@ -76,6 +78,8 @@ def check_settings(config: Config, algorithm: Algorithm, nodes: int, *, elsewher
     check_engine_settings(config, job)
     check_memory(config, job, nodes)
     check_url(config.store.url, nodes)
+    if is_pending(config.store.url) and job.is_alone and not elsewhere:
+        choose(Path(config.run.dir), config.store.folder)
     if job.rollouts:
         workflows.check(config.rollout, Path(config.run.dir))
         check_operators(config, algorithm)

@@ -50,7 +50,7 @@ from megarl.run.run_dir.resume import (
     is_finished,
     set_aside_damaged,
 )
-from megarl.run.run_dir.store_damage import replace_damaged_store
+from megarl.run.run_dir.store_damage import fill_lost_store, replace_damaged_store
 from megarl.run.supervise.specs import preload, resolved
 from megarl.run.supervise.supervisor import start_attempt, watch
 from megarl.weights.checkpoint.training.disk_space import writing
@@ -101,10 +101,20 @@ def run(config: Config, servers: ForkServers | None = None) -> int:
         host = config.run.host if allocation.nodes == 1 else allocation.head
         connections = allocation.nodes + config.rollout.explorers + OTHERS
         server = stack.enter_context(
-            job_store(config.store.url, run_dir, key, host=host, connections=connections, held=[lock])
+            job_store(
+                config.store.url,
+                run_dir,
+                key,
+                host=host,
+                connections=connections,
+                held=[lock],
+                folder=config.store.folder,
+            )
             if job.is_alone
             else shared_store(config.store.url, run_dir, key)
         )
+        if server is not None:
+            fill_lost_store(config, server)
         begun = await_run(config, allocation.nodes) if job.joins else config
         if begun is None or _is_finished(config):
             fix = "" if config.run.mode == "bench" else "raise trainer.steps to go on, or "

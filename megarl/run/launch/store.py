@@ -11,10 +11,12 @@ from megarl.core.config import Config
 from megarl.core.errors import ConfigError
 from megarl.engine.client.auth import KEY_VARIABLE
 from megarl.explore.store import OWN_SERVER, VARIABLE, Store
+from megarl.run.local_disk import choose
 from megarl.run.postgres import ADDRESS, Server
 from megarl.run.process.interrupt import StopRequest
 from megarl.run.process.ports import is_free
 from megarl.run.run_dir.owner import held_locks, own_run_dir, run_key
+from megarl.run.run_dir.store_damage import fill_lost_store
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +46,19 @@ def serve(config: Config) -> int:
     with own_run_dir(run_dir, PROGRAM) as lock:
         port = _earlier_port(run_dir, config.run.host)
         server = Server(
-            run_dir / "postgres", key, host=config.run.host, port=port, connections=CONNECTIONS, held=[lock]
+            run_dir / "postgres",
+            key,
+            host=config.run.host,
+            port=port,
+            connections=CONNECTIONS,
+            held=[lock],
+            disk=choose(run_dir, config.store.folder),
         )
         with StopRequest() as stop_request:
             server.start()
             os.environ[VARIABLE] = server.url
             try:
+                fill_lost_store(config, server)
                 return _watch(config, run_dir, server, stop_request)
             finally:
                 server.stop()

@@ -14,7 +14,7 @@ SHOWN = 8
 HARMLESS = (
     "run.name", "run.allow_changes", "run.fork_servers", "run.host", "run.port", "run.shutdown_grace_s",
     "run.mode", "run.number",
-    "rollout.nodes", "store.outage_s", "trainer.trackers",
+    "rollout.nodes", "store.outage_s", "store.folder", "trainer.trackers",
 )  # fmt: skip
 """Settings that change nothing of what a run computes or where it lies."""
 FREE = (

@@ -13,18 +13,19 @@ from megarl.run.job_store import job_store, live_url
 
 
 @contextmanager
-def database_of_run(url: str, run_dir: Path) -> Iterator[None]:
+def database_of_run(url: str, run_dir: Path, *, read_only: bool = False) -> Iterator[None]:
     """Have a run's database there: the server of a job that is running, or one that is started for as long.
 
     Raises:
-        ConfigError: a job is running with a server of its own, and ``MEGARL_JOB_KEY`` is missing.
+        ConfigError: a job is running with a server of its own, and ``MEGARL_JOB_KEY`` is missing; or the store's data
+            are on another host.
     """
     key = os.environ.get("MEGARL_JOB_KEY")
     live = live_url(run_dir, key) if url == OWN_SERVER and VARIABLE not in os.environ else None
     if live is not None:
         os.environ[VARIABLE] = live
     try:
-        with job_store(url, run_dir, secrets.token_hex(), host="127.0.0.1"):
+        with job_store(url, run_dir, secrets.token_hex(), host="127.0.0.1", use="read" if read_only else "write"):
             yield
     finally:
         if live is not None:
@@ -34,5 +35,5 @@ def database_of_run(url: str, run_dir: Path) -> Iterator[None]:
 @contextmanager
 def store_of_run(url: str, run_dir: Path, *, read_only: bool = False) -> Iterator[Store]:
     """Open a run's store. Raises as ``database_of_run``."""
-    with database_of_run(url, run_dir), closing(Store(url, read_only=read_only)) as store:
+    with database_of_run(url, run_dir, read_only=read_only), closing(Store(url, read_only=read_only)) as store:
         yield store

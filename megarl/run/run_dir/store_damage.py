@@ -1,4 +1,4 @@
-"""A run's SQLite store that is damaged: set aside before a job reads it."""
+"""A run's store that is damaged or lost: a new one has the steps of the run so far."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from megarl.explore.store import Store, sqlite_file
 from megarl.explore.store.database import is_pending, open_read_only, reason, sync_folder
 from megarl.explore.store.tables import EVENTS, EXCLUDED, GROUPS, JOB, REPLAYS, ROLLOUTS, STEPS, TASKS
 from megarl.explore.store.transactions import is_damage
+from megarl.run.postgres import Server
 from megarl.weights.checkpoint.training.state import latest, read_state
 
 log = logging.getLogger(__name__)
@@ -26,6 +27,11 @@ SMALL = (JOB, STEPS, EVENTS, ROLLOUTS, GROUPS, REPLAYS, EXCLUDED, TASKS)
 JSON_COLUMNS = {"metrics", "data", "sampling", "prompt", "reward_model", "extra_info"}
 _FILES = ("", "-wal", "-shm")
 EMPTY = "it has 0 bytes"
+LACKS = (
+    "Answers of these steps are missing in the report, and taskset.order=prioritized begins again; expert rows that "
+    "were imported by hand have to be imported again; training loses nothing else, since it goes on from a checkpoint."
+)
+"""Text about a new store."""
 
 
 def replace_damaged_store(config: Config, *, rename: bool = True, stopping: Callable[[], bool] = lambda: False) -> None:
@@ -51,18 +57,42 @@ def replace_damaged_store(config: Config, *, rename: bool = True, stopping: Call
     if not rename:
         log.warning("the store %s is damaged: %s; the next start sets it aside", path, found)
         return
-    newest = latest(run_dir / "checkpoints")
-    behind = 0 if newest is None else int(read_state(newest)["step"])
-    aside = replace_store(path, dict.fromkeys(range(1, behind + 1), dict[str, Any]()) | steps)
+    aside = replace_store(path, _with_steps_behind(steps, run_dir))
     log.warning(
-        "THE STORE %s WAS DAMAGED: %s. It is now %s, and a new one has the %d steps of metrics.jsonl. Answers of these "
-        "steps are missing in the report, and taskset.order=prioritized begins again; expert rows that were imported "
-        "by hand have to be imported again; training loses nothing else, since it goes on from a checkpoint.",
+        "THE STORE %s WAS DAMAGED: %s. It is now %s, and a new one has the %d steps of metrics.jsonl. %s",
         path,
         found,
         aside,
         len(steps),
+        LACKS,
     )
+
+
+def fill_lost_store(config: Config, server: Server) -> None:
+    """Give a store that is new, since the run's data are on another host or gone, the steps of the run so far, and
+    warn. Safe to repeat after a kill."""
+    if not (lost := server.parking.lost):
+        return
+    run_dir = Path(config.run.dir)
+    steps = _written(run_dir / "metrics.jsonl")
+    store = Store(config.store.url, outage_s=config.store.outage_s)
+    store.record_steps(_with_steps_behind(steps, run_dir))
+    store.close()
+    server.parking.settle()
+    log.warning(
+        "THE STORE'S DATA WERE NOT PARKED in %s: %s. A new store has the %d steps of metrics.jsonl. %s",
+        server.folder,
+        lost,
+        len(steps),
+        LACKS,
+    )
+
+
+def _with_steps_behind(steps: Mapping[int, dict[str, Any]], run_dir: Path) -> dict[int, dict[str, Any]]:
+    """``steps``, and those that the newest checkpoint has behind it and that are missing there, without metrics."""
+    newest = latest(run_dir / "checkpoints")
+    behind = 0 if newest is None else int(read_state(newest)["step"])
+    return dict.fromkeys(range(1, behind + 1), dict[str, Any]()) | dict(steps)
 
 
 def fault(path: Path, stopping: Callable[[], bool] = lambda: False) -> str | None:
