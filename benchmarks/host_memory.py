@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,13 +170,12 @@ def trainer_of(config: Any, store: Any) -> Any:
     import torch.distributed as dist
 
     from megarl.core.schema import WeightsVersion
-    from megarl.core.truncation import TruncationWarning
-    from megarl.explore.order.pacing import Pacing
     from megarl.learn import algorithms
-    from megarl.train.loop.online import OnlineTrainer
+    from megarl.train.part import Services
     from megarl.train.rank.context import RunContext
     from megarl.train.rollout import rollouts
     from megarl.train.rollout.reading import NodeReader, RolloutReader
+    from megarl.train.step import OnlineTrainer
     from megarl.train.update.learner import Learner
     from megarl.train.update.models import Models
 
@@ -187,27 +187,21 @@ def trainer_of(config: Any, store: Any) -> Any:
         images=None, refresh_due=lambda step: False, head=SimpleNamespace(vocab_size=VOCAB),
     )  # fmt: skip
     trainer.models.finish_gathers = partial(Models.finish_gathers, trainer.models)
-    trainer.cold = SimpleNamespace(check=lambda step, weights: {})
-    trainer.weights, trainer.expert = (
-        SimpleNamespace(publish=lambda step: {}, version=WeightsVersion(1, 0), step=0),
-        None,
-    )
     trainer.reporter = SimpleNamespace(
         timeline=trainer.timeline, log=lambda text: None, record_step=lambda *_, **__: None,
         keep_batch=lambda *_: None,
     )  # fmt: skip
-    trainer.pacing = Pacing.of(config.sync)
-    trainer.truncation = TruncationWarning(config.rollout.max_response_tokens)
     trainer.end_step = lambda state, metrics, used: state
     reader = RolloutReader(NodeReader(), store, lambda: False)
     trainer.store = store
     context = trainer.context = RunContext(config, Path(), 1, dist.get_rank())
-    trainer.rollouts = rollouts.Rollouts(
-        context, trainer.algorithm, store, trainer.reporter, reader, lambda *_, **__: True
-    )
+    asked = rollouts.Rollouts(context, trainer.algorithm, store, trainer.reporter, reader, lambda *_, **__: True)
+    weights = SimpleNamespace(publish=lambda step: {}, version=WeightsVersion(1, 0), step=0)
+    given = {"rollouts": asked, "weights": weights, "reader": reader}
+    trainer.services = Services(**dict.fromkeys((field.name for field in fields(Services)), None) | given)
     updates: Any = SimpleNamespace(begin=lambda: None, end=lambda state: {}, admits=lambda state, *_: (True, state))
     ranks: Any = SimpleNamespace(gather=lambda sums: sums)
-    trainer.turns = SimpleNamespace(enter=lambda phase: None)
+    trainer.turns = SimpleNamespace(enter=lambda phase: None, phase=None)
     trainer.learner = Learner(config, trainer.algorithm, trainer.models, updates, ranks, trainer.turns.enter)
     return trainer
 

@@ -31,7 +31,7 @@ def main() -> int:
         heartbeat.begin()  # `kill -USR1 <pid>` writes into its log where a process is blocked
         end_after_parent()
         if role == "trainer":
-            from megarl.train.loop.trainer import main as run
+            from megarl.train.trainer import main as run
         elif role == "explorer":
             from megarl.explore.explorer.explorer import main as run
         elif role == "bench":

@@ -20,7 +20,7 @@ RANK = """
 import os, shutil, sys
 from pathlib import Path
 from megarl.weights.checkpoint.training import save
-from megarl.train.loop.trainer import main
+from megarl.train.trainer import main
 
 complete, kept = save.complete, Path(os.environ["SYNCED"])
 

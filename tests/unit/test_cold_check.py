@@ -14,8 +14,8 @@ from megarl.core.schema import WeightsVersion
 from megarl.engine.client.control import EngineControl, EngineState
 from megarl.engine.client.probe import Probed, ProbeText
 from megarl.explore.store import EngineStatus, RegisteredEngine, Store
+from megarl.train.parts.cold import ColdCheck
 from megarl.train.rank.context import RunContext
-from megarl.train.sync.cold import ColdCheck
 from megarl.train.sync.own import OwnEngines
 
 SERVING, STARTING, ABSENT = EngineStatus.SERVING, EngineStatus.STARTING, EngineStatus.ABSENT
@@ -32,7 +32,7 @@ def test_both_engines_are_joined_after_the_check(tmp_path: Path, monkeypatch: py
     store.register_engines([RegisteredEngine(n, url, 1, SERVING, SERVING) for n, url in enumerate(urls)])
     nothing: Any = SimpleNamespace(stopping=False)
     context = RunContext(Config(store=StoreConfig(poll_s=0.001)), tmp_path, 1, 0)
-    check = ColdCheck(context, store, nothing, nothing, nothing, nothing, nothing)
+    check = ColdCheck(context, store, nothing, nothing, nothing, nothing, nothing, nothing)
     looks, seen = 0, []
     for _ in check._compared(ProbeText([1, 2], [-0.5], 1.0), VERSION):
         engine, looks = store.own_engines()[0], looks + 1

@@ -10,7 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ from megarl.core.config import Config
 from megarl.core.config.algorithms import AlgorithmConfig
 from megarl.core.config.job import SyncConfig
 from megarl.core.config.schema import TrainerConfig
+from megarl.core.phases import Phase
 from megarl.core.schema import Reward, Trajectory, WeightsVersion
 from megarl.explore.order.choice import TaskChoice
 from megarl.explore.order.pacing import Pacing
@@ -30,13 +31,15 @@ from megarl.explore.order.replay import ReplayChoice
 from megarl.explore.store import Claim, Store, Used
 from megarl.explore.store.tables import GROUPS, ROLLOUTS
 from megarl.learn import algorithms
-from megarl.train.loop.online import OnlineTrainer
+from megarl.train.part import Services
+from megarl.train.parts.ahead import DrainAhead
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
 from megarl.train.rollout.asking import Awaited, InCompletionOrder, Published
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.rollout.rollouts import Rollouts
+from megarl.train.step import OnlineTrainer
 from megarl.train.sync.sent import outlives_update
 from megarl.train.sync.weights import WeightSync
 from tests.stores import finish, make_task
@@ -52,11 +55,8 @@ NOTHING: Any = SimpleNamespace(
     connect=lambda: None,
     enter=lambda phase: None,
     during=lambda phase: nullcontext(),
-    settle=lambda step: None,
-    wait=lambda step: True,
-    begin=lambda *_: False,
-    due=False,
-    check=lambda *_: {},
+    settle=lambda step: False,
+    phase=Phase.ROLLOUT,
 )
 
 
@@ -101,12 +101,14 @@ class Job(OnlineTrainer):
         self.store = AskedOnce(run.url, attempt=attempt)
         self.context = RunContext(self.config, run.path, attempt, 0)
         self.reporter = Reporter(self.context, self.store)
-        self.ranks = self.meanwhile = self.cold = NOTHING
-        self.pacing = Pacing.of(self.config.sync)
+        self.ranks = self.turns = NOTHING
         self.weights = Weights(self.context, self.store, self)
         reader = RolloutReader(NodeReader(), self.store, lambda: False)
         grpo, wait = algorithms.get("grpo"), self.until
-        self.rollouts = Rollouts(self.context, grpo, self.store, self.reporter, reader, wait)
+        rollouts = Rollouts(self.context, grpo, self.store, self.reporter, reader, wait)
+        given: dict[str, Any] = dict.fromkeys((field.name for field in fields(Services)), NOTHING)
+        self.services = Services(**given | {"weights": self.weights, "rollouts": rollouts})
+        self.parts = [DrainAhead(self.config, rollouts)]
         self.claims: list[Claim] = []
 
     def connect(self) -> None:
@@ -143,19 +145,20 @@ class Job(OnlineTrainer):
             self.run.kills -= 1
             raise Killed
 
-    def evaluate(self, state: TrainState, name: str) -> bool:
+    def evaluate(self, state: TrainState, name: str) -> None:
         self.evaluated = self.publish(state)
         assert self.until(lambda: Awaited(0, 0, self.random.random() < 0.5), name, weights_step=state.step)
-        return True
 
-    def step(self, state: TrainState) -> TrainState | None:
+    def step(self, state: TrainState) -> TrainState:
         """``OnlineTrainer.step`` without models."""
-        assert self.publish_if_due(state) is not None
-        groups = self.rollouts.groups(state, Published(self.weights.version, self.weights.step), 64)
+        self.publish_if_due(state)
+        published = Published(self.weights.version, self.weights.step)
+        groups = self.services.rollouts.groups(state, published, 64)
         assert groups is not None
         self.may_die()
         self.trained += 1
-        self.drain_after_update(state)
+        for part in self.parts:
+            part.after_update(state)
         self.store.record_step(state.step + 1, {}, groups.used)
         self.may_die()
         after = TrainState("rl", state.step + 1)

@@ -8,7 +8,7 @@ import pytest
 
 from megarl.core.errors import WeightsDiffer
 from megarl.engine.client.probe import PROBE_TOLERANCES, Probed, check_probe
-from megarl.train.sync.cold import compare
+from megarl.train.parts.cold import compare
 
 BF16 = PROBE_TOLERANCES["bfloat16"]
 

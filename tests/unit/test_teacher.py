@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from megarl.run.checks import job as checks
 from megarl.run.checks.experts import ExpertCheck
 from megarl.run.launch.experts import fill_experts
 from megarl.run.run_dir.experts import tokenizer_digest
-from megarl.train.loop.online import OnlineTrainer
+from megarl.train.parts.demonstrations import drawn as drawn_from
 from megarl.train.rank.state import TrainState
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.update.batch import StepBatch, make_batch
@@ -61,8 +60,7 @@ def test_log_probs_go_from_the_store_to_the_gradient(
     reader = RolloutReader(NodeReader(), store, lambda: False)
     rows = reader.demonstrations(tokenizer, teacher=expert_loss == "off_policy")
     assert all((row.teacher_logp is None) is (expert_loss == "sft") for row in rows)
-    trainer: Any = SimpleNamespace(expert=ExpertRows(rows), config=Config(algorithm=settings))
-    drawn = OnlineTrainer.demonstrations(trainer, TrainState(), 3)
+    drawn = drawn_from(ExpertRows(rows), Config(algorithm=settings), TrainState(), 3)
     sampled = [three_lines(0, 3), three_lines(1, 2, 4)]
     batch = make_batch(sampled, drawn, algorithms.get("mix"), settings, 1)
     store.close()

@@ -19,7 +19,7 @@ COMMON = ("torch", "torch._dynamo", "torch._inductor.standalone_compile", "torch
 """Modules that vLLM and Megatron-Core both import."""
 PRELOAD: Mapping[ProcessKind, tuple[str, ...]] = {
     ProcessKind.TRAINER: (
-        "megarl.train.loop.trainer",
+        "megarl.train.trainer",
         "megatron.core.dist_checkpointing.strategies.filesystem_async",
         "megatron.core.models.gpt.gpt_model",
         "megatron.core.transformer.multi_latent_attention",

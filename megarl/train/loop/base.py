@@ -1,6 +1,6 @@
 """The course of a training job on one rank: resume, warm start, steps, evaluation, checkpoints.
 
-A step is made by ``online.OnlineTrainer`` or ``offline.OfflineTrainer``.
+A step is made by ``step.OnlineTrainer`` or ``offline.OfflineTrainer``.
 """
 
 from __future__ import annotations
@@ -85,15 +85,12 @@ class Trainer(ABC):
         """Open what the steps need beside models. Raises Stopped."""
 
     @abstractmethod
-    def step(self, state: TrainState) -> TrainState | None:
-        """Make one step; None when it was given up because the job is asked to stop: nothing has changed then.
-
-        Raises RollBack, Stopped.
-        """
+    def step(self, state: TrainState) -> TrainState:
+        """Make one step. Raises RollBack; Stopped before the update begins: nothing has changed then."""
 
     @abstractmethod
-    def evaluate(self, state: TrainState, name: str) -> bool:
-        """Evaluate the actor; False when the job is asked to stop. Raises Stopped."""
+    def evaluate(self, state: TrainState, name: str) -> None:
+        """Evaluate the actor. Raises Stopped."""
 
     @property
     def version(self) -> WeightsVersion:
@@ -168,23 +165,24 @@ class Trainer(ABC):
             self.connect()
             while state.step < self.config.trainer.steps:
                 try:
-                    stop = self.ranks.stop_requested() or not self.evaluate_if_due(state)
-                    if stop or (after := self.step(state)) is None:
+                    if self.ranks.stop_requested():
                         return state, False
-                    state = after
+                    if self.evaluates(state):
+                        self.evaluate(state, f"eval-{state.step}" if state.step else "eval-before")
+                    state = self.step(state)
                 except RollBack as bad:
                     state = self.rolled_back(state, bad)
-            return state, self.evaluate(state, "eval-after")
+            self.evaluate(state, "eval-after")
         except Stopped as stopped:
-            self.reporter.log(f"stopping in the middle of a weight sync ({stopped})")
+            if text := str(stopped):
+                self.reporter.log(f"stopping in the middle of a weight sync ({text})")
             return state, False
+        return state, True
 
-    def evaluate_if_due(self, state: TrainState) -> bool:
-        """Evaluate before the first step and every ``trainer.eval_interval`` steps, also after a resume there."""
-        number, interval = state.step, self.config.trainer.eval_interval
-        if number and (not interval or number % interval):
-            return True
-        return self.evaluate(state, f"eval-{number}" if number else "eval-before")
+    def evaluates(self, state: TrainState) -> bool:
+        """True before the first step and every ``trainer.eval_interval`` steps, also after a resume there."""
+        interval = self.config.trainer.eval_interval
+        return not state.step or bool(interval and state.step % interval == 0)
 
     def end_step(self, state: TrainState, metrics: dict[str, float], used: Used = NOTHING_USED) -> TrainState:
         """Count the step, and checkpoint where that is due; return the state after it. Adds to ``metrics``."""

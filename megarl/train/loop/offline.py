@@ -118,7 +118,7 @@ class OfflineTrainer(Trainer):
             return objectives.preference_scores(algorithm, settings, batch.margins)
         return objectives.policy(algorithm, settings, batch.sequences)
 
-    def evaluate(self, state: TrainState, name: str) -> bool:
+    def evaluate(self, state: TrainState, name: str) -> None:
         """Record the algorithm's loss, and what else it measures, on all held-out rows under ``val/``."""
         test, actor, reference = self.test, self.models.actor, self.models.reference
         sequences, step = test.sequences, state.step
@@ -134,7 +134,6 @@ class OfflineTrainer(Trainer):
         self.reporter.write(step, {f"val/{name}": value for name, value in metrics.items()})
         accuracy = f", the chosen answer preferred in {metrics['accuracy']:.1%}" if "accuracy" in metrics else ""
         self.reporter.log(f"held-out loss at step {step}: {metrics['loss']:.4f}{accuracy} ({len(test.units)} rows)")
-        return True
 
 
 def scores(config: Config) -> bool:

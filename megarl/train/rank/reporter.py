@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -100,16 +100,8 @@ class Reporter:
         if self._context.rank == 0:
             self._store.record_step(step, metrics, used)
 
-    def keep_batch(self, step: int, make: Callable[[], KeptBatch | None]) -> None:
-        """Write what a step trains on (``trainer.keep_batches``), from rank 0; without room for it the step has
-        none.
-
-        Args:
-            make: Every rank calls it; None on other ranks than the first.
-        """
-        if not self._context.config.trainer.keep_batches:
-            return
-        batch = make()
+    def keep_batch(self, step: int, batch: KeptBatch | None) -> None:
+        """Write what a step trains on; without room for it the step has none. None on other ranks than the first."""
         if batch is None:
             return
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
+from typing import Protocol
 
 from megarl.core.config.schema import EvaluationConfig
 from megarl.core.schema import KEEPERS, WeightsVersion
@@ -16,8 +17,32 @@ from megarl.train.rollout.asking import whole
 from megarl.train.rollout.rollouts import Wait
 
 
+class Evaluates(Protocol):
+    """Evaluations of a job, in front of its steps (``Evaluation``) or beside them (``EvaluationMeanwhile``). Every rank
+    makes the same calls."""
+
+    @property
+    def is_open(self) -> bool:
+        """True while engines keep weights that are being evaluated."""
+
+    def settle(self, step: int) -> bool:
+        """Report an evaluation that has ended, ``step`` steps being done. True if one was given up, so that the weights
+        of now are to be evaluated."""
+
+    def wait(self, step: int) -> bool:
+        """Wait until none is open; False when the job is asked to stop."""
+
+    def run(self, state: TrainState, version: WeightsVersion, rollout_id: str) -> bool:
+        """Evaluate the weights that were published last; False when the job is asked to stop."""
+
+    def forget(self, step: int) -> None:
+        """Give up what is open: the job has gone back to step ``step``."""
+
+
 class Evaluation:
-    """Asks the explorer to evaluate, and reports what it found. Every rank makes the same calls."""
+    """Asks the explorer to evaluate, waits, and reports what it found. Every rank makes the same calls."""
+
+    is_open = False
 
     def __init__(self, context: RunContext, store: Store, reporter: Reporter, wait: Wait) -> None:
         self._context = context
@@ -28,6 +53,17 @@ class Evaluation:
     @cached_property
     def _tasks(self) -> list[str]:
         return self._store.task_ids("eval")
+
+    def settle(self, step: int) -> bool:
+        """Return False: all have ended."""
+        return False
+
+    def wait(self, step: int) -> bool:
+        """Return True: none is open."""
+        return True
+
+    def forget(self, step: int) -> None:
+        """Do nothing: none is open."""
 
     def run(self, state: TrainState, version: WeightsVersion, rollout_id: str) -> bool:
         """Evaluate as the setting ``evaluation`` asks; report ``val/accuracy``. False when the job is asked to stop."""

@@ -10,6 +10,7 @@ from megarl.explore.store import Store
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks
 from megarl.train.rank.reporter import Reporter
+from megarl.train.rank.state import TrainState
 from megarl.train.rollout.asking import Awaited, whole
 from megarl.train.rollout.evaluation import Evaluation
 from megarl.train.rollout.rollouts import Wait
@@ -56,13 +57,24 @@ class EvaluationMeanwhile:
         self.due = False
         """One was given up, and the weights of now are to be evaluated."""
 
+    @property
+    def is_open(self) -> bool:
+        """True while engines keep weights that are being evaluated."""
+        return self._open is not None
+
+    def run(self, state: TrainState, version: WeightsVersion, rollout_id: str) -> bool:
+        """Evaluate the weights that were published last, and return at once between two steps; False when the job is
+        asked to stop."""
+        between = 0 < state.step < self._context.config.trainer.steps
+        if between and self.begin(state.step, version, rollout_id):
+            return True
+        return self._evaluation.run(state, version, rollout_id)
+
     def begin(self, step: int, version: WeightsVersion, rollout_id: str) -> bool:
         """Ask for an evaluation of the weights that were published last; False, and nothing is asked for, where no
         engine can be left out of updates."""
         self.due = False
         count = self._context.config.trainer.eval_engines
-        if not count:
-            return False
         engines = [] if self._context.rank else self._kept.keep(count, version, self._give_up)
         if not self._ranks.agree(self._context.rank != 0 or bool(engines)):
             return False
@@ -70,10 +82,11 @@ class EvaluationMeanwhile:
         self._evaluation.ask(step, version, rollout_id, engines)
         return True
 
-    def settle(self, step: int) -> None:
-        """Report the open evaluation if it has ended, ``step`` steps being done."""
+    def settle(self, step: int) -> bool:
+        """Report the open evaluation if it has ended, ``step`` steps being done; return ``due``."""
         if self._open is not None and self._ranks.agree(self._context.rank != 0 or self._look().complete):
             self._end(step)
+        return self.due
 
     def wait(self, step: int) -> bool:
         """Wait until none is open; False when the job is asked to stop."""

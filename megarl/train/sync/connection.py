@@ -28,7 +28,7 @@ from megarl.train.sync.fleet import EngineFleet, await_wanted, failures, results
 from megarl.train.sync.joined import NONE_JOINED, Joined
 from megarl.train.sync.links import TrainerLinks
 from megarl.train.sync.messages import RankMessages
-from megarl.train.sync.parts import EnginePlans, Part, partners_of, parts_of, places_of
+from megarl.train.sync.parts import EnginePlans, PartOfEngines, partners_of, parts_of, places_of
 from megarl.weights.reshard.execute import Transport
 from megarl.weights.reshard.layout import Layout
 from megarl.weights.reshard.layouts import VOCAB_MULTIPLE
@@ -96,7 +96,7 @@ class EngineConnection:
         self._fleet = EngineFleet([], self._addresses.key, config.sync.timeout_s)
         self._each = config.sync.pause == "keep"  # engines take weights one after another, by plans of their own
         self._plans = EnginePlans(layout, hf_config, config.rollout, each=self._each)
-        self.parts: list[Part] = []
+        self.parts: list[PartOfEngines] = []
         """Engines that take weights together, since ``connect``."""
         self._messages = RankMessages(rank, config.rollout.start_timeout_s + config.sync.timeout_s)
         self._timeout_s = config.sync.timeout_s

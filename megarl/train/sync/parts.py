@@ -17,7 +17,7 @@ from megarl.weights.reshard.plan import ReshardPlan, build_plan
 
 
 @dataclass(frozen=True)
-class Part:
+class PartOfEngines:
     """Engines whose workers are the destination ranks of ``plan``, from worker ``first`` of all on."""
 
     engines: Sequence[int]
@@ -82,7 +82,7 @@ def places_of(places: Places, engine: int, workers: Sequence[int]) -> Places:
     return places.of_workers(first_workers(workers)[engine], workers[engine])
 
 
-def parts_of(plans: Sequence[ReshardPlan], workers: Sequence[int], places: Places) -> list[Part]:
+def parts_of(plans: Sequence[ReshardPlan], workers: Sequence[int], places: Places) -> list[PartOfEngines]:
     """Cut a job's engines, which have so many workers each, into parts.
 
     Args:
@@ -91,7 +91,7 @@ def parts_of(plans: Sequence[ReshardPlan], workers: Sequence[int], places: Place
     Engines whose workers are on the same machines share a plan, so that buckets are computed once.
     """
     if plans[0].destination.num_ranks == sum(workers):
-        return [Part(range(len(workers)), replace(plans[0], nearness=places.nearness()))]
+        return [PartOfEngines(range(len(workers)), replace(plans[0], nearness=places.nearness()))]
     found: dict[tuple[str, tuple[str, ...]], ReshardPlan] = {}
     parts = []
     for engine, (plan, first) in enumerate(zip(plans, first_workers(workers), strict=True)):
@@ -99,11 +99,11 @@ def parts_of(plans: Sequence[ReshardPlan], workers: Sequence[int], places: Place
         key = (plan.fingerprint, tuple(mine.workers))
         if key not in found:
             found[key] = replace(plan, nearness=mine.nearness())
-        parts.append(Part([engine], found[key], first))
+        parts.append(PartOfEngines([engine], found[key], first))
     return parts
 
 
-def partners_of(parts: Sequence[Part], workers: Sequence[int], rank: int) -> list[list[int]]:
+def partners_of(parts: Sequence[PartOfEngines], workers: Sequence[int], rank: int) -> list[list[int]]:
     """Return for each engine the workers that trainer rank ``rank`` sends to, of engines that have so many each."""
     receivers: dict[ReshardPlan, list[int]] = {}
     for part in parts:

@@ -19,7 +19,7 @@ from megarl.engine.client.watch import EngineWatch
 from megarl.learn.training.optimizer_digests import check_written
 from megarl.train.sync.connection import EngineConnection, with_timeout
 from megarl.train.sync.kept import KeptEngines
-from megarl.train.sync.parts import Part
+from megarl.train.sync.parts import PartOfEngines
 from megarl.train.sync.publication import Pause, Publication, SyncReport
 from megarl.weights.reshard.buckets import bytes_of
 from megarl.weights.reshard.execute import Digests, SliceDigests, send
@@ -90,7 +90,7 @@ class WeightPublisher(EngineConnection):
         finally:
             failure = None  # its traceback holds this frame
 
-    def _parts_behind(self, topic: str, version: WeightsVersion) -> list[Part]:
+    def _parts_behind(self, topic: str, version: WeightsVersion) -> list[PartOfEngines]:
         """Parts to publish to: those whose engine generates with the version already need nothing."""
         if not self._each:
             return self.parts
@@ -103,7 +103,7 @@ class WeightPublisher(EngineConnection):
 
     def _publish_to(
         self,
-        part: Part,
+        part: PartOfEngines,
         topic: str,
         version: WeightsVersion,
         send: Callable[[], Digests],
@@ -209,7 +209,7 @@ class WeightPublisher(EngineConnection):
             self._fleet.each(lambda i, engine: engine.wake(what))
 
     def _send(
-        self, part: Part, tensors: Mapping[str, torch.Tensor], written: Mapping[str, int], known: SliceDigests
+        self, part: PartOfEngines, tensors: Mapping[str, torch.Tensor], written: Mapping[str, int], known: SliceDigests
     ) -> Digests:
         assert self.transport is not None and self._sender is not None
         bucket, transport = self._config.sync.bucket_bytes, part.transport(self.transport)

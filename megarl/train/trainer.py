@@ -15,7 +15,7 @@ from megarl.core.errors import MegarlError, MemoryFullError, NonRetryableError
 from megarl.core.jobs import Mode
 from megarl.learn import algorithms
 from megarl.train.loop.offline import OfflineTrainer
-from megarl.train.loop.online import OnlineTrainer
+from megarl.train.step import OnlineTrainer
 from megarl.train.update.memory import memory_explained
 
 log = logging.getLogger(__name__)

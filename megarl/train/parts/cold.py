@@ -20,9 +20,11 @@ from megarl.engine.client.control import EngineControl
 from megarl.engine.client.names import COLD_FOLDER, cold_mark
 from megarl.engine.client.probe import Probed, ProbeText, mean_share
 from megarl.explore.store import EngineStatus, RegisteredEngine, Store
+from megarl.train.part import Metrics, Part
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks
 from megarl.train.rank.reporter import Reporter
+from megarl.train.rank.state import TrainState
 from megarl.train.sync.probe import probe_text
 from megarl.train.sync.weights import WeightSync
 from megarl.train.update.models import Models
@@ -34,8 +36,8 @@ MEET_S = 5.0
 """Seconds between two collectives while ranks wait for the engine."""
 
 
-class ColdCheck:
-    """Every rank makes the same calls; rank 0 speaks with the engine and the supervisor.
+class ColdCheck(Part):
+    """Compares an engine every ``sync.cold_interval`` steps. Rank 0 speaks with the engine and the supervisor.
 
     Args:
         export: Writes the actor as an HF checkpoint into a folder, with all ranks.
@@ -49,8 +51,10 @@ class ColdCheck:
         reporter: Reporter,
         models: Models,
         turns: Turns,
+        weights: WeightSync,
         export: Callable[[Path], None],
     ) -> None:
+        self._weights = weights
         self._context, self._store, self._ranks, self._reporter = context, store, ranks, reporter
         self._models, self._turns, self._export = models, turns, export
         self._key = os.environ.get(KEY_VARIABLE, "")
@@ -60,19 +64,17 @@ class ColdCheck:
         if context.rank == 0:
             cold_mark(self._folder).unlink(missing_ok=True)  # of an attempt that was killed
 
-    def check(self, step: int, weights: WeightSync) -> dict[str, float]:
+    def after_publish(self, state: TrainState) -> Metrics:
         """Ask an engine for log-probs, start it with the weights' files, ask it again, and publish to it; return
-        metrics. Nothing is done where ``sync.cold_interval`` is not due.
+        metrics. Do nothing in other steps than those of ``sync.cold_interval``.
 
         An engine that does not come back, or a request to stop, ends the comparison alone.
-
-        Args:
-            weights: Just published.
 
         Raises:
             WeightsDiffer: on rank 0, when the two differ: on CPUs in a bit, on GPUs on average by more than
                 ``sync.probe_tolerance``. Other ranks raise WeightSyncError.
         """
+        weights, step = self._weights, state.step
         start, interval = time.monotonic(), self._context.config.sync.cold_interval
         if interval is None or step % interval or step in (0, self._last):
             return {}

@@ -1,0 +1,92 @@
+"""A part of a training job: what one feature adds to its steps. A job has those that its settings ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megarl.core.config import Config
+from megarl.core.schema import Trajectory
+from megarl.explore.order.draws import ExpertRow
+from megarl.explore.store import Store
+from megarl.learn.algorithms import Algorithm
+from megarl.train.rank.context import RunContext
+from megarl.train.rank.ranks import Ranks
+from megarl.train.rank.reporter import Reporter
+from megarl.train.rank.state import TrainState
+from megarl.train.rollout.evaluation import Evaluates
+from megarl.train.rollout.reading import RolloutReader
+from megarl.train.rollout.rollouts import Rollouts, StepGroups, Wait
+from megarl.train.sync.files import FilePublisher
+from megarl.train.sync.publish import WeightPublisher
+from megarl.train.sync.weights import WeightSync
+from megarl.train.update.batch import StepBatch
+from megarl.train.update.images import StepImages
+from megarl.train.update.models import Models
+from megarl.train.update.turns import Turns
+
+Metrics = dict[str, float]
+
+
+@dataclass
+class StepData:
+    """Trajectories and rows that a step trains with, until its batch is made."""
+
+    groups: StepGroups
+    trajectories: list[Trajectory]
+    """Those of ``groups``, with the rewards that the update sees."""
+    images: StepImages | None
+    demonstrations: list[ExpertRow] = field(default_factory=list)
+    metrics: Metrics = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Services:
+    """Services of a job that samples. A part's constructor names those that it uses."""
+
+    config: Config
+    algorithm: Algorithm
+    context: RunContext
+    store: Store
+    ranks: Ranks
+    reporter: Reporter
+    models: Models
+    turns: Turns
+    reader: RolloutReader
+    publisher: WeightPublisher | FilePublisher
+    weights: WeightSync
+    rollouts: Rollouts
+    evaluation: Evaluates
+    wait: Wait
+    export: Callable[[Path], None]
+    """``Trainer.export``."""
+
+
+class Part:
+    """Hooks, which do nothing by default. Every rank calls every hook, in the order of ``parts.PARTS``."""
+
+    def begin(self, state: TrainState) -> None:
+        """Act at the beginning of a step, before its weights are published."""
+
+    def before_publish(self, state: TrainState) -> None:
+        """Act before engines are given weights, in a step or for an evaluation. Raises Stopped."""
+
+    def after_publish(self, state: TrainState) -> Metrics:
+        """Act when the engines have the weights, proven equal; return metrics of it."""
+        return {}
+
+    def before_batch(self, state: TrainState, data: StepData) -> None:
+        """Act when the step's groups are there and no model has computed with them. May change ``data``."""
+
+    def before_update(self, state: TrainState, batch: StepBatch) -> None:
+        """Act when inference has filled the batch, and nothing has been updated with it."""
+
+    def after_update(self, state: TrainState) -> None:
+        """Act when the models are updated, before a checkpoint counts that. ``state`` is that before the step."""
+
+    def after_step(self, state: TrainState, metrics: Metrics) -> None:
+        """Act when the step counts, before its metrics are written."""
+
+    def finish(self) -> None:
+        """Act after the last step and the last evaluation."""

@@ -1,0 +1,45 @@
+"""The parts of a job: the settings that ask for a part, and its class, in the order in which hooks are called.
+
+The order matters in these places. Engines on the trainer's devices leave before the reward model computes. Scores of
+the reward model come before what counts trajectories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import signature
+
+from megarl.core.config import Config
+from megarl.learn import algorithms
+from megarl.train.part import Part, Services
+from megarl.train.parts.ahead import DrainAhead
+from megarl.train.parts.batches import KeptBatches
+from megarl.train.parts.cold import ColdCheck
+from megarl.train.parts.colocation import Colocation
+from megarl.train.parts.demonstrations import Demonstrations
+from megarl.train.parts.quiet import Quiet
+from megarl.train.parts.reference import ReferenceRefresh
+from megarl.train.parts.reports import AccountLine, TruncationLine
+from megarl.train.parts.scores import RewardModelScores
+
+PARTS: tuple[tuple[Callable[[Config], bool], type[Part]], ...] = (
+    (lambda c: c.sync.order == "completion" and c.sync.pause == "wait", Quiet),
+    (lambda c: c.rollout.placement == "colocated", Colocation),
+    (lambda c: c.reference.refresh != "never", ReferenceRefresh),
+    (lambda c: c.sync.cold_interval is not None, ColdCheck),
+    (lambda c: c.reward_model.path is not None, RewardModelScores),
+    (lambda c: "expert" in algorithms.get(c.algorithm.name).needs, Demonstrations),
+    (lambda c: c.trainer.keep_batches, KeptBatches),
+    (lambda c: c.rollout.placement == "separate" and c.sync.max_staleness > 0, DrainAhead),
+    (lambda c: True, TruncationLine),
+    (lambda c: True, AccountLine),
+)
+
+
+def parts_of(services: Services) -> list[Part]:
+    """Make the parts that the job's settings ask for, each with the services that its constructor names."""
+    made = []
+    for wanted, part in PARTS:
+        if wanted(services.config):
+            made.append(part(**{name: getattr(services, name) for name in signature(part).parameters}))
+    return made

@@ -1,0 +1,32 @@
+"""Groups that were asked for ahead (``sync.max_staleness``), where a checkpoint or other weights come next."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from megarl.core.config import Config
+from megarl.explore.order.pacing import Pacing
+from megarl.train.part import Part
+from megarl.train.rank.state import TrainState
+from megarl.train.rollout.rollouts import Rollouts
+from megarl.train.sync.weights import Stopped
+
+
+class DrainAhead(Part):
+    """Waits for these groups after an update: a checkpoint finds them in the store, and no engine samples while its
+    weights change."""
+
+    def __init__(self, config: Config, rollouts: Rollouts) -> None:
+        self._config, self._rollouts = config, rollouts
+
+    def after_update(self, state: TrainState) -> None:
+        if drains(self._config, state.step + 1):
+            with suppress(Stopped):  # the step counts: its update is made
+                self._rollouts.drain(state, weights_step=state.step + 1)
+
+
+def drains(config: Config, step: int) -> bool:
+    """True if what was asked for ahead must be there when ``step`` steps are done: a checkpoint or other weights come
+    next."""
+    interval = config.trainer.eval_interval or config.trainer.steps
+    return Pacing.of(config.sync).publishes(step) or not (step % config.trainer.checkpoint_interval and step % interval)

@@ -1,0 +1,20 @@
+"""Files with what each step trains on (``trainer.keep_batches``)."""
+
+from __future__ import annotations
+
+from megarl.train.part import Part
+from megarl.train.rank.reporter import Reporter
+from megarl.train.rank.state import TrainState
+from megarl.train.update.batch import StepBatch
+from megarl.train.update.kept import kept_batch
+from megarl.train.update.models import Models
+
+
+class KeptBatches(Part):
+    """Writes the batch of each step."""
+
+    def __init__(self, reporter: Reporter, models: Models) -> None:
+        self._reporter, self._models = reporter, models
+
+    def before_update(self, state: TrainState, batch: StepBatch) -> None:
+        self._reporter.keep_batch(state.step + 1, kept_batch(batch, self._models.actor))

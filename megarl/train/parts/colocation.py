@@ -1,0 +1,35 @@
+"""Engines on the trainer's devices (``rollout.placement=colocated``)."""
+
+from __future__ import annotations
+
+from megarl.explore.store import Store
+from megarl.train.part import Part, StepData
+from megarl.train.rank.context import RunContext
+from megarl.train.rank.ranks import Ranks
+from megarl.train.rank.state import TrainState
+from megarl.train.rollout.rollouts import Rollouts
+from megarl.train.sync.colocated import ColocatedEngines
+from megarl.train.sync.files import FilePublisher
+from megarl.train.sync.publish import WeightPublisher
+from megarl.train.update.turns import Turns
+
+
+class Colocation(Part):
+    """Has the engines take turns with the models: ``Turns`` calls them and sends them away."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        store: Store,
+        ranks: Ranks,
+        publisher: WeightPublisher | FilePublisher,
+        turns: Turns,
+        rollouts: Rollouts,
+    ) -> None:
+        assert isinstance(publisher, WeightPublisher), "files are for engines of other programs"
+        turns.engines = ColocatedEngines(context, store, ranks, publisher)
+        self._rollouts = rollouts
+
+    def before_batch(self, state: TrainState, data: StepData) -> None:
+        """Wait for what was asked for ahead: the engines leave before a model computes."""
+        self._rollouts.drain(state, weights_step=state.step)

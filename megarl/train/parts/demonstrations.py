@@ -1,0 +1,37 @@
+"""Expert rows beside what was sampled (``algorithm.name=mix``, and algorithms of a user's file)."""
+
+from __future__ import annotations
+
+from megarl.core.config import Config
+from megarl.core.config.algorithms import MixConfig, reads_teacher
+from megarl.explore.order.draws import ExpertRow, ExpertRows, data_seed, num_expert_rows
+from megarl.explore.tasksets import ChatTokenizer
+from megarl.train.part import Part, StepData
+from megarl.train.rank.state import TrainState
+from megarl.train.rollout.reading import RolloutReader
+from megarl.train.update.images import ImageInputs
+from megarl.train.update.models import Models
+
+
+class Demonstrations(Part):
+    """Adds expert rows to each step, by ``algorithm.expert_ratio``."""
+
+    def __init__(self, config: Config, models: Models, reader: RolloutReader) -> None:
+        self._config, self._rows = config, expert_rows(config, reader, models.images)
+
+    def before_batch(self, state: TrainState, data: StepData) -> None:
+        data.demonstrations += drawn(self._rows, self._config, state, sum(t.num_samples for t in data.trajectories))
+
+
+def drawn(rows: ExpertRows, config: Config, state: TrainState, usual: int) -> list[ExpertRow]:
+    """Draw the step's expert rows beside ``usual`` samples."""
+    settings = config.algorithm
+    assert isinstance(settings, MixConfig), "mix and algorithms of a user's file have expert rows"
+    count = num_expert_rows(usual, settings.expert_ratio)
+    return rows.of_step(state.step, count, data_seed(config.trainer.seed, state.rollbacks))
+
+
+def expert_rows(config: Config, reader: RolloutReader, images: ImageInputs | None) -> ExpertRows:
+    """Read the store's expert rows, with the placeholders of their images."""
+    tokenizer, teacher = ChatTokenizer.of(config), reads_teacher(config.algorithm)
+    return ExpertRows(reader.demonstrations(tokenizer, images and images.expand, teacher=teacher))

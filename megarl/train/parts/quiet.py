@@ -1,0 +1,22 @@
+"""Requests that end before weights change, where steps take groups as they end (``sync.order=completion``)."""
+
+from __future__ import annotations
+
+from megarl.train.part import Part
+from megarl.train.rank.state import TrainState
+from megarl.train.rollout.asking import Awaited
+from megarl.train.rollout.rollouts import Wait
+from megarl.train.sync.weights import Stopped, WeightSync
+
+
+class Quiet(Part):
+    """Waits until the engines have ended what they compute."""
+
+    def __init__(self, weights: WeightSync, wait: Wait) -> None:
+        self._weights, self._wait = weights, wait
+
+    def before_publish(self, state: TrainState) -> None:
+        label = "requests that end before the weights change"
+        with self._weights.quieting() as ended:
+            if not self._wait(lambda: Awaited(ended(), 1, ended()), label, weights_step=state.step):
+                raise Stopped

@@ -1,0 +1,34 @@
+"""Lines of the job's log about its responses."""
+
+from __future__ import annotations
+
+from megarl.core.config import Config
+from megarl.core.truncation import TruncationWarning
+from megarl.explore.store import Store
+from megarl.train.part import Metrics, Part
+from megarl.train.rank.context import RunContext
+from megarl.train.rank.reporter import Reporter
+from megarl.train.rank.state import TrainState
+from megarl.train.update.accounts import account_line
+
+
+class TruncationLine(Part):
+    """Warns of a step with many truncated responses."""
+
+    def __init__(self, config: Config, reporter: Reporter) -> None:
+        self._warning, self._reporter = TruncationWarning(config.rollout.max_response_tokens), reporter
+
+    def after_step(self, state: TrainState, metrics: Metrics) -> None:
+        if (text := self._warning.warning(metrics)) is not None:
+            self._reporter.log(f"step {state.step}: {text}")
+
+
+class AccountLine(Part):
+    """Says in the end what became of all that was sampled."""
+
+    def __init__(self, context: RunContext, store: Store, reporter: Reporter) -> None:
+        self._context, self._store, self._reporter = context, store, reporter
+
+    def finish(self) -> None:
+        if self._context.rank == 0:
+            self._reporter.log(account_line(metrics for _, metrics in self._store.steps()))

@@ -1,0 +1,30 @@
+"""Scores of a reward model, beside the verifiers' (``reward_model.path``)."""
+
+from __future__ import annotations
+
+from megarl.core.config import Config
+from megarl.core.metrics import spread
+from megarl.core.phases import Phase
+from megarl.explore.experience import add_model_scores
+from megarl.train.part import Part, StepData
+from megarl.train.rank.reporter import Reporter
+from megarl.train.rank.state import TrainState
+from megarl.train.update.learner import model_scores
+from megarl.train.update.models import Models
+from megarl.train.update.turns import Turns
+
+
+class RewardModelScores(Part):
+    """Adds ``reward_model.coef`` times the score to the reward of each trajectory."""
+
+    def __init__(self, config: Config, models: Models, turns: Turns, reporter: Reporter) -> None:
+        self._coef, self._models, self._turns, self._reporter = config.reward_model.coef, models, turns, reporter
+
+    def before_batch(self, state: TrainState, data: StepData) -> None:
+        model = self._models.reward_model
+        assert model is not None, "the job has a reward model"
+        with self._reporter.timeline.phase("inference", step=state.step):
+            self._turns.enter(Phase.SCORES)
+            scores = model_scores(model, data.trajectories, data.images)
+            data.trajectories = add_model_scores(data.trajectories, scores, self._coef)
+        data.metrics |= spread("reward_model/score", scores)

@@ -1,0 +1,88 @@
+"""The services of a job that samples, made once for its step and its parts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+from megarl.core.config import Config
+from megarl.engine.client.auth import KEY_VARIABLE
+from megarl.explore.store import Store
+from megarl.learn import algorithms
+from megarl.train.loop.base import Trainer
+from megarl.train.loop.waiting import RolloutWaiter
+from megarl.train.part import Services
+from megarl.train.rollout.evaluation import Evaluates, Evaluation
+from megarl.train.rollout.meanwhile import EvaluationMeanwhile
+from megarl.train.rollout.reading import NodeReader, RolloutReader
+from megarl.train.rollout.rollouts import Rollouts
+from megarl.train.sync.files import FilePublisher
+from megarl.train.sync.others import EnginesOfOthers
+from megarl.train.sync.own import OwnEngines
+from megarl.train.sync.publish import WeightPublisher
+from megarl.train.sync.weights import WeightSync
+
+
+class JobEngines:
+    """Engines that are to be given weights: the job's own, or those of explore programs. For rank 0.
+
+    Args:
+        begun: True once weights were published.
+    """
+
+    def __init__(self, config: Config, store: Store, begun: Callable[[], bool]) -> None:
+        key, self.alone, self._begun = os.environ.get(KEY_VARIABLE, ""), algorithms.job_of(config).is_alone, begun
+        self._own = OwnEngines(store, key, together=config.rollout.placement == "colocated")
+        self._others = EnginesOfOthers(store, key, config.cluster.heartbeat_s)
+
+    def urls(self) -> Sequence[str] | None:
+        """URLs of the engines; None where all are absent by order."""
+        return self._own.urls(begun=self._begun()) if self.alone else self._others.urls()
+
+    def registered(self) -> list[str]:
+        """``OwnEngines.registered``; none of explore programs."""
+        return self._own.registered() if self.alone else []
+
+
+def services_of(trainer: Trainer) -> Services:
+    """Make the services beside a trainer's models. No engine is joined yet."""
+    t, config = trainer, trainer.config
+    place = (t.context, t.store, t.ranks, t.reporter)
+    engines = JobEngines(config, t.store, lambda: weights.version.n > 0)
+    layout = (config, t.models.actor.layout, t.models.hf_config, t.context.rank)
+    publisher: WeightPublisher | FilePublisher
+    if config.sync.method == "checkpoint":
+        publisher = FilePublisher(*layout)
+    else:
+        publisher = WeightPublisher(
+            *layout,
+            engines=engines.urls,
+            registered=engines.registered,
+            come_and_go=not engines.alone,
+            stopping=lambda: t.ranks.stopping,
+        )
+    weights = WeightSync(t.context, t.ranks, t.reporter, t.models, publisher, t.turns, t.store.record_version)
+    wait = RolloutWaiter(*place, weights, t.checkpoints).wait
+    reader = RolloutReader(NodeReader(t.timeout_s + config.store.outage_s), t.store, lambda: t.ranks.stopping)
+    in_front = Evaluation(t.context, t.store, t.reporter, wait)
+    evaluation: Evaluates = in_front
+    if config.trainer.eval_engines:
+        assert isinstance(publisher, WeightPublisher), "files are for engines of other programs"
+        evaluation = EvaluationMeanwhile(*place, in_front, publisher.kept, wait, engines.registered)
+    return Services(
+        config=config,
+        algorithm=t.algorithm,
+        context=t.context,
+        store=t.store,
+        ranks=t.ranks,
+        reporter=t.reporter,
+        models=t.models,
+        turns=t.turns,
+        reader=reader,
+        publisher=publisher,
+        weights=weights,
+        rollouts=Rollouts(t.context, t.algorithm, t.store, t.reporter, reader, wait),
+        evaluation=evaluation,
+        wait=wait,
+        export=t.export,
+    )
