@@ -201,8 +201,8 @@ def trainer_of(config: Any, store: Any) -> Any:
     trainer.services = Services(**dict.fromkeys((field.name for field in fields(Services)), None) | given)
     updates: Any = SimpleNamespace(begin=lambda: None, end=lambda state: {}, admits=lambda state, *_: (True, state))
     ranks: Any = SimpleNamespace(gather=lambda sums: sums)
-    trainer.turns = SimpleNamespace(enter=lambda phase: None, phase=None)
-    trainer.learner = Learner(config, trainer.algorithm, trainer.models, updates, ranks, trainer.turns.enter)
+    trainer.memory = SimpleNamespace(enter=lambda phase: None, phase=None)
+    trainer.learner = Learner(config, trainer.algorithm, trainer.models, updates, ranks, trainer.memory.enter)
     return trainer
 
 

@@ -89,7 +89,7 @@ def memory(cycles: int, folder: Path, offload: Literal["memory", "disk"]) -> lis
     from megarl.learn.training.schedule import Head
     from megarl.train.rank.context import RunContext
     from megarl.train.rank.ranks import Ranks
-    from megarl.train.update.turns import Turns
+    from megarl.train.update.phase_memory import PhaseMemory
 
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29631", OMP_NUM_THREADS="1")
     parallel, trainer = ParallelConfig(), TrainerConfig(offload=offload)
@@ -111,10 +111,10 @@ def memory(cycles: int, folder: Path, offload: Literal["memory", "disk"]) -> lis
     )  # fmt: skip
     actor.weights_changed()
     models: Any = SimpleNamespace(by_role=lambda: {"actor": actor})
-    turns = Turns(
+    memory = PhaseMemory(
         RunContext(Config(trainer=trainer), folder, 1, 0), models, Ranks(), Timeline(folder / "timeline", "trainer_0")
     )
-    turns.begin()
+    memory.begin()
     tokens = torch.arange(16) + 2
     rows = Sequences(tokens, torch.tensor([16]), torch.arange(16) < 15)
     objective = objectives.policy(algorithms.get("sft"), AlgorithmConfig(), rows)
@@ -122,7 +122,7 @@ def memory(cycles: int, folder: Path, offload: Literal["memory", "disk"]) -> lis
     for cycle in range(cycles):
         seen = {}
         for name in CYCLE:
-            turns.enter(Phase(name))
+            memory.enter(Phase(name))
             planned = sum(r.nbytes for r in actor.residents if r.place in (Place.DEVICE, Place.MEMORY))
             seen[name] = (planned, resident_bytes() - base)
         if cycle % STEP_EVERY == 0:
@@ -132,7 +132,7 @@ def memory(cycles: int, folder: Path, offload: Literal["memory", "disk"]) -> lis
             f"cycle {cycle + 1}/{cycles}: " + ", ".join(f"{n} {m / MIB:.0f}" for n, (_, m) in seen.items()), flush=True
         )
         found.append(seen)
-    turns.close()
+    memory.close()
     return found
 
 

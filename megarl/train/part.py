@@ -24,7 +24,7 @@ from megarl.train.sync.weights import WeightSync
 from megarl.train.update.batch import StepBatch
 from megarl.train.update.images import StepImages
 from megarl.train.update.models import Models
-from megarl.train.update.turns import Turns
+from megarl.train.update.phase_memory import PhaseMemory
 
 Metrics = dict[str, float]
 
@@ -52,7 +52,7 @@ class Services:
     ranks: Ranks
     reporter: Reporter
     models: Models
-    turns: Turns
+    memory: PhaseMemory
     reader: RolloutReader
     publisher: WeightPublisher | FilePublisher
     weights: WeightSync

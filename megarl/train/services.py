@@ -61,7 +61,7 @@ def services_of(trainer: Trainer) -> Services:
             come_and_go=not engines.alone,
             stopping=lambda: t.ranks.stopping,
         )
-    weights = WeightSync(t.context, t.ranks, t.reporter, t.models, publisher, t.turns, t.store.record_version)
+    weights = WeightSync(t.context, t.ranks, t.reporter, t.models, publisher, t.memory, t.store.record_version)
     wait = RolloutWaiter(*place, weights, t.checkpoints).wait
     reader = RolloutReader(NodeReader(t.timeout_s + config.store.outage_s), t.store, lambda: t.ranks.stopping)
     in_front = Evaluation(t.context, t.store, t.reporter, wait)
@@ -77,7 +77,7 @@ def services_of(trainer: Trainer) -> Services:
         ranks=t.ranks,
         reporter=t.reporter,
         models=t.models,
-        turns=t.turns,
+        memory=t.memory,
         reader=reader,
         publisher=publisher,
         weights=weights,

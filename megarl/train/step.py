@@ -90,7 +90,7 @@ class OnlineTrainer(Trainer):
         due = Pacing.of(self.config.sync).publishes(state.step)
         if due or self.rollbacks != state.rollbacks or not weights.version.n:
             # Where a model has computed since, engines on its device may have left.
-            published = self.evaluated if self.turns.phase is Phase.ROLLOUT else None
+            published = self.evaluated if self.memory.phase is Phase.ROLLOUT else None
             synced, self.rollbacks = published or self.publish(state), state.rollbacks
         self.evaluated = None
         if self.context.rank == 0:
@@ -130,7 +130,7 @@ class OnlineTrainer(Trainer):
         with self.timeline.phase("wait_for_engine"):
             self.services = services_of(self)
             self.parts = parts_of(self.services)
-            self.turns.enter(Phase.SYNC)
+            self.memory.enter(Phase.SYNC)
             self.services.weights.connect()
 
     def run_steps(self, state: TrainState) -> tuple[TrainState, bool]:

@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     ops.use(config.trainer.kernels)
     try:
         make = TRAINERS[algorithms.job_of(config).mode]
-        with make(config) as trainer, memory_explained(trainer.turns, trainer.models):
+        with make(config) as trainer, memory_explained(trainer.memory, trainer.models):
             trainer.train()
     except MegarlError as error:
         log.error("trainer: %s", error)

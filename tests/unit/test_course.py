@@ -101,7 +101,7 @@ class Job(OnlineTrainer):
         self.store = AskedOnce(run.url, attempt=attempt)
         self.context = RunContext(self.config, run.path, attempt, 0)
         self.reporter = Reporter(self.context, self.store)
-        self.ranks = self.turns = NOTHING
+        self.ranks = self.memory = NOTHING
         self.weights = Weights(self.context, self.store, self)
         reader = RolloutReader(NodeReader(), self.store, lambda: False)
         grpo, wait = algorithms.get("grpo"), self.until

@@ -89,7 +89,7 @@ class FrozenModel:
         """Set where the model's routers choose the experts of ``Sequences.routing``: engines that record it have its
         weights."""
         self.residents = Residents()
-        """What may leave the device; none until ``train/update/turns.py`` takes charge of it."""
+        """What may leave the device; none until ``train/update/phase_memory.py`` takes charge of it."""
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -172,7 +172,7 @@ class _Copy:
 
 
 class Residents:
-    """The residents of one model. Empty until ``train/update/turns.py`` takes charge of them."""
+    """The residents of one model. Empty until ``train/update/phase_memory.py`` takes charge of them."""
 
     def __init__(self, residents: Iterable[Resident] = ()) -> None:
         self._by_kind = {resident.kind: resident for resident in residents}

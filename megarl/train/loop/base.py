@@ -32,7 +32,7 @@ from megarl.train.rank.state import TrainState
 from megarl.train.sync.weights import Stopped
 from megarl.train.update.learner import Learner
 from megarl.train.update.models import Models
-from megarl.train.update.turns import Turns
+from megarl.train.update.phase_memory import PhaseMemory
 from megarl.train.update.updates import RollBack, UpdateFilter
 from megarl.weights.checkpoint.training import writer as checkpoint_writer
 from megarl.weights.checkpoint.training.manifest import EXPORTED_STEP
@@ -64,15 +64,15 @@ class Trainer(ABC):
         self.models = self.make_models()
         self.checkpoints = Checkpointer(self.context, self.store, self.ranks, self.reporter)
         self.updates = UpdateFilter(config.trainer.update_filter, self.reporter)
-        self.turns = Turns(self.context, self.models, self.ranks, self.timeline)
-        self.learner = Learner(config, self.algorithm, self.models, self.updates, self.ranks, self.turns.enter)
+        self.memory = PhaseMemory(self.context, self.models, self.ranks, self.timeline)
+        self.learner = Learner(config, self.algorithm, self.models, self.updates, self.ranks, self.memory.enter)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.checkpoints.give_up()  # one is pending only after an error
-        self.turns.close()
+        self.memory.close()
         self.reporter.close()
         self.store.close()
 
@@ -149,9 +149,9 @@ class Trainer(ABC):
             models.actor.optimizer.restart(self.config.trainer.optimizer)
             self.export(reference)
         models.actor.head = models.head
-        self.turns.begin()
+        self.memory.begin()
         with self.timeline.phase("load"), starting(self.config):
-            models.build(state.step, self.checkpoints.newest(), reference, self.turns.enter)
+            models.build(state.step, self.checkpoints.newest(), reference, self.memory.enter)
         # Modules and models stay: a collection that walks them takes 0.3 s of every fourth step of the quickstart.
         # Those that a fork server has frozen are shared with it until a collection writes to them: seconds of copies.
         gc.collect()
@@ -190,7 +190,7 @@ class Trainer(ABC):
         self.checkpoints.settle()
         state = replace(state, step=number + 1)
         metrics |= {"training/global_step": float(state.step), "training/attempt": float(self.context.attempt)}
-        metrics |= self.turns.metrics() | {"checkpoint/failed": float(self.checkpoints.failed)}
+        metrics |= self.memory.metrics() | {"checkpoint/failed": float(self.checkpoints.failed)}
         if state.step % config.checkpoint_interval == 0 and state.step < config.steps:
             # A job that is killed after its checkpoint resumes after this step: its metrics must be there by then.
             self.reporter.keep(state.step, metrics, used)
@@ -200,7 +200,9 @@ class Trainer(ABC):
 
     def commit(self, state: TrainState, *, interval: bool = False, **labels: int) -> None:
         """Checkpoint the models under ``state`` (``Checkpointer.commit``)."""
-        self.checkpoints.commit(state, self.models, self.turns.enter, version=self.version, interval=interval, **labels)
+        self.checkpoints.commit(
+            state, self.models, self.memory.enter, version=self.version, interval=interval, **labels
+        )
 
     def rolled_back(self, state: TrainState, bad: RollBack) -> TrainState:
         """Bring models, store and metrics to the newest checkpoint, or the run's start; return its state.
@@ -210,7 +212,7 @@ class Trainer(ABC):
         bad.__traceback__ = None  # its frames hold models that are to be replaced
         self.checkpoints.settle(wait=True)
         self.models.finish_gathers()  # the bad update may have followed another one
-        self.turns.enter(Phase.START)
+        self.memory.enter(Phase.START)
         before = state.step
         self.reporter.log(f"WARNING: {bad}; going back to the newest checkpoint")
         state = replace(self.checkpoints.resume(self.models), rollbacks=state.rollbacks + 1)
@@ -231,7 +233,7 @@ class Trainer(ABC):
 
     def export(self, target: Path) -> None:
         """Write the actor as an ordinary HF checkpoint."""
-        self.turns.enter(Phase.SAVE)
+        self.memory.enter(Phase.SAVE)
         with self.timeline.phase("export"):
             self.models.export_actor(target, self.context.rank)
             self.ranks.wait_for_all()  # rank 0 writes; the others may read it next

@@ -95,7 +95,7 @@ class Checkpointer:
         """Checkpoint models, optimizers and ``state``; nothing to do when the newest checkpoint holds ``state``.
 
         Args:
-            enter: Has what a phase needs on the device (``Turns.enter``); None while everything stays there.
+            enter: Has what a phase needs on the device (``PhaseMemory.enter``); None while everything stays there.
             version: Last published weights.
             interval: A periodic checkpoint, without which the job can go on. With ``trainer.async_checkpoint`` it
                 counts once ``settle`` has found it written. On a full disk it is left out, at most

@@ -70,7 +70,7 @@ class OfflineTrainer(Trainer):
             return
         with self.timeline.phase("load"):
             self.models.score_from_here()
-        self.turns.begin()
+        self.memory.begin()
         if state.step:
             self.checkpoints.put_random_states(self.models)
 
@@ -124,9 +124,9 @@ class OfflineTrainer(Trainer):
         sequences, step = test.sequences, state.step
         with self.timeline.phase("validation", step=step):
             if reference is not None and sequences.ref_logp is None:  # it stays as it is
-                self.turns.enter(Phase.REF_LOGP)
+                self.memory.enter(Phase.REF_LOGP)
                 sequences.ref_logp = reference.outputs(sequences, [reference.micro_batches(sequences, test.units)])
-            self.turns.enter(Phase.OLD_LOGP)
+            self.memory.enter(Phase.OLD_LOGP)
             answers = actor.outputs(sequences, [actor.micro_batches(sequences, test.units)])
             metrics = measured(self.objective_of(test), sequences, answers)
         known = {key: value for key, value in metrics.items() if math.isfinite(value)}  # JSON knows no others

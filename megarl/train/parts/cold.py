@@ -28,7 +28,7 @@ from megarl.train.rank.state import TrainState
 from megarl.train.sync.probe import probe_text
 from megarl.train.sync.weights import WeightSync
 from megarl.train.update.models import Models
-from megarl.train.update.turns import Turns
+from megarl.train.update.phase_memory import PhaseMemory
 
 DECODED = 64
 """Most tokens that are sampled after the probe text."""
@@ -50,13 +50,13 @@ class ColdCheck(Part):
         ranks: Ranks,
         reporter: Reporter,
         models: Models,
-        turns: Turns,
+        memory: PhaseMemory,
         weights: WeightSync,
         export: Callable[[Path], None],
     ) -> None:
         self._weights = weights
         self._context, self._store, self._ranks, self._reporter = context, store, ranks, reporter
-        self._models, self._turns, self._export = models, turns, export
+        self._models, self._memory, self._export = models, memory, export
         self._key = os.environ.get(KEY_VARIABLE, "")
         self._folder = context.run_dir / COLD_FOLDER
         self._last = 0
@@ -79,7 +79,7 @@ class ColdCheck(Part):
         if interval is None or step % interval or step in (0, self._last):
             return {}
         self._last = step
-        self._turns.enter(Phase.SYNC)
+        self._memory.enter(Phase.SYNC)
         text = probe_text(self._context.config, self._models, DECODED)
         self._export(self._folder)
         failure = self._await(self._compared(text, weights.version) if self._context.rank == 0 else iter(()))
@@ -94,7 +94,7 @@ class ColdCheck(Part):
         if self._context.rank == 0:
             for file in self._folder.glob("*.safetensors"):  # config.json stays: the engine names it
                 file.unlink()
-        self._turns.enter(Phase.ROLLOUT)
+        self._memory.enter(Phase.ROLLOUT)
         return {"sync/cold_seconds": time.monotonic() - start} if compared else {}
 
     def _await(self, steps: Iterator[None]) -> EngineError | WeightSyncError | None:

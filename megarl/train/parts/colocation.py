@@ -11,11 +11,11 @@ from megarl.train.rollout.rollouts import Rollouts
 from megarl.train.sync.colocated import ColocatedEngines
 from megarl.train.sync.files import FilePublisher
 from megarl.train.sync.publish import WeightPublisher
-from megarl.train.update.turns import Turns
+from megarl.train.update.phase_memory import PhaseMemory
 
 
 class Colocation(Part):
-    """Has the engines take turns with the models: ``Turns`` calls them and sends them away."""
+    """Has the engines take turns with the models: ``PhaseMemory`` calls them and sends them away."""
 
     def __init__(
         self,
@@ -23,11 +23,11 @@ class Colocation(Part):
         store: Store,
         ranks: Ranks,
         publisher: WeightPublisher | FilePublisher,
-        turns: Turns,
+        memory: PhaseMemory,
         rollouts: Rollouts,
     ) -> None:
         assert isinstance(publisher, WeightPublisher), "files are for engines of other programs"
-        turns.engines = ColocatedEngines(context, store, ranks, publisher)
+        memory.engines = ColocatedEngines(context, store, ranks, publisher)
         self._rollouts = rollouts
 
     def before_batch(self, state: TrainState, data: StepData) -> None:

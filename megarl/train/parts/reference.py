@@ -6,16 +6,16 @@ from megarl.core.phases import Phase
 from megarl.train.part import Part
 from megarl.train.rank.state import TrainState
 from megarl.train.update.models import Models
-from megarl.train.update.turns import Turns
+from megarl.train.update.phase_memory import PhaseMemory
 
 
 class ReferenceRefresh(Part):
     """Gives the reference the actor's weights at the start of a step where that is due."""
 
-    def __init__(self, models: Models, turns: Turns) -> None:
-        self._models, self._turns = models, turns
+    def __init__(self, models: Models, memory: PhaseMemory) -> None:
+        self._models, self._memory = models, memory
 
     def begin(self, state: TrainState) -> None:
         if self._models.refresh_due(state.step):
-            self._turns.enter(Phase.REFRESH)
+            self._memory.enter(Phase.REFRESH)
             self._models.refresh_reference()

@@ -11,20 +11,20 @@ from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
 from megarl.train.update.learner import model_scores
 from megarl.train.update.models import Models
-from megarl.train.update.turns import Turns
+from megarl.train.update.phase_memory import PhaseMemory
 
 
 class RewardModelScores(Part):
     """Adds ``reward_model.coef`` times the score to the reward of each trajectory."""
 
-    def __init__(self, config: Config, models: Models, turns: Turns, reporter: Reporter) -> None:
-        self._coef, self._models, self._turns, self._reporter = config.reward_model.coef, models, turns, reporter
+    def __init__(self, config: Config, models: Models, memory: PhaseMemory, reporter: Reporter) -> None:
+        self._coef, self._models, self._memory, self._reporter = config.reward_model.coef, models, memory, reporter
 
     def before_batch(self, state: TrainState, data: StepData) -> None:
         model = self._models.reward_model
         assert model is not None, "the job has a reward model"
         with self._reporter.timeline.phase("inference", step=state.step):
-            self._turns.enter(Phase.SCORES)
+            self._memory.enter(Phase.SCORES)
             scores = model_scores(model, data.trajectories, data.images)
             data.trajectories = add_model_scores(data.trajectories, scores, self._coef)
         data.metrics |= spread("reward_model/score", scores)

@@ -25,7 +25,7 @@ from megarl.train.sync.files import Publisher
 from megarl.train.sync.probe import probe_text
 from megarl.train.sync.sent import SentDigests, SentWeights, outlives_update
 from megarl.train.update.models import Models
-from megarl.train.update.turns import Turns
+from megarl.train.update.phase_memory import PhaseMemory
 from megarl.weights.reshard.execute import NO_ROOM
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ class WeightSync:
         reporter: Reporter,
         models: Models,
         publisher: Publisher,
-        turns: Turns,
+        memory: PhaseMemory,
         record: Callable[[WeightsVersion, int], None],
     ) -> None:
         self.version = WeightsVersion(context.attempt, 0)
@@ -61,7 +61,7 @@ class WeightSync:
         self._sent: SentWeights | None = None
         self._digests = SentDigests()
         self._context, self._ranks, self._reporter, self._record = context, ranks, reporter, record
-        self._models, self._publisher, self._turns = models, publisher, turns
+        self._models, self._publisher, self._memory = models, publisher, memory
 
     def connect(self) -> None:
         """Wait for the engines, and join them for weight syncs. Raises EngineError, WeightSyncError, Stopped."""
@@ -73,7 +73,7 @@ class WeightSync:
 
         Raises EngineError, WeightSyncError, Stopped.
         """
-        self._turns.enter(Phase.SYNC)  # engines that are away may be wanted then
+        self._memory.enter(Phase.SYNC)  # engines that are away may be wanted then
         self._begin_version(step)
         changed = not self._ranks.agree(not self._publisher.engines_changed())
         # What an earlier attempt has asked engines of other programs for is asked for again.
@@ -94,7 +94,7 @@ class WeightSync:
         if step != self.step and sent is None:
             self._begin_version(step)
         self._reporter.log(f"{why}; joining the engine that is new there")
-        with self._turns.during(Phase.SYNC):
+        with self._memory.during(Phase.SYNC):
             self._again_if_one_dies(lambda: self._publish(abort=not self._keeps, sent=sent), join=True)
         self._reporter.log(f"published {self.version} again; the rollout goes on")
 
@@ -129,7 +129,7 @@ class WeightSync:
 
     def _publish(self, *, abort: bool = False, sent: SentWeights | None = None) -> dict[str, float]:
         actor = self._models.actor
-        self._turns.enter(Phase.SYNC)
+        self._memory.enter(Phase.SYNC)
         self._together(lambda: self._publisher.wake("weights"))
         tensors, written = (actor.tensors, actor.written()) if sent is None else (sent.tensors, sent.written)
         self._together(lambda: self._digests.check(self.version, written))
@@ -142,7 +142,7 @@ class WeightSync:
         if sent is None and outlives_update(self._context.config):
             self._sent = None  # never two copies
             self._sent = SentWeights.copy_of(tensors, written, text)
-        self._turns.enter(Phase.ROLLOUT)  # the KV cache has the memory that the actor leaves
+        self._memory.enter(Phase.ROLLOUT)  # the KV cache has the memory that the actor leaves
         self._together(lambda: self._publisher.wake("kv_cache"))
         proven = self._keeps and not text.far
         difference = None if proven else self._together(lambda: self._publisher.probe(text))

@@ -59,7 +59,7 @@ class Learner:
         self._updates = updates
         self._ranks = ranks
         self._enter = enter
-        """Has what a phase needs on the device (``Turns.enter``)."""
+        """Has what a phase needs on the device (``PhaseMemory.enter``)."""
 
     @property
     def _first_update_infers(self) -> bool:

@@ -11,7 +11,7 @@ from megarl.core.out_of_memory import bytes_asked, is_out_of_memory
 from megarl.core.phases import Phase, Place
 from megarl.learn.training.residents import residents_of
 from megarl.train.update.models import Models
-from megarl.train.update.turns import Turns
+from megarl.train.update.phase_memory import PhaseMemory
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ MICRO_BATCHED = frozenset(
 
 
 @contextmanager
-def memory_explained(turns: Turns, models: Models) -> Iterator[None]:
+def memory_explained(memory: PhaseMemory, models: Models) -> Iterator[None]:
     """Raise a MemoryFullError in place of an allocation that fails in the body.
 
     Raises a plain JobError in phases that smaller micro-batches would not help.
@@ -35,8 +35,8 @@ def memory_explained(turns: Turns, models: Models) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         log.error("out of memory here:", exc_info=error)
-        kind = MemoryFullError if turns.phase in MICRO_BATCHED else JobError
-        raise kind(_described(error, turns.phase, models)) from error
+        kind = MemoryFullError if memory.phase in MICRO_BATCHED else JobError
+        raise kind(_described(error, memory.phase, models)) from error
 
 
 def _described(error: Exception, phase: Phase, models: Models) -> str:
@@ -51,7 +51,7 @@ def _described(error: Exception, phase: Phase, models: Models) -> str:
 
 
 def _residents(models: Models) -> dict[Place, list[str]]:
-    """Place -> name and bytes of each resident there, also before ``Turns`` takes charge of them."""
+    """Place -> name and bytes of each resident there, also before ``PhaseMemory`` takes charge of them."""
     found: dict[Place, list[str]] = {}
     for role, model in (models.by_role() if hasattr(models, "actor") else {}).items():
         for resident in list(model.residents) or residents_of(role, model):

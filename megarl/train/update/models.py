@@ -104,7 +104,7 @@ class Models:
         these.
 
         Args:
-            enter: Has what a phase needs on the device (``Turns.enter``).
+            enter: Has what a phase needs on the device (``PhaseMemory.enter``).
             step: Completed steps; at 0 reference and critic begin with the actor's weights.
             checkpoint: The one that the actor was loaded from.
             own_reference: HF checkpoint of the actor at step 0.

@@ -32,7 +32,7 @@ class TakesTurns(Protocol):
         """Have them give up their memory; return metrics of it when they have."""
 
 
-class Turns:
+class PhaseMemory:
     """The memory of a rank's models, moved from phase to phase. Every rank makes the same calls.
 
     Until ``begin`` everything stays on the device.

@@ -35,18 +35,18 @@ CASES = {
 STEPS = 3
 
 
-def turns_of(actor: Any, place: Place, folder: Path, limit: int | None = None) -> Any:
+def memory_of(actor: Any, place: Place, folder: Path, limit: int | None = None) -> Any:
     from megarl.train.rank.context import RunContext
     from megarl.train.rank.ranks import Ranks
-    from megarl.train.update.turns import Turns
+    from megarl.train.update.phase_memory import PhaseMemory
 
     models: Any = SimpleNamespace(by_role=lambda: {"actor": actor})
     offload: Any = "none" if place is Place.DEVICE else str(place)
     config = Config(trainer=TrainerConfig(offload=offload, offload_disk_bytes=limit))
     context = RunContext(config, folder, 1, torch.distributed.get_rank())
-    turns = Turns(context, models, Ranks(), Timeline(folder / "timeline", folder.name))
-    turns.begin()
-    return turns
+    memory = PhaseMemory(context, models, Ranks(), Timeline(folder / "timeline", folder.name))
+    memory.begin()
+    return memory
 
 
 def storages(actor: Any) -> int:
@@ -61,19 +61,19 @@ def trained(rank: int, folder: str, case: Any, place: Place) -> tuple[dict[str, 
     from megatron.core import parallel_state
 
     actor = actor_on(Path(folder), case)
-    turns = turns_of(actor, place, Path(folder) / f"rank_{rank}")
+    memory = memory_of(actor, place, Path(folder) / f"rank_{rank}")
     looks: list[bool] = []
     for step in range(STEPS):
-        turns.enter(Phase.ROLLOUT)
+        memory.enter(Phase.ROLLOUT)
         looks.append((storages(actor) == 0) is (place is not Place.DEVICE))
-        turns.enter(Phase.SYNC)
+        memory.enter(Phase.SYNC)
         actor.proven_tensors()  # while the optimizer is away
-        turns.enter(Phase.UPDATE)
+        memory.enter(Phase.UPDATE)
         sft_steps(actor, range(step, step + 1), lr=LR)
-    turns.enter(Phase.ROLLOUT)
-    with turns.during(Phase.SYNC):
+    memory.enter(Phase.ROLLOUT)
+    with memory.during(Phase.SYNC):
         found = {name: tensor.clone() for name, tensor in actor.proven_tensors().items()}
-    looks.append(turns.phase is Phase.ROLLOUT)
+    looks.append(memory.phase is Phase.ROLLOUT)
     if place is not Place.DEVICE:
         for use in (lambda: actor.tensors, lambda: actor.step(LR), lambda: sft_steps(actor, range(1), lr=LR)):
             try:
@@ -81,7 +81,7 @@ def trained(rank: int, folder: str, case: Any, place: Place) -> tuple[dict[str, 
                 looks.append(False)
             except NotResident as error:
                 looks.append(str(place) in str(error) or "host memory" in str(error))
-    turns.close()
+    memory.close()
     dist.barrier()
     parallel_state.destroy_model_parallel()
     return found, looks
@@ -129,11 +129,11 @@ def faults(rank: int, folder: str) -> list[str]:
     said = []
     actor = actor_on(Path(folder), ("qwen3", ParallelConfig(tp=2), "bfloat16"))
     own = Path(folder) / f"fault_{rank}"
-    turns = turns_of(actor, Place.DISK, own)
-    turns.enter(Phase.ROLLOUT)
-    turns.enter(Phase.SYNC)
+    memory = memory_of(actor, Place.DISK, own)
+    memory.enter(Phase.ROLLOUT)
+    memory.enter(Phase.SYNC)
     next(iter(actor.tensors.values())).view(-1)[0] += 1.0
-    for kind, do in ((WeightsDiffer, actor.proven_tensors), (OffloadError, lambda: turns.enter(Phase.UPDATE))):
+    for kind, do in ((WeightsDiffer, actor.proven_tensors), (OffloadError, lambda: memory.enter(Phase.UPDATE))):
         if kind is OffloadError and rank == 1:
             (own / OFFLOAD / "rank_1" / "actor.optimizer").unlink()
         try:
@@ -157,7 +157,7 @@ def limited(rank: int, folder: str) -> str:
 
     actor = actor_on(Path(folder), ("qwen3", ParallelConfig(tp=2), "bfloat16"))
     try:
-        turns_of(actor, Place.DISK, Path(folder) / f"limited_{rank}", limit=1000).enter(Phase.ROLLOUT)
+        memory_of(actor, Place.DISK, Path(folder) / f"limited_{rank}", limit=1000).enter(Phase.ROLLOUT)
     except NonRetryableError as error:
         return str(error)
     return ""
