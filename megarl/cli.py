@@ -363,7 +363,7 @@ def _check_job(config: Config, arguments: argparse.Namespace) -> int:
         logging.info("%s", planned(config, [NodeInfo(rank, "", "all", gpus) for rank in range(nodes)], usable, verbose))
     logging.info("the settings, data and model fit; nothing was started or written")
     if arguments.gpus_per_node is not None:
-        logging.info("not checked: what is installed on those machines, and their memory")
+        logging.info("not checked: what is installed on those machines, their memory and disks (run.dir, store.folder)")
     return 0
 
 

@@ -106,6 +106,8 @@ def _fault(folder: Path, *, refuse_unknown: bool) -> str | None:
         return f"it is on {mount}, in memory: a reboot loses the data"
     if NETWORK.fullmatch(mount.type) or (refuse_unknown and not DISK.fullmatch(mount.type)):
         return f"it is on {mount}, which is no local disk"
+    if not folder.exists():
+        return "it does not exist"
     if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
         return "it is no folder that this user can write in"
     return None

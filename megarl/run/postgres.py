@@ -293,7 +293,8 @@ def find_server(version: str | None = None) -> Path:
         if version in (None, major):
             return folder
     fix = (
-        "install it (Debian: apt install postgresql) or add it to PATH on the node that runs the supervisor, or set "
+        "install it (Debian: apt install postgresql; without root: conda-forge's) or add it to PATH on the node that "
+        "runs the supervisor, or set "
         "store.url to a server of yours"
     )
     if found:

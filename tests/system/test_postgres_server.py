@@ -129,7 +129,7 @@ def test_a_missing_server_says_what_to_install(monkeypatch: pytest.MonkeyPatch, 
     assert find_server() == found.resolve()
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(
-        ConfigError, match=r"initdb is neither in PATH nor in .*; install it \(Debian: apt install postgresql\)"
+        ConfigError, match=r"initdb is neither in PATH nor in .*; install it \(Debian: apt install postgresql; without"
     ):
         Server(tmp_path / "postgres", "key").start()
 

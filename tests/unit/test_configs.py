@@ -495,7 +495,10 @@ def test_a_job_for_other_machines_is_checked_here(in_workplace: Path, caplog: py
     caplog.set_level("INFO")
     assert main(["train", "--check", "--gpus-per-node", "8", "experiment=grpo_qwen2_5_7b"]) == 0
     assert "trainer ranks 0-7 on GPUs 0-7, engines 0-7 on GPUs 0-7" in caplog.text
-    assert caplog.messages[-1] == "not checked: what is installed on those machines, and their memory"
+    assert (
+        caplog.messages[-1]
+        == "not checked: what is installed on those machines, their memory and disks (run.dir, store.folder)"
+    )
     assert main(["train", "--check", "--gpus-per-node", "7", "experiment=grpo_qwen2_5_7b"]) == 2
     assert "to use all 7 GPUs: parallel.tp=1 parallel.dp=7 " in caplog.messages[-1]
     assert main(["train", "--check", "experiment=grpo_qwen2_5_7b"]) == 2

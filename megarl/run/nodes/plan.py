@@ -287,7 +287,7 @@ def _no_room(config: Config, nodes: Sequence[NodeInfo], job: Job) -> str:
     has = sum(node.gpus for node in nodes)
     if needs > has:
         could_share = ranks and engines and config.rollout.placement == "separate"
-        turns = ", or let them take turns: rollout.placement=colocated" if could_share else ""
+        turns = ", or let them take turns: rollout.placement=colocated trainer.offload=memory" if could_share else ""
         return f"{what} need {needs} GPUs (parallel.backend=nccl), but the job has {has}{turns}"
     groups = ", ".join(f"{group.setting} = {group.size}" for group in groups_of(config))
     kept = f" with equal loads and groups that stay on a node ({groups})" if groups and ranks else " with equal loads"
