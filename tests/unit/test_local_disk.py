@@ -110,8 +110,8 @@ def test_without_a_local_folder_a_run_is_refused(mounts: Path, tmp_path: Path, m
     with mounts.open("a") as file:
         file.write("50 27 0:60 / /tmp rw - tmpfs tmpfs rw\n51 27 254:0 / " + f"{tmp_path} rw - ext4 /dev/vda rw\n")
     words = (
-        r"run.dir=/lustre/scratch/x is on lustre mounted at /lustre/scratch, .*\$TMPDIR=.*/missing: it is no folder "
-        r".*; /tmp: it is on tmpfs mounted at /tmp, in memory.*set store.folder .* store.url=postgresql://"
+        r"run.dir=/lustre/scratch/x is on lustre mounted at /lustre/scratch, .*\$TMPDIR=.*/missing: it does not "
+        r"exist; /tmp: it is on tmpfs mounted at /tmp, in memory.*set store.folder .* store.url=postgresql://"
     )
     with pytest.raises(ConfigError, match=words):
         choose(Path("/lustre/scratch/x"), "")
@@ -136,7 +136,8 @@ def test_a_folder_that_is_named(mounts: Path, tmp_path: Path) -> None:
         "/dev/shm": "tmpfs mounted at /dev/shm, in memory",
         "/home/me": "nfs4 mounted at /home/me, which is no local disk",
         "/mnt/sshfs": "fuse.sshfs mounted at /mnt/sshfs",
-        "/missing": "no folder that this user can write in",
+        "/missing": "it does not exist",
+        "/proc/version": "no folder that this user can write in",
     }.items():
         with pytest.raises(ConfigError, match=f"store.folder={name}: .*{words}.*; set store.folder to"):
             choose(Path("/runs/x"), name)
