@@ -13,6 +13,7 @@ import pytest
 from megarl.core.config import Config
 from megarl.core.config.algorithms import MixConfig
 from megarl.train import parts
+from megarl.train import step as step_module
 from megarl.train.part import Part, Services
 from megarl.train.parts import PARTS
 from megarl.train.step import OnlineTrainer
@@ -89,7 +90,7 @@ def test_the_step_is_on_one_screen() -> None:
     """It names no feature: modules of parts are behind their list."""
     step, publish = (len(getsource(function).splitlines()) for function in (OnlineTrainer.step, OnlineTrainer.publish))
     assert step + publish <= 60
-    source = Path(str(__import__("megarl.train.step", fromlist=["step"]).__file__)).read_text()
+    source = Path(step_module.__file__).read_text()
     assert len(source.splitlines()) <= 166
     words = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
     assert not words & {
