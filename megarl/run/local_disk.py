@@ -124,7 +124,7 @@ class Away(NamedTuple):
 
 
 class Parking:
-    """Where a server's data are, under the server's lock: ``home``/data, or on a local disk.
+    """Moves a server's data between ``home``/data and a local disk. Its calls need the server's lock.
 
     Args:
         home: Folder of the run's directory in which data are parked.

@@ -35,7 +35,7 @@ class StepData:
 
     groups: StepGroups
     trajectories: list[Trajectory]
-    """Those of ``groups``, with the rewards that the update sees."""
+    """Trajectories of ``groups``, with the scores of a reward model in their rewards."""
     images: StepImages | None
     demonstrations: list[ExpertRow] = field(default_factory=list)
     metrics: Metrics = field(default_factory=dict)

@@ -24,7 +24,7 @@ from megarl.train.sync.weights import WeightSync
 
 
 class JobEngines:
-    """Engines that are to be given weights: the job's own, or those of explore programs. For rank 0.
+    """Finds the engines that take weights: the job's own, or those of explore programs. For rank 0.
 
     Args:
         begun: True once weights were published.

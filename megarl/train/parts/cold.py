@@ -65,8 +65,8 @@ class ColdCheck(Part):
             cold_mark(self._folder).unlink(missing_ok=True)  # of an attempt that was killed
 
     def after_publish(self, state: TrainState) -> Metrics:
-        """Ask an engine for log-probs, start it with the weights' files, ask it again, and publish to it; return
-        metrics. Do nothing in other steps than those of ``sync.cold_interval``.
+        """Every ``sync.cold_interval`` steps ask an engine for log-probs, start it with the weights' files, ask it
+        again, and publish to it; return metrics.
 
         An engine that does not come back, or a request to stop, ends the comparison alone.
 
@@ -76,7 +76,8 @@ class ColdCheck(Part):
         """
         weights, step = self._weights, state.step
         start, interval = time.monotonic(), self._context.config.sync.cold_interval
-        if interval is None or step % interval or step in (0, self._last):
+        assert interval is not None, "the settings ask for this part"
+        if step % interval or step in (0, self._last):
             return {}
         self._last = step
         self._memory.enter(Phase.SYNC)

@@ -26,8 +26,8 @@ class Evaluates(Protocol):
         """True while engines keep weights that are being evaluated."""
 
     def settle(self, step: int) -> bool:
-        """Report an evaluation that has ended, ``step`` steps being done. True if one was given up, so that the weights
-        of now are to be evaluated."""
+        """Report an evaluation that has ended, after ``step`` steps. Return True if an evaluation was given up: the
+        actor's present weights are evaluated in its place."""
 
     def wait(self, step: int) -> bool:
         """Wait until none is open; False when the job is asked to stop."""
