@@ -236,7 +236,7 @@ def read(run_dir: Path, first: int, count: int, segment: int | None, context: fl
 def _responses(run_dir: Path) -> list[list[list[int]]]:
     """Tokens of each turn of the model, of the responses of each rollout."""
     store, found = Store(f"sqlite:///{run_dir}/store.db", read_only=True), list[list[list[int]]]()
-    while trajectories := store.trajectories(rollout_id(len(found))):
+    while trajectories := store.groups.trajectories(rollout_id(len(found))):
         found.append([[len(turn.token_ids) for turn in e.turns if turn.author == "model"] for e in trajectories])
     store.close()
     return found

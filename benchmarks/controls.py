@@ -26,7 +26,7 @@ def accuracies(run_dir: Path) -> dict[str, float]:
     from megarl.explore.store import Store
 
     store = Store(load_resolved(run_dir / "resolved.json").store.url)
-    found = {e["data"]["rollout_id"]: e["data"]["accuracy"] for e in store.events("evaluation")}
+    found = {e["data"]["rollout_id"]: e["data"]["accuracy"] for e in store.journal.events("evaluation")}
     store.close()
     return found
 

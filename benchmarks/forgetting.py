@@ -65,16 +65,16 @@ def measured(run_dir: Path, steps: int) -> dict[str, Any]:
     from megarl.explore.store import Store
 
     store = Store(load_resolved(run_dir / "resolved.json").store.url, read_only=True)
-    accuracies = [event["data"]["accuracy"] for event in store.events("evaluation")]
-    tasks = {task.task_id: task for task in store.tasks("train")}
+    accuracies = [event["data"]["accuracy"] for event in store.journal.events("evaluation")]
+    tasks = {task.task_id: task for task in store.tasks.read("train")}
     shares: dict[str, list[float]] = {"sampled": [], "replayed": []}
     for step in range(steps):
         groups = {
-            "sampled": [group.group_id for group in store.consumed(step, step + 1)],
-            "replayed": list(store.replays(step, step + 1)),
+            "sampled": [group.group_id for group in store.replays.consumed(step, step + 1)],
+            "replayed": list(store.replays.counts(step, step + 1)),
         }
         for kind, ids in groups.items():
-            found = [is_sum(tasks[store.read([i])[0].task_id]) for i in ids]
+            found = [is_sum(tasks[store.groups.read([i])[0].task_id]) for i in ids]
             shares[kind].append(sum(found) / len(found) if found else 0.0)
     store.close()
     assert shares["sampled"] == [1.0] * (steps // 2) + [0.0] * (steps // 2), "the families did not follow each other"

@@ -145,11 +145,11 @@ def fill(store: Any, step: int, answers: int, tokens: int) -> None:
         Task(f"{rollout_id}/{i}", "s", ({"role": "user", "content": "?"},), "a", {})
         for i in range(answers // ANSWERS_OF_A_GROUP)
     ]
-    store.add_tasks(rollout_id, tasks)
-    store.request_rollout(rollout_id, "train", step, version, [task.task_id for task in tasks], ANSWERS_OF_A_GROUP, {})
-    for claim in store.claim_groups("benchmark", len(tasks)):
+    store.tasks.add(rollout_id, tasks)
+    store.rollouts.request(rollout_id, "train", step, version, [task.task_id for task in tasks], ANSWERS_OF_A_GROUP, {})
+    for claim in store.groups.claim("benchmark", len(tasks)):
         prompt = random.integers(0, VOCAB, PROMPT).astype(np.int32)
-        store.put(claim, [
+        store.groups.put(claim, [
             Trajectory(
                 rollout_id, claim.task.task_id, claim.group_id, index, claim.group_size,
                 (

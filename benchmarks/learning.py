@@ -266,7 +266,7 @@ def pair_accuracies(folder: Path) -> dict[str, float]:
     from megarl.explore.store import Store
 
     store = Store(load_resolved(folder / "resolved.json").store.url)
-    events = {event["data"]["rollout_id"]: event["data"] for event in store.events("evaluation")}
+    events = {event["data"]["rollout_id"]: event["data"] for event in store.journal.events("evaluation")}
     store.close()
     return {"before": events["eval-before"]["accuracy"], "after": events["eval-after"]["accuracy"]}
 

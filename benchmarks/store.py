@@ -108,17 +108,19 @@ def evaluation(number: int) -> Clock:
     """An evaluation from its request to its event: the calls that trainer and explorer make."""
     clock = Clock()
     with opened() as store:
-        store.add_tasks("eval", tasks("eval", number))
-        ids = store.task_ids("eval")
-        clock.call("request_rollout", store.request_rollout, "eval-0", "eval", 0, VERSION, ids, 1, {"temperature": 0.0})
+        store.tasks.add("eval", tasks("eval", number))
+        ids = store.tasks.ids("eval")
+        clock.call(
+            "request_rollout", store.rollouts.request, "eval-0", "eval", 0, VERSION, ids, 1, {"temperature": 0.0}
+        )
         for _ in range(FIRST):
-            clock.call("one claim", store.claim_groups, WORKER, 1)
-        store.release_claims(WORKER)
-        while claims := clock.call("claim_groups", store.claim_groups, WORKER, CAPACITY, max_samples=CAPACITY):
+            clock.call("one claim", store.groups.claim, WORKER, 1)
+        store.groups.release(WORKER)
+        while claims := clock.call("claim_groups", store.groups.claim, WORKER, CAPACITY, max_samples=CAPACITY):
             for claim in claims:
-                assert clock.call("put", store.put, claim, answers(claim), {"samples": 1.0})
+                assert clock.call("put", store.groups.put, claim, answers(claim), {"samples": 1.0})
                 clock.call("record_evaluations", record_evaluations, store, WORKER, claim.rollout_id)
-        assert store.evaluation("eval-0")["tasks"] == number and store.is_complete("eval-0")
+        assert store.evaluations.read("eval-0")["tasks"] == number and store.rollouts.is_complete("eval-0")
     clock.seconds["last record_evaluations"] = [clock.seconds["record_evaluations"].pop()]
     return clock
 
@@ -127,11 +129,11 @@ def requests(number: int) -> float:
     """Median CPU seconds of a rollout that is asked for."""
     clock = Clock()
     with opened() as store:
-        store.add_tasks("train", tasks("train", number))
-        ids = store.task_ids("train")
+        store.tasks.add("train", tasks("train", number))
+        ids = store.tasks.ids("train")
         for i in range(ROUNDS):
             wanted = [ids[place] for place in np.random.default_rng(i).permutation(number)[:ASKED]]
-            clock.call("", store.request_rollout, f"rl-{i}", "train", i, VERSION, wanted, 8, {"temperature": 1.0})
+            clock.call("", store.rollouts.request, f"rl-{i}", "train", i, VERSION, wanted, 8, {"temperature": 1.0})
     return statistics.median(clock.seconds[""])
 
 
@@ -139,15 +141,15 @@ def successes(steps: int) -> float:
     """Median CPU seconds of the success of the newest step's tasks, after ``steps`` steps."""
     clock = Clock()
     with opened() as store:
-        store.add_tasks("train", tasks("train", ASKED))
-        ids = store.task_ids("train")
+        store.tasks.add("train", tasks("train", ASKED))
+        ids = store.tasks.ids("train")
         for step in range(steps):
-            store.request_rollout(f"rl-{step}", "train", step, VERSION, ids, 2, {"temperature": 1.0})
-            for claim in store.claim_groups(WORKER, ASKED):
-                assert store.put(claim, answers(claim))
-            store.record_step(step + 1, {}, Used(tuple(store.take(ASKED, step=step))))
+            store.rollouts.request(f"rl-{step}", "train", step, VERSION, ids, 2, {"temperature": 1.0})
+            for claim in store.groups.claim(WORKER, ASKED):
+                assert store.groups.put(claim, answers(claim))
+            store.journal.record_step(step + 1, {}, Used(tuple(store.groups.take(ASKED, step=step))))
         for _ in range(ROUNDS):
-            assert len(clock.call("", store.successes, steps - 1, steps)) == ASKED
+            assert len(clock.call("", store.groups.successes, steps - 1, steps)) == ASKED
     return statistics.median(clock.seconds[""])
 
 
@@ -155,10 +157,10 @@ def steps_after(number: int) -> dict[str, float]:
     """Call -> median CPU seconds of it in a step, in a store with so many groups that steps have used."""
     clock = Clock()
     with opened() as store:
-        store.add_tasks("train", tasks("train", ASKED))
-        ids, done = store.task_ids("train"), number // ASKED
+        store.tasks.add("train", tasks("train", ASKED))
+        ids, done = store.tasks.ids("train"), number // ASKED
         for step in range(done):
-            store.request_rollout(f"train-{step:06d}", "train", step, VERSION, ids, 1, {})
+            store.rollouts.request(f"train-{step:06d}", "train", step, VERSION, ids, 1, {})
         with store._database._writer.begin() as connection:  # as if each had been claimed, put and recorded
             used = GROUPS.update().where(ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
             connection.execute(used.values(state="consumed", used_by=ROLLOUTS.c.step + 1, ended_at=0.0))
@@ -167,17 +169,17 @@ def steps_after(number: int) -> dict[str, float]:
                 others = [row | {"group_id": f"{row['rollout_id']}/{i}", "tensors": b""} for i in range(ASKED)]
                 connection.execute(TRAJECTORIES.insert(), others)
         for step in range(done, done + ROUNDS):
-            store.record_version(WeightsVersion(1, step), step)
+            store.pacing.record_version(WeightsVersion(1, step), step)
             clock.call(
-                "request_rollout", store.request_rollout, f"train-{step:06d}", "train", step, VERSION, ids, 2, {}
+                "request_rollout", store.rollouts.request, f"train-{step:06d}", "train", step, VERSION, ids, 2, {}
             )
-            while claims := clock.call("claim_groups", store.claim_groups, WORKER, CAPACITY, max_samples=2 * CAPACITY):
+            while claims := clock.call("claim_groups", store.groups.claim, WORKER, CAPACITY, max_samples=2 * CAPACITY):
                 ended = [EndedGroup(claim, answers(claim)) for claim in claims]
-                clock.call("put_all", store.put_all, ended)
-            clock.call("unused", store.unused)
-            groups = clock.call("take", store.take, ASKED, step=step)
-            clock.call("parts", store.parts, groups)
-            clock.call("record_step", store.record_step, step + 1, {}, Used(tuple(groups)))
+                clock.call("put_all", store.groups.put_all, ended)
+            clock.call("unused", store.pacing.unused)
+            groups = clock.call("take", store.groups.take, ASKED, step=step)
+            clock.call("parts", store.groups.parts, groups)
+            clock.call("record_step", store.journal.record_step, step + 1, {}, Used(tuple(groups)))
     return {name: statistics.median(seconds) for name, seconds in clock.seconds.items()}
 
 
@@ -187,21 +189,21 @@ def segmented(size: int | None) -> tuple[float, int]:
     clock, written = Clock(), 0
     tokens, logp = np.arange(LONG, dtype=np.int32), np.full(LONG, -0.5, np.float32)
     with opened() as store:
-        store.add_tasks("train", tasks("train", CAPACITY))
-        ids = store.task_ids("train")
+        store.tasks.add("train", tasks("train", CAPACITY))
+        ids = store.tasks.ids("train")
         for step in range(ROUNDS):
-            store.request_rollout(f"rl-{step}", "train", step, VERSION, ids, 1, {})
-            claims = clock.call("claim", store.claim_groups, WORKER, CAPACITY)
+            store.rollouts.request(f"rl-{step}", "train", step, VERSION, ids, 1, {})
+            claims = clock.call("claim", store.groups.claim, WORKER, CAPACITY)
             for start in range(0, LONG, size or LONG):
                 end = start + (size or LONG)
                 spans = (WeightsSpan(0, end - start, VERSION),)
                 part = Segment(0, 0, start, "0" * 16, tokens[start:end], logp[start:end], spans)
                 if size is not None:
-                    assert all(clock.call("append", store.append_segments, [(claim, part) for claim in claims]))
+                    assert all(clock.call("append", store.segments.append, [(claim, part) for claim in claims]))
                     row = segment_to_row("", "", part)
                     written += len(claims) * (len(row["record"]) + len(row["tensors"]))
             ended = [EndedGroup(claim, [with_tokens(answers(claim)[0], tokens, logp)]) for claim in claims]
-            assert all(clock.call("put", store.put_all, ended))
+            assert all(clock.call("put", store.groups.put_all, ended))
     return clock.elapsed / (ROUNDS * CAPACITY), written // (ROUNDS * CAPACITY)
 
 
@@ -213,23 +215,23 @@ def throughput() -> tuple[dict[str, float], int]:
     total = ROUNDS * GROUPS_A_STEP * MEMBERS
     found: dict[str, float] = {}
     with opened() as store:
-        store.add_tasks("train", tasks("train", GROUPS_A_STEP))
-        ids = store.task_ids("train")
+        store.tasks.add("train", tasks("train", GROUPS_A_STEP))
+        ids = store.tasks.ids("train")
         for step in range(ROUNDS):
-            store.record_version(WeightsVersion(1, step), step)
-            store.request_rollout(f"train-{step:06d}", "train", step, VERSION, ids, MEMBERS, {})
-            while claims := store.claim_groups(WORKER, CAPACITY, max_samples=CAPACITY * MEMBERS):
+            store.pacing.record_version(WeightsVersion(1, step), step)
+            store.rollouts.request(f"train-{step:06d}", "train", step, VERSION, ids, MEMBERS, {})
+            while claims := store.groups.claim(WORKER, CAPACITY, max_samples=CAPACITY * MEMBERS):
                 ended = [
                     EndedGroup(claim, [with_tokens(one, rng.permutation(tokens), logp) for one in answers(claim)])
                     for claim in claims
                 ]
                 before = clock.elapsed
-                assert all(clock.call("", store.put_all, ended))
+                assert all(clock.call("", store.groups.put_all, ended))
                 found["written"] = found.get("written", 0.0) + clock.elapsed - before
             before = clock.elapsed
-            groups = clock.call("", store.take, GROUPS_A_STEP, step=step)
-            read = clock.call("", store.read, groups)
-            clock.call("", store.record_step, step + 1, {}, Used(tuple(groups)))
+            groups = clock.call("", store.groups.take, GROUPS_A_STEP, step=step)
+            read = clock.call("", store.groups.read, groups)
+            clock.call("", store.journal.record_step, step + 1, {}, Used(tuple(groups)))
             assert sum(len(one.turns[1].token_ids) for one in read) == GROUPS_A_STEP * MEMBERS * LONG
             found["taken"] = found.get("taken", 0.0) + clock.elapsed - before
         database = store._database._writer.url.database
@@ -251,7 +253,7 @@ def plans() -> list[tuple[str, str]]:
     """Call -> how SQLite reads the tables in it, a line for each different look at one."""
     found: dict[tuple[str, str], None] = {}
     with opened() as store:
-        store.add_tasks("train", tasks("train", ASKED))
+        store.tasks.add("train", tasks("train", ASKED))
         statements: list[tuple[str, Any]] = []
         for engine in (store._database._reader, store._database._writer):
             event.listen(
@@ -269,24 +271,24 @@ def plans() -> list[tuple[str, str]]:
                                 found[name, row[3]] = None
             return result
 
-        store.record_version(VERSION, 0)
+        store.pacing.record_version(VERSION, 0)
         looked(
             "request_rollout",
-            store.request_rollout,
+            store.rollouts.request,
             "train-000000",
             "train",
             0,
             VERSION,
-            store.task_ids("train"),
+            store.tasks.ids("train"),
             2,
             {},
         )
-        claims = looked("claim_groups", store.claim_groups, WORKER, ASKED, max_samples=2 * ASKED)
-        looked("put_all", store.put_all, [EndedGroup(claim, answers(claim)) for claim in claims])
-        looked("unused", store.unused)
-        groups = looked("take", store.take, ASKED, step=0)
-        looked("read", store.read, groups)
-        looked("record_step", store.record_step, 1, {}, Used(tuple(groups)))
+        claims = looked("claim_groups", store.groups.claim, WORKER, ASKED, max_samples=2 * ASKED)
+        looked("put_all", store.groups.put_all, [EndedGroup(claim, answers(claim)) for claim in claims])
+        looked("unused", store.pacing.unused)
+        groups = looked("take", store.groups.take, ASKED, step=0)
+        looked("read", store.groups.read, groups)
+        looked("record_step", store.journal.record_step, 1, {}, Used(tuple(groups)))
     return list(found)
 
 

@@ -42,13 +42,13 @@ def explore(url: str, number: int, begin: Barrier, end: Event, answer: Connectio
     store, put = Store(url, outage_s=OUTAGE_S), list[str]()
     begin.wait()
     while not end.is_set():
-        claims = store.claim_groups(f"explorer-{number}", PACKET, max_samples=PACKET * calls.MEMBERS)
+        claims = store.groups.claim(f"explorer-{number}", PACKET, max_samples=PACKET * calls.MEMBERS)
         ended = []
         for claim in claims:
             drawn = rng.integers(0, DRAWN, claim.group_size)
             members = zip(calls.answers(claim), drawn, strict=True)
             ended.append(EndedGroup(claim, [calls.with_tokens(one, tokens[i], logps[i]) for one, i in members]))
-        put += [group.claim.group_id for group, is_in in zip(ended, store.put_all(ended), strict=True) if is_in]
+        put += [group.claim.group_id for group, is_in in zip(ended, store.groups.put_all(ended), strict=True) if is_in]
         if not claims:
             end.wait(POLL_S)
     store.close()
@@ -76,13 +76,13 @@ def passed(url: str, explorers: int, steps: int) -> Passed:
         for number, pipe in enumerate(pipes)
     ]
     store, waited_s = Store(url, outage_s=OUTAGE_S), 0.0
-    store.add_tasks("train", calls.tasks("train", calls.GROUPS_A_STEP))
-    ids = store.task_ids("train")
+    store.tasks.add("train", calls.tasks("train", calls.GROUPS_A_STEP))
+    ids = store.tasks.ids("train")
 
     def ask(step: int) -> None:
         version = WeightsVersion(1, step)
-        store.record_version(version, step)
-        store.request_rollout(f"train-{step:06d}", "train", step, version, ids, calls.MEMBERS, {})
+        store.pacing.record_version(version, step)
+        store.rollouts.request(f"train-{step:06d}", "train", step, version, ids, calls.MEMBERS, {})
 
     ask(0)
     for process in processes:
@@ -93,13 +93,13 @@ def passed(url: str, explorers: int, steps: int) -> Passed:
         if step + 1 < steps:
             ask(step + 1)
         before = time.perf_counter()
-        while not store.is_complete(f"train-{step:06d}"):
+        while not store.rollouts.is_complete(f"train-{step:06d}"):
             time.sleep(POLL_S)
         waited_s += time.perf_counter() - before
-        groups = store.take(calls.GROUPS_A_STEP, step=step)
-        read = store.read(groups)
+        groups = store.groups.take(calls.GROUPS_A_STEP, step=step)
+        read = store.groups.read(groups)
         assert sum(len(one.turns[1].token_ids) for one in read) == calls.GROUPS_A_STEP * calls.MEMBERS * calls.LONG
-        store.record_step(step + 1, {}, Used(tuple(groups)))
+        store.journal.record_step(step + 1, {}, Used(tuple(groups)))
     seconds = time.perf_counter() - started
     end.set()
     put = [pipe[0].recv() for pipe in pipes]

@@ -70,7 +70,7 @@ def make_segment(index: int, turn: int = 0, start: int = 0, tokens: int = 4, **f
 
 
 def finish(store: Store, claim: Claim) -> bool:
-    return store.put(claim, [make_trajectory(claim, i) for i in claim.indices], {"samples": 2.0})
+    return store.groups.put(claim, [make_trajectory(claim, i) for i in claim.indices], {"samples": 2.0})
 
 
 def request(
@@ -82,50 +82,50 @@ def request(
     greedy: bool = False,
     version: WeightsVersion = VERSION,
 ) -> None:
-    ids = store.task_ids("train")[:groups]
+    ids = store.tasks.ids("train")[:groups]
     sampling = {"temperature": 0.7} | ({"greedy": True} if greedy else {})
-    store.request_rollout(name, "train", step, version, ids, group_size, sampling)
+    store.rollouts.request(name, "train", step, version, ids, group_size, sampling)
 
 
 WRITES: dict[str, Callable[[Store, Sequence[Claim]], Any]] = {
-    "add_tasks": lambda store, claims: store.add_tasks("other", [make_task(9, "other")]),
-    "import_experts": lambda store, claims: store.import_experts([("a.jsonl", [expert(0), expert(1)])]),
-    "set_experts": lambda store, claims: store.set_experts("b.jsonl", [expert(1), expert(2)]),
-    "request_rollout": lambda store, claims: request(store, "r9", step=9),
-    "record_version": lambda store, claims: store.record_version(WeightsVersion(9, 9), 9),
-    "record_busy": lambda store, claims: store.record_busy("a", BusyTime(1.0, None, 2.0)),
-    "record_live": lambda store, claims: store.record_live(WeightsVersion(9, 9)),
-    "append_segments": lambda store, claims: store.append_segments([(claims[0], make_segment(0))]),
-    "forget_segments": lambda store, claims: store.forget_segments(claims[0], 1),
-    "reach": lambda store, claims: store.reach(claims[0], 1),
-    "claim_groups": lambda store, claims: store.claim_groups("a", 1),
-    "put": lambda store, claims: finish(store, claims[0]),
-    "put_all": lambda store, claims: store.put_all(
+    "tasks.add": lambda store, claims: store.tasks.add("other", [make_task(9, "other")]),
+    "experts.import_sources": lambda store, claims: store.experts.import_sources([("a.jsonl", [expert(0), expert(1)])]),
+    "experts.replace_source": lambda store, claims: store.experts.replace_source("b.jsonl", [expert(1), expert(2)]),
+    "rollouts.request": lambda store, claims: request(store, "r9", step=9),
+    "pacing.record_version": lambda store, claims: store.pacing.record_version(WeightsVersion(9, 9), 9),
+    "workers.record_busy": lambda store, claims: store.workers.record_busy("a", BusyTime(1.0, None, 2.0)),
+    "pacing.record_live": lambda store, claims: store.pacing.record_live(WeightsVersion(9, 9)),
+    "segments.append": lambda store, claims: store.segments.append([(claims[0], make_segment(0))]),
+    "segments.forget": lambda store, claims: store.segments.forget(claims[0], 1),
+    "segments.reach": lambda store, claims: store.segments.reach(claims[0], 1),
+    "groups.claim": lambda store, claims: store.groups.claim("a", 1),
+    "groups.put": lambda store, claims: finish(store, claims[0]),
+    "groups.put_all": lambda store, claims: store.groups.put_all(
         [EndedGroup(claim, [make_trajectory(claim, i) for i in claim.indices]) for claim in claims[1:3]]
     ),
-    "reward": lambda store, claims: store.reward([GivenReward("r0/3", 0, "token", Reward(1.0, "ok"))]),
-    "stop_waiting": lambda store, claims: store.stop_waiting(["r0/3"]),
-    "beat": lambda store, claims: store.beat("a"),
-    "release_claims": lambda store, claims: store.release_claims("a"),
-    "record_step": lambda store, claims: store.record_step(
+    "late.give": lambda store, claims: store.late.give([GivenReward("r0/3", 0, "token", Reward(1.0, "ok"))]),
+    "late.stop_waiting": lambda store, claims: store.late.stop_waiting(["r0/3"]),
+    "workers.beat": lambda store, claims: store.workers.beat("a"),
+    "groups.release": lambda store, claims: store.groups.release("a"),
+    "journal.record_step": lambda store, claims: store.journal.record_step(
         1, {"reward": 1.0}, Used(("r0/4",), {"r0/5": "surplus"}, ("r0/3",), {("r0/4", 1): "duplicate"})
     ),
-    "record_evaluation": lambda store, claims: store.record_evaluation("a", "r0", {"step": 1}),
-    "record_event": lambda store, claims: store.record_event("trainer", "evaluation", {"step": 1}),
-    "register_engines": lambda store, claims: store.register_engines([RegisteredEngine(0, "http://e", 2)]),
-    "scale_engines": lambda store, claims: store.scale_engines("train", 3),
-    "place_engine": lambda store, claims: store.place_engine(0, "http://f"),
-    "order_engine": lambda store, claims: store.order_engine(0, EngineStatus.ABSENT),
-    "fit_engine": lambda store, claims: store.fit_engine(0, 4, since=1),
-    "note_engine": lambda store, claims: store.note_engine(0, EngineStatus.ABSENT, 1),
-    "record_steps": lambda store, claims: store.record_steps({2: {"reward": 1.0}, 3: {}}),
-    "set_run_id": lambda store, claims: store.set_run_id("r" * 32),
+    "journal.record_evaluation": lambda store, claims: store.journal.record_evaluation("a", "r0", {"step": 1}),
+    "journal.record_event": lambda store, claims: store.journal.record_event("trainer", "evaluation", {"step": 1}),
+    "engines.register": lambda store, claims: store.engines.register([RegisteredEngine(0, "http://e", 2)]),
+    "engines.scale": lambda store, claims: store.engines.scale("train", 3),
+    "engines.place": lambda store, claims: store.engines.place(0, "http://f"),
+    "engines.order": lambda store, claims: store.engines.order(0, EngineStatus.ABSENT),
+    "engines.fit": lambda store, claims: store.engines.fit(0, 4, since=1),
+    "engines.note": lambda store, claims: store.engines.note(0, EngineStatus.ABSENT, 1),
+    "journal.record_steps": lambda store, claims: store.journal.record_steps({2: {"reward": 1.0}, 3: {}}),
+    "journal.set_run_id": lambda store, claims: store.journal.set_run_id("r" * 32),
     "sync": lambda store, claims: store.sync(),
-    "open_job": lambda store, claims: store.open_job(),
-    "close_job": lambda store, claims: store.close_job(),
-    "discard_rollouts": lambda store, claims: store.discard_rollouts(0),
-    "delete_trajectories": lambda store, claims: store.delete_trajectories(["r0/4", "r0/5"]),
-    "withdraw": lambda store, claims: store.withdraw("r0"),
+    "journal.open_job": lambda store, claims: store.journal.open_job(),
+    "journal.close_job": lambda store, claims: store.journal.close_job(),
+    "rollouts.discard": lambda store, claims: store.rollouts.discard(0),
+    "selection.delete_trajectories": lambda store, claims: store.selection.delete_trajectories(["r0/4", "r0/5"]),
+    "evaluations.withdraw": lambda store, claims: store.evaluations.withdraw("r0"),
 }
 """Every write of a store that holds ``claims`` on the rollout r0, by the method's name."""
 

@@ -309,7 +309,7 @@ class Trajectory:
     """End that the workflow has named; None: by the reward's status and the model's last turn."""
     images: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     """Digest -> file of each image of its turns that is none of the task's. The store gives them back by themselves
-    (``Store.group_images``)."""
+    (``Store.groups.images``)."""
 
     @property
     def end(self) -> End:

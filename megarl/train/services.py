@@ -61,7 +61,7 @@ def services_of(trainer: Trainer) -> Services:
             come_and_go=not engines.alone,
             stopping=lambda: t.ranks.stopping,
         )
-    weights = WeightSync(t.context, t.ranks, t.reporter, t.models, publisher, t.memory, t.store.record_version)
+    weights = WeightSync(t.context, t.ranks, t.reporter, t.models, publisher, t.memory, t.store.pacing.record_version)
     wait = RolloutWaiter(*place, weights, t.checkpoints).wait
     reader = RolloutReader(NodeReader(t.timeout_s + config.store.outage_s), t.store, lambda: t.ranks.stopping)
     in_front = Evaluation(t.context, t.store, t.reporter, wait)

@@ -94,7 +94,7 @@ class OnlineTrainer(Trainer):
             synced, self.rollbacks = published or self.publish(state), state.rollbacks
         self.evaluated = None
         if self.context.rank == 0:
-            self.store.record_live(weights.version)  # also those that an evaluation has published
+            self.store.pacing.record_live(weights.version)  # also those that an evaluation has published
         return synced
 
     def take(self, state: TrainState) -> StepData:

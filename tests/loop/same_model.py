@@ -21,7 +21,7 @@ def assert_same_model(first: Path, second: Path, count: int, trajectories: int) 
         found = [
             [
                 ([turn.token_ids.tolist() for turn in e.turns], e.reward.score)
-                for e in store.trajectories(f"train-{step:06d}")
+                for e in store.groups.trajectories(f"train-{step:06d}")
             ]
             for store in stores
         ]

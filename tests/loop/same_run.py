@@ -47,7 +47,7 @@ def items(run_dir: Path) -> dict[str, Any]:
     store = Store(f"sqlite:///{run_dir}/store.db")
     found: dict[str, Any] = {}
     for rollout in ROLLOUTS:
-        for e in store.trajectories(rollout):
+        for e in store.groups.trajectories(rollout):
             key = f"{rollout} {e.group_id} {e.index}"
             assert key not in found
             logp = np.asarray(e.response.logp).tobytes().hex()

@@ -56,8 +56,8 @@ def tasks_of(run_dir: Path) -> list[list[str]]:
     store = Store(f"sqlite:///{run_dir}/store.db", read_only=True)
     found = []
     for step in range(STEPS):
-        groups = [group.group_id for group in store.consumed(step, step + 1)]
-        members = [store.read([group]) for group in groups]
+        groups = [group.group_id for group in store.replays.consumed(step, step + 1)]
+        members = [store.groups.read([group]) for group in groups]
         assert all([e.index for e in group] == list(range(MEMBERS)) for group in members)
         found.append([group[0].task_id for group in members])
     store.close()

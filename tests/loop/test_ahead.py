@@ -34,9 +34,9 @@ def test_lags_are_what_the_formula_says(run: Path) -> None:
     assert [record["rollout/stale_tokens"] for record in steps_of(run)] == [float(lag > 0) for lag in lags]
     store = Store(f"sqlite:///{run}/store.db", read_only=True)
     for step in range(STEPS):
-        spans = {s.version for e in store.trajectories(f"train-{step:06d}") for s in e.response.spans}
-        assert set(store.version_steps(spans).values()) == {step - lags[step]}
-        assert {(state, used) for state, used, _ in store.group_states(f"train-{step:06d}").values()} == {
+        spans = {s.version for e in store.groups.trajectories(f"train-{step:06d}") for s in e.response.spans}
+        assert set(store.pacing.version_steps(spans).values()) == {step - lags[step]}
+        assert {(state, used) for state, used, _ in store.groups.states(f"train-{step:06d}").values()} == {
             ("consumed", step + 1)
         }
     store.close()

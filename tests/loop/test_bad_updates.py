@@ -135,7 +135,7 @@ def run(folder: Path, run_dir: Path, *more: str, attempt: int = 1, **environment
     (run_dir / "attempt").write_text(str(attempt))
     store = Store(compose(settings).store.url)
     store.begin_attempt(attempt)
-    store.open_job()
+    store.journal.open_job()
     store.close()
     return run_grid(2, run_ranks, settings, environment, attempt)
 
@@ -154,7 +154,7 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
 
 def events(run_dir: Path, kind: str) -> list[Any]:
     store = Store(f"sqlite:///{run_dir}/store.db")
-    found = [event["data"] for event in store.events(kind)]
+    found = [event["data"] for event in store.journal.events(kind)]
     store.close()
     return found
 

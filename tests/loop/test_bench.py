@@ -16,7 +16,7 @@ def tokens_of(store: Path, rollout: str) -> dict[str, list[int]]:
     """Task -> its greedy response. Ids of held-out tasks are those of the file."""
     opened = Store(f"sqlite:///{store}", read_only=True)
     try:
-        return {t.task_id: t.response.token_ids.tolist() for t in opened.trajectories(rollout)}
+        return {t.task_id: t.response.token_ids.tolist() for t in opened.groups.trajectories(rollout)}
     finally:
         opened.close()
 
@@ -52,7 +52,7 @@ def test_a_bench_that_was_killed_goes_on_and_gives_the_answers_of_the_training_j
     for result in (first, second):
         assert tokens_of(result.with_name("store.db"), ROLLOUT) == expected, "the same weights, by other ways"
     store = Store(f"sqlite:///{second.with_name('store.db')}", read_only=True)
-    versions = {s.version for t in store.trajectories(ROLLOUT) for turn in t.turns for s in turn.spans}
+    versions = {s.version for t in store.groups.trajectories(ROLLOUT) for turn in t.turns for s in turn.spans}
     store.close()
     assert versions == {FROM_FILES}
     assert not second.with_name("model").exists(), "the converted model is removed once it is measured"

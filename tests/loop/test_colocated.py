@@ -30,7 +30,7 @@ COLOCATED = (*WHOLE, "rollout.placement=colocated")
 def is_engine(run_dir: Path, state: EngineStatus) -> bool:
     store = Store(f"sqlite:///{run_dir}/store.db")
     try:
-        return store.own_engines()[0].state is state
+        return store.engines.own()[0].state is state
     finally:
         store.close()
 

@@ -62,7 +62,7 @@ def tokenizer(model_path: Path) -> ChatTokenizer:
 def store(tmp_path: Path) -> Store:
     store = Store(f"sqlite:///{tmp_path}/store.db")
     store.begin_attempt(1)
-    store.add_tasks("train", [task(i) for i in range(12)])
+    store.tasks.add("train", [task(i) for i in range(12)])
     return store
 
 
@@ -118,10 +118,10 @@ def explore(store: Store, engine: FakeEngine, scorer: FakeScorer, tokenizer: Cha
     async def main() -> None:
         explorer = Explorer(store, engine, scorer, tokenizer, **(settings | changes))
         running = asyncio.create_task(explorer.run())
-        while not running.done() and store.claim_groups("probe", 0) == []:
-            done, total = store.progress("r0")
+        while not running.done() and store.groups.claim("probe", 0) == []:
+            done, total = store.rollouts.progress("r0")
             if total and done == total:
-                store.close_job()
+                store.journal.close_job()
                 break
             await asyncio.sleep(0.005)
         await running
@@ -131,7 +131,7 @@ def explore(store: Store, engine: FakeEngine, scorer: FakeScorer, tokenizer: Cha
 
 def request(store: Store, groups: int = 3, group_size: int = 4, **sampling: Any) -> None:
     settings = {"temperature": 0.9, "max_tokens": 8, "seed": 11} | sampling
-    store.request_rollout("r0", "train", 5, VERSION, store.task_ids("train")[:groups], group_size, settings)
+    store.rollouts.request("r0", "train", 5, VERSION, store.tasks.ids("train")[:groups], group_size, settings)
 
 
 def test_a_workflow_within_its_limit_is_work_for_the_watchdog(
@@ -148,21 +148,21 @@ def test_a_workflow_within_its_limit_is_work_for_the_watchdog(
 
     request(store)
     explore(store, FakeEngine(tokenizer), FakeScorer(), tokenizer, workflow=slow)
-    assert len(store.trajectories("r0")) == 12
+    assert len(store.groups.trajectories("r0")) == 12
 
 
 def test_an_explorer_gives_heartbeats_while_its_trajectories_last(
     store: Store, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     renewed = asyncio.Event()
-    beat = store.beat
+    beat = store.workers.beat
 
     def counted(worker: str) -> None:
         beat(worker)
         if loop:  # a workflow has begun
             loop[0].call_soon_threadsafe(renewed.set)
 
-    monkeypatch.setattr(store, "beat", counted)
+    monkeypatch.setattr(store.workers, "beat", counted)
     loop = list[asyncio.AbstractEventLoop]()
 
     async def slow(task: Task, model: RolloutModel) -> None:
@@ -173,14 +173,14 @@ def test_an_explorer_gives_heartbeats_while_its_trajectories_last(
 
     request(store)
     explore(store, FakeEngine(tokenizer), FakeScorer(), tokenizer, workflow=slow, silence_s=0.04)
-    assert len(store.trajectories("r0")) == 12
+    assert len(store.groups.trajectories("r0")) == 12
 
 
 def test_groups_are_written_whole_as_the_engine_gave_them(store: Store, tokenizer: ChatTokenizer) -> None:
     request(store)
     engine = FakeEngine(tokenizer)
     explore(store, engine, FakeScorer(), tokenizer)
-    got = store.trajectories("r0")
+    got = store.groups.trajectories("r0")
     assert [(e.group_id, e.index) for e in got] == [(f"r0/{p}", j) for p in range(3) for j in range(4)]
     assert engine.sampling == Sampling(max_tokens=8, temperature=0.9, oldest=VERSION)
     for e in got:
@@ -197,7 +197,7 @@ def test_groups_are_written_whole_as_the_engine_gave_them(store: Store, tokenize
         assert e.reward.status == expected
         assert e.metadata.get("reward_message") == ("ValueError: two" if expected == "error" else None)
         assert e.metadata["reward"] == {"verifier": "", "seconds": 0.0, "waited_s": 0.0, "tries": 1, "kills": 0}
-    metrics = store.rollout_metrics("r0")
+    metrics = store.rollouts.metrics("r0")
     assert metrics["samples"] == 12 and metrics["groups"] == 3 and metrics["retries"] == 0
     assert metrics["response_tokens"] == sum(e.response_length for e in got)
 
@@ -207,7 +207,7 @@ def test_an_answer_is_scored_while_others_are_still_generated(store: Store, toke
     engine, scorer = FakeEngine(tokenizer), FakeScorer(seconds=0.1)
     engine.delay_s = lambda n: 0.15
     explore(store, engine, scorer, tokenizer)
-    metrics = store.rollout_metrics("r0")
+    metrics = store.rollouts.metrics("r0")
     assert metrics["generation_s"] > 0.59 and metrics["reward_s"] > 0.09  # it slept for so long at least
     assert 0 < metrics["overlap_s"] <= min(metrics["generation_s"], metrics["reward_s"])
 
@@ -219,11 +219,11 @@ def test_what_an_engine_fails_to_give_is_asked_for_again_with_its_own_seed(
     request(store)
     engine = FakeEngine(tokenizer, fail_after=[5, 0], abort=abort)
     explore(store, engine, FakeScorer(), tokenizer)
-    assert store.progress("r0") == (3, 3)
+    assert store.rollouts.progress("r0") == (3, 3)
     assert [[p.n for p in call] for call in engine.calls] == [[4, 4, 4], [1, 1, 1, 4], [1, 1, 1, 4]]
     whole = [p.seed + j for p in engine.calls[0] for j in range(4) if p.seed is not None]
     assert sorted(engine.seeds) == sorted(whole) and len(set(whole)) == 12
-    assert store.rollout_metrics("r0")["retries"] == 2 and len(store.events("engine_retry")) == 2
+    assert store.rollouts.metrics("r0")["retries"] == 2 and len(store.journal.events("engine_retry")) == 2
 
 
 @pytest.mark.parametrize("abort", [False, True])
@@ -238,7 +238,7 @@ def test_a_greedy_answer_is_sampled_scored_and_asked_for_again_like_any_other(
     asked = [[(p.n, p.greedy) for p in call] for call in engine.calls]
     assert asked == [[(1, True), (4, False)] * 3, *[[(4, False), (1, True), (4, False)]] * 2]
     assert engine.sampling == Sampling(max_tokens=8, temperature=0.9, oldest=VERSION)
-    got = store.trajectories("r0")
+    got = store.groups.trajectories("r0")
     assert [(e.group_id, e.index) for e in got] == [(f"r0/{p}", j) for p in range(3) for j in range(4)]
     for e in got:
         assert e.greedy is not None and e.greedy.index == GREEDY and e.greedy.group_id == e.group_id
@@ -246,7 +246,7 @@ def test_a_greedy_answer_is_sampled_scored_and_asked_for_again_like_any_other(
     statuses = [e.greedy.reward.status for e in got if e.greedy]
     assert statuses == ["ok"] * 4 + ["error"] * 4 + ["ok"] * 4, "the scorer fails at a 2"
     assert [e.greedy.metadata for e in got if e.greedy][4]["reward_message"] == "ValueError: two"
-    metrics = store.rollout_metrics("r0")
+    metrics = store.rollouts.metrics("r0")
     assert (metrics["samples"], metrics["greedy"], metrics["retries"]) == (12, 3, 2)
 
 
@@ -262,7 +262,7 @@ def test_an_engine_that_stays_dead_ends_the_explorer_and_frees_its_claims(
             tokenizer,
             engine_timeout_s=0.2,
         )
-    assert len(store.claim_groups("next", 10)) == 3 - store.progress("r0")[0]
+    assert len(store.groups.claim("next", 10)) == 3 - store.rollouts.progress("r0")[0]
 
 
 def test_a_request_that_would_be_refused_again_fails_at_once(store: Store, tokenizer: ChatTokenizer) -> None:
@@ -295,7 +295,7 @@ def test_capacity_bounds_what_is_under_way(store: Store, tokenizer: ChatTokenize
     engine = FakeEngine(tokenizer)
     engine.delay_s = lambda n: 0.002
     explore(store, engine, FakeScorer(), tokenizer, capacity=9)
-    assert max(sum(p.n for p in call) for call in engine.calls) == 8 and store.progress("r0") == (12, 12)
+    assert max(sum(p.n for p in call) for call in engine.calls) == 8 and store.rollouts.progress("r0") == (12, 12)
 
 
 @pytest.mark.parametrize(("backlog", "begun"), [(1000, 12), (8, 2)])
@@ -318,7 +318,7 @@ def test_slow_verifiers_do_not_hold_up_generation_until_the_backlog_is_full(
 
     most: list[int] = []
     explore(store, engine, Slow(), tokenizer, capacity=8, backlog=backlog)
-    assert store.progress("r0") == (12, 12)
+    assert store.rollouts.progress("r0") == (12, 12)
     assert begun <= most[0] <= min(12, begun + 2), (
         "groups that were claimed before the last answers came may be under way"
     )
@@ -334,19 +334,21 @@ def test_new_groups_are_spread_over_the_engines(store: Store, tokenizer: ChatTok
 
 def test_a_predecessors_claims_are_taken_up(store: Store, tokenizer: ChatTokenizer) -> None:
     request(store)
-    assert len(store.claim_groups("e0", 2)) == 2  # and then it was killed
+    assert len(store.groups.claim("e0", 2)) == 2  # and then it was killed
     explore(store, FakeEngine(tokenizer), FakeScorer(), tokenizer)
-    assert store.progress("r0") == (3, 3)
+    assert store.rollouts.progress("r0") == (3, 3)
 
 
 def test_an_evaluation_that_a_predecessor_left_is_recorded(store: Store, tokenizer: ChatTokenizer) -> None:
-    store.request_rollout("r0", "eval", 5, VERSION, store.task_ids("train")[:3], 2, {"temperature": 0.0})
-    for claim in store.claim_groups("killed", 3):
+    store.rollouts.request("r0", "eval", 5, VERSION, store.tasks.ids("train")[:3], 2, {"temperature": 0.0})
+    for claim in store.groups.claim("killed", 3):
         assert finish(store, claim)
-    assert not store.is_complete("r0")
+    assert not store.rollouts.is_complete("r0")
     explore(store, FakeEngine(tokenizer), FakeScorer(), tokenizer)
-    assert store.is_complete("r0") and {state for state, _, _ in store.group_states("r0").values()} == {"consumed"}
-    event = store.evaluation("r0")
+    assert store.rollouts.is_complete("r0") and {state for state, _, _ in store.groups.states("r0").values()} == {
+        "consumed"
+    }
+    event = store.evaluations.read("r0")
     assert (event["right"], event["tasks"], event["samples"], event["metrics"]["val/accuracy"]) == (6, 3, 2, 1.0)
 
 
@@ -384,7 +386,7 @@ def process(
     save_resolved(config, tmp_path / "resolved.json")
     command = [sys.executable, "-m", "megarl.run.start", "explorer", "--config", str(tmp_path / "resolved.json")]
     store = Store(config.store.url)
-    store.register_engines([RegisteredEngine(0, engines, 1)])
+    store.engines.register([RegisteredEngine(0, engines, 1)])
     store.close()
     variables = {**os.environ, "MEGARL_JOB_KEY": KEY, "MEGARL_ATTEMPT": "1", **env}
     with subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True, pass_fds=descriptors) as explorer:
@@ -414,7 +416,7 @@ def test_a_workflow_of_two_turns(store: Store, tokenizer: ChatTokenizer) -> None
     request(store, groups=2)
     engine = FakeEngine(tokenizer, fail_after=[5])
     explore(store, engine, FakeScorer(), tokenizer, workflow=corrected)
-    got = store.trajectories("r0")
+    got = store.groups.trajectories("r0")
     assert [(e.group_id, e.index) for e in got] == [(f"r0/{p}", j) for p in range(2) for j in range(4)]
     asked = [prompt for call in engine.calls for prompt in call]
     for e in got:
@@ -427,12 +429,12 @@ def test_a_workflow_of_two_turns(store: Store, tokenizer: ChatTokenizer) -> None
         assert sample.response_mask.tolist() == [True] * lengths[0] + [False] * 2 + [True] * lengths[2]
         assert e.response_length == lengths[0] + lengths[2]
     assert len(engine.seeds) == len(set(engine.seeds)) == 16
-    assert store.rollout_metrics("r0")["response_tokens"] == sum(e.response_length for e in got)
+    assert store.rollouts.metrics("r0")["response_tokens"] == sum(e.response_length for e in got)
     first = {(e.group_id, e.index): e.turns[3].token_ids.tolist() for e in got}
-    store.open_job()
+    store.journal.open_job()
     request(store, groups=2)
     explore(store, FakeEngine(tokenizer), FakeScorer(), tokenizer, workflow=corrected)
-    again = {(e.group_id, e.index): e.turns[3].token_ids.tolist() for e in store.trajectories("r0")}
+    again = {(e.group_id, e.index): e.turns[3].token_ids.tolist() for e in store.groups.trajectories("r0")}
     assert again == first, "an engine's failure changed what was sampled"
 
 
@@ -443,7 +445,7 @@ def test_a_second_response_after_a_wrong_one(store: Store, tokenizer: ChatTokeni
     rendered = render_turns(tokenizer, messages_of("user", [FEEDBACK]))
     feedback = turn_ids(tokenizer, rendered, tokenizer.end_id).tolist()
     turns = {"ok": set(), "wrong": set(), "error": set()}  # type: dict[str, set[int]]
-    for e in store.trajectories("r0"):
+    for e in store.groups.trajectories("r0"):
         models = [turn for turn in e.turns if turn.author == "model"]
         turns[e.reward.status].add(len(models))
         if len(models) == 2:
@@ -451,12 +453,12 @@ def test_a_second_response_after_a_wrong_one(store: Store, tokenizer: ChatTokeni
             first = tokenizer.decode(models[0].token_ids)
             assert first != "2" and first != str(int(e.task_id.split("/")[1]) + 1)
     assert 2 in turns["wrong"] and 1 not in turns["wrong"] and 1 in turns["ok"]
-    store.open_job()
+    store.journal.open_job()
     request(store, groups=12)
-    longest = max(e.prompt_length for e in store.trajectories("r0")) if store.trajectories("r0") else 20
+    longest = max(e.prompt_length for e in store.groups.trajectories("r0")) if store.groups.trajectories("r0") else 20
     limits = TokenLimits(trajectory=longest + 8)
     explore(store, FakeEngine(tokenizer), FakeScorer(), tokenizer, workflow=reflect, limits=limits)
-    assert {len(e.turns) for e in store.trajectories("r0")} == {2}
+    assert {len(e.turns) for e in store.groups.trajectories("r0")} == {2}
 
 
 counter = itertools.count()
@@ -476,7 +478,7 @@ async def failing(task: Task, model: RolloutModel) -> None:
 def test_a_workflow_that_fails_costs_its_own_trajectory(store: Store, tokenizer: ChatTokenizer) -> None:
     request(store)
     explore(store, FakeEngine(tokenizer), FakeScorer(), tokenizer, workflow=failing)
-    got = store.trajectories("r0")
+    got = store.groups.trajectories("r0")
     failed = [e for e in got if "reward_message" in e.metadata and "two" not in e.metadata["reward_message"]]
     assert len(got) == 12 and len(failed) == 6 and {e.reward.status for e in failed} == {"error"}
     reasons = {e.metadata["reward_message"].partition(" (")[0] for e in failed}
@@ -493,11 +495,11 @@ def test_a_stream_cut_within_a_frame_loses_only_the_samples_that_were_not_whole(
     server = FakeServer(tokenizer, cuts=[5 * size + size // 2, 2 * size + 5])
     with serving(server) as url:
         explore(store, Connected(url), FakeScorer(), tokenizer)
-    assert store.progress("r0") == (3, 3)
+    assert store.rollouts.progress("r0") == (3, 3)
     first, second, third = ([seed + j for seed, n in call for j in range(n)] for call in server.calls)
     assert second == first[5:], "five samples had come whole"
     assert third == first[7:]
-    assert [e.index for e in store.trajectories("r0")] == [0, 1, 2, 3] * 3
+    assert [e.index for e in store.groups.trajectories("r0")] == [0, 1, 2, 3] * 3
 
 
 def test_the_process_shows_that_engines_generate(
@@ -510,9 +512,9 @@ def test_the_process_shows_that_engines_generate(
     variable = {heartbeat.VARIABLE: str(memory.descriptor)}
     with serving(server) as url, process(tmp_path, model_path, url, descriptors=[memory.descriptor], **variable):
         wait_for(lambda: memory.read().work >= 3)
-        assert store.progress("r0") == (0, 2)
+        assert store.rollouts.progress("r0") == (0, 2)
         server.held.set()
-        wait_for(lambda: store.progress("r0") == (2, 2))
+        wait_for(lambda: store.rollouts.progress("r0") == (2, 2))
 
 
 def test_the_process_works_until_the_job_is_closed(
@@ -520,14 +522,14 @@ def test_the_process_works_until_the_job_is_closed(
 ) -> None:
     request(store, groups=12)
     with serving(FakeServer(tokenizer)) as url, process(tmp_path, model_path, url) as explorer:
-        wait_for(lambda: store.progress("r0") == (12, 12))
-        got = store.trajectories("r0")
+        wait_for(lambda: store.rollouts.progress("r0") == (12, 12))
+        got = store.groups.trajectories("r0")
         assert [e.reward.status for e in got] == ["ok", "wrong"] * 24, "reasoning-gym's verdicts"
-        store.request_rollout(
-            "r1", "eval", 5, VERSION, store.task_ids("train"), 1, {"temperature": 0.0, "max_tokens": 8}
+        store.rollouts.request(
+            "r1", "eval", 5, VERSION, store.tasks.ids("train"), 1, {"temperature": 0.0, "max_tokens": 8}
         )
-        wait_for(lambda: store.progress("r1") == (12, 12))
-        store.close_job()
+        wait_for(lambda: store.rollouts.progress("r1") == (12, 12))
+        store.journal.close_job()
         assert explorer.wait(60) == 0
 
 
@@ -539,16 +541,16 @@ def test_a_killed_process_leaves_no_group_without_its_greedy_answer(
     request(store, groups=12, greedy=True)
     with serving(server) as url:
         with process(tmp_path, model_path, url) as explorer:
-            wait_for(lambda: store.progress("r0")[0] >= 2)
+            wait_for(lambda: store.rollouts.progress("r0")[0] >= 2)
             explorer.kill()
-        assert 0 < store.progress("r0")[0] < 12
-        assert all(e.greedy is not None for e in store.trajectories("r0"))
+        assert 0 < store.rollouts.progress("r0")[0] < 12
+        assert all(e.greedy is not None for e in store.groups.trajectories("r0"))
         server.delay_s = 0.0
         with process(tmp_path, model_path, url) as explorer:
-            wait_for(lambda: store.progress("r0") == (12, 12))
-            store.close_job()
+            wait_for(lambda: store.rollouts.progress("r0") == (12, 12))
+            store.journal.close_job()
             assert explorer.wait(60) == 0
-    got = store.trajectories("r0")
+    got = store.groups.trajectories("r0")
     assert len(got) == 48 and all(e.greedy is not None and e.greedy.group_id == e.group_id for e in got)
 
 
@@ -560,11 +562,11 @@ def test_sigterm_gives_the_claims_back(
     request(store)
     with serving(server) as url, process(tmp_path, model_path, url) as explorer:
         assert server.received.wait(30)
-        assert store.claim_groups("other", 10) == []
+        assert store.groups.claim("other", 10) == []
         explorer.send_signal(signal.SIGTERM)
         assert explorer.wait(60) == 143
         assert "claims given back" in explorer.communicate()[1]
-    assert len(store.claim_groups("other", 10)) == 3
+    assert len(store.groups.claim("other", 10)) == 3
 
 
 def test_other_processes_of_the_user_cannot_read_an_explorers_keys(
@@ -579,8 +581,8 @@ def test_other_processes_of_the_user_cannot_read_an_explorers_keys(
     request(store)
     rollout = {"workflow": str(path)}
     with serving(FakeServer(tokenizer)) as url, process(tmp_path, model_path, url, rollout=rollout) as explorer:
-        wait_for(lambda: store.progress("r0") == (3, 3))
-        store.close_job()
+        wait_for(lambda: store.rollouts.progress("r0") == (3, 3))
+        store.journal.close_job()
         assert explorer.wait(60) == 0
     [key] = [line for line in found.read_text().split("\0") if line.startswith("MEGARL_JOB_KEY=")]
     assert set(key.partition("=")[2]) == {"x"}
@@ -637,7 +639,7 @@ def test_a_stop_waits_for_no_thread_that_blocks(
         assert server.received.wait(30)
         explorer.send_signal(signal.SIGTERM)
         assert explorer.wait(20) == 143
-    assert len(store.claim_groups("other", 10)) == 3
+    assert len(store.groups.claim("other", 10)) == 3
 
 
 def test_a_killed_process_is_taken_over_by_the_next(
@@ -648,17 +650,17 @@ def test_a_killed_process_is_taken_over_by_the_next(
     request(store, groups=12)
     with serving(server) as url:
         with process(tmp_path, model_path, url) as explorer:
-            wait_for(lambda: store.progress("r0")[0] >= 2)
+            wait_for(lambda: store.rollouts.progress("r0")[0] >= 2)
             explorer.kill()
-        before = {(e.group_id, e.index): e.response.token_ids.tolist() for e in store.trajectories("r0")}
+        before = {(e.group_id, e.index): e.response.token_ids.tolist() for e in store.groups.trajectories("r0")}
         assert 0 < len(before) < 48
         server.delay_s = 0.0
         with process(tmp_path, model_path, url) as explorer:
-            wait_for(lambda: store.progress("r0") == (12, 12))
-            store.close_job()
+            wait_for(lambda: store.rollouts.progress("r0") == (12, 12))
+            store.journal.close_job()
             assert explorer.wait(60) == 0
-    after = {(e.group_id, e.index): e.response.token_ids.tolist() for e in store.trajectories("r0")}
-    assert len(store.trajectories("r0")) == len(after) == 48 and before.items() <= after.items()
+    after = {(e.group_id, e.index): e.response.token_ids.tolist() for e in store.groups.trajectories("r0")}
+    assert len(store.groups.trajectories("r0")) == len(after) == 48 and before.items() <= after.items()
 
 
 def test_a_dead_engine_ends_the_process_with_its_reason(

@@ -242,18 +242,18 @@ def test_tensorboard_holds_the_same(run_dir: Path, records: list[dict[str, float
 
 
 def test_the_store_holds_the_same(store: Store, steps: list[dict[str, float]]) -> None:
-    assert [(step, metrics) for step, metrics in store.steps()] == [
+    assert [(step, metrics) for step, metrics in store.journal.steps()] == [
         (record["step"], {name: value for name, value in record.items() if name != "step"}) for record in steps
     ]
-    assert store.job_state() == "closed"
+    assert store.journal.job_state() == "closed"
 
 
 def test_time_of_rewards_beside_generation_is_known(store: Store) -> None:
     for rollout in TRAINED + EVALUATED:
-        metrics = store.rollout_metrics(rollout)
+        metrics = store.rollouts.metrics(rollout)
         assert metrics["generation_s"] > 0 and metrics["reward_s"] > 0
         assert 0 <= metrics["overlap_s"] <= min(metrics["generation_s"], metrics["reward_s"])
-    assert sum(store.rollout_metrics(rollout)["overlap_s"] for rollout in TRAINED) > 0
+    assert sum(store.rollouts.metrics(rollout)["overlap_s"] for rollout in TRAINED) > 0
 
 
 # ---------------------------------------------------------------- trajectories
@@ -261,12 +261,12 @@ def test_time_of_rewards_beside_generation_is_known(store: Store) -> None:
 
 @pytest.fixture(scope="module")
 def trajectories(store: Store) -> dict[str, list[Trajectory]]:
-    return {rollout: store.trajectories(rollout) for rollout in TRAINED + EVALUATED}
+    return {rollout: store.groups.trajectories(rollout) for rollout in TRAINED + EVALUATED}
 
 
 @pytest.fixture(scope="module")
 def tasks(store: Store) -> dict[str, Task]:
-    return {task.task_id: task for split in ("train", "eval") for task in store.tasks(split)}
+    return {task.task_id: task for split in ("train", "eval") for task in store.tasks.read(split)}
 
 
 def test_groups_are_whole(trajectories: dict[str, list[Trajectory]]) -> None:
@@ -279,7 +279,7 @@ def test_groups_are_whole(trajectories: dict[str, list[Trajectory]]) -> None:
 
 def test_every_held_out_task_was_answered_once(trajectories: dict[str, list[Trajectory]], store: Store) -> None:
     for rollout in EVALUATED:
-        assert [e.task_id for e in trajectories[rollout]] == store.task_ids("eval")
+        assert [e.task_id for e in trajectories[rollout]] == store.tasks.ids("eval")
 
 
 def test_no_training_task_is_asked_twice_in_an_epoch(trajectories: dict[str, list[Trajectory]]) -> None:

@@ -145,12 +145,12 @@ pytestmark = [
 def test_every_answer_has_all_its_tokens(job: Job) -> None:
     store = Store(f"sqlite:///{job.run_dir}/store.db")
     [rollout] = [str(row[0]) for row in job.query("select rollout_id from rollouts where rollout_id like 'train%'")]
-    trajectories = store.trajectories(rollout)
+    trajectories = store.groups.trajectories(rollout)
     assert [e.response_length for e in trajectories] == [TOKENS, TOKENS]
     assert all(e.finish_reason == "length" for e in trajectories)
     assert len({e.reward.score for e in trajectories}) == 2
-    assert store.events("engine_retry")  # the cut
-    [(_, metrics)] = store.steps()
+    assert store.journal.events("engine_retry")  # the cut
+    [(_, metrics)] = store.journal.steps()
     assert (
         metrics["training/rollout_logp_diff_max"] is not None and 0 < metrics["training/rollout_logp_diff_max"] < 1e-3
     )

@@ -104,7 +104,7 @@ def test_attempts_are_each_programs_own(run: Programs) -> None:
 def test_two_explorers_worked_and_one_took_over_from_the_other(run: Programs) -> None:
     assert set(run.claimed_by) == {"explorer_explore-0", "explorer_explore-1"}
     store = Store(f"sqlite:///{run.train.run_dir}/store.db")
-    assert {engine.url for engine in store.engines(["explore-0"])} == set(), "it left its engines in the registry"
+    assert {engine.url for engine in store.engines.read(["explore-0"])} == set(), "it left its engines in the registry"
     store.close()
 
 

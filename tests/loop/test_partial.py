@@ -44,8 +44,8 @@ def test_each_weights_sample_the_budget_of_later_steps(runs: tuple[Path, Path]) 
     store = Store(f"sqlite:///{runs[0]}/store.db", read_only=True)
     of_two, longest = 0, 0
     for step in range(STEPS):
-        for e in store.trajectories(f"train-{step:06d}"):
-            steps, tokens = store.version_steps({span.version for span in e.response.spans}), Counter[int]()
+        for e in store.groups.trajectories(f"train-{step:06d}"):
+            steps, tokens = store.pacing.version_steps({span.version for span in e.response.spans}), Counter[int]()
             for span in e.response.spans:
                 tokens[steps[span.version]] += span.end - span.start
             first = max(0, step - 2)
@@ -54,7 +54,7 @@ def test_each_weights_sample_the_budget_of_later_steps(runs: tuple[Path, Path]) 
             of_two += len(tokens) > 1
             longest = max(longest, e.response_length)
     assert of_two and longest > BUDGET
-    assert store._read(lambda c: c.exec_driver_sql("select count(*) from segments").scalar()) == 0
+    assert store._database.read(lambda c: c.exec_driver_sql("select count(*) from segments").scalar()) == 0
     store.close()
 
 

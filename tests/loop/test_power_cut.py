@@ -67,5 +67,5 @@ def test_a_checkpoint_that_counts_has_its_steps_in_the_store(folder: Path, tmp_p
     assert len(cuts) >= 3
     for step, path in cuts.items():
         kept = Store(f"sqlite:///{path}/store.db")
-        assert {number for number, _ in kept.steps()} >= set(range(1, step + 1)), step
+        assert {number for number, _ in kept.journal.steps()} >= set(range(1, step + 1)), step
         kept.close()

@@ -32,8 +32,8 @@ async def run(base_url, prompt, request_kwargs, metadata):
 def order(job: Job, state: EngineStatus) -> None:
     """Order the engine to be so, and wait until it is."""
     store = Store(f"sqlite:///{job.run_dir}/store.db")
-    store.order_engine(0, state)
-    job.until(lambda: store.own_engines()[0].state is state, f"an engine that is {state}")
+    store.engines.order(0, state)
+    job.until(lambda: store.engines.own()[0].state is state, f"an engine that is {state}")
     store.close()
 
 
@@ -101,7 +101,7 @@ def test_it_ends_in_its_first_attempt(job: Job) -> None:
 
 def test_the_engine_was_lost_while_it_was_asked(job: Job) -> None:
     store = Store(f"sqlite:///{job.run_dir}/store.db")
-    asked_again = store.events("engine_retry")
+    asked_again = store.journal.events("engine_retry")
     store.close()
     assert asked_again
 

@@ -49,9 +49,9 @@ def trained(run_dir: Path) -> list[tuple[dict[str, list[Trajectory]], dict[str, 
     store = Store(f"sqlite:///{run_dir}/store.db", read_only=True)
     found = []
     for number in range(1, STEPS + 1):
-        first = [group.group_id for group in store.consumed(number - 1, number)]
-        kinds = (first, list(store.replays(number - 1, number)))
-        found.append(tuple({group_id: store.read([group_id]) for group_id in ids} for ids in kinds))
+        first = [group.group_id for group in store.replays.consumed(number - 1, number)]
+        kinds = (first, list(store.replays.counts(number - 1, number)))
+        found.append(tuple({group_id: store.groups.read([group_id]) for group_id in ids} for ids in kinds))
     store.close()
     return found  # type: ignore[return-value]
 

@@ -137,9 +137,9 @@ def sampled(run_dir: Path) -> dict[str, Any]:
     with closing(Store(f"sqlite:///{run_dir}/store.db", read_only=True)) as store:
         names = [f"train-{step:06d}" for step in range(STEPS)]
         for rollout in (*names, "eval-before", *(f"eval-{step}" for step in range(1, STEPS)), "eval-after"):
-            for e in store.trajectories(rollout):
+            for e in store.groups.trajectories(rollout):
                 logp = [None if turn.logp is None else turn.logp.tobytes().hex() for turn in e.turns]
-                steps = store.version_steps({span.version for turn in e.turns for span in turn.spans})
+                steps = store.pacing.version_steps({span.version for turn in e.turns for span in turn.spans})
                 weights = [[(s.start, s.end, steps[s.version]) for s in turn.spans] for turn in e.turns]
                 tokens = [turn.token_ids.tolist() for turn in e.turns]
                 found[f"{rollout} {e.group_id} {e.index}"] = (e.task_id, tokens, logp, weights, e.reward.score)
@@ -151,15 +151,15 @@ def check_accounts(run_dir: Path, row: Row) -> None:
     pacing = Pacing(row.max_staleness, row.interval)
     query = select(GROUPS).where(GROUPS.c.used_by.is_not(None))
     with closing(Store(f"sqlite:///{run_dir}/store.db", read_only=True)) as store:
-        used = store._read(lambda connection: connection.execute(query).all())
+        used = store._database.read(lambda connection: connection.execute(query).all())
         assert Counter(group.used_by for group in used) == dict.fromkeys(range(1, STEPS + 1), EACH)
         assert len({group.task_id for group in used}) == len(used)
-        assert store.unused() == []
+        assert store.pacing.unused() == []
         for group in used:
-            found = store.read([group.group_id])
+            found = store.groups.read([group.group_id])
             assert len({e.index for e in found}) == len(found) == 4
             versions = {span.version for e in found for turn in e.turns for span in turn.spans}
-            lags = [group.used_by - 1 - step for step in store.version_steps(versions).values()]
+            lags = [group.used_by - 1 - step for step in store.pacing.version_steps(versions).values()]
             assert lags and min(lags) >= 0 and max(lags) <= pacing.max_staleness
             if row.fate == "alone" and row.order == "admission":
                 assert max(lags) == pacing.lag_of_step(group.used_by - 1)

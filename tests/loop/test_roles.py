@@ -228,7 +228,7 @@ def test_algorithms_with_data_of_their_own(trained: dict[str, Job], name: str) -
         assert set(ALGORITHMS[name][1]) <= found.keys(), name
         assert found["actor/grad_norm"] > 0
     store = Store(f"sqlite:///{run_dir}/store.db")
-    trajectories: list[Any] = store.trajectories("train-000000")
+    trajectories: list[Any] = store.groups.trajectories("train-000000")
     store.close()
     greedy = [e.greedy for e in trajectories]
     assert all((g is not None and g.index == GREEDY) == (name == "remax") for g in greedy)

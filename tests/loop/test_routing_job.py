@@ -80,7 +80,7 @@ def test_experts_of_every_token_reach_the_trainer(tmp_path: Path, order: tuple[s
         gap = record["training/rollout_logp_diff_max"]  # of kept requests, as far as an update moves log-probs
         assert gap < 1e-4 if not order else math.isfinite(gap)
     store = Store(f"sqlite:///{job.run_dir}/store.db", read_only=True)
-    trajectories = [t for step in range(STEPS) for t in store.trajectories(f"train-{step:06d}")]
+    trajectories = [t for step in range(STEPS) for t in store.groups.trajectories(f"train-{step:06d}")]
     store.close()
     assert trajectories
     for trajectory in trajectories:

@@ -29,7 +29,7 @@ class Scaled:
         self.store = Store(f"sqlite:///{job.run_dir}/store.db", read_only=True)
 
     def engine(self, number: int) -> RegisteredEngine | None:
-        return next((engine for engine in self.store.own_engines() if engine.number == number), None)
+        return next((engine for engine in self.store.engines.own() if engine.number == number), None)
 
     def order(self, engines: int) -> None:
         scale(str(self.job.run_dir), [f"engines={engines}"])
@@ -73,7 +73,7 @@ def check_whole(run_dir: Path, steps: int) -> None:
     assert [record["training/global_step"] for record in records] == [float(s + 1) for s in range(steps)]
     assert all(0 <= record["sync/probe_diff_max"] < 1e-3 for record in records)
     for step in range(steps):
-        found = store.trajectories(f"train-{step:06d}")
+        found = store.groups.trajectories(f"train-{step:06d}")
         assert len({(e.group_id, e.index) for e in found}) == len(found) == 8 * len({e.index for e in found}) > 0
         assert len({span.version for e in found for span in e.response.spans}) == 1
     store.close()
@@ -121,15 +121,15 @@ def test_engines_get_other_workers_while_the_job_trains(tmp_path: Path) -> None:
         scaled.order(2)
         scaled.until(EngineStatus.SERVING)
         scaled.until_joined()
-        orders.scale_engines("train", 2, 2)  # four workers are more than `megarl scale` has room for here
+        orders.engines.scale("train", 2, 2)  # four workers are more than `megarl scale` has room for here
         scaled.until(EngineStatus.SERVING)  # the second, which begins when the first serves
         scaled.until_joined()
         scale(str(job.run_dir), ["engines=1", "tp=1"])
-        job.until(lambda: all(e.done == e.orders for e in orders.own_engines()), "engine 0 with one worker")
+        job.until(lambda: all(e.done == e.orders for e in orders.engines.own()), "engine 0 with one worker")
         scaled.more_steps(2)
         job.signal(signal.SIGTERM)
         assert job.wait(START_S) == 130
-        found = [(e.workers, e.wanted) for e in orders.own_engines()]
+        found = [(e.workers, e.wanted) for e in orders.engines.own()]
         orders.close()
     finally:
         job.clean_up()

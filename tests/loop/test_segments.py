@@ -200,7 +200,7 @@ def responses(run_dir: Path) -> dict[tuple[str, int], list[tuple[str, bytes, byt
             for turn in e.turns
         ]
         for step in range(2)
-        for e in store.trajectories(f"train-{step:06d}")
+        for e in store.groups.trajectories(f"train-{step:06d}")
     }
     store.close()
     return found

@@ -69,7 +69,7 @@ def exploring(store: Store, engine: RunningEngine) -> Iterator[None]:
             words: Any = Words()
             await Explorer(store, client, EvenScorer(), words, worker="e0", capacity=64).run()
 
-    store.open_job()
+    store.journal.open_job()
     failures: list[BaseException] = []
 
     def run() -> None:
@@ -83,7 +83,7 @@ def exploring(store: Store, engine: RunningEngine) -> Iterator[None]:
     try:
         yield
     finally:
-        store.close_job()
+        store.journal.close_job()
         thread.join(60)
         assert not failures, failures
 
@@ -145,10 +145,10 @@ def tokens(trajectories: Iterable[Trajectory]) -> list[tuple[str, int, list[int]
 @pytest.mark.slow
 def test_a_steps_groups_with_their_greedy_answers(engine: RunningEngine, tmp_path: Path) -> None:
     store = Store(f"sqlite:///{tmp_path}/store.db")
-    store.add_tasks("train", [task(i) for i in range(60)])
+    store.tasks.add("train", [task(i) for i in range(60)])
     with exploring(store, engine):
         first = services(store, tmp_path)[0].groups(STATE, PUBLISHED, VOCAB)
-        store.discard_rollouts(2)  # the step is repeated, as after a kill
+        store.rollouts.discard(2)  # the step is repeated, as after a kill
         second = services(store, tmp_path)[0].groups(STATE, PUBLISHED, VOCAB)
     assert first is not None and second is not None
     assert len(first.rollout_ids) > 1, "the first rollout had enough groups: nothing was replaced"
@@ -173,7 +173,7 @@ def test_an_evaluation_of_several_answers(
 ) -> None:
     """Repeated as by a job that resumes there it has the same answers; log-probs are of the tokens that top-k keeps."""
     store = Store(f"sqlite:///{tmp_path}/store.db")
-    store.add_tasks("eval", [task(i) for i in range(6)])
+    store.tasks.add("eval", [task(i) for i in range(6)])
     written: list[Any] = []
     answers = []
     with exploring(store, engine):
@@ -183,7 +183,7 @@ def test_an_evaluation_of_several_answers(
             )
             monkeypatch.setattr(reporter, "write", lambda step, metrics: written.append(metrics))
             assert evaluation.run(STATE, VERSION, name)
-            answers.append(store.trajectories(name))
+            answers.append(store.groups.trajectories(name))
     first, again, one = answers
     assert len(first) == 18 and {e.index for e in first} == {0, 1, 2}
     ids = [[(e.task_id, e.index, e.response.token_ids.tolist()) for e in side] for side in answers]

@@ -29,9 +29,9 @@ def write_teacher(run_dir: Path, target: Path) -> None:
     """Responses of a run's first rollout, right or wrong, with log-probs that are lower by log 2."""
     tokenizer = ChatTokenizer.open(run_dir / "model")
     store = Store(f"sqlite:///{run_dir}/store.db", read_only=True)
-    tasks = {task.task_id: task for task in store.tasks("train")}
+    tasks = {task.task_id: task for task in store.tasks.read("train")}
     rows = []
-    for answer in store.trajectories("train-000000"):
+    for answer in store.groups.trajectories("train-000000"):
         ids = answer.response.token_ids.tolist()
         text = tokenizer.decode(ids[:-1], special=True)
         if text and answer.end is End.FINISHED and list(tokenizer.response_ids(text)) == ids:

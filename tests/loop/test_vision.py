@@ -162,13 +162,13 @@ def test_the_explorer_rolls_out_and_scores_rows_with_images(
 ) -> None:
     store = Store(f"sqlite:///{tmp_path}/store.db")
     tasks = [task(0, picture(1)), task(1, picture(2)), task(2, picture(1), picture(3))]
-    store.add_tasks("train", tasks)
-    store.request_rollout(
+    store.tasks.add("train", tasks)
+    store.rollouts.request(
         "r0",
         "train",
         0,
         WeightsVersion(0, 0),
-        store.task_ids("train"),
+        store.tasks.ids("train"),
         3,
         {"temperature": 1.0, "max_tokens": 8, "seed": 3, "greedy": True},
     )
@@ -177,15 +177,15 @@ def test_the_explorer_rolls_out_and_scores_rows_with_images(
         async with EngineClient([engine.url], KEY, 60) as client, RewardPool(RewardConfig()) as scorer:
             explorer = Explorer(store, client, scorer, tokenizer, worker="e0", capacity=16)
             running = asyncio.create_task(explorer.run())
-            while not running.done() and store.progress("r0")[0] < len(tasks):
+            while not running.done() and store.rollouts.progress("r0")[0] < len(tasks):
                 await asyncio.sleep(0.05)
-            store.close_job()
+            store.journal.close_job()
             await running
 
     asyncio.run(asyncio.wait_for(main(), 120))
-    got = store.trajectories("r0")
+    got = store.groups.trajectories("r0")
     assert len(got) == 9 and {e.reward.status for e in got} <= {"ok", "wrong"}
-    assert store.rollout_metrics("r0")["retries"] == 0  # though three prompts share an image
+    assert store.rollouts.metrics("r0")["retries"] == 0  # though three prompts share an image
     for e in got:
         asked = tasks[int(e.task_id[-1])]
         assert (e.prompt.token_ids == placeholder).sum() == num_vectors(engine, processor, asked)
@@ -194,7 +194,7 @@ def test_the_explorer_rolls_out_and_scores_rows_with_images(
             logp = expected_logp(engine, e.prompt.token_ids, e.response.token_ids, asked)
             assert (torch.from_numpy(e.response.logp) - logp).abs().max() < 1e-4
     assert sum(placeholder not in e.response.token_ids for e in got) > 4
-    assert store.rollout_metrics("r0")["prompt_tokens"] == sum(len(e.prompt.token_ids) for e in got) * 4 / 3
+    assert store.rollouts.metrics("r0")["prompt_tokens"] == sum(len(e.prompt.token_ids) for e in got) * 4 / 3
 
 
 def test_lengths_are_checked_with_the_images(

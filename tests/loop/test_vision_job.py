@@ -59,8 +59,8 @@ def test_engine_and_trainer_agree(runs: tuple[Path, Path]) -> None:
 
 def test_prompts_have_a_placeholder_for_each_vector(runs: tuple[Path, Path]) -> None:
     store = Store(f"sqlite:///{runs[0]}/store.db", read_only=True)
-    found = store.trajectories("train-000000")
-    images = store.task_images({trajectory.task_id for trajectory in found})
+    found = store.groups.trajectories("train-000000")
+    images = store.tasks.images({trajectory.task_id for trajectory in found})
     assert len(images) == len({trajectory.task_id for trajectory in found}) == 8
     assert all(int((trajectory.prompt.token_ids == 7).sum()) == 4 for trajectory in found)
     store.close()
@@ -125,8 +125,8 @@ def test_a_reward_model_and_a_critic_see_the_images(tmp_path: Path) -> None:
     with left_alone(run, (*FEW, *settings)) as run_dir:
         first, second = steps_of(run_dir)
         with closing(Store(f"sqlite:///{run_dir}/store.db", read_only=True)) as store:
-            found = store.trajectories("train-000000")
-            images = store.task_images({trajectory.task_id for trajectory in found})
+            found = store.groups.trajectories("train-000000")
+            images = store.tasks.images({trajectory.task_id for trajectory in found})
     processor, own, others = Processor.open(model), [], []
     tasks = sorted(images)
     other = dict(zip(tasks, [images[task] for task in (*tasks[1:], tasks[0])], strict=True))

@@ -27,12 +27,12 @@ def test_engine_and_trainer_agree(tmp_path: Path, workflow: str) -> None:
         steps = steps_of(run)
         assert len(steps) == 2 and all(0 < step["training/rollout_logp_diff_max"] < 1e-4 for step in steps)
         store = Store(f"sqlite:///{run}/store.db", read_only=True)
-        found = store.trajectories("train-000000")
+        found = store.groups.trajectories("train-000000")
         shown = [[len(turn.images) for turn in trajectory.turns if turn.author != "model"] for trajectory in found]
         whole = [t for t, images in zip(found, shown, strict=True) if images == [1, 1, 1]]
         assert whole, "some trajectories have seen every picture"
-        files = store.task_images({trajectory.task_id for trajectory in found})
-        beside = store.group_images([trajectory.group_id for trajectory in found])
+        files = store.tasks.images({trajectory.task_id for trajectory in found})
+        beside = store.groups.images([trajectory.group_id for trajectory in found])
         for trajectory in whole:
             [own] = files[trajectory.task_id]
             expected = [own, picture_agent.turned(own), own]

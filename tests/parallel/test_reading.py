@@ -32,10 +32,10 @@ GROUPS = 12
 def url(tmp_path_factory: pytest.TempPathFactory) -> str:
     url = f"sqlite:///{tmp_path_factory.mktemp('store')}/store.db"
     store = Store(url)
-    store.add_tasks("train", [make_task(i) for i in range(GROUPS)])
+    store.tasks.add("train", [make_task(i) for i in range(GROUPS)])
     request(store, groups=GROUPS, greedy=True)
-    for claim in store.claim_groups("e", GROUPS):
-        assert store.put(
+    for claim in store.groups.claim("e", GROUPS):
+        assert store.groups.put(
             claim, [routed(make_trajectory(claim, i, 5 + claim.position)) for i in claim.indices], {"samples": 2.0}
         )
     store.close()
@@ -96,12 +96,12 @@ def rollout(rank: int, nodes: list[str], url: str) -> dict[str, Any]:
     from megarl.train.rollout.reading import RolloutReader
 
     reader, store = joined(rank, nodes), Store(url)
-    store.parts = lambda ids: [ids[:5], ids[5:6], ids[6:]]  # type: ignore[method-assign, assignment, misc]
+    store.groups.parts = lambda ids: [ids[:5], ids[5:6], ids[6:]]  # type: ignore[method-assign, assignment, misc]
     decoded: list[int] = []
     decode = rows.trajectory_from_row
     rows.trajectory_from_row = lambda row: (decoded.append(len(row.tensors) + len(row.record)), decode(row))[1]  # type: ignore[func-returns-value]
     rollouts = RolloutReader(reader, store, lambda: False)
-    found, metrics = rollouts.take(lambda: store.take(GROUPS, step=0)), rollouts.metrics(lambda: ["r0"])
+    found, metrics = rollouts.take(lambda: store.groups.take(GROUPS, step=0)), rollouts.metrics(lambda: ["r0"])
     assert found is not None
     read = sum(decoded)
     groups = list(dict.fromkeys(e.group_id for e in found))
@@ -160,9 +160,9 @@ def read_with(reader: Any, rank: int, fault: str) -> Any:
 
 def test_one_rank_of_each_node_reads_and_all_have_the_same(url: str) -> None:
     store = Store(url)
-    every = store.trajectories("r0")
+    every = store.groups.trajectories("r0")
     groups = list(dict.fromkeys(e.group_id for e in every))[2:4]
-    wanted, metrics = pickle.dumps([plain(e) for e in every]), store.rollout_metrics("r0")
+    wanted, metrics = pickle.dumps([plain(e) for e in every]), store.rollouts.metrics("r0")
     again = pickle.dumps([plain(e) for e in every if e.group_id in groups])
     store.close()
     ranks = run_grid(4, rollout, NODES, url)

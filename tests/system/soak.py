@@ -115,7 +115,7 @@ def found_in(run_dir: Path, steps: int = STEPS) -> dict[str, Any]:
     found = checkpoints_and_metrics(run_dir)
     store = Store(f"sqlite:///{run_dir}/store.db")
     for rollout in ["eval-before", *(f"train-{step:06d}" for step in range(steps)), "eval-after"]:
-        for e in store.trajectories(rollout):
+        for e in store.groups.trajectories(rollout):
             said = [
                 e.task_id,
                 e.response.token_ids.tolist(),

@@ -69,8 +69,8 @@ logging.basicConfig(level=logging.INFO)
 store, worker = Store("env://MEGARL_STORE_URL", attempt=1, outage_s=200), sys.argv[1]
 print("ready", flush=True)
 sys.stdin.readline()
-while store.progress("r0") != ({GROUPS}, {GROUPS}):
-    for claim in store.claim_groups(worker, 3):
+while store.rollouts.progress("r0") != ({GROUPS}, {GROUPS}):
+    for claim in store.groups.claim(worker, 3):
         assert finish(store, claim), claim
         print(claim.group_id, flush=True)
 """
@@ -79,7 +79,7 @@ while store.progress("r0") != ({GROUPS}, {GROUPS}):
 def test_every_group_once_while_the_server_is_stopped_and_killed(server: Server, url: str) -> None:
     store = Store(url, outage_s=200)
     store.begin_attempt(1)
-    store.add_tasks("train", [make_task(i) for i in range(GROUPS)])
+    store.tasks.add("train", [make_task(i) for i in range(GROUPS)])
     request(store, groups=GROUPS)
     command, environment = [sys.executable, "-c", WORKER], {**os.environ, VARIABLE: url}
     workers = [
@@ -104,7 +104,7 @@ def test_every_group_once_while_the_server_is_stopped_and_killed(server: Server,
         until_done(store, 300)
         os.kill(server.pid, signal.SIGKILL)
         server.start()
-        middle = store.progress("r0")[0]
+        middle = store.rollouts.progress("r0")[0]
         outputs, logs = zip(*ends, strict=True)
     assert [worker.returncode for worker in workers] == [0, 0], logs
     assert 300 <= middle < GROUPS, "the server was not killed in the middle, or lost what was committed"
@@ -112,7 +112,7 @@ def test_every_group_once_while_the_server_is_stopped_and_killed(server: Server,
     assert all(finished) and Counter(group for groups in finished for group in groups) == {
         f"r0/{i}": 1 for i in range(GROUPS)
     }
-    assert len(store.trajectories("r0")) == 2 * GROUPS
+    assert len(store.groups.trajectories("r0")) == 2 * GROUPS
     column = list(GROUPS_TABLE.c.keys()).index("attempt")
     attempts = Counter(row[column] for row in rows(url)["groups"])
     assert attempts == {1: GROUPS}, "a group was claimed twice"
@@ -123,7 +123,7 @@ def test_every_group_once_while_the_server_is_stopped_and_killed(server: Server,
 
 
 def until_done(store: Store, groups: int) -> None:
-    while store.progress("r0")[0] < groups:
+    while store.rollouts.progress("r0")[0] < groups:
         time.sleep(0.01)
 
 
@@ -193,24 +193,24 @@ def names(claims: Any) -> Any:
 
 SCRIPT: list[tuple[str, Callable[[Store, list[Any]], Any]]] = [
     ("begin_attempt", lambda store, held: store.begin_attempt(3)),
-    ("add_tasks", lambda store, held: store.add_tasks("train", [make_task(i) for i in range(6)])),
+    ("add_tasks", lambda store, held: store.tasks.add("train", [make_task(i) for i in range(6)])),
     ("request_rollout", lambda store, held: request(store)),
-    ("claim_groups", lambda store, held: names(held.extend(store.claim_groups("a", 3, max_samples=4)) or held)),
+    ("claim_groups", lambda store, held: names(held.extend(store.groups.claim("a", 3, max_samples=4)) or held)),
     ("put", lambda store, held: finish(store, held.pop())),
-    ("beat", lambda store, held: store.beat("a")),
-    ("release_claims", lambda store, held: [store.release_claims("a")][:0]),  # how many it were may get lost
-    ("claim_groups", lambda store, held: names(held.extend(store.claim_groups("b", 2)) or held)),
+    ("beat", lambda store, held: store.workers.beat("a")),
+    ("release_claims", lambda store, held: [store.groups.release("a")][:0]),  # how many it were may get lost
+    ("claim_groups", lambda store, held: names(held.extend(store.groups.claim("b", 2)) or held)),
     ("put", lambda store, held: [finish(store, claim) for claim in held[1:]]),  # what a had is released
     ("old put", lambda store, held: finish(store, held.pop(0))),
-    ("record_step", lambda store, held: store.record_step(1, {"reward": 1.0})),
-    ("record_step", lambda store, held: store.record_step(1, {"reward": 2.0})),
-    ("record_event", lambda store, held: store.record_event("trainer", "evaluation", {"step": 9})),
-    ("record_event", lambda store, held: store.record_event("trainer", "retry", {"n": 1})),
-    ("close_job", lambda store, held: store.close_job()),
-    ("open_job", lambda store, held: store.open_job()),
+    ("record_step", lambda store, held: store.journal.record_step(1, {"reward": 1.0})),
+    ("record_step", lambda store, held: store.journal.record_step(1, {"reward": 2.0})),
+    ("record_event", lambda store, held: store.journal.record_event("trainer", "evaluation", {"step": 9})),
+    ("record_event", lambda store, held: store.journal.record_event("trainer", "retry", {"n": 1})),
+    ("close_job", lambda store, held: store.journal.close_job()),
+    ("open_job", lambda store, held: store.journal.open_job()),
     ("request_rollout", lambda store, held: request(store, step=1)),
     ("request_rollout", lambda store, held: request(store, "r1", step=2, greedy=True)),
-    ("discard_rollouts", lambda store, held: store.discard_rollouts(2)),
+    ("discard_rollouts", lambda store, held: store.rollouts.discard(2)),
 ]  # fmt: skip
 
 
@@ -239,12 +239,12 @@ def test_a_write_whose_commit_is_not_confirmed_is_done_once(
 def test_a_rollout_is_not_asked_for_again_by_its_own_repetition(proxy: Proxy, url: str) -> None:
     """Between the commit and the repetition another process claims a group: it may finish it."""
     other, trainer = Store(url), Store(through(proxy, url), outage_s=200)
-    other.add_tasks("train", [make_task(i) for i in range(6)])
+    other.tasks.add("train", [make_task(i) for i in range(6)])
     done: list[bool] = []
-    proxy.meanwhile = lambda: done.extend(finish(other, claim) for claim in other.claim_groups("e", 1))
+    proxy.meanwhile = lambda: done.extend(finish(other, claim) for claim in other.groups.claim("e", 1))
     proxy.lose = "after"
     request(trainer)
-    assert done == [True] and other.progress("r0") == (1, 6)
+    assert done == [True] and other.rollouts.progress("r0") == (1, 6)
     other.close()
     trainer.close()
 
@@ -255,7 +255,7 @@ def test_the_end_of_a_job_outlives_a_lost_connection(
     """Its supervisor looks whether the run is finished, and writes the report."""
     begun(tmp_path, finished=True)
     store = Store(url)
-    store.close_job()
+    store.journal.close_job()
     store.close()
     monkeypatch.setenv("MEGARL_TEST_URL", through(proxy, url))
     config = config_of(tmp_path, "trainer.steps=2", "store.url=env://MEGARL_TEST_URL")
@@ -276,13 +276,13 @@ def test_a_store_says_when_it_gives_up(server: Server, url: str, caplog: pytest.
     with pytest.raises(
         JobError, match=r"could not be used for 0.3 s \(store.outage_s=0.3\): .*; bring the database back"
     ) as raised:
-        store.record_step(1, {})
+        store.journal.record_step(1, {})
     with pytest.raises(ConfigError, match="cannot be reached: connection") as refused:
         check_url(server.url)
     caplog.set_level(logging.INFO)
     server.start()
-    store.record_step(1, {})
-    assert [step for step, _ in store.steps()] == [1]
+    store.journal.record_step(1, {})
+    assert [step for step, _ in store.journal.steps()] == [1]
     assert "trying again for up to 0.3 s" in caplog.text
     for text in (str(raised.value), str(refused.value), caplog.text, server.log.read_text()):
         assert password_of(server) not in text
@@ -312,7 +312,7 @@ def test_a_stopped_server_is_no_stall(server: Server, url: str, when: str) -> No
             assert shows_that_it_waits(memory)
             assert process.poll() is None
         assert process.wait(60) == 0
-    assert [step for step, _ in store.steps()] == [1]
+    assert [step for step, _ in store.journal.steps()] == [1]
     store.close()
 
 
@@ -325,9 +325,9 @@ def test_a_stopped_server_is_waited_for_as_long_as_is_set(
         stopped(server),
         pytest.raises(JobError, match=r"could not be used for 0.3 s \(store.outage_s=0.3\): no answer for"),
     ):
-        store.record_step(1, {})
-    store.record_step(2, {})
-    assert 2 in [step for step, _ in store.steps()]
+        store.journal.record_step(1, {})
+    store.journal.record_step(2, {})
+    assert 2 in [step for step, _ in store.journal.steps()]
     store.close()
 
 
@@ -377,23 +377,23 @@ def test_a_write_that_the_server_refuses_for_now_is_done_later(
         wait(self, error)
 
     store = Store(with_option(url, "lock_timeout=100"), outage_s=200)
-    store.add_tasks("train", [make_task(i) for i in range(6)])
+    store.tasks.add("train", [make_task(i) for i in range(6)])
     request(store)
-    (claim,) = store.claim_groups("a", 1)
+    (claim,) = store.groups.claim("a", 1)
     monkeypatch.setattr(transactions._Outage, "wait", waiting)
     with ThreadPoolExecutor(1) as threads:
         with held(server, url):
             finishing = threads.submit(finish, store, claim)
             assert refused.wait(60), finishing.exception()
         assert finishing.result()
-    assert store.progress("r0") == (1, 6) and len(store.trajectories("r0")) == 2
+    assert store.rollouts.progress("r0") == (1, 6) and len(store.groups.trajectories("r0")) == 2
     store.close()
 
 
 def test_a_server_that_takes_no_write_is_named(server: Server, url: str) -> None:
     store = Store(url, outage_s=0.3)
     with read_only(server, url), pytest.raises(JobError, match="read-only transaction; let this user write in it"):
-        store.record_step(1, {})
+        store.journal.record_step(1, {})
     store.close()
 
 
@@ -420,7 +420,7 @@ def test_a_new_attempt_waits_for_writes_under_way(server: Server, url: str) -> N
 
     def begin() -> list[int]:
         new.begin_attempt(2)
-        return [step for step, _ in new.steps()]
+        return [step for step, _ in new.journal.steps()]
 
     with (
         ThreadPoolExecutor(2) as threads,
@@ -448,7 +448,7 @@ def until_waiting(look: psycopg.Connection[Any], work: Future[Any]) -> None:
 def test_who_scales_meanwhile_sees_engines_that_were_added(server: Server, url: str) -> None:
     first, second = Store(url), Store(url)
     engine = RegisteredEngine(0, "http://0", 1)
-    first.register_engines([engine])
+    first.engines.register([engine])
     inside, go = threading.Event(), threading.Event()
 
     def slow(connection: Any, again: bool) -> None:
@@ -464,12 +464,12 @@ def test_who_scales_meanwhile_sees_engines_that_were_added(server: Server, url: 
     ):
         adding = threads.submit(first._database.write, slow)
         inside.wait()
-        scaling = threads.submit(second.scale_engines, "train", 3)
+        scaling = threads.submit(second.engines.scale, "train", 3)
         until_waiting(look, scaling)
         go.set()
         adding.result()
         assert scaling.result() == (2, 1)
-    assert [found.number for found in first.own_engines()] == [0, 1, 2]
+    assert [found.number for found in first.engines.own()] == [0, 1, 2]
     first.close()
     second.close()
 
@@ -477,9 +477,9 @@ def test_who_scales_meanwhile_sees_engines_that_were_added(server: Server, url: 
 def test_a_rollout_is_asked_for_again_while_a_group_of_it_is_being_finished(server: Server, url: str) -> None:
     """Nothing of the old one stays, so the new one's groups can be finished."""
     explorer, trainer = Store(url), Store(url)
-    trainer.add_tasks("train", [make_task(i) for i in range(6)])
+    trainer.tasks.add("train", [make_task(i) for i in range(6)])
     request(trainer)
-    claims = explorer.claim_groups("e", 2)
+    claims = explorer.groups.claim("e", 2)
     inside, go = threading.Event(), threading.Event()
 
     def slow(connection: Any, again: bool) -> bool:
@@ -505,9 +505,11 @@ def test_a_rollout_is_asked_for_again_while_a_group_of_it_is_being_finished(serv
         go.set()
         assert finishing.result()
         asking.result()
-    assert trainer.progress("r0") == (0, 6) and rows(url)["trajectories"] == []
+    assert trainer.rollouts.progress("r0") == (0, 6) and rows(url)["trajectories"] == []
     assert not finish(explorer, claims[1])
-    assert all(finish(explorer, claim) for claim in explorer.claim_groups("e", 6)) and trainer.progress("r0") == (6, 6)
+    assert all(finish(explorer, claim) for claim in explorer.groups.claim("e", 6)) and trainer.rollouts.progress(
+        "r0"
+    ) == (6, 6)
     explorer.close()
     trainer.close()
 
@@ -534,6 +536,6 @@ def test_a_process_that_stands_still_in_a_write_does_not_hold_up_the_next_attemp
         go.set()
         with pytest.raises(FencedError, match="attempt 2 has begun since"):
             writing.result()
-    assert new.steps() == []
+    assert new.journal.steps() == []
     for store in (first, frozen, new):
         store.close()

@@ -60,8 +60,8 @@ def up(run_dir: Path) -> Iterator[Server]:
 def add(kind: str) -> list[str]:
     """Record an event; returns all of them."""
     store = Store(OWN_SERVER)
-    store.record_event("trainer", kind, {})
-    found = [event["kind"] for event in store.events()]
+    store.journal.record_event("trainer", kind, {})
+    found = [event["kind"] for event in store.journal.events()]
     store.close()
     return found
 
@@ -152,5 +152,5 @@ def test_a_lost_store_gives_way_to_one_with_the_runs_steps(
     assert caplog.text.count("THE STORE'S DATA WERE NOT PARKED") == 1
     before = (run_dir / "postgres" / "data").stat().st_ino
     with store_of_run(OWN_SERVER, run_dir, read_only=True) as store:
-        assert [step for step, _ in store.steps()] == [1, 2, 3]
+        assert [step for step, _ in store.journal.steps()] == [1, 2, 3]
     assert (run_dir / "postgres" / "data").stat().st_ino == before, "a tool that reads has parked its copy"

@@ -39,7 +39,7 @@ def test_a_server_ends_with_its_process_and_the_next_goes_on_with_its_data(
     server: Server, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store(url, outage_s=200)
-    store.record_event("trainer", "kept", {})
+    store.journal.record_event("trainer", "kept", {})
     server.stop()
     # Left by a killed server, with the number of a process that lives and is no server.
     (server.data / "postmaster.pid").write_text(
@@ -72,7 +72,7 @@ def test_a_server_ends_with_its_process_and_the_next_goes_on_with_its_data(
         child.kill()
         child.wait()
     server.start()  # waits until the child's is gone
-    assert [event["kind"] for event in store.events()] == ["kept"]
+    assert [event["kind"] for event in store.journal.events()] == ["kept"]
     assert "received fast shutdown request" in server.log.read_text().rpartition("127.0.0.2")[2], (
         "it did not end in order"
     )

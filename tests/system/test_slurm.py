@@ -339,12 +339,12 @@ def test_the_same_answers_in_the_end(stopped: Stopped) -> None:
     with job_store(OWN_SERVER, job.run_dir, KEY, host="127.0.0.1"):
         store = Store(OWN_SERVER)
         assert answers(store, 1) == before.answers
-        tasks = store.task_ids("train")
+        tasks = store.tasks.ids("train")
         for step in range(3):
             assert [task for task, index, *_ in answers(store, step) if index == 0] == tasks_of_step(
                 tasks, step, TASKS, 1
             )
-            assert store.progress(rollout(step)) == (TASKS, TASKS)
+            assert store.rollouts.progress(rollout(step)) == (TASKS, TASKS)
         store.close()
 
 
@@ -418,9 +418,9 @@ def stand_still_behind_second_rollout(job: Submitted) -> list[Answer]:
     trained."""
     job.until(lambda: live(job) is not None, "store")
     store = Store(str(live(job)))
-    job.until(lambda: store.progress(rollout(1))[1] > 0, "second rollout", every_s=0.02)
+    job.until(lambda: store.rollouts.progress(rollout(1))[1] > 0, "second rollout", every_s=0.02)
     job.stand_still()
-    job.until(lambda: store.progress(rollout(1)) == (TASKS, TASKS), "its answers")
+    job.until(lambda: store.rollouts.progress(rollout(1)) == (TASKS, TASKS), "its answers")
     assert job.steps() == 1, "it was too late to interrupt the second step"
     found = answers(store, 1)
     store.close()
@@ -439,7 +439,8 @@ def rollout(step: int) -> str:
 
 def answers(store: Store, step: int) -> list[Answer]:
     return [
-        (e.task_id, e.index, e.response.token_ids.tolist(), e.reward.score) for e in store.trajectories(rollout(step))
+        (e.task_id, e.index, e.response.token_ids.tolist(), e.reward.score)
+        for e in store.groups.trajectories(rollout(step))
     ]
 
 

@@ -309,7 +309,7 @@ def config_of(run_dir: Path, model: Path) -> Config:
 
 def answer_all(store: Store, status: RewardStatus, limit: int) -> int:
     """Put answers to up to ``limit`` groups, as an explorer does."""
-    claims = store.claim_groups("explorer-0", limit)
+    claims = store.groups.claim("explorer-0", limit)
     for claim in claims:
         assert claim.version == FROM_FILES and claim.sampling["temperature"] == 1.0
         turns = one_turn([1], [5, 6], version=claim.version)
@@ -317,7 +317,7 @@ def answer_all(store: Store, status: RewardStatus, limit: int) -> int:
             Trajectory(ROLLOUT, claim.task.task_id, claim.group_id, i, 4, turns, Reward(float(status == "ok"), status))
             for i in claim.indices
         ]
-        store.put(claim, members)
+        store.groups.put(claim, members)
     record_evaluations(store, "explorer-0")
     return len(claims)
 
@@ -330,7 +330,7 @@ def test_a_bench_that_was_stopped_goes_on_with_the_answers_that_are_there(tmp_pa
     config = config_of(tmp_path / "run", Path(path))
     tasks = [Task(f"eval/{i}", "code", ({"role": "user", "content": "?"},), "", {"ground_truth": 1}) for i in range(6)]
     store = Store(config.store.url, program="bench")
-    store.add_tasks("eval", tasks)
+    store.tasks.add("eval", tasks)
     stop = threading.Event()
     first = threading.Thread(
         target=lambda: BenchDriver(config, Store(config.store.url), _NoEngines(), stop.is_set).run()
@@ -340,13 +340,13 @@ def test_a_bench_that_was_stopped_goes_on_with_the_answers_that_are_there(tmp_pa
         pass
     stop.set()
     first.join(10)
-    assert not (tmp_path / "run" / RESULT).exists() and store.progress(ROLLOUT) == (4, 6)
+    assert not (tmp_path / "run" / RESULT).exists() and store.rollouts.progress(ROLLOUT) == (4, 6)
     assert answer_all(store, "wrong", 9) == 2
     assert BenchDriver(config, store, _NoEngines(), lambda: False).run()
     found = read_result(tmp_path / "run" / RESULT)
     assert [task.right for task in found.tasks] == [4, 4, 4, 4, 0, 0]
     assert [task.task_id for task in found.tasks] == [task.task_id for task in tasks]
-    assert store.job_state() == "closed" and {task.votes for task in found.tasks} == {None}  # type: ignore[arg-type]
+    assert store.journal.job_state() == "closed" and {task.votes for task in found.tasks} == {None}  # type: ignore[arg-type]
     store.close()
 
 

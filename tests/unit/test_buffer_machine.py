@@ -55,7 +55,7 @@ class Kill:
         self._write = store._database.write
         self._left: int | None = None
         self._after = False
-        store._write = self._killed_write
+        store._database.write = self._killed_write
 
     def at(self, commit: int | None, after: bool) -> None:
         self._left, self._after = commit, after
@@ -98,7 +98,7 @@ class Jobs(RuleBasedStateMachine):
         self.kills = [Kill(store) for store in self.explorers]
         self.held: list[dict[str, Claim]] = [{}, {}]
         self.store = Store(self.url)
-        self.store.add_tasks("train", [make_task(i) for i in range(30)])
+        self.store.tasks.add("train", [make_task(i) for i in range(30)])
         self.resume()
 
     def teardown(self) -> None:
@@ -111,7 +111,7 @@ class Jobs(RuleBasedStateMachine):
         self.attempt += 1
         self.store = Store(self.url)
         self.kill = Kill(self.store)
-        self.store.discard_rollouts(self.saved)
+        self.store.rollouts.discard(self.saved)
         self.trained = {step: groups for step, groups in self.trained.items() if step <= self.saved}
         for number in (0, 1):
             self.explorer_dies(number)
@@ -126,8 +126,8 @@ class Jobs(RuleBasedStateMachine):
         """Give both explorers' engine the weights of now."""
         number = 1 if self.published is None else self.published.version.n + 1
         version = WeightsVersion(self.attempt, number)
-        self.store.record_version(version, self.step)
-        self.store.record_live(version)
+        self.store.pacing.record_version(version, self.step)
+        self.store.pacing.record_live(version)
         self.published = Published(version, self.step)
 
     def wait(self, look: Callable[[], Awaited], label: str, *, weights_step: int) -> bool:
@@ -140,13 +140,13 @@ class Jobs(RuleBasedStateMachine):
                 self.explore(number)
             except KilledError:
                 self.explorer_dies(number)
-        raise AssertionError(f"waiting without end for {label}: {look()}, {self.store.unused()}")
+        raise AssertionError(f"waiting without end for {label}: {look()}, {self.store.pacing.unused()}")
 
     def explore(self, number: int) -> None:
         """An explorer claims a group, or ends one that it holds, in any order."""
         store, held = self.explorers[number], self.held[number]
         if not held or (len(held) < 3 and self.random.random() < 0.5):
-            for claim in store.claim_groups(f"e{number}", 1):
+            for claim in store.groups.claim(f"e{number}", 1):
                 held[claim.group_id] = claim
         if held and self.random.random() < 0.7:
             claim = held.pop(self.random.choice(sorted(held)))
@@ -157,12 +157,12 @@ class Jobs(RuleBasedStateMachine):
                 replace(make_trajectory(own, i), reward=Reward(float(r), "ok" if r else "wrong"))
                 for i, r in zip(claim.indices, right, strict=True)
             ]
-            store.put_all([EndedGroup(claim, members)])
+            store.groups.put_all([EndedGroup(claim, members)])
 
     def explorer_dies(self, number: int) -> None:
         """Another of its name begins, and gives back what it held."""
         self.held[number] = {}
-        self.explorers[number].release_claims(f"e{number}")
+        self.explorers[number].groups.release(f"e{number}")
 
     @rule(random=st.randoms(use_true_random=False), steps=st.integers(1, 4))
     @precondition(lambda self: self.step < STEPS)
@@ -199,14 +199,16 @@ class Jobs(RuleBasedStateMachine):
             return
         assert found is not None
         k, order = self.config.sync.max_staleness, self.config.sync.order
-        steps = self.store.version_steps({s.version for e in found.trajectories for t in e.turns for s in t.spans})
+        steps = self.store.pacing.version_steps(
+            {s.version for e in found.trajectories for t in e.turns for s in t.spans}
+        )
         lags = {self.step - step for step in steps.values()}
         assert all(0 <= lag <= k for lag in lags), (lags, self.config.sync)
         used = set(found.used.consumed) | set(found.used.dropped)
         assert not used & {group for groups in self.trained.values() for group in groups}, "a group is used twice"
         if order == "completion" and not self.config.algorithm.dynamic_sampling:
             assert len(used) == EACH
-        self.store.record_step(self.step + 1, {}, found.used)
+        self.store.journal.record_step(self.step + 1, {}, found.used)
         self.trained[self.step + 1] = used
         after = self.step + 1
         if self.pacing.publishes(after) or after % CHECKPOINT == 0:
@@ -236,7 +238,7 @@ class Jobs(RuleBasedStateMachine):
             return
         query = select(GROUPS.c.group_id, GROUPS.c.state, GROUPS.c.used_by)
         of_steps: dict[int, set[str]] = {}
-        for group, state, used_by in self.store._read(lambda connection: connection.execute(query).all()):
+        for group, state, used_by in self.store._database.read(lambda connection: connection.execute(query).all()):
             assert (state in ("consumed", "dropped")) == (used_by is not None)
             if used_by is not None:
                 of_steps.setdefault(used_by, set()).add(group)
@@ -244,7 +246,7 @@ class Jobs(RuleBasedStateMachine):
         both = set(self.held[0]) & set(self.held[1])
         assert not {g for g in both if self.held[0][g].token == self.held[1][g].token}, "a group has two owners"
         k = self.config.sync.max_staleness
-        assert len(self.store.unused()) <= (k + 1) * EACH or self.config.algorithm.dynamic_sampling
+        assert len(self.store.pacing.unused()) <= (k + 1) * EACH or self.config.algorithm.dynamic_sampling
 
 
 class NoTimeline:

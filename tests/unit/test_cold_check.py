@@ -29,18 +29,18 @@ def test_both_engines_are_joined_after_the_check(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(EngineControl, "probe", lambda *_, **__: Probed([-0.5], [], [], []))
     store = Store(f"sqlite:///{tmp_path}/store.db")
     urls = ["http://a", "http://b"]
-    store.register_engines([RegisteredEngine(n, url, 1, SERVING, SERVING) for n, url in enumerate(urls)])
+    store.engines.register([RegisteredEngine(n, url, 1, SERVING, SERVING) for n, url in enumerate(urls)])
     nothing: Any = SimpleNamespace(stopping=False)
     context = RunContext(Config(store=StoreConfig(poll_s=0.001)), tmp_path, 1, 0)
     check = ColdCheck(context, store, nothing, nothing, nothing, nothing, nothing, nothing)
     looks, seen = 0, []
     for _ in check._compared(ProbeText([1, 2], [-0.5], 1.0), VERSION):
-        engine, looks = store.own_engines()[0], looks + 1
+        engine, looks = store.engines.own()[0], looks + 1
         if engine.done < engine.orders:
-            store.note_engine(0, ABSENT if engine.wanted is ABSENT else STARTING, engine.orders)
+            store.engines.note(0, ABSENT if engine.wanted is ABSENT else STARTING, engine.orders)
         elif engine.state is STARTING and looks > 20:
-            store.note_engine(0, SERVING, engine.orders)
-        seen.append(store.own_engines()[0].state)
+            store.engines.note(0, SERVING, engine.orders)
+        seen.append(store.engines.own()[0].state)
     assert ABSENT in seen and STARTING in seen
     assert OwnEngines(store, "k", together=False).urls(begun=True) == urls
     store.close()

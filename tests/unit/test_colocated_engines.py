@@ -25,7 +25,7 @@ class Engines:
     def __init__(self, folder: Path, offload: Any, *, fault: str = "") -> None:
         self.url = f"sqlite:///{folder}/store.db"
         self.store = Store(self.url)
-        self.store.register_engines([RegisteredEngine(n, f"http://{n}", 1, ABSENT, ABSENT) for n in range(2)])
+        self.store.engines.register([RegisteredEngine(n, f"http://{n}", 1, ABSENT, ABSENT) for n in range(2)])
         self.parted = 0
         self.died: list[str] = []
         publisher: Any = SimpleNamespace(sleep=self.sleep, part=self.part, died=lambda: self.died)
@@ -44,7 +44,7 @@ class Engines:
 
     @property
     def wanted(self) -> list[EngineStatus]:
-        return [engine.wanted for engine in self.store.own_engines()]
+        return [engine.wanted for engine in self.store.engines.own()]
 
 
 @pytest.fixture
@@ -55,8 +55,8 @@ def supervised(tmp_path: Path) -> Iterator[None]:
     def supervise() -> None:
         store = Store(f"sqlite:///{tmp_path}/store.db")
         while not over.wait(0.05):
-            for engine in store.own_engines():
-                store.note_engine(engine.number, engine.wanted, engine.orders)
+            for engine in store.engines.own():
+                store.engines.note(engine.number, engine.wanted, engine.orders)
         store.close()
 
     thread = threading.Thread(target=supervise)
@@ -71,14 +71,14 @@ def test_engines_are_ended_when_the_supervisor_has_ended_them(tmp_path: Path, su
     engines.turns.come()
     assert engines.wanted == [SERVING, SERVING]
     assert engines.turns.leave() == {} and engines.parted == 1
-    assert [(e.wanted, e.state, e.done) for e in engines.store.own_engines()] == [(ABSENT, ABSENT, 2)] * 2
+    assert [(e.wanted, e.state, e.done) for e in engines.store.engines.own()] == [(ABSENT, ABSENT, 2)] * 2
 
 
 def test_engines_sleep_once_the_supervisor_would_not_start_them_again(tmp_path: Path, supervised: None) -> None:
     engines = Engines(tmp_path, "sleep")
     engines.turns.come()
     engines.turns.leave()
-    assert [(e.state, e.done) for e in engines.store.own_engines()] == [(ASLEEP, 2)] * 2
+    assert [(e.state, e.done) for e in engines.store.engines.own()] == [(ASLEEP, 2)] * 2
 
 
 def test_an_engine_that_was_started_awake_meanwhile_is_ended(tmp_path: Path, supervised: None) -> None:
@@ -87,13 +87,13 @@ def test_an_engine_that_was_started_awake_meanwhile_is_ended(tmp_path: Path, sup
     engines.turns.come()
     engines.died = ["the engine at http://0 has been replaced"]
     assert engines.turns.leave() == {} and engines.parted == 1
-    assert [(e.wanted, e.state) for e in engines.store.own_engines()] == [(ABSENT, ABSENT)] * 2
+    assert [(e.wanted, e.state) for e in engines.store.engines.own()] == [(ABSENT, ABSENT)] * 2
 
 
 def test_engines_sleep_and_one_that_is_absent_by_order_stays_so(tmp_path: Path, supervised: None) -> None:
     engines = Engines(tmp_path, "sleep")
     engines.turns.come()
-    engines.store.order_engine(1, ABSENT)  # by somebody else
+    engines.store.engines.order(1, ABSENT)  # by somebody else
     assert engines.turns.leave() == {"memory/engines/freed_bytes": 1.0}
     assert engines.wanted == [ASLEEP, ABSENT] and engines.parted == 0
     engines.turns.come()

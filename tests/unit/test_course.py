@@ -29,6 +29,7 @@ from megarl.explore.order.choice import TaskChoice
 from megarl.explore.order.pacing import Pacing
 from megarl.explore.order.replay import ReplayChoice
 from megarl.explore.store import Claim, Store, Used
+from megarl.explore.store.rollouts import RolloutTable
 from megarl.explore.store.tables import GROUPS, ROLLOUTS
 from megarl.learn import algorithms
 from megarl.train.part import Services
@@ -68,7 +69,7 @@ class Weights(WeightSync):
     """Publications to engines that take whatever they are sent."""
 
     def __init__(self, context: RunContext, store: Store, job: Job) -> None:
-        super().__init__(context, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, store.record_version)
+        super().__init__(context, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, store.pacing.record_version)
         self._job = job
         self.steps: dict[WeightsVersion, int] = {}
         """Steps of training in the weights that engines were sent under each version."""
@@ -81,12 +82,15 @@ class Weights(WeightSync):
         return {"sync/digests": 1.0}
 
 
-class AskedOnce(Store):
+def asked_once(rollouts: RolloutTable) -> None:
     """Whoever asks again under the same id deletes what has ended."""
+    request = rollouts.request
 
-    def request_rollout(self, rollout_id: str, *args: Any, **more: Any) -> None:
-        assert not self.is_requested(rollout_id)
-        super().request_rollout(rollout_id, *args, **more)
+    def once(rollout_id: str, *args: Any, **more: Any) -> None:
+        assert not rollouts.is_requested(rollout_id)
+        request(rollout_id, *args, **more)
+
+    rollouts.request = once  # type: ignore[method-assign]
 
 
 class Job(OnlineTrainer):
@@ -96,9 +100,10 @@ class Job(OnlineTrainer):
         self.run, self.config, self.random, self.trained = run, run.config, run.random, state.step
         supervisor = Store(run.url)
         supervisor.begin_attempt(attempt)
-        supervisor.discard_rollouts(state.step)
+        supervisor.rollouts.discard(state.step)
         supervisor.close()
-        self.store = AskedOnce(run.url, attempt=attempt)
+        self.store = Store(run.url, attempt=attempt)
+        asked_once(self.store.rollouts)
         self.context = RunContext(self.config, run.path, attempt, 0)
         self.reporter = Reporter(self.context, self.store)
         self.ranks = self.memory = NOTHING
@@ -128,12 +133,12 @@ class Job(OnlineTrainer):
 
     def explore(self) -> None:
         """Claim groups, and end some."""
-        self.claims += self.store.claim_groups("e", self.random.randint(1, 4))
+        self.claims += self.store.groups.claim("e", self.random.randint(1, 4))
         self.random.shuffle(self.claims)
         for _ in range(self.random.randint(0, len(self.claims))):
             claim = self.claims.pop()
             assert claim.oldest <= self.weights.version
-            self.store.put(claim, [self.answer(claim, i) for i in claim.indices])
+            self.store.groups.put(claim, [self.answer(claim, i) for i in claim.indices])
 
     def answer(self, claim: Claim, index: int) -> Trajectory:
         turns = one_turn([1], [2] * (index + 1), version=self.weights.version)
@@ -159,7 +164,7 @@ class Job(OnlineTrainer):
         self.trained += 1
         for part in self.parts:
             part.after_update(state)
-        self.store.record_step(state.step + 1, {}, groups.used)
+        self.store.journal.record_step(state.step + 1, {}, groups.used)
         self.may_die()
         after = TrainState("rl", state.step + 1)
         if after.step % self.config.trainer.checkpoint_interval == 0 or after.step == self.config.trainer.steps:
@@ -180,7 +185,7 @@ class Run:
 
     def make_store(self) -> None:
         store = Store(self.url)
-        store.add_tasks("train", [make_task(i) for i in range(TASKS)])
+        store.tasks.add("train", [make_task(i) for i in range(TASKS)])
         store.close()
 
     def go(self, steps: int) -> None:
@@ -192,7 +197,7 @@ class Run:
             job = Job(self, self.attempt, self.checkpoint)
             with suppress(Killed):
                 state, ended = job.run_steps(self.checkpoint)
-            job.store.release_claims("e")
+            job.store.groups.release("e")
             job.store.close()
         assert state.step == steps
 
@@ -201,7 +206,7 @@ def used(run: Run) -> list[Any]:
     """Groups that steps have used, with their tasks."""
     query = select(GROUPS.c.group_id, GROUPS.c.task_id, GROUPS.c.used_by).where(GROUPS.c.used_by.is_not(None))
     with closing(Store(run.url, read_only=True)) as store:
-        return list(store._read(lambda connection: connection.execute(query).all()))
+        return list(store._database.read(lambda connection: connection.execute(query).all()))
 
 
 def config_of(order: Any, pacing: Pacing, **trainer: int) -> Config:
@@ -244,8 +249,10 @@ def test_no_job_waits_without_end_or_uses_a_group_twice(
     assert len({group.task_id for group in groups}) == len(groups)
     with closing(Store(run.url, read_only=True)) as store:
         for group in groups:
-            versions = {span.version for e in store.read([group.group_id]) for turn in e.turns for span in turn.spans}
-            lags = [group.used_by - 1 - step for step in store.version_steps(versions).values()]
+            versions = {
+                span.version for e in store.groups.read([group.group_id]) for turn in e.turns for span in turn.spans
+            }
+            lags = [group.used_by - 1 - step for step in store.pacing.version_steps(versions).values()]
             assert lags and min(lags) >= 0 and max(lags) <= pacing.max_staleness
 
 
@@ -256,7 +263,7 @@ def test_a_step_uses_the_version_that_its_evaluation_was_given(tmp_path: Path) -
     run.random.random = lambda: 0.3  # type: ignore[method-assign]  # no engine is replaced
     run.go(4)
     with closing(Store(run.url, read_only=True)) as store:
-        published = store.version_steps([WeightsVersion(1, n) for n in range(9)])
+        published = store.pacing.version_steps([WeightsVersion(1, n) for n in range(9)])
     assert published == {WeightsVersion(1, n + 1): n for n in range(5)}
 
 
@@ -278,7 +285,7 @@ def test_tasks_go_on_after_the_store_was_lost(tmp_path: Path, order: str) -> Non
 def test_a_resume_keeps_groups_that_were_asked_for_in_its_step(tmp_path: Path) -> None:
     """A replaced engine has brought the weights of step 1 between two publications, and step 2 asked for more."""
     store = Store(f"sqlite:///{tmp_path}/store.db")
-    store.add_tasks("train", [make_task(i) for i in range(TASKS)])
+    store.tasks.add("train", [make_task(i) for i in range(TASKS)])
     config = config_of("completion", Pacing(2, 3))
     choice, replay = TaskChoice(config, store), ReplayChoice(config, store)
     context = RunContext(config, tmp_path, 1, 0)
@@ -286,23 +293,23 @@ def test_a_resume_keeps_groups_that_were_asked_for_in_its_step(tmp_path: Path) -
 
     def ask(attempt: int, step: int, weights_step: int) -> None:
         version = WeightsVersion(attempt, weights_step + 1)
-        store.record_version(version, weights_step)
+        store.pacing.record_version(version, weights_step)
         asking.ask(TrainState("rl", step), Published(version, weights_step))
-        store.record_live(version)
-        for claim in store.claim_groups("e", 99):
+        store.pacing.record_live(version)
+        for claim in store.groups.claim("e", 99):
             assert finish(store, claim)
 
     ask(1, 0, 0)
     for step in (1, 2):
-        store.record_step(step, {}, Used(tuple(group.group_id for group in store.unused()[:EACH])))
+        store.journal.record_step(step, {}, Used(tuple(group.group_id for group in store.pacing.unused()[:EACH])))
     ask(1, 2, 1)
-    before = [group.group_id for group in store.unused()]
-    store.discard_rollouts(2)
+    before = [group.group_id for group in store.pacing.unused()]
+    store.rollouts.discard(2)
     ask(2, 2, 2)
-    after = [group.group_id for group in store.unused()]
+    after = [group.group_id for group in store.pacing.unused()]
     assert len(before) == 2 * EACH and after[: 2 * EACH] == before and len(after) == 3 * EACH
     tasks, sampling = (
-        store._read(lambda connection, column=column: list(connection.scalars(select(column))))
+        store._database.read(lambda connection, column=column: list(connection.scalars(select(column))))
         for column in (GROUPS.c.task_id, ROLLOUTS.c.sampling)
     )
     assert len(tasks) == len(set(tasks)) == 5 * EACH

@@ -85,10 +85,10 @@ def trajectory(claim: Claim, index: int, tokenizer: Tokenizer) -> Trajectory:
 
 
 def put_rollout(store: Store, name: str, tokenizer: Tokenizer, step: int, kind: Any = "train") -> None:
-    store.record_version(WeightsVersion(1, step), step)
-    store.request_rollout(name, kind, step, WeightsVersion(1, step), store.task_ids("train")[:2], SIZE, {})
-    for claim in store.claim_groups("a", 9):
-        assert store.put(claim, [trajectory(claim, i, tokenizer) for i in claim.indices])
+    store.pacing.record_version(WeightsVersion(1, step), step)
+    store.rollouts.request(name, kind, step, WeightsVersion(1, step), store.tasks.ids("train")[:2], SIZE, {})
+    for claim in store.groups.claim("a", 9):
+        assert store.groups.put(claim, [trajectory(claim, i, tokenizer) for i in claim.indices])
 
 
 @functools.cache
@@ -119,15 +119,15 @@ def filled(request: pytest.FixtureRequest, folder: Path) -> Iterator[StoredRun]:
         tokenizer = write_model(folder / "model")
         store = Store(url)
         code = replace(make_task(1), data_source="code", extra_info={"index": 1, "x": []})
-        store.add_tasks("train", [make_task(0), code])
+        store.tasks.add("train", [make_task(0), code])
         for step in range(4):
             put_rollout(store, f"train-{step:06d}", tokenizer, step)
         for name in ("eval-before", "eval-2"):
             put_rollout(store, name, tokenizer, 2, "eval")
-            store.record_evaluation("trainer", name, {"rollout_id": name, "step": 2})
+            store.journal.record_evaluation("trainer", name, {"rollout_id": name, "step": 2})
         for step in range(3):
             name = f"train-{step:06d}"
-            store.record_step(
+            store.journal.record_step(
                 step + 1, {}, Used((f"{name}/0",), {f"{name}/1": "surplus"}, (), {(f"{name}/0", 2): "dull"})
             )
         yield StoredRun(folder, config, store)
@@ -217,7 +217,7 @@ def test_show_and_sample_print_what_is_there(run: StoredRun) -> None:
 
 
 def test_a_character_of_several_tokens_stands_at_its_last(run: StoredRun) -> None:
-    (first, *_) = run.store.members(["train-000000/0"])
+    (first, *_) = run.store.selection.members(["train-000000/0"])
     tokens = tokens_of(first.response, run.tokenizer, 100)
     assert [token.text for token in tokens] == ["j", "a", " ", "", "", "", "🙂", "<|end|>"]
     assert [token.version for token in tokens] == ["1.0"] + ["1.4"] * 7 and tokens[0].logp == -6
@@ -229,7 +229,7 @@ def test_exported_rows_load_back(run: StoredRun, name: str, tmp_path: Path, monk
     path = tmp_path / name
     assert export.export(run, selection_of(["kind=train", "reward=-1..1"])[0], path) == 8 * 3
     _, rows = read_table(path, TRAJECTORY.names)
-    (stored, *_) = run.store.members(["train-000000/1"])
+    (stored, *_) = run.store.selection.members(["train-000000/1"])
     row = next(row for row in rows if (row["group_id"], row["index"]) == ("train-000000/1", 0))
     assert set(row) == set(TRAJECTORY.names)
     turns = row["turns"]
@@ -249,7 +249,7 @@ def test_exported_rows_load_back(run: StoredRun, name: str, tmp_path: Path, monk
 
 def test_exported_expert_rows_can_be_imported(own: StoredRun, tmp_path: Path) -> None:
     logp = np.array([-0.5, -1.0], np.float32)
-    own.store.import_experts([("a", [expert(0, score=0.5), expert(1, teacher_logp=logp, tokenizer="t")])])
+    own.store.experts.import_sources([("a", [expert(0, score=0.5), expert(1, teacher_logp=logp, tokenizer="t")])])
     assert export_experts(own.store, tmp_path / "experts.parquet") == 2
     _, rows = read_table(tmp_path / "experts.parquet", EXPERT.names)
     assert [(row["response"], row["score"], row["teacher_logp"]) for row in rows] == [
@@ -263,7 +263,7 @@ def test_exported_expert_rows_can_be_imported(own: StoredRun, tmp_path: Path) ->
 def test_exported_expert_rows_keep_their_images(own: StoredRun, tmp_path: Path, name: str) -> None:
     prompt, image = ({"role": "user", "content": "<image> ?"},), picture(1)
     task = Task("expert/0", "", prompt, "", {}, response="3", images=(image,))
-    own.store.import_experts([("a", [ExpertExperience(with_inline_images(task))])])
+    own.store.experts.import_sources([("a", [ExpertExperience(with_inline_images(task))])])
     assert export_experts(own.store, tmp_path / name) == 1
     (row,) = read_rows(tmp_path / name, require_response=True, split="expert")
     assert (row.prompt, row.images, row.response) == (prompt, (image,), "3")
@@ -299,11 +299,11 @@ def test_pruning_takes_what_nothing_needs(own: StoredRun) -> None:
         "used after the newest checkpoint (step 2)": 2,
         "which the report shows (eval-before, eval-after)": 2,
     }
-    assert own.store.group_states("train-000000")["train-000000/1"] == ("dropped", 1, "surplus"), "groups stay"
+    assert own.store.groups.states("train-000000")["train-000000/1"] == ("dropped", 1, "surplus"), "groups stay"
     assert pruned(own).deleted == 0
     with pytest.raises(ConfigError, match="they were pruned"):
         show(own, "train-000000/0")
-    assert own.store.events("prune")[0]["data"]["trajectories"] == 6 * SIZE
+    assert own.store.journal.events("prune")[0]["data"]["trajectories"] == 6 * SIZE
 
 
 def test_a_group_goes_only_where_all_its_trajectories_match(own: StoredRun) -> None:
@@ -329,15 +329,15 @@ def test_what_replay_or_prioritized_order_reads_stays(own: StoredRun) -> None:
 
 def test_a_resume_uses_again_what_was_sampled_ahead(own: StoredRun) -> None:
     """Of weights before an older checkpoint, used after it."""
-    own.store.record_step(4, {}, Used(("train-000003/0",), {"train-000003/1": "surplus"}))
-    own.store.record_version(WeightsVersion(1, 3), 1)  # it was asked for with weights of one step
+    own.store.journal.record_step(4, {}, Used(("train-000003/0",), {"train-000003/1": "surplus"}))
+    own.store.pacing.record_version(WeightsVersion(1, 3), 1)  # it was asked for with weights of one step
     for step in (2, 4):
         checkpoint(own, step)
     found = pruned(own, "kind=train", "steps=4")
     assert found.deleted == 0 and found.kept == {"which a resume from an earlier checkpoint would use again": 2}
-    own.store.discard_rollouts(2)
-    assert own.store.take(9, step=3) == ["train-000003/0", "train-000003/1"]
-    assert own.store.delete_trajectories(["train-000003/0"]) == 0, "ready again"
+    own.store.rollouts.discard(2)
+    assert own.store.groups.take(9, step=3) == ["train-000003/0", "train-000003/1"]
+    assert own.store.selection.delete_trajectories(["train-000003/0"]) == 0, "ready again"
 
 
 def test_a_page_shows_responses_as_text(run: StoredRun, tmp_path: Path) -> None:

@@ -108,13 +108,13 @@ def test_going_back_drops_later_metrics(tmp_path: Path) -> None:
 
 def store_on(place: Path, outage_s: float) -> Store:
     store = Store(f"sqlite:///{place}/store.db", outage_s=outage_s)
-    store.add_tasks("train", [make_task(i) for i in range(3)])
+    store.tasks.add("train", [make_task(i) for i in range(3)])
     return store
 
 
 def many(store: Store) -> None:
     for i in range(20):
-        store.record_event("trainer", "note", {"i": i, "text": "x" * 8192})
+        store.journal.record_event("trainer", "note", {"i": i, "text": "x" * 8192})
 
 
 def test_the_store_waits_for_room(small: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -133,7 +133,7 @@ def test_the_store_waits_for_room(small: Path, caplog: pytest.LogCaptureFixture)
         many(store)
         thread.join()
     assert "database or disk is full; trying again" in caplog.text and "back after" in caplog.text
-    assert [event["data"]["i"] for event in store.events("note")] == list(range(20)), "each once"
+    assert [event["data"]["i"] for event in store.journal.events("note")] == list(range(20)), "each once"
     store.close()
 
 
@@ -144,7 +144,7 @@ def test_a_store_without_room_ends_the_job_and_says_so(small: Path) -> None:
         many(store)
     ballast.unlink()
     again = Store(f"sqlite:///{small}/store.db")
-    assert len(again.task_ids("train")) == 3
+    assert len(again.tasks.ids("train")) == 3
     again.close()
     store.close()
 

@@ -128,7 +128,7 @@ def test_every_sequence(url: str, later: bool, actions: list[Any]) -> None:
     specs = [Spec(name, ("w",), {}, name, listens=f"h:{n}", gpus=(n,)) for n, name in enumerate(names[: len(ENGINES)])]
     started = [Started(NotStarted(s.name, Path(s.log)) if later else machine.start(s), machine, s) for s in specs]  # type: ignore[arg-type]
     wanted, state = (ABSENT, ABSENT) if later else (SERVING, EngineStatus.STARTING)
-    store.register_engines([RegisteredEngine(n, f"http://{n}", 1, wanted, state) for n in ENGINES])
+    store.engines.register([RegisteredEngine(n, f"http://{n}", 1, wanted, state) for n in ENGINES])
     replacements = replace.Replacements(started, left=1000)
     supervisor = orders.EngineOrders(Store(url), replacements, 0.0, 1, machine)
 
@@ -136,7 +136,7 @@ def test_every_sequence(url: str, later: bool, actions: list[Any]) -> None:
 
     def look() -> None:
         supervisor.look()
-        for engine in store.own_engines():
+        for engine in store.engines.own():
             known[engine.number] = engine.wanted
             if engine.done == engine.orders > 0 and engine.wanted is ABSENT:
                 assert engine.state is ABSENT and not machine.lives(names[engine.number])
@@ -152,15 +152,15 @@ def test_every_sequence(url: str, later: bool, actions: list[Any]) -> None:
         if scaled and asked is ASLEEP:
             continue  # engines that take turns with the trainer are not scaled
         if action == "order":
-            store.order_engine(number, asked)
+            store.engines.order(number, asked)
         elif action == "die" and machine.lives(names[number]):
             machine.processes[names[number]].status = -9
         elif action == "scale":
-            before = sum(engine.wanted is not ABSENT for engine in store.own_engines())
-            assert store.scale_engines("train", number, asked)[0] == before
-            assert sum(engine.wanted is not ABSENT for engine in store.own_engines()) == number
+            before = sum(engine.wanted is not ABSENT for engine in store.engines.own())
+            assert store.engines.scale("train", number, asked)[0] == before
+            assert sum(engine.wanted is not ABSENT for engine in store.engines.own()) == number
         elif action == "step":
-            store.record_step(store.last_step() + 1, {})
+            store.journal.record_step(store.journal.last_step() + 1, {})
         elif action == "look":
             look()
         elif action == "supervise":
@@ -169,7 +169,7 @@ def test_every_sequence(url: str, later: bool, actions: list[Any]) -> None:
         look()
         supervise()
     look()
-    for engine in store.own_engines():
+    for engine in store.engines.own():
         assert engine.done == engine.orders
         if engine.number > 2:
             assert engine.wanted is ABSENT, "there is no room for it"
@@ -186,10 +186,10 @@ def test_every_sequence(url: str, later: bool, actions: list[Any]) -> None:
 def added(machine: Machine, store: Store, url: str) -> tuple[orders.EngineOrders, replace.Replacements]:
     """Supervisor of a job with engine 0, to which engine 1 has been added."""
     spec = Spec("engine 0", ("w",), {}, "engine 0", listens="h:0", gpus=(0,))
-    store.register_engines([RegisteredEngine(0, "http://0", 1)])
+    store.engines.register([RegisteredEngine(0, "http://0", 1)])
     replacements = replace.Replacements([Started(machine.start(spec), machine, spec)], 1)  # type: ignore[arg-type]
     supervisor = orders.EngineOrders(Store(url), replacements, 0.0, 1, machine)
-    assert store.scale_engines("train", 2) == (1, 1)
+    assert store.engines.scale("train", 2) == (1, 1)
     supervisor.look()
     supervisor.carry_out()
     assert machine.lives("engine 1")
@@ -205,10 +205,10 @@ def test_an_added_engine_that_does_not_start_is_given_up(url: str, caplog: pytes
     for _ in range(3):
         supervisor.carry_out()
         supervisor.look()
-    first, second = store.own_engines()
+    first, second = store.engines.own()
     assert (first.wanted, second.wanted, second.state) == (SERVING, ABSENT, ABSENT)
     assert "engine 1 is not added: it ended before it served" in caplog.text
-    store.scale_engines("train", 2)  # asked for again, it is tried again
+    store.engines.scale("train", 2)  # asked for again, it is tried again
     supervisor.look()
     supervisor.carry_out()
     assert machine.lives("engine 1")
@@ -222,18 +222,18 @@ def test_an_order_of_the_moment_is_not_taken_back(url: str, monkeypatch: pytest.
     machine.processes["engine 1"].status = 1
     assert replacements.replace_dead()
     supervisor.carry_out()
-    read = supervisor._store.own_engines
+    read = supervisor._store.engines.own
 
     def read_and_order() -> list[RegisteredEngine]:
         found = read()
         for number in (1, 2):
-            store.scale_engines("train", number)
+            store.engines.scale("train", number)
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(supervisor._store, "own_engines", read_and_order)
+        patch.setattr(supervisor._store.engines, "own", read_and_order)
         supervisor.look()
-    assert store.own_engines()[1].wanted is SERVING
+    assert store.engines.own()[1].wanted is SERVING
     supervisor.look()
     supervisor.carry_out()
     assert machine.lives("engine 1")
@@ -245,10 +245,10 @@ def with_two(
 ) -> tuple[orders.EngineOrders, replace.Replacements]:
     """Supervisor of a job with two engines that serve, and are to have two workers instead of one."""
     specs = [Spec(f"engine {n}", ("w",), {}, f"engine {n}", listens=f"h:{n}", gpus=(n,)) for n in ENGINES]
-    store.register_engines([RegisteredEngine(n, f"http://h:{n}", 1, SERVING, SERVING) for n in ENGINES])
+    store.engines.register([RegisteredEngine(n, f"http://h:{n}", 1, SERVING, SERVING) for n in ENGINES])
     replacements = replace.Replacements([Started(machine.start(spec), machine, spec) for spec in specs], left)  # type: ignore[arg-type]
     supervisor = orders.EngineOrders(Store(url), replacements, 0.0, 1, machine)
-    assert replacements.replace_dead() and store.scale_engines("train", 2, 2) == (2, 0)
+    assert replacements.replace_dead() and store.engines.scale("train", 2, 2) == (2, 0)
     return supervisor, replacements
 
 
@@ -269,7 +269,7 @@ def test_engines_get_other_workers_one_after_another(url: str, gpus: bool, monke
     meanwhile = ["engine 0 x2"] if gpus else ["engine 0 x2", "engine 1 x1"]
     assert lived == [meanwhile, *[["engine 0 x2", "engine 1 x2"]] * 3]
     supervisor.look()
-    assert [(e.workers, e.state, e.done, e.orders) for e in store.own_engines()] == [(2, SERVING, 1, 1)] * 2
+    assert [(e.workers, e.state, e.done, e.orders) for e in store.engines.own()] == [(2, SERVING, 1, 1)] * 2
     supervisor.close()
 
 
@@ -284,7 +284,7 @@ def test_engines_that_do_not_start_with_other_workers_keep_theirs(url: str, capl
         assert replacements.replace_dead()
         supervisor.carry_out()
         supervisor.look()
-    assert [(e.workers, e.wanted, e.state) for e in store.own_engines()] == [(1, SERVING, SERVING)] * 2
+    assert [(e.workers, e.wanted, e.state) for e in store.engines.own()] == [(1, SERVING, SERVING)] * 2
     assert [machine.specs[f"engine {n}"].argv for n in ENGINES] == [("w",)] * 2
     assert "engine 0 has 1 workers again: it ended before it served" in caplog.text
     supervisor.close()
@@ -294,10 +294,10 @@ def test_the_last_engine_is_never_given_up(url: str) -> None:
     """It got other workers and served. It dies, and the one in its place ends by itself: the attempt fails."""
     machine, store = Machine(), Store(url)
     spec = Spec("engine 0", ("w",), {}, "engine 0", listens="h:0", gpus=(0,))
-    store.register_engines([RegisteredEngine(0, "http://h:0", 1, SERVING, SERVING)])
+    store.engines.register([RegisteredEngine(0, "http://h:0", 1, SERVING, SERVING)])
     replacements = replace.Replacements([Started(machine.start(spec), machine, spec)], 1)  # type: ignore[arg-type]
     supervisor = orders.EngineOrders(Store(url), replacements, 0.0, 1, machine)
-    store.scale_engines("train", 1, 2)
+    store.engines.scale("train", 1, 2)
     for _ in range(3):
         supervisor.look()
         supervisor.carry_out()
@@ -309,7 +309,7 @@ def test_the_last_engine_is_never_given_up(url: str) -> None:
     assert not replacements.replace_dead()
     supervisor.look()
     supervisor.carry_out()
-    assert store.own_engines()[0].wanted is SERVING
+    assert store.engines.own()[0].wanted is SERVING
     supervisor.close()
 
 
@@ -335,7 +335,7 @@ def test_replacements_are_refilled_by_each_step(url: str) -> None:
     for _ in range(3):
         machine.processes["engine 0"].status = -9
         assert replacements.replace_dead() and machine.lives("engine 0")
-        store.record_step(store.last_step() + 1, {})
+        store.journal.record_step(store.journal.last_step() + 1, {})
         supervisor.look()
         supervisor.carry_out()
     for replaced in (True, False):  # two deaths without a step between them

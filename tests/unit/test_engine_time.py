@@ -58,10 +58,10 @@ def test_a_change_is_in_the_store_soon(store: Store) -> None:
         found = []
         for by in (0, 3, -3):
             engines.change(by)
-            while "a" not in (noted := store.busy_times()) or (noted["a"].since is None) is (by > 0):
+            while "a" not in (noted := store.workers.busy_times()) or (noted["a"].since is None) is (by > 0):
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.5)
-            found.append(store.busy_times()["a"])
+            found.append(store.workers.busy_times()["a"])
         keeping.cancel()
         return found
 
@@ -113,6 +113,6 @@ def test_explorers_that_have_ended_count_no_more() -> None:
 
 def test_each_explorer_has_its_own_time(store: Store) -> None:
     for _ in range(2):
-        store.record_busy("a", BusyTime(1.5, None, 3.0))
-        store.record_busy("b", BusyTime(2.5, 2.0, 3.0))
-    assert store.busy_times() == {"a": BusyTime(1.5, None, 3.0), "b": BusyTime(2.5, 2.0, 3.0)}
+        store.workers.record_busy("a", BusyTime(1.5, None, 3.0))
+        store.workers.record_busy("b", BusyTime(2.5, 2.0, 3.0))
+    assert store.workers.busy_times() == {"a": BusyTime(1.5, None, 3.0), "b": BusyTime(2.5, 2.0, 3.0)}

@@ -126,7 +126,7 @@ class Evaluated:
         step: int = 20,
     ) -> None:
         self.store = Store(f"sqlite:///{path}/store.db")
-        self.store.add_tasks("eval", TASKS)
+        self.store.tasks.add("eval", TASKS)
         self.sampling: Any = None
         self.lines: list[str] = []
         self.metrics: dict[str, float] = {}
@@ -141,15 +141,15 @@ class Evaluated:
         monkeypatch.setattr(reporter, "log", self.lines.append)
 
         def wait(look: Any, label: str, *, weights_step: int) -> bool:
-            for claim in self.store.claim_groups("w", 100):
+            for claim in self.store.groups.claim("w", 100):
                 self.sampling, found = claim.sampling, right[int(claim.task.task_id[1:])]
-                assert self.store.put(claim, [answered(claim, j, found) for j in range(claim.group_size)])
+                assert self.store.groups.put(claim, [answered(claim, j, found) for j in range(claim.group_size)])
                 record_evaluations(self.store, "w", claim.rollout_id)
             assert look().complete
             return True
 
         assert Evaluation(context, self.store, reporter, wait).run(TrainState("rl", step), VERSION, f"eval-{step}")
-        (self.event,) = (event["data"] for event in self.store.events("evaluation"))
+        (self.event,) = (event["data"] for event in self.store.journal.events("evaluation"))
 
 
 def test_by_default_one_greedy_answer_under_the_names_there_were(

@@ -183,14 +183,14 @@ def test_the_store_keeps_images_with_their_tasks(tmp_path: Path) -> None:
     message = ({"role": "user", "content": "<image><image>?"},)
     task = Task("train/0", "vision/count", message, "", {"ground_truth": "3"}, images=(BLUE, RED))
     plain = Task("train/1", "math", ({"role": "user", "content": "?"},), "", {"ground_truth": "3"})
-    store.add_tasks("train", [task, plain])
-    assert store.tasks("train") == [task, plain]
-    assert store.tasks("train", images=False) == [replace(task, images=()), plain]
-    store.request_rollout("r0", "train", 0, WeightsVersion(1, 0), ["train/0", "train/1"], 1, {})
-    assert [claim.task for claim in store.claim_groups("e0", 2)] == [task, plain]
-    store.add_tasks("train", [plain])
-    store.add_tasks("eval", [replace(task, task_id="train/0", images=(RED,) * 2)])  # nothing of the first is left
-    assert store.tasks("eval")[0].images == (RED, RED)
+    store.tasks.add("train", [task, plain])
+    assert store.tasks.read("train") == [task, plain]
+    assert store.tasks.read("train", images=False) == [replace(task, images=()), plain]
+    store.rollouts.request("r0", "train", 0, WeightsVersion(1, 0), ["train/0", "train/1"], 1, {})
+    assert [claim.task for claim in store.groups.claim("e0", 2)] == [task, plain]
+    store.tasks.add("train", [plain])
+    store.tasks.add("eval", [replace(task, task_id="train/0", images=(RED,) * 2)])  # nothing of the first is left
+    assert store.tasks.read("eval")[0].images == (RED, RED)
 
 
 def test_preferences_have_images_as_tasks_have(tmp_path: Path) -> None:

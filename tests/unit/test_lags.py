@@ -262,7 +262,7 @@ def test_tokens_of_dropped_groups_are_excluded_by_their_reason(tmp_path: Path) -
         batch = make_batch(found.trajectories, [], GRPO, config.algorithm, 1)
         found.account.metrics(batch.trained, batch.excluded)
         asked = [g for g in found.used.consumed] + list(found.used.dropped)
-        read = {e.group_id: e.response_length for e in job.store.read(asked)}
+        read = {e.group_id: e.response_length for e in job.store.groups.read(asked)}
         assert found.account.sampled.tokens == SIZE * sum(read.values())
         reasons.update(found.account.excluded.keys())
     assert {"all_right", "all_wrong"} <= reasons.keys() <= {"all_right", "all_wrong", "surplus"}

@@ -38,33 +38,33 @@ LATE = Reward(math.nan, "late")
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     url = f"sqlite:///{tmp_path}/store.db" if request.param == "sqlite" else request.getfixturevalue("new_postgres")()
     store = Store(url)
-    store.add_tasks("train", [make_task(i) for i in range(6)])
+    store.tasks.add("train", [make_task(i) for i in range(6)])
     yield store
     store.close()
 
 
 def put(store: Store, claim: Claim, late: Sequence[int] = (0, 1)) -> None:
     members = [make_trajectory(claim, i) for i in claim.indices]
-    assert store.put(claim, [replace(e, reward=LATE) if e.index in late else e for e in members])
+    assert store.groups.put(claim, [replace(e, reward=LATE) if e.index in late else e for e in members])
 
 
 def states(store: Store, rollout: str = "r0") -> list[str]:
-    return [state for state, _, _ in store.group_states(rollout).values()]
+    return [state for state, _, _ in store.groups.states(rollout).values()]
 
 
 def test_a_group_is_ready_when_its_last_reward_has_come(store: Store) -> None:
     request(store, groups=3)
-    for claim, late in zip(store.claim_groups("a", 3), ((0, 1), (1,), ()), strict=True):
+    for claim, late in zip(store.groups.claim("a", 3), ((0, 1), (1,), ()), strict=True):
         put(store, claim, late)
-    assert states(store) == ["awaiting", "awaiting", "ready"] and store.progress("r0") == (1, 3)
-    assert store.progress("r0", awaiting=True) == (3, 3) and store.take(9, step=0) == ["r0/2"]
-    found = [each for part in store.awaiting() for each in part]
+    assert states(store) == ["awaiting", "awaiting", "ready"] and store.rollouts.progress("r0") == (1, 3)
+    assert store.rollouts.progress("r0", awaiting=True) == (3, 3) and store.groups.take(9, step=0) == ["r0/2"]
+    found = [each for part in store.late.awaiting() for each in part]
     waiting = [(each.task.task_id, each.trajectory.group_id, each.trajectory.index) for each in found]
     assert waiting == [("train/0", "r0/0", 0), ("train/0", "r0/0", 1), ("train/1", "r0/1", 1)]
     token = found[0].claim
     assert {each.claim for each in found} == {token}
     right, wrong = Reward(1.0, "ok", {"style": 0.5}), Reward(0.0, "wrong")
-    done = store.reward(
+    done = store.late.give(
         [
             GivenReward("r0/0", 0, token, right),
             GivenReward("r0/1", 1, token, wrong),
@@ -73,7 +73,7 @@ def test_a_group_is_ready_when_its_last_reward_has_come(store: Store) -> None:
     )
     assert (done.written, done.ready, done.left_out) == (2, 1, (("r0/2", 0),))
     assert states(store) == ["awaiting", "ready", "ready"]
-    again = store.reward(
+    again = store.late.give(
         [
             GivenReward("r0/0", 0, token, wrong),
             GivenReward("r0/0", 1, token, right),
@@ -81,9 +81,9 @@ def test_a_group_is_ready_when_its_last_reward_has_come(store: Store) -> None:
         ]
     )
     assert (again.written, again.ready, again.left_out) == (1, 1, (("r0/0", 0), ("no/0", 0)))
-    rewards = {(e.group_id, e.index): e.reward for e in store.read(["r0/0", "r0/1"])}
+    rewards = {(e.group_id, e.index): e.reward for e in store.groups.read(["r0/0", "r0/1"])}
     assert rewards[("r0/0", 0)] == rewards[("r0/0", 1)] == right and rewards[("r0/1", 1)] == wrong
-    assert store.take(9, step=0) == ["r0/0", "r0/1", "r0/2"] and store.is_complete("r0")
+    assert store.groups.take(9, step=0) == ["r0/0", "r0/1", "r0/2"] and store.rollouts.is_complete("r0")
 
 
 def test_a_reward_is_of_the_responses_that_were_judged(store: Store) -> None:
@@ -91,25 +91,25 @@ def test_a_reward_is_of_the_responses_that_were_judged(store: Store) -> None:
     given: list[GivenReward] = []
     for _ in range(2):
         request(store, groups=1)
-        (claim,) = store.claim_groups("a", 1)
+        (claim,) = store.groups.claim("a", 1)
         put(store, claim)
         given.append(GivenReward("r0/0", 0, claim.token, Reward(1.0, "ok")))
-    done = store.reward(given[:1])
-    assert (done.written, done.left_out) == (0, (("r0/0", 0),)) and store.reward(given).written == 1
+    done = store.late.give(given[:1])
+    assert (done.written, done.left_out) == (0, (("r0/0", 0),)) and store.late.give(given).written == 1
 
 
 def test_a_late_greedy_answer_is_awaited_too(store: Store) -> None:
     request(store, groups=1, greedy=True)
-    (claim,) = store.claim_groups("a", 1)
+    (claim,) = store.groups.claim("a", 1)
     put(store, claim, claim.indices)
-    found = [each.trajectory.index for part in store.awaiting() for each in part]
+    found = [each.trajectory.index for part in store.late.awaiting() for each in part]
     assert found == [GREEDY, 0, 1]
-    assert store.reward([GivenReward("r0/0", i, claim.token, Reward(1.0, "ok")) for i in found]).ready == 1
+    assert store.late.give([GivenReward("r0/0", i, claim.token, Reward(1.0, "ok")) for i in found]).ready == 1
 
 
 def test_an_evaluation_waits_for_no_reward(store: Store) -> None:
-    store.request_rollout("eval-0", "eval", 0, WeightsVersion(1, 1), store.task_ids("train")[:1], 2, {})
-    for claim in store.claim_groups("a", 9):
+    store.rollouts.request("eval-0", "eval", 0, WeightsVersion(1, 1), store.tasks.ids("train")[:1], 2, {})
+    for claim in store.groups.claim("a", 9):
         put(store, claim)
     assert states(store, "eval-0") == ["ready"]
 
@@ -130,7 +130,7 @@ def asked_with_first_weights(store: Store, order: Any) -> str:
     step = 2 if order is InAdmissionOrder else 0
     name = f"train-{step:06d}"
     request(store, name, step=step, groups=2, version=WeightsVersion(1, 1))
-    store.record_version(WeightsVersion(1, 1), 0)
+    store.pacing.record_version(WeightsVersion(1, 1), 0)
     return name
 
 
@@ -138,17 +138,17 @@ def asked_with_first_weights(store: Store, order: Any) -> str:
 def test_a_group_is_left_out_once_it_has_waited_as_long_as_it_may(store: Store, order: Any) -> None:
     """Asked for with the weights of step 0; one of two still awaits its rewards."""
     name = asked_with_first_weights(store, order)
-    for claim, late in zip(store.claim_groups("a", 2), ((0, 1), ()), strict=True):
+    for claim, late in zip(store.groups.claim("a", 2), ((0, 1), ()), strict=True):
         put(store, claim, late)
     assert order is InAdmissionOrder or not asking(store, order, 2).look(1, 0, (), 2).complete
     waits, gives_up = asking(store, order, None), asking(store, order, 2)
     assert waits.look(2, 0, (), 2)[:2] == (1, 2) and not waits.look(2, 0, (), 2).complete
     assert gives_up.look(2, 0, (), 2).complete and waits.choose(2, (), 2) == [f"{name}/1"]
     assert set(gives_up.choose(2, (), 2)) == {f"{name}/0", f"{name}/1"} and states(store, name) == ["ready"] * 2
-    verified = verify(store.read([f"{name}/0", f"{name}/1"]), RewardConfig(), vocab_size=1000)
+    verified = verify(store.groups.read([f"{name}/0", f"{name}/1"]), RewardConfig(), vocab_size=1000)
     assert verified.dropped == {f"{name}/0": "reward_late"} and verified.report.ends["reward_late"] == 2
-    store.record_step(3, {}, Used((f"{name}/1",), verified.dropped))
-    store.discard_rollouts(2)  # a job that goes back waits again
+    store.journal.record_step(3, {}, Used((f"{name}/1",), verified.dropped))
+    store.rollouts.discard(2)  # a job that goes back waits again
     assert states(store, name) == ["awaiting", "ready"]
 
 
@@ -157,42 +157,42 @@ def test_a_restart_keeps_the_rewards_of_the_weights_that_it_goes_on_with(store: 
     """Step 2 had trained on a group whose rewards were given, and the checkpoint is of step 1."""
     names = {step: f"train-{step:06d}" for step in range(3)}
     for step, name in names.items():
-        store.record_version(WeightsVersion(1, step), step)
+        store.pacing.record_version(WeightsVersion(1, step), step)
         request(store, name, step=step, groups=2, version=WeightsVersion(1, step))
-        for claim in store.claim_groups("a", 2):
+        for claim in store.groups.claim("a", 2):
             put(store, claim, (0, 1) if step else ())
-    claims = {found.trajectory.group_id: found.claim for part in store.awaiting() for found in part}
+    claims = {found.trajectory.group_id: found.claim for part in store.late.awaiting() for found in part}
     group = f"{names[1]}/0"
     rewards = [GivenReward(group, i, claims[group], Reward(float(i), "ok" if i else "wrong")) for i in range(2)]
     if given:
-        assert store.reward(rewards).ready == 1
-        store.record_step(2, {}, Used((group,)))
-    store.discard_rollouts(1)
+        assert store.late.give(rewards).ready == 1
+        store.journal.record_step(2, {}, Used((group,)))
+    store.rollouts.discard(1)
     assert states(store, names[1]) == ["ready" if given else "awaiting", "awaiting"]
     assert states(store, names[2]) == []
     if given:
-        assert sorted(e.reward.score for e in store.read([group])) == [0.0, 1.0]
-        store.discard_rollouts(1, ahead=True)  # other settings, or a rollback
+        assert sorted(e.reward.score for e in store.groups.read([group])) == [0.0, 1.0]
+        store.rollouts.discard(1, ahead=True)  # other settings, or a rollback
         assert states(store, names[1]) == []
     else:
-        assert store.reward(rewards).written == 2
+        assert store.late.give(rewards).written == 2
 
 
 @pytest.mark.parametrize("order", [InAdmissionOrder, InCompletionOrder])
 def test_a_step_of_late_groups_alone_waits_for_the_first_reward(store: Store, order: Any) -> None:
     name = asked_with_first_weights(store, order)
-    [first] = store.claim_groups("a", 1)
+    [first] = store.groups.claim("a", 1)
     put(store, first)
-    assert store.num_awaiting() == 0  # the other group waits for an explorer
-    claims = [first, *store.claim_groups("a", 1)]
-    assert store.num_awaiting() == 0  # and is being sampled
+    assert store.late.count() == 0  # the other group waits for an explorer
+    claims = [first, *store.groups.claim("a", 1)]
+    assert store.late.count() == 0  # and is being sampled
     put(store, claims[1])
-    assert store.num_awaiting() == 4
+    assert store.late.count() == 4
     late = asking(store, order, 2)
     assert not late.look(2, 0, (), 2).complete and states(store, name) == ["awaiting"] * 2
     for index in (0, 1):
-        store.reward([GivenReward(f"{name}/1", index, claims[1].token, Reward(1.0, "ok"))])
-    assert store.num_awaiting() == 2
+        store.late.give([GivenReward(f"{name}/1", index, claims[1].token, Reward(1.0, "ok"))])
+    assert store.late.count() == 2
     assert late.look(2, 0, (), 2).complete and set(late.choose(2, (), 2)) == {f"{name}/0", f"{name}/1"}
 
 

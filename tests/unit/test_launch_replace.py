@@ -314,25 +314,25 @@ def test_engines_are_ended_and_started_by_order(tmp_path: Path, monkeypatch: pyt
     config, port = config_of(tmp_path, "cluster.replacements=0"), ports.choose("127.0.0.1", 1, None)[0]
     store = Store(config.store.url)
     store.begin_attempt(1)
-    store.register_engines([RegisteredEngine(0, f"http://127.0.0.1:{port}", 1)])
-    assert [(e.wanted, e.state) for e in store.engines()] == [(EngineStatus.SERVING, EngineStatus.STARTING)]
+    store.engines.register([RegisteredEngine(0, f"http://127.0.0.1:{port}", 1)])
+    assert [(e.wanted, e.state) for e in store.engines.read()] == [(EngineStatus.SERVING, EngineStatus.STARTING)]
 
     def until(state: EngineStatus) -> None:
-        while store.own_engines()[0].state is not state:
+        while store.engines.own()[0].state is not state:
             time.sleep(0.01)
 
     def order() -> None:
         until(EngineStatus.SERVING)
-        store.order_engine(0, EngineStatus.ABSENT)
+        store.engines.order(0, EngineStatus.ABSENT)
         until(EngineStatus.ABSENT)
-        assert store.engines()[0].wanted is EngineStatus.ABSENT and not [
+        assert store.engines.read()[0].wanted is EngineStatus.ABSENT and not [
             pid for pid in starts(tmp_path, "engine 0") if alive(pid)
         ]
         seen = len(looks)
         while len(looks) < seen + 5:
             time.sleep(0.01)
         assert len(starts(tmp_path, "engine 0")) == 1
-        store.order_engine(0, EngineStatus.SERVING)
+        store.engines.order(0, EngineStatus.SERVING)
 
     with Reaper() as reaper, ThreadPoolExecutor() as pool:
         node = LocalNode(reaper)
@@ -353,7 +353,7 @@ def test_a_store_that_is_away_holds_nobody_up(tmp_path: Path, monkeypatch: pytes
         looks.append(time.monotonic())
         raise JobError("away") if len(looks) < 3 else ConfigError("its folder is gone")
 
-    store.own_engines = away  # type: ignore[method-assign]
+    store.engines.own = away  # type: ignore[method-assign]
     waiting = EngineOrders(store, replace.Replacements([], 0), grace_s=0.0, workers=1)
     while len(looks) < 5:
         waiting.carry_out()
@@ -363,9 +363,9 @@ def test_a_store_that_is_away_holds_nobody_up(tmp_path: Path, monkeypatch: pytes
 
 def test_a_state_that_is_reached_cannot_be_ordered(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="serving, asleep or absent, not starting"):
-        Store(f"sqlite:///{tmp_path}/store.db").order_engine(0, EngineStatus.STARTING)
+        Store(f"sqlite:///{tmp_path}/store.db").engines.order(0, EngineStatus.STARTING)
     with pytest.raises(ValueError, match="no engine 3 of the job train is registered"):
-        Store(f"sqlite:///{tmp_path}/store.db").order_engine(3, EngineStatus.ABSENT)
+        Store(f"sqlite:///{tmp_path}/store.db").engines.order(3, EngineStatus.ABSENT)
 
 
 def alive(pid: int) -> bool:

@@ -346,7 +346,8 @@ def test_throughput_is_verls(offline: bool, devices: int, tmp_path: Path) -> Non
         parallel=ParallelConfig(tp=2, dp=2),
         rollout=RolloutConfig(tp=2, replicas=3),
     )
-    store: Any = SimpleNamespace(record_step=lambda step, metrics, used: recorded.update(metrics))
+    journal = SimpleNamespace(record_step=lambda step, metrics, used: recorded.update(metrics))
+    store: Any = SimpleNamespace(journal=journal)
     reporter = Reporter(RunContext(config, tmp_path, 1, 0), store)
     reporter.timeline.seconds.update({"step": 8.0, "sync": 1.0})
     reporter.record_step(1, {}, tokens=1600)

@@ -160,10 +160,10 @@ def test_another_explorer_has_no_newer_group_computed_by_an_engine_that_keeps_it
 def test_every_explorer_learns_which_engines_an_evaluation_has(tmp_path: Path) -> None:
     """Also one that did not claim its groups, or was started again. Training groups of earlier weights go elsewhere."""
     store = Store(f"sqlite:///{tmp_path}/store.db")
-    store.add_tasks("train", TASKS)
-    ids = store.task_ids("train")
-    store.request_rollout("eval-0", "eval", 0, OLD, ids, 2, {})
-    assert store.keepers() == {}
+    store.tasks.add("train", TASKS)
+    ids = store.tasks.ids("train")
+    store.rollouts.request("eval-0", "eval", 0, OLD, ids, 2, {})
+    assert store.evaluations.keepers() == {}
 
     async def call(function: Callable[[], Any]) -> Any:
         return function()
@@ -171,7 +171,7 @@ def test_every_explorer_learns_which_engines_an_evaluation_has(tmp_path: Path) -
     async def run() -> None:
         async with Servers() as servers, EngineClient(servers.urls, "k") as client:
             client._reserved = ReservedEngines("k", lambda: client.engines.urls, servers.has, every_s=0.01)
-            store.request_rollout("eval-2", "eval", 2, OLD, ids, 2, {"engines": servers.urls[1:]})
+            store.rollouts.request("eval-2", "eval", 2, OLD, ids, 2, {"engines": servers.urls[1:]})
             keeping = asyncio.create_task(EngineFollower(store, client, "k", None).keep(call))
             while servers.urls[1] not in client._reserved:
                 await asyncio.sleep(0.01)
@@ -182,8 +182,8 @@ def test_every_explorer_learns_which_engines_an_evaluation_has(tmp_path: Path) -
             keeping.cancel()
 
     asyncio.run(asyncio.wait_for(run(), 30))
-    store.withdraw("eval-2")
-    assert store.keepers() == {}
+    store.evaluations.withdraw("eval-2")
+    assert store.evaluations.keepers() == {}
     store.close()
 
 
@@ -290,7 +290,7 @@ class Job:
 
     def __init__(self, path: Path) -> None:
         self.store = Store(f"sqlite:///{path}/store.db")
-        self.store.add_tasks("eval", TASKS)
+        self.store.tasks.add("eval", TASKS)
         self.written: list[tuple[int, dict[str, float]]] = []
         self.events: list[dict[str, Any]] = []
         self.said: list[str] = []
@@ -322,16 +322,16 @@ class Job:
         self.said.append(text)
 
     def evaluate(self) -> None:
-        for claim in self.store.claim_groups("w", 100):
+        for claim in self.store.groups.claim("w", 100):
             assert claim.sampling["engines"] == ["http://1"]
-            assert self.store.put(claim, [answered(claim, 0, 1)])
+            assert self.store.groups.put(claim, [answered(claim, 0, 1)])
         record_evaluations(self.store, "w")
 
 
 def test_an_evaluation_is_reported_under_its_step_when_it_has_ended(tmp_path: Path) -> None:
     job = Job(tmp_path)
     assert job.meanwhile.begin(2, OLD, "eval-2")
-    assert job.kept.versions == {"http://1": "1.2"} and job.store.uncounted() == {"eval-2": 2}
+    assert job.kept.versions == {"http://1": "1.2"} and job.store.evaluations.uncounted() == {"eval-2": 2}
     job.meanwhile.settle(3)
     assert not job.meanwhile.wait(3) and job.kept.versions and not job.written
     job.evaluate()
@@ -344,10 +344,10 @@ def test_an_evaluation_is_reported_under_its_step_when_it_has_ended(tmp_path: Pa
 def test_an_evaluation_whose_engine_dies_is_made_with_later_weights(tmp_path: Path) -> None:
     job = Job(tmp_path)
     assert job.meanwhile.begin(2, OLD, "eval-2")
-    [held, *_] = job.store.claim_groups("w", 1)
+    [held, *_] = job.store.groups.claim("w", 1)
     job.fleet.versions = ["1.2", "files"]
     assert job.kept.behind(job.fleet, "1.3") == [0, 1]
-    assert job.store.uncounted() == {} and not job.store.put(held, [answered(held, 0, 1)])
+    assert job.store.evaluations.uncounted() == {} and not job.store.groups.put(held, [answered(held, 0, 1)])
     assert job.events == [{"kind": "evaluation_lost", "step": 2, "rollout_id": "eval-2"}]
     assert "evaluation of step 2 is given up" in job.said[0]
     job.meanwhile.settle(3)
@@ -363,7 +363,7 @@ def test_an_evaluation_whose_engine_is_scaled_away_is_given_up_without_a_publica
     assert job.meanwhile.begin(2, OLD, "eval-2") and not job.meanwhile.wait(3)
     job.registered.pop()
     assert job.meanwhile.wait(3) and job.meanwhile.due and not job.written
-    assert job.store.uncounted() == {} and [event["kind"] for event in job.events] == ["evaluation_lost"]
+    assert job.store.evaluations.uncounted() == {} and [event["kind"] for event in job.events] == ["evaluation_lost"]
 
 
 def test_an_evaluation_that_has_ended_is_not_given_up(tmp_path: Path) -> None:
@@ -380,24 +380,24 @@ def test_an_evaluation_that_has_ended_is_not_given_up(tmp_path: Path) -> None:
 def test_an_evaluation_is_made_again_after_a_rollback(back_to: int, due: bool, tmp_path: Path) -> None:
     job = Job(tmp_path)
     assert job.meanwhile.begin(2, OLD, "eval-2")
-    job.store.discard_rollouts(back_to, ahead=True)
-    assert not job.store.uncounted() and job.store.claim_groups("w", 9) == []
+    job.store.rollouts.discard(back_to, ahead=True)
+    assert not job.store.evaluations.uncounted() and job.store.groups.claim("w", 9) == []
     job.meanwhile.forget(back_to)
     assert job.meanwhile.due is due and not job.kept.versions
 
 
 def test_samples_of_such_an_evaluation_take_no_place_of_others(tmp_path: Path) -> None:
     store = Store(f"sqlite:///{tmp_path}/store.db")
-    store.add_tasks("train", TASKS)
-    ids = store.task_ids("train")
-    store.request_rollout("train-000000", "train", 0, OLD, ids, 2, {})
-    store.request_rollout("eval-0", "eval", 0, OLD, ids, 2, {"engines": ["http://1"]})
+    store.tasks.add("train", TASKS)
+    ids = store.tasks.ids("train")
+    store.rollouts.request("train-000000", "train", 0, OLD, ids, 2, {})
+    store.rollouts.request("eval-0", "eval", 0, OLD, ids, 2, {"engines": ["http://1"]})
     under_way = SamplesUnderWay(4)
-    claims = store.claim_groups("w", 9, max_samples=under_way.free)
+    claims = store.groups.claim("w", 9, max_samples=under_way.free)
     assert [claim.kind for claim in claims] == ["eval", "eval"]
     under_way.begin(claims)
     assert (under_way.free, under_way.total, under_way.evaluates) == (4, 4, False)
-    others = store.claim_groups("w", 9, max_samples=under_way.free, evaluations=under_way.evaluates)
+    others = store.groups.claim("w", 9, max_samples=under_way.free, evaluations=under_way.evaluates)
     assert [claim.kind for claim in others] == ["train", "train"]
     under_way.begin(others)
     assert (under_way.free, under_way.total) == (0, 8)
@@ -407,7 +407,7 @@ def test_samples_of_such_an_evaluation_take_no_place_of_others(tmp_path: Path) -
     with under_way.until_passed(claims):
         raise ExceptionGroup("calls", [WeightsPassed("newer")])
     assert (under_way.free, under_way.total) == (1, 3)
-    assert [claim.kind for claim in store.claim_groups("w", 9, evaluations=False)] == ["train"]
-    assert store.claim_groups("w", 9, evaluations=False) == []
-    assert [claim.kind for claim in store.claim_groups("w", 9)] == ["eval"]
+    assert [claim.kind for claim in store.groups.claim("w", 9, evaluations=False)] == ["train"]
+    assert store.groups.claim("w", 9, evaluations=False) == []
+    assert [claim.kind for claim in store.groups.claim("w", 9)] == ["eval"]
     store.close()

@@ -28,10 +28,10 @@ def test_attempts_in_a_store(tmp_path: Path) -> None:
         Store(url, attempt=2)
     again = Store(url, program=OTHER)
     again.begin_attempt(2)
-    trainer.record_step(1, {})
+    trainer.journal.record_step(1, {})
     with pytest.raises(FencedError, match="attempt 2 has begun since"):
-        explorer.record_event("explorer", "retry", {})
-    again.record_event("explorer", "retry", {})
+        explorer.journal.record_event("explorer", "retry", {})
+    again.journal.record_event("explorer", "retry", {})
     for store in (trainer, explorer, again):
         store.close()
 
@@ -39,11 +39,11 @@ def test_attempts_in_a_store(tmp_path: Path) -> None:
 def test_engines_belong_to_the_job_that_registers_them(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/store.db"
     trainer, explorer = Store(url), Store(url, program=OTHER)
-    trainer.register_engines([RegisteredEngine(0, "http://a", 1)])
-    explorer.register_engines([RegisteredEngine(i, f"http://b{i}", 1) for i in range(2)])
-    assert [engine.url for engine in trainer.engines()] == ["http://b0", "http://b1", "http://a"]
-    explorer.register_engines([])
-    assert [engine.url for engine in trainer.engines()] == ["http://a"] and explorer.own_engines() == []
+    trainer.engines.register([RegisteredEngine(0, "http://a", 1)])
+    explorer.engines.register([RegisteredEngine(i, f"http://b{i}", 1) for i in range(2)])
+    assert [engine.url for engine in trainer.engines.read()] == ["http://b0", "http://b1", "http://a"]
+    explorer.engines.register([])
+    assert [engine.url for engine in trainer.engines.read()] == ["http://a"] and explorer.engines.own() == []
     for store in (trainer, explorer):
         store.close()
 

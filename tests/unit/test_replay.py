@@ -126,8 +126,8 @@ class ReplayJob:
     def __init__(self, path: Path, config: Config, url: str | None = None) -> None:
         self.config = config
         self.store = Store(url or f"sqlite:///{path}/store.db")
-        if not self.store.task_ids("train"):
-            self.store.add_tasks("train", [make_task(i) for i in range(40)])
+        if not self.store.tasks.ids("train"):
+            self.store.tasks.add("train", [make_task(i) for i in range(40)])
         context = RunContext(config, path, 1, 0)
         reader = RolloutReader(NodeReader(), self.store, lambda: False)
         self.rollouts = Rollouts(
@@ -135,23 +135,23 @@ class ReplayJob:
         )
 
     def _answered(self, *_: object, **__: object) -> bool:
-        for claim in reversed(self.store.claim_groups("e", 1000)):
+        for claim in reversed(self.store.groups.claim("e", 1000)):
             right = int(claim.task.task_id.split("/")[1]) % (SIZE + 1)
             rewards = [Reward(float(i < right), "ok" if i < right else "wrong") for i in claim.indices]
             version = WeightsVersion(1, claim.step)
             members = [make_trajectory(replace(claim, version=version), i) for i in claim.indices]
-            assert self.store.put(claim, [replace(e, reward=r) for e, r in zip(members, rewards, strict=True)])
+            assert self.store.groups.put(claim, [replace(e, reward=r) for e, r in zip(members, rewards, strict=True)])
         return True
 
     def step(self, number: int, *, record: bool = True) -> StepGroups:
         """Make step ``number``, from 0."""
         version = WeightsVersion(1, number)
-        self.store.record_version(version, number)
-        self.store.record_live(version)
+        self.store.pacing.record_version(version, number)
+        self.store.pacing.record_live(version)
         found = self.rollouts.groups(TrainState("rl", number), Published(version, number), 64)
         assert found is not None
         if record:
-            self.store.record_step(number + 1, found.metrics, found.used)
+            self.store.journal.record_step(number + 1, found.metrics, found.used)
         return found
 
 
@@ -176,7 +176,7 @@ def test_a_step_keeps_its_size_and_samples_fewer_groups(job: ReplayJob) -> None:
         replayed = found.used.replayed
         assert set(trained(found)) == {*found.used.consumed, *replayed}
         assert len(replayed) == (0 if number < first else 2), "the first steps have nothing to replay"
-        assert job.store.progress(f"train-{number:06d}") == (GROUPS - len(replayed),) * 2
+        assert job.store.rollouts.progress(f"train-{number:06d}") == (GROUPS - len(replayed),) * 2
         uses.update(trained(found))
         ages = [number - born[group] for group in replayed]
         assert all(first <= age <= 4 for age in ages) and max(uses.values()) <= 3
@@ -202,13 +202,13 @@ def test_a_step_keeps_its_size_and_samples_fewer_groups(job: ReplayJob) -> None:
 def test_steps_that_are_made_again_are_the_same(job: ReplayJob) -> None:
     """Killed after step 5, with a checkpoint of step 3: what came later is unused again."""
     found = [trained(job.step(number)) for number in range(6)]
-    before = job.store.replays(0, 99)
+    before = job.store.replays.counts(0, 99)
     job.step(6, record=False)
-    job.store.discard_rollouts(3)
-    assert job.store.replays(3, 99) == {} and sum(job.store.replays(0, 3).values()) < sum(before.values())
+    job.store.rollouts.discard(3)
+    assert job.store.replays.counts(3, 99) == {} and sum(job.store.replays.counts(0, 3).values()) < sum(before.values())
     again = ReplayJob(Path(job.rollouts._context.run_dir), job.config)
     assert [trained(again.step(number)) for number in range(3, 6)] == found[3:]
-    assert again.store.replays(0, 99) == before
+    assert again.store.replays.counts(0, 99) == before
 
 
 def test_a_draw_is_the_same_before_and_after_the_steps_between(job: ReplayJob) -> None:
@@ -219,7 +219,7 @@ def test_a_draw_is_the_same_before_and_after_the_steps_between(job: ReplayJob) -
         if k:
             job.step(number + 1)
             assert asked == choice.groups(number + 2, 5, number + 2) and (number < 1 or len(asked) == 2)
-            job.store.discard_rollouts(number + 1)
+            job.store.rollouts.discard(number + 1)
     assert choice.groups(6, 6, 6) != choice.groups(6, 5, 6), "another seed draws others"
 
 
@@ -232,9 +232,9 @@ def test_a_draw_far_ahead_is_the_one_after_the_steps_between_and_reads_twice_for
     for number in range(12):
         job.step(number)
     calls: list[str] = []
-    for name in ("replays", "consumed"):
-        read = getattr(job.store, name)
-        monkeypatch.setattr(job.store, name, lambda *a, read=read, name=name: calls.append(name) or read(*a))
+    for name in ("counts", "consumed"):
+        read = getattr(job.store.replays, name)
+        monkeypatch.setattr(job.store.replays, name, lambda *a, read=read, name=name: calls.append(name) or read(*a))
     early = [choice.groups(12 + k, 5, 12) for k in range(ahead + 1)]
     assert len(calls) == sum(2 * (k + 1) for k in range(ahead + 1)) and all(early)
     for number in range(12, 12 + ahead):
@@ -253,7 +253,7 @@ def test_without_a_share_nothing_is_read_or_asked_otherwise(tmp_path: Path) -> N
 
 def test_tasks_in_place_of_missing_groups_are_new_to_the_step(tmp_path: Path) -> None:
     store = Store(f"sqlite:///{tmp_path}/store.db")
-    store.add_tasks("train", [make_task(i) for i in range(40)])
+    store.tasks.add("train", [make_task(i) for i in range(40)])
     choice = TaskChoice(config_of(), store)
     assert choice.with_spare(3, 5, 2) == choice.tasks(3, 5) and len(choice.tasks(3, 5)) == 2
     assert len(set(choice.with_spare(3, 5, 4))) == 4 and choice.with_spare(3, 5, 4)[:2] == choice.tasks(3, 5)

@@ -92,7 +92,7 @@ def make_store(config: Config, words: list[str], tasks: int = TASKS) -> Store:
     )
     store = Store(config.store.url)
     prompts = [({"role": "user", "content": f"What is {i} + {i}?"},) for i in range(tasks)]
-    store.add_tasks(
+    store.tasks.add(
         "eval", [Task(f"e{i}", "sums", prompts[i], "math", {"ground_truth": str(2 * i)}) for i in range(tasks)]
     )
     return store
@@ -102,9 +102,9 @@ def answer_all(
     store: Store, rollout_id: str, step: int, right: int, token: int, statuses: tuple[str, ...] = ()
 ) -> None:
     """Greedy answers to all tasks, the first ``right`` of them right."""
-    ids = store.task_ids("eval")
-    store.request_rollout(rollout_id, "eval", step, VERSION, ids, 1, {"temperature": 0.0})
-    for claim in store.claim_groups("w", len(ids)):
+    ids = store.tasks.ids("eval")
+    store.rollouts.request(rollout_id, "eval", step, VERSION, ids, 1, {"temperature": 0.0})
+    for claim in store.groups.claim("w", len(ids)):
         i = claim.position
         status = "ok" if i < right else statuses[i % len(statuses)] if statuses else "wrong"
         trajectory = Trajectory(
@@ -116,8 +116,10 @@ def answer_all(
             turns=one_turn([0] * 3, [token] * (1 + i % 2), version=VERSION),
             reward=Reward(float(status == "ok"), status),
         )
-        assert store.put(claim, [trajectory])
-    store.record_event("trainer", "evaluation", {"rollout_id": rollout_id, "step": step, "accuracy": right / len(ids)})
+        assert store.groups.put(claim, [trajectory])
+    store.journal.record_event(
+        "trainer", "evaluation", {"rollout_id": rollout_id, "step": step, "accuracy": right / len(ids)}
+    )
 
 
 def make_timelines(folder: Path, steps: int, start: float = 1_000_000.0) -> None:
@@ -167,7 +169,7 @@ def run_dir(tmp_path: Path) -> Path:
     answer_all(store, "eval-before", 0, 18, token=1, statuses=("wrong", "wrong", "timeout"))
     answer_all(store, "eval-after", 30, 30, token=2)
     for step in range(1, 31):
-        store.record_step(step, metrics_of(step, 30))
+        store.journal.record_step(step, metrics_of(step, 30))
     store.close()
     make_timelines(folder / "timeline", 30)
     lines = [json.dumps({"step": i, "sft/loss": 2.0 / i}) for i in range(1, 41)]
@@ -273,8 +275,8 @@ def test_summary(run_dir: Path) -> None:
 
 def test_graded_scores_are_shown_beside_the_accuracy(run_dir: Path) -> None:
     store = Store(f"sqlite:///{run_dir}/store.db")
-    [event] = [e["data"] for e in store.events("evaluation") if e["data"]["step"] == 0]
-    store.record_event("trainer", "evaluation", event | {"score": 0.48, "graded": True})
+    [event] = [e["data"] for e in store.journal.events("evaluation") if e["data"]["step"] == 0]
+    store.journal.record_event("trainer", "evaluation", event | {"score": 0.48, "graded": True})
     store.close()
     text = summary(run_dir)
     assert re.search(r"accuracy +right +of +mean score\n", text)
@@ -301,7 +303,7 @@ def test_run_without_evaluations(tmp_path: Path) -> None:
     config = make_config(tmp_path, 5)
     save_resolved(config, tmp_path / "resolved.json")
     store = make_store(config, ["<unk>"])
-    store.record_step(1, metrics_of(1, 5))
+    store.journal.record_step(1, metrics_of(1, 5))
     store.close()
     make_timelines(tmp_path / "timeline", 1)
     text = Page(write_report(tmp_path).read_text()).text
@@ -312,10 +314,10 @@ def test_run_without_evaluations(tmp_path: Path) -> None:
 
 def test_stopped_after_the_first_evaluation(run_dir: Path) -> None:
     store = Store(load(run_dir).config.store.url)
-    store.record_evaluation(
+    store.journal.record_evaluation(
         "explorer-0", "eval-before", {"rollout_id": "eval-before", "step": 0}
     )  # else it would be made again
-    store.discard_rollouts(2)
+    store.rollouts.discard(2)
     store.close()
     (run_dir / "hf" / "config.json").unlink()
     (run_dir / "model" / "tokenizer.json").unlink()

@@ -21,10 +21,10 @@ def make_run(folder: Path, *, preferences: bool, evaluations: int) -> None:
     store = Store(config.store.url)
     for i, name in enumerate(["eval-before", "eval-5", "eval-after"][:evaluations]):
         data = {"rollout_id": name, "step": 5 * i, "rows": 70, "loss": 0.7 - 0.1 * i}
-        store.record_event("trainer", "evaluation", data | ({"accuracy": 0.5 + 0.2 * i} if preferences else {}))
+        store.journal.record_event("trainer", "evaluation", data | ({"accuracy": 0.5 + 0.2 * i} if preferences else {}))
     for step in range(1, 1 + 5 * max(0, evaluations - 1)):
         more = {"rewards/accuracies": 0.6, "rewards/margins": 0.1} if preferences else {}
-        store.record_step(step, {"actor/loss": 0.7 - 0.01 * step, "actor/grad_norm": 1.0, **more})
+        store.journal.record_step(step, {"actor/loss": 0.7 - 0.01 * step, "actor/grad_norm": 1.0, **more})
     store.close()
 
 

@@ -187,7 +187,7 @@ def begun(run_dir: Path, *, steps: int = 2, finished: bool) -> None:
         (run_dir / "hf").mkdir()
         (run_dir / "hf" / "config.json").write_text("{}")
         store = Store(config.store.url)
-        store.close_job()
+        store.journal.close_job()
         store.close()
 
 
@@ -257,15 +257,15 @@ def test_groups_that_were_asked_for_ahead_with_other_settings_are_asked_for_agai
     save_resolved(config, tmp_path / "resolved.json")
     store = Store(config.store.url, attempt=1)
     task = Task("t", "math", ({"role": "user", "content": "1 + 1 ="},), "math", {"ground_truth": "2"})
-    store.add_tasks("train", [task])
-    store.record_version(WeightsVersion(1, 2), 1)
-    store.request_rollout("ahead", "train", 2, WeightsVersion(1, 2), ["t"], 2, {"temperature": 1.0})
+    store.tasks.add("train", [task])
+    store.pacing.record_version(WeightsVersion(1, 2), 1)
+    store.rollouts.request("ahead", "train", 2, WeightsVersion(1, 2), ["t"], 2, {"temperature": 1.0})
     for step in (1, 2):
-        store.record_step(step, {})
+        store.journal.record_step(step, {})
     finished_checkpoint(tmp_path, 2)
     changed = config_of(tmp_path, *before, *overrides)
     job._fill_store(changed, {}, 2, changed)
-    assert store.progress("ahead") == (0, int(kept))
+    assert store.rollouts.progress("ahead") == (0, int(kept))
     store.close()
 
 
@@ -286,20 +286,20 @@ def test_rows_that_responses_are_to_must_not_change(
     job._fill_store(config, {"train": Selected(ROWS, {})}, 1, config)
     save_resolved(config, tmp_path / "resolved.json")
     store = Store(config.store.url, attempt=1)
-    store.record_version(WeightsVersion(1, 0), 0)
-    store.request_rollout("r", "train", 0, WeightsVersion(1, 0), ["train/0"], 1, {"temperature": 1.0})
-    store.record_step(1, {})
+    store.pacing.record_version(WeightsVersion(1, 0), 0)
+    store.rollouts.request("r", "train", 0, WeightsVersion(1, 0), ["train/0"], 1, {"temperature": 1.0})
+    store.journal.record_step(1, {})
     if saved:
         finished_checkpoint(tmp_path, 1)
     further = Selected([ROWS[0], row(1, "3"), *ROWS[2:], row(3, "4")], {})
     job._fill_store(config, {"train": further}, 2, config)
-    assert [task.task_id for task in store.tasks("train")] == [f"train/{number}" for number in range(4)]
+    assert [task.task_id for task in store.tasks.read("train")] == [f"train/{number}" for number in range(4)]
     assert "1 rows that the run has not used yet have changed or gone since its last start; the first is" in caplog.text
     for attempt, others in enumerate(([row(0, "7"), *ROWS[1:]], ROWS[1:]), 3):
         if saved:
             with pytest.raises(ConfigError, match=r"responses to 1 rows that have changed .*row 1 \(taskset.train\)"):
                 job._fill_store(config, {"train": Selected(others, {})}, attempt, config)
-            assert store.tasks_named(["train/0"])["train/0"].ground_truth == "1"
+            assert store.selection.tasks_named(["train/0"])["train/0"].ground_truth == "1"
         else:
             job._fill_store(config, {"train": Selected(others, {})}, attempt, config)
     store.close()
@@ -313,16 +313,16 @@ def test_an_evaluation_whose_weights_are_gone_is_said_not_to_be_measured(
     config = config_of(tmp_path, "trainer.steps=9")
     job._fill_store(config, {}, 1, config)
     store = Store(config.store.url, attempt=1)
-    store.add_tasks("eval", [Task("t", "math", ({"role": "user", "content": "1 + 1 ="},), "math", {})])
-    store.record_version(WeightsVersion(1, 2), 1)
-    store.request_rollout("eval-1", "eval", 1, WeightsVersion(1, 2), ["t"], 1, {"engines": ["http://e"]})
+    store.tasks.add("eval", [Task("t", "math", ({"role": "user", "content": "1 + 1 ="},), "math", {})])
+    store.pacing.record_version(WeightsVersion(1, 2), 1)
+    store.rollouts.request("eval-1", "eval", 1, WeightsVersion(1, 2), ["t"], 1, {"engines": ["http://e"]})
     for step in range(1, saved + 1):
-        store.record_step(step, {})
+        store.journal.record_step(step, {})
     finished_checkpoint(tmp_path, saved)
     job._fill_store(config, {}, 2, config)
-    assert [event["data"]["step"] for event in store.events("evaluation_lost")] == lost
+    assert [event["data"]["step"] for event in store.journal.events("evaluation_lost")] == lost
     assert ("evaluation of step 1 was under way" in caplog.text) is bool(lost)
-    assert store.uncounted() == {} and not store.is_requested("eval-1")
+    assert store.evaluations.uncounted() == {} and not store.rollouts.is_requested("eval-1")
     store.close()
 
 
@@ -477,12 +477,14 @@ def test_damaged_settings_of_a_run_are_named(tmp_path: Path, text: str) -> None:
 def test_evaluations_of_later_steps_are_forgotten(tmp_path: Path) -> None:
     store = Store(f"sqlite:///{tmp_path}/store.db")
     for step in (0, 20, 40):
-        store.request_rollout(f"eval-{step}", "eval", step, WeightsVersion(1, step), [], 1, {})
-        store.record_event("trainer", "evaluation", {"rollout_id": f"eval-{step}", "step": step, "accuracy": 0.5})
-    store.record_event("explorer", "engine_retry", {"error": "x"})
-    store.discard_rollouts(20)
-    assert [event["data"]["step"] for event in store.events("evaluation")] == [0, 20]
-    assert len(store.events("engine_retry")) == 1
+        store.rollouts.request(f"eval-{step}", "eval", step, WeightsVersion(1, step), [], 1, {})
+        store.journal.record_event(
+            "trainer", "evaluation", {"rollout_id": f"eval-{step}", "step": step, "accuracy": 0.5}
+        )
+    store.journal.record_event("explorer", "engine_retry", {"error": "x"})
+    store.rollouts.discard(20)
+    assert [event["data"]["step"] for event in store.journal.events("evaluation")] == [0, 20]
+    assert len(store.journal.events("engine_retry")) == 1
     store.close()
 
 

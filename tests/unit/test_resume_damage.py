@@ -265,10 +265,10 @@ def test_a_store_without_the_runs_steps_is_refused(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     finished_checkpoint(tmp_path, 2)
     store = Store(config.store.url)
-    store.record_step(1, {})
+    store.journal.record_step(1, {})
     with pytest.raises(ConfigError, match=r"store\.url=.*1 of the 2 steps.*the first is 2"):
         check_store_of_run(config, tmp_path, store)
-    store.record_step(2, {})
+    store.journal.record_step(2, {})
     check_store_of_run(config, tmp_path, store)
     store.close()
 
@@ -279,11 +279,11 @@ def test_a_store_that_lost_its_last_steps_takes_the_run_back(tmp_path: Path, cap
     for step in (0, 2, 4, 6):
         finished_checkpoint(tmp_path, step)
     store = Store(config.store.url)
-    store.record_step(2, {})
+    store.journal.record_step(2, {})
     with pytest.raises(ConfigError, match=r"5 of the 6 steps.*the first is 1"):  # step 0 is no place to go back to
         check_store_of_run(config, tmp_path, store)
     for step in (1, 3):
-        store.record_step(step, {})
+        store.journal.record_step(step, {})
     check_store_of_run(config, tmp_path, store)
     folder = tmp_path / "checkpoints"
     assert latest(folder) == folder / "global_step_2"
@@ -306,12 +306,12 @@ def test_the_store_of_another_run_is_not_touched(tmp_path: Path) -> None:
     job._fill_store(other, {}, 1, other)
     store = Store(other.store.url, attempt=1)
     for step in (1, 2):
-        store.record_step(step, {})
+        store.journal.record_step(step, {})
     with pytest.raises(ConfigError, match="other.db is the store of another run"):
         here = config_of(tmp_path, f"store.url={other.store.url}")
         job._fill_store(here, {}, 2, here)
     assert latest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "global_step_4"
-    store.record_step(3, {})  # no later attempt has begun there
+    store.journal.record_step(3, {})  # no later attempt has begun there
     store.close()
 
 
@@ -328,8 +328,8 @@ def test_a_damaged_store_is_set_aside_at_the_start(tmp_path: Path, caplog: pytes
         file.write('{"step": 4, "tra')
     store = Store(config.store.url)
     for step in range(1, 4):
-        store.record_step(step, {"training/global_step": step, "reward": step / 2})
-    whole = store.steps()
+        store.journal.record_step(step, {"training/global_step": step, "reward": step / 2})
+    whole = store.journal.steps()
     store.close()
     path = tmp_path / "store.db"
     damaged = bytearray(path.read_bytes())
@@ -342,7 +342,7 @@ def test_a_damaged_store_is_set_aside_at_the_start(tmp_path: Path, caplog: pytes
     assert f"THE STORE {path} WAS DAMAGED" in caplog.text and "the 2 steps of metrics.jsonl" in caplog.text
     assert (tmp_path / "store.db.damaged").read_bytes() == damaged
     store = Store(config.store.url)
-    assert store.steps() == [whole[0], (2, {}), whole[2]]
+    assert store.journal.steps() == [whole[0], (2, {}), whole[2]]
     check_store_of_run(config, tmp_path, store)
     assert latest(newest.parent) == newest
     store.close()
@@ -365,5 +365,5 @@ def test_an_emptied_store_is_set_aside_where_the_run_has_steps(
     replace_damaged_store(config)
     assert f"THE STORE {path} WAS DAMAGED: it has 0 bytes" in caplog.text
     store = Store(config.store.url)
-    assert [step for step, _ in store.steps()] == [1]
+    assert [step for step, _ in store.journal.steps()] == [1]
     store.close()

@@ -60,17 +60,17 @@ def test_answers_that_wait_for_long_are_told_before_they_fail() -> None:
 def test_the_trainer_shows_each_line_of_its_own_start_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "EVENTS_S", 0.0)
     store = Store(f"sqlite:///{tmp_path}/store.db")
-    store.record_event("explorer-0", EVENT, {"line": "of an earlier start"})
+    store.journal.record_event("explorer-0", EVENT, {"line": "of an earlier start"})
     event_lines = EventLines(store)
     assert event_lines.lines() == []
-    store.record_event("explorer-0", EVENT, {"line": "one"})
-    store.record_event("explorer-0", "engine_retry", {"error": "other"})
-    store.record_event("explorer-0", EVENT, {"line": "two"})
+    store.journal.record_event("explorer-0", EVENT, {"line": "one"})
+    store.journal.record_event("explorer-0", "engine_retry", {"error": "other"})
+    store.journal.record_event("explorer-0", EVENT, {"line": "two"})
     assert event_lines.lines() == ["one", "two"]
     assert event_lines.lines() == []
     with monkeypatch.context() as patch:
         patch.setattr(journal.time, "time", lambda: 0.0)
-        store.record_event("explorer-0", EVENT, {"line": "after the clock was set back"})
+        store.journal.record_event("explorer-0", EVENT, {"line": "after the clock was set back"})
     assert event_lines.lines() == ["after the clock was set back"]
     store.close()
 

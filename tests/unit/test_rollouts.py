@@ -49,7 +49,8 @@ class Waited:
         self.settling = False  # no checkpoint is being written
         self._stop_at = stop_at
         config: Any = SimpleNamespace(store=SimpleNamespace(poll_s=0.001), cluster=SimpleNamespace(stall_s=300.0))
-        store: Any = SimpleNamespace(events=lambda *_: [], num_awaiting=lambda: self.awaited.pop(0))
+        late = SimpleNamespace(count=lambda: self.awaited.pop(0))
+        store: Any = SimpleNamespace(journal=SimpleNamespace(events=lambda *_: []), late=late)
         self.awaited: list[int] = []
         self.lines: list[str] = []
         self._progress = progress
@@ -196,8 +197,8 @@ def test_expert_rows_are_read_and_encoded_in_the_order_of_the_store(prepared: Pa
     tokenizer = ChatTokenizer.open(prepared / "model")
     store = Store(f"sqlite:///{tmp_path}/store.db")
     rows = [task_of(i, response=str(i + 1)) for i in range(5)]
-    store.import_experts([("late", [ExpertExperience(row) for row in rows[3:]])])
-    store.set_experts("file", [ExpertExperience(row) for row in rows[:3]])
+    store.experts.import_sources([("late", [ExpertExperience(row) for row in rows[3:]])])
+    store.experts.replace_source("file", [ExpertExperience(row) for row in rows[:3]])
     found = RolloutReader(NodeReader(), store, lambda: False).demonstrations(tokenizer)
     store.close()
     for (prompt, response, *_), i in zip(found, (3, 4, 0, 1, 2), strict=True):
@@ -221,11 +222,15 @@ class AnsweringStore(Store):
 
     outcome: Callable[[int], str]
 
-    def request_rollout(self, rollout_id: str, *args: Any, **more: Any) -> None:
-        super().request_rollout(rollout_id, *args, **more)
-        for claim in reversed(self.claim_groups("e", 1000)):
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self._request, self.rollouts.request = self.rollouts.request, self._answered  # type: ignore[method-assign]
+
+    def _answered(self, rollout_id: str, *args: Any, **more: Any) -> None:
+        self._request(rollout_id, *args, **more)
+        for claim in reversed(self.groups.claim("e", 1000)):
             answers = [self._answer(claim, index) for index in claim.indices]
-            assert self.put(claim, answers, {"samples": 2.0 * len(self.trajectories(rollout_id))})
+            assert self.groups.put(claim, answers, {"samples": 2.0 * len(self.groups.trajectories(rollout_id))})
 
     def _answer(self, claim: Claim, index: int) -> Trajectory:
         number = int(claim.task.task_id.split("/")[1])
@@ -253,8 +258,8 @@ class Step:
     ) -> None:
         self.store = AnsweringStore(f"sqlite:///{path}/store.db")
         self.store.outcome = outcome
-        self.store.add_tasks("train", [task_of(i) for i in range(40)])
-        self.train_tasks = self.store.task_ids("train")
+        self.store.tasks.add("train", [task_of(i) for i in range(40)])
+        self.train_tasks = self.store.tasks.ids("train")
         config = Config(
             algorithm=AlgorithmConfig(group_size=2, **algorithm),
             trainer=TrainerConfig(tasks_per_step=4, seed=5),
@@ -310,7 +315,7 @@ def test_groups_that_say_nothing_are_replaced_until_there_are_enough(tmp_path: P
     m = found.metrics
     assert (m["rollout/extra"], m["rollout/kept_groups"]) == (needed - 1, 4)
     assert (m["rollout/all_right"], m["rollout/all_wrong"]) == (outcomes["all"], outcomes["none"])
-    assert m["rollout/samples"] == sum(s.store.rollout_metrics(name)["samples"] for name in names[:needed])
+    assert m["rollout/samples"] == sum(s.store.rollouts.metrics(name)["samples"] for name in names[:needed])
     assert m["reward/parts/overlong"] == 0.0
     reasons = {"all": "all_right", "none": "all_wrong", "broken": "reward_error", "mixed": "surplus"}
     of_task = {
@@ -320,10 +325,10 @@ def test_groups_that_say_nothing_are_replaced_until_there_are_enough(tmp_path: P
     assert found.used.consumed == tuple(expected[:4])
     assert found.used.dropped == {group: reasons[of_task[group]] for group in left_out}
     # All of them belong to the step: the trainer that resumes there forgets them, one that is past it keeps them.
-    s.store.discard_rollouts(4)
-    assert all(s.store.progress(name) == (4, 4) for name in found.rollout_ids)
-    s.store.discard_rollouts(3)
-    assert all(s.store.progress(name) == (0, 0) for name in found.rollout_ids)
+    s.store.rollouts.discard(4)
+    assert all(s.store.rollouts.progress(name) == (4, 4) for name in found.rollout_ids)
+    s.store.rollouts.discard(3)
+    assert all(s.store.rollouts.progress(name) == (0, 0) for name in found.rollout_ids)
     again = s.groups()
     assert again is not None and groups_of(again) == expected[:4] and again.metrics == m
     assert [e.prompt.token_ids.tolist() for e in again.trajectories] == [
@@ -355,14 +360,14 @@ def test_after_the_last_extra_rollout_a_step_trains_with_what_it_has(tmp_path: P
 def test_rollouts_of_a_step_draw_other_numbers(tmp_path: Path) -> None:
     s = Step(tmp_path, lambda i: "none", dynamic_sampling=True, max_extra_rollouts=2)
     drawn: list[int] = []
-    claim_groups = s.store.claim_groups
+    claim_groups = s.store.groups.claim
 
     def spying(*args: Any) -> list[Claim]:
         claims: list[Claim] = claim_groups(*args)
         drawn.extend(claim.sampling["seed"] for claim in claims)
         return claims
 
-    s.store.claim_groups = spying
+    s.store.groups.claim = spying
     with pytest.raises(JobError, match="of 3 rollouts"):
         s.groups()
     assert len(drawn) == 12 and len(set(drawn)) == 3 and drawn[0] == 5 * 1_000_003 + 3

@@ -54,7 +54,7 @@ def running(folder: Path, *overrides: str, programs: tuple[str, ...] = ("train",
             stack.enter_context(own_run_dir(folder, program))
             save_resolved(config, folder / f"{of_program('resolved', program)}.json")
             store = Store(config.store.url, program=program)
-            store.register_engines([RegisteredEngine(i, f"http://{program}:{i}", 1) for i in range(engines)], ROOM)
+            store.engines.register([RegisteredEngine(i, f"http://{program}:{i}", 1) for i in range(engines)], ROOM)
             stack.callback(store.close)
         save_resolved(config, folder / "resolved.json")
         yield store
@@ -65,7 +65,7 @@ def test_engines_are_ordered_by_number(tmp_path: Path, caplog: pytest.LogCapture
     with running(tmp_path) as store:
         for number in (3, 3, 1, 2):
             scale(str(tmp_path), [f"engines={number}"])
-        found = [(e.number, e.url, e.workers, e.wanted, e.orders) for e in store.own_engines()]
+        found = [(e.number, e.url, e.workers, e.wanted, e.orders) for e in store.engines.own()]
     assert found == [(0, "http://train:0", 1, SERVING, 0), (1, "", 1, SERVING, 3), (2, "", 1, ABSENT, 2)]
     assert "engines 1 -> 3, 2 of them new" in caplog.text and "engines 1 -> 2" in caplog.messages[-1]
 
@@ -91,7 +91,7 @@ def test_engines_are_ordered_by_number(tmp_path: Path, caplog: pytest.LogCapture
 def test_what_is_refused(tmp_path: Path, words: list[str], overrides: list[str], said: str) -> None:
     with running(tmp_path, *overrides) as store, pytest.raises(ConfigError, match=said):
         scale(str(tmp_path), words)
-    assert [(e.wanted, e.orders) for e in store.own_engines()] == [(SERVING, 0)]
+    assert [(e.wanted, e.orders) for e in store.engines.own()] == [(SERVING, 0)]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_workers_that_are_refused(
 ) -> None:
     with running(tmp_path, f"model.path={model}", *overrides) as store, pytest.raises(ConfigError, match=said):
         scale(str(tmp_path), words)
-    assert [(e.workers, e.orders) for e in store.own_engines()] == [(1, 0)]
+    assert [(e.workers, e.orders) for e in store.engines.own()] == [(1, 0)]
 
 
 def test_engines_get_other_workers(tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -117,7 +117,7 @@ def test_engines_get_other_workers(tmp_path: Path, model: Path, caplog: pytest.L
     with running(tmp_path, f"model.path={model}") as store:
         for words in (["engines=2"], ["tp=1"], ["engines=1", "tp=2"], ["tp=2"]):
             scale(str(tmp_path), words)
-        found = [(e.number, e.workers, e.wanted, e.orders) for e in store.own_engines()]
+        found = [(e.number, e.workers, e.wanted, e.orders) for e in store.engines.own()]
     assert found == [(0, 2, SERVING, 1), (1, 2, ABSENT, 3)]
     assert caplog.text.count("starts again in turn, with tp=2") == 1
 
@@ -125,16 +125,16 @@ def test_engines_get_other_workers(tmp_path: Path, model: Path, caplog: pytest.L
 def test_nothing_is_ordered_while_an_engine_is_compared(tmp_path: Path, model: Path) -> None:
     """It is absent for a moment: ``engines=1`` would have left two, and ``tp=2`` found none."""
     with running(tmp_path, f"model.path={model}", engines=2) as store:
-        store.order_engine(0, ABSENT)
+        store.engines.order(0, ABSENT)
         cold_mark(tmp_path / COLD_FOLDER).touch()
         for words in (["engines=1"], ["tp=2"]):
             with pytest.raises(ConfigError, match=r"started again for a comparison \(sync.cold_interval\)"):
                 scale(str(tmp_path), words)
-        assert [(e.workers, e.wanted) for e in store.own_engines()] == [(1, ABSENT), (1, SERVING)]
+        assert [(e.workers, e.wanted) for e in store.engines.own()] == [(1, ABSENT), (1, SERVING)]
         cold_mark(tmp_path / COLD_FOLDER).unlink()
-        store.order_engine(0, SERVING)
+        store.engines.order(0, SERVING)
         scale(str(tmp_path), ["engines=1"])
-        assert [e.wanted for e in store.own_engines()] == [SERVING, ABSENT]
+        assert [e.wanted for e in store.engines.own()] == [SERVING, ABSENT]
 
 
 def test_a_new_explorer_asks_engines_that_are_wanted_and_a_judge_those_of_the_start() -> None:
@@ -161,7 +161,7 @@ def test_of_several_programs_one_is_named(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="give one of program=explore-0, program=explore-1"):
             scale(str(tmp_path), ["engines=2"])
         scale(str(tmp_path), ["engines=2", "program=explore-0"])
-        assert [len(store.engines([name])) for name in ("explore-0", "explore-1")] == [2, 1]
+        assert [len(store.engines.read([name])) for name in ("explore-0", "explore-1")] == [2, 1]
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_the_trainer_joins_engines_that_are_there(tmp_path: Path) -> None:
     own, together = (OwnEngines(store, "k", together=t) for t in (False, True))
 
     def urls(*engines: RegisteredEngine, begun: bool = True) -> object:
-        store.register_engines(engines)
+        store.engines.register(engines)
         return own.urls(begun=begun)
 
     up = RegisteredEngine(0, alive, 1, SERVING, SERVING)

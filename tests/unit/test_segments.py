@@ -367,71 +367,76 @@ def test_a_claim_goes_on_with_the_budget_that_is_left(claim: Claim) -> None:
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
     store = Store(f"sqlite:///{tmp_path}/store.db")
-    store.add_tasks("train", [make_task(i) for i in range(4)])
-    store.record_version(VERSION, 0)
+    store.tasks.add("train", [make_task(i) for i in range(4)])
+    store.pacing.record_version(VERSION, 0)
     request(store, "r0", groups=2)
     yield store
     store.close()
 
 
 def test_segments_are_there_for_the_next_claim_until_the_group_is_whole(store: Store) -> None:
-    [claim, other] = store.claim_groups("a", 2)
+    [claim, other] = store.groups.claim("a", 2)
     first, second = make_segment(0), make_segment(0, start=4, finish_reason="stop")
     with_prompt = replace(make_segment(1), prompt_ids=np.arange(9, dtype=np.int32))
-    assert store.append_segments([(claim, first), (other, make_segment(1))]) == [True, True]
-    assert store.append_segments([(claim, second), (claim, with_prompt)]) == [True, True]
-    store.release_claims("a")
-    assert store.append_segments([(claim, make_segment(0, start=8))]) == [False], "no longer ours"
-    [again, _] = store.claim_groups("b", 2)
+    assert store.segments.append([(claim, first), (other, make_segment(1))]) == [True, True]
+    assert store.segments.append([(claim, second), (claim, with_prompt)]) == [True, True]
+    store.groups.release("a")
+    assert store.segments.append([(claim, make_segment(0, start=8))]) == [False], "no longer ours"
+    [again, _] = store.groups.claim("b", 2)
     assert sorted(again.segments) == [0, 1]
     for a, b in zip(again.segments[0], (first, second), strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist() and a.logp.tolist() == b.logp.tolist()
         assert (a.start, a.context, a.spans, a.finish_reason) == (b.start, b.context, b.spans, b.finish_reason)
     assert again.segments[1][0].prompt_ids is not None and again.segments[1][0].prompt_ids.tolist() == list(range(9))
     assert finish(store, again)
-    assert store.segments([again.group_id, other.group_id]).keys() == {other.group_id}
+    assert store.segments.read([again.group_id, other.group_id]).keys() == {other.group_id}
 
 
 def test_a_trajectory_that_begins_again_has_reached_nothing(store: Store) -> None:
-    [claim, _] = store.claim_groups("a", 2)
-    store.append_segments([(claim, make_segment(0)), (claim, make_segment(1))])
-    store.reach(claim, 3)
-    assert store.reached("r0", 3) == (1, 2) and store.reached("r0", 4) == (0, 2)
-    store.forget_segments(claim, 0)
-    assert store.segments([claim.group_id])[claim.group_id].keys() == {1} and store.reached("r0", 3) == (0, 2)
-    store.reach(claim, 3)
-    store.release_claims("a")
-    [again, _] = store.claim_groups("b", 2)
-    assert store.reached("r0", 3) == (0, 2), "what another claim had reached says nothing of this one"
+    [claim, _] = store.groups.claim("a", 2)
+    store.segments.append([(claim, make_segment(0)), (claim, make_segment(1))])
+    store.segments.reach(claim, 3)
+    assert store.segments.reached("r0", 3) == (1, 2) and store.segments.reached("r0", 4) == (0, 2)
+    store.segments.forget(claim, 0)
+    assert store.segments.read([claim.group_id])[claim.group_id].keys() == {1} and store.segments.reached("r0", 3) == (
+        0,
+        2,
+    )
+    store.segments.reach(claim, 3)
+    store.groups.release("a")
+    [again, _] = store.groups.claim("b", 2)
+    assert store.segments.reached("r0", 3) == (0, 2), "what another claim had reached says nothing of this one"
     finish(store, again)
-    assert store.reached("r0", 9) == (1, 2), "whole"
+    assert store.segments.reached("r0", 9) == (1, 2), "whole"
 
 
 def test_a_resume_keeps_the_tokens_of_weights_that_are_left(store: Store) -> None:
     """Of a group that is whole, and of one that is not: what later weights than the checkpoint's have sampled goes."""
     later = WeightsVersion(0, 5)
     for version, step in ((WeightsVersion(0, 4), 1), (later, 2)):
-        store.record_version(version, step)
-        store.record_live(version)
-    assert store.live_step() == 2
-    [whole, claim] = store.claim_groups("a", 2)
+        store.pacing.record_version(version, step)
+        store.pacing.record_live(version)
+    assert store.pacing.live_step() == 2
+    [whole, claim] = store.groups.claim("a", 2)
     assert finish(store, whole)  # by VERSION alone
     two = replace(
         make_segment(0, start=4, tokens=6), spans=(WeightsSpan(0, 2, WeightsVersion(0, 4)), WeightsSpan(2, 6, later))
     )
     after = make_segment(0, turn=1, finish_reason="stop")
-    store.append_segments([(claim, s) for s in (make_segment(0), two, after, make_segment(1, version=later))])
-    store.reach(claim, 2)
-    store.discard_rollouts(1)
-    assert store.live_step() is None and store.claim_groups("b", 2) == [], "engines may have the weights of step 2"
-    store.record_version(WeightsVersion(1, 1), 1)
-    assert store.claim_groups("b", 2) == []
-    store.record_live(WeightsVersion(1, 1))
-    assert store.live_step() == 1
-    assert store.group_states("r0")[whole.group_id][0] == "ready", "untouched"
-    [again] = store.claim_groups("b", 2)
+    store.segments.append([(claim, s) for s in (make_segment(0), two, after, make_segment(1, version=later))])
+    store.segments.reach(claim, 2)
+    store.rollouts.discard(1)
+    assert store.pacing.live_step() is None and store.groups.claim("b", 2) == [], (
+        "engines may have the weights of step 2"
+    )
+    store.pacing.record_version(WeightsVersion(1, 1), 1)
+    assert store.groups.claim("b", 2) == []
+    store.pacing.record_live(WeightsVersion(1, 1))
+    assert store.pacing.live_step() == 1
+    assert store.groups.states("r0")[whole.group_id][0] == "ready", "untouched"
+    [again] = store.groups.claim("b", 2)
     assert again.version == VERSION and again.oldest == WeightsVersion(1, 1), "an engine may still have those of step 2"
-    assert again.segments.keys() == {0} and store.reached("r0", 1) == (1, 2)
+    assert again.segments.keys() == {0} and store.segments.reached("r0", 1) == (1, 2)
     kept = again.segments[0]
     assert [(s.turn, s.start, len(s.token_ids), s.finish_reason) for s in kept] == [(0, 0, 4, None), (0, 4, 2, None)]
     assert kept[1].spans == (WeightsSpan(0, 2, WeightsVersion(0, 4)),)
@@ -440,9 +445,9 @@ def test_a_resume_keeps_the_tokens_of_weights_that_are_left(store: Store) -> Non
 def test_a_group_that_is_whole_becomes_segments_where_its_weights_are_gone(store: Store) -> None:
     """What is left of each response, with the digest of what it follows: the sampler takes it up."""
     later = WeightsVersion(0, 5)
-    store.record_version(later, 2)
-    [claim, _] = store.claim_groups("a", 1) * 2
-    store.append_segments([])
+    store.pacing.record_version(later, 2)
+    [claim, _] = store.groups.claim("a", 1) * 2
+    store.segments.append([])
     trajectories = []
     from tests.stores import make_trajectory
 
@@ -452,10 +457,10 @@ def test_a_group_that_is_whole_becomes_segments_where_its_weights_are_gone(store
         spans = (WeightsSpan(0, 3, VERSION), WeightsSpan(3, 4, later))
         ids = np.arange(len(prompt) + len(response) - 1, dtype=np.int8).reshape(-1, 1, 1)
         trajectories.append(replace(one, turns=(prompt, replace(response, spans=spans, routing=ids))))
-    assert store.put(claim, trajectories)
-    store.discard_rollouts(1)
-    store.record_live(VERSION)
-    [again] = store.claim_groups("b", 1)
+    assert store.groups.put(claim, trajectories)
+    store.rollouts.discard(1)
+    store.pacing.record_live(VERSION)
+    [again] = store.groups.claim("b", 1)
     for index in claim.indices:
         [kept] = again.segments[index]
         prompt, response = trajectories[index].turns
@@ -465,10 +470,10 @@ def test_a_group_that_is_whole_becomes_segments_where_its_weights_are_gone(store
 
 
 def test_asking_again_forgets_segments(store: Store) -> None:
-    [claim, other] = store.claim_groups("a", 2)
-    store.append_segments([(claim, make_segment(0)), (other, make_segment(0))])
+    [claim, other] = store.groups.claim("a", 2)
+    store.segments.append([(claim, make_segment(0)), (other, make_segment(0))])
     request(store, "r0", groups=2)
-    assert store.segments([claim.group_id, other.group_id]) == {}
+    assert store.segments.read([claim.group_id, other.group_id]) == {}
 
 
 def test_segments_tile_a_response(claim: Claim) -> None:

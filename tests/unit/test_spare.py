@@ -37,7 +37,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
 def store(tmp_path: Path) -> Store:
     store = Store(f"sqlite:///{tmp_path}/store.db")
     store.begin_attempt(1)
-    store.add_tasks("train", [make_task(0)])
+    store.tasks.add("train", [make_task(0)])
     return store
 
 
@@ -73,7 +73,7 @@ def explored(
 ) -> tuple[Explorer, dict[str, float]]:
     """Explore one group of two with two spare trajectories; those of ``fails`` end with an error."""
     settings = {"temperature": 1.0, "max_tokens": 8, "seed": SEED, "spare": 2} | sampling
-    store.request_rollout("r0", "train", 0, VERSION, ["train/0"], 2, settings)
+    store.rollouts.request("r0", "train", 0, VERSION, ["train/0"], 2, settings)
 
     async def workflow(task: Task, model: RolloutModel) -> None:
         model.ask(task)
@@ -96,41 +96,41 @@ def explored(
             segments=segments,
         )
         running = asyncio.create_task(explorer.run())
-        while not store.is_complete("r0"):
+        while not store.rollouts.is_complete("r0"):
             assert not running.done(), running.result()
             await asyncio.sleep(0.005)
         assert explorer._under_way.total == 0
         while not set(engine.endless) & set(range(engine.number)) <= set(engine.aborted):  # cancelled calls end
             await asyncio.sleep(0.005)
-        store.close_job()
+        store.journal.close_job()
         await running
         return explorer
 
-    return asyncio.run(asyncio.wait_for(main(), 120)), store.rollout_metrics("r0")
+    return asyncio.run(asyncio.wait_for(main(), 120)), store.rollouts.metrics("r0")
 
 
 @pytest.mark.parametrize("endless", [(0, 3), (2, 3), (0, 1)])
 def test_those_that_end_last_are_cut(endless: tuple[int, int], store: Store, tokenizer: ChatTokenizer) -> None:
     engine = Engine(tokenizer, endless)
     _, metrics = explored(store, tokenizer, engine)
-    members = store.trajectories("r0")
+    members = store.groups.trajectories("r0")
     assert [e.index for e in members] == [i for i in range(4) if i not in endless]
     assert sorted(engine.aborted) == list(endless)
     assert (metrics["spare_cut"], metrics["spare_replaced"], metrics["samples"]) == (2, 0, 2)
-    assert not store.segments(["r0/0"])
+    assert not store.segments.read(["r0/0"])
     found = verify(members, RewardConfig(), vocab_size=1 << 20)
     assert found.trajectories and not found.dropped
 
 
 def test_a_spare_one_takes_the_place_of_one_that_failed(store: Store, tokenizer: ChatTokenizer) -> None:
     _, metrics = explored(store, tokenizer, Engine(tokenizer, (3,)), fails=(0,))
-    assert [(e.index, e.end) for e in store.trajectories("r0")] == [(1, End.FINISHED), (2, End.FINISHED)]
+    assert [(e.index, e.end) for e in store.groups.trajectories("r0")] == [(1, End.FINISHED), (2, End.FINISHED)]
     assert (metrics["spare_cut"], metrics["spare_replaced"]) == (1, 1)
 
 
 def test_a_group_with_too_few_usable_members_is_whole_and_dropped(store: Store, tokenizer: ChatTokenizer) -> None:
     _, metrics = explored(store, tokenizer, Engine(tokenizer, ()), fails=(0, 1, 3))
-    members = store.trajectories("r0")
+    members = store.groups.trajectories("r0")
     assert [e.index for e in members] == [0, 2]
     assert verify(members, RewardConfig(), vocab_size=1 << 20).dropped == {"r0/0": "workflow_error"}
     assert (metrics["spare_cut"], metrics["spare_replaced"]) == (0, 2)
@@ -138,7 +138,7 @@ def test_a_group_with_too_few_usable_members_is_whole_and_dropped(store: Store, 
 
 def test_the_greedy_one_is_waited_for(store: Store, tokenizer: ChatTokenizer) -> None:
     _, metrics = explored(store, tokenizer, Engine(tokenizer, (3, 4)), greedy=True)
-    members = store.trajectories("r0")
+    members = store.groups.trajectories("r0")
     assert [e.index for e in members] == [0, 1] and all(e.greedy is not None for e in members)
     assert all(e.greedy.index == GREEDY for e in members if e.greedy is not None)
     assert (metrics["spare_cut"], metrics["greedy"]) == (2, 1)

@@ -45,39 +45,39 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 @pytest.fixture
 def store(url: str) -> Iterator[Store]:
     store = Store(url)
-    store.add_tasks("train", [make_task(i) for i in range(6)])
+    store.tasks.add("train", [make_task(i) for i in range(6)])
     yield store
     store.close()
 
 
 def test_tasks_keep_order_and_content_and_can_be_replaced(store: Store) -> None:
-    assert store.tasks("train") == [make_task(i) for i in range(6)]
+    assert store.tasks.read("train") == [make_task(i) for i in range(6)]
     backwards = [make_task(i) for i in reversed(range(4))]
-    store.add_tasks("train", backwards)
-    assert store.task_ids("train") == [task.task_id for task in backwards]
-    assert store.task_ids("eval") == []
+    store.tasks.add("train", backwards)
+    assert store.tasks.ids("train") == [task.task_id for task in backwards]
+    assert store.tasks.ids("eval") == []
 
 
 def test_task_ids_are_unique(store: Store) -> None:
     with pytest.raises(DataError, match="'train/1' of split 'eval' belongs to split 'train'"):
-        store.add_tasks("eval", [make_task(1)])
+        store.tasks.add("eval", [make_task(1)])
     with pytest.raises(DataError, match="'eval/1' occurs twice"):
-        store.add_tasks("eval", [make_task(1, "eval"), make_task(1, "eval")])
-    assert store.task_ids("eval") == []
+        store.tasks.add("eval", [make_task(1, "eval"), make_task(1, "eval")])
+    assert store.tasks.ids("eval") == []
 
 
 def test_a_rollout_from_request_to_trajectories(store: Store) -> None:
     request(store)
-    claims = store.claim_groups("a", 4)
+    claims = store.groups.claim("a", 4)
     assert [claim.task.task_id for claim in claims] == [f"train/{i}" for i in range(4)]
     assert claims[1].sampling == {"temperature": 0.7} and claims[1].version == VERSION and claims[1].attempt == 1
     for claim in reversed(claims):  # finished in another order than asked for
         assert finish(store, claim)
-    assert store.progress("r0") == (4, 6)
-    got = store.trajectories("r0")
+    assert store.rollouts.progress("r0") == (4, 6)
+    got = store.groups.trajectories("r0")
     assert [(e.group_id, e.index) for e in got] == [(f"r0/{p}", i) for p in range(4) for i in range(2)]
-    assert store.rollout_metrics("r0") == {"samples": 2.0}
-    assert store.progress("no such rollout") == (0, 0)
+    assert store.rollouts.metrics("r0") == {"samples": 2.0}
+    assert store.rollouts.progress("no such rollout") == (0, 0)
 
 
 def with_images(claim: Claim, index: int, *files: bytes) -> Trajectory:
@@ -90,29 +90,29 @@ def with_images(claim: Claim, index: int, *files: bytes) -> Trajectory:
 @pytest.mark.parametrize("end", ["deleted", "used", "discarded", "ahead", "asked again"])
 def test_images_of_a_group_live_as_long_as_its_trajectories(store: Store, url: str, end: str) -> None:
     request(store, groups=2)
-    claims = store.claim_groups("a", 2)
+    claims = store.groups.claim("a", 2)
     ended = [
         EndedGroup(claims[0], [with_images(claims[0], 0, b"one", b"two"), with_images(claims[0], 1, b"two")]),
         EndedGroup(claims[1], [with_images(claims[1], 0, b"two"), make_trajectory(claims[1], 1)]),
     ]
-    assert store.put_all(ended) == [True, True]
+    assert store.groups.put_all(ended) == [True, True]
     of_first = {file_digest(file): file for file in (b"one", b"two")}
-    assert store.group_images(["r0/0"]) == of_first and store.group_images(["r0/1"]) == {file_digest(b"two"): b"two"}
-    assert store.group_images(["r0/0", "r0/1", "no group"]) == of_first
+    assert store.groups.images(["r0/0"]) == of_first and store.groups.images(["r0/1"]) == {file_digest(b"two"): b"two"}
+    assert store.groups.images(["r0/0", "r0/1", "no group"]) == of_first
     assert len(rows(url)["group_images"]) == 3, "each once in a group"
-    [first, second] = store.read(["r0/0"])
+    [first, second] = store.groups.read(["r0/0"])
     assert first.turns[0].images == tuple(of_first) and second.turns[0].images == (file_digest(b"two"),)
     if end == "used":
-        store.record_step(1, {}, Used(("r0/0",), {}))
-        assert store.group_images(["r0/0"]) == of_first
-        assert store.delete_trajectories(["r0/0", "r0/1"]) == 2
-        assert store.group_images(["r0/0", "r0/1"]) == {file_digest(b"two"): b"two"}, "an unused group stays"
+        store.journal.record_step(1, {}, Used(("r0/0",), {}))
+        assert store.groups.images(["r0/0"]) == of_first
+        assert store.selection.delete_trajectories(["r0/0", "r0/1"]) == 2
+        assert store.groups.images(["r0/0", "r0/1"]) == {file_digest(b"two"): b"two"}, "an unused group stays"
     elif end == "deleted":
-        store.withdraw("r0")
+        store.evaluations.withdraw("r0")
     elif end == "discarded":
-        store.discard_rollouts(0)
+        store.rollouts.discard(0)
     elif end == "ahead":
-        store.discard_rollouts(1, ahead=True)
+        store.rollouts.discard(1, ahead=True)
     else:
         request(store, groups=1)
     if end != "used":
@@ -121,7 +121,7 @@ def test_images_of_a_group_live_as_long_as_its_trajectories(store: Store, url: s
 
 def test_unknown_task(store: Store) -> None:
     with pytest.raises(DataError, match=r"1 task ids are not in the store, the first is 'train/99'"):
-        store.request_rollout("r", "train", 0, VERSION, ["train/1", "train/99"], 2, {})
+        store.rollouts.request("r", "train", 0, VERSION, ["train/1", "train/99"], 2, {})
 
 
 ids = st.lists(st.integers(0, 2**31 - 1), min_size=0, max_size=20)
@@ -181,7 +181,7 @@ def test_trajectories_come_back_exactly(score: float, stats: bool, data: st.Data
 def test_a_database_gives_back_what_it_was_given(store: Store) -> None:
     """Numbers to the last bit, texts in any script, no score where there is none."""
     request(store, groups=1)
-    (claim,) = store.claim_groups("a", 1)
+    (claim,) = store.groups.claim("a", 1)
     tiny = np.array([-1e-42, -0.1, 0, -3.4e38], dtype=np.float32)
     first = replace(
         make_trajectory(claim, 0),
@@ -191,8 +191,8 @@ def test_a_database_gives_back_what_it_was_given(store: Store) -> None:
         metadata={"text": "ü \U0001f600 \x00 \\ '", "n": [1, None]},
     )
     second = replace(make_trajectory(claim, 1), reward=Reward(0.1 + 0.2, "ok"))
-    assert store.put(claim, [first, second])
-    for got, wanted in zip(store.trajectories("r0"), (first, second), strict=True):
+    assert store.groups.put(claim, [first, second])
+    for got, wanted in zip(store.groups.trajectories("r0"), (first, second), strict=True):
         assert [values(turn) for turn in got.turns] == [values(turn) for turn in wanted.turns]
         for name in ("metadata", "group_stats"):
             assert getattr(got, name) == getattr(wanted, name)
@@ -201,7 +201,7 @@ def test_a_database_gives_back_what_it_was_given(store: Store) -> None:
 
 def test_a_text_that_not_every_database_keeps_is_refused(store: Store) -> None:
     with pytest.raises(DataError, match="task 'train/0': response holds a NUL character"):
-        store.add_tasks("train", [replace(make_task(0), response="a\0b")])
+        store.tasks.add("train", [replace(make_task(0), response="a\0b")])
 
 
 @pytest.mark.parametrize(
@@ -215,72 +215,72 @@ def test_a_text_that_not_every_database_keeps_is_refused(store: Store) -> None:
 )
 def test_a_wrong_array_is_refused(store: Store, changes: dict[str, Any], words: str) -> None:
     request(store)
-    (claim,) = store.claim_groups("a", 1)
+    (claim,) = store.groups.claim("a", 1)
     members = [make_trajectory(claim, i) for i in range(2)]
     members[1] = replace(members[1], turns=(members[1].prompt, replace(members[1].response, **changes)))
     with pytest.raises(TypeError, match=rf"r0/0\[1\]: {words}"):
-        store.put(claim, members)
-    assert store.progress("r0") == (0, 6)
+        store.groups.put(claim, members)
+    assert store.rollouts.progress("r0") == (0, 6)
 
 
 def test_an_incomplete_group_is_refused(store: Store) -> None:
     request(store)
-    (claim,) = store.claim_groups("a", 1)
+    (claim,) = store.groups.claim("a", 1)
     with pytest.raises(AssertionError, match=r"finished with indices \[1\]"):
-        store.put(claim, [make_trajectory(claim, 1)])
+        store.groups.put(claim, [make_trajectory(claim, 1)])
 
 
 def test_a_greedy_answer_belongs_to_its_group_and_comes_with_its_members(store: Store) -> None:
     request(store, greedy=True, groups=2)
-    first, second = store.claim_groups("a", 2)
+    first, second = store.groups.claim("a", 2)
     assert first.indices == [GREEDY, 0, 1]
     members = [make_trajectory(first, i) for i in range(2)]
     with pytest.raises(AssertionError, match=r"finished with indices \[0, 1\]"):
-        store.put(first, members)
+        store.groups.put(first, members)
     baseline = replace(make_trajectory(first, GREEDY, length=7), reward=Reward(math.nan, "timeout"))
-    assert store.put(first, [*members, baseline]) and finish(store, second)
-    assert not store.put(first, [*members, baseline]), "written twice"
-    got = store.trajectories("r0")
+    assert store.groups.put(first, [*members, baseline]) and finish(store, second)
+    assert not store.groups.put(first, [*members, baseline]), "written twice"
+    got = store.groups.trajectories("r0")
     assert [(e.group_id, e.index) for e in got] == [(f"r0/{p}", i) for p in range(2) for i in range(2)]
     assert [len(e.greedy.response.token_ids) for e in got if e.greedy] == [7, 7, 4, 4]
     assert [e.greedy.reward.status for e in got if e.greedy] == ["timeout"] * 2 + ["ok"] * 2
     assert all(e.greedy and e.greedy.group_id == e.group_id and e.greedy.index == GREEDY for e in got)
     request(store, groups=2)  # asked for again, without: nothing of the old greedy answers stays
-    for claim in store.claim_groups("a", 2):
+    for claim in store.groups.claim("a", 2):
         assert claim.indices == [0, 1] and finish(store, claim)
-    assert all(e.greedy is None for e in store.trajectories("r0"))
+    assert all(e.greedy is None for e in store.groups.trajectories("r0"))
 
 
 def test_claims_respect_samples_and_age(store: Store) -> None:
     request(store, "r1", step=1, group_size=4)
     request(store, "r0", step=0, group_size=2)
-    assert [c.group_id for c in store.claim_groups("a", 10, max_samples=9)] == ["r1/0", "r1/1"]
-    assert len(store.claim_groups("a", 10, max_samples=1)) == 1  # a group larger than the room still goes on
-    assert store.claim_groups("a", 0) == []
+    assert [c.group_id for c in store.groups.claim("a", 10, max_samples=9)] == ["r1/0", "r1/1"]
+    assert len(store.groups.claim("a", 10, max_samples=1)) == 1  # a group larger than the room still goes on
+    assert store.groups.claim("a", 0) == []
 
 
 def test_released_claims_are_free_again_and_the_old_ones_void(store: Store) -> None:
     request(store)
-    held = store.claim_groups("a", 3)
-    other = store.claim_groups("b", 3)
-    assert store.release_claims("a") == 3
-    again = store.claim_groups("b", 6)
+    held = store.groups.claim("a", 3)
+    other = store.groups.claim("b", 3)
+    assert store.groups.release("a") == 3
+    again = store.groups.claim("b", 6)
     assert {c.group_id for c in again} == {c.group_id for c in held} and all(c.attempt == 2 for c in again)
     assert not finish(store, held[0])
-    assert store.progress("r0") == (0, 6)
+    assert store.rollouts.progress("r0") == (0, 6)
     assert all(finish(store, claim) for claim in [*again, *other])
     assert not finish(store, again[0])  # not twice either
-    assert store.progress("r0") == (6, 6) and len(store.trajectories("r0")) == 12
-    assert store.release_claims("b") == 0
+    assert store.rollouts.progress("r0") == (6, 6) and len(store.groups.trajectories("r0")) == 12
+    assert store.groups.release("b") == 0
 
 
 def test_claims_of_a_silent_worker_are_free(store: Store) -> None:
     request(store, groups=2)
-    (slow,) = store.claim_groups("a", 1)
-    (dead,) = store.claim_groups("c", 1)
-    assert store.claim_groups("b", 2) == []
-    assert store.claim_groups("c", 2, silent=["c"]) == [], "a slow worker is not given its own work again"
-    (taken,) = store.claim_groups("b", 2, silent=["c", "nobody"])
+    (slow,) = store.groups.claim("a", 1)
+    (dead,) = store.groups.claim("c", 1)
+    assert store.groups.claim("b", 2) == []
+    assert store.groups.claim("c", 2, silent=["c"]) == [], "a slow worker is not given its own work again"
+    (taken,) = store.groups.claim("b", 2, silent=["c", "nobody"])
     assert taken.group_id == dead.group_id and taken.attempt == 2
     assert not finish(store, dead) and finish(store, taken) and finish(store, slow)
 
@@ -290,20 +290,20 @@ def test_who_gives_heartbeats_is_never_silent(store: Store) -> None:
     now = [0.0]
     silence = Silence(2.0, clock=lambda: now[0])
     request(store, groups=2)
-    store.claim_groups("a", 1)
-    store.claim_groups("c", 1)  # and never a heartbeat
+    store.groups.claim("a", 1)
+    store.groups.claim("c", 1)  # and never a heartbeat
     for _ in range(100):
-        store.beat("a")
-        silence.look(store.beats())
+        store.workers.beat("a")
+        silence.look(store.workers.beats())
         now[0] += 2.0
-    assert store.beats() == {"a": 100, "c": 0}
+    assert store.workers.beats() == {"a": 100, "c": 0}
     assert silence.longer_than(8.0) == {"c"} and silence.alive(8.0) == {"a"}
     for _ in range(5):
-        silence.look(store.beats())
+        silence.look(store.workers.beats())
         now[0] += 2.0
     assert silence.longer_than(8.0) == {"a", "c"} and silence.alive(8.0) == set()
-    store.beat("a")
-    silence.look(store.beats())
+    store.workers.beat("a")
+    silence.look(store.workers.beats())
     assert silence.longer_than(8.0) == {"c"} and silence.alive(8.0) == {"a"}
 
 
@@ -321,139 +321,151 @@ def test_time_in_which_nobody_looked_is_no_silence() -> None:
 def test_groups_that_are_put_together_are_judged_one_by_one(store: Store) -> None:
     request(store, groups=2)
     request(store, "r1", step=1, groups=2)
-    lost, kept, *others = store.claim_groups("a", 10)
-    store.release_claims("a")
-    again = store.claim_groups("b", 10)
+    lost, kept, *others = store.groups.claim("a", 10)
+    store.groups.release("a")
+    again = store.groups.claim("b", 10)
     ended = [
         EndedGroup(claim, [make_trajectory(claim, i) for i in claim.indices], {"groups": number})
         for number, claim in enumerate([lost, *again[1:]])
     ]
-    assert store.put_all(ended) == [False, True, True, True] and store.put_all([]) == []
-    assert store.progress("r0") == (1, 2) and store.progress("r1") == (2, 2)
-    assert store.rollout_metrics("r0") == {"groups": 1.0} and store.rollout_metrics("r1") == {"groups": 3.0}
-    assert store.put_all(ended[1:]) == [False] * 3 and len(store.trajectories("r1")) == 4
+    assert store.groups.put_all(ended) == [False, True, True, True] and store.groups.put_all([]) == []
+    assert store.rollouts.progress("r0") == (1, 2) and store.rollouts.progress("r1") == (2, 2)
+    assert store.rollouts.metrics("r0") == {"groups": 1.0} and store.rollouts.metrics("r1") == {"groups": 3.0}
+    assert store.groups.put_all(ended[1:]) == [False] * 3 and len(store.groups.trajectories("r1")) == 4
 
 
 def test_asking_again_replaces_a_rollout_and_voids_its_claims(store: Store) -> None:
     request(store)
-    first, second = store.claim_groups("a", 2)
+    first, second = store.groups.claim("a", 2)
     assert finish(store, first)
     request(store)
-    assert store.progress("r0") == (0, 6) and store.trajectories("r0") == [] and store.rollout_metrics("r0") == {}
+    assert (
+        store.rollouts.progress("r0") == (0, 6)
+        and store.groups.trajectories("r0") == []
+        and store.rollouts.metrics("r0") == {}
+    )
     assert not finish(store, second)
 
 
 def test_discard_rollouts_from_a_step_on(store: Store) -> None:
     for step in range(3):
         request(store, f"r{step}", step)
-        store.record_step(step + 1, {"reward": float(step), "bad": math.inf})
-    store.discard_rollouts(1)  # one step is done: its rollout and its metrics stay
-    assert [store.progress(f"r{step}")[1] for step in range(3)] == [6, 0, 0]
-    assert store.steps() == [(1, {"reward": 0.0, "bad": None})]
-    store.record_step(1, {"reward": 9.0})
-    assert store.steps() == [(1, {"reward": 9.0})]
+        store.journal.record_step(step + 1, {"reward": float(step), "bad": math.inf})
+    store.rollouts.discard(1)  # one step is done: its rollout and its metrics stay
+    assert [store.rollouts.progress(f"r{step}")[1] for step in range(3)] == [6, 0, 0]
+    assert store.journal.steps() == [(1, {"reward": 0.0, "bad": None})]
+    store.journal.record_step(1, {"reward": 9.0})
+    assert store.journal.steps() == [(1, {"reward": 9.0})]
 
 
 def states(store: Store, rollout_id: str = "r0") -> list[str]:
-    return [state for state, _, _ in store.group_states(rollout_id).values()]
+    return [state for state, _, _ in store.groups.states(rollout_id).values()]
 
 
 def test_a_group_from_pending_to_consumed_or_dropped(store: Store) -> None:
     request(store, groups=4)
-    claims = store.claim_groups("a", 3)
+    claims = store.groups.claim("a", 3)
     for claim in claims[1:]:
         finish(store, claim)
-    assert states(store) == ["claimed", "ready", "ready", "pending"] and not store.is_complete("r0")
-    for claim in [claims[0], *store.claim_groups("a", 1)]:
+    assert states(store) == ["claimed", "ready", "ready", "pending"] and not store.rollouts.is_complete("r0")
+    for claim in [claims[0], *store.groups.claim("a", 1)]:
         finish(store, claim)
-    assert states(store) == ["ready"] * 4 and store.is_complete("r0")
-    assert store.take(2, step=0) == ["r0/0", "r0/1"]
-    assert store.take(9, step=0, without=["r0/0"]) == ["r0/1", "r0/2", "r0/3"]
+    assert states(store) == ["ready"] * 4 and store.rollouts.is_complete("r0")
+    assert store.groups.take(2, step=0) == ["r0/0", "r0/1"]
+    assert store.groups.take(9, step=0, without=["r0/0"]) == ["r0/1", "r0/2", "r0/3"]
     assert states(store) == ["ready"] * 4  # a step that is killed finds them again
-    store.record_step(1, {"reward": 1.0}, Used(("r0/0", "r0/2"), {"r0/1": "all_right", "r0/3": "surplus"}))
-    assert store.group_states("r0") == {
+    store.journal.record_step(1, {"reward": 1.0}, Used(("r0/0", "r0/2"), {"r0/1": "all_right", "r0/3": "surplus"}))
+    assert store.groups.states("r0") == {
         "r0/0": ("consumed", 1, None),
         "r0/1": ("dropped", 1, "all_right"),
         "r0/2": ("consumed", 1, None),
         "r0/3": ("dropped", 1, "surplus"),
     }
-    assert store.take(9, step=0) == [] and len(store.trajectories("r0")) == 8
+    assert store.groups.take(9, step=0) == [] and len(store.groups.trajectories("r0")) == 8
 
 
 def test_a_step_and_its_consumption_are_one_transaction(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     request(store, groups=1)
-    finish(store, store.claim_groups("a", 1)[0])
+    finish(store, store.groups.claim("a", 1)[0])
 
     def broken(*_: Any) -> None:
         raise RuntimeError("killed here")
 
     monkeypatch.setattr(journal, "mark_used", broken)
     with pytest.raises(RuntimeError, match="killed here"):
-        store.record_step(1, {"reward": 1.0}, Used(("r0/0",)))
-    assert store.steps() == [] and states(store) == ["ready"]
+        store.journal.record_step(1, {"reward": 1.0}, Used(("r0/0",)))
+    assert store.journal.steps() == [] and states(store) == ["ready"]
 
 
 def test_groups_that_were_asked_for_ahead(store: Store) -> None:
     """Of step 2, with weights of one step; a job that resumes at step 2 keeps them, one that resumes at step 1 not."""
-    ids = store.task_ids("train")[:2]
+    ids = store.tasks.ids("train")[:2]
     request(store, "r1", step=1, groups=2)
-    store.record_version(WeightsVersion(1, 7), 1)
-    store.request_rollout("r2", "train", 2, WeightsVersion(1, 7), ids, 2, {})
-    for claim in store.claim_groups("a", 9):
+    store.pacing.record_version(WeightsVersion(1, 7), 1)
+    store.rollouts.request("r2", "train", 2, WeightsVersion(1, 7), ids, 2, {})
+    for claim in store.groups.claim("a", 9):
         finish(store, claim)
-    assert store.take(9, step=2) == ["r2/0", "r2/1"] and store.is_requested("r2") and not store.is_requested("r3")
-    store.record_step(2, {}, Used(("r1/0", "r1/1")))
-    store.record_step(3, {}, Used(("r2/1",), {"r2/0": "surplus"}))
-    store.discard_rollouts(2)  # the step that had used them is made again
-    assert states(store, "r1") == ["consumed"] * 2 and store.group_states("r2")["r2/0"] == ("ready", None, None)
-    assert store.take(9, step=2) == ["r2/0", "r2/1"]
-    store.discard_rollouts(2, ahead=True)  # after a rollback its tasks are others
+    assert (
+        store.groups.take(9, step=2) == ["r2/0", "r2/1"]
+        and store.rollouts.is_requested("r2")
+        and not store.rollouts.is_requested("r3")
+    )
+    store.journal.record_step(2, {}, Used(("r1/0", "r1/1")))
+    store.journal.record_step(3, {}, Used(("r2/1",), {"r2/0": "surplus"}))
+    store.rollouts.discard(2)  # the step that had used them is made again
+    assert states(store, "r1") == ["consumed"] * 2 and store.groups.states("r2")["r2/0"] == ("ready", None, None)
+    assert store.groups.take(9, step=2) == ["r2/0", "r2/1"]
+    store.rollouts.discard(2, ahead=True)  # after a rollback its tasks are others
     assert states(store, "r1") == ["consumed"] * 2 and states(store, "r2") == []
-    store.discard_rollouts(1)
+    store.rollouts.discard(1)
     assert states(store, "r1") == []
 
 
 def test_replayed_groups_are_recorded_with_their_step_and_forgotten_with_it(store: Store) -> None:
     for step in range(3):
         request(store, f"r{step}", step, groups=2)
-        for claim in store.claim_groups("a", 9):
+        for claim in store.groups.claim("a", 9):
             finish(store, claim)
-    store.record_step(1, {}, Used(("r0/0", "r0/1")))
-    store.record_step(2, {}, Used(("r1/0",), {"r1/1": "all_right"}, ("r0/1",)))
+    store.journal.record_step(1, {}, Used(("r0/0", "r0/1")))
+    store.journal.record_step(2, {}, Used(("r1/0",), {"r1/1": "all_right"}, ("r0/1",)))
     for _ in range(2):  # a checkpoint records its step too
-        store.record_step(3, {}, Used(("r2/0",), {"r2/1": "surplus"}, ("r0/1", "r1/0")))
-    assert store.replays(0, 3) == {"r0/1": 2, "r1/0": 1} and store.replays(2, 3) == {"r0/1": 1, "r1/0": 1}
-    assert store.replays(0, 1) == {} and store.replays(0, 2) == {"r0/1": 1}
-    assert [group.group_id for group in store.consumed(0, 3)] == ["r0/0", "r0/1", "r1/0", "r2/0"], "none dropped"
-    assert store.group_states("r0")["r0/1"] == ("consumed", 1, None), "its first use"
-    store.record_step(3, {}, Used(("r2/0",)))
-    assert store.replays(0, 3) == {"r0/1": 1}, "a step that is made again replaces its record"
-    store.record_step(3, {}, Used(("r2/0",), {}, ("r0/0",)))
-    store.discard_rollouts(2)
-    assert store.replays(0, 9) == {"r0/1": 1}
-    assert [group.group_id for group in store.consumed(0, 9)] == ["r0/0", "r0/1", "r1/0"]
-    store.discard_rollouts(0)
-    assert store.replays(0, 9) == {} and store.consumed(0, 9) == []
+        store.journal.record_step(3, {}, Used(("r2/0",), {"r2/1": "surplus"}, ("r0/1", "r1/0")))
+    assert store.replays.counts(0, 3) == {"r0/1": 2, "r1/0": 1} and store.replays.counts(2, 3) == {"r0/1": 1, "r1/0": 1}
+    assert store.replays.counts(0, 1) == {} and store.replays.counts(0, 2) == {"r0/1": 1}
+    assert [group.group_id for group in store.replays.consumed(0, 3)] == ["r0/0", "r0/1", "r1/0", "r2/0"], (
+        "none dropped"
+    )
+    assert store.groups.states("r0")["r0/1"] == ("consumed", 1, None), "its first use"
+    store.journal.record_step(3, {}, Used(("r2/0",)))
+    assert store.replays.counts(0, 3) == {"r0/1": 1}, "a step that is made again replaces its record"
+    store.journal.record_step(3, {}, Used(("r2/0",), {}, ("r0/0",)))
+    store.rollouts.discard(2)
+    assert store.replays.counts(0, 9) == {"r0/1": 1}
+    assert [group.group_id for group in store.replays.consumed(0, 9)] == ["r0/0", "r0/1", "r1/0"]
+    store.rollouts.discard(0)
+    assert store.replays.counts(0, 9) == {} and store.replays.consumed(0, 9) == []
 
 
 def test_excluded_members_are_recorded_with_their_step_and_forgotten_with_it(store: Store) -> None:
     request(store, groups=2)
-    for claim in store.claim_groups("a", 9):
+    for claim in store.groups.claim("a", 9):
         finish(store, claim)
     excluded = {("r0/0", 1): "duplicate", ("r0/1", 0): "empty"}
     for _ in range(2):
-        store.record_step(1, {}, Used(("r0/0", "r0/1"), excluded=excluded))
-    assert store.excluded(["r0/0", "r0/1"]) == excluded and store.excluded(["r0/1"]) == {("r0/1", 0): "empty"}
-    store.discard_rollouts(1)
-    assert store.excluded(["r0/0", "r0/1"]) == excluded
-    store.discard_rollouts(0)
-    assert store.excluded(["r0/0", "r0/1"]) == {}
+        store.journal.record_step(1, {}, Used(("r0/0", "r0/1"), excluded=excluded))
+    assert store.journal.excluded(["r0/0", "r0/1"]) == excluded and store.journal.excluded(["r0/1"]) == {
+        ("r0/1", 0): "empty"
+    }
+    store.rollouts.discard(1)
+    assert store.journal.excluded(["r0/0", "r0/1"]) == excluded
+    store.rollouts.discard(0)
+    assert store.journal.excluded(["r0/0", "r0/1"]) == {}
 
 
 def test_a_step_and_its_replays_are_one_transaction(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     request(store, groups=1)
-    finish(store, store.claim_groups("a", 1)[0])
-    store.record_step(1, {}, Used(("r0/0",)))
+    finish(store, store.groups.claim("a", 1)[0])
+    store.journal.record_step(1, {}, Used(("r0/0",)))
 
     def broken(*args: Any) -> None:
         mark_used(*args)
@@ -462,87 +474,91 @@ def test_a_step_and_its_replays_are_one_transaction(store: Store, monkeypatch: p
     mark_used = journal.mark_used
     monkeypatch.setattr(journal, "mark_used", broken)
     with pytest.raises(RuntimeError, match="killed here"):
-        store.record_step(2, {}, Used((), {}, ("r0/0",)))
-    assert [step for step, _ in store.steps()] == [1] and store.replays(0, 9) == {}
+        store.journal.record_step(2, {}, Used((), {}, ("r0/0",)))
+    assert [step for step, _ in store.journal.steps()] == [1] and store.replays.counts(0, 9) == {}
 
 
 def test_consumed_groups_come_in_one_order_with_their_accuracy(store: Store) -> None:
     """Not in a database's collation, nor as they were asked for; a greedy response is no member."""
     for name in ("train-000001", "train-000000-1", "train-000000"):
         request(store, name, groups=2, greedy=True)
-    for claim in store.claim_groups("a", 9):
+    for claim in store.groups.claim("a", 9):
         members = [make_trajectory(claim, index) for index in claim.indices]
         if claim.position:
             members[2] = replace(members[2], reward=Reward(math.nan, "error"))
-        assert store.put(claim, members)
+        assert store.groups.put(claim, members)
     names = [f"train-{name}/{i}" for name in ("000000", "000000-1", "000001") for i in range(2)]
-    store.record_step(4, {}, Used(tuple(reversed(names))))
-    found = store.consumed(3, 4)
+    store.journal.record_step(4, {}, Used(tuple(reversed(names))))
+    found = store.replays.consumed(3, 4)
     assert [group.group_id for group in found] == names and [group.accuracy for group in found] == [1.0, 0.5] * 3
     assert found[1] == UsedGroup("train-000000", 1, "train-000000/1", 4, 0.5)
-    assert store.consumed(4, 9) == store.consumed(0, 3) == []
+    assert store.replays.consumed(4, 9) == store.replays.consumed(0, 3) == []
 
 
 def test_unused_groups_lose_tokens_of_weights_that_a_resume_has_undone(store: Store) -> None:
     """Groups that were asked for with weights of 1 step; one was sampled with these, one with those of 3 steps."""
     versions = [WeightsVersion(1, n) for n in range(4)]
     for step, version in enumerate(versions):
-        store.record_version(version, step)
+        store.pacing.record_version(version, step)
     request(store, "train-000001", step=1, groups=3, version=versions[1])
-    for number, claim in enumerate(store.claim_groups("a", 2)):
+    for number, claim in enumerate(store.groups.claim("a", 2)):
         own = replace(claim, version=versions[(1, 3)[number]])
-        assert store.put(claim, [make_trajectory(own, i) for i in claim.indices])
-    assert [(group.group_id[-1], group.weights_step, group.ready) for group in store.unused()] == [
+        assert store.groups.put(claim, [make_trajectory(own, i) for i in claim.indices])
+    assert [(group.group_id[-1], group.weights_step, group.ready) for group in store.pacing.unused()] == [
         ("0", 1, True),
         ("1", 1, True),
         ("2", 1, False),
     ]
-    store.discard_rollouts(3)
+    store.rollouts.discard(3)
     assert states(store, "train-000001") == ["ready", "ready", "pending"]
-    store.discard_rollouts(2)
+    store.rollouts.discard(2)
     assert states(store, "train-000001") == ["ready", "pending", "pending"]
-    assert len(store.trajectories("train-000001")) == 2
-    assert store.claim_groups("b", 9) == []  # engines may have weights that were undone
+    assert len(store.groups.trajectories("train-000001")) == 2
+    assert store.groups.claim("b", 9) == []  # engines may have weights that were undone
     again = WeightsVersion(2, 0)
-    store.record_version(again, 2)
-    store.record_live(again)
-    assert [claim.position for claim in store.claim_groups("b", 9)] == [1, 2]
-    assert store.version_steps(versions) == {version: step for step, version in enumerate(versions)}
+    store.pacing.record_version(again, 2)
+    store.pacing.record_live(again)
+    assert [claim.position for claim in store.groups.claim("b", 9)] == [1, 2]
+    assert store.pacing.version_steps(versions) == {version: step for step, version in enumerate(versions)}
 
 
 def test_evaluations_are_claimed_before_training_groups(store: Store) -> None:
     request(store, "r0", groups=2)
-    store.request_rollout("eval-1", "eval", 1, VERSION, store.task_ids("train")[:1], 2, {})
-    assert [claim.rollout_id for claim in store.claim_groups("a", 2)] == ["r0", "eval-1"]
-    assert [claim.rollout_id for claim in store.claim_groups("a", 2)] == ["r0"]
+    store.rollouts.request("eval-1", "eval", 1, VERSION, store.tasks.ids("train")[:1], 2, {})
+    assert [claim.rollout_id for claim in store.groups.claim("a", 2)] == ["r0", "eval-1"]
+    assert [claim.rollout_id for claim in store.groups.claim("a", 2)] == ["r0"]
 
 
 def test_an_evaluation_is_recorded_once_and_with_its_groups(store: Store) -> None:
-    store.request_rollout("eval-0", "eval", 0, VERSION, store.task_ids("train")[:3], 2, {})
-    claims = store.claim_groups("a", 9)
+    store.rollouts.request("eval-0", "eval", 0, VERSION, store.tasks.ids("train")[:3], 2, {})
+    claims = store.groups.claim("a", 9)
     for claim in claims[:2]:
         finish(store, claim)
-    assert store.to_evaluate() == []
+    assert store.evaluations.to_count() == []
     finish(store, claims[2])
-    assert store.to_evaluate() == [("eval-0", 0, 2)] and not store.is_complete("eval-0")
-    assert store.take(9, step=0) == []
+    assert store.evaluations.to_count() == [("eval-0", 0, 2)] and not store.rollouts.is_complete("eval-0")
+    assert store.groups.take(9, step=0) == []
     for accuracy in (0.5, 0.25):  # the second explorer was late
-        store.record_evaluation("a", "eval-0", {"rollout_id": "eval-0", "step": 0, "accuracy": accuracy})
-    assert store.is_complete("eval-0") and states(store, "eval-0") == ["consumed"] * 3 and store.to_evaluate() == []
-    assert [event["data"]["accuracy"] for event in store.events("evaluation")] == [0.5]
-    assert store.evaluation("eval-0")["accuracy"] == 0.5
+        store.journal.record_evaluation("a", "eval-0", {"rollout_id": "eval-0", "step": 0, "accuracy": accuracy})
+    assert (
+        store.rollouts.is_complete("eval-0")
+        and states(store, "eval-0") == ["consumed"] * 3
+        and store.evaluations.to_count() == []
+    )
+    assert [event["data"]["accuracy"] for event in store.journal.events("evaluation")] == [0.5]
+    assert store.evaluations.read("eval-0")["accuracy"] == 0.5
 
 
 def test_job_state_and_events(store: Store) -> None:
-    assert store.job_state() == "open"
-    store.close_job()
-    assert store.job_state() == "closed"
-    store.open_job()
-    assert store.job_state() == "open"
-    store.record_event("explorer", "retry", {"n": 1})
-    store.record_event("trainer", "evaluation", {"accuracy": 0.5})
-    assert [event["kind"] for event in store.events()] == ["retry", "evaluation"]
-    assert store.events("evaluation")[0]["data"] == {"accuracy": 0.5}
+    assert store.journal.job_state() == "open"
+    store.journal.close_job()
+    assert store.journal.job_state() == "closed"
+    store.journal.open_job()
+    assert store.journal.job_state() == "open"
+    store.journal.record_event("explorer", "retry", {"n": 1})
+    store.journal.record_event("trainer", "evaluation", {"accuracy": 0.5})
+    assert [event["kind"] for event in store.journal.events()] == ["retry", "evaluation"]
+    assert store.journal.events("evaluation")[0]["data"] == {"accuracy": 0.5}
 
 
 def test_a_memory_store_is_refused() -> None:
@@ -553,10 +569,10 @@ def test_a_memory_store_is_refused() -> None:
 def test_an_older_attempt_can_change_nothing(url: str) -> None:
     first = Store(url)
     first.begin_attempt(1)
-    first.add_tasks("train", [make_task(i) for i in range(6)])
+    first.tasks.add("train", [make_task(i) for i in range(6)])
     request(first)
     old = Store(url, attempt=1)
-    claims = old.claim_groups("a", 2)
+    claims = old.groups.claim("a", 2)
     new = Store(url)
     new.begin_attempt(2)
     before = rows(url)
@@ -570,12 +586,12 @@ def test_an_older_attempt_can_change_nothing(url: str) -> None:
     for attempt in (1, 2):
         with pytest.raises(FencedError, match=f"attempt {attempt} cannot begin: .* has seen attempt 2"):
             Store(url).begin_attempt(attempt)
-    assert rows(url) == before and old.progress("r0") == (0, 6)
+    assert rows(url) == before and old.rollouts.progress("r0") == (0, 6)
     unfenced, current = Store(url), Store(url, attempt=2)
     for name, write in WRITES.items():
         for store in (new, current, unfenced):
             write(store, claims)
-            assert name != "close_job" or store.job_state() == "closed"
+            assert name != "journal.close_job" or store.journal.job_state() == "closed"
     for store in (first, old, new, unfenced, current):
         store.close()
 
@@ -590,50 +606,54 @@ def test_an_attempt_that_never_began_can_make_nothing(url: str) -> None:
 
 def test_a_rollout_is_read_in_parts_of_limited_size(store: Store) -> None:
     request(store)
-    for claim in store.claim_groups("a", 6)[:4]:
+    for claim in store.groups.claim("a", 6)[:4]:
         finish(store, claim)
     ids = [f"r0/{i}" for i in range(4)]
     done = [[group_id] for group_id in ids]
-    assert store.group_ids("r0") == ids and store.group_ids("none") == []
-    assert store.parts(ids, 1) == done and store.parts(ids) == [ids] and store.parts([]) == []
-    one = store.read(done[2])
+    assert store.groups.ids("r0") == ids and store.groups.ids("none") == []
+    assert store.groups.parts(ids, 1) == done and store.groups.parts(ids) == [ids] and store.groups.parts([]) == []
+    one = store.groups.read(done[2])
     assert [(e.group_id, e.index) for e in one] == [("r0/2", 0), ("r0/2", 1)]
     size = sum(len(trajectory_to_row(e)["tensors"]) for e in one)
-    assert store.parts(ids, 2 * size) == [ids[:2], ids[2:]] and store.parts(ids, 2 * size - 1) == done
-    assert store.array_bytes([*ids[:2], "none"]) == {"r0/0": size, "r0/1": size}
+    assert store.groups.parts(ids, 2 * size) == [ids[:2], ids[2:]] and store.groups.parts(ids, 2 * size - 1) == done
+    assert store.groups.array_bytes([*ids[:2], "none"]) == {"r0/0": size, "r0/1": size}
 
 
 def test_the_success_of_tasks_is_that_of_their_newest_used_group(store: Store) -> None:
     """Of four samples so many are right; None is an error, and a greedy answer is no sample."""
     for step, right in ((1, [4, 1]), (2, [2, 0, None])):
         request(store, f"r{step}", step=step - 1, groups=len(right), group_size=4, greedy=True)
-        for claim, wanted in zip(store.claim_groups("a", 9), right, strict=True):
+        for claim, wanted in zip(store.groups.claim("a", 9), right, strict=True):
             answers = [make_trajectory(claim, i) for i in claim.indices]
             statuses = ["error" if wanted is None else "ok" if GREEDY < e.index < wanted else "wrong" for e in answers]
             given = [replace(e, reward=Reward(0.0, s)) for e, s in zip(answers, statuses, strict=True)]  # type: ignore[arg-type]
-            assert store.put(claim, given)
-    assert store.successes(0, 9) == {}, "no step has used them"
-    store.record_step(1, {}, Used(("r1/0",), {"r1/1": "all_wrong"}))
-    store.record_step(2, {}, Used(("r2/0", "r2/1", "r2/2")))
-    assert store.successes(0, 1) == {"train/0": 1.0, "train/1": 0.25}
-    assert store.successes(0, 2) == {"train/0": 0.5, "train/1": 0.0}
-    assert store.successes(1, 1) == {}
-    store.discard_rollouts(1)
-    assert store.successes(0, 2) == {"train/0": 1.0, "train/1": 0.25}
+            assert store.groups.put(claim, given)
+    assert store.groups.successes(0, 9) == {}, "no step has used them"
+    store.journal.record_step(1, {}, Used(("r1/0",), {"r1/1": "all_wrong"}))
+    store.journal.record_step(2, {}, Used(("r2/0", "r2/1", "r2/2")))
+    assert store.groups.successes(0, 1) == {"train/0": 1.0, "train/1": 0.25}
+    assert store.groups.successes(0, 2) == {"train/0": 0.5, "train/1": 0.0}
+    assert store.groups.successes(1, 1) == {}
+    store.rollouts.discard(1)
+    assert store.groups.successes(0, 2) == {"train/0": 1.0, "train/1": 0.25}
 
 
 def test_an_evaluation_and_successes_scan_no_table_of_groups(tmp_path: Path) -> None:
     """After every finished group, at every step and every second; read from SQLite's plans."""
     store = Store(f"sqlite:///{tmp_path}/store.db")
-    store.add_tasks("train", [make_task(i) for i in range(6)])
-    store.request_rollout("eval-0", "eval", 0, VERSION, store.task_ids("train"), 2, {})
+    store.tasks.add("train", [make_task(i) for i in range(6)])
+    store.rollouts.request("eval-0", "eval", 0, VERSION, store.tasks.ids("train"), 2, {})
     statements: list[tuple[str, Any]] = []
     sqlalchemy.event.listen(
         store._database._reader,
         "before_cursor_execute",
         lambda connection, cursor, statement, parameters, *_: statements.append((statement, parameters)),
     )
-    assert store.to_evaluate("eval-0") == [] and store.successes(0, 9) == {} and store.keepers() == {}
+    assert (
+        store.evaluations.to_count("eval-0") == []
+        and store.groups.successes(0, 9) == {}
+        and store.evaluations.keepers() == {}
+    )
     with sqlite3.connect(tmp_path / "store.db") as database:
         of_groups = [pair for pair in statements if "groups" in pair[0]]
         assert len(of_groups) == 3
@@ -647,7 +667,7 @@ def test_an_evaluation_and_successes_scan_no_table_of_groups(tmp_path: Path) -> 
 def test_a_claim_sorts_no_pending_groups(tmp_path: Path) -> None:
     """However many there are, under the write lock; read from SQLite's plans."""
     store = Store(f"sqlite:///{tmp_path}/store.db")
-    store.add_tasks("train", [make_task(i) for i in range(6)])
+    store.tasks.add("train", [make_task(i) for i in range(6)])
     request(store, "r0")
     request(store, "r1")
     statements: list[tuple[str, Any]] = []
@@ -656,7 +676,7 @@ def test_a_claim_sorts_no_pending_groups(tmp_path: Path) -> None:
         "before_cursor_execute",
         lambda connection, cursor, statement, parameters, *_: statements.append((statement, parameters)),
     )
-    assert [claim.group_id for claim in store.claim_groups("a", 8)] == [
+    assert [claim.group_id for claim in store.groups.claim("a", 8)] == [
         *(f"r0/{i}" for i in range(6)),
         *(f"r1/{i}" for i in range(2)),
     ]
@@ -684,67 +704,69 @@ def test_a_rollout_reads_the_tasks_that_it_asks_for_alone(store: Store) -> None:
     assert all(statements.index(statement) < first_write for statement in of_tasks)
 
 
-def test_every_write_is_in_the_table_of_writes() -> None:
+def test_every_write_is_in_the_table_of_writes(store: Store) -> None:
     reads = {
-        "task_ids",
-        "task_images",
-        "group_images",
-        "tasks",
-        "data_sources",
-        "progress",
-        "rollout_metrics",
-        "trajectories",
-        "parts",
-        "read",
-        "take",
-        "group_ids",
-        "group_states",
-        "is_complete",
-        "is_requested",
-        "unused",
-        "num_asked",
-        "version_steps",
-        "live_step",
-        "busy_times",
-        "segments",
-        "reached",
-        "last_step",
-        "awaiting",
-        "to_evaluate",
-        "uncounted",
-        "keepers",
-        "evaluation",
-        "engines",
-        "own_engines",
-        "engine_room",
-        "engine_programs",
-        "task_sources",
-        "steps",
-        "events",
-        "successes",
-        "consumed",
-        "replays",
-        "excluded",
-        "job_state",
-        "has_begun",
-        "beats",
-        "experts",
-        "expert_imports",
-        "num_experts",
-        "scored_trajectories",
-        "num_selected",
-        "array_bytes",
-        "selected",
-        "group",
-        "glances",
-        "members",
-        "tasks_named",
-        "needed_again",
-        "changed_tasks",
-        "num_awaiting",
+        "engines.own",
+        "engines.programs",
+        "engines.read",
+        "engines.room",
+        "evaluations.keepers",
+        "evaluations.read",
+        "evaluations.to_count",
+        "evaluations.uncounted",
+        "experts.count",
+        "experts.imports",
+        "experts.read",
+        "experts.scored_trajectories",
+        "groups.array_bytes",
+        "groups.ids",
+        "groups.images",
+        "groups.parts",
+        "groups.read",
+        "groups.states",
+        "groups.successes",
+        "groups.take",
+        "groups.trajectories",
+        "journal.events",
+        "journal.excluded",
+        "journal.has_begun",
+        "journal.job_state",
+        "journal.last_step",
+        "journal.steps",
+        "late.awaiting",
+        "late.count",
+        "pacing.live_step",
+        "pacing.num_asked",
+        "pacing.unused",
+        "pacing.version_steps",
+        "replays.consumed",
+        "replays.counts",
+        "rollouts.is_complete",
+        "rollouts.is_requested",
+        "rollouts.metrics",
+        "rollouts.progress",
+        "rollouts.task_sources",
+        "segments.reached",
+        "segments.read",
+        "selection.count",
+        "selection.glances",
+        "selection.group",
+        "selection.groups",
+        "selection.members",
+        "selection.needed_again",
+        "selection.tasks_named",
+        "tasks.changed",
+        "tasks.data_sources",
+        "tasks.ids",
+        "tasks.images",
+        "tasks.read",
+        "workers.beats",
+        "workers.busy_times",
     }
-    methods = {name for part in Store.__mro__[:-1] for name in vars(part) if not name.startswith("_")}
-    assert methods - reads - {"run_id", "close", "begin_attempt"} == set(WRITES)
+    parts = {name: part for name, part in vars(store).items() if not name.startswith("_") and name != "program"}
+    methods = {f"{name}.{method}" for name, part in parts.items() for method in vars(type(part))}
+    methods = {method for method in methods if "._" not in method} | {"sync"}
+    assert methods - reads - {"journal.run_id"} == set(WRITES)
 
 
 def test_a_locked_file_is_waited_for(
@@ -755,14 +777,14 @@ def test_a_locked_file_is_waited_for(
     other = sqlite3.connect(tmp_path / "store.db", isolation_level=None, check_same_thread=False)
     other.execute("BEGIN IMMEDIATE")
     with pytest.raises(JobError, match=r"could not be used for 0.01 s \(store.outage_s=0\): database is locked; bring"):
-        hasty.record_step(1, {})
-    writing = threading.Thread(target=patient.record_event, args=("trainer", "kept", {}))
+        hasty.journal.record_step(1, {})
+    writing = threading.Thread(target=patient.journal.record_event, args=("trainer", "kept", {}))
     writing.start()
     while not any("database is locked; trying again for up to 300 s" in message for message in caplog.messages):
         time.sleep(0.005)
     other.execute("COMMIT")
     writing.join()
-    assert [event["kind"] for event in hasty.events()] == ["kept"]
+    assert [event["kind"] for event in hasty.journal.events()] == ["kept"]
     assert "back after" in caplog.messages[-1]
     other.close()
 
@@ -851,18 +873,18 @@ import sys
 from megarl.explore.store import Store
 from tests.stores import finish
 store, worker = Store(sys.argv[1]), sys.argv[2]
-claims = store.claim_groups(worker, 2)
+claims = store.groups.claim(worker, 2)
 sys.stdout.write("ready\\n"); sys.stdout.flush(); sys.stdin.readline()  # neither goes on before both hold a claim
 while claims:
     for claim in claims:
         assert finish(store, claim)
         sys.stdout.write(claim.group_id + "\\n")
-    claims = store.claim_groups(worker, 2)
+    claims = store.groups.claim(worker, 2)
 """
 
 
 def test_two_processes_never_claim_the_same_group(store: Store, url: str) -> None:
-    store.add_tasks("train", [make_task(i) for i in range(60)])
+    store.tasks.add("train", [make_task(i) for i in range(60)])
     request(store, groups=60)
     command = [sys.executable, "-c", WORKER, url]
     processes = [
@@ -876,11 +898,11 @@ def test_two_processes_never_claim_the_same_group(store: Store, url: str) -> Non
     counts = Counter(group for output in outputs for group in output)
     assert counts == {f"r0/{i}": 1 for i in range(60)}
     assert all(outputs), "both held a claim when they went on"
-    assert store.progress("r0") == (60, 60) and len(store.trajectories("r0")) == 120
+    assert store.rollouts.progress("r0") == (60, 60) and len(store.groups.trajectories("r0")) == 120
 
 
 def test_processes_open_a_new_store_together(url: str) -> None:
-    code = "import sys; from megarl.explore.store import Store; Store(sys.argv[1]).open_job()"
+    code = "import sys; from megarl.explore.store import Store; Store(sys.argv[1]).journal.open_job()"
     command = [sys.executable, "-c", code, url]
     processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
     assert [process.communicate(timeout=60)[1] for process in processes] == ["", "", ""]

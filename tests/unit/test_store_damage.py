@@ -28,14 +28,14 @@ def filled(path: Path) -> str:
     url = f"sqlite:///{path}"
     store = Store(url)
     store.begin_attempt(1)
-    store.add_tasks("train", [make_task(i) for i in range(6)])
+    store.tasks.add("train", [make_task(i) for i in range(6)])
     for number in range(2):
         request(store, f"r{number}", step=number)
-        for claim in store.claim_groups("a", 6):
+        for claim in store.groups.claim("a", 6):
             assert finish(store, claim)
     for step in range(1, STEPS + 1):
-        store.record_step(step, {"reward": step / 7, "filler": 1000.0 + step})
-    store.record_event("trainer", "evaluation", {"step": 1, "accuracy": 0.5})
+        store.journal.record_step(step, {"reward": step / 7, "filler": 1000.0 + step})
+    store.journal.record_event("trainer", "evaluation", {"step": 1, "accuracy": 0.5})
     store.close()
     return url
 
@@ -74,7 +74,12 @@ def test_a_damaged_file_is_told_in_one_line_and_set_aside(tmp_path: Path, damage
     assert found and "\n" not in found
     with pytest.raises(StoreDamagedError, match=rf"store {url} is damaged: ") as raised:
         store = Store(url)
-        store.steps(), store.tasks("train"), store.events(), [store.trajectories(f"r{i}") for i in range(2)]
+        (
+            store.journal.steps(),
+            store.tasks.read("train"),
+            store.journal.events(),
+            [store.groups.trajectories(f"r{i}") for i in range(2)],
+        )
     assert "\n" not in str(raised.value)
     aside = replace_store(path, {})
     assert aside == tmp_path / "store.db.damaged" and aside.read_bytes() == broken
@@ -107,7 +112,7 @@ def test_a_row_that_no_start_could_read_is_found(tmp_path: Path, damage: str) ->
     assert fault(path) is not None
     store = Store(url)
     with pytest.raises(StoreDamagedError, match="start the run again"):
-        store.steps(), store.tasks("train")
+        store.journal.steps(), store.tasks.read("train")
     store.close()
 
 
@@ -135,7 +140,7 @@ def test_a_replacement_that_was_cut_off_is_repeated(tmp_path: Path, monkeypatch:
     aside = replace_store(path, steps)
     assert fault(path) is None and aside.read_bytes() == b"x" * 20000
     store = Store(url)
-    assert store.steps() == list(steps.items())
+    assert store.journal.steps() == list(steps.items())
     store.close()
     assert sorted(p.name for p in tmp_path.iterdir() if "damaged" not in p.name) == ["store.db"]
 
@@ -186,10 +191,10 @@ def test_what_is_synced_outlives_a_power_cut(tmp_path: Path, when: str) -> None:
     run.mkdir()
     environment = {**os.environ, **disk.environment}
     subprocess.run([sys.executable, "-c", WRITER, f"sqlite:///{run}/store.db", when], env=environment, check=False)
-    assert len(Store(f"sqlite:///{run}/store.db").steps()) == 6
+    assert len(Store(f"sqlite:///{run}/store.db").journal.steps()) == 6
     assert fault(disk.kept / "store.db") is None
     store = Store(f"sqlite:///{disk.kept}/store.db")
-    assert [step for step, _ in store.steps()] == ([1, 2, 3, 4, 5] if when == "synced" else [])
+    assert [step for step, _ in store.journal.steps()] == ([1, 2, 3, 4, 5] if when == "synced" else [])
     store.close()
 
 
@@ -199,7 +204,7 @@ def test_a_file_that_cannot_be_written_is_told_in_one_line(tmp_path: Path, monke
     with pytest.raises(
         ConfigError, match=rf"store\.url={url} cannot be .* \(attempt to write a readonly database\); .* set store\.url"
     ) as raised:
-        Store(url).record_step(1, {})
+        Store(url).journal.record_step(1, {})
     assert "\n" not in str(raised.value)
     (tmp_path / "folder.db").mkdir()
     with pytest.raises(
@@ -219,7 +224,7 @@ def test_a_look_at_a_store_changes_nothing(tmp_path: Path, killed: bool) -> None
     assert ("store.db-wal" in files) == killed
     store = Store(url, read_only=True)
     assert fault(tmp_path / "store.db") is None
-    assert store.job_state() == ("closed" if killed else "open")
+    assert store.journal.job_state() == ("closed" if killed else "open")
     store.close()
     files.pop("store.db-shm", None)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.suffix != ".db-shm"} == files

@@ -32,7 +32,7 @@ from megarl.explore.store import Store
 from tests.stores import expert
 def advance(count):
     os.kill(os.getpid(), signal.SIGKILL)
-Store(sys.argv[1]).import_experts([("big", [expert(i) for i in range(2500)])], advance=advance)
+Store(sys.argv[1]).experts.import_sources([("big", [expert(i) for i in range(2500)])], advance=advance)
 """
 
 
@@ -52,23 +52,25 @@ def store(store_url: str) -> Iterator[Store]:
 
 
 def held(store: Store) -> list[str]:
-    return [str(found.task.response) for part in store.experts() for found in part]
+    return [str(found.task.response) for part in store.experts.read() for found in part]
 
 
 def test_each_row_is_stored_once_and_counted(store: Store) -> None:
-    first = store.import_experts([("a", [expert(3), expert(1), expert(3, row=2)]), ("b", [expert(1), expert(0)])])
+    first = store.experts.import_sources(
+        [("a", [expert(3), expert(1), expert(3, row=2)]), ("b", [expert(1), expert(0)])]
+    )
     assert [each[:4] for each in first] == [(1, "a", 3, 2), (2, "b", 2, 1)]
-    (again,) = store.import_experts([("a", [expert(3), expert(1)])])
+    (again,) = store.experts.import_sources([("a", [expert(3), expert(1)])])
     assert (again.number, again.given, again.added) == (0, 2, 0)
-    assert [each[:5] for each in store.expert_imports()] == [(1, "a", 3, 2, 2), (2, "b", 2, 1, 1)]
-    assert store.num_experts() == 3
+    assert [each[:5] for each in store.experts.imports()] == [(1, "a", 3, 2, 2), (2, "b", 2, 1, 1)]
+    assert store.experts.count() == 3
     assert held(store) == ["2", "4", "1"], "by import, then by row"
 
 
 def test_scores_and_log_probs_come_back_exactly(store: Store) -> None:
     logp = np.array([-1e-42, -0.1, -3.4e38], np.float32)
-    store.import_experts([("a", [expert(0, score=0.1 + 0.2, teacher_logp=logp, tokenizer="t"), expert(1)])])
-    ((first, second),) = store.experts()
+    store.experts.import_sources([("a", [expert(0, score=0.1 + 0.2, teacher_logp=logp, tokenizer="t"), expert(1)])])
+    ((first, second),) = store.experts.read()
     assert (first.score, first.tokenizer, second.score, second.teacher_logp) == (0.1 + 0.2, "t", None, None)
     assert first.teacher_logp is not None and first.teacher_logp.tobytes() == logp.tobytes()
     assert first.experience_id == expert(0).experience_id != second.experience_id
@@ -77,29 +79,29 @@ def test_scores_and_log_probs_come_back_exactly(store: Store) -> None:
 def test_a_message_and_template_options_come_back(store: Store) -> None:
     answer = {"role": "assistant", "content": "ä\0", "reasoning_content": "b"}
     task = replace(expert(0).task, answer=answer, response="ä\0", chat_template_kwargs={"enable_thinking": True})
-    store.import_experts([("a", [ExpertExperience(task), expert(0, row=1)])])
-    ((found, _),) = store.experts()
+    store.experts.import_sources([("a", [ExpertExperience(task), expert(0, row=1)])])
+    ((found, _),) = store.experts.read()
     for name in ("prompt", "response", "answer", "chat_template_kwargs", "task_id"):
         assert getattr(found.task, name) == getattr(task, name)
 
 
 def test_the_rows_of_the_setting_are_replaced_and_those_of_imports_stay(store: Store) -> None:
-    store.import_experts([("a", [expert(1)])])
+    store.experts.import_sources([("a", [expert(1)])])
     file = [expert(2, row=0), expert(1, row=1), expert(0, row=2)]
-    assert store.set_experts("f", file) is not None
+    assert store.experts.replace_source("f", file) is not None
     assert held(store) == ["2", "3", "1"]
-    assert store.set_experts("f", file) is None, "nothing has changed"
-    assert store.set_experts("f", [expert(0), expert(2)]) is not None
+    assert store.experts.replace_source("f", file) is None, "nothing has changed"
+    assert store.experts.replace_source("f", [expert(0), expert(2)]) is not None
     assert held(store) == ["2", "1", "3"], "in the order of the new file"
-    assert store.set_experts("f", []) is not None
+    assert store.experts.replace_source("f", []) is not None
     assert held(store) == ["2"]
 
 
 def test_many_rows_are_read_in_parts_in_order(store: Store) -> None:
     seen: list[int] = []
-    store.import_experts([("a", [expert(i) for i in range(2500)])], advance=seen.append)
+    store.experts.import_sources([("a", [expert(i) for i in range(2500)])], advance=seen.append)
     assert sum(seen) == 2500 and len(seen) > 2
-    assert [len(part) for part in store.experts()] == [1000, 1000, 500]
+    assert [len(part) for part in store.experts.read()] == [1000, 1000, 500]
     assert held(store) == [str(i + 1) for i in range(2500)]
 
 
@@ -108,13 +110,13 @@ def test_an_import_that_is_killed_leaves_nothing(store: Store, store_url: str) -
     killed = subprocess.run([sys.executable, "-c", KILLED, store_url], timeout=60, capture_output=True)
     assert killed.returncode == -9, killed.stderr
     assert rows(store_url) == before
-    (done,) = store.import_experts([("big", [expert(i) for i in range(2500)])])
+    (done,) = store.experts.import_sources([("big", [expert(i) for i in range(2500)])])
     assert (done.number, done.added) == (1, 2500)
 
 
-@pytest.mark.parametrize("write", ["import_experts", "set_experts"])
+@pytest.mark.parametrize("write", ["import_sources", "replace_source"])
 def test_a_commit_that_nobody_heard_of_is_not_repeated(store: Store, store_url: str, write: str) -> None:
-    once, answers = store._write, list[Any]()
+    once, answers = store._database.write, list[Any]()
 
     def twice(work: Callable[..., Any]) -> Any:
         answers.append(once(lambda connection, again: work(connection, False)))
@@ -123,11 +125,11 @@ def test_a_commit_that_nobody_heard_of_is_not_repeated(store: Store, store_url: 
         return answers[-1]
 
     found: list[Any] = []
-    store._write = twice  # type: ignore[assignment]
-    if write == "import_experts":
-        store.import_experts([("a", [expert(0), expert(1)])])
+    store._database.write = twice  # type: ignore[assignment]
+    if write == "import_sources":
+        store.experts.import_sources([("a", [expert(0), expert(1)])])
     else:
-        store.set_experts("a", [expert(0), expert(1)])
+        store.experts.replace_source("a", [expert(0), expert(1)])
     assert answers[0] == answers[1] and rows(store_url) == found[0]
     assert held(store) == ["1", "2"]
 
@@ -158,7 +160,7 @@ def test_the_command_imports_every_format_and_refuses_all_for_one_row(
         assert f"{good[2]}: 1 rows, {new} new, {1 - new} were there" in caplog.text
         assert "3 expert rows in the store" in caplog.text
     store = Store(f"sqlite:///{tmp_path}/store.db")
-    found = [each for part in store.experts() for each in part]
+    found = [each for part in store.experts.read() for each in part]
     assert [(each.task.question, each.task.response, each.score) for each in found] == [
         ("12 - 7 =", "5", None),
         ("14 - 7 =", "7", None),
@@ -209,9 +211,9 @@ def test_good_responses_of_another_run(prepared: Path, tmp_path: Path) -> None:
     (run_dir / "resolved.json").write_text(json.dumps(to_dict(config)))
     tokenizer = ChatTokenizer.of(config)
     store = Store(config.store.url)
-    store.add_tasks("train", [make_task(i) for i in range(3)])
-    store.request_rollout("r", "train", 0, VERSION, store.task_ids("train"), 2, {})
-    for claim in store.claim_groups("a", 3):
+    store.tasks.add("train", [make_task(i) for i in range(3)])
+    store.rollouts.request("r", "train", 0, VERSION, store.tasks.ids("train"), 2, {})
+    for claim in store.groups.claim("a", 3):
         ids = tokenizer.response_ids(str(claim.position + 1))
         logp = np.linspace(-1, 0, len(ids), dtype=np.float32)
         turns = one_turn(range(5), ids, logp, version=claim.version)
@@ -219,7 +221,7 @@ def test_good_responses_of_another_run(prepared: Path, tmp_path: Path) -> None:
             replace(make_trajectory(claim, i), turns=turns, reward=Reward(float(claim.position != 1 and i == 0), "ok"))
             for i in range(2)
         ]
-        assert store.put(claim, members)
+        assert store.groups.put(claim, members)
     store.close()
     found = read_run(run_dir, 1.0)
     assert [(each.task.question, each.task.response, each.score) for each in found] == [
@@ -238,8 +240,8 @@ def test_a_job_without_any_expert_row_is_refused(prepared: Path, tmp_path: Path)
     with pytest.raises(ConfigError, match="needs expert rows, and the store has none"):
         fill_experts(none, store)
     fill_experts(config_of(prepared, "algorithm=mix", f"taskset.expert={prepared}/data/warm_start.parquet"), store)
-    assert store.num_experts() == 30
-    assert [event["data"]["rows"] for event in store.events("experts")] == [30]
+    assert store.experts.count() == 30
+    assert [event["data"]["rows"] for event in store.journal.events("experts")] == [30]
     fill_experts(config_of(prepared, "algorithm=mix", f"taskset.expert={prepared}/data/warm_start.parquet"), store)
-    assert len(store.events("experts")) == 1, "a resumed job writes nothing"
+    assert len(store.journal.events("experts")) == 1, "a resumed job writes nothing"
     store.close()

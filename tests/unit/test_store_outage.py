@@ -29,7 +29,7 @@ store = Store(sys.argv[1], outage_s=300) if sys.argv[2] == "early" else None
 print("ready", flush=True)
 sys.stdin.readline()
 store = store or Store(sys.argv[1], outage_s=300)
-store.record_step(1, {})
+store.journal.record_step(1, {})
 """
 
 
@@ -76,7 +76,7 @@ def test_a_locked_file_is_no_stall(tmp_path: Path) -> None:
         assert shows_that_it_waits(memory)
         other.execute("ROLLBACK")
         assert process.wait(60) == 0
-    assert [step for step, _ in store.steps()] == [1]
+    assert [step for step, _ in store.journal.steps()] == [1]
     store.close()
     other.close()
 
@@ -123,7 +123,7 @@ def test_a_process_that_was_suspended_in_an_outage_has_not_waited(
 
     clock = SimpleNamespace(time=time.time, monotonic=lambda: time.monotonic() + 3600 * bool(sleeps), sleep=sleep)
     monkeypatch.setattr(transactions, "time", clock)
-    store.record_step(1, {})
-    assert [step for step, _ in store.steps()] == [1] and len(sleeps) == 2
+    store.journal.record_step(1, {})
+    assert [step for step, _ in store.journal.steps()] == [1] and len(sleeps) == 2
     store.close()
     other.close()

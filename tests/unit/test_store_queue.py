@@ -19,7 +19,7 @@ from tests.stores import make_task, make_trajectory, request
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
     store = Store(f"sqlite:///{tmp_path}/store.db")
-    store.add_tasks("train", [make_task(i) for i in range(6)])
+    store.tasks.add("train", [make_task(i) for i in range(6)])
     request(store)
     yield store
     store.close()
@@ -33,7 +33,7 @@ def put_at_once(store: Store, claims: list[Claim], fails: bool) -> tuple[Any, li
         sizes.append(len(ended))
         if fails and len(sizes) > 1:
             raise JobError("the store is gone")
-        return await asyncio.to_thread(store.put_all, ended)
+        return await asyncio.to_thread(store.groups.put_all, ended)
 
     ended = [EndedGroup(claim, [make_trajectory(claim, i) for i in claim.indices]) for claim in claims]
 
@@ -48,28 +48,28 @@ def put_at_once(store: Store, claims: list[Claim], fails: bool) -> tuple[Any, li
 
 
 def test_they_share_a_transaction(store: Store) -> None:
-    claims = store.claim_groups("a", 6)
+    claims = store.groups.claim("a", 6)
     claims[3] = replace(claims[3], token="another")  # it has been given to somebody else
     results, sizes = put_at_once(store, claims, fails=False)
     assert results == [True, True, True, False, True, True] and sizes == [1, 5]
-    assert len(store.trajectories("r0")) == 10
+    assert len(store.groups.trajectories("r0")) == 10
 
 
 def test_a_failure_is_that_of_all_that_were_written_together(store: Store) -> None:
-    results, sizes = put_at_once(store, store.claim_groups("a", 6), fails=True)
+    results, sizes = put_at_once(store, store.groups.claim("a", 6), fails=True)
     assert results[0] is True and sizes == [1, 5]
     assert all(isinstance(result, JobError) for result in results[1:])
 
 
 def test_whoever_is_cancelled_takes_nobody_with_it(store: Store) -> None:
     """The first task is cancelled while its write is under way, another one while it waits for its turn."""
-    claims = store.claim_groups("a", 4)
+    claims = store.groups.claim("a", 4)
     began, go_on = asyncio.Event(), asyncio.Event()
 
     async def slow(ended: Sequence[EndedGroup]) -> list[bool]:
         began.set()
         await go_on.wait()
-        return await asyncio.to_thread(store.put_all, ended)
+        return await asyncio.to_thread(store.groups.put_all, ended)
 
     async def main() -> list[Any]:
         queue = StoreQueue(slow)
@@ -86,5 +86,5 @@ def test_whoever_is_cancelled_takes_nobody_with_it(store: Store) -> None:
     results = asyncio.run(asyncio.wait_for(main(), 60))
     assert [isinstance(result, asyncio.CancelledError) for result in results] == [True, False, True, False]
     assert results[1] is True and results[3] is True
-    states = [state for state, _, _ in store.group_states("r0").values()]
+    states = [state for state, _, _ in store.groups.states("r0").values()]
     assert states[:4] == ["ready"] * 4, "what was queued is written all the same"

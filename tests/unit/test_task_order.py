@@ -117,7 +117,7 @@ def choice_of(path: Path, config: Config, names: tuple[str, ...] = ("",), size: 
     store = Store(f"sqlite:///{path}/store.db")
     ids = [f"train/{name}/{i}" if name else f"train/{i}" for name in names for i in range(size)]
     tasks = [replace(make_task(i), task_id=task_id, extra_info={"n": i % size}) for i, task_id in enumerate(ids)]
-    store.add_tasks("train", tasks)
+    store.tasks.add("train", tasks)
     return TaskChoice(config, store)
 
 
@@ -159,14 +159,16 @@ def test_the_difficulty_of_a_curriculum_rises(tmp_path: Path) -> None:
 def answered(store: Store, step: int, right: dict[str, int], *, dropped: str = "") -> None:
     """A step whose groups of 4 have so many right responses; the group of the task ``dropped`` is left out."""
     name = f"train-{step - 1:06d}"
-    store.request_rollout(name, "train", step - 1, VERSION, list(right), 4, {"temperature": 1.0})
-    for claim in store.claim_groups("e", 100):
+    store.rollouts.request(name, "train", step - 1, VERSION, list(right), 4, {"temperature": 1.0})
+    for claim in store.groups.claim("e", 100):
         wanted = right[claim.task.task_id]
         rewards = [Reward(float(i < wanted), "ok" if i < wanted else "wrong") for i in claim.indices]
-        store.put(claim, [replace(make_trajectory(claim, i), reward=rewards[i]) for i in claim.indices])
+        store.groups.put(claim, [replace(make_trajectory(claim, i), reward=rewards[i]) for i in claim.indices])
     groups = {f"{name}/{position}": task for position, task in enumerate(right)}
     used = tuple(group for group, task in groups.items() if task != dropped)
-    store.record_step(step, {}, Used(used, {group: "all_right" for group, task in groups.items() if task == dropped}))
+    store.journal.record_step(
+        step, {}, Used(used, {group: "all_right" for group, task in groups.items() if task == dropped})
+    )
 
 
 def test_success_is_that_of_the_newest_group_that_a_step_has_used(tmp_path: Path) -> None:
@@ -174,10 +176,10 @@ def test_success_is_that_of_the_newest_group_that_a_step_has_used(tmp_path: Path
     store = choice._store
     answered(store, 1, {"train/0": 4, "train/1": 1}, dropped="train/0")
     answered(store, 2, {"train/1": 3, "train/2": 0})
-    store.request_rollout("train-000002", "train", 2, VERSION, ["train/3"], 4, {})
-    assert store.successes(0, 1) == {"train/0": 1.0, "train/1": 0.25}, "dropped groups count too"
-    assert store.successes(0, 2) == {"train/0": 1.0, "train/1": 0.75, "train/2": 0.0}
-    assert store.successes(1, 2) == {"train/1": 0.75, "train/2": 0.0}
+    store.rollouts.request("train-000002", "train", 2, VERSION, ["train/3"], 4, {})
+    assert store.groups.successes(0, 1) == {"train/0": 1.0, "train/1": 0.25}, "dropped groups count too"
+    assert store.groups.successes(0, 2) == {"train/0": 1.0, "train/1": 0.75, "train/2": 0.0}
+    assert store.groups.successes(1, 2) == {"train/1": 0.75, "train/2": 0.0}
     found = choice.metrics(2, ["train/0", "train/1", "train/9"])
     assert found["taskset/seen"] == 0.25 and found["taskset/success"] == pytest.approx(1.75 / 3)
     assert found["taskset/success_all"] == pytest.approx(1.75 / 12)
@@ -203,5 +205,5 @@ def test_priorities_of_a_step_do_not_depend_on_when_it_is_asked_for(tmp_path: Pa
         answered(choice._store, step, {task: (step + i) % 5 for i, task in enumerate(asked[step - 1])})
     assert [choice.tasks(step, 7) for step in (3, 1, 2, 0)] == [asked[step] for step in (3, 1, 2, 0)]
     resumed = Store(f"sqlite:///{tmp_path}/store.db")
-    resumed.discard_rollouts(2)
+    resumed.rollouts.discard(2)
     assert TaskChoice(config, resumed).tasks(2, 7) == asked[2]

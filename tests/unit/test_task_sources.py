@@ -291,7 +291,7 @@ def test_what_is_left_out_is_counted_in_the_store(prepared: Path, tmp_path: Path
     assert len(found["train"].tasks) == len(rows) and found["eval"].dropped == {}
     _fill_store(config, found, 1, config)
     _fill_store(config, found, 2, config)
-    events = [event["data"] for event in Store(config.store.url).events("tasks")]
+    events = [event["data"] for event in Store(config.store.url).journal.events("tasks")]
     expected = {"split": "train", "tasks": 30, "dropped": found["train"].dropped}
     assert events == [expected, {"split": "eval", "tasks": 10, "dropped": {}}], "once, not at every start"
     refused(DataError, config_of(prepared, override), "t.parquet: row 32: prompt has", "rollout.max_prompt_tokens is")

@@ -55,8 +55,8 @@ def test_log_probs_go_from_the_store_to_the_gradient(
     tokenizer = ChatTokenizer.open(prepared / "model")
     settings = MixConfig(name="mix", mu=0.5, kl=KLConfig(0.0), expert_ratio=0.6, expert_loss=expert_loss)
     store = Store(f"sqlite:///{tmp_path}/store.db")
-    store.import_experts([("late", [taught(i, tokenizer) for i in (3, 4)])])
-    store.set_experts("file", [taught(i, tokenizer) for i in (0, 1, 2)])
+    store.experts.import_sources([("late", [taught(i, tokenizer) for i in (3, 4)])])
+    store.experts.replace_source("file", [taught(i, tokenizer) for i in (0, 1, 2)])
     reader = RolloutReader(NodeReader(), store, lambda: False)
     rows = reader.demonstrations(tokenizer, teacher=expert_loss == "off_policy")
     assert all((row.teacher_logp is None) is (expert_loss == "sft") for row in rows)
@@ -131,7 +131,7 @@ def test_an_import_is_named_with_its_row(prepared: Path, tmp_path: Path) -> None
             check.rows("run:other", [good, bad])
         ExpertCheck(config_of(prepared, "algorithm=mix", "taskset.expert=null")).rows("run:other", [good, bad])
     store = Store(f"sqlite:///{tmp_path}/store.db")
-    store.import_experts([("first.jsonl", [good]), ("second.jsonl", [expert(1)])])
+    store.experts.import_sources([("first.jsonl", [good]), ("second.jsonl", [expert(1)])])
     with pytest.raises(DataError, match="second.jsonl: row 2 .* has no teacher_logp"):
         fill_experts(config, store)
     store.close()
@@ -139,11 +139,11 @@ def test_an_import_is_named_with_its_row(prepared: Path, tmp_path: Path) -> None
 
 def test_log_probs_that_a_file_got_later_are_written(tmp_path: Path) -> None:
     store, logp = Store(f"sqlite:///{tmp_path}/store.db"), np.array([-1.0], np.float32)
-    assert store.set_experts("f", [expert(0), expert(1)]) is not None
+    assert store.experts.replace_source("f", [expert(0), expert(1)]) is not None
     with_logp = [expert(i, teacher_logp=logp, tokenizer="t") for i in (0, 1)]
-    assert store.set_experts("f", with_logp) is not None
-    assert store.set_experts("f", with_logp) is None, "nothing has changed"
-    ((first, second),) = store.experts()
+    assert store.experts.replace_source("f", with_logp) is not None
+    assert store.experts.replace_source("f", with_logp) is None, "nothing has changed"
+    ((first, second),) = store.experts.read()
     assert first.teacher_logp is not None and second.teacher_logp is not None
-    assert store.set_experts("f", [replace(each, tokenizer="other") for each in with_logp]) is not None
+    assert store.experts.replace_source("f", [replace(each, tokenizer="other") for each in with_logp]) is not None
     store.close()

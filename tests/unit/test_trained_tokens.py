@@ -83,16 +83,16 @@ def run(composed: Config, tmp_path: Path) -> Iterator[StoredRun]:
     config = replace(composed, run=replace(composed.run, dir=str(tmp_path)), store=replace(composed.store, url=url))
     save_resolved(config, tmp_path / "resolved.json")
     store = Store(url)
-    store.add_tasks("train", [make_task(0)])
-    store.record_version(VERSION, 0)
-    store.request_rollout("train-000000", "train", 0, VERSION, store.task_ids("train"), len(TURNS), {})
-    [claim] = store.claim_groups("a", 1)
+    store.tasks.add("train", [make_task(0)])
+    store.pacing.record_version(VERSION, 0)
+    store.rollouts.request("train-000000", "train", 0, VERSION, store.tasks.ids("train"), len(TURNS), {})
+    [claim] = store.groups.claim("a", 1)
     group = [
         Trajectory(claim.rollout_id, claim.task.task_id, claim.group_id, i, len(TURNS), turns, Reward(float(i), "ok"))
         for i, turns in enumerate(TURNS)
     ]
-    assert store.put(claim, group)
-    store.record_step(1, {TRAINED: float(GOOD)}, Used((claim.group_id,)))
+    assert store.groups.put(claim, group)
+    store.journal.record_step(1, {TRAINED: float(GOOD)}, Used((claim.group_id,)))
     yield StoredRun(tmp_path, config, store)
     store.close()
 
@@ -100,7 +100,7 @@ def run(composed: Config, tmp_path: Path) -> Iterator[StoredRun]:
 def step_of(run: StoredRun, settings: AlgorithmConfig = OVERLONG, shown: int = 0, updates: int = 2) -> StepBatch:
     expert = [ExpertRow(np.arange(2), np.arange(3))] * shown
     algorithm = algorithms.get("mix" if shown else "grpo")
-    batch = make_batch(run.store.trajectories("train-000000"), expert, algorithm, settings, updates)
+    batch = make_batch(run.store.groups.trajectories("train-000000"), expert, algorithm, settings, updates)
     filter_overlong(batch, settings)
     return batch
 
@@ -142,7 +142,7 @@ def test_nothing_differs_however_the_sequences_are_put_together(
 
 def test_expert_rows_are_counted_apart(run: StoredRun) -> None:
     kept(run, step_of(run, AlgorithmConfig(), shown=2))
-    run.store.record_step(1, {TRAINED: GOOD + 1.0})
+    run.store.journal.record_step(1, {TRAINED: GOOD + 1.0})
     found = count_trained(run)
     assert (found.sequences, found.trained, found.expert, found.wrong) == (7, GOOD + 1, 6, False)
 
@@ -233,7 +233,7 @@ def test_steps_without_a_file_are_told_and_a_run_without_any_is_refused(
     assert main(["data", "tokens", str(run.run_dir)]) == 2
     assert "train with trainer.keep_batches=true" in caplog.messages[-1]
     kept(run, step_of(run))
-    run.store.record_step(2, {})
+    run.store.journal.record_step(2, {})
     assert (count_trained(run).steps, count_trained(run).without_file) == (1, 1)
     path = path_of(run.run_dir, 1)
     whole = KeptBatch.read(path)

@@ -438,8 +438,8 @@ def test_images_of_expert_rows_pass_through_a_store(model: Path, tokenizer: Chat
     rows += [replace(rows[0], task_id="expert/1", images=(picture(3), picture(2))), task(2, response="3")]
     experts = [ExpertExperience(with_inline_images(replace(row, task_id=f"expert/{i}"))) for i, row in enumerate(rows)]
     store = Store(f"sqlite:///{tmp_path}/store.db")
-    store.set_experts("rows.parquet", experts)
-    assert store.num_experts() == 3
+    store.experts.replace_source("rows.parquet", experts)
+    assert store.experts.count() == 3
     inputs = ImageInputs.of(config_of(model, model=ModelConfig(path=str(model))), read_hf_config(model))
     assert inputs is not None
     found = RolloutReader(NodeReader(), store, lambda: False).demonstrations(tokenizer, inputs.expand)

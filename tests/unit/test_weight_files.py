@@ -123,8 +123,8 @@ def test_files_of_a_version_that_the_store_does_not_know_are_left_alone(tmp_path
     store.begin_attempt(2)
     assert newest() is None
     publish(tmp_path, "1.5", "2.1", "3.1")
-    store.record_version(WeightsVersion(1, 5), 4)
-    store.record_version(WeightsVersion(2, 2), 4)
+    store.pacing.record_version(WeightsVersion(1, 5), 4)
+    store.pacing.record_version(WeightsVersion(2, 2), 4)
     assert newest() == WeightsVersion(1, 5), "2.1 and 3.1 are not known, 2.2 is not whole"
     publish(tmp_path, "2.2")
     assert newest() == WeightsVersion(2, 2)
@@ -226,24 +226,24 @@ def test_leftover_groups_wait_for_the_weights_of_the_trainer_that_goes_on(tmp_pa
     """Whoever claims them before the gate has seen these asks no engine that has those of the killed attempt."""
     store = Store(f"sqlite:///{tmp_path}/store.db")
     store.begin_attempt(1)
-    store.add_tasks("train", [make_task(0)])
+    store.tasks.add("train", [make_task(0)])
     for n in (1, 2, 3):
-        store.record_version(WeightsVersion(1, n), n - 1)
-        store.record_live(WeightsVersion(1, n))
-    store.request_rollout("r0", "train", 0, WeightsVersion(1, 1), ["train/0"], 2, {"max_tokens": 8})
+        store.pacing.record_version(WeightsVersion(1, n), n - 1)
+        store.pacing.record_live(WeightsVersion(1, n))
+    store.rollouts.request("r0", "train", 0, WeightsVersion(1, 1), ["train/0"], 2, {"max_tokens": 8})
     published, engine = [WeightsVersion(1, 3)], Fed()
     gate = FileFedEngines([engine], lambda: max(published), every_s=60.0)
 
     async def work(closings: list[bool]) -> None:
         await gate.wait()
-        [before] = store.claim_groups("a", 1)
+        [before] = store.groups.claim("a", 1)
         gate.expect(before.oldest)
         assert gate.is_open and before.oldest == WeightsVersion(1, 1)
-        store.discard_rollouts(1)
+        store.rollouts.discard(1)
         store.begin_attempt(2)
-        store.record_version(WeightsVersion(2, 1), 1)
-        store.record_live(WeightsVersion(2, 1))
-        [claim] = store.claim_groups("a", 1)
+        store.pacing.record_version(WeightsVersion(2, 1), 1)
+        store.pacing.record_live(WeightsVersion(2, 1))
+        [claim] = store.groups.claim("a", 1)
         assert explorer.sampling_of(claim).oldest == WeightsVersion(2, 1), "an engine that was left out gives nothing"
         gate.expect(claim.oldest)
         assert not gate.is_open

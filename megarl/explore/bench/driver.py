@@ -112,12 +112,12 @@ class BenchDriver:
         begun, config = time.time(), self._config
         self._gates.wait_ready(config.rollout.start_timeout_s, self._stopping)
         self._gates.open_proven()
-        task_ids = self._store.task_ids("eval")
-        if self._store.is_requested(ROLLOUT):
-            log.info("going on: answers to %d of %d tasks are there", *self._store.progress(ROLLOUT))
+        task_ids = self._store.tasks.ids("eval")
+        if self._store.rollouts.is_requested(ROLLOUT):
+            log.info("going on: answers to %d of %d tasks are there", *self._store.rollouts.progress(ROLLOUT))
         else:
             sampling = evaluation_sampling(config, 0)
-            self._store.request_rollout(ROLLOUT, "eval", 0, FROM_FILES, task_ids, config.evaluation.samples, sampling)
+            self._store.rollouts.request(ROLLOUT, "eval", 0, FROM_FILES, task_ids, config.evaluation.samples, sampling)
         if not self._wait():
             return False
         answers = ModelAnswers(
@@ -127,21 +127,21 @@ class BenchDriver:
             tuple(self._counted()),
         )
         write_text(Path(config.run.dir) / RESULT, answers.to_json())
-        self._store.close_job()
+        self._store.journal.close_job()
         return True
 
     def _wait(self) -> bool:
         """Wait for the answers. Return False when the job is asked to stop."""
         looked = told = time.monotonic()
         with heartbeat.phase("evaluation"):
-            while not self._store.is_complete(ROLLOUT):
+            while not self._store.rollouts.is_complete(ROLLOUT):
                 if self._stopping():
                     return False
                 if (now := time.monotonic()) - looked > LOOK_S:
                     self._gates.open_proven()
                     looked = now
                 if now - told > PROGRESS_S:
-                    log.info("answers to %d of %d tasks", *self._store.progress(ROLLOUT))
+                    log.info("answers to %d of %d tasks", *self._store.rollouts.progress(ROLLOUT))
                     told = now
                 heartbeat.beat()
                 time.sleep(self._config.store.poll_s)
@@ -150,7 +150,7 @@ class BenchDriver:
     def _counted(self) -> list[TaskAnswers]:
         """Answers to each task, in the tasks' order; never all of them in memory at once."""
         tokenizer = ChatTokenizer.of(self._config)
-        tasks = {task.task_id: task for task in self._store.tasks("eval", images=False)}
+        tasks = {task.task_id: task for task in self._store.tasks.read("eval", images=False)}
         reads = {
             task_id: extractor(task, self._config.reward) if asks_verifier(self._config.rollout) else None
             for task_id, task in tasks.items()
@@ -161,8 +161,8 @@ class BenchDriver:
             return None if read is None else read(written_response(answer, tokenizer))
 
         found = []
-        for part in self._store.parts(self._store.group_ids(ROLLOUT)):
-            groups = {group[0].task_id: group for group in by_group(self._store.read(part))}
+        for part in self._store.groups.parts(self._store.groups.ids(ROLLOUT)):
+            groups = {group[0].task_id: group for group in by_group(self._store.groups.read(part))}
             heartbeat.beat()
             found += [TaskAnswers.of(i, tasks[i].data_source, answers, vote) for i, answers in groups.items()]
         return found
@@ -177,7 +177,7 @@ def measure(config: Config, key: str, stopping: Callable[[], bool]) -> bool:
         program=os.environ[PROGRAM],
     )
     try:
-        urls = [engine.url for engine in store.own_engines()]
+        urls = [engine.url for engine in store.engines.own()]
         gates = Gates([EngineControl(url, key, config.rollout.start_timeout_s) for url in urls])
         with Timeline(Path(config.run.dir) / "timeline", "bench").phase("evaluation"):
             return BenchDriver(config, store, gates, stopping).run()

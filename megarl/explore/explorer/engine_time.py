@@ -48,7 +48,7 @@ class EngineTime:
         """Report until cancelled."""
         while True:
             self._changed.clear()
-            await self._call(self._store.record_busy, self._worker, self.report())
+            await self._call(self._store.workers.record_busy, self._worker, self.report())
             await asyncio.sleep(SHORTEST_S)
             with suppress(TimeoutError):
                 async with asyncio.timeout(LONGEST_S):

@@ -63,9 +63,9 @@ class EngineFollower(EngineCount):
         """Follow the engines as ``EngineCount`` says."""
         while True:
             await asyncio.sleep(EVERY_S)
-            for version, urls in (await call(self._store.keepers)).items():
+            for version, urls in (await call(self._store.evaluations.keepers)).items():
                 self._client.reserve(urls, version)
-            await self.follow(await call(self._store.own_engines))
+            await self.follow(await call(self._store.engines.own))
 
     async def follow(self, registered: Sequence[RegisteredEngine]) -> None:
         """Take in what is registered now."""

@@ -130,8 +130,8 @@ class Explorer:
             wrong_ends=wrong_ends,
             segments=segments,
             images=images,
-            record=StoreQueue(partial(self._call, store.append_segments)).put if segments.tokens else None,
-            forget=partial(self._call, store.forget_segments) if segments.tokens else None,
+            record=StoreQueue(partial(self._call, store.segments.append)).put if segments.tokens else None,
+            forget=partial(self._call, store.segments.forget) if segments.tokens else None,
         )
         self._rewards, self._under_way = rewards or RewardConfig(), SamplesUnderWay(capacity)
         suspend = self._under_way.suspend
@@ -139,7 +139,7 @@ class Explorer:
         self._worker, self._backlog = worker, backlog
         self._engines, self._poll_s, self._engine_timeout_s, self._retry_s = engines, poll_s, engine_timeout_s, retry_s
         self._clocks: dict[tuple[str, WeightsVersion], RolloutClock] = {}
-        self._writer = StoreQueue(partial(self._call, store.put_all))
+        self._writer = StoreQueue(partial(self._call, store.groups.put_all))
         # One thread keeps the calls in order: no claim that still waits overtakes those given back at the end.
         self._store_thread = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._lease = Lease(store, worker, self._call, silence_s)
@@ -152,7 +152,7 @@ class Explorer:
         Raises EngineError when an engine keeps failing, JobError when the store is gone or fences this process.
         """
         try:
-            await self._call(self._store.release_claims, self._worker)  # of a predecessor that was killed
+            await self._call(self._store.groups.release, self._worker)  # of a predecessor that was killed
             await self._call(record_evaluations, self._store, self._worker)
             async with asyncio.TaskGroup() as tasks:
                 works = [heartbeat.beat_periodically(self._mark), self._lease.keep(), self._partial.keep()]
@@ -161,7 +161,7 @@ class Explorer:
                 keeping = [tasks.create_task(work) for work in works]
                 if self._gate is not None:
                     keeping.append(tasks.create_task(self._gate.keep(self._silence_s, self._give_back)))
-                while await self._call(self._store.job_state) == "open":
+                while await self._call(self._store.journal.job_state) == "open":
                     claims = await self._claim()
                     for batch in _batches([await self._group(claim) for claim in claims], self._engines.count):
                         flight = tasks.create_task(self._run_groups(batch))
@@ -176,7 +176,7 @@ class Explorer:
                 raise
             raise failure from failures
         finally:
-            await self._call(self._store.release_claims, self._worker)
+            await self._call(self._store.groups.release, self._worker)
             self._store_thread.shutdown(wait=False)  # idle: that was its last call
 
     async def _give_back(self) -> None:
@@ -187,10 +187,10 @@ class Explorer:
             flight.cancel()
         await asyncio.gather(*flights, return_exceptions=True)
         self._under_way.forget()
-        await self._call(self._store.release_claims, self._worker)
+        await self._call(self._store.groups.release, self._worker)
 
     async def _record(self, kind: str, data: Mapping[str, Any]) -> None:
-        await self._call(self._store.record_event, self._worker, kind, data)
+        await self._call(self._store.journal.record_event, self._worker, kind, data)
 
     def _mark(self) -> str:
         """Describe the work of now. Workflows that are within their limits are work too, be no sample under way."""
@@ -206,7 +206,7 @@ class Explorer:
         if free < 1 or self._runner.scoring >= self._backlog or not (self._gate is None or self._gate.is_open):
             return []
         of_kinds = {"max_samples": free, "evaluations": self._under_way.evaluates}
-        claims = await self._call(self._store.claim_groups, self._worker, free, **of_kinds, silent=self._lease.silent)
+        claims = await self._call(self._store.groups.claim, self._worker, free, **of_kinds, silent=self._lease.silent)
         self._under_way.begin(claims)
         if self._gate is not None and claims:
             self._gate.expect(max(claim.oldest for claim in claims))
@@ -340,7 +340,7 @@ async def explore(config: Config, key: str, worker: str, number: int = 0) -> Non
         program=os.environ.get(PROGRAM, TRAIN),
     )
     try:
-        registered = store.own_engines()
+        registered = store.engines.own()
         if not (urls := urls_to_ask(registered)):
             raise JobError("no engine is registered in the store: `megarl train` registers those that it starts")
         judges = urls_of_judges(registered, config.rollout.replicas)
@@ -353,7 +353,7 @@ async def explore(config: Config, key: str, worker: str, number: int = 0) -> Non
                 judge,
                 key,
                 _logs(config) / (f"reward_output_{worker}.log" if number else "reward_output.log"),
-                store.data_sources(),
+                store.tasks.data_sources(),
             ) as scorer,
             workflows.opened(config.rollout, tokenizer) as workflow,
         ):

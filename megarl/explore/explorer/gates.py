@@ -44,7 +44,7 @@ class NewestVersion:
         if set(whole) - set(self._known):
             # A store is one thread's, and calls come from several.
             with closing(Store(self._store.url, read_only=True, outage_s=self._store.outage_s)) as store:
-                self._known = sorted(store.version_steps(whole))
+                self._known = sorted(store.pacing.version_steps(whole))
         return max(set(whole) & set(self._known), default=None)
 
 

@@ -25,18 +25,18 @@ def record_evaluations(store: Store, worker: str, rollout_id: str | None = None)
     Args:
         rollout_id: Looks at this one alone.
     """
-    for found, step, samples in store.to_evaluate(rollout_id):
-        store.record_evaluation(worker, found, evaluated(store, found, step, samples))
+    for found, step, samples in store.evaluations.to_count(rollout_id):
+        store.journal.record_evaluation(worker, found, evaluated(store, found, step, samples))
 
 
 def evaluated(store: Store, rollout_id: str, step: int, samples: int) -> dict[str, Any]:
     """Content of an evaluation's event: counts, accuracy with its standard error, mean score, and ``metrics``."""
-    sources = store.task_sources(rollout_id)
+    sources = store.rollouts.task_sources(rollout_id)
     tasks = list(sources)
     right, errors = np.zeros(len(tasks), dtype=np.int64), 0
     scores = TaskScores.of([], tasks)
-    for part in store.parts(store.group_ids(rollout_id)):  # never all answers at once
-        answers = store.read(part)
+    for part in store.groups.parts(store.groups.ids(rollout_id)):  # never all answers at once
+        answers = store.groups.read(part)
         right += right_answers(answers, tasks)
         scores += TaskScores.of(answers, tasks)
         errors += sum(e.reward.status in NO_VERDICT for e in answers)

@@ -43,7 +43,7 @@ class Iterations:
     """The iteration of now, as the store has it.
 
     Args:
-        live_step: ``Store.live_step``.
+        live_step: ``Store.pacing.live_step``.
         poll_s: Seconds between two looks while somebody waits.
         clock: Seconds of now.
     """
@@ -199,7 +199,7 @@ class PartialRollouts:
         waits: Callable[[int], None],
     ) -> None:
         self._store, self._call, self._budget, self._waits = store, call, budget, waits
-        self._iterations = Iterations(partial(call, store.live_step), pacing, poll_s)
+        self._iterations = Iterations(partial(call, store.pacing.live_step), pacing, poll_s)
 
     async def keep(self) -> None:
         """See iterations begin, until cancelled; nothing without a budget."""
@@ -213,9 +213,9 @@ class PartialRollouts:
         await self._iterations.look()  # it was asked for after its weights were published
         recorded = [segment for segments in claim.segments.values() for segment in segments]
         versions = {span.version for segment in recorded for span in segment.spans}
-        steps = await self._call(self._store.version_steps, versions) if versions else {}
+        steps = await self._call(self._store.pacing.version_steps, versions) if versions else {}
         spent = tokens_by_iteration(claim.segments, {v: self._iterations.of(step) for v, step in steps.items()})
-        reach = partial(self._call, self._store.reach)
+        reach = partial(self._call, self._store.segments.reach)
         return GroupPace(self._iterations, claim, self._budget, spent, reach, self._waits)
 
 

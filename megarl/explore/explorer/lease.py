@@ -37,8 +37,8 @@ class Lease:
     async def keep(self) -> None:
         """Give heartbeats until cancelled."""
         while True:
-            await self._call(self._store.beat, self._worker)
-            self._others.look(await self._call(self._store.beats))
+            await self._call(self._store.workers.beat, self._worker)
+            self._others.look(await self._call(self._store.workers.beats))
             if self.silent:  # one of them may have died before its evaluation was counted
                 await self._call(record_evaluations, self._store, self._worker)
             await asyncio.sleep(self._every_s)

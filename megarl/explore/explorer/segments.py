@@ -25,9 +25,9 @@ from megarl.explore.recording.model import Sampler
 from megarl.explore.store import Claim
 
 Record = Callable[[tuple[Claim, Segment]], Awaitable[bool]]
-"""``Store.append_segments`` of one segment, in a thread of its own."""
+"""``Store.segments.append`` of one segment, in a thread of its own."""
 Forget = Callable[[Claim, int, int], Awaitable[None]]
-"""``Store.forget_segments``, in a thread of its own."""
+"""``Store.segments.forget``, in a thread of its own."""
 
 
 @dataclass(frozen=True)

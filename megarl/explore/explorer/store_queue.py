@@ -13,8 +13,8 @@ class StoreQueue(Generic[T]):
     """Queue of what is to be written.
 
     Args:
-        write: A write of many, such as ``Store.put_all``, in a thread of its own; False for those that are no longer
-            ours.
+        write: A write of many, such as ``Store.groups.put_all``, in a thread of its own; False for those that are no
+            longer ours.
     """
 
     def __init__(self, write: Callable[[Sequence[T]], Awaitable[list[bool]]]) -> None:

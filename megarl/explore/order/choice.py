@@ -39,7 +39,7 @@ class TaskChoice:
 
     @cached_property
     def _ids(self) -> list[str]:
-        return self._store.task_ids("train")
+        return self._store.tasks.ids("train")
 
     @cached_property
     def _of_source(self) -> list[list[str]]:
@@ -59,7 +59,7 @@ class TaskChoice:
         key = self._taskset.difficulty
         assert key is not None, "checked before launch"
         found: dict[str, float] = {}
-        for task in self._store.tasks("train", images=False):
+        for task in self._store.tasks.read("train", images=False):
             if (value := difficulty_of(task, key)) is None:
                 raise DataError(f"task {task.task_id} has no number in extra_info.{key} (taskset.difficulty)")
             found[task.task_id] = value
@@ -119,11 +119,11 @@ class TaskChoice:
         """Task id -> share of right responses in its newest group, of those that had been used when the tasks of
         ``step`` could first be asked for: the same whenever they are."""
         # In completion order tasks may be asked for that a step further ahead would have.
-        last = min(step - self._staleness, self._store.last_step())
+        last = min(step - self._staleness, self._store.journal.last_step())
         if last < self._read_to:  # the run has gone back
             self._success, self._read_to = {}, 0
         if last > self._read_to:
-            self._success |= self._store.successes(self._read_to, last)
+            self._success |= self._store.groups.successes(self._read_to, last)
             self._read_to = last
         return self._success
 

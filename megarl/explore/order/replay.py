@@ -53,9 +53,9 @@ class ReplayChoice:
         unrecorded: list[Replayed] = []
         for at in range(min(done, step), step + 1):  # each draw counts the uses of those before it
             oldest = at - self._config.max_age
-            uses = Counter(self._store.replays(oldest, min(done, at)))
+            uses = Counter(self._store.replays.counts(oldest, min(done, at)))
             uses.update(group.group_id for group in unrecorded)
-            found = self._store.consumed(oldest, at - self._staleness)
+            found = self._store.replays.consumed(oldest, at - self._staleness)
             unrecorded += (replayed := drawn(found, uses, at, self._count, self._config, seed))
         return replayed
 

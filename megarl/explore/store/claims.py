@@ -1,4 +1,4 @@
-"""Groups handed to workers and back: what ``Store.claim_groups`` and ``Store.put`` do inside their transaction."""
+"""Groups handed to workers and back: what ``Store.groups.claim`` and ``put`` do inside their transaction."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class EndedGroup:
-    """A claimed group whose trajectories have all ended, as ``Store.put_all`` takes it."""
+    """A claimed group whose trajectories have all ended, as ``Store.groups.put_all`` takes it."""
 
     claim: Claim
     trajectories: Sequence[Trajectory]

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, Select, delete, insert, select, update
 
-from megarl.explore.store.handle import Handle
 from megarl.explore.store.tables import ENGINES, JOB, EngineStatus
-from megarl.explore.store.transactions import put
+from megarl.explore.store.transactions import Transactions, put
 
 
 class RegisteredEngine(NamedTuple):
@@ -45,32 +44,35 @@ class EngineRoom(NamedTuple):
         return max(self.workers // workers, self.begun if workers == begun_with else 0)
 
 
-class EngineRegistry(Handle):
+class EngineRegistry:
     """Engines of the run's jobs, by the program of the job that owns them.
 
     The supervisor of that job registers its engines, carries out orders and notes states. Explorer and trainer read.
     """
 
-    def register_engines(self, engines: Sequence[RegisteredEngine], room: EngineRoom | None = None) -> None:
+    def __init__(self, database: Transactions) -> None:
+        self._database = database
+
+    def register(self, engines: Sequence[RegisteredEngine], room: EngineRoom | None = None) -> None:
         """Make ``engines`` those of this handle's job, which has ``room`` for so many. Safe to repeat: they are written
         again."""
 
         def work(connection: Connection, again: bool) -> None:
-            connection.execute(delete(ENGINES).where(ENGINES.c.program == self.program))
+            connection.execute(delete(ENGINES).where(ENGINES.c.program == self._database.program))
             if engines:
                 connection.execute(insert(ENGINES), [self._row(engine) for engine in engines])
             if room is not None:
-                put(connection, JOB, [{"key": _room_key(self.program), "value": json.dumps(room)}])
+                put(connection, JOB, [{"key": _room_key(self._database.program), "value": json.dumps(room)}])
 
-        self._write(work)
+        self._database.write(work)
 
-    def engine_room(self, program: str) -> EngineRoom | None:
+    def room(self, program: str) -> EngineRoom | None:
         """Room of a job for engines, as its last start has noted it; None where none did."""
         query = select(JOB.c.value).where(JOB.c.key == _room_key(program))
-        value = self._read(lambda connection: connection.scalar(query))
+        value = self._database.read(lambda connection: connection.scalar(query))
         return None if value is None else EngineRoom(*json.loads(value))
 
-    def scale_engines(self, program: str, number: int, workers: int | None = None) -> tuple[int, int]:
+    def scale(self, program: str, number: int, workers: int | None = None) -> tuple[int, int]:
         """Order a job to have so many engines; return how many were wanted before, and how many are new rows.
 
         Those with the highest numbers go first, and come back last. New ones have no url until the job's supervisor has
@@ -108,32 +110,32 @@ class EngineRegistry(Handle):
                 connection.execute(insert(ENGINES), [engine._asdict() | {"program": program}])
             return len(there), more
 
-        found: tuple[int, int] = self._write(work)
+        found: tuple[int, int] = self._database.write(work)
         return found
 
-    def place_engine(self, number: int, url: str) -> None:
+    def place(self, number: int, url: str) -> None:
         """Write where an engine of this handle's job is. Safe to repeat."""
-        which = (ENGINES.c.program == self.program, ENGINES.c.number == number)
-        self._write(lambda connection, again: connection.execute(update(ENGINES).where(*which).values(url=url)))
+        which = (ENGINES.c.program == self._database.program, ENGINES.c.number == number)
+        self._database.write(
+            lambda connection, again: connection.execute(update(ENGINES).where(*which).values(url=url))
+        )
 
-    def engines(self, programs: Collection[str] | None = None) -> list[RegisteredEngine]:
+    def read(self, programs: Collection[str] | None = None) -> list[RegisteredEngine]:
         """Engines of all jobs, or of some programs, absent ones too, by program and number; none before a start, or in
         an offline job."""
         query = select(ENGINES)
         return self._engines(query if programs is None else query.where(ENGINES.c.program.in_(programs)))
 
-    def engine_programs(self) -> list[str]:
+    def programs(self) -> list[str]:
         """Programs that have registered engines."""
         query = select(ENGINES.c.program).distinct().order_by(ENGINES.c.program)
-        return self._read(lambda connection: list(connection.scalars(query)))
+        return self._database.read(lambda connection: list(connection.scalars(query)))
 
-    def own_engines(self) -> list[RegisteredEngine]:
+    def own(self) -> list[RegisteredEngine]:
         """Engines of this handle's job by number."""
-        return self._engines(select(ENGINES).where(ENGINES.c.program == self.program))
+        return self._engines(select(ENGINES).where(ENGINES.c.program == self._database.program))
 
-    def order_engine(
-        self, number: int, wanted: EngineStatus, program: str | None = None, *, since: int | None = None
-    ) -> int:
+    def order(self, number: int, wanted: EngineStatus, program: str | None = None, *, since: int | None = None) -> int:
         """Ask the supervisor of a job (None: this handle's) for a state of its engine; return the number of its
         last order. Safe to repeat.
 
@@ -144,7 +146,7 @@ class EngineRegistry(Handle):
         """
         if wanted is EngineStatus.STARTING:
             raise ValueError(f"an engine can be ordered to be serving, asleep or absent, not {wanted}")
-        which = (ENGINES.c.program == (program or self.program), ENGINES.c.number == number)
+        which = (ENGINES.c.program == (program or self._database.program), ENGINES.c.number == number)
         change = update(ENGINES).where(*which).values(wanted=wanted, orders=ENGINES.c.orders + 1)
         if since is not None:
             change = change.where(ENGINES.c.orders == since)
@@ -153,26 +155,26 @@ class EngineRegistry(Handle):
             connection.execute(change)
             return connection.execute(select(ENGINES.c.orders).where(*which)).scalar()
 
-        order = self._write(work)
+        order = self._database.write(work)
         if order is None:
-            raise ValueError(f"no engine {number} of the job {program or self.program} is registered")
+            raise ValueError(f"no engine {number} of the job {program or self._database.program} is registered")
         return order
 
-    def fit_engine(self, number: int, workers: int, *, since: int) -> None:
+    def fit(self, number: int, workers: int, *, since: int) -> None:
         """Have an engine of this handle's job keep its workers, where its last order is still ``since``. Safe to
         repeat."""
-        which = (ENGINES.c.program == self.program, ENGINES.c.number == number, ENGINES.c.orders == since)
+        which = (ENGINES.c.program == self._database.program, ENGINES.c.number == number, ENGINES.c.orders == since)
         change = update(ENGINES).where(*which).values(workers=workers)
-        self._write(lambda connection, again: connection.execute(change))
+        self._database.write(lambda connection, again: connection.execute(change))
 
-    def note_engine(self, number: int, state: EngineStatus, order: int) -> None:
+    def note(self, number: int, state: EngineStatus, order: int) -> None:
         """Write what has become of an engine of this handle's job since an order. Safe to repeat."""
-        which = (ENGINES.c.program == self.program, ENGINES.c.number == number)
+        which = (ENGINES.c.program == self._database.program, ENGINES.c.number == number)
         change = update(ENGINES).where(*which).values(state=state, done=order)
-        self._write(lambda connection, again: connection.execute(change))
+        self._database.write(lambda connection, again: connection.execute(change))
 
     def _engines(self, query: Select[Any]) -> list[RegisteredEngine]:
-        rows = self._read(lambda connection: connection.execute(query.order_by(*ENGINES.primary_key)).all())
+        rows = self._database.read(lambda connection: connection.execute(query.order_by(*ENGINES.primary_key)).all())
         return [
             RegisteredEngine(
                 row.number,
@@ -187,7 +189,7 @@ class EngineRegistry(Handle):
         ]
 
     def _row(self, engine: RegisteredEngine) -> dict[str, object]:
-        return {"program": self.program, **engine._asdict()}
+        return {"program": self._database.program, **engine._asdict()}
 
 
 def _room_key(program: str) -> str:

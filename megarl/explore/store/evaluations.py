@@ -8,16 +8,19 @@ from typing import Any
 from sqlalchemy import ColumnElement, exists, not_, select
 
 from megarl.core.schema import KEEPERS, WeightsVersion
-from megarl.explore.store.handle import Handle
 from megarl.explore.store.journal import event_of
 from megarl.explore.store.rollouts import UNCOUNTED, delete_rollouts
 from megarl.explore.store.tables import EVENTS, GROUPS, ROLLOUTS, GroupState
+from megarl.explore.store.transactions import Transactions
 
 
-class EvaluationTable(Handle):
+class EvaluationTable:
     """Rollouts of held-out tasks."""
 
-    def to_evaluate(self, rollout_id: str | None = None) -> list[tuple[str, int, int]]:
+    def __init__(self, database: Transactions) -> None:
+        self._database = database
+
+    def to_count(self, rollout_id: str | None = None) -> list[tuple[str, int, int]]:
         """(id, step, answers to each task) of evaluations whose groups are all ready; of ``rollout_id`` alone, if
         given.
 
@@ -35,27 +38,29 @@ class EvaluationTable(Handle):
         )
         if rollout_id is not None:
             query = query.where(ROLLOUTS.c.rollout_id == rollout_id)
-        return [tuple(row) for row in self._read(lambda connection: connection.execute(query).all())]
+        return [tuple(row) for row in self._database.read(lambda connection: connection.execute(query).all())]
 
-    def evaluation(self, rollout_id: str) -> dict[str, Any]:
+    def read(self, rollout_id: str) -> dict[str, Any]:
         """Content of the event of a complete evaluation."""
         query = select(EVENTS).where(EVENTS.c.kind == "evaluation").order_by(EVENTS.c.event_id.desc())
-        events = self._read(lambda connection: [event_of(row)["data"] for row in connection.execute(query)])
+        events = self._database.read(lambda connection: [event_of(row)["data"] for row in connection.execute(query)])
         found: dict[str, Any] = next(data for data in events if data["rollout_id"] == rollout_id)
         return found
 
     def uncounted(self) -> dict[str, int]:
         """Id of each evaluation that was asked for and has not been counted -> steps in its weights."""
         query = select(ROLLOUTS.c.rollout_id, ROLLOUTS.c.step).where(ROLLOUTS.c.rollout_id.in_(UNCOUNTED))
-        return {row.rollout_id: row.step for row in self._read(lambda connection: connection.execute(query).all())}
+        return {
+            row.rollout_id: row.step for row in self._database.read(lambda connection: connection.execute(query).all())
+        }
 
     def keepers(self) -> dict[WeightsVersion, list[str]]:
         """Weights of each evaluation that has engines for itself and has not been counted -> their URLs."""
         query = select(ROLLOUTS.c.version, ROLLOUTS.c.sampling).where(ROLLOUTS.c.rollout_id.in_(UNCOUNTED))
-        found = self._read(lambda connection: connection.execute(query).all())
+        found = self._database.read(lambda connection: connection.execute(query).all())
         urls = {WeightsVersion.parse(row.version): json.loads(row.sampling).get(KEEPERS) for row in found}
         return {version: kept for version, kept in urls.items() if kept}
 
     def withdraw(self, rollout_id: str) -> None:
         """Forget a rollout with all that it produced: a claim on it can no longer be finished. Safe to repeat."""
-        self._write(lambda connection, again: delete_rollouts(connection, [rollout_id]))
+        self._database.write(lambda connection, again: delete_rollouts(connection, [rollout_id]))

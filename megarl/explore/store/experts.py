@@ -15,17 +15,19 @@ from sqlalchemy import Connection, delete, func, insert, select, update
 
 from megarl.core.schema import Task, Trajectory
 from megarl.explore.store.codec import dumps, task_from_row, trajectory_from_row
-from megarl.explore.store.handle import IDS, Handle, chunks
 from megarl.explore.store.tables import (
     EXPERT_IMPORTS,
     EXPERTS,
     GROUP_IMAGES,
     GROUPS,
+    IDS,
     ROLLOUTS,
     TASK_IMAGES,
     TASKS,
     TRAJECTORIES,
+    chunks,
 )
+from megarl.explore.store.transactions import Transactions
 
 LOGP = np.dtype("<f4")
 _LOCK = 0x657870657274  # any number that nobody else takes
@@ -114,10 +116,13 @@ Sources = Sequence[tuple[str, Sequence[ExpertExperience]]]
 """(name of a source, its rows in order)."""
 
 
-class ExpertTable(Handle):
+class ExpertTable:
     """Expert experiences, each once, by the digest of prompt and response."""
 
-    def import_experts(self, sources: Sources, *, advance: Callable[[int], object] = int) -> list[ImportedSource]:
+    def __init__(self, database: Transactions) -> None:
+        self._database = database
+
+    def import_sources(self, sources: Sources, *, advance: Callable[[int], object] = int) -> list[ImportedSource]:
         """Add the rows that are new, as one import per source, in one transaction; return what became of each source.
 
         Safe to repeat: an import has a token, by which a repetition finds it.
@@ -138,9 +143,9 @@ class ExpertTable(Handle):
                 for (source, rows, given), token in zip(prepared, tokens, strict=True)
             ]
 
-        return self._write(work)
+        return self._database.write(work)
 
-    def set_experts(self, source: str, rows: Sequence[ExpertExperience]) -> ImportedSource | None:
+    def replace_source(self, source: str, rows: Sequence[ExpertExperience]) -> ImportedSource | None:
         """Make ``rows`` those of ``taskset.expert``, in this order; return None where they are already.
 
         Rows that another import has stay there, with the log-probs that they have. Safe to repeat: the second call
@@ -162,18 +167,18 @@ class ExpertTable(Handle):
             connection.execute(delete(EXPERTS).where(EXPERTS.c.number.in_(of_setting)))
             return _add(connection, source, wanted, len(rows), token, by_setting=True)
 
-        return self._write(work)
+        return self._database.write(work)
 
-    def expert_imports(self) -> list[ImportedSource]:
+    def imports(self) -> list[ImportedSource]:
         """All imports in order, with the rows that each has now."""
-        return self._read(lambda connection: [_imported(row) for row in connection.execute(_imports())])
+        return self._database.read(lambda connection: [_imported(row) for row in connection.execute(_imports())])
 
-    def num_experts(self) -> int:
+    def count(self) -> int:
         """Number of expert experiences."""
         query = select(func.count()).select_from(EXPERTS)
-        return self._read(lambda connection: connection.scalar(query)) or 0
+        return self._database.read(lambda connection: connection.scalar(query)) or 0
 
-    def experts(self, number: int | None = None) -> Iterator[list[ExpertExperience]]:
+    def read(self, number: int | None = None) -> Iterator[list[ExpertExperience]]:
         """Yield expert experiences in the order of import and row, in parts; those of one import, or all."""
         after = (-1, -1)
         while True:
@@ -196,14 +201,14 @@ class ExpertTable(Handle):
         rollouts = select(ROLLOUTS.c.rollout_id).where(ROLLOUTS.c.kind == "train").order_by(ROLLOUTS.c.sequence)
         seen = select(TASK_IMAGES.c.task_id)
         tasks = {row.task_id: row for row in self._rows(select(TASKS).where(TASKS.c.task_id.not_in(seen)))}
-        for rollout_id in self._read(lambda connection: list(connection.scalars(rollouts))):
+        for rollout_id in self._database.read(lambda connection: list(connection.scalars(rollouts))):
             rows = query.where(TRAJECTORIES.c.rollout_id == rollout_id)
             for row in self._rows(rows):
                 if row.task_id in tasks:  # a later start may have replaced them
                     yield task_from_row(tasks[row.task_id]), trajectory_from_row(row)
 
     def _rows(self, query: Any) -> Sequence[Any]:
-        return self._read(lambda connection: connection.execute(query).all())
+        return self._database.read(lambda connection: connection.execute(query).all())
 
 
 def _take_turns(connection: Connection) -> None:

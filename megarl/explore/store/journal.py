@@ -10,9 +10,8 @@ from typing import Any, Literal, NamedTuple
 from sqlalchemy import Connection, bindparam, delete, func, insert, select, update
 
 from megarl.explore.store.codec import dumps
-from megarl.explore.store.handle import Handle, chunks
-from megarl.explore.store.tables import EVENTS, EXCLUDED, GROUPS, JOB, REPLAYS, STEPS, GroupState
-from megarl.explore.store.transactions import put
+from megarl.explore.store.tables import EVENTS, EXCLUDED, GROUPS, JOB, REPLAYS, STEPS, GroupState, chunks
+from megarl.explore.store.transactions import Transactions, put
 
 JobState = Literal["open", "closed"]
 
@@ -33,8 +32,11 @@ class Used(NamedTuple):
 NOTHING_USED = Used()
 
 
-class Journal(Handle):
+class Journal:
     """Steps, events and the state of the job."""
+
+    def __init__(self, database: Transactions) -> None:
+        self._database = database
 
     def record_step(self, step: int, metrics: Mapping[str, float], used: Used = NOTHING_USED) -> None:
         """Keep a step's metrics, and mark the groups that it has used, in one transaction.
@@ -47,12 +49,12 @@ class Journal(Handle):
             put(connection, STEPS, [row])
             mark_used(connection, step, used)
 
-        self._write(work)
+        self._database.write(work)
 
     def record_steps(self, steps: Mapping[int, Mapping[str, float | None]]) -> None:
         """Keep the metrics of many steps, in one transaction. Safe to repeat."""
         rows = [_step_row(step, metrics) for step, metrics in steps.items()]
-        self._write(lambda connection, again: put(connection, STEPS, rows))
+        self._database.write(lambda connection, again: put(connection, STEPS, rows))
 
     def record_evaluation(self, source: str, rollout_id: str, data: Mapping[str, Any]) -> None:
         """Append the event of an evaluation, and mark its groups consumed, in one transaction.
@@ -67,25 +69,27 @@ class Journal(Handle):
             if connection.execute(consumed).rowcount:
                 connection.execute(insert(EVENTS), [event])
 
-        self._write(work)
+        self._database.write(work)
 
     def steps(self) -> list[tuple[int, dict[str, float | None]]]:
         """Recorded (step, metrics) in order; a metric that was not finite reads None."""
         query = select(STEPS).order_by(STEPS.c.step)
-        return self._read(lambda connection: [(row.step, json.loads(row.metrics)) for row in connection.execute(query)])
+        return self._database.read(
+            lambda connection: [(row.step, json.loads(row.metrics)) for row in connection.execute(query)]
+        )
 
     def excluded(self, group_ids: Collection[str]) -> dict[tuple[str, int], str]:
         """(group id, index) -> reason, of the trajectories that steps have left out of these groups."""
         found: dict[tuple[str, int], str] = {}
         for few in chunks(list(group_ids)):
             query = select(EXCLUDED).where(EXCLUDED.c.group_id.in_(few))
-            rows = self._read(lambda connection, query=query: connection.execute(query).all())  # type: ignore[misc]
+            rows = self._database.read(lambda connection, query=query: connection.execute(query).all())  # type: ignore[misc]
             found |= {(row.group_id, row.index): row.reason for row in rows}
         return found
 
     def last_step(self) -> int:
         """Number of the last recorded step; 0 before the first."""
-        return self._read(lambda connection: connection.scalar(select(func.max(STEPS.c.step))) or 0)
+        return self._database.read(lambda connection: connection.scalar(select(func.max(STEPS.c.step))) or 0)
 
     def record_event(self, source: str, kind: str, data: Mapping[str, Any]) -> None:
         """Append to the job's log of events (a retry, a restart, a warning).
@@ -99,7 +103,7 @@ class Journal(Handle):
             if not (again and connection.execute(same).first()):
                 connection.execute(insert(EVENTS), [event])
 
-        self._write(work)
+        self._database.write(work)
 
     def events(self, kind: str | None = None, after: int = 0) -> list[dict[str, Any]]:
         """Events in order, those recorded after the one with the number ``after``: {number, at (unix seconds), source,
@@ -107,7 +111,7 @@ class Journal(Handle):
         query = select(EVENTS).where(EVENTS.c.event_id > after).order_by(EVENTS.c.event_id)
         if kind is not None:
             query = query.where(EVENTS.c.kind == kind)
-        return self._read(lambda connection: [event_of(row) for row in connection.execute(query)])
+        return self._database.read(lambda connection: [event_of(row) for row in connection.execute(query)])
 
     def open_job(self) -> None:
         """Say that work may still be asked for. Safe to repeat."""
@@ -120,17 +124,17 @@ class Journal(Handle):
     def job_state(self) -> JobState:
         """``open`` until :meth:`close_job`."""
         query = select(JOB.c.value).where(JOB.c.key == "state")
-        return self._read(lambda connection: connection.scalar(query)) or "open"
+        return self._database.read(lambda connection: connection.scalar(query)) or "open"
 
     def has_begun(self) -> bool:
         """True once a trainer's program has filled the store and opened the job, in whichever attempt."""
         query = select(JOB.c.value).where(JOB.c.key == "state")
-        return self._read(lambda connection: connection.scalar(query)) is not None
+        return self._database.read(lambda connection: connection.scalar(query)) is not None
 
     def run_id(self) -> str | None:
         """Identity of the run whose store this is; None in a new one, and in those from before there were any."""
         query = select(JOB.c.value).where(JOB.c.key == "run")
-        return self._read(lambda connection: connection.scalar(query))
+        return self._database.read(lambda connection: connection.scalar(query))
 
     def set_run_id(self, run_id: str) -> None:
         """Take the store for a run. Safe to repeat."""
@@ -140,7 +144,7 @@ class Journal(Handle):
         self._set_job("state", state)
 
     def _set_job(self, key: str, value: str) -> None:
-        self._write(lambda connection, again: put(connection, JOB, [{"key": key, "value": value}]))
+        self._database.write(lambda connection, again: put(connection, JOB, [{"key": key, "value": value}]))
 
 
 def _step_row(step: int, metrics: Mapping[str, float | None]) -> dict[str, Any]:

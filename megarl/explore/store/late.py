@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 from sqlalchemy import Connection, bindparam, func, select, update
 
 from megarl.core.schema import Reward, Task, Trajectory
-from megarl.explore.store.buffer import Buffer
 from megarl.explore.store.claims import images_of, tasks_of
 from megarl.explore.store.codec import GIVEN_LATER, dumps, task_from_row
-from megarl.explore.store.handle import IDS, chunks
-from megarl.explore.store.tables import GROUPS, TRAJECTORIES, GroupState
+from megarl.explore.store.groups import GroupTable
+from megarl.explore.store.tables import GROUPS, IDS, TRAJECTORIES, GroupState, chunks
+from megarl.explore.store.transactions import Transactions
 
 
 class GivenReward(NamedTuple):
@@ -48,25 +48,29 @@ class Rewarded(NamedTuple):
     store."""
 
 
-class LateRewards(Buffer):
+class LateRewards:
     """Groups that await rewards."""
+
+    def __init__(self, database: Transactions, groups: GroupTable) -> None:
+        self._database = database
+        self._groups = groups
 
     def awaiting(self) -> Iterator[list[AwaitingReward]]:
         """Trajectories that await a reward, in parts of bounded size."""
         columns = (GROUPS.c.group_id, GROUPS.c.claim_token)
         query = select(*columns).where(GROUPS.c.state == GroupState.AWAITING).order_by(GROUPS.c.ended_at)
-        claims = {row.group_id: row.claim_token for row in self._read(lambda c: c.execute(query).all())}
-        for few in self.parts(list(claims)):
-            sampled = self.read(few)
+        claims = {row.group_id: row.claim_token for row in self._database.read(lambda c: c.execute(query).all())}
+        for few in self._groups.parts(list(claims)):
+            sampled = self._groups.read(few)
             greedy = {e.group_id: e.greedy for e in sampled if e.greedy is not None}
             members = [*greedy.values(), *sampled]
             found = [e for e in members if e.reward.status == "late"]
             ids = {e.task_id for e in found}
-            tasks, images = self._read(lambda c, ids=ids: (tasks_of(c, ids), images_of(c, ids)))  # type: ignore[misc]
+            tasks, images = self._database.read(lambda c, ids=ids: (tasks_of(c, ids), images_of(c, ids)))  # type: ignore[misc]
             of_id = {row.task_id: task_from_row(row, images.get(row.task_id, ())) for row in tasks}
             yield [AwaitingReward(of_id[e.task_id], e, claims[e.group_id]) for e in found]
 
-    def num_awaiting(self) -> int:
+    def count(self) -> int:
         """Return the number of responses that await a reward while explorers have nothing to sample; else 0.
 
         A group that has used up its budget of tokens goes on with later weights, which come after the rewards.
@@ -78,9 +82,11 @@ class LateRewards(Buffer):
             .select_from(TRAJECTORIES.join(GROUPS, GROUPS.c.group_id == TRAJECTORIES.c.group_id))
             .where(GROUPS.c.state == GroupState.AWAITING, TRAJECTORIES.c.status == "late")
         )
-        return self._read(lambda c: 0 if c.execute(being_sampled).first() else int(c.execute(late).scalar_one()))
+        return self._database.read(
+            lambda c: 0 if c.execute(being_sampled).first() else int(c.execute(late).scalar_one())
+        )
 
-    def reward(self, given: Sequence[GivenReward]) -> Rewarded:
+    def give(self, given: Sequence[GivenReward]) -> Rewarded:
         """Write rewards of trajectories that await one, and make groups ready that have all, in one transaction.
 
         Safe to repeat: what has its reward is left as it is.
@@ -110,7 +116,7 @@ class LateRewards(Buffer):
             asked = [(each.group_id, each.position) for each in given]
             return Rewarded(len(written), ready, tuple(key for key in asked if key not in written))
 
-        return self._write(work)
+        return self._database.write(work)
 
     def stop_waiting(self, group_ids: Sequence[str]) -> None:
         """Make groups ready without the rewards that they await: a step takes them as they are. Safe to repeat."""
@@ -120,7 +126,7 @@ class LateRewards(Buffer):
                 which = (GROUPS.c.group_id.in_(few), GROUPS.c.state == GroupState.AWAITING)
                 connection.execute(update(GROUPS).where(*which).values(state=GroupState.READY))
 
-        self._write(work)
+        self._database.write(work)
 
 
 def _late(connection: Connection, group_ids: set[str]) -> dict[tuple[str, int], str]:

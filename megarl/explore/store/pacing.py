@@ -9,9 +9,8 @@ from typing import NamedTuple
 from sqlalchemy import ColumnElement, func, select, update
 
 from megarl.core.schema import WeightsVersion
-from megarl.explore.store.handle import Handle, chunks
-from megarl.explore.store.tables import GROUPS, OPEN, ROLLOUTS, VERSIONS
-from megarl.explore.store.transactions import put
+from megarl.explore.store.tables import GROUPS, OPEN, ROLLOUTS, VERSIONS, chunks
+from megarl.explore.store.transactions import Transactions, put
 
 
 class UnusedGroup(NamedTuple):
@@ -26,8 +25,11 @@ class UnusedGroup(NamedTuple):
     """Its rewards are to come."""
 
 
-class PacingTable(Handle):
+class PacingTable:
     """Versions and unused groups."""
+
+    def __init__(self, database: Transactions) -> None:
+        self._database = database
 
     def record_version(self, version: WeightsVersion, step: int) -> None:
         """Write down that ``version`` has ``step`` steps of training, before an engine has it. Safe to repeat."""
@@ -39,26 +41,26 @@ class PacingTable(Handle):
             "published_at": time.time(),
             "live": 0,
         }
-        self._write(lambda connection, again: put(connection, VERSIONS, [row]))
+        self._database.write(lambda connection, again: put(connection, VERSIONS, [row]))
 
     def record_live(self, version: WeightsVersion) -> None:
         """Write down that every engine has proven to have ``version``. Safe to repeat."""
         live = update(VERSIONS).where(VERSIONS.c.version == str(version)).values(live=1)
-        self._write(lambda connection, again: connection.execute(live))
+        self._database.write(lambda connection, again: connection.execute(live))
 
     def live_step(self) -> int | None:
         """Steps of training in the weights that engines have proven to have last; None before the first ones."""
         query = (
             select(VERSIONS.c.step).where(VERSIONS.c.live == 1).order_by(VERSIONS.c.attempt.desc(), VERSIONS.c.n.desc())
         )
-        return self._read(lambda connection: connection.scalar(query.limit(1)))
+        return self._database.read(lambda connection: connection.scalar(query.limit(1)))
 
     def version_steps(self, versions: Collection[WeightsVersion]) -> dict[WeightsVersion, int]:
         """Steps of training in those of ``versions`` that have been published."""
         found: dict[WeightsVersion, int] = {}
         for few in chunks([str(version) for version in versions]):
             query = select(VERSIONS.c.version, VERSIONS.c.step).where(VERSIONS.c.version.in_(few))
-            rows = self._read(lambda connection, query=query: connection.execute(query).all())  # type: ignore[misc]
+            rows = self._database.read(lambda connection, query=query: connection.execute(query).all())  # type: ignore[misc]
             found |= {WeightsVersion.parse(row.version): row.step for row in rows}
         return found
 
@@ -71,7 +73,7 @@ class PacingTable(Handle):
             .join(ROLLOUTS, ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
             .where(GROUPS.c.state.in_(OPEN), ROLLOUTS.c.kind == "train")
         )
-        rows = self._read(lambda connection: connection.execute(query).all())
+        rows = self._database.read(lambda connection: connection.execute(query).all())
         there = [row for row in rows if row.ended_at is not None]
         there.sort(key=lambda row: (row.ended_at, row.group_id))
         others = [row for row in rows if row.ended_at is None]
@@ -85,7 +87,7 @@ class PacingTable(Handle):
         those in the place of others). A store that replaced a damaged one begins in the middle of the run."""
         asked = (ROLLOUTS.c.kind == "train", ROLLOUTS.c.rollout_id.not_like("train-%-%"))
         query = select(func.min(ROLLOUTS.c.step), func.coalesce(func.sum(ROLLOUTS.c.num_groups), 0)).where(*asked)
-        first, number = self._read(lambda connection: connection.execute(query).one())
+        first, number = self._database.read(lambda connection: connection.execute(query).one())
         return first, int(number)
 
 

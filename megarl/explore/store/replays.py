@@ -7,8 +7,8 @@ from typing import NamedTuple
 from sqlalchemy import case, func, select
 
 from megarl.core.schema import GREEDY
-from megarl.explore.store.handle import Handle
 from megarl.explore.store.tables import GROUPS, REPLAYS, ROLLOUTS, TRAJECTORIES, GroupState
+from megarl.explore.store.transactions import Transactions
 
 
 class UsedGroup(NamedTuple):
@@ -23,8 +23,11 @@ class UsedGroup(NamedTuple):
     """Share of right responses; those without a verdict count as wrong."""
 
 
-class ReplayTable(Handle):
+class ReplayTable:
     """Which groups steps have trained on, the first time and again."""
+
+    def __init__(self, database: Transactions) -> None:
+        self._database = database
 
     def consumed(self, after: int, until: int) -> list[UsedGroup]:
         """Return the training groups that the steps ``after`` + 1 to ``until`` were the first to train on, in an order
@@ -39,11 +42,11 @@ class ReplayTable(Handle):
             .where(ROLLOUTS.c.kind == "train", TRAJECTORIES.c.index != GREEDY)
             .group_by(*columns)
         )
-        rows = self._read(lambda connection: connection.execute(query).all())
+        rows = self._database.read(lambda connection: connection.execute(query).all())
         return sorted(UsedGroup(*row) for row in rows)  # not by a database's collation
 
-    def replays(self, after: int, until: int) -> dict[str, int]:
+    def counts(self, after: int, until: int) -> dict[str, int]:
         """Group id -> number of the steps ``after`` + 1 to ``until`` that have trained on it again."""
         query = select(REPLAYS.c.group_id, func.count()).where(REPLAYS.c.step > after, REPLAYS.c.step <= until)
-        rows = self._read(lambda connection: connection.execute(query.group_by(REPLAYS.c.group_id)).all())
+        rows = self._database.read(lambda connection: connection.execute(query.group_by(REPLAYS.c.group_id)).all())
         return {row[0]: int(row[1]) for row in rows}

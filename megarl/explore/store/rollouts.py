@@ -13,7 +13,6 @@ from megarl.core.errors import DataError
 from megarl.core.schema import WeightsVersion
 from megarl.explore.store.claims import RolloutKind
 from megarl.explore.store.codec import GIVEN_LATER, dumps, versions_in
-from megarl.explore.store.handle import Handle, chunks
 from megarl.explore.store.journal import event_of
 from megarl.explore.store.pacing import steps_of_weights
 from megarl.explore.store.segments import cut_segments
@@ -35,7 +34,9 @@ from megarl.explore.store.tables import (
     VERSIONS,
     WHOLE,
     GroupState,
+    chunks,
 )
+from megarl.explore.store.transactions import Transactions
 
 UNUSED = {"state": GroupState.READY, "used_by": None, "reason": None}
 """Values of a group that no step has used."""
@@ -47,10 +48,13 @@ UNCOUNTED = select(ROLLOUTS.c.rollout_id).where(
 """Ids of evaluations whose groups are not all counted."""
 
 
-class RolloutTable(Handle):
+class RolloutTable:
     """Rollouts that a trainer asks for, group by group."""
 
-    def request_rollout(
+    def __init__(self, database: Transactions) -> None:
+        self._database = database
+
+    def request(
         self,
         rollout_id: str,
         kind: RolloutKind,
@@ -79,7 +83,7 @@ class RolloutTable(Handle):
         if unknown := [task_id for task_id in task_ids if task_id not in known]:
             raise DataError(
                 f"rollout {rollout_id}: {len(unknown)} task ids are not in the store, the first is {unknown[0]!r}; "
-                f"add_tasks first"
+                f"call store.tasks.add first"
             )
         rollout = {
             "rollout_id": rollout_id,
@@ -112,17 +116,17 @@ class RolloutTable(Handle):
             if groups:
                 connection.execute(insert(GROUPS), groups)
 
-        self._write(work)
+        self._database.write(work)
 
     def _known(self, task_ids: Sequence[str]) -> set[str]:
         """Return those of ``task_ids`` that are in the store; read before the write lock is taken."""
         known: set[str] = set()
         for few in chunks(task_ids):
             query = select(TASKS.c.task_id).where(TASKS.c.task_id.in_(few))
-            known |= self._read(lambda connection, query=query: set(connection.scalars(query)))  # type: ignore[misc]
+            known |= self._database.read(lambda connection, query=query: set(connection.scalars(query)))  # type: ignore[misc]
         return known
 
-    def discard_rollouts(self, from_step: int, *, ahead: bool = False) -> None:
+    def discard(self, from_step: int, *, ahead: bool = False) -> None:
         """Forget every rollout of weights with >= ``from_step`` steps, and metrics and evaluations of later steps.
 
         A trainer that resumes at that step calls it first: what an earlier attempt left undone was asked for with
@@ -162,13 +166,13 @@ class RolloutTable(Handle):
             later = [row.event_id for row in evaluations if event_of(row)["data"].get("step", 0) > from_step]
             connection.execute(delete(EVENTS).where(EVENTS.c.event_id.in_(later)))
 
-        self._write(work)
+        self._database.write(work)
 
     def progress(self, rollout_id: str, *, awaiting: bool = False) -> tuple[int, int]:
         """(groups that are whole, groups in all); ``awaiting``: those that still await rewards count as whole."""
         whole = func.sum(case((GROUPS.c.state.in_(SAMPLED if awaiting else WHOLE), 1), else_=0))
         query = select(whole, func.count()).where(GROUPS.c.rollout_id == rollout_id)
-        row = self._read(lambda connection: connection.execute(query).one())
+        row = self._database.read(lambda connection: connection.execute(query).one())
         return int(row[0] or 0), int(row[1])
 
     def is_complete(self, rollout_id: str, *, awaiting: bool = False) -> bool:
@@ -180,7 +184,7 @@ class RolloutTable(Handle):
             .join(ROLLOUTS, ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
             .where(GROUPS.c.rollout_id == rollout_id, not_(done))
         )
-        return self._read(lambda connection: connection.execute(missing.limit(1)).first()) is None
+        return self._database.read(lambda connection: connection.execute(missing.limit(1)).first()) is None
 
     def task_sources(self, rollout_id: str) -> dict[str, str]:
         """Id of each task of a rollout -> its data source, by position."""
@@ -190,18 +194,20 @@ class RolloutTable(Handle):
             .where(GROUPS.c.rollout_id == rollout_id)
             .order_by(GROUPS.c.position)
         )
-        return {row[0]: row[1] for row in self._read(lambda connection: connection.execute(query).all())}
+        return {row[0]: row[1] for row in self._database.read(lambda connection: connection.execute(query).all())}
 
     def is_requested(self, rollout_id: str) -> bool:
         """True once it was asked for."""
         query = select(ROLLOUTS.c.sequence).where(ROLLOUTS.c.rollout_id == rollout_id)
-        return self._read(lambda connection: connection.execute(query).first()) is not None
+        return self._database.read(lambda connection: connection.execute(query).first()) is not None
 
-    def rollout_metrics(self, rollout_id: str) -> dict[str, float]:
+    def metrics(self, rollout_id: str) -> dict[str, float]:
         """Metrics of the explorers for a rollout, summed over them (seconds, tokens, samples)."""
         query = select(ROLLOUT_METRICS).where(ROLLOUT_METRICS.c.rollout_id == rollout_id)
         total: dict[str, float] = {}
-        for metrics in self._read(lambda connection: [json.loads(row.metrics) for row in connection.execute(query)]):
+        for metrics in self._database.read(
+            lambda connection: [json.loads(row.metrics) for row in connection.execute(query)]
+        ):
             for name, value in metrics.items():
                 total[name] = total.get(name, 0.0) + value
         return total

@@ -16,15 +16,17 @@ from sqlalchemy import Connection, case, delete, func, insert, select, update
 from megarl.core.schema import Segment, digest_of, line_of_turns
 from megarl.explore.store.claims import Claim, of_claim
 from megarl.explore.store.codec import segment_from_row, segment_to_row, trajectory_from_row
-from megarl.explore.store.handle import Handle, chunks
-from megarl.explore.store.tables import GROUPS, SEGMENTS, TRAJECTORIES, WHOLE, GroupState
-from megarl.explore.store.transactions import put
+from megarl.explore.store.tables import GROUPS, SEGMENTS, TRAJECTORIES, WHOLE, GroupState, chunks
+from megarl.explore.store.transactions import Transactions, put
 
 
-class SegmentTable(Handle):
+class SegmentTable:
     """Segments of claimed groups, and how far their trajectories have come."""
 
-    def append_segments(self, segments: Sequence[tuple[Claim, Segment]]) -> list[bool]:
+    def __init__(self, database: Transactions) -> None:
+        self._database = database
+
+    def append(self, segments: Sequence[tuple[Claim, Segment]]) -> list[bool]:
         """Write segments in one transaction; False for those whose claim is no longer their group's. Safe to repeat:
         the same rows are written again."""
         rows = [segment_to_row(claim.group_id, claim.rollout_id, segment) for claim, segment in segments]
@@ -36,9 +38,9 @@ class SegmentTable(Handle):
             put(connection, SEGMENTS, [row for row, is_ours in zip(rows, ours, strict=True) if is_ours])
             return ours
 
-        return self._write(work)
+        return self._database.write(work)
 
-    def forget_segments(self, claim: Claim, index: int, from_turn: int = 0) -> None:
+    def forget(self, claim: Claim, index: int, from_turn: int = 0) -> None:
         """Forget the tokens of a trajectory that begins again, there from a response on. Safe to repeat."""
 
         def work(connection: Connection, again: bool) -> None:
@@ -47,27 +49,29 @@ class SegmentTable(Handle):
                 connection.execute(delete(SEGMENTS).where(*of_trajectory, SEGMENTS.c.turn >= from_turn))
                 connection.execute(update(GROUPS).where(*of_claim(claim)).values(reached=None))
 
-        self._write(work)
+        self._database.write(work)
 
     def reach(self, claim: Claim, step: int) -> None:
         """Write down that no trajectory of the group gets further tokens of the weights of ``step`` steps. Safe to
         repeat."""
         values = {"reached": step}
-        self._write(lambda connection, again: connection.execute(update(GROUPS).where(*of_claim(claim)).values(values)))
+        self._database.write(
+            lambda connection, again: connection.execute(update(GROUPS).where(*of_claim(claim)).values(values))
+        )
 
     def reached(self, rollout_id: str, step: int) -> tuple[int, int]:
         """(groups that are whole or have reached ``step``, groups in all)."""
         there = case((GROUPS.c.state.in_((*WHOLE, GroupState.AWAITING)), 1), (GROUPS.c.reached >= step, 1), else_=0)
         query = select(func.sum(there), func.count()).where(GROUPS.c.rollout_id == rollout_id)
-        row = self._read(lambda connection: connection.execute(query).one())
+        row = self._database.read(lambda connection: connection.execute(query).one())
         return int(row[0] or 0), int(row[1])
 
-    def segments(self, group_ids: Sequence[str]) -> dict[str, dict[int, tuple[Segment, ...]]]:
+    def read(self, group_ids: Sequence[str]) -> dict[str, dict[int, tuple[Segment, ...]]]:
         """Segments by group and by index of the trajectory, in order."""
         found: dict[str, dict[int, tuple[Segment, ...]]] = {}
         for few in chunks(group_ids):
             query = select(SEGMENTS).where(SEGMENTS.c.group_id.in_(few))
-            for row in self._read(lambda connection, query=query: connection.execute(query).all()):  # type: ignore[misc]
+            for row in self._database.read(lambda connection, query=query: connection.execute(query).all()):  # type: ignore[misc]
                 of_index = found.setdefault(row.group_id, {})
                 of_index[row.index] = (*of_index.get(row.index, ()), segment_from_row(row))
         return {

@@ -14,9 +14,19 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, and_, case, delet
 from megarl.core.schema import GREEDY, End, Task, Trajectory
 from megarl.explore.store.claims import RolloutKind
 from megarl.explore.store.codec import end_in, task_from_row, trajectory_from_row
-from megarl.explore.store.handle import IDS, Handle, chunks
 from megarl.explore.store.pacing import steps_of_weights
-from megarl.explore.store.tables import GROUP_IMAGES, GROUPS, ROLLOUTS, SAMPLED, TASKS, TRAJECTORIES, GroupState
+from megarl.explore.store.tables import (
+    GROUP_IMAGES,
+    GROUPS,
+    IDS,
+    ROLLOUTS,
+    SAMPLED,
+    TASKS,
+    TRAJECTORIES,
+    GroupState,
+    chunks,
+)
+from megarl.explore.store.transactions import Transactions
 
 USED = (GroupState.CONSUMED, GroupState.DROPPED)
 """States of groups that no step or evaluation takes any more."""
@@ -96,21 +106,24 @@ class Glance(NamedTuple):
     """None where it was not read."""
 
 
-class SelectionTable(Handle):
+class SelectionTable:
     """Reads what people ask for, and deletes what they no longer need."""
 
-    def num_selected(self, selection: Selection) -> int:
+    def __init__(self, database: Transactions) -> None:
+        self._database = database
+
+    def count(self, selection: Selection) -> int:
         """Number of groups that the conditions on groups leave, for a progress bar."""
         query = _with_rollout(select(func.count())).where(*selection.of_group())
-        return self._read(lambda connection: connection.scalar(query)) or 0
+        return self._database.read(lambda connection: connection.scalar(query)) or 0
 
-    def selected(self, selection: Selection) -> Iterator[list[StoredGroup]]:
+    def groups(self, selection: Selection) -> Iterator[list[StoredGroup]]:
         """Yield groups that the conditions on groups leave, at most ``IDS`` together."""
         query = select(ROLLOUTS.c.rollout_id, ROLLOUTS.c.num_groups).where(ROLLOUTS.c.kind.in_(selection.kinds))
-        rollouts = self._read(lambda c: [tuple(row) for row in c.execute(query.order_by(ROLLOUTS.c.sequence))])
+        rollouts = self._database.read(lambda c: [tuple(row) for row in c.execute(query.order_by(ROLLOUTS.c.sequence))])
         for few in _together(rollouts):
             which = _groups().where(GROUPS.c.rollout_id.in_(few), *selection.of_group())
-            rows = self._read(lambda c, which=which: c.execute(which).all())  # type: ignore[misc]
+            rows = self._database.read(lambda c, which=which: c.execute(which).all())  # type: ignore[misc]
             order = {rollout_id: number for number, rollout_id in enumerate(few)}
             found = sorted(map(StoredGroup._make, rows), key=lambda each: (order[each.rollout_id], each.position))
             for start in range(0, len(found), IDS):
@@ -119,7 +132,7 @@ class SelectionTable(Handle):
     def group(self, group_id: str) -> StoredGroup | None:
         """One group, in whichever state; None where there is none of this id."""
         query = _groups().where(GROUPS.c.group_id == group_id)
-        found = self._read(lambda connection: connection.execute(query).first())
+        found = self._database.read(lambda connection: connection.execute(query).first())
         return None if found is None else StoredGroup(*found)
 
     def glances(self, groups: Sequence[StoredGroup], *, ends: bool) -> list[Glance]:
@@ -143,7 +156,7 @@ class SelectionTable(Handle):
                 glance = Glance(of_id[row.group_id], row.number, row.score, row.status, row.nbytes, end)
                 members[row.group_id].append(glance)
 
-        self._read(work)
+        self._database.read(work)
         return [glance for found in members.values() for glance in sorted(found, key=lambda each: each.number)]
 
     def members(self, group_ids: Sequence[str]) -> list[Trajectory]:
@@ -152,7 +165,7 @@ class SelectionTable(Handle):
         found: dict[str, list[Trajectory]] = {group_id: [] for group_id in group_ids}
         for few in chunks(group_ids):
             rows = query.where(TRAJECTORIES.c.group_id.in_(few))
-            for each in self._read(lambda c, rows=rows: [trajectory_from_row(row) for row in c.execute(rows)]):  # type: ignore[misc]
+            for each in self._database.read(lambda c, rows=rows: [trajectory_from_row(row) for row in c.execute(rows)]):  # type: ignore[misc]
                 found[each.group_id].append(each)
         return [each for members in found.values() for each in members]
 
@@ -161,7 +174,7 @@ class SelectionTable(Handle):
         found: dict[str, Task] = {}
         for few in chunks(sorted(task_ids)):
             query = select(TASKS).where(TASKS.c.task_id.in_(few))
-            rows: Sequence[Row[Any]] = self._read(lambda c, query=query: c.execute(query).all())  # type: ignore[misc]
+            rows: Sequence[Row[Any]] = self._database.read(lambda c, query=query: c.execute(query).all())  # type: ignore[misc]
             found |= {row.task_id: task_from_row(row) for row in rows}
         return found
 
@@ -174,7 +187,7 @@ class SelectionTable(Handle):
         found: set[str] = set()
         for few in chunks(ids) if later else ():
             which = query.where(GROUPS.c.group_id.in_(few), or_(*later))
-            found |= self._read(lambda c, which=which: set(c.scalars(which)))  # type: ignore[misc]
+            found |= self._database.read(lambda c, which=which: set(c.scalars(which)))  # type: ignore[misc]
         return found
 
     def delete_trajectories(self, group_ids: Sequence[str]) -> int:
@@ -191,7 +204,7 @@ class SelectionTable(Handle):
             connection.execute(delete(GROUP_IMAGES).where(GROUP_IMAGES.c.group_id.in_(ids)))
             return connection.execute(delete(TRAJECTORIES).where(TRAJECTORIES.c.group_id.in_(ids))).rowcount
 
-        return self._write(work)
+        return self._database.write(work)
 
 
 def _together(rollouts: Sequence[tuple[str, int]]) -> Iterator[list[str]]:

@@ -12,45 +12,82 @@ Every write is one transaction, fenced by the job's attempt and repeated when th
 
 from __future__ import annotations
 
+from megarl.core.jobs import TRAIN
 from megarl.explore.store.engines import EngineRegistry
 from megarl.explore.store.evaluations import EvaluationTable
 from megarl.explore.store.experts import ExpertTable
+from megarl.explore.store.groups import GroupTable
 from megarl.explore.store.journal import Journal
 from megarl.explore.store.late import LateRewards
 from megarl.explore.store.pacing import PacingTable
 from megarl.explore.store.replays import ReplayTable
 from megarl.explore.store.rollouts import RolloutTable
+from megarl.explore.store.segments import SegmentTable
 from megarl.explore.store.selection import SelectionTable
 from megarl.explore.store.tasks import TaskTable
+from megarl.explore.store.transactions import Transactions
 from megarl.explore.store.workers import WorkerTable
 
 
-class Store(
-    TaskTable,
-    ExpertTable,
-    RolloutTable,
-    EvaluationTable,
-    LateRewards,
-    PacingTable,
-    ReplayTable,
-    SelectionTable,
-    EngineRegistry,
-    WorkerTable,
-    Journal,
-):
-    """A connection to the store, for one process (make a new one after a fork).
+class Store:
+    """A process's connection to the store, a part for each kind of row. Make a new one after a fork.
 
     Args:
         url: ``store.url``, or SQLAlchemy's for sqlite or postgresql.
         attempt: Of the job that this process belongs to. Every write raises FencedError once another one has begun.
             None (reports, tools) writes whatever attempt there is.
         outage_s: How long a database that does not answer is waited for; 0 fails at once.
-        program: Of the job that this process belongs to; attempts of another program are not its own.
+        read_only: Leave a SQLite file as it is, and make no tables.
         has_tables: Another process has made the tables. Then nothing connects before the first call.
+        program: Of the job that this process belongs to; attempts of another program are not its own.
 
     Raises:
         ConfigError: the URL cannot be read or its driver is missing.
-        JobError: (here, and every method) the database could not be used for ``outage_s``.
-        StoreDamagedError: (here, and every method) a page or a row cannot be read.
-        FencedError: (here, and every write) the job has begun another attempt.
+        JobError: (here, and every method of a part) the database could not be used for ``outage_s``.
+        StoreDamagedError: (here, and every method of a part) a page or a row cannot be read.
+        FencedError: (here, and every write of a part) the job has begun another attempt.
     """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        attempt: int | None = None,
+        outage_s: float = 0.0,
+        read_only: bool = False,
+        has_tables: bool = False,
+        program: str = TRAIN,
+    ) -> None:
+        self._database = database = Transactions(
+            url, attempt, outage_s, read_only=read_only, has_tables=has_tables, program=program
+        )
+        self.program = program
+        self.tasks = TaskTable(database)
+        self.experts = ExpertTable(database)
+        self.rollouts = RolloutTable(database)
+        self.segments = SegmentTable(database)
+        self.groups = GroupTable(database, self.segments)
+        self.evaluations = EvaluationTable(database)
+        self.late = LateRewards(database, self.groups)
+        self.pacing = PacingTable(database)
+        self.replays = ReplayTable(database)
+        self.selection = SelectionTable(database)
+        self.engines = EngineRegistry(database)
+        self.workers = WorkerTable(database)
+        self.journal = Journal(database)
+
+    def close(self) -> None:
+        """Close this process's connections."""
+        self._database.close()
+
+    def begin_attempt(self, attempt: int) -> None:
+        """Count a start of the job, before any of its processes starts: those of earlier ones can write nothing any
+        more. This handle belongs to the new attempt. Safe to repeat, see :meth:`Transactions.begin_attempt`.
+
+        Raises FencedError when the stored attempt is not smaller.
+        """
+        self._database.begin_attempt(attempt)
+
+    def sync(self) -> None:
+        """Return when all that any process has committed so far would outlive a power cut. Safe to repeat."""
+        self._database.sync()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 
 from sqlalchemy import Column, Float, Index, Integer, LargeBinary, MetaData, String, Table, Text
@@ -9,6 +10,9 @@ from sqlalchemy import Column, Float, Index, Integer, LargeBinary, MetaData, Str
 METADATA = MetaData()
 SCHEMA, SCHEMA_KEY = 14, "schema"
 """Number of these tables, and its key in ``job``. A store of another number is refused."""
+
+IDS = 1000
+"""Most ids in one statement."""
 
 
 class GroupState(StrEnum):
@@ -257,3 +261,8 @@ WORKERS = Table(
 """Heartbeats. Whoever looks measures with its own clock how long a number stays the same."""
 
 JOB = Table("job", METADATA, Column("key", String, primary_key=True), Column("value", Text, nullable=False))
+
+
+def chunks(ids: Sequence[str]) -> list[Sequence[str]]:
+    """Cut ids into runs for one statement each."""
+    return [ids[i : i + IDS] for i in range(0, len(ids), IDS)]

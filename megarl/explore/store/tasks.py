@@ -10,14 +10,17 @@ from megarl.core.errors import DataError
 from megarl.core.schema import Task
 from megarl.explore.store.claims import images_of
 from megarl.explore.store.codec import stored_task, task_from_row, task_to_row
-from megarl.explore.store.handle import Handle
 from megarl.explore.store.tables import GROUPS, TASK_IMAGES, TASKS
+from megarl.explore.store.transactions import Transactions
 
 
-class TaskTable(Handle):
+class TaskTable:
     """Tasks that rollouts may ask for."""
 
-    def add_tasks(self, split: str, tasks: Sequence[Task]) -> None:
+    def __init__(self, database: Transactions) -> None:
+        self._database = database
+
+    def add(self, split: str, tasks: Sequence[Task]) -> None:
         """Make ``tasks`` the whole of ``split``, in this order. Safe to repeat: the split is written again.
 
         Raises DataError when a task id occurs twice or belongs to another split, or a text holds a NUL character.
@@ -45,30 +48,30 @@ class TaskTable(Handle):
                     row = {"task_id": task.task_id, "position": i, "image": image}
                     connection.execute(insert(TASK_IMAGES), row)
 
-        self._write(work)
+        self._database.write(work)
 
-    def task_ids(self, split: str) -> list[str]:
+    def ids(self, split: str) -> list[str]:
         """Ids of a split's tasks in the order in which they were added."""
         query = select(TASKS.c.task_id).where(TASKS.c.split == split).order_by(TASKS.c.position)
-        return self._read(lambda connection: list(connection.scalars(query)))
+        return self._database.read(lambda connection: list(connection.scalars(query)))
 
-    def changed_tasks(self, split: str, tasks: Sequence[Task]) -> tuple[list[Task], list[Task]]:
+    def changed(self, split: str, tasks: Sequence[Task]) -> tuple[list[Task], list[Task]]:
         """Return (stored tasks of a split that differ in ``tasks`` or are missing there, the ones with groups)."""
         now = {task.task_id: stored_task(task) for task in tasks}
-        changed = [task for task in self.tasks(split) if now.get(task.task_id) != task]
-        asked = self._read(lambda connection: set(connection.scalars(select(GROUPS.c.task_id).distinct())))
+        changed = [task for task in self.read(split) if now.get(task.task_id) != task]
+        asked = self._database.read(lambda connection: set(connection.scalars(select(GROUPS.c.task_id).distinct())))
         return changed, [task for task in changed if task.task_id in asked]
 
     def data_sources(self) -> list[str]:
         """Data sources of the tasks, sorted."""
         query = select(TASKS.c.data_source).distinct().order_by(TASKS.c.data_source)
-        return self._read(lambda connection: list(connection.scalars(query)))
+        return self._database.read(lambda connection: list(connection.scalars(query)))
 
-    def task_images(self, task_ids: Collection[str]) -> dict[str, tuple[bytes, ...]]:
+    def images(self, task_ids: Collection[str]) -> dict[str, tuple[bytes, ...]]:
         """Files of the images of these tasks in order, of those that have any."""
-        return self._read(lambda connection: images_of(connection, task_ids))
+        return self._database.read(lambda connection: images_of(connection, task_ids))
 
-    def tasks(self, split: str, *, images: bool = True) -> list[Task]:
+    def read(self, split: str, *, images: bool = True) -> list[Task]:
         """A split's tasks in the order in which they were added; without ``images`` those are not read, and each has
         none."""
 
@@ -77,4 +80,4 @@ class TaskTable(Handle):
             found = images_of(connection, select(TASKS.c.task_id).where(TASKS.c.split == split)) if images else {}
             return [task_from_row(row, found.get(row.task_id, ())) for row in rows]
 
-        return self._read(work)
+        return self._database.read(work)

@@ -87,6 +87,7 @@ class Transactions:
     ) -> None:
         self.shown = shown(url)
         self._attempt_key = f"attempt/{program}"
+        self.program = program
         self.attempt = attempt
         self._outage_s = outage_s
         self._path = sqlite_file(url)

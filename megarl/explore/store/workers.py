@@ -11,26 +11,28 @@ from typing import NamedTuple
 
 from sqlalchemy import Connection, select
 
-from megarl.explore.store.handle import Handle
 from megarl.explore.store.tables import GROUPS, JOB, WORKERS, GroupState
-from megarl.explore.store.transactions import put
+from megarl.explore.store.transactions import Transactions, put
 
 BUSY = "busy "
 """Prefix of the keys of explorers' times in the table ``job``."""
 
 
-class WorkerTable(Handle):
+class WorkerTable:
     """Heartbeats of those who work on the store."""
+
+    def __init__(self, database: Transactions) -> None:
+        self._database = database
 
     def beat(self, name: str) -> None:
         """Show that ``name`` lives. Safe to repeat: nobody reads more into a number than that it is another one."""
         before = select(WORKERS.c.beat).where(WORKERS.c.name == name)
 
         def work(connection: Connection, again: bool) -> None:
-            row = {"name": name, "program": self.program, "attempt": self._database.attempt}
+            row = {"name": name, "program": self._database.program, "attempt": self._database.attempt}
             put(connection, WORKERS, [row | {"beat": (connection.scalar(before) or 0) + 1}])
 
-        self._write(work)
+        self._database.write(work)
 
     def beats(self) -> dict[str, int]:
         """Name -> number of its last heartbeat; 0 for a worker that holds claims and never gave one."""
@@ -40,17 +42,17 @@ class WorkerTable(Handle):
             found = {str(name): 0 for name in connection.scalars(holders)}
             return found | {row.name: row.beat for row in connection.execute(select(WORKERS))}
 
-        return self._read(look)
+        return self._database.read(look)
 
     def record_busy(self, name: str, busy: BusyTime) -> None:
         """Write the time in which an explorer has had samples under way. Safe to repeat."""
         row = {"key": BUSY + name, "value": json.dumps(busy)}
-        self._write(lambda connection, again: put(connection, JOB, [row]))
+        self._database.write(lambda connection, again: put(connection, JOB, [row]))
 
     def busy_times(self) -> dict[str, BusyTime]:
         """Explorer -> what it has reported last, those that have ended included."""
         query = select(JOB).where(JOB.c.key.startswith(BUSY))
-        rows = self._read(lambda connection: connection.execute(query).all())
+        rows = self._database.read(lambda connection: connection.execute(query).all())
         return {row.key.removeprefix(BUSY): BusyTime(*json.loads(row.value)) for row in rows}
 
 

@@ -72,9 +72,9 @@ def count_experts(store: Store) -> str:
     """Table of imports of expert rows."""
     rows = [
         [str(each.number), "taskset.expert" if each.by_setting else "import", each.source, str(each.stored)]
-        for each in store.expert_imports()
+        for each in store.experts.imports()
     ]
-    return table([["import", "by", "source", "rows"], *rows, ["all", "", "", str(store.num_experts())]])
+    return table([["import", "by", "source", "rows"], *rows, ["all", "", "", str(store.experts.count())]])
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

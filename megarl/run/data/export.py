@@ -91,10 +91,10 @@ def _parts(run: StoredRun, selection: Selection) -> Iterator[Rows]:
 
 
 def _rows(run: StoredRun, groups: Mapping[str, StoredGroup], wanted: Mapping[str, set[int]]) -> Rows:
-    tasks = run.store.tasks_named({group.task_id for group in groups.values()})
+    tasks = run.store.selection.tasks_named({group.task_id for group in groups.values()})
     return [
         trajectory_row(each, groups[each.group_id], tasks.get(each.task_id), run.tokenizer)
-        for each in run.store.members(list(groups))
+        for each in run.store.selection.members(list(groups))
         if each.index != GREEDY and each.index in wanted[each.group_id]
     ]
 
@@ -150,8 +150,8 @@ def _turn(turn: Turn, tokenizer: ChatTokenizer) -> dict[str, Any]:
 def export_experts(store: Store, path: Path) -> int:
     """Write expert rows as `megarl data import-experts` reads them; return their number. Raises as ``rows_to``."""
     count = 0
-    with rows_to(path, EXPERT) as write, progress(store.num_experts(), "rows") as bar:
-        for part in store.experts():
+    with rows_to(path, EXPERT) as write, progress(store.experts.count(), "rows") as bar:
+        for part in store.experts.read():
             write([_expert(each) for each in part])
             count += len(part)
             bar.update(len(part))

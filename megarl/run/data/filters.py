@@ -71,8 +71,8 @@ def _sources(text: str) -> tuple[str, ...]:
 
 def check_sources(selection: Selection, store: Store) -> None:
     """Raise ConfigError for a source that no task has."""
-    if selection.sources and (lost := set(selection.sources) - set(store.data_sources())):
-        raise ConfigError(f"source={min(lost)}: no task has it; sources are {', '.join(store.data_sources())}")
+    if selection.sources and (lost := set(selection.sources) - set(store.tasks.data_sources())):
+        raise ConfigError(f"source={min(lost)}: no task has it; sources are {', '.join(store.tasks.data_sources())}")
 
 
 def _names(name: str, text: str, known: Sequence[str]) -> list[str]:

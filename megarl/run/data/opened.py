@@ -37,11 +37,11 @@ class StoredRun:
 
     def glances(self, selection: Selection) -> Iterator[tuple[StoredGroup, list[Glance]]]:
         """Yield each group that the conditions on groups leave, with all its trajectories; shows a bar."""
-        total = self.store.num_selected(selection)
+        total = self.store.selection.count(selection)
         with progress(total, "groups") as bar:
-            for groups in self.store.selected(selection):
+            for groups in self.store.selection.groups(selection):
                 members: dict[str, list[Glance]] = {group.group_id: [] for group in groups}
-                for glance in self.store.glances(groups, ends=bool(selection.ends)):
+                for glance in self.store.selection.glances(groups, ends=bool(selection.ends)):
                     members[glance.group.group_id].append(glance)
                 yield from ((group, members[group.group_id]) for group in groups)
                 bar.update(len(groups))

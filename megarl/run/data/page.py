@@ -55,7 +55,7 @@ def write_page(run: StoredRun, selection: Selection, path: Path, limit: int, fil
     sections, links, room = list[Markup](), list[tuple[str, str, int, int]](), TOKENS_OF_PAGE
     with progress(len(groups), "groups") as bar:
         for number, group in enumerate(reversed(groups)):
-            members = [each for each in run.store.members([group.group_id]) if each.index != GREEDY]
+            members = [each for each in run.store.selection.members([group.group_id]) if each.index != GREEDY]
             if not members:  # pruned, or asked for again, since they were counted
                 continue
             room -= sum(each.response_length for each in members)
@@ -78,9 +78,11 @@ def write_page(run: StoredRun, selection: Selection, path: Path, limit: int, fil
 def _group(
     run: StoredRun, group: StoredGroup, members: Sequence[Trajectory], selection: Selection, anchor: str
 ) -> Markup:
-    task = run.store.tasks_named([group.task_id]).get(group.task_id)
-    matching = {g.number for g in run.store.glances([group], ends=bool(selection.ends)) if selection.matches(g)}
-    shared, excluded = members[0].prompt, run.store.excluded([group.group_id])
+    task = run.store.selection.tasks_named([group.task_id]).get(group.task_id)
+    matching = {
+        g.number for g in run.store.selection.glances([group], ends=bool(selection.ends)) if selection.matches(g)
+    }
+    shared, excluded = members[0].prompt, run.store.journal.excluded([group.group_id])
     responses = [
         _response(run, each, shared, excluded, f"{anchor}-{each.index}", other=each.index not in matching)
         for each in members[:MEMBERS]

@@ -59,10 +59,10 @@ def prune(run: StoredRun, selection: Selection, *, delete: bool) -> Pruned:
             for glance in members:
                 tally.add(glance)
         if delete and free:
-            found.deleted += run.store.delete_trajectories([group.group_id for group, _ in free])
+            found.deleted += run.store.selection.delete_trajectories([group.group_id for group, _ in free])
     if found.deleted:
         groups_of = {kind: tally.groups for kind, tally in found.tallies.items()}
-        run.store.record_event("data", "prune", {"trajectories": found.deleted, "groups": groups_of})
+        run.store.journal.record_event("data", "prune", {"trajectories": found.deleted, "groups": groups_of})
     return found
 
 
@@ -84,8 +84,8 @@ def _in_parts(run: StoredRun, selection: Selection) -> Iterator[Part]:
 
 def _needed(run: StoredRun, groups: Sequence[StoredGroup], checkpoints: Sequence[int], newest: int) -> dict[str, str]:
     """Group id -> reason why it stays. ``newest``: step of the newest finished one of the ``checkpoints``."""
-    again = run.store.needed_again(groups, checkpoints)
-    oldest_replay = _oldest_replay(run.config, [*checkpoints, run.store.last_step()])
+    again = run.store.selection.needed_again(groups, checkpoints)
+    oldest_replay = _oldest_replay(run.config, [*checkpoints, run.store.journal.last_step()])
     found: dict[str, str] = {}
     for group in groups:
         if group.state not in USED:

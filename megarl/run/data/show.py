@@ -29,13 +29,13 @@ def show(run: StoredRun, name: str, *, tokens: bool = False) -> str:
         ConfigError: there is no such group or trajectory, or its trajectories are not there.
     """
     found = re.fullmatch(r"(.+?)(?:\[(-?\d+)\])?", name)
-    group = run.store.group(found[1]) if found else None
+    group = run.store.selection.group(found[1]) if found else None
     if found is None or group is None:
         raise ConfigError(
             f"{name}: no such group; write GROUP or GROUP[INDEX], as train-000003/5 or 'train-000003/5[2]'; "
             f"`megarl data sample {run.run_dir}` prints some"
         )
-    members = run.store.members([group.group_id])
+    members = run.store.selection.members([group.group_id])
     if not members:
         why = "they were pruned" if group.state in SAMPLED else "it is not sampled yet"
         raise ConfigError(f"{name}: no trajectories of this group ({group.state}) are in the store; {why}")
@@ -44,8 +44,8 @@ def show(run: StoredRun, name: str, *, tokens: bool = False) -> str:
         if not (chosen := [each for each in members if each.index == index]):
             raise ConfigError(f"{name}: the group has {', '.join(f'[{each.index}]' for each in members)}")
         members = chosen
-    task = run.store.tasks_named([group.task_id]).get(group.task_id)
-    excluded = run.store.excluded([group.group_id])
+    task = run.store.selection.tasks_named([group.task_id]).get(group.task_id)
+    excluded = run.store.journal.excluded([group.group_id])
     texts = [_trajectory_text(run, each, excluded.get((each.group_id, each.index)), tokens) for each in members]
     parts = [_group_text(group, members, task, excluded), *texts]
     return "\n".join(parts)
@@ -85,7 +85,7 @@ def rewards_of(members: Sequence[Trajectory], excluded: Mapping[tuple[str, int],
     """Mean and unbiased standard deviation of a group's rewards; None where no member has a verdict.
 
     Args:
-        excluded: Members that are left out, as of ``Store.excluded``.
+        excluded: Members that are left out, as of ``Store.journal.excluded``.
     """
     counted = [e for e in members if e.index != GREEDY and (e.group_id, e.index) not in excluded]
     scores = [e.reward.score for e in counted if math.isfinite(e.reward.score)]

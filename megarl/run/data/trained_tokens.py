@@ -120,7 +120,7 @@ def count_trained(run: StoredRun) -> TrainedTokens:
         ConfigError: no step has one.
         DataError: a file is damaged.
     """
-    steps, files = dict(run.store.steps()), set(kept_steps(run.run_dir))
+    steps, files = dict(run.store.journal.steps()), set(kept_steps(run.run_dir))
     compared = [step for step in steps if step in files]
     if not compared:
         raise ConfigError(
@@ -154,8 +154,8 @@ def _add_step(found: TrainedTokens, run: StoredRun, batch: KeptBatch, recorded: 
     once = np.setdiff1d(np.unique(batch.numbers, return_index=True)[1], expert)
     found.uncounted += 0 if recorded is None else abs(int(sums[once].sum()) - int(recorded))
     names = {str(batch.group_ids[group]): numbers for group, numbers in of_group.items()}
-    for few in run.store.parts(list(names)):
-        lines = {(each.group_id, each.index): list(lines_of(each.turns)) for each in run.store.members(few)}
+    for few in run.store.groups.parts(list(names)):
+        lines = {(each.group_id, each.index): list(lines_of(each.turns)) for each in run.store.selection.members(few)}
         for name in few:
             for n in names[name]:
                 if own := lines.get((name, int(batch.indices[n]))):

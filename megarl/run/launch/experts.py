@@ -48,7 +48,7 @@ def import_experts(config: Config, sources: Sequence[str], min_score: float) -> 
         store_of_run(config.store.url, Path(config.run.dir)) as store,
         tqdm(total=count, desc="expert rows", unit=" rows", leave=False, disable=None, file=sys.stderr) as bar,
     ):
-        done = store.import_experts([(name, _stored(rows)) for name, rows in found], advance=bar.update)
+        done = store.experts.import_sources([(name, _stored(rows)) for name, rows in found], advance=bar.update)
         bar.close()
         for each in done:
             log.info("%s: %d rows, %d new, %d were there", each.source, each.given, each.added, each.given - each.added)
@@ -57,10 +57,10 @@ def import_experts(config: Config, sources: Sequence[str], min_score: float) -> 
 
 def log_counts(store: Store) -> None:
     """Log how many expert experiences each import has in the store."""
-    for each in store.expert_imports():
+    for each in store.experts.imports():
         kind = "taskset.expert" if each.by_setting else f"import {each.number}"
         log.info("%s, %s: %d expert rows", kind, each.source, each.stored)
-    log.info("%d expert rows in the store", store.num_experts())
+    log.info("%d expert rows in the store", store.experts.count())
 
 
 def fill_experts(config: Config, store: Store) -> None:
@@ -74,18 +74,18 @@ def fill_experts(config: Config, store: Store) -> None:
         return
     source = config.taskset.expert
     rows = [] if source is None else _stored(read_experts(config))
-    done = store.set_experts(source or "taskset.expert=null", rows)
+    done = store.experts.replace_source(source or "taskset.expert=null", rows)
     if done is not None:
         data = {"source": done.source, "rows": done.given, "stored": done.stored}
-        store.record_event("supervisor", "experts", data)
-    imports = [each for each in store.expert_imports() if not each.by_setting and each.stored]
+        store.journal.record_event("supervisor", "experts", data)
+    imports = [each for each in store.experts.imports() if not each.by_setting and each.stored]
     if imports:
         log_counts(store)
         check = ExpertCheck(config)
         for each in imports:
-            found = [row for part in store.experts(each.number) for row in part]
+            found = [row for part in store.experts.read(each.number) for row in part]
             check.rows(each.source, [replace(row, task=without_inline_images(row.task)) for row in found])
-    if not store.num_experts():
+    if not store.experts.count():
         raise ConfigError(
             f"algorithm.name={config.algorithm.name} needs expert rows, and the store has none; set taskset.expert to "
             "a file of rows with a response, or import some (megarl data import-experts)"

@@ -307,19 +307,21 @@ def _fill_store(config: Config, tasks: Mapping[str, Selected], attempt: int, fit
     check_owner_of_store(config, run_dir, store)
     store.begin_attempt(attempt)
     check_store_of_run(config, run_dir, store)
-    store.set_run_id(run_id(run_dir))
+    store.journal.set_run_id(run_id(run_dir))
     if config.run.mode != "bench":  # whose answers are of one model, and stay
         _discard_rollouts(config, run_dir, store)
     for split, selected in tasks.items():
-        if store.tasks(split) != selected.tasks:
+        if store.tasks.read(split) != selected.tasks:
             check_rows_of_run(config, store, split, selected.tasks)
-            store.add_tasks(split, selected.tasks)
+            store.tasks.add(split, selected.tasks)
             sources = Counter(source_of(task.task_id) for task in selected.tasks)
             data = {"split": split, "tasks": len(selected.tasks), "dropped": selected.dropped}
-            store.record_event("supervisor", "tasks", data | ({} if "" in sources else {"sources": dict(sources)}))
+            store.journal.record_event(
+                "supervisor", "tasks", data | ({} if "" in sources else {"sources": dict(sources)})
+            )
     fill_experts(config, store)
     save_resolved(fitted, resolved(config))  # before an explore program sees the open job
-    store.open_job()
+    store.journal.open_job()
     store.close()
 
 
@@ -329,7 +331,7 @@ def _discard_rollouts(config: Config, run_dir: Path, store: Store) -> None:
     # Groups that were asked for ahead have the sampling and the verdicts of the settings of then.
     changed = any(change.trains() for change in changes_since_last_start(config, run_dir))
     from_step = 0 if found is None else int(read_state(found)["step"])
-    for step in sorted(step for step in store.uncounted().values() if step < from_step):
+    for step in sorted(step for step in store.evaluations.uncounted().values() if step < from_step):
         log.warning("the evaluation of step %d was under way when the job ended: it is not measured", step)
-        store.record_event("supervisor", "evaluation_lost", {"step": step})
-    store.discard_rollouts(from_step, ahead=changed)
+        store.journal.record_event("supervisor", "evaluation_lost", {"step": step})
+    store.rollouts.discard(from_step, ahead=changed)

@@ -94,13 +94,13 @@ def differences(run: Config, config: Config) -> list[Change]:
 def is_closed(config: Config) -> bool:
     """Return True if the run has been finished, as far as it was asked for."""
     with _opened(config) as store:
-        return store.has_begun() and store.job_state() == "closed"
+        return store.journal.has_begun() and store.journal.job_state() == "closed"
 
 
 def _steps(config: Config) -> int:
     """Steps that the run has made: a trainer that is to make more may not have said so yet."""
     with _opened(config) as store:
-        return store.last_step()
+        return store.journal.last_step()
 
 
 def _has_begun(config: Config) -> bool:
@@ -108,7 +108,7 @@ def _has_begun(config: Config) -> bool:
     if path is not None and not (path.is_file() and path.stat().st_size):
         return False
     with _opened(config) as store:
-        return store.has_begun()
+        return store.journal.has_begun()
 
 
 def _opened(config: Config) -> closing[Store]:
@@ -126,5 +126,5 @@ def leave(config: Config, attempt: int) -> None:
     """Take this program's engines out of the registry, as far as the store is there."""
     store = Store(config.store.url, attempt=attempt, program=algorithms.job_of(config).program, has_tables=True)
     with suppress(JobError, FencedError, ConfigError):
-        store.register_engines([])
+        store.engines.register([])
     store.close()

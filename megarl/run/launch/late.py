@@ -32,7 +32,7 @@ def give_rewards(config: Config, sources: Sequence[str]) -> None:
     config = _of_run(config)
     given = read_rewards([Path(source) for source in sources], config)
     with store_of_run(config.store.url, Path(config.run.dir)) as store:
-        done = store.reward(given)
+        done = store.late.give(given)
     log.info("%d rewards written, %d groups are ready with them", done.written, done.ready)
     if done.left_out:
         group, index = done.left_out[0]

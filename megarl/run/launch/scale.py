@@ -50,20 +50,20 @@ def scale(run_dir: str, words: Sequence[str]) -> None:
     running = held_locks(folder, "")
     with store_of_run(config.store.url, folder) as store:
         own = job_of(config).has(ProcessKind.ENGINE)  # else rows of an earlier start may be there
-        programs = [name for name in store.engine_programs() if name != TRAIN or own]
+        programs = [name for name in store.engines.programs() if name != TRAIN or own]
         running_programs = [name for name in programs if of_program("lock", name) in running]
         program = program_of(run_dir, running_programs, wanted.program)
         config = config_of(run_dir, program)
         check_no_comparison(folder)
-        engines = store.engines([program])
+        engines = store.engines.read([program])
         there = sum(engine.wanted is not EngineStatus.ABSENT for engine in engines)
         workers = engines[0].workers if wanted.tp is None else wanted.tp * config.rollout.pp
         number = there if wanted.engines is None else wanted.engines
         check_engines(config, number)
         if workers != engines[0].workers:
             check_tp(with_engines(config, number, workers))
-        check_room(number, workers, workers_of(config), store.engine_room(program))
-        before, new = store.scale_engines(program, number, None if wanted.tp is None else workers)
+        check_room(number, workers, workers_of(config), store.engines.room(program))
+        before, new = store.engines.scale(program, number, None if wanted.tp is None else workers)
     log.info("%s of %s: engines %d -> %d%s", program, run_dir, before, number, f", {new} of them new" if new else "")
     if workers != engines[0].workers:
         log.info("each of them starts again in turn, with tp=%d", wanted.tp)

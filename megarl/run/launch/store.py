@@ -73,7 +73,10 @@ def _watch(config: Config, run_dir: Path, server: Server, stop_request: StopRequ
             if server.poll() is not None:
                 log.warning("the run's PostgreSQL has ended (status %s); starting it again", server.poll())
                 server.start()
-            others, closed = held_locks(run_dir, PROGRAM), store.has_begun() and store.job_state() == "closed"
+            others, closed = (
+                held_locks(run_dir, PROGRAM),
+                store.journal.has_begun() and store.journal.job_state() == "closed",
+            )
             begun = begun or bool(others) or not closed
             ended = begun and closed and not others
             ended_at = (ended_at or time.monotonic()) if ended else None

@@ -149,9 +149,9 @@ def load(run_dir: Path, outage_s: float = 0.0) -> ReportData:
     else:
         store = Store(url, outage_s=outage_s)
         try:
-            steps = [(step, _finite(metrics)) for step, metrics in store.steps()]
-            tasks = store.tasks("eval", images=False)
-            events = [event["data"] for event in store.events("evaluation")]
+            steps = [(step, _finite(metrics)) for step, metrics in store.journal.steps()]
+            tasks = store.tasks.read("eval", images=False)
+            events = [event["data"] for event in store.journal.events("evaluation")]
             answers = {name: _answers(store, name, notes) for name in answers}
         finally:
             store.close()
@@ -257,7 +257,7 @@ def _answers(store: Store, rollout_id: str, notes: list[str]) -> list[Trajectory
     """Read the answers of an evaluation; none, and a note, where one is damaged: a start of the run does not look at
     answers of steps that are done."""
     try:
-        return store.trajectories(rollout_id)
+        return store.groups.trajectories(rollout_id)
     except StoreDamagedError as error:
         notes.append(f"The answers of {rollout_id} are left out: {error}.")
         return []

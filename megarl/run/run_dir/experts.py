@@ -93,7 +93,7 @@ def read_run(run_dir: Path, min_score: float) -> list[ExpertExperience]:
     found: list[ExpertExperience] = []
     left_out = 0
     with store_of_run(config.store.url, run_dir, read_only=True) as store:
-        for task, trajectory in store.scored_trajectories(min_score):
+        for task, trajectory in store.experts.scored_trajectories(min_score):
             if len(trajectory.turns) != 2 or trajectory.end is not End.FINISHED:
                 left_out += 1
                 continue

@@ -23,7 +23,7 @@ GIVEN = ("score", "acc", "status", "parts")
 
 def awaiting_rows(store: Store, tokenizer: ChatTokenizer) -> Iterator[dict[str, Any]]:
     """Rows of trajectories that await a reward: what they are, and what a judge needs to see."""
-    for part in store.awaiting():
+    for part in store.late.awaiting():
         for each in part:
             yield _row(each, tokenizer)
 

@@ -62,7 +62,7 @@ def is_finished(config: Config, run_dir: Path) -> bool:
     store = Store(config.store.url, read_only=True, outage_s=config.store.outage_s)
     try:
         # Closed last of all: the files of an earlier end, at fewer steps, may still be there.
-        return store.job_state() == "closed"
+        return store.journal.job_state() == "closed"
     finally:
         store.close()
 
@@ -208,7 +208,7 @@ def check_owner_of_store(config: Config, run_dir: Path, store: Store) -> None:
     Raises:
         ConfigError: the store is another run's, which would lose what this run does not have.
     """
-    owner = store.run_id()
+    owner = store.journal.run_id()
     if owner is not None and owner != run_id(run_dir) and has_checkpoints(run_dir):
         raise ConfigError(
             f"store.url={shown(config.store.url)} is the store of another run (run {owner}; {run_dir / 'run_id'} has "
@@ -226,7 +226,7 @@ def check_store_of_run(config: Config, run_dir: Path, store: Store) -> None:
     """
     candidates = finished(run_dir / "checkpoints")
     steps = {path: int(read_state(path)["step"]) for path in candidates}
-    recorded = {step for step, _ in store.steps()}
+    recorded = {step for step, _ in store.journal.steps()}
     covered = [path for path in candidates if recorded.issuperset(range(1, steps[path] + 1))]
     if not candidates or candidates[-1] in covered:
         return
@@ -261,7 +261,7 @@ def check_rows_of_run(config: Config, store: Store, split: str, tasks: Sequence[
     Raises:
         ConfigError: responses would be shown, replayed and exported with the prompts and ground truths of other rows.
     """
-    changed, asked = store.changed_tasks(split, tasks)
+    changed, asked = store.tasks.changed(split, tasks)
     if asked:
         first = place(config, split, asked[0])
         raise ConfigError(

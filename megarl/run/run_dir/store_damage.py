@@ -76,7 +76,7 @@ def fill_lost_store(config: Config, server: Server) -> None:
     run_dir = Path(config.run.dir)
     steps = _written(run_dir / "metrics.jsonl")
     store = Store(config.store.url, outage_s=config.store.outage_s)
-    store.record_steps(_with_steps_behind(steps, run_dir))
+    store.journal.record_steps(_with_steps_behind(steps, run_dir))
     store.close()
     server.parking.settle()
     log.warning(
@@ -146,7 +146,7 @@ def replace_store(path: Path, steps: Mapping[int, Mapping[str, Any]]) -> Path:
         for name in _FILES:
             Path(f"{new}{name}").unlink(missing_ok=True)
         store = Store(f"sqlite:///{new}")
-        store.record_steps(steps)
+        store.journal.record_steps(steps)
         store.sync()
         store.close()
         os.replace(new, rebuilt)

@@ -220,20 +220,20 @@ class EngineOrders:
     def look(self) -> None:
         """Read what is wanted, and write what has been found since the look before."""
         if self._beats:
-            self._store.beat(self._store.program)
-        self._step = self._store.last_step()
-        found, self._engines = self._found, self._store.own_engines()
+            self._store.workers.beat(self._store.program)
+        self._step = self._store.journal.last_step()
+        found, self._engines = self._found, self._store.engines.own()
         for engine in self._engines:
             if self._given_up.get(engine.number) == engine.orders and engine.wanted is not EngineStatus.ABSENT:
-                self._store.order_engine(engine.number, EngineStatus.ABSENT, since=engine.orders)
+                self._store.engines.order(engine.number, EngineStatus.ABSENT, since=engine.orders)
             workers, order = self._unchanged.get(engine.number, (engine.workers, engine.orders))
             if order == engine.orders and workers != engine.workers:
-                self._store.fit_engine(engine.number, workers, since=order)
+                self._store.engines.fit(engine.number, workers, since=order)
             if (url := self._places.get(engine.number, engine.url)) != engine.url:
-                self._store.place_engine(engine.number, url)
+                self._store.engines.place(engine.number, url)
             now = (engine.state, engine.done)
             if (noted := found.get(engine.number, now)) != now:
-                self._store.note_engine(engine.number, *noted)
+                self._store.engines.note(engine.number, *noted)
 
 
 def _spec(started: Started) -> Spec:

@@ -90,7 +90,7 @@ def _register_engines(config: Config, plan: Plan, addresses: Addresses, attempt:
         status = EngineStatus.ABSENT if absent else EngineStatus.SERVING
         state = EngineStatus.ABSENT if absent else EngineStatus.STARTING
         engines = [RegisteredEngine(i, url, workers, status, state) for i, url in enumerate(urls(addresses))]
-        store.register_engines(engines, room_for_engines(config, plan, [NodeInfo.of(node) for node in nodes]))
+        store.engines.register(engines, room_for_engines(config, plan, [NodeInfo.of(node) for node in nodes]))
     finally:
         store.close()
 

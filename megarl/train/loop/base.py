@@ -109,7 +109,7 @@ class Trainer(ABC):
             self.export(self.context.run_dir / "hf")
             if self.context.rank == 0:
                 write_text(self.context.run_dir / EXPORTED_STEP, str(state.step))
-                self.store.close_job()  # the explorer ends when no more work comes
+                self.store.journal.close_job()  # the explorer ends when no more work comes
             self.ranks.wait_for_all()
 
     def resume(self) -> TrainState:
@@ -220,7 +220,7 @@ class Trainer(ABC):
             gc.unfreeze()  # models that are replaced
             self.begin(state)
             if self.context.rank == 0:
-                self.store.discard_rollouts(state.step, ahead=True)
+                self.store.rollouts.discard(state.step, ahead=True)
         event = {"from_step": before, "to_step": state.step, "rollbacks": state.rollbacks, "why": str(bad)}
         self.reporter.event("rollback", event)
         self.reporter.rewind(state)

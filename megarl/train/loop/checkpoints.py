@@ -193,7 +193,7 @@ class Checkpointer:
 
     @cached_property
     def _num_tasks(self) -> int:
-        return len(self._store.task_ids("train"))
+        return len(self._store.tasks.ids("train"))
 
     def _data_cursor(self, state: TrainState) -> dict[str, int] | None:
         """Place in the order of the data; None on the ranks that write no manifest."""

@@ -37,7 +37,7 @@ class EventLines:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._seen = max((event["number"] for event in store.events(EVENT)), default=0)
+        self._seen = max((event["number"] for event in store.journal.events(EVENT)), default=0)
         self._looked_at = time.monotonic()
 
     def lines(self) -> list[str]:
@@ -45,7 +45,7 @@ class EventLines:
         if time.monotonic() - self._looked_at < EVENTS_S:
             return []
         self._looked_at = time.monotonic()
-        found = self._store.events(EVENT, self._seen)
+        found = self._store.journal.events(EVENT, self._seen)
         self._seen = max([self._seen, *(event["number"] for event in found)])
         return [event["data"]["line"] for event in found]
 
@@ -63,7 +63,7 @@ class LateRewardLines:
         """Look every AWAITING_S at most; a line where another number of responses awaits a reward."""
         if time.monotonic() - self._looked_at < AWAITING_S:
             return None
-        self._looked_at, self.num_awaiting = time.monotonic(), self._store.num_awaiting()
+        self._looked_at, self.num_awaiting = time.monotonic(), self._store.late.count()
         if not self.num_awaiting or self.num_awaiting == self._logged:
             return None
         self._logged = self.num_awaiting

@@ -132,14 +132,14 @@ class ColdCheck(Part):
         finally:
             mark.unlink()
             if wanted is EngineStatus.ABSENT:
-                self._store.order_engine(engine.number, EngineStatus.SERVING)
+                self._store.engines.order(engine.number, EngineStatus.SERVING)
         cold = EngineControl(engine.url, self._key, config.sync.timeout_s, proving=True)
         again = cold.probe(text.token_ids, decode=text.decode)
         compare(warm, again, engine.url, None if config.parallel.backend == "gloo" else text.tolerance)
 
     def _engine(self, version: WeightsVersion) -> tuple[RegisteredEngine, EngineControl]:
         """Find an engine that has the weights by updates. Raises EngineError."""
-        for engine in self._store.own_engines():
+        for engine in self._store.engines.own():
             if engine.wanted is EngineStatus.SERVING and engine.state is EngineStatus.SERVING:
                 control = EngineControl(engine.url, self._key, self._context.config.sync.timeout_s)
                 state = control.state()
@@ -149,7 +149,7 @@ class ColdCheck(Part):
 
     def _order(self, engine: RegisteredEngine, wanted: EngineStatus) -> Iterator[None]:
         """Order a state, and wait until the supervisor has carried that out. Raises EngineError."""
-        order = self._store.order_engine(engine.number, wanted)
+        order = self._store.engines.order(engine.number, wanted)
         yield from self._until(
             lambda: self._registered(engine).done >= order,
             f"engine {engine.number} was ordered to be {wanted} and is not",
@@ -157,7 +157,7 @@ class ColdCheck(Part):
 
     def _registered(self, engine: RegisteredEngine) -> RegisteredEngine:
         """Return the engine as the supervisor has noted it last."""
-        return next(found for found in self._store.own_engines() if found.number == engine.number)
+        return next(found for found in self._store.engines.own() if found.number == engine.number)
 
     def _until(self, holds: Callable[[], bool], what: str) -> Iterator[None]:
         """Yield until it holds. Raises EngineError after ``rollout.start_timeout_s``, or when the job is to stop."""

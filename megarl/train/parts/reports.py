@@ -31,4 +31,4 @@ class AccountLine(Part):
 
     def finish(self) -> None:
         if self._context.rank == 0:
-            self._reporter.log(account_line(metrics for _, metrics in self._store.steps()))
+            self._reporter.log(account_line(metrics for _, metrics in self._store.journal.steps()))

@@ -85,7 +85,7 @@ class Reporter:
     def event(self, kind: str, data: Mapping[str, Any]) -> None:
         """Record an event of the trainer in the store, from rank 0."""
         if self._context.rank == 0:
-            self._store.record_event("trainer", kind, data)
+            self._store.journal.record_event("trainer", kind, data)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write metrics to the run's files and trackers, from rank 0."""
@@ -98,7 +98,7 @@ class Reporter:
         A later call replaces the metrics.
         """
         if self._context.rank == 0:
-            self._store.record_step(step, metrics, used)
+            self._store.journal.record_step(step, metrics, used)
 
     def keep_batch(self, step: int, batch: KeptBatch | None) -> None:
         """Write what a step trains on; without room for it the step has none. None on other ranks than the first."""
@@ -125,7 +125,7 @@ class Reporter:
         metrics["perf/throughput"] = tokens / (seconds["step"] * num_devices(config))
         if "rollout" in seconds:
             metrics["idle/trainer"] = seconds["rollout"] / seconds["step"]
-            if self._context.rank == 0 and (idle := self._engines.share(self._store.busy_times())) is not None:
+            if self._context.rank == 0 and (idle := self._engines.share(self._store.workers.busy_times())) is not None:
                 metrics["idle/engines"] = idle
         self.write(step, metrics)
         self.keep(step, metrics, used)

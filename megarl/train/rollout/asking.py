@@ -54,7 +54,7 @@ class Asking(ABC):
 
     def ask_more(self, state: TrainState, published: Published, extra: int, missing: int) -> None:
         """Ask for further groups, the ``extra``-th time in a step that lacks so many."""
-        if not self._store.is_requested(rollout_id(state.step, extra)):
+        if not self._store.rollouts.is_requested(rollout_id(state.step, extra)):
             tasks = self._choice.tasks(state.step, self._seed(state), extra)[: self.further(missing)]
             self._request(rollout_id(state.step, extra), state, state.step, published, tasks, extra)
 
@@ -72,7 +72,7 @@ class Asking(ABC):
         published, rollout = self._pacing.published(step), rollout_id(ahead)
         if not self._config.rollout.is_partial or ahead < published + self._pacing.interval:
             return whole(self._store, rollout, awaiting=True)
-        done, total = self._store.reached(rollout, published)
+        done, total = self._store.segments.reached(rollout, published)
         return Awaited(done, total, done == total)
 
     @abstractmethod
@@ -126,7 +126,7 @@ class Asking(ABC):
             sampling["routing"] = True
         size = self._config.algorithm.group_size
         done = step if asked_at is None else asked_at
-        self._store.request_rollout(rollout_id, "train", done, published.version, tasks, size, sampling)
+        self._store.rollouts.request(rollout_id, "train", done, published.version, tasks, size, sampling)
 
 
 class InAdmissionOrder(Asking):
@@ -138,7 +138,7 @@ class InAdmissionOrder(Asking):
     def ask(self, state: TrainState, published: Published) -> None:
         steps = max(self._config.trainer.steps, state.step + 1)
         for step in range(state.step, min(self._pacing.asked(state.step), steps)):
-            if not self._store.is_requested(rollout_id(step)):
+            if not self._store.rollouts.is_requested(rollout_id(step)):
                 seed = self._seed(state)
                 sampled = self._config.trainer.tasks_per_step - len(self._replay.groups(step, seed, state.step))
                 tasks = self._choice.with_spare(step, seed, sampled)
@@ -151,14 +151,14 @@ class InAdmissionOrder(Asking):
         return whole(self._store, rollout_id(step, extra), awaiting=self._waits_no_more(step))
 
     def choose(self, step: int, without: Collection[str], missing: int) -> list[str]:
-        unused = self._store.unused() if self._late else []
+        unused = self._store.pacing.unused() if self._late else []
         if overdue := [group.group_id for group in unused if self._is_overdue(group, step)]:
-            self._store.stop_waiting(overdue)
-        return self._store.take(self._config.trainer.tasks_per_step, step=step, without=without)
+            self._store.late.stop_waiting(overdue)
+        return self._store.groups.take(self._config.trainer.tasks_per_step, step=step, without=without)
 
     def _waits_no_more(self, step: int) -> bool:
         """True if groups of a step that still await rewards are left out: all were asked for at one time."""
-        own = [g for g in (self._store.unused() if self._late else []) if g.rollout_id == rollout_id(step)]
+        own = [g for g in (self._store.pacing.unused() if self._late else []) if g.rollout_id == rollout_id(step)]
         return _has_ready(own) and any(self._is_overdue(group, step) for group in own)
 
     def wanted(self, replayed: int) -> int:
@@ -177,16 +177,16 @@ class InCompletionOrder(Asking):
     def ask(self, state: TrainState, published: Published) -> None:
         each, step = self._choice.per_step, state.step
         steps = min(self._pacing.deadline(published.step) + 1, self._config.trainer.steps) - step
-        missing = steps * each - len(self._store.unused())
+        missing = steps * each - len(self._store.pacing.unused())
         if missing > 0:
             # A replaced engine may have brought weights between two publications: what this step asked for with them
             # before a resume stays.
-            number = next(n for n in count(step) if not self._store.is_requested(rollout_id(n)))
+            number = next(n for n in count(step) if not self._store.rollouts.is_requested(rollout_id(n)))
             self._request(rollout_id(number), state, number, published, self._tasks(state, missing), asked_at=step)
 
     def _tasks(self, state: TrainState, missing: int) -> list[str]:
         seed, each = self._seed(state), self._choice.per_step
-        first, asked = self._store.num_asked()
+        first, asked = self._store.pacing.num_asked()
         step, skipped = divmod((state.step if first is None else first) * each + asked, each)
         found: list[str] = []
         while len(found) < skipped + missing:
@@ -206,11 +206,11 @@ class InCompletionOrder(Asking):
         unused = self._unused(without)
         chosen = self._chosen(unused, step, missing)
         if overdue := [group.group_id for group in unused if group.awaiting and group.group_id in set(chosen)]:
-            self._store.stop_waiting(overdue)
+            self._store.late.stop_waiting(overdue)
         return chosen
 
     def _unused(self, without: Collection[str]) -> list[UnusedGroup]:
-        return [group for group in self._store.unused() if group.group_id not in without]
+        return [group for group in self._store.pacing.unused() if group.group_id not in without]
 
     def _chosen(self, unused: Sequence[UnusedGroup], step: int, missing: int) -> list[str]:
         late = [group for group in unused if self._is_overdue(group, step)] if _has_ready(unused) else []
@@ -226,7 +226,7 @@ class InCompletionOrder(Asking):
 
     def rollouts(self, step: int, rounds: int, used: Sequence[str]) -> list[str]:
         """Rollouts that have ended: the step has used the last of their groups."""
-        left = {group.rollout_id for group in self._store.unused() if group.group_id not in used}
+        left = {group.rollout_id for group in self._store.pacing.unused() if group.group_id not in used}
         return [rollout for rollout in dict.fromkeys(map(rollout_of, used)) if rollout not in left]
 
 
@@ -237,8 +237,8 @@ def _has_ready(groups: Sequence[UnusedGroup]) -> bool:
 
 def whole(store: Store, rollout: str, *, awaiting: bool = False) -> Awaited:
     """Progress of a rollout, in groups; ``awaiting``: without the rewards that are to come."""
-    done, total = store.progress(rollout, awaiting=awaiting)
-    return Awaited(done, total, done == total and store.is_complete(rollout, awaiting=awaiting))
+    done, total = store.rollouts.progress(rollout, awaiting=awaiting)
+    return Awaited(done, total, done == total and store.rollouts.is_complete(rollout, awaiting=awaiting))
 
 
 def rollout_id(step: int, extra: int = 0) -> str:

@@ -52,7 +52,7 @@ class Evaluation:
 
     @cached_property
     def _tasks(self) -> list[str]:
-        return self._store.task_ids("eval")
+        return self._store.tasks.ids("eval")
 
     def settle(self, step: int) -> bool:
         """Return False: all have ended."""
@@ -81,13 +81,13 @@ class Evaluation:
         config = self._context.config
         sampling = evaluation_sampling(config, step) | ({KEEPERS: list(engines)} if engines else {})
         samples = config.evaluation.samples
-        self._store.request_rollout(rollout_id, "eval", step, version, self._tasks, samples, sampling)
+        self._store.rollouts.request(rollout_id, "eval", step, version, self._tasks, samples, sampling)
 
     def record(self, step: int, rollout_id: str, **more: float) -> None:
         """Report an evaluation that has ended, on rank 0; ``more``: metrics under ``val/``."""
         if self._context.rank:
             return
-        event = self._store.evaluation(rollout_id)
+        event = self._store.evaluations.read(rollout_id)
         metrics, errors = event["metrics"], event["errors"]
         self._reporter.write(step, metrics | {f"val/{name}": value for name, value in more.items()})
         text = evaluation_text(metrics, event["right"], event["tasks"], self._context.config.evaluation)

@@ -128,7 +128,7 @@ class EvaluationMeanwhile:
         if self._open is None or self._answers().complete:
             return
         self._lost = True
-        self._store.withdraw(self._open.rollout_id)
+        self._store.evaluations.withdraw(self._open.rollout_id)
         self._reporter.event("evaluation_lost", {"step": self._open.step, "rollout_id": self._open.rollout_id})
         self._reporter.log(
             f"the evaluation of step {self._open.step} is given up: an engine that had its weights for it is gone; "

@@ -167,9 +167,9 @@ class RolloutReader:
         store, chosen = self._store, self._reader.from_first(choose)
 
         def parts() -> Iterator[list[Trajectory]]:
-            return (store.read(part) for part in store.parts(chosen))
+            return (store.groups.read(part) for part in store.groups.parts(chosen))
 
-        found = self._reader.read(parts, self._stopping, lambda: sum(store.array_bytes(chosen).values()))
+        found = self._reader.read(parts, self._stopping, lambda: sum(store.groups.array_bytes(chosen).values()))
         place = {group_id: number for number, group_id in enumerate(chosen)}
         read = None if found is None else [trajectory for part in found for trajectory in part]
         return None if read is None else sorted(read, key=lambda trajectory: place[trajectory.group_id])
@@ -180,11 +180,11 @@ class RolloutReader:
         store, chosen = self._store, cache(lambda: {group.group_id: group for group in choose()})
 
         def parts() -> Iterator[list[tuple[Replayed, list[Trajectory]]]]:
-            for part in store.parts(list(chosen())):
-                read = {group[0].group_id: group for group in by_group(store.read(part))}
+            for part in store.groups.parts(list(chosen())):
+                read = {group[0].group_id: group for group in by_group(store.groups.read(part))}
                 yield [(chosen()[group_id], read[group_id]) for group_id in part]
 
-        found = self._reader.read(parts, self._stopping, lambda: sum(store.array_bytes(list(chosen())).values()))
+        found = self._reader.read(parts, self._stopping, lambda: sum(store.groups.array_bytes(list(chosen())).values()))
         return None if found is None else [group for part in found for group in part]
 
     def images(self, trajectories: Iterable[Trajectory]) -> dict[str, bytes]:
@@ -195,10 +195,10 @@ class RolloutReader:
 
         def parts() -> Iterator[dict[str, bytes]]:
             for start in range(0, len(tasks), IMAGES_OF):
-                found = self._store.task_images(tasks[start : start + IMAGES_OF])
+                found = self._store.tasks.images(tasks[start : start + IMAGES_OF])
                 yield {file_digest(file): file for files in found.values() for file in files}
             for group in groups:
-                yield self._store.group_images([group])
+                yield self._store.groups.images([group])
 
         found = self._reader.read(parts)
         assert found is not None, "nothing here looks at the stop request"
@@ -206,13 +206,13 @@ class RolloutReader:
 
     def metrics(self, rollouts: Callable[[], Sequence[str]]) -> dict[str, float]:
         """Metrics of rollouts, as their explorers measured them, summed. Only readers call ``rollouts``."""
-        found = self._reader.read(lambda: [self._store.rollout_metrics(rollout_id) for rollout_id in rollouts()])
+        found = self._reader.read(lambda: [self._store.rollouts.metrics(rollout_id) for rollout_id in rollouts()])
         assert found is not None, "nothing here looks at the stop request"
         return {name: sum(metrics.get(name, 0.0) for metrics in found) for metrics in found for name in metrics}
 
     def version_steps(self, versions: Sequence[WeightsVersion]) -> dict[WeightsVersion, int]:
         """Steps of training in ``versions``."""
-        found = self._reader.read(lambda: [self._store.version_steps(versions)])
+        found = self._reader.read(lambda: [self._store.pacing.version_steps(versions)])
         assert found is not None, "nothing here looks at the stop request"
         return found[0]
 
@@ -227,7 +227,7 @@ class RolloutReader:
         """
 
         def parts() -> Iterator[list[ExpertRow]]:
-            for part in self._store.experts():
+            for part in self._store.experts.read():
                 tasks = [without_inline_images(expert.task) for expert in part]
                 pairs = encode_demonstrations(tasks, tokenizer)
                 logp = [expert.teacher_logp if teacher else None for expert in part]

@@ -27,13 +27,13 @@ class ColocatedEngines:
         self._store = store
         self._ranks = ranks
         self._publisher = publisher
-        self._away = [engine.number for engine in store.own_engines()] if context.rank == 0 else []
+        self._away = [engine.number for engine in store.engines.own()] if context.rank == 0 else []
         """Engines that this has ordered away, on rank 0. Others that are absent were ordered so by somebody else."""
 
     def come(self) -> None:
         """Order those that are away to serve. A weight sync waits for them, and wakes those that are asleep."""
         for number in self._away:
-            self._store.order_engine(number, EngineStatus.SERVING)
+            self._store.engines.order(number, EngineStatus.SERVING)
         self._away = []
 
     def leave(self) -> dict[str, float]:
@@ -75,16 +75,16 @@ class ColocatedEngines:
         """Order the engines that are there; return the number of each one's order."""
         if self._context.rank:
             return {}
-        there = [engine for engine in self._store.own_engines() if engine.wanted is not EngineStatus.ABSENT]
+        there = [engine for engine in self._store.engines.own() if engine.wanted is not EngineStatus.ABSENT]
         self._away = [engine.number for engine in there]
-        return {number: self._store.order_engine(number, wanted) for number in self._away}
+        return {number: self._store.engines.order(number, wanted) for number in self._away}
 
     def _wait_for(self, orders: dict[int, int]) -> None:
         """Wait until the supervisor has carried out these orders. Raises EngineError."""
         rollout = self._context.config.rollout
         until = time.monotonic() + rollout.start_timeout_s
         while orders:
-            left = [e.number for e in self._store.own_engines() if e.done < orders.get(e.number, 0)]
+            left = [e.number for e in self._store.engines.own() if e.done < orders.get(e.number, 0)]
             if not left:
                 return
             if time.monotonic() > until:

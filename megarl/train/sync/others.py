@@ -40,7 +40,7 @@ class EnginesOfOthers:
     def urls(self) -> Sequence[str]:
         """URLs of the engines, by program and number. None for a moment after a program was first seen: it may be
         alive, and an engine that a trainer leaves out keeps older weights."""
-        beats, programs = self._store.beats(), self._store.engine_programs()
+        beats, programs = self._store.workers.beats(), self._store.engines.programs()
         self._silence.look({program: beats.get(program, 0) for program in programs})
         alive = self._silence.alive(self._silence_s)
         if set(programs) - set(alive) - set(self._silence.longer_than(SETTLE_S)):
@@ -48,7 +48,7 @@ class EnginesOfOthers:
         silent = sorted(set(programs) - set(alive))
         if silent:
             self._say(f"no heartbeat of {', '.join(silent)}")
-        found = self._store.engines(alive)
+        found = self._store.engines.read(alive)
         wanted = [engine.url for engine in found if engine.url and engine.wanted is EngineStatus.SERVING]
         if not wanted:
             return []

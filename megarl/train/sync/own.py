@@ -30,7 +30,7 @@ class OwnEngines:
         One that starts, or does not answer, is left out while another is there; the trainer waits for all of them only
         before it has ``begun``, and for any of them where none is there.
         """
-        found = self._store.own_engines()
+        found = self._store.engines.own()
         wanted = [engine for engine in found if engine.url and engine.wanted is not EngineStatus.ABSENT]
         if not wanted:
             return None if found else []
@@ -44,7 +44,7 @@ class OwnEngines:
         """URLs of the engines that are wanted, be they there or not; none of those that come and go together."""
         if self._together:
             return []
-        return [e.url for e in self._store.own_engines() if e.url and e.wanted is EngineStatus.SERVING]
+        return [e.url for e in self._store.engines.own() if e.url and e.wanted is EngineStatus.SERVING]
 
     def _answers(self, url: str) -> bool:
         try:

@@ -17,19 +17,33 @@ from megarl.core.schema import GREEDY, Trajectory, WeightsVersion
 from megarl.explore.store import claims
 from megarl.explore.store.claims import Claim, EndedGroup, images_of
 from megarl.explore.store.codec import trajectory_from_row, trajectory_to_row
-from megarl.explore.store.handle import IDS, chunks
 from megarl.explore.store.segments import SegmentTable
-from megarl.explore.store.tables import GROUP_IMAGES, GROUPS, ROLLOUTS, SAMPLED, SEGMENTS, TRAJECTORIES, GroupState
+from megarl.explore.store.tables import (
+    GROUP_IMAGES,
+    GROUPS,
+    IDS,
+    ROLLOUTS,
+    SAMPLED,
+    SEGMENTS,
+    TRAJECTORIES,
+    GroupState,
+    chunks,
+)
+from megarl.explore.store.transactions import Transactions
 
 PART_BYTES = 64 * 2**20
 """Bytes of the arrays that are read or written together: of a row, the driver's and the decoded bytes exist side by
 side."""
 
 
-class Buffer(SegmentTable):
+class GroupTable:
     """Groups on their way from explorers to a trainer."""
 
-    def claim_groups(
+    def __init__(self, database: Transactions, segments: SegmentTable) -> None:
+        self._database = database
+        self._segments = segments
+
+    def claim(
         self,
         worker: str,
         limit: int,
@@ -39,7 +53,7 @@ class Buffer(SegmentTable):
         evaluations: bool = True,
     ) -> list[Claim]:
         """Claim up to ``limit`` groups, evaluations first, then the oldest rollout. Groups of other workers that are
-        ``silent`` (``workers.Silence``) count as free; ``release_claims`` frees those of a predecessor of the same
+        ``silent`` (``workers.Silence``) count as free; ``release`` frees those of a predecessor of the same
         name.
 
         With ``max_samples`` the groups' sizes add up to at most that many, except that one group is always claimed.
@@ -56,7 +70,7 @@ class Buffer(SegmentTable):
         look = select(GROUPS.c.group_id).where(or_(claims.PENDING, expired)).limit(1)
         if not evaluations:
             look = look.where(GROUPS.c.rollout_id.in_(claims.TRAINED))
-        if limit < 1 or self._read(lambda connection: connection.execute(look).first()) is None:
+        if limit < 1 or self._database.read(lambda connection: connection.execute(look).first()) is None:
             return []
         held = {"claimed_by": worker, "claim_token": token}
 
@@ -66,10 +80,10 @@ class Buffer(SegmentTable):
             tasks = claims.tasks_of(connection, {group.task_id for group in groups})
             return groups, tasks, claims.first_live(connection)
 
-        groups, tasks, live = self._write(work)
+        groups, tasks, live = self._database.write(work)
         # Images and segments may be many bytes: not under the write lock.
-        images = self._read(lambda connection: images_of(connection, {task.task_id for task in tasks}))
-        return claims.claims_of(groups, tasks, images, self.segments([group.group_id for group in groups]), live)
+        images = self._database.read(lambda connection: images_of(connection, {task.task_id for task in tasks}))
+        return claims.claims_of(groups, tasks, images, self._segments.read([group.group_id for group in groups]), live)
 
     def put(self, claim: Claim, trajectories: Sequence[Trajectory], metrics: Mapping[str, float] | None = None) -> bool:
         """Write one whole group; as ``put_all``."""
@@ -100,16 +114,16 @@ class Buffer(SegmentTable):
             claims.report(connection, [group for group, ours in zip(ended, written, strict=True) if ours])
             return written
 
-        return self._write(work)
+        return self._database.write(work)
 
-    def release_claims(self, worker: str) -> int:
+    def release(self, worker: str) -> int:
         """Give back every group that ``worker`` holds; returns how many. For a worker that stops or has died.
 
         Safe to repeat, since the worker claims nothing meanwhile; the number is then what was left to give back.
         """
         held = (GROUPS.c.state == GroupState.CLAIMED, GROUPS.c.claimed_by == worker)
         free = {"state": GroupState.PENDING, "claimed_by": None, "claim_token": None}
-        return self._write(
+        return self._database.write(
             lambda connection, again: connection.execute(update(GROUPS).where(*held).values(free)).rowcount
         )
 
@@ -131,7 +145,7 @@ class Buffer(SegmentTable):
             .where(ROLLOUTS.c.step == step)
             .order_by(ROLLOUTS.c.sequence, GROUPS.c.position)
         )
-        ready = self._read(lambda connection: list(connection.scalars(query)))
+        ready = self._database.read(lambda connection: list(connection.scalars(query)))
         without = set(without)
         return [group_id for group_id in ready if group_id not in without][:n]
 
@@ -142,7 +156,7 @@ class Buffer(SegmentTable):
         for few in chunks(group_ids):
             query = select(TRAJECTORIES.c.group_id, size).where(TRAJECTORIES.c.group_id.in_(few))
             query = query.group_by(TRAJECTORIES.c.group_id)
-            sizes |= {row[0]: int(row[1]) for row in self._read(lambda c, query=query: c.execute(query).all())}  # type: ignore[misc]
+            sizes |= {row[0]: int(row[1]) for row in self._database.read(lambda c, query=query: c.execute(query).all())}  # type: ignore[misc]
         return sizes
 
     def parts(self, group_ids: Sequence[str], nbytes: int = PART_BYTES) -> list[list[str]]:
@@ -167,29 +181,29 @@ class Buffer(SegmentTable):
         """
         return [e for few in chunks(group_ids) for e in self._read_where(TRAJECTORIES.c.group_id.in_(few))]
 
-    def group_images(self, group_ids: Sequence[str]) -> dict[str, bytes]:
+    def images(self, group_ids: Sequence[str]) -> dict[str, bytes]:
         """Digest -> file of the images of these groups' trajectories that are none of their tasks'."""
         columns = select(GROUP_IMAGES.c.digest, GROUP_IMAGES.c.image)
         found: dict[str, bytes] = {}
         for few in chunks(group_ids):
             query = columns.where(GROUP_IMAGES.c.group_id.in_(few))
-            found |= self._read(lambda c, query=query: {row.digest: row.image for row in c.execute(query)})  # type: ignore[misc]
+            found |= self._database.read(lambda c, query=query: {row.digest: row.image for row in c.execute(query)})  # type: ignore[misc]
         return found
 
-    def group_ids(self, rollout_id: str) -> list[str]:
+    def ids(self, rollout_id: str) -> list[str]:
         """Ids of a rollout's groups whose trajectories are there, by position."""
         mine = (GROUPS.c.rollout_id == rollout_id, GROUPS.c.state.in_(SAMPLED))
         query = select(GROUPS.c.group_id).where(*mine).order_by(GROUPS.c.position)
-        return self._read(lambda connection: list(connection.scalars(query)))
+        return self._database.read(lambda connection: list(connection.scalars(query)))
 
     def trajectories(self, rollout_id: str) -> list[Trajectory]:
         """Trajectories of a rollout's groups that are whole so far, as ``read`` orders them."""
-        return [e for part in self.parts(self.group_ids(rollout_id)) for e in self.read(part)]
+        return [e for part in self.parts(self.ids(rollout_id)) for e in self.read(part)]
 
-    def group_states(self, rollout_id: str) -> dict[str, tuple[str, int | None, str | None]]:
+    def states(self, rollout_id: str) -> dict[str, tuple[str, int | None, str | None]]:
         """Group id -> (state, number of the step that used it, reason why it was dropped)."""
         query = select(GROUPS).where(GROUPS.c.rollout_id == rollout_id).order_by(GROUPS.c.position)
-        rows = self._read(lambda connection: connection.execute(query).all())
+        rows = self._database.read(lambda connection: connection.execute(query).all())
         return {row.group_id: (row.state, row.used_by, row.reason) for row in rows}
 
     def successes(self, after: int, until: int) -> dict[str, float]:
@@ -205,7 +219,7 @@ class Buffer(SegmentTable):
             .group_by(GROUPS.c.group_id, GROUPS.c.task_id, GROUPS.c.used_by, ROLLOUTS.c.sequence, GROUPS.c.position)
             .order_by(GROUPS.c.used_by, ROLLOUTS.c.sequence, GROUPS.c.position)
         )
-        rows = self._read(lambda connection: connection.execute(query).all())
+        rows = self._database.read(lambda connection: connection.execute(query).all())
         return {row[0]: float(row[1]) / int(row[2]) for row in rows}
 
     def _read_where(self, which: ColumnElement[bool]) -> list[Trajectory]:
@@ -216,7 +230,7 @@ class Buffer(SegmentTable):
             .where(which, GROUPS.c.state.in_(SAMPLED))
             .order_by(ROLLOUTS.c.sequence, GROUPS.c.position, TRAJECTORIES.c.index)
         )
-        found = self._read(lambda connection: [trajectory_from_row(row) for row in connection.execute(query)])
+        found = self._database.read(lambda connection: [trajectory_from_row(row) for row in connection.execute(query)])
         greedy = {trajectory.group_id: trajectory for trajectory in found if trajectory.index == GREEDY}
         return [replace(e, greedy=greedy.get(e.group_id)) for e in found if e.index != GREEDY]
 
