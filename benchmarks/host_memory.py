@@ -165,7 +165,7 @@ def fill(store: Any, step: int, answers: int, tokens: int) -> None:
         ])  # fmt: skip
 
 
-def trainer_of(config: Any, store: Any) -> Any:
+def steps_of(config: Any, store: Any) -> Any:
     """An online trainer, of which the step is real."""
     import torch.distributed as dist
 
@@ -175,12 +175,11 @@ def trainer_of(config: Any, store: Any) -> Any:
     from megarl.train.rank.context import RunContext
     from megarl.train.rollout import rollouts
     from megarl.train.rollout.reading import NodeReader, RolloutReader
-    from megarl.train.step import OnlineTrainer
+    from megarl.train.step import OnlineSteps
     from megarl.train.update.learner import Learner
     from megarl.train.update.models import Models
 
-    trainer: Any = OnlineTrainer.__new__(OnlineTrainer)
-    trainer.config, trainer.algorithm, trainer.timeline = config, algorithms.get(config.algorithm.name), Timeline()
+    trainer: Any = SimpleNamespace(config=config, algorithm=algorithms.get(config.algorithm.name), timeline=Timeline())
     critic = model_of("critic", config) if config.algorithm.name == "ppo" else None
     trainer.models = SimpleNamespace(
         actor=model_of("actor", config), reference=model_of("reference", config), critic=critic, reward_model=None,
@@ -191,19 +190,20 @@ def trainer_of(config: Any, store: Any) -> Any:
         timeline=trainer.timeline, log=lambda text: None, record_step=lambda *_, **__: None,
         keep_batch=lambda *_: None,
     )  # fmt: skip
-    trainer.end_step = lambda state, metrics, used: state
+    trainer.end_step = lambda state, metrics, version, used: state
     reader = RolloutReader(NodeReader(), store, lambda: False)
     trainer.store = store
     context = trainer.context = RunContext(config, Path(), 1, dist.get_rank())
-    asked = rollouts.Rollouts(context, trainer.algorithm, store, trainer.reporter, reader, lambda *_, **__: True)
+    asked = rollouts.Rollouts(context, trainer.algorithm, store, trainer.reporter, reader, lambda *_, **__: None)
     weights = SimpleNamespace(publish=lambda step: {}, version=WeightsVersion(1, 0), step=0)
     given = {"rollouts": asked, "weights": weights, "reader": reader}
-    trainer.services = Services(**dict.fromkeys((field.name for field in fields(Services)), None) | given)
     updates: Any = SimpleNamespace(begin=lambda: None, end=lambda state: {}, admits=lambda state, *_: (True, state))
     ranks: Any = SimpleNamespace(gather=lambda sums: sums)
     trainer.memory = SimpleNamespace(enter=lambda phase: None, phase=None)
     trainer.learner = Learner(config, trainer.algorithm, trainer.models, updates, ranks, trainer.memory.enter)
-    return trainer
+    steps = OnlineSteps(trainer)
+    steps.services = Services(**dict.fromkeys((field.name for field in fields(Services)), None) | given)
+    return steps
 
 
 def measure(algorithm: str, answers: int, tokens: int, ranks: int, folder: str) -> dict[str, tuple[float, float]]:
@@ -243,13 +243,13 @@ def measure(algorithm: str, answers: int, tokens: int, ranks: int, folder: str) 
         fill(store, 1, answers, tokens)
     torch.distributed.barrier()
     store = store if first else Store(f"sqlite:///{folder}/store.db")
-    trainer = trainer_of(config, store)
+    steps = steps_of(config, store)
     for step in (0, 1):
-        trainer.step(TrainState("rl", step))
-        trainer.timeline.end()
+        steps.step(TrainState("rl", step))
+        steps.rank.timeline.end()
     store.close()
     number = answers * (PROMPT + tokens)
-    return {stage: (peak / number, held / number) for stage, (peak, held) in trainer.timeline.found.items()}
+    return {stage: (peak / number, held / number) for stage, (peak, held) in steps.rank.timeline.found.items()}
 
 
 def measured_apart(algorithm: str, answers: int, tokens: int, ranks: int = 1) -> dict[str, tuple[float, float]]:

@@ -6,6 +6,7 @@ import argparse
 import logging
 import sys
 import warnings
+from collections.abc import Callable
 
 import torch
 
@@ -14,17 +15,15 @@ from megarl.core.config import load_resolved
 from megarl.core.errors import MegarlError, MemoryFullError, NonRetryableError
 from megarl.core.jobs import Mode
 from megarl.learn import algorithms
-from megarl.train.loop.offline import OfflineTrainer
-from megarl.train.step import OnlineTrainer
+from megarl.train.loop.course import Course, Steps
+from megarl.train.loop.offline import OfflineSteps
+from megarl.train.loop.rank import TrainerRank
+from megarl.train.step import OnlineSteps
 from megarl.train.update.memory import memory_explained
 
 log = logging.getLogger(__name__)
 
-TRAINERS: dict[Mode, type[OnlineTrainer | OfflineTrainer]] = {
-    "both": OnlineTrainer,
-    "train": OnlineTrainer,
-    "offline": OfflineTrainer,
-}
+STEPS: dict[Mode, Callable[[TrainerRank], Steps]] = {"both": OnlineSteps, "train": OnlineSteps, "offline": OfflineSteps}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,9 +41,9 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(config.trainer.num_threads)
     ops.use(config.trainer.kernels)
     try:
-        make = TRAINERS[algorithms.job_of(config).mode]
-        with make(config) as trainer, memory_explained(trainer.memory, trainer.models):
-            trainer.train()
+        steps = STEPS[algorithms.job_of(config).mode]
+        with TrainerRank(config) as rank, memory_explained(rank.memory, rank.models):
+            Course(rank, steps(rank)).train()
     except MegarlError as error:
         log.error("trainer: %s", error)
         return error.STATUS if isinstance(error, NonRetryableError | MemoryFullError) else 1

@@ -130,11 +130,11 @@ class Jobs(RuleBasedStateMachine):
         self.store.pacing.record_live(version)
         self.published = Published(version, self.step)
 
-    def wait(self, look: Callable[[], Awaited], label: str, *, weights_step: int) -> bool:
+    def wait(self, look: Callable[[], Awaited], label: str, *, weights_step: int) -> None:
         """The explorers work until all is there."""
         for _ in range(200):
             if look().complete:
-                return True
+                return
             number = self.random.randrange(2)
             try:
                 self.explore(number)

@@ -134,14 +134,13 @@ class ReplayJob:
             context, algorithms.get("grpo"), self.store, Reporter(context, self.store), reader, self._answered
         )
 
-    def _answered(self, *_: object, **__: object) -> bool:
+    def _answered(self, *_: object, **__: object) -> None:
         for claim in reversed(self.store.groups.claim("e", 1000)):
             right = int(claim.task.task_id.split("/")[1]) % (SIZE + 1)
             rewards = [Reward(float(i < right), "ok" if i < right else "wrong") for i in claim.indices]
             version = WeightsVersion(1, claim.step)
             members = [make_trajectory(replace(claim, version=version), i) for i in claim.indices]
             assert self.store.groups.put(claim, [replace(e, reward=r) for e, r in zip(members, rewards, strict=True)])
-        return True
 
     def step(self, number: int, *, record: bool = True) -> StepGroups:
         """Make step ``number``, from 0."""

@@ -28,6 +28,7 @@ from megarl.explore.order.replay import ReplayChoice, Replayed, replay_metrics
 from megarl.explore.store import Store, Used
 from megarl.learn.algorithms import Algorithm
 from megarl.train.rank.context import RunContext
+from megarl.train.rank.ranks import Stopped
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
 from megarl.train.rollout.asking import Asking, Awaited, InAdmissionOrder, InCompletionOrder, Published, rollout_of
@@ -36,9 +37,9 @@ from megarl.train.update.accounts import NONE, Amount, Excluded, SampleAccount, 
 
 
 class Wait(Protocol):
-    """``RolloutWaiter.wait``."""
+    """``RolloutWaiter.wait``. Raises Stopped."""
 
-    def __call__(self, look: Callable[[], Awaited], label: str, *, weights_step: int) -> bool: ...
+    def __call__(self, look: Callable[[], Awaited], label: str, *, weights_step: int) -> None: ...
 
 
 SURPLUS = "surplus"
@@ -152,7 +153,7 @@ class Rollouts:
         """Wait until the groups that were asked for ahead are ready, in step ``state.step``; not in completion order.
 
         A checkpoint then finds them in the store, and weights change when no engine samples. Of partial rollouts those
-        of later steps are there as far as their budget goes. Ends early when the job is asked to stop.
+        of later steps are there as far as their budget goes. Raises Stopped.
 
         Args:
             weights_step: Steps of training in the actor's weights.
@@ -162,11 +163,10 @@ class Rollouts:
         for step in range(state.step + 1, min(self._pacing.asked(state.step), self._context.config.trainer.steps)):
             with self._reporter.timeline.phase("rollout", step=state.step):
                 look = partial(self._asking.look_ahead, step, state.step)
-                if not self._wait(look, f"rollout {step + 1}, ahead", weights_step=weights_step):
-                    return
+                self._wait(look, f"rollout {step + 1}, ahead", weights_step=weights_step)
 
-    def groups(self, state: TrainState, published: Published, vocab_size: int) -> StepGroups | None:
-        """Wait for this step's groups, take and verify them; None when the job is asked to stop.
+    def groups(self, state: TrainState, published: Published, vocab_size: int) -> StepGroups:
+        """Wait for this step's groups, take and verify them.
 
         With ``algorithm.dynamic_sampling`` groups that are all right or all wrong are left out, and further rollouts of
         other tasks are asked for, at most ``algorithm.max_extra_rollouts``, until there are ``trainer.tasks_per_step``
@@ -177,6 +177,7 @@ class Rollouts:
 
         Raises:
             NonRetryableError: dynamic sampling left no group at all.
+            Stopped: the job is asked to stop.
         """
         config, step, timeline = self._context.config, state.step, self._reporter.timeline
         dynamic, wanted = config.algorithm.dynamic_sampling, config.trainer.tasks_per_step
@@ -191,16 +192,13 @@ class Rollouts:
                         asking.ask(state, published)
                 label = f"rollout {step + 1}" + (f", again ({len(found.groups)} of {wanted} groups)" if extra else "")
                 look = partial(asking.look, step, extra, found.ids(), missing)
-                if not self._wait(look, label, weights_step=step):
-                    return None
+                self._wait(look, label, weights_step=step)
                 rounds += 1
             with timeline.phase("batch", step=step):
                 if not extra:
-                    if not self._take_again(found, state, vocab_size):
-                        return None
+                    self._take_again(found, state, vocab_size)
                     wanted = asking.wanted(len(found.replayed))
-                if not self._take(found, step, missing, vocab_size):
-                    return None
+                self._take(found, step, missing, vocab_size)
             if (missing := wanted - len(found.groups)) <= 0:
                 break
         ids = list(dict.fromkeys(trajectory.group_id for trajectory in found.raw))
@@ -240,12 +238,12 @@ class Rollouts:
         steps = self._reader.version_steps(sorted(versions))
         return {version: step - steps[version] for version in versions}
 
-    def _take(self, found: _Found, step: int, missing: int, vocab_size: int) -> bool:
-        """Add the groups that are ready for the step; False when the job is asked to stop."""
+    def _take(self, found: _Found, step: int, missing: int, vocab_size: int) -> None:
+        """Add the groups that are ready for the step. Raises Stopped."""
         config = self._context.config
         answers = self._reader.take(lambda: self._asking.choose(step, found.ids(), missing))
         if answers is None:
-            return False
+            raise Stopped
         found.raw += answers
         verified = self._verified(answers, step, vocab_size)
         found.count(answers, verified)
@@ -258,20 +256,19 @@ class Rollouts:
             counts = Counter(left_out.values())
             found.measured.append({name: float(counts[name]) for name in ("all_right", "all_wrong")})
         found.groups += groups
-        return True
 
-    def _take_again(self, found: _Found, state: TrainState, vocab_size: int) -> bool:
-        """Add the groups of earlier steps that this one replays; False when the job is asked to stop.
+    def _take_again(self, found: _Found, state: TrainState, vocab_size: int) -> None:
+        """Add the groups of earlier steps that this one replays. Raises Stopped.
 
         They have been verified when they were first used; that is done again because lengths are rewarded there.
         """
         config = self._context.config
         if not config.buffer.replay.share:
-            return True
+            return
         seed = data_seed(config.trainer.seed, state.rollbacks)
         read = self._reader.replayed(lambda: self._replay.groups(state.step, seed, state.step))
         if read is None:
-            return False
+            raise Stopped
         found.replayed = [replayed for replayed, _ in read]
         trajectories = [trajectory for _, group in read for trajectory in group]
         verified = self._verified(trajectories, state.step, vocab_size)
@@ -279,7 +276,6 @@ class Rollouts:
         found.again, found.again_dropped = by_group(verified.trajectories), verified.dropped
         # counted in their own step
         found.report += replace(verified.report, groups=0, dropped={}, ends={}, excluded={})
-        return True
 
     def _verified(self, trajectories: Sequence[Trajectory], step: int, vocab_size: int) -> Verified:
         config = self._context.config

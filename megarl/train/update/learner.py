@@ -5,7 +5,7 @@ Shape legend: N sequences of a step, T their positions (``batching.Sequences``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -15,8 +15,10 @@ from megarl.core.config import Config
 from megarl.core.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig
 from megarl.core.metrics import Sums, mean_of_sums
 from megarl.core.phases import Phase
-from megarl.core.schema import GroupStats, Trajectory, name_of
+from megarl.core.schema import GroupStats, Trajectory, WeightsVersion, name_of
+from megarl.explore.experience import with_group_stats
 from megarl.explore.experience.groups import group_stats
+from megarl.explore.order.draws import ExpertRow
 from megarl.learn.algorithms import Algorithm, StepInput
 from megarl.learn.algorithms.terms import kl
 from megarl.learn.algorithms.terms.parts import counts
@@ -28,7 +30,7 @@ from megarl.learn.training.objectives import Objective
 from megarl.learn.training.optimizer import learning_rate
 from megarl.train.rank.ranks import Ranks, on_all_ranks
 from megarl.train.rank.state import TrainState
-from megarl.train.update.batch import StepBatch, StepPlan, each_once, overlong
+from megarl.train.update.batch import StepBatch, StepPlan, each_once, make_batch, overlong
 from megarl.train.update.images import StepImages
 from megarl.train.update.models import Models
 from megarl.train.update.shares import share_of
@@ -70,6 +72,22 @@ class Learner:
         others = algorithm.estimate is not None or self._models.critic is not None
         once = algorithm.choose_pairs is None and not algorithm.offline
         return "old_logp" in algorithm.needs and once and not others and settings.kl.target is None
+
+    def batch_of(
+        self,
+        trajectories: Sequence[Trajectory],
+        demonstrations: Sequence[ExpertRow] = (),
+        lags: Mapping[WeightsVersion, int] | None = None,
+        images: StepImages | None = None,
+    ) -> StepBatch:
+        """Make the batch of whole groups, with the statistics of their scores; this rank holds its share of the tokens.
+
+        Arguments and errors as of ``make_batch``.
+        """
+        config = self._config
+        settings = (self._algorithm, config.algorithm, config.trainer.updates_per_step, lags, images, self.share)
+        replays = config.rollout.routing_replay
+        return make_batch(with_group_stats(trajectories), demonstrations, *settings, replays_routing=replays)
 
     def infer(self, batch: StepBatch) -> None:
         """Fill what the algorithm needs: log-probs under the weights that the update starts from, the reference's,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megarl.core.config import Config
+from megarl.learn import algorithms
+from megarl.learn.algorithms import Algorithm
 from megarl.train.update.models import Models
 from megarl.weights.checkpoint.formats.hf_source import has_score
 from megarl.weights.checkpoint.training import state
@@ -36,3 +39,13 @@ class ScoringModels(Models):
             scoring = self._actor(None)
             scoring.copy_from(self.actor, bucket_bytes=self._config.sync.bucket_bytes)
             self.actor = scoring
+
+
+def scores(config: Config) -> bool:
+    """True where the model to train is a reward model."""
+    return "actor" not in algorithms.get(config.algorithm.name).roles
+
+
+def models_of(config: Config, algorithm: Algorithm) -> Models:
+    """Models of a job, not yet built."""
+    return (ScoringModels if scores(config) else Models)(config, algorithm)
