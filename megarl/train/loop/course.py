@@ -62,12 +62,20 @@ class Course:
 
     def train(self) -> None:
         """Warm start when there is none yet, then ``trainer.steps`` steps; resumes from the newest checkpoint."""
-        rank = self._rank
+        state = self.start()
+        if state is not None:
+            self.end(*self.run_steps(state))
+
+    def start(self) -> TrainState | None:
+        """Return the state before the next step, with all models built; None after a stop in the warm start."""
         state = self.run_warm_start(self.resume())
-        if state is None:
-            return
-        self.begin(state)
-        state, finished = self.run_steps(state)
+        if state is not None:
+            self.begin(state)
+        return state
+
+    def end(self, state: TrainState, finished: bool) -> None:
+        """Checkpoint the models; export the actor and close the job where no step is left."""
+        rank = self._rank
         rank.commit(state, self._steps.version)
         if finished:
             rank.export(rank.context.run_dir / "hf")
