@@ -44,7 +44,7 @@ def step(rank: TrainerRank, services: Services, state: TrainState) -> TrainState
         if rank.context.rank == 0:
             rank.store.pacing.record_live(weights.version)  # explorers may sample with them
         published = Published(weights.version, weights.step)
-        groups = services.rollouts.groups(state, published, rank.models.head.vocab_size)  # waits; raises Stopped
+        groups = services.rollouts.groups(state, published)  # waits; raises Stopped
         batch = rank.learner.batch_of(groups.trajectories, lags=groups.lags)
         rank.learner.infer(batch)  # log-probs of the actor, of the reference, values
         after, trained = rank.learner.train_step(state, batch)

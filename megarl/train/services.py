@@ -83,7 +83,9 @@ def services_of(rank: TrainerRank) -> Services:
         reader=reader,
         publisher=publisher,
         weights=weights,
-        rollouts=Rollouts(rank.context, rank.algorithm, rank.store, rank.reporter, reader, wait),
+        rollouts=Rollouts(
+            rank.context, rank.algorithm, rank.store, rank.reporter, reader, wait, rank.models.head.vocab_size
+        ),
         evaluation=evaluation,
         wait=wait,
         export=rank.export,

@@ -102,7 +102,7 @@ class OnlineSteps:
     def take(self, state: TrainState) -> StepData:
         """Wait for the step's groups, and verify them. Raises Stopped; NonRetryableError where nothing is left."""
         services, weights, models = self.services, self.services.weights, self.rank.models
-        groups = services.rollouts.groups(state, Published(weights.version, weights.step), models.head.vocab_size)
+        groups = services.rollouts.groups(state, Published(weights.version, weights.step))
         if not groups.trajectories:
             raise NonRetryableError(
                 f"rollout {groups.rollout_ids[-1]} left nothing to train on: {groups.report.dropped}; "

@@ -123,7 +123,7 @@ def services(
     reader = RolloutReader(NodeReader(), store, lambda: False)
     algorithm = replace(algorithms.get("grpo"), needs=frozenset({"greedy"}))
     return (
-        Rollouts(context, algorithm, store, reporter, reader, wait),
+        Rollouts(context, algorithm, store, reporter, reader, wait, VOCAB),
         Evaluation(context, store, reporter, wait),
         reporter,
     )
@@ -147,9 +147,9 @@ def test_a_steps_groups_with_their_greedy_answers(engine: RunningEngine, tmp_pat
     store = Store(f"sqlite:///{tmp_path}/store.db")
     store.tasks.add("train", [task(i) for i in range(60)])
     with exploring(store, engine):
-        first = services(store, tmp_path)[0].groups(STATE, PUBLISHED, VOCAB)
+        first = services(store, tmp_path)[0].groups(STATE, PUBLISHED)
         store.rollouts.discard(2)  # the step is repeated, as after a kill
-        second = services(store, tmp_path)[0].groups(STATE, PUBLISHED, VOCAB)
+        second = services(store, tmp_path)[0].groups(STATE, PUBLISHED)
     assert len(first.rollout_ids) > 1, "the first rollout had enough groups: nothing was replaced"
     assert len(tokens(first.trajectories)) == len(first.trajectories) == 32
     assert first.rollout_ids == second.rollout_ids and tokens(first.trajectories) == tokens(second.trajectories)

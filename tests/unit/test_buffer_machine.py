@@ -119,7 +119,7 @@ class Jobs(RuleBasedStateMachine):
         reader = RolloutReader(NodeReader(), self.store, lambda: False)
         reporter: Any = Reporter.__new__(Reporter)
         reporter.timeline = NoTimeline()
-        self.rollouts = Rollouts(context, algorithms.get("grpo"), self.store, reporter, reader, self.wait)
+        self.rollouts = Rollouts(context, algorithms.get("grpo"), self.store, reporter, reader, self.wait, 64)
         self.step, self.published = self.saved, None
 
     def publish(self) -> None:
@@ -193,7 +193,7 @@ class Jobs(RuleBasedStateMachine):
             self.publish()
         state = TrainState("rl", self.step)
         try:
-            found = self.rollouts.groups(state, self.published, 64)
+            found = self.rollouts.groups(state, self.published)
         except NonRetryableError:  # no group says anything: the job is started again by hand
             self.resume()
             return

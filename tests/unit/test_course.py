@@ -114,7 +114,7 @@ class Job(OnlineSteps):
         self.weights = Weights(context, self.store, self)
         reader = RolloutReader(NodeReader(), self.store, lambda: False)
         grpo, wait = algorithms.get("grpo"), self.until
-        rollouts = Rollouts(context, grpo, self.store, reporter, reader, wait)
+        rollouts = Rollouts(context, grpo, self.store, reporter, reader, wait, 64)
         given: dict[str, Any] = dict.fromkeys((field.name for field in fields(Services)), NOTHING)
         self.services = Services(**given | {"weights": self.weights, "rollouts": rollouts})
         self.parts = [DrainAhead(config, rollouts)]
@@ -162,7 +162,7 @@ class Job(OnlineSteps):
         """``OnlineSteps.step`` without models."""
         self.publish_if_due(state)
         published = Published(self.weights.version, self.weights.step)
-        groups = self.services.rollouts.groups(state, published, 64)
+        groups = self.services.rollouts.groups(state, published)
         self.may_die()
         self.trained += 1
         for part in self.parts:
@@ -293,7 +293,7 @@ def test_a_resume_keeps_groups_that_were_asked_for_in_its_step(tmp_path: Path) -
     config = config_of("completion", Pacing(2, 3))
     choice, replay = TaskChoice(config, store), ReplayChoice(config, store)
     context = RunContext(config, tmp_path, 1, 0)
-    asking = InCompletionOrder(context, algorithms.get("grpo"), store, choice, replay)
+    asking = InCompletionOrder(context, store, choice, replay)
 
     def ask(attempt: int, step: int, weights_step: int) -> None:
         version = WeightsVersion(attempt, weights_step + 1)

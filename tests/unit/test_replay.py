@@ -131,7 +131,7 @@ class ReplayJob:
         context = RunContext(config, path, 1, 0)
         reader = RolloutReader(NodeReader(), self.store, lambda: False)
         self.rollouts = Rollouts(
-            context, algorithms.get("grpo"), self.store, Reporter(context, self.store), reader, self._answered
+            context, algorithms.get("grpo"), self.store, Reporter(context, self.store), reader, self._answered, 64
         )
 
     def _answered(self, *_: object, **__: object) -> None:
@@ -147,8 +147,7 @@ class ReplayJob:
         version = WeightsVersion(1, number)
         self.store.pacing.record_version(version, number)
         self.store.pacing.record_live(version)
-        found = self.rollouts.groups(TrainState("rl", number), Published(version, number), 64)
-        assert found is not None
+        found = self.rollouts.groups(TrainState("rl", number), Published(version, number))
         if record:
             self.store.journal.record_step(number + 1, found.metrics, found.used)
         return found

@@ -278,10 +278,10 @@ class Step:
             if stopped:
                 raise Stopped
 
-        self._rollouts = rollouts.Rollouts(context, needed, self.store, reporter, reader, wait)
+        self._rollouts = rollouts.Rollouts(context, needed, self.store, reporter, reader, wait, 64)
 
     def groups(self) -> rollouts.StepGroups:
-        return self._rollouts.groups(self.state, Published(WeightsVersion(1, 2), self.state.step), 64)
+        return self._rollouts.groups(self.state, Published(WeightsVersion(1, 2), self.state.step))
 
 
 def groups_of(found: rollouts.StepGroups) -> list[str]:
