@@ -77,7 +77,7 @@ GROUP_ORDER = (
     "GreedyBaseline",
     "SpareAnswers",
     "RecordedRouting",
-    "Replay",  # groups that a step has again are counted before it asks for others
+    "ReplayedGroups",  # groups that a step has again are counted before it asks for others
     "DynamicSampling",
     "ShuffledRewards",
 )
@@ -93,7 +93,7 @@ def test_parts_of_the_group_service_are_called_in_this_order() -> None:
         ({"algorithm.name": "remax"}, "GreedyBaseline"),
         ({"rollout.spare": 1}, "SpareAnswers"),
         ({"rollout.routing_replay": True}, "RecordedRouting"),
-        ({"buffer.replay.share": 0.5}, "Replay"),
+        ({"buffer.replay.share": 0.5}, "ReplayedGroups"),
         ({"algorithm.dynamic_sampling": True}, "DynamicSampling"),
         ({"reward.shuffle": True}, "ShuffledRewards"),
     ],

@@ -17,7 +17,7 @@ from megarl.train.rollout.group_part import GroupPart
 from megarl.train.rollout.reading import RolloutReader
 
 
-class Replay(GroupPart):
+class ReplayedGroups(GroupPart):
     """Reads these groups beside the new ones of a step."""
 
     mixes_versions = True
