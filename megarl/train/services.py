@@ -49,7 +49,7 @@ def services_of(trainer: Trainer) -> Services:
     t, config = trainer, trainer.config
     place = (t.context, t.store, t.ranks, t.reporter)
     engines = JobEngines(config, t.store, lambda: weights.version.n > 0)
-    layout = (config, t.models.actor.layout, t.models.hf_config, t.context.rank)
+    layout = (config, t.models.actor.model.layout, t.models.hf_config, t.context.rank)
     publisher: WeightPublisher | FilePublisher
     if config.sync.method == "checkpoint":
         publisher = FilePublisher(*layout)

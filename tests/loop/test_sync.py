@@ -187,7 +187,9 @@ def test_buckets_without_memory_are_halved_and_the_weights_proven(
     tensors = shards(checkpoint_tensors(new), ranks.layout, 0)
     written = whole_digests(tensors)
     one: Any = SimpleNamespace(agree=lambda yes: yes, stop_requested=lambda: False, log=said.append)
-    models: Any = SimpleNamespace(actor=SimpleNamespace(tensors=tensors, written=lambda: written))
+    models: Any = SimpleNamespace(
+        actor=SimpleNamespace(model=SimpleNamespace(tensors=tensors, written=lambda: written))
+    )
     context: Any = SimpleNamespace(attempt=1, rank=0, config=config)
     turns: Any = SimpleNamespace(enter=lambda phase: None)
     sync = WeightSync(context, one, one, models, publisher, turns, lambda *version: None)

@@ -34,7 +34,7 @@ def read(rank: int, folder: str) -> dict[tuple[str, str], torch.Tensor]:
     """(model, pad) -> megarl's scores [N]."""
     from megarl.learn.batching import MicroBatching, Sequences
     from megarl.learn.parallel import groups
-    from megarl.learn.training.model import FrozenModel
+    from megarl.learn.training.model import Model
     from megarl.weights.checkpoint.formats import hf
     from megarl.weights.checkpoint.formats.score_pad import score_pad
 
@@ -44,7 +44,7 @@ def read(rank: int, folder: str) -> dict[tuple[str, str], torch.Tensor]:
     found = {}
     for name in MODELS:
         path = Path(folder) / name
-        model = FrozenModel(
+        model = Model(
             hf.read_hf_config(path), ModelConfig(path=str(path)), ParallelConfig(), None, MicroBatching(max_tokens=40)
         )
         model.load_hf(path)

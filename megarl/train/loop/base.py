@@ -148,7 +148,7 @@ class Trainer(ABC):
         if state.step == 0:
             models.actor.optimizer.restart(self.config.trainer.optimizer)
             self.export(reference)
-        models.actor.head = models.head
+        models.actor.model.head = models.head
         self.memory.begin()
         with self.timeline.phase("load"), starting(self.config):
             models.build(state.step, self.checkpoints.newest(), reference, self.memory.enter)

@@ -107,14 +107,14 @@ class OfflineTrainer(Trainer):
         batch = batch_of(rows, numbers)
         if self.models.images is not None and rows.images:
             self.models.images.put(batch.sequences, [rows.images[i] for i in numbers for _ in rows.units[i]])
-        if self.models.actor.head is None:
+        if self.models.actor.model.head is None:
             score_once(batch.sequences, score_pad(self.models.hf_config))
         return batch
 
     def objective_of(self, batch: Batch) -> Objective:
         """Objective of a batch."""
         algorithm, settings = self.algorithm, self.config.algorithm
-        if self.models.actor.head is None:
+        if self.models.actor.model.head is None:
             return objectives.preference_scores(algorithm, settings, batch.margins)
         return objectives.policy(algorithm, settings, batch.sequences)
 
@@ -127,7 +127,7 @@ class OfflineTrainer(Trainer):
                 self.memory.enter(Phase.REF_LOGP)
                 sequences.ref_logp = reference.outputs(sequences, [reference.micro_batches(sequences, test.units)])
             self.memory.enter(Phase.OLD_LOGP)
-            answers = actor.outputs(sequences, [actor.micro_batches(sequences, test.units)])
+            answers = actor.model.outputs(sequences, [actor.model.micro_batches(sequences, test.units)])
             metrics = measured(self.objective_of(test), sequences, answers)
         known = {key: value for key, value in metrics.items() if math.isfinite(value)}  # JSON knows no others
         self.reporter.event("evaluation", {"rollout_id": name, "step": step, "rows": len(test.units), **known})

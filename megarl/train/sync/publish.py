@@ -52,7 +52,7 @@ class WeightPublisher(EngineConnection):
         have all weights and generates again.
 
         Args:
-            written: ``TrainedModel.written``: digests of what the optimizer last wrote, which ``tensors`` must have.
+            written: ``Model.written``: digests of what the optimizer last wrote, which ``tensors`` must have.
             abort: End the requests under way instead of waiting for them, which may take longer than an engine's
                 answer.
             probe: Compared within the publication; needed, and allowed, with ``sync.pause=keep``.

@@ -21,18 +21,20 @@ class ScoringModels(Models):
         language = bool(self._config.trainer.warm_start.steps) and (
             checkpoint is None or state.manifest_of(checkpoint)["step"] == 0 or checkpoint.parent.name == "warm_start"
         )
-        if not hasattr(self, "actor") or language is (self.actor.head is None):
+        if not hasattr(self, "actor") or language is (self.actor.model.head is None):
             self.__dict__.pop("actor", None)  # before the next one takes its room
             self.actor = self._actor(self.head if language else None)
 
     def load_beginning(self) -> None:
         """Give the actor the weights that the run begins with; a score head may begin with zeros."""
         path = Path(self._config.model.path)
-        self.actor.load_hf(path, score="stored" if self.actor.head is not None or has_score(path) else "zeros")
+        self.actor.model.load_hf(
+            path, score="stored" if self.actor.model.head is not None or has_score(path) else "zeros"
+        )
 
     def score_from_here(self) -> None:
         """Give the weights that the warm start left to a reward model; its score head begins with zeros."""
-        if self.actor.head is not None:
+        if self.actor.model.head is not None:
             scoring = self._actor(None)
-            scoring.copy_from(self.actor, bucket_bytes=self._config.sync.bucket_bytes)
+            scoring.model.copy_from(self.actor.model, bucket_bytes=self._config.sync.bucket_bytes)
             self.actor = scoring
