@@ -307,7 +307,7 @@ LARGE = {"Trainer", "OnlineTrainer", "OfflineTrainer", "RolloutModel", "Sequence
 """Classes with more public names than ``MAX_NAMES``, which are to be composed of parts."""
 INHERITING = {
     "OnlineTrainer", "OfflineTrainer", "RolloutModel", "RecordedTurns", "FileFedEngines", "EngineFollower",
-    "ScoringModels", "WeightPublisher", "LocalWorker", "RemoteWorker", "InAdmissionOrder", "InCompletionOrder",
+    "WeightPublisher", "LocalWorker", "RemoteWorker", "InAdmissionOrder", "InCompletionOrder",
     "_Expected", "_Properties",
 }  # fmt: skip
 """Classes that inherit code from another class of megarl, and are to have that as a part."""

@@ -11,12 +11,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megarl.core.config import Config
 from megarl.core.metrics import OFFLINE_CONSOLE, mean_of_sums
 from megarl.core.phases import Phase
 from megarl.explore.order.draws import data_seed, numbers_of_step
 from megarl.explore.tasksets import ChatTokenizer, encode_preferences, read_preferences, read_rows, single_file
-from megarl.learn import algorithms
 from megarl.learn.batching import Sequences, of_demonstrations
 from megarl.learn.training import objectives
 from megarl.learn.training.objectives import LossTokens, Objective
@@ -24,8 +22,7 @@ from megarl.train.loop.base import Trainer, starting
 from megarl.train.rank.state import TrainState
 from megarl.train.update.batch import StepBatch, updates_of
 from megarl.train.update.images import ImageInputs, demonstrations_of
-from megarl.train.update.models import Models
-from megarl.train.update.scoring import ScoringModels
+from megarl.train.update.scoring import trains_scores
 from megarl.weights.checkpoint.formats.score_pad import score_pad
 
 
@@ -59,13 +56,9 @@ class OfflineTrainer(Trainer):
     rows: Rows
     test: Batch
 
-    def make_models(self) -> Models:
-        """Make the models; a reward model's actor changes after the warm start."""
-        return (ScoringModels if scores(self.config) else Models)(self.config, self.algorithm)
-
     def begin(self, state: TrainState) -> None:
         """Prepare the steps that follow the warm start."""
-        if not isinstance(self.models, ScoringModels):
+        if not trains_scores(self.algorithm):
             super().begin(state)
             return
         with self.timeline.phase("load"):
@@ -134,11 +127,6 @@ class OfflineTrainer(Trainer):
         self.reporter.write(step, {f"val/{name}": value for name, value in metrics.items()})
         accuracy = f", the chosen answer preferred in {metrics['accuracy']:.1%}" if "accuracy" in metrics else ""
         self.reporter.log(f"held-out loss at step {step}: {metrics['loss']:.4f}{accuracy} ({len(test.units)} rows)")
-
-
-def scores(config: Config) -> bool:
-    """True where the model to train is a reward model."""
-    return "actor" not in algorithms.get(config.algorithm.name).roles
 
 
 def read(

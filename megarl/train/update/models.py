@@ -25,6 +25,7 @@ from megarl.learn.training.model import Grid, Model, TrainedModel, micro_batchin
 from megarl.learn.training.schedule import Head
 from megarl.train.update.images import ImageInputs
 from megarl.train.update.samples import WITHOUT_REPLAY
+from megarl.train.update.scoring import is_language_model, score_source, trains_scores
 from megarl.weights.architectures import architecture
 from megarl.weights.checkpoint.formats import hf
 from megarl.weights.checkpoint.training import state
@@ -59,9 +60,11 @@ class Models:
         self._grids: dict[ParallelConfig, groups.Grid] = {}
 
     def make_actor(self, checkpoint: Path | None) -> None:
-        """Make the actor for weights of ``checkpoint``, or of the run's beginning; one that is there is kept."""
-        if not hasattr(self, "actor"):
-            self.actor = self._actor(self.head)
+        """Make the actor for weights of ``checkpoint``, or of the run's beginning; one with such a head is kept."""
+        scores = trains_scores(self._algorithm) and not is_language_model(self._config, checkpoint)
+        if not hasattr(self, "actor") or scores is not (self.actor.model.head is None):
+            self.__dict__.pop("actor", None)  # before the next one takes its room
+            self.actor = self._actor(None if scores else self.head)
 
     def check_routing(self, sequences: Sequences, rows: Sequence[Outcome]) -> None:
         """Check that the expert ids of held sequences are of the actor's layers and experts. Raises NonRetryableError.
@@ -88,7 +91,15 @@ class Models:
 
     def load_beginning(self) -> None:
         """Give the actor the weights that the run begins with."""
-        self.actor.model.load_hf(Path(self._config.model.path))
+        path = Path(self._config.model.path)
+        self.actor.model.load_hf(path, score="stored" if self.actor.model.head is not None else score_source(path))
+
+    def score_from_here(self) -> None:
+        """Give the weights that the warm start left to a reward model; its score head begins with zeros."""
+        if self.actor.model.head is not None:
+            scoring = self._actor(None)
+            scoring.model.copy_from(self.actor.model, bucket_bytes=self._config.sync.bucket_bytes)
+            self.actor = scoring
 
     def _actor(self, head: Head | None) -> TrainedModel:
         config = self._config
