@@ -16,6 +16,7 @@ from megarl.train.rollout.evaluation import Evaluates, Evaluation
 from megarl.train.rollout.meanwhile import EvaluationMeanwhile
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.rollout.rollouts import Rollouts
+from megarl.train.sync.connection import EngineConnection
 from megarl.train.sync.files import FilePublisher
 from megarl.train.sync.others import EnginesOfOthers
 from megarl.train.sync.own import OwnEngines
@@ -54,13 +55,14 @@ def services_of(trainer: Trainer) -> Services:
     if config.sync.method == "checkpoint":
         publisher = FilePublisher(*layout)
     else:
-        publisher = WeightPublisher(
+        connection = EngineConnection(
             *layout,
             engines=engines.urls,
             registered=engines.registered,
             come_and_go=not engines.alone,
             stopping=lambda: t.ranks.stopping,
         )
+        publisher = WeightPublisher(connection)
     weights = WeightSync(t.context, t.ranks, t.reporter, t.models, publisher, t.memory, t.store.pacing.record_version)
     wait = RolloutWaiter(*place, weights, t.checkpoints).wait
     reader = RolloutReader(NodeReader(t.timeout_s + config.store.outage_s), t.store, lambda: t.ranks.stopping)

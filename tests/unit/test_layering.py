@@ -208,7 +208,8 @@ def written_classes(sources: dict[str, str]) -> dict[str, Written]:
     found = {}
     names = {node.name for _, node in classes(sources)}
     for module, node in classes(sources):
-        bases, others = [], []
+        bases: list[str] = []
+        others: list[str] = []
         for base in node.bases:
             path = ast.unparse(base).partition("[")[0].split(".")
             first = own[module].get(path[0], path[0])
@@ -307,7 +308,7 @@ LARGE = {"Trainer", "OnlineTrainer", "OfflineTrainer", "RolloutModel", "Sequence
 """Classes with more public names than ``MAX_NAMES``, which are to be composed of parts."""
 INHERITING = {
     "OnlineTrainer", "OfflineTrainer", "RolloutModel", "RecordedTurns", "FileFedEngines", "EngineFollower",
-    "WeightPublisher", "LocalWorker", "RemoteWorker", "InAdmissionOrder", "InCompletionOrder",
+    "LocalWorker", "RemoteWorker", "InAdmissionOrder", "InCompletionOrder",
     "_Expected", "_Properties",
 }  # fmt: skip
 """Classes that inherit code from another class of megarl, and are to have that as a part."""
