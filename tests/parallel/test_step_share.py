@@ -377,7 +377,7 @@ def test_without_routing_replay_stored_expert_ids_change_no_bit(special: dict[st
 
 def scores(rank: int, path: str) -> dict[str, Any]:
     """Runs in each rank: scores of a reward model that takes shares, and of one that is given all sequences."""
-    from megarl.learn.batching import of_demonstrations
+    from megarl.learn.batching import of_demonstrations, score_positions
     from megarl.learn.models.gpt import unwrap
     from megarl.train.update.learner import model_scores
 
@@ -387,7 +387,7 @@ def scores(rank: int, path: str) -> dict[str, Any]:
             torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(3))
     trajectories = trajectories_of(20, 64, lines=True)
     whole = of_demonstrations([trajectory.answered() for trajectory in trajectories])
-    expected = model.outputs(whole, [model.micro_batches(whole)])[whole.scored(0)].tolist()
+    expected = model.outputs(whole, [model.micro_batches(whole)])[score_positions(whole, 0)].tolist()
     return {"found": model_scores(model, trajectories), "expected": expected}
 
 

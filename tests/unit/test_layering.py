@@ -304,7 +304,7 @@ def shared_code(sources: dict[str, str]) -> dict[str, list[str]]:
     return {name: bases for name, bases in shared.items() if bases}
 
 
-LARGE = {"Trainer", "OnlineTrainer", "OfflineTrainer", "RolloutModel", "Sequences"}
+LARGE = {"Trainer", "OnlineTrainer", "OfflineTrainer", "RolloutModel"}
 """Classes with more public names than ``MAX_NAMES``, which are to be composed of parts."""
 INHERITING = {
     "OnlineTrainer", "OfflineTrainer", "RolloutModel", "RecordedTurns", "FileFedEngines", "EngineFollower",

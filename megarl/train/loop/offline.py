@@ -15,7 +15,7 @@ from megarl.core.metrics import OFFLINE_CONSOLE, mean_of_sums
 from megarl.core.phases import Phase
 from megarl.explore.order.draws import data_seed, numbers_of_step
 from megarl.explore.tasksets import ChatTokenizer, encode_preferences, read_preferences, read_rows, single_file
-from megarl.learn.batching import Sequences, of_demonstrations
+from megarl.learn.batching import Sequences, of_demonstrations, score_positions
 from megarl.learn.training import objectives
 from megarl.learn.training.objectives import LossTokens, Objective
 from megarl.train.loop.base import Trainer, starting
@@ -161,7 +161,7 @@ def batch_of(rows: Rows, numbers: Sequence[int]) -> Batch:
 
 def score_once(sequences: Sequences, pad: int | None) -> None:
     """Ask for one score of each sequence, at the position where a score model with this pad token reads it."""
-    sequences.mask = torch.zeros_like(sequences.mask).index_fill(0, sequences.scored(pad), True)
+    sequences.mask = torch.zeros_like(sequences.mask).index_fill(0, score_positions(sequences, pad), True)
 
 
 def measured(objective: Objective, sequences: Sequences, answers: torch.Tensor) -> dict[str, float]:

@@ -20,7 +20,7 @@ from megarl.explore.experience.groups import group_stats
 from megarl.learn.algorithms import Algorithm, StepInput
 from megarl.learn.algorithms.terms import kl
 from megarl.learn.algorithms.terms.parts import counts
-from megarl.learn.batching import StepShare, of_demonstrations
+from megarl.learn.batching import StepShare, of_demonstrations, score_positions
 from megarl.learn.batching.images import Images
 from megarl.learn.training import objectives
 from megarl.learn.training.model import Model, TrainedModel
@@ -280,5 +280,5 @@ def model_scores(model: Model, trajectories: list[Trajectory], images: StepImage
     if sequences.images is None and any(patches or ()):
         sequences.images = Images.of_text(sequences.lengths)
     outputs = model.outputs(sequences, [model.micro_batches(sequences)])
-    found: list[float] = sequences.together(outputs[sequences.scored(score_pad(model.hf_config))]).tolist()
+    found: list[float] = sequences.together(outputs[score_positions(sequences, score_pad(model.hf_config))]).tolist()
     return found
