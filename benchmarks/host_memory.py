@@ -95,7 +95,7 @@ def model_of(kind: str, config: Any) -> Any:
     """An actor, critic or reference without layers."""
     import torch
 
-    from megarl.learn.training.model import TrainedModel, micro_batching_for
+    from megarl.learn.training.model import Model, TrainedModel, micro_batching_for
     from megarl.learn.training.residents import Residents
     from megarl.learn.training.schedule import Head
 
@@ -112,16 +112,13 @@ def model_of(kind: str, config: Any) -> Any:
 
     class Layerless(TrainedModel):
         def __init__(self) -> None:
-            self.head = None if kind == "critic" else Head(VOCAB)
-            self.parallel, self.micro_batching, self.grid, self.dp_rank = (
-                config.parallel,
-                micro_batching_for(config.parallel, config.trainer),
-                nullcontext,
-                torch.distributed.get_rank(),
-            )
-            self.chunks = [Chunk()]
-            self._routers, self._balanced, self._gathered = [], False, True
-            self.residents, self._written = Residents(), None
+            self.model = Model.__new__(Model)
+            self.model.head = None if kind == "critic" else Head(VOCAB)
+            self.model.parallel, self.model.grid = config.parallel, nullcontext
+            self.model.micro_batching = micro_batching_for(config.parallel, config.trainer)
+            self.model.dp_rank = torch.distributed.get_rank()
+            self.model.chunks, self.model.residents, self.model.gathered = [Chunk()], Residents(), True
+            self._routers, self._balanced = [], False
             self.optimizer: Any = SimpleNamespace(inner=SimpleNamespace(zero_grad=lambda: None))
 
         def gradient_norm(self) -> float:
@@ -130,7 +127,7 @@ def model_of(kind: str, config: Any) -> Any:
         def step(self, lr: float) -> float:
             return 1.0
 
-    return Layerless()
+    return Layerless().model if kind == "reference" else Layerless()
 
 
 def fill(store: Any, step: int, answers: int, tokens: int) -> None:

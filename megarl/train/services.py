@@ -16,6 +16,7 @@ from megarl.train.rollout.evaluation import Evaluates, Evaluation
 from megarl.train.rollout.meanwhile import EvaluationMeanwhile
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.rollout.rollouts import Rollouts
+from megarl.train.sync.connection import EngineConnection
 from megarl.train.sync.files import FilePublisher
 from megarl.train.sync.others import EnginesOfOthers
 from megarl.train.sync.own import OwnEngines
@@ -49,18 +50,19 @@ def services_of(rank: TrainerRank) -> Services:
     config = rank.config
     place = (rank.context, rank.store, rank.ranks, rank.reporter)
     engines = JobEngines(config, rank.store, lambda: weights.version.n > 0)
-    layout = (config, rank.models.actor.layout, rank.models.hf_config, rank.context.rank)
+    layout = (config, rank.models.actor.model.layout, rank.models.hf_config, rank.context.rank)
     publisher: WeightPublisher | FilePublisher
     if config.sync.method == "checkpoint":
         publisher = FilePublisher(*layout)
     else:
-        publisher = WeightPublisher(
+        connection = EngineConnection(
             *layout,
             engines=engines.urls,
             registered=engines.registered,
             come_and_go=not engines.alone,
             stopping=lambda: rank.ranks.stopping,
         )
+        publisher = WeightPublisher(connection)
     weights = WeightSync(
         rank.context, rank.ranks, rank.reporter, rank.models, publisher, rank.memory, rank.store.pacing.record_version
     )

@@ -15,14 +15,14 @@ from megarl.core.metrics import OFFLINE_CONSOLE, mean_of_sums
 from megarl.core.phases import Phase
 from megarl.explore.order.draws import data_seed, numbers_of_step
 from megarl.explore.tasksets import ChatTokenizer, encode_preferences, read_preferences, read_rows, single_file
-from megarl.learn.batching import Sequences, of_demonstrations
+from megarl.learn.batching import Sequences, of_demonstrations, score_positions
 from megarl.learn.training import objectives
 from megarl.learn.training.objectives import LossTokens, Objective
 from megarl.train.loop.rank import TrainerRank, starting
 from megarl.train.rank.state import TrainState
 from megarl.train.update.batch import StepBatch, updates_of
 from megarl.train.update.images import ImageInputs, demonstrations_of
-from megarl.train.update.scoring import ScoringModels
+from megarl.train.update.scoring import trains_scores
 from megarl.weights.checkpoint.formats.score_pad import score_pad
 
 
@@ -64,7 +64,7 @@ class OfflineSteps:
     def prepare(self, state: TrainState) -> None:
         """Build the models; a reward model is made of the warm start's language model."""
         rank = self.rank
-        if not isinstance(rank.models, ScoringModels):
+        if not trains_scores(rank.algorithm):
             rank.build_models(state)
             return
         with rank.timeline.phase("load"):
@@ -105,14 +105,14 @@ class OfflineSteps:
         models, batch = self.rank.models, batch_of(rows, numbers)
         if models.images is not None and rows.images:
             models.images.put(batch.sequences, [rows.images[i] for i in numbers for _ in rows.units[i]])
-        if models.actor.head is None:
+        if models.actor.model.head is None:
             score_once(batch.sequences, score_pad(models.hf_config))
         return batch
 
     def objective_of(self, batch: Batch) -> Objective:
         """Objective of a batch."""
         algorithm, settings = self.rank.algorithm, self.rank.config.algorithm
-        if self.rank.models.actor.head is None:
+        if self.rank.models.actor.model.head is None:
             return objectives.preference_scores(algorithm, settings, batch.margins)
         return objectives.policy(algorithm, settings, batch.sequences)
 
@@ -126,7 +126,7 @@ class OfflineSteps:
                 rank.memory.enter(Phase.REF_LOGP)
                 sequences.ref_logp = reference.outputs(sequences, [reference.micro_batches(sequences, test.units)])
             rank.memory.enter(Phase.OLD_LOGP)
-            answers = actor.outputs(sequences, [actor.micro_batches(sequences, test.units)])
+            answers = actor.model.outputs(sequences, [actor.model.micro_batches(sequences, test.units)])
             metrics = measured(self.objective_of(test), sequences, answers)
         known = {key: value for key, value in metrics.items() if math.isfinite(value)}  # JSON knows no others
         rank.reporter.event("evaluation", {"rollout_id": name, "step": step, "rows": len(test.units), **known})
@@ -180,7 +180,7 @@ def batch_of(rows: Rows, numbers: Sequence[int]) -> Batch:
 
 def score_once(sequences: Sequences, pad: int | None) -> None:
     """Ask for one score of each sequence, at the position where a score model with this pad token reads it."""
-    sequences.mask = torch.zeros_like(sequences.mask).index_fill(0, sequences.scored(pad), True)
+    sequences.mask = torch.zeros_like(sequences.mask).index_fill(0, score_positions(sequences, pad), True)
 
 
 def measured(objective: Objective, sequences: Sequences, answers: torch.Tensor) -> dict[str, float]:

@@ -23,8 +23,8 @@ from megarl.train.rank.ranks import Ranks
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
 from megarl.train.update.learner import Learner
+from megarl.train.update.models import Models
 from megarl.train.update.phase_memory import PhaseMemory
-from megarl.train.update.scoring import models_of
 from megarl.train.update.updates import UpdateFilter
 from megarl.weights.checkpoint.training import writer as checkpoint_writer
 
@@ -49,7 +49,7 @@ class TrainerRank:
         self.reporter.record_start()
         self.timeline = self.reporter.timeline
         self.algorithm = algorithms.get(config.algorithm.name)
-        self.models = models_of(config, self.algorithm)
+        self.models = Models(config, self.algorithm)
         self.checkpoints = Checkpointer(self.context, self.store, self.ranks, self.reporter)
         self.updates = UpdateFilter(config.trainer.update_filter, self.reporter)
         self.memory = PhaseMemory(self.context, self.models, self.ranks, self.timeline)
@@ -73,7 +73,7 @@ class TrainerRank:
         if state.step == 0:
             models.actor.optimizer.restart(self.config.trainer.optimizer)
             self.export(reference)
-        models.actor.head = models.head
+        models.actor.model.head = models.head
         self.memory.begin()
         with self.timeline.phase("load"), starting(self.config):
             models.build(state.step, self.checkpoints.newest(), reference, self.memory.enter)

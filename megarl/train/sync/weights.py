@@ -124,7 +124,7 @@ class WeightSync:
                 given_up.set()
 
     def _publish(self, *, abort: bool = False, sent: SentWeights | None = None) -> dict[str, float]:
-        actor = self._models.actor
+        actor = self._models.actor.model
         self._memory.enter(Phase.SYNC)
         self._together(lambda: self._publisher.wake("weights"))
         tensors, written = (actor.tensors, actor.written()) if sent is None else (sent.tensors, sent.written)

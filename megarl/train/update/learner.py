@@ -22,10 +22,10 @@ from megarl.explore.order.draws import ExpertRow
 from megarl.learn.algorithms import Algorithm, StepInput
 from megarl.learn.algorithms.terms import kl
 from megarl.learn.algorithms.terms.parts import counts
-from megarl.learn.batching import StepShare, of_demonstrations
+from megarl.learn.batching import StepShare, of_demonstrations, score_positions
 from megarl.learn.batching.images import Images
 from megarl.learn.training import objectives
-from megarl.learn.training.model import FrozenModel, TrainedModel
+from megarl.learn.training.model import Model, TrainedModel
 from megarl.learn.training.objectives import Objective
 from megarl.learn.training.optimizer import learning_rate
 from megarl.train.rank.ranks import Ranks, on_all_ranks
@@ -106,7 +106,7 @@ class Learner:
 
     def _inferred(
         self, updates: list[list[list[int]]], outside: list[list[int]], truncated: set[int]
-    ) -> Iterator[tuple[str, FrozenModel, list[list[list[int]]]]]:
+    ) -> Iterator[tuple[str, Model, list[list[list[int]]]]]:
         """Yield (field of ``Sequences``, model that fills it, lists of units that it takes), in order. Arguments as of
         ``StepPlan``."""
         # The mismatch takes log-probs of every answer, the adaptive KL of those that ``filter_overlong`` leaves.
@@ -118,11 +118,11 @@ class Learner:
 
         models = self._models
         if "old_logp" in self._algorithm.needs:
-            yield "old_logp", models.actor, lists(rest, int(self._first_update_infers))
+            yield "old_logp", models.actor.model, lists(rest, int(self._first_update_infers))
         if models.reference is not None:
             yield "ref_logp", models.reference, lists(kept)
         if models.critic is not None:
-            yield "values", models.critic, lists(kept)
+            yield "values", models.critic.model, lists(kept)
 
     def share(self, plan: StepPlan) -> StepShare | None:
         """Choose the sequences of a step that this rank holds: those that its models take in inference and updates;
@@ -130,10 +130,10 @@ class Learner:
         if self._algorithm.whole_step:
             return None
         inferred = self._inferred(plan.updates, plan.outside, plan.overlong)
-        taken: list[tuple[FrozenModel, list[list[int]]]] = [(m, units) for _, m, lists in inferred for units in lists]
-        for model in (self._models.actor, self._models.critic):
-            if model is not None:
-                taken += [(model, units) for units in plan.updates]
+        taken: list[tuple[Model, list[list[int]]]] = [(m, units) for _, m, lists in inferred for units in lists]
+        for trained in (self._models.actor, self._models.critic):
+            if trained is not None:
+                taken += [(trained.model, units) for units in plan.updates]
         return share_of(plan.lengths, plan.patches, taken)
 
     def train_step(self, state: TrainState, batch: StepBatch) -> tuple[TrainState, dict[str, float]]:
@@ -203,18 +203,18 @@ class Learner:
 
         def learn(
             update: int,
-            model: TrainedModel,
+            trained: TrainedModel,
             objective: Objective,
             units: list[list[int]],
             lr: float,
             logp: torch.Tensor | None = None,
         ) -> None:
             nonlocal state
-            found = model.backward(sequences, model.micro_batches(sequences, units), objective, logp)
-            norm = model.gradient_norm()
+            found = trained.backward(sequences, trained.model.micro_batches(sequences, units), objective, logp)
+            norm = trained.gradient_norm()
             admitted, state = self._updates.admits(state, objective.name, found, norm, update)
             if admitted:
-                model.step(lr)
+                trained.step(lr)
                 sums.append(found)
                 updates.append({f"{objective.name}/grad_norm": (norm, 1.0), f"{objective.name}/lr": (lr, 1.0)})
 
@@ -276,7 +276,7 @@ def step_input(batch: StepBatch, algorithm: Algorithm, config: AlgorithmConfig) 
     )
 
 
-def model_scores(model: FrozenModel, trajectories: list[Trajectory], images: StepImages | None = None) -> list[float]:
+def model_scores(model: Model, trajectories: list[Trajectory], images: StepImages | None = None) -> list[float]:
     """The reward model's score of each trajectory, read after the model's last turn. Every rank calls it.
 
     Args:
@@ -298,5 +298,5 @@ def model_scores(model: FrozenModel, trajectories: list[Trajectory], images: Ste
     if sequences.images is None and any(patches or ()):
         sequences.images = Images.of_text(sequences.lengths)
     outputs = model.outputs(sequences, [model.micro_batches(sequences)])
-    found: list[float] = sequences.together(outputs[sequences.scored(score_pad(model.hf_config))]).tolist()
+    found: list[float] = sequences.together(outputs[score_positions(sequences, score_pad(model.hf_config))]).tolist()
     return found
