@@ -272,14 +272,19 @@ def is_row(written: Written) -> bool:
 def is_declared(written: Written) -> bool:
     """True if no method does anything: what a subclass has of the class is names."""
 
-    def is_nothing(part: ast.stmt) -> bool:
+    def is_nothing(part: ast.stmt, given: set[str]) -> bool:
         if isinstance(part, ast.Return):
-            return not any(isinstance(each, ast.Name | ast.Call) for each in ast.walk(part))
+            names = {each.id for each in ast.walk(part) if isinstance(each, ast.Name)}
+            return names <= given and not any(isinstance(each, ast.Call) for each in ast.walk(part))
         return isinstance(part, ast.Pass | ast.Raise) or (
             isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)
         )
 
-    return all(is_nothing(part) for method in methods(written.node) for part in method.body)
+    return all(
+        is_nothing(part, {each.arg for each in method.args.args[1:]})
+        for method in methods(written.node)
+        for part in method.body
+    )
 
 
 def holds_values(name: str, found: dict[str, Written]) -> bool:
@@ -304,10 +309,10 @@ def shared_code(sources: dict[str, str]) -> dict[str, list[str]]:
     return {name: bases for name, bases in shared.items() if bases}
 
 
-LARGE = {"Trainer", "OnlineTrainer", "OfflineTrainer", "RolloutModel"}
+LARGE = {"RolloutModel"}
 """Classes with more public names than ``MAX_NAMES``, which are to be composed of parts."""
 INHERITING = {
-    "OnlineTrainer", "OfflineTrainer", "RolloutModel", "RecordedTurns", "FileFedEngines", "EngineFollower",
+    "RolloutModel", "RecordedTurns", "FileFedEngines", "EngineFollower",
     "LocalWorker", "RemoteWorker", "InAdmissionOrder", "InCompletionOrder",
     "_Expected", "_Properties",
 }  # fmt: skip
@@ -373,6 +378,7 @@ def test_values_have_many_names_and_heirs(values: str, acting: str) -> None:
         ("if TYPE_CHECKING:\n        async def f(self):\n            'Text.'\n            await g()", True),
         ("a: int\n    def f(self):\n        'Return a.'\n        return {}", False),
         ("@abstractmethod\n    def f(self): ...", False),
+        ("def f(self, a): return a", False),
         ("def f(self): raise NotImplementedError", False),
     ],
 )
