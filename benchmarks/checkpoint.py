@@ -67,7 +67,7 @@ def measure(rank: int, model: str, folder: str, rounds: int, tasks: int) -> dict
     from megarl.learn.batching import MicroBatching, of_demonstrations
     from megarl.learn.parallel import groups
     from megarl.learn.training import objectives
-    from megarl.learn.training.model import FrozenModel, TrainedModel
+    from megarl.learn.training.model import Model, TrainedModel
     from megarl.learn.training.schedule import Head
     from megarl.train.update.batch import updates_of
     from megarl.weights.checkpoint.training import state, writer
@@ -80,8 +80,8 @@ def measure(rank: int, model: str, folder: str, rounds: int, tasks: int) -> dict
     hf_config, micro_batching, head = hf.read_hf_config(Path(model)), MicroBatching(dp=1, max_tokens=8192), Head(128)
     settings = ModelConfig(path=model)
     actor = TrainedModel(hf_config, settings, parallel, head, micro_batching, OptimizerConfig(lr=1e-5))
-    reference = FrozenModel(hf_config, settings, parallel, head, micro_batching)
-    for m in (actor, reference):
+    reference = Model(hf_config, settings, parallel, head, micro_batching)
+    for m in (actor.model, reference):
         m.load_hf(Path(model))
     dice = np.random.default_rng(0)
     rows = [
@@ -90,14 +90,14 @@ def measure(rank: int, model: str, folder: str, rounds: int, tasks: int) -> dict
     ]
     batch = of_demonstrations(rows)
     updates = updates_of([[i] for i in range(len(rows))], 2)
-    parts = {"actor": state.CheckpointedModel(actor.chunks, actor.optimizer.inner)}
+    parts = {"actor": state.CheckpointedModel(actor.model.chunks, actor.optimizer.inner)}
 
     def step() -> None:
-        for m in (actor, reference):
+        for m in (actor.model, reference):
             m.outputs(batch, [m.micro_batches(batch, units) for units in updates])
         for units in updates:
             objective = objectives.policy(algorithms.get("sft"), AlgorithmConfig(name="sft"), batch)
-            actor.backward(batch, actor.micro_batches(batch, units), objective)
+            actor.backward(batch, actor.model.micro_batches(batch, units), objective)
             actor.step(1e-5)
 
     def meet() -> float:

@@ -232,7 +232,7 @@ def _update_of(
     limits = micro_batching_for(parallel, TrainerConfig(max_tokens_per_micro_batch=TOKENS))
     model = TrainedModel(MODEL, settings, parallel, Head(MODEL["vocab_size"]), limits, OptimizerConfig(lr=1e-6))
     if "unfused" in which:
-        config: Any = unwrap(model.chunks[0]).config
+        config: Any = unwrap(model.model.chunks[0]).config
         config.bias_activation_fusion = False
     mask = torch.ones(TOKENS, dtype=torch.bool)
     mask[torch.tensor(lengths).cumsum(0) - 1] = False
@@ -242,7 +242,7 @@ def _update_of(
     if GPU:
         torch.cuda.reset_peak_memory_stats()
     passes = seconds(lambda: model.backward(step, batches, objective), 3)
-    outputs = seconds(lambda: model.outputs(step, [batches]), 3)
+    outputs = seconds(lambda: model.model.outputs(step, [batches]), 3)
     stepping = seconds(lambda: model.step(0.0), 3)
     if profile:
         _profile(lambda: model.backward(step, batches, objective), Path(profile))

@@ -95,7 +95,7 @@ def model_of(kind: str, config: Any) -> Any:
     """An actor, critic or reference without layers."""
     import torch
 
-    from megarl.learn.training.model import TrainedModel, micro_batching_for
+    from megarl.learn.training.model import Model, TrainedModel, micro_batching_for
     from megarl.learn.training.residents import Residents
     from megarl.learn.training.schedule import Head
 
@@ -112,16 +112,13 @@ def model_of(kind: str, config: Any) -> Any:
 
     class Layerless(TrainedModel):
         def __init__(self) -> None:
-            self.head = None if kind == "critic" else Head(VOCAB)
-            self.parallel, self.micro_batching, self.grid, self.dp_rank = (
-                config.parallel,
-                micro_batching_for(config.parallel, config.trainer),
-                nullcontext,
-                torch.distributed.get_rank(),
-            )
-            self.chunks = [Chunk()]
-            self._routers, self._balanced, self._gathered = [], False, True
-            self.residents, self._written = Residents(), None
+            self.model = Model.__new__(Model)
+            self.model.head = None if kind == "critic" else Head(VOCAB)
+            self.model.parallel, self.model.grid = config.parallel, nullcontext
+            self.model.micro_batching = micro_batching_for(config.parallel, config.trainer)
+            self.model.dp_rank = torch.distributed.get_rank()
+            self.model.chunks, self.model.residents, self.model.gathered = [Chunk()], Residents(), True
+            self._routers, self._balanced = [], False
             self.optimizer: Any = SimpleNamespace(inner=SimpleNamespace(zero_grad=lambda: None))
 
         def gradient_norm(self) -> float:
@@ -130,7 +127,7 @@ def model_of(kind: str, config: Any) -> Any:
         def step(self, lr: float) -> float:
             return 1.0
 
-    return Layerless()
+    return Layerless().model if kind == "reference" else Layerless()
 
 
 def fill(store: Any, step: int, answers: int, tokens: int) -> None:
@@ -165,7 +162,7 @@ def fill(store: Any, step: int, answers: int, tokens: int) -> None:
         ])  # fmt: skip
 
 
-def trainer_of(config: Any, store: Any) -> Any:
+def steps_of(config: Any, store: Any) -> Any:
     """An online trainer, of which the step is real."""
     import torch.distributed as dist
 
@@ -175,12 +172,11 @@ def trainer_of(config: Any, store: Any) -> Any:
     from megarl.train.rank.context import RunContext
     from megarl.train.rollout import rollouts
     from megarl.train.rollout.reading import NodeReader, RolloutReader
-    from megarl.train.step import OnlineTrainer
+    from megarl.train.step import OnlineSteps
     from megarl.train.update.learner import Learner
     from megarl.train.update.models import Models
 
-    trainer: Any = OnlineTrainer.__new__(OnlineTrainer)
-    trainer.config, trainer.algorithm, trainer.timeline = config, algorithms.get(config.algorithm.name), Timeline()
+    trainer: Any = SimpleNamespace(config=config, algorithm=algorithms.get(config.algorithm.name), timeline=Timeline())
     critic = model_of("critic", config) if config.algorithm.name == "ppo" else None
     trainer.models = SimpleNamespace(
         actor=model_of("actor", config), reference=model_of("reference", config), critic=critic, reward_model=None,
@@ -191,19 +187,20 @@ def trainer_of(config: Any, store: Any) -> Any:
         timeline=trainer.timeline, log=lambda text: None, record_step=lambda *_, **__: None,
         keep_batch=lambda *_: None,
     )  # fmt: skip
-    trainer.end_step = lambda state, metrics, used: state
+    trainer.end_step = lambda state, metrics, version, used: state
     reader = RolloutReader(NodeReader(), store, lambda: False)
     trainer.store = store
     context = trainer.context = RunContext(config, Path(), 1, dist.get_rank())
-    asked = rollouts.Rollouts(context, trainer.algorithm, store, trainer.reporter, reader, lambda *_, **__: True)
+    asked = rollouts.Rollouts(context, trainer.algorithm, store, trainer.reporter, reader, lambda *_, **__: None, VOCAB)
     weights = SimpleNamespace(publish=lambda step: {}, version=WeightsVersion(1, 0), step=0)
     given = {"rollouts": asked, "weights": weights, "reader": reader}
-    trainer.services = Services(**dict.fromkeys((field.name for field in fields(Services)), None) | given)
     updates: Any = SimpleNamespace(begin=lambda: None, end=lambda state: {}, admits=lambda state, *_: (True, state))
     ranks: Any = SimpleNamespace(gather=lambda sums: sums)
     trainer.memory = SimpleNamespace(enter=lambda phase: None, phase=None)
     trainer.learner = Learner(config, trainer.algorithm, trainer.models, updates, ranks, trainer.memory.enter)
-    return trainer
+    steps = OnlineSteps(trainer)
+    steps.services = Services(**dict.fromkeys((field.name for field in fields(Services)), None) | given)
+    return steps
 
 
 def measure(algorithm: str, answers: int, tokens: int, ranks: int, folder: str) -> dict[str, tuple[float, float]]:
@@ -243,13 +240,13 @@ def measure(algorithm: str, answers: int, tokens: int, ranks: int, folder: str) 
         fill(store, 1, answers, tokens)
     torch.distributed.barrier()
     store = store if first else Store(f"sqlite:///{folder}/store.db")
-    trainer = trainer_of(config, store)
+    steps = steps_of(config, store)
     for step in (0, 1):
-        trainer.step(TrainState("rl", step))
-        trainer.timeline.end()
+        steps.step(TrainState("rl", step))
+        steps.rank.timeline.end()
     store.close()
     number = answers * (PROMPT + tokens)
-    return {stage: (peak / number, held / number) for stage, (peak, held) in trainer.timeline.found.items()}
+    return {stage: (peak / number, held / number) for stage, (peak, held) in steps.rank.timeline.found.items()}
 
 
 def measured_apart(algorithm: str, answers: int, tokens: int, ranks: int = 1) -> dict[str, tuple[float, float]]:

@@ -80,7 +80,7 @@ def actor(path: Path, longest: int) -> Any:
         micro_batching,
         OptimizerConfig(lr=1e-4),
     )
-    model.load_hf(path)
+    model.model.load_hf(path)
     return model
 
 

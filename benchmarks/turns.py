@@ -109,8 +109,8 @@ def memory(cycles: int, folder: Path, offload: Literal["memory", "disk"]) -> lis
         hf_config, ModelConfig(dtype="float32"), parallel, Head(scratch.vocab_size),
         micro_batching_for(parallel, trainer), OptimizerConfig(lr=1e-5),
     )  # fmt: skip
-    actor.weights_changed()
-    models: Any = SimpleNamespace(by_role=lambda: {"actor": actor})
+    actor.model.weights_changed()
+    models: Any = SimpleNamespace(by_role=lambda: {"actor": actor.model})
     memory = PhaseMemory(
         RunContext(Config(trainer=trainer), folder, 1, 0), models, Ranks(), Timeline(folder / "timeline", "trainer_0")
     )
@@ -123,10 +123,10 @@ def memory(cycles: int, folder: Path, offload: Literal["memory", "disk"]) -> lis
         seen = {}
         for name in CYCLE:
             memory.enter(Phase(name))
-            planned = sum(r.nbytes for r in actor.residents if r.place in (Place.DEVICE, Place.MEMORY))
+            planned = sum(r.nbytes for r in actor.model.residents if r.place in (Place.DEVICE, Place.MEMORY))
             seen[name] = (planned, resident_bytes() - base)
         if cycle % STEP_EVERY == 0:
-            actor.backward(rows, actor.micro_batches(rows), objective)
+            actor.backward(rows, actor.model.micro_batches(rows), objective)
             actor.step(1e-5)
         print(
             f"cycle {cycle + 1}/{cycles}: " + ", ".join(f"{n} {m / MIB:.0f}" for n, (_, m) in seen.items()), flush=True

@@ -40,6 +40,11 @@ class StepData:
     demonstrations: list[ExpertRow] = field(default_factory=list)
     metrics: Metrics = field(default_factory=dict)
 
+    def clear(self) -> None:
+        """Let go of the trajectories: the batch has their arrays."""
+        self.trajectories.clear()
+        self.groups.trajectories.clear()
+
 
 @dataclass(frozen=True)
 class Services:
@@ -60,7 +65,7 @@ class Services:
     evaluation: Evaluates
     wait: Wait
     export: Callable[[Path], None]
-    """``Trainer.export``."""
+    """``TrainerRank.export``."""
 
 
 class Part:

@@ -9,13 +9,14 @@ from megarl.core.config import Config
 from megarl.engine.client.auth import KEY_VARIABLE
 from megarl.explore.store import Store
 from megarl.learn import algorithms
-from megarl.train.loop.base import Trainer
+from megarl.train.loop.rank import TrainerRank
 from megarl.train.loop.waiting import RolloutWaiter
 from megarl.train.part import Services
 from megarl.train.rollout.evaluation import Evaluates, Evaluation
 from megarl.train.rollout.meanwhile import EvaluationMeanwhile
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.rollout.rollouts import Rollouts
+from megarl.train.sync.connection import EngineConnection
 from megarl.train.sync.files import FilePublisher
 from megarl.train.sync.others import EnginesOfOthers
 from megarl.train.sync.own import OwnEngines
@@ -44,45 +45,50 @@ class JobEngines:
         return self._own.registered() if self.alone else []
 
 
-def services_of(trainer: Trainer) -> Services:
-    """Make the services beside a trainer's models. No engine is joined yet."""
-    t, config = trainer, trainer.config
-    place = (t.context, t.store, t.ranks, t.reporter)
-    engines = JobEngines(config, t.store, lambda: weights.version.n > 0)
-    layout = (config, t.models.actor.layout, t.models.hf_config, t.context.rank)
+def services_of(rank: TrainerRank) -> Services:
+    """Make the services beside a rank's models. No engine is joined yet."""
+    config = rank.config
+    place = (rank.context, rank.store, rank.ranks, rank.reporter)
+    engines = JobEngines(config, rank.store, lambda: weights.version.n > 0)
+    layout = (config, rank.models.actor.model.layout, rank.models.hf_config, rank.context.rank)
     publisher: WeightPublisher | FilePublisher
     if config.sync.method == "checkpoint":
         publisher = FilePublisher(*layout)
     else:
-        publisher = WeightPublisher(
+        connection = EngineConnection(
             *layout,
             engines=engines.urls,
             registered=engines.registered,
             come_and_go=not engines.alone,
-            stopping=lambda: t.ranks.stopping,
+            stopping=lambda: rank.ranks.stopping,
         )
-    weights = WeightSync(t.context, t.ranks, t.reporter, t.models, publisher, t.memory, t.store.pacing.record_version)
-    wait = RolloutWaiter(*place, weights, t.checkpoints).wait
-    reader = RolloutReader(NodeReader(t.timeout_s + config.store.outage_s), t.store, lambda: t.ranks.stopping)
-    in_front = Evaluation(t.context, t.store, t.reporter, wait)
+        publisher = WeightPublisher(connection)
+    weights = WeightSync(
+        rank.context, rank.ranks, rank.reporter, rank.models, publisher, rank.memory, rank.store.pacing.record_version
+    )
+    wait = RolloutWaiter(*place, weights, rank.checkpoints).wait
+    reader = RolloutReader(NodeReader(rank.timeout_s + config.store.outage_s), rank.store, lambda: rank.ranks.stopping)
+    in_front = Evaluation(rank.context, rank.store, rank.reporter, wait)
     evaluation: Evaluates = in_front
     if config.trainer.eval_engines:
         assert isinstance(publisher, WeightPublisher), "files are for engines of other programs"
         evaluation = EvaluationMeanwhile(*place, in_front, publisher.kept, wait, engines.registered)
     return Services(
         config=config,
-        algorithm=t.algorithm,
-        context=t.context,
-        store=t.store,
-        ranks=t.ranks,
-        reporter=t.reporter,
-        models=t.models,
-        memory=t.memory,
+        algorithm=rank.algorithm,
+        context=rank.context,
+        store=rank.store,
+        ranks=rank.ranks,
+        reporter=rank.reporter,
+        models=rank.models,
+        memory=rank.memory,
         reader=reader,
         publisher=publisher,
         weights=weights,
-        rollouts=Rollouts(t.context, t.algorithm, t.store, t.reporter, reader, wait),
+        rollouts=Rollouts(
+            rank.context, rank.algorithm, rank.store, rank.reporter, reader, wait, rank.models.head.vocab_size
+        ),
         evaluation=evaluation,
         wait=wait,
-        export=t.export,
+        export=rank.export,
     )

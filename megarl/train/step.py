@@ -8,23 +8,20 @@ from functools import partial
 from megarl.core.errors import NonRetryableError
 from megarl.core.phases import Phase
 from megarl.core.schema import WeightsVersion
-from megarl.explore.experience import with_group_stats
 from megarl.explore.order.pacing import Pacing
-from megarl.train.loop.base import Trainer
+from megarl.train.loop.rank import TrainerRank
 from megarl.train.part import Metrics, Part, Services, StepData
 from megarl.train.parts import parts_of
 from megarl.train.rank.state import TrainState
 from megarl.train.rollout.asking import Published
 from megarl.train.services import services_of
-from megarl.train.sync.weights import Stopped
-from megarl.train.update.batch import StepBatch, filter_overlong, make_batch
+from megarl.train.update.batch import filter_overlong
 from megarl.train.update.gap import engine_gap
 from megarl.train.update.outcomes import trajectory_metrics
-from megarl.train.update.updates import RollBack
 
 
-class OnlineTrainer(Trainer):
-    """Trains on answers that engines sample with the weights of the step."""
+class OnlineSteps:
+    """Steps that train on answers which engines sample with the weights of the step (``course.Steps``)."""
 
     services: Services
     parts: Sequence[Part] = ()
@@ -34,15 +31,18 @@ class OnlineTrainer(Trainer):
     evaluated: Metrics | None = None
     """Metrics of the publication for an evaluation; the step that follows samples with that version too."""
 
+    def __init__(self, rank: TrainerRank) -> None:
+        self.rank = rank
+
     @property
-    def version(self) -> WeightsVersion:
-        """Weights published last."""
-        return self.services.weights.version if self.parts else super().version
+    def version(self) -> WeightsVersion | None:
+        """Weights published last; None before the engines are joined."""
+        return self.services.weights.version if self.parts else None
 
     def step(self, state: TrainState) -> TrainState:
         """Make one step: sync, rollout, inference, update."""
-        phase = partial(self.timeline.phase, step=state.step)
-        self.timeline.reset()
+        rank, phase = self.rank, partial(self.rank.timeline.phase, step=state.step)
+        rank.timeline.reset()
         with phase("step"):
             with phase("sync"):
                 for part in self.parts:
@@ -52,27 +52,29 @@ class OnlineTrainer(Trainer):
             for part in self.parts:
                 part.before_batch(state, data)
             with phase("batch"):
-                batch = self.batch_of(data)
+                given = (data.trajectories, data.demonstrations, data.groups.lags, data.images)
+                batch = rank.learner.batch_of(*given)
+                data.clear()
             with phase("inference"):
-                self.learner.infer(batch)
+                rank.learner.infer(batch)
                 sampled = batch.sequences.sampled
-                filter_overlong(batch, self.config.algorithm)
+                filter_overlong(batch, rank.config.algorithm)
             with phase("update"):
                 for part in self.parts:
                     part.before_update(state, batch)
-                after, trained = self.learner.train_step(state, batch)
-                trained |= engine_gap(batch, sampled, self.config)
+                after, trained = rank.learner.train_step(state, batch)
+                trained |= engine_gap(batch, sampled, rank.config)
             # Rewards in the metrics of the estimate are those with the KL taken off.
             metrics = trajectory_metrics(batch.outcomes, data.groups.report) | data.metrics | trained | synced
             metrics |= data.groups.account.metrics(batch.trained, batch.excluded)
             for part in self.parts:
                 part.after_update(state)
-            after = self.end_step(after, metrics, data.groups.used)
+            after = rank.end_step(after, metrics, self.version, data.groups.used)
         metrics |= data.groups.metrics
         for part in self.parts:
             part.after_step(after, metrics)
         tokens = int(batch.sequences.step_lengths.sum())
-        self.reporter.record_step(after.step, metrics, tokens=tokens, used=data.groups.used)
+        rank.reporter.record_step(after.step, metrics, tokens=tokens, used=data.groups.used)
         return after
 
     def publish(self, state: TrainState) -> Metrics:
@@ -87,80 +89,67 @@ class OnlineTrainer(Trainer):
     def publish_if_due(self, state: TrainState) -> Metrics:
         """Publish the weights where the step needs other ones than were published last. Raises Stopped."""
         weights, synced = self.services.weights, dict[str, float]()
-        due = Pacing.of(self.config.sync).publishes(state.step)
+        due = Pacing.of(self.rank.config.sync).publishes(state.step)
         if due or self.rollbacks != state.rollbacks or not weights.version.n:
             # Where a model has computed since, engines on its device may have left.
-            published = self.evaluated if self.memory.phase is Phase.ROLLOUT else None
+            published = self.evaluated if self.rank.memory.phase is Phase.ROLLOUT else None
             synced, self.rollbacks = published or self.publish(state), state.rollbacks
         self.evaluated = None
-        if self.context.rank == 0:
-            self.store.pacing.record_live(weights.version)  # also those that an evaluation has published
+        if self.rank.context.rank == 0:
+            self.rank.store.pacing.record_live(weights.version)  # also those that an evaluation has published
         return synced
 
     def take(self, state: TrainState) -> StepData:
         """Wait for the step's groups, and verify them. Raises Stopped; NonRetryableError where nothing is left."""
-        services, weights = self.services, self.services.weights
-        groups = services.rollouts.groups(state, Published(weights.version, weights.step), self.models.head.vocab_size)
-        if groups is None:
-            raise Stopped
+        services, weights, models = self.services, self.services.weights, self.rank.models
+        groups = services.rollouts.groups(state, Published(weights.version, weights.step))
         if not groups.trajectories:
             raise NonRetryableError(
                 f"rollout {groups.rollout_ids[-1]} left nothing to train on: {groups.report.dropped}; "
                 f"{'; '.join(groups.report.messages)}"
             )
         for message in groups.report.messages:
-            self.reporter.log(f"dropped from training: {message}")
-        with self.timeline.phase("batch", step=state.step):
-            images = self.models.images and self.models.images.of_step(services.reader.images(groups.trajectories))
+            self.rank.reporter.log(f"dropped from training: {message}")
+        with self.rank.timeline.phase("batch", step=state.step):
+            images = models.images and models.images.of_step(services.reader.images(groups.trajectories))
         return StepData(groups, groups.trajectories, images)
 
-    def batch_of(self, data: StepData) -> StepBatch:
-        """Make the step's batch, and let go of its trajectories: their arrays are in the batch."""
-        config, groups = self.config, data.groups
-        trajectories = with_group_stats(data.trajectories)
-        given = (trajectories, data.demonstrations, self.algorithm, config.algorithm, config.trainer.updates_per_step)
-        replays = config.rollout.routing_replay
-        batch = make_batch(*given, groups.lags, data.images, self.learner.share, replays_routing=replays)
-        for held in (trajectories, data.trajectories, groups.trajectories):
-            held.clear()
-        return batch
+    def prepare(self, state: TrainState) -> None:
+        """Build the models beside the actor."""
+        self.rank.build_models(state)
 
     def connect(self) -> None:
         """Make the services and parts of the job, and join the engines. Raises Stopped."""
-        with self.timeline.phase("wait_for_engine"):
-            self.services = services_of(self)
+        with self.rank.timeline.phase("wait_for_engine"):
+            self.services = services_of(self.rank)
             self.parts = parts_of(self.services)
-            self.memory.enter(Phase.SYNC)
+            self.rank.memory.enter(Phase.SYNC)
             self.services.weights.connect()
 
-    def run_steps(self, state: TrainState) -> tuple[TrainState, bool]:
-        """Run the steps (``Trainer.run_steps``), and end the parts after the last one."""
-        state, finished = super().run_steps(state)
-        if finished:
-            for part in self.parts:
-                part.finish()
-        return state, finished
-
-    def evaluates(self, state: TrainState) -> bool:
-        """True where ``Trainer`` evaluates, and in place of an evaluation that was given up."""
-        return self.services.evaluation.settle(state.step) or super().evaluates(state)
+    def is_evaluation_due(self, state: TrainState) -> bool:
+        """Report an evaluation that has ended; True in place of one that was given up."""
+        return self.services.evaluation.settle(state.step)
 
     def evaluate(self, state: TrainState, name: str) -> None:
         """Publish and evaluate the weights. Raises Stopped."""
         evaluation = self.services.evaluation
-        if not evaluation.wait(state.step):
-            raise Stopped
+        evaluation.wait(state.step)
         synced = self.publish(state)
-        if not evaluation.run(state, self.version, name):
-            raise Stopped
+        evaluation.run(state, self.services.weights.version, name)
         # Engines that keep the version are left out of the next one, which the others are given.
         self.evaluated = None if evaluation.is_open else synced
 
-    def rolled_back(self, state: TrainState, bad: RollBack) -> TrainState:
-        """Go back (``Trainer.rolled_back``); what is evaluated meanwhile is given up."""
+    def finish(self) -> None:
+        """End the parts."""
+        for part in self.parts:
+            part.finish()
+
+    def before_rollback(self, state: TrainState) -> None:
+        """Report an evaluation that has ended."""
         if self.parts:
             self.services.evaluation.settle(state.step)
-        state = super().rolled_back(state, bad)
+
+    def after_rollback(self, state: TrainState) -> None:
+        """Give up an evaluation that is under way."""
         if self.parts:
             self.services.evaluation.forget(state.step)
-        return state

@@ -6,25 +6,37 @@ import argparse
 import logging
 import sys
 import warnings
+from collections.abc import Callable
 
 import torch
 
 from megarl import ops
-from megarl.core.config import load_resolved
+from megarl.core.config import Config, load_resolved
 from megarl.core.errors import MegarlError, MemoryFullError, NonRetryableError
 from megarl.core.jobs import Mode
+from megarl.core.user_file import import_file
 from megarl.learn import algorithms
-from megarl.train.loop.offline import OfflineTrainer
-from megarl.train.step import OnlineTrainer
+from megarl.train.loop.course import Course, Steps
+from megarl.train.loop.offline import OfflineSteps
+from megarl.train.loop.rank import TrainerRank
+from megarl.train.parts import PARTS
+from megarl.train.step import OnlineSteps
 from megarl.train.update.memory import memory_explained
 
 log = logging.getLogger(__name__)
 
-TRAINERS: dict[Mode, type[OnlineTrainer | OfflineTrainer]] = {
-    "both": OnlineTrainer,
-    "train": OnlineTrainer,
-    "offline": OfflineTrainer,
-}
+STEPS: dict[Mode, Callable[[TrainerRank], Steps]] = {"both": OnlineSteps, "train": OnlineSteps, "offline": OfflineSteps}
+
+
+def loop_of(config: Config) -> Callable[[TrainerRank], None]:
+    """Return the loop of a job: megarl's for the kind of job, or that of ``trainer.loop``. Raises ConfigError."""
+    path = config.trainer.loop
+    if path is not None:
+        parts = ", ".join(part.__name__ for wanted, part in PARTS if wanted(config))
+        log.info("trainer.loop=%s calls the hooks of these parts, or goes without them: %s", path, parts)
+        return import_file(path, "trainer.loop", "run(rank)").run
+    steps = STEPS[algorithms.job_of(config).mode]
+    return lambda rank: Course(rank, steps(rank)).train()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,9 +54,9 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(config.trainer.num_threads)
     ops.use(config.trainer.kernels)
     try:
-        make = TRAINERS[algorithms.job_of(config).mode]
-        with make(config) as trainer, memory_explained(trainer.memory, trainer.models):
-            trainer.train()
+        run = loop_of(config)
+        with TrainerRank(config) as rank, memory_explained(rank.memory, rank.models):
+            run(rank)
     except MegarlError as error:
         log.error("trainer: %s", error)
         return error.STATUS if isinstance(error, NonRetryableError | MemoryFullError) else 1

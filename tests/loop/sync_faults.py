@@ -57,9 +57,8 @@ class Lab:
 
     def buckets(self, rank: int) -> list[Bucket]:
         """Messages of a rank, in the order in which it sends them; the last one is empty."""
-        return _buckets_from(
-            self.ranks.publishers[rank].parts[0].plan, rank, self.bucket_bytes, self.engine.receiver.model_config.dtype
-        )
+        plan = self.ranks.publishers[rank].connection.parts[0].plan
+        return _buckets_from(plan, rank, self.bucket_bytes, self.engine.receiver.model_config.dtype)
 
     def bucket(self, rng: random.Random, least: int = 1) -> tuple[int, Bucket]:
         """A rank, and one of its messages of at least so many slices."""
@@ -102,13 +101,13 @@ class _All(NamedTuple):
 @contextmanager
 def messages(lab: Lab, rank: int, change: Callable[[int, torch.Tensor], list[torch.Tensor]]) -> Iterator[None]:
     publisher = lab.ranks.publishers[rank]
-    whole = publisher.transport
-    publisher.transport = Changing(whole, change)
+    whole = publisher.connection.transport
+    publisher.connection.transport = Changing(whole, change)
     try:
         yield
     finally:
-        if publisher.transport is not None:
-            publisher.transport = whole
+        if publisher.connection.transport is not None:
+            publisher.connection.transport = whole
 
 
 @contextmanager
@@ -398,10 +397,10 @@ def disagreed(name: str, value: Any) -> Fault:
 
     @contextmanager
     def fault(lab: Lab, rng: random.Random) -> Iterator[None]:
-        leader = lab.ranks.publishers[0]
+        leader = lab.ranks.publishers[0].connection
         told = leader._init_info
         for publisher in lab.ranks.publishers:
-            publisher._disconnect()
+            publisher.connection.disconnect()
         with mock.patch.object(leader, "_init_info", lambda *args: told(*args) | {name: value}):
             yield
 

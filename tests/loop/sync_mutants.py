@@ -117,7 +117,7 @@ def sync(lab: Lab, version: WeightsVersion) -> Exception | None:
     error."""
     ranks, new = lab.ranks, lab.new
     tensors = lab.tensors or new.shards
-    if any(publisher.transport is None for publisher in ranks.publishers):
+    if any(publisher.connection.transport is None for publisher in ranks.publishers):
         for failure in ranks.call(lambda rank, publisher: publisher.connect()):
             if failure is not None:
                 return failure

@@ -92,13 +92,15 @@ def run_ranks(rank: int, settings: list[str], environment: dict[str, str], attem
     os.environ.update(environment, MEGARL_ATTEMPT=str(attempt))
     from megarl import ops
     from megarl.core.errors import JobError
-    from megarl.train.loop.offline import OfflineTrainer
+    from megarl.train.loop.course import Course
+    from megarl.train.loop.offline import OfflineSteps
+    from megarl.train.loop.rank import TrainerRank
 
     config = compose(settings)
     ops.use(config.trainer.kernels)
     try:
-        with OfflineTrainer(config) as trainer:
-            trainer.train()
+        with TrainerRank(config) as trainer:
+            Course(trainer, OfflineSteps(trainer)).train()
     except JobError as error:
         return f"{type(error).__name__}: {error}"
     return ""

@@ -63,7 +63,7 @@ def probe_of(model: PreTrainedModel) -> ProbeText:
 
 
 def published(ranks: Ranks, model: PreTrainedModel, version: WeightsVersion) -> SyncReport:
-    if any(p.transport is None for p in ranks.publishers):
+    if any(p.connection.transport is None for p in ranks.publishers):
         assert ranks.call(lambda rank, p: p.connect()) == [None] * len(ranks.publishers)
     reports = ranks.publish(model, version, probe=probe_of(model))
     assert isinstance(reports[0], SyncReport), reports
@@ -154,7 +154,7 @@ def test_a_flipped_bit_names_the_engine_that_has_it(
         published(ranks_of(engine), model, WeightsVersion(2, 1))
         ranks = ranks_of(engine, others=[second])
         assert ranks.call(lambda rank, p: p.connect()) == [None, None]
-        sender = ranks.publishers[1]
+        sender = ranks.publishers[1].connection
         assert sender.transport is not None
         sender.transport = Flipping(sender.transport, nth=0)
         for failure in ranks.publish(model, WeightsVersion(2, 1), probe=probe_of(model)):

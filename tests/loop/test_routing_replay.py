@@ -158,33 +158,33 @@ def on_grid(
     micro_batching = micro_batching_for(grid, TrainerConfig(max_tokens_per_micro_batch=256))
     hf_config = hf.read_hf_config(Path(path))
     actor = TrainedModel(hf_config, ModelConfig(path=path), grid, Head(VOCAB), micro_batching, OptimizerConfig())
-    actor.load_hf(Path(path))
+    actor.model.load_hf(Path(path))
     rows, found = of_samples(samples), dict[str, Any]()
     assert rows.engine_logp is not None and rows.routing is not None
 
     engine = rows.engine_logp[rows.mask]
 
     def logp() -> torch.Tensor:
-        return actor.outputs(rows, [actor.micro_batches(rows)])[rows.mask]
+        return actor.model.outputs(rows, [actor.model.micro_batches(rows)])[rows.mask]
 
     def gap() -> float:
         return float((logp() - engine).abs().max())
 
     found["own"] = gap()
-    actor.replays_routing = True
+    actor.model.replays_routing = True
     found["replayed"] = gap()
     found["errors"] = {"trainer": rounding(logp(), exact), "engine": rounding(engine, exact)}
     generator = torch.Generator().manual_seed(3)
-    own = actor.tensors
+    own = actor.model.tensors
     kind = next(kind for kind in SHIFTS if any(name.endswith(f"router.{kind}") for name in own))
     for name in sorted(name for name in own if name.endswith(f"router.{kind}")):
         own[name].add_(SHIFTS[kind] * torch.randn(own[name].shape, generator=generator))
     found["shifted, replayed"] = gap()
     sums = actor.backward(
-        rows, actor.micro_batches(rows), objectives.policy(algorithms.get("sft"), AlgorithmConfig(), rows)
+        rows, actor.model.micro_batches(rows), objectives.policy(algorithms.get("sft"), AlgorithmConfig(), rows)
     )
     found["changed"] = sums["actor/routing_changed"][0] if sums else -1.0
-    actor.replays_routing = False
+    actor.model.replays_routing = False
     found["shifted, own"] = gap()
     return found
 

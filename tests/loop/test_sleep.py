@@ -203,7 +203,7 @@ def test_an_update_cut_midway_does_not_keep_it_awake(
     """vLLM's reload has then put some tensors aside."""
     wake_and_publish(engine, ranks, model)
     before = greedy(engine)
-    ranks.publishers[1].transport = Breaking(ranks.publishers[1].transport, nth=5)
+    ranks.publishers[1].connection.transport = Breaking(ranks.publishers[1].connection.transport, nth=5)
     assert all("the cable was cut" in str(failure) for failure in ranks.publish(model, next(versions)))
     [answer] = engine.control.sleep()
     assert answer["freed"] > 0.9 * (KV_BYTES + 4 * sum(p.numel() for p in model.parameters()))

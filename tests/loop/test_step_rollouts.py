@@ -123,7 +123,7 @@ def services(
     reader = RolloutReader(NodeReader(), store, lambda: False)
     algorithm = replace(algorithms.get("grpo"), needs=frozenset({"greedy"}))
     return (
-        Rollouts(context, algorithm, store, reporter, reader, wait),
+        Rollouts(context, algorithm, store, reporter, reader, wait, VOCAB),
         Evaluation(context, store, reporter, wait),
         reporter,
     )
@@ -147,10 +147,9 @@ def test_a_steps_groups_with_their_greedy_answers(engine: RunningEngine, tmp_pat
     store = Store(f"sqlite:///{tmp_path}/store.db")
     store.tasks.add("train", [task(i) for i in range(60)])
     with exploring(store, engine):
-        first = services(store, tmp_path)[0].groups(STATE, PUBLISHED, VOCAB)
+        first = services(store, tmp_path)[0].groups(STATE, PUBLISHED)
         store.rollouts.discard(2)  # the step is repeated, as after a kill
-        second = services(store, tmp_path)[0].groups(STATE, PUBLISHED, VOCAB)
-    assert first is not None and second is not None
+        second = services(store, tmp_path)[0].groups(STATE, PUBLISHED)
     assert len(first.rollout_ids) > 1, "the first rollout had enough groups: nothing was replaced"
     assert len(tokens(first.trajectories)) == len(first.trajectories) == 32
     assert first.rollout_ids == second.rollout_ids and tokens(first.trajectories) == tokens(second.trajectories)
@@ -182,7 +181,7 @@ def test_an_evaluation_of_several_answers(
                 store, tmp_path, EvaluationConfig(samples=3, temperature=1.0, top_p=0.9, top_k=top_k)
             )
             monkeypatch.setattr(reporter, "write", lambda step, metrics: written.append(metrics))
-            assert evaluation.run(STATE, VERSION, name)
+            evaluation.run(STATE, VERSION, name)
             answers.append(store.groups.trajectories(name))
     first, again, one = answers
     assert len(first) == 18 and {e.index for e in first} == {0, 1, 2}

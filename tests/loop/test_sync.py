@@ -104,7 +104,7 @@ def test_many_publications_leave_no_pile_of_keys(ranks: Ranks, model: Qwen3ForCa
     counts = []
     for _ in range(4):
         ranks.publish_whole(model)
-        counts.append(ranks.publishers[0]._messages.store.num_keys())
+        counts.append(ranks.publishers[0].connection.messages.store.num_keys())
     assert len(set(counts[1:])) == 1
 
 
@@ -151,7 +151,7 @@ def test_one_flipped_bit_names_its_tensor_and_a_retry_mends_it(
 ) -> None:
     ranks.publish_whole(model)
     publisher = ranks.publishers[1]
-    publisher.transport = Flipping(publisher.transport, nth=0)
+    publisher.connection.transport = Flipping(publisher.connection.transport, nth=0)
     new = perturbed(model, 5)
     failures = ranks.publish(new, next(versions))
     assert (
@@ -187,7 +187,9 @@ def test_buckets_without_memory_are_halved_and_the_weights_proven(
     tensors = shards(checkpoint_tensors(new), ranks.layout, 0)
     written = whole_digests(tensors)
     one: Any = SimpleNamespace(agree=lambda yes: yes, stop_requested=lambda: False, log=said.append)
-    models: Any = SimpleNamespace(actor=SimpleNamespace(tensors=tensors, written=lambda: written))
+    models: Any = SimpleNamespace(
+        actor=SimpleNamespace(model=SimpleNamespace(tensors=tensors, written=lambda: written))
+    )
     context: Any = SimpleNamespace(attempt=1, rank=0, config=config)
     turns: Any = SimpleNamespace(enter=lambda phase: None)
     sync = WeightSync(context, one, one, models, publisher, turns, lambda *version: None)
@@ -224,7 +226,7 @@ def test_an_update_cut_midway_refuses_and_a_retry_mends_it(
 ) -> None:
     ranks.publish_whole(model)
     publisher = ranks.publishers[rank]
-    publisher.transport = Breaking(publisher.transport, nth=3)
+    publisher.connection.transport = Breaking(publisher.connection.transport, nth=3)
     new = perturbed(model, 6)
     failures = ranks.publish(new, next(versions))
     assert all(isinstance(failure, WeightSyncError) for failure in failures)
@@ -240,7 +242,7 @@ def test_a_lost_message_is_named_and_a_retry_mends_it(
 ) -> None:
     ranks.publish_whole(model)
     publisher = ranks.publishers[1]
-    publisher.transport = Losing(publisher.transport, nth=2)
+    publisher.connection.transport = Losing(publisher.connection.transport, nth=2)
     for failure in ranks.publish(model, next(versions)):
         assert isinstance(failure, WeightSyncError)
         assert "message 2 (model." in str(failure)
@@ -256,12 +258,12 @@ def test_of_two_engines_the_one_that_was_replaced_is_joined_alone(
     try:
         both = ranks_of(engine, others=[second])
         both.publish_whole(model)
-        links = [dict(p._links._notices._links) for p in both.publishers]
+        links = [dict(p.connection.links._notices._links) for p in both.publishers]
         second.stop()
         second.ready()
         assert both.call(lambda rank, p: p.connect()) == [None, None]
         for before, publisher in zip(links, both.publishers, strict=True):
-            after = publisher._links._notices._links
+            after = publisher.connection.links._notices._links
             assert after[0] is before[0] and after[1] is not before[1]
         new = perturbed(model, 9)
         report = both.publish_whole(new)
@@ -283,7 +285,7 @@ def test_trainer_and_engine_that_do_not_agree_are_told_apart(engine: RunningEngi
 def test_an_engine_that_cannot_join_says_why_and_a_retry_mends_it(
     engine: RunningEngine, ranks: Ranks, model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    leader, timeout = ranks.publishers[0], ranks.publishers[0]._timeout_s
+    leader, timeout = ranks.publishers[0].connection, ranks.publishers[0].connection._timeout_s
     told = leader._init_info
 
     def other_plan(replica: int, *places: Any) -> dict[str, Any]:
@@ -291,8 +293,8 @@ def test_an_engine_that_cannot_join_says_why_and_a_retry_mends_it(
 
     def connect(timeout_s: float) -> list[Any]:
         for publisher in ranks.publishers:
-            publisher._timeout_s = timeout_s
-            publisher._disconnect()
+            publisher.connection._timeout_s = timeout_s
+            publisher.connection.disconnect()
         return ranks.call(lambda rank, p: p.connect())
 
     with monkeypatch.context() as patched:
@@ -300,7 +302,7 @@ def test_an_engine_that_cannot_join_says_why_and_a_retry_mends_it(
         first, second = connect(3.0)
     assert "the weight link could not be joined" in str(second)
     assert "the weight link could not be joined" in str(first) and "megarl_agree comes before" in str(first)
-    assert all(publisher.transport is None for publisher in ranks.publishers)
+    assert all(publisher.connection.transport is None for publisher in ranks.publishers)
     assert connect(timeout) == [None, None]
     ranks.publish_whole(model)
 

@@ -307,7 +307,7 @@ def test_an_update_cut_midway_is_mended_by_the_next(tmp_path: Path, zygote: Zygo
         engine.control.workers("megarl_abandon_update")
 
         ranks.publish_whole(perturbed(model, 1))
-        ranks.publishers[1].transport = Breaking(ranks.publishers[1].transport, nth=nth)
+        ranks.publishers[1].connection.transport = Breaking(ranks.publishers[1].connection.transport, nth=nth)
         new = perturbed(model, 2)
         failures = ranks.publish(new, next(versions))
         assert all(isinstance(failure, WeightSyncError) and "the cable was cut" in str(failure) for failure in failures)

@@ -23,6 +23,7 @@ from megarl.engine.client.client import Sampling
 from megarl.engine.client.probe import PROBE_TOLERANCES, ProbeText
 from megarl.learn.parallel.grid import megatron_grid
 from megarl.learn.training.optimizer_digests import whole_digests
+from megarl.train.sync.connection import EngineConnection
 from megarl.train.sync.publication import SyncReport
 from megarl.train.sync.publish import WeightPublisher
 from megarl.weights.checkpoint.formats.hf import read_hf_config
@@ -73,7 +74,7 @@ class Ranks:
 
     def publish_whole(self, model: PreTrainedModel) -> SyncReport:
         """Publishes, reconnecting first when a failure has broken the link; fails the test unless it succeeds."""
-        if any(p.transport is None for p in self.publishers):
+        if any(p.connection.transport is None for p in self.publishers):
             assert self.call(lambda rank, p: p.connect()) == [None] * len(self.publishers)
         first, *others = self.publish(model, next(versions))
         assert isinstance(first, SyncReport), first
@@ -86,13 +87,13 @@ def ranks_of(engine: RunningEngine, config: Config | None = None, others: Sequen
     hf_config = read_hf_config(engine.model_path)
     layout = megatron_layout(hf_config, megatron_grid(config.parallel))
     addresses = engine.addresses()
-    publishers = (
-        WeightPublisher(
+    connections = (
+        EngineConnection(
             config, layout, hf_config, r, engines=lambda: [e.url for e in (engine, *others)], addresses=addresses
         )
         for r in range(layout.num_ranks)
     )
-    return Ranks(tuple(publishers), layout)
+    return Ranks(tuple(map(WeightPublisher, connections)), layout)
 
 
 def checkpoint_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:

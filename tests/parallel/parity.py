@@ -365,10 +365,10 @@ def several_errors(actor: Any, names: Any, batch: Any, expected: Any, worst_grad
         sequences = several(batch, settings)
         objective = objectives.policy(algorithms.get(settings.name), settings, sequences)
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, actor.backward(sequences, actor.micro_batches(sequences), objective))
+        dist.all_gather_object(everyone, actor.backward(sequences, actor.model.micro_batches(sequences), objective))
         metrics = mean_of_sums(everyone)
         of_norm = abs(actor.gradient_norm() - norm) / norm
-        gradient, where = worst_gradient(whole_gradients(actor.chunks, names), gradients)
+        gradient, where = worst_gradient(whole_gradients(actor.model.chunks, names), gradients)
         if not gradient <= errors.gradient:  # NaN too
             errors.gradient, errors.parameter = gradient, where
         of_loss = abs(metrics["actor/loss"] - float(wanted.loss)) / wanted.size
@@ -409,24 +409,24 @@ def on_grid(rank: int, root: str, cells: list[Cell], backend: Literal["gloo", "n
                 hf_config, settings, parallel, Head(VOCAB), micro_batching_for(parallel, trainer), OPTIMIZER
             )
             names = [
-                {(f"chunk{v}.{n}" if len(actor.chunks) > 1 else n): p for n, p in unwrap(c).named_parameters()}
-                for v, c in enumerate(actor.chunks)
+                {(f"chunk{v}.{n}" if len(actor.model.chunks) > 1 else n): p for n, p in unwrap(c).named_parameters()}
+                for v, c in enumerate(actor.model.chunks)
             ]
             sequences = sequences_of(**batch)
             objective = objectives.policy(algorithms.get("grpo"), SETTINGS, sequences)
             for cell in [c for c in cells if (c.grid, c.model, c.recompute) == (grid, model, recompute)]:
-                hf.load_into(path, layout, rank, actor.tensors)
-                actor.weights_changed()
+                hf.load_into(path, layout, rank, actor.model.tensors)
+                actor.model.weights_changed()
                 actor.optimizer.restart(OPTIMIZER)
                 trainer = replace(trainer, packing=cell.rows is None, micro_batch_size=cell.rows or 1)
-                actor.micro_batching = micro_batching_for(parallel, trainer)
+                actor.model.micro_batching = micro_batching_for(parallel, trainer)
                 if cell.several:
                     of_gradients = partial(gradient_errors, rank, hf_config, layout)
                     found[cell] = several_errors(actor, names, batch, expected["several"], of_gradients)
                     continue
-                batches = actor.micro_batches(sequences)
+                batches = actor.model.micro_batches(sequences)
                 losses, norms, worst, of_routers = [], [], (0.0, ""), [0.0]
-                inferred = actor.outputs(sequences, [batches]) if cell.rows is None else None
+                inferred = actor.model.outputs(sequences, [batches]) if cell.rows is None else None
                 for update in range(UPDATES):
                     logp = torch.zeros(len(sequences.tokens)) if update == 0 and inferred is not None else None
                     sums = actor.backward(sequences, batches, objective, logp)
@@ -444,7 +444,7 @@ def on_grid(rank: int, root: str, cells: list[Cell], backend: Literal["gloo", "n
                             for name, value in expected["routers"][update].items()
                         ]
                     if update == 0:
-                        gradients = whole_gradients(actor.chunks, names)
+                        gradients = whole_gradients(actor.model.chunks, names)
                         worst = gradient_errors(rank, hf_config, layout, gradients, expected["gradients"])
                     norms.append(actor.step(OPTIMIZER.lr))
                 off = [

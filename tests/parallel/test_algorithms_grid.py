@@ -72,15 +72,18 @@ def update(
     micro_batching = MicroBatching(dp=parallel.dp, rows=micro)
     actor = TrainedModel(hf_config, ModelConfig(path=path), parallel, Head(VOCAB), micro_batching, optimizer)
     hf.load_into(
-        Path(path), megatron_layout(hf_config, MegatronGrid(parallel.tp, parallel.pp, parallel.dp)), rank, actor.tensors
+        Path(path),
+        megatron_layout(hf_config, MegatronGrid(parallel.tp, parallel.pp, parallel.dp)),
+        rank,
+        actor.model.tensors,
     )
-    actor.weights_changed()
+    actor.model.weights_changed()
     sequences = sequences_of(**batch)
     pairs = [[2 * i, 2 * i + 1] for i in range(len(sequences) // 2)]
     answers = []
     for settings in SETTINGS:
         sequences.expert = EXPERT if settings.name == "mix" else None
-        batches = actor.micro_batches(sequences, pairs if settings.name.endswith("dpo") else None)
+        batches = actor.model.micro_batches(sequences, pairs if settings.name.endswith("dpo") else None)
         sums = actor.backward(sequences, batches, objectives.policy(algorithms.get(settings.name), settings, sequences))
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, sums)

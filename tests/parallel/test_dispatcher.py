@@ -87,20 +87,20 @@ def update(path: Path, parallel: ParallelConfig, model: ModelConfig, *, replayed
     limits = micro_batching_for(parallel, TrainerConfig(max_tokens_per_micro_batch=96))
     hf_config = hf.read_hf_config(path)
     actor = TrainedModel(hf_config, replace(model, path=str(path)), parallel, Head(VOCAB), limits, OptimizerConfig())
-    actor.load_hf(path)
+    actor.model.load_hf(path)
     sequences = random_sequences(5, 24, VOCAB)
     if replayed:
         pattern = [layer for layer in range(4) if layer >= int(hf_config.get("first_k_dense_replace", 0))]
         random = torch.rand(len(sequences.tokens), len(pattern), 8, generator=torch.Generator().manual_seed(3))
         sequences.routing = random.argsort(-1)[..., : FAMILIES[path.name]].to(torch.int8)
-        actor.replays_routing = True
-    batches = actor.micro_batches(sequences)
+        actor.model.replays_routing = True
+    batches = actor.model.micro_batches(sequences)
     objective = objectives.policy(algorithms.get("sft"), AlgorithmConfig(), sequences)
-    logp = actor.outputs(sequences, [batches])
+    logp = actor.model.outputs(sequences, [batches])
     metrics = actor.backward(sequences, batches, objective)
     norm = actor.gradient_norm()
-    names = [dict(unwrap(chunk).named_parameters()) for chunk in actor.chunks]
-    return Found(metrics, norm, logp[sequences.mask], whole_gradients(actor.chunks, names))
+    names = [dict(unwrap(chunk).named_parameters()) for chunk in actor.model.chunks]
+    return Found(metrics, norm, logp[sequences.mask], whole_gradients(actor.model.chunks, names))
 
 
 def use_twins() -> None:
@@ -208,7 +208,7 @@ def routed(rank: int, path: str) -> dict[str, tuple[float, float]]:
     of the experts that it chose; share of the tokens for which it chose others."""
     from megarl.learn.batching import MicroBatching
     from megarl.learn.parallel import groups
-    from megarl.learn.training.model import FrozenModel
+    from megarl.learn.training.model import Model
     from megarl.learn.training.schedule import Head
     from megarl.weights.checkpoint.formats import hf
 
@@ -217,7 +217,7 @@ def routed(rank: int, path: str) -> dict[str, tuple[float, float]]:
     for kind in BFLOAT16:
         settings = replace(MODELS[kind], path=path, router=RouterConfig())
         limits = MicroBatching(max_tokens=4096)
-        model = FrozenModel(hf.read_hf_config(Path(path)), settings, ParallelConfig(), Head(VOCAB), limits)
+        model = Model(hf.read_hf_config(Path(path)), settings, ParallelConfig(), Head(VOCAB), limits)
         model.load_hf(Path(path))
         router = next(module for name, module in model.chunks[0].named_modules() if name.endswith("mlp.router"))
         seen: list[Any] = []

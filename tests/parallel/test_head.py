@@ -459,17 +459,17 @@ def train_in(
     mask = torch.rand(2 * ROWS, LENGTH, generator=g) < 0.8
     mask[:, -1] = False
     rows = sequences_of(tokens, mask)
-    batches = actor.micro_batches(rows)
+    batches = actor.model.micro_batches(rows)
     curves: dict[str, list[float]] = {}
     for name, settings in (
         ("sft", AlgorithmConfig()),
         ("grpo", AlgorithmConfig(clip_low=0.2, clip_high=0.28, entropy_coef=0.01, kl=KLConfig(coef=0.1))),
     ):
-        hf.load_into(Path(path), megatron_layout(hf_config, megatron_grid(parallel)), rank, actor.tensors)
-        actor.weights_changed()
+        hf.load_into(Path(path), megatron_layout(hf_config, megatron_grid(parallel)), rank, actor.model.tensors)
+        actor.model.weights_changed()
         actor.optimizer.restart(optimizer)
         if name == "grpo":
-            logp = actor.outputs(rows, [batches])
+            logp = actor.model.outputs(rows, [batches])
             noise = torch.randn(2, len(logp), generator=g) * 0.1
             rows = replace(
                 rows,

@@ -31,8 +31,8 @@ def make_actor(path: str, parallel: ParallelConfig, dtype: str = "float32") -> A
     micro_batching = MicroBatching(dp=parallel.dp, rows=2)
     model = ModelConfig(path=path, dtype=dtype)
     actor = TrainedModel(hf_config, model, parallel, Head(VOCAB), micro_batching, OptimizerConfig(lr=1e-2))
-    hf.load_into(Path(path), layout, position.rank, actor.tensors)
-    actor.weights_changed()
+    hf.load_into(Path(path), layout, position.rank, actor.model.tensors)
+    actor.model.weights_changed()
     return actor
 
 
@@ -49,7 +49,7 @@ def sft_steps(actor: Any, steps: range, lr: float = 1e-2) -> list[tuple[float, f
         mask[:, -1] = False
         rows = sequences_of(tokens, mask)
         objective = objectives.policy(algorithms.get("sft"), AlgorithmConfig(), rows)
-        sums = actor.backward(rows, actor.micro_batches(rows), objective)
+        sums = actor.backward(rows, actor.model.micro_batches(rows), objective)
         out.append((sums.get("actor/loss", (0.0, 0.0))[0], actor.step(lr)))
     return out
 
@@ -165,12 +165,12 @@ def resume_and_go_on(rank: int, path: str, parallel: ParallelConfig, folder: str
 def parts(actor: Any) -> Any:
     from megarl.weights.checkpoint.training.state import CheckpointedModel
 
-    return {"actor": CheckpointedModel(actor.chunks, actor.optimizer.inner)}
+    return {"actor": CheckpointedModel(actor.model.chunks, actor.optimizer.inner)}
 
 
 def weights_digest(actor: Any) -> str:
     digest = hashlib.sha256()
-    for name, tensor in sorted(actor.tensors.items()):
+    for name, tensor in sorted(actor.model.tensors.items()):
         digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
     return digest.hexdigest()
 
@@ -195,7 +195,7 @@ def load_untrained(rank: int, path: str, folder: str) -> str:
     from megarl.weights.checkpoint.training import state
 
     actor = make_actor(path, ParallelConfig())
-    for tensor in actor.tensors.values():
+    for tensor in actor.model.tensors.values():
         tensor.zero_()
     found = state.latest(Path(folder))
     assert found is not None
@@ -211,17 +211,17 @@ def restart(rank: int, path: str, parallel: ParallelConfig) -> list[Any]:
     actor = make_actor(path, parallel)
     decays = [{group["wd_mult"]: group["weight_decay"] for group in inner_groups(actor)}]
     sft_steps(actor, range(2))
-    weights = {name: tensor.clone() for name, tensor in actor.tensors.items()}
+    weights = {name: tensor.clone() for name, tensor in actor.model.tensors.items()}
     other = OptimizerConfig(lr=1e-2, weight_decay=0.5, beta1=0.8, beta2=0.9, eps=1e-6, clip_grad=0.1)
     runs = []
     for renew in (
         lambda: actor.optimizer.restart(other),
         lambda: setattr(actor, "optimizer", new_optimizer(actor, other)),
     ):
-        for name, tensor in actor.tensors.items():
+        for name, tensor in actor.model.tensors.items():
             tensor.copy_(weights[name])
         renew()
-        actor.weights_changed()
+        actor.model.weights_changed()
         decays.append({group["wd_mult"]: group["weight_decay"] for group in inner_groups(actor)})
         runs.append((sft_steps(actor, range(2, 4)), weights_digest(actor)))
     return [decays, *runs]
@@ -236,7 +236,7 @@ def inner_groups(actor: Any) -> list[dict[str, Any]]:
 def new_optimizer(actor: Any, config: OptimizerConfig) -> Any:
     from megarl.learn.training.optimizer import Optimizer
 
-    return Optimizer(actor.chunks, config, "float32")
+    return Optimizer(actor.model.chunks, config, "float32")
 
 
 def test_restarted_optimizer_is_as_new(model: str) -> None:

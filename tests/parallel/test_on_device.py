@@ -61,7 +61,7 @@ def forward(rank: int, path: str, head: Literal["log-probs", "scores"]) -> list[
 
     from megarl.core.config.schema import ModelConfig, ParallelConfig, TrainerConfig
     from megarl.learn.parallel import groups
-    from megarl.learn.training.model import FrozenModel, micro_batching_for
+    from megarl.learn.training.model import Model, micro_batching_for
     from megarl.learn.training.schedule import Head, run
     from megarl.weights.checkpoint.formats import hf
 
@@ -70,7 +70,7 @@ def forward(rank: int, path: str, head: Literal["log-probs", "scores"]) -> list[
     groups.initialize(parallel, seed=1)
     micro_batching = micro_batching_for(parallel, TrainerConfig(packing=False, micro_batch_size=2))
     asked = Head(VOCAB) if head == "log-probs" else None
-    model = FrozenModel(hf.read_hf_config(Path(path)), ModelConfig(path=path), parallel, asked, micro_batching)
+    model = Model(hf.read_hf_config(Path(path)), ModelConfig(path=path), parallel, asked, micro_batching)
     sequences, _ = step()
     batches = list(model.micro_batches(sequences))
     with FakeTensorMode(static_shapes=True) as mode:

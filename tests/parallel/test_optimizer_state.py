@@ -52,7 +52,9 @@ def compared(rank: int, folder: str, cases: list[Any]) -> list[tuple[int, int]]:
         actor = actor_on(Path(folder), case)
         sft_steps(actor, range(1))
         metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        model = {name: bare(chunk).sharded_state_dict(metadata=metadata) for name, chunk in named(actor.chunks).items()}
+        model = {
+            name: bare(chunk).sharded_state_dict(metadata=metadata) for name, chunk in named(actor.model.chunks).items()
+        }
         inner = actor.optimizer.inner
         sizes = [0, 0]
         for optimizer in getattr(inner, "chained_optimizers", [inner]):
@@ -108,9 +110,9 @@ def measured(rank: int, folder: str, dp: int) -> dict[str, int]:
 
     actor = actor_on(Path(folder), ("model", ParallelConfig(dp=dp), "float32"))
     sft_steps(actor, range(1))
-    part = state.CheckpointedModel(actor.chunks, actor.optimizer.inner)
+    part = state.CheckpointedModel(actor.model.chunks, actor.optimizer.inner)
     saved = state.save(Path(folder) / "checkpoints", 1, {"actor": part}, {}, keep=2)
-    found = {"model": sum(p.nbytes for chunk in actor.chunks for p in chunk.parameters())}
+    found = {"model": sum(p.nbytes for chunk in actor.model.chunks for p in chunk.parameters())}
 
     def peak(action: Callable[[], Any]) -> int:
         dist.barrier()
@@ -146,7 +148,7 @@ def restored(rank: int, folder: str, case: Any) -> list[str]:
 
     actor = actor_on(Path(folder), case)
     sft_steps(actor, range(1))
-    part = state.CheckpointedModel(actor.chunks, actor.optimizer.inner)
+    part = state.CheckpointedModel(actor.model.chunks, actor.optimizer.inner)
     saved = state.save(Path(folder) / "checkpoints", 1, {"actor": part}, {}, keep=1)
     own = {
         (number, name): tensor

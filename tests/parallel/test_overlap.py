@@ -89,9 +89,9 @@ def learner(path: Path, parallel: ParallelConfig, optimizer: OptimizerConfig) ->
     limits = micro_batching_for(parallel, TrainerConfig(max_tokens_per_micro_batch=48))
     settings = ModelConfig(path=str(path))
     actor = TrainedModel(hf.read_hf_config(path), settings, parallel, Head(VOCAB), limits, optimizer)
-    actor.load_hf(path)
+    actor.model.load_hf(path)
     sequences = random_sequences(5, 12, VOCAB)
-    batches = actor.micro_batches(sequences)
+    batches = actor.model.micro_batches(sequences)
     assert len(batches) > 1
     return actor, sequences, batches
 
@@ -106,8 +106,8 @@ def updates(rank: int, path: Path, parallel: ParallelConfig, clip: bool) -> Foun
     # Cut another way, a norm's squares are added in another order: with several buckets nothing is clipped by it.
     optimizer = OptimizerConfig(lr=1e-3, clip_grad=0.5 if clip else 0.0)
     actor, sequences, batches = learner(path, parallel, optimizer)
-    bucket_groups = [g for c in actor.chunks for g in (*c.bucket_groups, *c.expert_parallel_bucket_groups)]
-    config: Any = unwrap(actor.chunks[0]).config
+    bucket_groups = [g for c in actor.model.chunks for g in (*c.bucket_groups, *c.expert_parallel_bucket_groups)]
+    config: Any = unwrap(actor.model.chunks[0]).config
     finalize, under_way = config.finalize_model_grads_func, []
 
     def counted(*arguments: Any, **named: Any) -> None:
@@ -121,16 +121,16 @@ def updates(rank: int, path: Path, parallel: ParallelConfig, clip: bool) -> Foun
         losses.append(actor.backward(sequences, batches, objective).get("actor/loss", (0.0, 1.0))[0])
         norms.append(actor.gradient_norm())
         actor.step(1e-3)
-    before = {name: t.clone() for chunk in actor.chunks for name, t in named_tensors(chunk).items()}
+    before = {name: t.clone() for chunk in actor.model.chunks for name, t in named_tensors(chunk).items()}
     actor.finish_gather()
-    after = {name: t for chunk in actor.chunks for name, t in named_tensors(chunk).items()}
+    after = {name: t for chunk in actor.model.chunks for name, t in named_tensors(chunk).items()}
     stale = any(not torch.equal(before[name], tensor) for name, tensor in after.items())
-    weights = {name: t.clone() for name, t in actor.proven_tensors().items()}
-    predicted = model_bytes(actor.hf_config, actor.model_config, parallel, "lm", trained=True)[rank]
+    weights = {name: t.clone() for name, t in actor.model.proven_tensors().items()}
+    predicted = model_bytes(actor.model.hf_config, actor.model.model_config, parallel, "lm", trained=True)[rank]
     buckets = sum(len(group.buckets) for group in bucket_groups)
     return Found(
-        losses, norms, actor.outputs(sequences, [batches]), weights, sum(under_way), stale, buckets,
-        predicted=predicted == {each.kind: each.nbytes for each in residents_of("actor", actor)},
+        losses, norms, actor.model.outputs(sequences, [batches]), weights, sum(under_way), stale, buckets,
+        predicted=predicted == {each.kind: each.nbytes for each in residents_of("actor", actor.model)},
     )  # fmt: skip
 
 
@@ -202,7 +202,7 @@ def resumed(rank: int, path: str, folder: str, grids: tuple[ParallelConfig, ...]
         # What is cut another way has another norm in its last bits.
         actor, sequences, batches = learner(Path(path), parallel, OptimizerConfig(lr=1e-3, clip_grad=0.0))
         objective = objectives.policy(algorithms.get("sft"), AlgorithmConfig(), sequences)
-        part = {"actor": state.CheckpointedModel(actor.chunks, actor.optimizer.inner)}
+        part = {"actor": state.CheckpointedModel(actor.model.chunks, actor.optimizer.inner)}
 
         def update(actor: Any = actor, seen: Any = (sequences, batches, objective)) -> float:
             loss: float = actor.backward(*seen).get("actor/loss", (0.0, 1.0))[0]
@@ -219,7 +219,7 @@ def resumed(rank: int, path: str, folder: str, grids: tuple[ParallelConfig, ...]
             state.save(Path(folder), 2, part, {}, keep=1)
         losses = [update(), update()]
         actor.finish_gather()
-        found.append((losses, {name: t.clone() for name, t in actor.proven_tensors().items()}))
+        found.append((losses, {name: t.clone() for name, t in actor.model.proven_tensors().items()}))
     return found
 
 
@@ -237,9 +237,9 @@ def test_checkpoints_do_not_depend_on_buckets(tmp_path: Path, case: str) -> None
 
 def test_parameters_are_not_read_before_they_are_gathered() -> None:
     """Guards what sends, digests or exports a model between updates."""
-    from megarl.learn.training.model import TrainedModel
+    from megarl.learn.training.model import Model
 
-    model = object.__new__(TrainedModel)
-    model._gathered = False
+    model = object.__new__(Model)
+    model.gathered = False
     with pytest.raises(AssertionError, match="finish_gather"):
         _ = model.tensors

@@ -40,7 +40,7 @@ def memory_of(actor: Any, place: Place, folder: Path, limit: int | None = None) 
     from megarl.train.rank.ranks import Ranks
     from megarl.train.update.phase_memory import PhaseMemory
 
-    models: Any = SimpleNamespace(by_role=lambda: {"actor": actor})
+    models: Any = SimpleNamespace(by_role=lambda: {"actor": actor.model})
     offload: Any = "none" if place is Place.DEVICE else str(place)
     config = Config(trainer=TrainerConfig(offload=offload, offload_disk_bytes=limit))
     context = RunContext(config, folder, 1, torch.distributed.get_rank())
@@ -51,7 +51,7 @@ def memory_of(actor: Any, place: Place, folder: Path, limit: int | None = None) 
 
 def storages(actor: Any) -> int:
     """Bytes of parameters and gradients on the device."""
-    buffers = [b for chunk in actor.chunks for b in [*chunk.buffers, *chunk.expert_parallel_buffers]]
+    buffers = [b for chunk in actor.model.chunks for b in [*chunk.buffers, *chunk.expert_parallel_buffers]]
     return sum(t.untyped_storage().nbytes() for b in buffers for t in (b.param_data, b.grad_data))
 
 
@@ -67,15 +67,15 @@ def trained(rank: int, folder: str, case: Any, place: Place) -> tuple[dict[str, 
         memory.enter(Phase.ROLLOUT)
         looks.append((storages(actor) == 0) is (place is not Place.DEVICE))
         memory.enter(Phase.SYNC)
-        actor.proven_tensors()  # while the optimizer is away
+        actor.model.proven_tensors()  # while the optimizer is away
         memory.enter(Phase.UPDATE)
         sft_steps(actor, range(step, step + 1), lr=LR)
     memory.enter(Phase.ROLLOUT)
     with memory.during(Phase.SYNC):
-        found = {name: tensor.clone() for name, tensor in actor.proven_tensors().items()}
+        found = {name: tensor.clone() for name, tensor in actor.model.proven_tensors().items()}
     looks.append(memory.phase is Phase.ROLLOUT)
     if place is not Place.DEVICE:
-        for use in (lambda: actor.tensors, lambda: actor.step(LR), lambda: sft_steps(actor, range(1), lr=LR)):
+        for use in (lambda: actor.model.tensors, lambda: actor.step(LR), lambda: sft_steps(actor, range(1), lr=LR)):
             try:
                 use()
                 looks.append(False)
@@ -132,8 +132,8 @@ def faults(rank: int, folder: str) -> list[str]:
     memory = memory_of(actor, Place.DISK, own)
     memory.enter(Phase.ROLLOUT)
     memory.enter(Phase.SYNC)
-    next(iter(actor.tensors.values())).view(-1)[0] += 1.0
-    for kind, do in ((WeightsDiffer, actor.proven_tensors), (OffloadError, lambda: memory.enter(Phase.UPDATE))):
+    next(iter(actor.model.tensors.values())).view(-1)[0] += 1.0
+    for kind, do in ((WeightsDiffer, actor.model.proven_tensors), (OffloadError, lambda: memory.enter(Phase.UPDATE))):
         if kind is OffloadError and rank == 1:
             (own / OFFLOAD / "rank_1" / "actor.optimizer").unlink()
         try:

@@ -85,10 +85,10 @@ def update(path: Path, parallel: ParallelConfig, modules: list[Any]) -> Found:
     actor = TrainedModel(
         hf.read_hf_config(path), settings, parallel, Head(VOCAB), limits, OptimizerConfig(lr=1e-3, clip_grad=0.5)
     )
-    actor.load_hf(path)
+    actor.model.load_hf(path)
     sequences = random_sequences(3, 8, VOCAB)
-    batches = actor.micro_batches(sequences)
-    logp = actor.outputs(sequences, [batches])
+    batches = actor.model.micro_batches(sequences)
+    logp = actor.model.outputs(sequences, [batches])
     calls = dict.fromkeys(WITNESS, 0)
 
     def count(of: str) -> Any:
@@ -97,12 +97,12 @@ def update(path: Path, parallel: ParallelConfig, modules: list[Any]) -> Found:
 
         return hook
 
-    for name, module in actor.chunks[0].named_modules():
+    for name, module in actor.model.chunks[0].named_modules():
         for of, end in WITNESS.items():
             if name.endswith(end):
                 module.register_forward_pre_hook(count(of))
     sums = actor.backward(sequences, batches, objectives.policy(algorithms.get("sft"), AlgorithmConfig(), sequences))
-    gradients = {name: p.main_grad.clone() for name, p in unwrap(actor.chunks[0]).named_parameters()}
+    gradients = {name: p.main_grad.clone() for name, p in unwrap(actor.model.chunks[0]).named_parameters()}
     return Found(sums["actor/loss"][0] if sums else 0.0, actor.gradient_norm(), logp, gradients, calls)
 
 

@@ -139,15 +139,15 @@ def _on_case(rank: int, path: Path, case: Case) -> dict[str, Any]:
     actor = TrainedModel(
         hf_config, settings, case.parallel, Head(VOCAB), micro_batching_for(case.parallel, trainer), OptimizerConfig()
     )
-    actor.load_hf(path)
-    actor.replays_routing = True
+    actor.model.load_hf(path)
+    actor.model.replays_routing = True
     sequences = sequences_of(**batch)
     real = torch.arange(batch["tokens"].shape[1]) < batch["lengths"][:, None]
     found: dict[str, Any] = {}
 
     def logp(ids: torch.Tensor | None) -> torch.Tensor:
         sequences.routing = None if ids is None else ids[real].to(torch.int8)
-        return actor.outputs(sequences, [actor.micro_batches(sequences)])
+        return actor.model.outputs(sequences, [actor.model.micro_batches(sequences)])
 
     alone, own = logp(None), logp(expected["own"])
     found["own"] = bool(torch.equal(alone, own))
@@ -164,17 +164,17 @@ def _on_case(rank: int, path: Path, case: Case) -> dict[str, Any]:
     found["rounding"], found["rounding of transformers"] = rounding(forced, exact), rounding(wanted, exact)
     sums = actor.backward(
         sequences,
-        actor.micro_batches(sequences),
+        actor.model.micro_batches(sequences),
         objectives.policy(algorithms.get("sft"), AlgorithmConfig(), sequences),
     )
     if sums:
         found["changed"] = sums["actor/routing_changed"][0] - float(expected["changed"][real].double().mean())
     names = [
-        {(f"chunk{v}.{n}" if len(actor.chunks) > 1 else n): p for n, p in unwrap(c).named_parameters()}
-        for v, c in enumerate(actor.chunks)
+        {(f"chunk{v}.{n}" if len(actor.model.chunks) > 1 else n): p for n, p in unwrap(c).named_parameters()}
+        for v, c in enumerate(actor.model.chunks)
     ]
-    gradients = whole_gradients(actor.chunks, names)
-    found["gradient"] = gradient_errors(rank, hf_config, actor.layout, gradients, expected["gradients"])
+    gradients = whole_gradients(actor.model.chunks, names)
+    found["gradient"] = gradient_errors(rank, hf_config, actor.model.layout, gradients, expected["gradients"])
     routers = [value for name, value in gradients.items() if name.endswith("router.weight")]
     found["router"] = min((float(value.abs().max()) for value in routers), default=1.0)
     return found

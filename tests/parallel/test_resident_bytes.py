@@ -74,7 +74,7 @@ def settings_of(case: Case, path: Path | None = None) -> ModelConfig:
 
 
 def built(case: Case, folder: Path, head: str, trained: bool) -> Any:
-    from megarl.learn.training.model import FrozenModel, TrainedModel, micro_batching_for
+    from megarl.learn.training.model import Model, TrainedModel, micro_batching_for
     from megarl.learn.training.schedule import Head
     from megarl.weights.checkpoint.formats import hf
     from tests.parallel.families import VOCAB
@@ -87,7 +87,7 @@ def built(case: Case, folder: Path, head: str, trained: bool) -> Any:
         Head(VOCAB) if head == "lm" else None,
         micro_batching_for(parallel, TrainerConfig(packing=False, micro_batch_size=1)),
     )
-    return TrainedModel(*arguments, OptimizerConfig(lr=1e-3)) if trained else FrozenModel(*arguments)
+    return TrainedModel(*arguments, OptimizerConfig(lr=1e-3)) if trained else Model(*arguments)
 
 
 def on_grids(rank: int, folder: str, cases: list[Case]) -> list[dict[str, int]]:
@@ -109,7 +109,12 @@ def on_grids(rank: int, folder: str, cases: list[Case]) -> list[dict[str, int]]:
                     sft_steps(model, range(1))
                 elif trained:
                     model.step(1e-3)
-                found.append({resident.kind: resident.nbytes for resident in residents_of("actor", model)})
+                found.append(
+                    {
+                        resident.kind: resident.nbytes
+                        for resident in residents_of("actor", model.model if trained else model)
+                    }
+                )
         dist.barrier()
         parallel_state.destroy_model_parallel()
     return found

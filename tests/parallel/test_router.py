@@ -45,24 +45,24 @@ def on_ranks(rank: int, path: str, dense: str, folder: str) -> dict[str, dict[st
         MicroBatching(dp=2, rows=2),
         OptimizerConfig(lr=1e-2),
     )
-    actor.load_hf(Path(path))
+    actor.model.load_hf(Path(path))
     tokens = torch.randint(2, VOCAB, (8, 16), generator=torch.Generator().manual_seed(1))
     rows = sequences_of(tokens, torch.arange(16).expand(8, 16) < 15)
     objective = objectives.policy(algorithms.get("sft"), AlgorithmConfig(), rows)
     found = {}
 
     def now(event: str) -> None:
-        found[event] = {name: tensor.clone() for name, tensor in actor.proven_tensors().items()}
+        found[event] = {name: tensor.clone() for name, tensor in actor.model.proven_tensors().items()}
 
     now("loaded")
-    actor.backward(rows, actor.micro_batches(rows), objective)  # and the guard leaves the update out
+    actor.backward(rows, actor.model.micro_batches(rows), objective)  # and the guard leaves the update out
     now("left out")
-    actor.backward(rows, actor.micro_batches(rows), objective)
+    actor.backward(rows, actor.model.micro_batches(rows), objective)
     actor.step(1e-2)
     now("updated")
     state.save(Path(folder), 1, parts(actor), {"phase": "rl"}, keep=1)
     for event in ("next", "next again"):
-        actor.backward(rows, actor.micro_batches(rows), objective)
+        actor.backward(rows, actor.model.micro_batches(rows), objective)
         actor.step(1e-2)
         now(event)
         state.load(Path(folder) / "global_step_1", parts(actor))
@@ -75,8 +75,8 @@ def on_ranks(rank: int, path: str, dense: str, folder: str) -> dict[str, dict[st
         MicroBatching(dp=2, rows=2),
         OptimizerConfig(lr=1e-2),
     )
-    critic.load_hf(Path(dense))
-    sums = critic.backward(rows, critic.micro_batches(rows), objective)
+    critic.model.load_hf(Path(dense))
+    sums = critic.backward(rows, critic.model.micro_batches(rows), objective)
     found["metrics of a dense model"] = {name: torch.tensor(total) for name, (total, _) in sums.items()}
     return found
 

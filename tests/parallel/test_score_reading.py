@@ -32,9 +32,9 @@ def answers() -> list[torch.Tensor]:
 
 def read(rank: int, folder: str) -> dict[tuple[str, str], torch.Tensor]:
     """(model, pad) -> megarl's scores [N]."""
-    from megarl.learn.batching import MicroBatching, Sequences
+    from megarl.learn.batching import MicroBatching, Sequences, score_positions
     from megarl.learn.parallel import groups
-    from megarl.learn.training.model import FrozenModel
+    from megarl.learn.training.model import Model
     from megarl.weights.checkpoint.formats import hf
     from megarl.weights.checkpoint.formats.score_pad import score_pad
 
@@ -44,7 +44,7 @@ def read(rank: int, folder: str) -> dict[tuple[str, str], torch.Tensor]:
     found = {}
     for name in MODELS:
         path = Path(folder) / name
-        model = FrozenModel(
+        model = Model(
             hf.read_hf_config(path), ModelConfig(path=str(path)), ParallelConfig(), None, MicroBatching(max_tokens=40)
         )
         model.load_hf(path)
@@ -52,7 +52,7 @@ def read(rank: int, folder: str) -> dict[tuple[str, str], torch.Tensor]:
         config = json.loads((path / "config.json").read_text())
         for pad, token in PADS.items():
             (path / "config.json").write_text(json.dumps(config | {"pad_token_id": token}))
-            found[name, pad] = scores[sequences.scored(score_pad(hf.read_hf_config(path)))].clone()
+            found[name, pad] = scores[score_positions(sequences, score_pad(hf.read_hf_config(path)))].clone()
     return found
 
 

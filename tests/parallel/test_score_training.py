@@ -46,7 +46,7 @@ def on_grids(rank: int, folder: str) -> dict[str, torch.Tensor]:
     from megarl.learn.batching import MicroBatching, Sequences
     from megarl.learn.models.gpt import unwrap
     from megarl.learn.parallel import groups
-    from megarl.learn.training.model import FrozenModel
+    from megarl.learn.training.model import Model
     from megarl.learn.training.schedule import run
     from megarl.weights.checkpoint.formats import hf
     from megarl.weights.reshard.layouts import hf_layout
@@ -67,7 +67,7 @@ def on_grids(rank: int, folder: str) -> dict[str, torch.Tensor]:
             max_tokens=40 if packed else None,
             rows=2,
         )
-        model = FrozenModel(hf_config, ModelConfig(path=str(path)), parallel, None, micro_batching)
+        model = Model(hf_config, ModelConfig(path=str(path)), parallel, None, micro_batching)
         model.load_hf(path)
         batches = model.micro_batches(sequences)
         assert len(batches) > 1

@@ -89,30 +89,32 @@ def both_ways(rank: int, path: str, parallel: ParallelConfig, packed: bool) -> d
     from tests.parallel.test_megatron_on_cpu import make_actor
 
     actor = make_actor(path, parallel)
-    actor.micro_batching = MicroBatching(dp=parallel.dp, cp=parallel.cp, max_tokens=48 if packed else None, rows=2)
+    actor.model.micro_batching = MicroBatching(
+        dp=parallel.dp, cp=parallel.cp, max_tokens=48 if packed else None, rows=2
+    )
     settings = AlgorithmConfig(aggregation="seq_mean_token_mean", clip_high=0.28, kl=KLConfig(0.1, "k3"))
     whole = step_of(1)
     updates = [[[i] for i in range(9)], [[i] for i in range(9, 16)]]
     taken = {
         number
         for units in updates
-        for chunk in dealt(whole.lengths.tolist(), actor.micro_batching, units)[actor.dp_rank]
+        for chunk in dealt(whole.lengths.tolist(), actor.model.micro_batching, units)[actor.model.dp_rank]
         for number in chunk
     }
     share = StepShare.of(taken, whole.lengths)
     found: dict[str, Any] = {"held": len(share.numbers), "of": len(whole)}
     seen: list[Any] = []
     for sequences in (whole, held_by(whole, share)):
-        lists = [actor.micro_batches(sequences, units) for units in updates]
-        outputs = actor.outputs(sequences, lists)
+        lists = [actor.model.micro_batches(sequences, units) for units in updates]
+        outputs = actor.model.outputs(sequences, lists)
         sequences = replace(sequences, old_logp=torch.zeros_like(outputs))
         objective = objectives.policy(algorithms.get("grpo"), settings, sequences)
         first = objectives.policy(algorithms.get("grpo"), settings, sequences, unchanged=True)
         sums = [actor.backward(sequences, lists[0], first, sequences.old_logp)]
         sequences.old_logp += torch.where(sequences.old_logp == 0, outputs, 0.0)
         sums.append(actor.backward(sequences, lists[1], objective))
-        names = [dict(chunk.module.named_parameters()) for chunk in actor.chunks]
-        gradients = {name: t.clone() for name, t in whole_gradients(actor.chunks, names).items()}
+        names = [dict(chunk.module.named_parameters()) for chunk in actor.model.chunks]
+        gradients = {name: t.clone() for name, t in whole_gradients(actor.model.chunks, names).items()}
         norm = actor.gradient_norm()
         seen.append((sequences, outputs, sums, gradients, norm))
     (_, outputs, *rest), (part, own, *others) = seen

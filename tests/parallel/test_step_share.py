@@ -108,7 +108,7 @@ def learner_of(path: str, case: Case, limit: int) -> Any:
     """A learner with models of its own on the ranks of this world."""
     from megarl.learn import algorithms
     from megarl.learn.parallel import groups
-    from megarl.learn.training.model import FrozenModel, TrainedModel, micro_batching_for
+    from megarl.learn.training.model import Model, TrainedModel, micro_batching_for
     from megarl.learn.training.schedule import Head
     from megarl.train.rank.ranks import Ranks
     from megarl.train.update.images import ImageInputs
@@ -129,15 +129,15 @@ def learner_of(path: str, case: Case, limit: int) -> Any:
     grid = {} if case.others is None else {"grid": groups.Grid(others, seed=1).active}
     actor = TrainedModel(hf_config, model, case.actor, Head(VOCAB), micro_batching_for(case.actor, trainer), optimizer)
     limits = micro_batching_for(others, trainer)
-    reference = FrozenModel(hf_config, model, others, Head(VOCAB), limits, **grid)
+    reference = Model(hf_config, model, others, Head(VOCAB), limits, **grid)
     critic = None
     if "critic" in algorithm.roles:
         critic = TrainedModel(hf_config, model, others, None, limits, optimizer, **grid)
-    actor.replays_routing = case.replayed
-    for each in (actor, reference):
+    actor.model.replays_routing = case.replayed
+    for each in (actor.model, reference):
         each.load_hf(Path(path))
     if critic is not None:
-        critic.load_hf(Path(path), score="zeros")
+        critic.model.load_hf(Path(path), score="zeros")
     reporter: Any = SimpleNamespace(log=lambda text: None, event=lambda kind, data: None)
     models: Any = SimpleNamespace(actor=actor, reference=reference, critic=critic, hf_config=hf_config)
     models.finish_gathers = partial(Models.finish_gathers, models)
@@ -231,25 +231,25 @@ def step(rank: int, path: str, case: Case) -> dict[str, Any]:
     loose = replace(learner._config, sync=SyncConfig(sample_tolerance=1e9))  # the engine's log-probs are made up
     found, held = [], []
     for share_of in (learner.share, lambda plan: None):
-        for model in (models.actor, models.critic):
-            if model is not None:
-                model.load_hf(Path(path), score="zeros")
-                model.optimizer.restart(OptimizerConfig(lr=1e-2))
+        for trained in (models.actor, models.critic):
+            if trained is not None:
+                trained.model.load_hf(Path(path), score="zeros")
+                trained.optimizer.restart(OptimizerConfig(lr=1e-2))
         batch = batch_of(learner, case, 40, 64, share_of)
         learner.infer(batch)
         sampled = batch.sequences.sampled
         filter_overlong(batch, case.settings)
         if batch.sequences.share is None:
             parts = [
-                [taken(batch, micro_batches(batch.sequences, models.actor.micro_batching, dp_rank, units), update)
+                [taken(batch, micro_batches(batch.sequences, models.actor.model.micro_batching, dp_rank, units), update)
                  for update, units in enumerate(batch.updates)] for dp_rank in range(case.actor.dp)
             ]  # fmt: skip
             kept = None if rank else put_together(batch, parts)
         else:
-            kept = kept_batch(batch, models.actor)
+            kept = kept_batch(batch, models.actor.model)
         state, metrics = learner.train_step(TrainState("rl"), batch)
         metrics |= engine_gap(batch, sampled, loose)
-        weights = [model.tensors for model in (models.actor, models.critic) if model is not None]
+        weights = [trained.model.tensors for trained in (models.actor, models.critic) if trained is not None]
         found.append({
             "batch": (batch.updates, batch.outside, batch.trained, batch.excluded, batch.finish_reasons),
             "kept": {name: value.tolist() for name, value in vars(kept).items()} if kept is not None else None,
@@ -358,14 +358,14 @@ def without_replay(rank: int, path: str) -> bool:
     case = replace(CASES["expert ids"], lines=False, replayed=False)
     learner, found = learner_of(path, case, limit=200), []
     actor = learner._models.actor
-    before = {name: weight.clone() for name, weight in actor.tensors.items()}
+    before = {name: weight.clone() for name, weight in actor.model.tensors.items()}
     for change in (lambda trajectories: trajectories, misfits):
-        actor.load_hf(Path(path))
+        actor.model.load_hf(Path(path))
         actor.optimizer.restart(OptimizerConfig(lr=1e-2))
         batch = batch_of(learner, case, 40, 64, learner.share, change)
         learner.infer(batch)
         _, metrics = learner.train_step(TrainState("rl"), batch)
-        found.append((metrics, {name: weight.clone() for name, weight in actor.tensors.items()}))
+        found.append((metrics, {name: weight.clone() for name, weight in actor.model.tensors.items()}))
     (expected, weights), (metrics, stored) = found
     moved = any(not torch.equal(before[name], weight) for name, weight in weights.items())
     return moved and metrics == expected and all(torch.equal(stored[name], weight) for name, weight in weights.items())
@@ -377,17 +377,17 @@ def test_without_routing_replay_stored_expert_ids_change_no_bit(special: dict[st
 
 def scores(rank: int, path: str) -> dict[str, Any]:
     """Runs in each rank: scores of a reward model that takes shares, and of one that is given all sequences."""
-    from megarl.learn.batching import of_demonstrations
+    from megarl.learn.batching import of_demonstrations, score_positions
     from megarl.learn.models.gpt import unwrap
     from megarl.train.update.learner import model_scores
 
-    model = learner_of(path, Case(PPOConfig(name="ppo"), ParallelConfig(dp=2)), limit=200)._models.critic
+    model = learner_of(path, Case(PPOConfig(name="ppo"), ParallelConfig(dp=2)), limit=200)._models.critic.model
     for name, weight in unwrap(model.chunks[0]).named_parameters():
         if name.startswith("output_layer"):
             torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(3))
     trajectories = trajectories_of(20, 64, lines=True)
     whole = of_demonstrations([trajectory.answered() for trajectory in trajectories])
-    expected = model.outputs(whole, [model.micro_batches(whole)])[whole.scored(0)].tolist()
+    expected = model.outputs(whole, [model.micro_batches(whole)])[score_positions(whole, 0)].tolist()
     return {"found": model_scores(model, trajectories), "expected": expected}
 
 

@@ -30,7 +30,7 @@ def bits(model: Any) -> dict[str, torch.Tensor]:
     from megarl.weights.checkpoint.training.save import inner_optimizers, start_moments
 
     start_moments(model.optimizer.inner)
-    found = {f"weight {name}": tensor.clone() for name, tensor in model.tensors.items()}
+    found = {f"weight {name}": tensor.clone() for name, tensor in model.model.tensors.items()}
     for i, inner in enumerate(inner_optimizers(model.optimizer.inner)):
         for j, group in enumerate(inner.param_groups):
             found[f"{i} {j} step"] = torch.tensor(group["step"])
@@ -68,7 +68,7 @@ def on_ranks(rank: int, path: str, folder: str) -> dict[str, Any]:
     grid = groups.Grid(CRITIC, seed=1)
     hf_config, model = hf.read_hf_config(Path(path)), ModelConfig(path=path, dtype="float32")
     critic = TrainedModel(hf_config, model, CRITIC, None, micro_batching, OptimizerConfig(lr=1e-2), grid.active)
-    critic.load_hf(Path(path), score="zeros")
+    critic.model.load_hf(Path(path), score="zeros")
     said: list[str] = []
     events: list[Any] = []
     reporter: Any = SimpleNamespace(
@@ -101,7 +101,7 @@ def on_ranks(rank: int, path: str, folder: str) -> dict[str, Any]:
                 return algorithms.Loss(spoiled(found.total), found.metrics)
             return found
 
-        sums = model.backward(rows, model.micro_batches(rows), Objective(name, usual.count, loss))
+        sums = model.backward(rows, model.model.micro_batches(rows), Objective(name, usual.count, loss))
         norm = model.gradient_norm()
         admitted, _ = updates.admits(at_step, name, sums, norm)
         if admitted:

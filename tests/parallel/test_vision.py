@@ -96,35 +96,35 @@ def on_grid(rank: int, root: str, world: int, backend: Literal["gloo", "nccl"] =
             actor = TrainedModel(hf_config, settings, parallel, head, limits, OptimizerConfig(lr=1e-2))
             names = [
                 {
-                    (f"chunk{v}.{n}" if len(actor.chunks) > 1 else n): p
+                    (f"chunk{v}.{n}" if len(actor.model.chunks) > 1 else n): p
                     for n, p in unwrap(c).named_parameters()
                     if p.requires_grad
                 }
-                for v, c in enumerate(actor.chunks)
+                for v, c in enumerate(actor.model.chunks)
             ]
             for case in [c for c in MEASURED if c[0] == grid and c[2:] == (trained, recompute)]:
-                actor.load_hf(path)
-                actor.micro_batching = micro_batching_for(parallel, LAYOUTS[case[1]])
-                batches = actor.micro_batches(sequences)
-                logp = actor.outputs(sequences, [batches])
+                actor.model.load_hf(path)
+                actor.model.micro_batching = micro_batching_for(parallel, LAYOUTS[case[1]])
+                batches = actor.model.micro_batches(sequences)
+                logp = actor.model.outputs(sequences, [batches])
                 everyone: list[Any] = [None] * world
                 dist.all_gather_object(everyone, actor.backward(sequences, batches, objective))
-                layout = actor.layout
+                layout = actor.model.layout
                 if not trained:
                     layout = layout.only(lambda name: not name.startswith("visual."))
                 gradient, where = gradient_errors(
-                    rank, hf_config, layout, whole_gradients(actor.chunks, names), expected["gradients"]
+                    rank, hf_config, layout, whole_gradients(actor.model.chunks, names), expected["gradients"]
                 )
-                tower = {name: t.clone() for name, t in actor.tensors.items() if "visual" in name}
+                tower = {name: t.clone() for name, t in actor.model.tensors.items() if "visual" in name}
                 actor.step(1e-2)
-                after = actor.outputs(sequences, [batches])
-                for resident in residents_of("actor", actor):
+                after = actor.model.outputs(sequences, [batches])
+                for resident in residents_of("actor", actor.model):
                     resident.leave(Place.MEMORY, Path(root))
                     assert not any(t.untyped_storage().nbytes() for t in resident._tensors())
                     resident.come_back()
-                actor.proven_tensors()
-                assert torch.equal(actor.outputs(sequences, [batches]), after)
-                moved = [not torch.equal(t, actor.tensors[name]) for name, t in tower.items()]
+                actor.model.proven_tensors()
+                assert torch.equal(actor.model.outputs(sequences, [batches]), after)
+                moved = [not torch.equal(t, actor.model.tensors[name]) for name, t in tower.items()]
                 found[case] = {
                     "logp": float((logp - expected["logp"]).abs().max()),
                     "loss": abs(mean_of_sums(everyone)["actor/loss"] - expected["loss"]),
@@ -133,11 +133,11 @@ def on_grid(rank: int, root: str, world: int, backend: Literal["gloo", "nccl"] =
                     "moved": moved,
                 }
             if trained and recompute == "none":
-                actor.load_hf(path)
-                plan = build_plan(actor.layout, hf_layout(hf_config))
-                hf.export_hf(plan, rank, actor.proven_tensors(), path, Path(root) / f"again {grid}")
+                actor.model.load_hf(path)
+                plan = build_plan(actor.model.layout, hf_layout(hf_config))
+                hf.export_hf(plan, rank, actor.model.proven_tensors(), path, Path(root) / f"again {grid}")
         if grid in SCORED:
-            actor.load_hf(path)
+            actor.model.load_hf(path)
             cases = [(LAYOUTS[layout], trained) for layout, trained in SCORED[grid]]
             found[grid] = vision_scores.on_grid(rank, Path(root), grid, parallel, actor, cases)
         parallel_state.destroy_model_parallel()

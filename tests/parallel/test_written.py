@@ -53,7 +53,7 @@ def actor_on(folder: Path, case: tuple[str, ParallelConfig, str]) -> Any:
     actor = TrainedModel(
         hf.read_hf_config(path), settings, parallel, Head(VOCAB), micro_batching_for(parallel, trainer), optimizer
     )
-    actor.load_hf(path)
+    actor.model.load_hf(path)
     return actor
 
 
@@ -63,9 +63,9 @@ def difference(actor: Any, tensors: dict[str, torch.Tensor] | None = None) -> st
 
     try:
         if tensors is None:
-            actor.proven_tensors()
+            actor.model.proven_tensors()
         else:
-            check_written(tensors, actor.written())
+            check_written(tensors, actor.model.written())
     except WeightsDiffer as error:
         return str(error)
     return ""
@@ -83,11 +83,11 @@ def on_grids(rank: int, folder: str, cases: list[Any]) -> list[tuple[str, str, l
         current = difference(actor)
         sft_steps(actor, range(1), lr=LR)
         current += difference(actor)
-        old = {name: tensor.clone() for name, tensor in actor.tensors.items()}
+        old = {name: tensor.clone() for name, tensor in actor.model.tensors.items()}
         actor.optimizer.restart(OptimizerConfig(lr=LR))
         sft_steps(actor, range(1, 2), lr=LR)
         current += difference(actor)
-        changed = sorted(name for name, tensor in actor.tensors.items() if not torch.equal(tensor, old[name]))
+        changed = sorted(name for name, tensor in actor.model.tensors.items() if not torch.equal(tensor, old[name]))
         found.append((current, difference(actor, old), changed))
         dist.barrier()
         parallel_state.destroy_model_parallel()
@@ -116,7 +116,7 @@ def test_an_old_copy_is_named_on_every_grid(folder: Path, world: int) -> None:
 
 def keep_gathered(actor: Any) -> None:
     """The all-gather of parameters no longer runs."""
-    for chunk in actor.chunks:
+    for chunk in actor.model.chunks:
         chunk.start_param_sync = lambda *args, **kwargs: None
     for optimizer in getattr(actor.optimizer.inner, "chained_optimizers", [actor.optimizer.inner]):
         optimizer.start_param_sync_for_bucket_group_subset = lambda: None  # Megatron-Core 0.19 calls this one
@@ -130,7 +130,7 @@ def keep_masters(actor: Any) -> None:
 
 def move_parameters(actor: Any) -> None:
     """Parameters leave the buffer that the optimizer writes into."""
-    for chunk in actor.chunks:
+    for chunk in actor.model.chunks:
         for parameter in chunk.parameters():
             parameter.data = parameter.data.clone()
 
@@ -179,7 +179,7 @@ def resumed(rank: int, folder: str, cases: list[tuple[Any, str]]) -> list[list[s
         sft_steps(actor, range(1), lr=LR)
         saved = Path(folder) / f"saved{dist.get_world_size()}.{number}"
         state.save(saved, 1, parts(actor), {"phase": "rl"}, keep=1)
-        old = {name: tensor.clone() for name, tensor in actor.tensors.items()}
+        old = {name: tensor.clone() for name, tensor in actor.model.tensors.items()}
         sft_steps(actor, range(1, 2), lr=LR)
         if other != dtype:
             parallel_state.destroy_model_parallel()

@@ -76,21 +76,23 @@ def on_grid(
     critic: Any = None
     for layout, trained in cases:
         limits = micro_batching_for(parallel, layout)
-        if critic is None or critic.model_config.train_vision_tower is not trained:
+        if critic is None or critic.model.model_config.train_vision_tower is not trained:
             settings = ModelConfig(path=str(path), train_vision_tower=trained)
             critic = TrainedModel(hf_config, settings, parallel, None, limits, OptimizerConfig(lr=1e-2))
-        critic.micro_batching = limits
-        critic.load_hf(path)
-        (chunk,) = critic.chunks
+        critic.model.micro_batching = limits
+        critic.model.load_hf(path)
+        (chunk,) = critic.model.chunks
         names = {name: p for name, p in unwrap(chunk).named_parameters() if p.requires_grad}
-        batches = critic.micro_batches(sequences)
-        scores = critic.outputs(sequences, [batches])
+        batches = critic.model.micro_batches(sequences)
+        scores = critic.model.outputs(sequences, [batches])
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, critic.backward(sequences, batches, objective))
-        learned = critic.layout if trained else critic.layout.only(lambda name: not name.startswith("visual."))
-        reduced = whole_gradients(critic.chunks, [names])
+        learned = (
+            critic.model.layout if trained else critic.model.layout.only(lambda name: not name.startswith("visual."))
+        )
+        reduced = whole_gradients(critic.model.chunks, [names])
         gradient, where = gradient_errors(rank, hf_config, learned, reduced, expected["gradients"], "score")
-        tower = {name: tensor.clone() for name, tensor in critic.tensors.items() if "visual" in name}
+        tower = {name: tensor.clone() for name, tensor in critic.model.tensors.items() if "visual" in name}
         critic.step(1e-2)
         found.append(
             {
@@ -98,16 +100,16 @@ def on_grid(
                 "loss": abs(mean_of_sums(everyone)["critic/loss"] - expected["loss"]),
                 "gradient": gradient,
                 "where": where,
-                "moved": [not torch.equal(tensor, critic.tensors[name]) for name, tensor in tower.items()],
+                "moved": [not torch.equal(tensor, critic.model.tensors[name]) for name, tensor in tower.items()],
             }
         )
-    critic.load_hf(path)
-    plan = build_plan(critic.layout, hf_layout(hf_config, head="score"))
-    hf.export_hf(plan, rank, critic.proven_tensors(), path, root / f"scores again {name}")
-    for tensor in critic.tensors.values():
+    critic.model.load_hf(path)
+    plan = build_plan(critic.model.layout, hf_layout(hf_config, head="score"))
+    hf.export_hf(plan, rank, critic.model.proven_tensors(), path, root / f"scores again {name}")
+    for tensor in critic.model.tensors.values():
         tensor.zero_()
-    critic.copy_from(actor, bucket_bytes=1 << 16)
-    for name, tensor in critic.tensors.items():
-        same = tensor == (0 if name == "output_layer.weight" else actor.tensors[name])
+    critic.model.copy_from(actor.model, bucket_bytes=1 << 16)
+    for name, tensor in critic.model.tensors.items():
+        same = tensor == (0 if name == "output_layer.weight" else actor.model.tensors[name])
         assert bool(same.all()), f"{name} is not the actor's"
     return found

@@ -119,7 +119,7 @@ class Jobs(RuleBasedStateMachine):
         reader = RolloutReader(NodeReader(), self.store, lambda: False)
         reporter: Any = Reporter.__new__(Reporter)
         reporter.timeline = NoTimeline()
-        self.rollouts = Rollouts(context, algorithms.get("grpo"), self.store, reporter, reader, self.wait)
+        self.rollouts = Rollouts(context, algorithms.get("grpo"), self.store, reporter, reader, self.wait, 64)
         self.step, self.published = self.saved, None
 
     def publish(self) -> None:
@@ -130,11 +130,11 @@ class Jobs(RuleBasedStateMachine):
         self.store.pacing.record_live(version)
         self.published = Published(version, self.step)
 
-    def wait(self, look: Callable[[], Awaited], label: str, *, weights_step: int) -> bool:
+    def wait(self, look: Callable[[], Awaited], label: str, *, weights_step: int) -> None:
         """The explorers work until all is there."""
         for _ in range(200):
             if look().complete:
-                return True
+                return
             number = self.random.randrange(2)
             try:
                 self.explore(number)
@@ -193,7 +193,7 @@ class Jobs(RuleBasedStateMachine):
             self.publish()
         state = TrainState("rl", self.step)
         try:
-            found = self.rollouts.groups(state, self.published, 64)
+            found = self.rollouts.groups(state, self.published)
         except NonRetryableError:  # no group says anything: the job is started again by hand
             self.resume()
             return

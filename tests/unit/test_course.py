@@ -32,6 +32,7 @@ from megarl.explore.store import Claim, Store, Used
 from megarl.explore.store.rollouts import RolloutTable
 from megarl.explore.store.tables import GROUPS, ROLLOUTS
 from megarl.learn import algorithms
+from megarl.train.loop.course import Course
 from megarl.train.part import Services
 from megarl.train.parts.ahead import DrainAhead
 from megarl.train.rank.context import RunContext
@@ -40,7 +41,7 @@ from megarl.train.rank.state import TrainState
 from megarl.train.rollout.asking import Awaited, InCompletionOrder, Published
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.rollout.rollouts import Rollouts
-from megarl.train.step import OnlineTrainer
+from megarl.train.step import OnlineSteps
 from megarl.train.sync.sent import outlives_update
 from megarl.train.sync.weights import WeightSync
 from tests.stores import finish, make_task
@@ -93,38 +94,41 @@ def asked_once(rollouts: RolloutTable) -> None:
     rollouts.request = once  # type: ignore[method-assign]
 
 
-class Job(OnlineTrainer):
+class Job(OnlineSteps):
     """One attempt of a job, from its newest checkpoint to its end or until it is killed."""
 
     def __init__(self, run: Run, attempt: int, state: TrainState) -> None:
-        self.run, self.config, self.random, self.trained = run, run.config, run.random, state.step
+        self.run, config, self.random, self.trained = run, run.config, run.random, state.step
         supervisor = Store(run.url)
         supervisor.begin_attempt(attempt)
         supervisor.rollouts.discard(state.step)
         supervisor.close()
         self.store = Store(run.url, attempt=attempt)
         asked_once(self.store.rollouts)
-        self.context = RunContext(self.config, run.path, attempt, 0)
-        self.reporter = Reporter(self.context, self.store)
-        self.ranks = self.memory = NOTHING
-        self.weights = Weights(self.context, self.store, self)
+        context = RunContext(config, run.path, attempt, 0)
+        reporter = Reporter(context, self.store)
+        rank: Any = SimpleNamespace(
+            config=config, context=context, store=self.store, reporter=reporter, ranks=NOTHING, memory=NOTHING
+        )
+        super().__init__(rank)
+        self.weights = Weights(context, self.store, self)
         reader = RolloutReader(NodeReader(), self.store, lambda: False)
         grpo, wait = algorithms.get("grpo"), self.until
-        rollouts = Rollouts(self.context, grpo, self.store, self.reporter, reader, wait)
+        rollouts = Rollouts(context, grpo, self.store, reporter, reader, wait, 64)
         given: dict[str, Any] = dict.fromkeys((field.name for field in fields(Services)), NOTHING)
         self.services = Services(**given | {"weights": self.weights, "rollouts": rollouts})
-        self.parts = [DrainAhead(self.config, rollouts)]
+        self.parts = [DrainAhead(config, rollouts)]
         self.claims: list[Claim] = []
 
     def connect(self) -> None:
         """There is nothing to join."""
 
-    def until(self, look: Callable[[], Awaited], label: str, *, weights_step: int) -> bool:
+    def until(self, look: Callable[[], Awaited], label: str, *, weights_step: int) -> None:
         """``RolloutWaiter.wait``, in which groups end, engines are replaced, and the job is killed."""
         assert weights_step == self.trained
         for _ in range(200):
             if look().complete:
-                return True
+                return
             if self.random.random() < 0.2:
                 self.weights.publish_again("an engine was replaced", weights_step)
             self.may_die()
@@ -152,14 +156,13 @@ class Job(OnlineTrainer):
 
     def evaluate(self, state: TrainState, name: str) -> None:
         self.evaluated = self.publish(state)
-        assert self.until(lambda: Awaited(0, 0, self.random.random() < 0.5), name, weights_step=state.step)
+        self.until(lambda: Awaited(0, 0, self.random.random() < 0.5), name, weights_step=state.step)
 
     def step(self, state: TrainState) -> TrainState:
-        """``OnlineTrainer.step`` without models."""
+        """``OnlineSteps.step`` without models."""
         self.publish_if_due(state)
         published = Published(self.weights.version, self.weights.step)
-        groups = self.services.rollouts.groups(state, published, 64)
-        assert groups is not None
+        groups = self.services.rollouts.groups(state, published)
         self.may_die()
         self.trained += 1
         for part in self.parts:
@@ -167,7 +170,8 @@ class Job(OnlineTrainer):
         self.store.journal.record_step(state.step + 1, {}, groups.used)
         self.may_die()
         after = TrainState("rl", state.step + 1)
-        if after.step % self.config.trainer.checkpoint_interval == 0 or after.step == self.config.trainer.steps:
+        trainer = self.rank.config.trainer
+        if after.step % trainer.checkpoint_interval == 0 or after.step == trainer.steps:
             self.run.checkpoint = after
         self.may_die()
         return after
@@ -196,7 +200,7 @@ class Run:
             self.attempt += 1
             job = Job(self, self.attempt, self.checkpoint)
             with suppress(Killed):
-                state, ended = job.run_steps(self.checkpoint)
+                state, ended = Course(job.rank, job).run_steps(self.checkpoint)
             job.store.groups.release("e")
             job.store.close()
         assert state.step == steps
@@ -289,7 +293,7 @@ def test_a_resume_keeps_groups_that_were_asked_for_in_its_step(tmp_path: Path) -
     config = config_of("completion", Pacing(2, 3))
     choice, replay = TaskChoice(config, store), ReplayChoice(config, store)
     context = RunContext(config, tmp_path, 1, 0)
-    asking = InCompletionOrder(context, algorithms.get("grpo"), store, choice, replay)
+    asking = InCompletionOrder(context, store, choice, replay)
 
     def ask(attempt: int, step: int, weights_step: int) -> None:
         version = WeightsVersion(attempt, weights_step + 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
 import re
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -17,7 +19,8 @@ import megarl
 
 PACKAGE = Path(megarl.__file__).parent
 ROOT = PACKAGE.parent
-MAX_LINES = 200
+MAX_NAMES = 25
+"""Most public names of a class, with those of its bases."""
 HEAVY = ("torch", "vllm", "megatron", "transformers", "transformer_engine", "apex", "matplotlib", "tensorboard")
 
 
@@ -151,19 +154,17 @@ def test_violations_are_seen_wherever_the_import_stands() -> None:
     ]
 
 
-def classes(sources: dict[str, str]) -> Iterator[tuple[str, str, int]]:
-    """(class, module, lines) of every class of ``sources``, also of private ones and those inside functions."""
+def classes(sources: dict[str, str]) -> Iterator[tuple[str, ast.ClassDef]]:
+    """(module, class) of every class of ``sources``, also of private ones and those inside functions."""
     for module, source in sources.items():
-        for node in nodes(source):
-            if isinstance(node, ast.ClassDef):
-                yield node.name, module, (node.end_lineno or node.lineno) - node.lineno + 1
+        yield from ((module, node) for node in nodes(source) if isinstance(node, ast.ClassDef))
 
 
 def shared_names(sources: dict[str, str]) -> dict[str, list[str]]:
     """Class names that stand more than once -> the modules that have one."""
     found: dict[str, list[str]] = {}
-    for name, module, _ in classes(sources):
-        found.setdefault(name, []).append(module)
+    for module, node in classes(sources):
+        found.setdefault(node.name, []).append(module)
     return {name: where for name, where in found.items() if len(where) > 1}
 
 
@@ -181,13 +182,213 @@ def test_a_second_class_of_a_name_is_seen_wherever_it_stands() -> None:
     assert shared_names(sources) == {"_Fault": ["p/a.py", "p/b.py"]}
 
 
-def test_lines_of_a_class_are_counted() -> None:
-    assert list(classes({"p.py": "x = 1\nclass A:\n    y = 2\n\n    z = 3\n"})) == [("A", "p.py", 4)]
+class Written(NamedTuple):
+    """A class as its file has it."""
+
+    module: str
+    node: ast.ClassDef
+    bases: list[str]
+    """Classes of megarl that it inherits from."""
+    others: list[str]
+    """Other bases, without their modules."""
 
 
-def test_no_class_is_too_large() -> None:
-    large = {name: (module, lines) for name, module, lines in classes(all_sources()) if lines >= MAX_LINES}
-    assert not large
+def written_classes(sources: dict[str, str]) -> dict[str, Written]:
+    """Name -> class, of every class of ``sources``."""
+    own: dict[str, dict[str, str]] = {}
+    """Module -> (name in it -> name in megarl); "" for what a library has."""
+    for module, source in sources.items():
+        own[module] = {}
+        for node in nodes(source):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                origin = node.module if isinstance(node, ast.ImportFrom) else None
+                for alias in node.names:
+                    ours = (origin or alias.name).partition(".")[0] == "megarl"
+                    own[module][alias.asname or alias.name.partition(".")[0]] = alias.name if ours else ""
+    found = {}
+    names = {node.name for _, node in classes(sources)}
+    for module, node in classes(sources):
+        bases: list[str] = []
+        others: list[str] = []
+        for base in node.bases:
+            path = ast.unparse(base).partition("[")[0].split(".")
+            first = own[module].get(path[0], path[0])
+            name = path[-1] if len(path) > 1 else first
+            (bases if first and name in names else others).append(name if first else path[-1])
+        found[node.name] = Written(module, node, bases, others)
+    return found
+
+
+def statements(node: ast.AST, *ends: type) -> Iterator[ast.AST]:
+    """All that stands below a node, without what is inside a node of ``ends``."""
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, ends):
+            yield from statements(child, *ends)
+
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def methods(node: ast.ClassDef) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [part for part in statements(node, *FUNCTIONS, ast.ClassDef) if isinstance(part, FUNCTIONS)]
+
+
+def public_names(name: str, found: dict[str, Written]) -> set[str]:
+    """Public methods, properties, class attributes and attributes assigned to ``self``, with those of the bases."""
+    node = found[name].node
+    names = {part.name for part in methods(node)}
+    names |= {
+        part.id
+        for part in statements(node, *FUNCTIONS, ast.ClassDef, ast.Lambda, ast.ListComp, ast.DictComp)
+        if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
+    }
+    names |= {
+        part.attr
+        for part in statements(node, ast.ClassDef)
+        if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store) and ast.unparse(part.value) == "self"
+    }
+    own = {each for each in names if not each.startswith("_")}
+    return own.union(*(public_names(base, found) for base in found[name].bases))
+
+
+def is_error(name: str, found: dict[str, Written]) -> bool:
+    kinds = [getattr(builtins, other, None) for other in found[name].others]
+    return any(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds) or any(
+        is_error(base, found) for base in found[name].bases
+    )
+
+
+def is_row(written: Written) -> bool:
+    """True for a dataclass, NamedTuple or enum that only has values, what follows from them, and constructors."""
+    marks = [*(ast.unparse(mark).partition("(")[0] for mark in written.node.decorator_list), *written.others]
+    computed = ("property", "cached_property", "classmethod", "staticmethod")
+    return any(mark in ("dataclass", "NamedTuple") or mark.endswith("Enum") for mark in marks) and all(
+        method.name.startswith("__") or any(ast.unparse(mark) in computed for mark in method.decorator_list)
+        for method in methods(written.node)
+    )
+
+
+def is_declared(written: Written) -> bool:
+    """True if no method does anything: what a subclass has of the class is names."""
+
+    def is_nothing(part: ast.stmt, given: set[str]) -> bool:
+        if isinstance(part, ast.Return):
+            names = {each.id for each in ast.walk(part) if isinstance(each, ast.Name)}
+            return names <= given and not any(isinstance(each, ast.Call) for each in ast.walk(part))
+        return isinstance(part, ast.Pass | ast.Raise) or (
+            isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)
+        )
+
+    return all(
+        is_nothing(part, {each.arg for each in method.args.args[1:]})
+        for method in methods(written.node)
+        for part in method.body
+    )
+
+
+def holds_values(name: str, found: dict[str, Written]) -> bool:
+    """True for settings, errors and rows."""
+    return "core/config/" in found[name].module or is_error(name, found) or is_row(found[name])
+
+
+def too_many_names(sources: dict[str, str], most: int) -> dict[str, int]:
+    """Class -> number of its public names, where that is above ``most``."""
+    found = written_classes(sources)
+    numbers = {name: len(public_names(name, found)) for name in found if not holds_values(name, found)}
+    return {name: number for name, number in numbers.items() if number > most}
+
+
+def shared_code(sources: dict[str, str]) -> dict[str, list[str]]:
+    """Class -> classes of megarl with code that it inherits from."""
+    found = written_classes(sources)
+    shared = {
+        name: [base for base in each.bases if not holds_values(base, found) and not is_declared(found[base])]
+        for name, each in found.items()
+    }
+    return {name: bases for name, bases in shared.items() if bases}
+
+
+LARGE = {"RolloutModel"}
+"""Classes with more public names than ``MAX_NAMES``, which are to be composed of parts."""
+INHERITING = {
+    "RolloutModel", "RecordedTurns", "FileFedEngines", "EngineFollower",
+    "LocalWorker", "RemoteWorker", "InAdmissionOrder", "InCompletionOrder",
+    "_Expected", "_Properties",
+}  # fmt: skip
+"""Classes that inherit code from another class of megarl, and are to have that as a part."""
+
+
+def test_a_class_has_few_public_names() -> None:
+    large = too_many_names(all_sources(), MAX_NAMES)
+    assert large.keys() == LARGE, f"{large}: compose a class of parts, or remove from LARGE what is none any more"
+
+
+def test_no_class_inherits_code_from_another() -> None:
+    shared = shared_code(all_sources())
+    assert shared.keys() == INHERITING, f"{shared}: make the base a part, or remove from INHERITING what inherits none"
+
+
+def test_public_names_are_counted_wherever_they_stand() -> None:
+    sources = {
+        "p/a.py": (
+            "import lib\nfrom lib import Foreign\nfrom megarl.p.b import Base as Other\ndef f():\n"
+            "    class A(Other, lib.Base, Foreign):\n        if True:\n            a: int\n"
+            "        b, _c = 1, [x for x in y]\n"
+            "        async def d(self):\n            with g() as self.e:\n                self.h, self._i = z = 1, 2\n"
+            "            self.j.k = 1\n            class B:\n                l = 1\n"
+        ),
+        "p/b.py": "class Base:\n    @property\n    def m(self): return self._n\n    def d(self): pass\n",
+        "p/c.py": "class Foreign:\n    o = 1\n",
+    }
+    found = written_classes(sources)
+    assert public_names("A", found) == {"a", "b", "d", "e", "h", "m"} and public_names("B", found) == {"l"}
+    assert too_many_names(sources, 5) == {"A": 6} and not too_many_names(sources, 6)
+
+
+@pytest.mark.parametrize(
+    ("values", "acting"),
+    [
+        (
+            "@dataclass(frozen=True)\nclass A:\n    a: int\n    @property\n    def b(self): return self.a\n",
+            "@property\n",
+        ),
+        ("class A(NamedTuple):\n    a: int\n    @classmethod\n    def b(cls): return cls(1)\n", "@classmethod\n"),
+        ("class A(StrEnum):\n    a = '1'\n    @property\n    def b(self): return self.a\n", "(StrEnum)"),
+        ("class A(ValueError):\n    a = 1\n    def b(self): return self.a\n", "(ValueError)"),
+    ],
+)
+def test_values_have_many_names_and_heirs(values: str, acting: str) -> None:
+    """``acting``: what makes the class one that only has values."""
+    heir = "class B(A): pass\n"
+    assert not too_many_names({"megarl/p.py": values}, 1)
+    assert not shared_code({"megarl/p.py": values + heir})
+    other = values.replace(f"    {acting}", "").replace(acting, "")
+    assert too_many_names({"megarl/p.py": other}, 1) == {"A": 2}
+    assert shared_code({"megarl/p.py": other + heir}) == {"B": ["A"]}
+    assert not too_many_names({"megarl/core/config/p.py": other}, 1)
+    assert not shared_code({"megarl/core/config/p.py": other, "megarl/q.py": heir})
+
+
+@pytest.mark.parametrize(
+    ("base", "seen"),
+    [
+        ("def f(self): return self.g()", True),
+        ("def __init__(self): self._a = 1", True),
+        ("if TYPE_CHECKING:\n        async def f(self):\n            'Text.'\n            await g()", True),
+        ("a: int\n    def f(self):\n        'Return a.'\n        return {}", False),
+        ("@abstractmethod\n    def f(self): ...", False),
+        ("def f(self, a): return a", False),
+        ("def f(self): raise NotImplementedError", False),
+    ],
+)
+def test_inherited_code_is_seen_wherever_it_stands(base: str, seen: bool) -> None:
+    sources = {
+        "p/a.py": f"class Base(ABC):\n    {base}\n",
+        "p/b.py": "import megarl.p.a\ndef f():\n    class _Further(megarl.p.a.Base[int]): pass\n",
+        "p/c.py": "from lib import Base\nclass Other(Base): pass\n",
+    }
+    assert shared_code(sources) == ({"_Further": ["Base"]} if seen else {})
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,9 @@ def learner_of(
 ) -> Learner:
     """A learner with stand-ins of models. ``changes``: to the algorithm."""
     algorithm = replace(algorithms.get(config.algorithm.name), **changes)
+    for trained in (actor, critic):
+        if isinstance(trained, SimpleNamespace):
+            trained.model = trained  # its own part
     models: Any = SimpleNamespace(actor=actor, reference=reference, critic=critic)
     models.finish_gathers = partial(Models.finish_gathers, models)
     ranks: Any = SimpleNamespace(gather=list)

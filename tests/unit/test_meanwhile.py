@@ -31,6 +31,7 @@ from megarl.explore.explorer.under_way import SamplesUnderWay
 from megarl.explore.store import Store
 from megarl.run.checks.pacing import check_pacing
 from megarl.train.rank.context import RunContext
+from megarl.train.rank.ranks import Stopped
 from megarl.train.rollout.asking import Awaited
 from megarl.train.rollout.evaluation import Evaluation
 from megarl.train.rollout.meanwhile import EvaluationMeanwhile
@@ -306,8 +307,17 @@ class Job:
             context, self.store, this, this, evaluation, self.kept, self.wait, lambda: self.registered
         )
 
-    def wait(self, look: Callable[[], Awaited], label: str, *, weights_step: int) -> bool:
-        return look().complete
+    def wait(self, look: Callable[[], Awaited], label: str, *, weights_step: int) -> None:
+        if not look().complete:
+            raise Stopped
+
+    def ends(self, step: int) -> bool:
+        """Wait for the open evaluation; False where it has not ended."""
+        try:
+            self.meanwhile.wait(step)
+        except Stopped:
+            return False
+        return True
 
     def agree(self, yes: bool) -> bool:
         return yes
@@ -333,12 +343,12 @@ def test_an_evaluation_is_reported_under_its_step_when_it_has_ended(tmp_path: Pa
     assert job.meanwhile.begin(2, OLD, "eval-2")
     assert job.kept.versions == {"http://1": "1.2"} and job.store.evaluations.uncounted() == {"eval-2": 2}
     job.meanwhile.settle(3)
-    assert not job.meanwhile.wait(3) and job.kept.versions and not job.written
+    assert not job.ends(3) and job.kept.versions and not job.written
     job.evaluate()
     job.meanwhile.settle(4)
     [(step, metrics)] = job.written
     assert (step, metrics["val/accuracy"], metrics["val/steps_meanwhile"]) == (2, 1.0, 2.0)
-    assert not job.kept.versions and not job.meanwhile.due and job.meanwhile.wait(4)
+    assert not job.kept.versions and not job.meanwhile.due and job.ends(4)
 
 
 def test_an_evaluation_whose_engine_dies_is_made_with_later_weights(tmp_path: Path) -> None:
@@ -355,14 +365,14 @@ def test_an_evaluation_whose_engine_dies_is_made_with_later_weights(tmp_path: Pa
     job.fleet.versions = ["1.3", "1.3"]
     assert job.meanwhile.begin(3, NEW, "eval-3") and not job.meanwhile.due
     job.evaluate()
-    assert job.meanwhile.wait(3) and [step for step, _ in job.written] == [3]
+    assert job.ends(3) and [step for step, _ in job.written] == [3]
 
 
 def test_an_evaluation_whose_engine_is_scaled_away_is_given_up_without_a_publication(tmp_path: Path) -> None:
     job = Job(tmp_path)
-    assert job.meanwhile.begin(2, OLD, "eval-2") and not job.meanwhile.wait(3)
+    assert job.meanwhile.begin(2, OLD, "eval-2") and not job.ends(3)
     job.registered.pop()
-    assert job.meanwhile.wait(3) and job.meanwhile.due and not job.written
+    assert job.ends(3) and job.meanwhile.due and not job.written
     assert job.store.evaluations.uncounted() == {} and [event["kind"] for event in job.events] == ["evaluation_lost"]
 
 

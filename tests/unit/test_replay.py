@@ -131,25 +131,23 @@ class ReplayJob:
         context = RunContext(config, path, 1, 0)
         reader = RolloutReader(NodeReader(), self.store, lambda: False)
         self.rollouts = Rollouts(
-            context, algorithms.get("grpo"), self.store, Reporter(context, self.store), reader, self._answered
+            context, algorithms.get("grpo"), self.store, Reporter(context, self.store), reader, self._answered, 64
         )
 
-    def _answered(self, *_: object, **__: object) -> bool:
+    def _answered(self, *_: object, **__: object) -> None:
         for claim in reversed(self.store.groups.claim("e", 1000)):
             right = int(claim.task.task_id.split("/")[1]) % (SIZE + 1)
             rewards = [Reward(float(i < right), "ok" if i < right else "wrong") for i in claim.indices]
             version = WeightsVersion(1, claim.step)
             members = [make_trajectory(replace(claim, version=version), i) for i in claim.indices]
             assert self.store.groups.put(claim, [replace(e, reward=r) for e, r in zip(members, rewards, strict=True)])
-        return True
 
     def step(self, number: int, *, record: bool = True) -> StepGroups:
         """Make step ``number``, from 0."""
         version = WeightsVersion(1, number)
         self.store.pacing.record_version(version, number)
         self.store.pacing.record_live(version)
-        found = self.rollouts.groups(TrainState("rl", number), Published(version, number), 64)
-        assert found is not None
+        found = self.rollouts.groups(TrainState("rl", number), Published(version, number))
         if record:
             self.store.journal.record_step(number + 1, found.metrics, found.used)
         return found

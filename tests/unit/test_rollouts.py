@@ -33,6 +33,7 @@ from megarl.run.supervise.watchdog import WAITING
 from megarl.train.loop import waiting
 from megarl.train.loop.waiting import RolloutWaiter
 from megarl.train.rank.context import RunContext
+from megarl.train.rank.ranks import Stopped
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
 from megarl.train.rollout import rollouts
@@ -61,8 +62,8 @@ class Waited:
         done, total = self._progress.pop(0) if len(self._progress) > 1 else self._progress[0]
         return Awaited(done, total, done == total)
 
-    def wait(self) -> bool:
-        return self.waiter.wait(self.look, "rollout", weights_step=0)
+    def wait(self) -> None:
+        self.waiter.wait(self.look, "rollout", weights_step=0)
 
     def settle(self) -> None: ...
 
@@ -96,7 +97,7 @@ def meets_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_long_rollout_meets_in_between() -> None:
     s = Waited(0, [(0, 2), (1, 2), (1, 2), (2, 2)])
-    assert s.wait()
+    s.wait()
     assert s.answers[-1] and 1 <= s.answers.count(False) <= 3
 
 
@@ -108,7 +109,7 @@ def test_a_wait_for_late_rewards_is_told_and_is_no_stall(monkeypatch: pytest.Mon
     s = Waited(0, [(0, 2), (0, 2), (0, 2), (1, 2), (2, 2)])
     s.awaited = [0, 3, 3, 2]
     monkeypatch.setattr(waiting, "MEET_S", 60.0)
-    assert s.wait()
+    s.wait()
     assert [line.split(":")[0] for line in s.lines] == [
         f"the job waits for the rewards of {n} responses" for n in (3, 2)
     ]
@@ -117,13 +118,14 @@ def test_a_wait_for_late_rewards_is_told_and_is_no_stall(monkeypatch: pytest.Mon
 
 def test_other_ranks_wait_for_the_first() -> None:
     s = Waited(1, [])
-    assert s.wait()
+    s.wait()
     assert s.answers == [True]
 
 
 def test_a_stop_ends_the_wait() -> None:
     s = Waited(0, [(0, 2)], stop_at=2)
-    assert not s.wait()
+    with pytest.raises(Stopped):
+        s.wait()
     assert s.answers == [False, True, False]  # the second: no engine is lost
 
 
@@ -271,21 +273,25 @@ class Step:
         self.timeline = reporter.timeline
         reader = RolloutReader(NodeReader(), self.store, lambda: False)
         needed = replace(algorithms.get("grpo"), needs=frozenset(needs))
-        self._rollouts = rollouts.Rollouts(context, needed, self.store, reporter, reader, lambda *_, **__: not stopped)
 
-    def groups(self) -> rollouts.StepGroups | None:
-        return self._rollouts.groups(self.state, Published(WeightsVersion(1, 2), self.state.step), 64)
+        def wait(*_: Any, **__: Any) -> None:
+            if stopped:
+                raise Stopped
+
+        self._rollouts = rollouts.Rollouts(context, needed, self.store, reporter, reader, wait, 64)
+
+    def groups(self) -> rollouts.StepGroups:
+        return self._rollouts.groups(self.state, Published(WeightsVersion(1, 2), self.state.step))
 
 
-def groups_of(found: rollouts.StepGroups | None) -> list[str]:
-    assert found is not None
+def groups_of(found: rollouts.StepGroups) -> list[str]:
     return list(dict.fromkeys(e.group_id for e in found.trajectories))
 
 
 def test_a_step_without_dynamic_sampling_is_one_rollout(tmp_path: Path) -> None:
     s = Step(tmp_path, lambda i: "all")
     found = s.groups()
-    assert groups_of(found) == [f"train-000003/{i}" for i in range(4)] and found is not None
+    assert groups_of(found) == [f"train-000003/{i}" for i in range(4)]
     assert found.rollout_ids == ("train-000003",) and found.report.kept == 4
     assert found.metrics["rollout/extra"] == 0 and found.metrics["rollout/kept_groups"] == 4
     assert "rollout/all_right" not in found.metrics and list(s.timeline.seconds) == ["rollout", "batch"]
@@ -308,7 +314,7 @@ def test_groups_that_say_nothing_are_replaced_until_there_are_enough(tmp_path: P
     expected = [f"{names[r]}/{p}" for r in range(needed) for p in range(4) if mixed[r][p]]
     assert needed > 1, "the first rollout had enough: nothing is tested"
     found = s.groups()
-    assert groups_of(found) == expected[:4] and found is not None
+    assert groups_of(found) == expected[:4]
     assert found.rollout_ids == tuple(names[:needed])
     outcomes = Counter(outcome(int(t.split("/")[1])) for tasks in asked[:needed] for t in tasks)
     assert found.report.groups == 4 * needed and found.report.dropped.get("reward_error", 0) == outcomes["broken"]
@@ -342,13 +348,13 @@ def test_of_more_groups_than_a_step_trains_the_first_count(tmp_path: Path) -> No
     s = Step(tmp_path, lambda i: "all" if i == silent else "mixed", dynamic_sampling=True)
     found = s.groups()
     assert groups_of(found) == ["train-000003/0", "train-000003/2", "train-000003/3", "train-000003-1/0"]
-    assert found is not None and found.report.kept == 8 and found.metrics["rollout/kept_groups"] == 4
+    assert found.report.kept == 8 and found.metrics["rollout/kept_groups"] == 4
 
 
 def test_after_the_last_extra_rollout_a_step_trains_with_what_it_has(tmp_path: Path) -> None:
     s = Step(tmp_path, lambda i: "mixed" if i == 7 else "none", dynamic_sampling=True, max_extra_rollouts=20)
     found = s.groups()
-    assert found is not None and len(found.rollout_ids) == 21
+    assert len(found.rollout_ids) == 21
     assert {e.task_id for e in found.trajectories} == {"train/7"} and found.metrics["rollout/kept_groups"] >= 1
     none = Step(tmp_path / "none", lambda i: "all", dynamic_sampling=True, max_extra_rollouts=0)
     with pytest.raises(
@@ -376,9 +382,10 @@ def test_rollouts_of_a_step_draw_other_numbers(tmp_path: Path) -> None:
 def test_a_greedy_answer_is_asked_for_where_the_algorithm_needs_it(tmp_path: Path) -> None:
     s = Step(tmp_path, lambda i: "mixed", needs=("advantages", "greedy"))
     found = s.groups()
-    assert found is not None and len(found.trajectories) == 8
+    assert len(found.trajectories) == 8
     assert all(e.greedy is not None and e.greedy.reward.status == "ok" and e.index >= 0 for e in found.trajectories)
 
 
 def test_a_stop_gives_the_step_up(tmp_path: Path) -> None:
-    assert Step(tmp_path, lambda i: "all", stopped=True).groups() is None
+    with pytest.raises(Stopped):
+        Step(tmp_path, lambda i: "all", stopped=True).groups()

@@ -13,7 +13,7 @@ from megarl.engine.client.addresses import JobAddresses
 from megarl.engine.client.control import EngineControl
 from megarl.learn.parallel.grid import megatron_grid
 from megarl.run.process import ports
-from megarl.train.sync.publish import WeightPublisher
+from megarl.train.sync.connection import EngineConnection
 from megarl.weights.reshard.layouts import megatron_layout
 from tests.unit.reshard_cases import qwen3_config
 
@@ -38,19 +38,19 @@ def test_a_stop_ends_the_wait_of_every_rank() -> None:
     layout = megatron_layout(hf_config, megatron_grid(config.parallel))
     asked = threading.Event()
     ranks = [
-        WeightPublisher(
+        EngineConnection(
             config, layout, hf_config, rank, engines=lambda: engines, addresses=addresses, stopping=asked.is_set
         )
         for rank in range(2)
     ]
 
-    def connect(publisher: WeightPublisher) -> str:
+    def connect(connection: EngineConnection) -> str:
         with pytest.raises((EngineError, WeightSyncError)) as raised:
-            publisher.connect()
+            connection.connect()
         return str(raised.value)
 
     with ThreadPoolExecutor(2) as pool:
-        waiting = [pool.submit(connect, publisher) for publisher in ranks]
+        waiting = [pool.submit(connect, connection) for connection in ranks]
         assert not any(future.done() for future in waiting)
         asked.set()
         assert all("asked to stop" in future.result() for future in waiting)

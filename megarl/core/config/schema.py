@@ -318,6 +318,9 @@ class TrainerConfig:
     logits_bytes: Count | None = None
     """Most bytes of logits on one rank. None keeps a micro-batch's whole; when they are more than this they are
     computed in chunks of rows that fit, and once more in the backward pass."""
+    loop: str | None = None
+    """Python file with a training loop of your own, ``run(rank)``, in place of megarl's (examples/own_loop.py). For
+    jobs that sample."""
     kernels: Literal["megarl", "torch"] = "megarl"
     """Kernels for log-probs, advantages and losses: megarl's, or their plain-torch twins (slower, larger, for
     comparison)."""

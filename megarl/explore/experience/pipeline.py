@@ -86,7 +86,7 @@ def verify(
     *,
     vocab_size: int,
     max_response_tokens: int | None = None,
-    greedy: bool = False,
+    lacks: Callable[[Sequence[Trajectory]], str | None] = lambda group: None,
     step: int = 0,
     operate: Callable[[Sequence[Trajectory]], Operated] = _untouched,
     min_members: int = 1,
@@ -101,7 +101,7 @@ def verify(
         operate: ``Operators.apply``.
         min_members: A group that loses members needs so many to be kept.
         max_response_tokens: ``rollout.max_response_tokens``, for ``reward.overlong_buffer`` alone.
-        greedy: A group needs its greedy answer to be whole.
+        lacks: Says what a group lacks to be whole, beside members; None: nothing.
         step: Counted from 0, for ``reward.length.warmup_steps`` alone.
     """
     dropped: dict[str, str] = {}
@@ -111,7 +111,7 @@ def verify(
     groups = by_group(trajectories)
     for group in groups:
         group_id = group[0].group_id
-        fault = _group_fault(group, config, vocab_size, greedy)
+        fault = _group_fault(group, config, vocab_size, lacks)
         if fault is None:
             masked = {e.index: e.end.value for e in group if config.on_error == "mask" and _lacks_verdict(e)}
             members, reasons = operate([_settled(e, config) for e in group if e.index not in masked])
@@ -249,7 +249,12 @@ def _counted(message: str, where: Sequence[str]) -> str:
     return f"{first_of(where, 1)}: {message}"
 
 
-def _group_fault(group: Sequence[Trajectory], config: RewardConfig, vocab_size: int, greedy: bool) -> _Fault | None:
+def _group_fault(
+    group: Sequence[Trajectory],
+    config: RewardConfig,
+    vocab_size: int,
+    lacks: Callable[[Sequence[Trajectory]], str | None],
+) -> _Fault | None:
     first = group[0]
     indices = sorted(trajectory.index for trajectory in group)
     is_whole = len(set(indices)) == len(group) == first.group_size
@@ -258,8 +263,8 @@ def _group_fault(group: Sequence[Trajectory], config: RewardConfig, vocab_size: 
             "incomplete", f"group {first.group_id}", f"its size is {first.group_size}, its members are {indices}"
         )
     baseline = first.greedy
-    if greedy and any(trajectory.greedy is None for trajectory in group):
-        return _Fault("incomplete", f"group {first.group_id}", "its greedy answer is missing")
+    if (missing := lacks(group)) is not None:
+        return _Fault("incomplete", f"group {first.group_id}", missing)
     answers = [(str(trajectory.index), trajectory) for trajectory in group]
     answers += [("greedy", baseline)] if baseline is not None else []
     for name, trajectory in answers:

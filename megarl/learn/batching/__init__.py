@@ -2,10 +2,10 @@
 
 from megarl.learn.batching.micro import MicroBatch, dealt, micro_batches
 from megarl.learn.batching.packing import MicroBatching
-from megarl.learn.batching.sequences import Sequences, joined, of_demonstrations, of_samples, per_token
+from megarl.learn.batching.sequences import Sequences, joined, of_demonstrations, of_samples, per_token, score_positions
 from megarl.learn.batching.share import StepShare
 
 __all__ = [
     "MicroBatch", "MicroBatching", "Sequences", "StepShare", "dealt", "joined", "micro_batches", "of_demonstrations",
-    "of_samples", "per_token",
+    "of_samples", "per_token", "score_positions",
 ]  # fmt: skip

@@ -37,7 +37,7 @@ class Sequences:
     """int64 [n], at least 1 each."""
     mask: torch.Tensor
     """bool [T]; positions whose next token is in the loss, never the last of a sequence. (Where scores are trained:
-    ``scored`` alone.)"""
+    ``score_positions`` alone.)"""
     advantages: torch.Tensor | None = None
     """float32 [T], as all that follow."""
     returns: torch.Tensor | None = None
@@ -113,20 +113,21 @@ class Sequences:
         micro-batch at a time."""
         return torch.roll(self.tokens, -1).long().masked_fill_(~self.mask, IGNORED)
 
-    def scored(self, pad: int | None) -> torch.Tensor:
-        """int64 [n]: where a score model reads each sequence's score, as in transformers: its last token that is not
-        ``pad``, or its first one where all are."""
-        if pad is None:
-            return self.cu_seqlens[1:] - 1
-        index = torch.arange(len(self.tokens)).masked_fill(self.tokens == pad, -1)
-        return torch.maximum(
-            torch.segment_reduce(index.double(), "max", lengths=self.lengths).long(), self.cu_seqlens[:-1]
-        )
-
     @property
     def row(self) -> torch.Tensor:
         """int64 [T]: the sequence that each position belongs to."""
         return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
+
+
+def score_positions(sequences: Sequences, pad: int | None) -> torch.Tensor:
+    """int64 [n]: where a score model reads each sequence's score, as in transformers: its last token that is not
+    ``pad``, or its first one where all are."""
+    places = sequences.cu_seqlens
+    if pad is None:
+        return places[1:] - 1
+    index = torch.arange(len(sequences.tokens)).masked_fill(sequences.tokens == pad, -1)
+    last = torch.segment_reduce(index.double(), "max", lengths=sequences.lengths).long()
+    return torch.maximum(last, places[:-1])
 
 
 def _join(sequences: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray | bool]]) -> Sequences:

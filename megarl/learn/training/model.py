@@ -54,8 +54,8 @@ Grid = Callable[[], AbstractContextManager[Any]]
 """Puts a model's process groups in place."""
 
 
-class FrozenModel:
-    """A model that is only evaluated: the reference, a reward model, and the base of what is trained.
+class Model:
+    """Megatron's modules of a model, and what they compute. Alone it is a frozen model: the reference, a reward model.
 
     ``head`` None makes a model that scores. ``grid``: of a model whose grid is not the one that is in place.
     """
@@ -90,24 +90,33 @@ class FrozenModel:
         weights."""
         self.residents = Residents()
         """What may leave the device; none until ``train/update/phase_memory.py`` takes charge of it."""
+        self.optimizer: Optimizer | None = None
+        """Writes the weights of a model that is trained; None for a frozen one."""
+        self.gathered = True
+        """False between an optimizer step whose parameters the next forward pass gathers, and that pass."""
+        self._written: dict[str, int] | None = None
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """Local parameter name -> data. Raises NotResident, as all that reads or writes a model."""
+        assert self.gathered, "finish_gather() comes first"
         self.residents.require("parameters")
         return named_tensors(self.chunks if len(self.chunks) > 1 else self.chunks[0])
 
     def proven_tensors(self) -> dict[str, torch.Tensor]:
         """``tensors``, to be sent or written to files. Every rank calls it. Raises WeightsDiffer where an optimizer
         wrote others."""
-        return self.tensors
+        tensors = self.tensors
+        if self.optimizer is not None:
+            check_written(tensors, self.written())
+        return tensors
 
     def load_hf(self, path: Path, *, score: Literal["stored", "zeros"] = "stored") -> None:
         """Weights of an HF checkpoint; ``score``: the source of a score head (``checkpoint.hf.load_into``)."""
         hf.load_into(path, self.layout, dist.get_rank(), self.tensors, score=score)
         self.weights_changed()
 
-    def copy_from(self, source: FrozenModel, *, bucket_bytes: int) -> None:
+    def copy_from(self, source: Model, *, bucket_bytes: int) -> None:
         """Another model's weights, slice by slice from its grid to this one's, proven equal; a head that only one of
         them has stays as it is. Every rank calls it."""
         copy_weights(
@@ -122,7 +131,33 @@ class FrozenModel:
         self.weights_changed()
 
     def weights_changed(self) -> None:
-        """Call after writing into ``tensors``."""
+        """Call after writing into ``tensors``: the optimizer's float32 masters are taken from them again."""
+        if self.optimizer is None:
+            return
+        self.residents.require("parameters", "optimizer")
+        with self.grid():
+            self.optimizer.inner.reload_model_params()
+
+    def written(self) -> dict[str, int]:
+        """Local parameter name -> digest of what the optimizer last wrote. Every rank calls it.
+
+        While the optimizer is not on the device: what ``keep_written`` found.
+        """
+        if self._written is not None:
+            return self._written
+        assert self.optimizer is not None, "nothing writes a frozen model"
+        self.residents.require("parameters", "optimizer")
+        return digests_written(self.chunks, self.optimizer.inner)
+
+    def keep_written(self) -> None:
+        """Take ``written`` before the optimizer leaves the device. Every rank calls it."""
+        self._written = self.written()
+
+    def forget_written(self) -> None:
+        """Call when memory has come back: from here on ``written`` looks at the optimizer again, where that is on the
+        device."""
+        if all(resident.place is Place.DEVICE for resident in self.residents):
+            self._written = None
 
     def micro_batches(self, sequences: Sequences, units: Sequence[Sequence[int]] | None = None) -> Sequence[MicroBatch]:
         """This rank's share of the sequences (or of ``units`` of them) as its grid takes them."""
@@ -155,28 +190,32 @@ class FrozenModel:
             return outputs.sum(), None  # the schedule wants a loss
 
         with self.grid():
-            has_outputs = self._has_outputs()
+            has_outputs = _has_outputs()
             for batches in updates:
-                replay = self._replay(sequences, batches)
+                replay = _replay(self, sequences, batches)
                 run(self.chunks, sequences, batches, head, keep, forward_only=True, replay=replay)
         # One rank has the outputs of each position, the others have 0 there: the sum is exact.
         sequences.add_up(result)
         return result
 
-    def _replay(self, sequences: Sequences, batches: Sequence[MicroBatch], *, balanced: bool = False) -> Replay | None:
-        """Expert ids of ``batches``; None where the routers choose themselves."""
-        from megarl.learn.models.replay import Replay
 
-        if sequences.routing is None or not self.replays_routing:
-            return None
-        return Replay(self.chunks, sequences.routing, batches, balanced=balanced)
+def _replay(
+    model: Model, sequences: Sequences, batches: Sequence[MicroBatch], *, balanced: bool = False
+) -> Replay | None:
+    """Expert ids of ``batches``; None where the routers choose themselves."""
+    from megarl.learn.models.replay import Replay
 
-    def _has_outputs(self) -> bool:
-        """True on one rank of each data-parallel replica, where all ranks of its last stage have the same outputs."""
-        from megatron.core import parallel_state
+    if sequences.routing is None or not model.replays_routing:
+        return None
+    return Replay(model.chunks, sequences.routing, batches, balanced=balanced)
 
-        tp, cp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
-        return tp == 0 and cp == 0
+
+def _has_outputs() -> bool:
+    """True on one rank of each data-parallel replica, where all ranks of its last stage have the same outputs."""
+    from megatron.core import parallel_state
+
+    tp, cp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
+    return tp == 0 and cp == 0
 
 
 def _write(result: torch.Tensor, batch: MicroBatch, outputs: torch.Tensor) -> None:
@@ -185,8 +224,8 @@ def _write(result: torch.Tensor, batch: MicroBatch, outputs: torch.Tensor) -> No
     result[batch.index[real]] = outputs[..., 0].detach().float().cpu()[real]
 
 
-class TrainedModel(FrozenModel):
-    """A ``FrozenModel`` that learns: the actor, the critic, a reward model."""
+class TrainedModel:
+    """A model that learns: the actor, the critic, a reward model."""
 
     def __init__(
         self,
@@ -202,7 +241,7 @@ class TrainedModel(FrozenModel):
 
         from megarl.learn.models.router import routers
 
-        super().__init__(hf_config, model, parallel, head, micro_batching, grid)
+        self.model = Model(hf_config, model, parallel, head, micro_batching, grid)
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=True,  # no check_for_nan_in_grad: it ends one rank, the others wait for it
@@ -210,58 +249,20 @@ class TrainedModel(FrozenModel):
             overlap_param_gather=parallel.overlap_param_gather,
             bucket_size=bucket_size(parallel),
         )
-        config: Any = unwrap(self.chunks[0]).config
+        config: Any = unwrap(self.model.chunks[0]).config
         with grid():
-            self.chunks = [
+            chunks = [
                 DistributedDataParallel(config, settings, chunk, disable_bucketing=number > 0)
-                for number, chunk in enumerate(self.chunks)
+                for number, chunk in enumerate(self.model.chunks)
             ]
-            self.optimizer = Optimizer(self.chunks, optimizer, model.dtype)
+            self.optimizer = Optimizer(chunks, optimizer, model.dtype)
+        self.model.chunks, self.model.optimizer = chunks, self.optimizer
         config.grad_scale_func = self.optimizer.inner.scale_loss
         if parallel.overlap_grad_reduce:  # else reduced once, after the last micro-batch
-            waits = [chunk.no_sync for chunk in self.chunks]
+            waits = [chunk.no_sync for chunk in chunks]
             config.no_sync_func = waits if len(waits) > 1 else waits[0]
-        self._gathered = True
-        """False between an optimizer step whose parameters the next forward pass gathers, and that pass."""
-        self._written: dict[str, int] | None = None
         self._balanced = model.router.is_used and bool(architecture(hf_config).sizes(hf_config).moe_layers)
-        self._routers = routers(self.chunks)
-
-    def weights_changed(self) -> None:
-        """Call after writing into ``tensors``: the optimizer's float32 masters are taken from them again."""
-        self.residents.require("parameters", "optimizer")
-        with self.grid():
-            self.optimizer.inner.reload_model_params()
-
-    def written(self) -> dict[str, int]:
-        """Local parameter name -> digest of what the optimizer last wrote. Every rank calls it.
-
-        While the optimizer is not on the device: what ``keep_written`` found.
-        """
-        if self._written is not None:
-            return self._written
-        self.residents.require("parameters", "optimizer")
-        return digests_written(self.chunks, self.optimizer.inner)
-
-    def keep_written(self) -> None:
-        """Take ``written`` before the optimizer leaves the device. Every rank calls it."""
-        self._written = self.written()
-
-    def forget_written(self) -> None:
-        """Call when memory has come back: from here on ``written`` looks at the optimizer again, where that is on the
-        device."""
-        if all(resident.place is Place.DEVICE for resident in self.residents):
-            self._written = None
-
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        assert self._gathered, "finish_gather() comes first"
-        return super().tensors
-
-    def proven_tensors(self) -> dict[str, torch.Tensor]:
-        tensors = self.tensors
-        check_written(tensors, self.written())
-        return tensors
+        self._routers = routers(chunks)
 
     def backward(
         self,
@@ -280,8 +281,8 @@ class TrainedModel(FrozenModel):
             Metric sums over this rank's sequences on the rank that speaks for its replica, {} elsewhere;
             ``<name>/loss`` is their mean.
         """
-        self.residents.require("parameters", "gradients")
-        with self.grid():
+        self.model.residents.require("parameters", "gradients")
+        with self.model.grid():
             if logp is None:
                 return self._backward(sequences, batches, objective, None)
             found = torch.zeros_like(logp)
@@ -297,7 +298,7 @@ class TrainedModel(FrozenModel):
 
         from megarl.learn.models.router import UpdateSize, measured
 
-        for chunk in self.chunks:
+        for chunk in self.model.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.inner.zero_grad()
@@ -311,7 +312,7 @@ class TrainedModel(FrozenModel):
         for router in self._routers:
             router.begin(UpdateSize(int(count[0]), int(count[1]), most=int(max(each[0] for each in counts))))
 
-        has_outputs = self._has_outputs()
+        has_outputs = _has_outputs()
 
         def loss_function(batch: MicroBatch, outputs: torch.Tensor) -> tuple[torch.Tensor, Any]:
             if logp is not None and has_outputs:
@@ -321,17 +322,17 @@ class TrainedModel(FrozenModel):
             total = (loss.totals * scale.to(loss.total)).sum()
             return total, (total.detach(), loss.metrics)
 
-        replay = self._replay(sequences, batches, balanced=self._balanced)
+        replay = _replay(self.model, sequences, batches, balanced=self._balanced)
         schedule = partial(run, balanced=self._balanced, replay=replay)
-        collected = schedule(self.chunks, sequences, batches, self.head, loss_function, forward_only=False)
-        self._gathered = True
-        of_routers = measured(self.chunks, objective.name) if self._balanced else {}
+        collected = schedule(self.model.chunks, sequences, batches, self.model.head, loss_function, forward_only=False)
+        self.model.gathered = True
+        of_routers = measured(self.model.chunks, objective.name) if self._balanced else {}
         if replay is not None:
             of_routers = {**of_routers, **replay.measured(objective.name)}
         if not collected or not has_outputs:
             return {}
         whole = sum(float(total) for total, _ in collected)
-        sums: dict[str, tuple[float, float]] = {f"{objective.name}/loss": (whole, 1.0 / self.parallel.dp)}
+        sums: dict[str, tuple[float, float]] = {f"{objective.name}/loss": (whole, 1.0 / self.model.parallel.dp)}
         for _, metrics in collected:
             for name, (total, number) in metrics.items():
                 before = sums.get(name, (0.0, 0.0))
@@ -341,7 +342,7 @@ class TrainedModel(FrozenModel):
     def gradient_norm(self) -> float:
         """Norm of the gradients in the buffers, over the model's whole grid, before clipping. Nothing is changed that a
         step starts from."""
-        with self.grid():
+        with self.model.grid():
             return self.optimizer.gradient_norm()
 
     def step(self, lr: float) -> float:
@@ -353,19 +354,19 @@ class TrainedModel(FrozenModel):
         """
         from megarl.learn.models.router import move_biases
 
-        self.residents.require("parameters", "gradients", "optimizer")
-        with self.grid():
+        self.model.residents.require("parameters", "gradients", "optimizer")
+        with self.model.grid():
             norm = self.optimizer.step(lr)
         move_biases(self._routers)
-        self._gathered = not self.parallel.overlap_param_gather
+        self.model.gathered = not self.model.parallel.overlap_param_gather
         return norm
 
     def finish_gather(self) -> None:
         """Wait for the parameters of the last ``step``. Every rank calls it before anything but ``backward`` follows
         updates."""
-        if self._gathered:
+        if self.model.gathered:
             return
-        with self.grid():
-            for chunk in self.chunks:
+        with self.model.grid():
+            for chunk in self.model.chunks:
                 chunk.start_param_sync(force_sync=True)
-        self._gathered = True
+        self.model.gathered = True

@@ -195,8 +195,8 @@ _WHERE = {Place.MEMORY: "in host memory", Place.DISK: "on disk", Place.ABSENT: "
 
 
 def residents_of(role: str, model: Any) -> Residents:
-    """Residents of a ``FrozenModel`` or a ``TrainedModel``."""
-    optimizer = getattr(model, "optimizer", None)
+    """Residents of a ``Model``."""
+    optimizer = model.optimizer
     if optimizer is None:
         return Residents([Resident(role, "parameters", lambda: (p for c in model.chunks for p in c.parameters()))])
     buffers = [b for chunk in model.chunks for b in [*chunk.buffers, *chunk.expert_parallel_buffers]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 import os
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from megarl import ops
 from megarl.core.config import Config
 from megarl.core.config.algorithms import MixConfig
-from megarl.core.errors import ConfigError
+from megarl.core.errors import ConfigError, describe
 from megarl.core.jobs import Job, ProcessKind
 from megarl.core.machine import available_memory
 from megarl.explore import workflows
@@ -61,6 +62,7 @@ def check_settings(config: Config, algorithm: Algorithm, nodes: int, *, elsewher
     check_algorithm(config)
     check_updates(config, algorithm)
     check_warm_start(config)
+    check_loop(config, job)
     if not elsewhere:
         check_builds(config, job)
     check_transport(config)
@@ -153,6 +155,25 @@ def check_operators(config: Config, algorithm: Algorithm) -> None:
             f"buffer.operators.relabel with algorithm.name={algorithm.name}: the greedy response, its baseline, keeps "
             "its score; change scores in a reward function (reward.path)"
         )
+
+
+def check_loop(config: Config, job: Job) -> None:
+    """Raise ConfigError unless ``trainer.loop`` is a file with a function ``run``, in a job that samples. The file is
+    read here, and run by the trainer ranks alone."""
+    path = config.trainer.loop
+    if path is None:
+        return
+    where = f"trainer.loop={path}"
+    if job.mode == "offline":
+        raise ConfigError(f"{where} is for jobs that sample; algorithm.name={config.algorithm.name} trains on a file")
+    try:
+        tree = ast.parse(Path(path).read_text(), path)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ConfigError(
+            f"{where} cannot be read: {describe(error, path)}; give a Python file with run(rank)"
+        ) from error
+    if not any(isinstance(node, ast.FunctionDef) and node.name == "run" for node in tree.body):
+        raise ConfigError(f"{where} has no function called run; it takes the trainer rank (examples/own_loop.py)")
 
 
 def check_updates(config: Config, algorithm: Algorithm) -> None:

@@ -11,21 +11,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megarl.core.config import Config
 from megarl.core.metrics import OFFLINE_CONSOLE, mean_of_sums
 from megarl.core.phases import Phase
 from megarl.explore.order.draws import data_seed, numbers_of_step
 from megarl.explore.tasksets import ChatTokenizer, encode_preferences, read_preferences, read_rows, single_file
-from megarl.learn import algorithms
-from megarl.learn.batching import Sequences, of_demonstrations
+from megarl.learn.batching import Sequences, of_demonstrations, score_positions
 from megarl.learn.training import objectives
 from megarl.learn.training.objectives import LossTokens, Objective
-from megarl.train.loop.base import Trainer, starting
+from megarl.train.loop.rank import TrainerRank, starting
 from megarl.train.rank.state import TrainState
 from megarl.train.update.batch import StepBatch, updates_of
 from megarl.train.update.images import ImageInputs, demonstrations_of
-from megarl.train.update.models import Models
-from megarl.train.update.scoring import ScoringModels
+from megarl.train.update.scoring import trains_scores
 from megarl.weights.checkpoint.formats.score_pad import score_pad
 
 
@@ -53,92 +50,102 @@ class Batch:
     """float32, of each row."""
 
 
-class OfflineTrainer(Trainer):
-    """Trains on rows of a file, and evaluates on those of another."""
+class OfflineSteps:
+    """Steps that train on rows of a file, evaluated on those of another (``course.Steps``)."""
 
+    version = None
+    """No weights are published."""
     rows: Rows
     test: Batch
 
-    def make_models(self) -> Models:
-        """Make the models; a reward model's actor changes after the warm start."""
-        return (ScoringModels if scores(self.config) else Models)(self.config, self.algorithm)
+    def __init__(self, rank: TrainerRank) -> None:
+        self.rank = rank
 
-    def begin(self, state: TrainState) -> None:
-        """Prepare the steps that follow the warm start."""
-        if not isinstance(self.models, ScoringModels):
-            super().begin(state)
+    def prepare(self, state: TrainState) -> None:
+        """Build the models; a reward model is made of the warm start's language model."""
+        rank = self.rank
+        if not trains_scores(rank.algorithm):
+            rank.build_models(state)
             return
-        with self.timeline.phase("load"):
-            self.models.score_from_here()
-        self.memory.begin()
-        if state.step:
-            self.checkpoints.put_random_states(self.models)
+        with rank.timeline.phase("load"):
+            rank.models.score_from_here()
+        rank.memory.begin()
 
     def connect(self) -> None:
         """Read the rows."""
-        with self.timeline.phase("load"), starting(self.config):
-            tokenizer, pairs = ChatTokenizer.of(self.config), "pairs" in self.algorithm.needs
-            taskset = self.config.taskset
+        rank, taskset = self.rank, self.rank.config.taskset
+        with rank.timeline.phase("load"), starting(rank.config):
+            tokenizer, pairs = ChatTokenizer.of(rank.config), "pairs" in rank.algorithm.needs
             self.rows, held_out = (
-                read(single_file(taskset, split), tokenizer, self.models.images, pairs=pairs, columns=taskset.columns)
+                read(single_file(taskset, split), tokenizer, rank.models.images, pairs=pairs, columns=taskset.columns)
                 for split in ("train", "eval")
             )
             self.test = self.batch_of(held_out, range(len(held_out)))
 
     def step(self, state: TrainState) -> TrainState:
         """Make one step on rows of the file."""
-        config, phase, number = self.config.trainer, self.timeline.phase, state.step
-        self.timeline.reset()
+        rank, number = self.rank, state.step
+        config, phase = rank.config.trainer, rank.timeline.phase
+        rank.timeline.reset()
         with phase("step", step=number):
             with phase("batch", step=number):
                 seed = data_seed(config.seed, state.rollbacks)
                 found = self.batch_of(self.rows, numbers_of_step(len(self.rows), number, config.tasks_per_step, seed))
                 batch = StepBatch([], [], found.sequences, updates_of(found.units, config.updates_per_step), [])
             with phase("inference", step=number):
-                self.learner.infer(batch)
+                rank.learner.infer(batch)
             with phase("update", step=number):
-                state, metrics = self.learner.update(state, batch, self.objective_of(found), self.config.algorithm)
-            state = self.end_step(state, metrics)
-        self.reporter.record_step(state.step, metrics, tokens=len(found.sequences.tokens), console=OFFLINE_CONSOLE)
+                state, metrics = rank.learner.update(state, batch, self.objective_of(found), rank.config.algorithm)
+            state = rank.end_step(state, metrics, None)
+        rank.reporter.record_step(state.step, metrics, tokens=len(found.sequences.tokens), console=OFFLINE_CONSOLE)
         return state
 
     def batch_of(self, rows: Rows, numbers: Sequence[int]) -> Batch:
         """Rows ``numbers`` of a file, for the kind of model that is trained."""
-        batch = batch_of(rows, numbers)
-        if self.models.images is not None and rows.images:
-            self.models.images.put(batch.sequences, [rows.images[i] for i in numbers for _ in rows.units[i]])
-        if self.models.actor.head is None:
-            score_once(batch.sequences, score_pad(self.models.hf_config))
+        models, batch = self.rank.models, batch_of(rows, numbers)
+        if models.images is not None and rows.images:
+            models.images.put(batch.sequences, [rows.images[i] for i in numbers for _ in rows.units[i]])
+        if models.actor.model.head is None:
+            score_once(batch.sequences, score_pad(models.hf_config))
         return batch
 
     def objective_of(self, batch: Batch) -> Objective:
         """Objective of a batch."""
-        algorithm, settings = self.algorithm, self.config.algorithm
-        if self.models.actor.head is None:
+        algorithm, settings = self.rank.algorithm, self.rank.config.algorithm
+        if self.rank.models.actor.model.head is None:
             return objectives.preference_scores(algorithm, settings, batch.margins)
         return objectives.policy(algorithm, settings, batch.sequences)
 
     def evaluate(self, state: TrainState, name: str) -> None:
         """Record the algorithm's loss, and what else it measures, on all held-out rows under ``val/``."""
-        test, actor, reference = self.test, self.models.actor, self.models.reference
+        rank, test = self.rank, self.test
+        actor, reference = rank.models.actor, rank.models.reference
         sequences, step = test.sequences, state.step
-        with self.timeline.phase("validation", step=step):
+        with rank.timeline.phase("validation", step=step):
             if reference is not None and sequences.ref_logp is None:  # it stays as it is
-                self.memory.enter(Phase.REF_LOGP)
+                rank.memory.enter(Phase.REF_LOGP)
                 sequences.ref_logp = reference.outputs(sequences, [reference.micro_batches(sequences, test.units)])
-            self.memory.enter(Phase.OLD_LOGP)
-            answers = actor.outputs(sequences, [actor.micro_batches(sequences, test.units)])
+            rank.memory.enter(Phase.OLD_LOGP)
+            answers = actor.model.outputs(sequences, [actor.model.micro_batches(sequences, test.units)])
             metrics = measured(self.objective_of(test), sequences, answers)
         known = {key: value for key, value in metrics.items() if math.isfinite(value)}  # JSON knows no others
-        self.reporter.event("evaluation", {"rollout_id": name, "step": step, "rows": len(test.units), **known})
-        self.reporter.write(step, {f"val/{name}": value for name, value in metrics.items()})
+        rank.reporter.event("evaluation", {"rollout_id": name, "step": step, "rows": len(test.units), **known})
+        rank.reporter.write(step, {f"val/{name}": value for name, value in metrics.items()})
         accuracy = f", the chosen answer preferred in {metrics['accuracy']:.1%}" if "accuracy" in metrics else ""
-        self.reporter.log(f"held-out loss at step {step}: {metrics['loss']:.4f}{accuracy} ({len(test.units)} rows)")
+        rank.reporter.log(f"held-out loss at step {step}: {metrics['loss']:.4f}{accuracy} ({len(test.units)} rows)")
 
+    def is_evaluation_due(self, state: TrainState) -> bool:
+        """Return False: nothing is evaluated meanwhile."""
+        return False
 
-def scores(config: Config) -> bool:
-    """True where the model to train is a reward model."""
-    return "actor" not in algorithms.get(config.algorithm.name).roles
+    def finish(self) -> None:
+        """Do nothing."""
+
+    def before_rollback(self, state: TrainState) -> None:
+        """Do nothing."""
+
+    def after_rollback(self, state: TrainState) -> None:
+        """Do nothing."""
 
 
 def read(
@@ -173,7 +180,7 @@ def batch_of(rows: Rows, numbers: Sequence[int]) -> Batch:
 
 def score_once(sequences: Sequences, pad: int | None) -> None:
     """Ask for one score of each sequence, at the position where a score model with this pad token reads it."""
-    sequences.mask = torch.zeros_like(sequences.mask).index_fill(0, sequences.scored(pad), True)
+    sequences.mask = torch.zeros_like(sequences.mask).index_fill(0, score_positions(sequences, pad), True)
 
 
 def measured(objective: Objective, sequences: Sequences, answers: torch.Tensor) -> dict[str, float]:

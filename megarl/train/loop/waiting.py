@@ -13,7 +13,7 @@ from megarl.explore.rewards.pool.tally import EVENT
 from megarl.explore.store import Store
 from megarl.train.loop.checkpoints import Checkpointer
 from megarl.train.rank.context import RunContext
-from megarl.train.rank.ranks import Ranks
+from megarl.train.rank.ranks import Ranks, Stopped
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rollout.asking import Awaited
 from megarl.train.sync.weights import WeightSync
@@ -94,32 +94,33 @@ class RolloutWaiter:
         self._event_lines = EventLines(store) if context.rank == 0 else None
         self._late = LateRewardLines(store)
 
-    def wait(self, look: Callable[[], Awaited], label: str, *, weights_step: int) -> bool:
-        """Wait on every rank until all is there, with a progress bar; False when the job is asked to stop.
+    def wait(self, look: Callable[[], Awaited], label: str, *, weights_step: int) -> None:
+        """Wait on every rank until all is there, with a progress bar.
 
         Args:
             look: Says on rank 0 what is there.
             weights_step: Steps of training in the actor's weights.
+
+        Raises Stopped.
         """
         with self._reporter.progress(None, label, "group") as bar:
             while True:
                 with self._weights.watch() as watch:
-                    done = self._wait(look, bar, watch)
-                if done is not None:
-                    return done
+                    if self._wait(look, bar, watch):
+                        return
                 self._weights.publish_again(watch.lost, weights_step)
 
-    def _wait(self, look: Callable[[], Awaited], bar: Any, watch: EngineWatch) -> bool | None:
-        """Wait as ``wait``; None, on every rank, when a new engine needs the weights that another had in its place."""
+    def _wait(self, look: Callable[[], Awaited], bar: Any, watch: EngineWatch) -> bool:
+        """Wait as ``wait``; False, on every rank, when a new engine needs the weights that another had in its place."""
         while True:
             done = self._context.rank != 0 or self._follow(look, bar, watch)
             self._checkpoints.settle()
             if self._ranks.agree(done):
                 return True
             if self._ranks.stop_requested():
-                return False
+                raise Stopped
             if not self._ranks.agree(watch.lost is None):
-                return None
+                return False
 
     def _follow(self, look: Callable[[], Awaited], bar: Any, watch: EngineWatch) -> bool:
         """Show the progress until ranks meet; True when all is there.

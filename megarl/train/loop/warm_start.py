@@ -64,7 +64,7 @@ class WarmStart:
         rows = [with_templates(row, self._config.taskset) for row in rows]
         pairs = demonstrations_of(rows, ChatTokenizer.of(self._config), self._models.images)
         actor = self._models.actor
-        actor.head = replace(self._models.head, temperature=1.0)
+        actor.model.head = replace(self._models.head, temperature=1.0)
         if state.step:
             actor.optimizer.set_hyperparameters(config.optimizer)
             self._checkpoints.put_random_states(self._models)
@@ -98,7 +98,7 @@ class WarmStart:
         batch = of_demonstrations([pairs[i] for i in chosen])
         if self._models.images is not None:
             self._models.images.put(batch, [rows[i].images for i in chosen])
-        sums = actor.backward(batch, actor.micro_batches(batch), objectives.policy(*self._sft, batch))
+        sums = actor.backward(batch, actor.model.micro_batches(batch), objectives.policy(*self._sft, batch))
         lr = learning_rate(config.optimizer, state.step)
         norm = actor.gradient_norm()
         self._updates.begin()

@@ -7,9 +7,9 @@ from contextlib import suppress
 from megarl.core.config import Config
 from megarl.explore.order.pacing import Pacing
 from megarl.train.part import Part
+from megarl.train.rank.ranks import Stopped
 from megarl.train.rank.state import TrainState
 from megarl.train.rollout.rollouts import Rollouts
-from megarl.train.sync.weights import Stopped
 
 
 class DrainAhead(Part):

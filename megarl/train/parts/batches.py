@@ -17,4 +17,4 @@ class KeptBatches(Part):
         self._reporter, self._models = reporter, models
 
     def before_update(self, state: TrainState, batch: StepBatch) -> None:
-        self._reporter.keep_batch(state.step + 1, kept_batch(batch, self._models.actor))
+        self._reporter.keep_batch(state.step + 1, kept_batch(batch, self._models.actor.model))

@@ -6,7 +6,7 @@ from megarl.train.part import Part
 from megarl.train.rank.state import TrainState
 from megarl.train.rollout.asking import Awaited
 from megarl.train.rollout.rollouts import Wait
-from megarl.train.sync.weights import Stopped, WeightSync
+from megarl.train.sync.weights import WeightSync
 
 
 class Quiet(Part):
@@ -18,5 +18,4 @@ class Quiet(Part):
     def before_publish(self, state: TrainState) -> None:
         label = "requests that end before the weights change"
         with self._weights.quieting() as ended:
-            if not self._wait(lambda: Awaited(ended(), 1, ended()), label, weights_step=state.step):
-                raise Stopped
+            self._wait(lambda: Awaited(ended(), 1, ended()), label, weights_step=state.step)

@@ -17,6 +17,11 @@ from megarl.core.metrics import Sums
 T = TypeVar("T")
 
 
+class Stopped(Exception):
+    """The job was asked to stop; raised on every rank. Models and state are as before the call. ``str``: what failed
+    meanwhile, if anything."""
+
+
 class Ranks:
     """Collectives over all ranks, and the request to stop. Every rank makes the same calls."""
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import count
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from megarl.core.schema import WeightsVersion
 from megarl.explore.order.choice import TaskChoice
@@ -13,9 +14,10 @@ from megarl.explore.order.draws import EXTRA, data_seed, drawn_seed
 from megarl.explore.order.pacing import Pacing, choose
 from megarl.explore.order.replay import ReplayChoice
 from megarl.explore.store import Store, UnusedGroup
-from megarl.learn.algorithms import Algorithm
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.state import TrainState
+
+NOTHING_MORE: Mapping[str, Any] = MappingProxyType({})
 
 
 class Published(NamedTuple):
@@ -35,13 +37,22 @@ class Awaited(NamedTuple):
 
 
 class Asking(ABC):
-    """Asks for groups and chooses those of a step: on rank 0."""
+    """Asks for groups and chooses those of a step: on rank 0.
+
+    Args:
+        sampling: What rollouts ask of the sampler beside temperature, length and seed.
+    """
 
     def __init__(
-        self, context: RunContext, algorithm: Algorithm, store: Store, choice: TaskChoice, replay: ReplayChoice
+        self,
+        context: RunContext,
+        store: Store,
+        choice: TaskChoice,
+        replay: ReplayChoice,
+        sampling: Mapping[str, Any] = NOTHING_MORE,
     ) -> None:
         self._config = context.config
-        self._greedy = "greedy" in algorithm.needs
+        self._sampling = dict(sampling)
         self._store = store
         self._choice = choice
         self._replay = replay
@@ -117,13 +128,8 @@ class Asking(ABC):
             "temperature": self._config.rollout.temperature,
             "max_tokens": self._config.rollout.max_response_tokens,
             "seed": drawn_seed(seed, step, extra, EXTRA) if extra else seed * 1_000_003 + step,
+            **self._sampling,
         }
-        if self._greedy:
-            sampling["greedy"] = True
-        if self._config.rollout.spare:
-            sampling["spare"] = self._config.rollout.spare
-        if self._config.rollout.routing_replay:
-            sampling["routing"] = True
         size = self._config.algorithm.group_size
         done = step if asked_at is None else asked_at
         self._store.rollouts.request(rollout_id, "train", done, published.version, tasks, size, sampling)

@@ -29,11 +29,11 @@ class Evaluates(Protocol):
         """Report an evaluation that has ended, after ``step`` steps. Return True if an evaluation was given up: the
         actor's present weights are evaluated in its place."""
 
-    def wait(self, step: int) -> bool:
-        """Wait until none is open; False when the job is asked to stop."""
+    def wait(self, step: int) -> None:
+        """Wait until none is open. Raises Stopped."""
 
-    def run(self, state: TrainState, version: WeightsVersion, rollout_id: str) -> bool:
-        """Evaluate the weights that were published last; False when the job is asked to stop."""
+    def run(self, state: TrainState, version: WeightsVersion, rollout_id: str) -> None:
+        """Evaluate the weights that were published last. Raises Stopped."""
 
     def forget(self, step: int) -> None:
         """Give up what is open: the job has gone back to step ``step``."""
@@ -58,21 +58,18 @@ class Evaluation:
         """Return False: all have ended."""
         return False
 
-    def wait(self, step: int) -> bool:
-        """Return True: none is open."""
-        return True
+    def wait(self, step: int) -> None:
+        """Do nothing: none is open."""
 
     def forget(self, step: int) -> None:
         """Do nothing: none is open."""
 
-    def run(self, state: TrainState, version: WeightsVersion, rollout_id: str) -> bool:
-        """Evaluate as the setting ``evaluation`` asks; report ``val/accuracy``. False when the job is asked to stop."""
+    def run(self, state: TrainState, version: WeightsVersion, rollout_id: str) -> None:
+        """Evaluate as the setting ``evaluation`` asks; report ``val/accuracy``. Raises Stopped."""
         with self._reporter.timeline.phase("evaluation", step=state.step):
             self.ask(state.step, version, rollout_id)
-            if not self._wait(partial(whole, self._store, rollout_id), "held-out tasks", weights_step=state.step):
-                return False
+            self._wait(partial(whole, self._store, rollout_id), "held-out tasks", weights_step=state.step)
         self.record(state.step, rollout_id)
-        return True
 
     def ask(self, step: int, version: WeightsVersion, rollout_id: str, engines: Sequence[str] = ()) -> None:
         """Ask for answers of weights with ``step`` steps, on rank 0; of these engines alone, if any are given."""

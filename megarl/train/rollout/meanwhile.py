@@ -62,13 +62,11 @@ class EvaluationMeanwhile:
         """True while engines keep weights that are being evaluated."""
         return self._open is not None
 
-    def run(self, state: TrainState, version: WeightsVersion, rollout_id: str) -> bool:
-        """Evaluate the weights that were published last, and return at once between two steps; False when the job is
-        asked to stop."""
+    def run(self, state: TrainState, version: WeightsVersion, rollout_id: str) -> None:
+        """Evaluate the weights that were published last, and return at once between two steps. Raises Stopped."""
         between = 0 < state.step < self._context.config.trainer.steps
-        if between and self.begin(state.step, version, rollout_id):
-            return True
-        return self._evaluation.run(state, version, rollout_id)
+        if not (between and self.begin(state.step, version, rollout_id)):
+            self._evaluation.run(state, version, rollout_id)
 
     def begin(self, step: int, version: WeightsVersion, rollout_id: str) -> bool:
         """Ask for an evaluation of the weights that were published last; False, and nothing is asked for, where no
@@ -88,15 +86,13 @@ class EvaluationMeanwhile:
             self._end(step)
         return self.due
 
-    def wait(self, step: int) -> bool:
-        """Wait until none is open; False when the job is asked to stop."""
+    def wait(self, step: int) -> None:
+        """Wait until none is open. Raises Stopped."""
         if self._open is None:
-            return True
+            return
         with self._reporter.timeline.phase("evaluation", step=step):
-            if not self._wait(self._look, f"held-out tasks of step {self._open.step}", weights_step=step):
-                return False
+            self._wait(self._look, f"held-out tasks of step {self._open.step}", weights_step=step)
         self._end(step)
-        return True
 
     def forget(self, step: int) -> None:
         """Give up the open evaluation: the job has gone back to step ``step``, and the store has forgotten it."""

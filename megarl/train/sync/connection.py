@@ -10,10 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
-
-import torch
+from typing import Any
 
 from megarl.core import heartbeat
 from megarl.core.config.schema import Config
@@ -35,24 +32,6 @@ from megarl.weights.reshard.layouts import VOCAB_MULTIPLE
 
 LEAVE_S = 10.0
 """Seconds that an engine of another program, which has answered, may take to answer again."""
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def with_timeout(seconds: Callable[[Config], float]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorate a method in which all ranks may wait for the engines, and so be silent, for so many seconds."""
-
-    def decorate(method: Callable[P, T]) -> Callable[P, T]:
-        @wraps(method)
-        def bounded(*args: P.args, **kwargs: P.kwargs) -> T:
-            connection = args[0]
-            assert isinstance(connection, EngineConnection)
-            with heartbeat.timeout(seconds(connection._config)):
-                return method(*args, **kwargs)
-
-        return bounded
-
-    return decorate
 
 
 class EngineConnection:
@@ -87,115 +66,117 @@ class EngineConnection:
         stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         self._addresses = addresses or JobAddresses.from_environment()
-        self._config = config
-        self._engines, self._registered = engines, registered
+        self.config = config
+        """``sync.bucket_bytes`` may change between two ``connect``."""
+        self.engines, self.registered = engines, registered
         self.come_and_go = come_and_go
-        self._rank, self._stopping = rank, stopping
+        self.rank, self.stopping = rank, stopping
         self._layout, self._vocab_multiple = layout, vocab_multiple
-        self._dtype: torch.dtype = getattr(torch, config.model.dtype)
-        self._fleet = EngineFleet([], self._addresses.key, config.sync.timeout_s)
-        self._each = config.sync.pause == "keep"  # engines take weights one after another, by plans of their own
-        self._plans = EnginePlans(layout, hf_config, config.rollout, each=self._each)
+        self.fleet = EngineFleet([], self._addresses.key, config.sync.timeout_s)
+        self.each = config.sync.pause == "keep"
+        """True if engines take weights one after another, by plans of their own."""
+        self._plans = EnginePlans(layout, hf_config, config.rollout, each=self.each)
         self.parts: list[PartOfEngines] = []
         """Engines that take weights together, since ``connect``."""
-        self._messages = RankMessages(rank, config.rollout.start_timeout_s + config.sync.timeout_s)
+        self.messages = RankMessages(rank, config.rollout.start_timeout_s + config.sync.timeout_s)
         self._timeout_s = config.sync.timeout_s
-        self._generation = self._count = 0
+        self.generation = 0
+        """Number of the last ``connect``."""
         self._file = memory_file()
         self._joined = NONE_JOINED
-        self._links = TrainerLinks(rank, layout.num_ranks, config.sync.transport, self._file)
-        self._sender: SharedMemorySender | None = None
+        self.links = TrainerLinks(rank, layout.num_ranks, config.sync.transport, self._file)
+        self.sender: SharedMemorySender | None = None
         self.transport: Transport | None = None
         """None until ``connect``, and again after a publication has failed."""
 
-    @with_timeout(lambda config: config.rollout.start_timeout_s)
     def connect(self) -> None:
         """Wait for the engines, and join those that are new or whose link is broken; the other links stay.
 
         Raises:
             EngineError, WeightSyncError: an engine is not ready in time, or refuses; every rank raises.
         """
-        try:
-            self._connect()
-        except BaseException:
-            self._disconnect()
-            raise
+        with heartbeat.timeout(self.config.rollout.start_timeout_s):
+            try:
+                self._connect()
+            except BaseException:
+                self.disconnect()
+                raise
 
     def _connect(self) -> None:
-        self._fleet.forget_processes()
-        self._messages.open(self._address(None, self._messages.timeout_s))
-        self._generation += 1
-        topic = f"connect/{self._generation}"
-        if self._rank == 0:
-            with self._messages.announcing(topic) as message:
+        self.fleet.forget_processes()
+        self.messages.open(self._address(None, self.messages.timeout_s))
+        self.generation += 1
+        topic = f"connect/{self.generation}"
+        if self.rank == 0:
+            with self.messages.announcing(topic) as message:
                 message.update(self._agree(topic))
         else:
-            self._messages.post(f"{topic}/{self._rank}", [self.transport is not None, machine(), *self._file])
-            message = self._messages.received(topic)
+            self.messages.post(f"{topic}/{self.rank}", [self.transport is not None, machine(), *self._file])
+            message = self.messages.received(topic)
         places, joining = Places(**message["places"]), message["joining"]
         plans = self._plans.of_engines(message["workers"])
         if len(joining) == len(plans):
-            self._links.close()  # those of engines that are gone, too
-        self._links.number(message["workers"])
+            self.links.close()  # those of engines that are gone, too
+        self.links.number(message["workers"])
         for engine in joining:
-            self._links.remove(engine)
-        near = places.workers_on_same_machine(self._rank)
+            self.links.remove(engine)
+        near = places.workers_on_same_machine(self.rank)
         calls: AbstractContextManager[list[Future[Any]]] = nullcontext([])
         parts = parts_of(plans, message["workers"], places)
-        if self._rank == 0:
-            calls = self._fleet.calling(
+        if self.rank == 0:
+            calls = self.fleet.calling(
                 lambda i, engine: engine.init(self._init_info(i, places)) if i in joining else None
             )
         with calls as called:
             try:
-                partners = partners_of(parts, message["workers"], self._rank) if joining else []
+                partners = partners_of(parts, message["workers"], self.rank) if joining else []
                 for engine in joining:
-                    self._links.join(self._messages.store, self._address(engine), engine, partners[engine], near)
+                    self.links.join(self.messages.store, self._address(engine), engine, partners[engine], near)
             except Exception as error:
                 raise WeightSyncError(
                     "; ".join([f"the weight link could not be joined: {error}", *failures(called)])
                 ) from error
             results(called)
         self.parts = parts
-        self._sender = self.transport = self._links.sender(near)
+        self.sender = self.transport = self.links.sender(near)
 
     def engines_changed(self) -> bool:
         """Return True if other engines are wanted than those that are joined, which rank 0 knows alone, or if none is
         joined."""
         if self.transport is None:
             return True
-        if self._rank != 0:
+        if self.rank != 0:
             return False
-        urls = self._engines()
-        return urls is None or list(urls) != self._fleet.urls
+        urls = self.engines()
+        return urls is None or list(urls) != self.fleet.urls
 
-    def _left_out(self) -> list[str]:
+    def left_out(self) -> list[str]:
         """Engines that are to be joined no more, since the last look for them."""
-        there = self._engines()
-        return [url for url in self._fleet.urls if there is not None and url not in there]
+        there = self.engines()
+        return [url for url in self.fleet.urls if there is not None and url not in there]
 
     def _agree(self, topic: str) -> dict[str, Any]:
         """Find the engines and those that are to be joined, and let these build the plan; rank 0's part."""
-        urls = await_wanted(self._engines, self._config.rollout.start_timeout_s, self._stopping)
-        if urls != self._fleet.urls:
-            self._fleet = EngineFleet(urls, self._addresses.key, self._config.sync.timeout_s)
+        urls = await_wanted(self.engines, self.config.rollout.start_timeout_s, self.stopping)
+        if urls != self.fleet.urls:
+            self.fleet = EngineFleet(urls, self._addresses.key, self.config.sync.timeout_s)
         self._plans.expect(len(urls))
-        start_s = LEAVE_S if self.come_and_go else self._config.rollout.start_timeout_s
-        self._fleet.wait_ready(start_s, self._stopping, tuple if self.come_and_go else self._left_out)
-        earlier, workers = self._plans.workers, self._fleet.workers
+        start_s = LEAVE_S if self.come_and_go else self.config.rollout.start_timeout_s
+        self.fleet.wait_ready(start_s, self.stopping, tuple if self.come_and_go else self.left_out)
+        earlier, workers = self._plans.workers, self.fleet.workers
         self._plans.of_engines(workers)
-        posted = [self._messages.posted(f"{topic}/{rank}") for rank in range(1, self._layout.num_ranks)]
+        posted = [self.messages.posted(f"{topic}/{rank}") for rank in range(1, self._layout.num_ranks)]
         senders = [[machine(), *self._file], *(where for _, *where in posted)]
         open_everywhere = self.transport is not None and all(is_open for is_open, *_ in posted)
-        same_plans = len(earlier) == len(urls) if self._each else list(earlier) == workers
+        same_plans = len(earlier) == len(urls) if self.each else list(earlier) == workers
         before = self._joined if open_everywhere and same_plans else NONE_JOINED
-        joining = before.replaced(self._fleet.processes)
+        joining = before.replaced(self.fleet.processes)
         machines = self._machines(before, joining)
         if before.processes and (machines, senders) != (before.machines, before.senders):
             joining = before.all  # who is near whom decides the order of messages, which all must know
             machines = self._machines(before, joining)
-        self._joined = Joined(self._fleet.processes, machines, senders)
-        places = self._joined.places() if self._config.sync.shared_memory else Places()
+        self._joined = Joined(self.fleet.processes, machines, senders)
+        places = self._joined.places() if self.config.sync.shared_memory else Places()
         return {"workers": workers, "joining": joining, "places": asdict(places)}
 
     def _machines(self, before: Joined, joining: Sequence[int]) -> list[list[str]]:
@@ -208,21 +189,22 @@ class EngineConnection:
                 engine.workers("megarl_abandon_update")
             return [worker["machine"] for worker in engine.workers("megarl_agree", self._init_info(i))]
 
-        return self._fleet.each(of_engine)
+        return self.fleet.each(of_engine)
 
     def _address(self, engine: int | None, timeout_s: float | None = None) -> LinkAddress:
         """Address of the link of an engine; None: of the trainer ranks alone."""
         return LinkAddress(
             self._addresses.link_host,
             self._addresses.link_port,
-            name=f"{self._generation}/{engine}",
+            name=f"{self.generation}/{engine}",
             world_size=self._layout.num_ranks + (0 if engine is None else self._plans.workers[engine]),
             timeout_s=timeout_s or self._timeout_s,
         )
 
-    def _disconnect(self) -> None:
-        self._links.close()
-        self._sender = self.transport = None
+    def disconnect(self) -> None:
+        """Close all links; ``connect`` makes new ones."""
+        self.links.close()
+        self.sender = self.transport = None
         unpin()
 
     def _init_info(self, replica: int, places: Places | None = None) -> dict[str, Any]:
@@ -230,16 +212,16 @@ class EngineConnection:
         places, plans = places or Places(), self._plans
         return {
             **asdict(self._address(replica)),
-            "grid": asdict(megatron_grid(self._config.parallel)),
-            "transformer_impl": self._config.model.transformer_impl,
+            "grid": asdict(megatron_grid(self.config.parallel)),
+            "transformer_impl": self.config.model.transformer_impl,
             "places": asdict(places_of(places, replica, plans.workers) if plans.apart else places),
             "vocab_multiple": self._vocab_multiple,
-            "kernels": self._config.trainer.kernels,
+            "kernels": self.config.trainer.kernels,
             "replicas": plans.replicas,
             "replica": 0 if plans.apart else replica,
-            "dtype": self._config.model.dtype,
-            "weight_dtype": self._config.rollout.weight_dtype,
-            "bucket_bytes": self._config.sync.bucket_bytes,
-            "transport": self._config.sync.transport,
+            "dtype": self.config.model.dtype,
+            "weight_dtype": self.config.rollout.weight_dtype,
+            "bucket_bytes": self.config.sync.bucket_bytes,
+            "transport": self.config.sync.transport,
             "fingerprint": plans.of(replica).fingerprint,
         }

@@ -96,7 +96,7 @@ class FilePublisher:
 
         Args:
             tensors: This rank's local tensors (Megatron names, any float dtype).
-            written: ``TrainedModel.written``: what ``tensors`` must be.
+            written: ``Model.written``: what ``tensors`` must be.
             abort, probe: Not used: whoever reads the files decides, and ``probe`` comes later.
 
         Raises:

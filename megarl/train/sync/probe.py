@@ -27,7 +27,7 @@ def probe_text(config: Config, models: Models, decode: int = DECODED, *, far: bo
     length = min(config.sync.probe_tokens, prompt_tokens(config.rollout))
     tokens = torch.randint(0, models.head.vocab_size, (length,), generator=torch.Generator().manual_seed(0))
     text = Sequences(tokens, torch.tensor([length]), torch.arange(length) < length - 1)
-    logp = models.actor.outputs(text, [models.actor.micro_batches(text)], temperature=1.0)
+    logp = models.actor.model.outputs(text, [models.actor.model.micro_batches(text)], temperature=1.0)
     tolerance = PROBE_TOLERANCES[config.model.dtype] if tolerance is None else tolerance
     # Text, sampled tokens and one more must fit the engine's context.
     decode = max(0, min(decode, context_tokens(config.rollout) - length - 2))
@@ -50,5 +50,5 @@ def _far_text(models: Models, length: int, tolerance: float) -> FarText:
     rows = torch.cat([torch.cat([text, candidate[None]]) for candidate in candidates])
     at = torch.arange(len(rows)) % (length + 1) == length - 1
     sequences = Sequences(rows, torch.full((len(candidates),), length + 1), at)
-    logp = models.actor.outputs(sequences, [models.actor.micro_batches(sequences)], temperature=1.0)
+    logp = models.actor.model.outputs(sequences, [models.actor.model.micro_batches(sequences)], temperature=1.0)
     return FarText(text.tolist(), candidates.tolist(), logp[at].tolist(), tolerance)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from traceback import clear_frames
 from typing import Literal
 
@@ -17,7 +17,7 @@ from megarl.core.schema import WeightsVersion
 from megarl.engine.client.probe import ProbeText
 from megarl.engine.client.watch import EngineWatch
 from megarl.learn.training.optimizer_digests import check_written
-from megarl.train.sync.connection import EngineConnection, with_timeout
+from megarl.train.sync.connection import EngineConnection
 from megarl.train.sync.kept import KeptEngines
 from megarl.train.sync.parts import PartOfEngines
 from megarl.train.sync.publication import Pause, Publication, SyncReport
@@ -30,15 +30,26 @@ LEAST_BUCKET = 65536
 """Bytes below which no bucket is halved: memory that lacks so little is not the buckets'."""
 
 
-class WeightPublisher(EngineConnection):
-    """A connection over which weights are published, proven and probed. Every trainer rank makes the same calls."""
+class WeightPublisher:
+    """Publishes, proves and probes weights over a connection. Every trainer rank makes the same calls."""
 
-    @cached_property
-    def kept(self) -> KeptEngines:
+    def __init__(self, connection: EngineConnection) -> None:
+        self.connection = connection
+        self.come_and_go = connection.come_and_go
+        self.kept = KeptEngines()
         """Engines that are left out of updates."""
-        return KeptEngines()
+        self._dtype: torch.dtype = getattr(torch, connection.config.model.dtype)
+        self._count = 0
+        """Number of the last publication or probe."""
 
-    @with_timeout(lambda config: config.sync.timeout_s)
+    def connect(self) -> None:
+        """``EngineConnection.connect``."""
+        self.connection.connect()
+
+    def engines_changed(self) -> bool:
+        """``EngineConnection.engines_changed``."""
+        return self.connection.engines_changed()
+
     def publish(
         self,
         tensors: Mapping[str, torch.Tensor],
@@ -52,7 +63,7 @@ class WeightPublisher(EngineConnection):
         have all weights and generates again.
 
         Args:
-            written: ``TrainedModel.written``: digests of what the optimizer last wrote, which ``tensors`` must have.
+            written: ``Model.written``: digests of what the optimizer last wrote, which ``tensors`` must have.
             abort: End the requests under way instead of waiting for them, which may take longer than an engine's
                 answer.
             probe: Compared within the publication; needed, and allowed, with ``sync.pause=keep``.
@@ -66,40 +77,43 @@ class WeightPublisher(EngineConnection):
                 ``publish`` bring them back. A WeightsDiffer on rank 0 when ``tensors`` are not what was written, or
                 when all were sent and proven to be others.
         """
-        if self.transport is None:
+        connection = self.connection
+        if connection.transport is None:
             raise WeightSyncError(f"weights {version} cannot be published without a link: call connect() first")
         self._count += 1
-        topic, reports = f"publish/{self._generation}.{self._count}", []
+        topic, reports = f"publish/{connection.generation}.{self._count}", []
         failure: WeightSyncError | None = None
         known: SliceDigests = {}
-        try:
-            for part in self._parts_behind(topic, version):
-                send = partial(self._send, part, tensors, written, known)
-                try:
-                    reports.append(self._publish_to(part, topic, version, send, abort, probe))
-                except WeightSyncError as error:
-                    if isinstance(error, WeightsDiffer) or not self._each:
-                        raise
-                    failure = failure or error
-            if failure is not None:
-                raise failure
-            return SyncReport.of_parts(reports)
-        except BaseException:
-            self._disconnect()
-            raise
-        finally:
-            failure = None  # its traceback holds this frame
+        with heartbeat.timeout(connection.config.sync.timeout_s):
+            try:
+                for part in self._parts_behind(topic, version):
+                    send = partial(self._send, part, tensors, written, known)
+                    try:
+                        reports.append(self._publish_to(part, topic, version, send, abort, probe))
+                    except WeightSyncError as error:
+                        if isinstance(error, WeightsDiffer) or not connection.each:
+                            raise
+                        failure = failure or error
+                if failure is not None:
+                    raise failure
+                return SyncReport.of_parts(reports)
+            except BaseException:
+                connection.disconnect()
+                raise
+            finally:
+                failure = None  # its traceback holds this frame
 
     def _parts_behind(self, topic: str, version: WeightsVersion) -> list[PartOfEngines]:
         """Parts to publish to: those whose engine generates with the version already need nothing."""
-        if not self._each:
-            return self.parts
-        if self._rank == 0:
-            with self._messages.announcing(topic) as message:
-                message["behind"] = self.kept.behind(self._fleet, str(version))
+        connection = self.connection
+        if not connection.each:
+            return connection.parts
+        if connection.rank == 0:
+            with connection.messages.announcing(topic) as message:
+                message["behind"] = self.kept.behind(connection.fleet, str(version))
         else:
-            message = self._messages.received(topic)
-        return [self.parts[engine] for engine in message["behind"]]
+            message = connection.messages.received(topic)
+        return [connection.parts[engine] for engine in message["behind"]]
 
     def _publish_to(
         self,
@@ -111,14 +125,14 @@ class WeightPublisher(EngineConnection):
         probe: ProbeText | None,
     ) -> SyncReport:
         heartbeat.beat()
-        fleet = self._fleet.part(part.engines if self._rank == 0 else ())
-        publication = Publication(fleet, self._messages, part.plan, f"{topic}/{part.engines[0]}", version)
-        if self._rank != 0:
-            return publication.follow(send, self._rank)
-        pause: Pause = "abort" if abort else self._config.sync.pause
+        connection = self.connection
+        fleet = connection.fleet.part(part.engines if connection.rank == 0 else ())
+        publication = Publication(fleet, connection.messages, part.plan, f"{topic}/{part.engines[0]}", version)
+        if connection.rank != 0:
+            return publication.follow(send, connection.rank)
+        pause: Pause = "abort" if abort else connection.config.sync.pause
         return publication.lead(send, pause, bytes_of(part.plan.destination, self._dtype), probe)
 
-    @with_timeout(lambda config: 2 * config.sync.timeout_s)  # two requests to each engine, and those of a far text once
     def probe(self, text: ProbeText) -> float:
         """Largest difference of the text's log-probs between this trainer and any engine. Every rank calls it.
 
@@ -126,77 +140,91 @@ class WeightPublisher(EngineConnection):
             WeightSyncError: on every rank, when it is more than the text's tolerance. The engines then refuse requests.
         """
         self._count += 1
-        topic = f"probe/{self._generation}.{self._count}"
-        if self._rank != 0:
-            return self._messages.received(topic)["max_difference"]
-        with self._messages.announcing(topic) as message:
-            try:
-                answers = self._fleet.each(lambda i, engine: engine.probe(text.token_ids, decode=text.decode))
-                message["max_difference"] = max(map(text.check, answers))
-                for scores in self._fleet.each(
-                    lambda i, engine: [engine.scores(far.token_ids, 1, among=far.candidates) for far in text.far]
-                ):
-                    for far, found in zip(text.far, scores, strict=True):
-                        far.check(found)
-            except WeightSyncError as error:
-                self._fleet.close(str(error))
-                raise
-        return message["max_difference"]
+        connection, topic = self.connection, f"probe/{self.connection.generation}.{self._count}"
+        # Two requests to each engine, and those of a far text once.
+        with heartbeat.timeout(2 * connection.config.sync.timeout_s):
+            if connection.rank != 0:
+                return connection.messages.received(topic)["max_difference"]
+            with connection.messages.announcing(topic) as message:
+                try:
+                    message["max_difference"] = self._probe(text)
+                except WeightSyncError as error:
+                    connection.fleet.close(str(error))
+                    raise
+            return message["max_difference"]
+
+    def _probe(self, text: ProbeText) -> float:
+        fleet = self.connection.fleet
+        answers = fleet.each(lambda i, engine: engine.probe(text.token_ids, decode=text.decode))
+        difference = max(map(text.check, answers))
+        for scores in fleet.each(
+            lambda i, engine: [engine.scores(far.token_ids, 1, among=far.candidates) for far in text.far]
+        ):
+            for far, found in zip(text.far, scores, strict=True):
+                far.check(found)
+        return difference
 
     def died(self) -> list[str]:
         """``EngineFleet.died`` since ``connect``; empty on ranks other than 0."""
-        if self._rank:
-            return self._fleet.died()
-        gone = [f"the engine at {url} is gone" for url in self._left_out()] or self._fleet.died()
-        return gone or (["no engine is there"] if self.come_and_go and not self._engines() else [])
+        connection = self.connection
+        if connection.rank:
+            return connection.fleet.died()
+        gone = [f"the engine at {url} is gone" for url in connection.left_out()] or connection.fleet.died()
+        return gone or (["no engine is there"] if self.come_and_go and not connection.engines() else [])
 
     def await_any(self, seconds: float) -> bool:
         """Wait for so long for an engine that is there, on rank 0; ends early when the job is asked to stop."""
         until = time.monotonic() + seconds
-        while not (there := bool(self._engines())) and not self._stopping() and time.monotonic() < until:
+        connection = self.connection
+        while not (there := bool(connection.engines())) and not connection.stopping() and time.monotonic() < until:
             heartbeat.beat()
-            time.sleep(max(self._config.store.poll_s, AWAIT_S))
+            time.sleep(max(connection.config.store.poll_s, AWAIT_S))
         return there
 
     def deserted(self) -> str | None:
         """Reason to join other engines while answers are awaited, on rank 0: they have taken the places of all those
         that were joined. Engines that come while another is left are joined at the next publication."""
-        urls = (self._engines() or ()) if self.come_and_go else self._registered()
-        if self.transport is None or not urls or not set(self._fleet.urls).isdisjoint(urls):
+        connection = self.connection
+        urls = (connection.engines() or ()) if self.come_and_go else connection.registered()
+        if connection.transport is None or not urls or not set(connection.fleet.urls).isdisjoint(urls):
             return None
         return f"no engine that was given the weights is there, and {', '.join(urls)} is"
 
     def watch(self, version: WeightsVersion) -> EngineWatch:
         """Watch the engines, which have this version, on rank 0; none on others."""
-        return EngineWatch([], str(version)) if self._rank else self._fleet.watch(str(version), self.kept.versions)
+        if self.connection.rank:
+            return EngineWatch([], str(version))
+        return self.connection.fleet.watch(str(version), self.kept.versions)
 
     def drain(self, given_up: Callable[[], bool]) -> None:
         """Have the engines end their requests, and begin none before a publication (``EngineControl.drain``). Raises
         EngineError."""
-        self._fleet.each(lambda i, engine: engine.drain(given_up))
+        self.connection.fleet.each(lambda i, engine: engine.drain(given_up))
 
     def halve_buckets(self) -> tuple[int, int] | None:
         """Halve ``sync.bucket_bytes`` for the next ``connect``; return the bytes before and after, None where they
         would be too few."""
-        old = self._config.sync.bucket_bytes
+        connection = self.connection
+        old = connection.config.sync.bucket_bytes
         if old // 2 < LEAST_BUCKET:
             return None
-        self._config = replace(self._config, sync=replace(self._config.sync, bucket_bytes=old // 2))
+        connection.config = replace(connection.config, sync=replace(connection.config.sync, bucket_bytes=old // 2))
         return old, old // 2
 
     def part(self) -> None:
         """Close the links before the engines end: the next ``connect`` joins all of them."""
-        self._fleet.forget_processes()
-        self._disconnect()
+        self.connection.fleet.forget_processes()
+        self.connection.disconnect()
 
     def sleep(self) -> dict[str, float]:
         """Have the engines give up weights and KV cache until ``wake``; return the bytes that their workers freed and
         still have, on rank 0. Raises EngineError there."""
-        if self._rank:
+        connection = self.connection
+        if connection.rank:
             return {}
-        if self.transport is None:
+        if connection.transport is None:
             raise EngineError("no engine is joined")
-        workers = [w for engine in self._fleet.each(lambda i, engine: engine.sleep()) for w in engine]
+        workers = [w for engine in connection.fleet.each(lambda i, engine: engine.sleep()) for w in engine]
         return {
             "memory/engines/freed_bytes": sum(worker["freed"] for worker in workers),
             "memory/engines/asleep_bytes": sum(worker["rss"] for worker in workers),
@@ -204,27 +232,29 @@ class WeightPublisher(EngineConnection):
 
     def wake(self, what: Literal["weights", "kv_cache"]) -> None:
         """Give engines that sleep this memory again; the others have it. Raises EngineError on rank 0."""
-        rollout = self._config.rollout
-        if self._rank == 0 and rollout.placement == "colocated" and rollout.offload == "sleep":
-            self._fleet.each(lambda i, engine: engine.wake(what))
+        connection = self.connection
+        rollout = connection.config.rollout
+        if connection.rank == 0 and rollout.placement == "colocated" and rollout.offload == "sleep":
+            connection.fleet.each(lambda i, engine: engine.wake(what))
 
     def _send(
         self, part: PartOfEngines, tensors: Mapping[str, torch.Tensor], written: Mapping[str, int], known: SliceDigests
     ) -> Digests:
-        assert self.transport is not None and self._sender is not None
-        bucket, transport = self._config.sync.bucket_bytes, part.transport(self.transport)
+        connection = self.connection
+        assert connection.transport is not None and connection.sender is not None
+        bucket, transport = connection.config.sync.bucket_bytes, part.transport(connection.transport)
         try:
             check_written(tensors, written)
             digests = send(
-                part.plan, self._rank, tensors, transport, dtype=self._dtype, bucket_bytes=bucket, known=known
+                part.plan, connection.rank, tensors, transport, dtype=self._dtype, bucket_bytes=bucket, known=known
             )
-            self._sender.finish()
+            connection.sender.finish()
             check_written(tensors, written)  # they were sent from memory that an update must not change meanwhile
             return digests
         except BaseException as error:
             clear_frames(error.__traceback__)  # they hold sends under way, which would keep the link open
             for engine in part.engines:
-                self._links.remove(engine)
-            if not self._each:
-                self._disconnect()
+                connection.links.remove(engine)
+            if not connection.each:
+                connection.disconnect()
             raise

@@ -19,7 +19,7 @@ from megarl.core.schema import WeightsVersion
 from megarl.engine.client.probe import ProbeText
 from megarl.engine.client.watch import EngineWatch
 from megarl.train.rank.context import RunContext
-from megarl.train.rank.ranks import Ranks
+from megarl.train.rank.ranks import Ranks, Stopped
 from megarl.train.rank.reporter import Reporter
 from megarl.train.sync.files import Publisher
 from megarl.train.sync.probe import probe_text
@@ -35,10 +35,6 @@ MEET_S = 30.0
 """Seconds between two collectives while ranks wait for engines."""
 TRIES = 4
 """Attempts at one publication, each but the first after an engine has died in the one before."""
-
-
-class Stopped(Exception):
-    """A call failed after the job was asked to stop; raised on every rank. Models and state are as before the call."""
 
 
 class WeightSync:
@@ -128,7 +124,7 @@ class WeightSync:
                 given_up.set()
 
     def _publish(self, *, abort: bool = False, sent: SentWeights | None = None) -> dict[str, float]:
-        actor = self._models.actor
+        actor = self._models.actor.model
         self._memory.enter(Phase.SYNC)
         self._together(lambda: self._publisher.wake("weights"))
         tensors, written = (actor.tensors, actor.written()) if sent is None else (sent.tensors, sent.written)

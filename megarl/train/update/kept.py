@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megarl.core.kept_batches import KeptBatch
 from megarl.learn.batching import MicroBatch
-from megarl.learn.training.model import FrozenModel
+from megarl.learn.training.model import Model
 from megarl.learn.training.objectives import LossTokens
 from megarl.train.update.batch import StepBatch
 
@@ -18,7 +18,7 @@ Arrays = dict[str, np.ndarray]
 """Fields of ``KeptBatch`` by name, of some micro-batches."""
 
 
-def kept_batch(batch: StepBatch, actor: FrozenModel) -> KeptBatch | None:
+def kept_batch(batch: StepBatch, actor: Model) -> KeptBatch | None:
     """Return what the updates of a step train on, as each data-parallel rank makes its own micro-batches; None on other
     ranks than the first. Every rank calls it."""
     own = [taken(batch, actor.micro_batches(batch.sequences, units), i) for i, units in enumerate(batch.updates)]

@@ -5,7 +5,7 @@ Shape legend: N sequences of a step, T their positions (``batching.Sequences``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -15,20 +15,22 @@ from megarl.core.config import Config
 from megarl.core.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig
 from megarl.core.metrics import Sums, mean_of_sums
 from megarl.core.phases import Phase
-from megarl.core.schema import GroupStats, Trajectory, name_of
+from megarl.core.schema import GroupStats, Trajectory, WeightsVersion, name_of
+from megarl.explore.experience import with_group_stats
 from megarl.explore.experience.groups import group_stats
+from megarl.explore.order.draws import ExpertRow
 from megarl.learn.algorithms import Algorithm, StepInput
 from megarl.learn.algorithms.terms import kl
 from megarl.learn.algorithms.terms.parts import counts
-from megarl.learn.batching import StepShare, of_demonstrations
+from megarl.learn.batching import StepShare, of_demonstrations, score_positions
 from megarl.learn.batching.images import Images
 from megarl.learn.training import objectives
-from megarl.learn.training.model import FrozenModel, TrainedModel
+from megarl.learn.training.model import Model, TrainedModel
 from megarl.learn.training.objectives import Objective
 from megarl.learn.training.optimizer import learning_rate
 from megarl.train.rank.ranks import Ranks, on_all_ranks
 from megarl.train.rank.state import TrainState
-from megarl.train.update.batch import StepBatch, StepPlan, each_once, overlong
+from megarl.train.update.batch import StepBatch, StepPlan, each_once, make_batch, overlong
 from megarl.train.update.images import StepImages
 from megarl.train.update.models import Models
 from megarl.train.update.shares import share_of
@@ -71,6 +73,22 @@ class Learner:
         once = algorithm.choose_pairs is None and not algorithm.offline
         return "old_logp" in algorithm.needs and once and not others and settings.kl.target is None
 
+    def batch_of(
+        self,
+        trajectories: Sequence[Trajectory],
+        demonstrations: Sequence[ExpertRow] = (),
+        lags: Mapping[WeightsVersion, int] | None = None,
+        images: StepImages | None = None,
+    ) -> StepBatch:
+        """Make the batch of whole groups, with the statistics of their scores; this rank holds its share of the tokens.
+
+        Arguments and errors as of ``make_batch``.
+        """
+        config = self._config
+        settings = (self._algorithm, config.algorithm, config.trainer.updates_per_step, lags, images, self.share)
+        replays = config.rollout.routing_replay
+        return make_batch(with_group_stats(trajectories), demonstrations, *settings, replays_routing=replays)
+
     def infer(self, batch: StepBatch) -> None:
         """Fill what the algorithm needs: log-probs under the weights that the update starts from, the reference's,
         values. ``old_logp`` of the first update may be filled by ``train_step``.
@@ -88,7 +106,7 @@ class Learner:
 
     def _inferred(
         self, updates: list[list[list[int]]], outside: list[list[int]], truncated: set[int]
-    ) -> Iterator[tuple[str, FrozenModel, list[list[list[int]]]]]:
+    ) -> Iterator[tuple[str, Model, list[list[list[int]]]]]:
         """Yield (field of ``Sequences``, model that fills it, lists of units that it takes), in order. Arguments as of
         ``StepPlan``."""
         # The mismatch takes log-probs of every answer, the adaptive KL of those that ``filter_overlong`` leaves.
@@ -100,11 +118,11 @@ class Learner:
 
         models = self._models
         if "old_logp" in self._algorithm.needs:
-            yield "old_logp", models.actor, lists(rest, int(self._first_update_infers))
+            yield "old_logp", models.actor.model, lists(rest, int(self._first_update_infers))
         if models.reference is not None:
             yield "ref_logp", models.reference, lists(kept)
         if models.critic is not None:
-            yield "values", models.critic, lists(kept)
+            yield "values", models.critic.model, lists(kept)
 
     def share(self, plan: StepPlan) -> StepShare | None:
         """Choose the sequences of a step that this rank holds: those that its models take in inference and updates;
@@ -112,10 +130,10 @@ class Learner:
         if self._algorithm.whole_step:
             return None
         inferred = self._inferred(plan.updates, plan.outside, plan.overlong)
-        taken: list[tuple[FrozenModel, list[list[int]]]] = [(m, units) for _, m, lists in inferred for units in lists]
-        for model in (self._models.actor, self._models.critic):
-            if model is not None:
-                taken += [(model, units) for units in plan.updates]
+        taken: list[tuple[Model, list[list[int]]]] = [(m, units) for _, m, lists in inferred for units in lists]
+        for trained in (self._models.actor, self._models.critic):
+            if trained is not None:
+                taken += [(trained.model, units) for units in plan.updates]
         return share_of(plan.lengths, plan.patches, taken)
 
     def train_step(self, state: TrainState, batch: StepBatch) -> tuple[TrainState, dict[str, float]]:
@@ -185,18 +203,18 @@ class Learner:
 
         def learn(
             update: int,
-            model: TrainedModel,
+            trained: TrainedModel,
             objective: Objective,
             units: list[list[int]],
             lr: float,
             logp: torch.Tensor | None = None,
         ) -> None:
             nonlocal state
-            found = model.backward(sequences, model.micro_batches(sequences, units), objective, logp)
-            norm = model.gradient_norm()
+            found = trained.backward(sequences, trained.model.micro_batches(sequences, units), objective, logp)
+            norm = trained.gradient_norm()
             admitted, state = self._updates.admits(state, objective.name, found, norm, update)
             if admitted:
-                model.step(lr)
+                trained.step(lr)
                 sums.append(found)
                 updates.append({f"{objective.name}/grad_norm": (norm, 1.0), f"{objective.name}/lr": (lr, 1.0)})
 
@@ -258,7 +276,7 @@ def step_input(batch: StepBatch, algorithm: Algorithm, config: AlgorithmConfig) 
     )
 
 
-def model_scores(model: FrozenModel, trajectories: list[Trajectory], images: StepImages | None = None) -> list[float]:
+def model_scores(model: Model, trajectories: list[Trajectory], images: StepImages | None = None) -> list[float]:
     """The reward model's score of each trajectory, read after the model's last turn. Every rank calls it.
 
     Args:
@@ -280,5 +298,5 @@ def model_scores(model: FrozenModel, trajectories: list[Trajectory], images: Ste
     if sequences.images is None and any(patches or ()):
         sequences.images = Images.of_text(sequences.lengths)
     outputs = model.outputs(sequences, [model.micro_batches(sequences)])
-    found: list[float] = sequences.together(outputs[sequences.scored(score_pad(model.hf_config))]).tolist()
+    found: list[float] = sequences.together(outputs[score_positions(sequences, score_pad(model.hf_config))]).tolist()
     return found

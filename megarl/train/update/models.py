@@ -21,10 +21,11 @@ from megarl.core.schema import Outcome, name_of
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.batching.sequences import NO_IDS, Sequences
 from megarl.learn.parallel import groups
-from megarl.learn.training.model import FrozenModel, Grid, TrainedModel, micro_batching_for
+from megarl.learn.training.model import Grid, Model, TrainedModel, micro_batching_for
 from megarl.learn.training.schedule import Head
 from megarl.train.update.images import ImageInputs
 from megarl.train.update.samples import WITHOUT_REPLAY
+from megarl.train.update.scoring import is_language_model, score_source, trains_scores
 from megarl.weights.architectures import architecture
 from megarl.weights.checkpoint.formats import hf
 from megarl.weights.checkpoint.training import state
@@ -53,15 +54,17 @@ class Models:
         """The actor's after the warm start."""
         self.images = ImageInputs.of(config, self.hf_config)
         """None where the model takes no images."""
-        self.reference: FrozenModel | None = None
+        self.reference: Model | None = None
         self.critic: TrainedModel | None = None
-        self.reward_model: FrozenModel | None = None
+        self.reward_model: Model | None = None
         self._grids: dict[ParallelConfig, groups.Grid] = {}
 
     def make_actor(self, checkpoint: Path | None) -> None:
-        """Make the actor for weights of ``checkpoint``, or of the run's beginning; one that is there is kept."""
-        if not hasattr(self, "actor"):
-            self.actor = self._actor(self.head)
+        """Make the actor for weights of ``checkpoint``, or of the run's beginning; one with such a head is kept."""
+        scores = trains_scores(self._algorithm) and not is_language_model(self._config, checkpoint)
+        if not hasattr(self, "actor") or scores is not (self.actor.model.head is None):
+            self.__dict__.pop("actor", None)  # before the next one takes its room
+            self.actor = self._actor(None if scores else self.head)
 
     def check_routing(self, sequences: Sequences, rows: Sequence[Outcome]) -> None:
         """Check that the expert ids of held sequences are of the actor's layers and experts. Raises NonRetryableError.
@@ -88,7 +91,15 @@ class Models:
 
     def load_beginning(self) -> None:
         """Give the actor the weights that the run begins with."""
-        self.actor.load_hf(Path(self._config.model.path))
+        path = Path(self._config.model.path)
+        self.actor.model.load_hf(path, score="stored" if self.actor.model.head is not None else score_source(path))
+
+    def score_from_here(self) -> None:
+        """Give the weights that the warm start left to a reward model; its score head begins with zeros."""
+        if self.actor.model.head is not None:
+            scoring = self._actor(None)
+            scoring.model.copy_from(self.actor.model, bucket_bytes=self._config.sync.bucket_bytes)
+            self.actor = scoring
 
     def _actor(self, head: Head | None) -> TrainedModel:
         config = self._config
@@ -96,7 +107,7 @@ class Models:
         actor = TrainedModel(
             self.hf_config, config.model, config.parallel, head, micro_batching, config.trainer.optimizer
         )
-        actor.replays_routing = config.rollout.routing_replay
+        actor.model.replays_routing = config.rollout.routing_replay
         return actor
 
     def build(self, step: int, checkpoint: Path | None, own_reference: Path, enter: Callable[[Phase], None]) -> None:
@@ -118,7 +129,7 @@ class Models:
             if self.reference is None:
                 parallel, grid = self._grid(config.reference)
                 micro_batching = micro_batching_for(parallel, config.trainer)
-                self.reference = FrozenModel(
+                self.reference = Model(
                     self.hf_config, self._settings(config.reference), parallel, self.head, micro_batching, grid
                 )
             if step and config.reference.refresh == "never":
@@ -139,13 +150,13 @@ class Models:
             if self.critic is not None:
                 self.critic.optimizer.set_hyperparameters(config.critic.optimizer)
 
-    def _reward_model(self, path: Path) -> FrozenModel:
+    def _reward_model(self, path: Path) -> Model:
         parallel, grid = self._grid(self._config.reward_model)
         settings, micro_batching = (
             self._settings(self._config.reward_model),
             micro_batching_for(parallel, self._config.trainer),
         )
-        model = FrozenModel(hf.read_hf_config(path), settings, parallel, None, micro_batching, grid)
+        model = Model(hf.read_hf_config(path), settings, parallel, None, micro_batching, grid)
         model.load_hf(path)
         return model
 
@@ -162,23 +173,25 @@ class Models:
             and settings == self.reward_model.model_config
         )
         if path is None:
-            critic.copy_from(self.actor, bucket_bytes=config.sync.bucket_bytes)  # its score head begins with zeros
+            # Its score head begins with zeros.
+            critic.model.copy_from(self.actor.model, bucket_bytes=config.sync.bucket_bytes)
         elif same and self.reward_model is not None:
-            critic.copy_from(self.reward_model, bucket_bytes=config.sync.bucket_bytes)
+            critic.model.copy_from(self.reward_model, bucket_bytes=config.sync.bucket_bytes)
         else:
-            critic.load_hf(path)
+            critic.model.load_hf(path)
         return critic
 
     def finish_gathers(self) -> None:
         """``TrainedModel.finish_gather`` of each that is trained."""
-        for model in (self.actor, self.critic):
-            if model is not None:
-                model.finish_gather()
+        for trained in (self.actor, self.critic):
+            if trained is not None:
+                trained.finish_gather()
 
-    def by_role(self) -> dict[str, FrozenModel]:
+    def by_role(self) -> dict[str, Model]:
         """Role -> model, of those that there are."""
-        roles = {"critic": self.critic, "reference": self.reference, "reward_model": self.reward_model}
-        return {"actor": self.actor} | {role: model for role, model in roles.items() if model is not None}
+        critic = None if self.critic is None else self.critic.model
+        roles = {"critic": critic, "reference": self.reference, "reward_model": self.reward_model}
+        return {"actor": self.actor.model} | {role: model for role, model in roles.items() if model is not None}
 
     def refresh_due(self, step: int) -> bool:
         """True if ``reference.refresh`` asks for a new reference at the start of a step."""
@@ -189,11 +202,11 @@ class Models:
     def refresh_reference(self) -> None:
         """Give the reference the actor's weights of now, proven equal. Nothing to do without a reference."""
         if self.reference is not None:
-            self.reference.copy_from(self.actor, bucket_bytes=self._config.sync.bucket_bytes)
+            self.reference.copy_from(self.actor.model, bucket_bytes=self._config.sync.bucket_bytes)
 
     def actor_part(self) -> state.CheckpointedModel:
         """Part of a checkpoint that holds the actor."""
-        return state.CheckpointedModel(self.actor.chunks, self.actor.optimizer.inner)
+        return state.CheckpointedModel(self.actor.model.chunks, self.actor.optimizer.inner)
 
     def parts(self) -> dict[str, state.CheckpointedModel]:
         """Models and optimizers of a checkpoint."""
@@ -204,18 +217,18 @@ class Models:
         step replaces needs none."""
         found = {}
         if self.critic is not None:
-            found["critic"] = state.CheckpointedModel(self.critic.chunks, self.critic.optimizer.inner, self.critic.grid)
+            critic, optimizer = self.critic.model, self.critic.optimizer.inner
+            found["critic"] = state.CheckpointedModel(critic.chunks, optimizer, critic.grid)
         if self.reference is not None and isinstance(self._config.reference.refresh, int):
             found["reference"] = state.CheckpointedModel(self.reference.chunks, None, self.reference.grid)
         return found
 
     def export_actor(self, target: Path, rank: int) -> None:
         """Write the actor as an ordinary HF checkpoint; every rank calls it, rank 0 writes."""
-        plan = build_plan(
-            self.actor.layout, hf_layout(self.hf_config, head="score" if self.actor.head is None else "lm")
-        )
+        actor = self.actor.model
+        plan = build_plan(actor.layout, hf_layout(self.hf_config, head="score" if actor.head is None else "lm"))
         with writing(target):
-            hf.export_hf(plan, rank, self.actor.proven_tensors(), Path(self._config.model.path), target)
+            hf.export_hf(plan, rank, actor.proven_tensors(), Path(self._config.model.path), target)
 
     def _settings(self, role: RoleConfig) -> ModelConfig:
         model = self._config.model

@@ -12,7 +12,6 @@ from megarl.core import heartbeat
 from megarl.core.errors import NonRetryableError, OffloadError
 from megarl.core.metrics import Timeline
 from megarl.core.phases import OFFLOAD, WITH_ENGINES, Phase, PhasePlan, Place
-from megarl.learn.training.model import TrainedModel
 from megarl.learn.training.residents import Resident, device_bytes, release_freed_memory, residents_of
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks
@@ -125,7 +124,7 @@ class PhaseMemory:
             )
 
     def _move(self, leaving: list[Resident], coming: list[Resident]) -> None:
-        trained = [model for model in self._models.by_role().values() if isinstance(model, TrainedModel)]
+        trained = [model for model in self._models.by_role().values() if model.optimizer is not None]
         for model in trained:
             if any(resident in leaving for resident in model.residents if resident.kind != "gradients"):
                 model.keep_written()  # a sync compares with it while the optimizer is away

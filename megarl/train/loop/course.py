@@ -1,0 +1,181 @@
+"""The course of a training job on one rank: resume, warm start, steps, evaluation, checkpoints."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import Protocol
+
+from megarl.core import heartbeat
+from megarl.core.durable import write_text
+from megarl.core.phases import Phase
+from megarl.core.schema import WeightsVersion
+from megarl.train.loop.rank import TrainerRank, starting
+from megarl.train.loop.warm_start import WarmStart
+from megarl.train.rank.ranks import Stopped
+from megarl.train.rank.state import TrainState
+from megarl.train.update.updates import RollBack
+from megarl.weights.checkpoint.training.manifest import EXPORTED_STEP
+
+
+class Steps(Protocol):
+    """Steps of one kind of job: ``step.OnlineSteps`` or ``offline.OfflineSteps``. Every rank makes the same calls.
+
+    What a step changes is in the rank's models and in the ``TrainState`` that it returns.
+    """
+
+    @property
+    def version(self) -> WeightsVersion | None:
+        """Weights published last, for the manifest of a checkpoint."""
+
+    def prepare(self, state: TrainState) -> None:
+        """Make the models that the steps need, after the warm start and after each rollback."""
+
+    def connect(self) -> None:
+        """Open what the steps need beside models. Raises Stopped."""
+
+    def step(self, state: TrainState) -> TrainState:
+        """Make one step. Raises RollBack; Stopped before the update begins: nothing has changed then."""
+
+    def is_evaluation_due(self, state: TrainState) -> bool:
+        """Settle what is evaluated meanwhile; True where that asks for an evaluation now."""
+
+    def evaluate(self, state: TrainState, name: str) -> None:
+        """Evaluate the actor. Raises Stopped."""
+
+    def finish(self) -> None:
+        """End after the last step and the last evaluation."""
+
+    def before_rollback(self, state: TrainState) -> None:
+        """Settle what belongs to the weights that are given up."""
+
+    def after_rollback(self, state: TrainState) -> None:
+        """Forget what belongs to steps after that of ``state``."""
+
+
+class Course:
+    """The course of a job, whatever its steps are."""
+
+    def __init__(self, rank: TrainerRank, steps: Steps) -> None:
+        self._rank, self._steps = rank, steps
+        self._config = rank.config.trainer
+
+    def train(self) -> None:
+        """Warm start when there is none yet, then ``trainer.steps`` steps; resumes from the newest checkpoint."""
+        state = self.start()
+        if state is not None:
+            self.end(*self.run_steps(state))
+
+    def start(self) -> TrainState | None:
+        """Return the state before the next step, with all models built; None after a stop in the warm start."""
+        state = self.run_warm_start(self.resume())
+        if state is not None:
+            self.begin(state)
+        return state
+
+    def end(self, state: TrainState, finished: bool) -> None:
+        """Checkpoint the models; export the actor and close the job where no step is left."""
+        rank = self._rank
+        rank.commit(state, self._steps.version)
+        if finished:
+            rank.export(rank.context.run_dir / "hf")
+            if rank.context.rank == 0:
+                write_text(rank.context.run_dir / EXPORTED_STEP, str(state.step))
+                rank.store.journal.close_job()  # the explorer ends when no more work comes
+            rank.ranks.wait_for_all()
+
+    def resume(self) -> TrainState:
+        """Restore the newest checkpoint, or begin; return its state."""
+        rank = self._rank
+        heartbeat.set_phase("between steps")
+        with rank.timeline.phase("load"), starting(rank.config):
+            state = rank.checkpoints.resume(rank.models)
+        rank.reporter.open(state)
+        return state
+
+    def run_warm_start(self, state: TrainState) -> TrainState | None:
+        """Make the remaining steps of the warm start; return the state of step 0 of what follows, or None when the job
+        was asked to stop before that: what was reached is saved."""
+        rank = self._rank
+        warm_start = WarmStart(rank.config, rank.models, rank.updates, rank.ranks, rank.reporter, rank.checkpoints)
+        while state.warming_up:
+            try:
+                for after in warm_start.steps(state):
+                    state = after
+            except RollBack as bad:
+                state = self.rolled_back(state, bad)
+                continue
+            if state.step < self._config.warm_start.steps:
+                if state.step:
+                    rank.commit(state)
+                return None
+            state = replace(state, phase="rl", step=0, grad_norms={})  # norms of another loss
+            rank.commit(state)
+        return state
+
+    def begin(self, state: TrainState) -> None:
+        """Prepare the steps that follow the warm start, again after a rollback."""
+        self._steps.prepare(state)
+        # Modules and models stay: a collection that walks them takes 0.3 s of every fourth step of the quickstart.
+        # Those that a fork server has frozen are shared with it until a collection writes to them: seconds of copies.
+        gc.collect()
+        gc.freeze()
+        if state.step:
+            self._rank.checkpoints.put_random_states(self._rank.models)
+
+    def run_steps(self, state: TrainState) -> tuple[TrainState, bool]:
+        """Make the steps that are left and the last evaluation; return the last state, and False after a stop."""
+        steps = self._steps
+        try:
+            steps.connect()
+            while state.step < self._config.steps:
+                try:
+                    if self._rank.ranks.stop_requested():
+                        return state, False
+                    if steps.is_evaluation_due(state) or self.evaluates(state):
+                        steps.evaluate(state, f"eval-{state.step}" if state.step else "eval-before")
+                    state = steps.step(state)
+                except RollBack as bad:
+                    state = self.rolled_back(state, bad)
+            steps.evaluate(state, "eval-after")
+        except Stopped as stopped:
+            if text := str(stopped):
+                self._rank.reporter.log(f"stopping in the middle of a weight sync ({text})")
+            return state, False
+        steps.finish()
+        return state, True
+
+    def evaluates(self, state: TrainState) -> bool:
+        """True before the first step and every ``trainer.eval_interval`` steps, also after a resume there."""
+        interval = self._config.eval_interval
+        return not state.step or bool(interval and state.step % interval == 0)
+
+    def rolled_back(self, state: TrainState, bad: RollBack) -> TrainState:
+        """Bring models, store and metrics to the newest checkpoint, or the run's start; return its state.
+
+        Equal to the checkpoint to the bit, but for the count of rollbacks: what follows has other tasks and seeds.
+        """
+        rank, reporter = self._rank, self._rank.reporter
+        bad.__traceback__ = None  # its frames hold models that are to be replaced
+        self._steps.before_rollback(state)
+        rank.checkpoints.settle(wait=True)
+        rank.models.finish_gathers()  # the bad update may have followed another one
+        rank.memory.enter(Phase.START)
+        before = state.step
+        reporter.log(f"WARNING: {bad}; going back to the newest checkpoint")
+        state = replace(rank.checkpoints.resume(rank.models), rollbacks=state.rollbacks + 1)
+        if not state.warming_up:
+            gc.unfreeze()  # models that are replaced
+            self.begin(state)
+            if rank.context.rank == 0:
+                rank.store.rollouts.discard(state.step, ahead=True)
+        event = {"from_step": before, "to_step": state.step, "rollbacks": state.rollbacks, "why": str(bad)}
+        reporter.event("rollback", event)
+        reporter.rewind(state)
+        source = "a checkpoint" if rank.checkpoints.newest() else "the beginning"
+        reporter.log(
+            f"went back from step {before} to step {state.step}, by {source}; rollback {state.rollbacks}: "
+            "from here on steps take other tasks"
+        )
+        self._steps.after_rollback(state)
+        return state

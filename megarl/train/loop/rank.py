@@ -1,0 +1,118 @@
+"""A trainer rank: its models, and the services that every kind of job uses."""
+
+from __future__ import annotations
+
+import random
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from megarl.core import heartbeat
+from megarl.core.config import Config
+from megarl.core.phases import Phase
+from megarl.core.schema import WeightsVersion
+from megarl.explore.store import NOTHING_USED, Used
+from megarl.learn import algorithms
+from megarl.learn.parallel import groups
+from megarl.train.loop.checkpoints import Checkpointer
+from megarl.train.rank.context import RunContext
+from megarl.train.rank.ranks import Ranks
+from megarl.train.rank.reporter import Reporter
+from megarl.train.rank.state import TrainState
+from megarl.train.update.learner import Learner
+from megarl.train.update.models import Models
+from megarl.train.update.phase_memory import PhaseMemory
+from megarl.train.update.updates import UpdateFilter
+from megarl.weights.checkpoint.training import writer as checkpoint_writer
+
+
+class TrainerRank:
+    """Models and services of one rank. Use as a context manager. Every rank makes the same calls."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.ranks = Ranks()
+        self.ranks.stop_on_sigterm()
+        if config.trainer.async_checkpoint:
+            checkpoint_writer.of_process()  # before models and a GPU: it is a fork of this process
+        self.timeout_s = groups.collective_timeout_s(config.cluster.stall_s)
+        # seeds torch's generators too
+        position = groups.initialize(config.parallel, seed=config.trainer.seed, timeout_s=self.timeout_s)
+        random.seed(config.trainer.seed)
+        np.random.seed(config.trainer.seed)
+        self.context = RunContext.of(config, position.rank)
+        self.store = self.context.open_store()
+        self.reporter = Reporter(self.context, self.store)
+        self.reporter.record_start()
+        self.timeline = self.reporter.timeline
+        self.algorithm = algorithms.get(config.algorithm.name)
+        self.models = Models(config, self.algorithm)
+        self.checkpoints = Checkpointer(self.context, self.store, self.ranks, self.reporter)
+        self.updates = UpdateFilter(config.trainer.update_filter, self.reporter)
+        self.memory = PhaseMemory(self.context, self.models, self.ranks, self.timeline)
+        self.learner = Learner(config, self.algorithm, self.models, self.updates, self.ranks, self.memory.enter)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.checkpoints.give_up()  # one is pending only after an error
+        self.memory.close()
+        self.reporter.close()
+        self.store.close()
+
+    def build_models(self, state: TrainState) -> None:
+        """Build the models beside the actor, and take charge of the memory of all.
+
+        At step 0 the optimizer is fresh, and the other models begin with the weights that the warm start left.
+        """
+        models, reference = self.models, self.context.run_dir / "reference"
+        if state.step == 0:
+            models.actor.optimizer.restart(self.config.trainer.optimizer)
+            self.export(reference)
+        models.actor.model.head = models.head
+        self.memory.begin()
+        with self.timeline.phase("load"), starting(self.config):
+            models.build(state.step, self.checkpoints.newest(), reference, self.memory.enter)
+
+    def end_step(
+        self, state: TrainState, metrics: dict[str, float], version: WeightsVersion | None, used: Used = NOTHING_USED
+    ) -> TrainState:
+        """Count the step, and checkpoint where that is due; return the state after it. Adds to ``metrics``.
+
+        Args:
+            version: Weights published last.
+            used: Groups that the step has used.
+        """
+        config, number = self.config.trainer, state.step
+        self.checkpoints.settle()
+        state = replace(state, step=number + 1)
+        metrics |= {"training/global_step": float(state.step), "training/attempt": float(self.context.attempt)}
+        metrics |= self.memory.metrics() | {"checkpoint/failed": float(self.checkpoints.failed)}
+        if state.step % config.checkpoint_interval == 0 and state.step < config.steps:
+            # A job that is killed after its checkpoint resumes after this step: its metrics must be there by then.
+            self.reporter.keep(state.step, metrics, used)
+            self.commit(state, version, interval=True, step=number)
+            metrics["checkpoint/failed"] = float(self.checkpoints.failed)
+        return state
+
+    def commit(
+        self, state: TrainState, version: WeightsVersion | None = None, *, interval: bool = False, **labels: int
+    ) -> None:
+        """Checkpoint the models under ``state`` (``Checkpointer.commit``)."""
+        self.checkpoints.commit(state, self.models, self.memory.enter, version=version, interval=interval, **labels)
+
+    def export(self, target: Path) -> None:
+        """Write the actor as an ordinary HF checkpoint."""
+        self.memory.enter(Phase.SAVE)
+        with self.timeline.phase("export"):
+            self.models.export_actor(target, self.context.rank)
+            self.ranks.wait_for_all()  # rank 0 writes; the others may read it next
+
+
+def starting(config: Config) -> AbstractContextManager[None]:
+    """Allow what a start waits for to take its time."""
+    return heartbeat.timeout(config.rollout.start_timeout_s)

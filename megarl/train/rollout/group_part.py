@@ -1,0 +1,61 @@
+"""A part of the group service: what one feature adds to the asking for groups and to the choice among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.core.config import Config
+from megarl.core.schema import Trajectory
+from megarl.explore.experience import Verified
+from megarl.explore.order.replay import ReplayChoice
+from megarl.train.rank.state import TrainState
+from megarl.train.rollout.found import FoundGroups
+from megarl.train.rollout.reading import RolloutReader
+
+
+@dataclass(frozen=True)
+class GroupServices:
+    """Services of ``Rollouts``. A part's constructor names those that it uses."""
+
+    config: Config
+    reader: RolloutReader
+    replay: ReplayChoice
+    verified: Callable[[Sequence[Trajectory], int], Verified]
+    """``Rollouts.verified``."""
+
+
+class GroupPart:
+    """Hooks, which do nothing by default. Every rank calls every hook, in the order of ``group_parts.GROUP_PARTS``."""
+
+    rounds = 1
+    """Most rollouts that a step asks for, one after the other, until it has enough groups."""
+    mixes_versions = False
+    """True where a step trains on tokens of several versions, whatever ``sync.max_staleness`` is."""
+
+    def sampling(self) -> Mapping[str, Any]:
+        """Return what each rollout asks of the sampler beside temperature, length and seed."""
+        return {}
+
+    def begin(self, found: FoundGroups, state: TrainState) -> None:
+        """Act when the first groups of a step are there, and none has been taken. Raises Stopped."""
+
+    def lacks(self, group: Sequence[Trajectory]) -> str | None:
+        """Say what a group lacks to be whole; None: nothing."""
+        return None
+
+    def select(self, found: FoundGroups, groups: list[list[Trajectory]]) -> list[list[Trajectory]]:
+        """Return those of the verified groups that the step keeps; note the others in ``found.dropped``."""
+        return groups
+
+    def finish(self, found: FoundGroups, state: TrainState, rounds: int) -> None:
+        """Act when the step asks for no more groups, after so many rollouts. Raises NonRetryableError."""
+
+    def metrics(self, found: FoundGroups, new: int) -> dict[str, float]:
+        """Return metrics of a step that trains on so many new groups."""
+        return {}
+
+    def change(self, trajectories: list[Trajectory], state: TrainState) -> list[Trajectory]:
+        """Return the trajectories that are trained in place of these."""
+        return trajectories

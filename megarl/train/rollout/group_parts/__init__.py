@@ -1,0 +1,33 @@
+"""The parts of a job's group service: the settings that ask for a part, and its class, in the order of the hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import signature
+
+from megarl.core.config import Config
+from megarl.learn.algorithms import Algorithm
+from megarl.train.rollout.group_part import GroupPart, GroupServices
+from megarl.train.rollout.group_parts.dynamic import DynamicSampling
+from megarl.train.rollout.group_parts.greedy import GreedyBaseline
+from megarl.train.rollout.group_parts.replay import ReplayedGroups
+from megarl.train.rollout.group_parts.sampler import RecordedRouting, SpareAnswers
+from megarl.train.rollout.group_parts.shuffle import ShuffledRewards
+
+GROUP_PARTS: tuple[tuple[Callable[[Config, Algorithm], bool], type[GroupPart]], ...] = (
+    (lambda c, a: "greedy" in a.needs, GreedyBaseline),
+    (lambda c, a: c.rollout.spare > 0, SpareAnswers),
+    (lambda c, a: c.rollout.routing_replay, RecordedRouting),
+    (lambda c, a: c.buffer.replay.share > 0, ReplayedGroups),
+    (lambda c, a: c.algorithm.dynamic_sampling, DynamicSampling),
+    (lambda c, a: c.reward.shuffle, ShuffledRewards),
+)
+
+
+def group_parts_of(services: GroupServices, algorithm: Algorithm) -> list[GroupPart]:
+    """Make the parts that the job's settings ask for, each with the services that its constructor names."""
+    made = []
+    for wanted, part in GROUP_PARTS:
+        if wanted(services.config, algorithm):
+            made.append(part(**{name: getattr(services, name) for name in signature(part).parameters}))
+    return made

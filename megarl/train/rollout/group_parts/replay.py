@@ -1,0 +1,50 @@
+"""Groups of earlier steps that a step trains on again (``buffer.replay``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from megarl.core.config import Config
+from megarl.core.schema import Trajectory
+from megarl.explore.experience import Verified, by_group
+from megarl.explore.order.draws import data_seed
+from megarl.explore.order.replay import ReplayChoice, replay_metrics
+from megarl.train.rank.ranks import Stopped
+from megarl.train.rank.state import TrainState
+from megarl.train.rollout.found import FoundGroups
+from megarl.train.rollout.group_part import GroupPart
+from megarl.train.rollout.reading import RolloutReader
+
+
+class ReplayedGroups(GroupPart):
+    """Reads these groups beside the new ones of a step."""
+
+    mixes_versions = True
+
+    def __init__(
+        self,
+        config: Config,
+        reader: RolloutReader,
+        replay: ReplayChoice,
+        verified: Callable[[Sequence[Trajectory], int], Verified],
+    ) -> None:
+        self._seed, self._reader, self._replay, self._verified = config.trainer.seed, reader, replay, verified
+
+    def begin(self, found: FoundGroups, state: TrainState) -> None:
+        """Read and verify the groups. They were verified when they were first used; it is done again because lengths
+        are rewarded there."""
+        seed = data_seed(self._seed, state.rollbacks)
+        read = self._reader.replayed(lambda: self._replay.groups(state.step, seed, state.step))
+        if read is None:
+            raise Stopped
+        found.replayed = [replayed for replayed, _ in read]
+        trajectories = [trajectory for _, group in read for trajectory in group]
+        verified = self._verified(trajectories, state.step)
+        found.count(trajectories, verified)
+        found.again, found.again_dropped = by_group(verified.trajectories), verified.dropped
+        # counted in their own step
+        found.report += replace(verified.report, groups=0, dropped={}, ends={}, excluded={})
+
+    def metrics(self, found: FoundGroups, new: int) -> dict[str, float]:
+        return replay_metrics(found.replayed, len(found.replayed) + new)

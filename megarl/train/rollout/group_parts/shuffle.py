@@ -1,0 +1,20 @@
+"""Rewards that are independent of the answers, as a control experiment (``reward.shuffle``)."""
+
+from __future__ import annotations
+
+from megarl.core.config import Config
+from megarl.core.schema import Trajectory
+from megarl.explore.experience import shuffle_rewards
+from megarl.explore.order.draws import data_seed
+from megarl.train.rank.state import TrainState
+from megarl.train.rollout.group_part import GroupPart
+
+
+class ShuffledRewards(GroupPart):
+    """Permutes the rewards of a step."""
+
+    def __init__(self, config: Config) -> None:
+        self._seed = config.trainer.seed
+
+    def change(self, trajectories: list[Trajectory], state: TrainState) -> list[Trajectory]:
+        return shuffle_rewards(trajectories, seed=data_seed(self._seed, state.rollbacks) * 1_000_003 + state.step)
