@@ -309,10 +309,9 @@ def shared_code(sources: dict[str, str]) -> dict[str, list[str]]:
     return {name: bases for name, bases in shared.items() if bases}
 
 
-LARGE = {"RolloutModel"}
+LARGE = set[str]()
 """Classes with more public names than ``MAX_NAMES``, which are to be composed of parts."""
 INHERITING = {
-    "RolloutModel", "RecordedTurns", "FileFedEngines", "EngineFollower",
     "LocalWorker", "RemoteWorker", "InAdmissionOrder", "InCompletionOrder",
     "_Expected", "_Properties",
 }  # fmt: skip
