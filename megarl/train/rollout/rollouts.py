@@ -30,7 +30,15 @@ from megarl.learn.algorithms import Algorithm
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
-from megarl.train.rollout.asking import Asking, Awaited, InAdmissionOrder, InCompletionOrder, Published, rollout_of
+from megarl.train.rollout.asking import (
+    Asking,
+    Awaited,
+    GroupRequests,
+    InAdmissionOrder,
+    InCompletionOrder,
+    Published,
+    rollout_of,
+)
 from megarl.train.rollout.reading import RolloutReader
 from megarl.train.update.accounts import NONE, Amount, Excluded, SampleAccount, sum_of
 
@@ -145,8 +153,10 @@ class Rollouts:
         self._operators = Operators(context.config)
         self._choice = TaskChoice(context.config, store)
         self._replay = ReplayChoice(context.config, store)
-        order = {"admission": InAdmissionOrder, "completion": InCompletionOrder}[context.config.sync.order]
-        self._asking: Asking = order(context, algorithm, store, self._choice, self._replay)
+        self._requests = GroupRequests(context, algorithm, store, self._choice)
+        self._asking: Asking = InAdmissionOrder(self._requests, self._replay)
+        if context.config.sync.order == "completion":
+            self._asking = InCompletionOrder(self._requests)
 
     def drain(self, state: TrainState, *, weights_step: int) -> None:
         """Wait until the groups that were asked for ahead are ready, in step ``state.step``; not in completion order.
@@ -161,7 +171,7 @@ class Rollouts:
             return
         for step in range(state.step + 1, min(self._pacing.asked(state.step), self._context.config.trainer.steps)):
             with self._reporter.timeline.phase("rollout", step=state.step):
-                look = partial(self._asking.look_ahead, step, state.step)
+                look = partial(self._requests.look_ahead, step, state.step)
                 if not self._wait(look, f"rollout {step + 1}, ahead", weights_step=weights_step):
                     return
 
@@ -186,7 +196,7 @@ class Rollouts:
             with timeline.phase("rollout", step=step):
                 if self._context.rank == 0:
                     if extra:
-                        asking.ask_more(state, published, extra, missing)
+                        self._requests.ask_more(state, published, extra, asking.further(missing))
                     else:
                         asking.ask(state, published)
                 label = f"rollout {step + 1}" + (f", again ({len(found.groups)} of {wanted} groups)" if extra else "")
