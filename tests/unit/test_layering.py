@@ -308,7 +308,6 @@ LARGE = {"Trainer", "OnlineTrainer", "OfflineTrainer", "RolloutModel"}
 """Classes with more public names than ``MAX_NAMES``, which are to be composed of parts."""
 INHERITING = {
     "OnlineTrainer", "OfflineTrainer", "RolloutModel", "RecordedTurns", "FileFedEngines", "EngineFollower",
-    "LocalWorker", "RemoteWorker",
 }  # fmt: skip
 """Classes that inherit code from another class of megarl, and are to have that as a part."""
 
