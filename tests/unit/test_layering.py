@@ -313,8 +313,6 @@ LARGE = {"RolloutModel"}
 """Classes with more public names than ``MAX_NAMES``, which are to be composed of parts."""
 INHERITING = {
     "RolloutModel", "RecordedTurns", "FileFedEngines", "EngineFollower",
-    "LocalWorker", "RemoteWorker", "InAdmissionOrder", "InCompletionOrder",
-    "_Expected", "_Properties",
 }  # fmt: skip
 """Classes that inherit code from another class of megarl, and are to have that as a part."""
 

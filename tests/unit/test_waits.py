@@ -116,7 +116,7 @@ LIMITED = {
     "locks have a timeout",
     "explore/rewards/pool/worker_queue.WorkerQueue._next: self._idle.get": "asyncio.timeout_at: STUCK_S beyond "
     "reward.timeout_s",
-    "explore/rewards/pool/process.RemoteWorker._greeting: reader.readline": "asyncio.timeout, process.CONNECT_S",
+    "explore/rewards/pool/process.RemoteRewardProcess._greeting: reader.readline": "asyncio.timeout, process.CONNECT_S",
     "explore/rewards/pool/process.Worker._exchange: self._reader.readline": "asyncio.timeout, the verifier's timeout",
     "explore/rewards/pool/worker.serve: requests.readline": "the worker's life; it dies with its parent (die_with)",
     "engine/server/endpoint._stream: frames.get": "asyncio.timeout, the time between two heartbeats",
