@@ -90,5 +90,6 @@ def services_of(rank: TrainerRank) -> Services:
         ),
         evaluation=evaluation,
         wait=wait,
+        newest=rank.checkpoints.newest,
         export=rank.export,
     )

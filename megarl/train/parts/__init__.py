@@ -13,6 +13,7 @@ from megarl.core.config import Config
 from megarl.learn import algorithms
 from megarl.train.part import Part, Services
 from megarl.train.parts.ahead import DrainAhead
+from megarl.train.parts.average import AveragedActor
 from megarl.train.parts.batches import KeptBatches
 from megarl.train.parts.cold import ColdCheck
 from megarl.train.parts.colocation import Colocation
@@ -30,6 +31,7 @@ PARTS: tuple[tuple[Callable[[Config], bool], type[Part]], ...] = (
     (lambda c: c.reward_model.path is not None, RewardModelScores),
     (lambda c: "expert" in algorithms.get(c.algorithm.name).needs, Demonstrations),
     (lambda c: c.trainer.keep_batches, KeptBatches),
+    (lambda c: c.evaluation.average is not None, AveragedActor),
     (lambda c: c.rollout.placement == "separate" and c.sync.max_staleness > 0, DrainAhead),
     (lambda c: True, TruncationLine),
     (lambda c: True, AccountLine),
