@@ -82,7 +82,7 @@ async def measured(tokenizer: ChatTokenizer, count: int) -> tuple[float, float, 
                 if len(urls) == count:
                     all_there.set()
                 await ended.wait()
-            assert len(recorder.recorded()) == 2 * TURNS
+            assert len(recorder.record.ordered()) == 2 * TURNS
 
         for number in range(count):
             tasks.create_task(trajectory(number))

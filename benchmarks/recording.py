@@ -63,7 +63,7 @@ async def converse(tokenizer: ChatTokenizer, turns: int) -> tuple[float, float]:
             {"role": "assistant", "content": reply.content},
             {"role": "user", "content": f"{number}: " + "an observation of " * 15},
         ]
-    assert len(recorder.recorded()) == 2 * turns
+    assert len(recorder.record.ordered()) == 2 * turns
     return sum(seconds), max(seconds)
 
 

@@ -88,7 +88,7 @@ def run_workflow_of(
 
 
 def trajectory(recorded: RolloutModel) -> Trajectory:
-    return Trajectory("r", "t", "g", 0, 1, recorded.recorded(), Reward(0.0, "wrong"), cause=recorded.cause)
+    return Trajectory("r", "t", "g", 0, 1, recorded.record.ordered(), Reward(0.0, "wrong"), cause=recorded.end.cause)
 
 
 def play(model: Model, agent: Callable[[str], Awaitable[Any]], limit: int = 4096) -> RolloutModel:

@@ -157,7 +157,7 @@ def test_a_sample_that_nobody_waits_for_ends_the_trajectory(
     seconds = [30.0] if kind != "race" else [math.inf, 30.0]
     model = Model(tokenizer, *["15"] * 3, seconds=seconds)
     recorded = agent(model, source)
-    assert recorded.cause is End.ABANDONED
+    assert recorded.end.cause is End.ABANDONED
     assert "not waited for 1 of its requests" in str(asyncio.run(recorded.verdict()).message)
     written = [turn for turn in recorded.turns if turn.author == "model"]
     assert len(written) == (kind == "race") and len(model.given) == len(written)
@@ -222,7 +222,7 @@ except openai.BadRequestError:
     pass
 raise ConnectionError("no route")
 """
-    assert agent(Model(tokenizer, "15"), handled).cause is End.WORKFLOW_ERROR
+    assert agent(Model(tokenizer, "15"), handled).end.cause is End.WORKFLOW_ERROR
     caused = """
 await ask(prompt)
 try:
@@ -230,9 +230,9 @@ try:
 except openai.BadRequestError as error:
     raise RuntimeError("no context left") from error
 """
-    assert agent(Model(tokenizer, "15"), caused).cause is End.TRUNCATED
+    assert agent(Model(tokenizer, "15"), caused).end.cause is End.TRUNCATED
     recorded = agent(Model(tokenizer, "15"), caused, agent_rewards=True)
-    assert recorded.cause is End.TRUNCATED
+    assert recorded.end.cause is End.TRUNCATED
     assert asyncio.run(recorded.verdict()).reward == Reward(0.0, "wrong"), "no verifier is there to ask"
 
 
@@ -255,12 +255,12 @@ try:
 except openai.BadRequestError as error:
     {end}
 """
-    assert agent(Model(tokenizer, "15"), source).cause is OVERFLOWS[end]
+    assert agent(Model(tokenizer, "15"), source).end.cause is OVERFLOWS[end]
 
 
 def test_a_timeout_of_the_agents_own_is_its_error(agent: Callable[..., Any], tokenizer: ChatTokenizer) -> None:
     recorded = agent(Model(tokenizer, "15"), "await ask(prompt)\nraise TimeoutError('a page')")
-    assert recorded.cause is End.WORKFLOW_ERROR and "a page" in asyncio.run(recorded.verdict()).message
+    assert recorded.end.cause is End.WORKFLOW_ERROR and "a page" in asyncio.run(recorded.verdict()).message
 
 
 MALFORMED: list[tuple[str, dict[str, Any], str]] = [
@@ -481,7 +481,7 @@ def test_a_prompt_that_engines_refuse_is_refused_to_the_agent(
 
     model = Refusing(tokenizer)
     recorded = agent(model, "await ask(prompt)")
-    assert recorded.cause is End.WORKFLOW_ERROR and len(model.requests) == 1
+    assert recorded.end.cause is End.WORKFLOW_ERROR and len(model.requests) == 1
     assert "out of vocabulary" in asyncio.run(recorded.verdict()).message
 
 

@@ -284,7 +284,7 @@ def agents(tmp_path: Path, tokenizer: ChatTokenizer) -> Iterator[Callable[..., R
 def test_an_agent_of_a_file(agents: Callable[..., RolloutModel], after: str, score: float | None, end: End) -> None:
     recorded = agents(AGENT, after, "15", agent_timeout_s=3.0 if end is End.WORKFLOW_TIMEOUT else 60.0)
     verdict = asyncio.run(recorded.verdict())
-    found = Trajectory("r", "t", "g", 0, 1, tuple(recorded.turns), verdict.reward, cause=recorded.cause)
+    found = Trajectory("r", "t", "g", 0, 1, tuple(recorded.turns), verdict.reward, cause=recorded.end.cause)
     assert found.end is end and len(recorded.turns) == 2, verdict.message
     assert verdict.reward.score == score if score is not None else verdict.reward.status == "error"
 
@@ -309,7 +309,7 @@ def test_an_agent_as_a_command(
 
 def test_an_agent_that_asks_for_nothing(agents: Callable[..., RolloutModel]) -> None:
     recorded = agents("async def run(base_url, prompt, request_kwargs, metadata):\n    return 1.0\n", "")
-    assert recorded.cause is End.WORKFLOW_ERROR and "no response" in str(asyncio.run(recorded.verdict()).message)
+    assert recorded.end.cause is End.WORKFLOW_ERROR and "no response" in str(asyncio.run(recorded.verdict()).message)
 
 
 @pytest.mark.parametrize(

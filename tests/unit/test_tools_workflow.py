@@ -123,20 +123,20 @@ def test_a_loop_of_calls(folder: Path, file: str) -> None:
 def test_errors_that_the_model_gets(folder: Path, file: str, written: str, told: str) -> None:
     recorded, _ = play(folder, rollout("calculator", file), written, "15")
     assert told in results(recorded)[0]
-    assert recorded.cause is None and recorded.text(recorded.last_of_model()) == "15"
+    assert recorded.end.cause is None and recorded.text(recorded.record.last_of_model()) == "15"
 
 
 def test_a_function_that_takes_too_long_is_an_error(folder: Path, file: str) -> None:
     recorded, _ = play(folder, rollout(file, tool_timeout_s=0.2), call("slow", seconds=30), "15")
     assert "Error: slow has not returned within 0.2 s." in results(recorded)[0]
-    assert recorded.cause is None and recorded.text(recorded.last_of_model()) == "15"
+    assert recorded.end.cause is None and recorded.text(recorded.record.last_of_model()) == "15"
 
 
 def test_a_function_that_takes_too_long_ends_the_trajectory_by_setting(folder: Path, file: str) -> None:
     settings = rollout(file, tool_timeout_s=0.2, on_tool_timeout="end")
     recorded, _ = play(folder, settings, call("slow", seconds=30), "15")
-    assert recorded.cause is End.TOOL_TIMEOUT and not End.TOOL_TIMEOUT.by_policy
-    assert recorded.given is not None and "rollout.tool_timeout_s" in str(recorded.given.message)
+    assert recorded.end.cause is End.TOOL_TIMEOUT and not End.TOOL_TIMEOUT.by_policy
+    assert recorded.end.given is not None and "rollout.tool_timeout_s" in str(recorded.end.given.message)
 
 
 def test_calls_are_counted(folder: Path) -> None:
@@ -145,15 +145,15 @@ def test_calls_are_counted(folder: Path) -> None:
     recorded, model = play(folder, rollout("calculator", max_tool_calls=2), one, one + one, one, "15")
     assert model.given == [one, one + one, one]
     assert [("no tool calls are left" in text) for text in results(recorded)] == [False, True]
-    assert recorded.cause is None
+    assert recorded.end.cause is None
 
 
 def test_a_result_without_room_and_a_call_that_is_cut_end_the_trajectory(folder: Path) -> None:
     one = call("calculator", expression="1")
     recorded, _ = play(folder, rollout("calculator"), one, "15")
-    assert recorded.cause is None and len(recorded.turns) == 4
-    recorded, _ = play(folder, rollout("calculator"), one, "15", limit=recorded._log.length(1) + 5)
-    assert recorded.cause is End.TRUNCATED and len(recorded.turns) == 2
+    assert recorded.end.cause is None and len(recorded.turns) == 4
+    recorded, _ = play(folder, rollout("calculator"), one, "15", limit=recorded.record._log.length(1) + 5)
+    assert recorded.end.cause is End.TRUNCATED and len(recorded.turns) == 2
     recorded, _ = play(folder, rollout("calculator"), f"{one} and then…", "15")
     assert len(recorded.turns) == 2
 
@@ -342,7 +342,7 @@ class TestPython:
         _, second, third, fourth = results(recorded)
         assert stays is None or told in second
         assert stays is None or ("5" if stays else "NameError") in third
-        assert "2" in fourth and recorded.cause is None and len(second) < 4000
+        assert "2" in fourth and recorded.end.cause is None and len(second) < 4000
 
     def test_a_cancelled_trajectory_ends_its_session(self, folder: Path) -> None:
         """Also while a call runs, which could go on for ten minutes."""

@@ -89,9 +89,9 @@ def recorded_by(engine: Engine, task: Task = TEXT, limit: int = 400, rules: Imag
 
 
 def kept(recorded: RolloutModel) -> Trajectory:
-    turns = recorded.recorded()
-    images = recorded.images_of(turns)
-    return Trajectory("r", "t", "g", 0, 1, turns, Reward(1.0, "ok"), cause=recorded.cause, images=images)
+    turns = recorded.record.ordered()
+    images = recorded.record.images_beside(recorded._claim.task.images, turns)
+    return Trajectory("r", "t", "g", 0, 1, turns, Reward(1.0, "ok"), cause=recorded.end.cause, images=images)
 
 
 class Show:
@@ -330,7 +330,7 @@ def test_an_agent_is_given_the_images_of_its_task(tokenizer: ChatTokenizer, proc
 def test_a_model_of_text_is_shown_none(tokenizer: ChatTokenizer, processor: Processor) -> None:
     engine = Engine(tokenizer, processor, "red", "now")
     recorded = recorded_by(engine)
-    recorded._images._rules = None
+    recorded.record._images._rules = None
     found = played(recorded, Show(Observation("", images=[ONE])))
     assert found.cause is End.ENVIRONMENT_ERROR
     assert "need a model that takes images" in str(asyncio.run(recorded.verdict()).message)

@@ -104,7 +104,7 @@ class Session:
                 raise BadRequest(str(error)) from error
             except RecursionError as error:
                 raise BadRequest("a message or tool is nested too deeply") from error
-        prompt_tokens = self._model.limit - self._model.room_after(context)
+        prompt_tokens = self._model.limits.trajectory - self._model.record.room_after(context)
         try:
             turns = await asyncio.gather(
                 *(self._model.generate(after=context, max_tokens=asked.max_tokens) for _ in range(asked.n))
@@ -167,11 +167,11 @@ class Session:
         except DataError:
             return None
         self._check_images(images, after)
-        room = self._model.room_after(after)
+        room = self._model.record.room_after(after)
         last = int(response.token_ids[-1])
         token_ids = await self._encoded(rendered, room, lambda: turn_ids(self._tokenizer, rendered, last))
-        if (length := self._model.length_of(token_ids, images)) >= room:
-            raise self._no_room(f"{self._model.limit - room + length} tokens")
+        if (length := self._model.record.length_of(token_ids, images)) >= room:
+            raise self._no_room(f"{self._model.limits.trajectory - room + length} tokens")
         author: Author = "tool" if all(message["role"] == "tool" for message in messages) else "user"
         self._model.write(author, token_ids, images=images, after=after, in_thinking=opens_thinking(rendered))
         return len(self._model.turns) - 1
@@ -181,16 +181,16 @@ class Session:
         images = images_of(messages)
         self._check_images(images, None)
         rendered = self._tokenizer.render(bare(messages), kwargs)
-        limit = self._model.limit
+        limit = self._model.limits.trajectory
         token_ids = await self._encoded(rendered, limit, lambda: self._tokenizer.rendered_ids(rendered))
-        if (length := self._model.length_of(token_ids, images)) >= limit:
+        if (length := self._model.record.length_of(token_ids, images)) >= limit:
             raise self._no_room(f"{length} tokens")
         self._model.begin(token_ids, images=images, in_thinking=opens_thinking(rendered))
         return len(self._model.turns) - 1
 
     def _check_images(self, images: Sequence[bytes], after: int | None) -> None:
         """Raise BadRequest, or ValueError where the model shows none, unless images have room after a turn."""
-        if not self._model.takes_images(images, after):
+        if not self._model.record.takes_images(images, after):
             raise self._no_room(f"more images than {IMAGE_LIMITS}, or follows one that the model has written")
 
     async def _encoded(self, rendered: str, room: int, encode: Callable[[], np.ndarray]) -> np.ndarray:
@@ -205,7 +205,7 @@ class Session:
         return await asyncio.to_thread(encode)
 
     def _no_room(self, what: str) -> BadRequest:
-        return BadRequest(f"the context has {what}, which {ROOM}={self._model.limit}", NO_ROOM)
+        return BadRequest(f"the context has {what}, which {ROOM}={self._model.limits.trajectory}", NO_ROOM)
 
     def _index(self, turn: Turn) -> int:
         turns = self._model.turns
@@ -214,7 +214,7 @@ class Session:
     def _reply(self, asked: Asked, turn: Turn, prompt_tokens: int) -> Reply:
         content, calls = self._model.text(turn), list[ToolCall]()
         if asked.tools and self._format is not None:
-            in_thinking = self._model.begins_in_thinking(turn)
+            in_thinking = self._model.record.begins_in_thinking(turn)
             around, found = calls_of(self._tokenizer, turn, in_thinking, None, asked.tools)
             calls = [call for call in found if call.name]
             unnamed = [call.text for call in found if not call.name]

@@ -102,7 +102,7 @@ class TrajectoryRunner:
         if verdict.message is not None:
             log.warning("task %s: reward %s: %s", group.claim.task.task_id, verdict.reward.status, verdict.message)
         message = {} if verdict.message is None else {"reward_message": verdict.message}
-        turns = model.recorded()
+        turns = model.record.ordered()
         return Trajectory(
             rollout_id=group.claim.rollout_id,
             task_id=group.claim.task.task_id,
@@ -112,8 +112,8 @@ class TrajectoryRunner:
             turns=turns,
             reward=verdict.reward,
             metadata={"reward": verdict.record} | message,
-            cause=model.cause,
-            images=model.images_of(turns),
+            cause=model.end.cause,
+            images=model.record.images_beside(group.claim.task.images, turns),
         )
 
     async def _recorded(self, group: ClaimedGroup, index: int, gatherer: Gatherer) -> RolloutModel:
@@ -121,12 +121,12 @@ class TrajectoryRunner:
         retry, recorded = 0, group.claim.segments.get(index, ())
         while True:
             model = await self._attempt(group, index, gatherer, recorded)
-            cause = model.cause
+            cause = model.end.cause
             if cause is None or cause.by_policy or self._is_wrong(model) or retry == self._retries:
                 return model
             group.clock.counts["restarts"] += 1
             message = (await model.verdict()).message
-            log.warning("task %s: %s: %s; beginning again", group.claim.task.task_id, model.cause, message)
+            log.warning("task %s: %s: %s; beginning again", group.claim.task.task_id, model.end.cause, message)
             await asyncio.sleep(min(LONGEST_RETRY_S, self._retry_s * 2**retry))
             retry += 1
             recorded = ()
@@ -165,16 +165,17 @@ class TrajectoryRunner:
         return model
 
     def _is_wrong(self, model: RolloutModel) -> bool:
-        return model.cause in self._wrong_ends and model.has_response
+        return model.end.cause in self._wrong_ends and model.record.has_response
 
     def _settled(self, model: RolloutModel, verdict: Verdict, task: Task) -> Verdict:
         """The verdict of a workflow in the form of a verifier's."""
         if self._is_wrong(model):
             verdict = verdict._replace(reward=Reward(0.0, "wrong"))
-        if not model.is_given or verdict.reward.status in NO_VERDICT:
+        if model.end.given is None or verdict.reward.status in NO_VERDICT:
             return verdict
-        text = model.text(model.last_of_model())
-        reward = weighed_reward(verdict.reward, text, task.question, model.in_thinking, self._rewards)
+        last = model.record.last_of_model()
+        in_thinking = model.record.begins_in_thinking(last)
+        reward = weighed_reward(verdict.reward, model.text(last), task.question, in_thinking, self._rewards)
         return verdict._replace(reward=reward)
 
     async def _verdict(

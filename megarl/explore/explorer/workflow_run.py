@@ -65,7 +65,7 @@ async def run_workflow(
     try:
         await _run(workflow, task, model, own, timeout_s)
     finally:
-        model.close()
+        model.end.close()
 
 
 async def _run(workflow: Workflow, task: Task, model: RolloutModel, own: OwnTime, timeout_s: float | None) -> None:
@@ -99,10 +99,11 @@ def _settle(model: RolloutModel, error: BaseException | None) -> None:
         model.truncate()
     elif error is not None:
         model.fail(describe(error))
-    if model.unread and (model.cause is None or model.cause.by_policy):
+    record, cause = model.record, model.end.cause
+    if record.unread and (cause is None or cause.by_policy):
         # what has come first is what is short
-        model.fail(f"the workflow has not waited for {model.unread} of its responses", End.ABANDONED)
-    elif not model.has_response and model.cause is None:
+        model.fail(f"the workflow has not waited for {record.unread} of its responses", End.ABANDONED)
+    elif not record.has_response and cause is None:
         model.fail("the workflow ended without a response of the model")
 
 

@@ -12,7 +12,7 @@ from megarl.explore.rewards.verdict import MAX_REASON
 
 
 class RecordedEnd:
-    """Part of a ``RolloutModel``."""
+    """End of one trajectory, and its verdict where the workflow gives one."""
 
     def __init__(self) -> None:
         self.cause: End | None = None
@@ -25,32 +25,33 @@ class RecordedEnd:
         """Take nothing any more, of tasks that a workflow has left behind: the verdict would not have seen it."""
         self._closed = True
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise RuntimeError once the trajectory is closed."""
         if self._closed:
             raise RuntimeError("the trajectory has ended")
 
-    @property
-    def is_given(self) -> bool:
-        """True if the workflow has given the reward, or none."""
-        return self.given is not None
-
     def finish(self, reward: Reward) -> None:
-        """Give the trajectory this reward; the verifier is not asked. Raises ValueError after ``fail``."""
-        self._check_open()
+        """Keep a reward of the workflow's own. Raises ValueError after ``fail``."""
+        self.check_open()
         if self.cause is not None and not self.cause.by_policy:
             raise ValueError(f"finish after fail: the trajectory has ended as {self.cause}, which has no reward")
         self.given = Verdict(recorded_reward(reward), verifier="workflow")
 
     def truncate(self) -> None:
-        """End the trajectory for want of room; the reward is that of its last response. One that has failed stays so:
-        an end by the policy would begin nothing again, and could be trained."""
-        self._check_open()
+        """Name the end ``truncated``. A trajectory that has failed stays failed: an end by the policy would not begin
+        again, and could be trained."""
+        self.check_open()
         if self.cause is None or self.cause.by_policy:
             self.cause = End.TRUNCATED
 
-    def fail(self, reason: str, cause: End = End.WORKFLOW_ERROR) -> None:
-        """Give the trajectory no verdict: the status is ``error``. It begins again ``rollout.retries`` times."""
-        self._check_open()
+    def go_on(self) -> None:
+        """Forget the end ``truncated``: the workflow has gone on from another context."""
+        if self.cause is End.TRUNCATED:
+            self.cause = None
+
+    def fail(self, reason: str, cause: End) -> None:
+        """Keep that there is no verdict: the status is ``error``."""
+        self.check_open()
         assert not cause.by_policy, "a trajectory that the policy ended has a reward"
         self.cause = cause
         reason = without_surrogates(reason[:MAX_REASON])

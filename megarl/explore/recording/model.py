@@ -19,10 +19,11 @@ from megarl.core.thoughts import as_written, opens_thinking
 from megarl.engine.client.frames import Completion
 from megarl.engine.client.gather import SampleRequest
 from megarl.explore.recording.calls import calls_of
+from megarl.explore.recording.end import RecordedEnd
 from megarl.explore.recording.images import ImageRules
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.recording.turns import RecordedTurns
-from megarl.explore.recording.values import check_request, recorded_limit
+from megarl.explore.recording.values import recorded_limit
 from megarl.explore.rewards import Verdict
 from megarl.explore.store import Claim
 from megarl.explore.tasksets import ChatTokenizer, chat_messages
@@ -82,8 +83,9 @@ class AskVerifier(Protocol):
 NO_LIMITS, NO_OPTIONS = TokenLimits(), MappingProxyType[str, Any]({})
 
 
-class RolloutModel(RecordedTurns):
-    """The rollout model in one trajectory. It records the turns itself, so a workflow returns nothing.
+class RolloutModel:
+    """The rollout model in one trajectory, as a workflow acts with it. The turns are kept in ``record``, the end in
+    ``end``, so a workflow returns nothing.
 
     Args:
         claim: The group's; its version is that of engines which name none.
@@ -107,7 +109,8 @@ class RolloutModel(RecordedTurns):
         options: Mapping[str, Any] = NO_OPTIONS,
         images: ImageRules | None = None,
     ) -> None:
-        super().__init__(tokenizer.largest_id, limits.trajectory, images)
+        self.end = RecordedEnd()
+        self.record = RecordedTurns(self.end, tokenizer.largest_id, limits.trajectory, images)
         self.limits = limits
         self.options = deepcopy(dict(options))
         """Settings of the user's own (``rollout.options``), a copy for this trajectory."""
@@ -122,8 +125,16 @@ class RolloutModel(RecordedTurns):
         """By the index of the turn."""
         self._asked = 0
         """Samples that were asked for."""
-        self.unread = 0
-        """Those of them that have neither come nor been refused, since nobody waits for them."""
+
+    @property
+    def turns(self) -> Sequence[Turn]:
+        """Turns so far; an index stays what it is."""
+        return self.record.turns
+
+    @property
+    def room(self) -> int:
+        """Tokens that the last line of turns may still get (``rollout.max_trajectory_tokens``)."""
+        return self.record.room_after(-1)
 
     @property
     def index(self) -> int:
@@ -158,12 +169,43 @@ class RolloutModel(RecordedTurns):
         if observation is not None:
             shown = observed(task, observation, images)
             self._prompt = prompt = RenderedPrompt.of(shown, self._tokenizer, self.limits.prompt)
-            if images and not self.takes_images(prompt.images):
+            if images and not self.record.takes_images(prompt.images):
                 raise ValueError(f"{len(prompt.images)} images of the prompt are more than {IMAGE_LIMITS}")
-            if self.length_of(prompt.token_ids, prompt.images) > self.limits.prompt:
+            if self.record.length_of(prompt.token_ids, prompt.images) > self.limits.prompt:
                 raise _too_long(self.limits.prompt)
         prompt = self._prompt
-        return self._added("user", prompt.token_ids, prompt.images, -1, prompt.in_thinking)
+        return self.record.add("user", prompt.token_ids, prompt.images, -1, prompt.in_thinking)
+
+    def begin(self, token_ids: np.ndarray, *, images: Sequence[bytes] = (), in_thinking: bool = False) -> Turn:
+        """Add a rendered prompt, int32 [T], that follows no turn: a context that was rewritten, or a sub-agent's.
+
+        Args:
+            images: Files, one for each placeholder among the tokens.
+            in_thinking: It ends inside a thought.
+
+        Raises DataError where images and placeholders do not fit together.
+        """
+        return self.record.begin(token_ids, images, in_thinking)
+
+    def write(
+        self,
+        author: Author,
+        token_ids: np.ndarray,
+        *,
+        images: Sequence[bytes] = (),
+        after: int = -1,
+        in_thinking: bool = False,
+    ) -> Turn:
+        """Add a turn of another author, int32 [T], with all that the chat template puts around it.
+
+        Args:
+            images: As of ``begin``.
+            after: Index of the turn that it follows, -1 for the last one.
+            in_thinking: As of ``begin``.
+
+        Raises as ``begin``.
+        """
+        return self.record.write(author, token_ids, images, after, in_thinking)
 
     def add(self, author: Author, *texts: str, role: str | None = None, images: Sequence[bytes] = ()) -> Turn | None:
         """Add a message after the model's turn, or several, rendered by the chat template up to where the model goes
@@ -177,7 +219,7 @@ class RolloutModel(RecordedTurns):
         where the template has no place for such a message, ValueError where the images do not fit the texts.
         """
         assert self.turns[-1].author == "model", "a message follows a response"
-        if not self.takes_images(images, -1):
+        if not self.record.takes_images(images, -1):
             self.truncate()
             return None
         messages = messages_of(role or ROLES.get(author, author), placed(texts, images))
@@ -185,7 +227,7 @@ class RolloutModel(RecordedTurns):
         rendered = render_turns(self._tokenizer, messages, self._claim.task.chat_template_kwargs)
         if not exceeds(self._tokenizer, rendered, self.room):
             token_ids = turn_ids(self._tokenizer, rendered, int(self.turns[-1].token_ids[-1]))
-            if self.length_of(token_ids, images) < self.room:
+            if self.record.length_of(token_ids, images) < self.room:
                 return self.write(author, token_ids, images=images, in_thinking=opens_thinking(rendered))
         self.truncate()
         return None
@@ -196,14 +238,33 @@ class RolloutModel(RecordedTurns):
 
     def written(self, turn: Turn) -> str:
         """Text of a turn of the model with the ``<think>`` that its prompt ended with, as reward functions get it."""
-        return as_written(self.text(turn), self.begins_in_thinking(turn))
+        return as_written(self.text(turn), self.record.begins_in_thinking(turn))
+
+    def rate(self, turn: Turn, reward: float) -> None:
+        """Keep the reward of one turn of the model, beside that of the trajectory. Raises ValueError unless it is a
+        finite number, and the turn one of this trajectory's."""
+        self.record.rate(turn, reward)
+
+    def keep(self, turn: Turn) -> None:
+        """Keep a turn of the model and those that it follows. Others are neither recorded nor trained. Raises
+        ValueError unless the turn is one of this trajectory's."""
+        self.record.keep(turn)
+
+    def finish(self, reward: Reward) -> None:
+        """Give the trajectory this reward; the verifier is not asked. Raises ValueError after ``fail``."""
+        self.end.finish(reward)
+
+    def truncate(self) -> None:
+        """End the trajectory for want of room; the reward is that of its last response. One that has failed stays
+        failed."""
+        self.end.truncate()
 
     def fail(self, reason: str, cause: End = End.WORKFLOW_ERROR) -> None:
-        """Give the trajectory no verdict."""
-        self._check_open()
+        """Give the trajectory no verdict: the status is ``error``. It begins again ``rollout.retries`` times."""
+        self.end.check_open()
         if not self.turns:
-            self._add(Turn("user", self._prompt.token_ids), -1)  # of no use but to be looked at
-        super().fail(reason, cause)
+            self.record.add_bare(self._prompt.token_ids)  # of no use but to be looked at
+        self.end.fail(reason, cause)
 
     def count_tokens(self, text: str) -> int:
         """Count the tokens of a text."""
@@ -214,7 +275,7 @@ class RolloutModel(RecordedTurns):
         defaults to the tools of the chat template."""
         if tools is None:
             tools = {**self._tokenizer.kwargs, **self._claim.task.chat_template_kwargs}.get("tools") or ()
-        return calls_of(self._tokenizer, turn, self.begins_in_thinking(turn), form, tools)[1]
+        return calls_of(self._tokenizer, turn, self.record.begins_in_thinking(turn), form, tools)[1]
 
     async def verify(self, by: str | None = None, *, of: Turn | None = None) -> Reward:
         """Reward of the model's last turn, as the trajectory would get it.
@@ -224,18 +285,18 @@ class RolloutModel(RecordedTurns):
             of: Another turn of the model.
         """
         if by is not None:
-            turn = self.last_of_model() if of is None else of
-            return (await self._judge(self.text(turn), self.begins_in_thinking(turn), by)).reward
+            turn = self.record.last_of_model() if of is None else of
+            return (await self._judge(self.text(turn), self.record.begins_in_thinking(turn), by)).reward
         return (await self.verdict(of)).reward
 
     async def verdict(self, of: Turn | None = None) -> Verdict:
         """Verdict of the model's last turn, or of another, asked for once."""
-        if self.given is not None and of is None:
-            return self.given
-        turn = self.last_of_model() if of is None else of
-        number = self._index_of(turn, "verify")
+        if self.end.given is not None and of is None:
+            return self.end.given
+        turn = self.record.last_of_model() if of is None else of
+        number = self.record.index_of(turn, "verify")
         if number not in self._verdicts:
-            self._verdicts[number] = await self._judge(self.text(turn), self.begins_in_thinking(turn), None)
+            self._verdicts[number] = await self._judge(self.text(turn), self.record.begins_in_thinking(turn), None)
         return self._verdicts[number]
 
     async def generate(self, *, after: int = -1, max_tokens: int | None = None) -> Turn:
@@ -244,42 +305,27 @@ class RolloutModel(RecordedTurns):
         ``max_tokens``: where fewer than ``rollout.max_response_tokens``. Raises EngineError, PromptRefused.
         """
         assert self.turns, "nothing has been asked"
-        after = self._after(after)
         max_tokens = recorded_limit(max_tokens)
-        check_request(self._log, after, self.limit)
-        number = self._log.begin()
-        line = self._log.line(after)
-        images = self._images.on_line(line, self.turns)
-        context = self._images.context(line, self.turns) if images else self._log.tokens(after)
+        context = self.record.begin_response(after)
         request = SampleRequest(
             self._claim.group_id,
             self._index,
             self._claim.num_samples,
-            context,
-            images,
+            context.token_ids,
+            context.images,
             self._seed,
             turn=self._asked,
             max_tokens=max_tokens,
-            routed=self._log.routed(line),
+            routed=context.routed,
         )
         self._asked += 1
-        self.unread += 1
         try:
             completion = await self._gatherer.sample(request)
         except PromptRefused:
-            self.unread -= 1
+            self.record.refuse_response()
             raise
-        self._check_open()
-        self.unread -= 1
-        if self.cause is End.TRUNCATED:  # a workflow that found no room has gone on from another context
-            self.cause = None
-        if completion.prompt_ids is not None:
-            self._expand(line, completion.prompt_ids)
-        return self._log.add(_model_turn(completion, self._claim.version), after, number)
-
-    def images_of(self, turns: Sequence[Turn]) -> dict[str, bytes]:
-        """Digest -> file of the images of some turns that are none of the task's."""
-        return self._images.beside(self._claim.task.images, turns)
+        turn = _model_turn(completion, self._claim.version)
+        return self.record.end_response(context, turn, completion.prompt_ids)
 
 
 def _too_long(most: int) -> ValueError:

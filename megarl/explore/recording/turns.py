@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from numbers import Real
 
 import numpy as np
@@ -13,53 +14,70 @@ from megarl.core.schema import Author, Turn
 from megarl.explore.recording.end import RecordedEnd
 from megarl.explore.recording.images import ImageRules, RecordedImages
 from megarl.explore.recording.turn_log import TurnLog
-from megarl.explore.recording.values import recorded_ids
+from megarl.explore.recording.values import check_request, recorded_ids
 
 
-class RecordedTurns(RecordedEnd):
-    """Part of a ``RolloutModel``.
+@dataclass(frozen=True, eq=False)
+class Context:
+    """Turns that a response follows, as an engine is given them."""
+
+    number: int
+    """Number of the response in the order in which turns were begun."""
+    line: Sequence[int]
+    """Indices of the turns, from the one that follows nothing."""
+    token_ids: np.ndarray
+    """int32 [T], with one placeholder for each image."""
+    images: tuple[bytes, ...]
+    routed: int
+    """Tokens that have expert ids."""
+
+
+class RecordedTurns:
+    """Turns of one trajectory.
 
     Args:
+        end: The trajectory's; once it is closed, no turn is added.
         largest_id: Largest id of a token.
         limit: Most tokens of a line of turns.
         images: Rules of images beside the task's.
     """
 
-    def __init__(self, largest_id: int, limit: int, images: ImageRules | None = None) -> None:
-        super().__init__()
+    def __init__(self, end: RecordedEnd, largest_id: int, limit: int, images: ImageRules | None = None) -> None:
+        self._end = end
         self._images = RecordedImages(images)
-        self.limit = limit
+        self._limit = limit
         self._largest_id = largest_id
         self._log = TurnLog()
         self._in_thinking: set[int] = set()
         """Turns that end inside a thought."""
         self._rewards: dict[int, float] = {}
         """Index of a turn -> its own reward."""
+        self.unread = 0
+        """Responses that were begun and have neither come nor been refused."""
 
     @property
     def turns(self) -> Sequence[Turn]:
         """Turns so far; an index stays what it is."""
         return self._log.turns
 
-    def recorded(self) -> tuple[Turn, ...]:
+    def ordered(self) -> tuple[Turn, ...]:
         """Turns in the order in which they were begun, with their own rewards."""
         return self._log.ordered(self._rewards)
 
     def rate(self, turn: Turn, reward: float) -> None:
-        """Keep the reward of one turn of the model, beside that of the trajectory. Raises ValueError unless it is a
-        finite number, and the turn one of this trajectory's."""
-        self._check_open()
+        """Keep the reward of one turn of the model. Raises ValueError unless it is a finite number."""
+        self._end.check_open()
         if not isinstance(reward, Real) or not math.isfinite(reward):
             raise ValueError(f"the reward of a turn must be a finite number, got {reward!r:.60}")
-        self._rewards[self._index_of(turn, "rate")] = float(reward)
+        self._rewards[self.index_of(turn, "rate")] = float(reward)
 
     def keep(self, turn: Turn) -> None:
-        """Keep a turn of the model and those that it follows. Others are neither recorded nor trained. Raises
-        ValueError unless the turn is one of this trajectory's."""
-        self._check_open()
-        self._log.keep_line(self._index_of(turn, "keep"))
+        """Drop all turns so far but one of the model and those that it follows."""
+        self._end.check_open()
+        self._log.keep_line(self.index_of(turn, "keep"))
 
-    def _index_of(self, turn: Turn, method: str) -> int:
+    def index_of(self, turn: Turn, method: str) -> int:
+        """Index of a turn of the model. Raises ValueError, which names ``method``, for another one."""
         found = [i for i, one in enumerate(self.turns) if one is turn and one.author == "model"]
         if not found:
             raise ValueError(f"{method} takes a turn that generate has returned in this trajectory")
@@ -70,48 +88,22 @@ class RecordedTurns(RecordedEnd):
         """True if the model has written a turn."""
         return any(turn.author == "model" for turn in self.turns)
 
-    @property
-    def in_thinking(self) -> bool:
-        """True if the context of the model's last turn ended inside a thought."""
-        return self.begins_in_thinking(self.last_of_model())
-
     def begins_in_thinking(self, turn: Turn) -> bool:
         """Return True if the context of a turn ended inside a thought."""
         return turn.follows in self._in_thinking
 
-    def begin(self, token_ids: np.ndarray, *, images: Sequence[bytes] = (), in_thinking: bool = False) -> Turn:
-        """Add a rendered prompt, int32 [T], that follows no turn: a context that was rewritten, or a sub-agent's.
-
-        Args:
-            images: Files, one for each placeholder among the tokens.
-            in_thinking: It ends inside a thought.
-
-        Raises DataError where images and placeholders do not fit together.
-        """
-        return self._added("user", recorded_ids("user", token_ids, self._largest_id), images, -1, in_thinking)
+    def begin(self, token_ids: np.ndarray, images: Sequence[bytes], in_thinking: bool) -> Turn:
+        """Add a prompt of a workflow, whose token ids are checked, that follows no turn."""
+        return self.add("user", recorded_ids("user", token_ids, self._largest_id), images, -1, in_thinking)
 
     def write(
-        self,
-        author: Author,
-        token_ids: np.ndarray,
-        *,
-        images: Sequence[bytes] = (),
-        after: int = -1,
-        in_thinking: bool = False,
+        self, author: Author, token_ids: np.ndarray, images: Sequence[bytes], after: int, in_thinking: bool
     ) -> Turn:
-        """Add a turn of another author, int32 [T], with all that the chat template puts around it.
-
-        Args:
-            images: As of ``begin``.
-            after: Index of the turn that it follows, -1 for the last one.
-            in_thinking: As of ``begin``.
-
-        Raises as ``begin``.
-        """
+        """Add a turn of a workflow, whose token ids are checked. ``after``: -1 for the last turn."""
         if not self.turns:
             raise ValueError("a turn follows a prompt; ask or begin first")
         ids = recorded_ids(author, token_ids, self._largest_id)
-        return self._added(author, ids, images, self._after(after), in_thinking)
+        return self.add(author, ids, images, self._after(after), in_thinking)
 
     def length_of(self, token_ids: np.ndarray, images: Sequence[bytes]) -> int:
         """Number of tokens of a message with its images. Raises DataError as ``begin``."""
@@ -125,11 +117,44 @@ class RecordedTurns(RecordedEnd):
         line = [] if after is None else self._log.line(self._after(after))
         return self._images.has_room(images, line, self.turns)
 
-    def _added(self, author: Author, ids: np.ndarray, images: Sequence[bytes], follows: int, in_thinking: bool) -> Turn:
-        self._check_open()
+    def images_beside(self, of_task: Iterable[bytes], turns: Sequence[Turn]) -> dict[str, bytes]:
+        """Digest -> file of the images of some turns that are none of the task's."""
+        return self._images.beside(of_task, turns)
+
+    def add(self, author: Author, ids: np.ndarray, images: Sequence[bytes], follows: int, in_thinking: bool) -> Turn:
+        """Add a turn with its images. ``follows``: as in ``Turn``. Raises DataError where images do not fit tokens."""
+        self._end.check_open()
         expanded = self._images.expanded(ids, images)
         shown = self._images.put(len(self.turns), ids, images)
         return self._add(Turn(author, expanded, images=shown), follows, in_thinking)
+
+    def add_bare(self, prompt: np.ndarray) -> None:
+        """Add a prompt, int32 [T], without its images, for a trajectory that failed before it asked."""
+        self._add(Turn("user", prompt), -1)
+
+    def begin_response(self, after: int) -> Context:
+        """Begin a response that follows a turn. Raises NoRoom or ValueError where none can."""
+        after = self._after(after)
+        check_request(self._log, after, self._limit)
+        number, line = self._log.begin(), self._log.line(after)
+        images = self._images.on_line(line, self.turns)
+        token_ids = self._images.context(line, self.turns) if images else self._log.tokens(after)
+        self.unread += 1
+        return Context(number, line, token_ids, images, self._log.routed(line))
+
+    def refuse_response(self) -> None:
+        """Expect a response no longer: the engine has refused it."""
+        self.unread -= 1
+
+    def end_response(self, context: Context, turn: Turn, computed: np.ndarray | None) -> Turn:
+        """Add a response. ``computed``: tokens of its context where the engine names them, int32 [P]. Raises
+        JobError."""
+        self._end.check_open()
+        self.unread -= 1
+        self._end.go_on()
+        if computed is not None:
+            self._expand(context.line, computed)
+        return self._log.add(turn, context.line[-1], context.number)
 
     def _expand(self, line: Sequence[int], computed: np.ndarray) -> None:
         """Take the tokens of a task's prompt that an engine has ``computed`` with, int32 [P]; others must be those that
@@ -143,14 +168,9 @@ class RecordedTurns(RecordedEnd):
                 "same transformers (and torchvision, or none) for both"
             )
 
-    @property
-    def room(self) -> int:
-        """Tokens that the last line of turns may still get (``rollout.max_trajectory_tokens``)."""
-        return self.room_after(-1)
-
     def room_after(self, turn: int) -> int:
-        """Tokens that may still follow a turn, by its index."""
-        return self.limit - self._log.length(self._after(turn))
+        """Tokens that may still follow a turn, by its index; -1 for the last one."""
+        return self._limit - self._log.length(self._after(turn))
 
     def _after(self, turn: int) -> int:
         if not -1 <= turn < len(self.turns):
@@ -162,7 +182,7 @@ class RecordedTurns(RecordedEnd):
         return self._log.last_of_model()
 
     def _add(self, turn: Turn, follows: int, in_thinking: bool = False) -> Turn:
-        self._check_open()
+        self._end.check_open()
         if in_thinking:
             self._in_thinking.add(len(self.turns))
         return self._log.add(turn, follows)

@@ -49,11 +49,11 @@ async def serving_agents(rollout: RolloutConfig, tokenizer: ChatTokenizer) -> As
             if limit.expired():
                 timeout = f"the agent has not ended within rollout.agent_timeout_s={rollout.agent_timeout_s:g}"
                 model.fail(timeout, End.WORKFLOW_TIMEOUT)
-            elif error is not None and not (model.has_response and _is_of_room(error)):
+            elif error is not None and not (model.record.has_response and _is_of_room(error)):
                 model.fail(f"the agent failed: {describe(error)}")
             elif session.abandoned:
                 model.fail(f"the agent has not waited for {session.abandoned} of its requests", End.ABANDONED)
-            elif not model.has_response:
+            elif not model.record.has_response:
                 model.fail("the agent has asked the model for no response")
             elif error is not None:
                 model.truncate()
