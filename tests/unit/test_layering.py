@@ -309,10 +309,10 @@ def shared_code(sources: dict[str, str]) -> dict[str, list[str]]:
     return {name: bases for name, bases in shared.items() if bases}
 
 
-LARGE = {"RolloutModel"}
+LARGE: set[str] = set()
 """Classes with more public names than ``MAX_NAMES``, which are to be composed of parts."""
 INHERITING = {
-    "RolloutModel", "RecordedTurns", "FileFedEngines", "EngineFollower",
+    "FileFedEngines", "EngineFollower",
 }  # fmt: skip
 """Classes that inherit code from another class of megarl, and are to have that as a part."""
 
