@@ -105,7 +105,7 @@ LIMITED = {
     "ops/linear._Recompute.backward: gradients.result": "no wait: a sum of gradients",
     "weights/reshard/execute._Incoming._message: arrival.wait": "sync.timeout_s: the timeout of the link",
     "weights/reshard/execute._Outgoing._wait: work.wait": "sync.timeout_s: the timeout of the link",
-    "engine/sync/link._Expected.wait: super().wait": "sync.timeout_s: the timeout of the link",
+    "engine/sync/link._Expected.wait: self.received.wait": "sync.timeout_s: the timeout of the link",
     "weights/reshard/transport.Received.wait: self.work.wait": "sync.timeout_s, or groups.collective_timeout_s of "
     "the default "
     "group",
