@@ -107,5 +107,5 @@ class PhasePlan:
         unsaved = role == "reference" and phase in (Phase.SAVE, Phase.LOAD) and not self.saves_reference
         if resident in NEEDS[phase] and not unsaved:
             return Place.DEVICE
-        place = self.away[role]
+        place = self.away.get(role, Place.DEVICE)  # of one that a part of the job has added
         return Place.ABSENT if place is not Place.DEVICE and kind == "gradients" else place

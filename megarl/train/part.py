@@ -20,6 +20,7 @@ from megarl.train.rollout.reading import RolloutReader
 from megarl.train.rollout.rollouts import Rollouts, StepGroups, Wait
 from megarl.train.sync.files import FilePublisher
 from megarl.train.sync.publish import WeightPublisher
+from megarl.train.sync.sent import SentWeights
 from megarl.train.sync.weights import WeightSync
 from megarl.train.update.batch import StepBatch
 from megarl.train.update.images import StepImages
@@ -64,6 +65,8 @@ class Services:
     rollouts: Rollouts
     evaluation: Evaluates
     wait: Wait
+    newest: Callable[[], Path | None]
+    """``Checkpointer.newest``."""
     export: Callable[[Path], None]
     """``TrainerRank.export``."""
 
@@ -73,6 +76,10 @@ class Part:
 
     def begin(self, state: TrainState) -> None:
         """Act at the beginning of a step, before its weights are published."""
+
+    def evaluated(self, state: TrainState) -> SentWeights | None:
+        """Return other weights than the actor's for an evaluation to ask; None: the actor's."""
+        return None
 
     def before_publish(self, state: TrainState) -> None:
         """Act before engines are given weights, in a step or for an evaluation. Raises Stopped."""

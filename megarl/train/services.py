@@ -10,7 +10,7 @@ from megarl.engine.client.auth import KEY_VARIABLE
 from megarl.explore.store import Store
 from megarl.learn import algorithms
 from megarl.train.loop.rank import TrainerRank
-from megarl.train.loop.waiting import RolloutWaiter
+from megarl.train.loop.waiting import ReplacedEngines, RolloutWaiter, WrittenCheckpoints
 from megarl.train.part import Services
 from megarl.train.rollout.evaluation import Evaluates, Evaluation
 from megarl.train.rollout.meanwhile import EvaluationMeanwhile
@@ -66,7 +66,8 @@ def services_of(rank: TrainerRank) -> Services:
     weights = WeightSync(
         rank.context, rank.ranks, rank.reporter, rank.models, publisher, rank.memory, rank.store.pacing.record_version
     )
-    wait = RolloutWaiter(*place, weights, rank.checkpoints).wait
+    repairs = (WrittenCheckpoints(rank.checkpoints), ReplacedEngines(weights, rank.ranks))
+    wait = RolloutWaiter(*place, repairs).wait
     reader = RolloutReader(NodeReader(rank.timeout_s + config.store.outage_s), rank.store, lambda: rank.ranks.stopping)
     in_front = Evaluation(rank.context, rank.store, rank.reporter, wait)
     evaluation: Evaluates = in_front
@@ -90,5 +91,6 @@ def services_of(rank: TrainerRank) -> Services:
         ),
         evaluation=evaluation,
         wait=wait,
+        newest=rank.checkpoints.newest,
         export=rank.export,
     )

@@ -15,6 +15,7 @@ from megarl.train.parts import parts_of
 from megarl.train.rank.state import TrainState
 from megarl.train.rollout.asking import Published
 from megarl.train.services import services_of
+from megarl.train.sync.sent import SentWeights
 from megarl.train.update.batch import filter_overlong
 from megarl.train.update.gap import engine_gap
 from megarl.train.update.outcomes import trajectory_metrics
@@ -30,6 +31,8 @@ class OnlineSteps:
     """Number of rollbacks before the last publication."""
     evaluated: Metrics | None = None
     """Metrics of the publication for an evaluation; the step that follows samples with that version too."""
+    has_given = False
+    """True while engines have other weights than the actor's, for an evaluation."""
 
     def __init__(self, rank: TrainerRank) -> None:
         self.rank = rank
@@ -77,11 +80,11 @@ class OnlineSteps:
         rank.reporter.record_step(after.step, metrics, tokens=tokens, used=data.groups.used)
         return after
 
-    def publish(self, state: TrainState) -> Metrics:
-        """Give the engines the actor's weights under a new version, proven equal. Raises Stopped."""
+    def publish(self, state: TrainState, given: SentWeights | None = None) -> Metrics:
+        """Give the engines the actor's weights, or ``given``, under a new version, proven equal. Raises Stopped."""
         for part in self.parts:
             part.before_publish(state)
-        metrics = self.services.weights.publish(state.step)
+        metrics = self.services.weights.publish(state.step, given)
         for part in self.parts:
             metrics |= part.after_publish(state)
         return metrics
@@ -89,11 +92,11 @@ class OnlineSteps:
     def publish_if_due(self, state: TrainState) -> Metrics:
         """Publish the weights where the step needs other ones than were published last. Raises Stopped."""
         weights, synced = self.services.weights, dict[str, float]()
-        due = Pacing.of(self.rank.config.sync).publishes(state.step)
+        due = Pacing.of(self.rank.config.sync).publishes(state.step) or self.has_given
         if due or self.rollbacks != state.rollbacks or not weights.version.n:
             # Where a model has computed since, engines on its device may have left.
             published = self.evaluated if self.rank.memory.phase is Phase.ROLLOUT else None
-            synced, self.rollbacks = published or self.publish(state), state.rollbacks
+            synced, self.rollbacks, self.has_given = published or self.publish(state), state.rollbacks, False
         self.evaluated = None
         if self.rank.context.rank == 0:
             self.rank.store.pacing.record_live(weights.version)  # also those that an evaluation has published
@@ -134,10 +137,11 @@ class OnlineSteps:
         """Publish and evaluate the weights. Raises Stopped."""
         evaluation = self.services.evaluation
         evaluation.wait(state.step)
-        synced = self.publish(state)
+        given = next((found for part in self.parts if (found := part.evaluated(state)) is not None), None)
+        synced, self.has_given = self.publish(state, given), given is not None
         evaluation.run(state, self.services.weights.version, name)
         # Engines that keep the version are left out of the next one, which the others are given.
-        self.evaluated = None if evaluation.is_open else synced
+        self.evaluated = None if evaluation.is_open or self.has_given else synced
 
     def finish(self) -> None:
         """End the parts."""

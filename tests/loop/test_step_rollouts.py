@@ -18,7 +18,6 @@ from megarl.core.config.job import StoreConfig
 from megarl.core.config.schema import Config, EvaluationConfig, RolloutConfig, TrainerConfig
 from megarl.core.schema import Reward, Task, Trajectory, WeightsVersion
 from megarl.engine.client.client import EngineClient, Prompt, Sampling
-from megarl.engine.client.watch import EngineWatch
 from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explorer
 from megarl.explore.rewards import Verdict
 from megarl.explore.store import Store
@@ -89,22 +88,15 @@ def exploring(store: Store, engine: RunningEngine) -> Iterator[None]:
 
 
 class Ranks:
-    """The only rank of a job that nobody stops, with no engine that could be lost and no checkpoint being written."""
+    """The only rank of a job that nobody stops."""
 
-    stopping = settling = False
+    stopping = False
 
     def agree(self, yes: bool) -> bool:
         return yes
 
     def stop_requested(self) -> bool:
         return False
-
-    def settle(self) -> None: ...
-
-    def watch(self) -> EngineWatch:
-        return EngineWatch([], str(VERSION))
-
-    def deserted(self) -> None: ...
 
 
 def services(
@@ -119,7 +111,7 @@ def services(
     )
     context, alone = RunContext(config, folder, 0, 0), cast(Any, Ranks())
     reporter = Reporter(context, store)
-    wait = RolloutWaiter(context, store, alone, reporter, alone, alone).wait
+    wait = RolloutWaiter(context, store, alone, reporter).wait
     reader = RolloutReader(NodeReader(), store, lambda: False)
     algorithm = replace(algorithms.get("grpo"), needs=frozenset({"greedy"}))
     return (

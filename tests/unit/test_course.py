@@ -27,7 +27,6 @@ from megarl.core.phases import Phase
 from megarl.core.schema import Reward, Trajectory, WeightsVersion
 from megarl.explore.order.choice import TaskChoice
 from megarl.explore.order.pacing import Pacing
-from megarl.explore.order.replay import ReplayChoice
 from megarl.explore.store import Claim, Store, Used
 from megarl.explore.store.rollouts import RolloutTable
 from megarl.explore.store.tables import GROUPS, ROLLOUTS
@@ -38,7 +37,7 @@ from megarl.train.parts.ahead import DrainAhead
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
-from megarl.train.rollout.asking import Awaited, InCompletionOrder, Published
+from megarl.train.rollout.asking import Awaited, GroupRequests, InCompletionOrder, Published
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.rollout.rollouts import Rollouts
 from megarl.train.step import OnlineSteps
@@ -291,9 +290,8 @@ def test_a_resume_keeps_groups_that_were_asked_for_in_its_step(tmp_path: Path) -
     store = Store(f"sqlite:///{tmp_path}/store.db")
     store.tasks.add("train", [make_task(i) for i in range(TASKS)])
     config = config_of("completion", Pacing(2, 3))
-    choice, replay = TaskChoice(config, store), ReplayChoice(config, store)
     context = RunContext(config, tmp_path, 1, 0)
-    asking = InCompletionOrder(context, store, choice, replay)
+    asking = InCompletionOrder(GroupRequests(context, store, TaskChoice(config, store)))
 
     def ask(attempt: int, step: int, weights_step: int) -> None:
         version = WeightsVersion(attempt, weights_step + 1)

@@ -24,11 +24,10 @@ from megarl.explore.order.replay import ReplayChoice
 from megarl.explore.rewards.router import compute_score
 from megarl.explore.store import Claim, GivenReward, Store, Used
 from megarl.explore.tasksets import ChatTokenizer
-from megarl.learn import algorithms
 from megarl.run.checks.pacing import check_pacing
 from megarl.run.run_dir.late import read_rewards, write_awaiting
 from megarl.train.rank.context import RunContext
-from megarl.train.rollout.asking import InAdmissionOrder, InCompletionOrder
+from megarl.train.rollout.asking import GroupRequests, InAdmissionOrder, InCompletionOrder
 from tests.stores import make_task, make_trajectory, request
 
 LATE = Reward(math.nan, "late")
@@ -121,8 +120,8 @@ def asking(store: Store, order: Any, late_steps: int | None) -> Any:
         reward=RewardConfig(late_steps=late_steps),
     )
     context = RunContext(config, Path(), 1, 0)
-    choices = TaskChoice(config, store), ReplayChoice(config, store)
-    return order(context, algorithms.get("grpo"), store, *choices)
+    requests = GroupRequests(context, store, TaskChoice(config, store))
+    return order(requests, ReplayChoice(config, store)) if order is InAdmissionOrder else order(requests)
 
 
 def asked_with_first_weights(store: Store, order: Any) -> str:

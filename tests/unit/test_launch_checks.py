@@ -135,6 +135,7 @@ def test_unknown_key_names_the_nearest(prepared: Path) -> None:
         (["model.router.z_loss_coef=0.001"], ["model.router.z_loss_coef=0.001", "no experts", "set it to 0"]),
         (["model.router.aux_loss_coef=-1"], ["model.router.aux_loss_coef=-1", "at least 0"]),
         (["taskset.warm_start=null"], ["taskset.warm_start", "response"]),
+        (["evaluation.average=0.9", "sync.cold_interval=2"], ["evaluation.average=0.9", "sync.cold_interval=2"]),
         (["trainer.loop=/no/such/loop.py"], ["trainer.loop=/no/such/loop.py cannot be read", "run(rank)"]),
         ([f"trainer.loop={__file__}"], ["trainer.loop=", "has no function called run", "examples/own_loop.py"]),
         ([f"trainer.loop={Path(__file__).parents[2] / 'pyproject.toml'}"], ["trainer.loop=", "SyntaxError"]),

@@ -29,7 +29,7 @@ from megarl.explore.rewards import RewardPool, Verdict, compute_score
 from megarl.explore.rewards.pool import process as reward_process
 from megarl.explore.rewards.pool import worker_queue
 from megarl.explore.rewards.pool.host import RewardHost
-from megarl.explore.rewards.pool.process import LocalWorker, RemoteWorker
+from megarl.explore.rewards.pool.process import RemoteRewardProcess, Worker
 from megarl.explore.rewards.pool.worker import _verdict_of
 from megarl.explore.rewards.router import ROUTES
 from megarl.explore.rewards.verdict import to_verdict
@@ -182,13 +182,13 @@ def test_equal_answers_are_scored_once_by_verifiers_of_megarl(
     user_config: RewardConfig, monkeypatch: pytest.MonkeyPatch, own: bool
 ) -> None:
     asked: list[str] = []
-    score = LocalWorker.score
+    score = Worker.score
 
-    async def counted(worker: LocalWorker, request: dict[str, Any]) -> dict[str, Any]:
+    async def counted(worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
         asked.append(request["solution_str"])
         return await score(worker, request)
 
-    monkeypatch.setattr(LocalWorker, "score", counted)
+    monkeypatch.setattr(Worker, "score", counted)
 
     async def work(pool: RewardPool) -> list[Verdict]:
         first = await asyncio.gather(*(pool.score(LIGHT, text) for text in ["12", "13", "12", "12"]))
@@ -323,7 +323,7 @@ def test_what_a_function_leaves_behind_changes_no_later_verdict(tmp_path: Path, 
             config = RewardConfig(path=str(tmp_path / "reward.py"), timeout_s=60.0, retries=0, max_kills=1)
             pool = RewardPool(config, key=KEY)
             if not local:
-                pool._workers[:] = [RemoteWorker(config, f"127.0.0.1:{host.port}", KEY)]
+                pool._workers[:] = [Worker(config, RemoteRewardProcess(f"127.0.0.1:{host.port}", KEY))]
             async with pool:
                 return [await pool.score(TASK, text) for text in texts]
 

@@ -293,7 +293,7 @@ def test_whoever_listens_at_the_address_of_a_host_learns_neither_key_nor_setting
     async def main() -> None:
         async with asyncio.timeout(60), await asyncio.start_server(listen, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            worker = reward_process.RemoteWorker(RewardConfig(), f"127.0.0.1:{port}", KEY)
+            worker = reward_process.Worker(RewardConfig(), reward_process.RemoteRewardProcess(f"127.0.0.1:{port}", KEY))
             with pytest.raises(
                 reward_process.WorkerDied, match=rf"127\.0\.0\.1:{port} gives no worker: it has another key"
             ):
@@ -311,7 +311,9 @@ def test_a_malformed_request_is_an_error_of_one_line() -> None:
 
     async def main() -> list[dict[str, Any]]:
         async with asyncio.timeout(60), RewardHost("127.0.0.1", 0, KEY, workers=1) as host:
-            worker = reward_process.RemoteWorker(RewardConfig(), f"127.0.0.1:{host.port}", KEY)
+            worker = reward_process.Worker(
+                RewardConfig(), reward_process.RemoteRewardProcess(f"127.0.0.1:{host.port}", KEY)
+            )
             await worker.ready()
             assert worker._reader is not None and worker._writer is not None
             replies = []

@@ -56,7 +56,8 @@ class Waited:
         self.lines: list[str] = []
         self._progress = progress
         this: Any = self
-        self.waiter = RolloutWaiter(RunContext(config, Path(), 1, rank), store, this, this, this, this)
+        repairs = [waiting.WrittenCheckpoints(this), waiting.ReplacedEngines(this, this)]
+        self.waiter = RolloutWaiter(RunContext(config, Path(), 1, rank), store, this, this, repairs)
 
     def look(self) -> Awaited:
         done, total = self._progress.pop(0) if len(self._progress) > 1 else self._progress[0]

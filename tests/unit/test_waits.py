@@ -106,7 +106,7 @@ LIMITED = {
     "ops/linear._Recompute.backward: gradients.result": "no wait: a sum of gradients",
     "weights/reshard/execute._Incoming._message: arrival.wait": "sync.timeout_s: the timeout of the link",
     "weights/reshard/execute._Outgoing._wait: work.wait": "sync.timeout_s: the timeout of the link",
-    "engine/sync/link._Expected.wait: super().wait": "sync.timeout_s: the timeout of the link",
+    "engine/sync/link._Expected.wait: self.received.wait": "sync.timeout_s: the timeout of the link",
     "weights/reshard/transport.Received.wait: self.work.wait": "sync.timeout_s, or groups.collective_timeout_s of "
     "the default "
     "group",
@@ -117,7 +117,7 @@ LIMITED = {
     "locks have a timeout",
     "explore/rewards/pool/worker_queue.WorkerQueue._next: self._idle.get": "asyncio.timeout_at: STUCK_S beyond "
     "reward.timeout_s",
-    "explore/rewards/pool/process.RemoteWorker._greeting: reader.readline": "asyncio.timeout, process.CONNECT_S",
+    "explore/rewards/pool/process.RemoteRewardProcess._greeting: reader.readline": "asyncio.timeout, process.CONNECT_S",
     "explore/rewards/pool/process.Worker._exchange: self._reader.readline": "asyncio.timeout, the verifier's timeout",
     "explore/rewards/pool/worker.serve: requests.readline": "the worker's life; it dies with its parent (die_with)",
     "engine/server/endpoint._stream: frames.get": "asyncio.timeout, the time between two heartbeats",

@@ -514,6 +514,9 @@ class EvaluationConfig:
     """Sample from the fewest tokens whose probabilities add up to this; 1 keeps all."""
     top_k: NonNegative = 0
     """Sample from so many of the likeliest tokens; 0 keeps all."""
+    average: Annotated[float, Bound(0, 1, below=True)] | None = None
+    """Evaluate an exponential moving average of the actor with this decay, such as 0.9, and write it to
+    RUN_DIR/hf_average; null evaluates the actor. The average is one more float32 copy of each rank's weights."""
 
 
 @dataclass(frozen=True)

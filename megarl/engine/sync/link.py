@@ -58,19 +58,23 @@ class LinkAddress:
 
 
 @dataclass(frozen=True)
-class _Expected(Received):
+class _Expected:
     """A message that a link is told of once it is waited for."""
 
+    received: Received
     expected: dict[int, Received]
 
     def wait(self) -> torch.Tensor:
         try:
-            message = super().wait()
+            message = self.received.wait()
         except RuntimeError:  # its connection is closed
-            self.expected.pop(id(self.work), None)
+            self.expected.pop(id(self.received.work), None)
             raise
-        self.expected.pop(id(self.work), None)
+        self.expected.pop(id(self.received.work), None)
         return message
+
+    def release(self) -> None:
+        self.received.release()
 
 
 class Link:
@@ -98,14 +102,14 @@ class Link:
         """Starts to send to the other side's ``rank``; the message must stay as it is until ``wait()`` returns."""
         return self._open(rank).send([message], self._peers + rank, 0)
 
-    def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor], /) -> Received:
+    def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor], /) -> Arrival:
         """Expects the next message of the other side's ``rank`` in the memory that ``spare`` gives."""
         memory = spare()
         message = memory[:nbytes]
         room = message if self._over == "nccl" else memory  # NCCL needs the message's size, gloo any that is enough
-        received = _Expected(self._open(rank).recv([room], self._peers + rank, 0), message, self._expected)
+        received = Received(self._open(rank).recv([room], self._peers + rank, 0), message)
         self._expected[id(received.work)] = received
-        return received
+        return _Expected(received, self._expected)
 
     def connect(self) -> None:
         """Exchange a byte with every partner; returns when all of them have.
@@ -199,7 +203,7 @@ class EngineLinks:
         link, worker = self._worker(rank)
         return link.isend(message, worker)
 
-    def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor], /) -> Received:
+    def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor], /) -> Arrival:
         link, worker = self._worker(rank)
         return link.irecv(nbytes, worker, spare)
 

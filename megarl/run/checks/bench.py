@@ -69,7 +69,7 @@ def _check_settings(config: Config) -> None:
             f"model, or set {OWN_SERVER}"
         )
     settings.check_builds(config, job)
-    settings.check_evaluation(config)
+    settings.check_evaluation(config, job)
     check_taskset(config, job)
     settings.check_ports(config, job)
     settings.check_memory(config, job, nodes=1)

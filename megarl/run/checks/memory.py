@@ -31,7 +31,7 @@ EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 def resident_bytes(
     config: Config, algorithm: Algorithm, hf_configs: Mapping[str, Mapping[str, Any]]
 ) -> list[dict[str, int]]:
-    """``role.kind`` -> bytes on the device, for every trainer rank.
+    """``role.kind`` -> bytes on the device, for every trainer rank; ``average`` is that of ``evaluation.average``.
 
     A reward model that a job trains is counted with its score head. Its warm start, a language model's, takes more.
 
@@ -59,6 +59,11 @@ def resident_bytes(
         )
         for rank, kinds in zip(ranks, found, strict=True):
             rank.update({f"{role}.{kind}": size for kind, size in kinds.items()})
+    if config.evaluation.average is not None:
+        settings = replace(config.model, dtype="float32")
+        found = model_bytes(hf_configs["actor"], settings, grids["parallel"], "lm", trained=False, setting="parallel")
+        for rank, kinds in zip(ranks, found, strict=True):
+            rank["average.parameters"] = kinds["parameters"]
     return ranks
 
 

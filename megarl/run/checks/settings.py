@@ -67,7 +67,7 @@ def check_settings(config: Config, algorithm: Algorithm, nodes: int, *, elsewher
         check_builds(config, job)
     check_transport(config)
     check_optimizers(config)
-    check_evaluation(config)
+    check_evaluation(config, job)
     check_rows_of_files(config, job)
     check_taskset(config, job)
     check_pacing(config, job)
@@ -266,12 +266,27 @@ def check_optimizers(config: Config) -> None:
             )
 
 
-def check_evaluation(config: Config) -> None:
-    """Raise ConfigError for several greedy answers to one task."""
+def check_evaluation(config: Config, job: Job) -> None:
+    """Raise ConfigError for several greedy answers to one task, and for an average that cannot be evaluated."""
     if config.evaluation.samples > 1 and config.evaluation.temperature == 0:
         raise ConfigError(
             f"evaluation.samples={config.evaluation.samples} with evaluation.temperature=0 are copies of one greedy "
             "answer; set a temperature, or samples to 1"
+        )
+    if config.evaluation.average is None:
+        return
+    where = f"evaluation.average={config.evaluation.average:g}"
+    if job.mode in ("offline", "bench"):
+        raise ConfigError(f"{where} is for jobs that train on sampled answers; leave it out")
+    refused = {
+        "sync.order=completion": config.sync.order == "completion",
+        "sync.method=checkpoint": config.sync.method == "checkpoint",
+        f"sync.cold_interval={config.sync.cold_interval}": config.sync.cold_interval is not None,
+    }
+    if found := [setting for setting, is_set in refused.items() if is_set]:
+        raise ConfigError(
+            f"{where} with {found[0]}: engines have the average's weights while it is evaluated, and nothing else may "
+            "sample or compare then; leave one of them out"
         )
 
 

@@ -109,7 +109,7 @@ class TrainerRank:
         """Write the actor as an ordinary HF checkpoint."""
         self.memory.enter(Phase.SAVE)
         with self.timeline.phase("export"):
-            self.models.export_actor(target, self.context.rank)
+            self.models.export(self.models.actor.model, target, self.context.rank)
             self.ranks.wait_for_all()  # rank 0 writes; the others may read it next
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Protocol
 
 from megarl.core import heartbeat
 from megarl.engine.client.watch import EngineWatch
@@ -73,24 +73,78 @@ class LateRewardLines:
         )
 
 
+class Repair(Protocol):
+    """Something to make good while ranks wait. Every rank makes the same calls, but for ``is_due``."""
+
+    def watching(self) -> AbstractContextManager[object]:
+        """Look after it, until the wait is over."""
+
+    def is_due(self) -> bool:
+        """True where ranks are to meet before their time; asked on rank 0, several times a second."""
+
+    def make_good(self, weights_step: int) -> None:
+        """Make good what is to be; ``weights_step``: steps of training in the actor's weights."""
+
+
+class WrittenCheckpoints:
+    """Lets a checkpoint count that was written meanwhile."""
+
+    def __init__(self, checkpoints: Checkpointer) -> None:
+        self._checkpoints = checkpoints
+        self._met = time.monotonic()
+
+    def watching(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def is_due(self) -> bool:
+        return self._checkpoints.settling and time.monotonic() - self._met > SETTLE_S
+
+    def make_good(self, weights_step: int) -> None:
+        self._met = time.monotonic()
+        self._checkpoints.settle()
+
+
+class ReplacedEngines:
+    """Gives an engine that is new in the place of another the weights that this one had."""
+
+    def __init__(self, weights: WeightSync, ranks: Ranks) -> None:
+        self._weights, self._ranks = weights, ranks
+        self._watch: EngineWatch | None = None
+        self._looked = time.monotonic()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with ExitStack() as self._stack:
+            self._watch = self._stack.enter_context(self._weights.watch())
+            yield
+        self._watch = None
+
+    def is_due(self) -> bool:
+        assert self._watch is not None, "a wait watches the engines"
+        if self._watch.lost is None and time.monotonic() - self._looked > EVENTS_S:
+            self._watch.lost, self._looked = self._weights.deserted(), time.monotonic()
+        return self._watch.lost is not None
+
+    def make_good(self, weights_step: int) -> None:
+        assert self._watch is not None, "a wait watches the engines"
+        if self._ranks.agree(self._watch.lost is None):
+            return
+        self._stack.close()
+        self._weights.publish_again(self._watch.lost, weights_step)
+        self._watch = self._stack.enter_context(self._weights.watch())
+
+
 class RolloutWaiter:
-    """Waits for rollouts, shows their progress, and meanwhile settles checkpoints and joins replaced engines."""
+    """Waits for what explorers write, shows the progress, and meanwhile has ``repairs`` made."""
 
     def __init__(
-        self,
-        context: RunContext,
-        store: Store,
-        ranks: Ranks,
-        reporter: Reporter,
-        weights: WeightSync,
-        checkpoints: Checkpointer,
+        self, context: RunContext, store: Store, ranks: Ranks, reporter: Reporter, repairs: Sequence[Repair] = ()
     ) -> None:
         self._context = context
         self._store = store
         self._ranks = ranks
         self._reporter = reporter
-        self._weights = weights
-        self._checkpoints = checkpoints
+        self._repairs = repairs
         self._event_lines = EventLines(store) if context.rank == 0 else None
         self._late = LateRewardLines(store)
 
@@ -103,33 +157,22 @@ class RolloutWaiter:
 
         Raises Stopped.
         """
-        with self._reporter.progress(None, label, "group") as bar:
-            while True:
-                with self._weights.watch() as watch:
-                    if self._wait(look, bar, watch):
-                        return
-                self._weights.publish_again(watch.lost, weights_step)
+        with self._reporter.progress(None, label, "group") as bar, ExitStack() as stack:
+            for repair in self._repairs:
+                stack.enter_context(repair.watching())
+            while not self._ranks.agree(self._context.rank != 0 or self._follow(look, bar)):
+                if self._ranks.stop_requested():
+                    raise Stopped
+                for repair in self._repairs:
+                    repair.make_good(weights_step)
 
-    def _wait(self, look: Callable[[], Awaited], bar: Any, watch: EngineWatch) -> bool:
-        """Wait as ``wait``; False, on every rank, when a new engine needs the weights that another had in its place."""
-        while True:
-            done = self._context.rank != 0 or self._follow(look, bar, watch)
-            self._checkpoints.settle()
-            if self._ranks.agree(done):
-                return True
-            if self._ranks.stop_requested():
-                raise Stopped
-            if not self._ranks.agree(watch.lost is None):
-                return False
-
-    def _follow(self, look: Callable[[], Awaited], bar: Any, watch: EngineWatch) -> bool:
+    def _follow(self, look: Callable[[], Awaited], bar: Any) -> bool:
         """Show the progress until ranks meet; True when all is there.
 
-        Returns False early when the job is asked to stop or an engine needs weights.
+        Returns False early when the job is asked to stop or a repair is due.
         """
         config = self._context.config
-        until = time.monotonic() + (SETTLE_S if self._checkpoints.settling else min(MEET_S, config.cluster.stall_s / 3))
-        looked = time.monotonic()
+        until = time.monotonic() + min(MEET_S, config.cluster.stall_s / 3)
         while True:
             heartbeat.beat()  # the explorer has a heartbeat of its own
             looked_at = time.monotonic()
@@ -137,9 +180,8 @@ class RolloutWaiter:
             bar.update(done - bar.n)
             for line in self._event_lines.lines() if self._event_lines else ():
                 self._reporter.log(line)
-            if watch.lost is None and time.monotonic() - looked > EVENTS_S:
-                watch.lost, looked = self._weights.deserted(), time.monotonic()
-            if complete or self._ranks.stopping or watch.lost is not None or time.monotonic() > until:
+            due = any([repair.is_due() for repair in self._repairs])
+            if complete or self._ranks.stopping or due or time.monotonic() > until:
                 return complete
             if (late := self._late.line()) is not None:
                 self._reporter.log(late)

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from inspect import signature
 
 from megarl.core.config import Config
-from megarl.learn import algorithms
 from megarl.train.part import Part, Services
 from megarl.train.parts.ahead import DrainAhead
+from megarl.train.parts.average import AveragedActor
 from megarl.train.parts.batches import KeptBatches
 from megarl.train.parts.cold import ColdCheck
 from megarl.train.parts.colocation import Colocation
-from megarl.train.parts.demonstrations import Demonstrations
+from megarl.train.parts.demonstrations import Demonstrations, draws_experts
 from megarl.train.parts.quiet import Quiet
 from megarl.train.parts.reference import ReferenceRefresh
 from megarl.train.parts.reports import AccountLine, TruncationLine
@@ -28,8 +28,9 @@ PARTS: tuple[tuple[Callable[[Config], bool], type[Part]], ...] = (
     (lambda c: c.reference.refresh != "never", ReferenceRefresh),
     (lambda c: c.sync.cold_interval is not None, ColdCheck),
     (lambda c: c.reward_model.path is not None, RewardModelScores),
-    (lambda c: "expert" in algorithms.get(c.algorithm.name).needs, Demonstrations),
+    (draws_experts, Demonstrations),
     (lambda c: c.trainer.keep_batches, KeptBatches),
+    (lambda c: c.evaluation.average is not None, AveragedActor),
     (lambda c: c.rollout.placement == "separate" and c.sync.max_staleness > 0, DrainAhead),
     (lambda c: True, TruncationLine),
     (lambda c: True, AccountLine),

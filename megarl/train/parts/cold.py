@@ -81,7 +81,7 @@ class ColdCheck(Part):
             return {}
         self._last = step
         self._memory.enter(Phase.SYNC)
-        text = probe_text(self._context.config, self._models, DECODED)
+        text = probe_text(self._context.config, self._models.head, self._models.actor.model, DECODED)
         self._export(self._folder)
         failure = self._await(self._compared(text, weights.version) if self._context.rank == 0 else iter(()))
         if not self._ranks.agree(not isinstance(failure, WeightsDiffer)):

@@ -6,11 +6,17 @@ from megarl.core.config import Config
 from megarl.core.config.algorithms import MixConfig, reads_teacher
 from megarl.explore.order.draws import ExpertRow, ExpertRows, data_seed, num_expert_rows
 from megarl.explore.tasksets import ChatTokenizer
+from megarl.learn import algorithms
 from megarl.train.part import Part, StepData
 from megarl.train.rank.state import TrainState
 from megarl.train.rollout.reading import RolloutReader
 from megarl.train.update.images import ImageInputs
 from megarl.train.update.models import Models
+
+
+def draws_experts(config: Config) -> bool:
+    """True if the algorithm trains on expert rows."""
+    return "expert" in algorithms.get(config.algorithm.name).needs
 
 
 class Demonstrations(Part):

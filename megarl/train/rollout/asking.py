@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from itertools import count
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from megarl.core.schema import WeightsVersion
 from megarl.explore.order.choice import TaskChoice
@@ -36,81 +35,47 @@ class Awaited(NamedTuple):
     complete: bool
 
 
-class Asking(ABC):
-    """Asks for groups and chooses those of a step: on rank 0.
+class GroupRequests:
+    """Requests for training groups in the store: on rank 0.
 
     Args:
         sampling: What rollouts ask of the sampler beside temperature, length and seed.
     """
 
     def __init__(
-        self,
-        context: RunContext,
-        store: Store,
-        choice: TaskChoice,
-        replay: ReplayChoice,
-        sampling: Mapping[str, Any] = NOTHING_MORE,
+        self, context: RunContext, store: Store, choice: TaskChoice, sampling: Mapping[str, Any] = NOTHING_MORE
     ) -> None:
-        self._config = context.config
-        self._sampling = dict(sampling)
-        self._store = store
-        self._choice = choice
-        self._replay = replay
-        self._pacing = Pacing.of(context.config.sync)
-        self._late = context.config.reward.late_steps is not None
+        self.config = context.config
+        self.store = store
+        self.choice = choice
+        self.pacing = Pacing.of(context.config.sync)
+        self._sampling = sampling
 
-    @abstractmethod
-    def ask(self, state: TrainState, published: Published) -> None:
-        """Ask for the groups of a step, and ahead of it, if the store has not got them."""
-
-    def ask_more(self, state: TrainState, published: Published, extra: int, missing: int) -> None:
-        """Ask for further groups, the ``extra``-th time in a step that lacks so many."""
-        if not self._store.rollouts.is_requested(rollout_id(state.step, extra)):
-            tasks = self._choice.tasks(state.step, self._seed(state), extra)[: self.further(missing)]
-            self._request(rollout_id(state.step, extra), state, state.step, published, tasks, extra)
-
-    @abstractmethod
-    def further(self, missing: int) -> int:
-        """Return the number of groups to ask for in a step that lacks so many."""
-
-    @abstractmethod
-    def look(self, step: int, extra: int, without: Collection[str], missing: int) -> Awaited:
-        """Return the progress of what ``choose`` waits for."""
+    def ask_more(self, state: TrainState, published: Published, extra: int, number: int) -> None:
+        """Ask for further groups, the ``extra``-th time in a step."""
+        if not self.store.rollouts.is_requested(rollout_id(state.step, extra)):
+            tasks = self.choice.tasks(state.step, self.seed(state), extra)[:number]
+            self.request(rollout_id(state.step, extra), state, state.step, published, tasks, extra)
 
     def look_ahead(self, ahead: int, step: int) -> Awaited:
         """Return the progress of the groups of step ``ahead``, which must be there before weights change while step
         ``step`` is made: all of them, or in a partial rollout all that these weights sample of them."""
-        published, rollout = self._pacing.published(step), rollout_id(ahead)
-        if not self._config.rollout.is_partial or ahead < published + self._pacing.interval:
-            return whole(self._store, rollout, awaiting=True)
-        done, total = self._store.segments.reached(rollout, published)
+        published, rollout = self.pacing.published(step), rollout_id(ahead)
+        if not self.config.rollout.is_partial or ahead < published + self.pacing.interval:
+            return whole(self.store, rollout, awaiting=True)
+        done, total = self.store.segments.reached(rollout, published)
         return Awaited(done, total, done == total)
 
-    @abstractmethod
-    def choose(self, step: int, without: Collection[str], missing: int) -> list[str]:
-        """Choose up to ``missing`` ready groups of a step, beside those ``without``; return their ids in order.
-
-        Overdue ones await their rewards no more, so that all who read them read the same.
-        """
-
-    @abstractmethod
-    def wanted(self, replayed: int) -> int:
-        """Return the number of new groups of a step that replays so many."""
-
-    @abstractmethod
-    def rollouts(self, step: int, rounds: int, used: Sequence[str]) -> list[str]:
-        """Ids of the rollouts that a step reports, which has asked in so many rounds and used these groups: the same on
-        every rank that calls it."""
-
-    def _is_overdue(self, group: UnusedGroup, step: int) -> bool:
+    def is_overdue(self, group: UnusedGroup, step: int) -> bool:
         """True if the group still awaits rewards ``reward.late_steps`` steps after it was asked for."""
-        limit = self._config.reward.late_steps
+        limit = self.config.reward.late_steps
         return limit is not None and group.awaiting and step - group.weights_step >= limit
 
-    def _seed(self, state: TrainState) -> int:
-        return data_seed(self._config.trainer.seed, state.rollbacks)
+    def seed(self, state: TrainState) -> int:
+        """Seed of the choice of tasks, another one after each rollback."""
+        return data_seed(self.config.trainer.seed, state.rollbacks)
 
-    def _request(
+    def request(
         self,
         rollout_id: str,
         state: TrainState,
@@ -123,32 +88,65 @@ class Asking(ABC):
     ) -> None:
         """Ask for the groups of a rollout, whose seed follows from ``step`` and ``extra``; ``asked_at``: steps done,
         where they are not ``step``."""
-        seed = self._seed(state)
+        seed = self.seed(state)
         sampling = {
-            "temperature": self._config.rollout.temperature,
-            "max_tokens": self._config.rollout.max_response_tokens,
+            "temperature": self.config.rollout.temperature,
+            "max_tokens": self.config.rollout.max_response_tokens,
             "seed": drawn_seed(seed, step, extra, EXTRA) if extra else seed * 1_000_003 + step,
             **self._sampling,
         }
-        size = self._config.algorithm.group_size
+        size = self.config.algorithm.group_size
         done = step if asked_at is None else asked_at
-        self._store.rollouts.request(rollout_id, "train", done, published.version, tasks, size, sampling)
+        self.store.rollouts.request(rollout_id, "train", done, published.version, tasks, size, sampling)
 
 
-class InAdmissionOrder(Asking):
+class Asking(Protocol):
+    """Asks for groups and chooses those of a step: on rank 0."""
+
+    def ask(self, state: TrainState, published: Published) -> None:
+        """Ask for the groups of a step, and ahead of it, if the store has not got them."""
+
+    def further(self, missing: int) -> int:
+        """Return the number of groups to ask for in a step that lacks so many."""
+
+    def look(self, step: int, extra: int, without: Collection[str], missing: int) -> Awaited:
+        """Return the progress of what ``choose`` waits for."""
+
+    def choose(self, step: int, without: Collection[str], missing: int) -> list[str]:
+        """Choose up to ``missing`` ready groups of a step, beside those ``without``; return their ids in order.
+
+        Overdue ones await their rewards no more, so that all who read them read the same.
+        """
+
+    def wanted(self, replayed: int) -> int:
+        """Return the number of new groups of a step that replays so many."""
+
+    def rollouts(self, step: int, rounds: int, used: Sequence[str]) -> list[str]:
+        """Ids of the rollouts that a step reports, which has asked in so many rounds and used these groups: the same on
+        every rank that calls it."""
+
+
+class InAdmissionOrder:
     """Every step has a rollout of its own, and trains on its groups.
 
     All groups are sampled before the weights change, so that a run has the same bits when it is repeated.
     """
 
+    def __init__(self, requests: GroupRequests, replay: ReplayChoice) -> None:
+        self._requests = requests
+        self._config, self._store = requests.config, requests.store
+        self._choice, self._pacing = requests.choice, requests.pacing
+        self._replay = replay
+        self._late = requests.config.reward.late_steps is not None
+
     def ask(self, state: TrainState, published: Published) -> None:
         steps = max(self._config.trainer.steps, state.step + 1)
         for step in range(state.step, min(self._pacing.asked(state.step), steps)):
             if not self._store.rollouts.is_requested(rollout_id(step)):
-                seed = self._seed(state)
+                seed = self._requests.seed(state)
                 sampled = self._config.trainer.tasks_per_step - len(self._replay.groups(step, seed, state.step))
                 tasks = self._choice.with_spare(step, seed, sampled)
-                self._request(rollout_id(step), state, step, published, tasks)
+                self._requests.request(rollout_id(step), state, step, published, tasks)
 
     def further(self, missing: int) -> int:
         return self._choice.per_step
@@ -158,14 +156,14 @@ class InAdmissionOrder(Asking):
 
     def choose(self, step: int, without: Collection[str], missing: int) -> list[str]:
         unused = self._store.pacing.unused() if self._late else []
-        if overdue := [group.group_id for group in unused if self._is_overdue(group, step)]:
+        if overdue := [group.group_id for group in unused if self._requests.is_overdue(group, step)]:
             self._store.late.stop_waiting(overdue)
         return self._store.groups.take(self._config.trainer.tasks_per_step, step=step, without=without)
 
     def _waits_no_more(self, step: int) -> bool:
         """True if groups of a step that still await rewards are left out: all were asked for at one time."""
         own = [g for g in (self._store.pacing.unused() if self._late else []) if g.rollout_id == rollout_id(step)]
-        return _has_ready(own) and any(self._is_overdue(group, step) for group in own)
+        return _has_ready(own) and any(self._requests.is_overdue(group, step) for group in own)
 
     def wanted(self, replayed: int) -> int:
         return self._config.trainer.tasks_per_step - replayed
@@ -174,11 +172,16 @@ class InAdmissionOrder(Asking):
         return [rollout_id(step, extra) for extra in range(rounds)]
 
 
-class InCompletionOrder(Asking):
+class InCompletionOrder:
     """A step takes groups as they end, whichever step asked for them, within ``sync.max_staleness``.
 
     Every publication asks for as many as may be asked for then. Their tasks go on where the last ones ended.
     """
+
+    def __init__(self, requests: GroupRequests) -> None:
+        self._requests = requests
+        self._config, self._store = requests.config, requests.store
+        self._choice, self._pacing = requests.choice, requests.pacing
 
     def ask(self, state: TrainState, published: Published) -> None:
         each, step = self._choice.per_step, state.step
@@ -188,10 +191,12 @@ class InCompletionOrder(Asking):
             # A replaced engine may have brought weights between two publications: what this step asked for with them
             # before a resume stays.
             number = next(n for n in count(step) if not self._store.rollouts.is_requested(rollout_id(n)))
-            self._request(rollout_id(number), state, number, published, self._tasks(state, missing), asked_at=step)
+            self._requests.request(
+                rollout_id(number), state, number, published, self._tasks(state, missing), asked_at=step
+            )
 
     def _tasks(self, state: TrainState, missing: int) -> list[str]:
-        seed, each = self._seed(state), self._choice.per_step
+        seed, each = self._requests.seed(state), self._choice.per_step
         first, asked = self._store.pacing.num_asked()
         step, skipped = divmod((state.step if first is None else first) * each + asked, each)
         found: list[str] = []
@@ -219,7 +224,7 @@ class InCompletionOrder(Asking):
         return [group for group in self._store.pacing.unused() if group.group_id not in without]
 
     def _chosen(self, unused: Sequence[UnusedGroup], step: int, missing: int) -> list[str]:
-        late = [group for group in unused if self._is_overdue(group, step)] if _has_ready(unused) else []
+        late = [group for group in unused if self._requests.is_overdue(group, step)] if _has_ready(unused) else []
         ready = [group for group in unused if group.ready or group in late]
         due, others = (
             [self._pacing.deadline(group.weights_step) for group in groups]

@@ -35,7 +35,7 @@ class GroupPart:
     """True where a step trains on tokens of several versions, whatever ``sync.max_staleness`` is."""
 
     def sampling(self) -> Mapping[str, Any]:
-        """Return what each rollout asks of the sampler beside temperature, length and seed."""
+        """Return settings of the sampler for each group, beside temperature, length and seed."""
         return {}
 
     def begin(self, found: FoundGroups, state: TrainState) -> None:

@@ -20,7 +20,15 @@ from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Stopped
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
-from megarl.train.rollout.asking import Asking, Awaited, InAdmissionOrder, InCompletionOrder, Published, rollout_of
+from megarl.train.rollout.asking import (
+    Asking,
+    Awaited,
+    GroupRequests,
+    InAdmissionOrder,
+    InCompletionOrder,
+    Published,
+    rollout_of,
+)
 from megarl.train.rollout.found import FoundGroups
 from megarl.train.rollout.group_part import GroupServices
 from megarl.train.rollout.group_parts import group_parts_of
@@ -76,9 +84,11 @@ class Rollouts:
         self._choice = TaskChoice(context.config, store)
         replay = ReplayChoice(context.config, store)
         self._parts = group_parts_of(GroupServices(context.config, reader, replay, self.verified), algorithm)
-        order = {"admission": InAdmissionOrder, "completion": InCompletionOrder}[context.config.sync.order]
         sampling = {name: value for part in self._parts for name, value in part.sampling().items()}
-        self._asking: Asking = order(context, store, self._choice, replay, sampling)
+        self._requests = GroupRequests(context, store, self._choice, sampling)
+        self._asking: Asking = InAdmissionOrder(self._requests, replay)
+        if context.config.sync.order == "completion":
+            self._asking = InCompletionOrder(self._requests)
 
     def drain(self, state: TrainState, *, weights_step: int) -> None:
         """Wait until the groups that were asked for ahead are ready, in step ``state.step``; not in completion order.
@@ -93,7 +103,7 @@ class Rollouts:
             return
         for step in range(state.step + 1, min(self._pacing.asked(state.step), self._context.config.trainer.steps)):
             with self._reporter.timeline.phase("rollout", step=state.step):
-                look = partial(self._asking.look_ahead, step, state.step)
+                look = partial(self._requests.look_ahead, step, state.step)
                 self._wait(look, f"rollout {step + 1}, ahead", weights_step=weights_step)
 
     def groups(self, state: TrainState, published: Published) -> StepGroups:
@@ -115,7 +125,7 @@ class Rollouts:
             with timeline.phase("rollout", step=step):
                 if self._context.rank == 0:
                     if extra:
-                        asking.ask_more(state, published, extra, missing)
+                        self._requests.ask_more(state, published, extra, asking.further(missing))
                     else:
                         asking.ask(state, published)
                 label = f"rollout {step + 1}" + (f", again ({len(found.groups)} of {wanted} groups)" if extra else "")

@@ -55,6 +55,8 @@ class WeightSync:
         self.step = 0
         """Steps of training in it."""
         self._sent: SentWeights | None = None
+        self._given: SentWeights | None = None
+        """Weights that the last version has in place of the actor's."""
         self._digests = SentDigests()
         self._context, self._ranks, self._reporter, self._record = context, ranks, reporter, record
         self._models, self._publisher, self._memory = models, publisher, memory
@@ -63,9 +65,12 @@ class WeightSync:
         """Wait for the engines, and join them for weight syncs. Raises EngineError, WeightSyncError, Stopped."""
         self._again_if_one_dies(lambda: None, join=True)
 
-    def publish(self, step: int) -> dict[str, float]:
+    def publish(self, step: int, given: SentWeights | None = None) -> dict[str, float]:
         """Give the actor's weights, which have ``step`` steps of training, to every engine that is wanted, under a new
         version, proven equal; enter ``Phase.ROLLOUT`` and return sync metrics.
+
+        Args:
+            given: Other weights in their place, for an evaluation.
 
         Raises EngineError, WeightSyncError, Stopped.
         """
@@ -74,7 +79,8 @@ class WeightSync:
         changed = not self._ranks.agree(not self._publisher.engines_changed())
         # What an earlier attempt has asked engines of other programs for is asked for again.
         abort = self._publisher.come_and_go and self.version.n == 1
-        return self._again_if_one_dies(lambda: self._publish(abort=abort), join=changed)
+        self._given = given
+        return self._again_if_one_dies(lambda: self._publish(abort=abort, sent=given), join=changed)
 
     def publish_again(self, why: str | None, step: int) -> None:
         """Give the weights to an engine that has replaced one that had them, under the same version.
@@ -86,7 +92,7 @@ class WeightSync:
             step: Steps of training in the actor's weights; where the last version has others, and no copy of it was
                 kept, these are a new one.
         """
-        sent = self._sent if step != self.step else None
+        sent = self._given or (self._sent if step != self.step else None)
         if step != self.step and sent is None:
             self._begin_version(step)
         self._reporter.log(f"{why}; joining the engine that is new there")
@@ -145,7 +151,8 @@ class WeightSync:
         return report.metrics() | ({} if difference is None else {"sync/probe_diff_max": difference})
 
     def _probe(self) -> ProbeText:
-        return probe_text(self._context.config, self._models, far=self.version.n == 1)
+        models = self._models
+        return probe_text(self._context.config, models.head, models.actor.model, far=self.version.n == 1)
 
     @property
     def _keeps(self) -> bool:

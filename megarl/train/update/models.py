@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -57,6 +58,8 @@ class Models:
         self.reference: Model | None = None
         self.critic: TrainedModel | None = None
         self.reward_model: Model | None = None
+        self.more: dict[str, Model] = {}
+        """Role -> model that a part of the job has added. Their memory stays on the device."""
         self._grids: dict[ParallelConfig, groups.Grid] = {}
 
     def make_actor(self, checkpoint: Path | None) -> None:
@@ -144,11 +147,29 @@ class Models:
             gc.collect()
             enter(Phase.CRITIC)
             self.critic = self._critic()
+        for role in self.more:
+            self._begin(role, checkpoint if step else None)
         if step and checkpoint is not None and (parts := self._other_parts()):
             enter(Phase.LOAD)
             state.load(checkpoint, parts)
             if self.critic is not None:
                 self.critic.optimizer.set_hyperparameters(config.critic.optimizer)
+
+    def add(self, role: str, dtype: Literal["float32", "bfloat16"], checkpoint: Path | None) -> Model:
+        """Make a model with the actor's grid. Its weights are those of ``role`` in the checkpoint, else the actor's of
+        now; checkpoints have it from here on."""
+        actor = self.actor.model
+        settings = replace(actor.model_config, dtype=dtype)
+        self.more[role] = Model(self.hf_config, settings, actor.parallel, actor.head, actor.micro_batching, actor.grid)
+        self._begin(role, checkpoint)
+        return self.more[role]
+
+    def _begin(self, role: str, checkpoint: Path | None) -> None:
+        """Give a model that was added the weights that it goes on with."""
+        if checkpoint is not None and (checkpoint / role).is_dir():
+            state.load(checkpoint, {role: state.CheckpointedModel(self.more[role].chunks, None)})
+        else:
+            self.more[role].copy_from(self.actor.model, bucket_bytes=self._config.sync.bucket_bytes)
 
     def _reward_model(self, path: Path) -> Model:
         parallel, grid = self._grid(self._config.reward_model)
@@ -191,7 +212,11 @@ class Models:
         """Role -> model, of those that there are."""
         critic = None if self.critic is None else self.critic.model
         roles = {"critic": critic, "reference": self.reference, "reward_model": self.reward_model}
-        return {"actor": self.actor.model} | {role: model for role, model in roles.items() if model is not None}
+        return (
+            {"actor": self.actor.model}
+            | {role: model for role, model in roles.items() if model is not None}
+            | self.more
+        )
 
     def refresh_due(self, step: int) -> bool:
         """True if ``reference.refresh`` asks for a new reference at the start of a step."""
@@ -210,7 +235,8 @@ class Models:
 
     def parts(self) -> dict[str, state.CheckpointedModel]:
         """Models and optimizers of a checkpoint."""
-        return {"actor": self.actor_part()} | self._other_parts()
+        more = {role: state.CheckpointedModel(model.chunks, None) for role, model in self.more.items()}
+        return {"actor": self.actor_part()} | self._other_parts() | more
 
     def _other_parts(self) -> dict[str, state.CheckpointedModel]:
         """Parts beside the actor. A reference that never changes has its files in the run directory; one that every
@@ -223,12 +249,11 @@ class Models:
             found["reference"] = state.CheckpointedModel(self.reference.chunks, None, self.reference.grid)
         return found
 
-    def export_actor(self, target: Path, rank: int) -> None:
-        """Write the actor as an ordinary HF checkpoint; every rank calls it, rank 0 writes."""
-        actor = self.actor.model
-        plan = build_plan(actor.layout, hf_layout(self.hf_config, head="score" if actor.head is None else "lm"))
+    def export(self, model: Model, target: Path, rank: int) -> None:
+        """Write the actor, or an added model, as an ordinary HF checkpoint; every rank calls it, rank 0 writes."""
+        plan = build_plan(model.layout, hf_layout(self.hf_config, head="score" if model.head is None else "lm"))
         with writing(target):
-            hf.export_hf(plan, rank, actor.proven_tensors(), Path(self._config.model.path), target)
+            hf.export_hf(plan, rank, model.proven_tensors(), Path(self._config.model.path), target)
 
     def _settings(self, role: RoleConfig) -> ModelConfig:
         model = self._config.model

@@ -109,7 +109,7 @@ class PhaseMemory:
         for role, model in self._models.by_role().items():
             if not any(True for _ in model.residents):
                 model.residents = residents_of(role, model)
-                if self._plan.away[role] is Place.DISK:
+                if self._plan.away.get(role) is Place.DISK:
                     self._folder.mkdir(parents=True, exist_ok=True)
 
     def _check_quota(self, leaving: list[Resident]) -> None:

@@ -22,11 +22,12 @@ from megarl.core.thoughts import as_written
 from megarl.explore.rewards.pool.output import PrintedOutput
 from megarl.explore.rewards.pool.process import (
     START_TIMEOUT_S,
-    LocalWorker,
-    RemoteWorker,
+    LocalRewardProcess,
+    RemoteRewardProcess,
     Worker,
     WorkerDied,
     WorkerError,
+    WorkerProcess,
     WorkerSpent,
     WorkerUnfit,
     addresses,
@@ -119,8 +120,9 @@ class RewardPool:
         self.tally = Tally()
         """Counts of scoring, failed tries included."""
         modules = imports_of(sources, config.routes) if config.path is None else []
-        self._workers: list[Worker] = [LocalWorker(config, self._output, modules) for _ in range(config.workers)]
-        self._workers += [RemoteWorker(config, address, key) for address in addresses(config.hosts)]
+        processes: list[WorkerProcess] = [LocalRewardProcess(self._output, modules) for _ in range(config.workers)]
+        processes += [RemoteRewardProcess(address, key) for address in addresses(config.hosts)]
+        self._workers = [Worker(config, process) for process in processes]
         self._queue = WorkerQueue(len(self._workers), config.timeout_s)
         self._preparing: list[asyncio.Task[None]] = []
         self._quarantine: set[bytes] = set()
@@ -159,7 +161,7 @@ class RewardPool:
     @property
     def pids(self) -> list[int]:
         """Process ids of the workers that run on this machine."""
-        return [w.pid for w in self._workers if isinstance(w, LocalWorker) and w.pid is not None]
+        return [worker.pid for worker in self._workers if worker.pid is not None]
 
     async def close(self) -> None:
         """End every worker, busy or not. Who waits for one gets no verdict."""

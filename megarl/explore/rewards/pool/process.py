@@ -11,7 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from megarl.core import proof
 from megarl.core.config.load import to_dict
@@ -55,11 +55,38 @@ class WorkerSpent(WorkerDied):
     """Its process had computed one of megarl's verdicts for as long as a response may take."""
 
 
+class WorkerProcess(Protocol):
+    """The process of a worker, here or on a reward host."""
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, where the process is up and on this machine."""
+
+    async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Start the process; the lines from it and to it. Raises WorkerDied."""
+
+    async def ending(self) -> tuple[int | None, str]:
+        """Remove the remains of the process; return (its exit status or None, a text that says how it ended)."""
+
+    async def end(self) -> None:
+        """End the process; without one do nothing."""
+
+    def named(self, message: str) -> str:
+        """Return an error's message with the process's address, where that is another machine's."""
+
+    def cpu_s(self) -> float:
+        """CPU time of the process so far; NaN where that is not known."""
+
+    def drain(self) -> None:
+        """Write what the process has printed to its file."""
+
+
 class Worker:
     """A process's imports, and the lines to and from it. ``ready`` brings it up again, whatever became of it."""
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, process: WorkerProcess) -> None:
         self._config = config
+        self._process = process
         self._prepared: set[str] = set()
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -71,13 +98,10 @@ class Worker:
         """True if, as far as is known, it can be asked at once."""
         return self._reader is not None and not self._reader.at_eof() and self._reader.exception() is None
 
-    async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Start the process; the lines from it and to it. Raises WorkerDied."""
-        raise NotImplementedError
-
-    async def _ending(self) -> tuple[int | None, str]:
-        """Remove the remains of the process; return (its exit status or None, a text that says how it ended)."""
-        raise NotImplementedError
+    @property
+    def pid(self) -> int | None:
+        """``WorkerProcess.pid``."""
+        return self._process.pid
 
     async def ready(self) -> None:
         """A process runs that has loaded ``reward.path`` and every verifier that was used before.
@@ -91,7 +115,7 @@ class Worker:
             return
         await self.kill()
         prepared, self._prepared = self._prepared, set()
-        self._reader, self._writer = await self._open()
+        self._reader, self._writer = await self._process.open()
         path = self._config.path
         try:
             await self._ask({"config": to_dict(self._config)}, START_TIMEOUT_S)
@@ -136,20 +160,26 @@ class Worker:
         """The verdict of one answer, within ``reward.timeout_s``. Raises WorkerError, TimeoutError."""
         reply = await self._ask({"score": request}, self._config.timeout_s)
         if not reply.keys() >= VERDICT_FIELDS:
-            raise WorkerError(self._named(f"the reward process sent no verdict: {str(reply)[:200]}"))
+            raise WorkerError(self._process.named(f"the reward process sent no verdict: {str(reply)[:200]}"))
         return reply
 
     async def _ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Send one request and return its reply. A worker that does not answer in time, or whose caller gives up, is
         killed."""
+        try:
+            return await self._reply(request, timeout_s)
+        finally:
+            self._process.drain()  # what was printed for a verdict is in the file before the verdict is given
+
+    async def _reply(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         assert self._reader is not None and self._writer is not None
         self._requests = number = self._requests + 1
-        before_s = self._cpu_s()
+        before_s = self._process.cpu_s()
         try:
             async with asyncio.timeout(timeout_s):  # wait_for may swallow a cancellation
                 line = await self._exchange(json.dumps({"id": number, **request}).encode() + b"\n")
         except (TimeoutError, asyncio.CancelledError) as error:
-            busy = self._cpu_s() - before_s >= BUSY_SHARE * timeout_s
+            busy = self._process.cpu_s() - before_s >= BUSY_SHARE * timeout_s
             await self.kill()
             if busy and isinstance(error, TimeoutError) and "score" in request and self._config.path is None:
                 raise WorkerSpent(f"no verdict within {timeout_s:g} s") from error
@@ -158,34 +188,31 @@ class Worker:
             await self.kill()
             raise WorkerError(f"the reward process answered with more than {MAX_LINE_BYTES} bytes") from error
         if not line.endswith(b"\n"):
-            status, how = await self._ending()
+            status, how = await self._process.ending()
             await self.kill()
             raise (WorkerSpent if status == CPU_SPENT else WorkerDied)(how)
         try:
             reply = _parsed(line)
         except ValueError as error:
             await self.kill()
-            raise WorkerError(self._named(f"the reward process sent no reply: {error}: {line[:200]!r}")) from error
+            raise WorkerError(
+                self._process.named(f"the reward process sent no reply: {error}: {line[:200]!r}")
+            ) from error
         if "spent" in reply:
             await self.kill()
-            raise WorkerSpent(self._named("the reward process had computed for too long"))
+            raise WorkerSpent(self._process.named("the reward process had computed for too long"))
         if reply.get("id", number) not in (number, None):
             await self.kill()
-            raise WorkerDied(self._named(f"the reward process answered request {reply['id']!r:.20} and not {number}"))
+            raise WorkerDied(
+                self._process.named(f"the reward process answered request {reply['id']!r:.20} and not {number}")
+            )
         if reply.pop("last", False):
             await self.kill()
         if "error" in reply:
             raise (WorkerUnfit if "prepare" in request and not reply.get("of_row") else WorkerError)(
-                self._named(reply["error"])
+                self._process.named(reply["error"])
             )
         return reply
-
-    def _named(self, message: str) -> str:
-        return message
-
-    def _cpu_s(self) -> float:
-        """CPU time of the process so far; NaN where that is not known."""
-        return math.nan
 
     async def _exchange(self, request: bytes) -> bytes:
         assert self._reader is not None and self._writer is not None
@@ -199,6 +226,7 @@ class Worker:
 
     async def kill(self) -> None:
         """End it; ``ready`` starts another."""
+        await self._process.end()
         writer, self._reader, self._writer = self._writer, None, None
         if writer is not None:
             if not writer.is_closing():
@@ -219,7 +247,7 @@ def _parsed(line: bytes) -> dict[str, Any]:
     return reply
 
 
-class LocalWorker(Worker):
+class LocalRewardProcess:
     """A process on this machine.
 
     Args:
@@ -227,8 +255,7 @@ class LocalWorker(Worker):
         modules: Those that its verifiers import late.
     """
 
-    def __init__(self, config: RewardConfig, output: PrintedOutput | None = None, modules: Sequence[str] = ()) -> None:
-        super().__init__(config)
+    def __init__(self, output: PrintedOutput | None = None, modules: Sequence[str] = ()) -> None:
         self._output = output
         self._modules = modules
         self._process: RewardProcess | None = None
@@ -237,37 +264,36 @@ class LocalWorker(Worker):
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    def _cpu_s(self) -> float:
+    def cpu_s(self) -> float:
         with contextlib.suppress(OSError):
             if self._process is not None:
                 return time.clock_gettime(~self._process.pid << 3 | CPUCLOCK_SCHED)
         return math.nan
 
-    async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         try:
             self._process = await RewardProcess.start(MAX_LINE_BYTES, self._output, self._modules)
         except OSError as error:
             raise WorkerDied(f"a reward process cannot be started: {error.strerror}") from error
         return self._process.reader, self._process.writer
 
-    async def _ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        try:
-            return await super()._ask(request, timeout_s)
-        finally:
-            if self._output is not None:
-                self._output.drain()  # what was printed for a verdict is in the file before the verdict is given
-
-    async def _ending(self) -> tuple[int | None, str]:
+    async def ending(self) -> tuple[int | None, str]:
         status = None if self._process is None else await self._process.status()
         if status is None:
             return None, "the reward process closed its connection"
         return status, f"the reward process ended with code {status}"
 
-    async def kill(self) -> None:
+    async def end(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             await process.end()
-        await super().kill()
+
+    def named(self, message: str) -> str:
+        return message
+
+    def drain(self) -> None:
+        if self._output is not None:
+            self._output.drain()
 
 
 def addresses(hosts: Sequence[str]) -> list[str]:
@@ -292,7 +318,7 @@ def addresses(hosts: Sequence[str]) -> list[str]:
     return found
 
 
-class RemoteWorker(Worker):
+class RemoteRewardProcess:
     """A process of a ``megarl rewards serve``: the connection is its life.
 
     Args:
@@ -300,12 +326,13 @@ class RemoteWorker(Worker):
         key: That of the service.
     """
 
-    def __init__(self, config: RewardConfig, address: str, key: str) -> None:
-        super().__init__(config)
+    pid = None
+
+    def __init__(self, address: str, key: str) -> None:
         self._address = address
         self._key = key
 
-    async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         host, _, port = self._address.rpartition(":")
         try:
             async with asyncio.timeout(CONNECT_S):
@@ -349,11 +376,20 @@ class RemoteWorker(Worker):
             f"reward.hosts: {self._address} cannot be reached ({why}); is `megarl rewards serve` up there?"
         )
 
-    async def _ending(self) -> tuple[int | None, str]:
+    async def ending(self) -> tuple[int | None, str]:
         return None, f"the reward process at {self._address} ended"
 
-    def _named(self, message: str) -> str:
+    async def end(self) -> None:
+        """Nothing to do: the process ends with the connection."""
+
+    def named(self, message: str) -> str:
         return f"{self._address}: {message}"
+
+    def cpu_s(self) -> float:
+        return math.nan
+
+    def drain(self) -> None:
+        """Nothing to do: the reward host writes what the process prints."""
 
 
 async def send_line(writer: asyncio.StreamWriter, **message: Any) -> None:
@@ -375,7 +411,7 @@ async def check_hosts(config: RewardConfig, key: str, data_sources: Sequence[str
     """Every host of ``reward.hosts`` gives a worker that can have these verifiers. Raises ConfigError naming the one
     that does not."""
     for address in dict.fromkeys(addresses(config.hosts)):
-        worker = RemoteWorker(config, address, key)
+        worker = Worker(config, RemoteRewardProcess(address, key))
         try:
             await worker.ready()
             for data_source in data_sources:

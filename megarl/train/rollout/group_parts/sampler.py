@@ -1,4 +1,4 @@
-"""What rollouts ask of the sampler for each group."""
+"""Settings of the sampler for each group, beside temperature, length and seed."""
 
 from __future__ import annotations
 

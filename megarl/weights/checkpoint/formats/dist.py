@@ -361,7 +361,7 @@ class _Record:
         self.__dict__.update(state)
 
 
-class _Properties(_Record):
+class _Properties:
     """Stands for ``TensorProperties``, which are saved as a tuple that begins with the dtype."""
 
     def __setstate__(self, state: Any) -> None:
