@@ -19,7 +19,7 @@ from megarl.core.schema import TrainingSample
 from megarl.engine.client.client import EngineClient, Prompt, Sampling
 from megarl.engine.client.frames import Completion
 from megarl.engine.client.gather import Gatherer, SampleRequest
-from megarl.explore.explorer.segments import SegmentSampler
+from megarl.explore.explorer.segments import SegmentSampler, SegmentSettings
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.store import Claim
 from tests.loop.engines import KEY, RunningEngine, some_prompts
@@ -87,7 +87,7 @@ def sample(engine: RunningEngine, requests: Sequence[SampleRequest], size: int |
 
             async def one(request: SampleRequest) -> Completion:
                 claim = Claim("r0", "train", 0, VERSION, request.group, 0, 2, {}, make_task(0), "a", "token", 1)
-                sampler = SegmentSampler(gatherer, claim, 0, limits, size, None, None, Counter[str]())
+                sampler = SegmentSampler(gatherer, claim, 0, limits, SegmentSettings(size), None, None, Counter[str]())
                 return await sampler.sample(request)
 
             tasks = [calls.create_task(one(request)) for request in requests]

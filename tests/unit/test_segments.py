@@ -19,7 +19,7 @@ from megarl.engine.client.frames import Completion, VersionSpan
 from megarl.engine.client.gather import SampleRequest
 from megarl.explore.explorer.iterations import Budget, GroupPace, Iterations, tokens_by_iteration
 from megarl.explore.explorer.repetition import LONGEST_PERIOD, repeats_at_end
-from megarl.explore.explorer.segments import Record, SegmentSampler
+from megarl.explore.explorer.segments import Record, SegmentSampler, SegmentSettings
 from megarl.explore.order.pacing import Pacing
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.store import Claim, Store
@@ -74,7 +74,9 @@ def sampler(
         return True
 
     counts = Counter() if counts is None else counts
-    return SegmentSampler(tokens, claim, 0, LIMITS, size, record if size else None, pace, counts, recorded)
+    return SegmentSampler(
+        tokens, claim, 0, LIMITS, SegmentSettings(size), record if size else None, pace, counts, recorded
+    )
 
 
 def recording(kept: list[Segment]) -> Record:
@@ -143,12 +145,12 @@ def test_a_response_that_repeats_itself_ends_after_its_segment(claim: Claim) -> 
     """Tokens 0 1 2 from 3 on: three times by token 12, which the segment up to 15 shows."""
     kept: list[Segment] = []
     tokens = Looping(3, 3)
-    loop = SegmentSampler(tokens, claim, 0, LIMITS, 5, recording(kept), None, Counter[str](), max_repeats=3)
+    loop = SegmentSampler(tokens, claim, 0, LIMITS, SegmentSettings(5, 3), recording(kept), None, Counter[str]())
     found = asyncio.run(loop.sample(ask()))
     assert found.finish_reason == "repetition" and len(found.token_ids) == 15 and len(tokens.asked) == 3
     assert [s.finish_reason for s in kept] == [None, None, "repetition"]
     counts = Counter[str]()
-    again = SegmentSampler(Tokens(1), claim, 0, LIMITS, 5, None, None, counts, kept, max_repeats=3)
+    again = SegmentSampler(Tokens(1), claim, 0, LIMITS, SegmentSettings(5, 3), None, None, counts, kept)
     taken = asyncio.run(again.sample(ask()))
     assert taken.finish_reason == "repetition" and taken.token_ids.tolist() == found.token_ids.tolist()
     assert counts["resumed_tokens"] == 15
@@ -164,7 +166,9 @@ def test_a_response_that_repeats_itself_ends_after_its_segment(claim: Claim) -> 
     ],
 )
 def test_a_repetition_at_the_limit(claim: Claim, times: int | None, size: int, reason: str, length: int) -> None:
-    loop = SegmentSampler(Looping(3, 3), claim, 0, LIMITS, size, recording([]), None, Counter[str](), max_repeats=times)
+    loop = SegmentSampler(
+        Looping(3, 3), claim, 0, LIMITS, SegmentSettings(size, times), recording([]), None, Counter[str]()
+    )
     found = asyncio.run(loop.sample(ask()))
     assert (found.finish_reason, len(found.token_ids)) == (reason, length)
 
@@ -172,7 +176,7 @@ def test_a_repetition_at_the_limit(claim: Claim, times: int | None, size: int, r
 def test_a_response_that_stops_by_itself_has_not_been_stopped(claim: Claim) -> None:
     tokens = Looping(0, 1)
     tokens.length = 9
-    loop = SegmentSampler(tokens, claim, 0, LIMITS, 9, recording([]), None, Counter[str](), max_repeats=2)
+    loop = SegmentSampler(tokens, claim, 0, LIMITS, SegmentSettings(9, 2), recording([]), None, Counter[str]())
     assert asyncio.run(loop.sample(ask())).finish_reason == "stop"
 
 
@@ -224,7 +228,7 @@ def test_nothing_is_recorded_once_the_group_is_no_longer_ours(claim: Claim) -> N
         calls += 1
         return False
 
-    one = SegmentSampler(Tokens(12), claim, 0, LIMITS, 4, record, None, Counter[str]())
+    one = SegmentSampler(Tokens(12), claim, 0, LIMITS, SegmentSettings(4), record, None, Counter[str]())
     assert len(asyncio.run(one.sample(ask())).token_ids) == 12 and calls == 1
 
 
@@ -265,7 +269,9 @@ async def _waits(claim: Claim) -> None:
     pace = GroupPace(iterations, claim, Budget(4), {}, reach, waiting.append)
     tokens = Tokens(18)
     keeping = asyncio.create_task(iterations.keep())
-    samplers = [SegmentSampler(tokens, claim, index, LIMITS, 2, None, pace, Counter[str]()) for index in (0, 1)]
+    samplers = [
+        SegmentSampler(tokens, claim, index, LIMITS, SegmentSettings(2), None, pace, Counter[str]()) for index in (0, 1)
+    ]
     work = [asyncio.create_task(one.sample(ask())) for one in samplers]
     for step, starts in ((0, [0, 2]), (1, [4, 6])):
         await settled(lambda step=step: reached == list(range(step + 1)))  # type: ignore[misc]
@@ -308,7 +314,9 @@ async def _waits_by_time(claim: Claim) -> None:
     tokens = Slow(18)
     keeping = asyncio.create_task(iterations.keep())
     await pace.ended(1)
-    work = asyncio.create_task(SegmentSampler(tokens, claim, 0, LIMITS, 2, None, pace, Counter[str]()).sample(ask()))
+    work = asyncio.create_task(
+        SegmentSampler(tokens, claim, 0, LIMITS, SegmentSettings(2), None, pace, Counter[str]()).sample(ask())
+    )
     await settled(lambda: reached == [0])
     assert [request.start for request in tokens.asked] == [0, 2, 4] and not work.done()
     tokens.version, live.step = "0.4", 1
@@ -338,7 +346,7 @@ async def _both_wait(claim: Claim) -> None:
             return await super().sample(request)
 
     tokens = Slow(9)
-    one = SegmentSampler(tokens, claim, 0, LIMITS, 2, None, pace, Counter[str]())
+    one = SegmentSampler(tokens, claim, 0, LIMITS, SegmentSettings(2), None, pace, Counter[str]())
     keeping = asyncio.create_task(iterations.keep())
     work = [asyncio.create_task(one.sample(ask(turn))) for turn in (1, 0)]
     for _ in range(100):
@@ -489,7 +497,7 @@ def test_segments_after_another_image_are_not_taken(claim: Claim) -> None:
     assert len(kept) == 2
     for image, resumed in ((b"one", 8), (b"other", 0)):
         counts = Counter[str]()
-        again = SegmentSampler(Tokens(8), claim, 0, LIMITS, 4, recording([]), None, counts, kept)
+        again = SegmentSampler(Tokens(8), claim, 0, LIMITS, SegmentSettings(4), recording([]), None, counts, kept)
         asyncio.run(again.sample(replace(ask(), images=(image,))))
         assert counts["resumed_tokens"] == resumed and counts["replay_diverged"] == 8 - resumed
 
@@ -502,7 +510,7 @@ def test_expert_ids_of_segments_are_those_of_the_response_in_one(routed: int) ->
     found = []
     for size in (None, 4, 5):
         kept: list[Segment] = []
-        one = SegmentSampler(Tokens(12), claim, 0, LIMITS, size, recording(kept), None, Counter[str]())
+        one = SegmentSampler(Tokens(12), claim, 0, LIMITS, SegmentSettings(size), recording(kept), None, Counter[str]())
         completion = asyncio.run(one.sample(asked))
         tokens = np.concatenate([asked.token_ids, completion.token_ids])
         assert completion.routing is not None and completion.routing.shape == (3 + 12 - 1 - routed, 1, 2)

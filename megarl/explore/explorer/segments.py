@@ -56,12 +56,10 @@ class SegmentSampler:
     """Samples the responses of one trajectory.
 
     Args:
-        size: Most tokens of a segment; None for a response in one.
         record: None where nothing is recorded.
         pace: Limit of a partial rollout; None for none.
         recorded: What earlier claims of the group have left of it, in order.
         forget: Called for a trajectory's responses from a number on, which are recorded with another context.
-        max_repeats: Equal sequences in a row that end a response after a segment; None for none.
         counts: ``resumed_tokens``: recorded ones that were taken; ``replay_diverged``: those that were not, since the
             workflow has asked for them with another context.
     """
@@ -72,17 +70,16 @@ class SegmentSampler:
         claim: Claim,
         index: int,
         limits: TokenLimits,
-        size: int | None,
+        settings: SegmentSettings,
         record: Record | None,
         pace: GroupPace | None,
         counts: Counter[str] | dict[str, int],
         recorded: Sequence[Segment] = (),
-        max_repeats: int | None = None,
         forget: Forget | None = None,
     ) -> None:
         self._sampler, self._record, self._forget, self._pace = sampler, record, forget, pace
-        self._claim, self._index, self._limits, self._size, self._counts = claim, index, limits, size, counts
-        self._recorded, self._max_repeats = list(recorded), max_repeats
+        self._claim, self._index, self._limits, self._settings, self._counts = claim, index, limits, settings, counts
+        self._recorded = list(recorded)
         self._is_ours = True
 
     async def sample(self, request: SampleRequest) -> Completion:
@@ -91,7 +88,7 @@ class SegmentSampler:
             return await self._sample(request)
 
     async def _sample(self, request: SampleRequest) -> Completion:
-        most, size = min(request.max_tokens or self._limits.response, self._limits.response), self._size
+        most, size = min(request.max_tokens or self._limits.response, self._limits.response), self._settings.tokens
         segments, context = await self._replayed(request), ""
         while not segments or segments[-1].finish_reason is None:
             start = sum(len(segment.token_ids) for segment in segments)
@@ -160,7 +157,8 @@ class SegmentSampler:
 
     def _repeats(self, segments: Sequence[Segment]) -> bool:
         tokens = [segment.token_ids for segment in segments]
-        return self._max_repeats is not None and repeats_at_end(np.concatenate(tokens), self._max_repeats)
+        times = self._settings.max_repeats
+        return times is not None and repeats_at_end(np.concatenate(tokens), times)
 
     def _version(self, name: str) -> WeightsVersion:
         return self._claim.version if name == "default" else WeightsVersion.parse(name)

@@ -157,10 +157,8 @@ class TrajectoryRunner:
         """Run the workflow once, on a task of its own: what it changes there, no other trajectory sees."""
         own = OwnTime()
         claim, counts, settings = group.claim, group.clock.counts, self._settings
-        of_segments, repeats = (settings.limits, settings.segments.tokens, self._record), settings.segments.max_repeats
-        sampler = SegmentSampler(
-            gatherer, claim, index, *of_segments, group.pace, counts, recorded, repeats, self._forget
-        )
+        kept = self._record, group.pace, counts, recorded, self._forget
+        sampler = SegmentSampler(gatherer, claim, index, settings.limits, settings.segments, *kept)
         model = RolloutModel(
             group.claim,
             index,
