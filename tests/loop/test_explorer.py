@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,19 @@ from megarl.core.errors import EngineError, RequestRefused
 from megarl.core.schema import GREEDY, Reward, Task, WeightsVersion
 from megarl.engine.client.client import Prompt, Sampling
 from megarl.engine.client.frames import Completion, VersionSpan, encode
-from megarl.explore.explorer.engines import EngineCount
-from megarl.explore.explorer.explorer import Explorer
+from megarl.explore.explorer.engines import FixedCount
+from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explorer
 from megarl.explore.explorer.rollout_clock import RolloutClock
+from megarl.explore.explorer.trajectories import TrajectorySettings
 from megarl.explore.recording.limits import TokenLimits
+from megarl.explore.recording.model import NO_LIMITS
 from megarl.explore.rewards import Verdict
 from megarl.explore.store import RegisteredEngine, Store
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.tasksets.turns import messages_of, render_turns, turn_ids
-from megarl.explore.workflows import RolloutModel
+from megarl.explore.workflows import RolloutModel, Workflow
 from megarl.explore.workflows.reflect import FEEDBACK, reflect
+from megarl.explore.workflows.single_turn import single_turn
 from tests.loop.fake_server import KEY, Connected, FakeServer, answer, serving
 from tests.stores import finish
 
@@ -111,12 +115,25 @@ class FakeScorer:
         return Verdict(Reward(float(text == task.ground_truth), "ok" if text == task.ground_truth else "wrong"))
 
 
-def explore(store: Store, engine: FakeEngine, scorer: FakeScorer, tokenizer: ChatTokenizer, **changes: Any) -> None:
-    """Run an explorer until everything asked for is done, then close the job."""
-    settings: dict[str, Any] = {"worker": "e0", "capacity": 1000, "poll_s": 0.005, "retry_s": 0.0}
+def explore(
+    store: Store,
+    engine: FakeEngine,
+    scorer: FakeScorer,
+    tokenizer: ChatTokenizer,
+    workflow: Workflow = single_turn,
+    *,
+    engines: int = 1,
+    timeout_s: float = 7.5,
+    limits: TokenLimits = NO_LIMITS,
+    **changes: Any,
+) -> None:
+    """Run an explorer until everything asked for is done, then close the job. ``changes``: of ``ClaimSettings``."""
+    asked = AskedEngines(engine, FixedCount(engines), timeout_s=timeout_s)
+    claims = replace(ClaimSettings("e0", capacity=1000, poll_s=0.005), **changes)
+    trajectories = TrajectorySettings(retry_s=0.0, limits=limits)
 
     async def main() -> None:
-        explorer = Explorer(store, engine, scorer, tokenizer, **(settings | changes))
+        explorer = Explorer(store, asked, scorer, tokenizer, claims, workflow, trajectories)
         running = asyncio.create_task(explorer.run())
         while not running.done() and store.groups.claim("probe", 0) == []:
             done, total = store.rollouts.progress("r0")
@@ -255,13 +272,7 @@ def test_an_engine_that_stays_dead_ends_the_explorer_and_frees_its_claims(
 ) -> None:
     request(store)
     with pytest.raises(EngineError, match="the engine is gone"):
-        explore(
-            store,
-            FakeEngine(tokenizer, fail_after=[5, 1, *[0] * 10_000]),
-            FakeScorer(),
-            tokenizer,
-            engine_timeout_s=0.2,
-        )
+        explore(store, FakeEngine(tokenizer, fail_after=[5, 1, *[0] * 10_000]), FakeScorer(), tokenizer, timeout_s=0.2)
     assert len(store.groups.claim("next", 10)) == 3 - store.rollouts.progress("r0")[0]
 
 
@@ -275,7 +286,7 @@ def test_a_request_that_would_be_refused_again_fails_at_once(store: Store, token
     request(store)
     engine = Refusing(tokenizer)
     with pytest.raises(RequestRefused, match="no such image"):
-        explore(store, engine, FakeScorer(), tokenizer, engine_timeout_s=60)
+        explore(store, engine, FakeScorer(), tokenizer, timeout_s=60)
     assert len(engine.calls) == 1
 
 
@@ -327,7 +338,7 @@ def test_slow_verifiers_do_not_hold_up_generation_until_the_backlog_is_full(
 def test_new_groups_are_spread_over_the_engines(store: Store, tokenizer: ChatTokenizer) -> None:
     request(store, groups=5, group_size=1, seed=None)
     engine = FakeEngine(tokenizer)
-    explore(store, engine, FakeScorer(), tokenizer, engines=EngineCount(3))
+    explore(store, engine, FakeScorer(), tokenizer, engines=3)
     assert sorted(len(call) for call in engine.calls) == [1, 2, 2]
     assert all(p.seed is None for call in engine.calls for p in call)
 

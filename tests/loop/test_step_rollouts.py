@@ -18,7 +18,7 @@ from megarl.core.config.job import StoreConfig
 from megarl.core.config.schema import Config, EvaluationConfig, RolloutConfig, TrainerConfig
 from megarl.core.schema import Reward, Task, Trajectory, WeightsVersion
 from megarl.engine.client.client import EngineClient, Prompt, Sampling
-from megarl.explore.explorer.explorer import Explorer
+from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explorer
 from megarl.explore.rewards import Verdict
 from megarl.explore.store import Store
 from megarl.learn import algorithms
@@ -66,7 +66,7 @@ def exploring(store: Store, engine: RunningEngine) -> Iterator[None]:
     async def main() -> None:
         async with EngineClient([engine.url], KEY, timeout_s=60) as client:
             words: Any = Words()
-            await Explorer(store, client, EvenScorer(), words, worker="e0", capacity=64).run()
+            await Explorer(store, AskedEngines(client), EvenScorer(), words, ClaimSettings("e0", capacity=64)).run()
 
     store.journal.open_job()
     failures: list[BaseException] = []

@@ -19,7 +19,7 @@ from megarl.core.config.schema import ModelConfig, RolloutConfig
 from megarl.core.errors import DataError, EngineError
 from megarl.core.schema import Task, WeightsVersion
 from megarl.engine.client.client import EngineClient, Prompt, Sampling
-from megarl.explore.explorer.explorer import Explorer
+from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explorer
 from megarl.explore.rewards import RewardPool
 from megarl.explore.store import Store
 from megarl.explore.tasksets import ChatTokenizer, chat_messages
@@ -175,7 +175,7 @@ def test_the_explorer_rolls_out_and_scores_rows_with_images(
 
     async def main() -> None:
         async with EngineClient([engine.url], KEY, 60) as client, RewardPool(RewardConfig()) as scorer:
-            explorer = Explorer(store, client, scorer, tokenizer, worker="e0", capacity=16)
+            explorer = Explorer(store, AskedEngines(client), scorer, tokenizer, ClaimSettings("e0", capacity=16))
             running = asyncio.create_task(explorer.run())
             while not running.done() and store.rollouts.progress("r0")[0] < len(tasks):
                 await asyncio.sleep(0.05)

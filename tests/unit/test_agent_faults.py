@@ -417,7 +417,7 @@ def test_rewards_of_a_workflow_pass_the_weights_of_all_rewards(
     """`reward.weight` and `reward.format` were skipped for them."""
     from megarl.explore.explorer.claimed import ClaimedGroup
     from megarl.explore.explorer.rollout_clock import RolloutClock
-    from megarl.explore.explorer.trajectories import TrajectoryRunner
+    from megarl.explore.explorer.trajectories import TrajectoryRunner, TrajectorySettings
 
     begun = 0
 
@@ -441,11 +441,13 @@ def test_rewards_of_a_workflow_pass_the_weights_of_all_rewards(
         workflow,
         Unasked(),
         tokenizer,
-        limits=TokenLimits(trajectory=4096),
-        retries=1,
-        retry_s=0.0,
-        rewards=dataclasses.replace(SHAPED, on_error="drop"),
-        wrong_ends=wrong_ends,
+        TrajectorySettings(
+            retries=1,
+            retry_s=0.0,
+            rewards=dataclasses.replace(SHAPED, on_error="drop"),
+            wrong_ends=wrong_ends,
+            limits=TokenLimits(trajectory=4096),
+        ),
     )
     found = asyncio.run(runner.run(group, 0, model, nothing))
     assert found.reward.status == status and found.end is (cause or End.FINISHED)

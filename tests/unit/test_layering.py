@@ -309,22 +309,14 @@ def shared_code(sources: dict[str, str]) -> dict[str, list[str]]:
     return {name: bases for name, bases in shared.items() if bases}
 
 
-LARGE: set[str] = set()
-"""Classes with more public names than ``MAX_NAMES``, which are to be composed of parts."""
-INHERITING = {
-    "FileFedEngines", "EngineFollower",
-}  # fmt: skip
-"""Classes that inherit code from another class of megarl, and are to have that as a part."""
-
-
 def test_a_class_has_few_public_names() -> None:
     large = too_many_names(all_sources(), MAX_NAMES)
-    assert large.keys() == LARGE, f"{large}: compose a class of parts, or remove from LARGE what is none any more"
+    assert not large, f"{large}: compose a class of parts"
 
 
 def test_no_class_inherits_code_from_another() -> None:
     shared = shared_code(all_sources())
-    assert shared.keys() == INHERITING, f"{shared}: make the base a part, or remove from INHERITING what inherits none"
+    assert not shared, f"{shared}: make the base a part"
 
 
 def test_public_names_are_counted_wherever_they_stand() -> None:

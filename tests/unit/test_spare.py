@@ -15,8 +15,9 @@ from megarl.core.schema import GREEDY, End, Reward, Task
 from megarl.engine.client.client import Prompt, Sampling
 from megarl.engine.client.frames import Completion, VersionSpan
 from megarl.explore.experience import verify
-from megarl.explore.explorer.explorer import Explorer
+from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explorer
 from megarl.explore.explorer.segments import SegmentSettings
+from megarl.explore.explorer.trajectories import TrajectorySettings
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.rewards import Verdict
 from megarl.explore.store import Store
@@ -85,15 +86,12 @@ def explored(
         limits, segments = TokenLimits(response=8, trajectory=200), SegmentSettings(tokens=8)
         explorer = Explorer(
             store,
-            engine,
+            AskedEngines(engine),
             Scorer(),
             tokenizer,
+            ClaimSettings("e", capacity=4, poll_s=0.005),
             workflow,
-            worker="e",
-            capacity=4,
-            limits=limits,
-            poll_s=0.005,
-            segments=segments,
+            TrajectorySettings(limits=limits, segments=segments),
         )
         running = asyncio.create_task(explorer.run())
         while not store.rollouts.is_complete("r0"):

@@ -148,14 +148,14 @@ class Fed(FileFedEngine):
         return self.up
 
 
-async def after(seconds: float, gate: FileFedEngines, work: Any) -> None:
-    """Run ``work`` beside the gate, as an explorer does."""
+async def after(seconds: float, fed: FileFedEngines, work: Any) -> None:
+    """Run ``work`` beside the engines, as an explorer does."""
 
     async def closed() -> None:
         closings.append(True)
 
     closings: list[bool] = []
-    keeping = asyncio.create_task(gate.keep(seconds, closed))
+    keeping = asyncio.create_task(fed.keep(seconds, closed))
     try:
         await asyncio.wait_for(work(closings), 10)
     finally:
@@ -167,38 +167,38 @@ async def after(seconds: float, gate: FileFedEngines, work: Any) -> None:
 def test_the_gate_follows_versions_and_opens_with_them() -> None:
     published: list[WeightsVersion] = []
     engines = [Fed(), Fed()]
-    gate = FileFedEngines(engines, lambda: max(published, default=None), every_s=0.05)
+    fed = FileFedEngines(engines, lambda: max(published, default=None), every_s=0.05)
     first, second, third = (WeightsVersion(1, n) for n in (1, 2, 3))
 
     async def work(closings: list[bool]) -> None:
         while not closings:
             await asyncio.sleep(0.01)
-        assert not gate.is_open and engines[0].given == []
+        assert not fed.gate.is_open and engines[0].given == []
         published.append(first)
-        await gate.wait()
+        await fed.gate.wait()
         published.append(second)
-        gate.expect(second)  # groups of it were claimed before the gate has seen it
-        assert not gate.is_open
-        await gate.wait()
+        fed.expect(second)  # groups of it were claimed before the gate has seen it
+        assert not fed.gate.is_open
+        await fed.gate.wait()
         assert engines[0].given == engines[1].given == [first, second]
-        gate.expect(first)
-        assert gate.is_open, "samples of older weights wait for nothing"
+        fed.expect(first)
+        assert fed.gate.is_open, "samples of older weights wait for nothing"
         engines[1].up = False
         published.append(third)
         while engines[0].given[-1] != third:
             await asyncio.sleep(0.01)
-        await gate.wait()
+        await fed.gate.wait()
         engines[1].up = True
         while engines[1].given[-1] != third:
             await asyncio.sleep(0.01)
 
-    asyncio.run(after(0.2, gate, work))
+    asyncio.run(after(0.2, fed, work))
 
 
 def test_an_engine_that_is_being_fed_gives_no_claims_back() -> None:
     engine = Fed()
     engine.up, engine.updating = False, True
-    gate = FileFedEngines([engine], lambda: WeightsVersion(1, 1), every_s=0.05)
+    fed = FileFedEngines([engine], lambda: WeightsVersion(1, 1), every_s=0.05)
 
     async def work(closings: list[bool]) -> None:
         await asyncio.sleep(0.5)
@@ -207,17 +207,17 @@ def test_an_engine_that_is_being_fed_gives_no_claims_back() -> None:
         while not closings:
             await asyncio.sleep(0.01)
 
-    asyncio.run(after(0.1, gate, work))
+    asyncio.run(after(0.1, fed, work))
 
 
 def test_other_weights_end_whoever_waits() -> None:
     engine = Fed()
     engine.fault = "weights 1.1 are refused"
-    gate = FileFedEngines([engine], lambda: WeightsVersion(1, 1))
+    fed = FileFedEngines([engine], lambda: WeightsVersion(1, 1))
 
     async def work() -> None:
         with pytest.raises(EngineError, match="are refused"):
-            await gate.wait()
+            await fed.gate.wait()
 
     asyncio.run(work())
 
@@ -232,24 +232,24 @@ def test_leftover_groups_wait_for_the_weights_of_the_trainer_that_goes_on(tmp_pa
         store.pacing.record_live(WeightsVersion(1, n))
     store.rollouts.request("r0", "train", 0, WeightsVersion(1, 1), ["train/0"], 2, {"max_tokens": 8})
     published, engine = [WeightsVersion(1, 3)], Fed()
-    gate = FileFedEngines([engine], lambda: max(published), every_s=60.0)
+    fed = FileFedEngines([engine], lambda: max(published), every_s=60.0)
 
     async def work(closings: list[bool]) -> None:
-        await gate.wait()
+        await fed.gate.wait()
         [before] = store.groups.claim("a", 1)
-        gate.expect(before.oldest)
-        assert gate.is_open and before.oldest == WeightsVersion(1, 1)
+        fed.expect(before.oldest)
+        assert fed.gate.is_open and before.oldest == WeightsVersion(1, 1)
         store.rollouts.discard(1)
         store.begin_attempt(2)
         store.pacing.record_version(WeightsVersion(2, 1), 1)
         store.pacing.record_live(WeightsVersion(2, 1))
         [claim] = store.groups.claim("a", 1)
         assert explorer.sampling_of(claim).oldest == WeightsVersion(2, 1), "an engine that was left out gives nothing"
-        gate.expect(claim.oldest)
-        assert not gate.is_open
+        fed.expect(claim.oldest)
+        assert not fed.gate.is_open
         published.append(WeightsVersion(2, 1))
-        await gate.wait()
+        await fed.gate.wait()
         assert engine.given == published
 
-    asyncio.run(after(60.0, gate, work))
+    asyncio.run(after(60.0, fed, work))
     store.close()

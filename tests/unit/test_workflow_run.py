@@ -23,7 +23,7 @@ from megarl.explore.explorer import workflow_run
 from megarl.explore.explorer.claimed import ClaimedGroup
 from megarl.explore.explorer.explorer import run_through
 from megarl.explore.explorer.rollout_clock import RolloutClock
-from megarl.explore.explorer.trajectories import TrajectoryRunner
+from megarl.explore.explorer.trajectories import TrajectoryRunner, TrajectorySettings
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.recording.model import RenderedPrompt, observed
 from megarl.explore.rewards import Verdict
@@ -87,11 +87,11 @@ def play(
     **changes: Any,
 ) -> list[Trajectory]:
     """Trajectories of one group, each as the store gives it back."""
-    settings: dict[str, Any] = {"limits": up_to(200), "retries": 0, "retry_s": 0.0, "timeout_s": 30.0} | changes
+    settings = replace(TrajectorySettings(limits=up_to(200), retry_s=0.0, timeout_s=30.0), **changes)
     claimed, gatherer = group(tokenizer, size), engine or Engine(tokenizer)
 
     async def main() -> list[Trajectory]:
-        runner = TrajectoryRunner(workflow, scorer or RightAlways(), tokenizer, **settings)
+        runner = TrajectoryRunner(workflow, scorer or RightAlways(), tokenizer, settings)
         runs = (runner.run(claimed, i, gatherer, nothing) for i in range(size))  # type: ignore[arg-type]
         return await asyncio.gather(*runs)
 
@@ -376,7 +376,7 @@ def test_a_cancellation_passes(tokenizer: ChatTokenizer) -> None:
 
     async def main() -> None:
         runner = TrajectoryRunner(
-            workflow, RightAlways(), tokenizer, limits=up_to(9), retries=9, retry_s=0.0, timeout_s=None
+            workflow, RightAlways(), tokenizer, TrajectorySettings(limits=up_to(9), retries=9, retry_s=0.0)
         )
         gatherer: Any = Engine(tokenizer)
         running = asyncio.ensure_future(runner.run(group(tokenizer), 0, gatherer, nothing))
@@ -434,9 +434,7 @@ def test_a_response_after_the_verdict_is_not_recorded(tokenizer: ChatTokenizer) 
         left.extend(one for one in asyncio.all_tasks() if "generate" in repr(one.get_coro()))
 
     async def main() -> Trajectory:
-        runner = TrajectoryRunner(
-            workflow, Slow(), tokenizer, limits=up_to(200), retries=0, retry_s=0.0, timeout_s=30.0
-        )
+        runner = TrajectoryRunner(workflow, Slow(), tokenizer, TrajectorySettings(limits=up_to(200), timeout_s=30.0))
         gatherer: Any = Uneven(tokenizer)
         found = await runner.run(group(tokenizer), 0, gatherer, nothing)
         await asyncio.gather(*left, return_exceptions=True)
@@ -528,7 +526,7 @@ def test_sys_exit_of_a_task_of_a_workflow_ends_no_explorer(tokenizer: ChatTokeni
 
     async def main() -> int:
         runner = TrajectoryRunner(
-            workflow, RightAlways(), tokenizer, limits=up_to(200), retries=0, retry_s=0.0, timeout_s=30.0
+            workflow, RightAlways(), tokenizer, TrajectorySettings(limits=up_to(200), timeout_s=30.0)
         )
         gatherer: Any = Engine(tokenizer)
         found.extend(await asyncio.gather(*(runner.run(group(tokenizer, 3), i, gatherer, nothing) for i in range(3))))
@@ -554,7 +552,7 @@ def test_sampling_without_a_seed_leaves_the_trajectory_one(tokenizer: ChatTokeni
 
     async def main() -> None:
         runner = TrajectoryRunner(
-            workflow, RightAlways(), tokenizer, limits=up_to(99), retries=1, retry_s=0.0, timeout_s=30.0
+            workflow, RightAlways(), tokenizer, TrajectorySettings(1, retry_s=0.0, timeout_s=30.0, limits=up_to(99))
         )
         gatherer: Any = Engine(tokenizer)
         for index in range(2):
@@ -624,7 +622,7 @@ def test_nothing_is_taken_from_a_task_that_the_workflow_left(
         left.append(asyncio.create_task(later()))
 
     runner = TrajectoryRunner(
-        workflow, Slow(), tokenizer, limits=up_to(200), retries=0, retry_s=0.0, rewards=RewardConfig(weight=2.0)
+        workflow, Slow(), tokenizer, TrajectorySettings(limits=up_to(200), rewards=RewardConfig(weight=2.0))
     )
     engine: Any = Engine(tokenizer)
     found = asyncio.run(runner.run(group(tokenizer), 0, engine, nothing))

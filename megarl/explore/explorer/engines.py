@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from megarl.engine.client.client import EngineClient
 from megarl.engine.client.control import EngineControl
-from megarl.engine.client.open import OpenEngines, may_be_asked
+from megarl.engine.client.open import GatedEngines, may_be_asked
 from megarl.explore.store import EngineStatus, RegisteredEngine, Store
 
 log = logging.getLogger(__name__)
@@ -32,30 +32,38 @@ def urls_of_judges(registered: Sequence[RegisteredEngine], replicas: int) -> lis
     return [engine.url for engine in registered if engine.url and engine.number < replicas]
 
 
-class EngineCount:
-    """Number of engines that may be asked; here it stays."""
+class EngineCount(Protocol):
+    """Number of engines that may be asked."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    @property
+    def count(self) -> int: ...
 
     async def keep(self, call: Callable[..., Awaitable[Any]]) -> None:
         """Follow the engines until cancelled; ``call`` calls a function of the store in the store's thread."""
 
 
-ONE_ENGINE = EngineCount(1)
+class FixedCount:
+    """Number of engines that stays."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    async def keep(self, call: Callable[..., Awaitable[Any]]) -> None:
+        """Do nothing: the engines stay."""
 
 
-class EngineFollower(EngineCount):
-    """Has a client, and its gate, ask the engines that are wanted now; a new one as soon as it has the weights, and one
+class EngineFollower:
+    """Has a client, and a gate, ask the engines that are wanted now; a new one as soon as it has the weights, and one
     that an evaluation has for itself for nothing else, whichever explorer evaluates.
 
     Args:
         key: The job's key.
+        gated: The same engines behind a gate; None without one.
     """
 
-    def __init__(self, store: Store, client: EngineClient, key: str, gate: OpenEngines | None) -> None:
-        super().__init__(len(client.engines.urls))
-        self._store, self._client, self._key, self._gate = store, client, key, gate
+    def __init__(self, store: Store, client: EngineClient, key: str, gated: GatedEngines | None) -> None:
+        self.count = len(client.engines.urls)
+        self._store, self._client, self._key, self._gated = store, client, key, gated
         self._engines = client.engines
         self._engines.followed = True
 
@@ -73,8 +81,8 @@ class EngineFollower(EngineCount):
         if wanted and wanted != list(self._engines.urls):
             log.info("the job's engines are %s", ", ".join(wanted))
             self._engines.replace(wanted)
-            if self._gate is not None:
-                self._gate.replace(wanted, self._key)
+            if self._gated is not None:
+                self._gated.replace(wanted, self._key)
         closed = self._engines.closed
         looks = [asyncio.to_thread(may_be_asked, EngineControl(url, self._key), self._engines.oldest) for url in closed]
         for url, has_weights in zip(closed, await asyncio.gather(*looks), strict=True):

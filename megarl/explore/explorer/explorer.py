@@ -16,9 +16,10 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,31 +28,27 @@ import numpy as np
 
 from megarl.core import heartbeat
 from megarl.core.config import Config, load_resolved
-from megarl.core.config.rewards import RewardConfig
 from megarl.core.errors import EngineError, InputError, JobError, describe
 from megarl.core.jobs import EXPLORE, PROGRAM, STOPPED, TRAIN, logs_of
 from megarl.core.metrics import Timeline
-from megarl.core.schema import GREEDY, KEEPERS, End, Trajectory, WeightsVersion
+from megarl.core.schema import GREEDY, KEEPERS, Trajectory, WeightsVersion
 from megarl.engine.client.client import EngineClient, Sampling
 from megarl.engine.client.gather import Engine, Gatherer
-from megarl.engine.client.open import OpenEngines
+from megarl.engine.client.open import GatedEngines
 from megarl.explore import workflows
 from megarl.explore.explorer.claimed import ClaimedGroup
 from megarl.explore.explorer.engine_time import EngineTime
-from megarl.explore.explorer.engines import ONE_ENGINE, EngineCount, EngineFollower, urls_of_judges, urls_to_ask
-from megarl.explore.explorer.gates import gate_of
+from megarl.explore.explorer.engines import EngineCount, EngineFollower, FixedCount, urls_of_judges, urls_to_ask
+from megarl.explore.explorer.gates import gated_engines
 from megarl.explore.explorer.held_out import record_evaluations
 from megarl.explore.explorer.iterations import PartialRollouts
 from megarl.explore.explorer.lease import Lease
 from megarl.explore.explorer.rollout_clock import RolloutClock
-from megarl.explore.explorer.segments import WHOLE_RESPONSES, SegmentSettings
 from megarl.explore.explorer.share import share_of
 from megarl.explore.explorer.store_queue import StoreQueue
-from megarl.explore.explorer.trajectories import Scorer, TrajectoryRunner
+from megarl.explore.explorer.trajectories import Scorer, TrajectoryRunner, TrajectorySettings
 from megarl.explore.explorer.under_way import SamplesUnderWay
-from megarl.explore.recording.images import ImageRules
-from megarl.explore.recording.limits import TokenLimits
-from megarl.explore.recording.model import NO_LIMITS, NO_OPTIONS, RenderedPrompt
+from megarl.explore.recording.model import RenderedPrompt
 from megarl.explore.rewards import RewardPool
 from megarl.explore.rewards.judge.family import ENGINES
 from megarl.explore.rewards.pool.pool import Judging
@@ -63,86 +60,90 @@ from megarl.explore.workflows import WORKFLOWS, Workflow
 
 log = logging.getLogger(__name__)
 
-RETRY_S = 0.5
-"""First wait before samples that an engine failed to give are asked for again."""
-
 EVENTS_S = 1.0
 """Seconds between two checks for a line about scoring on the terminal."""
+
+
+@dataclass(frozen=True)
+class AskedEngines:
+    """Engines that an explorer asks for samples."""
+
+    client: Engine
+    follower: EngineCount = FixedCount(1)
+    """Counts them as they come and go. Newly claimed groups are spread over one call for each."""
+    gated: GatedEngines | None = None
+    """The same engines where a trainer of another program gives them weights. Nothing is claimed while the gate is
+    closed."""
+    timeout_s: float = 7.5
+    """Seconds for which samples are asked for again while the engines give none of them."""
+
+
+@dataclass(frozen=True)
+class ClaimSettings:
+    """Groups that an explorer claims."""
+
+    worker: str
+    """Name under which it claims them."""
+    capacity: int
+    """Samples kept in generation at once; greedy answers are not counted."""
+    backlog: int = 8192
+    """Answers that may wait for their score; when there are more, no further group is claimed."""
+    poll_s: float = 0.02
+    """Seconds between two looks for groups."""
+    silence_s: float = 30.0
+    """Silence of another worker after which its groups are free."""
+
+    @classmethod
+    def of(cls, config: Config, worker: str) -> ClaimSettings:
+        """Settings of one explorer of a job, whose share the configuration has."""
+        capacity = config.rollout.concurrent_groups * (config.algorithm.group_size + config.rollout.spare)
+        return cls(worker, capacity, config.reward.backlog, config.store.poll_s, config.cluster.heartbeat_s)
+
+
+DEFAULT_TRAJECTORIES = TrajectorySettings()
 
 
 class Explorer:
     """Claims groups until the job is closed.
 
     Args:
-        capacity: Samples kept in generation at once; greedy answers are not counted.
-        backlog: Answers that may wait for their score; when there are more, no further group is claimed.
-        engines: Over whose calls newly claimed groups are spread (one for each engine), as they come and go.
-        retries: Times that a trajectory begins again after an error that is neither the policy's nor the verifier's.
-        rewards: As of :class:`TrajectoryRunner`, as are ``wrong_ends``, ``limits``, ``options`` and ``images``.
-        workflow_timeout_s: Most seconds of a workflow of its own; None for one that has a limit itself.
-        engine_timeout_s: How long samples are asked for again while engines give none of them.
-        gate: Of engines that a trainer of another program gives weights: nothing is claimed while it is closed.
-        silence_s: Silence of another worker after which its groups are free.
         event_lines: A line about failing rewards, if there is one, for the log and, as an event, for the terminal.
     """
 
     def __init__(
         self,
         store: Store,
-        engine: Engine,
+        engines: AskedEngines,
         scorer: Scorer,
         tokenizer: ChatTokenizer,
+        claims: ClaimSettings,
         workflow: Workflow = WORKFLOWS["single_turn"],
+        trajectories: TrajectorySettings = DEFAULT_TRAJECTORIES,
         *,
-        worker: str,
-        capacity: int,
-        backlog: int = 8192,
-        engines: EngineCount = ONE_ENGINE,
-        limits: TokenLimits = NO_LIMITS,
-        options: Mapping[str, Any] = NO_OPTIONS,
-        retries: int = 0,
-        workflow_timeout_s: float | None = None,
-        poll_s: float = 0.02,
-        engine_timeout_s: float = 7.5,
-        retry_s: float = RETRY_S,
-        rewards: RewardConfig | None = None,
-        wrong_ends: Collection[End] = (),
         timeline: Timeline | None = None,
         event_lines: Callable[[], str | None] = lambda: None,
-        gate: OpenEngines | None = None,
-        silence_s: float = 30.0,
-        segments: SegmentSettings = WHOLE_RESPONSES,
-        images: ImageRules | None = None,
     ) -> None:
         self._flights: set[asyncio.Task[None]] = set()
-        self._gate, self._silence_s, self._event_lines = gate, silence_s, event_lines
-        self._store, self._engine, self._tokenizer = store, engine, tokenizer
+        self._store, self._engines, self._tokenizer, self._claims = store, engines, tokenizer, claims
+        self._gated, self._trajectories, self._event_lines = engines.gated, trajectories, event_lines
+        segments, worker = trajectories.segments, claims.worker
         self._runner = TrajectoryRunner(
             workflow,
             scorer,
             tokenizer,
-            limits=limits,
-            options=options,
-            retries=retries,
-            retry_s=retry_s,
-            timeout_s=workflow_timeout_s,
-            rewards=rewards,
-            wrong_ends=wrong_ends,
-            segments=segments,
-            images=images,
+            trajectories,
             record=StoreQueue(partial(self._call, store.segments.append)).put if segments.tokens else None,
             forget=partial(self._call, store.segments.forget) if segments.tokens else None,
         )
-        self._rewards, self._under_way = rewards or RewardConfig(), SamplesUnderWay(capacity)
+        self._under_way = SamplesUnderWay(claims.capacity)
         suspend = self._under_way.suspend
-        self._partial = PartialRollouts(store, self._call, segments.budget, segments.pacing, poll_s, suspend)
-        self._worker, self._backlog = worker, backlog
-        self._engines, self._poll_s, self._engine_timeout_s, self._retry_s = engines, poll_s, engine_timeout_s, retry_s
+        self._partial = PartialRollouts(store, self._call, segments.budget, segments.pacing, claims.poll_s, suspend)
+        self._worker = worker
         self._clocks: dict[tuple[str, WeightsVersion], RolloutClock] = {}
         self._writer = StoreQueue(partial(self._call, store.groups.put_all))
         # One thread keeps the calls in order: no claim that still waits overtakes those given back at the end.
         self._store_thread = ThreadPoolExecutor(1, thread_name_prefix="store")
-        self._lease = Lease(store, worker, self._call, silence_s)
+        self._lease = Lease(store, worker, self._call, claims.silence_s)
         self._engine_time = EngineTime(store, worker, self._call)
         self._new_clock = partial(RolloutClock, timeline=timeline, generates=self._engine_time.change)
 
@@ -157,18 +158,19 @@ class Explorer:
             async with asyncio.TaskGroup() as tasks:
                 works = [heartbeat.beat_periodically(self._mark), self._lease.keep(), self._partial.keep()]
                 works += [_report(self._event_lines, self._record), self._engine_time.keep()]
-                works.append(self._engines.keep(self._call))
+                works.append(self._engines.follower.keep(self._call))
                 keeping = [tasks.create_task(work) for work in works]
-                if self._gate is not None:
-                    keeping.append(tasks.create_task(self._gate.keep(self._silence_s, self._give_back)))
+                if self._gated is not None:
+                    keeping.append(tasks.create_task(self._gated.keep(self._claims.silence_s, self._give_back)))
                 while await self._call(self._store.journal.job_state) == "open":
                     claims = await self._claim()
-                    for batch in _batches([await self._group(claim) for claim in claims], self._engines.count):
+                    groups = [await self._group(claim) for claim in claims]
+                    for batch in _batches(groups, self._engines.follower.count):
                         flight = tasks.create_task(self._run_groups(batch))
                         self._flights.add(flight)
                         flight.add_done_callback(self._flights.discard)
                     if not claims:
-                        await asyncio.sleep(self._poll_s)
+                        await asyncio.sleep(self._claims.poll_s)
                 for task in (*keeping, *self._flights):
                     task.cancel()
         except BaseExceptionGroup as failures:
@@ -203,13 +205,15 @@ class Explorer:
 
     async def _claim(self) -> list[Claim]:
         free = self._under_way.free
-        if free < 1 or self._runner.scoring >= self._backlog or not (self._gate is None or self._gate.is_open):
+        if free < 1 or self._runner.scoring >= self._claims.backlog:
+            return []
+        if self._gated is not None and not self._gated.gate.is_open:
             return []
         of_kinds = {"max_samples": free, "evaluations": self._under_way.evaluates}
         claims = await self._call(self._store.groups.claim, self._worker, free, **of_kinds, silent=self._lease.silent)
         self._under_way.begin(claims)
-        if self._gate is not None and claims:
-            self._gate.expect(max(claim.oldest for claim in claims))
+        if self._gated is not None and claims:
+            self._gated.expect(max(claim.oldest for claim in claims))
         return claims
 
     async def _group(self, claim: Claim) -> ClaimedGroup:
@@ -222,22 +226,22 @@ class Explorer:
         clock = groups[0].clock
 
         async def retried(error: EngineError) -> None:
-            if self._gate is not None:
-                self._gate.doubt(groups[0].claim.oldest)
+            if self._gated is not None:
+                self._gated.gate.doubt(groups[0].claim.oldest)
             clock.counts["retries"] += 1
             await self._record("engine_retry", {"error": str(error)})
 
         with self._under_way.until_passed([group.claim for group in groups]):
             async with asyncio.TaskGroup() as tasks:
                 gatherer = Gatherer(
-                    self._engine,
+                    self._engines.client,
                     sampling_of(groups[0].claim),
                     tasks,
                     change=partial(clock.change, "generation"),
                     retried=retried,
-                    timeout_s=self._engine_timeout_s,
-                    retry_s=self._retry_s,
-                    ready=None if self._gate is None else self._gate.wait,
+                    timeout_s=self._engines.timeout_s,
+                    retry_s=self._trajectories.retry_s,
+                    ready=None if self._gated is None else self._gated.gate.wait,
                     apart=groups[0].claim.num_samples > groups[0].claim.group_size,
                 )
                 for group in groups:
@@ -248,7 +252,7 @@ class Explorer:
         generated = partial(self._generated, group, index)
         group.scored[index] = await self._runner.run(group, index, gatherer, generated)
         del group.running[index]
-        if (members := group.members(self._rewards)) is not None:
+        if (members := group.members(self._trajectories.rewards)) is not None:
             self._under_way.end(group.claim, group.cut_spare())
             if not group.running:
                 await self._finish(group, members)
@@ -329,7 +333,7 @@ async def explore(config: Config, key: str, worker: str, number: int = 0) -> Non
     hosts = [host for host in os.environ.get("MEGARL_REWARD_HOSTS", "").split(",") if host]
     await await_hosts(hosts)  # the supervisor starts one on every other node, which takes a moment
     config = share_of(config, hosts, number)
-    tokenizer, images = ChatTokenizer.of(config), ImageRules.of(config)
+    tokenizer, trajectories = ChatTokenizer.of(config), TrajectorySettings.of(config)
     engine_timeout_s = (
         config.rollout.start_timeout_s + config.sync.timeout_s
     )  # an engine is replaced, and given the weights
@@ -357,34 +361,20 @@ async def explore(config: Config, key: str, worker: str, number: int = 0) -> Non
             ) as scorer,
             workflows.opened(config.rollout, tokenizer) as workflow,
         ):
-            gate = gate_of(config, urls, key) if store.program.startswith(EXPLORE) else None
+            gated = gated_engines(config, urls, key) if store.program.startswith(EXPLORE) else None
             # Colocated engines come and go at once, in each step; those of a bench stay.
             together = config.rollout.placement == "colocated" or config.run.mode == "bench"
+            follower: EngineCount = FixedCount(len(urls)) if together else EngineFollower(store, engine, key, gated)
             explorer = Explorer(
                 store,
-                engine,
+                AskedEngines(engine, follower, gated, engine_timeout_s),
                 scorer,
                 tokenizer,
+                ClaimSettings.of(config, worker),
                 workflow,
-                worker=worker,
-                capacity=config.rollout.concurrent_groups * (config.algorithm.group_size + config.rollout.spare),
-                backlog=config.reward.backlog,
-                engines=EngineCount(len(urls)) if together else EngineFollower(store, engine, key, gate),
-                limits=TokenLimits.of(config.rollout),
-                options=config.rollout.options,
-                retries=config.rollout.retries,
-                rewards=config.reward,
-                wrong_ends=frozenset(map(End, config.rollout.wrong_ends)),
-                # an agent has rollout.agent_timeout_s, in which it may wait for the engine through its endpoint
-                workflow_timeout_s=None if config.rollout.workflow == "agent" else config.rollout.workflow_timeout_s,
-                engine_timeout_s=engine_timeout_s,
-                poll_s=config.store.poll_s,
+                trajectories,
                 timeline=Timeline(Path(config.run.dir) / "timeline", worker),
                 event_lines=scorer.tally.line,
-                gate=gate,
-                silence_s=config.cluster.heartbeat_s,
-                segments=SegmentSettings.of(config),
-                images=images,
             )
             gc.collect()
             gc.freeze()  # modules stay, and take long to walk

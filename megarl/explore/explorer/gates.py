@@ -12,7 +12,7 @@ from megarl.core.config.job import StoreConfig
 from megarl.core.published import whole_versions
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.control import EngineControl
-from megarl.engine.client.open import EVERY_S, OpenEngines
+from megarl.engine.client.open import EVERY_S, EngineGate, GatedEngines, OpenEngines
 from megarl.explore.explorer.weight_files import FileFedEngine
 from megarl.explore.store import Store
 
@@ -20,8 +20,8 @@ FOLLOW_S = 0.1
 """Seconds between two looks for newer weights."""
 
 
-def gate_of(config: Config, urls: Sequence[str], key: str) -> OpenEngines:
-    """Make the gate of these engines."""
+def gated_engines(config: Config, urls: Sequence[str], key: str) -> GatedEngines:
+    """Put these engines behind a gate."""
     if config.sync.method == "direct":
         return OpenEngines(urls, key)
     run_dir = Path(config.run.dir)
@@ -48,8 +48,8 @@ class NewestVersion:
         return max(set(whole) & set(self._known), default=None)
 
 
-class FileFedEngines(OpenEngines):
-    """Gate that gives its engines the newest published weights, and is closed until one of them has them.
+class FileFedEngines:
+    """Engines that are given the newest published weights from files, and behind a gate until one of them has them.
 
     Args:
         newest: The newest version that is whole, None before the first; blocks.
@@ -59,17 +59,20 @@ class FileFedEngines(OpenEngines):
     def __init__(
         self, engines: Sequence[FileFedEngine], newest: Callable[[], WeightsVersion | None], every_s: float = EVERY_S
     ) -> None:
-        super().__init__((), "", every_s)
-        self._fed = engines
+        self.gate = EngineGate(self._ready, every_s)
+        self._engines, self._every_s = engines, every_s
         self._newest = newest
         self._given = WeightsVersion(0, 0)
         """Newest that an engine was given."""
         self._feeding = asyncio.Lock()
 
+    def replace(self, urls: Sequence[str], key: str) -> None:
+        """Do nothing: an explorer gives files to the engines that it began with (``megarl scale`` starts no others)."""
+
     def expect(self, version: WeightsVersion) -> None:
         """Close the gate where samples of newer weights are asked for than the engines have."""
         if version > self._given:
-            self.doubt(version)
+            self.gate.doubt(version)
 
     async def keep(self, closed_s: float, closed: Callable[[], Awaitable[None]]) -> None:
         """Follow the published versions, until cancelled; call ``closed`` where the gate stays closed for so long and
@@ -79,38 +82,37 @@ class FileFedEngines(OpenEngines):
         """
 
         async def unless_feeding() -> None:
-            if not any(engine.updating for engine in self._fed):
+            if not any(engine.updating for engine in self._engines):
                 await closed()
 
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(super().keep(closed_s, unless_feeding))
+            tasks.create_task(self.gate.keep(closed_s, unless_feeding))
             tasks.create_task(self._follow())
 
     async def _follow(self) -> None:
         loop = asyncio.get_running_loop()
         fed = loop.time()
         while True:
-            await self.wait()
+            await self.gate.wait()
             await asyncio.sleep(FOLLOW_S)
             newest = await asyncio.to_thread(self._newest)
             if newest is not None and newest > self._given:
-                self.doubt(newest)
+                self.gate.doubt(newest)
             elif loop.time() - fed > self._every_s:
                 await self._feed()
                 fed = loop.time()
 
-    async def _look(self) -> None:
+    async def _ready(self) -> None:
         while not await self._feed():
             await asyncio.sleep(FOLLOW_S)
-        self.is_open = True
 
     async def _feed(self) -> bool:
         """Give all engines the newest weights; True where one has them, and they are new enough."""
         async with self._feeding:
             newest = await asyncio.to_thread(self._newest)
-            if newest is None or newest < self._oldest:
+            if newest is None or newest < self.gate.oldest:
                 return False
-            given = await asyncio.gather(*(asyncio.to_thread(engine.give, newest) for engine in self._fed))
+            given = await asyncio.gather(*(asyncio.to_thread(engine.give, newest) for engine in self._engines))
             if any(given):
                 self._given = max(self._given, newest)
             return any(given)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
 from megarl.core import heartbeat
+from megarl.core.config import Config
 from megarl.core.config.rewards import RewardConfig
 from megarl.core.schema import End, Reward, Segment, Task, Trajectory
 from megarl.engine.client.frames import Completion
@@ -19,7 +20,7 @@ from megarl.explore.explorer.segments import WHOLE_RESPONSES, Forget, Record, Se
 from megarl.explore.explorer.workflow_run import OwnTime, run_workflow
 from megarl.explore.recording.images import ImageRules
 from megarl.explore.recording.limits import TokenLimits
-from megarl.explore.recording.model import NO_LIMITS, NO_OPTIONS, RolloutModel, Sampler
+from megarl.explore.recording.model import NO_LIMITS, RolloutModel, Sampler
 from megarl.explore.rewards import Verdict
 from megarl.explore.rewards.verdict import NO_VERDICT, weighed_reward
 from megarl.explore.tasksets import ChatTokenizer
@@ -34,20 +35,52 @@ class Scorer(Protocol):
     async def score(self, task: Task, text: str, *, in_thinking: bool = False) -> Verdict: ...
 
 
+@dataclass(frozen=True)
+class TrajectorySettings:
+    """Settings of the trajectories of a job."""
+
+    retries: int = 0
+    """Times that a trajectory begins again after an error that is neither the policy's nor the verifier's."""
+    retry_s: float = 0.5
+    """First wait before that, and before samples that an engine failed to give are asked for again; waits double."""
+    rewards: RewardConfig = field(default_factory=RewardConfig)
+    """Weights of the form, repetition and language of responses, for rewards that a workflow gives."""
+    wrong_ends: Collection[End] = ()
+    """Ends that count as a wrong response (``rollout.wrong_ends``)."""
+    timeout_s: float | None = None
+    """Most seconds of a workflow of its own; None for one that has a limit itself."""
+    limits: TokenLimits = NO_LIMITS
+    """Most tokens of prompts, responses and trajectories."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the user's own (``rollout.options``)."""
+    segments: SegmentSettings = WHOLE_RESPONSES
+    """Lengths of segments, and the repetitions that end a response."""
+    images: ImageRules | None = None
+    """Rules of images beside the tasks'."""
+
+    @classmethod
+    def of(cls, config: Config) -> TrajectorySettings:
+        """Settings of a job. Imports torch and transformers where its messages may have images."""
+        rollout = config.rollout
+        return cls(
+            retries=rollout.retries,
+            rewards=config.reward,
+            wrong_ends=frozenset(map(End, rollout.wrong_ends)),
+            # an agent has rollout.agent_timeout_s, in which it may wait for the engine through its endpoint
+            timeout_s=None if rollout.workflow == "agent" else rollout.workflow_timeout_s,
+            limits=TokenLimits.of(rollout),
+            options=rollout.options,
+            segments=SegmentSettings.of(config),
+            images=ImageRules.of(config),
+        )
+
+
 class TrajectoryRunner:
     """Makes trajectories.
 
     Args:
-        retries: Times that a trajectory begins again after an error that is neither the policy's nor the verifier's.
-        retry_s: First wait before that; waits double.
-        rewards: Weights of the form, repetition and language of responses, for rewards that a workflow gives.
-        wrong_ends: Ends that count as a wrong response (``rollout.wrong_ends``).
-        timeout_s: Most seconds of a workflow of its own; None for one that has a limit itself.
-        options: ``rollout.options``.
-        segments: Lengths of segments, and the repetitions that end a response.
         record: Records segments.
         forget: Forgets the segments of a trajectory that begins again.
-        images: Rules of images beside the tasks'.
     """
 
     def __init__(
@@ -55,31 +88,14 @@ class TrajectoryRunner:
         workflow: Workflow,
         scorer: Scorer,
         tokenizer: ChatTokenizer,
-        *,
-        retries: int,
-        retry_s: float,
-        rewards: RewardConfig | None = None,
-        wrong_ends: Collection[End] = (),
-        timeout_s: float | None = None,
-        limits: TokenLimits = NO_LIMITS,
-        options: Mapping[str, Any] = NO_OPTIONS,
-        segments: SegmentSettings = WHOLE_RESPONSES,
+        settings: TrajectorySettings,
         record: Record | None = None,
         forget: Forget | None = None,
-        images: ImageRules | None = None,
     ) -> None:
-        self._segments, self._record, self._forget = segments, record, forget
+        self._settings, self._record, self._forget = settings, record, forget
         self._workflow = workflow
         self._scorer = scorer
         self._tokenizer = tokenizer
-        self._limits = limits
-        self._options = options
-        self._images = images
-        self._retries = retries
-        self._retry_s = retry_s
-        self._rewards = rewards or RewardConfig()
-        self._wrong_ends = wrong_ends
-        self._timeout_s = timeout_s
         self._running: set[OwnTime] = set()
         self.scoring = 0
         """Responses that wait for their verdict."""
@@ -122,12 +138,12 @@ class TrajectoryRunner:
         while True:
             model = await self._attempt(group, index, gatherer, recorded)
             cause = model.end.cause
-            if cause is None or cause.by_policy or self._is_wrong(model) or retry == self._retries:
+            if cause is None or cause.by_policy or self._is_wrong(model) or retry == self._settings.retries:
                 return model
             group.clock.counts["restarts"] += 1
             message = (await model.verdict()).message
             log.warning("task %s: %s: %s; beginning again", group.claim.task.task_id, model.end.cause, message)
-            await asyncio.sleep(min(LONGEST_RETRY_S, self._retry_s * 2**retry))
+            await asyncio.sleep(min(LONGEST_RETRY_S, self._settings.retry_s * 2**retry))
             retry += 1
             recorded = ()
             if self._forget is not None:
@@ -140,8 +156,8 @@ class TrajectoryRunner:
     ) -> RolloutModel:
         """Run the workflow once, on a task of its own: what it changes there, no other trajectory sees."""
         own = OwnTime()
-        claim, counts = group.claim, group.clock.counts
-        of_segments, repeats = (self._limits, self._segments.tokens, self._record), self._segments.max_repeats
+        claim, counts, settings = group.claim, group.clock.counts, self._settings
+        of_segments, repeats = (settings.limits, settings.segments.tokens, self._record), settings.segments.max_repeats
         sampler = SegmentSampler(
             gatherer, claim, index, *of_segments, group.pace, counts, recorded, repeats, self._forget
         )
@@ -153,19 +169,19 @@ class TrajectoryRunner:
             _TimedSampler(sampler, own),
             self._tokenizer,
             partial(self._verdict, group, own),
-            self._limits,
-            self._options,
-            self._images,
+            settings.limits,
+            settings.options,
+            settings.images,
         )
         self._running.add(own)
         try:
-            await run_workflow(self._workflow, group.claim.task.copy(), model, own, self._timeout_s)
+            await run_workflow(self._workflow, group.claim.task.copy(), model, own, settings.timeout_s)
         finally:
             self._running.discard(own)
         return model
 
     def _is_wrong(self, model: RolloutModel) -> bool:
-        return model.end.cause in self._wrong_ends and model.record.has_response
+        return model.end.cause in self._settings.wrong_ends and model.record.has_response
 
     def _settled(self, model: RolloutModel, verdict: Verdict, task: Task) -> Verdict:
         """The verdict of a workflow in the form of a verifier's."""
@@ -175,7 +191,7 @@ class TrajectoryRunner:
             return verdict
         last = model.record.last_of_model()
         in_thinking = model.record.begins_in_thinking(last)
-        reward = weighed_reward(verdict.reward, model.text(last), task.question, in_thinking, self._rewards)
+        reward = weighed_reward(verdict.reward, model.text(last), task.question, in_thinking, self._settings.rewards)
         return verdict._replace(reward=reward)
 
     async def _verdict(

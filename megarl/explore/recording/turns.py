@@ -143,7 +143,7 @@ class RecordedTurns:
         return Context(number, line, token_ids, images, self._log.routed(line))
 
     def refuse_response(self) -> None:
-        """Expect a response no longer: the engine has refused it."""
+        """Stop waiting for a response that an engine has refused."""
         self.unread -= 1
 
     def end_response(self, context: Context, turn: Turn, computed: np.ndarray | None) -> Turn:
