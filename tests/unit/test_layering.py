@@ -311,7 +311,7 @@ def shared_code(sources: dict[str, str]) -> dict[str, list[str]]:
 
 def test_a_class_has_few_public_names() -> None:
     large = too_many_names(all_sources(), MAX_NAMES)
-    assert not large, f"{large}: compose such a class of parts with names of their own"
+    assert not large, f"{large}: compose a class of parts"
 
 
 def test_no_class_inherits_code_from_another() -> None:
