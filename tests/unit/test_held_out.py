@@ -140,15 +140,14 @@ class Evaluated:
         monkeypatch.setattr(reporter, "write", lambda step, metrics: self.metrics.update(metrics))
         monkeypatch.setattr(reporter, "log", self.lines.append)
 
-        def wait(look: Any, label: str, *, weights_step: int) -> bool:
+        def wait(look: Any, label: str, *, weights_step: int) -> None:
             for claim in self.store.groups.claim("w", 100):
                 self.sampling, found = claim.sampling, right[int(claim.task.task_id[1:])]
                 assert self.store.groups.put(claim, [answered(claim, j, found) for j in range(claim.group_size)])
                 record_evaluations(self.store, "w", claim.rollout_id)
             assert look().complete
-            return True
 
-        assert Evaluation(context, self.store, reporter, wait).run(TrainState("rl", step), VERSION, f"eval-{step}")
+        Evaluation(context, self.store, reporter, wait).run(TrainState("rl", step), VERSION, f"eval-{step}")
         (self.event,) = (event["data"] for event in self.store.journal.events("evaluation"))
 
 
