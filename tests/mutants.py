@@ -53,7 +53,7 @@ MUTANTS = (
     Mutant("a step publishes what its evaluation has published", "train/step.py",
            "published or self.publish(state)", "self.publish(state)", "unit/test_course.py"),
     Mutant("a step samples with the weights of the step before", "train/step.py",
-           "        self.evaluated = None\n        if self.rank.context", "        if self.rank.context", "unit/test_course.py"),
+           "        self.evaluated = None\n        if self.rank", "        if self.rank", "unit/test_course.py"),
     # advantages and losses
     Mutant("the standard deviation is not divided by", "learn/algorithms/grpo.py", "STD_EPSILON if divide else 1.0",
            "STD_EPSILON if not divide else 1.0", "unit/test_algorithms_reference.py unit/test_algorithms.py"),
