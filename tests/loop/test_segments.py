@@ -16,7 +16,7 @@ from megarl.core.schema import Segment
 from megarl.engine.client.client import EngineClient, Prompt, Sampling
 from megarl.engine.client.frames import Completion
 from megarl.engine.client.gather import Gatherer, SampleRequest
-from megarl.explore.explorer.segments import SegmentSampler
+from megarl.explore.explorer.segments import SegmentSampler, SegmentSettings
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.store import Claim, Store
 from tests.loop.conftest import TINY_ROLLOUT
@@ -67,9 +67,9 @@ def respond(
             return True
 
         claim = Claim("r0", "train", 0, VERSION, f"r0/{i}", i, 2, {}, make_task(i), "a", "token", 1)
-        sampler = SegmentSampler(
-            gatherer, claim, 0, LIMITS, size, record if size else None, None, Counter[str](), recorded.get(i, ())
-        )
+        segments, there = SegmentSettings(size), recorded.get(i, ())
+        recorder = record if size else None
+        sampler = SegmentSampler(gatherer, claim, 0, LIMITS, segments, recorder, None, Counter[str](), there)
         request = SampleRequest(f"r0/{i}", 0, 2, np.array(prompt.token_ids, np.int32), (), 1000 * i + 1)
         return await sampler.sample(request), kept
 
