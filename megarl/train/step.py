@@ -13,7 +13,7 @@ from megarl.train.loop.rank import TrainerRank
 from megarl.train.part import Metrics, Part, Services, StepData
 from megarl.train.parts import parts_of
 from megarl.train.rank.state import TrainState
-from megarl.train.rollout.asking import Published
+from megarl.train.rollout.awaited import Published
 from megarl.train.services import services_of
 from megarl.train.sync.sent import SentWeights
 from megarl.train.update.batch import filter_overlong

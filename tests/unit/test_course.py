@@ -37,7 +37,8 @@ from megarl.train.parts.ahead import DrainAhead
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
-from megarl.train.rollout.asking import Awaited, GroupRequests, InCompletionOrder, Published
+from megarl.train.rollout.asking import GroupRequests, InCompletionOrder
+from megarl.train.rollout.awaited import Awaited, Published
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.rollout.rollouts import Rollouts
 from megarl.train.step import OnlineSteps

@@ -28,6 +28,7 @@ from megarl.run.checks.pacing import check_pacing
 from megarl.run.run_dir.late import read_rewards, write_awaiting
 from megarl.train.rank.context import RunContext
 from megarl.train.rollout.asking import GroupRequests, InAdmissionOrder, InCompletionOrder
+from megarl.train.rollout.group_parts.late import OverdueRewards
 from tests.stores import make_task, make_trajectory, request
 
 LATE = Reward(math.nan, "late")
@@ -120,7 +121,8 @@ def asking(store: Store, order: Any, late_steps: int | None) -> Any:
         reward=RewardConfig(late_steps=late_steps),
     )
     context = RunContext(config, Path(), 1, 0)
-    requests = GroupRequests(context, store, TaskChoice(config, store))
+    parts = [] if late_steps is None else [OverdueRewards(config)]
+    requests = GroupRequests(context, store, TaskChoice(config, store), parts)
     return order(requests, ReplayChoice(config, store)) if order is InAdmissionOrder else order(requests)
 
 

@@ -32,7 +32,7 @@ from megarl.explore.store import Store
 from megarl.run.checks.pacing import check_pacing
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Stopped
-from megarl.train.rollout.asking import Awaited
+from megarl.train.rollout.awaited import Awaited
 from megarl.train.rollout.evaluation import Evaluation
 from megarl.train.rollout.meanwhile import EvaluationMeanwhile
 from megarl.train.sync.kept import KeptEngines

@@ -30,7 +30,7 @@ from megarl.run.checks.replay import check_replay
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
-from megarl.train.rollout.asking import Published
+from megarl.train.rollout.awaited import Published
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.rollout.rollouts import Rollouts, StepGroups
 from tests.stores import make_task, make_trajectory

@@ -37,7 +37,7 @@ from megarl.train.rank.ranks import Stopped
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
 from megarl.train.rollout import rollouts
-from megarl.train.rollout.asking import Awaited, Published
+from megarl.train.rollout.awaited import Awaited, Published
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from tests.trajectories import one_turn
 

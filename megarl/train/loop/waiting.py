@@ -15,7 +15,7 @@ from megarl.train.loop.checkpoints import Checkpointer
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks, Stopped
 from megarl.train.rank.reporter import Reporter
-from megarl.train.rollout.asking import Awaited
+from megarl.train.rollout.awaited import Awaited
 from megarl.train.sync.weights import WeightSync
 
 MEET_S = 30.0

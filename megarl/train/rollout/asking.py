@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from itertools import count
-from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
-from megarl.core.schema import WeightsVersion
 from megarl.explore.order.choice import TaskChoice
 from megarl.explore.order.draws import EXTRA, data_seed, drawn_seed
 from megarl.explore.order.pacing import Pacing, choose
@@ -15,41 +13,24 @@ from megarl.explore.order.replay import ReplayChoice
 from megarl.explore.store import Store, UnusedGroup
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.state import TrainState
-
-NOTHING_MORE: Mapping[str, Any] = MappingProxyType({})
-
-
-class Published(NamedTuple):
-    """Weights that were published last."""
-
-    version: WeightsVersion
-    step: int
-    """Steps of training in them."""
-
-
-class Awaited(NamedTuple):
-    """Progress of what is waited for."""
-
-    done: int
-    total: int
-    complete: bool
+from megarl.train.rollout.awaited import Awaited, Published, rollout_id, rollout_of, whole
+from megarl.train.rollout.group_part import GroupPart
 
 
 class GroupRequests:
     """Requests for training groups in the store: on rank 0.
 
     Args:
-        sampling: What rollouts ask of the sampler beside temperature, length and seed.
+        parts: Of the group service.
     """
 
-    def __init__(
-        self, context: RunContext, store: Store, choice: TaskChoice, sampling: Mapping[str, Any] = NOTHING_MORE
-    ) -> None:
+    def __init__(self, context: RunContext, store: Store, choice: TaskChoice, parts: Sequence[GroupPart] = ()) -> None:
         self.config = context.config
         self.store = store
         self.choice = choice
         self.pacing = Pacing.of(context.config.sync)
-        self._sampling = sampling
+        self._parts = parts
+        self._sampling = {name: value for part in parts for name, value in part.sampling().items()}
 
     def ask_more(self, state: TrainState, published: Published, extra: int, number: int) -> None:
         """Ask for further groups, the ``extra``-th time in a step."""
@@ -59,17 +40,17 @@ class GroupRequests:
 
     def look_ahead(self, ahead: int, step: int) -> Awaited:
         """Return the progress of the groups of step ``ahead``, which must be there before weights change while step
-        ``step`` is made: all of them, or in a partial rollout all that these weights sample of them."""
-        published, rollout = self.pacing.published(step), rollout_id(ahead)
-        if not self.config.rollout.is_partial or ahead < published + self.pacing.interval:
-            return whole(self.store, rollout, awaiting=True)
-        done, total = self.store.segments.reached(rollout, published)
-        return Awaited(done, total, done == total)
+        ``step`` is made: all of them, unless a part needs less."""
+        for part in self._parts:
+            if (less := part.look_ahead(ahead, step)) is not None:
+                return less
+        return whole(self.store, rollout_id(ahead), awaiting=True)
 
-    def is_overdue(self, group: UnusedGroup, step: int) -> bool:
-        """True if the group still awaits rewards ``reward.late_steps`` steps after it was asked for."""
-        limit = self.config.reward.late_steps
-        return limit is not None and group.awaiting and step - group.weights_step >= limit
+    def overdue(self, step: int, unused: Sequence[UnusedGroup] | None = None) -> list[UnusedGroup]:
+        """Return groups that step ``step`` takes without rewards that they await, of the ``unused`` ones; None: of all
+        that no step has used."""
+        read = self.store.pacing.unused if unused is None else lambda: unused
+        return [group for part in self._parts for group in part.overdue(read, step)]
 
     def seed(self, state: TrainState) -> int:
         """Seed of the choice of tasks, another one after each rollback."""
@@ -137,7 +118,6 @@ class InAdmissionOrder:
         self._config, self._store = requests.config, requests.store
         self._choice, self._pacing = requests.choice, requests.pacing
         self._replay = replay
-        self._late = requests.config.reward.late_steps is not None
 
     def ask(self, state: TrainState, published: Published) -> None:
         steps = max(self._config.trainer.steps, state.step + 1)
@@ -155,15 +135,16 @@ class InAdmissionOrder:
         return whole(self._store, rollout_id(step, extra), awaiting=self._waits_no_more(step))
 
     def choose(self, step: int, without: Collection[str], missing: int) -> list[str]:
-        unused = self._store.pacing.unused() if self._late else []
-        if overdue := [group.group_id for group in unused if self._requests.is_overdue(group, step)]:
-            self._store.late.stop_waiting(overdue)
+        if overdue := self._requests.overdue(step):
+            self._store.late.stop_waiting([group.group_id for group in overdue])
         return self._store.groups.take(self._config.trainer.tasks_per_step, step=step, without=without)
 
     def _waits_no_more(self, step: int) -> bool:
         """True if groups of a step that still await rewards are left out: all were asked for at one time."""
-        own = [g for g in (self._store.pacing.unused() if self._late else []) if g.rollout_id == rollout_id(step)]
-        return _has_ready(own) and any(self._requests.is_overdue(group, step) for group in own)
+        own = rollout_id(step)
+        if not any(group.rollout_id == own for group in self._requests.overdue(step)):
+            return False
+        return _has_ready([group for group in self._store.pacing.unused() if group.rollout_id == own])
 
     def wanted(self, replayed: int) -> int:
         return self._config.trainer.tasks_per_step - replayed
@@ -224,7 +205,7 @@ class InCompletionOrder:
         return [group for group in self._store.pacing.unused() if group.group_id not in without]
 
     def _chosen(self, unused: Sequence[UnusedGroup], step: int, missing: int) -> list[str]:
-        late = [group for group in unused if self._requests.is_overdue(group, step)] if _has_ready(unused) else []
+        late = self._requests.overdue(step, unused) if _has_ready(unused) else []
         ready = [group for group in unused if group.ready or group in late]
         due, others = (
             [self._pacing.deadline(group.weights_step) for group in groups]
@@ -244,19 +225,3 @@ class InCompletionOrder:
 def _has_ready(groups: Sequence[UnusedGroup]) -> bool:
     """Return True if a group has its rewards: a step of none but late ones would train on nothing, so it waits."""
     return any(group.ready for group in groups)
-
-
-def whole(store: Store, rollout: str, *, awaiting: bool = False) -> Awaited:
-    """Progress of a rollout, in groups; ``awaiting``: without the rewards that are to come."""
-    done, total = store.rollouts.progress(rollout, awaiting=awaiting)
-    return Awaited(done, total, done == total and store.rollouts.is_complete(rollout, awaiting=awaiting))
-
-
-def rollout_id(step: int, extra: int = 0) -> str:
-    """Id of a training rollout."""
-    return f"train-{step:06d}" + (f"-{extra}" if extra else "")
-
-
-def rollout_of(group_id: str) -> str:
-    """Id of the rollout of a group."""
-    return group_id.rpartition("/")[0]

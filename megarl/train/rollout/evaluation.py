@@ -13,7 +13,7 @@ from megarl.explore.store import Store
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
-from megarl.train.rollout.asking import whole
+from megarl.train.rollout.awaited import whole
 from megarl.train.rollout.rollouts import Wait
 
 

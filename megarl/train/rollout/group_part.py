@@ -10,7 +10,9 @@ from megarl.core.config import Config
 from megarl.core.schema import Trajectory
 from megarl.explore.experience import Verified
 from megarl.explore.order.replay import ReplayChoice
+from megarl.explore.store import Store, UnusedGroup
 from megarl.train.rank.state import TrainState
+from megarl.train.rollout.awaited import Awaited
 from megarl.train.rollout.found import FoundGroups
 from megarl.train.rollout.reading import RolloutReader
 
@@ -20,6 +22,7 @@ class GroupServices:
     """Services of ``Rollouts``. A part's constructor names those that it uses."""
 
     config: Config
+    store: Store
     reader: RolloutReader
     replay: ReplayChoice
     verified: Callable[[Sequence[Trajectory], int], Verified]
@@ -37,6 +40,16 @@ class GroupPart:
     def sampling(self) -> Mapping[str, Any]:
         """Return settings of the sampler for each group, beside temperature, length and seed."""
         return {}
+
+    def look_ahead(self, ahead: int, step: int) -> Awaited | None:
+        """Return the progress of groups that were asked for ahead, for step ``ahead``, where less than all of them must
+        be there before weights change in step ``step``; None: all."""
+        return None
+
+    def overdue(self, unused: Callable[[], Sequence[UnusedGroup]], step: int) -> list[UnusedGroup]:
+        """Return groups that step ``step`` takes without rewards that they await; ``unused`` reads those that no step
+        has used."""
+        return []
 
     def begin(self, found: FoundGroups, state: TrainState) -> None:
         """Act when the first groups of a step are there, and none has been taken. Raises Stopped."""

@@ -11,7 +11,7 @@ from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
-from megarl.train.rollout.asking import Awaited, whole
+from megarl.train.rollout.awaited import Awaited, whole
 from megarl.train.rollout.evaluation import Evaluation
 from megarl.train.rollout.rollouts import Wait
 from megarl.train.sync.kept import KeptEngines

@@ -20,15 +20,8 @@ from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Stopped
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
-from megarl.train.rollout.asking import (
-    Asking,
-    Awaited,
-    GroupRequests,
-    InAdmissionOrder,
-    InCompletionOrder,
-    Published,
-    rollout_of,
-)
+from megarl.train.rollout.asking import Asking, GroupRequests, InAdmissionOrder, InCompletionOrder
+from megarl.train.rollout.awaited import Awaited, Published, rollout_of
 from megarl.train.rollout.found import FoundGroups
 from megarl.train.rollout.group_part import GroupServices
 from megarl.train.rollout.group_parts import group_parts_of
@@ -83,9 +76,8 @@ class Rollouts:
         self._operators = Operators(context.config)
         self._choice = TaskChoice(context.config, store)
         replay = ReplayChoice(context.config, store)
-        self._parts = group_parts_of(GroupServices(context.config, reader, replay, self.verified), algorithm)
-        sampling = {name: value for part in self._parts for name, value in part.sampling().items()}
-        self._requests = GroupRequests(context, store, self._choice, sampling)
+        self._parts = group_parts_of(GroupServices(context.config, store, reader, replay, self.verified), algorithm)
+        self._requests = GroupRequests(context, store, self._choice, self._parts)
         self._asking: Asking = InAdmissionOrder(self._requests, replay)
         if context.config.sync.order == "completion":
             self._asking = InCompletionOrder(self._requests)

@@ -1,0 +1,20 @@
+"""Rewards that arrive later, up to a number of steps (``reward.late_steps``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from megarl.core.config import Config
+from megarl.explore.store import UnusedGroup
+from megarl.train.rollout.group_part import GroupPart
+
+
+class OverdueRewards(GroupPart):
+    """Lets a step take groups whose rewards have not come ``reward.late_steps`` steps after they were asked for."""
+
+    def __init__(self, config: Config) -> None:
+        assert config.reward.late_steps is not None, "the settings ask for this part"
+        self._limit = config.reward.late_steps
+
+    def overdue(self, unused: Callable[[], Sequence[UnusedGroup]], step: int) -> list[UnusedGroup]:
+        return [group for group in unused() if group.awaiting and step - group.weights_step >= self._limit]

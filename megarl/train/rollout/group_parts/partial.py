@@ -1,0 +1,23 @@
+"""Answers that go on with later weights once they have used up a budget (``rollout.budget_tokens``; Kimi k1.5)."""
+
+from __future__ import annotations
+
+from megarl.core.config import Config
+from megarl.explore.order.pacing import Pacing
+from megarl.explore.store import Store
+from megarl.train.rollout.awaited import Awaited, rollout_id
+from megarl.train.rollout.group_part import GroupPart
+
+
+class PartialRollouts(GroupPart):
+    """Of groups that were asked for ahead, waits for what the present weights sample of them."""
+
+    def __init__(self, config: Config, store: Store) -> None:
+        self._pacing, self._store = Pacing.of(config.sync), store
+
+    def look_ahead(self, ahead: int, step: int) -> Awaited | None:
+        published = self._pacing.published(step)
+        if ahead < published + self._pacing.interval:
+            return None
+        done, total = self._store.segments.reached(rollout_id(ahead), published)
+        return Awaited(done, total, done == total)
