@@ -21,14 +21,18 @@ from megarl.explore.store import Store
 from megarl.explore.tasksets import difficulty_of, source_of, sources_of
 
 
+def tasks_per_step(config: Config) -> int:
+    """Return the number of tasks that a step asks for which replays its whole share."""
+    groups = config.trainer.tasks_per_step
+    return groups - config.buffer.replay.num_groups(groups)
+
+
 class TaskChoice:
     """Chooses the training tasks of each step."""
 
     def __init__(self, config: Config, store: Store) -> None:
         self._taskset = config.taskset
-        asked = config.trainer.tasks_per_step
-        self.per_step = asked - config.buffer.replay.num_groups(asked)
-        """Tasks of a step that replays its whole share."""
+        self.per_step = tasks_per_step(config)
         extra = config.algorithm.max_extra_rollouts if config.algorithm.dynamic_sampling else 0
         self._first_spare = 1 + extra
         self._staleness = config.sync.max_staleness

@@ -7,7 +7,7 @@ asked for k steps ahead, and their number follows from that of the replayed ones
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -82,6 +82,12 @@ def drawn(
             priority = age * np.log(config.decay) + (config.hardness and config.hardness * np.log(wrong))
             ranked.append((float(np.log(noise[number]) - priority), number, Replayed(group.group_id, age, uses)))
     return [replayed for _, _, replayed in sorted(ranked)[:count]]
+
+
+def oldest_replayed(config: Config, starts: Collection[int]) -> int | None:
+    """First step whose groups a step after one of ``starts`` may replay; None without replay."""
+    replay = config.buffer.replay
+    return min(starts) - replay.max_age + 1 if replay.share else None
 
 
 def replay_metrics(replayed: Sequence[Replayed], groups: int) -> dict[str, float]:

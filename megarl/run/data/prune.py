@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from megarl.core.config import Config
 from megarl.core.errors import ConfigError
+from megarl.explore.order.replay import oldest_replayed
 from megarl.explore.store import Glance, Selection, StoredGroup
 from megarl.explore.store.selection import USED
 from megarl.run.data.count import HEAD, TrajectoryTally, table
@@ -85,7 +85,7 @@ def _in_parts(run: StoredRun, selection: Selection) -> Iterator[Part]:
 def _needed(run: StoredRun, groups: Sequence[StoredGroup], checkpoints: Sequence[int], newest: int) -> dict[str, str]:
     """Group id -> reason why it stays. ``newest``: step of the newest finished one of the ``checkpoints``."""
     again = run.store.selection.needed_again(groups, checkpoints)
-    oldest_replay = _oldest_replay(run.config, [*checkpoints, run.store.journal.last_step()])
+    oldest_replay = oldest_replayed(run.config, [*checkpoints, run.store.journal.last_step()])
     found: dict[str, str] = {}
     for group in groups:
         if group.state not in USED:
@@ -102,9 +102,3 @@ def _needed(run: StoredRun, groups: Sequence[StoredGroup], checkpoints: Sequence
         elif oldest_replay is not None and group.at_step >= oldest_replay:
             found[group.group_id] = f"which steps may train on again (buffer.replay, from step {oldest_replay} on)"
     return found
-
-
-def _oldest_replay(config: Config, starts: Collection[int]) -> int | None:
-    """First step whose groups a step after one of ``starts`` may replay; None without replay."""
-    replay = config.buffer.replay
-    return min(starts) - replay.max_age + 1 if replay.share else None

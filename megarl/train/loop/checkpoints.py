@@ -12,6 +12,7 @@ from typing import Any
 from megarl.core.errors import DiskFullError, FencedError, NonRetryableError
 from megarl.core.phases import Phase
 from megarl.core.schema import WeightsVersion
+from megarl.explore.order.choice import tasks_per_step
 from megarl.explore.order.draws import data_cursor
 from megarl.explore.store import Store
 from megarl.train.rank.context import RunContext
@@ -197,11 +198,10 @@ class Checkpointer:
 
     def _data_cursor(self, state: TrainState) -> dict[str, int] | None:
         """Place in the order of the data; None on the ranks that write no manifest."""
-        config, replay = self._context.config.trainer, self._context.config.buffer.replay
+        config = self._context.config
         if state.warming_up or self._context.rank:
             return None
-        sampled = config.tasks_per_step - replay.num_groups(config.tasks_per_step)
-        return data_cursor(self._num_tasks, state.step, sampled, config.seed)
+        return data_cursor(self._num_tasks, state.step, tasks_per_step(config), config.trainer.seed)
 
     def _fence(self) -> None:
         """Return when the store would keep the steps that a checkpoint counts through a power cut.
