@@ -55,8 +55,7 @@ class OnlineSteps:
             for part in self.parts:
                 part.before_batch(state, data)
             with phase("batch"):
-                given = (data.trajectories, data.demonstrations, data.groups.lags, data.images)
-                batch = rank.learner.batch_of(*given)
+                batch = rank.learner.batch_of(data.trajectories, data.demonstrations, data.groups.lags, data.images)
                 data.clear()
             with phase("inference"):
                 rank.learner.infer(batch)
