@@ -192,7 +192,7 @@ def steps_of(config: Any, store: Any) -> Any:
     trainer.store = store
     context = trainer.context = RunContext(config, Path(), 1, dist.get_rank())
     asked = rollouts.Rollouts(context, trainer.algorithm, store, trainer.reporter, reader, lambda *_, **__: None, VOCAB)
-    weights = SimpleNamespace(publish=lambda step: {}, version=WeightsVersion(1, 0), step=0)
+    weights = SimpleNamespace(publish=lambda step, given: {}, version=WeightsVersion(1, 0), step=0)
     given = {"rollouts": asked, "weights": weights, "reader": reader}
     updates: Any = SimpleNamespace(begin=lambda: None, end=lambda state: {}, admits=lambda state, *_: (True, state))
     ranks: Any = SimpleNamespace(gather=lambda sums: sums)

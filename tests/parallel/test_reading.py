@@ -92,7 +92,7 @@ def arrays_of(trajectories: list[Trajectory]) -> list[np.ndarray]:
 
 def rollout(rank: int, nodes: list[str], url: str) -> dict[str, Any]:
     """What a rank has of ``take`` and ``replayed``, and how it came there."""
-    from megarl.explore.store import buffer as rows
+    from megarl.explore.store import groups as rows
     from megarl.train.rollout.reading import RolloutReader
 
     reader, store = joined(rank, nodes), Store(url)

@@ -121,7 +121,7 @@ def test_a_replacement_that_was_cut_off_is_repeated(tmp_path: Path, monkeypatch:
     """Before each of its renames; then the log of a killed job lies beside the file too."""
     path = tmp_path / "store.db"
     url = filled(path)
-    code = f"import os\nfrom megarl.explore.store import Store\nStore({url!r}).close_job()\nos._exit(9)"
+    code = f"import os\nfrom megarl.explore.store import Store\nStore({url!r}).journal.close_job()\nos._exit(9)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 9
     path.write_bytes(b"x" * 20000)
     replace, done = os.replace, []
@@ -175,10 +175,10 @@ store = Store(sys.argv[1])
 store.begin_attempt(1)
 other = Store(sys.argv[1], attempt=1)
 for step in range(1, 6):
-    other.record_step(step, {})
+    other.journal.record_step(step, {})
 if sys.argv[2] == "synced":
     store.sync()
-other.record_step(6, {})
+other.journal.record_step(6, {})
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -218,7 +218,7 @@ def test_a_look_at_a_store_changes_nothing(tmp_path: Path, killed: bool) -> None
     """With a log, which a killed job leaves, SQLite may write the log's index again."""
     url = filled(tmp_path / "store.db")
     if killed:
-        code = f"import os\nfrom megarl.explore.store import Store\nStore({url!r}).close_job()\nos._exit(9)"
+        code = f"import os\nfrom megarl.explore.store import Store\nStore({url!r}).journal.close_job()\nos._exit(9)"
         assert subprocess.run([sys.executable, "-c", code]).returncode == 9
     files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert ("store.db-wal" in files) == killed

@@ -65,8 +65,9 @@ def grammar_fault(overrides: Sequence[str]) -> str | None:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """`` did you mean 'x'?`` for the known name nearest to ``name``, or an empty text."""
-    match = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    """`` did you mean 'x'?`` for the known name that goes on from ``name`` or is nearest to it, or an empty text."""
+    longer = [each for each in known if each.startswith(name)]
+    match = longer or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f" did you mean {match[0]!r}?" if match else ""
 
 
