@@ -1,7 +1,7 @@
-"""One job loses one of its two explorers in a rollout, its engine in the next one, the engine that replaced it in a
-sync, and that one by an order in the last rollout: it goes on, in its first attempt, and everything that it has
-sampled and trained is what a job has that lost nothing. Its trajectories are an agent's, which asks the endpoint
-once, as the other's own workflow asks the model."""
+"""One job loses one of its two explorers in a rollout, its engine in the next one, and the engine that replaced it in
+a sync: it goes on, in its first attempt, and everything that it has sampled and trained is what a job has that lost
+nothing. Its trajectories are an agent's, which asks the endpoint once, as the other's own workflow asks the model.
+Engines that end by order: ``test_cold.py``, ``test_scale.py``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megarl.explore.store import EngineStatus, Store
+from megarl.explore.store import Store
 from tests.loop.conftest import HELD_OUT, WHOLE
 from tests.loop.held import Held
 from tests.loop.same_run import groups, has, items, kill, learned
@@ -27,14 +27,6 @@ client = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="none", timeout
 async def run(base_url, prompt, request_kwargs, metadata):
     await client.with_options(base_url=base_url).chat.completions.create(messages=prompt, **request_kwargs)
 """
-
-
-def order(job: Job, state: EngineStatus) -> None:
-    """Order the engine to be so, and wait until it is."""
-    store = Store(f"sqlite:///{job.run_dir}/store.db")
-    store.engines.order(0, state)
-    job.until(lambda: store.engines.own()[0].state is state, f"an engine that is {state}")
-    store.close()
 
 
 def is_whole(job: Job, rollout: str) -> bool:
@@ -77,8 +69,6 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
         job.until(lambda: unread(port, trainers[0], "server"), "a sync's call that no engine has read")
         kill(job, "engine 0", engine)
         job.until(lambda: held.holds("train"), "an engine that was given the weights")
-        for state in (EngineStatus.ABSENT, EngineStatus.SERVING):
-            order(job, state)
         held.release("train")
         job.wait(START_S)
         yield job
@@ -95,7 +85,6 @@ def test_it_ends_in_its_first_attempt(job: Job) -> None:
         and "published 1.2 again" in said
         and "an engine died in a weight sync" in said
     )
-    assert "engine 0 is ended, as ordered" in said and "engine 0 is started again, as ordered" in said
     assert job.processes() == {}
 
 
