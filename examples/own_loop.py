@@ -12,6 +12,7 @@ from megarl.train.rank.state import TrainState
 from megarl.train.rollout.awaited import Published
 from megarl.train.services import Services, services_of
 from megarl.train.step import OnlineSteps
+from megarl.train.update.outcomes import trajectory_metrics
 
 
 def run(rank: TrainerRank) -> None:
@@ -48,7 +49,7 @@ def step(rank: TrainerRank, services: Services, state: TrainState) -> TrainState
         batch = rank.learner.batch_of(groups.trajectories, lags=groups.lags)
         rank.learner.infer(batch)  # log-probs of the actor, of the reference, values
         after, trained = rank.learner.train_step(state, batch)
-        metrics |= groups.metrics | trained
+        metrics |= trajectory_metrics(batch.outcomes, groups.report) | groups.metrics | trained
         after = rank.end_step(after, metrics, weights.version, groups.used)  # a checkpoint where one is due
     tokens = int(batch.sequences.step_lengths.sum())
     rank.reporter.record_step(after.step, metrics, tokens=tokens, used=groups.used)
