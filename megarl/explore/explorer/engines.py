@@ -68,12 +68,13 @@ class EngineFollower:
         self._engines.followed = True
 
     async def keep(self, call: Callable[..., Awaitable[Any]]) -> None:
-        """Follow the engines as ``EngineCount`` says."""
+        """Follow the engines as ``EngineCount`` says. It looks before the explorer claims: that may start amid an
+        evaluation."""
         while True:
-            await asyncio.sleep(EVERY_S)
             for version, urls in (await call(self._store.evaluations.keepers)).items():
                 self._client.reserve(urls, version)
             await self.follow(await call(self._store.engines.own))
+            await asyncio.sleep(EVERY_S)
 
     async def follow(self, registered: Sequence[RegisteredEngine]) -> None:
         """Take in what is registered now."""
