@@ -27,8 +27,9 @@ def urls_to_ask(registered: Sequence[RegisteredEngine]) -> list[str]:
     return [e.url for e in there if e.wanted is not EngineStatus.ABSENT] or [e.url for e in there]
 
 
-def urls_of_judges(registered: Sequence[RegisteredEngine], replicas: int) -> list[str]:
-    """Return the URLs of the engines that the job began with, which ``megarl scale`` keeps where they are the judge."""
+def urls_of_the_start(registered: Sequence[RegisteredEngine], replicas: int) -> list[str]:
+    """Return the URLs of the engines that the job began with. ``megarl scale`` keeps them where a function of
+    ``reward.path`` may ask them as the judge."""
     return [engine.url for engine in registered if engine.url and engine.number < replicas]
 
 
