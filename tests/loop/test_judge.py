@@ -78,7 +78,7 @@ def ask(
     config: JudgeConfig, engines: list[str], key: str | None, references: list[str]
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
     async def main() -> tuple[list[dict[str, Any]], dict[str, int]]:
-        async with Judge(config, engines, key) as judge:
+        async with Judge(config, lambda: engines, key) as judge:
             results = await asyncio.gather(
                 *(judge.score("7", reference, question="3 + 4 ?") for reference in references)
             )

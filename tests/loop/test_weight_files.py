@@ -1,5 +1,5 @@
-"""A run whose weights go by way of files (``sync.method=checkpoint``): one explore program and one trainer, which share
-nothing but a folder. What was sampled and learned is what a job with links has."""
+"""A run whose weights go by way of files (``sync.method=checkpoint``): one explore program of two explorers and one
+trainer, which share nothing but a folder. What was sampled and learned is what a job with links has."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STEPS = 3
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     """The trainer's program after its end; the explore program has ended too."""
     run_dir = tmp_path_factory.mktemp("files") / "run"
-    settings = (*WHOLE, "sync.method=checkpoint", "cluster.heartbeat_s=2")
+    settings = (*WHOLE, "sync.method=checkpoint", "cluster.heartbeat_s=2", "rollout.explorers=2")
     explore = Job(run_dir, settings, ("explore",)).start()
     train = Job(run_dir, [*settings, "run.mode=train"]).start()
     try:
@@ -46,8 +46,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
         explore.clean_up()
 
 
-def log_of_explorer(run_dir: Path) -> str:
-    return next((run_dir / "logs").glob("attempt_1_explore-0/explorer*.log")).read_text()
+def log_of_explorer(run_dir: Path, name: str) -> str:
+    return (run_dir / "logs" / "attempt_1_explore-0" / f"{name}.log").read_text()
 
 
 def test_the_same_was_sampled_and_learned_as_with_links(run: Job, whole_job: Job) -> None:
@@ -59,8 +59,11 @@ def test_the_same_was_sampled_and_learned_as_with_links(run: Job, whole_job: Job
 
 
 def test_engines_proved_every_version(run: Job) -> None:
-    log, versions = log_of_explorer(run.run_dir), [WeightsVersion(1, n) for n in range(1, STEPS + 2)]
-    read = [line for line in log.splitlines() if "read from files" in line]
+    """The first explorer alone gives them files."""
+    versions = [WeightsVersion(1, n) for n in range(1, STEPS + 2)]
+    first, second = (log_of_explorer(run.run_dir, name) for name in ("explorer", "explorer_1"))
+    read = [line for line in first.splitlines() if "read from files" in line]
+    assert second and "read from files" not in second
     assert all(f"weights {version} read" in line for version, line in zip(versions, read, strict=True))
     known = dict(run.query("select version, step from versions"))
     assert sorted(known) == [str(version) for version in versions]

@@ -20,14 +20,16 @@ import pytest
 
 from megarl.core.config import Config
 from megarl.core.errors import ConfigError, FencedError, JobError, MemoryFullError, NonRetryableError
+from megarl.core.jobs import JOBS
 from megarl.core.machine import group_members
 from megarl.core.metrics import Timeline
 from megarl.core.schema import Task
+from megarl.explore.store import RegisteredEngine, Store
 from megarl.run.launch import job
 from megarl.run.launch.memory import MicroBatchBudget
 from megarl.run.nodes.allocation import Allocation
 from megarl.run.nodes.node import LocalNode, Spec, Started
-from megarl.run.nodes.plan import NodeInfo, plan_job
+from megarl.run.nodes.plan import NodeInfo, Plan, plan_job
 from megarl.run.nodes.remote import Gathering
 from megarl.run.process import ports
 from megarl.run.process.interrupt import StopRequest
@@ -70,6 +72,17 @@ def test_starting_on_a_port_in_use_launches_nothing(prepared: Path, busy_port: i
         start_attempt(config, plan, [LocalNode(reaper, [lock], first_port=config.run.port)], 1, "a key")
     assert not (tmp_path / "logs").exists()
     assert not [p for p in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in read_or_empty(p)]
+
+
+def test_a_trainer_alone_takes_the_engines_of_an_earlier_start_out(tmp_path: Path) -> None:
+    """It looks for engines of programs that are alive, and would wait for a sign of that start's."""
+    config = config_of(tmp_path, "run.mode=train")
+    store = Store(config.store.url)
+    store.begin_attempt(1)
+    store.engines.register([RegisteredEngine(0, "http://127.0.0.1:1", 1)])
+    assert start_attempt(config, Plan(JOBS["train"], ()), [], 1, "key") == []
+    assert store.engines.read() == []
+    store.close()
 
 
 def test_port_that_is_none(prepared: Path) -> None:

@@ -26,9 +26,11 @@ from megarl.engine.client.client import EngineClient, Prompt, Sampling
 from megarl.engine.client.frames import VersionSpan
 from megarl.engine.client.reserved import ReservedEngines
 from megarl.explore.explorer.engines import EngineFollower
+from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explorer
 from megarl.explore.explorer.held_out import record_evaluations
 from megarl.explore.explorer.under_way import SamplesUnderWay
 from megarl.explore.store import Store
+from megarl.explore.tasksets import ChatTokenizer
 from megarl.run.checks.pacing import check_pacing
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Stopped
@@ -36,8 +38,10 @@ from megarl.train.rollout.awaited import Awaited
 from megarl.train.rollout.evaluation import Evaluation
 from megarl.train.rollout.meanwhile import EvaluationMeanwhile
 from megarl.train.sync.kept import KeptEngines
+from tests.chat_battery import checkpoint
 from tests.unit.test_held_out import answered
 from tests.unit.test_rollout_client import sample, streaming
+from tests.unit.test_spare import Scorer
 
 OLD, NEW = WeightsVersion(1, 2), WeightsVersion(1, 3)
 FINE = Config(
@@ -173,6 +177,7 @@ def test_every_explorer_learns_which_engines_an_evaluation_has(tmp_path: Path) -
         async with Servers() as servers, EngineClient(servers.urls, "k") as client:
             client._reserved = ReservedEngines("k", lambda: client.engines.urls, servers.has, every_s=0.01)
             store.rollouts.request("eval-2", "eval", 2, OLD, ids, 2, {"engines": servers.urls[1:]})
+            store.rollouts.request("eval-all", "eval", 2, OLD, ids, 2, {})
             keeping = asyncio.create_task(EngineFollower(store, client, "k", None).keep(call))
             while servers.urls[1] not in client._reserved:
                 await asyncio.sleep(0.01)
@@ -185,6 +190,34 @@ def test_every_explorer_learns_which_engines_an_evaluation_has(tmp_path: Path) -
     asyncio.run(asyncio.wait_for(run(), 30))
     store.evaluations.withdraw("eval-2")
     assert store.evaluations.keepers() == {}
+    store.close()
+
+
+def test_an_explorer_that_starts_amid_an_evaluation_asks_its_engines_for_no_training(tmp_path: Path) -> None:
+    """Another explorer has claimed the evaluation. The new one knows its engines before it claims its first group."""
+    store = Store(f"sqlite:///{tmp_path}/store.db")
+    store.begin_attempt(OLD.attempt)
+    store.tasks.add("train", TASKS)
+    ids, sampling = store.tasks.ids("train"), {"max_tokens": 4, "temperature": 1.0}
+    tokenizer = ChatTokenizer.open(checkpoint(tmp_path / "qwen2_5", "qwen2_5"))
+
+    async def run() -> None:
+        async with Servers() as servers, EngineClient(servers.urls, "k") as client:
+            store.rollouts.request("eval-2", "eval", 2, OLD, ids[:1], 1, sampling | {"engines": servers.urls[1:]})
+            assert [claim.kind for claim in store.groups.claim("another", 1)] == ["eval"]
+            store.rollouts.request("train-2", "train", 2, OLD, ids, 1, sampling)
+            client._outstanding[servers.urls[0]] = 9
+            asked = AskedEngines(client, EngineFollower(store, client, "k", None))
+            claims = ClaimSettings("new", capacity=1, poll_s=0.005)
+            exploring = asyncio.create_task(Explorer(store, asked, Scorer(), tokenizer, claims).run())
+            while not store.rollouts.is_complete("train-2"):
+                assert not exploring.done(), exploring.result()
+                await asyncio.sleep(0.01)
+            store.journal.close_job()
+            await exploring
+            assert servers.asked == [len(ids), 0]
+
+    asyncio.run(asyncio.wait_for(run(), 30))
     store.close()
 
 

@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,16 @@ from aiohttp.test_utils import TestServer
 
 from megarl.core.config.rewards import JudgeConfig, RewardConfig
 from megarl.core.errors import ConfigError
+from megarl.engine.client.client import EngineClient
+from megarl.explore.explorer import explorer
+from megarl.explore.explorer.engines import EngineFollower
 from megarl.explore.rewards import compute_score
 from megarl.explore.rewards.judge import judge
 from megarl.explore.rewards.judge import server as judge_server
 from megarl.explore.rewards.judge.cache import JudgementCache
 from megarl.explore.rewards.judge.judge import Judge, check_judge
+from megarl.explore.store import RegisteredEngine, Store
+from tests.unit.small_job import config_of
 
 KEY = "sk-secret-of-this-test"
 QUESTION = "What is 3 + 4?"
@@ -433,7 +439,7 @@ def test_the_key_is_in_no_message(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
         result = one(Server([status(500, f"Bearer {KEY}")]), retries=1)
     assert KEY not in json.dumps(result) and KEY not in caplog.text
-    own = Judge(JudgeConfig(url="rollout"), ["http://127.0.0.1:1"], "job")
+    own = Judge(JudgeConfig(url="rollout"), lambda: ["http://127.0.0.1:1"], "job")
     assert KEY not in repr([vars(own), vars(own.server)])
 
 
@@ -443,13 +449,40 @@ def test_the_jobs_own_engines_take_turns() -> None:
     async def main() -> Any:
         async with servers[0].test_server() as first, servers[1].test_server() as second:
             engines = [str(running.make_url("")).rstrip("/") for running in (first, second)]
-            async with Judge(JudgeConfig(url="rollout", cache=None), engines, "the job's key") as subject:
+            async with Judge(JudgeConfig(url="rollout", cache=None), lambda: engines, "the job's key") as subject:
                 return [await subject.score(str(i), "7", question=QUESTION) for i in range(5)]
 
     assert {result["status"] for result in asyncio.run(main())} == {"ok"}
     assert [len(server.bodies) for server in servers] == [3, 3]
     assert {key for server in servers for key in server.keys} == {"Bearer the job's key"}
     assert {body["model"] for server in servers for body in server.bodies} == {"policy"}
+
+
+@pytest.mark.parametrize("left", [1, 0])
+def test_the_judge_asks_the_engines_of_the_moment(left: int, tmp_path: Path) -> None:
+    """The job began with two. One was ordered away, or both start at other ports, as with another tp."""
+    servers, store = [Server([CORRECT]) for _ in range(3)], Store(f"sqlite:///{tmp_path}/store.db")
+    judging = replace(config_of(tmp_path), reward=RewardConfig(judge=JudgeConfig(url="rollout", cache=None, retries=0)))
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            running = [await stack.enter_async_context(server.test_server()) for server in servers]
+            urls = [str(one.make_url("")).rstrip("/") for one in running]
+            client = await stack.enter_async_context(EngineClient(urls[:2], "k"))
+            subject = await stack.enter_async_context(explorer._judge(judging, client.engines.to_ask, "k", 0.0))
+            assert subject is not None
+            follower = EngineFollower(store, client, "k", None)
+            now = [RegisteredEngine(number, url, 1) for number, url in enumerate(urls[:1] if left else urls[2:])]
+            await follower.follow(now)
+            for one, url in zip(running, urls, strict=True):
+                if url not in {engine.url for engine in now}:
+                    await one.close()
+            for i in range(4):
+                assert (await subject.score(str(i), "7", {"question": QUESTION}))["status"] == "ok"
+
+    asyncio.run(main())
+    assert [len(server.bodies) for server in servers] == ([4, 0, 0] if left else [0, 0, 4])
+    store.close()
 
 
 def test_the_first_model_is_taken_where_none_is_named() -> None:
@@ -474,7 +507,10 @@ def test_the_first_model_is_taken_where_none_is_named() -> None:
 )
 def test_wrong_settings_are_told_before_launch(settings: dict[str, Any], words: str) -> None:
     config = JudgeConfig(**{"url": "http://127.0.0.1:1/v1", **settings})
-    for check in (lambda: check_judge(config, context_tokens=4096), lambda: Judge(config, ["http://127.0.0.1:1"])):
+    for check in (
+        lambda: check_judge(config, context_tokens=4096),
+        lambda: Judge(config, lambda: ["http://127.0.0.1:1"]),
+    ):
         with pytest.raises(ConfigError) as refused:
             check()
         assert words in str(refused.value) and "sk-1" not in str(refused.value)
@@ -539,7 +575,7 @@ def test_an_engine_of_the_job_is_waited_for_while_it_is_replaced(monkeypatch: py
         async with Server(answers).test_server() as running:
             engines = [str(running.make_url("")).rstrip("/")]
             async with Judge(
-                JudgeConfig(url="rollout", cache=None, retries=1), engines, "k", engine_timeout_s
+                JudgeConfig(url="rollout", cache=None, retries=1), lambda: engines, "k", engine_timeout_s
             ) as subject:
                 return await subject.score("7", "7", {"question": QUESTION})
 

@@ -20,7 +20,7 @@ from megarl.core.jobs import of_program
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.client import EngineClient, Prompt, Sampling
 from megarl.engine.client.names import COLD_FOLDER, cold_mark
-from megarl.explore.explorer.engines import EngineFollower, urls_of_judges, urls_to_ask
+from megarl.explore.explorer.engines import EngineFollower, urls_of_the_start, urls_to_ask
 from megarl.explore.store import EngineRoom, EngineStatus, RegisteredEngine, Store
 from megarl.run.launch.scale import scale
 from megarl.run.nodes.plan import NodeInfo, plan_job, workers_of
@@ -35,6 +35,7 @@ from tests.unit.test_rollout_client import sample, streaming
 
 SERVING, ABSENT, STARTING = EngineStatus.SERVING, EngineStatus.ABSENT, EngineStatus.STARTING
 ROOM = EngineRoom(1, 3, "3 CPUs")
+ASKED_BY_WORKERS = ["reward.judge.url=rollout", "reward.path=reward.py"]
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +84,8 @@ def test_engines_are_ordered_by_number(tmp_path: Path, caplog: pytest.LogCapture
         (["engines=2"], ["rollout.placement=colocated"], "rollout.placement=colocated"),
         (
             ["engines=1"],
-            ["rollout.replicas=2", "reward.judge.url=rollout"],
-            "engines=1: reward.judge.url=rollout asks the rollout.replicas=2 engines",
+            ["rollout.replicas=2", *ASKED_BY_WORKERS],
+            "engines=1: .* function of reward.path may ask the rollout.replicas=2 engines",
         ),
     ],
 )
@@ -101,7 +102,7 @@ def test_what_is_refused(tmp_path: Path, words: list[str], overrides: list[str],
         (["tp=2", "engines=2"], [], r"engines=2: the job has room for 1 of 2 workers each \(3 CPUs\)"),
         (["tp=2"], ["sync.deterministic=true"], "tp=2: sync.deterministic=true has the same bits"),
         (["tp=2"], ["cluster.device_bytes=1000"], "more than cluster.device_bytes=1000"),
-        (["tp=2"], ["reward.judge.url=rollout"], "tp=2: reward.judge.url=rollout asks the engines at the ports"),
+        (["tp=2"], ASKED_BY_WORKERS, "tp=2: .* function of reward.path may ask the engines at the ports"),
     ],
 )
 def test_workers_that_are_refused(
@@ -114,7 +115,8 @@ def test_workers_that_are_refused(
 
 def test_engines_get_other_workers(tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    with running(tmp_path, f"model.path={model}") as store:
+    """Also where they are the judge, which follows them."""
+    with running(tmp_path, f"model.path={model}", "rollout.replicas=2", "reward.judge.url=rollout") as store:
         for words in (["engines=2"], ["tp=1"], ["engines=1", "tp=2"], ["tp=2"]):
             scale(str(tmp_path), words)
         found = [(e.number, e.workers, e.wanted, e.orders) for e in store.engines.own()]
@@ -137,13 +139,13 @@ def test_nothing_is_ordered_while_an_engine_is_compared(tmp_path: Path, model: P
         assert [e.wanted for e in store.engines.own()] == [SERVING, ABSENT]
 
 
-def test_a_new_explorer_asks_engines_that_are_wanted_and_a_judge_those_of_the_start() -> None:
+def test_a_new_explorer_asks_engines_that_are_wanted_and_its_workers_those_of_the_start() -> None:
     engines = [RegisteredEngine(i, f"http://train:{i}", 1, wanted) for i, wanted in enumerate((ABSENT, SERVING))]
     engines += [RegisteredEngine(2, "http://train:2", 1), RegisteredEngine(3, "", 1)]
     assert urls_to_ask(engines) == ["http://train:1", "http://train:2"]
     assert urls_to_ask(engines[:1]) == ["http://train:0"], "all are away for a moment"
     assert urls_to_ask([engines[1]._replace(wanted=EngineStatus.ASLEEP)]) == ["http://train:1"]
-    assert urls_of_judges(engines, 2) == ["http://train:0", "http://train:1"]
+    assert urls_of_the_start(engines, 2) == ["http://train:0", "http://train:1"]
 
 
 def test_a_run_that_is_not_there_or_not_running_is_refused(tmp_path: Path) -> None:

@@ -4,10 +4,16 @@ settings that are refused."""
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from math import prod
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -21,7 +27,7 @@ from megarl.core.schema import WeightsVersion
 from megarl.engine.client.control import EngineControl
 from megarl.engine.sync.files import read_files
 from megarl.explore.explorer import explorer
-from megarl.explore.explorer.gates import FileFedEngines, NewestVersion
+from megarl.explore.explorer.gates import FileFedEngines, NewestVersion, gated_engines
 from megarl.explore.explorer.weight_files import FileFedEngine, check_pieces
 from megarl.explore.store import Store
 from megarl.ops import slice_digest
@@ -29,6 +35,7 @@ from megarl.weights.reshard.execute import piece_digests
 from megarl.weights.reshard.layouts import hf_layout, vllm_layout
 from tests.stores import make_task
 from tests.unit.reshard_cases import qwen3_config
+from tests.unit.small_job import config_of
 
 MANY = PublishedWeights("1.1", {"a": "0f"}, [1, 2], [-0.5], 1e-3)
 
@@ -208,6 +215,110 @@ def test_an_engine_that_is_being_fed_gives_no_claims_back() -> None:
             await asyncio.sleep(0.01)
 
     asyncio.run(after(0.1, fed, work))
+
+
+UPDATE = [
+    "/collective_rpc megarl_abandon_update",
+    "/pause?mode=abort",
+    "/collective_rpc megarl_expect_files",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/reset_prefix_cache",
+    "/collective_rpc megarl_piece_digests",
+    "/megarl/refuse",
+    "/resume",
+    "/inference/v1/generate",
+    "/megarl/refuse",
+]
+"""Calls by which an engine is given weights that follow no others of the same attempt."""
+
+
+class Updated(ThreadingHTTPServer):
+    """An engine's server: it keeps the calls, and the state that they make."""
+
+    def __init__(self, while_probed: Callable[[], None]) -> None:
+        super().__init__(("127.0.0.1", 0), UpdatedHandler)
+        self.calls: list[str] = []
+        self.state: dict[str, Any] = {"version": "default", "paused": False, "refusing": "new", "process": "p"}
+        self.looks = 0
+        self.while_probed = while_probed
+
+    def answer(self, path: str, body: Any) -> Any:
+        method = f" {body['method']}" if path == "/collective_rpc" else ""
+        self.calls.append(f"{path}{method}")
+        if path == "/finish_weight_update":
+            self.state["version"] = body["weight_version"]
+        if path == "/megarl/refuse":
+            self.state["refusing"] = body["reason"]
+        if path.startswith(("/pause", "/resume")):
+            self.state["paused"] = path != "/resume"
+        if path == "/inference/v1/generate":
+            self.while_probed()
+            content = {"token_ids": [0], "logprobs": {"content": [{"logprob": -0.5}]}}
+            return {"prompt_logprobs": [None, {"2": {"logprob": -0.5}}], "choices": [content]}
+        return {"results": [{"pieces": [["a", [[0, 1]], "f"]]}], "success": True}
+
+
+class UpdatedHandler(BaseHTTPRequestHandler):
+    server: Updated
+
+    def do_GET(self) -> None:
+        self.server.looks += 1
+        self.reply(self.server.state | {"workers": 1})
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.reply(self.server.answer(self.path, json.loads(body) if body else None))
+
+    def reply(self, answer: Any) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_one_explorer_of_a_program_gives_its_engines_the_files(tmp_path: Path) -> None:
+    """The other one asks an engine once its weights are proven: not before, though the engine has the files by then."""
+    config = config_of(tmp_path, "sync.method=checkpoint", "rollout.explorers=2", "reward.workers=2")
+    store, open_while_probed = Store(config.store.url), list[bool]()
+    store.begin_attempt(1)
+
+    def while_probed() -> None:
+        until = engine.looks + 3  # of the other explorer
+        for _ in range(1000):
+            if engine.looks < until and not gates[1].gate.is_open:
+                time.sleep(0.01)
+        open_while_probed.append(gates[1].gate.is_open)
+
+    def give(version: WeightsVersion) -> None:
+        folder_of(tmp_path, version).mkdir(parents=True)
+        replace(MANY, version=str(version), digests={"a": f"{15:016x}"}).write(folder_of(tmp_path, version))
+        store.pacing.record_version(version, version.n)
+        for gated in gates:
+            gated.expect(version)
+
+    async def closed() -> None:
+        raise AssertionError("no claims are given back")
+
+    async def main() -> None:
+        keeping = [asyncio.create_task(gated.keep(60.0, closed)) for gated in gates]
+        for n in (1, 2):
+            give(WeightsVersion(n, 1))
+            await asyncio.gather(*(gated.gate.wait() for gated in gates))
+        for task in keeping:
+            task.cancel()
+        await asyncio.gather(*keeping, return_exceptions=True)
+
+    with Updated(while_probed) as engine:
+        Thread(target=engine.serve_forever, daemon=True).start()
+        gates = [gated_engines(config, [f"http://127.0.0.1:{engine.server_port}"], "k", number) for number in range(2)]
+        asyncio.run(asyncio.wait_for(main(), 30))
+        engine.shutdown()
+    store.close()
+    assert engine.calls == 2 * UPDATE and open_while_probed == [False, False]
 
 
 def test_other_weights_end_whoever_waits() -> None:

@@ -27,8 +27,9 @@ def urls_to_ask(registered: Sequence[RegisteredEngine]) -> list[str]:
     return [e.url for e in there if e.wanted is not EngineStatus.ABSENT] or [e.url for e in there]
 
 
-def urls_of_judges(registered: Sequence[RegisteredEngine], replicas: int) -> list[str]:
-    """Return the URLs of the engines that the job began with, which ``megarl scale`` keeps where they are the judge."""
+def urls_of_the_start(registered: Sequence[RegisteredEngine], replicas: int) -> list[str]:
+    """Return the URLs of the engines that the job began with. ``megarl scale`` keeps them where a function of
+    ``reward.path`` may ask them as the judge."""
     return [engine.url for engine in registered if engine.url and engine.number < replicas]
 
 
@@ -68,12 +69,13 @@ class EngineFollower:
         self._engines.followed = True
 
     async def keep(self, call: Callable[..., Awaitable[Any]]) -> None:
-        """Follow the engines as ``EngineCount`` says."""
+        """Follow the engines as ``EngineCount`` says. It looks before the explorer claims: that may start amid an
+        evaluation."""
         while True:
-            await asyncio.sleep(EVERY_S)
             for version, urls in (await call(self._store.evaluations.keepers)).items():
                 self._client.reserve(urls, version)
             await self.follow(await call(self._store.engines.own))
+            await asyncio.sleep(EVERY_S)
 
     async def follow(self, registered: Sequence[RegisteredEngine]) -> None:
         """Take in what is registered now."""

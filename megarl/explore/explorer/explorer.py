@@ -38,7 +38,7 @@ from megarl.engine.client.open import GatedEngines
 from megarl.explore import workflows
 from megarl.explore.explorer.claimed import ClaimedGroup
 from megarl.explore.explorer.engine_time import EngineTime
-from megarl.explore.explorer.engines import EngineCount, EngineFollower, FixedCount, urls_of_judges, urls_to_ask
+from megarl.explore.explorer.engines import EngineCount, EngineFollower, FixedCount, urls_of_the_start, urls_to_ask
 from megarl.explore.explorer.gates import gated_engines
 from megarl.explore.explorer.held_out import record_evaluations
 from megarl.explore.explorer.iterations import PartialRollouts
@@ -347,11 +347,11 @@ async def explore(config: Config, key: str, worker: str, number: int = 0) -> Non
         registered = store.engines.own()
         if not (urls := urls_to_ask(registered)):
             raise JobError("no engine is registered in the store: `megarl train` registers those that it starts")
-        judges = urls_of_judges(registered, config.rollout.replicas)
-        os.environ[ENGINES] = ",".join(judges)  # for verifiers in worker processes that ask the judge themselves
+        # Worker processes learn of no others: a function of `reward.path` may ask the judge there.
+        os.environ[ENGINES] = ",".join(urls_of_the_start(registered, config.rollout.replicas))
         async with (
             EngineClient(urls, key, config.rollout.request_timeout_s, heartbeat.count_work) as engine,
-            _judge(config, judges, key, engine_timeout_s) as judge,
+            _judge(config, engine.engines.to_ask, key, engine_timeout_s) as judge,
             RewardPool(
                 config.reward,
                 judge,
@@ -361,7 +361,7 @@ async def explore(config: Config, key: str, worker: str, number: int = 0) -> Non
             ) as scorer,
             workflows.opened(config.rollout, tokenizer) as workflow,
         ):
-            gated = gated_engines(config, urls, key) if store.program.startswith(EXPLORE) else None
+            gated = gated_engines(config, urls, key, number) if store.program.startswith(EXPLORE) else None
             # Colocated engines come and go at once, in each step; those of a bench stay.
             together = config.rollout.placement == "colocated" or config.run.mode == "bench"
             follower: EngineCount = FixedCount(len(urls)) if together else EngineFollower(store, engine, key, gated)
@@ -389,7 +389,7 @@ def _logs(config: Config) -> Path:
 
 @asynccontextmanager
 async def _judge(
-    config: Config, engines: Sequence[str], key: str, engine_timeout_s: float
+    config: Config, engines: Callable[[], Sequence[str]], key: str, engine_timeout_s: float
 ) -> AsyncIterator[Judging | None]:
     if config.reward.judge.url is None:
         yield None

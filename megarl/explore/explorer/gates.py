@@ -20,12 +20,13 @@ FOLLOW_S = 0.1
 """Seconds between two looks for newer weights."""
 
 
-def gated_engines(config: Config, urls: Sequence[str], key: str) -> GatedEngines:
-    """Put these engines behind a gate."""
+def gated_engines(config: Config, urls: Sequence[str], key: str, number: int) -> GatedEngines:
+    """Put these engines behind a gate of explorer ``number`` of a program, of which the first one gives them files."""
     if config.sync.method == "direct":
         return OpenEngines(urls, key)
     run_dir = Path(config.run.dir)
-    engines = [FileFedEngine(EngineControl(url, key, config.sync.timeout_s), run_dir) for url in urls]
+    controls = [EngineControl(url, key, config.sync.timeout_s) for url in urls]
+    engines = [FileFedEngine(control, run_dir, by_another=number > 0) for control in controls]
     return FileFedEngines(engines, NewestVersion(run_dir, config.store))
 
 

@@ -11,8 +11,7 @@ from megarl.explore.rewards.pool.process import addresses
 
 
 def check_explorers(config: Config) -> None:
-    """Raise ConfigError where an explorer would have no group or no reward worker, or several would give the same
-    engines weights."""
+    """Raise ConfigError where an explorer would have no group or no reward worker."""
     number, workers = config.rollout.explorers, config.reward.workers
     if number > workers:
         raise ConfigError(
@@ -23,12 +22,6 @@ def check_explorers(config: Config) -> None:
         raise ConfigError(
             f"rollout.explorers={number} share rollout.concurrent_groups={config.rollout.concurrent_groups}; raise "
             "that, or have fewer explorers"
-        )
-    if number > 1 and config.sync.method == "checkpoint":
-        raise ConfigError(
-            f"rollout.explorers={number} with sync.method=checkpoint: each explorer would give the same engines the "
-            "published files, at the same time; set rollout.explorers=1 and start more explore programs "
-            "(run.number), or set sync.method=direct"
         )
 
 

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +28,21 @@ class FileFedEngine:
     """Gives an engine the weights of a version's folder. Its calls block.
 
     An update that was cut off leaves the engine paused or refusing, so that the next look begins it again.
+
+    Args:
+        by_another: Another explorer of the program gives the engine the weights; this one only looks.
     """
 
-    def __init__(self, control: EngineControl, run_dir: Path) -> None:
+    def __init__(self, control: EngineControl, run_dir: Path, *, by_another: bool = False) -> None:
         self._control = control
         self._run_dir = run_dir
+        self._by_another = by_another
         self.updating = False
         """True while it is given weights, which may wait for its requests."""
 
     def give(self, version: WeightsVersion) -> bool:
-        """Return True once the engine has these weights, proven, and generates; False while it is not there, or the
-        version is not there any more.
+        """Return True once the engine has these weights, proven, and generates; False while it is not there, another
+        explorer has not given them, or the version is not there any more.
 
         Raises EngineError, also where the engine computes with other weights; it then refuses requests with the reason.
         """
@@ -46,8 +51,10 @@ class FileFedEngine:
             state = engine.state(ANSWER_S)
         except EngineError:  # starting, or dead: its supervisor brings another
             return False
-        if state.version == str(version) and state.refusing is None and not state.paused:
-            return True
+        has = state.version == str(version) and state.refusing is None and not state.paused
+        if has or self._by_another:
+            self.updating = state.paused
+            return has
         self.updating = True
         try:
             self._update(state, version)
@@ -79,11 +86,11 @@ class FileFedEngine:
         engine.finish(str(version))
         engine.reset_prefix_cache()
         check_pieces(published.digests, [worker["pieces"] for worker in engine.workers("megarl_piece_digests")])
-        engine.refuse(None, str(version))
+        engine.refuse(f"weights {version} are being proven")
         engine.resume()
-        difference = check_probe(
-            engine.probe(published.probe, decode=published.decode), published.logp, published.tolerance
-        ).max_difference
+        probed = replace(engine, proving=True).probe(published.probe, decode=published.decode)
+        difference = check_probe(probed, published.logp, published.tolerance).max_difference
+        engine.refuse(None, str(version))
         log.info(
             "engine at %s: weights %s read from files, %d digests equal the trainer's, probe differs by %.2e (%.1f s)",
             engine.url,

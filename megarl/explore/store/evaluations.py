@@ -55,11 +55,14 @@ class EvaluationTable:
         }
 
     def keepers(self) -> dict[WeightsVersion, list[str]]:
-        """Weights of each evaluation that has engines for itself and has not been counted -> their URLs."""
+        """Weights of the uncounted evaluations that have engines for themselves -> URLs of these engines."""
         query = select(ROLLOUTS.c.version, ROLLOUTS.c.sampling).where(ROLLOUTS.c.rollout_id.in_(UNCOUNTED))
         found = self._database.read(lambda connection: connection.execute(query).all())
-        urls = {WeightsVersion.parse(row.version): json.loads(row.sampling).get(KEEPERS) for row in found}
-        return {version: kept for version, kept in urls.items() if kept}
+        kept: dict[WeightsVersion, list[str]] = {}
+        for row in found:
+            if urls := json.loads(row.sampling).get(KEEPERS):
+                kept.setdefault(WeightsVersion.parse(row.version), []).extend(urls)
+        return kept
 
     def withdraw(self, rollout_id: str) -> None:
         """Forget a rollout with all that it produced: a claim on it can no longer be finished. Safe to repeat."""

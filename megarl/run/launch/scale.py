@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 ENGINES, TP, PROGRAM = "engines", "tp", "program"
 """Settings of the command."""
+_ASKING = f"with reward.judge.url={JUDGE_IS_ROLLOUT} the function of reward.path may ask"
 
 
 class Wanted(NamedTuple):
@@ -105,6 +106,11 @@ def check_no_comparison(folder: Path) -> None:
         )
 
 
+def _are_asked_by_workers(config: Config) -> bool:
+    """Return True if a function of the user may ask engines as the judge: its process keeps the URLs of the start."""
+    return config.reward.path is not None and config.reward.judge.url == JUDGE_IS_ROLLOUT
+
+
 def check_engines(config: Config, number: int) -> None:
     """Raise ConfigError for a run whose engines must stay as they are."""
     rollout = config.rollout
@@ -118,10 +124,10 @@ def check_engines(config: Config, number: int) -> None:
             "sync.method=checkpoint: an explorer gives weights to the engines that it began with; start another "
             "explore program (`megarl explore --number N`), or end one"
         )
-    if config.reward.judge.url == JUDGE_IS_ROLLOUT and number < rollout.replicas:
+    if _are_asked_by_workers(config) and number < rollout.replicas:
         raise ConfigError(
-            f"{ENGINES}={number}: reward.judge.url={JUDGE_IS_ROLLOUT} asks the rollout.replicas={rollout.replicas} "
-            "engines that the run began with; keep at least so many"
+            f"{ENGINES}={number}: {_ASKING} the rollout.replicas={rollout.replicas} engines that the run began with; "
+            f"give {rollout.replicas} or more"
         )
 
 
@@ -133,10 +139,10 @@ def check_tp(config: Config) -> None:
             f"{setting}: sync.deterministic=true has the same bits in every run, and engines of another tp add in "
             "another order; set rollout.tp for a run of its own"
         )
-    if config.reward.judge.url == JUDGE_IS_ROLLOUT:
+    if _are_asked_by_workers(config):
         raise ConfigError(
-            f"{setting}: reward.judge.url={JUDGE_IS_ROLLOUT} asks the engines at the ports that the run began with; "
-            "engines of another tp have new ones. Set rollout.tp and start the run again"
+            f"{setting}: {_ASKING} the engines at the ports that the run began with; engines of another tp have new "
+            "ones. Set rollout.tp and start the run again"
         )
     hf_config = read_hf_config(Path(config.model.path))
     try:

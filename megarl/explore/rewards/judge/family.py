@@ -24,7 +24,7 @@ def scorer(config: RewardConfig) -> Callable[[str, Any, dict[str, Any] | None], 
 
     async def once(solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None) -> dict[str, Any]:
         engines = [url for url in os.environ.get(ENGINES, "").split(",") if url]
-        async with Judge(config.judge, engines, os.environ.get("MEGARL_JOB_KEY")) as judge:
+        async with Judge(config.judge, lambda: engines, os.environ.get("MEGARL_JOB_KEY")) as judge:
             return await judge.score(solution_str, ground_truth, extra_info)
 
     def score(solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> dict[str, Any]:

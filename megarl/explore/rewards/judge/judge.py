@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
@@ -45,7 +45,8 @@ class Judge:
     """Judges answers. Use as an async context manager.
 
     Args:
-        engines: The job's own engines, for ``url: rollout``; they take turns.
+        engines: Returns the URLs of the job's own engines that may be asked now, for ``url: rollout``; these take
+            turns, and may change while the judge works.
         key: The job's key, sent to these engines only; other servers get that of MEGARL_JUDGE_KEY.
         engine_timeout_s: How long one of these engines is waited for that is being replaced.
 
@@ -55,23 +56,31 @@ class Judge:
     """
 
     def __init__(
-        self, config: JudgeConfig, engines: Sequence[str] = (), key: str | None = None, engine_timeout_s: float = 0.0
+        self,
+        config: JudgeConfig,
+        engines: Callable[[], Sequence[str]] = lambda: (),
+        key: str | None = None,
+        engine_timeout_s: float = 0.0,
     ) -> None:
         _check_settings(config)
+        assert config.url is not None, "_check_settings refuses None"
         self._config = config
         self._rubric = read_rubric(config.rubric)
         own = config.url == JUDGE_IS_ROLLOUT
         if own:
-            if not engines:
+            if not engines():
                 raise ConfigError(
                     "reward.judge.url=rollout: there are no engines here (MEGARL_ENGINES); give the URL of a server"
                 )
-            bases = [f"{engine.rstrip('/')}/v1" for engine in engines]
             self._model = config.model or ROLLOUT_MODEL
         else:
-            assert config.url is not None
-            bases, key = [config.url.rstrip("/")], os.environ.get(KEY_VARIABLE)
+            key = os.environ.get(KEY_VARIABLE)
             self._model = config.model or ""
+        url = config.url.rstrip("/")
+
+        def bases() -> list[str]:
+            return [f"{engine.rstrip('/')}/v1" for engine in engines()] if own else [url]
+
         self.server = JudgeServer(bases, key or None, config, engine_timeout_s if own else 0.0)
         self._running: dict[str, asyncio.Task[dict[str, Any]]] = {}
         self._cache: JudgementCache | None = None

@@ -51,15 +51,19 @@ class RequestFailed(RuntimeError):
 
 
 class JudgeServer:
-    """OpenAI-compatible servers of one model, at ``bases``, which take turns.
+    """OpenAI-compatible servers of one model, which take turns.
 
     Args:
+        bases: Returns the base URLs of the servers that are there now, one or more.
         key: Sent as bearer token; None for none.
         engine_timeout_s: Seconds to wait for one of the job's own engines that is being replaced.
     """
 
-    def __init__(self, bases: Sequence[str], key: str | None, config: JudgeConfig, engine_timeout_s: float) -> None:
-        self._bases = itertools.cycle(bases)
+    def __init__(
+        self, bases: Callable[[], Sequence[str]], key: str | None, config: JudgeConfig, engine_timeout_s: float
+    ) -> None:
+        self._bases = bases
+        self._turns = itertools.count()
         self._key = key
         self._config = config
         self._engine_timeout_s = engine_timeout_s
@@ -108,7 +112,7 @@ class JudgeServer:
             self.counts["retries"] += attempt > 0
             try:
                 async with self._slots:
-                    return await self._once(method, next(self._bases) + path, body, read)
+                    return await self._once(method, self._next_base() + path, body, read)
             except RequestFailed as failure:
                 waiting = failure.away and time.monotonic() < until
                 if failure.wait_s is None or (attempt >= self._config.retries and not waiting):
@@ -116,6 +120,10 @@ class JudgeServer:
                 backoff = BACKOFF_S * 2.0 ** min(attempt, 3 if waiting else attempt) * random.uniform(0.5, 1.5)
                 attempt += 1
                 await asyncio.sleep(min(MAX_WAIT_S, max(backoff, failure.wait_s)))
+
+    def _next_base(self) -> str:
+        bases = self._bases()
+        return bases[next(self._turns) % len(bases)]
 
     async def _once(self, method: str, url: str, body: dict[str, Any] | None, read: Callable[[Any], T]) -> T:
         assert self._session is not None, "open() comes first"
