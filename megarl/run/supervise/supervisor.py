@@ -80,8 +80,11 @@ def start_attempt(config: Config, plan: Plan, nodes: Sequence[Node], attempt: in
 
 
 def _register_engines(config: Config, plan: Plan, addresses: Addresses, attempt: int, nodes: Sequence[Node]) -> None:
-    """Write the engines into the store, where explorer and trainer look for them, and the room for more."""
-    if not addresses.engines:
+    """Write the engines into the store, where explorer and trainer look for them, and the room for more.
+
+    Those of an earlier start that was killed leave it, also where this job has no engines.
+    """
+    if not plan.job.rollouts:
         return
     store = Store(config.store.url, attempt=attempt, outage_s=config.store.outage_s, program=plan.job.program)
     try:
@@ -90,7 +93,8 @@ def _register_engines(config: Config, plan: Plan, addresses: Addresses, attempt:
         status = EngineStatus.ABSENT if absent else EngineStatus.SERVING
         state = EngineStatus.ABSENT if absent else EngineStatus.STARTING
         engines = [RegisteredEngine(i, url, workers, status, state) for i, url in enumerate(urls(addresses))]
-        store.engines.register(engines, room_for_engines(config, plan, [NodeInfo.of(node) for node in nodes]))
+        room = room_for_engines(config, plan, [NodeInfo.of(node) for node in nodes])
+        store.engines.register(engines, room if engines else None)
     finally:
         store.close()
 
