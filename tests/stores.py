@@ -117,6 +117,7 @@ WRITES: dict[str, Callable[[Store, Sequence[Claim]], Any]] = {
     "engines.place": lambda store, claims: store.engines.place(0, "http://f"),
     "engines.order": lambda store, claims: store.engines.order(0, EngineStatus.ABSENT),
     "engines.fit": lambda store, claims: store.engines.fit(0, 4, since=1),
+    "engines.give_up": lambda store, claims: store.engines.give_up(1, since=1),
     "engines.note": lambda store, claims: store.engines.note(0, EngineStatus.ABSENT, 1),
     "journal.record_steps": lambda store, claims: store.journal.record_steps({2: {"reward": 1.0}, 3: {}}),
     "journal.set_run_id": lambda store, claims: store.journal.set_run_id("r" * 32),

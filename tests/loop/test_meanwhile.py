@@ -132,7 +132,7 @@ def test_an_evaluation_whose_engine_is_killed(tmp_path: Path) -> None:
         job.until(lambda: held.holds("eval"), "an answer of the evaluation")
         explorer = job.pid_of("explorer")
         [url] = json.loads(str(job.query(asked)[0][0]))["engines"]
-        assert job.query(f"select number from engines where url = '{url}'") == [(1,)]
+        assert job.query(f"select number from engines where url = '{url}'") == [(0,)]
         port = url.rpartition(":")[2]
         servers = {pid: words for pid, words in job.processes().items() if "megarl.engine.server.server" in words}
         [server] = [pid for pid, words in servers.items() if f"--port {port}" in words and os.getsid(pid) == pid]

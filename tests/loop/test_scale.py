@@ -126,11 +126,11 @@ def test_engines_get_other_workers_while_the_job_trains(tmp_path: Path) -> None:
         scaled.until_joined()
         scale(str(job.run_dir), ["engines=1", "tp=1"])
         job.until(lambda: all(e.done == e.orders for e in orders.engines.own()), "engine 0 with one worker")
+        found = [(e.workers, e.wanted) for e in orders.engines.own()]
+        orders.close()
         scaled.more_steps(2)
         job.signal(signal.SIGTERM)
         assert job.wait(START_S) == 130
-        found = [(e.workers, e.wanted) for e in orders.engines.own()]
-        orders.close()
     finally:
         job.clean_up()
     said = job.output.read_text()

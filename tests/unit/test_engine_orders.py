@@ -1,5 +1,7 @@
-"""Orders for engines, deaths and the supervisor's looks in every sequence: no engine has two processes, none that was
-ordered away is taken for dead or started again, and an order that is done has come to pass."""
+"""Orders for engines, deaths and the supervisor's looks in every sequence.
+
+No engine has two processes, none that was ordered away is taken for dead or started again, an order that is done has
+come to pass, and the supervisor does not give up the last engine."""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megarl.core.errors import ConfigError
+from megarl.core.errors import ConfigError, JobError
 from megarl.explore.store import EngineStatus, RegisteredEngine, Store
 from megarl.run.nodes.node import NotStarted, Spec, Started
 from megarl.run.supervise import orders, replace
@@ -26,6 +28,7 @@ ACTIONS = st.one_of(
     st.tuples(st.sampled_from(["look", "supervise"]), st.none(), st.none()),
     st.tuples(st.just("scale"), st.integers(1, 4), st.sampled_from([None, 1, 2])),
     st.tuples(st.just("step"), st.none(), st.none()),
+    st.tuples(st.just("break"), st.integers(0, 2), st.none()),
 )
 
 
@@ -54,6 +57,10 @@ class Machine:
         self.processes: dict[str, Process] = {}
         self.specs: dict[str, Spec] = {}
         """Of the last start of each."""
+        self.broken: set[str] = set()
+        """Processes that end by themselves at their next start."""
+        self.starting: set[str] = set()
+        """Processes that do not listen yet."""
 
     def living(self) -> list[str]:
         return [name for name in self.processes if self.lives(name)]
@@ -62,6 +69,9 @@ class Machine:
         assert not self.lives(spec.name), f"{spec.name} is started twice"
         assert not {gpu for name in self.living() for gpu in self.specs[name].gpus} & {*spec.gpus}, "two have a GPU"
         self.processes[spec.name], self.specs[spec.name] = Process(spec.name), spec
+        if spec.name in self.broken:
+            self.broken.discard(spec.name)
+            self.processes[spec.name].status = 1
         return self.processes[spec.name]
 
     def stop(self, names: Sequence[str], grace_s: float) -> None:
@@ -71,6 +81,9 @@ class Machine:
 
     def lives(self, name: str) -> bool:
         return name in self.processes and self.processes[name].status is None
+
+    def listens(self, name: str) -> bool:
+        return self.lives(name) and name not in self.starting
 
     def fault(self) -> None:
         return None
@@ -102,13 +115,28 @@ def at_once() -> Iterator[None]:
         patch.setattr(orders, "LOOK_S", 3600.0)  # the test looks itself
         patch.setattr(replace, "SETTLE_S", 0.0)
         patch.setattr(replace, "LOOK_S", 0.0)
-        patch.setattr(replace, "_listens", lambda address: machines[-1].lives(f"engine {address[2:]}"))
+        patch.setattr(replace, "_listens", lambda address: machines[-1].listens(f"engine {address[2:]}"))
         yield
 
 
 LOOK_AND_SUPERVISE = [("look", None, None), ("supervise", None, None)]
 NARROWED = [("scale", 1, 2), *LOOK_AND_SUPERVISE, ("scale", 2, 1)]
 """An engine that ended comes back to the GPUs that a wider one has meanwhile."""
+LAST_OF_TWO = [
+    ("scale", 2, 2),
+    *LOOK_AND_SUPERVISE * 3,
+    ("break", 0, None),
+    ("die", 0, None),
+    ("supervise", None, None),
+    ("supervise", None, None),
+    ("scale", 1, None),
+]
+"""Engine 0 is given up while it is the only one that is wanted."""
+SECOND_DOES_NOT_WIDEN = [("scale", 2, 2), ("break", 1, None)]
+"""An engine cannot go back to its GPU, which the other one has."""
+ENDED_AS_IT_FAILS = [("scale", 3, None), ("look", None, None), ("break", 2, None), ("supervise", None, None)]
+ENDED_AS_IT_FAILS += [("scale", 1, None)]
+"""An engine is ordered away as it is found not to start."""
 NARROWED_WITHOUT_ONE = [
     ("scale", 2, 2),
     ("look", None, None),
@@ -121,6 +149,9 @@ NARROWED_WITHOUT_ONE = [
 @settings(max_examples=examples(40, 400), deadline=None)
 @example(later=False, actions=NARROWED)
 @example(later=False, actions=NARROWED_WITHOUT_ONE)
+@example(later=False, actions=LAST_OF_TWO)
+@example(later=False, actions=SECOND_DOES_NOT_WIDEN)
+@example(later=False, actions=ENDED_AS_IT_FAILS)
 @given(later=st.booleans(), actions=st.lists(ACTIONS, max_size=25))
 def test_every_sequence(url: str, later: bool, actions: list[Any]) -> None:
     machine, store = Machine(), Store(url)
@@ -135,18 +166,28 @@ def test_every_sequence(url: str, later: bool, actions: list[Any]) -> None:
     known: dict[int, EngineStatus] = {}
 
     def look() -> None:
+        wanted_before = any(engine.wanted is not ABSENT for engine in store.engines.own())
         supervisor.look()
+        assert any(engine.wanted is not ABSENT for engine in store.engines.own()) is wanted_before
         for engine in store.engines.own():
             known[engine.number] = engine.wanted
             if engine.done == engine.orders > 0 and engine.wanted is ABSENT:
                 assert engine.state is ABSENT and not machine.lives(names[engine.number])
 
-    def supervise() -> None:
+    def supervise() -> bool:
+        """Return False where the attempt fails."""
         left = [names[n] for n, wanted in known.items() if wanted is not SERVING and not machine.lives(names[n])]
-        supervisor.carry_out()
-        assert replacements.replace_dead()
+        try:
+            supervisor.carry_out()
+        except JobError:
+            assert broken
+            return False
+        goes_on = replacements.replace_dead()
+        assert goes_on or broken
         assert not any(machine.lives(name) for name in left), "started again though it is not wanted"
+        return goes_on
 
+    broken = any(action == "break" for action, _, _ in actions)
     scaled = any(action == "scale" and workers for action, _, workers in actions)
     for action, number, asked in actions:
         if scaled and asked is ASLEEP:
@@ -163,11 +204,14 @@ def test_every_sequence(url: str, later: bool, actions: list[Any]) -> None:
             store.journal.record_step(store.journal.last_step() + 1, {})
         elif action == "look":
             look()
-        elif action == "supervise":
-            supervise()
+        elif action == "break":
+            machine.broken.add(names[number])
+        elif action == "supervise" and not supervise():
+            return
     for _ in range(10):
         look()
-        supervise()
+        if not supervise():
+            return
     look()
     for engine in store.engines.own():
         assert engine.done == engine.orders
@@ -310,6 +354,54 @@ def test_the_last_engine_is_never_given_up(url: str) -> None:
     supervisor.look()
     supervisor.carry_out()
     assert store.engines.own()[0].wanted is SERVING
+    supervisor.close()
+
+
+def follow(supervisor: orders.EngineOrders, replacements: replace.Replacements) -> None:
+    """Let the supervisor go on for a while. Raises JobError where the attempt fails by an order."""
+    for _ in range(3):
+        supervisor.look()
+        supervisor.carry_out()
+        assert replacements.replace_dead()
+
+
+def test_an_engine_is_not_given_up_once_the_others_are_ordered_away(url: str) -> None:
+    """Another one is there as it is found not to start, and is ordered away before the store is told."""
+    machine, store = Machine(), Store(url)
+    supervisor, replacements = with_two(machine, store, url)
+    follow(supervisor, replacements)
+    follow(supervisor, replacements)
+    machine.broken.add("engine 0")
+    machine.processes["engine 0"].status = -9
+    assert replacements.replace_dead()
+    assert replacements.replace_dead()
+    store.engines.scale("train", 1)
+    with pytest.raises(JobError, match="engine 0 does not start, and no other one is wanted: it ended before"):
+        follow(supervisor, replacements)
+    assert store.engines.own()[0].wanted is SERVING
+    supervisor.close()
+
+
+def test_an_engine_that_has_never_served_is_not_given_up_as_the_last_one(url: str) -> None:
+    """It was added, and starts while the other one is found not to start and is given up."""
+    machine, store = Machine(), Store(url)
+    spec = Spec("engine 0", ("w",), {}, "engine 0", listens="h:0", gpus=(0,))
+    store.engines.register([RegisteredEngine(0, "http://h:0", 1, SERVING, SERVING)])
+    replacements = replace.Replacements([Started(machine.start(spec), machine, spec)], 1)  # type: ignore[arg-type]
+    supervisor = orders.EngineOrders(Store(url), replacements, 0.0, 1, machine)
+    store.engines.scale("train", 1, 2)
+    follow(supervisor, replacements)
+    machine.starting.add("engine 1")
+    store.engines.scale("train", 2)
+    follow(supervisor, replacements)
+    machine.broken.add("engine 0")
+    machine.processes["engine 0"].status = -9
+    follow(supervisor, replacements)
+    follow(supervisor, replacements)
+    assert [engine.wanted for engine in store.engines.own()] == [ABSENT, SERVING]
+    machine.processes["engine 1"].status = 1
+    with pytest.raises(JobError, match="engine 1 does not start, and no other one is wanted: it ended before"):
+        follow(supervisor, replacements)
     supervisor.close()
 
 

@@ -320,6 +320,48 @@ def run_attempts(config: Config, lock: int) -> None:
     job._run_attempts(config, {}, Allocation(), gathering, lock, None, "", 0, timeline)
 
 
+def test_the_engines_of_a_job_leave_the_store_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(tmp_path)
+    store = Store(config.store.url)
+
+    def start(config: Config, plan: object, nodes: object, attempt: int, *_: object) -> list[Started]:
+        store.begin_attempt(attempt)
+        store.engines.register([RegisteredEngine(0, "http://a", 1)])
+        return []
+
+    monkeypatch.setattr(job, "start_attempt", start)
+    monkeypatch.setattr(job, "watch", lambda *_: None)
+    monkeypatch.setattr(job, "_fill_store", lambda *_: None)
+    with (tmp_path / "lock").open("w") as lock:
+        run_attempts(config, lock.fileno())
+    assert store.engines.read() == []
+    store.close()
+
+
+def test_a_trainer_without_engines_removes_those_of_a_start_that_was_killed(prepared: Path, tmp_path: Path) -> None:
+    """Else they would be engines of a program that is silent. Those of other programs stay."""
+    config = config_of(prepared, "run.mode=train")
+    config = replace(
+        config,
+        run=replace(config.run, dir=str(tmp_path)),
+        store=replace(config.store, url=f"sqlite:///{tmp_path}/store.db"),
+    )
+    store, other = (Store(config.store.url, program=program) for program in ("train", "explore-0"))
+    for each in (store, other):
+        each.engines.register([RegisteredEngine(0, f"http://{each.program}", 1)])
+    store.begin_attempt(1)
+
+    class Full(LocalNode):
+        def start(self, spec: Spec) -> Any:
+            raise JobError("no process can be started")
+
+    with own_run_dir(tmp_path) as lock, Reaper(lock) as reaper, pytest.raises(JobError, match="no process can"):
+        start_attempt(config, plan_job(config, [NodeInfo(0, "", "all")]), [Full(reaper, [lock])], 1, "a key")
+    assert [engine.url for engine in store.engines.read()] == ["http://explore-0"]
+    for each in (store, other):
+        each.close()
+
+
 @pytest.mark.parametrize("restarts", [0, 2])
 def test_out_of_memory_is_followed_by_half_the_budget_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int

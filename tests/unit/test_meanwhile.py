@@ -29,7 +29,7 @@ from megarl.explore.explorer.engines import EngineFollower
 from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explorer
 from megarl.explore.explorer.held_out import record_evaluations
 from megarl.explore.explorer.under_way import SamplesUnderWay
-from megarl.explore.store import Store
+from megarl.explore.store import EngineStatus, RegisteredEngine, Store
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.run.checks.pacing import check_pacing
 from megarl.train.rank.context import RunContext
@@ -38,6 +38,7 @@ from megarl.train.rollout.awaited import Awaited
 from megarl.train.rollout.evaluation import Evaluation
 from megarl.train.rollout.meanwhile import EvaluationMeanwhile
 from megarl.train.sync.kept import KeptEngines
+from megarl.train.sync.own import OwnEngines
 from tests.chat_battery import checkpoint
 from tests.unit.test_held_out import answered
 from tests.unit.test_rollout_client import sample, streaming
@@ -296,13 +297,13 @@ def test_kept_engines_get_no_newer_weights_while_they_have_theirs() -> None:
     kept = KeptEngines()
     assert kept.behind(fleet, "1.2") == [0, 1, 2]
     fleet.versions = ["1.2"] * 3
-    assert kept.keep(1, OLD, lambda: lost.append(True)) == ["http://2"]
-    assert kept.behind(fleet, "1.3") == [0, 1] and kept.versions == {"http://2": "1.2"}
+    assert kept.keep(1, OLD, lambda: lost.append(True)) == ["http://0"]
+    assert kept.behind(fleet, "1.3") == [1, 2] and kept.versions == {"http://0": "1.2"}
     kept.update_all()
     assert kept.behind(fleet, "1.3") == [0, 1, 2] and not lost
-    assert kept.keep(7, OLD, lambda: lost.append(True)) == ["http://1", "http://2"]  # one is left for training
-    fleet.versions = ["1.3", "1.2", "files"]  # one was replaced
-    assert kept.behind(fleet, "1.3") == [1, 2] and lost == [True] and not kept.versions
+    assert kept.keep(7, OLD, lambda: lost.append(True)) == ["http://0", "http://1"]  # one is left for training
+    fleet.versions = ["files", "1.2", "1.3"]  # one was replaced
+    assert kept.behind(fleet, "1.3") == [0, 1] and lost == [True] and not kept.versions
     assert kept.keep(0, OLD, lambda: None) == []
 
 
@@ -312,8 +313,27 @@ def test_kept_engines_are_given_up_where_no_other_is_left() -> None:
     kept = KeptEngines()
     kept.behind(fleet, "1.2")
     kept.keep(1, OLD, lambda: lost.append(True))
-    fleet.urls, fleet.versions = ["http://1"], ["1.2"]
+    fleet.urls, fleet.versions = ["http://0"], ["1.2"]
     assert kept.behind(fleet, "1.3") == [0] and lost == [True]
+
+
+def test_an_evaluation_goes_on_when_fewer_engines_are_ordered(tmp_path: Path) -> None:
+    """It has two of four for itself, and is given up when no other one is left."""
+    store, lost = Store(f"sqlite:///{tmp_path}/store.db"), list[bool]()
+    fleet: Any = Engines("1.2", "1.2", "1.2", "1.2")
+    serving = EngineStatus.SERVING
+    store.engines.register([RegisteredEngine(i, url, 1, serving, serving) for i, url in enumerate(fleet.urls)])
+    kept, own = KeptEngines(), OwnEngines(store, "k", together=False)
+    kept.behind(fleet, "1.2")
+    has_evaluation = kept.keep(2, OLD, lambda: lost.append(True))
+    store.engines.scale("train", 3)
+    fleet.urls, fleet.versions = own.registered(), ["1.2"] * 3
+    others = [i for i, url in enumerate(fleet.urls) if url not in has_evaluation]
+    assert kept.behind(fleet, "1.3") == others and len(others) == 1 and not lost
+    store.engines.scale("train", 2)
+    fleet.urls, fleet.versions = own.registered(), ["1.2"] * 2
+    assert kept.behind(fleet, "1.3") == [0, 1] and lost == [True]
+    store.close()
 
 
 TASKS = [Task(f"t{i}", "sums", ({"role": "user", "content": str(i)},), "", {"ground_truth": "1"}) for i in range(3)]
@@ -366,7 +386,7 @@ class Job:
 
     def evaluate(self) -> None:
         for claim in self.store.groups.claim("w", 100):
-            assert claim.sampling["engines"] == ["http://1"]
+            assert claim.sampling["engines"] == ["http://0"]
             assert self.store.groups.put(claim, [answered(claim, 0, 1)])
         record_evaluations(self.store, "w")
 
@@ -374,7 +394,7 @@ class Job:
 def test_an_evaluation_is_reported_under_its_step_when_it_has_ended(tmp_path: Path) -> None:
     job = Job(tmp_path)
     assert job.meanwhile.begin(2, OLD, "eval-2")
-    assert job.kept.versions == {"http://1": "1.2"} and job.store.evaluations.uncounted() == {"eval-2": 2}
+    assert job.kept.versions == {"http://0": "1.2"} and job.store.evaluations.uncounted() == {"eval-2": 2}
     job.meanwhile.settle(3)
     assert not job.ends(3) and job.kept.versions and not job.written
     job.evaluate()
@@ -388,7 +408,7 @@ def test_an_evaluation_whose_engine_dies_is_made_with_later_weights(tmp_path: Pa
     job = Job(tmp_path)
     assert job.meanwhile.begin(2, OLD, "eval-2")
     [held, *_] = job.store.groups.claim("w", 1)
-    job.fleet.versions = ["1.2", "files"]
+    job.fleet.versions = ["files", "1.2"]
     assert job.kept.behind(job.fleet, "1.3") == [0, 1]
     assert job.store.evaluations.uncounted() == {} and not job.store.groups.put(held, [answered(held, 0, 1)])
     assert job.events == [{"kind": "evaluation_lost", "step": 2, "rollout_id": "eval-2"}]
@@ -404,7 +424,7 @@ def test_an_evaluation_whose_engine_dies_is_made_with_later_weights(tmp_path: Pa
 def test_an_evaluation_whose_engine_is_scaled_away_is_given_up_without_a_publication(tmp_path: Path) -> None:
     job = Job(tmp_path)
     assert job.meanwhile.begin(2, OLD, "eval-2") and not job.ends(3)
-    job.registered.pop()
+    job.registered.pop(0)
     assert job.ends(3) and job.meanwhile.due and not job.written
     assert job.store.evaluations.uncounted() == {} and [event["kind"] for event in job.events] == ["evaluation_lost"]
 
@@ -413,7 +433,7 @@ def test_an_evaluation_that_has_ended_is_not_given_up(tmp_path: Path) -> None:
     job = Job(tmp_path)
     assert job.meanwhile.begin(2, OLD, "eval-2")
     job.evaluate()
-    job.fleet.versions = ["1.2", "files"]
+    job.fleet.versions = ["files", "1.2"]
     assert job.kept.behind(job.fleet, "1.3") == [0, 1]
     job.meanwhile.settle(3)
     assert [step for step, _ in job.written] == [2] and not job.meanwhile.due and not job.events

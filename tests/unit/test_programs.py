@@ -1,16 +1,23 @@
-"""Jobs of different programs in one run: a start of one ends earlier attempts of its own program alone."""
+"""Jobs of different programs in one run: a start of one ends earlier attempts of its own program alone, and the trainer
+names what it leaves out once."""
 
 from __future__ import annotations
 
+from http.server import ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from megarl.core.errors import ConfigError, FencedError
 from megarl.core.jobs import TRAIN, of_program
 from megarl.explore.store import RegisteredEngine, Store
+from megarl.run.process import ports
 from megarl.run.run_dir.owner import check_fence, next_attempt, own_run_dir
+from megarl.train.sync import others
+from megarl.train.sync.others import EnginesOfOthers
 from megarl.weights.checkpoint.training.manifest import current_attempt
+from tests.unit.test_scale import Health
 
 OTHER = "explore-0"
 
@@ -46,6 +53,50 @@ def test_engines_belong_to_the_job_that_registers_them(tmp_path: Path) -> None:
     assert [engine.url for engine in trainer.engines.read()] == ["http://a"] and explorer.engines.own() == []
     for store in (trainer, explorer):
         store.close()
+
+
+def test_the_trainer_names_once_what_it_leaves_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two engines are dead and a program is silent; one engine comes, and dies again."""
+    store, beating = (Store(f"sqlite:///{tmp_path}/store.db", program=f"explore-{i}") for i in (0, 1))
+    chosen = ports.choose("127.0.0.1", 2, None)
+    dead = [f"http://127.0.0.1:{port}" for port in chosen]
+    store.engines.register([RegisteredEngine(0, "http://127.0.0.1:1", 1)])
+    beating.engines.register([RegisteredEngine(i, url, 1) for i, url in enumerate(dead)])
+    engines = EnginesOfOthers(store, "k", 60.0)
+
+    def looks() -> list[list[str]]:
+        """URLs that are there in some looks."""
+        found = []
+        for _ in range(4):
+            beating.workers.beat(beating.program)
+            found.append(list(engines.urls()))
+        return found
+
+    def said() -> list[str]:
+        found = [message.partition("left out: ")[2] for message in caplog.messages]
+        caplog.clear()
+        return found
+
+    assert engines.urls() == [] and not said(), "a program that was just found may be alive"
+    monkeypatch.setattr(others, "SETTLE_S", -1.0)
+    assert looks() == [[]] * 4
+    silent, *faults = sorted(said(), key=lambda fault: "heartbeat" not in fault)
+    assert silent == "no heartbeat of explore-0" and len(faults) == 2
+    assert all(any(url in fault for fault in faults) for url in dead)
+    server = ThreadingHTTPServer(("127.0.0.1", chosen[0]), Health)
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        assert looks() == [dead[:1]] * 4 and not said()
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert looks() == [[]] * 4
+    [fault] = said()
+    assert dead[0] in fault
+    for each in (store, beating):
+        each.close()
 
 
 def test_a_run_directory_has_one_job_of_each_program(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -16,8 +16,10 @@ from aiohttp.test_utils import TestServer
 
 from megarl.core.errors import EngineError, RequestRefused
 from megarl.core.schema import WeightsVersion
+from megarl.engine.client import client
 from megarl.engine.client.client import EngineClient, Prompt, Sampling
 from megarl.engine.client.frames import Completion, Failure, Record, StreamHeartbeat, VersionSpan, encode, unpack_ids
+from megarl.engine.client.gather import Gatherer, SampleRequest
 
 PROMPTS = [Prompt([1, 2], n=2, seed=5), Prompt([3], greedy=True)]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -84,6 +86,52 @@ def test_what_is_asked_and_what_comes_back() -> None:
         {"token_ids": [3], "n": 1, "seed": None, "greedy": True},
     ]
     assert body["sampling"]["temperature"] == 0.5 and body["sampling"]["max_tokens"] == 4
+
+
+def test_an_engine_that_fails_is_named_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Many calls fail at once and are made again; it gives samples, and fails again."""
+    monkeypatch.setattr(client, "LEFT_OUT_S", 0.0)
+    caplog.set_level("WARNING", "megarl")
+    fails, calls = True, 0
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        nonlocal calls
+        calls += 1
+        return await (refused if fails else streaming(sample(0, 0)))(request)
+
+    async def ask(url: str) -> None:
+        async with EngineClient([url], "k") as engine:
+
+            async def give(indices: Sequence[int], timeout_s: float) -> None:
+                async with asyncio.TaskGroup() as tasks:
+                    gatherer = Gatherer(
+                        engine,
+                        Sampling(max_tokens=4),
+                        tasks,
+                        change=lambda n: None,
+                        retried=retried,
+                        timeout_s=timeout_s,
+                        retry_s=0.01,
+                        apart=True,
+                    )
+                    requests = [SampleRequest("g", i, 9, np.array([1], np.int32), (), None) for i in indices]
+                    await asyncio.gather(*map(gatherer.sample, requests))
+
+            nonlocal fails
+            for failures in (1, 2):
+                fails, before = True, calls
+                with pytest.raises(ExceptionGroup):
+                    await give(range(4), 0.05)
+                assert calls - before > 4, "calls are made again"
+                assert [text for text in caplog.messages if "mixture" in text] == caplog.messages
+                assert len(caplog.messages) == failures
+                fails = False
+                await give([0], 5.0)
+
+    async def retried(error: EngineError) -> None:
+        pass
+
+    asyncio.run(served(handler, ask))
 
 
 async def refused(request: web.Request) -> web.StreamResponse:

@@ -196,7 +196,10 @@ class Health(BaseHTTPRequestHandler):
 
 
 def test_the_trainer_joins_engines_that_are_there(tmp_path: Path) -> None:
-    """At its start it waits for all; later none that starts or is dead holds it up, unless none is there."""
+    """At its start it waits for all; later none that starts or is dead holds it up, unless none is there.
+
+    The supervisor notes that an engine serves a while after it answers, or that it is absent before it has ended.
+    """
     server = ThreadingHTTPServer(("127.0.0.1", 0), Health)
     Thread(target=server.serve_forever, daemon=True).start()
     alive, dead = (f"http://127.0.0.1:{port}" for port in (server.server_port, ports.choose("127.0.0.1", 1, None)[0]))
@@ -210,11 +213,16 @@ def test_the_trainer_joins_engines_that_are_there(tmp_path: Path) -> None:
     up = RegisteredEngine(0, alive, 1, SERVING, SERVING)
     try:
         assert urls(up, up._replace(number=1, url=dead)) == [alive]
-        assert urls(up, up._replace(number=1, state=STARTING)) == [alive]
+        assert urls(up, up._replace(number=1, url=dead, state=STARTING)) == [alive]
+        other = up._replace(number=1, url=alive.replace("127.0.0.1", "localhost"))
+        assert urls(up, other._replace(state=STARTING)) == [alive, other.url]
+        assert urls(up._replace(state=STARTING), other) == [alive, other.url]
+        assert urls(up, other._replace(state=ABSENT)) == [alive]
         assert urls(up, up._replace(number=1, url="")) == [alive]
         assert urls(up, up._replace(number=1, url=dead, state=STARTING), begun=False) == [alive, dead]
         assert together.urls(begun=True) == [alive, dead] and together.registered() == []
-        assert urls(up._replace(state=STARTING), up._replace(number=1, url=dead)) == [alive, dead], "none is there"
+        gone = up._replace(url=dead), up._replace(number=1, url=dead)
+        assert urls(*gone) == [dead, dead], "none is there"
         assert urls(up._replace(wanted=ABSENT)) is None and urls() == []
         assert urls(up._replace(wanted=ABSENT), up._replace(number=1, url=dead)) == own.registered() == [dead]
     finally:

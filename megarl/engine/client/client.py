@@ -188,7 +188,8 @@ class EngineClient:
                 _check_version(url, completion, sampling)
                 missing.remove((completion.request, completion.index))
                 self._outstanding[url] -= 1
-                self.engines.gave(url)
+                if time.monotonic() > self._left_out[url]:  # else one that had come before the engine failed
+                    self.engines.gave(url)
                 yield completion
             if missing:
                 raise EngineError(
@@ -196,8 +197,9 @@ class EngineClient:
                 )
         except (RequestRefused, EngineClosed):
             raise
-        except EngineError:
+        except EngineError as error:
             self._left_out[url] = time.monotonic() + LEFT_OUT_S
+            self.engines.failed(url, error)
             raise
         finally:
             self._outstanding[url] -= len(missing)

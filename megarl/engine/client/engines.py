@@ -19,7 +19,8 @@ class ClientEngines:
     def __init__(self, urls: Sequence[str]) -> None:
         self._urls = list(urls)
         self._open = set(urls)
-        self._sampling: set[str] = set()
+        self._sampling: dict[str, bool] = {}
+        """URL of an engine -> True if its last call gave a sample, False if it failed."""
         self.followed = False
         self.oldest = WeightsVersion(0, 0)
         """Newest of all oldest weights that samples were asked for with: a closed engine is opened once it has them."""
@@ -43,17 +44,23 @@ class ClientEngines:
         if urls:
             self._urls = list(urls)
             self._open &= set(urls)
-            self._sampling &= set(urls)
+            self._sampling = {url: samples for url, samples in self._sampling.items() if url in urls}
 
     def expect(self, oldest: WeightsVersion | None) -> None:
         """Record the oldest weights version that may sample the requests."""
         self.oldest = max(self.oldest, oldest or self.oldest)
 
     def gave(self, url: str) -> None:
-        """Take note of a sample; the first one of an engine that came is logged."""
-        if url not in self._sampling:
-            self._sampling.add(url)
+        """Take note of a sample; the first one of an engine that came, or had failed, is logged."""
+        if not self._sampling.get(url, False):
+            self._sampling[url] = True
             log.info("the engine at %s samples", url)
+
+    def failed(self, url: str, why: object) -> None:
+        """Take note of a failed call; the first one since the engine gave a sample is logged."""
+        if self._sampling.get(url, True):
+            self._sampling[url] = False
+            log.warning("%s; asking again for the samples of its failed calls", why)
 
     def open(self, url: str) -> None:
         """Take note that an engine has the weights."""

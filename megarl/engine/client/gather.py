@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -18,8 +17,6 @@ from megarl.core.errors import EngineClosed, EngineError, PromptRefused, Request
 from megarl.core.schema import GREEDY, WeightsVersion
 from megarl.engine.client.client import Prompt, Sampling
 from megarl.engine.client.frames import Completion
-
-log = logging.getLogger(__name__)
 
 LONGEST_RETRY_S = 4.0
 """Longest wait before samples are asked for again; waits double up to it, since an engine may be replaced meanwhile."""
@@ -158,7 +155,6 @@ class Gatherer:
                     since, left, delay_s = time.monotonic(), len(missing), self._retry_s
                 if time.monotonic() - since > self._timeout_s:
                     raise
-                log.warning("%s; asking again in %g s", error, delay_s)
                 await self._retried(error)
                 await asyncio.sleep(delay_s)
                 delay_s = min(2 * delay_s, max(self._retry_s, LONGEST_RETRY_S))

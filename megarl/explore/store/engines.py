@@ -135,12 +135,9 @@ class EngineRegistry:
         """Engines of this handle's job by number."""
         return self._engines(select(ENGINES).where(ENGINES.c.program == self._database.program))
 
-    def order(self, number: int, wanted: EngineStatus, program: str | None = None, *, since: int | None = None) -> int:
+    def order(self, number: int, wanted: EngineStatus, program: str | None = None) -> int:
         """Ask the supervisor of a job (None: this handle's) for a state of its engine; return the number of its
         last order. Safe to repeat.
-
-        Args:
-            since: Order nothing where the engine has another last order than this one.
 
         Raises ValueError for a state that is reached, not ordered, and for an engine that is not registered.
         """
@@ -148,8 +145,6 @@ class EngineRegistry:
             raise ValueError(f"an engine can be ordered to be serving, asleep or absent, not {wanted}")
         which = (ENGINES.c.program == (program or self._database.program), ENGINES.c.number == number)
         change = update(ENGINES).where(*which).values(wanted=wanted, orders=ENGINES.c.orders + 1)
-        if since is not None:
-            change = change.where(ENGINES.c.orders == since)
 
         def work(connection: Connection, again: bool) -> int | None:
             connection.execute(change)
@@ -159,6 +154,28 @@ class EngineRegistry:
         if order is None:
             raise ValueError(f"no engine {number} of the job {program or self._database.program} is registered")
         return order
+
+    def give_up(self, number: int, *, since: int) -> bool:
+        """Order an engine of this handle's job to be absent, where its last order is still ``since``.
+
+        Return False, and order nothing, where no other engine of the job is wanted. Safe to repeat.
+        """
+        own = ENGINES.c.program == self._database.program
+        query = select(ENGINES.c.number, ENGINES.c.wanted, ENGINES.c.orders).where(own).order_by(ENGINES.c.number)
+
+        def work(connection: Connection, again: bool) -> bool:
+            # PostgreSQL: `scale` might order the others away at the same moment.
+            connection.execute(query.with_for_update()).all()
+            rows = {row.number: row for row in connection.execute(query)}
+            if rows[number].orders != since:
+                return True
+            if not any(row.wanted != EngineStatus.ABSENT for row in rows.values() if row.number != number):
+                return False
+            change = update(ENGINES).where(own, ENGINES.c.number == number)
+            connection.execute(change.values(wanted=EngineStatus.ABSENT, orders=since + 1))
+            return True
+
+        return self._database.write(work)
 
     def fit(self, number: int, workers: int, *, since: int) -> None:
         """Have an engine of this handle's job keep its workers, where its last order is still ``since``. Safe to

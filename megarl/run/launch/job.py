@@ -16,7 +16,7 @@ import psutil
 
 from megarl.core.config import Config, save_resolved
 from megarl.core.errors import ConfigError, DiskFullError, FencedError, JobError, MemoryFullError, NonRetryableError
-from megarl.core.jobs import EXPLORE, of_program
+from megarl.core.jobs import EXPLORE, ProcessKind, of_program
 from megarl.core.metrics import COMMAND, Timeline
 from megarl.core.phases import OFFLOAD
 from megarl.engine.client.auth import KEY_VARIABLE
@@ -209,7 +209,7 @@ def _run_attempts(
                 set_aside_damaged(run_dir, digests=config.trainer.verify_checkpoints, stopping=stop_request.is_set)
                 replace_damaged_store(config, stopping=stop_request.is_set)
             finally:
-                if job.joins:
+                if job.has(ProcessKind.ENGINE):
                     leave(config, attempt)
 
 

@@ -124,7 +124,9 @@ def enter(config: Config, attempt: int) -> None:
 
 def leave(config: Config, attempt: int) -> None:
     """Take this program's engines out of the registry, as far as the store is there."""
-    store = Store(config.store.url, attempt=attempt, program=algorithms.job_of(config).program, has_tables=True)
-    with suppress(JobError, FencedError, ConfigError):
+    program = algorithms.job_of(config).program
+    with (
+        suppress(JobError, FencedError, ConfigError),
+        closing(Store(config.store.url, attempt=attempt, program=program)) as store,
+    ):
         store.engines.register([])
-    store.close()

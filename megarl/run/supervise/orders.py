@@ -36,6 +36,13 @@ class Earlier(NamedTuple):
     workers: int
 
 
+class GivenUp(NamedTuple):
+    """An order for an engine that does not start."""
+
+    order: int
+    why: str
+
+
 class EngineOrders:
     """Orders for the engines of one attempt.
 
@@ -80,15 +87,19 @@ class EngineOrders:
         """Number of an engine that starts with other workers -> what it goes back to if it does not."""
         self._unchanged: dict[int, tuple[int, int]] = {}
         """Number of an engine that keeps its workers -> these, and the order for others that is taken back."""
-        self._given_up: dict[int, int] = {}
-        """Number of an engine that could not be added -> the order that asked for it."""
+        self._given_up: dict[int, GivenUp] = {}
+        """Number of an engine -> the order for it that is given up."""
+        self._last = ""
+        """Reason why the job has no engine left that could serve; empty while it has one."""
         self._step = self._refilled = 0
         self._over = threading.Event()
         threading.Thread(target=self._follow, daemon=True, name="engine orders").start()
 
     def carry_out(self, *, stopping: bool = False) -> None:
         """End or start engines as they are wanted; none is started in a job that is ``stopping``. Raises JobError where
-        one cannot be started again."""
+        one cannot be started again, or the last one of the job does not start."""
+        if self._last and not stopping:
+            raise JobError(self._last)
         found, ended = {}, []
         if self._step > self._refilled:
             self._refilled = self._step
@@ -97,7 +108,7 @@ class EngineOrders:
         for engine in self._engines:
             if ProcessKind.ENGINE.named(engine.number) in given_up:
                 self._give_up(engine, "it ended before it served; its log has its last words", start=not stopping)
-        engines = [e for e in self._engines if self._given_up.get(e.number) != e.orders]
+        engines = [e for e in self._engines if not self._is_given_up(e)]
         unfit = [engine for engine in engines if self._is_unfit(engine)]
         for engine in engines:
             unit = ProcessKind.ENGINE.named(engine.number)
@@ -125,6 +136,12 @@ class EngineOrders:
         self._found = found
         if unfit and not stopping:
             self._fit_next(engines, [engine for engine in unfit if self._is_unfit(engine)])
+
+    def _is_given_up(self, engine: RegisteredEngine) -> bool:
+        """True for an engine whose last order, to be there, is given up."""
+        given_up = self._given_up.get(engine.number)
+        is_last = given_up is not None and given_up.order == engine.orders
+        return is_last and engine.wanted is not EngineStatus.ABSENT
 
     def _is_unfit(self, engine: RegisteredEngine) -> bool:
         """True for an engine that has a place, and is to serve with other workers."""
@@ -169,9 +186,12 @@ class EngineOrders:
 
     def _put(self, number: int, started: Started, workers: int, *, again: bool = False) -> None:
         """Start an engine in a place of its own, or ``again`` in one where it has served. Raises JobError."""
+        unit = ProcessKind.ENGINE.named(number)
         self._replacements.add(started, again=again)
         self._workers[number], self._places[number] = workers, f"http://{_spec(started).listens}"
-        self._replacements.begin(ProcessKind.ENGINE.named(number))
+        if lacks_gpus(self._replacements, unit):
+            raise JobError(f"another engine has GPUs of the place of {unit} by now")
+        self._replacements.begin(unit)
 
     def _begin(self, engine: RegisteredEngine, unit: str) -> None:
         """Start an engine that is absent, in a place that it may have to be given first."""
@@ -191,7 +211,7 @@ class EngineOrders:
         """Leave an engine out that was added and does not start: the job had been well without it. One that was to
         have other workers has its earlier ones again, and those that had to follow it keep theirs."""
         if (earlier := self._earlier.pop(engine.number, None)) is None or not start:
-            self._given_up[engine.number] = engine.orders
+            self._given_up[engine.number] = GivenUp(engine.orders, why)
             log.error("engine %d is not added: %s", engine.number, why)
             return
         log.error("engine %d has %d workers again: %s", engine.number, earlier.workers, why)
@@ -201,8 +221,6 @@ class EngineOrders:
         try:
             self._put(engine.number, earlier.started, earlier.workers, again=True)
         except JobError as error:
-            if not any(e.wanted is EngineStatus.SERVING for e in self._engines if e is not engine):
-                raise  # the job has no other engine
             self._give_up(engine, str(error))
 
     def close(self) -> None:
@@ -224,8 +242,9 @@ class EngineOrders:
         self._step = self._store.journal.last_step()
         found, self._engines = self._found, self._store.engines.own()
         for engine in self._engines:
-            if self._given_up.get(engine.number) == engine.orders and engine.wanted is not EngineStatus.ABSENT:
-                self._store.engines.order(engine.number, EngineStatus.ABSENT, since=engine.orders)
+            if self._is_given_up(engine) and not self._store.engines.give_up(engine.number, since=engine.orders):
+                why = self._given_up[engine.number].why
+                self._last = f"engine {engine.number} does not start, and no other one is wanted: {why}"
             workers, order = self._unchanged.get(engine.number, (engine.workers, engine.orders))
             if order == engine.orders and workers != engine.workers:
                 self._store.engines.fit(engine.number, workers, since=order)

@@ -19,14 +19,16 @@ class KeptEngines:
         """URL of each engine that keeps a version -> that version."""
 
     def keep(self, count: int, version: WeightsVersion, lost: Callable[[], None]) -> list[str]:
-        """Leave the last ``count`` engines, to which this version was published, out of updates until ``update_all``;
+        """Leave the first ``count`` engines, to which this version was published, out of updates until ``update_all``;
         return their URLs. At least one engine is not left out.
+
+        ``megarl scale`` ends the last ones first: an evaluation goes on until none but its own engines would be left.
 
         Args:
             lost: Called where one of them has not got these weights any more, before all take newer ones.
         """
         self._lost = lost
-        left_out = self._urls[max(1, len(self._urls) - count) :] if count else []
+        left_out = self._urls[: min(count, len(self._urls) - 1)]
         self.versions = dict.fromkeys(left_out, str(version))
         return left_out
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 
 from megarl.core.errors import EngineError
@@ -34,8 +34,8 @@ class EnginesOfOthers:
         self._key = key
         self._silence_s = silence_s
         self._silence = Silence()
-        self._why = ""
-        """Fault that was logged last."""
+        self._left_out: Set[str] = frozenset()
+        """Programs and engines that the last look left out."""
 
     def urls(self) -> Sequence[str]:
         """URLs of the engines, by program and number. None for a moment after a program was first seen: it may be
@@ -45,25 +45,21 @@ class EnginesOfOthers:
         alive = self._silence.alive(self._silence_s)
         if set(programs) - set(alive) - set(self._silence.longer_than(SETTLE_S)):
             return []
-        silent = sorted(set(programs) - set(alive))
-        if silent:
-            self._say(f"no heartbeat of {', '.join(silent)}")
+        faults = {program: f"no heartbeat of {program}" for program in programs if program not in alive}
         found = self._store.engines.read(alive)
         wanted = [engine.url for engine in found if engine.url and engine.wanted is EngineStatus.SERVING]
-        if not wanted:
-            return []
-        with ThreadPoolExecutor(len(wanted)) as pool:
-            return [url for url, answers in zip(wanted, pool.map(self._answers, wanted), strict=True) if answers]
+        if wanted:
+            with ThreadPoolExecutor(len(wanted)) as pool:
+                faults |= {url: why for url, why in zip(wanted, pool.map(self._fault, wanted), strict=True) if why}
+        for left_out in sorted(faults.keys() - self._left_out):
+            log.warning("engines of explore programs are left out: %s", faults[left_out])
+        self._left_out = faults.keys()
+        return [url for url in wanted if url not in faults]
 
-    def _answers(self, url: str) -> bool:
+    def _fault(self, url: str) -> str:
+        """Return the reason why an engine is not there, "" where it is."""
         try:
             EngineControl(url, self._key).health(ANSWER_S)
         except EngineError as error:
-            self._say(str(error))
-            return False
-        return True
-
-    def _say(self, why: str) -> None:
-        if why != self._why:
-            log.warning("engines of explore programs are left out: %s", why)
-        self._why = why
+            return str(error)
+        return ""

@@ -27,8 +27,8 @@ class OwnEngines:
     def urls(self, *, begun: bool) -> Sequence[str] | None:
         """URLs of the engines that are wanted, by number; None where all are absent by order.
 
-        One that starts, or does not answer, is left out while another is there; the trainer waits for all of them only
-        before it has ``begun``, and for any of them where none is there.
+        One that does not answer is left out while another is there; the trainer waits for all of them only before it
+        has ``begun``, and for any of them where none is there.
         """
         found = self._store.engines.own()
         wanted = [engine for engine in found if engine.url and engine.wanted is not EngineStatus.ABSENT]
@@ -37,7 +37,8 @@ class OwnEngines:
         urls = [engine.url for engine in wanted]
         if self._together or not begun or len(urls) == 1:
             return urls
-        there = [e.url for e in wanted if e.state is EngineStatus.SERVING and self._answers(e.url)]
+        # One that has just started answers before the supervisor notes that it serves; an absent one is still ending.
+        there = [e.url for e in wanted if e.state is not EngineStatus.ABSENT and self._answers(e.url)]
         return there or urls
 
     def registered(self) -> list[str]:
