@@ -79,7 +79,7 @@ GROUP_ORDER = (
     "GreedyBaseline",
     "SpareAnswers",
     "RecordedRouting",
-    "PartialRollouts",
+    "BudgetAhead",
     "OverdueRewards",
     "ReplayedGroups",  # groups that a step has again are counted before it asks for others
     "DynamicSampling",
@@ -97,7 +97,7 @@ def test_parts_of_the_group_service_are_called_in_this_order() -> None:
         ({"algorithm.name": "remax"}, "GreedyBaseline"),
         ({"rollout.spare": 1}, "SpareAnswers"),
         ({"rollout.routing_replay": True}, "RecordedRouting"),
-        ({"rollout.budget_tokens": 64}, "PartialRollouts"),
+        ({"rollout.budget_tokens": 64}, "BudgetAhead"),
         ({"reward.late_steps": 1}, "OverdueRewards"),
         ({"buffer.replay.share": 0.5}, "ReplayedGroups"),
         ({"algorithm.dynamic_sampling": True}, "DynamicSampling"),

@@ -11,7 +11,7 @@ from megarl.train.rollout.group_part import GroupPart, GroupServices
 from megarl.train.rollout.group_parts.dynamic import DynamicSampling
 from megarl.train.rollout.group_parts.greedy import GreedyBaseline
 from megarl.train.rollout.group_parts.late import OverdueRewards
-from megarl.train.rollout.group_parts.partial import PartialRollouts
+from megarl.train.rollout.group_parts.partial import BudgetAhead
 from megarl.train.rollout.group_parts.replay import ReplayedGroups
 from megarl.train.rollout.group_parts.sampler import RecordedRouting, SpareAnswers
 from megarl.train.rollout.group_parts.shuffle import ShuffledRewards
@@ -20,7 +20,7 @@ GROUP_PARTS: tuple[tuple[Callable[[Config, Algorithm], bool], type[GroupPart]], 
     (lambda c, a: "greedy" in a.needs, GreedyBaseline),
     (lambda c, a: c.rollout.spare > 0, SpareAnswers),
     (lambda c, a: c.rollout.routing_replay, RecordedRouting),
-    (lambda c, a: c.rollout.is_partial, PartialRollouts),
+    (lambda c, a: c.rollout.is_partial, BudgetAhead),
     (lambda c, a: c.reward.late_steps is not None, OverdueRewards),
     (lambda c, a: c.buffer.replay.share > 0, ReplayedGroups),
     (lambda c, a: c.algorithm.dynamic_sampling, DynamicSampling),

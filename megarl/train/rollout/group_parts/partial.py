@@ -9,8 +9,8 @@ from megarl.train.rollout.awaited import Awaited, rollout_id
 from megarl.train.rollout.group_part import GroupPart
 
 
-class PartialRollouts(GroupPart):
-    """Of groups that were asked for ahead, waits for what the present weights sample of them."""
+class BudgetAhead(GroupPart):
+    """Lets a wait for groups that were asked for ahead end where the budget of the present weights is used up."""
 
     def __init__(self, config: Config, store: Store) -> None:
         self._pacing, self._store = Pacing.of(config.sync), store
