@@ -28,13 +28,14 @@ from tests.system.jobs import START_S, Job
 
 pytestmark = pytest.mark.timeout(3 * START_S)
 STEPS = 3
+EXPLORERS = ("rollout.explorers=2", "reward.workers=2")
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     """The trainer's program after its end; the explore program has ended too."""
     run_dir = tmp_path_factory.mktemp("files") / "run"
-    settings = (*WHOLE, "sync.method=checkpoint", "cluster.heartbeat_s=2", "rollout.explorers=2")
+    settings = (*WHOLE, "sync.method=checkpoint", "cluster.heartbeat_s=2", *EXPLORERS)
     explore = Job(run_dir, settings, ("explore",)).start()
     train = Job(run_dir, [*settings, "run.mode=train"]).start()
     try:
