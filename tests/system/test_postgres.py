@@ -21,12 +21,12 @@ from typing import Any, Literal
 import psutil
 import psycopg
 import pytest
-from sqlalchemy import insert, select
+from sqlalchemy import insert, select, update
 from sqlalchemy.engine import make_url
 
 from megarl.core.config import save_resolved
 from megarl.core.errors import ConfigError, FencedError, JobError
-from megarl.explore.store import VARIABLE, RegisteredEngine, Store, check_url, database, transactions
+from megarl.explore.store import VARIABLE, EngineStatus, RegisteredEngine, Store, check_url, database, transactions
 from megarl.explore.store.claims import EndedGroup, make_ready, report
 from megarl.explore.store.codec import trajectory_to_row
 from megarl.explore.store.tables import ENGINES, STEPS, TRAJECTORIES
@@ -443,6 +443,34 @@ def until_waiting(look: psycopg.Connection[Any], work: Future[Any]) -> None:
     """Until a session waits for another's lock, or ``work`` ended without."""
     while not work.done() and not look.execute("SELECT 1 FROM pg_locks WHERE NOT granted").fetchone():
         time.sleep(0.01)
+
+
+def test_an_engine_is_not_given_up_while_the_other_is_ordered_away(server: Server, url: str) -> None:
+    first, second = Store(url), Store(url)
+    first.engines.register([RegisteredEngine(i, f"http://{i}", 1) for i in range(2)])
+    inside, go = threading.Event(), threading.Event()
+
+    def slow(connection: Any, again: bool) -> None:
+        connection.execute(select(ENGINES).with_for_update()).all()
+        connection.execute(update(ENGINES).where(ENGINES.c.number == 1).values(wanted=EngineStatus.ABSENT))
+        inside.set()
+        go.wait()
+
+    with (
+        ThreadPoolExecutor(2) as threads,
+        psycopg.connect(server.url.replace("+psycopg", ""), autocommit=True) as look,
+        set_at_end(go),
+    ):
+        scaling = threads.submit(first._database.write, slow)
+        inside.wait()
+        giving_up = threads.submit(second.engines.give_up, 0, since=0)
+        until_waiting(look, giving_up)
+        go.set()
+        scaling.result()
+        assert giving_up.result() is False
+    assert [found.wanted for found in first.engines.own()] == [EngineStatus.SERVING, EngineStatus.ABSENT]
+    first.close()
+    second.close()
 
 
 def test_who_scales_meanwhile_sees_engines_that_were_added(server: Server, url: str) -> None:
