@@ -33,7 +33,7 @@ class JobEngines:
 
     def __init__(self, config: Config, store: Store, begun: Callable[[], bool]) -> None:
         key, self.alone, self._begun = os.environ.get(KEY_VARIABLE, ""), algorithms.job_of(config).is_alone, begun
-        self._own = OwnEngines(store, key, together=config.rollout.placement == "colocated")
+        self._own = OwnEngines(store, key, together=config.rollout.is_colocated)
         self._others = EnginesOfOthers(store, key, config.cluster.heartbeat_s)
 
     def urls(self) -> Sequence[str] | None:

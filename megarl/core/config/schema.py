@@ -497,6 +497,11 @@ class RolloutConfig:
         return self.kv_cache_bytes
 
     @property
+    def is_colocated(self) -> bool:
+        """True where engines have devices of trainer ranks, and take turns with them."""
+        return self.placement == "colocated"
+
+    @property
     def is_partial(self) -> bool:
         """True for partial rollouts."""
         return self.budget_tokens is not None or self.budget_s is not None

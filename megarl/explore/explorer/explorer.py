@@ -363,7 +363,7 @@ async def explore(config: Config, key: str, worker: str, number: int = 0) -> Non
         ):
             gated = gated_engines(config, urls, key, number) if store.program.startswith(EXPLORE) else None
             # Colocated engines come and go at once, in each step; those of a bench stay.
-            together = config.rollout.placement == "colocated" or config.run.mode == "bench"
+            together = config.rollout.is_colocated or config.run.mode == "bench"
             follower: EngineCount = FixedCount(len(urls)) if together else EngineFollower(store, engine, key, gated)
             explorer = Explorer(
                 store,

@@ -41,7 +41,7 @@ def ledger_of(config: Config, algorithm: Algorithm, hf_config: Mapping[str, Any]
             hf_configs[role] = read_hf_config(Path(path))
     ranks = resident_bytes(config, algorithm, hf_configs)
     engines = algorithms.job_of(config).rollouts
-    colocated = engines and config.rollout.placement == "colocated"
+    colocated = engines and config.rollout.is_colocated
     if colocated:
         ranks = device_bytes(ranks, engine_bytes(config, hf_config), nodes=2 if nodes is None else nodes)
     phases = tuple(phase for phase in Phase if engines or phase not in (Phase.SYNC, Phase.ROLLOUT))

@@ -81,7 +81,7 @@ def _check_cache_size(config: Config) -> None:
             f"{given} with rollout.kv_cache_bytes={rollout.kv_cache_bytes}: one of them decides the KV cache; set the "
             "other to null"
         )
-    if rollout.placement == "colocated" and config.cluster.device_bytes is None:
+    if rollout.is_colocated and config.cluster.device_bytes is None:
         raise ConfigError(
             f"{given} with rollout.placement=colocated: whether engines fit beside the trainer's models is computed "
             "from the memory of a GPU; set cluster.device_bytes to it, or rollout.kv_cache_bytes in place of the share"

@@ -109,7 +109,7 @@ def _check_pause(config: Config) -> None:
     sync = config.sync
     if sync.pause != "keep":
         return
-    if config.rollout.placement == "colocated":
+    if config.rollout.is_colocated:
         raise ConfigError(
             "sync.pause=keep with rollout.placement=colocated: such engines have left when weights change, and no "
             "request is under way; set sync.pause=wait or rollout.placement=separate"
@@ -190,7 +190,7 @@ def _check_cold(config: Config, job: Job) -> None:
     if config.sync.cold_interval is None:
         return
     reasons = {
-        "rollout.placement=colocated, whose engines come and go in each step": config.rollout.placement == "colocated",
+        "rollout.placement=colocated, whose engines come and go in each step": config.rollout.is_colocated,
         f"run.mode={config.run.mode}, whose engines are another program's": config.run.mode != "both",
         f"algorithm.name={config.algorithm.name}, which has no engines": not job.rollouts,
         "sync.pause=keep, with which requests are under way when weights change": config.sync.pause == "keep",

@@ -243,7 +243,7 @@ def check_transport(config: Config) -> None:
             "sync.transport=nccl with parallel.backend=gloo, with which trainer and engines are on CPUs; set "
             "sync.transport=gloo, or parallel.backend=nccl on machines with GPUs"
         )
-    if config.rollout.placement == "colocated" and not config.sync.shared_memory:
+    if config.rollout.is_colocated and not config.sync.shared_memory:
         raise ConfigError(
             "sync.transport=nccl with rollout.placement=colocated and sync.shared_memory=false: NCCL does not connect "
             "two processes of one GPU; set sync.shared_memory=true, with which they share its memory"
@@ -360,7 +360,7 @@ def _host_cache(config: Config) -> int:
 def check_placement(config: Config, job: Job) -> None:
     """Raise ConfigError if engines that take turns with the trainer are to sample while it computes."""
     sync, rollout = config.sync, config.rollout
-    if not job.has(ProcessKind.ENGINE) or rollout.placement == "separate" or not sync.max_staleness:
+    if not job.has(ProcessKind.ENGINE) or not rollout.is_colocated or not sync.max_staleness:
         return
     if not rollout.is_partial:
         raise ConfigError(

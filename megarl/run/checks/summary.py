@@ -90,7 +90,7 @@ def _engines(config: Config) -> str:
     rollout = config.rollout
     size = f"tp={rollout.tp}" + (f" pp={rollout.pp}" if rollout.pp > 1 else "")
     over = f" over {rollout.nodes} nodes each" if rollout.nodes > 1 else ""
-    turns = ", in turn with the trainer" if rollout.placement == "colocated" else ""
+    turns = ", in turn with the trainer" if rollout.is_colocated else ""
     ahead = f", {config.sync.max_staleness} steps ahead" if config.sync.max_staleness else ""
     cache = (
         f"{rollout.gpu_memory_utilization:g} of a GPU"

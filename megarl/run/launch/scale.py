@@ -114,7 +114,7 @@ def _are_asked_by_workers(config: Config) -> bool:
 def check_engines(config: Config, number: int) -> None:
     """Raise ConfigError for a run whose engines must stay as they are."""
     rollout = config.rollout
-    if rollout.placement == "colocated":
+    if rollout.is_colocated:
         raise ConfigError(
             "rollout.placement=colocated: each engine has devices of trainer ranks and takes turns with them; a run "
             "with rollout.placement=separate can be scaled"

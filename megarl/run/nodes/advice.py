@@ -116,7 +116,7 @@ def _filling(config: Config, nodes: Sequence[NodeInfo]) -> Iterator[Config]:
     """The job with each pair of ``dp`` and ``rollout.replicas`` that together take as many GPUs as there are."""
     job, total = algorithms.job_of(config), sum(node.gpus for node in nodes)
     unit, workers = config.parallel.world_size // config.parallel.dp, workers_of(config)
-    engines, colocated = job.has(ProcessKind.ENGINE), config.rollout.placement == "colocated"
+    engines, colocated = job.has(ProcessKind.ENGINE), config.rollout.is_colocated
     if not job.trains:
         if total % workers == 0:
             yield replace(config, rollout=replace(config.rollout, replicas=total // workers))

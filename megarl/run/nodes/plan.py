@@ -190,7 +190,7 @@ def _deal_on_gpus(config: Config, nodes: Sequence[NodeInfo], job: Job, trainers:
         if count and (world % count or each > gpus or split_group(config, each, gpus)):
             continue
         ranks = [rank._replace(gpus=tuple(range(each))) for rank in _blocks(world, may[:count])] if count else []
-        colocated = config.rollout.placement == "colocated"
+        colocated = config.rollout.is_colocated
         taken = dict.fromkeys([] if colocated else may[:count], each)
         engines = _engines_on_gpus(config, nodes, taken) if job.has(ProcessKind.ENGINE) else []
         if engines is not None:
@@ -286,7 +286,7 @@ def _no_room(config: Config, nodes: Sequence[NodeInfo], job: Job) -> str:
     there = f"{len(nodes)} nodes of {sizes} GPUs" if len(nodes) > 1 else f"{sizes} GPUs"
     has = sum(node.gpus for node in nodes)
     if needs > has:
-        could_share = ranks and engines and config.rollout.placement == "separate"
+        could_share = ranks and engines and not config.rollout.is_colocated
         turns = ", or let them take turns: rollout.placement=colocated trainer.offload=memory" if could_share else ""
         return f"{what} need {needs} GPUs (parallel.backend=nccl), but the job has {has}{turns}"
     groups = ", ".join(f"{group.setting} = {group.size}" for group in groups_of(config))
@@ -298,7 +298,7 @@ def gpus_needed(config: Config, job: Job) -> int:
     """Number of GPUs of a job's trainer ranks and engine workers, which colocated ones share."""
     ranks = config.parallel.world_size * job.trains
     workers = config.rollout.replicas * workers_of(config) * job.has(ProcessKind.ENGINE)
-    return max(ranks, workers) if config.rollout.placement == "colocated" else ranks + workers
+    return max(ranks, workers) if config.rollout.is_colocated else ranks + workers
 
 
 def workers_of(config: Config) -> int:

@@ -89,7 +89,7 @@ def engine_process(
         argv += ["--enable-expert-parallel"]
     if rollout.routing_replay:
         argv += ["--enable-return-routed-experts"]
-    leaves = rollout.offload if rollout.placement == "colocated" else None
+    leaves = rollout.offload if rollout.is_colocated else None
     if leaves == "destroy":
         # Started for a sync, which brings all weights: a read from disk would be for nothing.
         argv += ["--load-format", "dummy"]

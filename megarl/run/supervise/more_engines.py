@@ -27,7 +27,7 @@ def room_for_engines(config: Config, plan: Plan, nodes: Sequence[NodeInfo], cpus
         cpus: Of this machine; None counts those that this process may use.
     """
     had = config.rollout.replicas
-    if config.rollout.placement == "colocated" or len(nodes) > 1:
+    if config.rollout.is_colocated or len(nodes) > 1:
         return EngineRoom(had, 0, f"{len(nodes)} nodes, rollout.placement={config.rollout.placement}")
     if config.parallel.backend == "nccl":
         ranks = len(plan.of(ProcessKind.TRAINER))

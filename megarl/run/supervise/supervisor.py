@@ -62,7 +62,7 @@ def start_attempt(config: Config, plan: Plan, nodes: Sequence[Node], attempt: in
     save_resolved(config, resolved(config))
     _register_engines(config, plan, addresses, attempt, nodes)
     started: list[Started] = []
-    colocated = config.rollout.placement == "colocated"
+    colocated = config.rollout.is_colocated
     try:
         for rank, spec in specs(config, plan, addresses, environment, logs):
             node = by_rank[rank]
@@ -89,7 +89,7 @@ def _register_engines(config: Config, plan: Plan, addresses: Addresses, attempt:
     store = Store(config.store.url, attempt=attempt, outage_s=config.store.outage_s, program=plan.job.program)
     try:
         workers = workers_of(config)
-        absent = config.rollout.placement == "colocated"
+        absent = config.rollout.is_colocated
         status = EngineStatus.ABSENT if absent else EngineStatus.SERVING
         state = EngineStatus.ABSENT if absent else EngineStatus.STARTING
         engines = [RegisteredEngine(i, url, workers, status, state) for i, url in enumerate(urls(addresses))]
@@ -182,7 +182,7 @@ def watch(
     orders = None
     if attempt is not None and job.has(ProcessKind.ENGINE):
         store = Store(config.store.url, attempt=attempt, program=job.program, has_tables=True)
-        colocated = config.rollout.placement == "colocated"
+        colocated = config.rollout.is_colocated
         more = MoreEngines(config, started)
         workers = workers_of(config)
         orders = EngineOrders(store, replacements, STOP_S, workers, more, often=colocated, beats=not job.is_alone)

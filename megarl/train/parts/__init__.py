@@ -24,14 +24,14 @@ from megarl.train.parts.scores import RewardModelScores
 
 PARTS: tuple[tuple[Callable[[Config], bool], type[Part]], ...] = (
     (lambda c: c.sync.order == "completion" and c.sync.pause == "wait", Quiet),
-    (lambda c: c.rollout.placement == "colocated", Colocation),
+    (lambda c: c.rollout.is_colocated, Colocation),
     (lambda c: c.reference.refresh != "never", ReferenceRefresh),
     (lambda c: c.sync.cold_interval is not None, ColdCheck),
     (lambda c: c.reward_model.path is not None, RewardModelScores),
     (draws_experts, Demonstrations),
     (lambda c: c.trainer.keep_batches, KeptBatches),
     (lambda c: c.evaluation.average is not None, AveragedActor),
-    (lambda c: c.rollout.placement == "separate" and c.sync.max_staleness > 0, DrainAhead),
+    (lambda c: not c.rollout.is_colocated and c.sync.max_staleness > 0, DrainAhead),
     (lambda c: True, TruncationLine),
     (lambda c: True, AccountLine),
 )

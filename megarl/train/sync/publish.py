@@ -234,7 +234,7 @@ class WeightPublisher:
         """Give engines that sleep this memory again; the others have it. Raises EngineError on rank 0."""
         connection = self.connection
         rollout = connection.config.rollout
-        if connection.rank == 0 and rollout.placement == "colocated" and rollout.offload == "sleep":
+        if connection.rank == 0 and rollout.is_colocated and rollout.offload == "sleep":
             connection.fleet.each(lambda i, engine: engine.wake(what))
 
     def _send(

@@ -51,4 +51,4 @@ def outlives_update(config: Config) -> bool:
     admission order, with engines that are there then."""
     sync = config.sync
     ahead = sync.max_staleness > 0 and sync.order == "admission"
-    return ahead and sync.method == "direct" and config.rollout.placement == "separate"
+    return ahead and sync.method == "direct" and not config.rollout.is_colocated
