@@ -38,7 +38,7 @@ def test_a_right_configuration_passes_again_and_writes_nothing(prepared: Path) -
     assert {path: path.stat().st_mtime_ns for path in prepared.rglob("*")} == before
 
 
-@pytest.mark.parametrize("name", ["hf", "reference"])
+@pytest.mark.parametrize("name", ["hf", "hf_average", "reference"])
 def test_a_folder_that_the_export_would_replace(prepared: Path, tmp_path: Path, name: str) -> None:
     """Seen before the job starts, not when it has finished training."""
     run_dir = tmp_path / "run"

@@ -46,7 +46,7 @@ from megarl.weights.checkpoint.formats.overwrite import check_export_target
 
 log = logging.getLogger(__name__)
 
-EXPORTS = ("hf", "reference")
+EXPORTS = ("hf", "hf_average", "reference")
 """Folders of a run into which the trainer exports HF checkpoints."""
 
 
