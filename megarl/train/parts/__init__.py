@@ -7,7 +7,6 @@ the reward model come before what counts trajectories.
 from __future__ import annotations
 
 from collections.abc import Callable
-from inspect import signature
 
 from megarl.core.config import Config
 from megarl.train.part import Part, Services
@@ -21,6 +20,7 @@ from megarl.train.parts.quiet import Quiet
 from megarl.train.parts.reference import ReferenceRefresh
 from megarl.train.parts.reports import AccountLine, TruncationLine
 from megarl.train.parts.scores import RewardModelScores
+from megarl.train.rollout.group_part import made
 
 PARTS: tuple[tuple[Callable[[Config], bool], type[Part]], ...] = (
     (lambda c: c.sync.order == "completion" and c.sync.pause == "wait", Quiet),
@@ -39,8 +39,4 @@ PARTS: tuple[tuple[Callable[[Config], bool], type[Part]], ...] = (
 
 def parts_of(services: Services) -> list[Part]:
     """Make the parts that the job's settings ask for, each with the services that its constructor names."""
-    made = []
-    for wanted, part in PARTS:
-        if wanted(services.config):
-            made.append(part(**{name: getattr(services, name) for name in signature(part).parameters}))
-    return made
+    return [made(part, services) for wanted, part in PARTS if wanted(services.config)]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from inspect import signature
+from typing import Any, TypeVar
 
 from megarl.core.config import Config
 from megarl.core.schema import Trajectory
@@ -59,16 +60,24 @@ class GroupPart:
         return None
 
     def select(self, found: FoundGroups, groups: list[list[Trajectory]]) -> list[list[Trajectory]]:
-        """Return those of the verified groups that the step keeps; note the others in ``found.dropped``."""
+        """Return the verified groups that the step keeps; add the others to ``found.dropped``."""
         return groups
 
     def finish(self, found: FoundGroups, state: TrainState, rounds: int) -> None:
-        """Act when the step asks for no more groups, after so many rollouts. Raises NonRetryableError."""
+        """Act after the last of ``rounds`` rollouts of a step. Raises NonRetryableError."""
 
     def metrics(self, found: FoundGroups, new: int) -> dict[str, float]:
-        """Return metrics of a step that trains on so many new groups."""
+        """Return metrics of a step; ``new``: number of its groups that are trained for the first time."""
         return {}
 
     def change(self, trajectories: list[Trajectory], state: TrainState) -> list[Trajectory]:
         """Return the trajectories that are trained in place of these."""
         return trajectories
+
+
+P = TypeVar("P")
+
+
+def made(part: type[P], services: object) -> P:
+    """Make a part with the services that its constructor names."""
+    return part(**{name: getattr(services, name) for name in signature(part).parameters})

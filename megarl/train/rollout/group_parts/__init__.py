@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from inspect import signature
 
 from megarl.core.config import Config
 from megarl.learn.algorithms import Algorithm
-from megarl.train.rollout.group_part import GroupPart, GroupServices
+from megarl.train.rollout.group_part import GroupPart, GroupServices, made
 from megarl.train.rollout.group_parts.dynamic import DynamicSampling
 from megarl.train.rollout.group_parts.greedy import GreedyBaseline
 from megarl.train.rollout.group_parts.late import OverdueRewards
@@ -30,8 +29,4 @@ GROUP_PARTS: tuple[tuple[Callable[[Config, Algorithm], bool], type[GroupPart]], 
 
 def group_parts_of(services: GroupServices, algorithm: Algorithm) -> list[GroupPart]:
     """Make the parts that the job's settings ask for, each with the services that its constructor names."""
-    made = []
-    for wanted, part in GROUP_PARTS:
-        if wanted(services.config, algorithm):
-            made.append(part(**{name: getattr(services, name) for name in signature(part).parameters}))
-    return made
+    return [made(part, services) for wanted, part in GROUP_PARTS if wanted(services.config, algorithm)]
