@@ -12,11 +12,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from select import select as ready
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import psutil
 import psycopg
@@ -406,68 +406,71 @@ def set_at_end(event: threading.Event) -> Iterator[None]:
         event.set()
 
 
+class Met(NamedTuple):
+    """A write, and another call that came while it was under way."""
+
+    written: Any
+    """Result of the write."""
+    other: Any
+    """Result of the other call."""
+    waited: bool
+    """True if the other call had not ended when the write went on."""
+
+
+def meet(server: Server, writer: Store, write: Callable[[Any], Any], other: Callable[[], Any]) -> Met:
+    """Call ``write`` in a transaction, and ``other`` beside it; commit once ``other`` waits for a lock or has ended."""
+    inside, go = threading.Event(), threading.Event()
+
+    def slow(connection: Any, again: bool) -> Any:
+        done = write(connection)
+        inside.set()
+        go.wait()
+        return done
+
+    with (
+        ThreadPoolExecutor(2) as threads,
+        psycopg.connect(server.url.replace("+psycopg", ""), autocommit=True) as look,
+        set_at_end(go),
+    ):
+        writing = threads.submit(writer._database.write, slow)
+        inside.wait()
+        calling = threads.submit(other)
+        while not calling.done() and not look.execute("SELECT 1 FROM pg_locks WHERE NOT granted").fetchone():
+            time.sleep(0.01)
+        waited = not calling.done()
+        go.set()
+        return Met(writing.result(), calling.result(), waited)
+
+
 def test_a_new_attempt_waits_for_writes_under_way(server: Server, url: str) -> None:
     """And those that come after it see it: nothing of the old attempt is written after it has begun."""
     first = Store(url)
     first.begin_attempt(1)
     old, new = Store(url, attempt=1), Store(url)
-    inside, go = threading.Event(), threading.Event()
 
-    def slow(connection: Any, again: bool) -> None:
+    def write(connection: Any) -> None:
         connection.execute(STEPS.insert(), {"step": 1, "recorded_at": 0.0, "metrics": "{}"})
-        inside.set()
-        go.wait()
 
     def begin() -> list[int]:
         new.begin_attempt(2)
         return [step for step, _ in new.journal.steps()]
 
-    with (
-        ThreadPoolExecutor(2) as threads,
-        psycopg.connect(server.url.replace("+psycopg", ""), autocommit=True) as look,
-        set_at_end(go),
-    ):
-        writing = threads.submit(old._database.write, slow)
-        inside.wait()
-        beginning = threads.submit(begin)
-        until_waiting(look, beginning)
-        assert not beginning.done()
-        go.set()
-        writing.result()
-        assert beginning.result() == [1], "it began before what was under way had ended"
+    met = meet(server, old, write, begin)
+    assert met.waited
+    assert met.other == [1], "it began before what was under way had ended"
     for store in (first, old, new):
         store.close()
-
-
-def until_waiting(look: psycopg.Connection[Any], work: Future[Any]) -> None:
-    """Until a session waits for another's lock, or ``work`` ended without."""
-    while not work.done() and not look.execute("SELECT 1 FROM pg_locks WHERE NOT granted").fetchone():
-        time.sleep(0.01)
 
 
 def test_an_engine_is_not_given_up_while_the_other_is_ordered_away(server: Server, url: str) -> None:
     first, second = Store(url), Store(url)
     first.engines.register([RegisteredEngine(i, f"http://{i}", 1) for i in range(2)])
-    inside, go = threading.Event(), threading.Event()
 
-    def slow(connection: Any, again: bool) -> None:
+    def order_away(connection: Any) -> None:
         connection.execute(select(ENGINES).with_for_update()).all()
         connection.execute(update(ENGINES).where(ENGINES.c.number == 1).values(wanted=EngineStatus.ABSENT))
-        inside.set()
-        go.wait()
 
-    with (
-        ThreadPoolExecutor(2) as threads,
-        psycopg.connect(server.url.replace("+psycopg", ""), autocommit=True) as look,
-        set_at_end(go),
-    ):
-        scaling = threads.submit(first._database.write, slow)
-        inside.wait()
-        giving_up = threads.submit(second.engines.give_up, 0, since=0)
-        until_waiting(look, giving_up)
-        go.set()
-        scaling.result()
-        assert giving_up.result() is False
+    assert meet(server, first, order_away, lambda: second.engines.give_up(0, since=0)).other is False
     assert [found.wanted for found in first.engines.own()] == [EngineStatus.SERVING, EngineStatus.ABSENT]
     first.close()
     second.close()
@@ -477,26 +480,12 @@ def test_who_scales_meanwhile_sees_engines_that_were_added(server: Server, url: 
     first, second = Store(url), Store(url)
     engine = RegisteredEngine(0, "http://0", 1)
     first.engines.register([engine])
-    inside, go = threading.Event(), threading.Event()
 
-    def slow(connection: Any, again: bool) -> None:
+    def add(connection: Any) -> None:
         connection.execute(select(ENGINES).with_for_update()).all()
         connection.execute(insert(ENGINES), [engine._replace(number=1)._asdict() | {"program": "train"}])
-        inside.set()
-        go.wait()
 
-    with (
-        ThreadPoolExecutor(2) as threads,
-        psycopg.connect(server.url.replace("+psycopg", ""), autocommit=True) as look,
-        set_at_end(go),
-    ):
-        adding = threads.submit(first._database.write, slow)
-        inside.wait()
-        scaling = threads.submit(second.engines.scale, "train", 3)
-        until_waiting(look, scaling)
-        go.set()
-        adding.result()
-        assert scaling.result() == (2, 1)
+    assert meet(server, first, add, lambda: second.engines.scale("train", 3)).other == (2, 1)
     assert [found.number for found in first.engines.own()] == [0, 1, 2]
     first.close()
     second.close()
@@ -508,31 +497,17 @@ def test_a_rollout_is_asked_for_again_while_a_group_of_it_is_being_finished(serv
     trainer.tasks.add("train", [make_task(i) for i in range(6)])
     request(trainer)
     claims = explorer.groups.claim("e", 2)
-    inside, go = threading.Event(), threading.Event()
 
-    def slow(connection: Any, again: bool) -> bool:
+    def finish_first(connection: Any) -> bool:
         members = [make_trajectory(claims[0], i) for i in claims[0].indices]
         ended = EndedGroup(claims[0], members, {"samples": 2.0})
         done = make_ready(connection, ended)
         connection.execute(insert(TRAJECTORIES), [trajectory_to_row(member) for member in members])
         report(connection, [ended])
-        inside.set()
-        go.wait()
         return done
 
-    with (
-        ThreadPoolExecutor(2) as threads,
-        psycopg.connect(server.url.replace("+psycopg", ""), autocommit=True) as look,
-        set_at_end(go),
-    ):
-        finishing = threads.submit(explorer._database.write, slow)
-        inside.wait()
-        asking = threads.submit(request, trainer)
-        until_waiting(look, asking)
-        assert not asking.done()
-        go.set()
-        assert finishing.result()
-        asking.result()
+    met = meet(server, explorer, finish_first, lambda: request(trainer))
+    assert met.waited and met.written
     assert trainer.rollouts.progress("r0") == (0, 6) and rows(url)["trajectories"] == []
     assert not finish(explorer, claims[1])
     assert all(finish(explorer, claim) for claim in explorer.groups.claim("e", 6)) and trainer.rollouts.progress(

@@ -284,14 +284,21 @@ def test_an_order_of_the_moment_is_not_taken_back(url: str, monkeypatch: pytest.
     supervisor.close()
 
 
+def serving(
+    machine: Machine, store: Store, url: str, numbers: Sequence[int], left: int = 1
+) -> tuple[orders.EngineOrders, replace.Replacements]:
+    """Supervisor of a job with these engines of one worker, which serve."""
+    specs = [Spec(f"engine {n}", ("w",), {}, f"engine {n}", listens=f"h:{n}", gpus=(n,)) for n in numbers]
+    store.engines.register([RegisteredEngine(n, f"http://h:{n}", 1, SERVING, SERVING) for n in numbers])
+    replacements = replace.Replacements([Started(machine.start(spec), machine, spec) for spec in specs], left)  # type: ignore[arg-type]
+    return orders.EngineOrders(Store(url), replacements, 0.0, 1, machine), replacements
+
+
 def with_two(
     machine: Machine, store: Store, url: str, left: int = 1
 ) -> tuple[orders.EngineOrders, replace.Replacements]:
     """Supervisor of a job with two engines that serve, and are to have two workers instead of one."""
-    specs = [Spec(f"engine {n}", ("w",), {}, f"engine {n}", listens=f"h:{n}", gpus=(n,)) for n in ENGINES]
-    store.engines.register([RegisteredEngine(n, f"http://h:{n}", 1, SERVING, SERVING) for n in ENGINES])
-    replacements = replace.Replacements([Started(machine.start(spec), machine, spec) for spec in specs], left)  # type: ignore[arg-type]
-    supervisor = orders.EngineOrders(Store(url), replacements, 0.0, 1, machine)
+    supervisor, replacements = serving(machine, store, url, ENGINES, left)
     assert replacements.replace_dead() and store.engines.scale("train", 2, 2) == (2, 0)
     return supervisor, replacements
 
@@ -337,10 +344,7 @@ def test_engines_that_do_not_start_with_other_workers_keep_theirs(url: str, capl
 def test_the_last_engine_is_never_given_up(url: str) -> None:
     """It got other workers and served. It dies, and the one in its place ends by itself: the attempt fails."""
     machine, store = Machine(), Store(url)
-    spec = Spec("engine 0", ("w",), {}, "engine 0", listens="h:0", gpus=(0,))
-    store.engines.register([RegisteredEngine(0, "http://h:0", 1, SERVING, SERVING)])
-    replacements = replace.Replacements([Started(machine.start(spec), machine, spec)], 1)  # type: ignore[arg-type]
-    supervisor = orders.EngineOrders(Store(url), replacements, 0.0, 1, machine)
+    supervisor, replacements = serving(machine, store, url, [0])
     store.engines.scale("train", 1, 2)
     for _ in range(3):
         supervisor.look()
@@ -385,10 +389,7 @@ def test_an_engine_is_not_given_up_once_the_others_are_ordered_away(url: str) ->
 def test_an_engine_that_has_never_served_is_not_given_up_as_the_last_one(url: str) -> None:
     """It was added, and starts while the other one is found not to start and is given up."""
     machine, store = Machine(), Store(url)
-    spec = Spec("engine 0", ("w",), {}, "engine 0", listens="h:0", gpus=(0,))
-    store.engines.register([RegisteredEngine(0, "http://h:0", 1, SERVING, SERVING)])
-    replacements = replace.Replacements([Started(machine.start(spec), machine, spec)], 1)  # type: ignore[arg-type]
-    supervisor = orders.EngineOrders(Store(url), replacements, 0.0, 1, machine)
+    supervisor, replacements = serving(machine, store, url, [0])
     store.engines.scale("train", 1, 2)
     follow(supervisor, replacements)
     machine.starting.add("engine 1")
