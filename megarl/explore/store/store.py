@@ -81,8 +81,8 @@ class Store:
         self._database.close()
 
     def begin_attempt(self, attempt: int) -> None:
-        """Count a start of the job, before any of its processes starts: those of earlier ones can write nothing any
-        more. This handle belongs to the new attempt. Safe to repeat, see :meth:`Transactions.begin_attempt`.
+        """Begin an attempt, before any of its processes starts: processes of earlier attempts can write nothing from
+        here on. This handle belongs to the new attempt. Safe to repeat, see :meth:`Transactions.begin_attempt`.
 
         Raises FencedError when the stored attempt is not smaller.
         """

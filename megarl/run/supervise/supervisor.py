@@ -82,7 +82,7 @@ def start_attempt(config: Config, plan: Plan, nodes: Sequence[Node], attempt: in
 def _register_engines(config: Config, plan: Plan, addresses: Addresses, attempt: int, nodes: Sequence[Node]) -> None:
     """Write the engines into the store, where explorer and trainer look for them, and the room for more.
 
-    A job without engines takes those of an earlier start out: its trainer would wait for a sign of them.
+    A job without engines removes the rows of an earlier start: its trainer would wait for heartbeats of these engines.
     """
     if not plan.job.rollouts:
         return

@@ -51,7 +51,7 @@ class Batch:
 
 
 class OfflineSteps:
-    """Steps that train on rows of a file, evaluated on those of another (``course.Steps``)."""
+    """Steps of an offline job (``course.Steps``): they train on the rows of one file, and evaluate on another's."""
 
     version = None
     """No weights are published."""

@@ -23,7 +23,7 @@ class EngineIdleness:
         """Idle share of the time since the last look, the mean over explorers; None where none was seen twice.
 
         Args:
-            times: ``Store.workers.busy_times`` of now.
+            times: Present result of ``Store.workers.busy_times``.
         """
         now = self._now()
         passed, self._looked = now - self._looked, now
