@@ -422,6 +422,23 @@ def test_of_two_engines_that_fail_at_once_one_is_not_given_up(url: str) -> None:
     supervisor.close()
 
 
+def test_a_colocated_engine_starts_on_the_gpu_of_a_trainer_rank(url: str) -> None:
+    machine, store = Machine(), Store(url)
+    engine = Spec("engine 0", ("w",), {}, "engine 0", listens="h:0", gpus=(0,))
+    rank = Process("trainer rank 0")
+    started = [
+        Started(NotStarted(engine.name, Path(engine.log)), machine, engine),  # type: ignore[arg-type]
+        Started(rank, machine, Spec(rank.name, ("t",), {}, rank.name, gpus=(0,))),  # type: ignore[arg-type]
+    ]
+    store.engines.register([RegisteredEngine(0, "http://h:0", 1, ABSENT, ABSENT)])
+    supervisor = orders.EngineOrders(Store(url), replace.Replacements(started, 1), 0.0, 1, machine)
+    store.engines.order(0, SERVING)
+    supervisor.look()
+    supervisor.carry_out()
+    assert machine.lives("engine 0")
+    supervisor.close()
+
+
 def test_replacements_are_refilled_by_each_step(url: str) -> None:
     machine, store = Machine(), Store(url)
     supervisor, replacements = added(machine, store, url)

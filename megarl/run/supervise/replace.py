@@ -234,10 +234,12 @@ class Replacements:
 
 
 def lacks_gpus(replacements: Replacements, unit: str) -> bool:
-    """Return True for an absent unit of one process if a present process has a GPU of its place."""
+    """Return True for an absent engine of one process if another engine has a GPU of its place. Trainer ranks on its
+    GPUs take turns with it."""
     if not replacements.knows(unit) or replacements.state(unit) is not EngineStatus.ABSENT:
         return False
-    spec, there = replacements.of(unit).spec, (s.spec for s in replacements.present())
+    engines = [s for s in replacements.present() if kind_of(s.process.name) is ProcessKind.ENGINE]
+    spec, there = replacements.of(unit).spec, (s.spec for s in engines)
     return spec is not None and any(set(spec.gpus) & set(other.gpus) for other in there if other is not None)
 
 
