@@ -11,19 +11,12 @@ import numpy as np
 from sqlalchemy import select
 
 from megarl.core.schema import Reward, Segment, Task, Trajectory, WeightsSpan, WeightsVersion, digest_of
-from megarl.explore.store import (
-    Claim,
-    EndedGroup,
-    EngineStatus,
-    ExpertExperience,
-    GivenReward,
-    RegisteredEngine,
-    Store,
-    Used,
-)
+from megarl.engine.fleet import EngineTurn
+from megarl.explore.store import Claim, EndedGroup, ExpertExperience, GivenReward, Store, Used
 from megarl.explore.store.database import open_engine
 from megarl.explore.store.tables import METADATA
 from megarl.explore.store.workers import BusyTime
+from tests.engine_rows import serving_row
 from tests.trajectories import one_turn
 
 VERSION = WeightsVersion(0, 3)
@@ -112,13 +105,14 @@ WRITES: dict[str, Callable[[Store, Sequence[Claim]], Any]] = {
     ),
     "journal.record_evaluation": lambda store, claims: store.journal.record_evaluation("a", "r0", {"step": 1}),
     "journal.record_event": lambda store, claims: store.journal.record_event("trainer", "evaluation", {"step": 1}),
-    "engines.register": lambda store, claims: store.engines.register([RegisteredEngine(0, "http://e", 2)]),
+    "engines.register": lambda store, claims: store.engines.register([serving_row(0, "http://e", wanted_workers=2)]),
     "engines.scale": lambda store, claims: store.engines.scale("train", 3),
-    "engines.place": lambda store, claims: store.engines.place(0, "http://f"),
-    "engines.order": lambda store, claims: store.engines.order(0, EngineStatus.ABSENT),
-    "engines.fit": lambda store, claims: store.engines.fit(0, 4, since=1),
-    "engines.give_up": lambda store, claims: store.engines.give_up(1, since=1),
-    "engines.note": lambda store, claims: store.engines.note(0, EngineStatus.ABSENT, 1),
+    "engines.turn": lambda store, claims: store.engines.turn([0], EngineTurn.HERE),
+    "engines.delivered": lambda store, claims: store.engines.delivered({("train", 0): 1}, WeightsVersion(1, 1)),
+    "engines.hold": lambda store, claims: store.engines.hold([("train", 0)], "r0"),
+    "engines.free": lambda store, claims: store.engines.free(),
+    "engines.note": lambda store, claims: store.engines.note([serving_row(0, "http://f", done=1)]),
+    "engines.remove": lambda store, claims: store.engines.remove(0),
     "journal.record_steps": lambda store, claims: store.journal.record_steps({2: {"reward": 1.0}, 3: {}}),
     "journal.set_run_id": lambda store, claims: store.journal.set_run_id("r" * 32),
     "sync": lambda store, claims: store.sync(),

@@ -7,13 +7,15 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from megarl.core.config import compose
 from megarl.core.errors import ConfigError
-from megarl.explore.store import EngineStatus, Store
+from megarl.engine.fleet import EngineRow, EngineStatus, EngineTurn
+from megarl.explore.store import Store
 from megarl.learn import algorithms
 from megarl.run.checks.devices import ledger_of
 from megarl.run.checks.job import check
@@ -27,17 +29,19 @@ pytestmark = pytest.mark.timeout(3 * START_S)
 COLOCATED = (*WHOLE, "rollout.placement=colocated")
 
 
-def is_engine(run_dir: Path, state: EngineStatus) -> bool:
-    store = Store(f"sqlite:///{run_dir}/store.db")
-    try:
-        return store.engines.own()[0].state is state
-    finally:
-        store.close()
+def row_of(run_dir: Path) -> EngineRow:
+    with closing(Store(f"sqlite:///{run_dir}/store.db")) as store:
+        return store.engines.own()[0]
 
 
-def wanted(job: Job) -> object:
-    """State to which the engine is ordered."""
-    [[state]] = job.query("select wanted from engines")
+def sleeps(run_dir: Path) -> bool:
+    row = row_of(run_dir)
+    return row.turn is EngineTurn.ASLEEP and row.is_done
+
+
+def turn(job: Job) -> object:
+    """EngineTurn that the engine is ordered to take."""
+    [[state]] = job.query("select turn from engines")
     return state
 
 
@@ -69,10 +73,10 @@ def job(tmp_path_factory: pytest.TempPathFactory, whole_job: Job) -> Iterator[Jo
         held.until(job, "train", lambda: len(job.steps()) == 2, "the third rollout, behind a checkpoint")
         with job.stopped(job.pid):  # the trainer's order stays undone
             held.release("train")
-            job.until(lambda: wanted(job) == "absent", "an order for the engine to end")
+            job.until(lambda: turn(job) == "away", "an order for the engine to end")
             for trainer in job.trainers():  # they wait for that, and order nothing else
                 os.kill(trainer, signal.SIGSTOP)
-        job.until(lambda: is_engine(run_dir, EngineStatus.ABSENT), "a phase without an engine")
+        job.until(lambda: row_of(run_dir).state is EngineStatus.ABSENT, "a phase without an engine")
         job.kill_all()
         held.hold("train")
         sleep = ["rollout.offload=sleep", "trainer.offload=disk", "reference.offload=memory"]
@@ -86,7 +90,10 @@ def job(tmp_path_factory: pytest.TempPathFactory, whole_job: Job) -> Iterator[Jo
             os.kill(engine, signal.SIGSTOP)
         with job.stopped(engine):
             job.until(lambda: unread(port, trainers[0], "server"), "a call that the engine has not read")
-            job.until(lambda: is_engine(run_dir, EngineStatus.ASLEEP), "an order for the engine to sleep")
+            job.until(
+                lambda: row_of(run_dir).turn is EngineTurn.ASLEEP and row_of(run_dir).is_done,
+                "an order for the engine to sleep",
+            )
             for trainer in trainers:
                 os.kill(trainer, signal.SIGSTOP)
         job.until(lambda: unread(port, trainers[0], "client"), "the answer of an engine that sleeps")

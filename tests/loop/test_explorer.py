@@ -34,12 +34,13 @@ from megarl.explore.explorer.trajectories import TrajectorySettings
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.recording.model import NO_LIMITS
 from megarl.explore.rewards import Verdict
-from megarl.explore.store import RegisteredEngine, Store
+from megarl.explore.store import Store
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.tasksets.turns import messages_of, render_turns, turn_ids
 from megarl.explore.workflows import RolloutModel, Workflow
 from megarl.explore.workflows.reflect import FEEDBACK, reflect
 from megarl.explore.workflows.single_turn import single_turn
+from tests.engine_rows import serving_row
 from tests.loop.fake_server import KEY, Connected, FakeServer, answer, serving
 from tests.stores import finish
 
@@ -397,7 +398,7 @@ def process(
     save_resolved(config, tmp_path / "resolved.json")
     command = [sys.executable, "-m", "megarl.run.start", "explorer", "--config", str(tmp_path / "resolved.json")]
     store = Store(config.store.url)
-    store.engines.register([RegisteredEngine(0, engines, 1)])
+    store.engines.register([serving_row(0, engines)])
     store.close()
     variables = {**os.environ, "MEGARL_JOB_KEY": KEY, "MEGARL_ATTEMPT": "1", **env}
     with subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True, pass_fds=descriptors) as explorer:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from select import select as ready
 from typing import Any, Literal, NamedTuple
@@ -26,7 +27,8 @@ from sqlalchemy.engine import make_url
 
 from megarl.core.config import save_resolved
 from megarl.core.errors import ConfigError, FencedError, JobError
-from megarl.explore.store import VARIABLE, EngineStatus, RegisteredEngine, Store, check_url, database, transactions
+from megarl.engine.fleet import EngineTurn
+from megarl.explore.store import VARIABLE, Store, check_url, database, transactions
 from megarl.explore.store.claims import EndedGroup, make_ready, report
 from megarl.explore.store.codec import trajectory_to_row
 from megarl.explore.store.tables import ENGINES, STEPS, TRAJECTORIES
@@ -34,6 +36,7 @@ from megarl.explore.store.tables import GROUPS as GROUPS_TABLE
 from megarl.run.postgres import Server
 from megarl.run.report.html import summary, write_report
 from megarl.run.run_dir.resume import is_finished
+from tests.engine_rows import serving_row
 from tests.stores import finish, make_task, make_trajectory, request, rows
 from tests.unit.small_job import config_of
 from tests.unit.test_resume import begun
@@ -462,28 +465,31 @@ def test_a_new_attempt_waits_for_writes_under_way(server: Server, url: str) -> N
         store.close()
 
 
-def test_an_engine_is_not_given_up_while_the_other_is_ordered_away(server: Server, url: str) -> None:
+def test_an_order_and_a_turn_of_one_moment_both_stay(server: Server, url: str) -> None:
+    """Each has columns of its own; who comes second reads what the first has written."""
     first, second = Store(url), Store(url)
-    first.engines.register([RegisteredEngine(i, f"http://{i}", 1) for i in range(2)])
+    first.engines.register([serving_row(i, f"http://{i}") for i in range(2)])
 
     def order_away(connection: Any) -> None:
         connection.execute(select(ENGINES).with_for_update()).all()
-        connection.execute(update(ENGINES).where(ENGINES.c.number == 1).values(wanted=EngineStatus.ABSENT))
+        connection.execute(update(ENGINES).where(ENGINES.c.number == 1).values(wanted=False, order=1))
 
-    assert meet(server, first, order_away, lambda: second.engines.give_up(0, since=0)).other is False
-    assert [found.wanted for found in first.engines.own()] == [EngineStatus.SERVING, EngineStatus.ABSENT]
+    assert meet(server, first, order_away, lambda: second.engines.turn([1], EngineTurn.ASLEEP)).other == {1: 1}
+    assert [(e.wanted, e.order, e.turn) for e in first.engines.own()] == [
+        (True, 0, EngineTurn.HERE),
+        (False, 1, EngineTurn.ASLEEP),
+    ]
     first.close()
     second.close()
 
 
 def test_who_scales_meanwhile_sees_engines_that_were_added(server: Server, url: str) -> None:
     first, second = Store(url), Store(url)
-    engine = RegisteredEngine(0, "http://0", 1)
-    first.engines.register([engine])
+    first.engines.register([serving_row(0, "http://0")])
 
     def add(connection: Any) -> None:
         connection.execute(select(ENGINES).with_for_update()).all()
-        connection.execute(insert(ENGINES), [engine._replace(number=1)._asdict() | {"program": "train"}])
+        connection.execute(insert(ENGINES), [asdict(serving_row(1, "http://1"))])
 
     assert meet(server, first, add, lambda: second.engines.scale("train", 3)).other == (2, 1)
     assert [found.number for found in first.engines.own()] == [0, 1, 2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +13,10 @@ import pytest
 
 from megarl.core.config.schema import Config, RolloutConfig
 from megarl.core.errors import EngineError
-from megarl.explore.store import EngineStatus, RegisteredEngine, Store
+from megarl.engine.fleet import EngineRow, EngineStatus, EngineTurn
+from megarl.explore.store import Store
 from megarl.train.rank.context import RunContext
 from megarl.train.sync.colocated import ColocatedEngines
-
-SERVING, ASLEEP, ABSENT = EngineStatus.SERVING, EngineStatus.ASLEEP, EngineStatus.ABSENT
 
 
 class Engines:
@@ -25,7 +25,7 @@ class Engines:
     def __init__(self, folder: Path, offload: Any, *, fault: str = "") -> None:
         self.url = f"sqlite:///{folder}/store.db"
         self.store = Store(self.url)
-        self.store.engines.register([RegisteredEngine(n, f"http://{n}", 1, ABSENT, ABSENT) for n in range(2)])
+        self.store.engines.register([EngineRow("train", n, url=f"http://{n}", turn=EngineTurn.AWAY) for n in range(2)])
         self.parted = 0
         self.died: list[str] = []
         publisher: Any = SimpleNamespace(sleep=self.sleep, part=self.part, died=lambda: self.died)
@@ -43,8 +43,8 @@ class Engines:
         self.parted += 1
 
     @property
-    def wanted(self) -> list[EngineStatus]:
-        return [engine.wanted for engine in self.store.engines.own()]
+    def turn(self) -> list[EngineTurn]:
+        return [engine.turn for engine in self.store.engines.own()]
 
 
 @pytest.fixture
@@ -56,7 +56,8 @@ def supervised(tmp_path: Path) -> Iterator[None]:
         store = Store(f"sqlite:///{tmp_path}/store.db")
         while not over.wait(0.05):
             for engine in store.engines.own():
-                store.engines.note(engine.number, engine.wanted, engine.orders)
+                state = EngineStatus.ABSENT if engine.turn is EngineTurn.AWAY else EngineStatus.SERVING
+                store.engines.note([replace(engine, state=state, done_turn=engine.turn_order)])
         store.close()
 
     thread = threading.Thread(target=supervise)
@@ -69,16 +70,18 @@ def supervised(tmp_path: Path) -> Iterator[None]:
 def test_engines_are_ended_when_the_supervisor_has_ended_them(tmp_path: Path, supervised: None) -> None:
     engines = Engines(tmp_path, "destroy")
     engines.turns.come()
-    assert engines.wanted == [SERVING, SERVING]
+    assert engines.turn == [EngineTurn.HERE, EngineTurn.HERE]
     assert engines.turns.leave() == {} and engines.parted == 1
-    assert [(e.wanted, e.state, e.done) for e in engines.store.engines.own()] == [(ABSENT, ABSENT, 2)] * 2
+    assert [(e.turn, e.state, e.done_turn) for e in engines.store.engines.own()] == [
+        (EngineTurn.AWAY, EngineStatus.ABSENT, 2)
+    ] * 2
 
 
 def test_engines_sleep_once_the_supervisor_would_not_start_them_again(tmp_path: Path, supervised: None) -> None:
     engines = Engines(tmp_path, "sleep")
     engines.turns.come()
     engines.turns.leave()
-    assert [(e.state, e.done) for e in engines.store.engines.own()] == [(ASLEEP, 2)] * 2
+    assert [(e.turn, e.done_turn) for e in engines.store.engines.own()] == [(EngineTurn.ASLEEP, 2)] * 2
 
 
 def test_an_engine_that_was_started_awake_meanwhile_is_ended(tmp_path: Path, supervised: None) -> None:
@@ -87,26 +90,16 @@ def test_an_engine_that_was_started_awake_meanwhile_is_ended(tmp_path: Path, sup
     engines.turns.come()
     engines.died = ["the engine at http://0 has been replaced"]
     assert engines.turns.leave() == {} and engines.parted == 1
-    assert [(e.wanted, e.state) for e in engines.store.engines.own()] == [(ABSENT, ABSENT)] * 2
-
-
-def test_engines_sleep_and_one_that_is_absent_by_order_stays_so(tmp_path: Path, supervised: None) -> None:
-    engines = Engines(tmp_path, "sleep")
-    engines.turns.come()
-    engines.store.engines.order(1, ABSENT)  # by somebody else
-    assert engines.turns.leave() == {"memory/engines/freed_bytes": 1.0}
-    assert engines.wanted == [ASLEEP, ABSENT] and engines.parted == 0
-    engines.turns.come()
-    assert engines.wanted == [SERVING, ABSENT]
+    assert [(e.turn, e.state) for e in engines.store.engines.own()] == [(EngineTurn.AWAY, EngineStatus.ABSENT)] * 2
 
 
 def test_engines_that_do_not_sleep_are_ended(tmp_path: Path, supervised: None) -> None:
     engines = Engines(tmp_path, "sleep", fault="no answer")
     engines.turns.come()
     assert engines.turns.leave() == {} and engines.parted == 1
-    assert engines.wanted == [ABSENT, ABSENT]
+    assert engines.turn == [EngineTurn.AWAY, EngineTurn.AWAY]
     engines.turns.come()
-    assert engines.wanted == [SERVING, SERVING]
+    assert engines.turn == [EngineTurn.HERE, EngineTurn.HERE]
 
 
 def test_an_order_that_nobody_carries_out_is_an_error(tmp_path: Path) -> None:

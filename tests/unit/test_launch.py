@@ -24,7 +24,7 @@ from megarl.core.jobs import JOBS
 from megarl.core.machine import group_members
 from megarl.core.metrics import Timeline
 from megarl.core.schema import Task
-from megarl.explore.store import RegisteredEngine, Store
+from megarl.explore.store import Store
 from megarl.run.launch import job
 from megarl.run.launch.memory import MicroBatchBudget
 from megarl.run.nodes.allocation import Allocation
@@ -39,6 +39,7 @@ from megarl.run.run_dir import owner as run_dir
 from megarl.run.run_dir.owner import next_attempt, own_run_dir
 from megarl.run.supervise.supervisor import start_attempt, watch
 from megarl.weights.checkpoint.training.manifest import current_attempt
+from tests.engine_rows import serving_row
 from tests.unit.small_job import config_of, refused
 
 
@@ -79,7 +80,7 @@ def test_a_trainer_alone_takes_the_engines_of_an_earlier_start_out(tmp_path: Pat
     config = config_of(tmp_path, "run.mode=train")
     store = Store(config.store.url)
     store.begin_attempt(1)
-    store.engines.register([RegisteredEngine(0, "http://127.0.0.1:1", 1)])
+    store.engines.register([serving_row(0, "http://127.0.0.1:1")])
     assert start_attempt(config, Plan(JOBS["train"], ()), [], 1, "key") == []
     assert store.engines.read() == []
     store.close()
@@ -326,7 +327,7 @@ def test_the_engines_of_a_job_leave_the_store_with_it(tmp_path: Path, monkeypatc
 
     def start(config: Config, plan: object, nodes: object, attempt: int, *_: object) -> list[Started]:
         store.begin_attempt(attempt)
-        store.engines.register([RegisteredEngine(0, "http://a", 1)])
+        store.engines.register([serving_row(0, "http://a")])
         return []
 
     monkeypatch.setattr(job, "start_attempt", start)
@@ -348,7 +349,7 @@ def test_a_trainer_without_engines_removes_those_of_a_start_that_was_killed(prep
     )
     store, other = (Store(config.store.url, program=program) for program in ("train", "explore-0"))
     for each in (store, other):
-        each.engines.register([RegisteredEngine(0, f"http://{each.program}", 1)])
+        each.engines.register([serving_row(0, f"http://{each.program}", each.program)])
     store.begin_attempt(1)
 
     class Full(LocalNode):

@@ -15,15 +15,17 @@ import pytest
 
 from megarl.core.errors import ConfigError, JobError
 from megarl.core.machine import group_members
-from megarl.explore.store import EngineStatus, RegisteredEngine, Store
+from megarl.engine.fleet import EngineRow, EngineStatus, EngineTurn, Replacements
+from megarl.explore.store import Store
 from megarl.run.nodes.node import LocalNode, Spec, Started
 from megarl.run.process import ports
 from megarl.run.process.interrupt import StopRequest
 from megarl.run.process.process import Child
 from megarl.run.process.reaper import Reaper
-from megarl.run.supervise import orders, replace
-from megarl.run.supervise.orders import EngineOrders
+from megarl.run.supervise import supervisor, units
+from megarl.run.supervise.engines import EngineSupervisor, RowsInStore
 from megarl.run.supervise.supervisor import watch
+from tests.engine_rows import serving_row
 from tests.unit.small_job import config_of
 from tests.unit.test_launch_nodes import two_nodes
 
@@ -92,8 +94,8 @@ was sent the signal."""
 
 @pytest.fixture(autouse=True)
 def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replace, "LOOK_S", 0.0)
-    monkeypatch.setattr(replace, "CLOSED_S", 0.2)
+    monkeypatch.setattr(units, "LOOK_S", 0.0)
+    monkeypatch.setattr(units, "CLOSED_S", 0.2)
 
 
 def server(name: str, port: int, folder: Path, end: str = "never") -> Spec:
@@ -213,7 +215,7 @@ def test_a_port_that_is_still_held_is_waited_for(
 def test_a_port_that_is_held_for_ever_is_named(
     run: Callable[..., LocalNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replace, "FREE_S", 0.3)
+    monkeypatch.setattr(units, "FREE_S", 0.3)
     [port] = ports.choose("127.0.0.1", 1, None)
     try:
         with pytest.raises(
@@ -301,21 +303,20 @@ def test_nothing_is_replaced_once_the_job_is_asked_to_stop(run: Callable[..., Lo
 
 
 def test_engines_are_ended_and_started_by_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Absent by order: neither replaced nor a death; no replacement is used up."""
-    monkeypatch.setattr(orders, "LOOK_S", 0.01)
-    looks: list[None] = []
-    carry_out = EngineOrders.carry_out
+    """Away by order: neither replaced nor a death; no replacement is used up."""
+    monkeypatch.setattr(supervisor, "LOOK_S", 0.01)
+    acts: list[None] = []
+    act = EngineSupervisor.act
 
-    def noted(self: EngineOrders, **how: bool) -> None:
-        carry_out(self, **how)
-        looks.append(None)
+    def noted(self: EngineSupervisor, **how: bool) -> bool:
+        acts.append(None)
+        return act(self, **how)
 
-    monkeypatch.setattr(EngineOrders, "carry_out", noted)
+    monkeypatch.setattr(EngineSupervisor, "act", noted)
     config, port = config_of(tmp_path, "cluster.replacements=0"), ports.choose("127.0.0.1", 1, None)[0]
     store = Store(config.store.url)
     store.begin_attempt(1)
-    store.engines.register([RegisteredEngine(0, f"http://127.0.0.1:{port}", 1)])
-    assert [(e.wanted, e.state) for e in store.engines.read()] == [(EngineStatus.SERVING, EngineStatus.STARTING)]
+    store.engines.register([serving_row(0, f"http://127.0.0.1:{port}", state=EngineStatus.STARTING)])
 
     def until(state: EngineStatus) -> None:
         while store.engines.own()[0].state is not state:
@@ -323,16 +324,14 @@ def test_engines_are_ended_and_started_by_order(tmp_path: Path, monkeypatch: pyt
 
     def order() -> None:
         until(EngineStatus.SERVING)
-        store.engines.order(0, EngineStatus.ABSENT)
+        store.engines.turn([0], EngineTurn.AWAY)
         until(EngineStatus.ABSENT)
-        assert store.engines.read()[0].wanted is EngineStatus.ABSENT and not [
-            pid for pid in starts(tmp_path, "engine 0") if alive(pid)
-        ]
-        seen = len(looks)
-        while len(looks) < seen + 5:
+        assert not [pid for pid in starts(tmp_path, "engine 0") if alive(pid)]
+        seen = len(acts)
+        while len(acts) < seen + 5:
             time.sleep(0.01)
         assert len(starts(tmp_path, "engine 0")) == 1
-        store.engines.order(0, EngineStatus.SERVING)
+        store.engines.turn([0], EngineTurn.HERE)
 
     with Reaper() as reaper, ThreadPoolExecutor() as pool:
         node = LocalNode(reaper)
@@ -344,28 +343,23 @@ def test_engines_are_ended_and_started_by_order(tmp_path: Path, monkeypatch: pyt
     store.close()
 
 
-def test_a_store_that_is_away_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(orders, "LOOK_S", 0.01)
+def test_a_store_that_is_away_holds_nobody_up(tmp_path: Path) -> None:
     store = Store(f"sqlite:///{tmp_path}/store.db")
     looks: list[float] = []
 
-    def away() -> list[RegisteredEngine]:
+    def away() -> list[EngineRow]:
         looks.append(time.monotonic())
         raise JobError("away") if len(looks) < 3 else ConfigError("its folder is gone")
 
     store.engines.own = away  # type: ignore[method-assign]
-    waiting = EngineOrders(store, replace.Replacements([], 0), grace_s=0.0, workers=1)
+    rows, replacements = RowsInStore(store, 0.01), Replacements(0)
+    engines = EngineSupervisor([], units.Units([], replacements), replacements, 0.0)
+    rows.start()
     while len(looks) < 5:
-        waiting.carry_out()
+        rows.exchange(engines)
+        assert engines.act()
         time.sleep(0.01)
-    waiting.close()
-
-
-def test_a_state_that_is_reached_cannot_be_ordered(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="serving, asleep or absent, not starting"):
-        Store(f"sqlite:///{tmp_path}/store.db").engines.order(0, EngineStatus.STARTING)
-    with pytest.raises(ValueError, match="no engine 3 of the job train is registered"):
-        Store(f"sqlite:///{tmp_path}/store.db").engines.order(3, EngineStatus.ABSENT)
+    rows.close()
 
 
 def alive(pid: int) -> bool:

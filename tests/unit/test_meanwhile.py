@@ -29,7 +29,7 @@ from megarl.explore.explorer.engines import EngineFollower
 from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explorer
 from megarl.explore.explorer.held_out import record_evaluations
 from megarl.explore.explorer.under_way import SamplesUnderWay
-from megarl.explore.store import EngineStatus, RegisteredEngine, Store
+from megarl.explore.store import Store
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.run.checks.pacing import check_pacing
 from megarl.train.rank.context import RunContext
@@ -40,6 +40,7 @@ from megarl.train.rollout.meanwhile import EvaluationMeanwhile
 from megarl.train.sync.kept import KeptEngines
 from megarl.train.sync.own import OwnEngines
 from tests.chat_battery import checkpoint
+from tests.engine_rows import serving_row
 from tests.unit.test_held_out import answered
 from tests.unit.test_rollout_client import sample, streaming
 from tests.unit.test_spare import Scorer
@@ -321,8 +322,7 @@ def test_an_evaluation_goes_on_when_fewer_engines_are_ordered(tmp_path: Path) ->
     """It has two of four for itself, and is given up when no other one is left."""
     store, lost = Store(f"sqlite:///{tmp_path}/store.db"), list[bool]()
     fleet: Any = Engines("1.2", "1.2", "1.2", "1.2")
-    serving = EngineStatus.SERVING
-    store.engines.register([RegisteredEngine(i, url, 1, serving, serving) for i, url in enumerate(fleet.urls)])
+    store.engines.register([serving_row(i, url) for i, url in enumerate(fleet.urls)])
     kept, own = KeptEngines(), OwnEngines(store, "k", together=False)
     kept.behind(fleet, "1.2")
     has_evaluation = kept.keep(2, OLD, lambda: lost.append(True))

@@ -11,12 +11,13 @@ import pytest
 
 from megarl.core.errors import ConfigError, FencedError
 from megarl.core.jobs import TRAIN, of_program
-from megarl.explore.store import RegisteredEngine, Store
+from megarl.explore.store import Store
 from megarl.run.process import ports
 from megarl.run.run_dir.owner import check_fence, next_attempt, own_run_dir
 from megarl.train.sync import others
 from megarl.train.sync.others import EnginesOfOthers
 from megarl.weights.checkpoint.training.manifest import current_attempt
+from tests.engine_rows import serving_row
 from tests.unit.test_scale import Health
 
 OTHER = "explore-0"
@@ -46,8 +47,8 @@ def test_attempts_in_a_store(tmp_path: Path) -> None:
 def test_engines_belong_to_the_job_that_registers_them(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/store.db"
     trainer, explorer = Store(url), Store(url, program=OTHER)
-    trainer.engines.register([RegisteredEngine(0, "http://a", 1)])
-    explorer.engines.register([RegisteredEngine(i, f"http://b{i}", 1) for i in range(2)])
+    trainer.engines.register([serving_row(0, "http://a")])
+    explorer.engines.register([serving_row(i, f"http://b{i}", OTHER) for i in range(2)])
     assert [engine.url for engine in trainer.engines.read()] == ["http://b0", "http://b1", "http://a"]
     explorer.engines.register([])
     assert [engine.url for engine in trainer.engines.read()] == ["http://a"] and explorer.engines.own() == []
@@ -62,8 +63,8 @@ def test_the_trainer_names_once_what_it_leaves_out(
     store, beating = (Store(f"sqlite:///{tmp_path}/store.db", program=f"explore-{i}") for i in (0, 1))
     chosen = ports.choose("127.0.0.1", 2, None)
     dead = [f"http://127.0.0.1:{port}" for port in chosen]
-    store.engines.register([RegisteredEngine(0, "http://127.0.0.1:1", 1)])
-    beating.engines.register([RegisteredEngine(i, url, 1) for i, url in enumerate(dead)])
+    store.engines.register([serving_row(0, "http://127.0.0.1:1", "explore-0")])
+    beating.engines.register([serving_row(i, url, "explore-1") for i, url in enumerate(dead)])
     engines = EnginesOfOthers(store, "k", 60.0)
 
     def looks() -> list[list[str]]:

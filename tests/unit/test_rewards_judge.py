@@ -30,7 +30,8 @@ from megarl.explore.rewards.judge import judge
 from megarl.explore.rewards.judge import server as judge_server
 from megarl.explore.rewards.judge.cache import JudgementCache
 from megarl.explore.rewards.judge.judge import Judge, check_judge
-from megarl.explore.store import RegisteredEngine, Store
+from megarl.explore.store import Store
+from tests.engine_rows import serving_row
 from tests.unit.small_job import config_of
 
 KEY = "sk-secret-of-this-test"
@@ -472,7 +473,7 @@ def test_the_judge_asks_the_engines_of_the_moment(left: int, tmp_path: Path) -> 
             subject = await stack.enter_async_context(explorer._judge(judging, client.engines.to_ask, "k", 0.0))
             assert subject is not None
             follower = EngineFollower(store, client, "k", None)
-            now = [RegisteredEngine(number, url, 1) for number, url in enumerate(urls[:1] if left else urls[2:])]
+            now = [serving_row(number, url) for number, url in enumerate(urls[:1] if left else urls[2:])]
             await follower.follow(now)
             for one, url in zip(running, urls, strict=True):
                 if url not in {engine.url for engine in now}:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -19,9 +20,9 @@ from megarl.core.errors import ConfigError, EngineClosed, EngineError
 from megarl.core.jobs import of_program
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.client import EngineClient, Prompt, Sampling
-from megarl.engine.client.names import COLD_FOLDER, cold_mark
+from megarl.engine.fleet import EngineRow, EngineStatus, EngineTurn
 from megarl.explore.explorer.engines import EngineFollower, urls_of_the_start, urls_to_ask
-from megarl.explore.store import EngineRoom, EngineStatus, RegisteredEngine, Store
+from megarl.explore.store import EngineRoom, Store
 from megarl.run.launch.scale import scale
 from megarl.run.nodes.plan import NodeInfo, plan_job, workers_of
 from megarl.run.process import ports
@@ -29,11 +30,11 @@ from megarl.run.run_dir.owner import own_run_dir
 from megarl.run.supervise.more_engines import room_for_engines
 from megarl.train.sync.fleet import EngineFleet
 from megarl.train.sync.own import OwnEngines
+from tests.engine_rows import serving_row
 from tests.unit.reshard_cases import qwen3_config
 from tests.unit.small_job import config_of
 from tests.unit.test_rollout_client import sample, streaming
 
-SERVING, ABSENT, STARTING = EngineStatus.SERVING, EngineStatus.ABSENT, EngineStatus.STARTING
 ROOM = EngineRoom(1, 3, "3 CPUs")
 ASKED_BY_WORKERS = ["reward.judge.url=rollout", "reward.path=reward.py"]
 
@@ -55,7 +56,8 @@ def running(folder: Path, *overrides: str, programs: tuple[str, ...] = ("train",
             stack.enter_context(own_run_dir(folder, program))
             save_resolved(config, folder / f"{of_program('resolved', program)}.json")
             store = Store(config.store.url, program=program)
-            store.engines.register([RegisteredEngine(i, f"http://{program}:{i}", 1) for i in range(engines)], ROOM)
+            rows = [serving_row(i, f"http://{program}:{i}", program) for i in range(engines)]
+            store.engines.register(rows, ROOM)
             stack.callback(store.close)
         save_resolved(config, folder / "resolved.json")
         yield store
@@ -66,8 +68,8 @@ def test_engines_are_ordered_by_number(tmp_path: Path, caplog: pytest.LogCapture
     with running(tmp_path) as store:
         for number in (3, 3, 1, 2):
             scale(str(tmp_path), [f"engines={number}"])
-        found = [(e.number, e.url, e.workers, e.wanted, e.orders) for e in store.engines.own()]
-    assert found == [(0, "http://train:0", 1, SERVING, 0), (1, "", 1, SERVING, 3), (2, "", 1, ABSENT, 2)]
+        found = [(e.number, e.url, e.wanted_workers, e.wanted, e.order) for e in store.engines.own()]
+    assert found == [(0, "http://train:0", 1, True, 0), (1, "", 1, True, 3), (2, "", 1, False, 2)]
     assert "engines 1 -> 3, 2 of them new" in caplog.text and "engines 1 -> 2" in caplog.messages[-1]
 
 
@@ -92,7 +94,7 @@ def test_engines_are_ordered_by_number(tmp_path: Path, caplog: pytest.LogCapture
 def test_what_is_refused(tmp_path: Path, words: list[str], overrides: list[str], said: str) -> None:
     with running(tmp_path, *overrides) as store, pytest.raises(ConfigError, match=said):
         scale(str(tmp_path), words)
-    assert [(e.wanted, e.orders) for e in store.engines.own()] == [(SERVING, 0)]
+    assert [(e.wanted, e.order) for e in store.engines.own()] == [(True, 0)]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def test_workers_that_are_refused(
 ) -> None:
     with running(tmp_path, f"model.path={model}", *overrides) as store, pytest.raises(ConfigError, match=said):
         scale(str(tmp_path), words)
-    assert [(e.workers, e.orders) for e in store.engines.own()] == [(1, 0)]
+    assert [(e.wanted_workers, e.order) for e in store.engines.own()] == [(1, 0)]
 
 
 def test_engines_get_other_workers(tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -119,32 +121,36 @@ def test_engines_get_other_workers(tmp_path: Path, model: Path, caplog: pytest.L
     with running(tmp_path, f"model.path={model}", "rollout.replicas=2", "reward.judge.url=rollout") as store:
         for words in (["engines=2"], ["tp=1"], ["engines=1", "tp=2"], ["tp=2"]):
             scale(str(tmp_path), words)
-        found = [(e.number, e.workers, e.wanted, e.orders) for e in store.engines.own()]
-    assert found == [(0, 2, SERVING, 1), (1, 2, ABSENT, 3)]
+        found = [(e.number, e.wanted_workers, e.wanted, e.order) for e in store.engines.own()]
+    assert found == [(0, 2, True, 1), (1, 2, False, 2)]
     assert caplog.text.count("starts again in turn, with tp=2") == 1
 
 
-def test_nothing_is_ordered_while_an_engine_is_compared(tmp_path: Path, model: Path) -> None:
-    """It is absent for a moment: ``engines=1`` would have left two, and ``tp=2`` found none."""
-    with running(tmp_path, f"model.path={model}", engines=2) as store:
-        store.engines.order(0, ABSENT)
-        cold_mark(tmp_path / COLD_FOLDER).touch()
-        for words in (["engines=1"], ["tp=2"]):
-            with pytest.raises(ConfigError, match=r"started again for a comparison \(sync.cold_interval\)"):
-                scale(str(tmp_path), words)
-        assert [(e.workers, e.wanted) for e in store.engines.own()] == [(1, ABSENT), (1, SERVING)]
-        cold_mark(tmp_path / COLD_FOLDER).unlink()
-        store.engines.order(0, SERVING)
+def test_engines_are_scaled_while_one_is_compared(tmp_path: Path) -> None:
+    """It is away for a moment, which is no order of this kind."""
+    with running(tmp_path, engines=2) as store:
+        store.engines.turn([0], EngineTurn.AWAY)
         scale(str(tmp_path), ["engines=1"])
-        assert [e.wanted for e in store.engines.own()] == [SERVING, ABSENT]
+        assert [(e.wanted, e.turn) for e in store.engines.own()] == [(True, EngineTurn.AWAY), (False, EngineTurn.HERE)]
+
+
+def test_an_engine_that_was_refused_is_named_and_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with running(tmp_path) as store:
+        store.engines.scale("train", 2)
+        store.engines.note([replace(store.engines.own()[1], done=1, refused="no room")])
+        caplog.set_level("INFO")
+        scale(str(tmp_path), ["engines=2"])
+        refused = store.engines.own()[1]
+    assert "engine 1 was not started when it was ordered last: no room" in caplog.text
+    assert (refused.order, refused.is_refused) == (2, False)
 
 
 def test_a_new_explorer_asks_engines_that_are_wanted_and_its_workers_those_of_the_start() -> None:
-    engines = [RegisteredEngine(i, f"http://train:{i}", 1, wanted) for i, wanted in enumerate((ABSENT, SERVING))]
-    engines += [RegisteredEngine(2, "http://train:2", 1), RegisteredEngine(3, "", 1)]
+    engines = [serving_row(i, f"http://train:{i}", wanted=wanted) for i, wanted in enumerate((False, True))]
+    engines += [serving_row(2, "http://train:2"), serving_row(3, "")]
     assert urls_to_ask(engines) == ["http://train:1", "http://train:2"]
     assert urls_to_ask(engines[:1]) == ["http://train:0"], "all are away for a moment"
-    assert urls_to_ask([engines[1]._replace(wanted=EngineStatus.ASLEEP)]) == ["http://train:1"]
+    assert urls_to_ask([replace(engines[1], turn=EngineTurn.ASLEEP)]) == ["http://train:1"]
     assert urls_of_the_start(engines, 2) == ["http://train:0", "http://train:1"]
 
 
@@ -206,25 +212,25 @@ def test_the_trainer_joins_engines_that_are_there(tmp_path: Path) -> None:
     store = Store(f"sqlite:///{tmp_path}/store.db")
     own, together = (OwnEngines(store, "k", together=t) for t in (False, True))
 
-    def urls(*engines: RegisteredEngine, begun: bool = True) -> object:
+    def urls(*engines: EngineRow, begun: bool = True) -> object:
         store.engines.register(engines)
         return own.urls(begun=begun)
 
-    up = RegisteredEngine(0, alive, 1, SERVING, SERVING)
+    up = serving_row(0, alive)
     try:
-        assert urls(up, up._replace(number=1, url=dead)) == [alive]
-        assert urls(up, up._replace(number=1, url=dead, state=STARTING)) == [alive]
-        other = up._replace(number=1, url=alive.replace("127.0.0.1", "localhost"))
-        assert urls(up, other._replace(state=STARTING)) == [alive, other.url]
-        assert urls(up._replace(state=STARTING), other) == [alive, other.url]
-        assert urls(up, other._replace(state=ABSENT)) == [alive]
-        assert urls(up, up._replace(number=1, url="")) == [alive]
-        assert urls(up, up._replace(number=1, url=dead, state=STARTING), begun=False) == [alive, dead]
+        assert urls(up, replace(up, number=1, url=dead)) == [alive]
+        assert urls(up, replace(up, number=1, url=dead, state=EngineStatus.STARTING)) == [alive]
+        other = replace(up, number=1, url=alive.replace("127.0.0.1", "localhost"))
+        assert urls(up, replace(other, state=EngineStatus.STARTING)) == [alive, other.url]
+        assert urls(replace(up, state=EngineStatus.STARTING), other) == [alive, other.url]
+        assert urls(up, replace(other, state=EngineStatus.ABSENT)) == [alive]
+        assert urls(up, replace(up, number=1, url="")) == [alive]
+        assert urls(up, replace(up, number=1, url=dead, state=EngineStatus.STARTING), begun=False) == [alive, dead]
         assert together.urls(begun=True) == [alive, dead] and together.registered() == []
-        gone = up._replace(url=dead), up._replace(number=1, url=dead)
+        gone = replace(up, url=dead), replace(up, number=1, url=dead)
         assert urls(*gone) == [dead, dead], "none is there"
-        assert urls(up._replace(wanted=ABSENT)) is None and urls() == []
-        assert urls(up._replace(wanted=ABSENT), up._replace(number=1, url=dead)) == own.registered() == [dead]
+        assert urls(replace(up, wanted=False)) is None and urls() == []
+        assert urls(replace(up, wanted=False), replace(up, number=1, url=dead)) == own.registered() == [dead]
     finally:
         server.shutdown()
 
@@ -259,11 +265,11 @@ def test_an_engine_is_asked_once_it_has_weights_and_until_it_is_wanted_no_more(t
     async def scenario() -> None:
         async with TestServer(engine("a")) as first, TestServer(engine("b")) as second:
             a, b = (str(server.make_url("")).rstrip("/") for server in (first, second))
-            both = [RegisteredEngine(i, url, 1, SERVING, STARTING) for i, url in enumerate((a, b))]
+            both = [serving_row(i, url) for i, url in enumerate((a, b))]
             async with EngineClient([a], "k") as client:
                 follower = EngineFollower(Store(f"sqlite:///{tmp_path}/store.db"), client, "k", None)
 
-                async def follow(*engines: RegisteredEngine) -> int:
+                async def follow(*engines: EngineRow) -> int:
                     await follower.follow(engines)
                     return follower.count
 
@@ -291,7 +297,7 @@ def test_an_engine_is_asked_once_it_has_weights_and_until_it_is_wanted_no_more(t
                 assert await follow(*both) == 1 and await ask(3) == {"a"}, "its weights are older"
                 versions["b"] = "1.3"
                 assert await follow(*both) == 2 and await ask(3) == {"a", "b"}
-                assert await follow(both[0]._replace(wanted=ABSENT), both[1]) == 1 and await ask(3) == {"b"}
-                assert await follow(both[0]._replace(wanted=ABSENT)) == 1 and await ask(1) == {"b"}, "none is wanted"
+                assert await follow(replace(both[0], wanted=False), both[1]) == 1 and await ask(3) == {"b"}
+                assert await follow(replace(both[0], wanted=False)) == 1 and await ask(1) == {"b"}, "none is wanted"
 
     asyncio.run(scenario())

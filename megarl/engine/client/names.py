@@ -19,6 +19,8 @@ UNTIL_PUBLISHED = "MEGARL_UNTIL_PUBLISHED"
 of a job must not answer with the weights of the model's files."""
 
 
+START = "MEGARL_ENGINE_START"
+"""Variable with the number of an engine's start (``EngineRow.start``); 0 without a supervisor."""
 COLD = "MEGARL_COLD"
 """Variable with the folder whose weights an engine begins with, while ``cold_mark`` lies beside it, instead of those of
 the model's files."""

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 from megarl.engine.client.client import EngineClient
 from megarl.engine.client.control import EngineControl
 from megarl.engine.client.open import GatedEngines, may_be_asked
-from megarl.explore.store import EngineStatus, RegisteredEngine, Store
+from megarl.engine.fleet import EngineRow, EngineTurn
+from megarl.explore.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -18,16 +19,16 @@ EVERY_S = 1.0
 """Seconds between two looks into the store."""
 
 
-def urls_to_ask(registered: Sequence[RegisteredEngine]) -> list[str]:
+def urls_to_ask(registered: Sequence[EngineRow]) -> list[str]:
     """Return the URLs of engines that are wanted: another process may have the port of one that was ended by order.
 
     Where none is wanted, all are away for a moment (colocated, or the only engine in a cold check) and are returned.
     """
     there = [engine for engine in registered if engine.url]
-    return [e.url for e in there if e.wanted is not EngineStatus.ABSENT] or [e.url for e in there]
+    return [e.url for e in there if e.is_present] or [e.url for e in there]
 
 
-def urls_of_the_start(registered: Sequence[RegisteredEngine], replicas: int) -> list[str]:
+def urls_of_the_start(registered: Sequence[EngineRow], replicas: int) -> list[str]:
     """Return the URLs of the engines that the job began with. ``megarl scale`` keeps them where a function of
     ``reward.path`` may ask them as the judge."""
     return [engine.url for engine in registered if engine.url and engine.number < replicas]
@@ -77,9 +78,9 @@ class EngineFollower:
             await self.follow(await call(self._store.engines.own))
             await asyncio.sleep(EVERY_S)
 
-    async def follow(self, registered: Sequence[RegisteredEngine]) -> None:
+    async def follow(self, registered: Sequence[EngineRow]) -> None:
         """Take in what is registered now."""
-        wanted = [e.url for e in registered if e.url and e.wanted is EngineStatus.SERVING]
+        wanted = [e.url for e in registered if e.url and e.is_present and e.turn is EngineTurn.HERE]
         if wanted and wanted != list(self._engines.urls):
             log.info("the job's engines are %s", ", ".join(wanted))
             self._engines.replace(wanted)

@@ -2,7 +2,7 @@
 
 from megarl.explore.store.claims import Claim, EndedGroup
 from megarl.explore.store.database import OWN_SERVER, VARIABLE, check_url, sqlite_file
-from megarl.explore.store.engines import EngineRoom, RegisteredEngine
+from megarl.explore.store.engines import EngineRoom
 from megarl.explore.store.experts import ExpertExperience, ImportedSource
 from megarl.explore.store.journal import NOTHING_USED, Used
 from megarl.explore.store.late import AwaitingReward, GivenReward, Rewarded
@@ -10,7 +10,6 @@ from megarl.explore.store.pacing import UnusedGroup
 from megarl.explore.store.replays import UsedGroup
 from megarl.explore.store.selection import Glance, Selection, StoredGroup
 from megarl.explore.store.store import Store
-from megarl.explore.store.tables import EngineStatus
 
 __all__ = [
     "AwaitingReward",
@@ -20,12 +19,10 @@ __all__ = [
     "Claim",
     "EndedGroup",
     "EngineRoom",
-    "EngineStatus",
     "ExpertExperience",
     "GivenReward",
     "Glance",
     "ImportedSource",
-    "RegisteredEngine",
     "Rewarded",
     "Selection",
     "Store",

@@ -1,32 +1,25 @@
-"""The engines of a run: whoever asks them finds them here, and orders what they shall be."""
+"""Rows of the engines of a run (``megarl.engine.fleet``), and the room that their jobs have for them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, Select, delete, insert, select, update
+from sqlalchemy import ColumnElement, Connection, and_, delete, insert, select, update
 
-from megarl.explore.store.tables import ENGINES, JOB, EngineStatus
+from megarl.core.schema import WeightsVersion
+from megarl.engine.fleet import COLUMNS, ColumnOwner, EngineRow, EngineStatus, EngineTurn, Key, change, scaled
+from megarl.explore.store.tables import ENGINES, JOB
 from megarl.explore.store.transactions import Transactions, put
 
-
-class RegisteredEngine(NamedTuple):
-    """An engine of a job."""
-
-    number: int
-    """Number of the replica; the ranks of its workers in the weight plan follow from it."""
-    url: str
-    """Empty until the supervisor of its job has given it a place."""
-    workers: int
-    """Workers that shall hold its weights: tp * pp."""
-    wanted: EngineStatus = EngineStatus.SERVING
-    state: EngineStatus = EngineStatus.STARTING
-    orders: int = 0
-    """Number of the last order, which is for ``wanted``."""
-    done: int = 0
-    """Number of the last order that was carried out; ``state`` is the engine's since then."""
+_READ: Mapping[str, Callable[[Any], Any]] = {
+    "state": EngineStatus,
+    "turn": EngineTurn,
+    "version": lambda text: None if text is None else WeightsVersion.parse(text),
+}
+"""Column -> what makes its value of what the database has."""
 
 
 class EngineRoom(NamedTuple):
@@ -44,23 +37,19 @@ class EngineRoom(NamedTuple):
         return max(self.workers // workers, self.begun if workers == begun_with else 0)
 
 
-class EngineRegistry:
-    """Engines of the run's jobs, by the program of the job that owns them.
-
-    The supervisor of that job registers its engines, carries out orders and notes states. Explorer and trainer read.
-    """
+class EngineTable:
+    """Engines of the run's jobs, by the program of the job that owns them."""
 
     def __init__(self, database: Transactions) -> None:
         self._database = database
 
-    def register(self, engines: Sequence[RegisteredEngine], room: EngineRoom | None = None) -> None:
-        """Make ``engines`` those of this handle's job, which has ``room`` for so many. Safe to repeat: they are written
+    def register(self, rows: Sequence[EngineRow], room: EngineRoom | None = None) -> None:
+        """Make ``rows`` those of this handle's job, which has ``room`` for so many. Safe to repeat: they are written
         again."""
 
         def work(connection: Connection, again: bool) -> None:
             connection.execute(delete(ENGINES).where(ENGINES.c.program == self._database.program))
-            if engines:
-                connection.execute(insert(ENGINES), [self._row(engine) for engine in engines])
+            _insert(connection, rows)
             if room is not None:
                 put(connection, JOB, [{"key": _room_key(self._database.program), "value": json.dumps(room)}])
 
@@ -72,141 +61,142 @@ class EngineRegistry:
         value = self._database.read(lambda connection: connection.scalar(query))
         return None if value is None else EngineRoom(*json.loads(value))
 
-    def scale(self, program: str, number: int, workers: int | None = None) -> tuple[int, int]:
-        """Order a job to have so many engines; return how many were wanted before, and how many are new rows.
-
-        Those with the highest numbers go first, and come back last. New ones have no url until the job's supervisor has
-        given them a place. Safe to repeat: only what is missing, too much, or of other workers is ordered.
-
-        Args:
-            workers: Of each engine, absent ones too; None leaves them as they are.
-
-        Raises ValueError where the job has registered none, or ``number`` is below 1.
-        """
-        if number < 1:
-            raise ValueError(f"{number} engines: a job has one or more")
-
-        def work(connection: Connection, again: bool) -> tuple[int, int]:
-            query = select(ENGINES).where(ENGINES.c.program == program).order_by(ENGINES.c.number)
-            # PostgreSQL: who orders at the same moment waits, and reads after that what was ordered meanwhile.
-            connection.execute(query.with_for_update()).all()
-            rows = connection.execute(query).all()
-            if not rows:
-                raise ValueError(f"the job {program} has registered no engine")
-            if workers is not None:
-                others = (ENGINES.c.program == program, ENGINES.c.workers != workers)
-                change = update(ENGINES).where(*others)
-                connection.execute(change.values(workers=workers, orders=ENGINES.c.orders + 1))
-            there = [row.number for row in rows if row.wanted != EngineStatus.ABSENT]
-            away = [row.number for row in rows if row.wanted == EngineStatus.ABSENT]
-            back = away[: max(0, number - len(there))]
-            more = max(0, number - len(there) - len(back))
-            for numbers, wanted in ((there[number:], EngineStatus.ABSENT), (back, EngineStatus.SERVING)):
-                which = (ENGINES.c.program == program, ENGINES.c.number.in_(numbers))
-                connection.execute(update(ENGINES).where(*which).values(wanted=wanted, orders=ENGINES.c.orders + 1))
-            for new in range(rows[-1].number + 1, rows[-1].number + 1 + more):
-                of_each = rows[0].workers if workers is None else workers
-                engine = RegisteredEngine(new, "", of_each, EngineStatus.SERVING, EngineStatus.ABSENT, orders=1)
-                connection.execute(insert(ENGINES), [engine._asdict() | {"program": program}])
-            return len(there), more
-
-        found: tuple[int, int] = self._database.write(work)
-        return found
-
-    def place(self, number: int, url: str) -> None:
-        """Write where an engine of this handle's job is. Safe to repeat."""
-        which = (ENGINES.c.program == self._database.program, ENGINES.c.number == number)
-        self._database.write(
-            lambda connection, again: connection.execute(update(ENGINES).where(*which).values(url=url))
-        )
-
-    def read(self, programs: Collection[str] | None = None) -> list[RegisteredEngine]:
-        """Engines of all jobs, or of some programs, absent ones too, by program and number; none before a start, or in
-        an offline job."""
-        query = select(ENGINES)
-        return self._engines(query if programs is None else query.where(ENGINES.c.program.in_(programs)))
-
     def programs(self) -> list[str]:
         """Programs that have registered engines."""
         query = select(ENGINES.c.program).distinct().order_by(ENGINES.c.program)
         return self._database.read(lambda connection: list(connection.scalars(query)))
 
-    def own(self) -> list[RegisteredEngine]:
+    def read(self, programs: Collection[str] | None = None) -> list[EngineRow]:
+        """Engines of all jobs, or of some programs, absent ones too, by program and number; none before a start, or in
+        an offline job."""
+        which = () if programs is None else (ENGINES.c.program.in_(programs),)
+        return self._database.read(lambda connection: _read(connection, *which))
+
+    def own(self) -> list[EngineRow]:
         """Engines of this handle's job by number."""
-        return self._engines(select(ENGINES).where(ENGINES.c.program == self._database.program))
+        return self.read([self._database.program])
 
-    def order(self, number: int, wanted: EngineStatus, program: str | None = None) -> int:
-        """Ask the supervisor of a job (None: this handle's) for a state of its engine; return the number of its
-        last order. Safe to repeat.
+    def scale(self, program: str, number: int, workers: int | None = None) -> tuple[int, int]:
+        """Order a job to have so many engines (``fleet.scaled``); return how many were wanted before, and how many are
+        new rows. Safe to repeat: only what is missing, too much, or of other workers is ordered.
 
-        Raises ValueError for a state that is reached, not ordered, and for an engine that is not registered.
+        Raises ValueError where the job has registered none, or ``number`` is below 1.
         """
-        if wanted is EngineStatus.STARTING:
-            raise ValueError(f"an engine can be ordered to be serving, asleep or absent, not {wanted}")
-        which = (ENGINES.c.program == (program or self._database.program), ENGINES.c.number == number)
-        change = update(ENGINES).where(*which).values(wanted=wanted, orders=ENGINES.c.orders + 1)
 
-        def work(connection: Connection, again: bool) -> int | None:
-            connection.execute(change)
-            return connection.execute(select(ENGINES.c.orders).where(*which)).scalar()
-
-        order = self._database.write(work)
-        if order is None:
-            raise ValueError(f"no engine {number} of the job {program or self._database.program} is registered")
-        return order
-
-    def give_up(self, number: int, *, since: int) -> bool:
-        """Order an engine of this handle's job to be absent, where its last order is still ``since``.
-
-        Return False, and order nothing, where no other engine of the job is wanted. Safe to repeat.
-        """
-        own = ENGINES.c.program == self._database.program
-        query = select(ENGINES.c.number, ENGINES.c.wanted, ENGINES.c.orders).where(own).order_by(ENGINES.c.number)
-
-        def work(connection: Connection, again: bool) -> bool:
-            # PostgreSQL: `scale` might order the others away at the same moment.
-            connection.execute(query.with_for_update()).all()
-            rows = {row.number: row for row in connection.execute(query)}
-            if rows[number].orders != since:
-                return True
-            if not any(row.wanted != EngineStatus.ABSENT for row in rows.values() if row.number != number):
-                return False
-            change = update(ENGINES).where(own, ENGINES.c.number == number)
-            connection.execute(change.values(wanted=EngineStatus.ABSENT, orders=since + 1))
-            return True
+        def work(connection: Connection, again: bool) -> tuple[int, int]:
+            before = _locked(connection, program)
+            after = scaled(before, number, workers)
+            _update(connection, before, after, COLUMNS[ColumnOwner.SCALE])
+            _insert(connection, after[len(before) :])
+            return sum(row.wanted for row in before), len(after) - len(before)
 
         return self._database.write(work)
 
-    def fit(self, number: int, workers: int, *, since: int) -> None:
-        """Have an engine of this handle's job keep its workers, where its last order is still ``since``. Safe to
-        repeat."""
-        which = (ENGINES.c.program == self._database.program, ENGINES.c.number == number, ENGINES.c.orders == since)
-        change = update(ENGINES).where(*which).values(workers=workers)
-        self._database.write(lambda connection, again: connection.execute(change))
+    def turn(self, numbers: Iterable[int], turn: EngineTurn) -> dict[int, int]:
+        """Order engines of this handle's job to take this turn; weights of those that leave are lost. Return the
+        number of each one's order. Safe to repeat."""
 
-    def note(self, number: int, state: EngineStatus, order: int) -> None:
-        """Write what has become of an engine of this handle's job since an order. Safe to repeat."""
-        which = (ENGINES.c.program == self._database.program, ENGINES.c.number == number)
-        change = update(ENGINES).where(*which).values(state=state, done=order)
-        self._database.write(lambda connection, again: connection.execute(change))
+        def turned(row: EngineRow) -> EngineRow:
+            version = row.version if turn is EngineTurn.HERE else None
+            return change(row, "turned", turn=turn, turn_order=row.turn_order + 1, version=version)
 
-    def _engines(self, query: Select[Any]) -> list[RegisteredEngine]:
-        rows = self._database.read(lambda connection: connection.execute(query.order_by(*ENGINES.primary_key)).all())
-        return [
-            RegisteredEngine(
-                row.number,
-                row.url,
-                row.workers,
-                EngineStatus(row.wanted),
-                EngineStatus(row.state),
-                row.orders,
-                row.done,
-            )
-            for row in rows
-        ]
+        changed = self._change({(self._database.program, number) for number in numbers}, turned)
+        return {row.number: row.turn_order for row in changed}
 
-    def _row(self, engine: RegisteredEngine) -> dict[str, object]:
-        return {"program": self._database.program, **engine._asdict()}
+    def delivered(self, starts: Mapping[Key, int], version: WeightsVersion | None) -> None:
+        """Note that these starts of engines have proven to have ``version``; None: that they have lost what they had.
+        A row of another start stays as it is. Safe to repeat."""
+
+        def deliver(row: EngineRow) -> EngineRow:
+            if row.start != starts[row.key]:
+                return row
+            return change(row, "delivered", version=version, version_start=row.start)
+
+        self._change(starts.keys(), deliver)
+
+    def hold(self, keys: Collection[Key], rollout: str) -> None:
+        """Have engines keep their weights for the evaluation ``rollout``. Safe to repeat."""
+        self._change(keys, lambda row: row if row.holds_for == rollout else change(row, "held", holds_for=rollout))
+
+    def free(self) -> None:
+        """Have no engine keep its weights for an evaluation. Safe to repeat."""
+        change_all = update(ENGINES).where(ENGINES.c.holds_for != "").values(holds_for="")
+        self._database.write(lambda connection, again: connection.execute(change_all))
+
+    def note(self, rows: Iterable[EngineRow]) -> None:
+        """Write what the supervisor of this handle's job knows of its engines. Safe to repeat."""
+        noted = list(rows)
+
+        def work(connection: Connection, again: bool) -> None:
+            for row in noted:
+                values = _values(row, COLUMNS[ColumnOwner.SUPERVISOR])
+                connection.execute(update(ENGINES).where(_is(row.key)).values(values))
+
+        self._database.write(work)
+
+    def remove(self, number: int) -> bool:
+        """Delete the row of an engine of this handle's job that has ended; return whether it is gone: not where it was
+        ordered once more. Safe to repeat."""
+        row = _is((self._database.program, number))
+        over = and_(row, ~ENGINES.c.wanted, ENGINES.c.state == EngineStatus.ABSENT, ENGINES.c.done == ENGINES.c.order)
+
+        def work(connection: Connection, again: bool) -> bool:
+            connection.execute(delete(ENGINES).where(over))
+            return connection.scalar(select(ENGINES.c.number).where(row)) is None
+
+        return self._database.write(work)
+
+    def _change(self, keys: Collection[Key], of_row: Callable[[EngineRow], EngineRow]) -> list[EngineRow]:
+        """Change rows that are there, in one transaction; return them."""
+        programs = {program for program, _ in keys}
+
+        def work(connection: Connection, again: bool) -> list[EngineRow]:
+            rows = [row for program in sorted(programs) for row in _locked(connection, program) if row.key in keys]
+            after = [of_row(row) for row in rows]
+            _update(connection, rows, after, COLUMNS[ColumnOwner.TRAINER])
+            return after
+
+        return self._database.write(work)
+
+
+def _read(connection: Connection, *which: ColumnElement[bool]) -> list[EngineRow]:
+    query = select(ENGINES).where(*which).order_by(*ENGINES.primary_key)
+    names = [field.name for field in fields(EngineRow)]
+    return [
+        EngineRow(**{name: _READ.get(name, lambda value: value)(getattr(row, name)) for name in names})
+        for row in connection.execute(query)
+    ]
+
+
+def _locked(connection: Connection, program: str) -> list[EngineRow]:
+    """Engines of a job by number. PostgreSQL: whoever changes them at the same moment waits, and reads after that what
+    was changed meanwhile."""
+    of_program = ENGINES.c.program == program
+    connection.execute(select(ENGINES).where(of_program).order_by(ENGINES.c.number).with_for_update()).all()
+    return _read(connection, of_program)
+
+
+def _is(key: Key) -> ColumnElement[bool]:
+    return and_(ENGINES.c.program == key[0], ENGINES.c.number == key[1])
+
+
+def _values(row: EngineRow, columns: Collection[str]) -> dict[str, Any]:
+    values = {name: value for name, value in asdict(row).items() if name in columns}
+    return values | ({"version": None if row.version is None else str(row.version)} if "version" in values else {})
+
+
+def _update(
+    connection: Connection, before: Sequence[EngineRow], after: Sequence[EngineRow], columns: Collection[str]
+) -> None:
+    for old, new in zip(before, after, strict=False):
+        if new != old:
+            connection.execute(update(ENGINES).where(_is(new.key)).values(_values(new, columns)))
+
+
+def _insert(connection: Connection, rows: Sequence[EngineRow]) -> None:
+    if rows:
+        names = [field.name for field in fields(EngineRow)]
+        connection.execute(insert(ENGINES), [_values(row, names) for row in rows])
 
 
 def _room_key(program: str) -> str:

@@ -13,7 +13,7 @@ Every write is one transaction, fenced by the job's attempt and repeated when th
 from __future__ import annotations
 
 from megarl.core.jobs import TRAIN
-from megarl.explore.store.engines import EngineRegistry
+from megarl.explore.store.engines import EngineTable
 from megarl.explore.store.evaluations import EvaluationTable
 from megarl.explore.store.experts import ExpertTable
 from megarl.explore.store.groups import GroupTable
@@ -72,7 +72,7 @@ class Store:
         self.pacing = PacingTable(database)
         self.replays = ReplayTable(database)
         self.selection = SelectionTable(database)
-        self.engines = EngineRegistry(database)
+        self.engines = EngineTable(database)
         self.workers = WorkerTable(database)
         self.journal = Journal(database)
 

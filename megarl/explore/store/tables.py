@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 
-from sqlalchemy import Column, Float, Index, Integer, LargeBinary, MetaData, String, Table, Text
+from sqlalchemy import BigInteger, Boolean, Column, Float, Index, Integer, LargeBinary, MetaData, String, Table, Text
 
 METADATA = MetaData()
-SCHEMA, SCHEMA_KEY = 14, "schema"
+SCHEMA, SCHEMA_KEY = 15, "schema"
 """Number of these tables, and its key in ``job``. A store of another number is refused."""
 
 IDS = 1000
@@ -30,18 +30,6 @@ class GroupState(StrEnum):
     """A step has trained on it; an evaluation has counted it."""
     DROPPED = "dropped"
     """A step has left it out; ``reason`` is why."""
-
-
-class EngineStatus(StrEnum):
-    """Life of an engine; all but the last are states that can be wanted."""
-
-    SERVING = "serving"
-    ASLEEP = "asleep"
-    """Without weights and KV cache; a dead one is started again when it is wanted serving."""
-    ABSENT = "absent"
-    """Without a process, by order: neither replaced nor waited for."""
-    STARTING = "starting"
-    """Its process runs, and listens nowhere yet."""
 
 
 OPEN = (GroupState.PENDING, GroupState.CLAIMED, GroupState.AWAITING, GroupState.READY)
@@ -241,14 +229,23 @@ ENGINES = Table(
     METADATA,
     Column("program", String, primary_key=True),  # of the job that owns it
     Column("number", Integer, primary_key=True, autoincrement=False),
+    Column("wanted", Boolean, nullable=False),
+    Column("wanted_workers", Integer, nullable=False),
+    Column("order", Integer, nullable=False),
+    Column("turn", String, nullable=False),  # an EngineTurn
+    Column("turn_order", Integer, nullable=False),
+    Column("version", String),  # of weights
+    Column("version_start", BigInteger, nullable=False),
+    Column("holds_for", String, nullable=False),
+    Column("state", String, nullable=False),  # an EngineStatus
+    Column("start", BigInteger, nullable=False),
     Column("url", String, nullable=False),
     Column("workers", Integer, nullable=False),
-    Column("wanted", String, nullable=False),  # an EngineStatus
-    Column("state", String, nullable=False),  # an EngineStatus, as the job's supervisor has seen it last
-    Column("orders", Integer, nullable=False),  # given so far; the last one is that for ``wanted``
-    Column("done", Integer, nullable=False),  # the last order that ``state`` follows from
+    Column("done", Integer, nullable=False),
+    Column("done_turn", Integer, nullable=False),
+    Column("refused", String, nullable=False),
 )
-"""Engines of all running jobs; each start of a job writes its own again."""
+"""Engines of all running jobs, as ``EngineRow`` has them; each start of a job writes its own again."""
 
 WORKERS = Table(
     "workers",

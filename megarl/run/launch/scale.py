@@ -11,8 +11,7 @@ from megarl.core.config import Config, load_resolved
 from megarl.core.config.rewards import JUDGE_IS_ROLLOUT
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import TRAIN, ProcessKind, of_program
-from megarl.engine.client.names import COLD_FOLDER, cold_mark
-from megarl.explore.store import EngineRoom, EngineStatus
+from megarl.explore.store import EngineRoom
 from megarl.learn.algorithms import job_of
 from megarl.run.checks.devices import check_engine_devices
 from megarl.run.nodes.plan import workers_of
@@ -55,18 +54,20 @@ def scale(run_dir: str, words: Sequence[str]) -> None:
         running_programs = [name for name in programs if of_program("lock", name) in running]
         program = program_of(run_dir, running_programs, wanted.program)
         config = config_of(run_dir, program)
-        check_no_comparison(folder)
         engines = store.engines.read([program])
-        there = sum(engine.wanted is not EngineStatus.ABSENT for engine in engines)
-        workers = engines[0].workers if wanted.tp is None else wanted.tp * config.rollout.pp
+        there = sum(engine.wanted for engine in engines)
+        workers = engines[0].wanted_workers if wanted.tp is None else wanted.tp * config.rollout.pp
         number = there if wanted.engines is None else wanted.engines
         check_engines(config, number)
-        if workers != engines[0].workers:
+        if workers != engines[0].wanted_workers:
             check_tp(with_engines(config, number, workers))
         check_room(number, workers, workers_of(config), store.engines.room(program))
         before, new = store.engines.scale(program, number, None if wanted.tp is None else workers)
+    for engine in engines:
+        if engine.is_refused:
+            log.info("engine %d was not started when it was ordered last: %s", engine.number, engine.refused)
     log.info("%s of %s: engines %d -> %d%s", program, run_dir, before, number, f", {new} of them new" if new else "")
-    if workers != engines[0].workers:
+    if workers != engines[0].wanted_workers:
         log.info("each of them starts again in turn, with tp=%d", wanted.tp)
 
 
@@ -95,15 +96,6 @@ def config_of(run_dir: str, program: str = TRAIN) -> Config:
     if not resolved.is_file():
         raise ConfigError(f"{run_dir} has no run; give the directory of one that is training (run.dir)")
     return load_resolved(resolved)
-
-
-def check_no_comparison(folder: Path) -> None:
-    """Raise ConfigError while the trainer has an engine absent and orders it back, which would count as ended."""
-    if cold_mark(folder / COLD_FOLDER).exists():
-        raise ConfigError(
-            f"{folder}: an engine is being started again for a comparison (sync.cold_interval), and would count as "
-            "ended; give the order again when it serves"
-        )
 
 
 def _are_asked_by_workers(config: Config) -> bool:

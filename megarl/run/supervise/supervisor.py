@@ -15,18 +15,19 @@ from megarl.core.config import Config, save_resolved
 from megarl.core.errors import FencedError, JobError, MemoryFullError, NonRetryableError
 from megarl.core.jobs import PROGRAM, STOPPED, ProcessKind, kind_of, logs_of
 from megarl.engine.client.auth import KEY_VARIABLE
-from megarl.explore.store import EngineStatus, RegisteredEngine, Store
+from megarl.engine.fleet import EngineRow, Replacements
+from megarl.explore.store import Store
 from megarl.learn.algorithms import job_of
-from megarl.run.nodes.node import LocalNode, Node, NotStarted, Process, Started, on_every_node
+from megarl.run.nodes.node import LocalNode, Node, NotStarted, Process, Spec, Started, on_every_node
 from megarl.run.nodes.plan import NodeInfo, Plan, workers_of
 from megarl.run.postgres import Server
 from megarl.run.process import ports
 from megarl.run.process.interrupt import StopRequest
 from megarl.run.run_dir.owner import check_fence
+from megarl.run.supervise.engines import LOOK_OFTEN_S, LOOK_S, EngineSupervisor, RowsInStore, first_rows
 from megarl.run.supervise.more_engines import MoreEngines, room_for_engines
-from megarl.run.supervise.orders import EngineOrders
-from megarl.run.supervise.replace import SETTLE_S, Replacements, ending, failed
-from megarl.run.supervise.specs import Addresses, resolved, specs, urls
+from megarl.run.supervise.specs import Addresses, resolved, specs
+from megarl.run.supervise.units import SETTLE_S, Units, ending, failed, is_engine
 from megarl.run.supervise.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -60,14 +61,15 @@ def start_attempt(config: Config, plan: Plan, nodes: Sequence[Node], attempt: in
     environment = {KEY_VARIABLE: key, "MEGARL_ATTEMPT": str(attempt), PROGRAM: plan.job.program}
     environment["MEGARL_TTY"] = "1" if sys.stderr.isatty() else "0"
     save_resolved(config, resolved(config))
-    _register_engines(config, plan, addresses, attempt, nodes)
+    placed = specs(config, plan, addresses, environment, logs)
+    _register_engines(config, plan, _rows_of([spec for _, spec in placed], config, attempt), attempt, nodes)
     started: list[Started] = []
     colocated = config.rollout.is_colocated
     try:
-        for rank, spec in specs(config, plan, addresses, environment, logs):
+        for rank, spec in placed:
             node = by_rank[rank]
             spec.env.update(_node_environment(node))
-            later = colocated and kind_of(spec.name) is ProcessKind.ENGINE  # the trainer orders it
+            later = colocated and is_engine(spec.name)  # the trainer orders it
             process = NotStarted(spec.name, Path(spec.log)) if later else node.start(spec)
             started.append(Started(process, node, spec))
     except BaseException:
@@ -79,7 +81,14 @@ def start_attempt(config: Config, plan: Plan, nodes: Sequence[Node], attempt: in
     return started
 
 
-def _register_engines(config: Config, plan: Plan, addresses: Addresses, attempt: int, nodes: Sequence[Node]) -> None:
+def _rows_of(placed: Sequence[Spec], config: Config, attempt: int) -> list[EngineRow]:
+    program, away = job_of(config).program, config.rollout.is_colocated
+    return first_rows(placed, program, attempt, workers_of(config), away=away)
+
+
+def _register_engines(
+    config: Config, plan: Plan, rows: Sequence[EngineRow], attempt: int, nodes: Sequence[Node]
+) -> None:
     """Write the engines into the store, where explorer and trainer look for them, and the room for more.
 
     A job without engines removes the rows of an earlier start: its trainer would wait for heartbeats of these engines.
@@ -88,13 +97,8 @@ def _register_engines(config: Config, plan: Plan, addresses: Addresses, attempt:
         return
     store = Store(config.store.url, attempt=attempt, outage_s=config.store.outage_s, program=plan.job.program)
     try:
-        workers = workers_of(config)
-        absent = config.rollout.is_colocated
-        status = EngineStatus.ABSENT if absent else EngineStatus.SERVING
-        state = EngineStatus.ABSENT if absent else EngineStatus.STARTING
-        engines = [RegisteredEngine(i, url, workers, status, state) for i, url in enumerate(urls(addresses))]
-        room = room_for_engines(config, plan, [NodeInfo.of(node) for node in nodes]) if engines else None
-        store.engines.register(engines, room)
+        room = room_for_engines(config, plan, [NodeInfo.of(node) for node in nodes]) if rows else None
+        store.engines.register(rows, room)
     finally:
         store.close()
 
@@ -167,7 +171,8 @@ def watch(
         FencedError: a later attempt has begun.
     """
     started = list(started)
-    replacements = Replacements(started, config.cluster.replacements)
+    replacements = Replacements(config.cluster.replacements)
+    units = Units(started, replacements)
     job = job_of(config)
 
     def deciding() -> list[Process]:
@@ -179,13 +184,14 @@ def watch(
     asked_at: float | None = None
     looked_at = 0.0
     watchdog = Watchdog(config, _logs(config, attempt or 0))
-    orders = None
+    rows = _rows_of([s.spec for s in started if s.spec is not None], config, attempt or 0)
+    often, more = config.rollout.is_colocated, MoreEngines(config, started)
+    supervisor = EngineSupervisor(rows, units, replacements, STOP_S, more, often=often)
+    in_store = None
     if attempt is not None and job.has(ProcessKind.ENGINE):
         store = Store(config.store.url, attempt=attempt, program=job.program, has_tables=True)
-        colocated = config.rollout.is_colocated
-        more = MoreEngines(config, started)
-        workers = workers_of(config)
-        orders = EngineOrders(store, replacements, STOP_S, workers, more, often=colocated, beats=not job.is_alone)
+        in_store = RowsInStore(store, LOOK_OFTEN_S if often else LOOK_S, beats=not job.is_alone)
+        in_store.start()
     try:
         while True:
             if attempt is not None and time.monotonic() - looked_at > FENCE_S:
@@ -196,8 +202,7 @@ def watch(
                 server.start()
             if stop_request.count and asked_at is None:
                 asked_at = time.monotonic()
-                present = [s.process for s in replacements.present()]
-                engines = [process for process in present if kind_of(process.name) is ProcessKind.ENGINE]
+                engines = [s.process for s in units.present() if is_engine(s.process.name)]
                 log.warning("stopping: %s (interrupt twice more to end at once)", STOPPING[job.until])
                 for process in deciding():
                     process.signal(signal.SIGTERM)
@@ -216,17 +221,16 @@ def watch(
                 return
             # Once asked, who stops a whole session or Slurm step has ended the others too: only a trainer's failure is
             # news.
+            if in_store is not None:
+                in_store.exchange(supervisor)
             if asked_at is None:
-                if orders is not None:
-                    orders.carry_out()
-                replaced = replacements.replace_dead()
+                is_well = units.look()
                 if stop_request.count:
                     continue  # who asked may have ended the others as well
-                if not replaced:
-                    _raise_for_dead([s.process for s in replacements.present()], replacements.used_up)
+                if not ((is_well or units.replace_others()) and supervisor.act()):
+                    _raise_for_dead([s.process for s in units.present()], units.used_up)
             else:
-                if orders is not None:
-                    orders.carry_out(stopping=True)
+                supervisor.act(stopping=True)
                 _raise_for_dead([p for p in deciding() if p.poll() != asked], "")
             if all(p.poll() in (0, asked if asked_at is not None else 0) for p in deciding()):
                 return
@@ -238,8 +242,8 @@ def watch(
             s.process.signal(signal.SIGKILL)
         raise
     finally:
-        if orders is not None:
-            orders.close()
+        if in_store is not None:
+            in_store.close()
         stop(started, STOP_S)
 
 

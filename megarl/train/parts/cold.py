@@ -19,7 +19,8 @@ from megarl.engine.client.auth import KEY_VARIABLE
 from megarl.engine.client.control import EngineControl
 from megarl.engine.client.names import COLD_FOLDER, cold_mark
 from megarl.engine.client.probe import Probed, ProbeText, mean_share
-from megarl.explore.store import EngineStatus, RegisteredEngine, Store
+from megarl.engine.fleet import EngineRow, EngineStatus, EngineTurn
+from megarl.explore.store import Store
 from megarl.train.part import Metrics, Part
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks
@@ -120,10 +121,10 @@ class ColdCheck(Part):
         warm = control.probe(text.token_ids, decode=text.decode)
         mark = cold_mark(self._folder)
         mark.touch()
-        wanted = EngineStatus.ABSENT
+        turn = EngineTurn.AWAY
         try:
-            for wanted in (EngineStatus.ABSENT, EngineStatus.SERVING):
-                yield from self._order(engine, wanted)
+            for turn in (EngineTurn.AWAY, EngineTurn.HERE):
+                yield from self._order(engine, turn)
             # The publication that follows joins the engines that serve: one that only answers would be left out.
             yield from self._until(
                 lambda: self._registered(engine).state is EngineStatus.SERVING and _answers(control),
@@ -131,31 +132,31 @@ class ColdCheck(Part):
             )
         finally:
             mark.unlink()
-            if wanted is EngineStatus.ABSENT:
-                self._store.engines.order(engine.number, EngineStatus.SERVING)
+            if turn is EngineTurn.AWAY:
+                self._store.engines.turn([engine.number], EngineTurn.HERE)
         cold = EngineControl(engine.url, self._key, config.sync.timeout_s, proving=True)
         again = cold.probe(text.token_ids, decode=text.decode)
         compare(warm, again, engine.url, None if config.parallel.backend == "gloo" else text.tolerance)
 
-    def _engine(self, version: WeightsVersion) -> tuple[RegisteredEngine, EngineControl]:
+    def _engine(self, version: WeightsVersion) -> tuple[EngineRow, EngineControl]:
         """Find an engine that has the weights by updates. Raises EngineError."""
         for engine in self._store.engines.own():
-            if engine.wanted is EngineStatus.SERVING and engine.state is EngineStatus.SERVING:
+            if engine.is_present and engine.state is EngineStatus.SERVING:
                 control = EngineControl(engine.url, self._key, self._context.config.sync.timeout_s)
                 state = control.state()
                 if state.version == str(version) and state.refusing is None:
                     return engine, control
         raise EngineError(f"none serves with weights {version}")
 
-    def _order(self, engine: RegisteredEngine, wanted: EngineStatus) -> Iterator[None]:
-        """Order a state, and wait until the supervisor has carried that out. Raises EngineError."""
-        order = self._store.engines.order(engine.number, wanted)
+    def _order(self, engine: EngineRow, turn: EngineTurn) -> Iterator[None]:
+        """Order a turn, and wait until the supervisor has carried that out. Raises EngineError."""
+        order = self._store.engines.turn([engine.number], turn)[engine.number]
         yield from self._until(
-            lambda: self._registered(engine).done >= order,
-            f"engine {engine.number} was ordered to be {wanted} and is not",
+            lambda: self._registered(engine).done_turn >= order,
+            f"engine {engine.number} was ordered to be {turn} and is not",
         )
 
-    def _registered(self, engine: RegisteredEngine) -> RegisteredEngine:
+    def _registered(self, engine: EngineRow) -> EngineRow:
         """Return the engine as the supervisor has noted it last."""
         return next(found for found in self._store.engines.own() if found.number == engine.number)
 

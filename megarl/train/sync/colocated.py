@@ -7,7 +7,8 @@ import time
 
 from megarl.core import heartbeat
 from megarl.core.errors import EngineError
-from megarl.explore.store import EngineStatus, Store
+from megarl.engine.fleet import EngineTurn
+from megarl.explore.store import Store
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks
 from megarl.train.sync.publish import WeightPublisher
@@ -27,14 +28,11 @@ class ColocatedEngines:
         self._store = store
         self._ranks = ranks
         self._publisher = publisher
-        self._away = [engine.number for engine in store.engines.own()] if context.rank == 0 else []
-        """Engines that this has ordered away, on rank 0. Others that are absent were ordered so by somebody else."""
 
     def come(self) -> None:
-        """Order those that are away to serve. A weight sync waits for them, and wakes those that are asleep."""
-        for number in self._away:
-            self._store.engines.order(number, EngineStatus.SERVING)
-        self._away = []
+        """Have the engines take their turn. A weight sync waits for them, and wakes those that are asleep."""
+        if self._context.rank == 0:
+            self._turn(EngineTurn.HERE)
 
     def leave(self) -> dict[str, float]:
         """Have the engines give up their memory; return when they have: the bytes that their workers freed and still
@@ -43,13 +41,13 @@ class ColocatedEngines:
         Raises EngineError on every rank.
         """
         if self._context.config.rollout.offload == "sleep":
-            found = self._asleep(self._order(EngineStatus.ASLEEP))
+            found = self._asleep(self._turn(EngineTurn.ASLEEP))
             if self._ranks.agree(found is not None):
                 return found or {}
         self._publisher.part()
         failure: EngineError | None = None
         try:
-            self._wait_for(self._order(EngineStatus.ABSENT))
+            self._wait_for(self._turn(EngineTurn.AWAY))
         except EngineError as error:
             failure = error
         if not self._ranks.agree(failure is None):
@@ -71,20 +69,19 @@ class ColocatedEngines:
             log.warning("the engines are ended, since one does not sleep: %s", error)
             return None
 
-    def _order(self, wanted: EngineStatus) -> dict[int, int]:
-        """Order the engines that are there; return the number of each one's order."""
+    def _turn(self, turn: EngineTurn) -> dict[int, int]:
+        """Order the engines that do something else; return the number of each one's order, on rank 0."""
         if self._context.rank:
             return {}
-        there = [engine for engine in self._store.engines.own() if engine.wanted is not EngineStatus.ABSENT]
-        self._away = [engine.number for engine in there]
-        return {number: self._store.engines.order(number, wanted) for number in self._away}
+        others = [engine.number for engine in self._store.engines.own() if engine.turn is not turn]
+        return self._store.engines.turn(others, turn)
 
     def _wait_for(self, orders: dict[int, int]) -> None:
         """Wait until the supervisor has carried out these orders. Raises EngineError."""
         rollout = self._context.config.rollout
         until = time.monotonic() + rollout.start_timeout_s
         while orders:
-            left = [e.number for e in self._store.engines.own() if e.done < orders.get(e.number, 0)]
+            left = [e.number for e in self._store.engines.own() if e.done_turn < orders.get(e.number, 0)]
             if not left:
                 return
             if time.monotonic() > until:

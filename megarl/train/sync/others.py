@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from megarl.core.errors import EngineError
 from megarl.engine.client.control import EngineControl
-from megarl.explore.store import EngineStatus, Store
+from megarl.explore.store import Store
 from megarl.explore.store.workers import Silence
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class EnginesOfOthers:
             return []
         faults = {program: f"no heartbeat of {program}" for program in programs if program not in alive}
         found = self._store.engines.read(alive)
-        wanted = [engine.url for engine in found if engine.url and engine.wanted is EngineStatus.SERVING]
+        wanted = [engine.url for engine in found if engine.url and engine.is_present]
         if wanted:
             with ThreadPoolExecutor(len(wanted)) as pool:
                 faults |= {url: why for url, why in zip(wanted, pool.map(self._fault, wanted), strict=True) if why}

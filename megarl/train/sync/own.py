@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from megarl.core.errors import EngineError
 from megarl.engine.client.control import EngineControl
-from megarl.explore.store import EngineStatus, Store
+from megarl.engine.fleet import EngineStatus, EngineTurn
+from megarl.explore.store import Store
 
 ANSWER_S = 10.0
 """Seconds within which an engine that is there answers."""
@@ -31,7 +32,7 @@ class OwnEngines:
         has ``begun``, and for any of them where none is there.
         """
         found = self._store.engines.own()
-        wanted = [engine for engine in found if engine.url and engine.wanted is not EngineStatus.ABSENT]
+        wanted = [engine for engine in found if engine.url and engine.is_present]
         if not wanted:
             return None if found else []
         urls = [engine.url for engine in wanted]
@@ -45,7 +46,7 @@ class OwnEngines:
         """URLs of the engines that are wanted, be they there or not; none of those that come and go together."""
         if self._together:
             return []
-        return [e.url for e in self._store.engines.own() if e.url and e.wanted is EngineStatus.SERVING]
+        return [e.url for e in self._store.engines.own() if e.url and e.is_present and e.turn is EngineTurn.HERE]
 
     def _answers(self, url: str) -> bool:
         try:

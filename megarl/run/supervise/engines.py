@@ -1,0 +1,328 @@
+"""The supervisor's part of the engines of a job: their rows are followed, and what they are to be is carried out."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from megarl.core.errors import ConfigError, JobError
+from megarl.core.jobs import ProcessKind, unit_of
+from megarl.engine.client.names import START
+from megarl.engine.fleet import (
+    COLUMNS,
+    STARTS,
+    ColumnOwner,
+    EngineAction,
+    EngineProcess,
+    EngineRow,
+    EngineStatus,
+    EngineTurn,
+    Replacements,
+    change,
+    decide,
+    is_unfit,
+)
+from megarl.explore.store import Store
+from megarl.run.nodes.node import Spec, Started
+from megarl.run.supervise.units import Units, ending, failed, is_engine
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""Seconds between two looks into the store."""
+LOOK_OFTEN_S = 0.1
+
+
+class EnginePlaces(Protocol):
+    """Places of engines that an attempt did not begin with (``MoreEngines``)."""
+
+    def place(self, number: int, workers: int) -> Started:
+        """Return an engine of so many workers that is to be started. Raises ConfigError."""
+
+
+class Look(NamedTuple):
+    """One look into the store."""
+
+    rows: Sequence[EngineRow]
+    removed: Collection[int]
+    """Rows of before that it has deleted."""
+    step: int
+    """Steps that the trainer has recorded."""
+
+
+def first_rows(placed: Sequence[Spec], program: str, attempt: int, workers: int, *, away: bool) -> list[EngineRow]:
+    """Rows of the engines that an attempt begins with; each engine's processes learn the number of its start.
+
+    Args:
+        placed: Processes of the attempt; parts of an engine on other nodes than its server listen nowhere.
+        workers: Of each engine.
+        away: They take turns with the trainer, which begins.
+    """
+    rows: dict[int, EngineRow] = {}
+    for spec in placed:
+        if not is_engine(spec.name):
+            continue
+        number = int(unit_of(spec.name).rpartition(" ")[2])
+        start = attempt * STARTS + number + 1
+        spec.env[START] = str(start)
+        url = f"http://{spec.listens}" if spec.listens else ""
+        row = EngineRow(program, number, wanted_workers=workers, url=url)
+        here = replace(row, state=EngineStatus.STARTING, start=start)
+        rows.setdefault(number, replace(row, turn=EngineTurn.AWAY) if away else here)
+    return list(rows.values())
+
+
+class EngineSupervisor:
+    """Starts and ends the engines of one attempt as their rows want it (``fleet.decide``).
+
+    It alone writes its columns of the rows, and goes on where the store is away.
+
+    Args:
+        rows: Engines that the attempt began with.
+        grace_s: Seconds that an engine gets to end.
+        more: Gives places to engines that are added, or get other workers; None has none.
+        often: Each step has orders, for which the trainer waits: the log says nothing of them.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[EngineRow],
+        units: Units,
+        replacements: Replacements,
+        grace_s: float,
+        more: EnginePlaces | None = None,
+        *,
+        often: bool = False,
+    ) -> None:
+        self.rows: Mapping[int, EngineRow] = {row.number: row for row in rows}
+        """Engines by number, as this has made them."""
+        self._units, self._replacements = units, replacements
+        self._grace_s, self._more = grace_s, more
+        self._level = logging.DEBUG if often else logging.INFO
+        self._workers = {row.number: row.wanted_workers for row in rows}
+        """Workers of the last start of each engine."""
+        self._places = {(row.number, row.wanted_workers): units.members(_unit(row.number)) for row in rows}
+        self._starts = max((row.start for row in rows), default=0)
+        self._failed: dict[int, EngineProcess] = {}
+        """Starts that have failed before there was a process."""
+        self._step = 0
+        self.removing: Collection[int] = ()
+        """Engines whose rows are to be deleted."""
+
+    def take(self, look: Look) -> None:
+        """Take in what others have written."""
+        if look.step > self._step:
+            self._step = look.step
+            self._replacements.refill()
+        taken = {}
+        for row in look.rows:
+            mine = None if row.number in look.removed else self.rows.get(row.number)
+            own = {name: getattr(mine, name) for name in COLUMNS[ColumnOwner.SUPERVISOR]} if mine is not None else {}
+            taken[row.number] = replace(row, **own)
+        self.rows = taken
+        self.removing = ()
+
+    def act(self, *, stopping: bool = False) -> bool:
+        """End and start engines as they are wanted; return False where a death ends the attempt.
+
+        Args:
+            stopping: The job ends: none is started, and an engine gets no time to end.
+
+        Raises JobError where no engine is left, or one cannot be started.
+        """
+        rows = [self.rows[number] for number in sorted(self.rows)]
+        actions = decide(rows, self._processes(), self._replacements, stopping=stopping)
+        for action in actions:
+            if action.what == "fail":
+                return self._failure(action)
+        self._end(actions, 0.0 if stopping else self._grace_s)
+        for action in actions:
+            if action.what == "write":
+                self._write(action.number, action.event, **action.values)
+            elif action.what == "start":
+                self._start(action)
+        self.removing = [action.number for action in actions if action.what == "remove"]
+        return True
+
+    def _processes(self) -> dict[int, EngineProcess]:
+        found = dict(self._failed)
+        for number in self.rows:
+            unit = _unit(number)
+            if number not in found and self._units.is_present(unit):
+                up, ended = self._units.is_up(unit), self._units.ended(unit)
+                found[number] = EngineProcess(self._workers[number], up, ended)
+        return found
+
+    def _failure(self, action: EngineAction) -> bool:
+        """Return False where a process has died, which is reported with its last words. Raises JobError."""
+        unit = _unit(action.number)
+        if action.number in self._failed or not (self._units.is_present(unit) and self._units.ended(unit)):
+            raise JobError(action.why)
+        if not self._replacements.left:
+            self._units.no_more()
+        return False
+
+    def _end(self, actions: Sequence[EngineAction], grace_s: float) -> None:
+        """End engines, and clear what is left of dead ones, all at once."""
+        following = {action.number: action for action in actions if action.what in ("start", "write")}
+        ended = [action for action in actions if action.what in ("end", "clear")]
+        for action in ended:
+            self._tell(action, following.get(action.number))
+        for what, grace in (("clear", 0.0), ("end", grace_s)):
+            if units := [_unit(action.number) for action in ended if action.what == what]:
+                self._units.end(units, grace)
+        for action in ended:
+            self._gone(action.number)
+
+    def _gone(self, number: int) -> None:
+        self._failed.pop(number, None)
+        if self.rows[number].state in (EngineStatus.STARTING, EngineStatus.SERVING):
+            self._write(number, "ends")
+        self._write(number, "gone")
+
+    def _tell(self, action: EngineAction, then: EngineAction | None) -> None:
+        """Log why an engine is ended, or what follows its death."""
+        number, what, event = action.number, action.what, "" if then is None else then.event
+        unit, row = _unit(number), self.rows[number]
+        if event == "refused":
+            log.error("engine %d is left out: %s", number, then.values["refused"] if then else "")
+        elif event == "started" and then is not None and then.workers != self._workers.get(number):
+            log.log(
+                logging.INFO if what == "end" else logging.ERROR,
+                "%s has %d workers %s%s",
+                unit,
+                then.workers,
+                f"instead of {self._workers[number]}" if what == "end" else "again: ",
+                then.values.get("refused", ""),
+            )
+        elif event == "started":
+            self._units.tell(unit, action.left)
+        elif what == "end":
+            log.log(self._level, "%s is ended, as ordered", unit)
+        elif row.turn is EngineTurn.ASLEEP:
+            said = "; ".join(ending(s.process) for s in self._units.members(unit) if failed(s.process))
+            log.warning("%s; it is started again at its next turn", said)
+
+    def _start(self, action: EngineAction) -> None:
+        number, workers, unit = action.number, action.workers, _unit(action.number)
+        self._starts += 1
+        self._workers[number] = workers
+        try:
+            place = self._place(number, workers)
+            self._units.give_place(place)
+            for s in place:
+                assert s.spec is not None
+                s.spec.env[START] = str(self._starts)
+            self._units.begin(unit)
+        except (ConfigError, JobError) as error:
+            self._failed[number] = EngineProcess(workers, ended="itself", why=str(error))
+            return
+        self._places[number, workers] = self._units.members(unit)
+        address = next((s.spec.listens for s in place if s.spec is not None and s.spec.listens), "")
+        self._write(number, action.event, start=self._starts, url=f"http://{address}", **action.values)
+        log.log(self._level, "%s is started (%s)", unit, place[0].process.log)
+
+    def _place(self, number: int, workers: int) -> list[Started]:
+        """Place of an engine of so many workers, whose GPUs no other engine has. Others that are to get other workers
+        end where they have some, and start again after this one.
+
+        Raises ConfigError, JobError.
+        """
+        if (number, workers) not in self._places:
+            if self._more is None:
+                raise ConfigError("engines of this job keep their places")
+            self._places[number, workers] = [self._more.place(number, workers)]
+        place = self._places[number, workers]
+        needs = _gpus(place)
+        for other, process in self._processes().items():
+            unit = _unit(other)
+            if other != number and self._units.is_present(unit) and needs & _gpus(self._units.members(unit)):
+                if not is_unfit(self.rows[other], process):
+                    raise JobError(f"another engine has GPUs of the place of {_unit(number)} by now")
+                log.info("%s is ended: its GPUs are needed for the other workers of %s", unit, _unit(number))
+                self._units.end([unit], self._grace_s)
+                self._gone(other)
+        return place
+
+    def _write(self, number: int, event: str, **values: object) -> None:
+        self.rows = {**self.rows, number: change(self.rows[number], event, **values)}
+
+
+class RowsInStore:
+    """Exchanges the rows of a supervisor with the store, in a thread of its own: a store that is away delays orders and
+    holds nobody up.
+
+    Args:
+        store: Used by the thread alone, which closes it.
+        look_s: Seconds between two looks.
+        beats: Give heartbeats for the program, by which a trainer of another one knows that its engines are there.
+    """
+
+    def __init__(self, store: Store, look_s: float, *, beats: bool = False) -> None:
+        self._store, self._look_s, self._beats = store, look_s, beats
+        self._mine: tuple[Mapping[int, EngineRow], Collection[int]] = ({}, ())
+        """Rows to write, and numbers of those to delete."""
+        self._found: Look | None = None
+        self._stored: dict[int, EngineRow] = {}
+        self._wake = threading.Event()
+        self._is_over = False
+
+    def start(self) -> None:
+        """Begin to look."""
+        threading.Thread(target=self._follow, daemon=True, name="engine rows").start()
+
+    def exchange(self, engines: EngineSupervisor) -> None:
+        """Give the thread what the supervisor has done, and the supervisor what others have written since."""
+        found, self._found = self._found, None
+        if found is not None:
+            engines.take(found)
+        mine = (engines.rows, tuple(engines.removing))
+        if mine != self._mine:
+            self._mine = mine
+            self._wake.set()
+
+    def close(self) -> None:
+        """Have the thread end, without a wait for it."""
+        self._is_over = True
+        self._wake.set()
+
+    def _follow(self) -> None:
+        while not self._is_over:
+            try:
+                self._found = self.look()
+            except (JobError, ConfigError, SQLAlchemyError) as error:  # others report it
+                log.debug("rows of engines: %s", error)
+            self._wake.wait(self._look_s)
+            self._wake.clear()
+        self._store.close()
+
+    def look(self) -> Look:
+        """Write what the supervisor has done, and read what others have written."""
+        if self._beats:
+            self._store.workers.beat(self._store.program)
+        rows, removing = self._mine
+        changed = [row for row in rows.values() if self._differs(row)]
+        if changed:
+            self._store.engines.note(changed)
+        removed = [number for number in removing if number in self._stored and self._store.engines.remove(number)]
+        found = self._store.engines.own()
+        self._stored = {row.number: row for row in found}
+        return Look(found, removed, self._store.journal.last_step())
+
+    def _differs(self, row: EngineRow) -> bool:
+        stored = self._stored.get(row.number)
+        columns = COLUMNS[ColumnOwner.SUPERVISOR]
+        return stored is not None and any(getattr(stored, name) != getattr(row, name) for name in columns)
+
+
+def _unit(number: int) -> str:
+    return ProcessKind.ENGINE.named(number)
+
+
+def _gpus(place: Sequence[Started]) -> set[int]:
+    return {gpu for s in place if s.spec is not None for gpu in s.spec.gpus}
