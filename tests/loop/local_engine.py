@@ -79,7 +79,7 @@ class LocalEngine:
         if path == "/megarl/state":
             return {
                 "version": self.llm.llm_engine.get_weight_version(), "paused": self.paused, "refusing": self.refusing,
-                "process": "local", "workers": 1,
+                "start": 1, "workers": 1,
             }  # fmt: skip
         if path in ("/pause", "/resume"):
             self.paused = path == "/pause"

@@ -250,20 +250,20 @@ class _NoEngines(Gates):
 
 
 class _Engine:
-    """Control of an engine whose process is another one from time to time, or does not answer."""
+    """Control of an engine that is started again from time to time, or does not answer."""
 
     url, timeout_s = "http://127.0.0.1:1", 1.0
 
-    def __init__(self, processes: list[str | None], elements: int = 7) -> None:
-        self._processes = processes
+    def __init__(self, starts: list[int | None], elements: int = 7) -> None:
+        self._starts = starts
         self._elements = elements
         self.calls: list[str] = []
 
     def state(self, timeout_s: float) -> EngineState:
-        process = self._processes.pop(0)
-        if process is None:
+        start = self._starts.pop(0)
+        if start is None:
             raise EngineError("gone")
-        return EngineState("default", False, "not published", process, workers=1)
+        return EngineState("default", False, "not published", start, workers=1)
 
     def workers(self, method: str) -> list[dict[str, int]]:
         self.calls.append(method)
@@ -277,7 +277,7 @@ class _Engine:
 
 
 def test_a_gate_is_opened_once_for_each_start_of_a_server_and_after_the_proof() -> None:
-    engine = _Engine(["a", "a", None, "b", "b"])
+    engine = _Engine([1, 1, None, 2, 2])
     gates = Gates([engine])  # type: ignore[list-item]
     for _ in range(5):
         gates.open_proven()
@@ -285,15 +285,15 @@ def test_a_gate_is_opened_once_for_each_start_of_a_server_and_after_the_proof() 
 
 
 def test_a_gate_stays_closed_where_the_weights_differ() -> None:
-    engine = _Engine(["a", "a"], elements=0)
+    engine = _Engine([1, 1], elements=0)
     with pytest.raises(EngineError, match="other weights"):
         Gates([engine]).open_proven()  # type: ignore[list-item]
     assert engine.calls == ["megarl_check_files"]
 
 
-@pytest.mark.parametrize("then", [None, "b"])
-def test_an_engine_that_dies_while_it_is_compared_is_looked_at_again(then: str | None) -> None:
-    engine = _Engine(["a", then], elements=0)
+@pytest.mark.parametrize("then", [None, 2])
+def test_an_engine_that_dies_while_it_is_compared_is_looked_at_again(then: int | None) -> None:
+    engine = _Engine([1, then], elements=0)
     Gates([engine]).open_proven()  # type: ignore[list-item]
     assert engine.calls == ["megarl_check_files"]
 

@@ -28,7 +28,7 @@ VERSION = WeightsVersion(1, 3)
 def test_both_engines_are_joined_after_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The supervisor notes that one serves a while after its server answers."""
     monkeypatch.setattr(EngineControl, "health", lambda *_: None)
-    monkeypatch.setattr(EngineControl, "state", lambda *_: EngineState(str(VERSION), False, None, "p", 1))
+    monkeypatch.setattr(EngineControl, "state", lambda *_: EngineState(str(VERSION), False, None, 1, 1))
     monkeypatch.setattr(EngineControl, "probe", lambda *_, **__: Probed([-0.5], [], [], []))
     store = Store(f"sqlite:///{tmp_path}/store.db")
     urls = ["http://a", "http://b"]

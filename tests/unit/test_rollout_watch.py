@@ -21,7 +21,7 @@ from megarl.engine.client.watch import EngineWatch
 from megarl.run.process import probe as probes
 from megarl.run.process.probe import Probe
 
-STATE: dict[str, Any] = {"version": "1.4", "paused": False, "refusing": None, "process": "a", "workers": 1}
+STATE: dict[str, Any] = {"version": "1.4", "paused": False, "refusing": None, "start": 1, "workers": 1}
 
 
 BODIES = {"no JSON": b"<html>", "nested": b"[" * 100_000, "other fields": b'{"up": true}', "no object": b"[1]"}
@@ -84,7 +84,7 @@ def until(what: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"version": "default", "refusing": "not published yet", "process": "b"}, "has weights default instead of 1.4"),
+        ({"version": "default", "refusing": "not published yet", "start": 2}, "has weights default instead of 1.4"),
         ({"refusing": "the transfer failed"}, "refuses: the transfer failed"),
     ],
 )
@@ -123,7 +123,7 @@ def test_one_that_is_silent_or_gone_may_be_busy_or_come_back() -> None:
         time.sleep(0.2)  # it looks some times
         assert watch.lost is None
         again = Server(server.server_address, Handler)
-        again.state = STATE | {"version": "default", "process": "b"}
+        again.state = STATE | {"version": "default", "start": 2}
         threading.Thread(target=again.serve_forever, args=(0.01,), daemon=True).start()
         until(lambda: watch.lost is not None)
         again.shutdown()

@@ -254,7 +254,7 @@ def test_an_engine_is_asked_once_it_has_weights_and_until_it_is_wanted_no_more(t
         async def state(request: web.Request) -> web.StreamResponse:
             why = "no weights" if name in refusing else None
             return web.json_response(
-                {"version": versions[name], "paused": False, "refusing": why, "process": name, "workers": 1}
+                {"version": versions[name], "paused": False, "refusing": why, "start": ord(name), "workers": 1}
             )
 
         app = web.Application()

@@ -344,7 +344,7 @@ class Handler(BaseHTTPRequestHandler):
                 time.sleep(600)
         self.send_response(200 if self.headers["Authorization"] == "Bearer the key" else 401)
         self.end_headers()
-        self.wfile.write(b'{"version": "1.1", "paused": false, "refusing": null, "process": "x", "workers": 1}')
+        self.wfile.write(b'{"version": "1.1", "paused": false, "refusing": null, "start": 1, "workers": 1}')
     def log_message(self, *args): pass
 
 ThreadingHTTPServer.allow_reuse_port = True

@@ -240,7 +240,7 @@ class Updated(ThreadingHTTPServer):
     def __init__(self, while_probed: Callable[[], None]) -> None:
         super().__init__(("127.0.0.1", 0), UpdatedHandler)
         self.calls: list[str] = []
-        self.state: dict[str, Any] = {"version": "default", "paused": False, "refusing": "new", "process": "p"}
+        self.state: dict[str, Any] = {"version": "default", "paused": False, "refusing": "new", "start": 1}
         self.looks = 0
         self.while_probed = while_probed
 

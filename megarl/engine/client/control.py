@@ -33,8 +33,8 @@ class EngineState:
     version: str
     paused: bool
     refusing: str | None
-    process: str
-    """Another one for every start of a server."""
+    start: int
+    """``EngineRow.start`` of this process; a random number without a supervisor."""
     workers: int
     """Workers that hold its weights: tp * pp."""
 

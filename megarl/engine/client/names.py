@@ -20,7 +20,7 @@ of a job must not answer with the weights of the model's files."""
 
 
 START = "MEGARL_ENGINE_START"
-"""Variable with the number of an engine's start (``EngineRow.start``); 0 without a supervisor."""
+"""Variable with the number of an engine's start (``EngineRow.start``)."""
 COLD = "MEGARL_COLD"
 """Variable with the folder whose weights an engine begins with, while ``cold_mark`` lies beside it, instead of those of
 the model's files."""

@@ -47,7 +47,7 @@ from megarl.engine.client.frames import (
     encode,
     unpack_ids,
 )
-from megarl.engine.client.names import PROVING, UNTIL_PUBLISHED, record_phase
+from megarl.engine.client.names import PROVING, START, UNTIL_PUBLISHED, record_phase
 from megarl.engine.server.routing import ExpertLayers
 
 _GENERATION_PREFIXES = ("/megarl/generate", "/inference/", "/v1/", "/generative_scoring", "/invocations")
@@ -123,7 +123,8 @@ class Endpoints:
         app.add_middleware(Gate, state=app.state)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
-        state.megarl_process = secrets.token_hex(8)
+        # Without a supervisor, which numbers the starts of a run, no two starts have one number either.
+        state.megarl_start = int(os.environ.get(START) or secrets.randbits(48))
         state.megarl_workers = args.tensor_parallel_size * args.pipeline_parallel_size
         record_phase("load")
         layers = ExpertLayers.of(args.model) if args.enable_return_routed_experts else None
@@ -247,7 +248,7 @@ async def _state(request: Request) -> JSONResponse:
             "version": version,
             "paused": paused,
             "refusing": _refusing(own),
-            "process": own.megarl_process,
+            "start": own.megarl_start,
             "workers": own.megarl_workers,
         }
     )

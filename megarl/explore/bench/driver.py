@@ -52,8 +52,8 @@ class Gates:
 
     def __init__(self, engines: Sequence[EngineControl]) -> None:
         self._engines = engines
-        self._proven: set[str] = set()
-        """Processes of engines."""
+        self._proven: set[int] = set()
+        """Starts of engines."""
 
     def wait_ready(self, start_s: float, stopping: Callable[[], bool]) -> None:
         """Wait until every engine serves. Raises EngineError."""
@@ -70,7 +70,7 @@ class Gates:
             state = None
             with suppress(EngineError):
                 state = engine.state(ANSWER_S)
-            if state is None or state.process in self._proven:
+            if state is None or state.start in self._proven:
                 continue
             started = time.monotonic()
             try:
@@ -78,10 +78,10 @@ class Gates:
                     elements = sum(worker["elements"] for worker in engine.workers("megarl_check_files"))
                 engine.refuse(None)
             except EngineError:
-                if _is_there(engine, state.process):
+                if _is_there(engine, state.start):
                     raise
                 continue
-            self._proven.add(state.process)
+            self._proven.add(state.start)
             log.info(
                 "engine at %s: %d weights equal the model's files (%.1f s)",
                 engine.url,
@@ -90,10 +90,10 @@ class Gates:
             )
 
 
-def _is_there(engine: EngineControl, process: str) -> bool:
+def _is_there(engine: EngineControl, start: int) -> bool:
     """Return True if this start of the server still answers."""
     try:
-        return engine.state(ANSWER_S).process == process
+        return engine.state(ANSWER_S).start == start
     except EngineError:
         return False
 

@@ -59,7 +59,7 @@ class FileFedEngine:
         try:
             self._update(state, version)
         except (EngineError, CheckpointError, WeightsDiffer) as error:
-            if not self._is_there(state.process) or version not in whole_versions(self._run_dir):
+            if not self._is_there(state.start) or version not in whole_versions(self._run_dir):
                 log.warning("%s; the engine at %s is given weights again", error, engine.url)
                 return False
             reason = f"weights {version} are refused by the engine at {engine.url}: {error}"
@@ -100,10 +100,10 @@ class FileFedEngine:
             time.monotonic() - began,
         )
 
-    def _is_there(self, process: str) -> bool:
+    def _is_there(self, start: int) -> bool:
         """Return True if this start of the server still answers."""
         try:
-            return self._control.state(ANSWER_S).process == process
+            return self._control.state(ANSWER_S).start == start
         except EngineError:
             return False
 

@@ -106,7 +106,7 @@ class Units:
         return unit in self._up
 
     def ended(self, unit: str) -> str:
-        """Return how a unit has ended: "signal", "itself", or "node" where it cannot start on its node again; empty while
+        """Return how a unit has ended: "signal", "itself", or "node" where its node cannot start it again; empty while
         it lives."""
         dead = [s for s in self.members(unit) if failed(s.process)]
         if not dead:

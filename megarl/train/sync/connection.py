@@ -103,7 +103,7 @@ class EngineConnection:
                 raise
 
     def _connect(self) -> None:
-        self.fleet.forget_processes()
+        self.fleet.forget_starts()
         self.messages.open(self._address(None, self.messages.timeout_s))
         self.generation += 1
         topic = f"connect/{self.generation}"
@@ -170,12 +170,13 @@ class EngineConnection:
         open_everywhere = self.transport is not None and all(is_open for is_open, *_ in posted)
         same_plans = len(earlier) == len(urls) if self.each else list(earlier) == workers
         before = self._joined if open_everywhere and same_plans else NONE_JOINED
-        joining = before.replaced(self.fleet.processes)
+        starts = list(zip(self.fleet.urls, self.fleet.starts, strict=True))
+        joining = before.replaced(starts)
         machines = self._machines(before, joining)
-        if before.processes and (machines, senders) != (before.machines, before.senders):
+        if before.starts and (machines, senders) != (before.machines, before.senders):
             joining = before.all  # who is near whom decides the order of messages, which all must know
             machines = self._machines(before, joining)
-        self._joined = Joined(self.fleet.processes, machines, senders)
+        self._joined = Joined(starts, machines, senders)
         places = self._joined.places() if self.config.sync.shared_memory else Places()
         return {"workers": workers, "joining": joining, "places": asdict(places)}
 

@@ -30,8 +30,8 @@ class EngineFleet:
 
     def __init__(self, urls: Sequence[str], key: str, timeout_s: float) -> None:
         self._engines = [EngineControl(url, key, timeout_s) for url in urls]
-        self.processes: list[str] = []
-        """Processes of the engines, as the last ``wait_ready`` found them."""
+        self.starts: list[int] = []
+        """Starts of the engines, as the last ``wait_ready`` found them."""
         self.workers: list[int] = []
         """Workers of each of them."""
 
@@ -73,9 +73,9 @@ class EngineFleet:
         with self.calling(call) as futures:
             return results(futures)
 
-    def forget_processes(self) -> None:
+    def forget_starts(self) -> None:
         """Forget who was there: ``died`` finds nobody until ``wait_ready`` has found them again."""
-        self.processes = []
+        self.starts = []
 
     def wait_ready(
         self, start_s: float, stopping: Callable[[], bool], left_out: Callable[[], Sequence[str]] = tuple
@@ -93,7 +93,7 @@ class EngineFleet:
                 over.set()
         results(futures)
         states = self.each(lambda i, engine: engine.state())
-        self.processes = [state.process for state in states]
+        self.starts = [state.start for state in states]
         self.workers = [state.workers for state in states]
 
     def died(self) -> list[str]:
@@ -104,12 +104,12 @@ class EngineFleet:
 
         def fate(i: int, engine: EngineControl) -> str | None:
             try:
-                replaced = engine.state(timeout_s=_STATE_S).process != self.processes[i]
+                replaced = engine.state(timeout_s=_STATE_S).start != self.starts[i]
             except EngineError as error:
                 return str(error)
             return f"the engine at {engine.url} has been replaced" if replaced else None
 
-        return [found for found in self.each(fate) if found is not None] if self.processes else []
+        return [found for found in self.each(fate) if found is not None] if self.starts else []
 
     def watch(self, version: str, kept: Mapping[str, str]) -> EngineWatch:
         """Watch the engines, which have this version, or the one that they keep."""

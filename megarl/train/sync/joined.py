@@ -13,7 +13,8 @@ from megarl.engine.sync.shared import Places
 class Joined:
     """Engines by number, as they were joined last."""
 
-    processes: Sequence[str]
+    starts: Sequence[tuple[str, int]]
+    """URL of each engine, and the start of its process; those of two programs may have one number."""
     machines: Sequence[list[str]]
     """Machines of each engine's workers."""
     senders: Sequence[Sequence[Any]]
@@ -22,12 +23,12 @@ class Joined:
     @property
     def all(self) -> list[int]:
         """Numbers of all engines."""
-        return list(range(len(self.processes)))
+        return list(range(len(self.starts)))
 
-    def replaced(self, processes: Sequence[str]) -> list[int]:
-        """Numbers of the engines that are other processes now, or were none."""
-        before = [*self.processes, *[None] * (len(processes) - len(self.processes))]
-        return [i for i, process in enumerate(processes) if process != before[i]]
+    def replaced(self, starts: Sequence[tuple[str, int]]) -> list[int]:
+        """Numbers of the engines that are other starts now, or were none."""
+        before = [*self.starts, *[None] * (len(starts) - len(self.starts))]
+        return [i for i, start in enumerate(starts) if start != before[i]]
 
     def places(self) -> Places:
         """Machines of all workers and trainer ranks."""

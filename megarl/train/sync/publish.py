@@ -213,7 +213,7 @@ class WeightPublisher:
 
     def part(self) -> None:
         """Close the links before the engines end: the next ``connect`` joins all of them."""
-        self.connection.fleet.forget_processes()
+        self.connection.fleet.forget_starts()
         self.connection.disconnect()
 
     def sleep(self) -> dict[str, float]:
