@@ -118,7 +118,7 @@ class Job(OnlineSteps):
         given: dict[str, Any] = dict.fromkeys((field.name for field in fields(Services)), NOTHING)
         made = {"config": config, "context": context, "store": self.store, "reporter": reporter}
         self.services = Services(**given | made | {"weights": self.weights, "rollouts": rollouts})
-        self.parts = parts_of(self.services)
+        self.parts, self.is_connected = parts_of(self.services), True
         self.claims: list[Claim] = []
 
     def connect(self) -> None:

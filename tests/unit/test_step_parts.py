@@ -6,10 +6,12 @@ import ast
 import itertools
 import re
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from inspect import getsource, signature
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -24,6 +26,7 @@ from megarl.train.rollout import group_parts
 from megarl.train.rollout.group_part import GroupPart, GroupServices
 from megarl.train.rollout.group_parts import GROUP_PARTS
 from megarl.train.step import OnlineSteps
+from tests.trajectories import VERSION
 from tests.unit.test_layering import ROOT, all_sources, import_graph, module_of
 
 ORDER = (
@@ -212,3 +215,14 @@ def test_the_step_is_on_one_screen() -> None:
         "eval_engines",
         "order",
     }
+
+
+def test_a_job_without_parts_is_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = SimpleNamespace(connect=lambda: None, version=VERSION)
+    timeline, memory = SimpleNamespace(phase=lambda name: nullcontext()), SimpleNamespace(enter=lambda phase: None)
+    monkeypatch.setattr(step_module, "services_of", lambda rank: SimpleNamespace(weights=weights, evaluation="asked"))
+    monkeypatch.setattr(step_module, "parts_of", lambda services: [])
+    steps = OnlineSteps(cast(Any, SimpleNamespace(timeline=timeline, memory=memory)))
+    assert steps.version is steps.evaluation is None
+    steps.connect()
+    assert (steps.version, steps.evaluation) == (VERSION, "asked")
