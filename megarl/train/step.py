@@ -14,6 +14,7 @@ from megarl.train.part import Metrics, Part, Services, StepData
 from megarl.train.parts import parts_of
 from megarl.train.rank.state import TrainState
 from megarl.train.rollout.awaited import Published
+from megarl.train.rollout.evaluation import Evaluates
 from megarl.train.services import services_of
 from megarl.train.sync.sent import SentWeights
 from megarl.train.update.batch import filter_overlong
@@ -26,7 +27,8 @@ class OnlineSteps:
 
     services: Services
     parts: Sequence[Part] = ()
-    """Made when the engines are joined."""
+    is_connected = False
+    """True once ``services`` and ``parts`` are made."""
     rollbacks = 0
     """Number of rollbacks before the last publication."""
     evaluated: Metrics | None = None
@@ -40,7 +42,12 @@ class OnlineSteps:
     @property
     def version(self) -> WeightsVersion | None:
         """Weights published last; None before the engines are joined."""
-        return self.services.weights.version if self.parts else None
+        return self.services.weights.version if self.is_connected else None
+
+    @property
+    def evaluation(self) -> Evaluates | None:
+        """Evaluations of the job; None before the engines are joined."""
+        return self.services.evaluation if self.is_connected else None
 
     def step(self, state: TrainState) -> TrainState:
         """Make one step: sync, rollout, inference, update."""
@@ -125,12 +132,9 @@ class OnlineSteps:
         with self.rank.timeline.phase("wait_for_engine"):
             self.services = services_of(self.rank)
             self.parts = parts_of(self.services)
+            self.is_connected = True
             self.rank.memory.enter(Phase.SYNC)
             self.services.weights.connect()
-
-    def is_evaluation_due(self, state: TrainState) -> bool:
-        """Report an evaluation that has ended; True in place of one that was given up."""
-        return self.services.evaluation.settle(state.step)
 
     def evaluate(self, state: TrainState, name: str) -> None:
         """Publish and evaluate the weights. Raises Stopped."""
@@ -141,18 +145,3 @@ class OnlineSteps:
         evaluation.run(state, self.services.weights.version, name)
         # Engines that keep the version are left out of the next one, which the others are given.
         self.evaluated = None if evaluation.is_open or self.has_given else synced
-
-    def finish(self) -> None:
-        """End the parts."""
-        for part in self.parts:
-            part.finish()
-
-    def before_rollback(self, state: TrainState) -> None:
-        """Report an evaluation that has ended."""
-        if self.parts:
-            self.services.evaluation.settle(state.step)
-
-    def after_rollback(self, state: TrainState) -> None:
-        """Give up an evaluation that is under way."""
-        if self.parts:
-            self.services.evaluation.forget(state.step)

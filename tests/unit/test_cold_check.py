@@ -1,4 +1,4 @@
-"""The engine that a cold check starts again serves when the check ends, so that the next publication joins it."""
+"""Cold check: what counts as a difference, and the engine that it starts again serves when the check ends."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import pytest
 
 from megarl.core.config import Config
 from megarl.core.config.job import StoreConfig
+from megarl.core.errors import WeightsDiffer
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.control import EngineControl, EngineState
 from megarl.engine.client.probe import Probed, ProbeText
 from megarl.engine.fleet import EngineStatus, EngineTurn
 from megarl.explore.store import Store
-from megarl.train.parts.cold import ColdCheck
+from megarl.train.parts.cold import ColdCheck, compare
 from megarl.train.rank.context import RunContext
 from megarl.train.sync.own import OwnEngines
 from tests.engine_rows import serving_row
@@ -48,3 +49,26 @@ def test_both_engines_are_joined_after_the_check(tmp_path: Path, monkeypatch: py
     assert ABSENT in seen and STARTING in seen
     assert OwnEngines(store, "k", together=False).urls(begun=True) == urls
     store.close()
+
+
+def test_a_cold_engine_has_the_same_bits_or_those_within_a_tolerance() -> None:
+    warm = Probed([-1.0, -2.0], [-0.5], [-0.5], [7])
+    compare(warm, warm, "u", None)
+    near = warm._replace(decode=[-0.5000001])
+    compare(warm, near, "u", 1e-4)
+    with pytest.raises(
+        WeightsDiffer, match=r"at u, .*of decode are 1\.00e-07 .*first at token 1 \(-0\.5 and -0\.5000001\)"
+    ):
+        compare(warm, near, "u", None)
+    with pytest.raises(WeightsDiffer, match=r"of prefill .*first at token 2"):
+        compare(warm, warm._replace(prefill=[-1.0, -2.1]), "u", 1e-4)
+
+
+def test_after_another_token_nothing_is_compared_within_a_tolerance() -> None:
+    warm = Probed([-1.0], [-0.5, -0.6, -0.7], [-0.5, -0.6, -0.7], [5, 6, 7])
+    other = Probed([-1.0], [-0.5, -3.0, -4.0], [-0.5, -3.0, -4.0], [5, 9, 8])
+    compare(warm, other, "u", 1e-4)
+    with pytest.raises(WeightsDiffer, match=r"of decode .*first at token 2"):
+        compare(warm, other, "u", None)
+    with pytest.raises(WeightsDiffer, match=r"of decode .*first at token 1"):
+        compare(warm, other._replace(decode=[-0.6, -3.0, -4.0]), "u", 1e-4)

@@ -33,7 +33,7 @@ from megarl.explore.store.tables import GROUPS, ROLLOUTS
 from megarl.learn import algorithms
 from megarl.train.loop.course import Course
 from megarl.train.part import Services
-from megarl.train.parts.ahead import DrainAhead
+from megarl.train.parts import parts_of
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
@@ -116,8 +116,9 @@ class Job(OnlineSteps):
         grpo, wait = algorithms.get("grpo"), self.until
         rollouts = Rollouts(context, grpo, self.store, reporter, reader, wait, 64)
         given: dict[str, Any] = dict.fromkeys((field.name for field in fields(Services)), NOTHING)
-        self.services = Services(**given | {"weights": self.weights, "rollouts": rollouts})
-        self.parts = [DrainAhead(config, rollouts)]
+        made = {"config": config, "context": context, "store": self.store, "reporter": reporter}
+        self.services = Services(**given | made | {"weights": self.weights, "rollouts": rollouts})
+        self.parts, self.is_connected = parts_of(self.services), True
         self.claims: list[Claim] = []
 
     def connect(self) -> None:

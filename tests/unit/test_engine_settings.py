@@ -107,11 +107,14 @@ def test_every_option_that_megarl_gives_is_its_own(tmp_path: Path, device: Any) 
     (tmp_path / "preprocessor_config.json").write_text('{"min_pixels": 3136, "max_pixels": 12845056}')
     usual = RolloutConfig(max_prompt_tokens=8, expert_parallel=True, routing_replay=True, kv_cache_dtype="fp8")
     given: set[str] = set()
-    for rollout in (
-        replace(usual, placement="colocated", offload="destroy"),
-        replace(usual, placement="colocated", pp=2, enforce_eager=True),
-    ):
-        argv, _ = engine_process(str(tmp_path), rollout, model, "h", 1, device, group=(0, "h:1"), pause="keep")
+    ways: tuple[tuple[RolloutConfig, Any], ...] = (
+        (usual, "destroy"),
+        (replace(usual, pp=2, enforce_eager=True), "sleep"),
+    )
+    for rollout, leaves in ways:
+        argv, _ = engine_process(
+            str(tmp_path), rollout, model, "h", 1, device, group=(0, "h:1"), pause="keep", leaves=leaves
+        )
         given |= {word[2:].replace("-", "_") for word in argv if word.startswith("--")}
     assert {"kv_cache_dtype", "scheduling_policy", "nnodes", "load_format"} < given
     backend: Any = "gloo" if device == "cpu" else "nccl"

@@ -24,11 +24,13 @@ from megarl.explore.order.replay import ReplayChoice
 from megarl.explore.rewards.router import compute_score
 from megarl.explore.store import Claim, GivenReward, Store, Used
 from megarl.explore.tasksets import ChatTokenizer
+from megarl.learn import algorithms
 from megarl.run.checks.pacing import check_pacing
 from megarl.run.run_dir.late import read_rewards, write_awaiting
 from megarl.train.rank.context import RunContext
 from megarl.train.rollout.asking import GroupRequests, InAdmissionOrder, InCompletionOrder
-from megarl.train.rollout.group_parts.late import OverdueRewards
+from megarl.train.rollout.group_part import GroupServices
+from megarl.train.rollout.group_parts import group_parts_of
 from tests.stores import make_task, make_trajectory, request
 
 LATE = Reward(math.nan, "late")
@@ -121,9 +123,10 @@ def asking(store: Store, order: Any, late_steps: int | None) -> Any:
         reward=RewardConfig(late_steps=late_steps),
     )
     context = RunContext(config, Path(), 1, 0)
-    parts = [] if late_steps is None else [OverdueRewards(config)]
+    replay, unused = ReplayChoice(config, store), cast(Any, None)
+    parts = group_parts_of(GroupServices(config, store, unused, replay, unused), algorithms.get("grpo"))
     requests = GroupRequests(context, store, TaskChoice(config, store), parts)
-    return order(requests, ReplayChoice(config, store)) if order is InAdmissionOrder else order(requests)
+    return order(requests, replay) if order is InAdmissionOrder else order(requests)
 
 
 def asked_with_first_weights(store: Store, order: Any) -> str:

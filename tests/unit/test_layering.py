@@ -107,8 +107,14 @@ def test_a_package_imports_only_from_packages_above_it(package: str) -> None:
     assert not found, "\n".join(found)
 
 
+def module_of(path: str) -> str:
+    """Name of the module of a file below the root."""
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
 def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
     """Module -> modules of ``sources`` that it imports, also inside functions and ``if TYPE_CHECKING``."""
+    assert not any("/" in name for name in sources), "names of modules, not paths"
     graph: dict[str, set[str]] = {name: set() for name in sources}
     for name, source in sources.items():
         for node in nodes(source):
@@ -122,11 +128,7 @@ def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    files = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-        for path in PACKAGE.rglob("*.py")
-    }
-    graph = import_graph({name: path.read_text() for name, path in files.items()})
+    graph = import_graph({module_of(path): source for path, source in all_sources().items()})
     assert graph["megarl.train.trainer"] >= {"megarl.train.step", "megarl.core.errors"}
     TopologicalSorter(graph).prepare()  # CycleError names the circle
 

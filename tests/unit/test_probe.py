@@ -8,7 +8,6 @@ import pytest
 
 from megarl.core.errors import WeightsDiffer
 from megarl.engine.client.probe import PROBE_TOLERANCES, Probed, check_probe
-from megarl.train.parts.cold import compare
 
 BF16 = PROBE_TOLERANCES["bfloat16"]
 
@@ -50,26 +49,3 @@ def test_one_decoded_token_may_be_further_off_than_all_of_them() -> None:
     assert check_probe(Probed([-1.0], decode, again), [-1.0], BF16).max_difference == 0.0
     with pytest.raises(WeightsDiffer, match="8 tokens that the engine decoded"):
         check_probe(Probed([-1.0], decode, [-1.1] * 8), [-1.0], BF16)
-
-
-def test_a_cold_engine_has_the_same_bits_or_those_within_a_tolerance() -> None:
-    warm = Probed([-1.0, -2.0], [-0.5], [-0.5], [7])
-    compare(warm, warm, "u", None)
-    near = warm._replace(decode=[-0.5000001])
-    compare(warm, near, "u", 1e-4)
-    with pytest.raises(
-        WeightsDiffer, match=r"at u, .*of decode are 1\.00e-07 .*first at token 1 \(-0\.5 and -0\.5000001\)"
-    ):
-        compare(warm, near, "u", None)
-    with pytest.raises(WeightsDiffer, match=r"of prefill .*first at token 2"):
-        compare(warm, warm._replace(prefill=[-1.0, -2.1]), "u", 1e-4)
-
-
-def test_after_another_token_nothing_is_compared_within_a_tolerance() -> None:
-    warm = Probed([-1.0], [-0.5, -0.6, -0.7], [-0.5, -0.6, -0.7], [5, 6, 7])
-    other = Probed([-1.0], [-0.5, -3.0, -4.0], [-0.5, -3.0, -4.0], [5, 9, 8])
-    compare(warm, other, "u", 1e-4)
-    with pytest.raises(WeightsDiffer, match=r"of decode .*first at token 2"):
-        compare(warm, other, "u", None)
-    with pytest.raises(WeightsDiffer, match=r"of decode .*first at token 1"):
-        compare(warm, other._replace(decode=[-0.6, -3.0, -4.0]), "u", 1e-4)

@@ -27,11 +27,9 @@ from megarl.explore.experience import (
     with_group_stats,
 )
 from megarl.explore.experience.pipeline import check_trajectory
-from megarl.train.rollout.group_parts.greedy import GreedyBaseline
 from tests.trajectories import VERSION, one_turn
 
 VOCAB = 16
-LACKS = GreedyBaseline().lacks
 
 
 def turns(prompt: Sequence[int] = (1, 2, 3), **changes: Any) -> tuple[Turn, Turn]:
@@ -214,7 +212,7 @@ def with_greedy(members: list[Trajectory], **changes: Any) -> list[Trajectory]:
 
 def test_a_greedy_answer_changes_nothing_of_its_group() -> None:
     plain, compared = group("a", 1.0, 0.0), with_greedy(group("a", 1.0, 0.0), reward=Reward(0.25, "wrong"))
-    verified, report, *_ = verify(compared, RewardConfig(), vocab_size=VOCAB, lacks=LACKS)
+    verified, report, *_ = verify(compared, RewardConfig(), vocab_size=VOCAB)
     alone = verify(plain, RewardConfig(), vocab_size=VOCAB).trajectories
     assert [e.group_stats for e in with_group_stats(verified)] == [e.group_stats for e in with_group_stats(alone)]
     assert report.ends == {"finished": 2} and len(verified) == 2
@@ -236,21 +234,23 @@ def test_a_greedy_answer_changes_nothing_of_its_group() -> None:
 )
 def test_a_greedy_answer_without_use_costs_its_group(changes: dict[str, Any], reason: str, message: str) -> None:
     raw = [*with_greedy(group("a", 1.0, 0.0), **changes), *with_greedy(group("b", 1.0, 0.0))]
-    verified, report, *_ = verify(raw, RewardConfig(), vocab_size=VOCAB, lacks=LACKS)
+    verified, report, *_ = verify(raw, RewardConfig(), vocab_size=VOCAB)
     assert [e.group_id for e in verified] == ["b", "b"] and report.dropped == {reason: 1}
     assert message in report.messages[0]
 
 
-def test_a_missing_greedy_answer_makes_a_group_incomplete_where_one_is_needed() -> None:
-    first, second = with_greedy(group("a", 1.0, 0.0))
-    raw = [first, replace(second, greedy=None), *group("b", 1.0, 0.0)]
-    assert verify(raw, RewardConfig(), vocab_size=VOCAB, lacks=LACKS).report.dropped == {"incomplete": 2}
-    assert verify(raw, RewardConfig(), vocab_size=VOCAB).report.dropped == {}
+def test_a_group_that_lacks_something_is_incomplete() -> None:
+    raw = [*group("a", 1.0, 0.0), *group("b", 1.0, 0.0)]
+    verified, report, *_ = verify(
+        raw, RewardConfig(), vocab_size=VOCAB, lacks=lambda members: "no b" if members[0].group_id == "a" else None
+    )
+    assert [e.group_id for e in verified] == ["b", "b"] and report.dropped == {"incomplete": 1}
+    assert "no b" in report.messages[0]
 
 
 def test_a_greedy_answer_without_a_verdict_counts_as_zero_when_told_so() -> None:
     raw = with_greedy(group("a", 1.0, 0.0), reward=Reward(math.nan, "timeout"))
-    verified = verify(raw, RewardConfig(on_error="zero"), vocab_size=VOCAB, lacks=LACKS).trajectories
+    verified = verify(raw, RewardConfig(on_error="zero"), vocab_size=VOCAB).trajectories
     assert [(e.greedy.reward.score, e.greedy.reward.status) for e in verified if e.greedy] == [(0.0, "timeout")] * 2
 
 
@@ -264,7 +264,7 @@ def test_overlong_answers_lose_reward_before_the_statistics() -> None:
     members = [make("a", i, 1.0, 5, **of_length(n)) for i, n in enumerate(lengths)]
     raw = with_greedy(members, **of_length(8))
     config = RewardConfig(overlong_buffer=4, overlong_penalty=2.0)
-    verified = verify(raw, config, vocab_size=VOCAB, max_response_tokens=10, lacks=LACKS).trajectories
+    verified = verify(raw, config, vocab_size=VOCAB, max_response_tokens=10).trajectories
     assert [e.reward.score for e in verified] == [1.0, 0.5, -0.5, -1.0, -1.0]
     assert [e.reward.parts["overlong"] for e in verified] == [0.0, -0.5, -1.5, -2.0, -2.0]
     assert {e.reward.status for e in verified} == {"ok"}, "the verdict stays what it is"

@@ -9,15 +9,19 @@ from typing import Any
 
 import pytest
 
+from megarl.core.config import compose
 from megarl.core.config.bounds import annotations_of, bound_of
 from megarl.core.config.schema import ModelConfig, RolloutConfig
 from megarl.core.errors import ConfigError
+from megarl.core.jobs import ProcessKind, kind_of
 from megarl.core.machine import group_members
 from megarl.engine.client.addresses import JobAddresses
 from megarl.engine.client.control import SLEEPING, EngineControl
 from megarl.engine.client.names import last_lines
 from megarl.explore.tasksets.images import MAX_IMAGES
+from megarl.run.nodes.plan import NodeInfo, plan_job
 from megarl.run.supervise.engine_process import engine_process
+from megarl.run.supervise.specs import Addresses, specs
 
 
 def option(argv: list[str], name: str) -> str:
@@ -213,21 +217,24 @@ def test_addresses_come_from_the_environment() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "placement", "offload", "asked"),
+    ("backend", "placement", "offload", "asked"),
     [
-        ("cuda", "colocated", "sleep", "--enable-sleep-mode"),
-        ("cuda", "colocated", "destroy", "--load-format"),
-        ("cuda", "separate", "sleep", None),
-        ("cpu", "colocated", "sleep", None),
-        ("cpu", "colocated", "destroy", "--load-format"),
+        ("nccl", "colocated", "sleep", "--enable-sleep-mode"),
+        ("nccl", "colocated", "destroy", "--load-format"),
+        ("nccl", "separate", "sleep", None),
+        ("gloo", "colocated", "sleep", None),
+        ("gloo", "colocated", "destroy", "--load-format"),
+        ("gloo", "separate", "destroy", None),
     ],
 )
-def test_an_engine_is_told_how_it_leaves(
-    tmp_path: Path, device: Any, placement: Any, offload: Any, asked: str | None
-) -> None:
+def test_an_engine_is_told_how_it_leaves(backend: str, placement: str, offload: str, asked: str | None) -> None:
     """On a CPU vLLM's sleep is not used; one that ends reads no weights when it starts."""
-    rollout = RolloutConfig(max_prompt_tokens=8, placement=placement, offload=offload)
-    argv, _ = engine_process(str(tmp_path), rollout, ModelConfig(), "127.0.0.1", 1, device)
+    settings = (f"parallel.backend={backend}", f"rollout.placement={placement}", f"rollout.offload={offload}")
+    config = compose(["experiment=quickstart", "parallel.tp=1", "rollout.replicas=1", *settings])
+    plan = plan_job(config, [NodeInfo(0, "a", "all", 3)])
+    assert plan.takes_turns is (placement == "colocated")
+    found = specs(config, plan, Addresses("h:1", "h:2", ("h:3",), ("",), ()), {}, Path("logs"))
+    [argv] = [spec.argv for _, spec in found if kind_of(spec.name) is ProcessKind.ENGINE]
     assert {"--enable-sleep-mode", "--load-format"}.intersection(argv) == ({asked} if asked else set())
 
 

@@ -15,7 +15,7 @@ import torch
 from megarl.core.config import Config
 from megarl.core.config.algorithms import KLConfig, MixConfig
 from megarl.core.errors import DataError
-from megarl.explore.order.draws import ExpertRows
+from megarl.explore.order.draws import ExpertRows, data_seed, num_expert_rows
 from megarl.explore.store import ExpertExperience, Store
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.learn import algorithms
@@ -26,8 +26,6 @@ from megarl.run.checks import job as checks
 from megarl.run.checks.experts import ExpertCheck
 from megarl.run.launch.experts import fill_experts
 from megarl.run.run_dir.experts import tokenizer_digest
-from megarl.train.parts.demonstrations import drawn as drawn_from
-from megarl.train.rank.state import TrainState
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.update.batch import StepBatch, make_batch
 from tests.stores import expert
@@ -60,7 +58,7 @@ def test_log_probs_go_from_the_store_to_the_gradient(
     reader = RolloutReader(NodeReader(), store, lambda: False)
     rows = reader.demonstrations(tokenizer, teacher=expert_loss == "off_policy")
     assert all((row.teacher_logp is None) is (expert_loss == "sft") for row in rows)
-    drawn = drawn_from(ExpertRows(rows), Config(algorithm=settings), TrainState(), 3)
+    drawn = ExpertRows(rows).of_step(0, num_expert_rows(3, settings.expert_ratio), data_seed(Config().trainer.seed, 0))
     sampled = [three_lines(0, 3), three_lines(1, 2, 4)]
     batch = make_batch(sampled, drawn, algorithms.get("mix"), settings, 1)
     store.close()

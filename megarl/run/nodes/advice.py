@@ -14,7 +14,16 @@ from megarl.core.errors import ArchitectureError, ConfigError, PlanError
 from megarl.core.jobs import ProcessKind
 from megarl.learn import algorithms
 from megarl.learn.parallel.grid import check_roles, with_dp
-from megarl.run.nodes.plan import NodeInfo, Plan, gpus_needed, idle_gpus, plan_job, span_of, workers_of
+from megarl.run.nodes.plan import (
+    NodeInfo,
+    Plan,
+    gpus_needed,
+    idle_gpus,
+    kept_from_engines,
+    plan_job,
+    span_of,
+    workers_of,
+)
 from megarl.run.run_dir.changes import changes
 
 MOST_IDLE = 0.25
@@ -116,14 +125,15 @@ def _filling(config: Config, nodes: Sequence[NodeInfo]) -> Iterator[Config]:
     """The job with each pair of ``dp`` and ``rollout.replicas`` that together take as many GPUs as there are."""
     job, total = algorithms.job_of(config), sum(node.gpus for node in nodes)
     unit, workers = config.parallel.world_size // config.parallel.dp, workers_of(config)
-    engines, colocated = job.has(ProcessKind.ENGINE), config.rollout.is_colocated
+    engines = job.has(ProcessKind.ENGINE)
     if not job.trains:
         if total % workers == 0:
             yield replace(config, rollout=replace(config.rollout, replicas=total // workers))
         return
     for dp in range(1, total // unit + 1):
-        left = total if colocated else total - unit * dp
-        whole = unit * dp == total if colocated or not engines else left > 0
+        left = total - kept_from_engines(config, unit * dp)
+        shared = left == total  # engines have all GPUs, and ranks have them too
+        whole = unit * dp == total if shared or not engines else left > 0
         if not whole or (engines and left % workers):
             continue
         if (found := with_dp(config, dp)) is not None:

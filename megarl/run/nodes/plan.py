@@ -66,6 +66,8 @@ class Plan:
     job: Job
     processes: tuple[Planned, ...]
     """In the order in which they start."""
+    takes_turns: bool = False
+    """Engines have devices of trainer ranks, and leave while these compute: a trainer orders when they start."""
 
     def of(self, kind: ProcessKind) -> list[Planned]:
         """Processes of one kind."""
@@ -114,7 +116,8 @@ def plan_job(config: Config, nodes: Sequence[NodeInfo], *, trainers: int | None 
         ],
         ProcessKind.BENCH: [Planned(ProcessKind.BENCH, 0, nodes[0].rank)],
     }
-    return Plan(job, tuple(process for kind in job.processes for process in found[kind]))
+    processes = tuple(process for kind in job.processes for process in found[kind])
+    return Plan(job, processes, takes_turns=config.rollout.is_colocated and job.has(ProcessKind.ENGINE))
 
 
 class Group(NamedTuple):
@@ -190,8 +193,7 @@ def _deal_on_gpus(config: Config, nodes: Sequence[NodeInfo], job: Job, trainers:
         if count and (world % count or each > gpus or split_group(config, each, gpus)):
             continue
         ranks = [rank._replace(gpus=tuple(range(each))) for rank in _blocks(world, may[:count])] if count else []
-        colocated = config.rollout.is_colocated
-        taken = dict.fromkeys([] if colocated else may[:count], each)
+        taken = dict.fromkeys(may[:count], kept_from_engines(config, each))
         engines = _engines_on_gpus(config, nodes, taken) if job.has(ProcessKind.ENGINE) else []
         if engines is not None:
             return ranks, engines
@@ -298,7 +300,12 @@ def gpus_needed(config: Config, job: Job) -> int:
     """Number of GPUs of a job's trainer ranks and engine workers, which colocated ones share."""
     ranks = config.parallel.world_size * job.trains
     workers = config.rollout.replicas * workers_of(config) * job.has(ProcessKind.ENGINE)
-    return max(ranks, workers) if config.rollout.is_colocated else ranks + workers
+    return max(ranks, kept_from_engines(config, ranks) + workers)
+
+
+def kept_from_engines(config: Config, ranks: int) -> int:
+    """Number of GPUs that no engine may have because ``ranks`` trainer ranks have them: colocated ones share theirs."""
+    return 0 if config.rollout.is_colocated else ranks
 
 
 def workers_of(config: Config) -> int:

@@ -38,6 +38,7 @@ def engine_process(
     device: Literal["cpu", "cuda"] = "cpu",
     group: tuple[int, str] | None = None,
     pause: Literal["wait", "keep"] = "wait",
+    leaves: Literal["sleep", "destroy"] | None = None,
 ) -> tuple[list[str], dict[str, str]]:
     """Returns (argv, environment to add) of one engine server that listens on ``host:port``.
 
@@ -47,6 +48,7 @@ def engine_process(
         group: Of an engine that spans ``rollout.nodes`` machines: which part this is, and HOST:PORT where the parts
             meet. Part 0 is the server.
         pause: ``sync.pause``. With ``keep`` the engine has priorities: a probe goes before requests that wait.
+        leaves: How it gives its device to trainer ranks (``rollout.offload``); None where it has one of its own.
     """
     context = context_tokens(rollout)
     kind = "server" if group is None or group[0] == 0 else "part"
@@ -89,7 +91,6 @@ def engine_process(
         argv += ["--enable-expert-parallel"]
     if rollout.routing_replay:
         argv += ["--enable-return-routed-experts"]
-    leaves = rollout.offload if rollout.is_colocated else None
     if leaves == "destroy":
         # Started for a sync, which brings all weights: a read from disk would be for nothing.
         argv += ["--load-format", "dummy"]

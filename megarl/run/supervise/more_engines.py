@@ -27,8 +27,10 @@ def room_for_engines(config: Config, plan: Plan, nodes: Sequence[NodeInfo], cpus
         cpus: Of this machine; None counts those that this process may use.
     """
     had = config.rollout.replicas
-    if config.rollout.is_colocated or len(nodes) > 1:
-        return EngineRoom(had, 0, f"{len(nodes)} nodes, rollout.placement={config.rollout.placement}")
+    if plan.takes_turns:
+        return EngineRoom(had, 0, "rollout.placement=colocated")
+    if len(nodes) > 1:
+        return EngineRoom(had, 0, f"{len(nodes)} nodes")
     if config.parallel.backend == "nccl":
         ranks = len(plan.of(ProcessKind.TRAINER))
         why = f"{nodes[0].gpus} GPUs, {ranks} of them the trainer's (parallel)"

@@ -121,8 +121,9 @@ def _engine(attempt: _Attempt, process: Planned) -> _Command:
     group = attempt.addresses.engine_groups[process.number]
     span = (process.part, group) if group else None
     device: Literal["cpu", "cuda"] = "cuda" if config.parallel.backend == "nccl" else "cpu"
+    leaves = config.rollout.offload if attempt.plan.takes_turns else None
     argv, env = engine_process(
-        config.model.path, config.rollout, config.model, host, int(port), device, span, config.sync.pause
+        config.model.path, config.rollout, config.model, host, int(port), device, span, config.sync.pause, leaves
     )
     name = of_program(f"{process.kind.stem}_{process.number}", attempt.plan.job.program)
     timeline = f"{config.run.dir}/timeline/{name}"

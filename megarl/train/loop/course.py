@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -12,8 +13,10 @@ from megarl.core.phases import Phase
 from megarl.core.schema import WeightsVersion
 from megarl.train.loop.rank import TrainerRank, starting
 from megarl.train.loop.warm_start import WarmStart
+from megarl.train.part import Part
 from megarl.train.rank.ranks import Stopped
 from megarl.train.rank.state import TrainState
+from megarl.train.rollout.evaluation import Evaluates
 from megarl.train.update.updates import RollBack
 from megarl.weights.checkpoint.training.manifest import EXPORTED_STEP
 
@@ -28,6 +31,14 @@ class Steps(Protocol):
     def version(self) -> WeightsVersion | None:
         """Weights published last, for the manifest of a checkpoint."""
 
+    @property
+    def evaluation(self) -> Evaluates | None:
+        """Evaluations that may go on beside steps; None where each ends before ``evaluate`` returns."""
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """Parts of the job."""
+
     def prepare(self, state: TrainState) -> None:
         """Make the models that the steps need, after the warm start and after each rollback."""
 
@@ -37,20 +48,8 @@ class Steps(Protocol):
     def step(self, state: TrainState) -> TrainState:
         """Make one step. Raises RollBack; Stopped before the update begins: nothing has changed then."""
 
-    def is_evaluation_due(self, state: TrainState) -> bool:
-        """Settle what is evaluated meanwhile; True where that asks for an evaluation now."""
-
     def evaluate(self, state: TrainState, name: str) -> None:
         """Evaluate the actor. Raises Stopped."""
-
-    def finish(self) -> None:
-        """End after the last step and the last evaluation."""
-
-    def before_rollback(self, state: TrainState) -> None:
-        """Settle what belongs to the weights that are given up."""
-
-    def after_rollback(self, state: TrainState) -> None:
-        """Forget what belongs to steps after that of ``state``."""
 
 
 class Course:
@@ -132,7 +131,8 @@ class Course:
                 try:
                     if self._rank.ranks.stop_requested():
                         return state, False
-                    if steps.is_evaluation_due(state) or self.evaluates(state):
+                    given_up = steps.evaluation is not None and steps.evaluation.settle(state.step)
+                    if given_up or self.evaluates(state):
                         steps.evaluate(state, f"eval-{state.step}" if state.step else "eval-before")
                     state = steps.step(state)
                 except RollBack as bad:
@@ -142,7 +142,8 @@ class Course:
             if text := str(stopped):
                 self._rank.reporter.log(f"stopping in the middle of a weight sync ({text})")
             return state, False
-        steps.finish()
+        for part in steps.parts:
+            part.finish()
         return state, True
 
     def evaluates(self, state: TrainState) -> bool:
@@ -157,7 +158,9 @@ class Course:
         """
         rank, reporter = self._rank, self._rank.reporter
         bad.__traceback__ = None  # its frames hold models that are to be replaced
-        self._steps.before_rollback(state)
+        evaluation = self._steps.evaluation
+        if evaluation is not None:
+            evaluation.settle(state.step)
         rank.checkpoints.settle(wait=True)
         rank.models.finish_gathers()  # the bad update may have followed another one
         rank.memory.enter(Phase.START)
@@ -177,5 +180,6 @@ class Course:
             f"went back from step {before} to step {state.step}, by {source}; rollback {state.rollbacks}: "
             "from here on steps take other tasks"
         )
-        self._steps.after_rollback(state)
+        if evaluation is not None:
+            evaluation.forget(state.step)
         return state

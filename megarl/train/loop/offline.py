@@ -55,6 +55,9 @@ class OfflineSteps:
 
     version = None
     """No weights are published."""
+    evaluation = None
+    """An evaluation ends before ``evaluate`` returns."""
+    parts = ()
     rows: Rows
     test: Batch
 
@@ -133,19 +136,6 @@ class OfflineSteps:
         rank.reporter.write(step, {f"val/{name}": value for name, value in metrics.items()})
         accuracy = f", the chosen answer preferred in {metrics['accuracy']:.1%}" if "accuracy" in metrics else ""
         rank.reporter.log(f"held-out loss at step {step}: {metrics['loss']:.4f}{accuracy} ({len(test.units)} rows)")
-
-    def is_evaluation_due(self, state: TrainState) -> bool:
-        """Return False: nothing is evaluated meanwhile."""
-        return False
-
-    def finish(self) -> None:
-        """Do nothing."""
-
-    def before_rollback(self, state: TrainState) -> None:
-        """Do nothing."""
-
-    def after_rollback(self, state: TrainState) -> None:
-        """Do nothing."""
 
 
 def read(
