@@ -2,13 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from megarl.core.errors import EngineError
 from megarl.core.jobs import TRAIN
-from megarl.engine.fleet import EngineRow, EngineStatus
+from megarl.core.schema import WeightsVersion
+from megarl.engine.client.control import EngineControl
+from megarl.engine.fleet import EngineRow, EngineStatus, Fleet, Key
 
 
 def serving_row(number: int, url: str, program: str = TRAIN, **columns: Any) -> EngineRow:
     """An engine of one worker that serves at ``url``."""
     of = {"state": EngineStatus.SERVING, "start": number + 1, "workers": 1, **columns}
     return EngineRow(program, number, url=url, **of)
+
+
+class FixedEngines:
+    """Engines at these URLs, without a store: where a trainer finds them, and notes what they have."""
+
+    is_own = True
+
+    def __init__(self, urls: Callable[[], Sequence[str]], key: str) -> None:
+        self._urls, self._key = urls, key
+        self._delivered: dict[Key, tuple[int, WeightsVersion | None]] = {}
+
+    def fleet(self) -> Fleet:
+        rows = [serving_row(number, url, start=self._start(url)) for number, url in enumerate(self._urls())]
+        given = [(row, *self._delivered.get(row.key, (0, None))) for row in rows]
+        return Fleet([replace(row, version_start=start, version=version) for row, start, version in given])
+
+    def to_join(self) -> list[EngineRow]:
+        return list(self.fleet())
+
+    def delivered(self, starts: Mapping[Key, int], version: WeightsVersion | None) -> None:
+        self._delivered |= {key: (start, version) for key, start in starts.items()}
+
+    def free(self) -> None:
+        """Do nothing: none keeps its weights."""
+
+    def _start(self, url: str) -> int:
+        try:
+            return EngineControl(url, self._key).state(5.0).start
+        except EngineError:
+            return 0

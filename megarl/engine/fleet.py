@@ -218,22 +218,6 @@ class Fleet:
         here = (row for row in self if row.is_present and row.turn is EngineTurn.HERE and row.holds_for == rollout)
         return [row for row in here if oldest is None or (row.has is not None and row.has >= oldest)]
 
-    def changed(self, joined: Mapping[Key, int], *, begun: bool = True) -> bool:
-        """Return True if other engines, or other starts of them, are to be joined than those."""
-        return {row.key: row.start for row in self.to_join(begun=begun)} != dict(joined)
-
-    def fates(self, given: Mapping[Key, int]) -> list[str]:
-        """Say what has become of engines that had weights, by the start of each, and have lost them."""
-        rows = {row.key: row for row in self}
-        said = []
-        for key, start in given.items():
-            row = rows.get(key)
-            if row is None or not row.is_present:
-                said.append(f"engine {key[1]} is wanted no more")
-            elif row.start != start or row.state is not EngineStatus.SERVING:
-                said.append(f"engine {key[1]} is started again")
-        return said
-
     def to_hold(self, count: int, version: WeightsVersion) -> list[EngineRow]:
         """The first ``count`` engines that have this version, so that one at least is left for training.
 
@@ -241,10 +225,6 @@ class Fleet:
         """
         having = [row for row in self if row.is_present and row.has == version and not row.holds_for]
         return having[: min(count, len(having) - 1)] if having else []
-
-    def undone(self) -> list[EngineRow]:
-        """Engines with orders that were not carried out yet."""
-        return [row for row in self if not row.is_done]
 
     def ended(self) -> list[EngineRow]:
         """Rows to delete."""

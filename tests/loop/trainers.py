@@ -30,6 +30,7 @@ from megarl.weights.checkpoint.formats.hf import read_hf_config
 from megarl.weights.reshard import boxes
 from megarl.weights.reshard.execute import Arrival, Transport, Work
 from megarl.weights.reshard.layouts import Layout, megatron_layout
+from tests.engine_rows import FixedEngines
 from tests.loop.engines import RunningEngine, some_prompts
 
 T = TypeVar("T")
@@ -87,13 +88,12 @@ def ranks_of(engine: RunningEngine, config: Config | None = None, others: Sequen
     hf_config = read_hf_config(engine.model_path)
     layout = megatron_layout(hf_config, megatron_grid(config.parallel))
     addresses = engine.addresses()
+    engines = FixedEngines(lambda: [e.url for e in (engine, *others)], addresses.key)
     connections = (
-        EngineConnection(
-            config, layout, hf_config, r, engines=lambda: [e.url for e in (engine, *others)], addresses=addresses
-        )
+        EngineConnection(config, layout, hf_config, r, look=engines, addresses=addresses)
         for r in range(layout.num_ranks)
     )
-    return Ranks(tuple(map(WeightPublisher, connections)), layout)
+    return Ranks(tuple(WeightPublisher(connection, engines) for connection in connections), layout)
 
 
 def checkpoint_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from megarl.engine.fleet import EngineStatus, EngineTurn
 from megarl.explore.store import Store
 from megarl.train.parts.cold import ColdCheck, compare
 from megarl.train.rank.context import RunContext
-from megarl.train.sync.own import OwnEngines
+from megarl.train.sync.look import EngineLook
 from tests.engine_rows import serving_row
 
 SERVING, STARTING, ABSENT = EngineStatus.SERVING, EngineStatus.STARTING, EngineStatus.ABSENT
@@ -47,7 +47,7 @@ def test_both_engines_are_joined_after_the_check(tmp_path: Path, monkeypatch: py
             store.engines.note([replace(engine, state=SERVING)])
         seen.append(store.engines.own()[0].state)
     assert ABSENT in seen and STARTING in seen
-    assert OwnEngines(store, "k", together=False).urls(begun=True) == urls
+    assert [row.url for row in EngineLook(store, "k", own=True).to_join() or ()] == urls
     store.close()
 
 

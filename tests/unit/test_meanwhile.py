@@ -25,6 +25,7 @@ from megarl.core.schema import Task, WeightsVersion
 from megarl.engine.client.client import EngineClient, Prompt, Sampling
 from megarl.engine.client.frames import VersionSpan
 from megarl.engine.client.reserved import ReservedEngines
+from megarl.engine.fleet import EngineStatus, Fleet
 from megarl.explore.explorer.engines import EngineFollower
 from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explorer
 from megarl.explore.explorer.held_out import record_evaluations
@@ -37,8 +38,7 @@ from megarl.train.rank.ranks import Stopped
 from megarl.train.rollout.awaited import Awaited
 from megarl.train.rollout.evaluation import Evaluation
 from megarl.train.rollout.meanwhile import EvaluationMeanwhile
-from megarl.train.sync.kept import KeptEngines
-from megarl.train.sync.own import OwnEngines
+from megarl.train.sync.publish import WeightPublisher
 from tests.chat_battery import checkpoint
 from tests.engine_rows import serving_row
 from tests.unit.test_held_out import answered
@@ -277,63 +277,64 @@ def test_a_look_that_fails_keeps_an_engine_reserved() -> None:
     asyncio.run(run())
 
 
-class Engines:
-    """A fleet whose engines have ``versions``."""
+class Publishing:
+    """Rank 0's choice of the engines that take a version, of a job with engines that serve."""
 
-    def __init__(self, *versions: str) -> None:
-        self.urls = [f"http://{number}" for number in range(len(versions))]
-        self.versions = list(versions)
+    def __init__(self, store: Store, number: int) -> None:
+        self.store = store
+        store.engines.register([serving_row(n, f"http://{n}") for n in range(number)])
+        look: Any = SimpleNamespace(fleet=lambda: Fleet(store.engines.own()))
+        self.connection: Any = SimpleNamespace(look=look, come_and_go=False, config=FINE)
+        self.publisher = WeightPublisher(self.connection, store.engines)
+        self.give(OLD)
 
-    def behind(self, version: str, kept: dict[str, str]) -> list[int]:
-        return [
-            i
-            for i, (url, has) in enumerate(zip(self.urls, self.versions, strict=True))
-            if has != kept.get(url, version)
-        ]
+    def give(self, version: WeightsVersion) -> list[int]:
+        """Publish; return the numbers of the engines that took the version."""
+        self.connection.rows = Fleet(self.store.engines.own()).to_join(begun=True)
+        behind = self.publisher._behind(version)
+        self.publisher._note(behind, version)
+        return [self.connection.rows[place].number for place in behind]
+
+    def replaced(self, number: int) -> None:
+        """Another process is in the place of an engine's."""
+        row = next(row for row in self.store.engines.own() if row.number == number)
+        self.store.engines.note([replace(row, start=row.start + 10)])
+
+    def hold(self, count: int, version: WeightsVersion, rollout: str = "eval") -> list[int]:
+        engines = Fleet(self.store.engines.own()).to_hold(count, version)
+        self.store.engines.hold([row.key for row in engines], rollout)
+        return [row.number for row in engines]
+
+    def holding(self) -> list[int]:
+        return [row.number for row in self.store.engines.own() if row.holds_for]
 
 
-def test_kept_engines_get_no_newer_weights_while_they_have_theirs() -> None:
-    lost: list[bool] = []
-    fleet: Any = Engines("1.1", "1.1", "1.1")
-    kept = KeptEngines()
-    assert kept.behind(fleet, "1.2") == [0, 1, 2]
-    fleet.versions = ["1.2"] * 3
-    assert kept.keep(1, OLD, lambda: lost.append(True)) == ["http://0"]
-    assert kept.behind(fleet, "1.3") == [1, 2] and kept.versions == {"http://0": "1.2"}
-    kept.update_all()
-    assert kept.behind(fleet, "1.3") == [0, 1, 2] and not lost
-    assert kept.keep(7, OLD, lambda: lost.append(True)) == ["http://0", "http://1"]  # one is left for training
-    fleet.versions = ["files", "1.2", "1.3"]  # one was replaced
-    assert kept.behind(fleet, "1.3") == [0, 1] and lost == [True] and not kept.versions
-    assert kept.keep(0, OLD, lambda: None) == []
+def test_engines_that_keep_weights_get_no_newer_ones_while_they_have_theirs(tmp_path: Path) -> None:
+    job = Publishing(Store(f"sqlite:///{tmp_path}/store.db"), 3)
+    assert job.hold(1, OLD) == [0] and job.give(NEW) == [1, 2]
+    job.store.engines.free()
+    assert job.give(NEW) == [0]
+    assert job.hold(7, NEW) == [0, 1], "one is left for training"
+    job.replaced(0)
+    assert job.give(NEW) == [0] and job.holding() == [], "the evaluation has lost an engine"
+    assert job.hold(0, NEW) == []
 
 
-def test_kept_engines_are_given_up_where_no_other_is_left() -> None:
-    lost: list[bool] = []
-    fleet: Any = Engines("1.2", "1.2")
-    kept = KeptEngines()
-    kept.behind(fleet, "1.2")
-    kept.keep(1, OLD, lambda: lost.append(True))
-    fleet.urls, fleet.versions = ["http://0"], ["1.2"]
-    assert kept.behind(fleet, "1.3") == [0] and lost == [True]
+def test_an_engine_whose_update_was_cut_off_keeps_nothing(tmp_path: Path) -> None:
+    job = Publishing(Store(f"sqlite:///{tmp_path}/store.db"), 2)
+    job.hold(1, OLD)
+    job.publisher._note([0], None)
+    assert job.holding() == [] and [row.has for row in job.store.engines.own()] == [None, OLD]
 
 
 def test_an_evaluation_goes_on_when_fewer_engines_are_ordered(tmp_path: Path) -> None:
     """It has two of four for itself, and is given up when no other one is left."""
-    store, lost = Store(f"sqlite:///{tmp_path}/store.db"), list[bool]()
-    fleet: Any = Engines("1.2", "1.2", "1.2", "1.2")
-    store.engines.register([serving_row(i, url) for i, url in enumerate(fleet.urls)])
-    kept, own = KeptEngines(), OwnEngines(store, "k", together=False)
-    kept.behind(fleet, "1.2")
-    has_evaluation = kept.keep(2, OLD, lambda: lost.append(True))
-    store.engines.scale("train", 3)
-    fleet.urls, fleet.versions = own.registered(), ["1.2"] * 3
-    others = [i for i, url in enumerate(fleet.urls) if url not in has_evaluation]
-    assert kept.behind(fleet, "1.3") == others and len(others) == 1 and not lost
-    store.engines.scale("train", 2)
-    fleet.urls, fleet.versions = own.registered(), ["1.2"] * 2
-    assert kept.behind(fleet, "1.3") == [0, 1] and lost == [True]
-    store.close()
+    job = Publishing(Store(f"sqlite:///{tmp_path}/store.db"), 4)
+    assert job.hold(2, OLD) == [0, 1]
+    job.store.engines.scale("train", 3)
+    assert job.give(NEW) == [2] and job.holding() == [0, 1]
+    job.store.engines.scale("train", 2)
+    assert job.give(NEW) == [0, 1] and job.holding() == []
 
 
 TASKS = [Task(f"t{i}", "sums", ({"role": "user", "content": str(i)},), "", {"ground_truth": "1"}) for i in range(3)]
@@ -350,15 +351,10 @@ class Job:
         self.said: list[str] = []
         context = RunContext(FINE, path, 1, 0)
         this: Any = self
-        self.kept = KeptEngines()
-        self.fleet: Any = Engines("1.2", "1.2")
-        self.kept.behind(self.fleet, "1.2")
+        self.publishing = Publishing(self.store, 2)
         self.timeline = SimpleNamespace(phase=lambda name, **labels: nullcontext())
         evaluation = Evaluation(context, self.store, this, self.wait)
-        self.registered = list(self.fleet.urls)
-        self.meanwhile = EvaluationMeanwhile(
-            context, self.store, this, this, evaluation, self.kept, self.wait, lambda: self.registered
-        )
+        self.meanwhile = EvaluationMeanwhile(context, self.store, this, this, evaluation, self.wait)
 
     def wait(self, look: Callable[[], Awaited], label: str, *, weights_step: int) -> None:
         if not look().complete:
@@ -394,28 +390,27 @@ class Job:
 def test_an_evaluation_is_reported_under_its_step_when_it_has_ended(tmp_path: Path) -> None:
     job = Job(tmp_path)
     assert job.meanwhile.begin(2, OLD, "eval-2")
-    assert job.kept.versions == {"http://0": "1.2"} and job.store.evaluations.uncounted() == {"eval-2": 2}
+    assert job.publishing.holding() == [0] and job.store.evaluations.uncounted() == {"eval-2": 2}
     job.meanwhile.settle(3)
-    assert not job.ends(3) and job.kept.versions and not job.written
+    assert not job.ends(3) and job.publishing.holding() and not job.written
     job.evaluate()
     job.meanwhile.settle(4)
     [(step, metrics)] = job.written
     assert (step, metrics["val/accuracy"], metrics["val/steps_meanwhile"]) == (2, 1.0, 2.0)
-    assert not job.kept.versions and not job.meanwhile.due and job.ends(4)
+    assert not job.publishing.holding() and not job.meanwhile.due and job.ends(4)
 
 
 def test_an_evaluation_whose_engine_dies_is_made_with_later_weights(tmp_path: Path) -> None:
     job = Job(tmp_path)
     assert job.meanwhile.begin(2, OLD, "eval-2")
     [held, *_] = job.store.groups.claim("w", 1)
-    job.fleet.versions = ["files", "1.2"]
-    assert job.kept.behind(job.fleet, "1.3") == [0, 1]
+    job.publishing.replaced(0)
+    assert job.publishing.give(NEW) == [0, 1]
+    job.meanwhile.settle(3)
     assert job.store.evaluations.uncounted() == {} and not job.store.groups.put(held, [answered(held, 0, 1)])
     assert job.events == [{"kind": "evaluation_lost", "step": 2, "rollout_id": "eval-2"}]
     assert "evaluation of step 2 is given up" in job.said[0]
-    job.meanwhile.settle(3)
     assert job.meanwhile.due and not job.written
-    job.fleet.versions = ["1.3", "1.3"]
     assert job.meanwhile.begin(3, NEW, "eval-3") and not job.meanwhile.due
     job.evaluate()
     assert job.ends(3) and [step for step, _ in job.written] == [3]
@@ -424,7 +419,8 @@ def test_an_evaluation_whose_engine_dies_is_made_with_later_weights(tmp_path: Pa
 def test_an_evaluation_whose_engine_is_scaled_away_is_given_up_without_a_publication(tmp_path: Path) -> None:
     job = Job(tmp_path)
     assert job.meanwhile.begin(2, OLD, "eval-2") and not job.ends(3)
-    job.registered.pop(0)
+    row = job.store.engines.own()[0]
+    job.store.engines.note([replace(row, state=EngineStatus.ABSENT)])
     assert job.ends(3) and job.meanwhile.due and not job.written
     assert job.store.evaluations.uncounted() == {} and [event["kind"] for event in job.events] == ["evaluation_lost"]
 
@@ -433,8 +429,8 @@ def test_an_evaluation_that_has_ended_is_not_given_up(tmp_path: Path) -> None:
     job = Job(tmp_path)
     assert job.meanwhile.begin(2, OLD, "eval-2")
     job.evaluate()
-    job.fleet.versions = ["files", "1.2"]
-    assert job.kept.behind(job.fleet, "1.3") == [0, 1]
+    job.publishing.replaced(0)
+    assert job.publishing.give(NEW) == [0, 1]
     job.meanwhile.settle(3)
     assert [step for step, _ in job.written] == [2] and not job.meanwhile.due and not job.events
 
@@ -446,7 +442,7 @@ def test_an_evaluation_is_made_again_after_a_rollback(back_to: int, due: bool, t
     job.store.rollouts.discard(back_to, ahead=True)
     assert not job.store.evaluations.uncounted() and job.store.groups.claim("w", 9) == []
     job.meanwhile.forget(back_to)
-    assert job.meanwhile.due is due and not job.kept.versions
+    assert job.meanwhile.due is due and not job.publishing.holding()
 
 
 def test_samples_of_such_an_evaluation_take_no_place_of_others(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from megarl.core.jobs import TRAIN, of_program
 from megarl.explore.store import Store
 from megarl.run.process import ports
 from megarl.run.run_dir.owner import check_fence, next_attempt, own_run_dir
-from megarl.train.sync import others
-from megarl.train.sync.others import EnginesOfOthers
+from megarl.train.sync import look
+from megarl.train.sync.look import EngineLook
 from megarl.weights.checkpoint.training.manifest import current_attempt
 from tests.engine_rows import serving_row
 from tests.unit.test_scale import Health
@@ -65,14 +65,14 @@ def test_the_trainer_names_once_what_it_leaves_out(
     dead = [f"http://127.0.0.1:{port}" for port in chosen]
     store.engines.register([serving_row(0, "http://127.0.0.1:1", "explore-0")])
     beating.engines.register([serving_row(i, url, "explore-1") for i, url in enumerate(dead)])
-    engines = EnginesOfOthers(store, "k", 60.0)
+    engines = EngineLook(store, "k", own=False, silence_s=60.0)
 
     def looks() -> list[list[str]]:
         """URLs that are there in some looks."""
         found = []
         for _ in range(4):
             beating.workers.beat(beating.program)
-            found.append(list(engines.urls()))
+            found.append([row.url for row in engines.to_join() or ()])
         return found
 
     def said() -> list[str]:
@@ -80,8 +80,8 @@ def test_the_trainer_names_once_what_it_leaves_out(
         caplog.clear()
         return found
 
-    assert engines.urls() == [] and not said(), "a program that was just found may be alive"
-    monkeypatch.setattr(others, "SETTLE_S", -1.0)
+    assert engines.to_join() == [] and not said(), "a program that was just found may be alive"
+    monkeypatch.setattr(look, "SETTLE_S", -1.0)
     assert looks() == [[]] * 4
     silent, *faults = sorted(said(), key=lambda fault: "heartbeat" not in fault)
     assert silent == "no heartbeat of explore-0" and len(faults) == 2

@@ -1,15 +1,17 @@
-"""A watch tells an engine that has lost its weights from one that is busy, against a server that answers as told."""
+"""An engine that has lost its weights is told from one that is busy; broken answers are errors."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -17,9 +19,11 @@ import pytest
 
 from megarl.core.errors import EngineError
 from megarl.engine.client.control import EngineControl
-from megarl.engine.client.watch import EngineWatch
+from megarl.engine.fleet import EngineRow, EngineStatus, EngineTurn, Fleet
 from megarl.run.process import probe as probes
 from megarl.run.process.probe import Probe
+from megarl.train.sync.look import lost
+from tests.engine_rows import serving_row
 
 STATE: dict[str, Any] = {"version": "1.4", "paused": False, "refusing": None, "start": 1, "workers": 1}
 
@@ -60,15 +64,11 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def watched() -> Iterator[tuple[Server, EngineWatch]]:
+def served() -> Iterator[Server]:
     server = Server(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    engine = EngineControl(f"http://127.0.0.1:{server.server_port}", "k")
     try:
-        with EngineWatch([engine], "1.4", every_s=0.02, answer_s=0.1) as watch:
-            until(lambda: server.asked > 2)
-            assert watch.lost is None
-            yield server, watch
+        yield server
     finally:
         server.shutdown()
         server.server_close()
@@ -81,50 +81,44 @@ def until(what: Any) -> None:
         time.sleep(0.01)
 
 
+GIVEN = [serving_row(0, "http://a"), serving_row(1, "http://b")]
+GONE = [replace(row, wanted=False) for row in GIVEN]
+
+
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("rows", "words"),
     [
-        ({"version": "default", "refusing": "not published yet", "start": 2}, "has weights default instead of 1.4"),
-        ({"refusing": "the transfer failed"}, "refuses: the transfer failed"),
+        (GIVEN, None),
+        ([GIVEN[0], replace(GIVEN[1], start=9)], "engine 1 was started again at http://b"),
+        ([GIVEN[0], replace(GIVEN[1], start=9, state=EngineStatus.STARTING)], None),
+        ([GIVEN[0], replace(GIVEN[1], state=EngineStatus.ABSENT)], None),
+        ([GIVEN[0], replace(GIVEN[1], wanted=False)], None),
+        ([replace(GIVEN[1], start=9, state=EngineStatus.STARTING)], None),
+        ([replace(row, turn=EngineTurn.AWAY) for row in GIVEN], None),
+        (
+            [*(replace(row, wanted=False) for row in GIVEN), serving_row(2, "http://c")],
+            "no engine .* is there, and http://c is",
+        ),
+        ([serving_row(0, "http://c", "explore-1")], "no engine that was given the weights is there, and http://c is"),
+        ([], None),
     ],
 )
-def test_another_process_in_its_place_is_a_loss(change: dict[str, Any], words: str) -> None:
-    with watched() as (server, watch):
-        server.state = STATE | change
-        until(lambda: watch.lost is not None)
-        assert words in str(watch.lost)
+def test_another_start_in_its_place_is_a_loss_once_it_serves(rows: list[EngineRow], words: str | None) -> None:
+    """Until then the others go on; so they do where one is wanted no more."""
+    found = lost(Fleet(rows), GIVEN)
+    assert found is None if words is None else re.search(words, found or "")
 
 
 @pytest.mark.parametrize("how", BROKEN)
-def test_a_broken_answer_ends_no_watch(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a healthy engine would count as stalled, and one that has replaced it never get weights."""
+def test_a_broken_answer_is_an_error_and_ends_no_probe(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a healthy engine would count as stalled."""
     monkeypatch.setattr(probes, "EVERY_S", 0.02)
-    with watched() as (server, watch):
+    with served() as server:
         engine = EngineControl(f"http://127.0.0.1:{server.server_port}", "k", timeout_s=5.0)
         probe = Probe(engine.url, "k", os.getpgid(0), lambda: server.fileno() != -1)
         server.broken, asked = how, server.asked
         with pytest.raises(EngineError, match=f"the engine at {engine.url} "):
             engine.state()
         until(lambda: server.asked > asked + 3)
-        assert watch.lost is None
         server.broken, count = "", probe.count
         until(lambda: probe.count > count)
-        server.state = STATE | {"version": "default"}
-        until(lambda: watch.lost is not None)
-
-
-def test_one_that_is_silent_or_gone_may_be_busy_or_come_back() -> None:
-    with watched() as (server, watch):
-        server.delay_s, asked = 0.5, server.asked
-        until(lambda: server.asked > asked + 2)
-        assert watch.lost is None
-        server.shutdown()
-        server.server_close()
-        time.sleep(0.2)  # it looks some times
-        assert watch.lost is None
-        again = Server(server.server_address, Handler)
-        again.state = STATE | {"version": "default", "start": 2}
-        threading.Thread(target=again.serve_forever, args=(0.01,), daemon=True).start()
-        until(lambda: watch.lost is not None)
-        again.shutdown()
-        again.server_close()

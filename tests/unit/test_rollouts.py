@@ -24,7 +24,6 @@ from megarl.core.config.rewards import RewardConfig
 from megarl.core.config.schema import Config, TrainerConfig
 from megarl.core.errors import JobError
 from megarl.core.schema import GREEDY, Reward, Task, Trajectory, WeightsVersion
-from megarl.engine.client.watch import EngineWatch
 from megarl.explore.order import draws as data
 from megarl.explore.store import Claim, ExpertExperience, Store
 from megarl.explore.tasksets import ChatTokenizer
@@ -71,10 +70,7 @@ class Waited:
     def log(self, line: str) -> None:
         self.lines.append(line)
 
-    def deserted(self) -> None: ...
-
-    def watch(self) -> EngineWatch:
-        return EngineWatch([], "1.1")
+    def lost(self) -> None: ...
 
     @property
     def stopping(self) -> bool:

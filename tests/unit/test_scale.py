@@ -29,7 +29,7 @@ from megarl.run.process import ports
 from megarl.run.run_dir.owner import own_run_dir
 from megarl.run.supervise.more_engines import room_for_engines
 from megarl.train.sync.fleet import EngineFleet
-from megarl.train.sync.own import OwnEngines
+from megarl.train.sync.look import EngineLook
 from tests.engine_rows import serving_row
 from tests.unit.reshard_cases import qwen3_config
 from tests.unit.small_job import config_of
@@ -202,35 +202,33 @@ class Health(BaseHTTPRequestHandler):
 
 
 def test_the_trainer_joins_engines_that_are_there(tmp_path: Path) -> None:
-    """At its start it waits for all; later none that starts or is dead holds it up, unless none is there.
-
-    The supervisor notes that an engine serves a while after it answers, or that it is absent before it has ended.
-    """
+    """At its start it waits for all; later none that starts or is dead holds it up, unless none is there."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Health)
     Thread(target=server.serve_forever, daemon=True).start()
     alive, dead = (f"http://127.0.0.1:{port}" for port in (server.server_port, ports.choose("127.0.0.1", 1, None)[0]))
     store = Store(f"sqlite:///{tmp_path}/store.db")
-    own, together = (OwnEngines(store, "k", together=t) for t in (False, True))
 
-    def urls(*engines: EngineRow, begun: bool = True) -> object:
+    def urls(*engines: EngineRow, begun: bool = True, together: bool = False) -> object:
         store.engines.register(engines)
-        return own.urls(begun=begun)
+        look = EngineLook(store, "k", own=True, together=together, begun=lambda: begun)
+        rows = look.to_join()
+        return rows if rows is None else [row.url for row in rows]
 
     up = serving_row(0, alive)
+    starting, other = EngineStatus.STARTING, replace(up, number=1, url=alive.replace("127.0.0.1", "localhost"))
+    gone = replace(up, url=dead), replace(up, number=1, url=dead)
     try:
-        assert urls(up, replace(up, number=1, url=dead)) == [alive]
-        assert urls(up, replace(up, number=1, url=dead, state=EngineStatus.STARTING)) == [alive]
-        other = replace(up, number=1, url=alive.replace("127.0.0.1", "localhost"))
-        assert urls(up, replace(other, state=EngineStatus.STARTING)) == [alive, other.url]
-        assert urls(replace(up, state=EngineStatus.STARTING), other) == [alive, other.url]
-        assert urls(up, replace(other, state=EngineStatus.ABSENT)) == [alive]
+        assert urls(up, gone[1]) == [alive]
+        assert urls(up, replace(other, state=starting)) == [alive]
+        assert urls(replace(up, state=starting), other) == [other.url]
+        assert urls(up, other) == [alive, other.url]
         assert urls(up, replace(up, number=1, url="")) == [alive]
-        assert urls(up, replace(up, number=1, url=dead, state=EngineStatus.STARTING), begun=False) == [alive, dead]
-        assert together.urls(begun=True) == [alive, dead] and together.registered() == []
-        gone = replace(up, url=dead), replace(up, number=1, url=dead)
+        both = (up, replace(gone[1], state=starting))
+        assert urls(*both, begun=False) == urls(*both, together=True) == [alive, dead]
         assert urls(*gone) == [dead, dead], "none is there"
         assert urls(replace(up, wanted=False)) is None and urls() == []
-        assert urls(replace(up, wanted=False), replace(up, number=1, url=dead)) == own.registered() == [dead]
+        assert urls(replace(up, wanted=False), gone[1]) == [dead]
+        assert urls(replace(up, turn=EngineTurn.AWAY)) is urls(replace(up, turn=EngineTurn.ASLEEP)) is None
     finally:
         server.shutdown()
 

@@ -15,6 +15,7 @@ from megarl.learn.parallel.grid import megatron_grid
 from megarl.run.process import ports
 from megarl.train.sync.connection import EngineConnection
 from megarl.weights.reshard.layouts import megatron_layout
+from tests.engine_rows import FixedEngines
 from tests.unit.reshard_cases import qwen3_config
 
 HOST = "127.0.0.1"
@@ -36,11 +37,9 @@ def test_a_stop_ends_the_wait_of_every_rank() -> None:
     )
     hf_config = qwen3_config()
     layout = megatron_layout(hf_config, megatron_grid(config.parallel))
-    asked = threading.Event()
+    asked, look = threading.Event(), FixedEngines(lambda: engines, "key")
     ranks = [
-        EngineConnection(
-            config, layout, hf_config, rank, engines=lambda: engines, addresses=addresses, stopping=asked.is_set
-        )
+        EngineConnection(config, layout, hf_config, rank, look=look, addresses=addresses, stopping=asked.is_set)
         for rank in range(2)
     ]
 

@@ -45,7 +45,7 @@ LIMITED = {
     "engine/client/open.EngineGate.keep: self.wait": "asyncio.timeout, closed_s",
     "explore/explorer/gates.FileFedEngines._follow: self.gate.wait": "the program's life, as long as no weights are "
     "there",
-    "train/sync/others.EnginesOfOthers.urls: with ThreadPoolExecutor": "others.ANSWER_S",
+    "train/sync/look.EngineLook._faults: with ThreadPoolExecutor": "look.ANSWER_S",
     "explore/explorer/engine_time.EngineTime.keep: self._changed.wait": "10 s",
     "explore/explorer/explorer.Explorer._finish: self._writer.put": "store.outage_s",
     "explore/sandbox/box.is_over: link.recv": "no wait: not blocking",
@@ -121,7 +121,6 @@ LIMITED = {
     "explore/rewards/pool/process.Worker._exchange: self._reader.readline": "asyncio.timeout, the verifier's timeout",
     "explore/rewards/pool/worker.serve: requests.readline": "the worker's life; it dies with its parent (die_with)",
     "engine/server/endpoint._stream: frames.get": "asyncio.timeout, the time between two heartbeats",
-    "engine/client/watch.EngineWatch.__exit__: self._thread.join": "one answer of an engine: watch.ANSWER_S",
     "explore/sandbox/box.Box.receive: self.wait": "box.START_S",
     "explore/sandbox/box.Box.send_test: self.wait": "box.START_S",
     "explore/sandbox/box.Box.wait: self._link.recv": "the timeout of its socket, box.START_S",

@@ -104,12 +104,14 @@ class EngineTable:
         return {row.number: row.turn_order for row in changed}
 
     def delivered(self, starts: Mapping[Key, int], version: WeightsVersion | None) -> None:
-        """Note that these starts of engines have proven to have ``version``; None: that they have lost what they had.
-        A row of another start stays as it is. Safe to repeat."""
+        """Note that these starts of engines have proven to have ``version``; None: that they have lost theirs, which
+        they then keep for no evaluation. A row of another start stays as it is. Safe to repeat."""
 
         def deliver(row: EngineRow) -> EngineRow:
             if row.start != starts[row.key]:
                 return row
+            if version is None and row.holds_for:
+                row = change(row, "freed", holds_for="")
             return change(row, "delivered", version=version, version_start=row.start)
 
         self._change(starts.keys(), deliver)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 from megarl.core import heartbeat
-from megarl.engine.client.watch import EngineWatch
 from megarl.explore.rewards.pool.tally import EVENT
 from megarl.explore.store import Store
 from megarl.train.loop.checkpoints import Checkpointer
@@ -76,9 +75,6 @@ class LateRewardLines:
 class Repair(Protocol):
     """Something to make good while ranks wait. Every rank makes the same calls, but for ``is_due``."""
 
-    def watching(self) -> AbstractContextManager[object]:
-        """Look after it, until the wait is over."""
-
     def is_due(self) -> bool:
         """True where ranks are to meet before their time; asked on rank 0, several times a second."""
 
@@ -93,9 +89,6 @@ class WrittenCheckpoints:
         self._checkpoints = checkpoints
         self._met = time.monotonic()
 
-    def watching(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
     def is_due(self) -> bool:
         return self._checkpoints.settling and time.monotonic() - self._met > SETTLE_S
 
@@ -109,29 +102,18 @@ class ReplacedEngines:
 
     def __init__(self, weights: WeightSync, ranks: Ranks) -> None:
         self._weights, self._ranks = weights, ranks
-        self._watch: EngineWatch | None = None
+        self._lost: str | None = None
         self._looked = time.monotonic()
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        with ExitStack() as self._stack:
-            self._watch = self._stack.enter_context(self._weights.watch())
-            yield
-        self._watch = None
-
     def is_due(self) -> bool:
-        assert self._watch is not None, "a wait watches the engines"
-        if self._watch.lost is None and time.monotonic() - self._looked > EVENTS_S:
-            self._watch.lost, self._looked = self._weights.deserted(), time.monotonic()
-        return self._watch.lost is not None
+        if time.monotonic() - self._looked > EVENTS_S:
+            self._lost, self._looked = self._weights.lost(), time.monotonic()
+        return self._lost is not None
 
     def make_good(self, weights_step: int) -> None:
-        assert self._watch is not None, "a wait watches the engines"
-        if self._ranks.agree(self._watch.lost is None):
-            return
-        self._stack.close()
-        self._weights.publish_again(self._watch.lost, weights_step)
-        self._watch = self._stack.enter_context(self._weights.watch())
+        if not self._ranks.agree(self._lost is None):
+            self._weights.publish_again(self._lost, weights_step)
+            self._lost = None
 
 
 class RolloutWaiter:
@@ -157,9 +139,7 @@ class RolloutWaiter:
 
         Raises Stopped.
         """
-        with self._reporter.progress(None, label, "group") as bar, ExitStack() as stack:
-            for repair in self._repairs:
-                stack.enter_context(repair.watching())
+        with self._reporter.progress(None, label, "group") as bar:
             while not self._ranks.agree(self._context.rank != 0 or self._follow(look, bar)):
                 if self._ranks.stop_requested():
                     raise Stopped

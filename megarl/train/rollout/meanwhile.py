@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from megarl.core.schema import WeightsVersion
+from megarl.engine.fleet import EngineRow, Fleet, Key
 from megarl.explore.store import Store
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks
@@ -14,7 +15,6 @@ from megarl.train.rank.state import TrainState
 from megarl.train.rollout.awaited import Awaited, whole
 from megarl.train.rollout.evaluation import Evaluation
 from megarl.train.rollout.rollouts import Wait
-from megarl.train.sync.kept import KeptEngines
 
 
 class OpenEvaluation(NamedTuple):
@@ -23,6 +23,9 @@ class OpenEvaluation(NamedTuple):
     rollout_id: str
     step: int
     """Steps of training in its weights."""
+    version: WeightsVersion
+    engines: Sequence[Key] = ()
+    """Those that keep its weights; on rank 0."""
 
 
 class EvaluationMeanwhile:
@@ -33,24 +36,14 @@ class EvaluationMeanwhile:
     """
 
     def __init__(
-        self,
-        context: RunContext,
-        store: Store,
-        ranks: Ranks,
-        reporter: Reporter,
-        evaluation: Evaluation,
-        kept: KeptEngines,
-        wait: Wait,
-        registered: Callable[[], Sequence[str]],
+        self, context: RunContext, store: Store, ranks: Ranks, reporter: Reporter, evaluation: Evaluation, wait: Wait
     ) -> None:
         self._context = context
         self._store = store
         self._ranks = ranks
         self._reporter = reporter
         self._evaluation = evaluation
-        self._kept = kept
         self._wait = wait
-        self._registered = registered
         self._open: OpenEvaluation | None = None
         self._lost = False
         """Its engines have lost the weights; on rank 0."""
@@ -72,13 +65,17 @@ class EvaluationMeanwhile:
         """Ask for an evaluation of the weights that were published last; False, and nothing is asked for, where no
         engine can be left out of updates."""
         self.due = False
-        count = self._context.config.trainer.eval_engines
-        engines = [] if self._context.rank else self._kept.keep(count, version, self._give_up)
+        engines = [] if self._context.rank else self._hold(version, rollout_id)
         if not self._ranks.agree(self._context.rank != 0 or bool(engines)):
             return False
-        self._open = OpenEvaluation(rollout_id, step)
-        self._evaluation.ask(step, version, rollout_id, engines)
+        self._open = OpenEvaluation(rollout_id, step, version, [row.key for row in engines])
+        self._evaluation.ask(step, version, rollout_id, [row.url for row in engines])
         return True
+
+    def _hold(self, version: WeightsVersion, rollout_id: str) -> list[EngineRow]:
+        engines = Fleet(self._store.engines.own()).to_hold(self._context.config.trainer.eval_engines, version)
+        self._store.engines.hold([row.key for row in engines], rollout_id)
+        return engines
 
     def settle(self, step: int) -> bool:
         """Report the open evaluation if it has ended, ``step`` steps being done; return ``due``."""
@@ -99,12 +96,24 @@ class EvaluationMeanwhile:
         if self._open is not None:
             self.due = self._open.step < step  # a later one is made again when its step is
         self._open, self._lost = None, False
-        self._kept.update_all()
+        self._free()
 
     def _look(self) -> Awaited:
-        if not self._lost and not set(self._kept.versions) <= set(self._registered()):  # scaled away
+        if not self._lost and self._has_lost_one():
             self._give_up()
         return Awaited(0, 0, True) if self._lost else self._answers()
+
+    def _has_lost_one(self) -> bool:
+        """Return True if an engine has not got the weights any more, is wanted no more, or is needed for training."""
+        assert self._open is not None
+        rows = {row.key: row for row in self._store.engines.own()}
+        holding = [rows[key] for key in self._open.engines if key in rows]
+        keep = [row.is_present and row.has == self._open.version and bool(row.holds_for) for row in holding]
+        return len(holding) < len(self._open.engines) or not all(keep)
+
+    def _free(self) -> None:
+        if self._context.rank == 0:
+            self._store.engines.free()
 
     def _answers(self) -> Awaited:
         assert self._open is not None
@@ -112,15 +121,15 @@ class EvaluationMeanwhile:
 
     def _end(self, step: int) -> None:
         assert self._open is not None
-        (rollout_id, of), self._open = self._open, None
+        (rollout_id, of, *_), self._open = self._open, None
         self.due = not self._ranks.agree(not self._lost)
         self._lost = False
-        self._kept.update_all()
+        self._free()
         if not self.due:
             self._evaluation.record(of, rollout_id, steps_meanwhile=float(step - of))
 
     def _give_up(self) -> None:
-        """Forget an evaluation that has not ended: its engines are about to have other weights."""
+        """Forget an evaluation that has not ended: its engines have other weights by now, or soon."""
         if self._open is None or self._answers().complete:
             return
         self._lost = True

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, Protocol
 
 from megarl.core import heartbeat
 from megarl.core.config.schema import Config
 from megarl.core.errors import WeightSyncError
 from megarl.engine.client.addresses import JobAddresses
 from megarl.engine.client.control import EngineControl
+from megarl.engine.fleet import EngineRow, Fleet
 from megarl.engine.sync.link import LinkAddress
 from megarl.engine.sync.memory import memory_file, unpin
 from megarl.engine.sync.shared import Places, SharedMemorySender, machine
@@ -34,6 +35,20 @@ LEAVE_S = 10.0
 """Seconds that an engine of another program, which has answered, may take to answer again."""
 
 
+class LooksForEngines(Protocol):
+    """Finds engines (``EngineLook``)."""
+
+    @property
+    def is_own(self) -> bool:
+        """False where they are other programs'."""
+
+    def fleet(self) -> Fleet:
+        """Rows of now."""
+
+    def to_join(self) -> list[EngineRow] | None:
+        """Engines that weights are delivered to; None while all are away by order."""
+
+
 class EngineConnection:
     """One trainer rank's end of the engines' weight links.
 
@@ -42,12 +57,9 @@ class EngineConnection:
         layout: The trainer's: ``megatron_layout`` of config.parallel.
         hf_config: config.json of the model.
         rank: This process's rank in the layout.
-        engines: URLs of the engines that are wanted now, None while all are absent by order; called on rank 0.
-        registered: The same in an instant, be they there or not, where some may come or go while others stay.
+        look: Finds the engines; used on rank 0.
         vocab_multiple: What the layout was built with; the engines rebuild it.
         addresses: Of the links' store; read from the environment when not given.
-        come_and_go: The engines are other programs': ``engines`` returns those that answer, and one that does not any
-            more is left out.
         stopping: True once the job is asked to stop; ends the wait for engines that are not ready.
     """
 
@@ -58,18 +70,18 @@ class EngineConnection:
         hf_config: Mapping[str, Any],
         rank: int,
         *,
-        engines: Callable[[], Sequence[str] | None],
-        registered: Callable[[], Sequence[str]] = tuple,
+        look: LooksForEngines,
         vocab_multiple: int = VOCAB_MULTIPLE,
         addresses: JobAddresses | None = None,
-        come_and_go: bool = False,
         stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         self._addresses = addresses or JobAddresses.from_environment()
         self.config = config
         """``sync.bucket_bytes`` may change between two ``connect``."""
-        self.engines, self.registered = engines, registered
-        self.come_and_go = come_and_go
+        self.look = look
+        self.come_and_go = not look.is_own
+        self.rows: list[EngineRow] = []
+        """Engines that were joined last, each with the start that answered; on rank 0."""
         self.rank, self.stopping = rank, stopping
         self._layout, self._vocab_multiple = layout, vocab_multiple
         self.fleet = EngineFleet([], self._addresses.key, config.sync.timeout_s)
@@ -147,22 +159,24 @@ class EngineConnection:
             return True
         if self.rank != 0:
             return False
-        urls = self.engines()
-        return urls is None or list(urls) != self.fleet.urls
+        rows = self.look.to_join()
+        return rows is None or [(e.key, e.start) for e in rows] != [(e.key, e.start) for e in self.rows]
 
     def left_out(self) -> list[str]:
         """Engines that are to be joined no more, since the last look for them."""
-        there = self.engines()
-        return [url for url in self.fleet.urls if there is not None and url not in there]
+        rows = self.look.to_join()
+        there = self.fleet.urls if rows is None else [row.url for row in rows]
+        return [url for url in self.fleet.urls if url not in there]
 
     def _agree(self, topic: str) -> dict[str, Any]:
         """Find the engines and those that are to be joined, and let these build the plan; rank 0's part."""
-        urls = await_wanted(self.engines, self.config.rollout.start_timeout_s, self.stopping)
-        if urls != self.fleet.urls:
+        rows = await_wanted(self.look.to_join, self.config.rollout.start_timeout_s, self.stopping)
+        if (urls := [row.url for row in rows]) != self.fleet.urls:
             self.fleet = EngineFleet(urls, self._addresses.key, self.config.sync.timeout_s)
         self._plans.expect(len(urls))
         start_s = LEAVE_S if self.come_and_go else self.config.rollout.start_timeout_s
         self.fleet.wait_ready(start_s, self.stopping, tuple if self.come_and_go else self.left_out)
+        self.rows = [replace(row, start=start) for row, start in zip(rows, self.fleet.starts, strict=True)]
         earlier, workers = self._plans.workers, self.fleet.workers
         self._plans.of_engines(workers)
         posted = [self.messages.posted(f"{topic}/{rank}") for rank in range(1, self._layout.num_ranks)]

@@ -17,7 +17,6 @@ from megarl.core.errors import WeightsDiffer, WeightSyncError
 from megarl.core.published import PublishedWeights, folder_of, remove_old
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.probe import ProbeText
-from megarl.engine.client.watch import EngineWatch
 from megarl.learn.training.optimizer_digests import check_written
 from megarl.train.sync.publication import SyncReport
 from megarl.weights.checkpoint.formats.hf import export_hf
@@ -48,8 +47,7 @@ class Publisher(Protocol):
     def probe(self, text: ProbeText) -> float | None: ...
     def died(self) -> list[str]: ...
     def await_any(self, seconds: float) -> bool: ...
-    def deserted(self) -> str | None: ...
-    def watch(self, version: WeightsVersion) -> EngineWatch: ...
+    def lost(self) -> str | None: ...
     def drain(self, given_up: Callable[[], bool]) -> None: ...
     def halve_buckets(self) -> tuple[int, int] | None: ...
     def wake(self, what: Literal["weights", "kv_cache"]) -> None: ...
@@ -146,13 +144,9 @@ class FilePublisher:
         """Return True: no engine is needed."""
         return True
 
-    def deserted(self) -> str | None:
+    def lost(self) -> str | None:
         """Return None: explore programs give their engines the weights again."""
         return None
-
-    def watch(self, version: WeightsVersion) -> EngineWatch:
-        """Watch nothing: explore programs watch their engines."""
-        return EngineWatch([], str(version))
 
     def drain(self, given_up: Callable[[], bool]) -> None:
         """Do nothing: each explore program waits for its engines' requests before it changes their weights."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from threading import Event
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from megarl.core import heartbeat
 from megarl.core.errors import EngineError
 from megarl.engine.client.control import EngineControl
-from megarl.engine.client.watch import EngineWatch
+from megarl.engine.fleet import EngineRow
 
 _LOOK_S = 1.0
 """Seconds between two looks for engines that are to be joined no more, while others are waited for."""
@@ -45,22 +45,6 @@ class EngineFleet:
         part = EngineFleet([], "", 0.0)
         part._engines = [self._engines[i] for i in engines]
         return part
-
-    def behind(self, version: str, kept: Mapping[str, str]) -> list[int]:
-        """Numbers of the engines that do not generate with this version, or do not answer.
-
-        Args:
-            kept: URL of each engine that keeps another version -> that one.
-        """
-
-        def is_behind(i: int, engine: EngineControl) -> bool:
-            try:
-                state = engine.state(timeout_s=_STATE_S)
-            except EngineError:
-                return True
-            return state.version != kept.get(engine.url, version) or state.paused or state.refusing is not None
-
-        return [i for i, behind in enumerate(self.each(is_behind)) if behind]
 
     @contextmanager
     def calling(self, call: Call[T]) -> Iterator[list[Future[T]]]:
@@ -111,10 +95,6 @@ class EngineFleet:
 
         return [found for found in self.each(fate) if found is not None] if self.starts else []
 
-    def watch(self, version: str, kept: Mapping[str, str]) -> EngineWatch:
-        """Watch the engines, which have this version, or the one that they keep."""
-        return EngineWatch(self._engines, version, kept)
-
     def close(self, reason: str) -> None:
         """Make every engine that still answers refuse generation, and ready for another update."""
         for engine in self._engines:
@@ -124,18 +104,18 @@ class EngineFleet:
 
 
 def await_wanted(
-    engines: Callable[[], Sequence[str] | None], timeout_s: float, stopping: Callable[[], bool]
-) -> list[str]:
-    """URLs of the engines to join; waits while all are absent by order. Raises EngineError."""
+    engines: Callable[[], Sequence[EngineRow] | None], timeout_s: float, stopping: Callable[[], bool]
+) -> Sequence[EngineRow]:
+    """Engines to join; waits while all are away by order. Raises EngineError."""
     until = time.monotonic() + timeout_s
-    while (urls := engines()) is None:
+    while (rows := engines()) is None:
         if stopping() or time.monotonic() > until:
             raise EngineError("all engines of the job are absent by order; none was wanted again in time")
         heartbeat.beat()
         time.sleep(_ABSENT_S)
-    if not urls:
+    if not rows:
         raise EngineError("the job has no engine: none is registered in its store")
-    return list(urls)
+    return rows
 
 
 def results(futures: Sequence[Future[T]]) -> list[T]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from traceback import clear_frames
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -15,10 +15,10 @@ from megarl.core import heartbeat
 from megarl.core.errors import EngineError, WeightsDiffer, WeightSyncError
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.probe import ProbeText
-from megarl.engine.client.watch import EngineWatch
+from megarl.engine.fleet import Key
 from megarl.learn.training.optimizer_digests import check_written
 from megarl.train.sync.connection import EngineConnection
-from megarl.train.sync.kept import KeptEngines
+from megarl.train.sync.look import lost
 from megarl.train.sync.parts import PartOfEngines
 from megarl.train.sync.publication import Pause, Publication, SyncReport
 from megarl.weights.reshard.buckets import bytes_of
@@ -30,14 +30,26 @@ LEAST_BUCKET = 65536
 """Bytes below which no bucket is halved: memory that lacks so little is not the buckets'."""
 
 
-class WeightPublisher:
-    """Publishes, proves and probes weights over a connection. Every trainer rank makes the same calls."""
+class DeliveredRows(Protocol):
+    """Rows of engines as the process that delivers weights writes them (``Store.engines``)."""
 
-    def __init__(self, connection: EngineConnection) -> None:
-        self.connection = connection
+    def delivered(self, starts: Mapping[Key, int], version: WeightsVersion | None) -> None:
+        """Note the weights of these starts; None: that they have lost theirs."""
+
+    def free(self) -> None:
+        """Have no engine keep its weights for an evaluation."""
+
+
+class WeightPublisher:
+    """Publishes, proves and probes weights over a connection. Every trainer rank makes the same calls.
+
+    Args:
+        rows: Where rank 0 notes the weights that engines have.
+    """
+
+    def __init__(self, connection: EngineConnection, rows: DeliveredRows) -> None:
+        self.connection, self._rows = connection, rows
         self.come_and_go = connection.come_and_go
-        self.kept = KeptEngines()
-        """Engines that are left out of updates."""
         self._dtype: torch.dtype = getattr(torch, connection.config.model.dtype)
         self._count = 0
         """Number of the last publication or probe."""
@@ -110,10 +122,27 @@ class WeightPublisher:
             return connection.parts
         if connection.rank == 0:
             with connection.messages.announcing(topic) as message:
-                message["behind"] = self.kept.behind(connection.fleet, str(version))
+                message["behind"] = self._behind(version)
         else:
             message = connection.messages.received(topic)
         return [connection.parts[engine] for engine in message["behind"]]
+
+    def _behind(self, version: WeightsVersion) -> list[int]:
+        """Places of the engines to publish to: none that keeps weights for an evaluation, unless one of those has lost
+        them or no other engine is left."""
+        look, joined = self.connection.look, [row.key for row in self.connection.rows]
+        fleet = look.fleet()
+        holding = [row for row in fleet if row.holds_for]
+        others = [row for row in fleet.to_join(begun=True) if not row.holds_for]
+        if holding and (not others or any(row.has is None for row in holding)):
+            self._rows.free()
+            fleet = look.fleet()
+        return [joined.index(row.key) for row in fleet.behind(version) if row.key in joined]
+
+    def _note(self, engines: Iterable[int], version: WeightsVersion | None) -> None:
+        """Note that these engines have proven to have a version; None: that they have lost theirs."""
+        rows = [self.connection.rows[engine] for engine in engines]
+        self._rows.delivered({row.key: row.start for row in rows}, version)
 
     def _publish_to(
         self,
@@ -131,7 +160,13 @@ class WeightPublisher:
         if connection.rank != 0:
             return publication.follow(send, connection.rank)
         pause: Pause = "abort" if abort else connection.config.sync.pause
-        return publication.lead(send, pause, bytes_of(part.plan.destination, self._dtype), probe)
+        try:
+            report = publication.lead(send, pause, bytes_of(part.plan.destination, self._dtype), probe)
+        except BaseException:
+            self._note(part.engines, None)
+            raise
+        self._note(part.engines, version)
+        return report
 
     def probe(self, text: ProbeText) -> float:
         """Largest difference of the text's log-probs between this trainer and any engine. Every rank calls it.
@@ -150,6 +185,7 @@ class WeightPublisher:
                     message["max_difference"] = self._probe(text)
                 except WeightSyncError as error:
                     connection.fleet.close(str(error))
+                    self._note(range(len(connection.rows)), None)
                     raise
             return message["max_difference"]
 
@@ -170,31 +206,21 @@ class WeightPublisher:
         if connection.rank:
             return connection.fleet.died()
         gone = [f"the engine at {url} is gone" for url in connection.left_out()] or connection.fleet.died()
-        return gone or (["no engine is there"] if self.come_and_go and not connection.engines() else [])
+        return gone or (["no engine is there"] if self.come_and_go and not connection.look.to_join() else [])
 
     def await_any(self, seconds: float) -> bool:
         """Wait for so long for an engine that is there, on rank 0; ends early when the job is asked to stop."""
         until = time.monotonic() + seconds
         connection = self.connection
-        while not (there := bool(connection.engines())) and not connection.stopping() and time.monotonic() < until:
+        while not (there := bool(connection.look.to_join())) and not connection.stopping() and time.monotonic() < until:
             heartbeat.beat()
             time.sleep(max(connection.config.store.poll_s, AWAIT_S))
         return there
 
-    def deserted(self) -> str | None:
-        """Reason to join other engines while answers are awaited, on rank 0: they have taken the places of all those
-        that were joined. Engines that come while another is left are joined at the next publication."""
+    def lost(self) -> str | None:
+        """Reason to publish again while answers are awaited (``look.lost``), on rank 0; None where there is none."""
         connection = self.connection
-        urls = (connection.engines() or ()) if self.come_and_go else connection.registered()
-        if connection.transport is None or not urls or not set(connection.fleet.urls).isdisjoint(urls):
-            return None
-        return f"no engine that was given the weights is there, and {', '.join(urls)} is"
-
-    def watch(self, version: WeightsVersion) -> EngineWatch:
-        """Watch the engines, which have this version, on rank 0; none on others."""
-        if self.connection.rank:
-            return EngineWatch([], str(version))
-        return self.connection.fleet.watch(str(version), self.kept.versions)
+        return None if connection.transport is None else lost(connection.look.fleet(), connection.rows)
 
     def drain(self, given_up: Callable[[], bool]) -> None:
         """Have the engines end their requests, and begin none before a publication (``EngineControl.drain``). Raises

@@ -17,7 +17,6 @@ from megarl.core.errors import EngineError, WeightsDiffer, WeightSyncError
 from megarl.core.phases import Phase
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.probe import ProbeText
-from megarl.engine.client.watch import EngineWatch
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks, Stopped
 from megarl.train.rank.reporter import Reporter
@@ -105,10 +104,6 @@ class WeightSync:
         self.version, self.step = WeightsVersion(self._context.attempt, self.version.n + 1), step
         if self._context.rank == 0:
             self._record(self.version, step)
-
-    def watch(self) -> EngineWatch:
-        """Watch the engines while they generate, on rank 0."""
-        return self._publisher.watch(self.version)
 
     @contextmanager
     def quieting(self) -> Iterator[Callable[[], bool]]:
@@ -216,9 +211,9 @@ class WeightSync:
             self._reporter.log(f"waiting for engines of `megarl explore` ({time.monotonic() - began:.0f} s so far)")
             said += 1
 
-    def deserted(self) -> str | None:
-        """``WeightPublisher.deserted`` on rank 0; None on others."""
-        return self._publisher.deserted() if self._context.rank == 0 else None
+    def lost(self) -> str | None:
+        """``WeightPublisher.lost`` on rank 0; None on others."""
+        return self._publisher.lost() if self._context.rank == 0 else None
 
     def _smaller_buckets(self, error: EngineError | WeightSyncError) -> bool:
         """Halve the buckets on every rank if a side had no memory for one; True if they were halved."""
