@@ -17,6 +17,7 @@ from megarl.train.sync.connection import EngineConnection
 from megarl.train.sync.files import FilePublisher
 from megarl.train.sync.look import EngineLook
 from megarl.train.sync.publish import WeightPublisher
+from megarl.train.sync.sent import outlives_update
 from megarl.train.sync.weights import WeightSync
 
 
@@ -25,6 +26,7 @@ def services_of(rank: TrainerRank) -> Services:
     config = rank.config
     place = (rank.context, rank.store, rank.ranks, rank.reporter)
     layout = (config, rank.models.actor.model.layout, rank.models.hf_config, rank.context.rank)
+    together = config.rollout.is_colocated
     publisher: WeightPublisher | FilePublisher
     if config.sync.method == "checkpoint":
         publisher = FilePublisher(*layout)
@@ -33,14 +35,21 @@ def services_of(rank: TrainerRank) -> Services:
             rank.store,
             os.environ.get(KEY_VARIABLE, ""),
             own=algorithms.job_of(config).is_alone,
-            together=config.rollout.is_colocated,
+            together=together,
             begun=lambda: weights.version.n > 0,
             silence_s=config.cluster.heartbeat_s,
         )
         connection = EngineConnection(*layout, look=look, stopping=lambda: rank.ranks.stopping)
         publisher = WeightPublisher(connection, rank.store.engines)
     weights = WeightSync(
-        rank.context, rank.ranks, rank.reporter, rank.models, publisher, rank.memory, rank.store.pacing.record_version
+        rank.context,
+        rank.ranks,
+        rank.reporter,
+        rank.models,
+        publisher,
+        rank.memory,
+        rank.store.pacing.record_version,
+        keeps_sent=outlives_update(config.sync) and not together,
     )
     repairs = (WrittenCheckpoints(rank.checkpoints), ReplacedEngines(weights, rank.ranks))
     wait = RolloutWaiter(*place, repairs).wait

@@ -78,7 +78,7 @@ class Weights(WeightSync):
     def _publish(self, *, abort: bool = False, sent: Any = None) -> dict[str, float]:
         steps = self._job.trained if sent is None else sent
         assert self.steps.setdefault(self.version, steps) == steps, "other weights under the same version"
-        if sent is None and outlives_update(self._context.config):
+        if sent is None and outlives_update(self._context.config.sync):
             self._sent: Any = steps
         return {"sync/digests": 1.0}
 

@@ -62,14 +62,14 @@ def start_attempt(config: Config, plan: Plan, nodes: Sequence[Node], attempt: in
     environment["MEGARL_TTY"] = "1" if sys.stderr.isatty() else "0"
     save_resolved(config, resolved(config))
     placed = specs(config, plan, addresses, environment, logs)
-    _register_engines(config, plan, _rows_of([spec for _, spec in placed], config, attempt), attempt, nodes)
+    rows = _rows_of([spec for _, spec in placed], config, attempt, away=plan.takes_turns)
+    _register_engines(config, plan, rows, attempt, nodes)
     started: list[Started] = []
-    colocated = config.rollout.is_colocated
     try:
         for rank, spec in placed:
             node = by_rank[rank]
             spec.env.update(_node_environment(node))
-            later = colocated and is_engine(spec.name)  # the trainer orders it
+            later = plan.takes_turns and is_engine(spec.name)  # the trainer orders it
             process = NotStarted(spec.name, Path(spec.log)) if later else node.start(spec)
             started.append(Started(process, node, spec))
     except BaseException:
@@ -81,9 +81,8 @@ def start_attempt(config: Config, plan: Plan, nodes: Sequence[Node], attempt: in
     return started
 
 
-def _rows_of(placed: Sequence[Spec], config: Config, attempt: int) -> list[EngineRow]:
-    program, away = job_of(config).program, config.rollout.is_colocated
-    return first_rows(placed, program, attempt, workers_of(config), away=away)
+def _rows_of(placed: Sequence[Spec], config: Config, attempt: int, *, away: bool) -> list[EngineRow]:
+    return first_rows(placed, job_of(config).program, attempt, workers_of(config), away=away)
 
 
 def _register_engines(
@@ -184,8 +183,9 @@ def watch(
     asked_at: float | None = None
     looked_at = 0.0
     watchdog = Watchdog(config, _logs(config, attempt or 0))
-    rows = _rows_of([s.spec for s in started if s.spec is not None], config, attempt or 0)
-    often, more = config.rollout.is_colocated, MoreEngines(config, started)
+    # Engines that take turns with the trainer are started by order, and get some in each step.
+    often, more = any(isinstance(s.process, NotStarted) for s in started), MoreEngines(config, started)
+    rows = _rows_of([s.spec for s in started if s.spec is not None], config, attempt or 0, away=often)
     supervisor = EngineSupervisor(rows, units, replacements, STOP_S, more, often=often)
     in_store = None
     if attempt is not None and job.has(ProcessKind.ENGINE):

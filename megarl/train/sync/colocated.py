@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Literal
 
 from megarl.core import heartbeat
 from megarl.core.errors import EngineError
@@ -33,6 +34,11 @@ class ColocatedEngines:
         """Have the engines take their turn. A weight sync waits for them, and wakes those that are asleep."""
         if self._context.rank == 0:
             self._turn(EngineTurn.HERE)
+
+    def wake(self, what: Literal["weights", "kv_cache"]) -> None:
+        """Give engines that sleep this memory again; the others have it. Raises EngineError on rank 0."""
+        if self._context.config.rollout.offload == "sleep":
+            self._publisher.wake(what)
 
     def leave(self) -> dict[str, float]:
         """Have the engines give up their memory; return when they have: the bytes that their workers freed and still

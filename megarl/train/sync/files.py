@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import distributed as dist
@@ -50,7 +50,6 @@ class Publisher(Protocol):
     def lost(self) -> str | None: ...
     def drain(self, given_up: Callable[[], bool]) -> None: ...
     def halve_buckets(self) -> tuple[int, int] | None: ...
-    def wake(self, what: Literal["weights", "kv_cache"]) -> None: ...
 
 
 class FilePublisher:
@@ -154,9 +153,6 @@ class FilePublisher:
     def halve_buckets(self) -> tuple[int, int] | None:
         """Return None: no engine needs memory for a bucket."""
         return None
-
-    def wake(self, what: Literal["weights", "kv_cache"]) -> None:
-        """Do nothing: such engines do not sleep."""
 
 
 def _check_written(tensors: Mapping[str, torch.Tensor], written: Mapping[str, int]) -> None:

@@ -257,11 +257,9 @@ class WeightPublisher:
         }
 
     def wake(self, what: Literal["weights", "kv_cache"]) -> None:
-        """Give engines that sleep this memory again; the others have it. Raises EngineError on rank 0."""
-        connection = self.connection
-        rollout = connection.config.rollout
-        if connection.rank == 0 and rollout.is_colocated and rollout.offload == "sleep":
-            connection.fleet.each(lambda i, engine: engine.wake(what))
+        """Give the engines this memory again (``EngineControl.wake``). Raises EngineError on rank 0."""
+        if self.connection.rank == 0:
+            self.connection.fleet.each(lambda i, engine: engine.wake(what))
 
     def _send(
         self, part: PartOfEngines, tensors: Mapping[str, torch.Tensor], written: Mapping[str, int], known: SliceDigests

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megarl.core.config.schema import Config
+from megarl.core.config.job import SyncConfig
 from megarl.core.errors import WeightsDiffer
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.probe import ProbeText
@@ -46,9 +46,7 @@ class SentDigests:
         self._last = version, written
 
 
-def outlives_update(config: Config) -> bool:
+def outlives_update(sync: SyncConfig) -> bool:
     """True if a version is sampled with after the update that follows it, and nothing else may sample in its place: in
-    admission order, with engines that are there then."""
-    sync = config.sync
-    ahead = sync.max_staleness > 0 and sync.order == "admission"
-    return ahead and sync.method == "direct" and not config.rollout.is_colocated
+    admission order, with engines that stay."""
+    return sync.max_staleness > 0 and sync.order == "admission" and sync.method == "direct"

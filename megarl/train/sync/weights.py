@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from megarl.core.errors import EngineError, WeightsDiffer, WeightSyncError
 from megarl.core.phases import Phase
@@ -22,7 +22,7 @@ from megarl.train.rank.ranks import Ranks, Stopped
 from megarl.train.rank.reporter import Reporter
 from megarl.train.sync.files import Publisher
 from megarl.train.sync.probe import probe_text
-from megarl.train.sync.sent import SentDigests, SentWeights, outlives_update
+from megarl.train.sync.sent import SentDigests, SentWeights
 from megarl.train.update.models import Models
 from megarl.train.update.phase_memory import PhaseMemory
 from megarl.weights.reshard.execute import NO_ROOM
@@ -37,7 +37,12 @@ TRIES = 4
 
 
 class WeightSync:
-    """The engines of a job as all its trainer ranks see them together."""
+    """The engines of a job as all its trainer ranks see them together.
+
+    Args:
+        record: Writes a version down, with the steps of training in it; on rank 0.
+        keeps_sent: Keep a copy of each version (``sent.outlives_update``).
+    """
 
     def __init__(
         self,
@@ -48,11 +53,14 @@ class WeightSync:
         publisher: Publisher,
         memory: PhaseMemory,
         record: Callable[[WeightsVersion, int], None],
+        *,
+        keeps_sent: bool = False,
     ) -> None:
         self.version = WeightsVersion(context.attempt, 0)
         """Last published; 0 is none."""
         self.step = 0
         """Steps of training in it."""
+        self._keeps_sent = keeps_sent
         self._sent: SentWeights | None = None
         self._given: SentWeights | None = None
         """Weights that the last version has in place of the actor's."""
@@ -127,7 +135,7 @@ class WeightSync:
     def _publish(self, *, abort: bool = False, sent: SentWeights | None = None) -> dict[str, float]:
         actor = self._models.actor.model
         self._memory.enter(Phase.SYNC)
-        self._together(lambda: self._publisher.wake("weights"))
+        self._wake("weights")
         tensors, written = (actor.tensors, actor.written()) if sent is None else (sent.tensors, sent.written)
         self._together(lambda: self._digests.check(self.version, written))
         # An engine that goes on at once with requests under way is probed before them.
@@ -136,14 +144,18 @@ class WeightSync:
             lambda: self._publisher.publish(tensors, self.version, written=written, abort=abort, probe=first)
         )
         text = first or (self._probe() if sent is None else sent.probe)
-        if sent is None and outlives_update(self._context.config):
+        if sent is None and self._keeps_sent:
             self._sent = None  # never two copies
             self._sent = SentWeights.copy_of(tensors, written, text)
         self._memory.enter(Phase.ROLLOUT)  # the KV cache has the memory that the actor leaves
-        self._together(lambda: self._publisher.wake("kv_cache"))
+        self._wake("kv_cache")
         proven = self._keeps and not text.far
         difference = None if proven else self._together(lambda: self._publisher.probe(text))
         return report.metrics() | ({} if difference is None else {"sync/probe_diff_max": difference})
+
+    def _wake(self, what: Literal["weights", "kv_cache"]) -> None:
+        if (engines := self._memory.engines) is not None:
+            self._together(lambda: engines.wake(what))
 
     def _probe(self) -> ProbeText:
         models = self._models

@@ -6,7 +6,7 @@ import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Protocol
+from typing import Literal, Protocol
 
 from megarl.core import heartbeat
 from megarl.core.errors import NonRetryableError, OffloadError
@@ -26,6 +26,9 @@ class TakesTurns(Protocol):
 
     def come(self) -> None:
         """Begin to have them there, for ``Phase.SYNC``."""
+
+    def wake(self, what: Literal["weights", "kv_cache"]) -> None:
+        """Have those that sleep take this memory again; raises EngineError on rank 0."""
 
     def leave(self) -> dict[str, float]:
         """Have them give up their memory; return metrics of it when they have."""
