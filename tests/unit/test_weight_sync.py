@@ -40,7 +40,6 @@ class Syncs:
             died=lambda: list(died),
             engines_changed=lambda: self.changed,
             halve_buckets=self.halve_buckets,
-            wake=self.order.append,
             probe=self.probe,
         )
         self.models = SimpleNamespace()
@@ -51,7 +50,8 @@ class Syncs:
         models: Any = self.models
         publisher: Any = self.publisher
         context: Any = RunContext(Config(), None, 1, 0)  # type: ignore[arg-type]
-        turns: Any = SimpleNamespace(enter=self.order.append, during=lambda _: nullcontext())
+        engines = SimpleNamespace(wake=self.order.append)
+        turns: Any = SimpleNamespace(enter=self.order.append, during=lambda _: nullcontext(), engines=engines)
         return WeightSync(
             context, ranks, ranks, models, publisher, turns, lambda *version: self.recorded.append(version)
         )
