@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from megarl.core.errors import EngineError
 from megarl.core.jobs import TRAIN
@@ -23,21 +23,21 @@ class FixedEngines:
     """Engines at these URLs, without a store: where a trainer finds them, and notes what they have."""
 
     is_own = True
+    _delivered: ClassVar[dict[int, WeightsVersion | None]] = {}
+    """Start of an engine -> its weights, which other trainers than the one that gave them know too."""
 
     def __init__(self, urls: Callable[[], Sequence[str]], key: str) -> None:
         self._urls, self._key = urls, key
-        self._delivered: dict[Key, tuple[int, WeightsVersion | None]] = {}
 
     def fleet(self) -> Fleet:
         rows = [serving_row(number, url, start=self._start(url)) for number, url in enumerate(self._urls())]
-        given = [(row, *self._delivered.get(row.key, (0, None))) for row in rows]
-        return Fleet([replace(row, version_start=start, version=version) for row, start, version in given])
+        return Fleet([replace(row, version_start=row.start, version=self._delivered.get(row.start)) for row in rows])
 
     def to_join(self) -> list[EngineRow]:
         return list(self.fleet())
 
     def delivered(self, starts: Mapping[Key, int], version: WeightsVersion | None) -> None:
-        self._delivered |= {key: (start, version) for key, start in starts.items()}
+        self._delivered.update(dict.fromkeys(starts.values(), version))
 
     def free(self) -> None:
         """Do nothing: none keeps its weights."""

@@ -18,7 +18,6 @@ from megarl.train.rank.state import TrainState
 from megarl.train.rollout.evaluation import Evaluates
 from megarl.train.rollout.reading import RolloutReader
 from megarl.train.rollout.rollouts import Rollouts, StepGroups, Wait
-from megarl.train.sync.files import FilePublisher
 from megarl.train.sync.publish import WeightPublisher
 from megarl.train.sync.sent import SentWeights
 from megarl.train.sync.weights import WeightSync
@@ -60,7 +59,8 @@ class Services:
     models: Models
     memory: PhaseMemory
     reader: RolloutReader
-    publisher: WeightPublisher | FilePublisher
+    links: WeightPublisher | None
+    """None where weights are delivered as files."""
     weights: WeightSync
     rollouts: Rollouts
     evaluation: Evaluates

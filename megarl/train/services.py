@@ -27,10 +27,8 @@ def services_of(rank: TrainerRank) -> Services:
     place = (rank.context, rank.store, rank.ranks, rank.reporter)
     layout = (config, rank.models.actor.model.layout, rank.models.hf_config, rank.context.rank)
     together = config.rollout.is_colocated
-    publisher: WeightPublisher | FilePublisher
-    if config.sync.method == "checkpoint":
-        publisher = FilePublisher(*layout)
-    else:
+    links: WeightPublisher | None = None
+    if config.sync.method == "direct":
         look = EngineLook(
             rank.store,
             os.environ.get(KEY_VARIABLE, ""),
@@ -40,15 +38,16 @@ def services_of(rank: TrainerRank) -> Services:
             silence_s=config.cluster.heartbeat_s,
         )
         connection = EngineConnection(*layout, look=look, stopping=lambda: rank.ranks.stopping)
-        publisher = WeightPublisher(connection, rank.store.engines)
+        links = WeightPublisher(connection, rank.store.engines)
     weights = WeightSync(
         rank.context,
         rank.ranks,
         rank.reporter,
         rank.models,
-        publisher,
+        links or FilePublisher(*layout),
         rank.memory,
         rank.store.pacing.record_version,
+        links=links,
         keeps_sent=outlives_update(config.sync) and not together,
     )
     repairs = (WrittenCheckpoints(rank.checkpoints), ReplacedEngines(weights, rank.ranks))
@@ -68,7 +67,7 @@ def services_of(rank: TrainerRank) -> Services:
         models=rank.models,
         memory=rank.memory,
         reader=reader,
-        publisher=publisher,
+        links=links,
         weights=weights,
         rollouts=Rollouts(
             rank.context, rank.algorithm, rank.store, rank.reporter, reader, wait, rank.models.head.vocab_size

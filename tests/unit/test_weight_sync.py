@@ -53,7 +53,14 @@ class Syncs:
         engines = SimpleNamespace(wake=self.order.append)
         turns: Any = SimpleNamespace(enter=self.order.append, during=lambda _: nullcontext(), engines=engines)
         return WeightSync(
-            context, ranks, ranks, models, publisher, turns, lambda *version: self.recorded.append(version)
+            context,
+            ranks,
+            ranks,
+            models,
+            publisher,
+            turns,
+            lambda *version: self.recorded.append(version),
+            links=publisher,
         )
 
     def connect(self) -> None:

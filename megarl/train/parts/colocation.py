@@ -9,7 +9,6 @@ from megarl.train.rank.ranks import Ranks
 from megarl.train.rank.state import TrainState
 from megarl.train.rollout.rollouts import Rollouts
 from megarl.train.sync.colocated import ColocatedEngines
-from megarl.train.sync.files import FilePublisher
 from megarl.train.sync.publish import WeightPublisher
 from megarl.train.update.phase_memory import PhaseMemory
 
@@ -22,12 +21,12 @@ class Colocation(Part):
         context: RunContext,
         store: Store,
         ranks: Ranks,
-        publisher: WeightPublisher | FilePublisher,
+        links: WeightPublisher | None,
         memory: PhaseMemory,
         rollouts: Rollouts,
     ) -> None:
-        assert isinstance(publisher, WeightPublisher), "files are for engines of other programs"
-        memory.engines = ColocatedEngines(context, store, ranks, publisher)
+        assert links is not None, "files are for engines of other programs"
+        memory.engines = ColocatedEngines(context, store, ranks, links)
         self._rollouts = rollouts
 
     def before_batch(self, state: TrainState, data: StepData) -> None:

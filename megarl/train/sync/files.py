@@ -4,9 +4,9 @@ prove by themselves."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -28,30 +28,6 @@ from megarl.weights.reshard.layouts import hf_layout
 from megarl.weights.reshard.plan import build_plan
 
 
-class Publisher(Protocol):
-    """Surface of a publisher, as ``WeightSync`` uses it; ``WeightPublisher`` has the contracts."""
-
-    come_and_go: bool
-
-    def connect(self) -> None: ...
-    def engines_changed(self) -> bool: ...
-    def publish(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        version: WeightsVersion,
-        *,
-        written: Mapping[str, int],
-        abort: bool = False,
-        probe: ProbeText | None = None,
-    ) -> SyncReport: ...
-    def probe(self, text: ProbeText) -> float | None: ...
-    def died(self) -> list[str]: ...
-    def await_any(self, seconds: float) -> bool: ...
-    def lost(self) -> str | None: ...
-    def drain(self, given_up: Callable[[], bool]) -> None: ...
-    def halve_buckets(self) -> tuple[int, int] | None: ...
-
-
 class FilePublisher:
     """Publishes weights as files. Every trainer rank makes the same calls; rank 0 writes.
 
@@ -63,22 +39,12 @@ class FilePublisher:
         rank: This process's rank in the layout.
     """
 
-    come_and_go = False
-    """Nothing is waited for: an explore program that starts later reads the newest version."""
-
     def __init__(self, config: Config, layout: Layout, hf_config: Mapping[str, Any], rank: int) -> None:
         self._config, self._rank = config, rank
         self._plan = build_plan(layout, hf_layout(hf_config))
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._unproven: tuple[WeightsVersion, dict[str, str]] | None = None
         """Version whose files are there, and its digests, until ``probe`` completes it; on rank 0."""
-
-    def connect(self) -> None:
-        """Do nothing: there is no link."""
-
-    def engines_changed(self) -> bool:
-        """Return False: nothing is to be joined again."""
-        return False
 
     def publish(
         self,
@@ -134,25 +100,6 @@ class FilePublisher:
             remove_old(run_dir)
         except OSError as error:
             raise WeightSyncError(f"weights {version} cannot be published in {run_dir}: {error}") from error
-
-    def died(self) -> list[str]:
-        """Return []: no engine takes part in a publication."""
-        return []
-
-    def await_any(self, seconds: float) -> bool:
-        """Return True: no engine is needed."""
-        return True
-
-    def lost(self) -> str | None:
-        """Return None: explore programs give their engines the weights again."""
-        return None
-
-    def drain(self, given_up: Callable[[], bool]) -> None:
-        """Do nothing: each explore program waits for its engines' requests before it changes their weights."""
-
-    def halve_buckets(self) -> tuple[int, int] | None:
-        """Return None: no engine needs memory for a bucket."""
-        return None
 
 
 def _check_written(tensors: Mapping[str, torch.Tensor], written: Mapping[str, int]) -> None:

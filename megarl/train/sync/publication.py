@@ -11,7 +11,9 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
+
+import torch
 
 from megarl.core.errors import WeightsDiffer, WeightSyncError
 from megarl.core.schema import WeightsVersion
@@ -62,6 +64,25 @@ class SyncReport:
             digests=sum(part.digests for part in parts),
             probe_diff_max=max(probed, default=None),
         )
+
+
+class Delivery(Protocol):
+    """Way of weights to engines: over links (``WeightPublisher``), or as files (``FilePublisher``). Every trainer rank
+    makes the same calls."""
+
+    def publish(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        version: WeightsVersion,
+        *,
+        written: Mapping[str, int],
+        abort: bool = False,
+        probe: ProbeText | None = None,
+    ) -> SyncReport:
+        """Deliver a version, proven by digests."""
+
+    def probe(self, text: ProbeText) -> float | None:
+        """Prove by the log-probs of a text what the engines compute; return the largest difference, if it is known."""
 
 
 class Publication:

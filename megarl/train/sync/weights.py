@@ -20,8 +20,9 @@ from megarl.engine.client.probe import ProbeText
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks, Stopped
 from megarl.train.rank.reporter import Reporter
-from megarl.train.sync.files import Publisher
 from megarl.train.sync.probe import probe_text
+from megarl.train.sync.publication import Delivery
+from megarl.train.sync.publish import WeightPublisher
 from megarl.train.sync.sent import SentDigests, SentWeights
 from megarl.train.update.models import Models
 from megarl.train.update.phase_memory import PhaseMemory
@@ -40,7 +41,9 @@ class WeightSync:
     """The engines of a job as all its trainer ranks see them together.
 
     Args:
+        delivery: Brings the weights to the engines.
         record: Writes a version down, with the steps of training in it; on rank 0.
+        links: The same where it has links to engines, which may come, go and die; None where weights are files.
         keeps_sent: Keep a copy of each version (``sent.outlives_update``).
     """
 
@@ -50,10 +53,11 @@ class WeightSync:
         ranks: Ranks,
         reporter: Reporter,
         models: Models,
-        publisher: Publisher,
+        delivery: Delivery,
         memory: PhaseMemory,
         record: Callable[[WeightsVersion, int], None],
         *,
+        links: WeightPublisher | None = None,
         keeps_sent: bool = False,
     ) -> None:
         self.version = WeightsVersion(context.attempt, 0)
@@ -66,7 +70,8 @@ class WeightSync:
         """Weights that the last version has in place of the actor's."""
         self._digests = SentDigests()
         self._context, self._ranks, self._reporter, self._record = context, ranks, reporter, record
-        self._models, self._publisher, self._memory = models, publisher, memory
+        self._models, self._memory = models, memory
+        self._delivery, self._links = delivery, links
 
     def connect(self) -> None:
         """Wait for the engines, and join them for weight syncs. Raises EngineError, WeightSyncError, Stopped."""
@@ -83,9 +88,10 @@ class WeightSync:
         """
         self._memory.enter(Phase.SYNC)  # engines that are away may be wanted then
         self._begin_version(step)
-        changed = not self._ranks.agree(not self._publisher.engines_changed())
+        links = self._links
+        changed = links is not None and not self._ranks.agree(not links.engines_changed())
         # What an earlier attempt has asked engines of other programs for is asked for again.
-        abort = self._publisher.come_and_go and self.version.n == 1
+        abort = links is not None and links.come_and_go and self.version.n == 1
         self._given = given
         return self._again_if_one_dies(lambda: self._publish(abort=abort, sent=given), join=changed)
 
@@ -121,12 +127,13 @@ class WeightSync:
         Leaving waits for the thread, which gives up within seconds. An engine that fails is the next publication's
         affair.
         """
-        if self._context.rank or not self.version.n:
+        links = self._links
+        if links is None or self._context.rank or not self.version.n:
             yield lambda: True
             return
         given_up = threading.Event()
         with ThreadPoolExecutor(1, thread_name_prefix="pause") as pool:
-            ended = pool.submit(self._publisher.drain, given_up.is_set)
+            ended = pool.submit(links.drain, given_up.is_set)
             try:
                 yield ended.done
             finally:
@@ -141,7 +148,7 @@ class WeightSync:
         # An engine that goes on at once with requests under way is probed before them.
         first = self._probe() if self._keeps else None
         report = self._together(
-            lambda: self._publisher.publish(tensors, self.version, written=written, abort=abort, probe=first)
+            lambda: self._delivery.publish(tensors, self.version, written=written, abort=abort, probe=first)
         )
         text = first or (self._probe() if sent is None else sent.probe)
         if sent is None and self._keeps_sent:
@@ -150,7 +157,7 @@ class WeightSync:
         self._memory.enter(Phase.ROLLOUT)  # the KV cache has the memory that the actor leaves
         self._wake("kv_cache")
         proven = self._keeps and not text.far
-        difference = None if proven else self._together(lambda: self._publisher.probe(text))
+        difference = None if proven else self._together(lambda: self._delivery.probe(text))
         return report.metrics() | ({} if difference is None else {"sync/probe_diff_max": difference})
 
     def _wake(self, what: Literal["weights", "kv_cache"]) -> None:
@@ -173,22 +180,24 @@ class WeightSync:
         An error while all engines live is raised at once, above all that weights differ. A job that is asked to
         stop gets no other engine: then any failure but a difference of weights raises ``Stopped``.
         """
-        left = TRIES
+        left, links = TRIES, self._links
         while True:
             try:
-                if join:
-                    self._await_engines()
-                    self._together(self._publisher.connect)
+                if join and links is not None:
+                    self._await_engines(links)
+                    self._together(links.connect)
                 return do()
             except (EngineError, WeightSyncError) as error:
                 differ = not self._ranks.agree(not isinstance(error, WeightsDiffer))
                 if not differ and self._ranks.stop_requested():
                     raise Stopped(str(error)) from error
+                if links is None:
+                    raise
                 join = True
-                if not differ and self._smaller_buckets(error):
+                if not differ and self._smaller_buckets(links, error):
                     continue
                 left -= 1
-                found = [] if differ else self._publisher.died()
+                found = [] if differ else links.died()
                 if self._ranks.agree(not found):  # only rank 0 finds any
                     raise
                 if not left:
@@ -198,19 +207,19 @@ class WeightSync:
                     f"an engine died in a weight sync ({'; '.join(found)}); waiting for the one that replaces it"
                 )
 
-    def _await_engines(self) -> None:
+    def _await_engines(self, links: WeightPublisher) -> None:
         """Wait until an explore program's engine is there: at the start of an attempt for
         ``rollout.start_timeout_s``, later however long. Nothing where the job has engines of its own.
 
         Raises EngineError, Stopped.
         """
-        if not self._publisher.come_and_go:
+        if not links.come_and_go:
             return
         config, began, said = self._context.config, time.monotonic(), 0
         limit_s = config.rollout.start_timeout_s if not self.version.n else math.inf
         while True:
             wait_s = min(MEET_S, config.cluster.stall_s / 3)
-            there = self._context.rank != 0 or self._publisher.await_any(wait_s if said else FIRST_S)
+            there = self._context.rank != 0 or links.await_any(wait_s if said else FIRST_S)
             if self._ranks.agree(there):
                 return
             if self._ranks.stop_requested():
@@ -224,12 +233,12 @@ class WeightSync:
             said += 1
 
     def lost(self) -> str | None:
-        """``WeightPublisher.lost`` on rank 0; None on others."""
-        return self._publisher.lost() if self._context.rank == 0 else None
+        """``WeightPublisher.lost`` on rank 0; None on others, and without links."""
+        return self._links.lost() if self._links is not None and self._context.rank == 0 else None
 
-    def _smaller_buckets(self, error: EngineError | WeightSyncError) -> bool:
+    def _smaller_buckets(self, links: WeightPublisher, error: EngineError | WeightSyncError) -> bool:
         """Halve the buckets on every rank if a side had no memory for one; True if they were halved."""
-        if self._ranks.agree(NO_ROOM not in str(error)) or (halved := self._publisher.halve_buckets()) is None:
+        if self._ranks.agree(NO_ROOM not in str(error)) or (halved := links.halve_buckets()) is None:
             return False
         self._reporter.log(
             f"WARNING: out of memory in a weight sync; trying again with sync.bucket_bytes {halved[0]} -> {halved[1]} "
