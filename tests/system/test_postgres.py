@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 import psutil
 import psycopg
 import pytest
+from hypothesis import HealthCheck, given, settings
 from sqlalchemy import insert, select, update
 from sqlalchemy.engine import make_url
 
@@ -36,9 +37,11 @@ from megarl.explore.store.tables import GROUPS as GROUPS_TABLE
 from megarl.run.postgres import Server
 from megarl.run.report.html import summary, write_report
 from megarl.run.run_dir.resume import is_finished
+from tests.conftest import examples
 from tests.engine_rows import serving_row
 from tests.stores import finish, make_task, make_trajectory, request, rows
 from tests.unit.small_job import config_of
+from tests.unit.test_fleet import WORLDS, InStore, World, live
 from tests.unit.test_resume import begun
 from tests.unit.test_store_outage import child, go, shows_that_it_waits
 
@@ -481,6 +484,17 @@ def test_an_order_and_a_turn_of_one_moment_both_stay(server: Server, url: str) -
     ]
     first.close()
     second.close()
+
+
+def test_every_sequence_of_engines(url: str) -> None:
+    """As ``tests/unit/test_fleet.py`` has it with SQLite."""
+
+    @settings(max_examples=examples(3, 300), deadline=None, suppress_health_check=list(HealthCheck))
+    @given(**WORLDS)
+    def in_postgres(begin: int, shared: bool, actions: list[Any]) -> None:
+        live(World(begin, shared, InStore(url)), actions)
+
+    in_postgres()
 
 
 def test_who_scales_meanwhile_sees_engines_that_were_added(server: Server, url: str) -> None:
