@@ -13,7 +13,7 @@ from megarl.core.config import Config
 from megarl.core.config.job import StoreConfig
 from megarl.core.errors import WeightsDiffer
 from megarl.core.schema import WeightsVersion
-from megarl.engine.client.control import EngineControl, EngineState
+from megarl.engine.client.control import EngineControl
 from megarl.engine.client.probe import Probed, ProbeText
 from megarl.engine.fleet import EngineStatus, EngineTurn
 from megarl.explore.store import Store
@@ -28,12 +28,10 @@ VERSION = WeightsVersion(1, 3)
 
 def test_both_engines_are_joined_after_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The supervisor notes that one serves a while after its server answers."""
-    monkeypatch.setattr(EngineControl, "health", lambda *_: None)
-    monkeypatch.setattr(EngineControl, "state", lambda *_: EngineState(str(VERSION), False, None, 1, 1))
     monkeypatch.setattr(EngineControl, "probe", lambda *_, **__: Probed([-0.5], [], [], []))
     store = Store(f"sqlite:///{tmp_path}/store.db")
     urls = ["http://a", "http://b"]
-    store.engines.register([serving_row(n, url) for n, url in enumerate(urls)])
+    store.engines.register([serving_row(n, url, version=VERSION, version_start=n + 1) for n, url in enumerate(urls)])
     nothing: Any = SimpleNamespace(stopping=False)
     context = RunContext(Config(store=StoreConfig(poll_s=0.001)), tmp_path, 1, 0)
     check = ColdCheck(context, store, nothing, nothing, nothing, nothing, nothing, nothing)
@@ -44,7 +42,7 @@ def test_both_engines_are_joined_after_the_check(tmp_path: Path, monkeypatch: py
             state = ABSENT if engine.turn is EngineTurn.AWAY else STARTING
             store.engines.note([replace(engine, state=state, done_turn=engine.turn_order)])
         elif engine.state is STARTING and looks > 20:
-            store.engines.note([replace(engine, state=SERVING)])
+            store.engines.note([replace(engine, state=SERVING, start=9)])
         seen.append(store.engines.own()[0].state)
     assert ABSENT in seen and STARTING in seen
     assert [row.url for row in EngineLook(store, "k", own=True).to_join() or ()] == urls

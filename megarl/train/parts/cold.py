@@ -125,11 +125,7 @@ class ColdCheck(Part):
         try:
             for turn in (EngineTurn.AWAY, EngineTurn.HERE):
                 yield from self._order(engine, turn)
-            # The publication that follows joins the engines that serve: one that only answers would be left out.
-            yield from self._until(
-                lambda: self._registered(engine).state is EngineStatus.SERVING and _answers(control),
-                f"engine {engine.number} did not come back",
-            )
+            yield from self._until(lambda: self._has_come_back(engine), f"engine {engine.number} did not come back")
         finally:
             mark.unlink()
             if turn is EngineTurn.AWAY:
@@ -141,11 +137,8 @@ class ColdCheck(Part):
     def _engine(self, version: WeightsVersion) -> tuple[EngineRow, EngineControl]:
         """Find an engine that has the weights by updates. Raises EngineError."""
         for engine in self._store.engines.own():
-            if engine.is_present and engine.state is EngineStatus.SERVING:
-                control = EngineControl(engine.url, self._key, self._context.config.sync.timeout_s)
-                state = control.state()
-                if state.version == str(version) and state.refusing is None:
-                    return engine, control
+            if engine.is_present and engine.has == version:
+                return engine, EngineControl(engine.url, self._key, self._context.config.sync.timeout_s)
         raise EngineError(f"none serves with weights {version}")
 
     def _order(self, engine: EngineRow, turn: EngineTurn) -> Iterator[None]:
@@ -155,6 +148,10 @@ class ColdCheck(Part):
             lambda: self._registered(engine).done_turn >= order,
             f"engine {engine.number} was ordered to be {turn} and is not",
         )
+
+    def _has_come_back(self, engine: EngineRow) -> bool:
+        now = self._registered(engine)
+        return now.state is EngineStatus.SERVING and now.start > engine.start
 
     def _registered(self, engine: EngineRow) -> EngineRow:
         """Return the engine as the supervisor has noted it last."""
@@ -171,14 +168,6 @@ class ColdCheck(Part):
                 raise EngineError(f"{what} within rollout.start_timeout_s={config.rollout.start_timeout_s:g}")
             yield
             time.sleep(config.store.poll_s)
-
-
-def _answers(control: EngineControl) -> bool:
-    try:
-        control.health(MEET_S)
-    except EngineError:
-        return False
-    return True
 
 
 def compare(warm: Probed, cold: Probed, url: str, tolerance: float | None) -> None:
