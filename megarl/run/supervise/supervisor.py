@@ -46,6 +46,9 @@ STOPPING = {
 """Kind whose end ends a job -> what it does when it is asked to stop."""
 STOP_S = 10.0
 """Seconds that processes get to end after SIGTERM once one of them has died."""
+RANKS_STOP_S = 2.0
+"""The same of trainer ranks once one of them has died: a rank that waits for it in a collective hears no signal, and
+none can save a checkpoint without it."""
 
 
 def start_attempt(config: Config, plan: Plan, nodes: Sequence[Node], attempt: int, key: str) -> list[Started]:
@@ -244,6 +247,9 @@ def watch(
     finally:
         if in_store is not None:
             in_store.close()
+        ranks = [s for s in started if kind_of(s.process.name) is ProcessKind.TRAINER]
+        if any(failed(s.process) for s in ranks):
+            stop(ranks, RANKS_STOP_S)
         stop(started, STOP_S)
 
 
