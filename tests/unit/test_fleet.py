@@ -199,7 +199,8 @@ class World:
             self.rows.write(number, action.event, **values)
             self.processes.setdefault(number, []).append(Running(self.serial, action.workers))
         elif action.what in ("end", "clear"):
-            self.replaced += action.what == "clear"
+            here = row is not None and row.is_present and row.turn is self.rules.EngineTurn.HERE
+            self.replaced += here and action.what == "clear"
             if row is not None and row.state in (self.rules.EngineStatus.STARTING, self.rules.EngineStatus.SERVING):
                 self.rows.write(number, "ends")
             for one in self.processes.get(number, []):
@@ -438,6 +439,7 @@ def live(world: World, actions: Sequence[Any]) -> None:
     world.settle()
 
 
+@pytest.mark.timeout(3600)
 @settings(max_examples=examples(400, 100_000), deadline=None, suppress_health_check=QUIET)
 @given(**WORLDS)
 def test_every_sequence(begin: int, shared: bool, actions: list[Any]) -> None:
@@ -449,6 +451,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"sqlite:///{tmp_path_factory.mktemp('fleet')}/store.db"
 
 
+@pytest.mark.timeout(3600)
 @settings(max_examples=examples(5, 500), deadline=None, suppress_health_check=QUIET)
 @given(**WORLDS)
 def test_every_sequence_in_the_store(url: str, begin: int, shared: bool, actions: list[Any]) -> None:
