@@ -16,6 +16,7 @@ from megarl.explore.store import Store, database
 from megarl.explore.store.database import open_engine
 from megarl.explore.store.tables import SCHEMA
 from megarl.run.run_dir.store_damage import fault, replace_store
+from tests.engine_rows import serving_row
 from tests.power_cut import ForgetfulDisk
 from tests.stores import finish, make_task, request
 
@@ -166,6 +167,22 @@ def test_a_store_of_another_version_is_refused(tmp_path: Path, schema: str) -> N
         ConfigError, match=f"schema {schema}, this version of megarl has schema {SCHEMA}; take another run.name"
     ):
         Store(url)
+
+
+def test_a_store_with_an_earlier_table_of_engines_is_taken(tmp_path: Path) -> None:
+    """Each start of a job writes the engines; all else is as it was."""
+    url = filled(tmp_path / "store.db")
+    engine = open_engine(url)
+    with engine.begin() as connection:
+        connection.execute(sqlalchemy.text("update job set value = '14' where key = 'schema'"))
+        connection.execute(sqlalchemy.text("drop table engines"))
+        connection.execute(sqlalchemy.text("create table engines (program varchar, number integer, orders integer)"))
+    engine.dispose()
+    store = Store(url)
+    before = store.tasks.ids("train")
+    store.engines.register([serving_row(0, "http://e")])
+    assert len(store.engines.own()) == 1 and before and Store(url).tasks.ids("train") == before
+    store.close()
 
 
 WRITER = """

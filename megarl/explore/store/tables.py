@@ -9,7 +9,7 @@ from sqlalchemy import BigInteger, Boolean, Column, Float, Index, Integer, Large
 
 METADATA = MetaData()
 SCHEMA, SCHEMA_KEY = 15, "schema"
-"""Number of these tables, and its key in ``job``. A store of another number is refused."""
+"""Number of these tables, and its key in ``job``. A store of another number is refused, but for those of ``REMADE``."""
 
 IDS = 1000
 """Most ids in one statement."""
@@ -256,6 +256,10 @@ WORKERS = Table(
     Column("beat", Integer, nullable=False),  # heartbeats so far
 )
 """Heartbeats. Whoever looks measures with its own clock how long a number stays the same."""
+
+REMADE = {"14": (ENGINES,)}
+"""Number of earlier tables -> those of them that are made anew, which each start of a job writes. The others are the
+same."""
 
 JOB = Table("job", METADATA, Column("key", String, primary_key=True), Column("value", Text, nullable=False))
 

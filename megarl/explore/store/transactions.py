@@ -28,7 +28,7 @@ from megarl.core.errors import ConfigError, FencedError, JobError, StoreDamagedE
 from megarl.core.jobs import TRAIN
 from megarl.explore.store import database
 from megarl.explore.store.database import open_engine, open_read_only, reason, shown, sqlite_file, sync_folder
-from megarl.explore.store.tables import JOB, METADATA, SCHEMA, SCHEMA_KEY
+from megarl.explore.store.tables import JOB, METADATA, REMADE, SCHEMA, SCHEMA_KEY
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -297,7 +297,11 @@ def _make_tables(connection: Connection, again: bool) -> None:
         connection.execute(select(func.pg_advisory_xact_lock(_TABLES_LOCK)))
     is_new = not inspect(connection).has_table(JOB.name)
     stored = None if is_new else connection.scalar(select(JOB.c.value).where(JOB.c.key == SCHEMA_KEY))
-    if stored not in (None, str(SCHEMA)):
+    if stored in REMADE:
+        for table in REMADE[stored]:
+            table.drop(connection, checkfirst=True)
+        put(connection, JOB, [{"key": SCHEMA_KEY, "value": str(SCHEMA)}])
+    elif stored not in (None, str(SCHEMA)):
         raise ConfigError(
             f"the store has tables of schema {stored}, this version of megarl has schema {SCHEMA}; take another "
             "run.name or store.url, or run the version that made it"
