@@ -107,12 +107,11 @@ def lost(fleet: Fleet, given: Sequence[EngineRow]) -> str | None:
 
     That is one that was started again, or that none of them is wanted any more and others are.
     """
-    rows = {row.key: row for row in fleet.to_join(begun=True)}
-    for row in given:
-        now = rows.get(row.key, row)
-        if now.start != row.start and now.state is EngineStatus.SERVING:
-            return f"engine {row.number} was started again at {now.url}"
-    if not rows or any(row.key in rows for row in given):
+    there = {row.key for row in fleet.present()}
+    serving = [row for row in fleet.to_join(begun=True) if row.state is EngineStatus.SERVING]
+    for now in serving:
+        if any(row.key == now.key and row.start != now.start for row in given):
+            return f"engine {now.number} was started again at {now.url}"
+    if not serving or any(row.key in there for row in given):
         return None
-    others = ", ".join(row.url for row in rows.values())
-    return f"no engine that was given the weights is there, and {others} is"
+    return f"no engine that was given the weights is there, and {', '.join(row.url for row in serving)} is"
