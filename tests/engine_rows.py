@@ -9,13 +9,15 @@ from typing import Any, ClassVar
 from megarl.core.errors import EngineError
 from megarl.core.jobs import TRAIN
 from megarl.core.schema import WeightsVersion
+from megarl.engine.client.choice import EngineChoice
 from megarl.engine.client.control import EngineControl
 from megarl.engine.fleet import EngineRow, EngineStatus, Fleet, Key
 
 
 def serving_row(number: int, url: str, program: str = TRAIN, **columns: Any) -> EngineRow:
-    """An engine of one worker that serves at ``url``."""
+    """An engine of one worker that serves at ``url``, and has proven its ``version``, if any is given."""
     of = {"state": EngineStatus.SERVING, "start": number + 1, "workers": 1, **columns}
+    of = {"version_start": of["start"], **of}
     return EngineRow(program, number, url=url, **of)
 
 
@@ -47,3 +49,9 @@ class FixedEngines:
             return EngineControl(url, self._key).state(5.0).start
         except EngineError:
             return 0
+
+
+def choice_of(*urls: str, **columns: Any) -> EngineChoice:
+    """A choice among engines of any start that serve at ``urls``; by default with weights newer than all others."""
+    of = {"start": 0, "version": WeightsVersion(1_000_000, 0), **columns}
+    return EngineChoice([serving_row(number, url, **of) for number, url in enumerate(urls)])

@@ -54,7 +54,7 @@ class EngineError(MegarlError, RuntimeError):
 
 
 class EngineClosed(EngineError):
-    """It has no weights yet, and other engines do: no failure, and the next call asks one of those."""
+    """The engine has other weights than were asked for, or no engine has them yet: no failure, others are asked."""
 
 
 class RequestRefused(EngineError):

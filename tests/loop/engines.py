@@ -28,6 +28,7 @@ from megarl.run.nodes.node import remove
 from megarl.run.process import ports
 from megarl.run.process.process import Child
 from megarl.run.supervise.engine_process import engine_process
+from tests.engine_rows import choice_of
 from tests.loop.zygote import Forked, Zygote
 
 VOCAB = 200  # not a multiple of 64: both sides pad it, each in its own way
@@ -194,7 +195,7 @@ class RunningEngine:
         """All samples, ordered by prompt and index."""
 
         async def collect() -> list[Completion]:
-            async with EngineClient([self._url], KEY, timeout_s=60) as client:
+            async with EngineClient(choice_of(self._url), KEY, timeout_s=60) as client:
                 return [c async for c in client.generate(prompts, sampling)]
 
         return sorted(asyncio.run(collect()), key=lambda c: (c.request, c.index))

@@ -14,6 +14,7 @@ from aiohttp import web
 from megarl.engine.client.client import EngineClient, Prompt, Sampling
 from megarl.engine.client.frames import Completion, StreamHeartbeat, VersionSpan, encode, unpack_ids
 from megarl.explore.tasksets import ChatTokenizer
+from tests.engine_rows import choice_of
 
 KEY = "key of the job"
 
@@ -104,6 +105,9 @@ class Connected:
         self.url = url
 
     async def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Completion]:
-        async with EngineClient([self.url], KEY) as client, aclosing(client.generate(prompts, sampling)) as answers:
+        async with (
+            EngineClient(choice_of(self.url), KEY) as client,
+            aclosing(client.generate(prompts, sampling)) as answers,
+        ):
             async for completion in answers:
                 yield completion

@@ -31,6 +31,7 @@ from megarl.run.process import ports
 from megarl.run.process.process import Child
 from megarl.run.supervise.engine_process import engine_process
 from tests.conftest import SOAK
+from tests.engine_rows import choice_of
 from tests.loop.conftest import TINY_ROLLOUT
 from tests.loop.engines import (
     EOS,
@@ -178,7 +179,7 @@ def test_answers_arrive_one_by_one(later_engine: RunningEngine) -> None:
             async for completion in client.generate(both, Sampling(max_tokens=180, ignore_eos=True)):
                 arrived.append(len(completion.token_ids))
 
-        async with EngineClient([engine.url], KEY) as client:
+        async with EngineClient(choice_of(engine.url), KEY) as client:
             reading = await begun(engine, read(), len(both))
             if not await asyncio.to_thread(hold, engine, reading, tokens=3):
                 return []
@@ -195,7 +196,7 @@ def test_answers_arrive_one_by_one(later_engine: RunningEngine) -> None:
 
     async def order() -> list[int]:
         # Which sample ends when depends on where each meets the end of sequence: lengths come out sorted.
-        async with EngineClient([engine.url], KEY) as client:
+        async with EngineClient(choice_of(engine.url), KEY) as client:
             answers = client.generate([Prompt([1, 5, 6], n=32, seed=1)], Sampling(max_tokens=60))
             return [len(c.token_ids) for c in await (await begun(engine, collected(answers), 32))]
 
@@ -215,7 +216,7 @@ async def begun(engine: RunningEngine, asking: Coroutine[Any, Any, T], requests:
 def test_leaving_early_aborts_the_rest(later_engine: RunningEngine) -> None:
     async def leave() -> bool:
         """Return True if requests were under way, and are held."""
-        async with EngineClient([later_engine.url], KEY) as client:
+        async with EngineClient(choice_of(later_engine.url), KEY) as client:
             prompts = [Prompt([1, 5, 6]), *(Prompt([1, 7, i + 9], n=8) for i in range(60))]
             async with aclosing(client.generate(prompts, Sampling(max_tokens=60, ignore_eos=True))) as answers:
                 async for _ in answers:
@@ -235,7 +236,7 @@ def answered(engine: RunningEngine, timeout_s: float, meanwhile: Callable[[HasDo
     """Samples of a call that lasts some seconds; ``meanwhile`` runs in a thread."""
 
     async def ask() -> list[Completion]:
-        async with EngineClient([engine.url], KEY, timeout_s) as client:
+        async with EngineClient(choice_of(engine.url), KEY, timeout_s) as client:
             prompts = [Prompt([1, 5, i + 6], n=8) for i in range(40)]
             answers = client.generate(prompts, Sampling(max_tokens=60, ignore_eos=True))
             task = asyncio.create_task(collected(answers))
@@ -304,7 +305,7 @@ def test_requests_that_a_paused_engine_refuses_are_held(
     engine.control.pause(mode)
 
     async def ask() -> list[Completion]:
-        async with EngineClient([engine.url], KEY, timeout_s=TIMEOUT_S) as client:
+        async with EngineClient(choice_of(engine.url), KEY, timeout_s=TIMEOUT_S) as client:
             asked = asyncio.create_task(collected(client.generate(some_prompts(6, n=2), sampling)))
             while await asyncio.to_thread(refusals, engine) < before + 12:
                 await asyncio.sleep(0.05)
@@ -382,7 +383,7 @@ def test_an_answer_of_many_thousand_tokens(long_engine: RunningEngine) -> None:
         return completion
 
     async def ask_all() -> list[Completion]:
-        async with EngineClient([long_engine.url], KEY, timeout_s=3.0) as client:
+        async with EngineClient(choice_of(long_engine.url), KEY, timeout_s=3.0) as client:
             return await asyncio.gather(*(ask(client, p, LONG if i == 0 else 50) for i, p in enumerate(prompts)))
 
     long, *short = asyncio.run(ask_all())
@@ -467,7 +468,7 @@ def test_a_killed_engine_is_an_error_at_once(engine: RunningEngine, victim: str)
     [core] = set(members) - {engine.pid}
 
     async def answers() -> None:
-        async with EngineClient([engine.url], KEY, timeout_s=600) as client:
+        async with EngineClient(choice_of(engine.url), KEY, timeout_s=600) as client:
             prompts = [Prompt([1, 5, i + 6], n=8) for i in range(100)]
             first = True
             async for _ in client.generate(prompts, Sampling(max_tokens=60, ignore_eos=True)):

@@ -25,9 +25,9 @@ from megarl.core.config.job import RunConfig, StoreConfig, SyncConfig
 from megarl.core.config.schema import FromScratchConfig, ModelConfig, RolloutConfig, TasksetConfig
 from megarl.core.errors import EngineError, RequestRefused
 from megarl.core.schema import GREEDY, Reward, Task, WeightsVersion
+from megarl.engine.client.choice import EngineChoice
 from megarl.engine.client.client import Prompt, Sampling
 from megarl.engine.client.frames import Completion, VersionSpan, encode
-from megarl.explore.explorer.engines import FixedCount
 from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explorer
 from megarl.explore.explorer.rollout_clock import RolloutClock
 from megarl.explore.explorer.trajectories import TrajectorySettings
@@ -129,7 +129,8 @@ def explore(
     **changes: Any,
 ) -> None:
     """Run an explorer until everything asked for is done, then close the job. ``changes``: of ``ClaimSettings``."""
-    asked = AskedEngines(engine, FixedCount(engines), timeout_s=timeout_s)
+    store.engines.register([serving_row(n, f"http://{n}", version=VERSION) for n in range(engines)])
+    asked = AskedEngines(engine, EngineChoice(()), timeout_s=timeout_s)
     claims = replace(ClaimSettings("e0", capacity=1000, poll_s=0.005), **changes)
     trajectories = TrajectorySettings(retry_s=0.0, limits=limits)
 
@@ -398,7 +399,7 @@ def process(
     save_resolved(config, tmp_path / "resolved.json")
     command = [sys.executable, "-m", "megarl.run.start", "explorer", "--config", str(tmp_path / "resolved.json")]
     store = Store(config.store.url)
-    store.engines.register([serving_row(0, engines)])
+    store.engines.register([serving_row(0, engines, version=VERSION)])
     store.close()
     variables = {**os.environ, "MEGARL_JOB_KEY": KEY, "MEGARL_ATTEMPT": "1", **env}
     with subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True, pass_fds=descriptors) as explorer:

@@ -22,6 +22,7 @@ from megarl.engine.client.gather import Gatherer, SampleRequest
 from megarl.explore.explorer.segments import SegmentSampler, SegmentSettings
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.store import Claim
+from tests.engine_rows import choice_of
 from tests.loop.engines import KEY, RunningEngine, some_prompts
 from tests.loop.test_sync_families import TP2, Cell, engine_of
 from tests.loop.zygote import Zygote
@@ -80,7 +81,7 @@ def sample(engine: RunningEngine, requests: Sequence[SampleRequest], size: int |
     async def all_of_them() -> list[Completion]:
         limits = TokenLimits(response=RESPONSE, trajectory=128)
         sampling = Sampling(max_tokens=RESPONSE, ignore_eos=True, routing=True)
-        async with EngineClient([engine.url], KEY) as client, asyncio.TaskGroup() as calls:
+        async with EngineClient(choice_of(engine.url), KEY) as client, asyncio.TaskGroup() as calls:
             gatherer = Gatherer(
                 client, sampling, calls, change=lambda more: None, retried=retried, timeout_s=60.0, retry_s=0.1
             )

@@ -19,6 +19,7 @@ from megarl.engine.client.gather import Gatherer, SampleRequest
 from megarl.explore.explorer.segments import SegmentSampler, SegmentSettings
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.store import Claim, Store
+from tests.engine_rows import choice_of
 from tests.loop.conftest import TINY_ROLLOUT
 from tests.loop.engines import KEY, WIDE_SIZES, RunningEngine, some_prompts, tiny_engine
 from tests.loop.same_run import kill, steps_of
@@ -75,7 +76,7 @@ def respond(
 
     async def all_of_them() -> Answers:
         sampling = Sampling(max_tokens=TOKENS, temperature=temperature, ignore_eos=True)
-        async with EngineClient([engine.url], KEY, timeout_s=60) as client, asyncio.TaskGroup() as tasks:
+        async with EngineClient(choice_of(engine.url), KEY, timeout_s=60) as client, asyncio.TaskGroup() as tasks:
             gatherer = Gatherer(
                 client, sampling, tasks, change=lambda n: None, retried=retried, timeout_s=60, retry_s=0.1
             )

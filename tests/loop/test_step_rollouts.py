@@ -30,6 +30,7 @@ from megarl.train.rollout.awaited import Published
 from megarl.train.rollout.evaluation import Evaluation
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.rollout.rollouts import Rollouts
+from tests.engine_rows import choice_of
 from tests.loop.engines import KEY, VOCAB, RunningEngine
 
 MAX_TOKENS = 6
@@ -64,9 +65,11 @@ class EvenScorer:
 @contextmanager
 def exploring(store: Store, engine: RunningEngine) -> Iterator[None]:
     async def main() -> None:
-        async with EngineClient([engine.url], KEY, timeout_s=60) as client:
+        async with EngineClient(choice_of(engine.url), KEY, timeout_s=60) as client:
             words: Any = Words()
-            await Explorer(store, AskedEngines(client), EvenScorer(), words, ClaimSettings("e0", capacity=64)).run()
+            store.engines.register(client.engines.fleet.rows)
+            asked = AskedEngines(client, client.engines)
+            await Explorer(store, asked, EvenScorer(), words, ClaimSettings("e0", capacity=64)).run()
 
     store.journal.open_job()
     failures: list[BaseException] = []

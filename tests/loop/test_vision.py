@@ -24,6 +24,7 @@ from megarl.explore.rewards import RewardPool
 from megarl.explore.store import Store
 from megarl.explore.tasksets import ChatTokenizer, chat_messages
 from megarl.explore.tasksets.processor import Processor, check_image_prompts
+from tests.engine_rows import choice_of
 from tests.loop.engines import KEY, RunningEngine
 from tests.loop.vision_models import (
     IMAGE,
@@ -174,8 +175,10 @@ def test_the_explorer_rolls_out_and_scores_rows_with_images(
     )
 
     async def main() -> None:
-        async with EngineClient([engine.url], KEY, 60) as client, RewardPool(RewardConfig()) as scorer:
-            explorer = Explorer(store, AskedEngines(client), scorer, tokenizer, ClaimSettings("e0", capacity=16))
+        async with EngineClient(choice_of(engine.url), KEY, 60) as client, RewardPool(RewardConfig()) as scorer:
+            store.engines.register(client.engines.fleet.rows)
+            asked, claims = AskedEngines(client, client.engines), ClaimSettings("e0", capacity=16)
+            explorer = Explorer(store, asked, scorer, tokenizer, claims)
             running = asyncio.create_task(explorer.run())
             while not running.done() and store.rollouts.progress("r0")[0] < len(tasks):
                 await asyncio.sleep(0.05)

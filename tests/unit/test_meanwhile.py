@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import replace
@@ -19,14 +18,14 @@ from megarl.core.config import Config
 from megarl.core.config.job import SyncConfig
 from megarl.core.config.rewards import JudgeConfig, RewardConfig
 from megarl.core.config.schema import RolloutConfig, RunConfig, TrainerConfig
-from megarl.core.errors import ConfigError, EngineClosed, EngineError, WeightsPassed
+from megarl.core.errors import ConfigError, EngineClosed, WeightsPassed
 from megarl.core.jobs import JOBS
 from megarl.core.schema import Task, WeightsVersion
+from megarl.engine.client import choice
+from megarl.engine.client.choice import EngineChoice
 from megarl.engine.client.client import EngineClient, Prompt, Sampling
 from megarl.engine.client.frames import VersionSpan
-from megarl.engine.client.reserved import ReservedEngines
 from megarl.engine.fleet import EngineStatus, Fleet, WeightsAsked, refusal
-from megarl.explore.explorer.engines import EngineFollower
 from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explorer
 from megarl.explore.explorer.held_out import record_evaluations
 from megarl.explore.explorer.under_way import SamplesUnderWay
@@ -76,24 +75,26 @@ def test_what_cannot_keep_its_weights_is_refused(changed: dict[str, Any], messag
 
 
 class Servers:
-    """Engines that answer with weights that a test sets where these are new enough, and count what they compute."""
+    """Two engines, which refuse what does not fit them as the engine's gate does, and count what they compute.
+    ``sampled``: weights of the samples, where a weight update comes between gate and sample."""
 
     def __init__(self) -> None:
-        self.versions: list[WeightsVersion] = [OLD, OLD]
+        self.rows = [serving_row(number, "", version=OLD) for number in range(2)]
+        self.sampled: WeightsVersion | None = None
         self.asked: list[int] = [0, 0]
-        self.looks = 0
         self.refused: list[int] = [0, 0]
-        self.urls: list[str] = []
 
     def handler(self, number: int) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def answer(request: web.Request) -> web.StreamResponse:
-            body, has = await request.json(), self.versions[number]
-            asked = WeightsAsked(0, *(v and WeightsVersion.parse(v) for v in (body["oldest"], body.get("newest"))))
-            if (reason := refusal(asked, 1, has)) is not None:
+            body, row = await request.json(), self.rows[number]
+            bounds = (v and WeightsVersion.parse(v) for v in (body.get("oldest"), body.get("newest")))
+            if (reason := refusal(WeightsAsked(body["start"], *bounds), row.start, row.version)) is not None:
                 self.refused[number] += 1
-                return web.json_response({"error": reason, "version": str(has)}, status=409)
+                return web.json_response({"error": reason}, status=409)
             self.asked[number] += 1
-            return await streaming(sample(0, 0, versions=(VersionSpan(str(self.versions[number]), 0, 2),)))(request)
+            return await streaming(sample(0, 0, versions=(VersionSpan(str(self.sampled or row.version), 0, 2),)))(
+                request
+            )
 
         return answer
 
@@ -103,180 +104,174 @@ class Servers:
             app = web.Application()
             app.router.add_post("/megarl/generate", self.handler(number))
             server = await self._stack.enter_async_context(TestServer(app))
-            self.urls.append(str(server.make_url("")).rstrip("/"))
+            self.change(number, url=str(server.make_url("")).rstrip("/"))
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         await self._stack.aclose()
 
-    def has(self, engine: Any, least: WeightsVersion) -> bool:
-        self.looks += 1
-        return self.versions[self.urls.index(engine.url)] >= least
+    def change(self, number: int, **columns: Any) -> None:
+        self.rows[number] = replace(self.rows[number], **columns)
+
+    def choice(self) -> EngineChoice:
+        """An explorer's, with the rows of now. The first engine is busier."""
+        found = EngineChoice(list(self.rows))
+        found._outstanding[self.rows[0].url] = 9
+        return found
 
 
-async def ask(client: EngineClient, sampling: Sampling) -> None:
-    async for _ in client.generate([Prompt([1])], sampling):
-        pass
+async def ask(client: EngineClient, sampling: Sampling, times: int = 1) -> None:
+    for _ in range(times):
+        async for _ in client.generate([Prompt([1])], sampling):
+            pass
 
 
-def test_engines_of_an_evaluation_are_asked_for_nothing_else_until_they_have_newer_weights() -> None:
-    training = Sampling(max_tokens=2, oldest=OLD)
-
+def waited(scenario: Callable[[Servers], Awaitable[None]]) -> None:
     async def run() -> None:
-        async with Servers() as servers, EngineClient(servers.urls, "k") as client:
-            client._reserved = ReservedEngines("k", lambda: client.engines.urls, servers.has, every_s=0.01)
-            evaluation = Sampling(max_tokens=2, oldest=OLD, newest=OLD, engines=servers.urls[1:])
-            for _ in range(3):
-                await ask(client, evaluation)
-            assert servers.asked == [0, 3]
-            servers.versions[0] = NEW
-            for _ in range(4):
+        async with Servers() as servers:
+            await scenario(servers)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+TRAINING = Sampling(max_tokens=2, oldest=OLD)
+EVALUATION = Sampling(max_tokens=2, oldest=OLD, newest=OLD, rollout="eval")
+
+
+def test_engines_of_an_evaluation_are_asked_for_nothing_else_by_any_explorer() -> None:
+    async def run(servers: Servers) -> None:
+        servers.change(0, version=NEW)
+        servers.change(1, holds_for="eval")
+        async with EngineClient(servers.choice(), "k") as first, EngineClient(servers.choice(), "k") as second:
+            for explorer in (first, second):
+                await ask(explorer, EVALUATION, 3)
+                await ask(explorer, TRAINING, 4)
+                await ask(explorer, replace(EVALUATION, newest=None, rollout=""), 1)
+            assert (servers.asked, servers.refused) == ([10, 6], [0, 0])
+            servers.change(1, holds_for="")
+            second.engines.see(servers.rows)
+            await ask(second, TRAINING)
+            assert servers.asked == [10, 7]
+
+    waited(run)
+
+
+def test_an_engine_that_a_sync_has_left_out_is_asked_for_nothing_newer() -> None:
+    async def run(servers: Servers) -> None:
+        servers.change(0, version=NEW)
+        async with EngineClient(servers.choice(), "k") as client:
+            await ask(client, replace(TRAINING, oldest=NEW), 20)
+            assert (servers.asked, servers.refused) == ([20, 0], [0, 0])
+            await ask(client, TRAINING)
+            assert servers.asked == [20, 1], "it has what is asked for"
+
+    waited(run)
+
+
+@pytest.mark.parametrize("changed", [{"start": 7}, {"version": OLD}])
+def test_an_engine_that_is_not_what_its_row_says_computes_nothing(changed: dict[str, Any]) -> None:
+    """It was started again, or the row has another engine's weights. Others are asked until its row has changed."""
+
+    async def run(servers: Servers) -> None:
+        for number in range(2):
+            servers.change(number, version=NEW)
+        async with EngineClient(servers.choice(), "k") as client:
+            servers.change(1, **changed)
+            training = replace(TRAINING, oldest=NEW)
+            with pytest.raises(EngineClosed, match="start 7|older than 1.3"):
                 await ask(client, training)
-            looks = servers.looks
-            while servers.looks < looks + 3:  # the evaluation has ended, and its engine has the weights still
-                await asyncio.sleep(0.01)
-            await ask(client, replace(training, oldest=NEW))
-            assert servers.asked == [5, 3]
-            servers.versions[1] = NEW
-            while servers.urls[1] in client._reserved:
-                await asyncio.sleep(0.01)
-            client._outstanding[servers.urls[0]] = 1
+            await ask(client, training, 4)
+            assert (servers.asked, servers.refused) == ([4, 0], [0, 1])
+            servers.change(1, version=NEW, version_start=servers.rows[1].start, workers=2)
+            client.engines.see(servers.rows)
             await ask(client, training)
-            assert servers.asked == [5, 4]
+            assert servers.asked == [4, 1]
 
-    asyncio.run(asyncio.wait_for(run(), 30))
-
-
-def test_another_explorer_has_no_newer_group_computed_by_an_engine_that_keeps_its_weights() -> None:
-    """It knows of no reservation. The engine refuses, and is asked again once it has what was asked for."""
-
-    async def run() -> None:
-        async with Servers() as servers, EngineClient(servers.urls, "k") as client:
-            client.engines.followed = True
-            servers.versions[0] = NEW
-            training, urls = Sampling(max_tokens=2, oldest=NEW), servers.urls
-            client._outstanding[urls[0]] = 9
-            with pytest.raises(EngineClosed):
-                await ask(client, training)
-            for _ in range(4):
-                await ask(client, training)
-            assert servers.asked == [4, 0] and servers.refused == [0, 1]
-            assert client.engines.closed == urls[1:] and client.engines.oldest == NEW
-
-    asyncio.run(asyncio.wait_for(run(), 30))
+    waited(run)
 
 
-def test_every_explorer_learns_which_engines_an_evaluation_has(tmp_path: Path) -> None:
-    """Also one that did not claim its groups, or was started again. Training groups of earlier weights go elsewhere."""
-    store = Store(f"sqlite:///{tmp_path}/store.db")
-    store.tasks.add("train", TASKS)
-    ids = store.tasks.ids("train")
-    store.rollouts.request("eval-0", "eval", 0, OLD, ids, 2, {})
-    assert store.evaluations.keepers() == {}
+def test_an_evaluation_has_no_answer_of_other_weights() -> None:
+    async def run(servers: Servers) -> None:
+        servers.change(1, holds_for="eval")
+        async with EngineClient(servers.choice(), "k") as client:
+            servers.sampled = NEW
+            with pytest.raises(WeightsPassed, match=r"samples with weights 1\.3, which are newer than 1\.2"):
+                await ask(client, EVALUATION)
+            servers.change(1, version=NEW)
+            with pytest.raises(EngineClosed, match=r"weights 1\.3 are newer than 1\.2"):
+                await ask(client, EVALUATION)
+            for columns in ({}, {"start": 7}, {"version": OLD, "holds_for": ""}):
+                servers.change(1, **columns)
+                client.engines.see(servers.rows)
+                with pytest.raises(WeightsPassed, match=r"no engine has weights 1\.2 any more"):
+                    await ask(client, EVALUATION)
+        assert servers.asked[0] == 0
 
-    async def call(function: Callable[[], Any]) -> Any:
-        return function()
-
-    async def run() -> None:
-        async with Servers() as servers, EngineClient(servers.urls, "k") as client:
-            client._reserved = ReservedEngines("k", lambda: client.engines.urls, servers.has, every_s=0.01)
-            store.rollouts.request("eval-2", "eval", 2, OLD, ids, 2, {"engines": servers.urls[1:]})
-            store.rollouts.request("eval-all", "eval", 2, OLD, ids, 2, {})
-            keeping = asyncio.create_task(EngineFollower(store, client, "k", None).keep(call))
-            while servers.urls[1] not in client._reserved:
-                await asyncio.sleep(0.01)
-            client._outstanding[servers.urls[0]] = 9
-            for _ in range(3):
-                await ask(client, Sampling(max_tokens=2, oldest=OLD))
-            assert servers.asked == [3, 0] and servers.refused == [0, 0]
-            keeping.cancel()
-
-    asyncio.run(asyncio.wait_for(run(), 30))
-    store.evaluations.withdraw("eval-2")
-    assert store.evaluations.keepers() == {}
-    store.close()
+    waited(run)
 
 
-def test_an_explorer_that_starts_amid_an_evaluation_asks_its_engines_for_no_training(tmp_path: Path) -> None:
-    """Another explorer has claimed the evaluation. The new one knows its engines before it claims its first group."""
+def test_an_evaluation_of_all_engines_waits_for_one_that_starts_and_ends_where_one_has_newer_weights() -> None:
+    async def run(servers: Servers) -> None:
+        everywhere = replace(EVALUATION, rollout="")
+        for number in range(2):
+            servers.change(number, start=7)
+        async with EngineClient(servers.choice(), "k") as client:
+            with pytest.raises(EngineClosed, match=r"weights 1\.2 or later: engine 0 is serving and has no weights"):
+                await ask(client, everywhere)
+            servers.change(0, version=NEW, version_start=7)
+            client.engines.see(servers.rows)
+            with pytest.raises(WeightsPassed):
+                await ask(client, everywhere)
+            servers.change(1, version_start=7)
+            client.engines.see(servers.rows)
+            await ask(client, everywhere)
+        assert (servers.asked, servers.refused) == ([0, 1], [0, 0])
+
+    waited(run)
+
+
+def test_an_explorer_reads_with_its_claims_which_engines_may_be_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for no look, after a publication or amid an evaluation, whoever has claimed that. So does one that is
+    started again."""
+    monkeypatch.setattr(choice, "EVERY_S", 3600.0)
     store = Store(f"sqlite:///{tmp_path}/store.db")
     store.begin_attempt(OLD.attempt)
     store.tasks.add("train", TASKS)
     ids, sampling = store.tasks.ids("train"), {"max_tokens": 4, "temperature": 1.0}
     tokenizer = ChatTokenizer.open(checkpoint(tmp_path / "qwen2_5", "qwen2_5"))
 
-    async def run() -> None:
-        async with Servers() as servers, EngineClient(servers.urls, "k") as client:
-            store.rollouts.request("eval-2", "eval", 2, OLD, ids[:1], 1, sampling | {"engines": servers.urls[1:]})
-            assert [claim.kind for claim in store.groups.claim("another", 1)] == ["eval"]
-            store.rollouts.request("train-2", "train", 2, OLD, ids, 1, sampling)
-            client._outstanding[servers.urls[0]] = 9
-            asked = AskedEngines(client, EngineFollower(store, client, "k", None))
-            claims = ClaimSettings("new", capacity=1, poll_s=0.005)
-            exploring = asyncio.create_task(Explorer(store, asked, Scorer(), tokenizer, claims).run())
-            while not store.rollouts.is_complete("train-2"):
+    async def run(servers: Servers) -> None:
+        store.engines.register(servers.rows)
+
+        async def explored(rollout: str, version: WeightsVersion, kind: Any, engine: int) -> None:
+            store.rollouts.request(rollout, kind, 2, version, ids, 1, sampling)
+            before = list(servers.asked)
+            while not store.rollouts.is_complete(rollout):
                 assert not exploring.done(), exploring.result()
                 await asyncio.sleep(0.01)
-            store.journal.close_job()
-            await exploring
-            assert servers.asked == [len(ids), 0]
+            before[engine] += len(ids)
+            assert (servers.asked, servers.refused) == (before, [0, 0])
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+        for again in range(2):
+            async with EngineClient(servers.choice(), "k") as client:
+                asked = AskedEngines(client, client.engines)
+                claims = ClaimSettings("new", capacity=1, poll_s=0.005)
+                exploring = asyncio.create_task(Explorer(store, asked, Scorer(), tokenizer, claims).run())
+                if not again:
+                    await explored("train-2", OLD, "train", 1)
+                    store.engines.hold([("train", 1)], "eval-2")
+                    await explored("eval-2", OLD, "eval", 1)
+                    await explored("train-3", OLD, "train", 0)
+                    servers.change(0, version=NEW)
+                    store.engines.delivered({("train", 0): 1}, NEW)
+                await explored(f"train-4{again}", NEW, "train", 0)
+                exploring.cancel()
+                await asyncio.gather(exploring, return_exceptions=True)
+
+    waited(run)
     store.close()
-
-
-def test_an_evaluation_has_no_answer_of_other_weights() -> None:
-    async def run() -> None:
-        async with Servers() as servers, EngineClient(servers.urls, "k") as client:
-            evaluation = Sampling(max_tokens=2, oldest=OLD, newest=OLD, engines=servers.urls[1:])
-            servers.versions[1] = NEW
-            with pytest.raises(WeightsPassed, match=r"weights 1\.3 are newer than 1\.2"):
-                await ask(client, evaluation)
-            servers.versions[1] = WeightsVersion(1, 1)
-            with pytest.raises(EngineError, match=r"weights 1\.1 are older than 1\.2"):
-                await ask(client, evaluation)
-            with pytest.raises(WeightsPassed, match=r"no engine at http://gone is left, which had weights 1\.2"):
-                await ask(client, replace(evaluation, engines=["http://gone"]))
-        assert servers.asked[0] == 0
-
-    asyncio.run(asyncio.wait_for(run(), 30))
-
-
-def test_an_engine_that_is_reserved_again_during_the_look_stays_reserved() -> None:
-    """For the evaluation of the weights that the look has found there."""
-    looking, go, looks = threading.Event(), threading.Event(), list[WeightsVersion]()
-
-    def has_newer(engine: Any, least: WeightsVersion) -> bool:
-        looks.append(least)
-        looking.set()
-        go.wait()
-        return least <= NEW
-
-    async def run() -> None:
-        engines = ReservedEngines("k", lambda: ["http://e"], has_newer, every_s=0.01)
-        engines.reserve(["http://e"], OLD)
-        await asyncio.to_thread(looking.wait)
-        engines.reserve(["http://e"], NEW)
-        go.set()
-        while len(looks) < 4:
-            await asyncio.sleep(0.01)
-        assert "http://e" in engines and engines._looking is not None and not engines._looking.done()
-        await engines.close()
-
-    asyncio.run(asyncio.wait_for(run(), 30))
-
-
-def test_a_look_that_fails_keeps_an_engine_reserved() -> None:
-    """No server is there: the engine may be asked for nothing."""
-
-    async def run() -> None:
-        engines = ReservedEngines("k", lambda: ["http://127.0.0.1:1"], every_s=0.01)
-        engines.reserve(["http://127.0.0.1:1"], OLD)
-        await asyncio.sleep(0.2)
-        assert "http://127.0.0.1:1" in engines and engines._looking is not None and not engines._looking.done()
-        await engines.close()
-
-    asyncio.run(run())
 
 
 class Publishing:
@@ -452,11 +447,11 @@ def test_samples_of_such_an_evaluation_take_no_place_of_others(tmp_path: Path) -
     store.tasks.add("train", TASKS)
     ids = store.tasks.ids("train")
     store.rollouts.request("train-000000", "train", 0, OLD, ids, 2, {})
-    store.rollouts.request("eval-0", "eval", 0, OLD, ids, 2, {"engines": ["http://1"]})
+    store.rollouts.request("eval-0", "eval", 0, OLD, ids, 2, {})
     under_way = SamplesUnderWay(4)
     claims = store.groups.claim("w", 9, max_samples=under_way.free)
     assert [claim.kind for claim in claims] == ["eval", "eval"]
-    under_way.begin(claims)
+    under_way.begin(claims, ["eval-0"])
     assert (under_way.free, under_way.total, under_way.evaluates) == (4, 4, False)
     others = store.groups.claim("w", 9, max_samples=under_way.free, evaluations=under_way.evaluates)
     assert [claim.kind for claim in others] == ["train", "train"]

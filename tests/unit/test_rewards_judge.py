@@ -22,15 +22,13 @@ from aiohttp.test_utils import TestServer
 
 from megarl.core.config.rewards import JudgeConfig, RewardConfig
 from megarl.core.errors import ConfigError
-from megarl.engine.client.client import EngineClient
+from megarl.engine.client.choice import EngineChoice
 from megarl.explore.explorer import explorer
-from megarl.explore.explorer.engines import EngineFollower
 from megarl.explore.rewards import compute_score
 from megarl.explore.rewards.judge import judge
 from megarl.explore.rewards.judge import server as judge_server
 from megarl.explore.rewards.judge.cache import JudgementCache
 from megarl.explore.rewards.judge.judge import Judge, check_judge
-from megarl.explore.store import Store
 from tests.engine_rows import serving_row
 from tests.unit.small_job import config_of
 
@@ -462,19 +460,18 @@ def test_the_jobs_own_engines_take_turns() -> None:
 @pytest.mark.parametrize("left", [1, 0])
 def test_the_judge_asks_the_engines_of_the_moment(left: int, tmp_path: Path) -> None:
     """The job began with two. One was ordered away, or both start at other ports, as with another tp."""
-    servers, store = [Server([CORRECT]) for _ in range(3)], Store(f"sqlite:///{tmp_path}/store.db")
+    servers = [Server([CORRECT]) for _ in range(3)]
     judging = replace(config_of(tmp_path), reward=RewardConfig(judge=JudgeConfig(url="rollout", cache=None, retries=0)))
 
     async def main() -> None:
         async with AsyncExitStack() as stack:
             running = [await stack.enter_async_context(server.test_server()) for server in servers]
             urls = [str(one.make_url("")).rstrip("/") for one in running]
-            client = await stack.enter_async_context(EngineClient(urls[:2], "k"))
-            subject = await stack.enter_async_context(explorer._judge(judging, client.engines.to_ask, "k", 0.0))
+            engines = EngineChoice([serving_row(number, url) for number, url in enumerate(urls[:2])])
+            subject = await stack.enter_async_context(explorer._judge(judging, engines.urls, "k", 0.0))
             assert subject is not None
-            follower = EngineFollower(store, client, "k", None)
             now = [serving_row(number, url) for number, url in enumerate(urls[:1] if left else urls[2:])]
-            await follower.follow(now)
+            engines.see(now)
             for one, url in zip(running, urls, strict=True):
                 if url not in {engine.url for engine in now}:
                     await one.close()
@@ -483,7 +480,6 @@ def test_the_judge_asks_the_engines_of_the_moment(left: int, tmp_path: Path) -> 
 
     asyncio.run(main())
     assert [len(server.bodies) for server in servers] == ([4, 0, 0] if left else [0, 0, 4])
-    store.close()
 
 
 def test_the_first_model_is_taken_where_none_is_named() -> None:

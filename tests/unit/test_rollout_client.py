@@ -16,10 +16,12 @@ from aiohttp.test_utils import TestServer
 
 from megarl.core.errors import EngineError, RequestRefused
 from megarl.core.schema import WeightsVersion
-from megarl.engine.client import client
+from megarl.engine.client import choice
+from megarl.engine.client.choice import WantedWeights
 from megarl.engine.client.client import EngineClient, Prompt, Sampling
 from megarl.engine.client.frames import Completion, Failure, Record, StreamHeartbeat, VersionSpan, encode, unpack_ids
 from megarl.engine.client.gather import Gatherer, SampleRequest
+from tests.engine_rows import choice_of
 
 PROMPTS = [Prompt([1, 2], n=2, seed=5), Prompt([3], greedy=True)]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -59,7 +61,7 @@ async def served(handler: Handler, ask: Callable[[str], Awaitable[Any]]) -> Any:
 
 def collect(handler: Handler, timeout_s: float = 5.0) -> list[Completion]:
     async def ask(url: str) -> list[Completion]:
-        async with EngineClient([url], "k", timeout_s) as client:
+        async with EngineClient(choice_of(url), "k", timeout_s) as client:
             return [c async for c in client.generate(PROMPTS, Sampling(max_tokens=4, temperature=0.5))]
 
     return asyncio.run(served(handler, ask))
@@ -90,17 +92,17 @@ def test_what_is_asked_and_what_comes_back() -> None:
 
 def test_an_engine_that_fails_is_named_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Many calls fail at once and are made again; it gives samples, and fails again."""
-    monkeypatch.setattr(client, "LEFT_OUT_S", 0.0)
+    monkeypatch.setattr(choice, "LEFT_OUT_S", 0.0)
     caplog.set_level("WARNING", "megarl")
     fails, calls = True, 0
 
     async def handler(request: web.Request) -> web.StreamResponse:
         nonlocal calls
         calls += 1
-        return await (refused if fails else streaming(sample(0, 0)))(request)
+        return await (failing if fails else streaming(sample(0, 0)))(request)
 
     async def ask(url: str) -> None:
-        async with EngineClient([url], "k") as engine:
+        async with EngineClient(choice_of(url), "k") as engine:
 
             async def give(indices: Sequence[int], timeout_s: float) -> None:
                 async with asyncio.TaskGroup() as tasks:
@@ -136,6 +138,10 @@ def test_an_engine_that_fails_is_named_once(monkeypatch: pytest.MonkeyPatch, cap
 
 async def refused(request: web.Request) -> web.StreamResponse:
     return web.json_response({"error": "its weights are a mixture"}, status=503)
+
+
+async def failing(request: web.Request) -> web.StreamResponse:
+    return web.json_response({"error": "its weights are a mixture"}, status=500)
 
 
 async def silent(request: web.Request) -> web.StreamResponse:
@@ -227,7 +233,7 @@ def test_a_connection_that_ends_within_a_frame_loses_no_whole_one(then: Callable
     got: list[Completion] = []
 
     async def ask(url: str) -> None:
-        async with EngineClient([url], "k") as client:
+        async with EngineClient(choice_of(url), "k") as client:
             async for completion in client.generate(PROMPTS, Sampling(max_tokens=4)):
                 got.append(completion)
                 await asyncio.sleep(0)
@@ -251,7 +257,7 @@ def collected_with(beats: list[StreamHeartbeat], timeout_s: float) -> tuple[int,
     progressed: list[None] = []
 
     async def ask(url: str) -> int:
-        async with EngineClient([url], "k", timeout_s, lambda: progressed.append(None)) as client:
+        async with EngineClient(choice_of(url), "k", timeout_s, lambda: progressed.append(None)) as client:
             return len([c async for c in client.generate(PROMPTS, Sampling(max_tokens=4))])
 
     handler = streaming(*beats, sample(0, 0), sample(0, 1), sample(1, 0), every_s=0.02)
@@ -285,7 +291,7 @@ def test_heartbeats_are_asked_for_more_often_than_the_timeout() -> None:
 
 def test_no_server_is_an_engine_error() -> None:
     async def ask() -> None:
-        async with EngineClient(["http://127.0.0.1:1"], "k") as client:
+        async with EngineClient(choice_of("http://127.0.0.1:1"), "k") as client:
             async for _ in client.generate(PROMPTS, Sampling(max_tokens=4)):
                 pass
 
@@ -302,7 +308,7 @@ def test_the_newest_of_all_oldest_weights_goes_with_a_call() -> None:
         return await streaming(sample(0, 0), sample(1, 0))(request)
 
     async def ask(url: str) -> None:
-        async with EngineClient([url], "k") as client:
+        async with EngineClient(choice_of(url), "k") as client:
             for group, response in ((None, None), ((1, 1), None), ((1, 1), (1, 2)), ((1, 2), (1, 1)), ((1, 1), (1, 3))):
                 sampling = Sampling(max_tokens=4, oldest=group and WeightsVersion(*group))
                 prompts = [Prompt([1]), Prompt([2], oldest=response and WeightsVersion(*response))]
@@ -330,7 +336,7 @@ def test_calls_go_to_the_engine_with_the_fewest_unfinished_samples() -> None:
     async def scenario() -> None:
         async def both(first: str) -> Any:
             async def inner(second: str) -> None:
-                async with EngineClient([first, second], "k") as client:
+                async with EngineClient(choice_of(first, second), "k") as client:
 
                     async def ask(n: int) -> int:
                         async with aclosing(client.generate([Prompt([1], n=n)], Sampling(max_tokens=1))) as answers:
@@ -344,7 +350,7 @@ def test_calls_go_to_the_engine_with_the_fewest_unfinished_samples() -> None:
                     release.set()
                     assert await asyncio.gather(*tasks) == [5, 2, 2, 2]
                     assert await ask(1) == 1
-                    assert set(client._outstanding.values()) == {0}
+                    assert set(client.engines._outstanding.values()) == {0}
 
             await served(engine("b"), inner)
 
@@ -362,14 +368,14 @@ def test_an_engine_that_failed_is_left_out_while_others_live() -> None:
     def engine(name: str) -> Handler:
         async def handler(request: web.Request) -> web.StreamResponse:
             calls.append(name)
-            return await (refused if name in broken else streaming(sample(0, 0)))(request)
+            return await (failing if name in broken else streaming(sample(0, 0)))(request)
 
         return handler
 
     async def scenario() -> None:
         async def both(first: str) -> None:
             async def inner(second: str) -> None:
-                async with EngineClient([first, second], "k") as client:
+                async with EngineClient(choice_of(first, second), "k") as client:
 
                     async def ask() -> int:
                         return len([c async for c in client.generate([Prompt([1])], Sampling(max_tokens=1))])
@@ -413,13 +419,13 @@ def test_what_would_be_refused_again_is_told_apart(handler: Handler, for_itself:
 
 def test_a_call_goes_home_unless_that_engine_is_busier() -> None:
     """Unfinished samples of engines a and b, a being the home -> where the next call goes."""
-    client = EngineClient(["a", "b"], "k")
+    engines = choice_of("a", "b")
 
     def chosen(home: str, a: int, b: int) -> str:
-        client._outstanding.update(a=a - client._outstanding["a"], b=b - client._outstanding["b"])
-        return client._choose(["a", "b"], home)
+        engines._outstanding.update(a=a - engines._outstanding["a"], b=b - engines._outstanding["b"])
+        return asyncio.run(engines.choose(WantedWeights(), home)).url
 
     assert [chosen("b", 0, 0), chosen("b", 60, 64), chosen("b", 8, 10)] == ["b", "b", "b"]
     assert [chosen("b", 0, 1), chosen("b", 8, 16), chosen("gone", 2, 1), chosen("", 1, 2)] == ["a", "a", "b", "a"]
-    client._left_out["b"] = time.monotonic() + 60
+    engines._left_out["b"] = time.monotonic() + 60
     assert chosen("b", 9, 0) == "a"

@@ -19,9 +19,10 @@ from megarl.core.config import save_resolved
 from megarl.core.errors import ConfigError, EngineClosed, EngineError
 from megarl.core.jobs import of_program
 from megarl.core.schema import WeightsVersion
+from megarl.engine.client.choice import EngineChoice, WantedWeights
 from megarl.engine.client.client import EngineClient, Prompt, Sampling
 from megarl.engine.fleet import EngineRow, EngineStatus, EngineTurn
-from megarl.explore.explorer.engines import EngineFollower, urls_of_the_start, urls_to_ask
+from megarl.explore.explorer.explorer import urls_of_the_start
 from megarl.explore.store import EngineRoom, Store
 from megarl.run.launch.scale import scale
 from megarl.run.nodes.plan import NodeInfo, plan_job, workers_of
@@ -146,11 +147,14 @@ def test_an_engine_that_was_refused_is_named_and_tried_again(tmp_path: Path, cap
 
 
 def test_a_new_explorer_asks_engines_that_are_wanted_and_its_workers_those_of_the_start() -> None:
+    """The judge, too. Where none is there for a moment, the judge asks all."""
     engines = [serving_row(i, f"http://train:{i}", wanted=wanted) for i, wanted in enumerate((False, True))]
     engines += [serving_row(2, "http://train:2"), serving_row(3, "")]
-    assert urls_to_ask(engines) == ["http://train:1", "http://train:2"]
-    assert urls_to_ask(engines[:1]) == ["http://train:0"], "all are away for a moment"
-    assert urls_to_ask([replace(engines[1], turn=EngineTurn.ASLEEP)]) == ["http://train:1"]
+    chosen = EngineChoice(engines)
+    assert [row.url for row in chosen.usable(WantedWeights())] == chosen.urls() == ["http://train:1", "http://train:2"]
+    for away in (engines[0], replace(engines[1], turn=EngineTurn.ASLEEP)):
+        chosen = EngineChoice([away])
+        assert chosen.usable(WantedWeights()) == [] and chosen.urls() == [away.url]
     assert urls_of_the_start(engines, 2) == ["http://train:0", "http://train:1"]
 
 
@@ -239,8 +243,8 @@ def test_an_engine_that_is_left_out_is_waited_for_no_more() -> None:
         fleet.wait_ready(600.0, lambda: False, lambda: fleet.urls)
 
 
-def test_an_engine_is_asked_once_it_has_weights_and_until_it_is_wanted_no_more(tmp_path: Path) -> None:
-    refusing, asked, versions = {"b"}, list[str](), {"a": "1.2", "b": "1.2"}
+def test_an_engine_is_asked_once_it_has_weights_and_until_it_is_wanted_no_more() -> None:
+    refusing, asked, second = {"b"}, list[str](), WeightsVersion(1, 2)
 
     def engine(name: str) -> web.Application:
         async def generate(request: web.Request) -> web.StreamResponse:
@@ -249,53 +253,37 @@ def test_an_engine_is_asked_once_it_has_weights_and_until_it_is_wanted_no_more(t
                 return web.json_response({"error": "no weights"}, status=503)
             return await streaming(sample(0, 0))(request)
 
-        async def state(request: web.Request) -> web.StreamResponse:
-            why = "no weights" if name in refusing else None
-            return web.json_response(
-                {"version": versions[name], "paused": False, "refusing": why, "start": ord(name), "workers": 1}
-            )
-
         app = web.Application()
         app.router.add_post("/megarl/generate", generate)
-        app.router.add_get("/megarl/state", state)
         return app
 
     async def scenario() -> None:
-        async with TestServer(engine("a")) as first, TestServer(engine("b")) as second:
-            a, b = (str(server.make_url("")).rstrip("/") for server in (first, second))
-            both = [serving_row(i, url) for i, url in enumerate((a, b))]
-            async with EngineClient([a], "k") as client:
-                follower = EngineFollower(Store(f"sqlite:///{tmp_path}/store.db"), client, "k", None)
+        async with TestServer(engine("a")) as first, TestServer(engine("b")) as other:
+            a, b = (str(server.make_url("")).rstrip("/") for server in (first, other))
+            one, none = serving_row(0, a, version=second), serving_row(1, b)
+            two = replace(none, version=second)
+            async with EngineClient(EngineChoice([one]), "k") as client:
 
-                async def follow(*engines: EngineRow) -> int:
-                    await follower.follow(engines)
-                    return follower.count
-
-                async def ask(times: int) -> set[str]:
+                async def ask(*rows: EngineRow, times: int = 3) -> set[str]:
+                    client.engines.see(rows)
                     asked.clear()
                     for _ in range(times):
-                        tasks = [client.generate([Prompt([1])], Sampling(max_tokens=1)) for _ in range(2)]
+                        sampling = Sampling(max_tokens=1, oldest=second)
+                        tasks = [client.generate([Prompt([1])], sampling) for _ in range(2)]
                         await asyncio.gather(*(anext(task) for task in tasks))
                         for task in tasks:
                             await task.aclose()
                     return set(asked)
 
-                assert await follow(*both) == 1 and await ask(3) == {"a"}, "it has no weights yet"
+                assert await ask(one, none) == {"a"}, "it has no weights yet"
+                with pytest.raises(EngineClosed):  # those that it has are lost, which its row does not say
+                    await ask(one, two, times=4)
+                assert await ask(one, two) == {"a"}
                 refusing.clear()
-                assert await follow(*both) == 2 and await ask(3) == {"a", "b"}
-                refusing.add("b")  # it has died, and another is in its place
-                with pytest.raises(EngineClosed):
-                    for _ in range(4):
-                        await ask(1)
-                assert await ask(3) == {"a"}, "others are asked, and it is not left out for a time"
-                refusing.clear()
-                assert await follow(*both) == 2 and await ask(3) == {"a", "b"}
-                client.engines.close(b)
-                client.engines.expect(WeightsVersion(1, 3))
-                assert await follow(*both) == 1 and await ask(3) == {"a"}, "its weights are older"
-                versions["b"] = "1.3"
-                assert await follow(*both) == 2 and await ask(3) == {"a", "b"}
-                assert await follow(replace(both[0], wanted=False), both[1]) == 1 and await ask(3) == {"b"}
-                assert await follow(replace(both[0], wanted=False)) == 1 and await ask(1) == {"b"}, "none is wanted"
+                assert await ask(one, replace(two, start=5, version_start=5)) == {"a", "b"}, "it is another start"
+                assert await ask(one, replace(two, turn=EngineTurn.ASLEEP)) == {"a"}
+                assert await ask(replace(one, wanted=False), replace(two, start=6, version_start=6)) == {"b"}
+                with pytest.raises(EngineClosed, match="no engine may be asked with weights 1.2 or later"):
+                    await ask(replace(one, wanted=False), none)
 
     asyncio.run(scenario())

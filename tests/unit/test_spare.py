@@ -12,6 +12,7 @@ import pytest
 
 from megarl.core.config.rewards import RewardConfig
 from megarl.core.schema import GREEDY, End, Reward, Task
+from megarl.engine.client.choice import EngineChoice
 from megarl.engine.client.client import Prompt, Sampling
 from megarl.engine.client.frames import Completion, VersionSpan
 from megarl.explore.experience import verify
@@ -86,7 +87,7 @@ def explored(
         limits, segments = TokenLimits(response=8, trajectory=200), SegmentSettings(tokens=8)
         explorer = Explorer(
             store,
-            AskedEngines(engine),
+            AskedEngines(engine, EngineChoice(())),
             Scorer(),
             tokenizer,
             ClaimSettings("e", capacity=4, poll_s=0.005),

@@ -649,11 +649,8 @@ def test_an_evaluation_and_successes_scan_no_table_of_groups(tmp_path: Path) -> 
         "before_cursor_execute",
         lambda connection, cursor, statement, parameters, *_: statements.append((statement, parameters)),
     )
-    assert (
-        store.evaluations.to_count("eval-0") == []
-        and store.groups.successes(0, 9) == {}
-        and store.evaluations.keepers() == {}
-    )
+    assert store.evaluations.to_count("eval-0") == [] and store.groups.successes(0, 9) == {}
+    assert store.evaluations.uncounted() == {"eval-0": 0}
     with sqlite3.connect(tmp_path / "store.db") as database:
         of_groups = [pair for pair in statements if "groups" in pair[0]]
         assert len(of_groups) == 3
@@ -710,7 +707,6 @@ def test_every_write_is_in_the_table_of_writes(store: Store) -> None:
         "engines.programs",
         "engines.read",
         "engines.room",
-        "evaluations.keepers",
         "evaluations.read",
         "evaluations.to_count",
         "evaluations.uncounted",

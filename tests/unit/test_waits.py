@@ -42,9 +42,6 @@ LIMITED = {
         ],
         "rollout.agent_timeout_s",
     ),
-    "engine/client/open.EngineGate.keep: self.wait": "asyncio.timeout, closed_s",
-    "explore/explorer/gates.FileFedEngines._follow: self.gate.wait": "the program's life, as long as no weights are "
-    "there",
     "train/sync/look.EngineLook._faults: with ThreadPoolExecutor": "look.ANSWER_S",
     "explore/explorer/engine_time.EngineTime.keep: self._changed.wait": "10 s",
     "explore/explorer/explorer.Explorer._finish: self._writer.put": "store.outage_s",

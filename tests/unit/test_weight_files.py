@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import closing, suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from math import prod
@@ -21,22 +20,30 @@ import torch
 from safetensors.torch import save_file
 
 from megarl.core.config.job import StoreConfig
-from megarl.core.errors import CheckpointError, EngineError, WeightsDiffer
+from megarl.core.errors import CheckpointError, EngineClosed, EngineError, WeightsDiffer
 from megarl.core.published import KEPT, MANIFEST, PublishedWeights, folder_of, remove_old, whole_versions
 from megarl.core.schema import WeightsVersion
+from megarl.engine.client.choice import EngineChoice, WantedWeights
 from megarl.engine.client.control import EngineControl
+from megarl.engine.fleet import EngineRow, Key, change
 from megarl.engine.sync.files import read_files
 from megarl.explore.explorer import explorer
-from megarl.explore.explorer.gates import FileFedEngines, NewestVersion, gated_engines
+from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explorer
+from megarl.explore.explorer.file_feeder import FileFeeder, NewestVersion
 from megarl.explore.explorer.weight_files import FileFedEngine, check_pieces
 from megarl.explore.store import Store
+from megarl.explore.tasksets import ChatTokenizer
 from megarl.ops import slice_digest
 from megarl.weights.reshard.execute import piece_digests
 from megarl.weights.reshard.layouts import hf_layout, vllm_layout
+from tests.chat_battery import checkpoint
+from tests.engine_rows import serving_row
 from tests.stores import make_task
 from tests.unit.reshard_cases import qwen3_config
 from tests.unit.small_job import config_of
+from tests.unit.test_spare import Scorer
 
+OLD = WeightsVersion(1, 1)
 MANY = PublishedWeights("1.1", {"a": "0f"}, [1, 2], [-0.5], 1e-3)
 
 
@@ -147,74 +154,120 @@ class Fed(FileFedEngine):
         super().__init__(EngineControl("http://unused", "key"), Path("unused"))
         self.up, self.given, self.fault = True, list[WeightsVersion](), ""
 
-    def give(self, version: WeightsVersion) -> bool:
+    def give(self, version: WeightsVersion) -> int | None:
         if self.fault:
             raise EngineError(self.fault)
         if self.up and version not in self.given:
             self.given.append(version)
-        return self.up
+        return 7 if self.up else None
 
 
-async def after(seconds: float, fed: FileFedEngines, work: Any) -> None:
-    """Run ``work`` beside the engines, as an explorer does."""
+class Program:
+    """Engines of an explore program, whose processes are start 7, and what gives them published weights."""
 
-    async def closed() -> None:
-        closings.append(True)
+    def __init__(self, number: int) -> None:
+        self.engines = [Fed() for _ in range(number)]
+        self.published: list[WeightsVersion] = []
+        self.rows = [serving_row(n, f"http://{n}", start=7) for n in range(number)]
+        self.choice = EngineChoice(self.rows)
+        self.feeder = FileFeeder(
+            self.choice, lambda row: self.engines[row.number], lambda: max(self.published, default=None)
+        )
 
-    closings: list[bool] = []
-    keeping = asyncio.create_task(fed.keep(seconds, closed))
-    try:
-        await asyncio.wait_for(work(closings), 10)
-    finally:
-        keeping.cancel()
-        with suppress(asyncio.CancelledError):
-            await keeping
+    async def read(self) -> list[EngineRow]:
+        return list(self.rows)
+
+    async def delivered(self, starts: Mapping[Key, int], version: WeightsVersion | None) -> None:
+        for (_, number), start in starts.items():
+            self.rows[number] = change(self.rows[number], "delivered", version=version, version_start=start)
+
+    async def beside(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Run ``work`` beside the engines, as an explorer does."""
+        keeping = [
+            asyncio.create_task(task) for task in (self.choice.keep(self.read), self.feeder.keep(self.delivered))
+        ]
+        await asyncio.wait_for(work(), 10)
+        for task in keeping:
+            task.cancel()
+        await asyncio.gather(*keeping, return_exceptions=True)
+
+    async def until(self, *has: WeightsVersion | None) -> None:
+        while [row.has for row in self.rows] != list(has):
+            await asyncio.sleep(0.01)
 
 
-def test_the_gate_follows_versions_and_opens_with_them() -> None:
-    published: list[WeightsVersion] = []
-    engines = [Fed(), Fed()]
-    fed = FileFedEngines(engines, lambda: max(published, default=None), every_s=0.05)
+def test_engines_are_given_each_version_and_their_rows_say_so() -> None:
+    program = Program(2)
+    engines, choice = program.engines, program.choice
     first, second, third = (WeightsVersion(1, n) for n in (1, 2, 3))
 
-    async def work(closings: list[bool]) -> None:
-        while not closings:
-            await asyncio.sleep(0.01)
-        assert not fed.gate.is_open and engines[0].given == []
-        published.append(first)
-        await fed.gate.wait()
-        published.append(second)
-        fed.expect(second)  # groups of it were claimed before the gate has seen it
-        assert not fed.gate.is_open
-        await fed.gate.wait()
+    async def work() -> None:
+        await asyncio.sleep(0.2)
+        assert not choice.is_open and engines[0].given == []
+        program.published.append(first)
+        assert (await choose(choice, None)).has == first
+        assert choice.is_open
+        program.published.append(second)
+        assert (await choose(choice, second)).has == second, "groups of it were claimed before it was given"
+        await program.until(second, second)
         assert engines[0].given == engines[1].given == [first, second]
-        fed.expect(first)
-        assert fed.gate.is_open, "samples of older weights wait for nothing"
         engines[1].up = False
-        published.append(third)
-        while engines[0].given[-1] != third:
-            await asyncio.sleep(0.01)
-        await fed.gate.wait()
+        program.published.append(third)
+        await program.until(third, None)
         engines[1].up = True
-        while engines[1].given[-1] != third:
+        await program.until(third, third)
+
+    asyncio.run(program.beside(work))
+
+
+async def choose(engines: EngineChoice, oldest: WeightsVersion | None) -> EngineRow:
+    """An engine once one has the weights."""
+    while True:
+        with suppress(EngineClosed):
+            row = await engines.choose(WantedWeights(oldest))
+            if row.has is not None:
+                return row
+        await asyncio.sleep(0.01)
+
+
+def test_claims_are_given_back_where_no_engine_has_the_weights_and_none_is_given_some(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path}/store.db")
+    store.begin_attempt(1)
+    store.tasks.add("train", [make_task(0)])
+    store.rollouts.request("r0", "train", 0, OLD, ["train/0"], 1, {"max_tokens": 8})
+    store.engines.register([serving_row(0, "http://unused", version=OLD)])
+    updated, looks = [True], list[bool]()
+    tokenizer = ChatTokenizer.open(checkpoint(tmp_path / "qwen2_5", "qwen2_5"))
+
+    async def are_updated() -> bool:
+        looks.append(updated[0])
+        return updated[0]
+
+    class Waiting:
+        """Waits for weights, which the engine loses once it is asked."""
+
+        async def generate(self, prompts: Any, sampling: Any) -> Any:
+            store.engines.delivered({("train", 0): 1}, None)
+            await asyncio.Event().wait()
+            yield
+
+    async def main() -> None:
+        asked = AskedEngines(Waiting(), EngineChoice(()), are_updated)
+        claims = ClaimSettings("a", capacity=4, poll_s=0.005, silence_s=0.05)
+        exploring = asyncio.create_task(Explorer(store, asked, Scorer(), tokenizer, claims).run())
+        while len(looks) < 3:
             await asyncio.sleep(0.01)
-
-    asyncio.run(after(0.2, fed, work))
-
-
-def test_an_engine_that_is_being_fed_gives_no_claims_back() -> None:
-    engine = Fed()
-    engine.up, engine.updating = False, True
-    fed = FileFedEngines([engine], lambda: WeightsVersion(1, 1), every_s=0.05)
-
-    async def work(closings: list[bool]) -> None:
-        await asyncio.sleep(0.5)
-        assert not closings
-        engine.updating = False
-        while not closings:
+        assert store.groups.states("r0")["r0/0"][0] == "claimed"
+        updated[0] = False
+        while store.groups.states("r0")["r0/0"][0] != "pending":
             await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert [claim.attempt for claim in store.groups.claim("another", 1)] == [2], "it claims nothing without weights"
+        exploring.cancel()
+        await asyncio.gather(exploring, return_exceptions=True)
 
-    asyncio.run(after(0.1, fed, work))
+    asyncio.run(asyncio.wait_for(main(), 30))
+    store.close()
 
 
 UPDATE = [
@@ -283,54 +336,50 @@ class UpdatedHandler(BaseHTTPRequestHandler):
 def test_one_explorer_of_a_program_gives_its_engines_the_files(tmp_path: Path) -> None:
     """The other one asks an engine once its weights are proven: not before, though the engine has the files by then."""
     config = config_of(tmp_path, "sync.method=checkpoint", "rollout.explorers=2", "reward.workers=2")
-    store, open_while_probed = Store(config.store.url), list[bool]()
+    store, usable_while_probed, version = Store(config.store.url), list[bool](), OLD
     store.begin_attempt(1)
 
     def while_probed() -> None:
-        until = engine.looks + 3  # of the other explorer
-        for _ in range(1000):
-            if engine.looks < until and not gates[1].gate.is_open:
-                time.sleep(0.01)
-        open_while_probed.append(gates[1].gate.is_open)
+        with closing(Store(config.store.url, read_only=True)) as other:
+            usable_while_probed.append(bool(EngineChoice(other.engines.own()).usable(WantedWeights(version))))
 
-    def give(version: WeightsVersion) -> None:
-        folder_of(tmp_path, version).mkdir(parents=True)
-        replace(MANY, version=str(version), digests={"a": f"{15:016x}"}).write(folder_of(tmp_path, version))
-        store.pacing.record_version(version, version.n)
-        for gated in gates:
-            gated.expect(version)
+    async def main(url: str) -> None:
+        nonlocal version
+        row = serving_row(0, url)
+        store.engines.register([row])
+        engines = EngineChoice([row])
 
-    async def closed() -> None:
-        raise AssertionError("no claims are given back")
+        async def read() -> list[EngineRow]:
+            return store.engines.own()
 
-    async def main() -> None:
-        keeping = [asyncio.create_task(gated.keep(60.0, closed)) for gated in gates]
+        async def delivered(starts: Mapping[Key, int], version: WeightsVersion | None) -> None:
+            store.engines.delivered(starts, version)
+
+        feeder = FileFeeder.of(config, engines, "k")
+        keeping = [asyncio.create_task(work) for work in (engines.keep(read), feeder.keep(delivered))]
         for n in (1, 2):
-            give(WeightsVersion(n, 1))
-            await asyncio.gather(*(gated.gate.wait() for gated in gates))
+            version = WeightsVersion(n, 1)
+            folder_of(tmp_path, version).mkdir(parents=True)
+            replace(MANY, version=str(version), digests={"a": f"{15:016x}"}).write(folder_of(tmp_path, version))
+            store.pacing.record_version(version, version.n)
+            assert (await choose(engines, version)).has == version
         for task in keeping:
             task.cancel()
         await asyncio.gather(*keeping, return_exceptions=True)
 
     with Updated(while_probed) as engine:
         Thread(target=engine.serve_forever, daemon=True).start()
-        gates = [gated_engines(config, [f"http://127.0.0.1:{engine.server_port}"], "k", number) for number in range(2)]
-        asyncio.run(asyncio.wait_for(main(), 30))
+        asyncio.run(asyncio.wait_for(main(f"http://127.0.0.1:{engine.server_port}"), 30))
         engine.shutdown()
     store.close()
-    assert engine.calls == 2 * UPDATE and open_while_probed == [False, False]
+    assert engine.calls == 2 * UPDATE and usable_while_probed == [False, False]
 
 
-def test_other_weights_end_whoever_waits() -> None:
-    engine = Fed()
-    engine.fault = "weights 1.1 are refused"
-    fed = FileFedEngines([engine], lambda: WeightsVersion(1, 1))
-
-    async def work() -> None:
-        with pytest.raises(EngineError, match="are refused"):
-            await fed.gate.wait()
-
-    asyncio.run(work())
+def test_other_weights_than_were_given_end_the_explorer() -> None:
+    program = Program(1)
+    program.engines[0].fault, program.published = "weights 1.1 are refused", [WeightsVersion(1, 1)]
+    with pytest.raises(EngineError, match="are refused"):
+        asyncio.run(program.feeder.keep(program.delivered))
 
 
 def test_leftover_groups_wait_for_the_weights_of_the_trainer_that_goes_on(tmp_path: Path) -> None:
@@ -342,25 +391,25 @@ def test_leftover_groups_wait_for_the_weights_of_the_trainer_that_goes_on(tmp_pa
         store.pacing.record_version(WeightsVersion(1, n), n - 1)
         store.pacing.record_live(WeightsVersion(1, n))
     store.rollouts.request("r0", "train", 0, WeightsVersion(1, 1), ["train/0"], 2, {"max_tokens": 8})
-    published, engine = [WeightsVersion(1, 3)], Fed()
-    fed = FileFedEngines([engine], lambda: max(published), every_s=60.0)
+    program = Program(1)
+    program.published.append(WeightsVersion(1, 3))
 
-    async def work(closings: list[bool]) -> None:
-        await fed.gate.wait()
+    async def work() -> None:
         [before] = store.groups.claim("a", 1)
-        fed.expect(before.oldest)
-        assert fed.gate.is_open and before.oldest == WeightsVersion(1, 1)
+        assert (await choose(program.choice, before.oldest)).has == WeightsVersion(1, 3)
+        assert before.oldest == WeightsVersion(1, 1)
         store.rollouts.discard(1)
         store.begin_attempt(2)
         store.pacing.record_version(WeightsVersion(2, 1), 1)
         store.pacing.record_live(WeightsVersion(2, 1))
         [claim] = store.groups.claim("a", 1)
-        assert explorer.sampling_of(claim).oldest == WeightsVersion(2, 1), "an engine that was left out gives nothing"
-        fed.expect(claim.oldest)
-        assert not fed.gate.is_open
-        published.append(WeightsVersion(2, 1))
-        await fed.gate.wait()
-        assert engine.given == published
+        oldest = explorer.sampling_of(claim, program.choice).oldest
+        assert oldest == WeightsVersion(2, 1), "an engine that was left out gives nothing"
+        with pytest.raises(EngineClosed):
+            await program.choice.choose(WantedWeights(oldest))
+        program.published.append(oldest)
+        assert (await choose(program.choice, oldest)).has == oldest
+        assert program.engines[0].given == program.published
 
-    asyncio.run(after(60.0, fed, work))
+    asyncio.run(program.beside(work))
     store.close()

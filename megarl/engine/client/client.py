@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
-import json
 import time
-from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from http import HTTPStatus
@@ -17,19 +16,16 @@ import numpy as np
 from megarl.core.errors import EngineClosed, EngineError, PromptRefused, RequestRefused, WeightsPassed
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.auth import bearer
-from megarl.engine.client.engines import ClientEngines
+from megarl.engine.client.choice import EngineChoice, WantedWeights
 from megarl.engine.client.frames import Completion, Decoder, Failure, FrameError, StreamHeartbeat, pack_ids
-from megarl.engine.client.reserved import ReservedEngines
+from megarl.engine.fleet import EngineRow
 
 HEARTBEAT_S = 5.0
 """Longest time between two frames of an engine; less where ``timeout_s`` is short."""
 MAX_ERROR_BYTES = 2**16
 """Most bytes of an error's body that are read."""
-LEFT_OUT_S = 5.0
-"""Seconds for which an engine that failed gets no request while others live: one that is dead has the fewest unfinished
-samples of all."""
-HOME_SHARE = 0.25
-"""Share of an engine's mean number of unfinished samples by which the home of a prompt may have more than another."""
+ANSWER_S = 5.0
+"""Seconds within which an engine says how it is."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +68,13 @@ class Sampling:
     """Newest weights that may sample, where newer ones must not: those of an evaluation."""
     routing: bool = False
     """Expert ids are asked for (``rollout.routing_replay``), but of greedy samples."""
-    engines: Sequence[str] = ()
-    """URLs of the engines that keep these weights, which alone are asked, and for nothing else; () for any."""
+    rollout: str = ""
+    """Rollout of the evaluation for which engines keep these weights: these alone are asked, and for nothing else."""
+
+    @property
+    def wanted(self) -> WantedWeights:
+        """Weights that may sample."""
+        return WantedWeights(self.oldest, self.newest, self.rollout)
 
     def parameters(self) -> dict[str, Any]:
         """Keyword arguments of vLLM's SamplingParams."""
@@ -133,11 +134,10 @@ class _Silence:
 
 
 class EngineClient:
-    """Sends each call to the home of its first prompt, unless that engine is busier than the others; else to the one
-    with the fewest unfinished samples, of those that have not just failed. Use as an async context manager.
+    """Sends each call to one engine. Use as an async context manager.
 
     Args:
-        urls: Engine servers, all with the same weights.
+        engines: Chooses the engine of each call.
         key: The job's key.
         timeout_s: How long an engine may generate nothing while samples are outstanding and no weight update is under
             way.
@@ -145,19 +145,15 @@ class EngineClient:
     """
 
     def __init__(
-        self, urls: Sequence[str], key: str, timeout_s: float = 300.0, progressed: Callable[[], None] = lambda: None
+        self, engines: EngineChoice, key: str, timeout_s: float = 300.0, progressed: Callable[[], None] = lambda: None
     ) -> None:
-        self.engines = ClientEngines(urls)
-        self._outstanding = Counter[str]()
-        self._left_out = defaultdict[str, float](float)
-        """Until when."""
+        self.engines = engines
         self._headers = bearer(key)
         self._timeout_s = timeout_s
         self._heartbeat_s = min(HEARTBEAT_S, timeout_s / 4)
         self._progressed = progressed
         self._timeout = aiohttp.ClientTimeout(total=None, sock_read=timeout_s)
         self._session: aiohttp.ClientSession | None = None
-        self._reserved = ReservedEngines(key, lambda: self.engines.urls)
 
     async def __aenter__(self) -> Self:
         connector = aiohttp.TCPConnector(limit=0)
@@ -165,7 +161,6 @@ class EngineClient:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self._reserved.close()
         if self._session is not None:
             await self._session.close()
 
@@ -174,67 +169,56 @@ class EngineClient:
 
         Raises:
             EngineError: the engine refuses all calls, or is gone; samples already yielded stay good. An EngineClosed
-                where it has no weights, and others do: the next call asks one of those.
+                where it has other weights than its row says, or no engine has such weights now: the next call looks
+                again.
             RequestRefused: it refused this call for what is in it; PromptRefused: a prompt of it; WeightsPassed: no
                 engine will have the weights again that the samples are asked for with.
         """
         sampling = replace(sampling, oldest=_oldest(prompts, sampling))
         missing = {(i, j) for i, prompt in enumerate(prompts) for j in range(prompt.n)}
         total = len(missing)
-        url = self._choose(self._choices(sampling), prompts[0].home if prompts else "")
-        self._outstanding[url] += total
+        engine = await self.engines.choose(sampling.wanted, prompts[0].home if prompts else "")
+        url = engine.url
         try:
-            async for completion in self._stream(url, prompts, sampling):
-                _check(url, completion, missing)
-                _check_version(url, completion, sampling)
-                missing.remove((completion.request, completion.index))
-                self._outstanding[url] -= 1
-                if time.monotonic() > self._left_out[url]:  # else one that had come before the engine failed
-                    self.engines.gave(url)
-                yield completion
+            with self.engines.asking(url, total) as gave:
+                async for completion in self._stream(engine, prompts, sampling):
+                    _check(url, completion, missing)
+                    _check_version(url, completion, sampling)
+                    missing.remove((completion.request, completion.index))
+                    gave()
+                    yield completion
             if missing:
                 raise EngineError(
                     f"the engine at {url} ended its answer with {len(missing)} of {total} samples missing"
                 )
-        except (RequestRefused, EngineClosed):
+        except RequestRefused:
+            raise
+        except EngineClosed as error:
+            self.engines.refused(engine, error)
             raise
         except EngineError as error:
-            self._left_out[url] = time.monotonic() + LEFT_OUT_S
             self.engines.failed(url, error)
             raise
-        finally:
-            self._outstanding[url] -= len(missing)
 
-    def _choose(self, urls: Sequence[str], home: str) -> str:
-        now = time.monotonic()
-        least = min(urls, key=lambda url: (max(now, self._left_out[url]), self._outstanding[url]))
-        if home not in urls or self._left_out[home] > now:
-            return least
-        busier = self._outstanding[home] - self._outstanding[least]
-        return home if busier * len(urls) <= HOME_SHARE * sum(self._outstanding[url] for url in urls) else least
+    async def are_updated(self) -> bool:
+        """True while an engine is being given weights, for which requests under way are awaited."""
+        return any(await asyncio.gather(*(self._is_paused(row.url) for row in self.engines.fleet.present())))
 
-    def _choices(self, sampling: Sampling) -> Sequence[str]:
-        """Engines that may be asked. Raises WeightsPassed where none of those that alone may be asked is there."""
-        if not sampling.engines:
-            self.engines.expect(sampling.oldest)
-            there = self.engines.to_ask()
-            return [url for url in there if url not in self._reserved] or there
-        found = [url for url in sampling.engines if url in self.engines.urls]
-        if not found:
-            raise WeightsPassed(
-                f"no engine at {', '.join(sampling.engines)} is left, which had weights {sampling.newest}"
-            )
-        if sampling.newest is not None:
-            self.reserve(found, sampling.newest)
-        return found
-
-    def reserve(self, urls: Sequence[str], version: WeightsVersion) -> None:
-        """Ask these engines for nothing but an evaluation of this version, until they have newer weights."""
-        self._reserved.reserve(urls, version)
-
-    async def _stream(self, url: str, prompts: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Completion]:
+    async def _is_paused(self, url: str) -> bool:
         assert self._session is not None, "EngineClient is used as an async context manager"
+        try:
+            async with asyncio.timeout(ANSWER_S), self._session.get(f"{url}/megarl/state") as answer:
+                return bool((await answer.json())["paused"])
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, LookupError):
+            return False
+
+    async def _stream(
+        self, engine: EngineRow, prompts: Sequence[Prompt], sampling: Sampling
+    ) -> AsyncIterator[Completion]:
+        assert self._session is not None, "EngineClient is used as an async context manager"
+        url = engine.url
         body = {
+            "start": engine.start,
             "prompts": [_body(prompt) for prompt in prompts],
             "sampling": sampling.parameters(),
             "heartbeat_s": self._heartbeat_s,
@@ -245,7 +229,7 @@ class EngineClient:
         try:
             async with self._session.post(f"{url}/megarl/generate", json=body) as answer:
                 if answer.status != HTTPStatus.OK:
-                    raise self._refused(url, answer.status, await _text(answer), sampling)
+                    raise _refusal(url, answer.status, await _text(answer))
                 async for chunk in answer.content.iter_any():
                     for record in decoder.feed(chunk):
                         if isinstance(record, StreamHeartbeat):
@@ -263,23 +247,15 @@ class EngineClient:
                 f"the engine at {url} is gone or silent ({reason}); its log has its last words"
             ) from error
 
-    def _refused(self, url: str, status: int, reason: str, sampling: Sampling) -> EngineError:
-        """Error for an answer that is none."""
-        text = f"the engine at {url} answered {status} to /megarl/generate: {reason}"
-        if status not in (HTTPStatus.CONFLICT, HTTPStatus.SERVICE_UNAVAILABLE):
-            return RequestRefused(text) if 400 <= status < 500 else EngineError(text)
-        if status == HTTPStatus.CONFLICT and _is_newer(reason, sampling):
-            return WeightsPassed(text)
-        return EngineClosed(text) if self.engines.close(url) else EngineError(text)
 
-
-def _is_newer(refusal: str, sampling: Sampling) -> bool:
-    """True if an engine has refused with weights that are newer than they may be."""
-    try:
-        has = WeightsVersion.parse(json.loads(refusal)["version"])
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return False
-    return sampling.newest is not None and has > sampling.newest
+def _refusal(url: str, status: int, reason: str) -> EngineError:
+    """Error for an answer of an engine that computes none."""
+    kind = EngineError
+    if status in (HTTPStatus.CONFLICT, HTTPStatus.SERVICE_UNAVAILABLE):
+        kind = EngineClosed
+    elif 400 <= status < 500:
+        kind = RequestRefused
+    return kind(f"the engine at {url} answered {status} to /megarl/generate: {reason}")
 
 
 def _oldest(prompts: Sequence[Prompt], sampling: Sampling) -> WeightsVersion | None:

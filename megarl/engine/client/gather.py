@@ -78,7 +78,8 @@ class Gatherer:
         retried: Called with the error before samples are asked for again.
         timeout_s: How long samples are asked for again while engines give none of them.
         retry_s: First wait before that.
-        ready: Awaited before each call; the time that it takes does not count.
+        awaits_weights: The time for which no engine has the weights does not count: a trainer of another program gives
+            them.
         apart: Make a call for each sample, which ends with the trajectory that waits for it: an engine ends what it
             computes for nobody.
     """
@@ -93,7 +94,7 @@ class Gatherer:
         retried: Callable[[EngineError], Awaitable[None]],
         timeout_s: float,
         retry_s: float,
-        ready: Callable[[], Awaitable[None]] | None = None,
+        awaits_weights: bool = False,
         apart: bool = False,
     ) -> None:
         self._engine = engine
@@ -103,7 +104,7 @@ class Gatherer:
         self._retried = retried
         self._timeout_s = timeout_s
         self._retry_s = retry_s
-        self._ready = ready
+        self._awaits_weights = awaits_weights
         self._apart = apart
         self._waiting: dict[SampleRequest, asyncio.Future[Completion]] = {}
         """Requests of this moment, which no call has taken yet."""
@@ -139,22 +140,18 @@ class Gatherer:
     async def _persist(self, missing: dict[SampleRequest, asyncio.Future[Completion]]) -> None:
         since, left, delay_s = time.monotonic(), -1, self._retry_s
         while missing:
-            if self._ready is not None:
-                began = time.monotonic()
-                await self._ready()
-                since += time.monotonic() - began
             try:
                 await self._call(missing)
             except RequestRefused:
                 raise
-            except EngineClosed:
-                if self._sampling.engines:  # no other one may be asked
-                    await asyncio.sleep(self._retry_s)
             except EngineError as error:
-                if len(missing) != left:
+                is_closed = isinstance(error, EngineClosed)
+                if len(missing) != left or (is_closed and self._awaits_weights):
                     since, left, delay_s = time.monotonic(), len(missing), self._retry_s
                 if time.monotonic() - since > self._timeout_s:
                     raise
+                if is_closed:  # the next choice waits for an engine with the weights
+                    continue
                 await self._retried(error)
                 await asyncio.sleep(delay_s)
                 delay_s = min(2 * delay_s, max(self._retry_s, LONGEST_RETRY_S))

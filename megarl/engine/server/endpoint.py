@@ -282,7 +282,7 @@ async def _generate(request: Request) -> Response:
         return JSONResponse({"error": str(error)}, status_code=400)
     state = request.app.state
     if (reason := refusal(asked, state.megarl_start, _version(state.megarl_version))) is not None:
-        return JSONResponse({"error": reason, "version": state.megarl_version}, status_code=409)
+        return JSONResponse({"error": reason}, status_code=409)
     return StreamingResponse(
         _stream(state.engine_client, state.megarl_progress, body, sampled, greedy), media_type=CONTENT_TYPE
     )

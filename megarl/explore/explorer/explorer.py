@@ -16,7 +16,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -32,14 +33,14 @@ from megarl.core.errors import EngineError, InputError, JobError, describe
 from megarl.core.jobs import EXPLORE, PROGRAM, STOPPED, TRAIN, logs_of
 from megarl.core.metrics import Timeline
 from megarl.core.schema import GREEDY, KEEPERS, Trajectory, WeightsVersion
+from megarl.engine.client.choice import EVERY_S, EngineChoice
 from megarl.engine.client.client import EngineClient, Sampling
 from megarl.engine.client.gather import Engine, Gatherer
-from megarl.engine.client.open import GatedEngines
+from megarl.engine.fleet import EngineRow
 from megarl.explore import workflows
 from megarl.explore.explorer.claimed import ClaimedGroup
 from megarl.explore.explorer.engine_time import EngineTime
-from megarl.explore.explorer.engines import EngineCount, EngineFollower, FixedCount, urls_of_the_start, urls_to_ask
-from megarl.explore.explorer.gates import gated_engines
+from megarl.explore.explorer.file_feeder import FileFeeder
 from megarl.explore.explorer.held_out import record_evaluations
 from megarl.explore.explorer.iterations import PartialRollouts
 from megarl.explore.explorer.lease import Lease
@@ -69,11 +70,13 @@ class AskedEngines:
     """Engines that an explorer asks for samples."""
 
     client: Engine
-    follower: EngineCount = FixedCount(1)
-    """Counts them as they come and go. Newly claimed groups are spread over one call for each."""
-    gated: GatedEngines | None = None
-    """The same engines where a trainer of another program gives them weights. Nothing is claimed while the gate is
-    closed."""
+    choice: EngineChoice
+    """Rows of the engines. Newly claimed groups are spread over one call for each that has the weights."""
+    are_updated: Callable[[], Awaitable[bool]] | None = None
+    """True while an engine is being given weights; None where the engines are the job's own. A trainer of another
+    program gives them weights: nothing is claimed while no engine has the weights that were asked for."""
+    feeder: FileFeeder | None = None
+    """Gives the engines weights from files; None where another process gives them weights."""
     timeout_s: float = 7.5
     """Seconds for which samples are asked for again while the engines give none of them."""
 
@@ -125,7 +128,7 @@ class Explorer:
     ) -> None:
         self._flights: set[asyncio.Task[None]] = set()
         self._store, self._engines, self._tokenizer, self._claims = store, engines, tokenizer, claims
-        self._gated, self._trajectories, self._event_lines = engines.gated, trajectories, event_lines
+        self._choice, self._trajectories, self._event_lines = engines.choice, trajectories, event_lines
         segments, worker = trajectories.segments, claims.worker
         self._runner = TrajectoryRunner(
             workflow,
@@ -158,14 +161,16 @@ class Explorer:
             async with asyncio.TaskGroup() as tasks:
                 works = [heartbeat.beat_periodically(self._mark), self._lease.keep(), self._partial.keep()]
                 works += [_report(self._event_lines, self._record), self._engine_time.keep()]
-                works.append(self._engines.follower.keep(self._call))
+                works.append(self._choice.keep(partial(self._call, self._store.engines.own)))
+                if (are_updated := self._engines.are_updated) is not None:
+                    works.append(self._keep_claims(are_updated))
+                if self._engines.feeder is not None:
+                    works.append(self._engines.feeder.keep(partial(self._call, self._store.engines.delivered)))
                 keeping = [tasks.create_task(work) for work in works]
-                if self._gated is not None:
-                    keeping.append(tasks.create_task(self._gated.keep(self._claims.silence_s, self._give_back)))
                 while await self._call(self._store.journal.job_state) == "open":
                     claims = await self._claim()
                     groups = [await self._group(claim) for claim in claims]
-                    for batch in _batches(groups, self._engines.follower.count):
+                    for batch in _batches(groups, self._calls_of):
                         flight = tasks.create_task(self._run_groups(batch))
                         self._flights.add(flight)
                         flight.add_done_callback(self._flights.discard)
@@ -180,6 +185,17 @@ class Explorer:
         finally:
             await self._call(self._store.groups.release, self._worker)
             self._store_thread.shutdown(wait=False)  # idle: that was its last call
+
+    async def _keep_claims(self, are_updated: Callable[[], Awaitable[bool]]) -> None:
+        """Give all claims back where no engine has had the weights for a time, and none is being given some."""
+        since = time.monotonic()
+        while True:
+            await asyncio.sleep(min(EVERY_S, self._claims.silence_s))
+            if self._choice.is_open:
+                since = time.monotonic()
+            elif time.monotonic() - since > self._claims.silence_s and not await are_updated():
+                await self._give_back()
+                since = time.monotonic()
 
     async def _give_back(self) -> None:
         """Give all claims back: other explorers may have engines with weights."""
@@ -207,14 +223,18 @@ class Explorer:
         free = self._under_way.free
         if free < 1 or self._runner.scoring >= self._claims.backlog:
             return []
-        if self._gated is not None and not self._gated.gate.is_open:
+        if self._engines.are_updated is not None and not self._choice.is_open:
             return []
         of_kinds = {"max_samples": free, "evaluations": self._under_way.evaluates}
         claims = await self._call(self._store.groups.claim, self._worker, free, **of_kinds, silent=self._lease.silent)
-        self._under_way.begin(claims)
-        if self._gated is not None and claims:
-            self._gated.expect(max(claim.oldest for claim in claims))
+        if claims:
+            await self._choice.look()  # with the weights of these groups, and the engines of an evaluation
+            self._choice.expect(max(claim.oldest for claim in claims))
+        self._under_way.begin(claims, {claim.rollout_id for claim in claims if self._choice.is_held(claim.rollout_id)})
         return claims
+
+    def _calls_of(self, claim: Claim) -> int:
+        return len(self._choice.usable(sampling_of(claim, self._choice).wanted)) or 1
 
     async def _group(self, claim: Claim) -> ClaimedGroup:
         clock = self._clocks.setdefault((claim.rollout_id, claim.version), self._new_clock(claim.rollout_id))
@@ -226,8 +246,6 @@ class Explorer:
         clock = groups[0].clock
 
         async def retried(error: EngineError) -> None:
-            if self._gated is not None:
-                self._gated.gate.doubt(groups[0].claim.oldest)
             clock.counts["retries"] += 1
             await self._record("engine_retry", {"error": str(error)})
 
@@ -235,13 +253,13 @@ class Explorer:
             async with asyncio.TaskGroup() as tasks:
                 gatherer = Gatherer(
                     self._engines.client,
-                    sampling_of(groups[0].claim),
+                    sampling_of(groups[0].claim, self._choice),
                     tasks,
                     change=partial(clock.change, "generation"),
                     retried=retried,
                     timeout_s=self._engines.timeout_s,
                     retry_s=self._trajectories.retry_s,
-                    ready=None if self._gated is None else self._gated.gate.wait,
+                    awaits_weights=self._engines.are_updated is not None,
                     apart=groups[0].claim.num_samples > groups[0].claim.group_size,
                 )
                 for group in groups:
@@ -275,12 +293,16 @@ class Explorer:
         return await loop.run_in_executor(self._store_thread, lambda: function(*args, **kwargs))
 
 
-def _batches(claimed: Sequence[ClaimedGroup], calls: int) -> list[list[ClaimedGroup]]:
+def _batches(claimed: Sequence[ClaimedGroup], calls_of: Callable[[Claim], int]) -> list[list[ClaimedGroup]]:
     """One list of groups for each call to an engine: same rollout, spread over the engines."""
     rollouts: dict[str, list[ClaimedGroup]] = {}
     for group in claimed:
         rollouts.setdefault(group.claim.rollout_id, []).append(group)
-    return [groups[i::calls] for groups in rollouts.values() for i in range(min(calls, len(groups)))]
+    found = []
+    for groups in rollouts.values():
+        calls = calls_of(groups[0].claim)
+        found += [groups[i::calls] for i in range(min(calls, len(groups)))]
+    return found
 
 
 async def _report(lines: Callable[[], str | None], record: Callable[..., Coroutine[Any, Any, None]]) -> None:
@@ -292,15 +314,27 @@ async def _report(lines: Callable[[], str | None], record: Callable[..., Corouti
             await record(EVENT, {"line": line})
 
 
-def sampling_of(claim: Claim) -> Sampling:
-    own = {name: value for name, value in claim.sampling.items() if name not in ("seed", "greedy", "spare")}
-    # Weights that an engine has read from files are of no attempt.
-    of_trainer = bool(claim.version.attempt)
-    return Sampling(
-        **own,
-        oldest=claim.oldest if of_trainer else None,
-        newest=claim.version if of_trainer and own.get(KEEPERS) else None,
-    )
+def sampling_of(claim: Claim, engines: EngineChoice) -> Sampling:
+    """Return what a claim's samples are asked for with. An evaluation has its own weights alone, of engines that keep
+    them for it where there are some."""
+    own = {name: value for name, value in claim.sampling.items() if name not in ("seed", "greedy", "spare", KEEPERS)}
+    if not _of_trainer(claim):
+        return Sampling(**own)
+    if claim.kind != "eval":
+        return Sampling(**own, oldest=claim.oldest)
+    rollout = claim.rollout_id if engines.is_held(claim.rollout_id) else ""
+    return Sampling(**own, oldest=claim.oldest, newest=claim.version, rollout=rollout)
+
+
+def _of_trainer(claim: Claim) -> bool:
+    """False for weights that an engine has read from the model's files, which are of no attempt."""
+    return bool(claim.version.attempt)
+
+
+def urls_of_the_start(registered: Sequence[EngineRow], replicas: int) -> list[str]:
+    """Return the URLs of the engines that the job began with. ``megarl scale`` keeps them where a function of
+    ``reward.path`` may ask them as the judge."""
+    return [engine.url for engine in registered if engine.url and engine.number < replicas]
 
 
 def _seed(claim: Claim) -> int | None:
@@ -345,13 +379,14 @@ async def explore(config: Config, key: str, worker: str, number: int = 0) -> Non
     )
     try:
         registered = store.engines.own()
-        if not (urls := urls_to_ask(registered)):
+        if not any(row.url for row in registered):
             raise JobError("no engine is registered in the store: `megarl train` registers those that it starts")
         # Worker processes learn of no others: a function of `reward.path` may ask the judge there.
         os.environ[ENGINES] = ",".join(urls_of_the_start(registered, config.rollout.replicas))
+        choice = EngineChoice(registered)
         async with (
-            EngineClient(urls, key, config.rollout.request_timeout_s, heartbeat.count_work) as engine,
-            _judge(config, engine.engines.to_ask, key, engine_timeout_s) as judge,
+            EngineClient(choice, key, config.rollout.request_timeout_s, heartbeat.count_work) as engine,
+            _judge(config, choice.urls, key, engine_timeout_s) as judge,
             RewardPool(
                 config.reward,
                 judge,
@@ -361,13 +396,17 @@ async def explore(config: Config, key: str, worker: str, number: int = 0) -> Non
             ) as scorer,
             workflows.opened(config.rollout, tokenizer) as workflow,
         ):
-            gated = gated_engines(config, urls, key, number) if store.program.startswith(EXPLORE) else None
-            # Colocated engines come and go at once, in each step; those of a bench stay.
-            together = config.rollout.is_colocated or config.run.mode == "bench"
-            follower: EngineCount = FixedCount(len(urls)) if together else EngineFollower(store, engine, key, gated)
+            of_another = store.program.startswith(EXPLORE)
+            feeds = of_another and config.sync.method == "checkpoint" and number == 0
             explorer = Explorer(
                 store,
-                AskedEngines(engine, follower, gated, engine_timeout_s),
+                AskedEngines(
+                    engine,
+                    choice,
+                    engine.are_updated if of_another else None,
+                    FileFeeder.of(config, choice, key) if feeds else None,
+                    engine_timeout_s,
+                ),
                 scorer,
                 tokenizer,
                 ClaimSettings.of(config, worker),

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from megarl.core.errors import WeightsPassed
-from megarl.core.schema import KEEPERS
 from megarl.explore.store import Claim
 
 log = logging.getLogger(__name__)
@@ -40,10 +39,10 @@ class SamplesUnderWay:
         """True while groups of evaluations may be claimed."""
         return sum(self._apart.values()) < self._capacity
 
-    def begin(self, claims: Sequence[Claim]) -> None:
-        """Count the samples of these groups."""
+    def begin(self, claims: Sequence[Claim], apart: Collection[str] = ()) -> None:
+        """Count the samples of these groups; ``apart``: rollouts that have engines of their own."""
         for claim in claims:
-            if claim.sampling.get(KEEPERS):
+            if claim.rollout_id in apart:
                 self._apart[claim.group_id, claim.token] = claim.num_samples
             else:
                 self._shared += claim.num_samples

@@ -28,21 +28,15 @@ class FileFedEngine:
     """Gives an engine the weights of a version's folder. Its calls block.
 
     An update that was cut off leaves the engine paused or refusing, so that the next look begins it again.
-
-    Args:
-        by_another: Another explorer of the program gives the engine the weights; this one only looks.
     """
 
-    def __init__(self, control: EngineControl, run_dir: Path, *, by_another: bool = False) -> None:
+    def __init__(self, control: EngineControl, run_dir: Path) -> None:
         self._control = control
         self._run_dir = run_dir
-        self._by_another = by_another
-        self.updating = False
-        """True while it is given weights, which may wait for its requests."""
 
-    def give(self, version: WeightsVersion) -> bool:
-        """Return True once the engine has these weights, proven, and generates; False while it is not there, another
-        explorer has not given them, or the version is not there any more.
+    def give(self, version: WeightsVersion) -> int | None:
+        """Return the engine's start once it has these weights, proven, and generates; None while it is not there, or
+        the version is not there any more.
 
         Raises EngineError, also where the engine computes with other weights; it then refuses requests with the reason.
         """
@@ -50,25 +44,20 @@ class FileFedEngine:
         try:
             state = engine.state(ANSWER_S)
         except EngineError:  # starting, or dead: its supervisor brings another
-            return False
-        has = state.version == str(version) and state.refusing is None and not state.paused
-        if has or self._by_another:
-            self.updating = state.paused
-            return has
-        self.updating = True
+            return None
+        if state.version == str(version) and state.refusing is None and not state.paused:
+            return state.start
         try:
             self._update(state, version)
         except (EngineError, CheckpointError, WeightsDiffer) as error:
             if not self._is_there(state.start) or version not in whole_versions(self._run_dir):
                 log.warning("%s; the engine at %s is given weights again", error, engine.url)
-                return False
+                return None
             reason = f"weights {version} are refused by the engine at {engine.url}: {error}"
             with suppress(EngineError):
                 engine.refuse(reason)
             raise EngineError(reason) from error
-        finally:
-            self.updating = False
-        return True
+        return state.start
 
     def _update(self, state: EngineState, version: WeightsVersion) -> None:
         """Raises EngineError, CheckpointError, WeightsDiffer."""

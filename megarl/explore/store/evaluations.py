@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from sqlalchemy import ColumnElement, exists, not_, select
 
-from megarl.core.schema import KEEPERS, WeightsVersion
 from megarl.explore.store.journal import event_of
 from megarl.explore.store.rollouts import UNCOUNTED, delete_rollouts
 from megarl.explore.store.tables import EVENTS, GROUPS, ROLLOUTS, GroupState
@@ -53,16 +51,6 @@ class EvaluationTable:
         return {
             row.rollout_id: row.step for row in self._database.read(lambda connection: connection.execute(query).all())
         }
-
-    def keepers(self) -> dict[WeightsVersion, list[str]]:
-        """Weights of the uncounted evaluations that have engines for themselves -> URLs of these engines."""
-        query = select(ROLLOUTS.c.version, ROLLOUTS.c.sampling).where(ROLLOUTS.c.rollout_id.in_(UNCOUNTED))
-        found = self._database.read(lambda connection: connection.execute(query).all())
-        kept: dict[WeightsVersion, list[str]] = {}
-        for row in found:
-            if urls := json.loads(row.sampling).get(KEEPERS):
-                kept.setdefault(WeightsVersion.parse(row.version), []).extend(urls)
-        return kept
 
     def withdraw(self, rollout_id: str) -> None:
         """Forget a rollout with all that it produced: a claim on it can no longer be finished. Safe to repeat."""

@@ -1,0 +1,93 @@
+"""Published weights as files, given to an explore program's engines (``sync.method=checkpoint``)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import closing
+from pathlib import Path
+
+from megarl.core.config import Config
+from megarl.core.config.job import StoreConfig
+from megarl.core.published import whole_versions
+from megarl.core.schema import WeightsVersion
+from megarl.engine.client.choice import EngineChoice
+from megarl.engine.client.control import EngineControl
+from megarl.engine.fleet import EngineRow, Key
+from megarl.explore.explorer.weight_files import FileFedEngine
+from megarl.explore.store import Store
+
+Delivered = Callable[[Mapping[Key, int], WeightsVersion | None], Awaitable[object]]
+
+FOLLOW_S = 0.1
+"""Seconds between two looks for newer weights."""
+
+
+class NewestVersion:
+    """Looks for the newest version whose folder is whole and that the store knows: a trainer that was superseded may
+    write files, but nothing into the store."""
+
+    def __init__(self, run_dir: Path, store: StoreConfig) -> None:
+        self._run_dir = run_dir
+        self._store = store
+        self._known: list[WeightsVersion] = []
+
+    def __call__(self) -> WeightsVersion | None:
+        """Return it; None before the first. Blocks. The store is asked where there are other folders than before."""
+        whole = whole_versions(self._run_dir)
+        if set(whole) - set(self._known):
+            # A store is one thread's, and calls come from several.
+            with closing(Store(self._store.url, read_only=True, outage_s=self._store.outage_s)) as store:
+                self._known = sorted(store.pacing.version_steps(whole))
+        return max(set(whole) & set(self._known), default=None)
+
+
+class FileFeeder:
+    """Gives a program's engines the newest published weights, and writes into their rows which they have.
+
+    One explorer of a program does so; the others read the rows.
+
+    Args:
+        engine_of: Returns the engine of a row as one that takes files.
+        newest: The newest version that is whole, None before the first; blocks.
+    """
+
+    def __init__(
+        self,
+        engines: EngineChoice,
+        engine_of: Callable[[EngineRow], FileFedEngine],
+        newest: Callable[[], WeightsVersion | None],
+    ) -> None:
+        self._engines, self._engine_of, self._newest = engines, engine_of, newest
+
+    @classmethod
+    def of(cls, config: Config, engines: EngineChoice, key: str) -> FileFeeder:
+        """Feeder of a job's engines."""
+        run_dir, timeout_s = Path(config.run.dir), config.sync.timeout_s
+
+        def engine_of(row: EngineRow) -> FileFedEngine:
+            return FileFedEngine(EngineControl(row.url, key, timeout_s), run_dir)
+
+        return cls(engines, engine_of, NewestVersion(run_dir, config.store))
+
+    async def keep(self, delivered: Delivered) -> None:
+        """Follow the published versions and the engines, until cancelled.
+
+        Args:
+            delivered: ``Store.engines.delivered``, in the store's thread.
+
+        Raises EngineError where an engine computes with other weights than it was given.
+        """
+        while True:
+            newest = await asyncio.to_thread(self._newest)
+            if newest is not None and (behind := self._engines.fleet.behind(newest)):
+                await asyncio.gather(*(self._give(row, newest, delivered) for row in behind))
+                await self._engines.look()
+            await asyncio.sleep(FOLLOW_S)
+
+    async def _give(self, row: EngineRow, version: WeightsVersion, delivered: Delivered) -> None:
+        start = await asyncio.to_thread(self._engine_of(row).give, version)
+        if start is not None:
+            await delivered({row.key: start}, version)
+        elif row.has is not None:
+            await delivered({row.key: row.start}, None)
