@@ -7,6 +7,7 @@ import base64
 import tracemalloc
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -125,29 +126,42 @@ def test_requests_that_come_in_a_pause_wait_for_its_end(paused: bool, kind: type
 
 
 @pytest.mark.parametrize(
-    ("has", "oldest", "status"),
+    ("has", "asked", "refusal"),
     [
-        ("1.2", "1.3", 503), ("1.9", "2.1", 503), ("1.2", "1.2", 200), ("1.10", "1.9", 200), ("1.2", None, 200),
-        (None, "1.3", 200), ("1.2", "new", 400),
+        ("1.2", {"oldest": "1.3"}, "weights 1.2 are older than 1.3"),
+        ("1.9", {"oldest": "2.1"}, "weights 1.9 are older than 2.1"),
+        ("1.3", {"newest": "1.2"}, "weights 1.3 are newer than 1.2"),
+        ("1.2", {"start": 8}, "this is start 7 of the engine, and start 8 was asked"),
+        ("1.2", {"start": 7, "oldest": "1.2", "newest": "1.2"}, None),
+        ("1.10", {"oldest": "1.9"}, None),
+        ("1.2", {}, None),
+        (None, {"oldest": "1.3", "newest": "1.2"}, None),
     ],
 )  # fmt: skip
-def test_older_weights_than_are_asked_for_sample_nothing(has: str | None, oldest: str | None, status: int) -> None:
+def test_other_weights_than_are_asked_for_sample_nothing(
+    has: str | None, asked: dict[str, Any], refusal: str | None
+) -> None:
     """An engine that a publication left out goes on; ``None``: it has the model's files, which its samples name."""
-    app = FastAPI()
+    body = {"prompts": [{"token_ids": base64.b64encode(pack_ids([1])).decode()}], "sampling": {}}
+    with TestClient(refusing_app()) as client:
+        assert client.post("/megarl/generate", json=body | asked).status_code == 503
+        client.post("/megarl/refuse", json={"reason": None, "version": has}).raise_for_status()
+        assert client.post("/megarl/generate", json=body | {"oldest": "new"}).status_code == 400
+        answer = client.post("/megarl/generate", json=body | asked)
+        assert answer.status_code == (409 if refusal else 200)
+        assert refusal is None or answer.json() == {"error": refusal, "version": has}
+        client.post("/megarl/refuse", json={"reason": "a mixture"}).raise_for_status()
+        assert client.post("/megarl/generate", json=body | asked).json() == {"error": "a mixture"}
+
+
+def refusing_app() -> FastAPI:
+    """Our routes of an engine of start 7 whose weights were not published."""
+    app, engine = FastAPI(), Engine(1)
     Endpoints().attach_router(app)
-    engine = Engine(1)
     app.state.engine_client, app.state.megarl_progress = engine, Progress(engine)  # type: ignore[arg-type]
     app.state.megarl_asleep, app.state.megarl_refusing, app.state.megarl_version = False, "not published", None
-    body = {"prompts": [{"token_ids": base64.b64encode(pack_ids([1])).decode()}], "sampling": {}, "oldest": oldest}
-    with TestClient(app) as client:
-        assert client.post("/megarl/generate", json=body).status_code == 503
-        client.post("/megarl/refuse", json={"reason": None, "version": has}).raise_for_status()
-        answer = client.post("/megarl/generate", json=body)
-        assert answer.status_code == status
-        if status == 503:
-            assert answer.json() == {"error": f"weights {has} are older than {oldest}"}
-        client.post("/megarl/refuse", json={"reason": "a mixture"}).raise_for_status()
-        assert client.post("/megarl/generate", json=body).json() == {"error": "a mixture"}
+    app.state.megarl_start = 7
+    return app
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "0.0"])

@@ -25,7 +25,7 @@ from megarl.core.schema import Task, WeightsVersion
 from megarl.engine.client.client import EngineClient, Prompt, Sampling
 from megarl.engine.client.frames import VersionSpan
 from megarl.engine.client.reserved import ReservedEngines
-from megarl.engine.fleet import EngineStatus, Fleet
+from megarl.engine.fleet import EngineStatus, Fleet, WeightsAsked, refusal
 from megarl.explore.explorer.engines import EngineFollower
 from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explorer
 from megarl.explore.explorer.held_out import record_evaluations
@@ -87,9 +87,11 @@ class Servers:
 
     def handler(self, number: int) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def answer(request: web.Request) -> web.StreamResponse:
-            if WeightsVersion.parse((await request.json())["oldest"]) > self.versions[number]:
+            body, has = await request.json(), self.versions[number]
+            asked = WeightsAsked(0, *(v and WeightsVersion.parse(v) for v in (body["oldest"], body.get("newest"))))
+            if (reason := refusal(asked, 1, has)) is not None:
                 self.refused[number] += 1
-                return web.json_response({"error": "older weights"}, status=503)
+                return web.json_response({"error": reason, "version": str(has)}, status=409)
             self.asked[number] += 1
             return await streaming(sample(0, 0, versions=(VersionSpan(str(self.versions[number]), 0, 2),)))(request)
 
@@ -228,10 +230,10 @@ def test_an_evaluation_has_no_answer_of_other_weights() -> None:
         async with Servers() as servers, EngineClient(servers.urls, "k") as client:
             evaluation = Sampling(max_tokens=2, oldest=OLD, newest=OLD, engines=servers.urls[1:])
             servers.versions[1] = NEW
-            with pytest.raises(WeightsPassed, match=r"samples with weights 1\.3, which are newer than 1\.2"):
+            with pytest.raises(WeightsPassed, match=r"weights 1\.3 are newer than 1\.2"):
                 await ask(client, evaluation)
             servers.versions[1] = WeightsVersion(1, 1)
-            with pytest.raises(EngineError, match="older weights"):
+            with pytest.raises(EngineError, match=r"weights 1\.1 are older than 1\.2"):
                 await ask(client, evaluation)
             with pytest.raises(WeightsPassed, match=r"no engine at http://gone is left, which had weights 1\.2"):
                 await ask(client, replace(evaluation, engines=["http://gone"]))

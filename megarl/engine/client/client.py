@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence, Set
@@ -238,18 +239,13 @@ class EngineClient:
             "sampling": sampling.parameters(),
             "heartbeat_s": self._heartbeat_s,
         }
-        if sampling.oldest is not None:
-            body["oldest"] = str(sampling.oldest)
+        body |= {name: str(v) for name in ("oldest", "newest") if (v := getattr(sampling, name)) is not None}
         silence = _Silence(url, self._timeout_s, self._heartbeat_s, self._progressed)
         decoder = Decoder()
         try:
             async with self._session.post(f"{url}/megarl/generate", json=body) as answer:
-                if answer.status == HTTPStatus.SERVICE_UNAVAILABLE and self.engines.close(url):
-                    raise EngineClosed(f"the engine at {url} sleeps, or has no weights or older ones; others are asked")
-                if answer.status != 200:
-                    reason = await _text(answer)
-                    kind = RequestRefused if 400 <= answer.status < 500 else EngineError
-                    raise kind(f"the engine at {url} answered {answer.status} to /megarl/generate: {reason}")
+                if answer.status != HTTPStatus.OK:
+                    raise self._refused(url, answer.status, await _text(answer), sampling)
                 async for chunk in answer.content.iter_any():
                     for record in decoder.feed(chunk):
                         if isinstance(record, StreamHeartbeat):
@@ -266,6 +262,24 @@ class EngineClient:
             raise EngineError(
                 f"the engine at {url} is gone or silent ({reason}); its log has its last words"
             ) from error
+
+    def _refused(self, url: str, status: int, reason: str, sampling: Sampling) -> EngineError:
+        """Error for an answer that is none."""
+        text = f"the engine at {url} answered {status} to /megarl/generate: {reason}"
+        if status not in (HTTPStatus.CONFLICT, HTTPStatus.SERVICE_UNAVAILABLE):
+            return RequestRefused(text) if 400 <= status < 500 else EngineError(text)
+        if status == HTTPStatus.CONFLICT and _is_newer(reason, sampling):
+            return WeightsPassed(text)
+        return EngineClosed(text) if self.engines.close(url) else EngineError(text)
+
+
+def _is_newer(refusal: str, sampling: Sampling) -> bool:
+    """True if an engine has refused with weights that are newer than they may be."""
+    try:
+        has = WeightsVersion.parse(json.loads(refusal)["version"])
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return False
+    return sampling.newest is not None and has > sampling.newest
 
 
 def _oldest(prompts: Sequence[Prompt], sampling: Sampling) -> WeightsVersion | None:

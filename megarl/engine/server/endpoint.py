@@ -48,6 +48,7 @@ from megarl.engine.client.frames import (
     unpack_ids,
 )
 from megarl.engine.client.names import PROVING, START, UNTIL_PUBLISHED, record_phase
+from megarl.engine.fleet import WeightsAsked, refusal
 from megarl.engine.server.routing import ExpertLayers
 
 _GENERATION_PREFIXES = ("/megarl/generate", "/inference/", "/v1/", "/generative_scoring", "/invocations")
@@ -81,13 +82,23 @@ class PromptBody(msgspec.Struct, frozen=True):
 
 class GenerateBody(msgspec.Struct, frozen=True):
     """The body of ``POST /megarl/generate``; ``sampling`` holds keyword arguments of vLLM's SamplingParams.
-    ``heartbeat_s``: the longest time without a frame. ``oldest``: oldest weights that may sample; 503 where the engine
-    has older ones."""
+    ``heartbeat_s``: the longest time without a frame.
+
+    ``start``: start of the engine that was chosen; 0 for any. ``oldest``, ``newest``: bounds of the weights that may
+        sample; None for none. 409 where the engine is another start, or has other weights (``fleet.refusal``).
+    """
 
     prompts: list[PromptBody]
     sampling: dict[str, Any]
     heartbeat_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
+    start: int = 0
     oldest: str | None = None
+    newest: str | None = None
+
+    @property
+    def weights(self) -> WeightsAsked:
+        """Raises ValueError for what is no version."""
+        return WeightsAsked(self.start, _version(self.oldest), _version(self.newest))
 
 
 @dataclass
@@ -266,22 +277,19 @@ async def _generate(request: Request) -> Response:
     try:
         body = msgspec.json.decode(await request.body(), type=GenerateBody)
         sampled, greedy = map(sampling_params, (body.sampling, body.sampling | {"temperature": 0.0}))
-        too_old = _is_older(request.app.state.megarl_version, body.oldest)
+        asked = body.weights
     except (msgspec.ValidationError, msgspec.DecodeError, TypeError, ValueError) as error:
         return JSONResponse({"error": str(error)}, status_code=400)
     state = request.app.state
-    if too_old:
-        return JSONResponse({"error": f"weights {state.megarl_version} are older than {body.oldest}"}, status_code=503)
+    if (reason := refusal(asked, state.megarl_start, _version(state.megarl_version))) is not None:
+        return JSONResponse({"error": reason, "version": state.megarl_version}, status_code=409)
     return StreamingResponse(
         _stream(state.engine_client, state.megarl_progress, body, sampled, greedy), media_type=CONTENT_TYPE
     )
 
 
-def _is_older(version: str | None, oldest: str | None) -> bool:
-    """True if weights of ``version`` may not sample; without a version, which the samples then name, they may."""
-    if version is None or oldest is None:
-        return False
-    return WeightsVersion.parse(version) < WeightsVersion.parse(oldest)
+def _version(text: str | None) -> WeightsVersion | None:
+    return None if text is None else WeightsVersion.parse(text)
 
 
 async def _stream(
