@@ -10,7 +10,7 @@ from megarl.explore.rewards.answer.normalize import half_width
 from megarl.explore.rewards.school import read as k12_read
 
 MAX_TEXT = 80
-_NAME = r"(?:options?\s*|选项\s*)?\(?(?<![A-Za-z])[A-H](?![A-Za-z])\)?"
+_NAME = r"(?:options?\s*|选项\s*)?\(?(?<![A-Za-z])[A-H](?![A-Za-z])\)?(?:\s*选?项)?"
 _NAMES = rf"{_NAME}(?:\s*(?:,|、|\bor\b|\band\b|\bnor\b|和|或|与)\s*{_NAME})*"
 _WRONG = (
     r"(?:(?:is|are)\s+(?:wrong|incorrect|false|not\s+(?:right|"
@@ -59,6 +59,22 @@ def settled(text: str) -> set[str] | None:
     if not names or refused & set(names) or (not affirmed and _JUDGED.search(k12_read.after_letter(rest))):
         return None
     return set(names)
+
+
+_SO = re.compile(r"\W*(?:so|thus|therefore|hence|finally|故|所以|因此|综上|可见)", re.IGNORECASE)
+
+
+def settled_last(pred: str, text: str) -> set[str] | None:
+    """``settled`` of an answer, or else of the last line of its text.
+
+    None where an earlier line settles on other letters and the last draws no conclusion: "A is right" and "B is right"
+    are two judgements.
+    """
+    *before, last = text.split("\n")
+    found = settled(pred) or settled(last)
+    if found and before and not _SO.match(last) and any((settled(line) or found) != found for line in before[-20:]):
+        return None
+    return found
 
 
 _ADJECTIVE = r"(?:(?:final|correct|right|best)\s+)?"
