@@ -8,6 +8,7 @@ from typing import Any
 
 from megarl.explore.rewards.school.final import beside_refused, boxes_in_a_row, concluded, named
 from megarl.explore.rewards.school.verifier import score
+from megarl.explore.rewards.vision.verifier import score_count
 
 LETTERS = (("B", "A", "C"), ("D", "C", "A"), ("A", "B", "D"))
 """(the letter that is named, two others)"""
@@ -39,6 +40,9 @@ LETTER_FORMS = (
     "The others are too small, so it's {x}.",
     "{y} is wrong, so {x}.",
     "That leaves {x}.",
+    "{x}正确，其余错误",
+    "{x} is correct, the others are wrong.",
+    "The pressure increases, making {x} correct.",
     r"\boxed{{{x}}}, \boxed{{{x}}}",
 )
 LETTER_FORMS_WRONG = (
@@ -132,7 +136,7 @@ HAN_NAME_FORMS_WRONG = ("这不叫{x}。", "它被称为{y}。", "这叫做{x}�
 DIVISION_FORMS = (
     "{q}余{r}", "{q}...{r}", "{q}……{r}", "{q}…{r}", "{q} remainder {r}", "{q} R {r}", "{q}R{r}", "{q} r {r}",
     "商{q}余{r}", "{q} with a remainder of {r}", r"${q}\cdots\cdots{r}$", "The answer is {q} remainder {r}.",
-    "答案是{q}余{r}。",
+    "答案是{q}余{r}。", "商是{q}，余数是{r}", "The quotient is {q} and the remainder is {r}.",
 )  # fmt: skip
 DIVISION_FORMS_WRONG = (
     "{r}余{q}", "{q}...{q}", "{q}", "{q}, {r}", "{q} or {r}", "{q} remainder not {r}", "{q} R -{r}", "{q}.{r}",
@@ -208,6 +212,15 @@ def test_a_question_that_asks_for_a_rounded_number() -> None:
     assert score("≈3", "3", {"question": "Round to the nearest whole number: 2.9"})["status"] == "ok"
     assert score("≈3.14", "3.14")["status"] == "ok"
     assert score("37÷5=7……2", "7……2")["status"] == "ok" and score("38÷5=7……2", "7……2")["status"] == "wrong"
+
+
+def test_boxes_in_a_row_for_other_types() -> None:
+    assert score(r"\boxed{True}, \boxed{False}", False)["status"] == "wrong"
+    assert score(r"\boxed{False}, \boxed{False}", False)["status"] == "ok"
+    assert score(r"\boxed{3}, \boxed{5}", ["5"], {"type": "blanks"})["status"] == "wrong"
+    assert score(r"\boxed{3}, \boxed{5}", ["3", "5"], {"type": "blanks"})["status"] == "ok"
+    assert score_count(r"\boxed{2}, \boxed{3}", 3)["status"] == "wrong"
+    assert score_count(r"\boxed{3} \boxed{3}", 3)["status"] == "ok"
 
 
 def test_reading_of_forms() -> None:

@@ -56,6 +56,8 @@ _CONCLUSION = re.compile(
     rf"(?:(?:the\s+)?(?:(?:correct|right|best|final)\s+)?(?:answer|option|choice)s?\s*(?:is|are|must\s+be|:)?\s*)?"
     rf"(?P<so>{_LETTERS})$"
     rf"|(?:^|[,;:.]\s*)(?:that|this|which)\s+leaves\s+(?:only\s+|us\s+with\s+)?(?:option\s+)?(?P<left>\(?[A-H]\)?)$"
+    r"|[,;:.]\s*(?:which\s+)?(?:making|makes)\s+(?:option\s+)?(?P<made>\(?[A-H]\)?)\s+(?:the\s+)?"
+    r"(?:correct|right|best)(?:\s+(?:answer|option|choice))?$"
     rf"|(?:^|[,;:.。]\s*)(?:综上(?:所述)?|故|所以|因此|因而|于是|可见|可知|∴)?,?(?:答案|本题|此题|该题|这道?题|正确(?:答案|选项))?"
     rf"(?:的?(?:正确)?(?:答案|选项))?,?(?:应该?|应当|只能|就|必须)?选(?:择|项|取)?(?:是|为|:)?\s*(?P<chosen>{_LETTERS})\s*(?:选?项)?$",
     re.IGNORECASE,
@@ -73,7 +75,7 @@ def concluded(text: str) -> set[str] | None:
         return None
     match = _CONCLUSION.search(line)
     if match:
-        named, context = match["so"] or match["left"] or match["chosen"], line[: match.start()]
+        named, context = match["so"] or match["left"] or match["made"] or match["chosen"], line[: match.start()]
     elif match := _RIGHT.search(line):
         named, context = match["right"], half_width(text)[-2000:][: -len(line)] + line[: match.start()]
     else:
@@ -206,6 +208,7 @@ _NAMED = re.compile(
     r"(?:(?:so|thus|therefore|hence)\s*,?\s+)?(?:(?:it|that|this|they|these|those)|(?:the|this|that|such\s+an?)\s+[a-z]+(?:\s+[a-z]+)?)"
     r"(?:['’](?:s|re)|\s+is|\s+are)\s+(?:(?:also|usually|commonly|generally)\s+)?"
     r"(?:called|known\s+as|named|termed|referred\s+to\s+as)\s+(?P<en>[^,，。.;；]+)"
+    r"|(?:so\s+)?we\s+call\s+(?:it|this|that)\s+(?P<we>[^,，。.;；]+)"
     r"|(?:it|that|this)['’]s\s+(?P<its>[^,，。.;；]+)"
     r"|(?:所以|因此)?,?(?:[这那此该其]|它)[一-鿿]{0,6}?(?<![不没])(?:被?(?:称为|称作|称之为|叫做|叫作|叫|命名为)|就?是)(?P<han>[^,，。.;；是不]+)",
     re.IGNORECASE,
@@ -216,7 +219,7 @@ def named(text: str) -> str:
     """``photosynthesis`` of "It is called photosynthesis."; '' where the last sentence names nothing."""
     line = re.split(r"(?<=[.!?])\s+(?=[A-Z])|(?<=[。！？])", text.rstrip(" .。!").rsplit("\n", 1)[-1])[-1].strip()
     match = _NAMED.fullmatch(line) if len(line) <= MAX_LINE else None
-    said = (match["en"] or match["its"] or match["han"]).strip() if match else ""
+    said = (match["en"] or match["we"] or match["its"] or match["han"]).strip() if match else ""
     return "" if _UNSURE.search(line) else said
 
 

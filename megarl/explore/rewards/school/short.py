@@ -23,7 +23,7 @@ _RATIO_IN_WORDS = re.compile(r"(\d+)\s*(?:比|to)\s*(\d+)")
 
 _DOTS = r"(?:…{1,2}|⋯{1,2}|\.{3,6}|·{3,6}|\\[lc]?dots\s*(?:\\[lc]?dots)?)"
 _DIVISION = re.compile(
-    r"(?:(?P<dividend>\d+)\s*(?:÷|/|\\div)\s*(?P<divisor>\d+)\s*=\s*)?(?:商(?:是|为)?|quotient(?:\s+(?:is|of))?:?\s*)?"
+    r"(?:(?P<dividend>\d+)\s*(?:÷|/|\\div)\s*(?P<divisor>\d+)\s*=\s*)?(?:商(?:是|为)?|(?:the\s+)?quotient(?:\s+(?:is|of))?:?\s*)?"
     r"\s*(?P<quotient>\d+)\s*[,，、;]?\s*(?:and\s+|with\s+)?(?:an?\s+|the\s+)?"
     rf"(?:{_DOTS}|余数?(?:是|为)?|remainder(?:\s+(?:is|of))?:?|rem\.?|r\.?)\s*(?P<remainder>\d+)",
     re.IGNORECASE,
@@ -43,6 +43,11 @@ def _division(text: str) -> tuple[int, int] | None:
     if match["dividend"] and int(match["dividend"]) != quotient * int(match["divisor"]) + remainder:
         return None
     return quotient, remainder
+
+
+def states_division(gold: str, line: str) -> bool:
+    """Return True if a whole line is the division with remainder ``gold``: 商是7，余数是2."""
+    return bool(division := _division(gold)) and _division(line) == division
 
 
 def _as_asked(gold: str, pred: str) -> str:

@@ -27,7 +27,7 @@ from megarl.explore.rewards.school import final as k12_final
 from megarl.explore.rewards.school import options as k12_options
 from megarl.explore.rewards.school import read as k12_read
 from megarl.explore.rewards.school import truth as k12_truth
-from megarl.explore.rewards.school.short import same_short
+from megarl.explore.rewards.school.short import same_short, states_division
 
 TYPES = ("choice", "multiple_choice", "blanks", "true_false", "short")
 _FORMULA = re.compile(r"[\d\\=^]|[零一二两三四五六七八九十]|\bhalf\b")
@@ -277,6 +277,8 @@ def _true_false(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -
     gold = truth if isinstance(truth, bool) else k12_truth.truth(str(truth))
     if gold is None:
         return verdict("error", pred, f"ground_truth {truth!r:.80} is neither true nor false")
+    if row := k12_final.boxes_in_a_row(response):
+        return _judge(pred, float(all(k12_truth.truth(box) is gold for box in row)))
     return _judge(pred, float(_judgement(response, pred) is gold))
 
 
@@ -301,6 +303,9 @@ def _blanks(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> di
     found = [content for _, content in boxes(after_thinking(response))]
     if len(parts) != len(golds) and len(found) == len(golds):
         parts = found
+    row = k12_final.boxes_in_a_row(response)
+    if len(set(row)) > len(golds):  # "\\boxed{3}, \\boxed{5}" for one blank
+        parts = row
     numbered = k12_read.numbered(unmarked(response).rsplit("\n", 1)[-1])
     if len(numbered) == len(golds) > 1:  # 第一空填3，第二空填5
         parts = numbered
@@ -357,6 +362,9 @@ def _said_short(text: str, pred: str, golds: list[str], convert: bool) -> bool:
     if pair := k12_final.beside_refused(pred):
         said, refused = pair
         return _any_short(golds, said, convert) and not _any_short(golds, refused, convert)
+    line = text.rsplit("\n", 1)[-1]
+    if any(states_division(gold, line) for gold in golds):
+        return True
     said = text and (k12_final.named(text) or k12_final.text_before_explanation(text))
     return bool(said) and _any_short(golds, said, convert)
 

@@ -14,6 +14,7 @@ from megarl.explore.rewards.answer.extract import extract, unmarked
 from megarl.explore.rewards.math import verifier as math_verifier
 from megarl.explore.rewards.school import read as k12_read
 from megarl.explore.rewards.school import verifier as k12
+from megarl.explore.rewards.school.final import boxes_in_a_row
 from megarl.explore.rewards.vision.boxes import (
     SCALES,
     Numbers,
@@ -142,8 +143,8 @@ def score_count(solution_str: str, ground_truth: Any, extra_info: Mapping[str, A
     except ValueError as error:
         return _error(str(error))
     pred = extract(solution_str)
-    count = read_count(pred)
-    return _right(count == gold, pred)
+    counts = {read_count(text) for text in boxes_in_a_row(solution_str) or [pred]}
+    return _right(counts == {gold}, pred)
 
 
 # ---------------------------------------------------------------- text and documents
