@@ -73,6 +73,8 @@ LETTER_FORMS_WRONG = (
     r"\boxed{{{x}}} and \boxed{{{y}}}",
     r"\boxed{{{x}}} or \boxed{{{y}}}",
     "That leaves {x} or {y}.",
+    "小明认为，本题选{x}",
+    "小明说：选{x}",
 )
 
 SEVERAL_FORMS = (
@@ -150,6 +152,8 @@ WAY_FORMS = (
     "≈{n}",
     r"\boxed{{\approx {n}}}",
     r"\boxed{{{m}}}, \boxed{{{n}}}",
+    "{n}\nSince this does not work, {m}",
+    "{n}\n\nSolution: x = {m}",
 )
 """Wrong for ``n``."""
 NUMBER_FORMS = (
@@ -204,6 +208,8 @@ def test_an_option_by_its_text_beside_a_refused_one() -> None:
         ("Not Paris, but Rome.", False),
         ("B. Paris\nBecause Paris is the largest.", True),
         ("B. Rome\nBecause Rome is the largest.", False),
+        ("B\n\nExplanation: Paris is small; it is Rome.", False),
+        ("B. Paris\nBecause Rome is the capital, choose Rome.", False),
     ):
         assert score(text, "B", cities)["status"] == ("ok" if right else "wrong"), text
 

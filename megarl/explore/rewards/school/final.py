@@ -28,12 +28,12 @@ _ALONE = re.compile(r"(?<![A-Za-z])(?:A(?![A-Za-z'’]|\s+[a-z]{3,}(?<!are)(?<!a
 _UNDECIDED = re.compile(
     r"\b(?:if|unless|whether|either|maybe|perhaps|possibly|probably|might|could|would|may|suppose|assum\w+|guess\w*|"
     r"claim\w*|argu\w+|says?|said|thinks?|thought|wait|actually|sorry|unsure|doubt\w*|mistake\w*|mistaken\w*|correction)\b"
-    r"|[?？]|如果|假如|假设|若|除非|要是|可能|也许|或许?|是否|[吗么呢]|等等|其实|更正|改[选为]|怀疑|有人|误[选认以]",
+    r"|[?？]|如果|假如|假设|若|除非|要是|可能|也许|或许?|是否|[吗么呢]|等等|其实|更正|改[选为]|怀疑|(?<!我)(?<!我们)(?:认为|觉得)|说\s*[,:，：]|有人|误[选认以]",
     re.IGNORECASE,
 )
 _TAKEN_BACK = re.compile(
     r"\b(?:wait|actually|sorry|correction|mistaken?|on\s+second\s+thought|instead)\b|更正|等等|其实|改选|我错|应[该当]?是\s*[A-H]"
-    r"|(?:^|[,.;\s])不[对是][,.;\s]",
+    r"|(?:^|[,.;\s])不[对是][,.;\s]|\b(?:choose|pick|select)\b|\b(?:choice|answer|option)\s+(?:is|would|should)\b",
     re.IGNORECASE,
 )
 
@@ -102,6 +102,14 @@ _HEADED = re.compile(
 )
 
 
+_COUNTERS = re.compile(
+    rf"{_TAKEN_BACK.pattern}|\b(?:not|no|too|wrong|incorrect|false|try|tries|fails?|so|therefore|thus|hence|then|solution)\b"
+    r"|n['’]t\b|[=?？不没错非]|所以|因此|应",
+    re.IGNORECASE,
+)
+"""Found in what follows a short answer where that may be no explanation of it."""
+
+
 def _explained(text: str) -> tuple[str, str] | None:
     """(answer, rest) of an answer that its explanation follows."""
     if "\n" not in text and "【" not in text:
@@ -119,7 +127,8 @@ def letters_before_explanation(text: str, options: Mapping[str, str], several: b
         return None
     letters = k12_options.named(found[0], options, several)
     rest = half_width(found[1])[-4000:]
-    if not letters or _TAKEN_BACK.search(rest) or not _supports(rest, letters):
+    others = [text for letter, text in options.items() if letter not in (letters or ()) and text.strip() in rest]
+    if not letters or others or _TAKEN_BACK.search(rest) or not _supports(rest, letters):
         return None
     return letters
 
@@ -127,9 +136,9 @@ def letters_before_explanation(text: str, options: Mapping[str, str], several: b
 def text_before_explanation(text: str) -> str:
     """``Paris`` of "Paris", a line break and "Explanation: …"; '' for another text, and for one that is taken back."""
     found = _explained(text)
-    return (
-        "" if found is None or _TAKEN_BACK.search(found[1]) or _UNDECIDED.search(found[0]) else found[0].rstrip(".。")
-    )
+    if found is None or len(found[1]) > MAX_LINE or _COUNTERS.search(found[1]) or _UNDECIDED.search(found[0]):
+        return ""
+    return found[0].rstrip(".。")
 
 
 # ---------------------------------------------------------------- boxes in a row
@@ -143,7 +152,7 @@ _BETWEEN_BOXES = re.compile(
 def boxes_in_a_row(response: str) -> list[str]:
     """The last boxes of a response that stand in one list; [] for fewer than two. Boxes with "or" between them are one
     text."""
-    if len(re.findall(r"\\(?:boxed|fbox)", response)) < 2:
+    if response.count("\\boxed") + response.count("\\fbox") < 2:
         return []
     text = after_thinking(response)
     found = [(end, content if (inner := last_box(content)) is None else inner) for end, content in boxes(text)]

@@ -29,14 +29,14 @@ _DIVISION = re.compile(
     re.IGNORECASE,
 )
 
+_REST = re.compile(r"\d.*?(?:[…⋯余Rr]|\.\.|··|dots).*\d")
+
 
 def _division(text: str) -> tuple[int, int] | None:
     """(quotient, remainder) of ``7……2``, 7余2, "7 remainder 2" and "7 R 2"; None for a text that gives none."""
-    match = (
-        _DIVISION.fullmatch(re.sub(r"\$|\\text\s*\{([^{}]*)\}", r"\1", text).strip().rstrip(".。"))
-        if len(text) < 80
-        else None
-    )
+    if len(text) >= 80 or not _REST.search(text):
+        return None
+    match = _DIVISION.fullmatch(re.sub(r"\$|\\text\s*\{([^{}]*)\}", r"\1", text).strip().rstrip(".。"))
     if match is None:
         return None
     quotient, remainder = int(match["quotient"]), int(match["remainder"])

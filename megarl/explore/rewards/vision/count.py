@@ -58,14 +58,14 @@ _NONE = re.compile(
     re.IGNORECASE,
 )
 _THINGS = (
-    r"(?!(?:(?!in\b|on\b)[a-z]+\s+)*(?:image|picture|photo|photograph|figure|diagram|attachment|file|but|and|or|"
+    r"(?!(?:(?!in\b|on\b)[a-z]+\s+)*(?:image|picture|photo|photograph|figure|diagram|attachment|file|difference|reason|number|problem|but|and|or|"
     rf"other|besides|except|more|less|beyond|without|clearly|{_WORDS})s?\b)[a-z ]{{1,40}}"
 )
 _UNSEEN = re.compile(
     rf"(?:I|we|you)\s+(?:(?:do\s+not|don\s?t|can\s?not|can\s?t|could\s?n\s?t)\s+(?:see|find|spot)\s+any|"
     rf"(?:can\s+)?(?:see|find|spot|count)\s+no)\s+{_THINGS}"
     rf"|no\s+{_THINGS}\s+(?:is|are|can\s+be)\s+(?:visible|seen|shown|present|there)(?:\s+in\s+the\s+\w+)?"
-    r"|(?:我|[图画][片像面]?[中里上]?)?(?:没有?看[到见]|看不[到见]|找不到|未见)(?:任何|有)?(?![^,，。]*[图像片])[一-鿿]{1,8}",
+    r"|(?:我|[图画][片像面]?[中里上]?)?(?:没有?看[到见]|看不[到见]|找不到|未见)(?:任何|有)?(?![^,，。]*(?:[图像片]|数量|区别|不同|清楚))[一-鿿]{1,8}",
     re.IGNORECASE,
 )
 """Sentence that denies a thing: "I don't see any dogs", 没有看到狗. "I can't see any image" denies no thing."""
