@@ -19,7 +19,7 @@ from megarl.explore.rewards.math.compare import MAX_ANSWER, equal
 TIME_LIMIT_S = 3.0
 """CPU time of one verification: a verdict does not depend on the machine's load. ``reward.timeout_s`` limits the wall
 time."""
-FORMATS = ("any", "box", "hashes")
+FORMATS = ("any", "box", "hashes", "line")
 MathScorer = Callable[[str, Any, dict[str, Any] | None], dict[str, Any]]
 
 
@@ -203,6 +203,11 @@ def scorer(rest: str) -> MathScorer:
 def named(rest: str) -> MathScorer:
     """The scorer of a known data set's rows, whatever follows its prefix."""
     return _scorer("any")
+
+
+def lined(rest: str) -> MathScorer:
+    """Score as ``named`` does; the last ``Answer:`` line counts before any box, as DAPO's prompt asks."""
+    return _scorer("line")
 
 
 def boxed(rest: str) -> MathScorer:
