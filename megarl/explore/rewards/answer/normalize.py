@@ -87,6 +87,8 @@ _REPLACEMENTS = [
     for pattern, to in (
         (r"\\left\s*\.|\\right\s*\.", ""),
         (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits|rm|bf|it)(?![a-zA-Z])", ""),
+        (r"\\(?:color|textcolor|colorbox)\s*(?:\[\w+\]\s*)?\{[\w!. -]*\}", " "),
+        (r"\\(?:tiny|small|normalsize|[lL]arge|LARGE|[hH]uge|underline)(?![a-zA-Z])", " "),
         (r"^\s*\\(?:therefore|implies|Rightarrow|because)(?![a-zA-Z])", ""),
         (r"\\colon(?![a-zA-Z])|\{:\}", ":"),
         (r"\{\s*([^{}]+?)\s*\\over(?![a-zA-Z])\s*([^{}]+?)\s*\}", r"\\frac{\1}{\2}"),
@@ -156,6 +158,13 @@ _REPLACEMENTS = [
 
 _VALUES = re.compile(r"[=<>]|\\(?:leq|geq|neq|in|approx|pm|mp)(?![a-zA-Z])|(?<![\^_\d])(?<![\^_]\{)\d")
 """Signs of what \\lor and \\land list: equations, inequalities, numbers. Without any they join statements."""
+_OVER = re.compile(r"(?P<name>.*=)?(?P<sign>\s*-)?(?P<top>.+?)\\over(?![a-zA-Z])(?P<bottom>.+)", re.DOTALL)
+"""``1 \\over 4`` that no braces enclose."""
+_NAMELESS_UNIT = re.compile(
+    r"(?<=[\d)}\]!])(\s?[a-z]|\\pi|\\infty)?\s*(?:\s(?:(?:square|sq\.?|cubic|cu\.?)\s+)?units?"
+    r"(?:\s*\^\s*\{?[23]\}?|\s+(?:squared|cubed))?|\s?(?:平方|立方|个)?单位)$"
+)
+"""``square units``, which name no unit."""
 _ANGLE = re.compile(r"\\angle\s*([A-Z])\s*([A-Z])\s*([A-Z])(?![A-Za-z'_])")
 
 
@@ -198,6 +207,11 @@ def _clean(text: str) -> str:
         text = re.sub(r"\s*\\lor(?![a-zA-Z])\s*", " or ", text)
         text = re.sub(r"\s*\\land(?![a-zA-Z])\s*", " and ", text)
     text = text.strip().rstrip(".,;: ").strip()
+    if r"\over" in text and (over := _OVER.fullmatch(text)) and _balanced(over["top"], over["bottom"]):
+        fraction = rf"\frac{{{over['top'].strip()}}}{{{over['bottom'].strip()}}}"
+        text = f"{over['name'] or ''}{over['sign'] or ''}{fraction}"
+    if "unit" in text or "单位" in text:
+        text = _NAMELESS_UNIT.sub(lambda match: match[1] or "", text)
     while len(text) > 2 and text[0] == "{" and text.endswith("}") and _one_group(text):
         text = text[1:-1].strip()
     return text
@@ -207,6 +221,11 @@ def _angle(match: re.Match[str]) -> str:
     """``\\angle B_{AC}`` for ABC and CBA, which algebra would take for a product, the same as that of ACB."""
     first, vertex, last = match.groups()
     return rf"\angle {vertex}_{{{min(first, last)}{max(first, last)}}}"
+
+
+def _balanced(*texts: str) -> bool:
+    """Return True if each text closes its braces, and holds no further ``\\over``."""
+    return all(text.count("{") == text.count("}") and r"\over " not in f"{text} " for text in texts)
 
 
 def _one_group(text: str) -> bool:
