@@ -27,11 +27,19 @@ MARKED = [
     "Ans: $%$",
     "**Answer** = $%$",
     "答案：$%$ ✅",
+    "Answer: ✅ $%$",
+    "👉 Answer: $%$",
+    "Answer ⟹ $%$",
+    "Answer: $%$</s>",
+    "Answer: $%$, as required.",
+    "Answer: option C, $%$",
 ]
 """``%`` is the answer."""
 SAID = ["The answer is $%$ ✔", "So the value is **$%$**. ■", "答案是$%$。🎉"]
 BOXED = [r"\boxed{%} ✅", r"\boxed{%}. $\square$", r"First \boxed{9}, then \boxed{%}", r"**\boxed{%}**"]
 HASHED = ["#### %", r"#### \boxed{%}", r"#### $\boxed{%}$", "#### % ✅", "#### **%**", r"#### The answer is \boxed{%}."]
+HASHED += ["#### Answer: $%$", "#### The answer is $%$."]
+HEADED = ["#### Step 2: Add\nWe add.\n\nAnswer: $%$", "#### Final Answer\n$%$", "#### Solution:\nThe value is $%$."]
 
 
 def misjudged(source: str, forms: list[str], values: list[tuple[str, str]]) -> list[str]:
@@ -48,8 +56,8 @@ def misjudged(source: str, forms: list[str], values: list[tuple[str, str]]) -> l
 @pytest.mark.parametrize(
     ("source", "forms"),
     [
-        ("math", MARKED + SAID + BOXED),
-        ("math_dapo", MARKED + SAID + BOXED),
+        ("math", MARKED + SAID + BOXED + HASHED + HEADED),
+        ("math_dapo", MARKED + SAID + BOXED + HASHED + HEADED),
         ("openai/gsm8k", HASHED),
         ("lighteval/MATH", BOXED),
     ],
@@ -98,6 +106,20 @@ def test_marks_that_are_the_answer_stay(text: str) -> None:
 
 
 EARNS = ["She earns **$%** per day.", "There are **%** apples.", "Therefore the total is **%** dollars. ✅"]
+
+
+def test_a_factorial_is_no_exclamation() -> None:
+    assert compute_score("math", "Answer: $5!$", "5")["status"] == "wrong"
+    assert compute_score("math", "Answer: $5!$", "5!")["status"] == "ok"
+    assert compute_score("math", "Answer: $5$!", "5")["status"] == "ok"
+
+
+@pytest.mark.parametrize(
+    "sign", ["👉", "✅ ", r"\blacksquare", "#### Step 1:\n", "Answer: ", "Ans. ", "**", r"1 \over "]
+)
+def test_many_marks_cost_little(sign: str) -> None:
+    for source in ("math", "math_dapo", "openai/gsm8k"):
+        assert compute_score(source, sign * 10_000, "73")["status"] == "wrong"
 
 
 def test_a_bold_number_in_the_last_sentence() -> None:

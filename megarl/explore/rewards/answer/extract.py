@@ -39,14 +39,14 @@ _PHRASE = re.compile(
     r"\s*(?:\*\*)?",
     re.IGNORECASE,
 )
-_SENTENCE_END = re.compile(r"\n|[。！!?？](?!\d)|\.(?=\s+[A-Z一-鿿]|\s*$)")
+_SENTENCE_END = re.compile(r"\n|[。！?？](?!\d)|!(?!\d|\$|\\\))|\.(?=\s+[A-Z一-鿿]|\s*$)")
 _REASON = re.compile(
-    r"\s*,?\s*\b(?:because|since|which\s+is|so\s+that|I\s+hope)\b.*|[，,]\s*(?:因为|所以|因此).*",
+    r"\s*,?\s*\b(?:because|since|which\s+is|so\s+that|I\s+hope|as\s+(?:required|desired|claimed))\b.*|[，,]\s*(?:因为|所以|因此).*",
     re.IGNORECASE | re.DOTALL,
 )
 _INLINE = re.compile(r"\$\$([^$]+)\$\$|(?<!\\)\$([^$]+)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]")
 _DISPLAY = re.compile(r"\$\$([^$]+)\$\$|\\\[(.+?)\\\]", re.DOTALL)
-_TAIL = re.compile(r"(?:\s*(?:I hope (?:it|this) is correct\.?|<\|[a-z_]+\|>\w*))+\s*$")
+_TAIL = re.compile(r"(?:\s*(?:I hope (?:it|this) is correct\.?|<\|[a-z_]+\|>\w*|<(?:/s|end|eos|end_of_turn)>))+\s*$")
 _LAST_SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z])|(?<=[。！？])(?=.)")
 _LETTERS = re.compile(r"\W*(?:[A-H]\b\W*){2,}")
 _ADVERB = re.compile(r"^(?:therefore|thus|hence|simply|just|clearly|then|now)\b[,\s]*", re.IGNORECASE)
@@ -141,8 +141,8 @@ def extract(response: str, answer_format: str = "any") -> str:
     text = after_thinking(response)
     if answer_format == "line":
         line = _line(text)
-        return marks.undecorated(_any(text, "any") if line is None else line)
-    return marks.undecorated(_any(text, answer_format))
+        return marks.unled(marks.undecorated(_any(text, "any") if line is None else line))
+    return marks.unled(marks.undecorated(_any(text, answer_format)))
 
 
 def _any(text: str, answer_format: str) -> str:
@@ -152,7 +152,9 @@ def _any(text: str, answer_format: str) -> str:
         inner = last_box(content)
         found.append((end, content if inner is None else inner))
     if answer_format in ("any", "hashes") and (lines := list(_HASHES.finditer(text))):
-        found.append((lines[-1].end(), _of_hashes(lines[-1].group(1))))
+        heads = answer_format == "any" and marks.HEADING.fullmatch(lines[-1].group(1))
+        if not (heads and _WRITTEN.search(text, lines[-1].end())):
+            found.append((lines[-1].end(), _of_hashes(lines[-1].group(1))))
     if answer_format == "any" and (tag := last_tag(text)):
         inner = last_box(tag[1])
         found.append((tag[0], _loose(tag[1]) if inner is None else inner))
@@ -165,6 +167,8 @@ def _of_hashes(line: str) -> str:
     """The box in a ``####`` line, unless a number stands before it, or the line."""
     box = _BOX.search(line)
     inner = last_box(line) if box and not re.search(r"\d", line[: box.start()]) else None
+    if inner is None and _PHRASE.search(line):
+        return _loose(line)
     return line if inner is None else inner
 
 

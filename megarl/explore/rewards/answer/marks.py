@@ -6,7 +6,7 @@ import re
 
 NAMES = r"\bans(?:wers?\b|\b\.?)"
 """Names of a final answer before a sign of ``SIGNS``."""
-SIGNS = r":|：|=|→|⇒|->|=>|\$?\\(?:to|rightarrow|Rightarrow|implies)(?![a-zA-Z])\$?|(?<=\s)[-–—](?=\s)"
+SIGNS = r":|：|=|[→⇒➜➔⟶⟹]|->|=>|\$?\\(?:to|rightarrow|Rightarrow|implies)(?![a-zA-Z])\$?|(?<=\s)[-–—](?=\s)"
 _BOLD = r"(?:\*\*|__|[*_])?"
 _CHINESE = r"(?:正确|最终|最后)?的?(?:答案|结果)"
 LINE = re.compile(
@@ -23,6 +23,14 @@ _DECORATION = re.compile(
     rf"(?:\s*(?:(?<=[\s.$*)}}\]。])(?:\$\$?\s*(?:{_ENDS})\s*\$\$?|\\\(\s*(?:{_ENDS})\s*\\\)|{_ENDS})"
     rf"|(?<![,;、，；])(?:{PICTURES}|{CHECKS})))+\s*$"
 )
+_LEADING = re.compile(rf"^(?:(?:{PICTURES}|{CHECKS}|[👉➡▶])\s*)+(?=[^\s,;、，；])")
+_HEADINGS = """step part case solution explanation verification check conclusion method approach reasoning analysis
+problem summary given final answer result"""
+HEADING = re.compile(
+    rf"[\s*]*(?:\d+[.)]\s*)?(?:{'|'.join(_HEADINGS.split())})\b(?:\s+(?:\d+|answer|result|[A-Z]))?[\s*]*(?:[:：].*|$)",
+    re.IGNORECASE,
+)
+"""Text of a ``####`` line that heads a section, and is no answer."""
 _BOLD_WORDS = re.compile(r"(?<![\w)*])\*\*(?=[^\s*])([^*\n]*[^\s*])\*\*(?![\w(*])")
 
 
@@ -38,6 +46,11 @@ def undecorated(text: str) -> str:
 
 
 _ENDINGS = ("square", "qed", "qedsymbol", "checkmark")
+
+
+def unled(text: str) -> str:
+    """A text without check marks and pictures before it."""
+    return _LEADING.sub("", text) if text and text[0] > "\u2000" and not re.search(CHECKS, text[1:]) else text
 
 
 def without_bold(text: str) -> str:

@@ -86,9 +86,11 @@ _REPLACEMENTS = [
     (re.compile(pattern), to)
     for pattern, to in (
         (r"\\left\s*\.|\\right\s*\.", ""),
-        (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits|rm|bf|it)(?![a-zA-Z])", ""),
-        (r"\\(?:color|textcolor|colorbox)\s*(?:\[\w+\]\s*)?\{[\w!. -]*\}", " "),
-        (r"\\(?:tiny|small|normalsize|[lL]arge|LARGE|[hH]uge|underline)(?![a-zA-Z])", " "),
+        (
+            r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits|rm|bf|it|tiny|small|normalsize|[lL]arge|LARGE|[hH]uge"
+            r"|underline)(?![a-zA-Z])",
+            "",
+        ),
         (r"^\s*\\(?:therefore|implies|Rightarrow|because)(?![a-zA-Z])", ""),
         (r"\\colon(?![a-zA-Z])|\{:\}", ":"),
         (r"\{\s*([^{}]+?)\s*\\over(?![a-zA-Z])\s*([^{}]+?)\s*\}", r"\\frac{\1}{\2}"),
@@ -158,6 +160,7 @@ _REPLACEMENTS = [
 
 _VALUES = re.compile(r"[=<>]|\\(?:leq|geq|neq|in|approx|pm|mp)(?![a-zA-Z])|(?<![\^_\d])(?<![\^_]\{)\d")
 """Signs of what \\lor and \\land list: equations, inequalities, numbers. Without any they join statements."""
+_COLOUR = re.compile(r"\\(?:color|textcolor|colorbox)\s*(?:\[\w+\]\s*)?\{[\w!. -]*\}")
 _OVER = re.compile(r"(?P<name>.*=)?(?P<sign>\s*-)?(?P<top>.+?)\\over(?![a-zA-Z])(?P<bottom>.+)", re.DOTALL)
 """``1 \\over 4`` that no braces enclose."""
 _NAMELESS_UNIT = re.compile(
@@ -200,6 +203,8 @@ def _clean(text: str) -> str:
         text, changed = _WORDS.subn(r" \1 ", text)
         if not changed:
             break
+    if "color" in text:
+        text = _COLOUR.sub(" ", text)
     for pattern, to in _REPLACEMENTS:
         text = pattern.sub(to, text)
     text = _ANGLE.sub(_angle, text)

@@ -40,7 +40,7 @@ _TUPLE_NAME = re.compile(
 )
 _CHOICE = re.compile(r"\(?\s*([A-J])\s*\)?\s*(?:[.:)]\s*\S.*|\([^()]*\))?", re.DOTALL)
 
-_LABEL = re.compile(r"\(\s*[A-J]\s*\)|[A-J](?:\s*\)|[.:](?=\s))")
+_LABEL = re.compile(r"(?i:option|choice)\s+[A-J]\s*[,:]|\(\s*[A-J]\s*\)|[A-J](?:\s*\)|[.:](?=\s))")
 _LABEL_AFTER = re.compile(r"\(\s*(?:(?i:option|choice|answer)\s+|选项)?[A-J]\s*\)$")
 _NUMERAL = re.compile(
     rf"(?:{'|'.join([*NUMERALS, *TENS, 'minus', 'negative'])})\b|负?[一二两三四五六七八九十百千]", re.IGNORECASE
@@ -96,15 +96,16 @@ def _as_written_by(gold: str, pred: str) -> str:
 
 def _converted(gold: str, pred: str, question: str) -> bool:
     """Return True if two values are equal in units of one dimension, unless the question asks for one of the units."""
+    first = quantity(gold)
+    bare, unit = ("", first.unit) if first else _without_unit(gold)
+    if not unit or measures.asks_for_unit(question):
+        return False
     sides = _outer(pred, _EQUALS)
     if len(sides) == 2 and sides[0] and _is_lhs(sides[0]):
         pred = sides[1]
-    first, second = quantity(gold), quantity(pred)
-    if first and not first.unit or measures.asks_for_unit(question):
-        return False
-    if first or second:
+    if first or quantity(pred):
         return bool(first and measures.same(gold, pred, convert=True))
-    (gold, unit), (pred, other) = _without_unit(gold), _without_unit(pred)
+    gold, (pred, other) = bare, _without_unit(pred)
     times = measures.ratio(unit, other) if unit and other and unit != other else None
     if times is None or not math_worked.worked_out(pred):
         return False
@@ -129,7 +130,7 @@ def _same(gold: Expression, pred: Expression) -> bool:
         return _joined_by(gold) == _joined_by(pred) and _same_unordered(gold.items, pred.items)
     if "," in gold.text + pred.text and {gold.kind, pred.kind} == {"atom", "list"}:  # 100,200 may be a list after all
         gold, pred = _as_list(gold), _as_list(pred)
-    if _defines(gold) and pred.kind == "list" and not any(_EQUALS.search(item.text) for item in pred.items):
+    if pred.kind in ("list", "set") and _defines(gold) and not any(_EQUALS.search(item.text) for item in pred.items):
         return not pred.solutions and _same_ordered(gold.items, pred.items)
     if gold.kind in ("list", "set") and pred.kind in ("list", "set"):
         return _same_unordered(gold.items, pred.items) or _same_shared_name(gold, pred)
