@@ -287,6 +287,7 @@ _SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9
 _CHINESE_SCALES = {"百": 100, "千": 10**3, "万": 10**4, "亿": 10**8}
 
 
+@functools.lru_cache(maxsize=256)
 def quantity(text: str) -> Quantity | None:
     """The number that a cleaned text is, with at most a unit after it; None for everything else."""
     match = _NUMBER.match(text) if len(text) <= 2 * MAX_DIGITS else None

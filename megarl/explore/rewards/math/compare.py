@@ -80,6 +80,8 @@ def lacks_percent(gold: str, pred: str, question: str = "") -> bool:
 def _as_written_by(gold: str, pred: str) -> str:
     """A prediction without what the gold leaves out: an option's letter, a numeral in words, the constant's other
     name."""
+    if not (pred[0] == "(" or pred[0].isalpha() or pred[-1] in ")cKk"):
+        return pred
     if not re.search(r"[A-J]", gold) and (label := _LABEL.match(pred) or _LABEL_AFTER.search(pred)):
         bare = (pred[: label.start()] + pred[label.end() :]).strip()
         if bare and not re.search(r"[A-J]", bare):
