@@ -70,7 +70,7 @@ def _factor(symbol: str) -> tuple[Fraction, str] | None:
 
 
 def ratio(unit: str, other: str) -> Fraction | None:
-    """How many ``unit`` one ``other`` is; None for units that are not of one dimension."""
+    """Return the number of ``unit`` in one ``other``; None for units that are not of one dimension."""
     first, second = _factor(unit), _factor(other)
     return second[0] / first[0] if first and second and first[1] == second[1] else None
 

@@ -261,3 +261,10 @@ def only_rough(gold: str, pred: str, question: str) -> bool:
     return (
         bool(_ROUGH.match(pred)) and not re.search(r"[.≈~～≒约]|\\approx", gold) and not _ASKS_ROUGHLY.search(question)
     )
+
+
+def without_rough(pred: str, question: str) -> str:
+    """Return a prediction without its sign ``≈`` where the question asks for rounding."""
+    if _ROUGH.match(pred) and _ASKS_ROUGHLY.search(question):
+        return re.sub(r"≈|\\approx|≒|~|～", "", pred, count=1)
+    return pred

@@ -352,6 +352,7 @@ def _short(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> dic
     question = str(info.get("question") or info.get("problem") or "")
     if any(k12_final.only_rough(gold, pred, question) for gold in golds):
         return _judge(pred, 0.0)
+    pred = k12_final.without_rough(pred, question)
     if re.fullmatch(r"\d+", pred) and text.strip() != pred and k12_final.counts_the_way(text):
         return _judge(pred, 0.0)
     return _judge(pred, float(_any_short(golds, pred, convert) or _said_short(text, pred, golds, convert)))
