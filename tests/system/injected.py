@@ -341,7 +341,7 @@ def all_asked_to_stop(injured: Injured) -> str:
 
 def asked_to_stop_without_engine(injured: Injured) -> str:
     os.kill(injured.engine, signal.SIGKILL)
-    noticed = "an engine died in a weight sync"
+    noticed = "engine 0 was ended by signal 9"
     before = injured.job.output.read_text().count(noticed)
     injured.job.until(lambda: injured.job.output.read_text().count(noticed) > before, noticed, poll_s=0.01)
     injured.job.signal(signal.SIGTERM)

@@ -389,6 +389,23 @@ def test_a_colocated_engine_starts_on_the_gpu_of_a_trainer_rank(url: str) -> Non
     assert job.machine.lives("engine 0")
 
 
+def test_engines_on_two_nodes_have_gpus_of_one_number(url: str) -> None:
+    job, other = Supervised(url), Machine()
+    other.rank = 1
+    [engine] = job.units.members("engine 1")
+    assert engine.spec is not None
+    spec = dataclasses.replace(engine.spec, gpus=(0,))
+    job.units.give_place([Started(other.start(spec), other, spec)])  # type: ignore[arg-type]
+    job.units._absent.discard("engine 1")
+    machines.append(job.machine)
+    for number in ENGINES:
+        job.engines._places[number, 1] = job.units.members(f"engine {number}")
+    job.machine.processes["engine 1"].status = 0  # it is on the other node
+    job.follow()
+    job.die(0, -9)
+    assert job.supervise() and job.machine.lives("engine 0") and other.lives("engine 1")
+
+
 def test_one_that_dies_asleep_is_started_at_its_next_turn(url: str) -> None:
     job = Supervised(url, [0])
     job.follow()

@@ -88,6 +88,7 @@ def test_a_row_with_a_fault_says_which() -> None:
 
 def test_the_score_of_texts_is_their_anls() -> None:
     assert score_anls(r"\boxed{Pariss}", "Paris")["score"] == pytest.approx(5 / 6)
+    assert score_anls(r"\boxed{Pariss}", "Paris")["status"] == "wrong"
     assert score_anls(r"\boxed{Paris}", ["Rome", "paris"]) | {"pred": ""} == {
         "score": 1.0, "acc": True, "status": "ok", "pred": "", "extracted": 1.0, "exact": 1.0,
     }  # fmt: skip
@@ -209,3 +210,72 @@ def test_a_hostile_text_is_wrong_and_soon(response: str) -> None:
     for subtype, truth in (("box", [0, 0, 5, 5]), ("point", [0, 0, 5, 5]), ("count", 3), ("anls", "x" * 1000)):
         for text in (response, f"<answer>{response}</answer>"):
             assert SUBTYPES[subtype](text, truth, {})["status"] == "wrong"
+
+
+THINGS = (("dogs", "狗"), ("birds", "鸟"), ("red cars", "红车"))
+TOTAL_OF_PARTS = (
+    "{n} {en} in the image, {a} on the left and {b} on the right",
+    "There are {n} {en} in the picture: {a} in the tree, {b} on the ground.",
+    "I see {n} {en}, {a} of them on the roof and {b} under the table",
+    "图中有{n}只{zh}，左边{a}只，右边{b}只。",
+    "共{n}只{zh}，{a}只在左边，{b}只在右边。",
+    "{n}只{zh}（左边{a}只，右边{b}只）",
+)
+NOT_A_TOTAL = (
+    "Not {n} {en}, {a} on the left and {b} on the right",
+    "{n} {en}, {a} cats on the left and {b} cats on the right",
+    "about {n} {en}, {a} on the left and {b} on the right",
+    "If there were {n} {en}, {a} on the left and {b} on the right",
+    "图中没有{n}只{zh}，左边{a}只，右边{b}只。",
+    "图中大约有{n}只{zh}，左边{a}只，右边{b}只。",
+)
+
+
+def test_a_total_with_its_parts() -> None:
+    for (en, zh), (n, a, b) in itertools.product(THINGS, ((3, 2, 1), (5, 1, 4), (12, 7, 5))):
+        for form in TOTAL_OF_PARTS:
+            text = form.format(n=n, a=a, b=b, en=en, zh=zh)
+            assert read_count(text) == n, text
+            assert read_count(form.format(n=n, a=a, b=b + 1, en=en, zh=zh)) is None, text
+        for form in NOT_A_TOTAL:
+            text = form.format(n=n, a=a, b=b, en=en, zh=zh)
+            assert read_count(text) is None, text
+
+
+def test_a_thing_that_is_not_seen() -> None:
+    for en, zh in THINGS:
+        for form in (
+            "I don't see any {en}.", "I do not see any {en} in the image", "I can't see any {en}", "I see no {en}.",
+            "No {en} are visible in the image.", "There aren't any {en}.",
+            "我没有看到{zh}。", "图中看不到{zh}", "没看到任何{zh}",
+        ):  # fmt: skip
+            assert read_count(form.format(en=en, zh=zh)) == 0, form.format(en=en, zh=zh)
+        for form in (
+            "I don't see any {en} but two cats", "I can't see any {en} other than two",
+            "I don't see more than two {en}",
+            "I don't see any image of {en}", "我看不到{zh}的图片", "I can't see any {en} clearly",
+        ):  # fmt: skip
+            assert read_count(form.format(en=en, zh=zh)) is None, form.format(en=en, zh=zh)
+
+
+def test_coordinates_by_their_names() -> None:
+    for x, y in ((60, 100), (7.5, 3), (1, 0)):
+        for form in (
+            "x={x}, y={y}", "y={y}, x={x}", "x: {x}, y: {y}", "The point is at x={x}, y={y}.", "(x={x}, y={y})",
+            "x = {x} and y = {y}", "x={x}px, y={y}px", "横坐标{x}，纵坐标{y}", "x＝{x}，y＝{y}",
+            r"\boxed{{x={x}, y={y}}}",
+        ):  # fmt: skip
+            text = form.format(x=x, y=y)
+            assert SUBTYPES["point"](text, [x, y], {"radius": 0.1})["status"] == "ok", text
+            assert SUBTYPES["point"](text, [y, x], {"radius": 0.1})["status"] == "wrong", text
+        for form in (
+            "x={x}",
+            "x={x} or y={y}",
+            "not x={x}, y={y}",
+            "x={x}, y={y}, x=2",
+            "x={x}, z={y}",
+            "x={x}, y={y}%",
+        ):
+            text = form.format(x=x, y=y)
+            assert SUBTYPES["point"](text, [x, y], {"radius": 0.1})["status"] == "wrong", text
+    assert score_box("x1=10, y1=20, x2=110, y2=220", [10, 20, 110, 220])["status"] == "ok"

@@ -29,6 +29,7 @@ FAMILIES: dict[str, Callable[[str, RewardConfig], Scorer]] = {
     "reasoning_gym": lambda rest, config: procedural.scorer(rest.removeprefix("/")),
     "math": lambda rest, config: math_verifier.scorer(rest),
     "math_named": lambda rest, config: math_verifier.named(rest),
+    "math_lined": lambda rest, config: math_verifier.lined(rest),
     "math_boxed": lambda rest, config: math_verifier.boxed(rest),
     "gsm8k": lambda rest, config: math_verifier.gsm8k(rest),
     "k12": lambda rest, config: k12.scorer(rest),
@@ -43,14 +44,15 @@ imports happen there."""
 ALGEBRA = ("megarl.explore.rewards.math.algebra", "latex2sympy2_extended.latex2sympy2", "math_verify", "sympy")
 IMPORTS: dict[str, tuple[str, ...]] = {
     "reasoning_gym": ("reasoning_gym",),
-    **dict.fromkeys(("math", "math_named", "math_boxed"), ALGEBRA),
+    **dict.fromkeys(("math", "math_named", "math_lined", "math_boxed"), ALGEBRA),
 }
 """Family -> modules that its scorer imports late, of those that take 0.2 s and more."""
 
 RowCheck = Callable[[str, Any, dict[str, Any]], None]
 ROW_CHECKS: dict[str, RowCheck] = {
     **dict.fromkeys(
-        ("math", "math_named", "math_boxed", "gsm8k"), lambda rest, truth, info: math_verifier.check_row(truth, info)
+        ("math", "math_named", "math_lined", "math_boxed", "gsm8k"),
+        lambda rest, truth, info: math_verifier.check_row(truth, info),
     ),
     "k12": lambda rest, truth, info: k12.check_row(truth, info),
     "vision": lambda rest, truth, info: vision.check_row(rest.split("/")[1], truth, info),
@@ -63,8 +65,8 @@ can be judged by."""
 ROUTES: dict[str, str] = {
     "reasoning_gym": "reasoning_gym",
     "math": "math",
-    "math_dapo": "math_named",
-    "aime": "math_named",
+    "math_dapo": "math_lined",
+    "aime": "math_lined",
     "numina_": "math_named",
     "openai/gsm8k": "gsm8k",
     "lighteval/MATH": "math_boxed",

@@ -35,6 +35,7 @@ EXTRACTORS: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
     "reasoning_gym": _procedural,
     "math": _marked("any"),
     "math_named": _marked("any"),
+    "math_lined": _marked("line"),
     "math_boxed": _marked("box"),
     "gsm8k": _marked("hashes"),
     "k12": _marked("any"),

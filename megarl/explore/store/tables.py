@@ -258,7 +258,7 @@ WORKERS = Table(
 """Heartbeats. Whoever looks measures with its own clock how long a number stays the same."""
 
 REMADE = {"14": (ENGINES,)}
-"""Number of earlier tables -> those of them that are made anew, which each start of a job writes. The others are the
+"""Number of earlier tables -> those of them that are made again, which each start of a job writes. The others are the
 same."""
 
 JOB = Table("job", METADATA, Column("key", String, primary_key=True), Column("value", Text, nullable=False))

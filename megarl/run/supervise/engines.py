@@ -324,5 +324,6 @@ def _unit(number: int) -> str:
     return ProcessKind.ENGINE.named(number)
 
 
-def _gpus(place: Sequence[Started]) -> set[int]:
-    return {gpu for s in place if s.spec is not None for gpu in s.spec.gpus}
+def _gpus(place: Sequence[Started]) -> set[tuple[int, int]]:
+    """Node and number of each GPU."""
+    return {(s.node.rank, gpu) for s in place if s.spec is not None for gpu in s.spec.gpus}

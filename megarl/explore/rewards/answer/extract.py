@@ -6,11 +6,18 @@ import re
 from collections.abc import Iterator
 
 from megarl.core.thoughts import without_thought
+from megarl.explore.rewards.answer import marks
 from megarl.explore.rewards.answer.stated import stated
 from megarl.explore.rewards.answer.units import NUMERALS
 
 MAX_RESPONSE = 200_000
 """Characters from the end of a response that are looked at; a final answer is at the end."""
+
+MAX_LINE = 100
+"""Characters of an ``Answer:`` line before a box; a longer one is a heading with its text."""
+
+_WRITTEN = re.compile(r"[^\n]*[^\W_][^\n]*")
+"""A line with more than signs, which ``$$`` and ``\\[`` are not."""
 
 MAX_NESTED_BOXES = 5
 
@@ -26,19 +33,20 @@ _TAG = re.compile(r"<answer>", re.IGNORECASE)
 _TAG_END = re.compile(r"</answer>", re.IGNORECASE)
 _HASHES = re.compile(r"####[ \t]*([^\n]*)")
 _PHRASE = re.compile(
-    r"(?:\b(?:final\s+)?answers?\b\s*(?:(?:\*\*)?\s*[:：]\s*(?:\*\*)?|\s+(?:is|are|would\s+be|will\s+be)\b\s*:?|\s*=)"
+    rf"(?:{marks.NAMES}\s*(?:(?:\*\*)?\s*(?:{marks.SIGNS})\s*(?:\*\*)?|\s+(?:is|are|would\s+be|will\s+be)\b\s*:?)"
+    r"|\bans\.(?=\s*[\d$\\(*-])"
     r"|(?:正确|最终|最后)?的?(?:答案|结果)\s*(?:应该|应)?\s*(?:选择|选|[是为]|[:：])+\s*)"
     r"\s*(?:\*\*)?",
     re.IGNORECASE,
 )
-_SENTENCE_END = re.compile(r"\n|[。！!?？](?!\d)|\.(?=\s+[A-Z一-鿿]|\s*$)")
+_SENTENCE_END = re.compile(r"\n|[。！?？](?!\d)|!(?!\d|\$|\\\))|\.(?=\s+[A-Z一-鿿]|\s*$)")
 _REASON = re.compile(
-    r"\s*,?\s*\b(?:because|since|which\s+is|so\s+that|I\s+hope)\b.*|[，,]\s*(?:因为|所以|因此).*",
+    r"\s*,?\s*\b(?:because|since|which\s+is|so\s+that|I\s+hope|as\s+(?:required|desired|claimed))\b.*|[，,]\s*(?:因为|所以|因此).*",
     re.IGNORECASE | re.DOTALL,
 )
 _INLINE = re.compile(r"\$\$([^$]+)\$\$|(?<!\\)\$([^$]+)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]")
 _DISPLAY = re.compile(r"\$\$([^$]+)\$\$|\\\[(.+?)\\\]", re.DOTALL)
-_TAIL = re.compile(r"(?:\s*(?:I hope (?:it|this) is correct\.?|<\|[a-z_]+\|>\w*))+\s*$")
+_TAIL = re.compile(r"(?:\s*(?:I hope (?:it|this) is correct\.?|<\|[a-z_]+\|>\w*|<(?:/s|end|eos|end_of_turn)>))+\s*$")
 _LAST_SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z])|(?<=[。！？])(?=.)")
 _LETTERS = re.compile(r"\W*(?:[A-H]\b\W*){2,}")
 _ADVERB = re.compile(r"^(?:therefore|thus|hence|simply|just|clearly|then|now)\b[,\s]*", re.IGNORECASE)
@@ -125,24 +133,58 @@ def last_tag(text: str) -> tuple[int, str] | None:
 def extract(response: str, answer_format: str = "any") -> str:
     """The final answer of a response, or '' when it gives none.
 
-    ``answer_format``: ``any``, ``box`` (only a box counts) or ``hashes`` (only GSM8K's ``#### answer``). Of boxes,
-    ``<answer>`` tags and ``####`` lines the one that ends last counts, be it empty; without any of them the last
-    "answer is" / "答案是", or else the last line.
+    ``answer_format``: ``any``, ``box`` (only a box counts), ``hashes`` (only GSM8K's ``#### answer``) or ``line`` (the
+    last ``Answer:`` line, as DAPO's prompt asks; without one, as ``any``). Of boxes, ``<answer>`` tags and ``####``
+    lines the one that ends last counts, be it empty; without any of them the last "answer is" / "答案是", or else the
+    last line.
     """
     text = after_thinking(response)
+    if answer_format == "line":
+        line = _line(text)
+        return marks.unled(marks.undecorated(_any(text, "any") if line is None else line))
+    return marks.unled(marks.undecorated(_any(text, answer_format)))
+
+
+def _any(text: str, answer_format: str) -> str:
     found: list[tuple[int, str]] = []
     if answer_format in ("any", "box") and (all_boxes := list(boxes(text))):
         end, content = all_boxes[-1]
         inner = last_box(content)
         found.append((end, content if inner is None else inner))
-    if answer_format in ("any", "hashes"):
-        found.extend((match.end(), match.group(1)) for match in list(_HASHES.finditer(text))[-1:])
+    if answer_format in ("any", "hashes") and (lines := list(_HASHES.finditer(text))):
+        heads = answer_format == "any" and marks.HEADING.fullmatch(lines[-1].group(1))
+        if not (heads and _WRITTEN.search(text, lines[-1].end())):
+            found.append((lines[-1].end(), _of_hashes(lines[-1].group(1))))
     if answer_format == "any" and (tag := last_tag(text)):
         inner = last_box(tag[1])
         found.append((tag[0], _loose(tag[1]) if inner is None else inner))
     if found:
         return max(found, key=lambda item: item[0])[1].strip()
     return _loose(text) if answer_format == "any" else ""
+
+
+def _of_hashes(line: str) -> str:
+    """The box in a ``####`` line, unless a number stands before it, or the line."""
+    box = _BOX.search(line)
+    inner = last_box(line) if box and not re.search(r"\d", line[: box.start()]) else None
+    if inner is None and _PHRASE.search(line):
+        return _loose(line)
+    return line if inner is None else inner
+
+
+def _line(text: str) -> str | None:
+    """The answer of the last ``Answer:`` line; None without one, and for a heading that a box answers further below."""
+    found = list(marks.LINE.finditer(text))
+    if not found:
+        return None
+    start, rest = found[-1].start(), text[found[-1].end() :]
+    line = found_line.group() if (found_line := _WRITTEN.search(rest)) else ""
+    if (inner := last_box(line)) is not None:
+        return inner.strip()
+    later = any(sign.search(rest) for sign in (_BOX, _TAG, _HASHES))
+    if later and (not line or len(line) > MAX_LINE):
+        return None
+    return _loose(text[start : text.index(line, found[-1].end()) + len(line)] if later else text[start:])
 
 
 def unmarked(response: str) -> str:
@@ -155,7 +197,7 @@ def unmarked(response: str) -> str:
 def _loose(text: str) -> str:
     """The answer of a text without box or tag: after the last "answer is", or else of the last sentence."""
     text = _TAIL.sub("", re.sub(r"[^\S\n]+", " ", text[-4000:].strip())).strip()
-    text = _AFFIRMED_QUESTION.sub("", text)
+    text = marks.undecorated(_AFFIRMED_QUESTION.sub("", text))
     if denied := list(_DENIED_QUESTION.finditer(text)):  # "Is the answer B? No, it is C."
         text = text[denied[-1].end() :]
     phrase = _after_phrase(text)
@@ -182,7 +224,7 @@ def _after_phrase(text: str) -> str | None:
     stop = _SENTENCE_END.search(rest)
     if stop and _LETTERS.fullmatch(rest):  # "The answer is B. A C D"
         stop = None
-    answer = _REASON.sub("", rest[: stop.start()] if stop else rest).strip().strip("*").strip()
+    answer = marks.undecorated(_REASON.sub("", rest[: stop.start()] if stop else rest)).strip().strip("*").strip()
     return _of_sentence(answer) if re.search(r"[a-zA-Z]{2,}\s.*\b(?:is|are|equals)\b", answer) else answer
 
 
@@ -195,6 +237,7 @@ def _states(line: str, formula: str) -> bool:
 def _of_sentence(line: str) -> str:
     """A sentence's only formula or number, or what it says that something "is". Nothing is picked out of an "or" or
     "not"."""
+    line = marks.without_bold(marks.undecorated(line))
     line = _LEAD.sub("", line.strip().strip("*").strip()).rstrip(".。 ")
     formulas = [next(filter(None, match.groups())) for match in _INLINE.finditer(line)]
     outside = _INLINE.sub(" ", line)

@@ -69,6 +69,12 @@ def _factor(symbol: str) -> tuple[Fraction, str] | None:
     return factor, " ".join(dimensions)
 
 
+def ratio(unit: str, other: str) -> Fraction | None:
+    """Return the number of ``unit`` in one ``other``; None for units that are not of one dimension."""
+    first, second = _factor(unit), _factor(other)
+    return second[0] / first[0] if first and second and first[1] == second[1] else None
+
+
 def read(text: str, money: bool = False) -> Measure | None:
     """A number with a unit that can be converted, or several ("1 h 30 min"). ``money``: 分 is a hundredth of 元, not a
     minute."""

@@ -86,7 +86,11 @@ _REPLACEMENTS = [
     (re.compile(pattern), to)
     for pattern, to in (
         (r"\\left\s*\.|\\right\s*\.", ""),
-        (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits|rm|bf|it)(?![a-zA-Z])", ""),
+        (
+            r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits|rm|bf|it|tiny|small|normalsize|[lL]arge|LARGE|[hH]uge"
+            r"|underline)(?![a-zA-Z])",
+            "",
+        ),
         (r"^\s*\\(?:therefore|implies|Rightarrow|because)(?![a-zA-Z])", ""),
         (r"\\colon(?![a-zA-Z])|\{:\}", ":"),
         (r"\{\s*([^{}]+?)\s*\\over(?![a-zA-Z])\s*([^{}]+?)\s*\}", r"\\frac{\1}{\2}"),
@@ -156,6 +160,14 @@ _REPLACEMENTS = [
 
 _VALUES = re.compile(r"[=<>]|\\(?:leq|geq|neq|in|approx|pm|mp)(?![a-zA-Z])|(?<![\^_\d])(?<![\^_]\{)\d")
 """Signs of what \\lor and \\land list: equations, inequalities, numbers. Without any they join statements."""
+_COLOUR = re.compile(r"\\(?:color|textcolor|colorbox)\s*(?:\[\w+\]\s*)?\{[\w!. -]*\}")
+_OVER = re.compile(r"(?P<name>.*=)?(?P<sign>\s*-)?(?P<top>.+?)\\over(?![a-zA-Z])(?P<bottom>.+)", re.DOTALL)
+"""``1 \\over 4`` that no braces enclose."""
+_NAMELESS_UNIT = re.compile(
+    r"(?<=[\d)}\]!])(\s?[a-z]|\\pi|\\infty)?\s*(?:\s(?:(?:square|sq\.?|cubic|cu\.?)\s+)?units?"
+    r"(?:\s*\^\s*\{?[23]\}?|\s+(?:squared|cubed))?|\s?(?:平方|立方|个)?单位)$"
+)
+"""``square units``, which name no unit."""
 _ANGLE = re.compile(r"\\angle\s*([A-Z])\s*([A-Z])\s*([A-Z])(?![A-Za-z'_])")
 
 
@@ -191,6 +203,8 @@ def _clean(text: str) -> str:
         text, changed = _WORDS.subn(r" \1 ", text)
         if not changed:
             break
+    if "color" in text:
+        text = _COLOUR.sub(" ", text)
     for pattern, to in _REPLACEMENTS:
         text = pattern.sub(to, text)
     text = _ANGLE.sub(_angle, text)
@@ -198,6 +212,11 @@ def _clean(text: str) -> str:
         text = re.sub(r"\s*\\lor(?![a-zA-Z])\s*", " or ", text)
         text = re.sub(r"\s*\\land(?![a-zA-Z])\s*", " and ", text)
     text = text.strip().rstrip(".,;: ").strip()
+    if r"\over" in text and (over := _OVER.fullmatch(text)) and _balanced(over["top"], over["bottom"]):
+        fraction = rf"\frac{{{over['top'].strip()}}}{{{over['bottom'].strip()}}}"
+        text = f"{over['name'] or ''}{over['sign'] or ''}{fraction}"
+    if "unit" in text or "单位" in text:
+        text = _NAMELESS_UNIT.sub(lambda match: match[1] or "", text)
     while len(text) > 2 and text[0] == "{" and text.endswith("}") and _one_group(text):
         text = text[1:-1].strip()
     return text
@@ -207,6 +226,11 @@ def _angle(match: re.Match[str]) -> str:
     """``\\angle B_{AC}`` for ABC and CBA, which algebra would take for a product, the same as that of ACB."""
     first, vertex, last = match.groups()
     return rf"\angle {vertex}_{{{min(first, last)}{max(first, last)}}}"
+
+
+def _balanced(*texts: str) -> bool:
+    """Return True if each text closes its braces, and holds no further ``\\over``."""
+    return all(text.count("{") == text.count("}") and r"\over " not in f"{text} " for text in texts)
 
 
 def _one_group(text: str) -> bool:
@@ -263,6 +287,7 @@ _SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9
 _CHINESE_SCALES = {"百": 100, "千": 10**3, "万": 10**4, "亿": 10**8}
 
 
+@functools.lru_cache(maxsize=256)
 def quantity(text: str) -> Quantity | None:
     """The number that a cleaned text is, with at most a unit after it; None for everything else."""
     match = _NUMBER.match(text) if len(text) <= 2 * MAX_DIGITS else None

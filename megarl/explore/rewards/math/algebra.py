@@ -27,6 +27,8 @@ _UNEVALUATED = re.compile(
 _CAPITAL = re.compile(r"\\math[a-z]+\s*\{[A-Z]\}|\\[A-Za-z]+|([A-Z])(?:_\{?(\w+)\}?)?")
 """Capital letters that are variables; math-verify makes them small, and R would equal r."""
 _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
+_SUFFIXED = re.compile(r"(?<![\\A-Za-z_])(?<!_\{)[a-hj-z]\d")
+"""``x2``, which nobody writes for 2x: it may be a power or an index. ``i4`` is 4i."""
 _DERIVATIVE = re.compile(r"\\partial|\\d+ot(?![a-z])|\\prime|'|\\frac\s*\{\s*d\s*(?:\^|[a-z\\}]).*\}\s*\{\s*d\s*[a-z]")
 """SymPy takes dx/dt for 0 where x is a symbol; differential equations are compared as text."""
 _POINTS = 4
@@ -115,6 +117,8 @@ def _with_constants(value: Any) -> Any:
 def same(gold: str, pred: str) -> bool:
     """Return True if two expressions are equal wherever they are tried, or math-verify proves that they are."""
     if not (tractable(gold) and tractable(pred)) or _DERIVATIVE.search(gold + pred):
+        return False
+    if _SUFFIXED.search(pred) and not _SUFFIXED.search(gold):
         return False
     try:
         first, second = expression(gold), expression(pred)

@@ -5,8 +5,18 @@ from __future__ import annotations
 
 import re
 
-from megarl.explore.rewards.answer import units
-from megarl.explore.rewards.answer.normalize import Quantity, clean, quantity, same_quantity, squash, words
+from megarl.explore.rewards.answer import measures, units
+from megarl.explore.rewards.answer.normalize import (
+    MIN_ROUNDED_DIGITS,
+    Quantity,
+    clean,
+    quantity,
+    same_quantity,
+    squash,
+    words,
+)
+from megarl.explore.rewards.answer.numerals import TENS, with_digits
+from megarl.explore.rewards.answer.units import NUMERALS
 from megarl.explore.rewards.math import algebra as math_algebra
 from megarl.explore.rewards.math import worked as math_worked
 from megarl.explore.rewards.math.structure import Expression, is_constant, is_name, parse, split
@@ -30,6 +40,14 @@ _TUPLE_NAME = re.compile(
 )
 _CHOICE = re.compile(r"\(?\s*([A-J])\s*\)?\s*(?:[.:)]\s*\S.*|\([^()]*\))?", re.DOTALL)
 
+_LABEL = re.compile(r"(?i:option|choice)\s+[A-J]\s*[,:]|\(\s*[A-J]\s*\)|[A-J](?:\s*\)|[.:](?=\s))")
+_LABEL_AFTER = re.compile(r"\(\s*(?:(?i:option|choice|answer)\s+|选项)?[A-J]\s*\)$")
+_NUMERAL = re.compile(
+    rf"(?:{'|'.join([*NUMERALS, *TENS, 'minus', 'negative'])})\b|负?[一二两三四五六七八九十百千]", re.IGNORECASE
+)
+_COUNTED = re.compile(r"-?[\d./]+%?(?:\s*(?!of\b)\S+){0,2}")
+_PERCENT = re.compile(r"per\s?cent|%|百分", re.IGNORECASE)
+_INTEGRATED = re.compile(r"\+\s*[cKk]$")
 _LETTERS = re.compile(r"\W*(?:[A-J]{1,4}\b\W*)+")
 """``A C D`` after a letter and a stop."""
 
@@ -48,7 +66,52 @@ def equal(gold: str, pred: str, question: str = "") -> bool:
         return False
     if len(second) > MAX_ANSWER:
         return False
-    return _same(parse(first), parse(second))
+    return _same(parse(first), parse(_as_written_by(first, second))) or _converted(first, second, question)
+
+
+def lacks_percent(gold: str, pred: str, question: str = "") -> bool:
+    """Return True for ``25`` beside a gold of ``25\\%``, unless the question asks for per cent."""
+    if "%" not in gold or _PERCENT.search(question):
+        return False
+    first, second = quantity(clean(gold)), quantity(_outer(clean(pred), _EQUALS)[-1])
+    return bool(first and second and first.percent and not second.percent and first.value == second.value != 0)
+
+
+def _as_written_by(gold: str, pred: str) -> str:
+    """A prediction without what the gold leaves out: an option's letter, a numeral in words, the constant's other
+    name."""
+    if not (pred[0] == "(" or pred[0].isalpha() or pred[-1] in ")cKk"):
+        return pred
+    if not re.search(r"[A-J]", gold) and (label := _LABEL.match(pred) or _LABEL_AFTER.search(pred)):
+        bare = (pred[: label.start()] + pred[label.end() :]).strip()
+        if bare and not re.search(r"[A-J]", bare):
+            pred = bare
+    if _NUMERAL.match(pred) and quantity(gold):
+        digits = with_digits(pred)
+        return digits if _COUNTED.fullmatch(digits) else pred
+    if gold.endswith("C") and (constant := _INTEGRATED.search(pred)):
+        letters = re.sub(r"\\[a-zA-Z]+", "", gold[:-1] + pred[: constant.start()])
+        if re.search(r"\+\s*C$", gold) and not re.search(rf"[A-Z{pred[-1]}]", letters):
+            return f"{pred[:-1]}C"
+    return pred
+
+
+def _converted(gold: str, pred: str, question: str) -> bool:
+    """Return True if two values are equal in units of one dimension, unless the question asks for one of the units."""
+    first = quantity(gold)
+    bare, unit = ("", first.unit) if first else _without_unit(gold)
+    if not unit or measures.asks_for_unit(question):
+        return False
+    sides = _outer(pred, _EQUALS)
+    if len(sides) == 2 and sides[0] and _is_lhs(sides[0]):
+        pred = sides[1]
+    if first or quantity(pred):
+        return bool(first and measures.same(gold, pred, convert=True))
+    gold, (pred, other) = bare, _without_unit(pred)
+    times = measures.ratio(unit, other) if unit and other and unit != other else None
+    if times is None or not math_worked.worked_out(pred):
+        return False
+    return math_algebra.same(gold, rf"\frac{{{times.numerator}}}{{{times.denominator}}}({pred})")
 
 
 def _echo(pred: str, question: str) -> bool:
@@ -69,6 +132,8 @@ def _same(gold: Expression, pred: Expression) -> bool:
         return _joined_by(gold) == _joined_by(pred) and _same_unordered(gold.items, pred.items)
     if "," in gold.text + pred.text and {gold.kind, pred.kind} == {"atom", "list"}:  # 100,200 may be a list after all
         gold, pred = _as_list(gold), _as_list(pred)
+    if pred.kind in ("list", "set") and _defines(gold) and not any(_EQUALS.search(item.text) for item in pred.items):
+        return not pred.solutions and _same_ordered(gold.items, pred.items)
     if gold.kind in ("list", "set") and pred.kind in ("list", "set"):
         return _same_unordered(gold.items, pred.items) or _same_shared_name(gold, pred)
     if gold.kind == pred.kind == "union":
@@ -80,6 +145,10 @@ def _same(gold: Expression, pred: Expression) -> bool:
     if gold.kind == "list" and pred.kind == "tuple" and pred.brackets == "()":  # x=1, y=2 as (1, 2)
         named = all(item.kind == "atom" and _EQUALS.search(item.text) for item in gold.items)
         return named and _same_ordered(gold.items, pred.items)
+    if {gold.kind, pred.kind} == {"matrix", "tuple"}:
+        gold, pred = _as_vector(gold), _as_vector(pred)
+        if gold.kind == pred.kind == "tuple":
+            return gold.brackets == pred.brackets and _same_ordered(gold.items, pred.items)
     if gold.kind == "matrix" and pred.kind == "tuple" and gold.brackets == "matrix":
         pred = _as_matrix(pred)
     if gold.kind == pred.kind == "matrix":
@@ -96,6 +165,23 @@ def _joined_by(node: Expression) -> str:
     if node.kind != "list" or re.search("[,;]", node.text):
         return node.brackets
     return r"\lor" if node.solutions else r"\land"
+
+
+def _defines(node: Expression) -> bool:
+    """Return True for values of different names: ``x=3, y=-2``."""
+    if node.kind != "list" or node.solutions or not all(item.kind == "atom" for item in node.items):
+        return False
+    names = [sides[0] for item in node.items if len(sides := _outer(item.text, _EQUALS)) == 2 and is_name(sides[0])]
+    return len(names) > 1 and len(names) == len(node.items) == len(set(names))
+
+
+def _as_vector(node: Expression) -> Expression:
+    """A matrix of one column or one row as a tuple."""
+    if node.kind != "matrix" or node.brackets != "matrix":
+        return node
+    rows = [row.items for row in node.items]
+    cells = rows[0] if len(rows) == 1 else tuple(row[0] for row in rows) if all(len(row) == 1 for row in rows) else ()
+    return Expression("tuple", node.text, cells, "()") if len(cells) > 1 else node
 
 
 def _as_matrix(node: Expression) -> Expression:
@@ -208,6 +294,8 @@ def _same_time(gold: re.Match[str], pred: str) -> bool:
 
 def _same_equation(gold: str, pred: str) -> bool:
     """Equations and chains of equals signs. A gold that says ``x = 2`` is not met by ``2x = 4``."""
+    if _only_rounded(gold, pred):
+        return False
     pred = re.sub(r"^\s*(?:\\approx|=)\s*(?![a-z=])", "", pred)
     exact = _outer(pred, _APPROX)
     if len(exact) > 1 and not _APPROX.search(gold):  # "\sqrt2 = … \approx 1.414" gives the exact value and a decimal
@@ -237,6 +325,14 @@ def _same_equation(gold: str, pred: str) -> bool:
     if math_algebra.unevaluated(gold, pred):
         return False
     return math_algebra.same(gold, pred)
+
+
+def _only_rounded(gold: str, pred: str) -> bool:
+    """Return True for ``\\approx 3`` beside an exact 3; a decimal may have digits enough."""
+    sides = _outer(pred, _APPROX)
+    exact = quantity(gold) if len(sides) == 2 and (not sides[0] or is_name(sides[0])) else None
+    value = quantity(sides[1]) if exact and exact.places is None and not exact.unit else None
+    return value is not None and (value.places is None or value.digits < MIN_ROUNDED_DIGITS)
 
 
 def _same_approximated(gold: str, exact: list[str]) -> bool:

@@ -14,12 +14,12 @@ from typing import Any
 from megarl.core.errors import DataError
 from megarl.explore.rewards.answer.extract import extract, last_box
 from megarl.explore.rewards.answer.normalize import clean
-from megarl.explore.rewards.math.compare import MAX_ANSWER, equal
+from megarl.explore.rewards.math.compare import MAX_ANSWER, equal, lacks_percent
 
 TIME_LIMIT_S = 3.0
 """CPU time of one verification: a verdict does not depend on the machine's load. ``reward.timeout_s`` limits the wall
 time."""
-FORMATS = ("any", "box", "hashes")
+FORMATS = ("any", "box", "hashes", "line")
 MathScorer = Callable[[str, Any, dict[str, Any] | None], dict[str, Any]]
 
 
@@ -174,7 +174,8 @@ def score(
         with time_limit(TIME_LIMIT_S):
             pred = extract(solution_str, answer_format)
             question = info.get("question") or info.get("problem")
-            right = any(equal(gold, pred, question if isinstance(question, str) else "") for gold in golds)
+            question = question if isinstance(question, str) else ""
+            right = any(equal(gold, pred, question) and not lacks_percent(gold, pred, question) for gold in golds)
     except OutOfTime:
         return out_of_time(pred, lambda: [equal(gold, "0", "") for gold in golds])
     except RecursionError:
@@ -203,6 +204,11 @@ def scorer(rest: str) -> MathScorer:
 def named(rest: str) -> MathScorer:
     """The scorer of a known data set's rows, whatever follows its prefix."""
     return _scorer("any")
+
+
+def lined(rest: str) -> MathScorer:
+    """Score as ``named`` does; the last ``Answer:`` line counts before any box, as DAPO's prompt asks."""
+    return _scorer("line")
 
 
 def boxed(rest: str) -> MathScorer:

@@ -10,11 +10,11 @@ from megarl.explore.rewards.answer.normalize import half_width
 from megarl.explore.rewards.school import read as k12_read
 
 MAX_TEXT = 80
-_NAME = r"(?:options?\s*|选项\s*)?\(?(?<![A-Za-z])[A-H](?![A-Za-z])\)?"
+_NAME = r"(?:options?\s*|选项\s*)?\(?(?<![A-Za-z])[A-H](?![A-Za-z])\)?(?:\s*选?项)?"
 _NAMES = rf"{_NAME}(?:\s*(?:,|、|\bor\b|\band\b|\bnor\b|和|或|与)\s*{_NAME})*"
 _WRONG = (
     r"(?:(?:is|are)\s+(?:wrong|incorrect|false|not\s+(?:right|"
-    r"correct|true))|(?:是|都)?(?:不对|错误?的?|不正确|不符合?(?:题意)?|不成立|不选))"
+    r"correct|true))|(?:是|都|均|全)?(?:不对|错误?的?|不正确|不符合?(?:题意)?|不成立|不选))"
 )
 _REFUSED = re.compile(
     r"[,;(]?\s*(?:\b(?:but|and)\s+)?(?:\b(?:it\s+is\s+|it's\s+)?(?:not|"
@@ -33,6 +33,10 @@ _JUDGED = re.compile(
     re.IGNORECASE,
 )
 """Found behind ``A.`` where that is no option's text: "A. Option B is correct"."""
+_OTHERS_REFUSED = re.compile(
+    rf"\s*[,;]?\s*(?:(?:and|while)\s+)?(?:(?:(?:all\s+)?the\s+)?(?:others?|rest)(?:\s+options?)?|其[余他它](?:选?项|各项)?)\s*{_WRONG}$",
+    re.IGNORECASE,
+)
 _LEAD = re.compile(
     r"^(?:[\s,;.:]|\b(?:so|but|therefore|thus|hence|it\s+is|it's|"
     r"choose|the\s+answer\s+is)\b|而是|所以|因此|故|应该?|选(?!项)择?|答案|是|为)+",
@@ -46,6 +50,7 @@ def settled(text: str) -> set[str] | None:
     text = half_width(text).strip().rstrip(".。! ")
     if len(text) > MAX_TEXT:
         return None
+    text = _OTHERS_REFUSED.sub("", text)
     refused = {
         letter
         for match in _REFUSED.finditer(text)
@@ -59,6 +64,22 @@ def settled(text: str) -> set[str] | None:
     if not names or refused & set(names) or (not affirmed and _JUDGED.search(k12_read.after_letter(rest))):
         return None
     return set(names)
+
+
+_SO = re.compile(r"\W*(?:so|thus|therefore|hence|finally|故|所以|因此|综上|可见)", re.IGNORECASE)
+
+
+def settled_last(pred: str, text: str) -> set[str] | None:
+    """``settled`` of an answer, or else of the last line of its text.
+
+    None where an earlier line settles on other letters and the last draws no conclusion: "A is right" and "B is right"
+    are two judgements.
+    """
+    *before, last = text.split("\n")
+    found = settled(pred) or settled(last)
+    if found and before and not _SO.match(last) and any((settled(line) or found) != found for line in before[-20:]):
+        return None
+    return found
 
 
 _ADJECTIVE = r"(?:(?:final|correct|right|best)\s+)?"

@@ -110,6 +110,11 @@ _REFUSED_BEHIND = re.compile(
 )
 
 
+def is_refused(before: str, after: str) -> bool:
+    """Return True if the letter between two texts is refused: "not B", "B is too small", B错误."""
+    return bool(_REFUSED_BEFORE.search(before) or _REFUSED_BEHIND.match(after))
+
+
 def chosen(text: str) -> set[str] | None:
     """The letters after the last "故选" or "option" of a response without another sign of an answer. None where they
     are refused there, or the line has other options."""
@@ -120,7 +125,7 @@ def chosen(text: str) -> set[str] | None:
     if not matches:
         return None
     last, line = matches[-1], text.rfind("\n", 0, matches[-1].start())
-    if _REFUSED_BEFORE.search(text[: last.start()]) or _REFUSED_BEHIND.match(text[last.end() :]):
+    if is_refused(text[: last.start()], text[last.end() :]):
         return None
     alone = set(_OPTION.findall(text[line + 1 :])) == {last[2]}
     if last[2] and not alone and not _CONCLUDES.search(text[: last.start()]):

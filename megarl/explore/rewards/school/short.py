@@ -21,6 +21,35 @@ _RATIO = re.compile(r"\d+\s*:\s*\d+")
 _RATIO_IN_WORDS = re.compile(r"(\d+)\s*(?:比|to)\s*(\d+)")
 
 
+_DOTS = r"(?:…{1,2}|⋯{1,2}|\.{3,6}|·{3,6}|\\[lc]?dots\s*(?:\\[lc]?dots)?)"
+_DIVISION = re.compile(
+    r"(?:(?P<dividend>\d+)\s*(?:÷|/|\\div)\s*(?P<divisor>\d+)\s*=\s*)?(?:商(?:是|为)?|(?:the\s+)?quotient(?:\s+(?:is|of))?:?\s*)?"
+    r"\s*(?P<quotient>\d+)\s*[,，、;]?\s*(?:and\s+|with\s+)?(?:an?\s+|the\s+)?"
+    rf"(?:{_DOTS}|余数?(?:是|为)?|remainder(?:\s+(?:is|of))?:?|rem\.?|r\.?)\s*(?P<remainder>\d+)",
+    re.IGNORECASE,
+)
+
+_REST = re.compile(r"\d.*?(?:[…⋯余Rr]|\.\.|··|dots).*\d")
+
+
+def _division(text: str) -> tuple[int, int] | None:
+    """(quotient, remainder) of ``7……2``, 7余2, "7 remainder 2" and "7 R 2"; None for a text that gives none."""
+    if len(text) >= 80 or not _REST.search(text):
+        return None
+    match = _DIVISION.fullmatch(re.sub(r"\$|\\text\s*\{([^{}]*)\}", r"\1", text).strip().rstrip(".。"))
+    if match is None:
+        return None
+    quotient, remainder = int(match["quotient"]), int(match["remainder"])
+    if match["dividend"] and int(match["dividend"]) != quotient * int(match["divisor"]) + remainder:
+        return None
+    return quotient, remainder
+
+
+def states_division(gold: str, line: str) -> bool:
+    """Return True if a whole line is the division with remainder ``gold``: 商是7，余数是2."""
+    return bool(division := _division(gold)) and _division(line) == division
+
+
 def _as_asked(gold: str, pred: str) -> str:
     """A prediction's school way of writing as the ground truth's: ``25 C`` for 25 °C, ``3比4`` for 3:4."""
     if _CELSIUS.search(gold) and (degrees := _DEGREES.fullmatch(half_width(pred).strip())):
@@ -36,6 +65,8 @@ def same_short(gold: str, pred: str, convert: bool = True) -> bool:
         return False
     if gold.strip() == pred.strip():
         return True
+    if division := _division(gold):
+        return _division(pred) == division or k12_read.plain(gold) == k12_read.plain(pred)
     pred = _as_asked(gold, pred)
     if chemistry.may_be(gold) and (formula := chemistry.chemical(gold)):
         return chemistry.same(formula, chemistry.read(pred))

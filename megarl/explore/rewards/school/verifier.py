@@ -23,10 +23,11 @@ from megarl.explore.rewards.math.verifier import (
     verdict,
 )
 from megarl.explore.rewards.school import contrast as k12_contrast
+from megarl.explore.rewards.school import final as k12_final
 from megarl.explore.rewards.school import options as k12_options
 from megarl.explore.rewards.school import read as k12_read
 from megarl.explore.rewards.school import truth as k12_truth
-from megarl.explore.rewards.school.short import same_short
+from megarl.explore.rewards.school.short import same_short, states_division
 
 TYPES = ("choice", "multiple_choice", "blanks", "true_false", "short")
 _FORMULA = re.compile(r"[\d\\=^]|[零一二两三四五六七八九十]|\bhalf\b")
@@ -209,14 +210,27 @@ def _choice(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> di
         if options:
             return verdict("error", pred, f"ground_truth {truth!r:.80} is not one of the options {', '.join(options)}")
         return _judge(pred, float(same_short(gold_text, pred)))
+    row = k12_final.boxes_in_a_row(response)
+    if row:
+        return _judge(pred, float(all(k12_options.named(box, options) == gold for box in row)))
+    text = unmarked(response)
     found = (
-        k12_options.named(pred, options)
-        or k12_contrast.settled(pred)
-        or k12_contrast.settled(unmarked(response).rsplit("\n", 1)[-1])  # "Option B is correct."
+        k12_final.letters_before_explanation(text, options)
+        or k12_options.named(pred, options)
+        or k12_contrast.settled_last(pred, text)  # "Option B is correct."
         or k12_read.chosen(after_thinking(response))
         or k12_options.named(_said(response, pred), options)
+        or k12_final.concluded(text)
+        or _beside_refused(pred, options)
     )
     return _judge(pred, float(found == gold))
+
+
+def _beside_refused(pred: str, options: Mapping[str, str]) -> set[str] | None:
+    """The option whose text a prediction names beside that of a refused one: "Paris, not London"."""
+    pair = k12_final.beside_refused(pred) if options else None
+    found, refused = (k12_options.named(text, options) for text in pair) if pair else (None, None)
+    return found if found and found != refused else None
 
 
 def _said(response: str, pred: str) -> str:
@@ -245,10 +259,15 @@ def _multiple(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> 
                 f"ground_truth {truth!r:.80} names no option letters; set extra_info.options or extra_info.type",
             )
         gold |= found
+    if row := k12_final.boxes_in_a_row(response):
+        pred = ", ".join(row)
+    text = unmarked(response)
     chosen = (
-        k12_options.named(pred, options, several=True)
+        k12_final.letters_before_explanation(text, options, several=True)
+        or k12_options.named(pred, options, several=True)
         or k12_contrast.settled(pred)
         or k12_read.chosen(after_thinking(response))
+        or k12_final.concluded(text)
         or set()
     )
     return _judge(pred, len(chosen & gold) / len(gold) if chosen <= gold else 0.0, selected=float(len(chosen)))
@@ -258,6 +277,8 @@ def _true_false(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -
     gold = truth if isinstance(truth, bool) else k12_truth.truth(str(truth))
     if gold is None:
         return verdict("error", pred, f"ground_truth {truth!r:.80} is neither true nor false")
+    if row := k12_final.boxes_in_a_row(response):
+        return _judge(pred, float(all(k12_truth.truth(box) is gold for box in row)))
     return _judge(pred, float(_judgement(response, pred) is gold))
 
 
@@ -282,6 +303,9 @@ def _blanks(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> di
     found = [content for _, content in boxes(after_thinking(response))]
     if len(parts) != len(golds) and len(found) == len(golds):
         parts = found
+    row = k12_final.boxes_in_a_row(response)
+    if len(set(row)) > len(golds):  # "\\boxed{3}, \\boxed{5}" for one blank
+        parts = row
     numbered = k12_read.numbered(unmarked(response).rsplit("\n", 1)[-1])
     if len(numbered) == len(golds) > 1:  # 第一空填3，第二空填5
         parts = numbered
@@ -318,7 +342,32 @@ def _recited(response: str, golds: Sequence[str]) -> bool:
 
 def _short(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> dict[str, Any]:
     golds = [str(gold) for gold in (truth if isinstance(truth, (list, tuple)) else [truth])]
-    return _judge(pred, float(_recited(response, golds) or _any_short(golds, pred, _units_open(info))))
+    convert = _units_open(info)
+    if _recited(response, golds):
+        return _judge(pred, 1.0)
+    if row := k12_final.boxes_in_a_row(response):
+        listed_so = _any_short(golds, ", ".join(row), convert)
+        return _judge(pred, float(listed_so or all(_any_short(golds, box, convert) for box in row)))
+    text = unmarked(response)
+    question = str(info.get("question") or info.get("problem") or "")
+    if any(k12_final.only_rough(gold, pred, question) for gold in golds):
+        return _judge(pred, 0.0)
+    pred = k12_final.without_rough(pred, question)
+    if re.fullmatch(r"\d+", pred) and text.strip() != pred and k12_final.counts_the_way(text):
+        return _judge(pred, 0.0)
+    return _judge(pred, float(_any_short(golds, pred, convert) or _said_short(text, pred, golds, convert)))
+
+
+def _said_short(text: str, pred: str, golds: list[str], convert: bool) -> bool:
+    """Return True if a name, an answer before its explanation, or one beside a refused answer is right."""
+    if pair := k12_final.beside_refused(pred):
+        said, refused = pair
+        return _any_short(golds, said, convert) and not _any_short(golds, refused, convert)
+    line = text.rsplit("\n", 1)[-1]
+    if any(states_division(gold, line) for gold in golds):
+        return True
+    said = text and (k12_final.named(text) or k12_final.text_before_explanation(text))
+    return bool(said) and _any_short(golds, said, convert)
 
 
 _SCORE = {

@@ -34,6 +34,15 @@ _MARKED = re.compile(r"\\(?:boxed|fbox)|<answer>|####", re.IGNORECASE)
 _DOUBT = re.compile(r"\b(?:or|not|either)\b|n't\b|或|不是|不在", re.IGNORECASE)
 _KEYS = {4: ("bbox_2d", "bbox", "box"), 2: ("point_2d", "point")}
 _CORNERS = {4: ("x1", "y1", "x2", "y2"), 2: ("x", "y")}
+_SIGNS = str.maketrans("（），＝：；", "(),=:;")
+_HAN_NAMES = {"横": "x", "纵": "y"}
+_NAMED = re.compile(rf"(?:\b([xy][12]?)\s*(?:=|:|\bis\b)|([横纵])坐标(?:[是为:=])?)\s*({_NUMBER})")
+_AROUND_NAMED = re.compile(
+    r"(?:(?:the\s+)?(?:point|center|centre|target|object|location|position|it)\s+(?:is|lies)\s+|点?在)?"
+    r"(?:at\s+)?(?:coordinates\s+)?[(\[{]?\s*\0(?:\s*(?:[,;]|\band\b|和)?\s*\0)+\s*[)\]}]?",
+    re.IGNORECASE,
+)
+"""Text around coordinates that are named; ``\\0`` stands for each of them."""
 
 
 def answer_text(response: str) -> str:
@@ -96,7 +105,7 @@ def _of_text(text: str, size: int) -> list[Numbers]:
     """Raises ValueError for a text that holds brackets which are no shape, or says what it is not."""
     if len(text) > MAX_TEXT or _BAD_NUMBER.search(text):
         raise ValueError("too long, or with a number that is none")
-    text = text.strip().rstrip(".;。").replace("（", "(").replace("）", ")").replace("，", ",").strip("$`* ")
+    text = text.strip().rstrip(".;。").translate(_SIGNS).strip("$`* ")
     try:
         read = json.loads(text)
     except ValueError:
@@ -109,6 +118,8 @@ def _of_text(text: str, size: int) -> list[Numbers]:
             raise ValueError("points that are not each of x and y")
         return [_numbers([float(x), float(y)], 2) for x, y in points]
     text = _UNIT.sub("", text)
+    if named := _named(text, size):
+        return [named]
     if _LIST.fullmatch(text):
         return [_numbers(_floats(text), size)]
     groups = list(_GROUP.finditer(text))
@@ -122,6 +133,15 @@ def _of_text(text: str, size: int) -> list[Numbers]:
     if size == 4 and listed and all(len(numbers) == 2 for numbers in listed) and len(listed) % 2 == 0:
         listed = [[*first, *second] for first, second in zip(listed[::2], listed[1::2], strict=True)]  # (x1,y1),(x2,y2)
     return [_numbers(numbers, size) for numbers in listed]
+
+
+def _named(text: str, size: int) -> Numbers | None:
+    """Coordinates that are named once each and make up the text: ``x=60, y=100``, ``(x1: 1, y1: 2, x2: 3, y2: 4)``."""
+    names = [name or _HAN_NAMES[han] for name, han, _ in _NAMED.findall(text)]
+    if sorted(names) != sorted(_CORNERS[size]) or not _AROUND_NAMED.fullmatch(_NAMED.sub("\0", text)):
+        return None
+    numbers = dict(zip(names, (float(number) for *_, number in _NAMED.findall(text)), strict=True))
+    return _numbers([numbers[corner] for corner in _CORNERS[size]], size)
 
 
 def _floats(text: str) -> list[float]:

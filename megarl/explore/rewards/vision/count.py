@@ -29,7 +29,7 @@ _LOOSE = re.compile(
 )
 """Rest of another count: ``two pairs``, ``dozens``."""
 _COUNT = re.compile(
-    rf"(?P<digits>(?<![A-Za-z0-9_.,])[+-]?(?:\d{{1,3}}(?:,\d{{3}})+|"
+    rf"(?P<digits>(?<![A-Za-z0-9_.])(?<!\d,)[+-]?(?:\d{{1,3}}(?:,\d{{3}})+|"
     rf"\d+)(?:\.\d+)?(?![\d,.]*[\dA-Za-z_])(?P<behind>\s*(?:[%/^*×:=+-]|\\)\s*[\d{{]?|\s*%)?)"
     rf"|\b(?P<words>(?:(?:minus|negative)\s+)?{_WORDS}(?:(?:\s+and\s+|[\s-]+){_WORDS})*)\b"
     rf"|(?P<han>负?(?:[{_HAN}]+)(?:点[{_HAN}]+)?)",
@@ -37,7 +37,7 @@ _COUNT = re.compile(
 )
 _NO_COUNT = re.compile(
     r"\b(?:or|not|least|most|than|between|maybe|possibly|either|"
-    r"cannot|about|around|approximately|roughly|over|under|almost|nearly|some|several)\b"
+    r"cannot|about|around|approximately|roughly|over|under(?!\s+the\b)|almost|nearly|some|several)\b"
     r"|n't\b|或|不是|至少|至多|大约|左右|超过|可能|[~≈<>≤≥±]",
     re.IGNORECASE,
 )
@@ -57,6 +57,29 @@ _NONE = re.compile(
     r"]t|\s+not)\s+any(?:\s+[a-z ]{1,40})?|(?:[图画][片像面]?[中里上]?)?没有.{0,12}|无",
     re.IGNORECASE,
 )
+_THINGS = (
+    r"(?!(?:(?!in\b|on\b)[a-z]+\s+)*(?:image|picture|photo|photograph|figure|diagram|attachment|file|difference|reason|number|problem|but|and|or|"
+    rf"other|besides|except|more|less|beyond|without|clearly|{_WORDS})s?\b)[a-z ]{{1,40}}"
+)
+_UNSEEN = re.compile(
+    rf"(?:I|we|you)\s+(?:(?:do\s+not|don\s?t|can\s?not|can\s?t|could\s?n\s?t)\s+(?:see|find|spot)\s+any|"
+    rf"(?:can\s+)?(?:see|find|spot|count)\s+no)\s+{_THINGS}"
+    rf"|no\s+{_THINGS}\s+(?:is|are|can\s+be)\s+(?:visible|seen|shown|present|there)(?:\s+in\s+the\s+\w+)?"
+    r"|(?:我|[图画][片像面]?[中里上]?)?(?:没有?看[到见]|看不[到见]|找不到|未见)(?:任何|有)?(?![^,，。]*(?:[图像片]|数量|区别|不同|清楚))[一-鿿]{1,8}",
+    re.IGNORECASE,
+)
+"""Sentence that denies a thing: "I don't see any dogs", 没有看到狗. "I can't see any image" denies no thing."""
+_PLACE = (
+    r"(?:(?:are|is|of\s+(?:them|which))\s+)?(?:on|in|at|to|under|behind|beside|near|above|below|by|inside|outside|"
+    r"next\s+to)\s+(?:the|its|a|an)\s+[a-z ]{1,30}"
+)
+_PARTS = re.compile(
+    r"\s*(?P<noun>[a-z]+(?:\s+(?!on\b|in\b|at\b|of\b)[a-z]+)?|[一-鿿]{1,4})?"
+    r"(?:\s+(?:in|on)\s+(?:the|this)\s+[a-z]+|\s+in\s+total)?\s*"
+    r"(?:[,:;(]|[-—]+|[,:]?\s*(?:including|其中|包括))\s*(?=.*\S)",
+    re.IGNORECASE,
+)
+"""Text between a total and its parts: "3 dogs in the image, "."""
 
 
 def read_count(text: str) -> int | None:
@@ -66,7 +89,7 @@ def read_count(text: str) -> int | None:
     text = re.sub(r"[$*`\"'{}]|\\[,;!() ]", " ", text).strip().rstrip(".!").strip()
     if not text or len(text) > MAX_TEXT:
         return None
-    if _NONE.fullmatch(text):
+    if _NONE.fullmatch(text) or _UNSEEN.fullmatch(text):
         return 0
     text = _GROUPS.sub(lambda match: f" {with_digits(re.sub(' +', ' ', match.group())).strip()} ", text)
     if _NO_COUNT.search(text) or _SECOND_COUNT.search(text) or _LOOSE.search(text):
@@ -75,6 +98,8 @@ def read_count(text: str) -> int | None:
     found = list(_COUNT.finditer(text))
     if len(found) > 2 and _SUM.search(text[found[-2].end() : found[-1].start()]):
         return _total(found, text[: found[-1].start()], text[found[-1].end() :])
+    if len(found) > 2 and (whole := _PARTS.match(text[found[0].end() :])):
+        return _divided(found, text, found[0].end() + whole.end("noun"))
     if len(found) != 1 or not stated(text[: found[0].start()], text[found[0].end() :]):
         return None
     match = found[0]
@@ -96,6 +121,36 @@ def _total(found: Sequence[re.Match[str]], before: str, behind: str) -> int | No
     ]
     *parts, total = values
     if total is None or None in parts or not stated(before, behind, equation=True):
+        return None
+    return total if sum(part for part in parts if part is not None) == total else None
+
+
+_PART = re.compile(
+    rf"(?:(?:\s+(?P<noun>[a-z]+))?\s+{_PLACE}|只|个|条|名|位|人|辆|朵|本|匹|头)(?:在[左右上下中前后][一-鿿]{{0,3}})?"
+    r"(?:\s*(?:[,;]|\band\b|和|,\s*and\b)\s*)?(?:其?在?[左右上下中前后][一-鿿]{0,3}有?)?[\s)]*",
+    re.IGNORECASE,
+)
+"""Rest of one part: `` on the left and ``, 只，右边."""
+_HAN_PLACE = re.compile(r"\s*(?:在?[左右上下中前后][一-鿿]{0,3}有?)?\s*")
+
+
+def _divided(found: Sequence[re.Match[str]], text: str, end_of_noun: int) -> int | None:
+    """``3`` of ``3 dogs, 2 on the left and 1 on the right``; None where the parts have another sum or are of other
+    things."""
+    total, *parts = [
+        None if match["behind"] else _whole(with_digits(" ".join(match.group().replace(",", "").split())).strip())
+        for match in found
+    ]
+    thing = text[found[0].end() : end_of_noun].strip().casefold()
+    behind = [
+        _PART.fullmatch(text[one.end() : (found[at + 2].start() if at + 2 < len(found) else len(text))])
+        for at, one in enumerate(found[1:])
+    ]
+    if not thing or total is None or None in parts or not all(behind):
+        return None
+    if any(match and (match["noun"] or thing).casefold() not in thing for match in behind):
+        return None
+    if not stated(text[: found[0].start()], f" {thing}"):
         return None
     return total if sum(part for part in parts if part is not None) == total else None
 

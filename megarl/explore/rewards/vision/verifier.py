@@ -14,6 +14,7 @@ from megarl.explore.rewards.answer.extract import extract, unmarked
 from megarl.explore.rewards.math import verifier as math_verifier
 from megarl.explore.rewards.school import read as k12_read
 from megarl.explore.rewards.school import verifier as k12
+from megarl.explore.rewards.school.final import boxes_in_a_row
 from megarl.explore.rewards.vision.boxes import (
     SCALES,
     Numbers,
@@ -142,8 +143,8 @@ def score_count(solution_str: str, ground_truth: Any, extra_info: Mapping[str, A
     except ValueError as error:
         return _error(str(error))
     pred = extract(solution_str)
-    count = read_count(pred)
-    return _right(count == gold, pred)
+    counts = {read_count(text) for text in boxes_in_a_row(solution_str) or [pred]}
+    return _right(counts == {gold}, pred)
 
 
 # ---------------------------------------------------------------- text and documents
@@ -166,7 +167,8 @@ def _anls_row(ground_truth: Any, info: Mapping[str, Any]) -> tuple[list[str], fl
 
 
 def score_anls(solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The largest ANLS over the accepted texts; ok when it is not 0. Error without an accepted text."""
+    """The largest ANLS over the accepted texts; ok when it is 1, which is a right text. Error without an accepted
+    text."""
     info = extra_info if isinstance(extra_info, Mapping) else {}
     try:
         golds, threshold = _anls_row(ground_truth, info)
@@ -174,7 +176,7 @@ def score_anls(solution_str: str, ground_truth: Any, extra_info: Mapping[str, An
         return _error(str(error))
     pred = extract(solution_str)
     score = max(similarity(gold, pred, solution_str, threshold) for gold in golds)
-    return verdict("ok" if score > 0 else "wrong", score, pred, exact=float(score == 1.0))
+    return verdict("ok" if score == 1.0 else "wrong", score, pred, exact=float(score == 1.0))
 
 
 # ---------------------------------------------------------------- boxes and points

@@ -1,0 +1,58 @@
+"""Marks around a final answer: what announces it ("Final answer:", "Ans."), what decorates it (✅, ∎, bold)."""
+
+from __future__ import annotations
+
+import re
+
+NAMES = r"\bans(?:wers?\b|\b\.?)"
+"""Names of a final answer before a sign of ``SIGNS``."""
+SIGNS = r":|：|=|[→⇒➜➔⟶⟹]|->|=>|\$?\\(?:to|rightarrow|Rightarrow|implies)(?![a-zA-Z])\$?|(?<=\s)[-–—](?=\s)"
+_BOLD = r"(?:\*\*|__|[*_])?"
+_CHINESE = r"(?:正确|最终|最后)?的?(?:答案|结果)"
+LINE = re.compile(
+    rf"(?:\b(?:final|correct)\s+)?(?:{NAMES}{_BOLD}\s*(?:{SIGNS})|\bans\.(?=\s*[\d$\\(*-])|{_CHINESE}{_BOLD}\s*[:：])"
+    rf"\s*{_BOLD}",
+    re.IGNORECASE,
+)
+"""Start of an ``Answer:`` line."""
+
+PICTURES = r"[\U0001F300-\U0001FAFF\u2B50\u2728\u2B55\u26A1\uFE0F\u2764]"
+CHECKS = r"[✅✓✔☑]"
+_ENDS = r"\\(?:blacksquare|qedsymbol|qed|square|Box|checkmark)(?![a-zA-Z])|[∎■□◼▪]|\bQ\.?E\.?D\b\.?"
+_DECORATION = re.compile(
+    rf"(?:\s*(?:(?<=[\s.$*)}}\]。])(?:\$\$?\s*(?:{_ENDS})\s*\$\$?|\\\(\s*(?:{_ENDS})\s*\\\)|{_ENDS})"
+    rf"|(?<![,;、，；])(?:{PICTURES}|{CHECKS})))+\s*$"
+)
+_LEADING = re.compile(rf"^(?:(?:{PICTURES}|{CHECKS}|[👉➡▶])\s*)+(?=[^\s,;、，；])")
+_HEADINGS = """step part case solution explanation verification check conclusion method approach reasoning analysis
+problem summary given final answer result"""
+HEADING = re.compile(
+    rf"[\s*]*(?:\d+[.)]\s*)?(?:{'|'.join(_HEADINGS.split())})\b(?:\s+(?:\d+|answer|result|[A-Z]))?[\s*]*(?:[:：].*|$)",
+    re.IGNORECASE,
+)
+"""Text of a ``####`` line that heads a section, and is no answer."""
+_BOLD_WORDS = re.compile(r"(?<![\w)*])\*\*(?=[^\s*])([^*\n]*[^\s*])\*\*(?![\w(*])")
+
+
+def undecorated(text: str) -> str:
+    """A text without check marks, pictures and ends of a proof behind it. Of several checks none goes: they may be
+    answers."""
+    if not text or text[-1] in "0123456789}abcdefghijklmnopqrstuvwxyz" and not text.endswith(_ENDINGS):
+        return text
+    if (found := _DECORATION.search(text[-80:])) is None:
+        return text
+    rest = text[: len(text) - len(found.string) + found.start()]
+    return rest if rest.strip(" $*\\([") and not re.search(CHECKS, rest) else text
+
+
+_ENDINGS = ("square", "qed", "qedsymbol", "checkmark")
+
+
+def unled(text: str) -> str:
+    """A text without check marks and pictures before it."""
+    return _LEADING.sub("", text) if text and text[0] > "\u2000" and not re.search(CHECKS, text[1:]) else text
+
+
+def without_bold(text: str) -> str:
+    """A line whose bold words are plain; ``2**3`` is a power."""
+    return _BOLD_WORDS.sub(r"\1", text) if "**" in text else text
