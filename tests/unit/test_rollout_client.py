@@ -7,6 +7,7 @@ import base64
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,15 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from megarl.core.errors import EngineError, RequestRefused
+from megarl.core.errors import EngineClosed, EngineError, RequestRefused
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client import choice
-from megarl.engine.client.choice import WantedWeights
+from megarl.engine.client.choice import EngineChoice, WantedWeights
 from megarl.engine.client.client import EngineClient, Prompt, Sampling
 from megarl.engine.client.frames import Completion, Failure, Record, StreamHeartbeat, VersionSpan, encode, unpack_ids
 from megarl.engine.client.gather import Gatherer, SampleRequest
-from tests.engine_rows import choice_of
+from megarl.engine.fleet import EngineRow
+from tests.engine_rows import choice_of, serving_row
 
 PROMPTS = [Prompt([1, 2], n=2, seed=5), Prompt([3], greedy=True)]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -429,3 +431,44 @@ def test_a_call_goes_home_unless_that_engine_is_busier() -> None:
     assert [chosen("b", 0, 1), chosen("b", 8, 16), chosen("gone", 2, 1), chosen("", 1, 2)] == ["a", "a", "b", "a"]
     engines._left_out["b"] = time.monotonic() + 60
     assert chosen("b", 9, 0) == "a"
+
+
+@pytest.mark.parametrize("awaits", [True, False])
+def test_weights_of_another_program_are_awaited_however_long_that_takes(awaits: bool) -> None:
+    """Those of the job's own trainer for as long as an engine may take that is replaced."""
+    rows, looks = [serving_row(0, "")], 0
+
+    async def read() -> list[EngineRow]:
+        nonlocal looks
+        looks += 1
+        return [replace(rows[0], version=WeightsVersion(1, 2)) if looks > 5 else rows[0]]
+
+    async def retried(error: EngineError) -> None:
+        raise AssertionError("no call was made")
+
+    async def ask(url: str) -> None:
+        rows[0] = replace(rows[0], url=url)
+        engines = EngineChoice(rows)
+        keeping = asyncio.create_task(engines.keep(read))
+        async with EngineClient(engines, "k") as client, asyncio.TaskGroup() as tasks:
+            asked = Sampling(max_tokens=4, oldest=WeightsVersion(1, 2))
+            gatherer = Gatherer(
+                client,
+                asked,
+                tasks,
+                change=lambda n: None,
+                retried=retried,
+                timeout_s=0.1,
+                retry_s=0.01,
+                awaits_weights=awaits,
+            )
+            request = SampleRequest("g", 0, 9, np.array([1], np.int32), (), None)
+            assert (await gatherer.sample(request)).token_ids.tolist() == [7, 8]
+        keeping.cancel()
+
+    if awaits:
+        asyncio.run(asyncio.wait_for(served(streaming(sample(0, 0)), ask), 30))
+        return
+    with pytest.raises(ExceptionGroup) as failed:
+        asyncio.run(asyncio.wait_for(served(streaming(sample(0, 0)), ask), 30))
+    assert failed.group_contains(EngineClosed, match="engine 0 is serving and has no weights")

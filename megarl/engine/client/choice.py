@@ -106,7 +106,7 @@ class EngineChoice:
     def urls(self) -> list[str]:
         """URLs of engines that may be asked for what no weights are named for; of all where there is none."""
         now = time.monotonic()
-        found = self._unrefused(self.usable(WantedWeights(self._oldest)) or self.usable(WantedWeights()))
+        found = self._unrefused(WantedWeights(self._oldest)) or self._unrefused(WantedWeights())
         living = [row for row in found if self._left_out[row.url] <= now] or found
         return [row.url for row in living or self.fleet.present() or self.fleet.rows if row.url]
 
@@ -117,9 +117,9 @@ class EngineChoice:
         Raises EngineClosed where none may be asked for now, and WeightsPassed where none will have the weights.
         """
         self.expect(wanted.oldest)
-        if not (found := self._unrefused(self.usable(wanted))):
+        if not (found := self._unrefused(wanted)):
             await self._look_soon()
-            if not (found := self._unrefused(self.usable(wanted))):
+            if not (found := self._unrefused(wanted)):
                 raise self._none(wanted)
         now = time.monotonic()
         least = min(found, key=lambda row: (max(now, self._left_out[row.url]), self._outstanding[row.url]))
@@ -157,16 +157,19 @@ class EngineChoice:
             log.warning("%s; asking again for the samples of its failed calls", why)
 
     def refused(self, row: EngineRow, why: object) -> None:
-        """Take note that an engine has refused what fits its row; logged as a failed call is."""
-        self._refused[row.url] = row, time.monotonic() + REFUSED_S
-        if self._samples.get(row.url, True):
-            self._samples[row.url] = False
+        """Take note that an engine has refused what fits its row; logged once for each row."""
+        if row.url not in self._refused or self._refused[row.url][0] != row:
             log.info("%s; others are asked, or this one again", why)
+        self._refused[row.url] = row, time.monotonic() + REFUSED_S
 
-    def _unrefused(self, rows: Sequence[EngineRow]) -> list[EngineRow]:
-        now = time.monotonic()
-        self._refused = {url: (row, until) for url, (row, until) in self._refused.items() if until > now}
-        return [row for row in rows if row.url not in self._refused or self._refused[row.url][0] != row]
+    def _refuses(self, row: EngineRow) -> bool:
+        if row.url not in self._refused:
+            return False
+        then, until = self._refused[row.url]
+        return then == row and until > time.monotonic()
+
+    def _unrefused(self, wanted: WantedWeights) -> list[EngineRow]:
+        return [row for row in self.usable(wanted) if not self._refuses(row)]
 
     async def _look_soon(self) -> None:
         """Look at once, or with others who wait after a moment."""
@@ -193,5 +196,5 @@ class EngineChoice:
     def _state(self, row: EngineRow) -> str:
         weights = "no weights" if row.has is None else f"weights {row.has}"
         keeps = f" for {row.holds_for}" if row.holds_for else ""
-        refuses = "; it refuses" if row.url in self._refused else ""
+        refuses = "; it refuses" if self._refuses(row) else ""
         return f"is {row.state} and has {weights}{keeps}{refuses}"
