@@ -66,10 +66,6 @@ Message = dict[str, Any]
 (``reasoning_content``, …)."""
 
 
-KEEPERS = "engines"
-"""Key of a rollout's sampling: URLs of the engines that keep the weights of an evaluation."""
-
-
 class WeightsVersion(NamedTuple):
     """Names one published set of weights: ``n`` counts synchronisations within a job attempt, never reused. Later ones
     compare greater, by attempt and then by ``n``."""

@@ -315,7 +315,7 @@ def test_an_evaluation_whose_weights_are_gone_is_said_not_to_be_measured(
     store = Store(config.store.url, attempt=1)
     store.tasks.add("eval", [Task("t", "math", ({"role": "user", "content": "1 + 1 ="},), "math", {})])
     store.pacing.record_version(WeightsVersion(1, 2), 1)
-    store.rollouts.request("eval-1", "eval", 1, WeightsVersion(1, 2), ["t"], 1, {"engines": ["http://e"]})
+    store.rollouts.request("eval-1", "eval", 1, WeightsVersion(1, 2), ["t"], 1, {})
     for step in range(1, saved + 1):
         store.journal.record_step(step, {})
     finished_checkpoint(tmp_path, saved)

@@ -32,7 +32,7 @@ from megarl.core.config import Config, load_resolved
 from megarl.core.errors import EngineError, InputError, JobError, describe
 from megarl.core.jobs import EXPLORE, PROGRAM, STOPPED, TRAIN, logs_of
 from megarl.core.metrics import Timeline
-from megarl.core.schema import GREEDY, KEEPERS, Trajectory, WeightsVersion
+from megarl.core.schema import GREEDY, Trajectory, WeightsVersion
 from megarl.engine.client.choice import EVERY_S, EngineChoice
 from megarl.engine.client.client import EngineClient, Sampling
 from megarl.engine.client.gather import Engine, Gatherer
@@ -317,7 +317,7 @@ async def _report(lines: Callable[[], str | None], record: Callable[..., Corouti
 def sampling_of(claim: Claim, engines: EngineChoice) -> Sampling:
     """Return what a claim's samples are asked for with. An evaluation has its own weights alone, of engines that keep
     them for it where there are some."""
-    own = {name: value for name, value in claim.sampling.items() if name not in ("seed", "greedy", "spare", KEEPERS)}
+    own = {name: value for name, value in claim.sampling.items() if name not in ("seed", "greedy", "spare")}
     if not _of_trainer(claim):
         return Sampling(**own)
     if claim.kind != "eval":

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property, partial
 from typing import Protocol
 
 from megarl.core.config.schema import EvaluationConfig
-from megarl.core.schema import KEEPERS, WeightsVersion
+from megarl.core.schema import WeightsVersion
 from megarl.explore.order.draws import evaluation_sampling
 from megarl.explore.store import Store
 from megarl.train.rank.context import RunContext
@@ -71,13 +71,12 @@ class Evaluation:
             self._wait(partial(whole, self._store, rollout_id), "held-out tasks", weights_step=state.step)
         self.record(state.step, rollout_id)
 
-    def ask(self, step: int, version: WeightsVersion, rollout_id: str, engines: Sequence[str] = ()) -> None:
-        """Ask for answers of weights with ``step`` steps, on rank 0; of these engines alone, if any are given."""
+    def ask(self, step: int, version: WeightsVersion, rollout_id: str) -> None:
+        """Ask for answers of weights with ``step`` steps, on rank 0."""
         if self._context.rank:
             return
         config = self._context.config
-        sampling = evaluation_sampling(config, step) | ({KEEPERS: list(engines)} if engines else {})
-        samples = config.evaluation.samples
+        sampling, samples = evaluation_sampling(config, step), config.evaluation.samples
         self._store.rollouts.request(rollout_id, "eval", step, version, self._tasks, samples, sampling)
 
     def record(self, step: int, rollout_id: str, **more: float) -> None:

@@ -69,7 +69,7 @@ class EvaluationMeanwhile:
         if not self._ranks.agree(self._context.rank != 0 or bool(engines)):
             return False
         self._open = OpenEvaluation(rollout_id, step, version, [row.key for row in engines])
-        self._evaluation.ask(step, version, rollout_id, [row.url for row in engines])
+        self._evaluation.ask(step, version, rollout_id)
         return True
 
     def _hold(self, version: WeightsVersion, rollout_id: str) -> list[EngineRow]:
