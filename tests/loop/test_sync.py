@@ -96,7 +96,7 @@ def test_an_engine_refuses_requests_for_newer_weights(
     version = WeightsVersion.parse(engine.control.state().version)
     newer = version._replace(n=version.n + 1)
     assert engine.generate(some_prompts(1), Sampling(max_tokens=2, oldest=version))
-    with pytest.raises(EngineError, match=rf"503 .*weights {version} are older than {newer}"):
+    with pytest.raises(EngineError, match=rf"409 .*weights {version} are older than {newer}"):
         engine.generate(some_prompts(1), Sampling(max_tokens=2, oldest=newer))
 
 
