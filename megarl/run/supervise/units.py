@@ -67,7 +67,9 @@ class Units:
     def replace_others(self) -> bool:
         """Replace what has died and is no engine; return False where that is not to be. Raises JobError where one
         cannot be started again."""
-        units = [unit for unit in dict.fromkeys(unit_of(s.process.name) for s in self._dead()) if not is_engine(unit)]
+        # An engine that could not be started again has no row.
+        dead = [s for s in self._dead() if s.spec is None or not is_engine(s.process.name)]
+        units = list(dict.fromkeys(unit_of(s.process.name) for s in dead))
         if not all(map(self._is_replaceable, units)):
             return False
         for unit in units:
