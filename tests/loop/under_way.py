@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import urllib.request
@@ -12,6 +13,9 @@ from megarl.engine.client.auth import App, Receive, Scope, Send, bearer
 from tests.loop.engines import KEY, RunningEngine
 
 PATH = "/under_way"
+PROBES = "/inference/v1/generate"
+LATE_S = 0.5
+"""Seconds by which probes are late: whatever goes on without waiting for one goes on before it."""
 OPTIONS = ("--middleware", "tests.loop.under_way.UnderWay")
 """Options of vLLM's server, for ``RunningEngine.options``."""
 
@@ -23,7 +27,8 @@ class HasDone(Protocol):
 
 
 class UnderWay:
-    """Middleware that returns the tokens of each request under way, and the ids of all requests that have ended."""
+    """Middleware that returns the tokens of each request under way, and the ids of all requests that have ended. It
+    holds probes back for a moment."""
 
     def __init__(self, app: App) -> None:
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -41,6 +46,8 @@ class UnderWay:
         AsyncLLM.generate = generate_and_note  # type: ignore[method-assign, assignment]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] == PROBES:
+            await asyncio.sleep(LATE_S)
         if scope["type"] != "http" or scope["path"] != PATH:
             await self._app(scope, receive, send)
             return

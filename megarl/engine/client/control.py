@@ -18,6 +18,7 @@ from megarl.engine.client.names import PROVING, last_lines
 from megarl.engine.client.probe import Probed, Scores
 
 _POLL_S = 0.1
+_QUEUED_POLL_S = 0.005
 _REPORT_S = 5.0
 """Seconds from a worker's timeout until its reason arrives."""
 SLEEPING = "the engine sleeps: its weights were freed, and it generates after the next publication"
@@ -186,14 +187,26 @@ class EngineControl:
             raise EngineError(self._with_log(f"the engine at {self.url} failed in {method}: {failed}"))
         return answers
 
-    def probe(self, token_ids: Sequence[int], *, decode: int = 0, first: bool = False) -> Probed:
+    def probe(self, token_ids: Sequence[int], *, decode: int = 0, first: str | None = None) -> Probed:
         """Log-probs of ``token_ids[1:]``, each given those before it, and of ``decode`` tokens that the engine samples
         after them: as it decodes, and computed again in a prompt, for which vLLM takes nothing from its prefix cache.
-        ``first``: before requests that wait; of an engine with ``sync.pause=keep`` alone, which has priorities.
+        ``first``: name of a request that goes before those that wait; of an engine with ``sync.pause=keep`` alone,
+        which has priorities.
         """
         text = self.scores(token_ids, decode + 1, first=first)  # the first token comes out of the prompt's own pass
         again = self.scores([*token_ids, *text.tokens], 1, first=first).prompt[-decode:] if decode else []
         return Probed(text.prompt, text.sampled[1:], again, text.tokens[1:])
+
+    def await_queued(self, name: str, ended: Callable[[], bool]) -> None:
+        """Return once vLLM has queued the request of this name, or it has ``ended``: calls that follow come behind it."""
+        asked = f"/megarl/queued?name={name}"
+        while not ended():
+            answer = self._call("GET", asked)
+            if not isinstance(answer, dict) or "queued" not in answer:
+                raise self._malformed(f"GET {asked}", answer)
+            if answer["queued"]:
+                return
+            time.sleep(_QUEUED_POLL_S)
 
     def scores(self, token_ids: Sequence[int], sample: int, **how: Any) -> Scores:
         """Ask for log-probs of a text and of tokens sampled after it; ``how``: as of ``Scores.request``."""

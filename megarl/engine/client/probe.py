@@ -44,9 +44,9 @@ class Scores(NamedTuple):
 
     @staticmethod
     def request(
-        token_ids: Sequence[int], sample: int, *, first: bool = False, among: Sequence[int] | None = None
+        token_ids: Sequence[int], sample: int, *, first: str | None = None, among: Sequence[int] | None = None
     ) -> dict[str, Any]:
-        """Body of vLLM's ``/inference/v1/generate``; ``first``: before requests that wait.
+        """Body of vLLM's ``/inference/v1/generate``; ``first``: name of a request that goes before those that wait.
 
         ``among``: tokens to sample from, whose log-probs are then those among them; the prompt's are left out, since
         they would need logits of all its positions at once.
@@ -60,7 +60,9 @@ class Scores(NamedTuple):
         }
         sampling |= {"prompt_logprobs": 0} if among is None else {"allowed_token_ids": list(among)}
         sampling |= {"detokenize": False}
-        return {"token_ids": list(token_ids), "sampling_params": sampling} | ({"priority": -1} if first else {})
+        return {"token_ids": list(token_ids), "sampling_params": sampling} | (
+            {} if first is None else {"priority": -1, "request_id": first}
+        )
 
     @classmethod
     def of(cls, answer: Any, token_ids: Sequence[int], sample: int, *, prompt: bool = True) -> Scores:

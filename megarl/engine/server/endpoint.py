@@ -131,6 +131,7 @@ class Endpoints:
         app.add_api_route("/megarl/refuse", _refuse, methods=["POST"])
         app.add_api_route("/megarl/asleep", _asleep, methods=["POST"])
         app.add_api_route("/megarl/state", _state, methods=["GET"])
+        app.add_api_route("/megarl/queued", _queued, methods=["GET"])
         app.add_middleware(Gate, state=app.state)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
@@ -263,6 +264,12 @@ async def _state(request: Request) -> JSONResponse:
             "workers": own.megarl_workers,
         }
     )
+
+
+async def _queued(request: Request) -> JSONResponse:
+    """Answer whether vLLM has a request whose id contains ``name``: calls that follow reach its core behind it."""
+    requests = request.app.state.engine_client.output_processor.request_states
+    return JSONResponse({"queued": any(request.query_params["name"] in taken for taken in requests)})
 
 
 def sampling_params(settings: dict[str, Any]) -> SamplingParams:

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from secrets import token_hex
 from typing import Any, Literal, Protocol
 
 import torch
@@ -162,8 +163,9 @@ class Publication:
         if probe is None:
             yield []
             return
-        with self._fleet.calling(lambda i, engine: engine.probe(probe.token_ids, first=True)) as probed:
-            self._fleet.each(lambda i, engine: engine.state())  # by then the probe is queued: nothing goes before it
+        name = f"probe-{token_hex(8)}"
+        with self._fleet.calling(lambda i, engine: engine.probe(probe.token_ids, first=name)) as probed:
+            self._fleet.each(lambda i, engine: engine.await_queued(name, probed[i].done))
             yield probed
 
     def _transfer(self, send: Callable[[], Digests]) -> Digests:
