@@ -198,7 +198,7 @@ class EngineControl:
         return Probed(text.prompt, text.sampled[1:], again, text.tokens[1:])
 
     def await_queued(self, name: str, ended: Callable[[], bool]) -> None:
-        """Return once vLLM has queued the request of this name, or it has ``ended``: calls that follow come behind it."""
+        """Return once vLLM has queued the request of this name, or it has ``ended``: later calls come behind it."""
         asked = f"/megarl/queued?name={name}"
         while not ended():
             answer = self._call("GET", asked)
