@@ -11,14 +11,20 @@ from megarl.core.jobs import TRAIN
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.choice import EngineChoice
 from megarl.engine.client.control import EngineControl
-from megarl.engine.fleet import EngineRow, EngineStatus, Fleet, Key
+from megarl.engine.fleet import BASE, EngineRow, EngineStatus, Fleet, Key, ProvenWeights
 
 
 def serving_row(number: int, url: str, program: str = TRAIN, **columns: Any) -> EngineRow:
     """An engine of one worker that serves at ``url``, and has proven its ``version``, if any is given."""
     of = {"state": EngineStatus.SERVING, "start": number + 1, "workers": 1, **columns}
-    of = {"version_start": of["start"], **of}
-    return EngineRow(program, number, url=url, **of)
+    version = of.pop("version", None)
+    row = EngineRow(program, number, url=url, **of)
+    return row if version is None else row.with_weights(BASE, version)
+
+
+def having(row: EngineRow, version: WeightsVersion, start: int | None = None) -> EngineRow:
+    """Give a row these weights, proven by its start or by another one."""
+    return replace(row, weights=(ProvenWeights(BASE, version, row.start if start is None else start),))
 
 
 class FixedEngines:
@@ -33,7 +39,7 @@ class FixedEngines:
 
     def fleet(self) -> Fleet:
         rows = [serving_row(number, url, start=self._start(url)) for number, url in enumerate(self._urls())]
-        return Fleet([replace(row, version_start=row.start, version=self._delivered.get(row.start)) for row in rows])
+        return Fleet([row.with_weights(BASE, self._delivered.get(row.start)) for row in rows])
 
     def to_join(self) -> list[EngineRow]:
         return list(self.fleet())

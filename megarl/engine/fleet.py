@@ -17,6 +17,8 @@ from megarl.core.schema import WeightsVersion
 
 Key = tuple[str, int]
 """Program and number of an engine."""
+BASE = "base"
+"""Name of a model's own weights; an adapter has another."""
 STARTS = 1_000_000
 """Most starts of processes in one attempt: the numbers of later attempts begin above those of earlier ones."""
 _ENDED = "it ended before it served; its log has its last words"
@@ -50,6 +52,16 @@ class ColumnOwner(StrEnum):
     SUPERVISOR = "the supervisor of the job"
 
 
+class ProvenWeights(NamedTuple):
+    """Weights that an engine has proven to have."""
+
+    what: str
+    """``BASE``, or an adapter's name."""
+    version: WeightsVersion
+    start: int
+    """Start of the process that has proven them."""
+
+
 @dataclass(frozen=True)
 class EngineRow:
     """An engine of a job."""
@@ -67,12 +79,10 @@ class EngineRow:
     turn: EngineTurn = EngineTurn.HERE
     turn_order: int = 0
     """Number of changes of ``turn``."""
-    version: WeightsVersion | None = None
-    """Weights that were delivered last, and proven; None once they are lost."""
-    version_start: int = 0
-    """Start of the process that has proven ``version``."""
+    weights: tuple[ProvenWeights, ...] = ()
+    """Weights that were delivered last, and proven, by name; none once they are lost."""
     holds_for: str = ""
-    """Rollout of the evaluation for which it keeps ``version``."""
+    """Rollout of the evaluation for which it keeps ``weights``."""
     # by the supervisor
     state: EngineStatus = EngineStatus.ABSENT
     start: int = 0
@@ -116,14 +126,24 @@ class EngineRow:
 
     @property
     def has(self) -> WeightsVersion | None:
-        """Weights that this start of it has proven to have."""
-        proven = self.state is EngineStatus.SERVING and self.version_start == self.start
-        return self.version if proven else None
+        """The model's own weights that this start of it has proven to have."""
+        return self.proven(BASE)
+
+    def proven(self, what: str) -> WeightsVersion | None:
+        """Version of ``BASE``, or of an adapter, that this start of it has proven to have."""
+        serves = self.state is EngineStatus.SERVING
+        return next((w.version for w in self.weights if w.what == what and serves and w.start == self.start), None)
+
+    def with_weights(self, what: str, version: WeightsVersion | None) -> EngineRow:
+        """Row once this start of it has proven ``version``; None: once it has lost all its weights."""
+        others = (w for w in self.weights if w.what != what and w.start == self.start)
+        weights = () if version is None else (*others, ProvenWeights(what, version, self.start))
+        return change(self, "delivered", weights=tuple(sorted(weights)))
 
 
 COLUMNS: Mapping[ColumnOwner, frozenset[str]] = {
     ColumnOwner.SCALE: frozenset({"wanted", "wanted_workers", "order"}),
-    ColumnOwner.TRAINER: frozenset({"turn", "turn_order", "version", "version_start", "holds_for"}),
+    ColumnOwner.TRAINER: frozenset({"turn", "turn_order", "weights", "holds_for"}),
     ColumnOwner.SUPERVISOR: frozenset({"state", "start", "url", "workers", "done", "done_turn", "refused"}),
 }
 
@@ -147,6 +167,10 @@ def _rule(writer: ColumnOwner, of: str, to: str, columns: str, guard: Any = lamb
     return _Rule(writer, states, EngineStatus(to) if to else None, frozenset(columns.split()), guard)
 
 
+def _versions(row: EngineRow) -> dict[str, WeightsVersion]:
+    return {weights.what: weights.version for weights in row.weights}
+
+
 _S, _T, _C = ColumnOwner.SUPERVISOR, ColumnOwner.TRAINER, ColumnOwner.SCALE
 _DONE = "done done_turn refused"
 EVENTS: Mapping[str, _Rule] = {
@@ -157,9 +181,9 @@ EVENTS: Mapping[str, _Rule] = {
     "ends": _rule(_S, "starting serving", "ending", ""),
     "gone": _rule(_S, "*", "absent", f"workers {_DONE}"),
     "refused": _rule(_S, "*", "absent", f"workers {_DONE}", lambda o, n: bool(n.refused)),
-    "turned": _rule(_T, "*", "", "turn turn_order version", lambda o, n: n.turn_order == o.turn_order + 1),
-    "delivered": _rule(_T, "*", "", "version version_start", lambda o, n: not o.holds_for or n.version == o.version),
-    "held": _rule(_T, "*", "", "holds_for", lambda o, n: not o.holds_for and o.version is not None),
+    "turned": _rule(_T, "*", "", "turn turn_order weights", lambda o, n: n.turn_order == o.turn_order + 1),
+    "delivered": _rule(_T, "*", "", "weights", lambda o, n: not o.holds_for or _versions(n) == _versions(o)),
+    "held": _rule(_T, "*", "", "holds_for", lambda o, n: not o.holds_for and bool(o.weights)),
     "freed": _rule(_T, "*", "", "holds_for", lambda o, n: not n.holds_for),
 }
 """Event -> its rule. The beginning and the end of a row are none: ``megarl scale`` and the start of a job insert rows,

@@ -31,7 +31,7 @@ def test_both_engines_are_joined_after_the_check(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(EngineControl, "probe", lambda *_, **__: Probed([-0.5], [], [], []))
     store = Store(f"sqlite:///{tmp_path}/store.db")
     urls = ["http://a", "http://b"]
-    store.engines.register([serving_row(n, url, version=VERSION, version_start=n + 1) for n, url in enumerate(urls)])
+    store.engines.register([serving_row(n, url, version=VERSION) for n, url in enumerate(urls)])
     nothing: Any = SimpleNamespace(stopping=False)
     context = RunContext(Config(store=StoreConfig(poll_s=0.001)), tmp_path, 1, 0)
     check = ColdCheck(context, store, nothing, nothing, nothing, nothing, nothing, nothing)

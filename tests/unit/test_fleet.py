@@ -56,7 +56,9 @@ class InMemory:
         self.insert(self.rules.scaled(self.all(), number, workers))
 
     def write(self, number: int, event: str, **values: Any) -> None:
-        if number in self.rows:
+        if number in self.rows and event == "delivered":
+            self.rows[number] = self.rows[number].with_weights(fleet.BASE, **values)
+        elif number in self.rows:
             self.rows[number] = self.rules.change(self.rows[number], event, **values)
 
     def remove(self, number: int) -> None:
@@ -260,7 +262,7 @@ class World:
             assert self.held[2].get(number) != start, "an engine that keeps weights is updated"
         one.version, one.refusing = self.version, False
         if (row := self.row(number)) and row.start == start:
-            self.rows.write(number, "delivered", version=self.version, version_start=start)
+            self.rows.write(number, "delivered", version=self.version)
         if not self.sending and not self.failed:
             self.published = self.version
 
@@ -306,7 +308,7 @@ class World:
         for row in self.rows.all():
             if row.turn is not turn:
                 keeps = turn is self.rules.EngineTurn.HERE or self.careless == "one that sleeps keeps its version"
-                lost = {} if keeps else {"version": None}
+                lost = {} if keeps else {"weights": ()}
                 self.rows.write(row.number, "turned", turn=turn, turn_order=row.turn_order + 1, **lost)
         if turn is self.rules.EngineTurn.ASLEEP:
             for number, start in self.joined.items():
@@ -477,7 +479,7 @@ IN_RULES: dict[str, tuple[str, str, str, tuple[int, bool, list[Any]]]] = {
         (2, False, [ROUND, ("hold", 1), ("read",), ("free",), ("publish",), ("send",), ("send",), ("ask", 0, True)]),
     ),
     "what an earlier start had counts": (
-        "self.state is EngineStatus.SERVING and self.version_start == self.start",
+        "serves and w.start == self.start",
         "True",
         "a row says more",
         (2, False, [ROUND, ("die", 0, "signal"), ("look",), ("supervise",)]),
@@ -575,6 +577,33 @@ def test_each_column_has_one_writer() -> None:
     assert {field.name for field in dataclasses.fields(EngineRow)} == {*columns, "program", "number"}
     for event, rule in fleet.EVENTS.items():
         assert rule.columns | ({"state"} if rule.to else set()) <= fleet.COLUMNS[rule.writer], event
+
+
+@pytest.mark.parametrize("in_store", [False, True])
+def test_weights_of_each_name_are_proven_by_a_start(url: str, in_store: bool) -> None:
+    """Those of an adapter stay beside new ones of the model, and go with the process."""
+    first, second, adapter = WeightsVersion(1, 1), WeightsVersion(1, 2), "math"
+    row = EngineRow(PROGRAM, 0, state=fleet.EngineStatus.SERVING, start=7)
+    store = Store(url)
+
+    def given(row: EngineRow, version: WeightsVersion | None, what: str) -> EngineRow:
+        if not in_store:
+            return row.with_weights(what, version)
+        store.engines.delivered({row.key: row.start}, version, what)
+        return store.engines.own()[0]
+
+    try:
+        store.engines.register([row])
+        row = given(given(given(row, first, fleet.BASE), first, adapter), second, fleet.BASE)
+        assert (row.has, row.proven(adapter), row.proven("other")) == (second, first, None)
+        again = dataclasses.replace(row, start=8)
+        assert (again.has, again.proven(adapter)) == (None, None)
+        store.engines.register([again])
+        again = given(again, second, fleet.BASE)
+        assert [weights.what for weights in again.weights] == [fleet.BASE], "an earlier start's are nobody's"
+        assert given(given(again, first, adapter), None, fleet.BASE).weights == ()
+    finally:
+        store.close()
 
 
 def test_other_changes_are_forbidden() -> None:

@@ -39,7 +39,7 @@ from megarl.train.rollout.evaluation import Evaluation
 from megarl.train.rollout.meanwhile import EvaluationMeanwhile
 from megarl.train.sync.publish import WeightPublisher
 from tests.chat_battery import checkpoint
-from tests.engine_rows import serving_row
+from tests.engine_rows import having, serving_row
 from tests.unit.test_held_out import answered
 from tests.unit.test_rollout_client import sample, streaming
 from tests.unit.test_spare import Scorer
@@ -88,13 +88,13 @@ class Servers:
         async def answer(request: web.Request) -> web.StreamResponse:
             body, row = await request.json(), self.rows[number]
             bounds = (v and WeightsVersion.parse(v) for v in (body.get("oldest"), body.get("newest")))
-            if (reason := refusal(WeightsAsked(body["start"], *bounds), row.start, row.version)) is not None:
+            if (reason := refusal(WeightsAsked(body["start"], *bounds), row.start, row.weights[0].version)) is not None:
                 self.refused[number] += 1
                 return web.json_response({"error": reason}, status=409)
             self.asked[number] += 1
-            return await streaming(sample(0, 0, versions=(VersionSpan(str(self.sampled or row.version), 0, 2),)))(
-                request
-            )
+            return await streaming(
+                sample(0, 0, versions=(VersionSpan(str(self.sampled or row.weights[0].version), 0, 2),))
+            )(request)
 
         return answer
 
@@ -111,7 +111,11 @@ class Servers:
         await self._stack.aclose()
 
     def change(self, number: int, **columns: Any) -> None:
+        """Change columns; ``version``: weights that are proven by the start, or by ``proven_by``."""
+        version, start = columns.pop("version", None), columns.pop("proven_by", None)
         self.rows[number] = replace(self.rows[number], **columns)
+        if version is not None:
+            self.rows[number] = having(self.rows[number], version, start)
 
     def choice(self) -> EngineChoice:
         """An explorer's, with the rows of now. The first engine is busier."""
@@ -182,7 +186,7 @@ def test_an_engine_that_is_not_what_its_row_says_computes_nothing(changed: dict[
                 await ask(client, training)
             await ask(client, training, 4)
             assert (servers.asked, servers.refused) == ([4, 0], [0, 1])
-            servers.change(1, version=NEW, version_start=servers.rows[1].start, workers=2)
+            servers.change(1, version=NEW, proven_by=servers.rows[1].start, workers=2)
             client.engines.see(servers.rows)
             await ask(client, training)
             assert servers.asked == [4, 1]
@@ -218,11 +222,11 @@ def test_an_evaluation_of_all_engines_waits_for_one_that_starts_and_ends_where_o
         async with EngineClient(servers.choice(), "k") as client:
             with pytest.raises(EngineClosed, match=r"weights 1\.2 or later: engine 0 is serving and has no weights"):
                 await ask(client, everywhere)
-            servers.change(0, version=NEW, version_start=7)
+            servers.change(0, version=NEW, proven_by=7)
             client.engines.see(servers.rows)
             with pytest.raises(WeightsPassed):
                 await ask(client, everywhere)
-            servers.change(1, version_start=7)
+            servers.change(1, version=OLD, proven_by=7)
             client.engines.see(servers.rows)
             await ask(client, everywhere)
         assert (servers.asked, servers.refused) == ([0, 1], [0, 0])

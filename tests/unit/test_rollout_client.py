@@ -23,7 +23,7 @@ from megarl.engine.client.client import EngineClient, Prompt, Sampling
 from megarl.engine.client.frames import Completion, Failure, Record, StreamHeartbeat, VersionSpan, encode, unpack_ids
 from megarl.engine.client.gather import Gatherer, SampleRequest
 from megarl.engine.fleet import EngineRow
-from tests.engine_rows import choice_of, serving_row
+from tests.engine_rows import choice_of, having, serving_row
 
 PROMPTS = [Prompt([1, 2], n=2, seed=5), Prompt([3], greedy=True)]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -441,7 +441,7 @@ def test_weights_of_another_program_are_awaited_however_long_that_takes(awaits: 
     async def read() -> list[EngineRow]:
         nonlocal looks
         looks += 1
-        return [replace(rows[0], version=WeightsVersion(1, 2)) if looks > 5 else rows[0]]
+        return [having(rows[0], WeightsVersion(1, 2)) if looks > 5 else rows[0]]
 
     async def retried(error: EngineError) -> None:
         raise AssertionError("no call was made")

@@ -31,7 +31,7 @@ from megarl.run.run_dir.owner import own_run_dir
 from megarl.run.supervise.more_engines import room_for_engines
 from megarl.train.sync.fleet import EngineFleet
 from megarl.train.sync.look import EngineLook
-from tests.engine_rows import serving_row
+from tests.engine_rows import having, serving_row
 from tests.unit.reshard_cases import qwen3_config
 from tests.unit.small_job import config_of
 from tests.unit.test_rollout_client import sample, streaming
@@ -261,7 +261,7 @@ def test_an_engine_is_asked_once_it_has_weights_and_until_it_is_wanted_no_more()
         async with TestServer(engine("a")) as first, TestServer(engine("b")) as other:
             a, b = (str(server.make_url("")).rstrip("/") for server in (first, other))
             one, none = serving_row(0, a, version=second), serving_row(1, b)
-            two = replace(none, version=second)
+            two = having(none, second)
             async with EngineClient(EngineChoice([one]), "k") as client:
 
                 async def ask(*rows: EngineRow, times: int = 3) -> set[str]:
@@ -280,9 +280,9 @@ def test_an_engine_is_asked_once_it_has_weights_and_until_it_is_wanted_no_more()
                     await ask(one, two, times=4)
                 assert await ask(one, two) == {"a"}
                 refusing.clear()
-                assert await ask(one, replace(two, start=5, version_start=5)) == {"a", "b"}, "it is another start"
+                assert await ask(one, having(replace(two, start=5), second)) == {"a", "b"}, "it is another start"
                 assert await ask(one, replace(two, turn=EngineTurn.ASLEEP)) == {"a"}
-                assert await ask(replace(one, wanted=False), replace(two, start=6, version_start=6)) == {"b"}
+                assert await ask(replace(one, wanted=False), having(replace(two, start=6), second)) == {"b"}
                 with pytest.raises(EngineClosed, match="no engine may be asked with weights 1.2 or later"):
                     await ask(replace(one, wanted=False), none)
 

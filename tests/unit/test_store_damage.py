@@ -14,7 +14,7 @@ import sqlalchemy
 from megarl.core.errors import ConfigError, JobError, StoreDamagedError
 from megarl.explore.store import Store, database
 from megarl.explore.store.database import open_engine
-from megarl.explore.store.tables import SCHEMA
+from megarl.explore.store.tables import REMADE, SCHEMA
 from megarl.run.run_dir.store_damage import fault, replace_store
 from tests.engine_rows import serving_row
 from tests.power_cut import ForgetfulDisk
@@ -169,12 +169,13 @@ def test_a_store_of_another_version_is_refused(tmp_path: Path, schema: str) -> N
         Store(url)
 
 
-def test_a_store_with_an_earlier_table_of_engines_is_taken(tmp_path: Path) -> None:
+@pytest.mark.parametrize("schema", REMADE)
+def test_a_store_with_an_earlier_table_of_engines_is_taken(tmp_path: Path, schema: str) -> None:
     """Each start of a job writes the engines; all else is as it was."""
     url = filled(tmp_path / "store.db")
     engine = open_engine(url)
     with engine.begin() as connection:
-        connection.execute(sqlalchemy.text("update job set value = '14' where key = 'schema'"))
+        connection.execute(sqlalchemy.text(f"update job set value = '{schema}' where key = 'schema'"))
         connection.execute(sqlalchemy.text("drop table engines"))
         connection.execute(sqlalchemy.text("create table engines (program varchar, number integer, orders integer)"))
     engine.dispose()

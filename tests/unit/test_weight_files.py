@@ -25,7 +25,7 @@ from megarl.core.published import KEPT, MANIFEST, PublishedWeights, folder_of, r
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.choice import EngineChoice, WantedWeights
 from megarl.engine.client.control import EngineControl
-from megarl.engine.fleet import EngineRow, Key, change
+from megarl.engine.fleet import BASE, EngineRow, Key
 from megarl.engine.sync.files import read_files
 from megarl.explore.explorer import explorer
 from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explorer
@@ -179,7 +179,8 @@ class Program:
 
     async def delivered(self, starts: Mapping[Key, int], version: WeightsVersion | None) -> None:
         for (_, number), start in starts.items():
-            self.rows[number] = change(self.rows[number], "delivered", version=version, version_start=start)
+            if self.rows[number].start == start:
+                self.rows[number] = self.rows[number].with_weights(BASE, version)
 
     async def beside(self, work: Callable[[], Awaitable[None]]) -> None:
         """Run ``work`` beside the engines, as an explorer does."""

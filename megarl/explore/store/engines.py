@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, and_, delete, insert, select, update
 
 from megarl.core.schema import WeightsVersion
-from megarl.engine.fleet import COLUMNS, ColumnOwner, EngineRow, EngineStatus, EngineTurn, Key, change, scaled
-from megarl.explore.store.tables import ENGINES, JOB
+from megarl.engine.fleet import (
+    BASE,
+    COLUMNS,
+    ColumnOwner,
+    EngineRow,
+    EngineStatus,
+    EngineTurn,
+    Key,
+    ProvenWeights,
+    change,
+    scaled,
+)
+from megarl.explore.store.tables import ENGINE_WEIGHTS, ENGINES, JOB
 from megarl.explore.store.transactions import Transactions, put
 
-_READ: Mapping[str, Callable[[Any], Any]] = {
-    "state": EngineStatus,
-    "turn": EngineTurn,
-    "version": lambda text: None if text is None else WeightsVersion.parse(text),
-}
+_READ: Mapping[str, Callable[[Any], Any]] = {"state": EngineStatus, "turn": EngineTurn}
 """Column -> what makes its value of what the database has."""
+_COLUMNS = [field.name for field in fields(EngineRow) if field.name != "weights"]
 
 
 class EngineRoom(NamedTuple):
@@ -48,7 +57,8 @@ class EngineTable:
         again."""
 
         def work(connection: Connection, again: bool) -> None:
-            connection.execute(delete(ENGINES).where(ENGINES.c.program == self._database.program))
+            for table in (ENGINES, ENGINE_WEIGHTS):
+                connection.execute(delete(table).where(table.c.program == self._database.program))
             _insert(connection, rows)
             if room is not None:
                 put(connection, JOB, [{"key": _room_key(self._database.program), "value": json.dumps(room)}])
@@ -97,22 +107,26 @@ class EngineTable:
         number of each one's order. Safe to repeat."""
 
         def turned(row: EngineRow) -> EngineRow:
-            version = row.version if turn is EngineTurn.HERE else None
-            return change(row, "turned", turn=turn, turn_order=row.turn_order + 1, version=version)
+            weights = row.weights if turn is EngineTurn.HERE else ()
+            return change(row, "turned", turn=turn, turn_order=row.turn_order + 1, weights=weights)
 
         changed = self._change({(self._database.program, number) for number in numbers}, turned)
         return {row.number: row.turn_order for row in changed}
 
-    def delivered(self, starts: Mapping[Key, int], version: WeightsVersion | None) -> None:
-        """Note that these starts of engines have proven to have ``version``; None: that they have lost theirs, which
-        they then keep for no evaluation. A row of another start stays as it is. Safe to repeat."""
+    def delivered(self, starts: Mapping[Key, int], version: WeightsVersion | None, what: str = BASE) -> None:
+        """Note that these starts of engines have proven to have ``version``; None: that they have lost all weights,
+        which they then keep for no evaluation. A row of another start stays as it is. Safe to repeat.
+
+        Args:
+            what: The model's own weights, or an adapter's name.
+        """
 
         def deliver(row: EngineRow) -> EngineRow:
             if row.start != starts[row.key]:
                 return row
             if version is None and row.holds_for:
                 row = change(row, "freed", holds_for="")
-            return change(row, "delivered", version=version, version_start=row.start)
+            return row.with_weights(what, version)
 
         self._change(starts.keys(), deliver)
 
@@ -144,7 +158,10 @@ class EngineTable:
 
         def work(connection: Connection, again: bool) -> bool:
             connection.execute(delete(ENGINES).where(over))
-            return connection.scalar(select(ENGINES.c.number).where(row)) is None
+            is_gone = connection.scalar(select(ENGINES.c.number).where(row)) is None
+            if is_gone:
+                _put_weights(connection, (self._database.program, number), ())
+            return is_gone
 
         return self._database.write(work)
 
@@ -162,12 +179,21 @@ class EngineTable:
 
 
 def _read(connection: Connection, *which: ColumnElement[bool]) -> list[EngineRow]:
-    query = select(ENGINES).where(*which).order_by(*ENGINES.primary_key)
-    names = [field.name for field in fields(EngineRow)]
-    return [
-        EngineRow(**{name: _READ.get(name, lambda value: value)(getattr(row, name)) for name in names})
-        for row in connection.execute(query)
-    ]
+    held = ENGINE_WEIGHTS.c
+    names = [held.what, held.version.label("proven_version"), held.start.label("proven_start")]
+    joined = ENGINES.outerjoin(ENGINE_WEIGHTS, and_(held.program == ENGINES.c.program, held.number == ENGINES.c.number))
+    query = select(ENGINES, *names).select_from(joined).where(*which).order_by(*ENGINES.primary_key, held.what)
+    found: list[EngineRow] = []
+    for _, rows in groupby(connection.execute(query), key=lambda row: (row.program, row.number)):
+        row, *others = rows
+        weights = tuple(
+            ProvenWeights(one.what, WeightsVersion.parse(one.proven_version), one.proven_start)
+            for one in (row, *others)
+            if one.what is not None
+        )
+        values = {name: _READ.get(name, lambda value: value)(getattr(row, name)) for name in _COLUMNS}
+        found.append(EngineRow(**values, weights=weights))
+    return found
 
 
 def _locked(connection: Connection, program: str) -> list[EngineRow]:
@@ -182,9 +208,8 @@ def _is(key: Key) -> ColumnElement[bool]:
     return and_(ENGINES.c.program == key[0], ENGINES.c.number == key[1])
 
 
-def _values(row: EngineRow, columns: Collection[str]) -> dict[str, Any]:
-    values = {name: value for name, value in asdict(row).items() if name in columns}
-    return values | ({"version": None if row.version is None else str(row.version)} if "version" in values else {})
+def _values(row: EngineRow, columns: Collection[str] = _COLUMNS) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in _COLUMNS if name in columns}
 
 
 def _update(
@@ -193,12 +218,24 @@ def _update(
     for old, new in zip(before, after, strict=False):
         if new != old:
             connection.execute(update(ENGINES).where(_is(new.key)).values(_values(new, columns)))
+        if new.weights != old.weights:
+            _put_weights(connection, new.key, new.weights)
 
 
 def _insert(connection: Connection, rows: Sequence[EngineRow]) -> None:
     if rows:
-        names = [field.name for field in fields(EngineRow)]
-        connection.execute(insert(ENGINES), [_values(row, names) for row in rows])
+        connection.execute(insert(ENGINES), [_values(row) for row in rows])
+    for row in rows:
+        _put_weights(connection, row.key, row.weights)
+
+
+def _put_weights(connection: Connection, key: Key, weights: Sequence[ProvenWeights]) -> None:
+    """Make ``weights`` those of an engine."""
+    table, (program, number) = ENGINE_WEIGHTS, key
+    connection.execute(delete(table).where(table.c.program == program, table.c.number == number))
+    values = [{"program": program, "number": number, **w._asdict(), "version": str(w.version)} for w in weights]
+    if values:
+        connection.execute(insert(table), values)
 
 
 def _room_key(program: str) -> str:

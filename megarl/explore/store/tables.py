@@ -8,7 +8,7 @@ from enum import StrEnum
 from sqlalchemy import BigInteger, Boolean, Column, Float, Index, Integer, LargeBinary, MetaData, String, Table, Text
 
 METADATA = MetaData()
-SCHEMA, SCHEMA_KEY = 15, "schema"
+SCHEMA, SCHEMA_KEY = 16, "schema"
 """Number of these tables, and its key in ``job``. A store of another number is refused, but for those of ``REMADE``."""
 
 IDS = 1000
@@ -234,8 +234,6 @@ ENGINES = Table(
     Column("order", Integer, nullable=False),
     Column("turn", String, nullable=False),  # an EngineTurn
     Column("turn_order", Integer, nullable=False),
-    Column("version", String),  # of weights
-    Column("version_start", BigInteger, nullable=False),
     Column("holds_for", String, nullable=False),
     Column("state", String, nullable=False),  # an EngineStatus
     Column("start", BigInteger, nullable=False),
@@ -246,6 +244,16 @@ ENGINES = Table(
     Column("refused", String, nullable=False),
 )
 """Engines of all running jobs, as ``EngineRow`` has them; each start of a job writes its own again."""
+ENGINE_WEIGHTS = Table(
+    "engine_weights",
+    METADATA,
+    Column("program", String, primary_key=True),
+    Column("number", Integer, primary_key=True, autoincrement=False),
+    Column("what", String, primary_key=True),  # the model's own, or an adapter
+    Column("version", String, nullable=False),
+    Column("start", BigInteger, nullable=False),
+)
+"""Weights that engines have proven to have, as ``ProvenWeights`` has them."""
 
 WORKERS = Table(
     "workers",
@@ -257,7 +265,7 @@ WORKERS = Table(
 )
 """Heartbeats. Whoever looks measures with its own clock how long a number stays the same."""
 
-REMADE = {"14": (ENGINES,)}
+REMADE = {"14": (ENGINES,), "15": (ENGINES,)}
 """Number of earlier tables -> those of them that are made again, which each start of a job writes. The others are the
 same."""
 
