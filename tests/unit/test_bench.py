@@ -8,7 +8,7 @@ import math
 import re
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -24,10 +24,11 @@ from megarl.core.config.schema import EvaluationConfig
 from megarl.core.errors import CheckpointError, ConfigError, DataError, EngineError, WeightsDiffer
 from megarl.core.published import PublishedWeights, folder_of
 from megarl.core.schema import Reward, RewardStatus, Task, Trajectory
-from megarl.engine.client.control import EngineState
+from megarl.engine.client.control import EngineControl, EngineState
+from megarl.engine.fleet import EngineRow, EngineStatus
 from megarl.engine.sync.files import compare_with_files
 from megarl.explore.bench.answers import RESULT, ModelAnswers, TaskAnswers, read_result, written_response
-from megarl.explore.bench.driver import FROM_FILES, ROLLOUT, BenchDriver, Gates
+from megarl.explore.bench.driver import FROM_FILES, ROLLOUT, BenchDriver, ModelFiles
 from megarl.explore.experience.intervals import interval, paired, t_quantile
 from megarl.explore.experience.majority import majority_at
 from megarl.explore.explorer.held_out import record_evaluations
@@ -41,6 +42,7 @@ from megarl.run.report.bench import table, write_bench
 from megarl.run.report.comparison import OVERALL, Measured, Row, compare
 from megarl.weights.reshard.layouts import vllm_layout
 from tests.chat_battery import checkpoint
+from tests.engine_rows import serving_row
 from tests.parallel.models import save_tiny_qwen3
 from tests.trajectories import one_turn
 from tests.unit import small_job
@@ -242,15 +244,17 @@ def test_counts_are_read_as_they_were_written(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- driver
 
 
-class _NoEngines(Gates):
-    """Gates of engines that are all proven."""
+def no_engines(store: Store) -> ModelFiles:
+    """Of a job whose engines have no rows: nothing is to be proven."""
 
-    def __init__(self) -> None:
-        super().__init__([])
+    def control(row: EngineRow) -> EngineControl:
+        raise AssertionError(row)
+
+    return ModelFiles(store.engines, control)
 
 
 class _Engine:
-    """Control of an engine that is started again from time to time, or does not answer."""
+    """Control of an engine that answers with each of these starts in turn, or does not answer."""
 
     url, timeout_s = "http://127.0.0.1:1", 1.0
 
@@ -276,26 +280,65 @@ class _Engine:
         self.calls.append("opened")
 
 
-def test_a_gate_is_opened_once_for_each_start_of_a_server_and_after_the_proof() -> None:
-    engine = _Engine([1, 1, None, 2, 2])
-    gates = Gates([engine])  # type: ignore[list-item]
-    for _ in range(5):
-        gates.open_proven()
+@pytest.fixture
+def proved(tmp_path: Path) -> Iterator[Callable[[_Engine, Sequence[int]], Store]]:
+    """Registers one engine with each start in turn, and proves it after each."""
+    store = Store(f"sqlite:///{tmp_path}/rows.db", program="bench")
+
+    def prove(engine: _Engine, starts: Sequence[int]) -> Store:
+        files = ModelFiles(store.engines, lambda row: engine)  # type: ignore[arg-type, return-value]
+        for start in starts:
+            if [row.start for row in store.engines.own()] != [start]:
+                store.engines.register([serving_row(0, engine.url, "bench", start=start)])
+            files.prove()
+        return store
+
+    yield prove
+    store.close()
+
+
+Proved = Callable[[_Engine, Sequence[int]], Store]
+
+
+def test_a_gate_is_opened_once_for_each_start_of_a_server_and_after_the_proof(proved: Proved) -> None:
+    engine = _Engine([1, None, 2])
+    store = proved(engine, [1, 1, 2, 2, 2])
     assert engine.calls == ["megarl_check_files", "opened"] * 2
+    assert [row.has for row in store.engines.own()] == [FROM_FILES]
 
 
-def test_a_gate_stays_closed_where_the_weights_differ() -> None:
+def test_a_gate_stays_closed_where_the_weights_differ(proved: Proved) -> None:
     engine = _Engine([1, 1], elements=0)
     with pytest.raises(EngineError, match="other weights"):
-        Gates([engine]).open_proven()  # type: ignore[list-item]
+        proved(engine, [1])
     assert engine.calls == ["megarl_check_files"]
 
 
 @pytest.mark.parametrize("then", [None, 2])
-def test_an_engine_that_dies_while_it_is_compared_is_looked_at_again(then: int | None) -> None:
+def test_an_engine_that_dies_while_it_is_compared_is_looked_at_again(then: int | None, proved: Proved) -> None:
     engine = _Engine([1, then], elements=0)
-    Gates([engine]).open_proven()  # type: ignore[list-item]
+    assert [row.has for row in proved(engine, [1]).engines.own()] == [None]
     assert engine.calls == ["megarl_check_files"]
+
+
+def test_an_engine_of_another_start_than_its_row_says_is_left_for_the_next_look(proved: Proved) -> None:
+    engine = _Engine([2])
+    proved(engine, [1])
+    assert engine.calls == []
+
+
+def test_engines_are_awaited_by_their_rows(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path}/rows.db", program="bench")
+    files = no_engines(store)
+    starting = serving_row(0, "http://a", "bench", state=EngineStatus.STARTING)
+    store.engines.register([starting, serving_row(1, "http://b", "bench")])
+    with pytest.raises(EngineError, match=r"engine 0 was not ready after .* \(rollout.start_timeout_s=0.01\)"):
+        files.await_engines(0.01, 0.01, lambda: False)
+    with pytest.raises(EngineError, match="asked to stop, and engine 0"):
+        files.await_engines(9.0, 0.01, lambda: True)
+    store.engines.register([serving_row(0, "http://a", "bench")])
+    files.await_engines(9.0, 0.01, lambda: True)
+    store.close()
 
 
 def config_of(run_dir: Path, model: Path) -> Config:
@@ -332,9 +375,12 @@ def test_a_bench_that_was_stopped_goes_on_with_the_answers_that_are_there(tmp_pa
     store = Store(config.store.url, program="bench")
     store.tasks.add("eval", tasks)
     stop = threading.Event()
-    first = threading.Thread(
-        target=lambda: BenchDriver(config, Store(config.store.url), _NoEngines(), stop.is_set).run()
-    )
+
+    def begin() -> None:
+        own = Store(config.store.url)
+        BenchDriver(config, own, no_engines(own), stop.is_set).run()
+
+    first = threading.Thread(target=begin)
     first.start()
     while not answer_all(store, "ok", 4):
         pass
@@ -342,7 +388,7 @@ def test_a_bench_that_was_stopped_goes_on_with_the_answers_that_are_there(tmp_pa
     first.join(10)
     assert not (tmp_path / "run" / RESULT).exists() and store.rollouts.progress(ROLLOUT) == (4, 6)
     assert answer_all(store, "wrong", 9) == 2
-    assert BenchDriver(config, store, _NoEngines(), lambda: False).run()
+    assert BenchDriver(config, store, no_engines(store), lambda: False).run()
     found = read_result(tmp_path / "run" / RESULT)
     assert [task.right for task in found.tasks] == [4, 4, 4, 4, 0, 0]
     assert [task.task_id for task in found.tasks] == [task.task_id for task in tasks]

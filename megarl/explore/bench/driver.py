@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -27,11 +26,13 @@ from megarl.core.jobs import PROGRAM
 from megarl.core.metrics import Timeline
 from megarl.core.schema import Trajectory, WeightsVersion
 from megarl.engine.client.control import EngineControl
+from megarl.engine.fleet import EngineRow, EngineStatus, Fleet
 from megarl.explore.bench.answers import RESULT, ModelAnswers, TaskAnswers, written_response
 from megarl.explore.experience import by_group
 from megarl.explore.order.draws import evaluation_sampling
 from megarl.explore.rewards.votes import extractor
 from megarl.explore.store import Store
+from megarl.explore.store.engines import EngineTable
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.workflows import asks_verifier
 
@@ -47,51 +48,67 @@ PROGRESS_S = 10.0
 """Seconds between two lines about progress."""
 
 
-class Gates:
-    """Gates of a job's engines, which refuse generation until their weights are proven."""
+class ModelFiles:
+    """Proves that a job's engines have the weights of the model's files, and notes it in their rows. An engine refuses
+    requests until then.
 
-    def __init__(self, engines: Sequence[EngineControl]) -> None:
-        self._engines = engines
-        self._proven: set[int] = set()
-        """Starts of engines."""
+    Args:
+        engines: Rows of the job's engines.
+        control: Returns the control of an engine.
+    """
 
-    def wait_ready(self, start_s: float, stopping: Callable[[], bool]) -> None:
+    def __init__(self, engines: EngineTable, control: Callable[[EngineRow], EngineControl]) -> None:
+        self._engines, self._control = engines, control
+
+    def await_engines(self, start_s: float, poll_s: float, stopping: Callable[[], bool]) -> None:
         """Wait until every engine serves. Raises EngineError."""
-        for engine in self._engines:
-            engine.wait_ready(start_s, stopping=stopping)
+        began = time.monotonic()
+        while left := [row for row in self._present() if row.state is not EngineStatus.SERVING]:
+            if stopping():
+                raise EngineError(f"the job is asked to stop, and engine {left[0].number} is not ready")
+            if (waited := time.monotonic() - began) > start_s:
+                raise EngineError(
+                    f"engine {left[0].number} was not ready after {waited:.0f} s (rollout.start_timeout_s={start_s:g})"
+                )
+            heartbeat.beat()
+            time.sleep(poll_s)
 
-    def open_proven(self) -> None:
-        """Open the gate of every engine whose weights equal the model's files; look at each start of a server once.
+    def prove(self) -> None:
+        """Compare each engine that serves with the files, once for each start of it, and let it generate.
 
         An engine that does not answer is busy, or dead: another comes up in its place. Raises EngineError for one that
         has other weights.
         """
-        for engine in self._engines:
-            state = None
-            with suppress(EngineError):
-                state = engine.state(ANSWER_S)
-            if state is None or state.start in self._proven:
-                continue
-            started = time.monotonic()
-            try:
-                with heartbeat.timeout(engine.timeout_s):
-                    elements = sum(worker["elements"] for worker in engine.workers("megarl_check_files"))
-                engine.refuse(None)
-            except EngineError:
-                if _is_there(engine, state.start):
-                    raise
-                continue
-            self._proven.add(state.start)
-            log.info(
-                "engine at %s: %d weights equal the model's files (%.1f s)",
-                engine.url,
-                elements,
-                time.monotonic() - started,
-            )
+        for row in self._present():
+            if row.state is EngineStatus.SERVING and row.has is None:
+                self._prove(row, self._control(row))
+
+    def _present(self) -> list[EngineRow]:
+        return Fleet(self._engines.own()).present()
+
+    def _prove(self, row: EngineRow, engine: EngineControl) -> None:
+        if not _is_there(engine, row.start):
+            return
+        started = time.monotonic()
+        try:
+            with heartbeat.timeout(engine.timeout_s):
+                elements = sum(worker["elements"] for worker in engine.workers("megarl_check_files"))
+            engine.refuse(None)
+        except EngineError:
+            if _is_there(engine, row.start):
+                raise
+            return
+        self._engines.delivered({row.key: row.start}, FROM_FILES)
+        log.info(
+            "engine at %s: %d weights equal the model's files (%.1f s)",
+            engine.url,
+            elements,
+            time.monotonic() - started,
+        )
 
 
 def _is_there(engine: EngineControl, start: int) -> bool:
-    """Return True if this start of the server still answers."""
+    """Return True if this start of the server answers."""
     try:
         return engine.state(ANSWER_S).start == start
     except EngineError:
@@ -101,17 +118,17 @@ def _is_there(engine: EngineControl, start: int) -> bool:
 class BenchDriver:
     """Asks for answers to every held-out task and counts them."""
 
-    def __init__(self, config: Config, store: Store, gates: Gates, stopping: Callable[[], bool]) -> None:
+    def __init__(self, config: Config, store: Store, files: ModelFiles, stopping: Callable[[], bool]) -> None:
         self._config = config
         self._store = store
-        self._gates = gates
+        self._files = files
         self._stopping = stopping
 
     def run(self) -> bool:
         """Return False when the job is asked to stop before all answers are there. Raises EngineError, JobError."""
         begun, config = time.time(), self._config
-        self._gates.wait_ready(config.rollout.start_timeout_s, self._stopping)
-        self._gates.open_proven()
+        self._files.await_engines(config.rollout.start_timeout_s, config.store.poll_s, self._stopping)
+        self._files.prove()
         task_ids = self._store.tasks.ids("eval")
         if self._store.rollouts.is_requested(ROLLOUT):
             log.info("going on: answers to %d of %d tasks are there", *self._store.rollouts.progress(ROLLOUT))
@@ -138,7 +155,7 @@ class BenchDriver:
                 if self._stopping():
                     return False
                 if (now := time.monotonic()) - looked > LOOK_S:
-                    self._gates.open_proven()
+                    self._files.prove()
                     looked = now
                 if now - told > PROGRESS_S:
                     log.info("answers to %d of %d tasks", *self._store.rollouts.progress(ROLLOUT))
@@ -177,10 +194,9 @@ def measure(config: Config, key: str, stopping: Callable[[], bool]) -> bool:
         program=os.environ[PROGRAM],
     )
     try:
-        urls = [engine.url for engine in store.engines.own()]
-        gates = Gates([EngineControl(url, key, config.rollout.start_timeout_s) for url in urls])
+        files = ModelFiles(store.engines, lambda row: EngineControl(row.url, key, config.rollout.start_timeout_s))
         with Timeline(Path(config.run.dir) / "timeline", "bench").phase("evaluation"):
-            return BenchDriver(config, store, gates, stopping).run()
+            return BenchDriver(config, store, files, stopping).run()
     finally:
         store.close()
 
