@@ -14,7 +14,7 @@ from torch import distributed as dist
 from megarl.core import heartbeat
 from megarl.core.config.schema import Config
 from megarl.core.errors import WeightsDiffer, WeightSyncError
-from megarl.core.published import PublishedWeights, folder_of, remove_old
+from megarl.core.published import FOLDER, PublishedWeights, folder_of, remove_old
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.probe import ProbeText
 from megarl.learn.training.optimizer_digests import check_written
@@ -25,7 +25,7 @@ from megarl.weights.reshard.buckets import bytes_of
 from megarl.weights.reshard.execute import merge
 from megarl.weights.reshard.layout import Layout
 from megarl.weights.reshard.layouts import hf_layout
-from megarl.weights.reshard.plan import build_plan
+from megarl.weights.reshard.plan import ReshardPlan, build_plan
 
 
 class FilePublisher:
@@ -41,10 +41,22 @@ class FilePublisher:
 
     def __init__(self, config: Config, layout: Layout, hf_config: Mapping[str, Any], rank: int) -> None:
         self._config, self._rank = config, rank
-        self._plan = build_plan(layout, hf_layout(hf_config))
+        self._layouts = layout, hf_layout(hf_config)
+        self._plan: ReshardPlan | None = None
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._unproven: tuple[WeightsVersion, dict[str, str]] | None = None
         """Version whose files are there, and its digests, until ``probe`` completes it; on rank 0."""
+
+    def connect(self) -> None:
+        """Plan the way of each slice into the files, and make the folder of versions. Raises WeightSyncError on rank 0
+        where that cannot be made."""
+        self._plan = build_plan(*self._layouts)
+        folder = Path(self._config.run.dir) / FOLDER
+        try:
+            if self._rank == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise WeightSyncError(f"weights cannot be published in {folder}: {error}") from error
 
     def publish(
         self,
@@ -66,21 +78,21 @@ class FilePublisher:
             WeightsDiffer: on every rank, where ``tensors`` of one are not what was written.
             JobError: on rank 0, where the files cannot be written.
         """
-        began, config = time.monotonic(), self._config
+        began, config, plan = time.monotonic(), self._config, self._plan
+        if plan is None:
+            raise WeightSyncError(f"weights {version} cannot be published without a plan: call connect() first")
         _check_written(tensors, written)
         target = folder_of(Path(config.run.dir), version)
         with heartbeat.timeout(config.sync.timeout_s), writing(target):
-            if self._rank == 0:
-                target.parent.mkdir(parents=True, exist_ok=True)
             source, bucket = Path(config.model.path), config.sync.bucket_bytes
-            mine = export_hf(self._plan, self._rank, tensors, source, target, dtype=self._dtype, bucket_bytes=bucket)
+            mine = export_hf(plan, self._rank, tensors, source, target, dtype=self._dtype, bucket_bytes=bucket)
         parts: list[dict[str, int]] | None = [{}] * dist.get_world_size() if self._rank == 0 else None
         dist.gather_object(mine, parts)
         total = merge({(0, name): digest for name, digest in part.items()} for part in parts or ())
         digests = {name: f"{digest:016x}" for (_, name), digest in total.items()}
         self._unproven = (version, digests) if self._rank == 0 else None
         seconds = time.monotonic() - began
-        nbytes = bytes_of(self._plan.destination, self._dtype)
+        nbytes = bytes_of(plan.destination, self._dtype)
         return SyncReport(seconds, 0.0, seconds, 0.0, nbytes, 0)
 
     def probe(self, text: ProbeText) -> None:

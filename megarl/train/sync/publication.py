@@ -71,6 +71,9 @@ class Delivery(Protocol):
     """Way of weights to engines: over links (``WeightPublisher``), or as files (``FilePublisher``). Every trainer rank
     makes the same calls."""
 
+    def connect(self) -> None:
+        """Prepare for publications, at the start and where other engines are to be given weights."""
+
     def publish(
         self,
         tensors: Mapping[str, torch.Tensor],

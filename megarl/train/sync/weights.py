@@ -183,9 +183,9 @@ class WeightSync:
         left, links = TRIES, self._links
         while True:
             try:
-                if join and links is not None:
-                    self._await_engines(links)
-                    self._together(links.connect)
+                if join:
+                    self._await_engines()
+                    self._together(self._delivery.connect)
                 return do()
             except (EngineError, WeightSyncError) as error:
                 differ = not self._ranks.agree(not isinstance(error, WeightsDiffer))
@@ -207,13 +207,14 @@ class WeightSync:
                     f"an engine died in a weight sync ({'; '.join(found)}); waiting for the one that replaces it"
                 )
 
-    def _await_engines(self, links: WeightPublisher) -> None:
+    def _await_engines(self) -> None:
         """Wait until an explore program's engine is there: at the start of an attempt for
-        ``rollout.start_timeout_s``, later however long. Nothing where the job has engines of its own.
+        ``rollout.start_timeout_s``, later however long. Nothing where the job has engines of its own, or none is known.
 
         Raises EngineError, Stopped.
         """
-        if not links.come_and_go:
+        links = self._links
+        if links is None or not links.come_and_go:
             return
         config, began, said = self._context.config, time.monotonic(), 0
         limit_s = config.rollout.start_timeout_s if not self.version.n else math.inf
