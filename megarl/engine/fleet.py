@@ -313,6 +313,8 @@ class EngineAction(NamedTuple):
     """Replacements that are left after this one."""
     why: str = ""
     """Reason of a failure."""
+    used_up: bool = False
+    """The failure is that no replacement is left."""
 
 
 @dataclass
@@ -395,7 +397,7 @@ def decide(
             return [_fail(row, "is on a node that is gone")]
         elif process.served or process.ended == "signal":
             if not replacements.take(f"engine {row.number}"):
-                return [_fail(row, "is not started again")]
+                return [_fail(row, "is not started again", used_up=True)]
             found.append(EngineAction("clear", row.number, left=replacements.left))
             found.append(EngineAction("start", row.number, "started", kept, process.workers))
         else:
@@ -435,8 +437,8 @@ def _not_started(
     return [_fail(row, f"does not start{', and no other one is wanted' if row.order else ''}: {process.why}")]
 
 
-def _fail(row: EngineRow, why: str) -> EngineAction:
-    return EngineAction("fail", row.number, why=f"engine {row.number} {why}")
+def _fail(row: EngineRow, why: str, *, used_up: bool = False) -> EngineAction:
+    return EngineAction("fail", row.number, why=f"engine {row.number} {why}", used_up=used_up)
 
 
 def _write(row: EngineRow, event: str, values: Mapping[str, Any]) -> EngineAction:

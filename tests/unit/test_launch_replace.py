@@ -249,9 +249,9 @@ def test_when_they_are_used_up_a_death_ends_the_attempt(run: Callable[..., Local
 def test_what_its_successor_would_not_mend_ends_the_attempt(
     run: Callable[..., LocalNode], tmp_path: Path, name: str, code: str
 ) -> None:
-    with pytest.raises(JobError, match=name):
-        run(plain(name, tmp_path, code), trainer(tmp_path, f"{name}:2:0"))
-    assert len(starts(tmp_path, name)) == 1
+    with pytest.raises(JobError, match=name) as raised:
+        run(plain(name, tmp_path, code), trainer(tmp_path, f"{name}:2:0"), replacements=0)
+    assert len(starts(tmp_path, name)) == 1 and "cluster.replacements" not in str(raised.value)
 
 
 def test_an_engine_of_another_node(tmp_path: Path) -> None:

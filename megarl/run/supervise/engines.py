@@ -163,7 +163,7 @@ class EngineSupervisor:
         unit = _unit(action.number)
         if action.number in self._failed or not (self._units.is_present(unit) and self._units.ended(unit)):
             raise JobError(action.why)
-        if not self._replacements.left:
+        if action.used_up:
             self._units.no_more()
         return False
 
