@@ -32,14 +32,14 @@ from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explor
 from megarl.explore.explorer.rollout_clock import RolloutClock
 from megarl.explore.explorer.trajectories import TrajectorySettings
 from megarl.explore.recording.limits import TokenLimits
-from megarl.explore.recording.model import NO_LIMITS
+from megarl.explore.recording.model import NO_LIMITS, RolloutModel
 from megarl.explore.rewards import Verdict
 from megarl.explore.store import Store
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.tasksets.turns import messages_of, render_turns, turn_ids
-from megarl.explore.workflows import RolloutModel, Workflow
 from megarl.explore.workflows.reflect import FEEDBACK, reflect
 from megarl.explore.workflows.single_turn import single_turn
+from megarl.explore.workflows.types import Workflow
 from tests.engine_rows import serving_row
 from tests.loop.fake_server import KEY, Connected, FakeServer, answer, serving
 from tests.stores import finish

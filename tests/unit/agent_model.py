@@ -16,7 +16,8 @@ from megarl.core.schema import Reward, Task, Trajectory, WeightsVersion
 from megarl.engine.client.frames import Completion
 from megarl.engine.client.gather import SampleRequest
 from megarl.explore import workflows
-from megarl.explore.agents import AgentServer, Session
+from megarl.explore.agents.server import AgentServer
+from megarl.explore.agents.session import Session
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.recording.model import RenderedPrompt, RolloutModel
 from megarl.explore.rewards import Verdict

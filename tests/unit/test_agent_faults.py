@@ -19,9 +19,9 @@ from megarl.core.config.schema import RolloutConfig
 from megarl.core.errors import PromptRefused
 from megarl.core.schema import End, Reward
 from megarl.explore import workflows
-from megarl.explore.agents import Session
 from megarl.explore.agents import openai as protocol
 from megarl.explore.agents.request import Repeated
+from megarl.explore.agents.session import Session
 from megarl.explore.experience import verify
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.rewards import Verdict

@@ -13,6 +13,7 @@ from megarl.core.schema import End, Reward, Task
 from megarl.explore import workflows
 from megarl.explore.rewards import Verdict
 from megarl.explore.tasksets import ChatTokenizer
+from megarl.explore.workflows.best_of_n import best_of_n
 from tests.chat_battery import checkpoint
 from tests.unit.agent_model import Model
 from tests.unit.test_workflow_run import play
@@ -50,7 +51,7 @@ def test_the_best_is_kept(
 ) -> None:
     model, scorer = Model(tokenizer, *texts), Longest()
     arguments: dict[str, Any] = {"engine": model, "scorer": scorer, "options": options}
-    [found] = play(workflows.WORKFLOWS["best_of_n"], tokenizer, **arguments)
+    [found] = play(best_of_n, tokenizer, **arguments)
     assert model.given == list(texts) and len({request.turn for request in model.requests}) == len(texts)
     assert [turn.author for turn in found.turns] == ["user", "model"]
     assert tokenizer.decode(found.turns[1].token_ids) == kept

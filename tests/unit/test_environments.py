@@ -17,6 +17,7 @@ from megarl.core.errors import ConfigError
 from megarl.core.schema import End, Reward, Task, Turn
 from megarl.explore import environments, workflows
 from megarl.explore.environments import EpisodeThreads, Observation
+from megarl.explore.environments.guess import Guess
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.recording.values import recorded_reward
 from megarl.explore.rewards.verdict import MAX_PARTS
@@ -75,9 +76,7 @@ def task(number: int = 7, tries: int = 4) -> Task:
     return Task("t", "guess", (), "", {"ground_truth": str(number)}, {"tries": tries})
 
 
-def run(
-    model: Model, make: Any = environments.ENVIRONMENTS["guess"], row: Task | None = None, timeout_s: float = 60.0
-) -> Model:
+def run(model: Model, make: Any = Guess, row: Task | None = None, timeout_s: float = 60.0) -> Model:
     played: Any = model
     asyncio.run(environment(make, EpisodeThreads(8, timeout_s))(row or task(), played))
     return model
@@ -136,7 +135,7 @@ def test_a_fault_in_closing_changes_nothing(caplog: pytest.LogCaptureFixture) ->
 def test_by_name_and_from_a_users_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("class Mine:\n    def __init__(self, task): self.task = task\nmake = Mine\n")
-    assert environments.get("guess") is environments.ENVIRONMENTS["guess"]
+    assert environments.get("guess") is Guess
     assert environments.get(str(path)).__name__ == "Mine"  # type: ignore[attr-defined]
     for name, words in (
         ("chess", "'chess' is not there; there are guess, .*, or"),
@@ -366,6 +365,6 @@ def test_an_environment_may_change_its_task() -> None:
 
 
 def test_a_number_of_thousands_of_digits_is_no_guess() -> None:
-    game = environments.ENVIRONMENTS["guess"](task(5, 3))
+    game = Guess(task(5, 3))
     assert game.step("4").text == "higher"
     assert game.step("9" * 5000) == Observation("", done=True, success=False)

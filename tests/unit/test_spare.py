@@ -20,10 +20,10 @@ from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explor
 from megarl.explore.explorer.segments import SegmentSettings
 from megarl.explore.explorer.trajectories import TrajectorySettings
 from megarl.explore.recording.limits import TokenLimits
+from megarl.explore.recording.model import RolloutModel
 from megarl.explore.rewards import Verdict
 from megarl.explore.store import Store
 from megarl.explore.tasksets import ChatTokenizer
-from megarl.explore.workflows import RolloutModel
 from tests.chat_battery import checkpoint
 from tests.stores import VERSION, make_task
 

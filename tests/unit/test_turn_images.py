@@ -19,7 +19,8 @@ from megarl.core.errors import JobError
 from megarl.core.schema import End, Reward, Task, Trajectory, WeightsVersion, file_digest
 from megarl.engine.client.frames import Completion
 from megarl.engine.client.gather import SampleRequest
-from megarl.explore.agents import AgentServer, Session
+from megarl.explore.agents.server import AgentServer
+from megarl.explore.agents.session import Session
 from megarl.explore.environments import EpisodeThreads, Observation
 from megarl.explore.recording.images import ImageRules
 from megarl.explore.recording.limits import TokenLimits

@@ -12,7 +12,9 @@ from megarl.explore import workflows
 
 
 def test_by_name() -> None:
-    assert {name: workflows.get(RolloutConfig(workflow=name)) for name in workflows.WORKFLOWS} == workflows.WORKFLOWS
+    assert [workflows.get(RolloutConfig(workflow=name)).__name__ for name in workflows.WORKFLOWS] == [
+        *workflows.WORKFLOWS
+    ]
     with pytest.raises(
         ConfigError,
         match=r"'debate' is not there; there are single_turn, reflect, best_of_n, tools, environment, agent,",

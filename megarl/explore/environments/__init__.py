@@ -1,28 +1,23 @@
-"""Environments that a model acts in, turn by turn."""
+"""Environments that a model acts in, turn by turn. Each is imported where a job uses it."""
 
+from importlib import import_module
 from pathlib import Path
 
 from megarl.core.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.user_file import import_file
 from megarl.explore.environments.episode import Episode, EpisodeThreads
-from megarl.explore.environments.guess import Guess
-from megarl.explore.environments.gymnasium import Gymnasium
-from megarl.explore.environments.harbor import Harbor
-from megarl.explore.environments.openenv import OpenEnv
-from megarl.explore.environments.reasoning_gym import ReasoningGym
 from megarl.explore.environments.types import Environment, EnvironmentFault, MakeEnvironment, Observation
-from megarl.explore.environments.verifiers import Verifiers
 
-ENVIRONMENTS: dict[str, MakeEnvironment] = {
-    "guess": Guess,
-    "gymnasium": Gymnasium,
-    "harbor": Harbor,
-    "openenv": OpenEnv,
-    "reasoning_gym": ReasoningGym,
-    "verifiers": Verifiers,
+ENVIRONMENTS = {
+    "guess": "Guess",
+    "gymnasium": "Gymnasium",
+    "harbor": "Harbor",
+    "openenv": "OpenEnv",
+    "reasoning_gym": "ReasoningGym",
+    "verifiers": "Verifiers",
 }
-"""By the names of ``rollout.environment``."""
+"""Name of ``rollout.environment``, a module here -> its class."""
 CALL_S = 30.0
 """Seconds of a call beyond its longest parts: starts, and processes that are killed."""
 
@@ -74,7 +69,8 @@ def get(name: str) -> MakeEnvironment:
     Raises ConfigError where there is none.
     """
     if name in ENVIRONMENTS:
-        return ENVIRONMENTS[name]
+        own: MakeEnvironment = getattr(import_module(f"{__name__}.{name}"), ENVIRONMENTS[name])
+        return own
     if not name.endswith(".py"):
         raise ConfigError(
             f"rollout.environment={name!r} is not there; there are {', '.join(ENVIRONMENTS)}, or give a Python file "

@@ -57,7 +57,8 @@ from megarl.explore.rewards.pool.process import await_hosts
 from megarl.explore.rewards.pool.tally import EVENT
 from megarl.explore.store import Claim, Store
 from megarl.explore.tasksets import ChatTokenizer
-from megarl.explore.workflows import WORKFLOWS, Workflow
+from megarl.explore.workflows.single_turn import single_turn
+from megarl.explore.workflows.types import Workflow
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ class Explorer:
         scorer: Scorer,
         tokenizer: ChatTokenizer,
         claims: ClaimSettings,
-        workflow: Workflow = WORKFLOWS["single_turn"],
+        workflow: Workflow = single_turn,
         trajectories: TrajectorySettings = DEFAULT_TRAJECTORIES,
         *,
         timeline: Timeline | None = None,

@@ -24,7 +24,7 @@ from megarl.explore.recording.model import NO_LIMITS, RolloutModel, Sampler
 from megarl.explore.rewards import Verdict
 from megarl.explore.rewards.verdict import NO_VERDICT, weighed_reward
 from megarl.explore.tasksets import ChatTokenizer
-from megarl.explore.workflows import Workflow
+from megarl.explore.workflows.types import Workflow
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from megarl.core.errors import EngineError, JobError, PromptRefused, describe
 from megarl.core.schema import End, Task
 from megarl.explore.recording.model import RolloutModel
 from megarl.explore.recording.values import NoRoom
-from megarl.explore.workflows import Workflow
+from megarl.explore.workflows.types import Workflow
 
 CANCEL_S = 5.0
 """Seconds that a workflow gets to close what it holds once it is cancelled; after that nobody waits for it."""

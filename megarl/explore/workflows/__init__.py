@@ -1,30 +1,30 @@
-"""Workflows: what happens in a trajectory, from a task to its last turn."""
+"""Workflows: what happens in a trajectory, from a task to its last turn.
+
+A workflow is imported where a job uses it: those of agents and tools import servers and sandboxes.
+"""
+
+from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megarl.core.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.user_file import import_file
 from megarl.explore import environments
-from megarl.explore.agents import runner
-from megarl.explore.environments import EpisodeThreads
-from megarl.explore.recording.model import RolloutModel
 from megarl.explore.tasksets import ChatTokenizer
-from megarl.explore.workflows.agent import serving_agents
-from megarl.explore.workflows.best_of_n import best_of_n, check_options
-from megarl.explore.workflows.environment import environment
-from megarl.explore.workflows.reflect import reflect
-from megarl.explore.workflows.single_turn import single_turn
-from megarl.explore.workflows.tools import check_format, check_tools, serving_tools
-from megarl.explore.workflows.types import Workflow
 
-WORKFLOWS: dict[str, Workflow] = {"single_turn": single_turn, "reflect": reflect, "best_of_n": best_of_n}
-"""By the names of ``rollout.workflow``."""
+if TYPE_CHECKING:
+    from megarl.explore.workflows.types import Workflow
 
-__all__ = ["WORKFLOWS", "RolloutModel", "Workflow", "asks_verifier", "check", "check_template", "opened"]
+WORKFLOWS = ("single_turn", "reflect", "best_of_n")
+"""Names of ``rollout.workflow``, each a module here with a function of that name."""
+
+__all__ = ["WORKFLOWS", "asks_verifier", "check", "check_template", "get", "opened"]
 
 
 def asks_verifier(rollout: RolloutConfig) -> bool:
@@ -38,9 +38,13 @@ def asks_verifier(rollout: RolloutConfig) -> bool:
 async def opened(rollout: RolloutConfig, tokenizer: ChatTokenizer) -> AsyncIterator[Workflow]:
     """Workflow of ``rollout.workflow``, with what it serves meanwhile. Raises ConfigError where there is none."""
     if rollout.workflow == "agent":
+        from megarl.explore.workflows.agent import serving_agents
+
         async with serving_agents(rollout, tokenizer) as workflow:
             yield workflow
     elif rollout.workflow == "tools":
+        from megarl.explore.workflows.tools import serving_tools
+
         with serving_tools(rollout, tokenizer) as workflow:
             yield workflow
     else:
@@ -51,21 +55,30 @@ def check(rollout: RolloutConfig, run_dir: Path) -> None:
     """Raise ConfigError unless there is such a workflow, one whose sandbox hides the run's directory, and whose first
     observations have room."""
     if rollout.workflow == "agent":
+        from megarl.explore.agents import runner
+
         runner.check(rollout, run_dir)
         return
     if rollout.workflow == "tools":
+        from megarl.explore.workflows.tools import check_tools
+
         check_tools(rollout)
         return
-    get(rollout)
-    if rollout.workflow == "best_of_n":
-        check_options(rollout.options)
     if rollout.workflow == "environment":
         environments.check(rollout, run_dir)
+    elif rollout.workflow == "best_of_n":
+        from megarl.explore.workflows.best_of_n import check_options
+
+        check_options(rollout.options)
+    elif rollout.workflow not in WORKFLOWS:
+        get(rollout)
 
 
 def check_template(rollout: RolloutConfig, tokenizer: ChatTokenizer) -> None:
     """Raise ConfigError unless the model's chat template fits the workflow."""
     if rollout.workflow == "tools":
+        from megarl.explore.workflows.tools import check_format
+
         check_format(rollout, tokenizer)
 
 
@@ -76,10 +89,14 @@ def get(rollout: RolloutConfig) -> Workflow:
     """
     name = rollout.workflow
     if name == "environment":
+        from megarl.explore.environments.episode import EpisodeThreads
+        from megarl.explore.workflows.environment import environment
+
         threads = EpisodeThreads(rollout.environment_threads, rollout.environment_timeout_s)
         return environment(environments.get(rollout.environment), threads)
     if name in WORKFLOWS:
-        return WORKFLOWS[name]
+        own: Workflow = getattr(import_module(f"{__name__}.{name}"), name)
+        return own
     if not name.endswith(".py"):
         raise ConfigError(
             f"rollout.workflow={name!r} is not there; there are {', '.join(WORKFLOWS)}, tools, environment, agent, or "
