@@ -90,6 +90,8 @@ GONE = [replace(row, wanted=False) for row in GIVEN]
     [
         (GIVEN, None),
         ([GIVEN[0], replace(GIVEN[1], start=9)], "engine 1 was started again at http://b"),
+        ([GIVEN[0], replace(GIVEN[1], start=9, workers=2)], None),
+        ([replace(row, start=9, workers=2) for row in GIVEN], "engine 0 was started again at http://a"),
         ([GIVEN[0], replace(GIVEN[1], start=9, state=EngineStatus.STARTING)], None),
         ([GIVEN[0], replace(GIVEN[1], state=EngineStatus.ABSENT)], None),
         ([GIVEN[0], replace(GIVEN[1], wanted=False)], None),
@@ -104,7 +106,7 @@ GONE = [replace(row, wanted=False) for row in GIVEN]
     ],
 )
 def test_another_start_in_its_place_is_a_loss_once_it_serves(rows: list[EngineRow], words: str | None) -> None:
-    """Until then the others go on; so they do where one is wanted no more."""
+    """Until then the others go on; so they do where one is wanted no more, or has other workers by order."""
     found = lost(Fleet(rows), GIVEN)
     assert found is None if words is None else re.search(words, found or "")
 

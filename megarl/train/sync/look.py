@@ -105,12 +105,17 @@ class EngineLook:
 def lost(fleet: Fleet, given: Sequence[EngineRow]) -> str | None:
     """Say what is to be made good while answers of engines that were given weights are awaited; None for nothing.
 
-    That is one that was started again, or that none of them is wanted any more and others are.
+    That is one that has died and was started again, or that none of them is left and others are. One that has other
+    workers by order, as one that is added, waits for the next publication while others go on.
     """
     there = {row.key for row in fleet.present()}
     serving = [row for row in fleet.to_join(begun=True) if row.state is EngineStatus.SERVING]
+    before = {row.key: row for row in given}
+    goes_on = any(row.key in before and before[row.key].start == row.start for row in serving)
     for now in serving:
-        if any(row.key == now.key and row.start != now.start for row in given):
+        row = before.get(now.key, now)
+        has_other_workers = now.workers != (row.workers or row.wanted_workers)
+        if row.start != now.start and not (has_other_workers and goes_on):
             return f"engine {now.number} was started again at {now.url}"
     if not serving or any(row.key in there for row in given):
         return None
