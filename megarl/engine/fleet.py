@@ -351,7 +351,8 @@ def decide(
 ) -> list[EngineAction]:
     """Say what the supervisor does now, having read these rows. Actions on one engine are in order.
 
-    Engines get other workers one after another, once all others serve. Engines that are added wait for that.
+    Engines get other workers one after another, once all others serve and one of them has weights. Engines that are
+    added wait for that.
 
     Args:
         processes: Number of an engine -> its last process, unless it was ended or cleared.
@@ -363,6 +364,7 @@ def decide(
     if rows and not counted and not any(row.turn is EngineTurn.AWAY for row in rows) and not stopping:
         refused = next((row for row in rows if row.is_refused), rows[0])
         return [_fail(refused, f"does not start, and no other one is wanted: {refused.refused}")]
+    started = [row for row in counted if row.number in processes]
     unfit = [row for row in counted if is_unfit(row, processes.get(row.number)) and not stopping]
     for row in rows:
         process = processes.get(row.number)
@@ -385,7 +387,7 @@ def decide(
             others_serve = all(o.served and not o.ended for o in others)
             if process is None and not unfit and (others_serve or row.workers in (0, row.fits)):
                 found.append(EngineAction("start", row.number, "started", kept, row.fits))
-            elif process is not None and row is unfit[0] and others_serve:
+            elif process is not None and row is unfit[0] and others_serve and not _alone_has_weights(row, started):
                 found.append(EngineAction("end", row.number, "ends"))
                 found.append(EngineAction("start", row.number, "started", {"refused": ""}, row.fits))
         elif not process.ended:
@@ -414,6 +416,12 @@ def is_unfit(row: EngineRow, process: EngineProcess | None) -> bool:
     if process is None or process.ended or row.turn is not EngineTurn.HERE:
         return False
     return process.workers != row.fits
+
+
+def _alone_has_weights(row: EngineRow, rows: Sequence[EngineRow]) -> bool:
+    """Return True for the only one of several engines that can generate."""
+    others = [other for other in rows if other is not row]
+    return row.has is not None and bool(others) and all(other.has is None for other in others)
 
 
 def _refused_alike(row: EngineRow, rows: Sequence[EngineRow]) -> EngineRow | None:

@@ -387,6 +387,9 @@ class World:
             for number in list(self.processes):
                 self.come_up(number)
             self.check()
+            self.publish()
+            while self.sending:
+                self.send()
         if self.failed_attempt:
             return
         assert any(row.is_present for row in self.rows.all()), "no engine is left"
@@ -421,20 +424,25 @@ WORLDS = {"begin": st.integers(1, 3), "shared": st.booleans(), "actions": st.lis
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
 
+def a_round(world: World) -> None:
+    """Have happen what mostly happens."""
+    world.look()
+    world.supervise()
+    for number in list(world.processes):
+        world.come_up(number)
+    world.supervise()
+    world.publish()
+    while world.sending:
+        world.send()
+    world.read()
+
+
 def live(world: World, actions: Sequence[Any]) -> None:
     """Have these actions happen, and then nothing more. Raises AssertionError where something does not hold."""
     world.look()
     for what, *given_ in actions:
-        if what == "round":  # what mostly happens
-            world.look()
-            world.supervise()
-            for number in list(world.processes):
-                world.come_up(number)
-            world.supervise()
-            world.publish()
-            while world.sending:
-                world.send()
-            world.read()
+        if what == "round":
+            a_round(world)
         else:
             getattr(world, what)(*given_)
         world.check()
@@ -577,6 +585,29 @@ def test_each_column_has_one_writer() -> None:
     assert {field.name for field in dataclasses.fields(EngineRow)} == {*columns, "program", "number"}
     for event, rule in fleet.EVENTS.items():
         assert rule.columns | ({"state"} if rule.to else set()) <= fleet.COLUMNS[rule.writer], event
+
+
+def test_an_engine_that_can_generate_is_left_while_others_get_other_workers() -> None:
+    """The one that has them first is given weights by the next publication: until then the second one goes on."""
+    world = World(2, False, InMemory(fleet))
+    for _ in range(3):
+        a_round(world)
+    world.scale(2, 2)
+
+    def supervised(rounds: int) -> list[int]:
+        for _ in range(rounds):
+            world.look()
+            world.supervise()
+            for number in list(world.processes):
+                world.come_up(number)
+            assert any(row.has for row in world.rows.all()), "nobody can generate"
+        return [row.workers for row in world.rows.all()]
+
+    assert supervised(5) == [2, 1]
+    world.publish()
+    while world.sending:
+        world.send()
+    assert supervised(5) == [2, 2]
 
 
 @pytest.mark.parametrize("in_store", [False, True])
