@@ -366,6 +366,7 @@ def decide(
         return [_fail(refused, f"does not start, and no other one is wanted: {refused.refused}")]
     started = [row for row in counted if row.number in processes]
     unfit = [row for row in counted if is_unfit(row, processes.get(row.number)) and not stopping]
+    unfit.sort(key=lambda row: row.has is not None)  # those without weights first: nobody waits for them
     for row in rows:
         process = processes.get(row.number)
         done = {"done": row.order, "done_turn": row.turn_order}
