@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,21 @@ _DEEPSEEK = {
     "v_head_dim": 12,
     "num_nextn_predict_layers": 0,
 }
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_SIGMOID = {
+    **_DENSE,
+    "head_dim": 24,
+    "moe_intermediate_size": 40,
+    "n_shared_experts": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1,
+    "rope_parameters": _ROPE,
+}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("llama", {**_DENSE, "num_key_value_heads": 4}),
@@ -119,8 +135,39 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {**_DEEPSEEK, "first_k_dense_replace": 0, "max_position_embeddings": 2048, "rope_parameters": _YARN},
     ),
+    "kimi_k2": ("kimi_k2", {**_DEEPSEEK, "first_k_dense_replace": 0, "rope_parameters": _YARN}),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {
+            **{key: value for key, value in _DEEPSEEK.items() if key not in ("n_group", "topk_group")},
+            **{"q_lora_rank": None, "norm_topk_prob": False, "routed_scaling_factor": 1.5},
+            **{"max_position_embeddings": 2048, "rope_parameters": _YARN},
+        },
+    ),
+    "glm4_moe": (
+        "glm4_moe",
+        {
+            **_SIGMOID,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "dots1": ("dots1", {**_SIGMOID, "sliding_window": None, "attention_bias": False}),
+    "solar_open": ("solar_open", _SIGMOID),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {
+            **{**_DENSE, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 56},
+            **{"num_experts": 8, "num_experts_per_tok": 3},
+        },
+    ),
+    "seed_oss": ("seed_oss", {**_DENSE, "head_dim": 24, "attention_bias": True}),
+    "smollm3": ("smollm3", {**_DENSE, "no_rope_layer_interval": 2}),
 }
 """Name -> (model_type, keyword arguments of its transformers config)."""
+ALIKE = ("kimi_k2", "deepseek_v2", "glm4_moe", "dots1", "solar_open", "qwen2_moe", "seed_oss", "smollm3")
+"""Families whose rows are those of others: every run has them on two grids, ``make soak`` on all."""
 
 MOE = tuple(
     name
@@ -148,7 +195,8 @@ def hf_model(family: str, *, seed: int = 0, **changes: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     model_type, settings = FAMILIES[family]
-    config = AutoConfig.for_model(model_type, **{**settings, **changes})
+    config_class = ARCHITECTURES[model_type].config_class
+    config = AutoConfig.for_model(config_class or model_type, **{**settings, **changes})
     torch.manual_seed(seed)
     make = AutoModelForImageTextToText if "vision_config" in settings else AutoModelForCausalLM
     model = make.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
@@ -158,7 +206,21 @@ def hf_model(family: str, *, seed: int = 0, **changes: Any) -> Any:
                 tensor.add_(0.2 * torch.randn_like(tensor))
             elif name.endswith((".bias", "e_score_correction_bias")):
                 tensor.copy_(0.3 * torch.randn_like(tensor))
+    if config_class:
+        _saved_as(model, model_type)
     return model
+
+
+def _saved_as(model: Any, model_type: str) -> None:
+    """Have the model's config.json name a family that transformers does not know."""
+    save = model.save_pretrained
+
+    def save_pretrained(path: Path) -> None:
+        save(path)
+        config = Path(path) / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": model_type}))
+
+    model.save_pretrained = save_pretrained
 
 
 def save(family: str, path: Path, *, seed: int = 0, **changes: Any) -> Path:

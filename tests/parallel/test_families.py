@@ -16,7 +16,7 @@ import torch
 from megarl.core.config.schema import ModelConfig, ParallelConfig
 from tests.conftest import SOAK
 from tests.parallel.batches import sequences_of
-from tests.parallel.families import FAMILIES, MOE, VOCAB, hf_model, save
+from tests.parallel.families import ALIKE, FAMILIES, MOE, VOCAB, hf_model, save
 from tests.parallel.grid import run_grid
 from tests.parallel.test_fused_packages import HAVE_TE
 
@@ -64,6 +64,8 @@ TURNS = (
 
 
 def in_every_run(family: str, grid: str) -> bool:
+    if family in ALIKE:
+        return grid in (("tp2-sp", "tp2pp2ep2") if family in MOE else ("tp2-sp", "pp2"))
     turn = list(FAMILIES).index(family) % 2 if family in FAMILIES else 0
     return all(grid not in pair or pair[turn] == grid for pair in TURNS)
 

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from megarl.core.errors import ArchitectureError
 from megarl.weights.architectures import megatron_config
+from megarl.weights.architectures.deepseek_v2 import DEEPSEEK_V2
 from megarl.weights.architectures.deepseek_v3 import DEEPSEEK_V3
+from megarl.weights.architectures.dots1 import DOTS1
 from megarl.weights.architectures.ernie4_5 import ERNIE4_5
+from megarl.weights.architectures.glm4_moe import GLM4_MOE
+from megarl.weights.architectures.kimi_k2 import KIMI_K2
 from megarl.weights.architectures.llama import LLAMA
 from megarl.weights.architectures.mistral import MISTRAL
 from megarl.weights.architectures.mixtral import MIXTRAL
 from megarl.weights.architectures.qwen2 import QWEN2
 from megarl.weights.architectures.qwen2_5_vl import QWEN2_5_VL
+from megarl.weights.architectures.qwen2_moe import QWEN2_MOE
 from megarl.weights.architectures.qwen3 import QWEN3
 from megarl.weights.architectures.qwen3_moe import QWEN3_MOE
+from megarl.weights.architectures.seed_oss import SEED_OSS
+from megarl.weights.architectures.smollm3 import SMOLLM3
+from megarl.weights.architectures.solar_open import SOLAR_OPEN
 from megarl.weights.architectures.table import Architecture, Head, HFConfig, ModelSizes, Shape
 
 __all__ = ["ARCHITECTURES", "Architecture", "HFConfig", "Head", "ModelSizes", "Shape", "architecture"]
@@ -27,6 +35,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3_moe": QWEN3_MOE,
     "mixtral": MIXTRAL,
     "deepseek_v3": DEEPSEEK_V3,
+    "kimi_k2": KIMI_K2,
+    "deepseek_v2": DEEPSEEK_V2,
+    "glm4_moe": GLM4_MOE,
+    "dots1": DOTS1,
+    "solar_open": SOLAR_OPEN,
+    "qwen2_moe": QWEN2_MOE,
+    "seed_oss": SEED_OSS,
+    "smollm3": SMOLLM3,
 }
 """``model_type`` of config.json -> its table."""
 

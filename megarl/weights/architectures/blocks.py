@@ -51,6 +51,11 @@ QK_NORM = (
     Param("self_attention.q_layernorm.weight", Op.SAME, (Logical("self_attn.q_norm.weight", "head"),)),
     Param("self_attention.k_layernorm.weight", Op.SAME, (Logical("self_attn.k_norm.weight", "head"),)),
 )
+OPTIONAL_QK_NORM = (
+    Param("self_attention.q_layernorm.weight", Op.SAME, (Logical("self_attn.q_norm.weight", "normed_head"),)),
+    Param("self_attention.k_layernorm.weight", Op.SAME, (Logical("self_attn.k_norm.weight", "normed_head"),)),
+)
+"""Norms of models whose config.json has ``use_qk_norm``."""
 QKV_BIAS = (Param("self_attention.linear_qkv.bias", Op.QKV, _QKV_BIAS),)
 VLLM_ATTENTION = (Fused("self_attn.qkv_proj.weight", Op.QKV, _QKV),)
 VLLM_QKV_BIAS = (Fused("self_attn.qkv_proj.bias", Op.QKV, _QKV_BIAS),)
@@ -164,3 +169,25 @@ def vllm_experts(experts: Gated, module: str) -> tuple[Fused, ...]:
 _EXPERTS = gated("mlp.experts.{expert}", "expert_ffn")
 EXPERTS = expert_rows(_EXPERTS, "mlp.gate.weight")
 VLLM_EXPERTS = vllm_experts(_EXPERTS, "mlp")
+
+ROUTER_BIAS = (
+    Param(
+        "mlp.router.expert_bias",
+        Op.SAME,
+        (Logical("mlp.gate.e_score_correction_bias", "experts", dtype="float32"),),
+        Stage.MOE,
+    ),
+)
+"""Bias that chooses experts and weighs none."""
+_SHARED = gated("mlp.shared_experts", "shared_ffn")
+SHARED_EXPERTS = gated_rows(_SHARED, Stage.MOE, "mlp.shared_experts")
+VLLM_SHARED_EXPERTS = vllm_gated(_SHARED, "mlp.shared_experts.gate_up_proj.weight")
+
+# ---------------------------------------------------------------- multi-token prediction
+
+MTP = (
+    Param("enorm.weight", Op.SAME, (Logical("enorm.weight", "hidden"),), Stage.MTP),
+    Param("hnorm.weight", Op.SAME, (Logical("hnorm.weight", "hidden"),), Stage.MTP),
+    Param("eh_proj.weight", Op.SAME, (Logical("eh_proj.weight", "hidden two_hidden", COLUMN),), Stage.MTP),
+    Param("final_layernorm.weight", Op.SAME, (Logical("shared_head.norm.weight", "hidden"),), Stage.MTP),
+)

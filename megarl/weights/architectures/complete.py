@@ -44,10 +44,10 @@ def complete(hf_config: HFConfig) -> dict[str, Any]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     with _without_docstrings():
-        family = CONFIG_MAPPING[model_type]
+        family = CONFIG_MAPPING[ARCHITECTURES[model_type].config_class or model_type]
     common = {field.name for field in fields(PreTrainedConfig)}
     try:
-        values = family(**copy.deepcopy(dict(hf_config))).to_dict()
+        values = family(**copy.deepcopy({**hf_config, "model_type": family.model_type})).to_dict()
     except (StrictDataclassError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         check(ARCHITECTURES[model_type], hf_config)
         log.warning("config.json: transformers' %s refuses it, so nothing was filled in: %s", family.__name__, error)
@@ -57,6 +57,7 @@ def complete(hf_config: HFConfig) -> dict[str, Any]:
         values["vision_config"] = {key: value for key, value in values["vision_config"].items() if key not in common}
     given = {**text_config, **hf_config}
     own = {key: value for key, value in (text | values).items() if key not in common and not key.startswith("_")}
+    own["model_type"] = model_type
     return {key: value for key, value in given.items() if key not in (*_OLDER, "text_config")} | own
 
 

@@ -13,43 +13,21 @@ from megarl.weights.architectures.blocks import (
     EMBEDDING,
     EXPERTS,
     LATENT_ATTENTION,
+    MTP,
     OUTPUT,
+    ROUTER_BIAS,
+    SHARED_EXPERTS,
     VLLM_EXPERTS,
     VLLM_LATENT_ATTENTION,
     VLLM_MLP,
-    gated,
-    gated_rows,
-    vllm_gated,
+    VLLM_SHARED_EXPERTS,
 )
-from megarl.weights.architectures.table import Architecture, Logical, Op, Param, Shard, Stage
-
-_ROUTER_BIAS = Logical("mlp.gate.e_score_correction_bias", "experts", dtype="float32")
-_SHARED = gated("mlp.shared_experts", "shared_ffn")
-_MTP = (
-    Param("enorm.weight", Op.SAME, (Logical("enorm.weight", "hidden"),), Stage.MTP),
-    Param("hnorm.weight", Op.SAME, (Logical("hnorm.weight", "hidden"),), Stage.MTP),
-    Param("eh_proj.weight", Op.SAME, (Logical("eh_proj.weight", "hidden two_hidden", Shard.COLUMN),), Stage.MTP),
-    Param("final_layernorm.weight", Op.SAME, (Logical("shared_head.norm.weight", "hidden"),), Stage.MTP),
-)
+from megarl.weights.architectures.table import Architecture
 
 DEEPSEEK_V3 = Architecture(
     name="deepseek_v3",
-    params=(
-        *EMBEDDING,
-        *LATENT_ATTENTION,
-        *DENSE_MLP,
-        *EXPERTS,
-        Param("mlp.router.expert_bias", Op.SAME, (_ROUTER_BIAS,), Stage.MOE),
-        *gated_rows(_SHARED, Stage.MOE, "mlp.shared_experts"),
-        *_MTP,
-        *OUTPUT,
-    ),
-    vllm=(
-        *VLLM_LATENT_ATTENTION,
-        *VLLM_MLP,
-        *VLLM_EXPERTS,
-        *vllm_gated(_SHARED, "mlp.shared_experts.gate_up_proj.weight"),
-    ),
+    params=(*EMBEDDING, *LATENT_ATTENTION, *DENSE_MLP, *EXPERTS, *ROUTER_BIAS, *SHARED_EXPERTS, *MTP, *OUTPUT),
+    vllm=(*VLLM_LATENT_ATTENTION, *VLLM_MLP, *VLLM_EXPERTS, *VLLM_SHARED_EXPERTS),
     sigmoid_router=True,
     fixed={
         "hidden_act": "silu",

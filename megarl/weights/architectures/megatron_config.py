@@ -28,6 +28,7 @@ from megarl.weights.architectures.table import (
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Constants of Megatron's ``RotaryEmbedding._apply_scaling``; only ``factor`` is an argument."""
 
+_Q_NORM = "self_attention.q_layernorm.weight"
 LATENT_NORM_EPS = 1e-6
 """transformers builds DeepSeek's latent norms with this, whatever ``rms_norm_eps`` is; Megatron has one epsilon."""
 
@@ -62,12 +63,14 @@ def transformer_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any
         "activation": "silu",
         "add_bias_linear": False,
         "add_qkv_bias": "self_attention.linear_qkv.bias" in megatron_names,
-        "qk_layernorm": "self_attention.q_layernorm.weight" in megatron_names,
+        "qk_layernorm": any(p.megatron == _Q_NORM and 0 not in p.hf[0].shape(sizes) for p in arch.params),
     }
+    if arch.rope_layers:
+        values |= _layers_without_rope(arch, sizes, hf_config)
     if sizes.vision_depth:
         values |= _vision(arch.name, sizes, hf_config)
     if sizes.kv_lora:
-        values |= _latent_attention(arch.name, sizes, hf_config)
+        values |= _latent_attention(arch, sizes, hf_config)
     if sizes.experts:
         values |= _experts(arch, sizes, hf_config)
     return values | dict(arch.megatron)
@@ -86,9 +89,11 @@ def gpt_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any]:
     }
     if sizes.kv_lora:  # its rope is part of transformer_kwargs
         return values
-    rope = _rope(arch.name, hf_config)
+    rope = _rope(arch.name, hf_config, partial=arch.partial_rotary)
     kind = rope["rope_type"]
     values["rotary_base"] = rope["rope_theta"]
+    if rope["partial_rotary_factor"] != 1.0:
+        values["rotary_percent"] = rope["partial_rotary_factor"]
     if kind == "llama3":
         for key, only in LLAMA3.items():
             if rope.get(key) != only:
@@ -137,9 +142,13 @@ def _halve(sections: Sequence[Any], head: int) -> bool:
     return len(sections) == 3 and all(isinstance(n, int) and n >= 0 for n in sections) and 2 * sum(sections) == head
 
 
-def _rope(name: str, hf_config: HFConfig) -> dict[str, Any]:
+def _rope(name: str, hf_config: HFConfig, *, partial: bool = False) -> dict[str, Any]:
     """The rope settings as transformers reads them: ``rope_parameters``, or the older ``rope_scaling`` and
-    ``rope_theta``."""
+    ``rope_theta``.
+
+    Args:
+        partial: Heads may rotate in part.
+    """
     key = "rope_scaling" if hf_config.get("rope_scaling") else "rope_parameters"
     given = hf_config.get(key) or {}
     if not isinstance(given, Mapping):
@@ -162,13 +171,25 @@ def _rope(name: str, hf_config: HFConfig) -> dict[str, Any]:
                 "it was made with"
             )
         rope["factor"] = positive(name, "factor of the rope scaling", rope["factor"])
-    partial = given.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
-    if partial not in (None, 1.0):
+    factor = given.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
+    share = 1.0 if factor is None else positive(name, "partial_rotary_factor", factor)
+    if share > 1.0 or (share < 1.0 and not partial):
         raise ArchitectureError(
-            f"{name} with partial_rotary_factor={partial!r} is not supported, only 1.0; use a checkpoint that rotates "
-            "whole heads"
+            f"{name} with partial_rotary_factor={factor!r} is not supported, only {'up to ' * partial}1.0; use a "
+            "checkpoint that rotates whole heads"
         )
-    return rope
+    return rope | {"partial_rotary_factor": share}
+
+
+def _layers_without_rope(arch: Architecture, sizes: ModelSizes, hf_config: HFConfig) -> dict[str, Any]:
+    key = arch.rope_layers
+    rotates = needed(arch.name, hf_config, key)
+    if not isinstance(rotates, list | tuple) or len(rotates) != sizes.num_layers or set(rotates) - {0, 1}:
+        raise ArchitectureError(
+            f"config.json of a {arch.name} model has {key}={rotates!r}; it must be a list of 0 or 1 for each of "
+            f"{sizes.num_layers} layers"
+        )
+    return {"no_rope_freq": [1 - layer for layer in rotates]} if 0 in rotates else {}
 
 
 def _max_positions(name: str, hf_config: HFConfig) -> int:
@@ -182,6 +203,8 @@ def _refuse_other_masks(arch: Architecture, hf_config: HFConfig) -> None:
     """
     window = hf_config.get("sliding_window")
     is_used = hf_config.get("use_sliding_window", True) or "use_sliding_window" not in arch.fixed
+    if arch.window_layers:
+        is_used = set(hf_config.get("layer_types") or ("",)) != {"full_attention"}
     if window is not None and is_used:
         raise ArchitectureError(
             f"{arch.name} with sliding_window={window!r} is not supported; use a checkpoint with full attention, or "
@@ -194,14 +217,15 @@ def _refuse_other_masks(arch: Architecture, hf_config: HFConfig) -> None:
         )
 
 
-def _latent_attention(name: str, sizes: ModelSizes, hf_config: HFConfig) -> dict[str, Any]:
+def _latent_attention(arch: Architecture, sizes: ModelSizes, hf_config: HFConfig) -> dict[str, Any]:
+    name = arch.name
     eps = needed(name, hf_config, "rms_norm_eps")
     if eps != LATENT_NORM_EPS:
         raise ArchitectureError(
             f"{name} with rms_norm_eps={eps!r} is not supported, only {LATENT_NORM_EPS}: its latent norms always use "
             "that and Megatron-Core has one epsilon for all norms; use a checkpoint trained with it"
         )
-    if not flag(name, hf_config, "rope_interleave"):
+    if "rope_interleave" not in arch.fixed and not flag(name, hf_config, "rope_interleave"):
         raise ArchitectureError(
             f"{name} with rope_interleave=False is not supported: Megatron-Core rotates neighbouring pairs; use a "
             "checkpoint with rope_interleave=True"
@@ -281,7 +305,13 @@ def _experts(arch: Architecture, sizes: ModelSizes, hf_config: HFConfig) -> dict
             "the router gets no gradient; use a checkpoint with num_experts_per_tok above 1"
         )
     # A softmax over all experts, divided by the sum of the chosen ones, is the softmax over the chosen ones.
-    return values | {"moe_router_score_function": "softmax", "moe_router_pre_softmax": not normed}
+    values |= {"moe_router_score_function": "softmax", "moe_router_pre_softmax": not normed}
+    return values | (_topk_scaling(name, hf_config) if arch.scales_topk else {})
+
+
+def _topk_scaling(name: str, hf_config: HFConfig) -> dict[str, Any]:
+    key = "routed_scaling_factor"
+    return {"moe_router_topk_scaling_factor": positive(name, key, needed(name, hf_config, key))}
 
 
 def _sigmoid_router(name: str, sizes: ModelSizes, hf_config: HFConfig, normed: bool) -> dict[str, Any]:
@@ -303,7 +333,6 @@ def _sigmoid_router(name: str, sizes: ModelSizes, hf_config: HFConfig, normed: b
             "ranks groups by their best 2 experts, Megatron-Core by their best "
             f"num_experts_per_tok//topk_group={sizes.topk // chosen}; use a checkpoint where that is 2"
         )
-    scaling = "routed_scaling_factor"
     return {
         "moe_router_score_function": "sigmoid",
         "moe_router_pre_softmax": False,
@@ -312,6 +341,6 @@ def _sigmoid_router(name: str, sizes: ModelSizes, hf_config: HFConfig, normed: b
         "moe_router_bias_update_rate": 0.0,
         "moe_router_num_groups": groups if limited else None,
         "moe_router_group_topk": chosen if limited else None,
-        "moe_router_topk_scaling_factor": positive(name, scaling, needed(name, hf_config, scaling)),
+        **_topk_scaling(name, hf_config),
         "moe_router_dtype": "fp32",
     }

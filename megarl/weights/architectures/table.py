@@ -160,6 +160,8 @@ class ModelSizes:
     qk_nope: int = 0
     qk_rope: int = 0
     v_head: int = 0
+    normed_head: int = 0
+    """Width of a head whose queries and keys have norms by ``use_qk_norm``, else 0."""
     vision_depth: int = 0
     """Blocks of the vision tower."""
     vision_hidden: int = 0
@@ -248,8 +250,18 @@ class Architecture:
     base_names: tuple[tuple[str, str], ...] = ()
     """Beginnings of names as transformers' base model of the family has them, and as this table does; a score model's
     files have the former."""
+    config_class: str = ""
+    """``model_type`` of transformers' configuration class, where that is not ``name``."""
+    partial_rotary: bool = False
+    """``partial_rotary_factor`` is the share of a head that rotates; elsewhere any other than 1 is refused."""
+    rope_layers: str = ""
+    """Key with a list of 1 for each layer that rotates queries and keys, and 0 for each that does not."""
+    window_layers: bool = False
+    """``layer_types`` says which layers have the window; elsewhere ``sliding_window`` is one of all layers."""
     sigmoid_router: bool = False
     """Experts are chosen by sigmoid scores, a bias and groups (DeepSeek-V3); else by a softmax."""
+    scales_topk: bool = False
+    """Softmax probabilities of the chosen experts are multiplied by ``routed_scaling_factor``; sigmoid ones always."""
     norms_topk: bool = False
     """The chosen experts' probabilities are always divided by their sum; else by ``norm_topk_prob``."""
     head: Head = "lm"
@@ -321,8 +333,15 @@ class Architecture:
             more["q_lora"] = 0 if needed(self.name, hf_config, "q_lora_rank") is None else get("q_lora")
         if Stage.MOE in known:
             more |= {name: get(name) for name in ("experts", "topk", "expert_ffn")}
-            more["moe_layers"] = _moe_layers(self.name, hf_config, get("num_layers"))
-        if "shared_ffn" in known:
+            mixed = Stage.DENSE in known
+            more["moe_layers"] = (
+                _moe_layers(self.name, hf_config, get("num_layers")) if mixed else tuple(range(get("num_layers")))
+            )
+        if "normed_head" in known:
+            more["normed_head"] = head if flag(self.name, hf_config, "use_qk_norm") else 0
+        if "shared_ffn" in self.keys:
+            more["shared_ffn"] = get("shared_ffn")
+        elif "shared_ffn" in known:
             needed(self.name, hf_config, "n_shared_experts")
             more["shared_ffn"] = get("expert_ffn") * count(self.name, hf_config, "n_shared_experts")
         if Stage.VISION in known:
@@ -501,8 +520,8 @@ def _vision_sizes(name: str, hf_config: HFConfig) -> dict[str, int]:
 
 
 def _moe_layers(name: str, hf_config: HFConfig, num_layers: int) -> tuple[int, ...]:
-    """Layers with experts: from ``first_k_dense_replace`` on (DeepSeek), every ``decoder_sparse_step``-th without
-    ``mlp_only_layers`` (Qwen), or all."""
+    """Layers with experts: from ``first_k_dense_replace`` on (DeepSeek), or every ``decoder_sparse_step``-th without
+    ``mlp_only_layers`` (Qwen)."""
     key = "decoder_sparse_step" if hf_config.get("decoder_sparse_step") is not None else "moe_layer_freq"
     step = integer(name, key, 1 if hf_config.get(key) is None else hf_config[key])
     dense = hf_config.get("mlp_only_layers") or ()

@@ -1,0 +1,38 @@
+"""DeepSeek-V2-Lite and Coder-V2-Lite: DeepSeek-V3's attention; experts by a softmax, with shared ones.
+
+Source: ``transformers/models/deepseek_v2/modeling_deepseek_v2.py``. The large V2 chooses groups of experts by their
+best one, which Megatron-Core cannot.
+"""
+
+from __future__ import annotations
+
+from megarl.weights.architectures.blocks import (
+    DENSE_MLP,
+    EMBEDDING,
+    EXPERTS,
+    LATENT_ATTENTION,
+    OUTPUT,
+    SHARED_EXPERTS,
+    VLLM_EXPERTS,
+    VLLM_LATENT_ATTENTION,
+    VLLM_MLP,
+    VLLM_SHARED_EXPERTS,
+)
+from megarl.weights.architectures.table import Architecture
+
+DEEPSEEK_V2 = Architecture(
+    name="deepseek_v2",
+    params=(*EMBEDDING, *LATENT_ATTENTION, *DENSE_MLP, *EXPERTS, *SHARED_EXPERTS, *OUTPUT),
+    vllm=(*VLLM_LATENT_ATTENTION, *VLLM_MLP, *VLLM_EXPERTS, *VLLM_SHARED_EXPERTS),
+    scales_topk=True,
+    fixed={
+        "rope_interleave": True,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "moe_layer_freq": 1,
+    },
+)

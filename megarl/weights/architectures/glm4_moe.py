@@ -1,0 +1,46 @@
+"""GLM-4.5, 4.6 and 4.7 (Air too): grouped queries that rotate half of a head, then experts as DeepSeek-V3 has them.
+
+Source: ``transformers/models/glm4_moe/modeling_glm4_moe.py``; multi-token prediction as DeepSeek-V3's.
+"""
+
+from __future__ import annotations
+
+from megarl.weights.architectures.blocks import (
+    ATTENTION,
+    DENSE_MLP,
+    EMBEDDING,
+    EXPERTS,
+    MTP,
+    OPTIONAL_QK_NORM,
+    OUTPUT,
+    QKV_BIAS,
+    ROUTER_BIAS,
+    SHARED_EXPERTS,
+    VLLM_ATTENTION,
+    VLLM_EXPERTS,
+    VLLM_MLP,
+    VLLM_QKV_BIAS,
+    VLLM_SHARED_EXPERTS,
+)
+from megarl.weights.architectures.table import Architecture
+
+GLM4_MOE = Architecture(
+    name="glm4_moe",
+    params=(
+        *EMBEDDING,
+        *ATTENTION,
+        *QKV_BIAS,
+        *OPTIONAL_QK_NORM,
+        *DENSE_MLP,
+        *EXPERTS,
+        *ROUTER_BIAS,
+        *SHARED_EXPERTS,
+        *MTP,
+        *OUTPUT,
+    ),
+    vllm=(*VLLM_ATTENTION, *VLLM_QKV_BIAS, *VLLM_MLP, *VLLM_EXPERTS, *VLLM_SHARED_EXPERTS),
+    sigmoid_router=True,
+    partial_rotary=True,
+    has_score_class=False,
+    fixed={"hidden_act": "silu", "attention_bias": True},
+)

@@ -1,0 +1,17 @@
+"""SmolLM3: grouped queries, of which some layers (every fourth) rotate nothing.
+
+Source: ``transformers/models/smollm3/modeling_smollm3.py``; vLLM 0.32 runs it through transformers.
+"""
+
+from __future__ import annotations
+
+from megarl.weights.architectures.blocks import ATTENTION, EMBEDDING, MLP, OUTPUT, VLLM_ATTENTION, VLLM_MLP
+from megarl.weights.architectures.table import Architecture
+
+SMOLLM3 = Architecture(
+    name="smollm3",
+    params=(*EMBEDDING, *ATTENTION, *MLP, *OUTPUT),
+    vllm=(*VLLM_ATTENTION, *VLLM_MLP),
+    fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False},
+    rope_layers="no_rope_layers",
+)

@@ -1,0 +1,30 @@
+"""Solar Open: Llama's attention, then experts as DeepSeek-V3 has them in every layer.
+
+Source: ``transformers/models/solar_open/modeling_solar_open.py``; vLLM 0.32 runs it through transformers.
+"""
+
+from __future__ import annotations
+
+from megarl.weights.architectures.blocks import (
+    ATTENTION,
+    EMBEDDING,
+    EXPERTS,
+    OUTPUT,
+    ROUTER_BIAS,
+    SHARED_EXPERTS,
+    VLLM_ATTENTION,
+    VLLM_EXPERTS,
+    VLLM_SHARED_EXPERTS,
+)
+from megarl.weights.architectures.table import Architecture
+
+SOLAR_OPEN = Architecture(
+    name="solar_open",
+    params=(*EMBEDDING, *ATTENTION, *EXPERTS, *ROUTER_BIAS, *SHARED_EXPERTS, *OUTPUT),
+    vllm=(*VLLM_ATTENTION, *VLLM_EXPERTS, *VLLM_SHARED_EXPERTS),
+    sigmoid_router=True,
+    partial_rotary=True,
+    has_score_class=False,
+    fixed={"hidden_act": "silu", "attention_bias": False},
+    keys={"ffn": ("moe_intermediate_size",)},
+)
