@@ -22,6 +22,7 @@ from megarl.core.config.job import RunConfig, SyncConfig
 from megarl.core.config.schema import Config, ModelConfig, ParallelConfig, RolloutConfig
 from megarl.core.errors import EngineError, WeightSyncError
 from megarl.engine.client.client import Sampling
+from megarl.weights.architectures import ARCHITECTURES
 from tests.loop.conftest import TINY_ROLLOUT
 from tests.loop.engines import RunningEngine, differences, perturbed, save_tokenizer, some_prompts, transformers_logp
 from tests.loop.trainers import Breaking, Ranks, probe, ranks_of, refusing, versions
@@ -67,6 +68,15 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe_mixed": {**_ENGINE_SIZES, "num_hidden_layers": 3},
     "deepseek_v3": _LATENT,
     "deepseek_v3_yarn": _LATENT,
+    "kimi_k2": _LATENT,
+    "deepseek_v2": {key: value for key, value in _LATENT.items() if key in ("num_hidden_layers", "kv_lora_rank")}
+    | {"qk_rope_head_dim": 64},
+    "glm4_moe": _ENGINE_SIZES,
+    "dots1": _ENGINE_SIZES,
+    "solar_open": _ENGINE_SIZES,
+    "qwen2_moe": _HIDDEN_128,
+    "seed_oss": _ENGINE_SIZES,
+    "smollm3": _HIDDEN_128,
 }
 """What vLLM's CPU kernels have: heads of 32, latent attention of 512 and 64. vLLM's Qwen2 and Mixtral divide hidden by
 heads."""
@@ -107,6 +117,8 @@ CELLS = (
     Cell("deepseek_v3", EP2, {"tp": 2}),
     Cell("deepseek_v3", TP2, EXPERTS),
     Cell("deepseek_v3_yarn", TP2, {"pp": 2}),
+    Cell("glm4_moe", TP2_EP2, {"tp": 2}),
+    Cell("smollm3", PP2, {"tp": 2}),  # vLLM runs transformers' own modules
 )
 """Every family, and every kind of engine with every kind of layer that it cuts in its own way."""
 MORE_CELLS = (
@@ -121,6 +133,13 @@ MORE_CELLS = (
     Cell("qwen3_moe_mixed", TP2_EP2, {"tp": 2}),
     Cell("deepseek_v3", TP2_EP2),
     Cell("deepseek_v3", PP2, {"tp": 2}, changes={"q_lora_rank": None}),
+    Cell("kimi_k2", TP2, {"pp": 2}),
+    Cell("deepseek_v2", TP2_EP2),
+    Cell("glm4_moe", PP2, changes={"use_qk_norm": False}),
+    Cell("dots1", EP2, {"tp": 2}),
+    Cell("solar_open", TP2_EP2),
+    Cell("qwen2_moe", EP2, {"tp": 2}),
+    Cell("seed_oss", TP2, {"tp": 2}),
 )
 """Other pairs of a trainer's grid and an engine's; test_reshard_oracle.py has their plans."""
 BF16_CELLS = {
@@ -138,7 +157,8 @@ def engine_of(
 ) -> Iterator[tuple[RunningEngine, Ranks, PreTrainedModel]]:
     path, sees = folder / "model", "vision_config" in FAMILIES[cell.family][1]
     (save_qwen_processor if sees else save_tokenizer)(path)
-    hf_model(cell.family, **{**SIZES[cell.family], **cell.changes}).save_pretrained(path)
+    made = hf_model(cell.family, **{**SIZES[cell.family], **cell.changes})
+    made.save_pretrained(path)
     config = Config(
         run=RunConfig(dir=str(folder)),
         model=ModelConfig(path=str(path), dtype=cell.dtype, head_dtype=cell.head),
@@ -148,10 +168,15 @@ def engine_of(
     )
     engine = RunningEngine(config, folder / "logs", zygote if cell.forked else None, options)
     dtype = getattr(torch, cell.dtype)
+    known = not ARCHITECTURES[FAMILIES[cell.family][0]].config_class
     model = (
-        (AutoModelForImageTextToText if sees else AutoModelForCausalLM)
-        .from_pretrained(path, dtype=dtype, attn_implementation="eager")
-        .eval()
+        made
+        if not known
+        else (
+            (AutoModelForImageTextToText if sees else AutoModelForCausalLM)
+            .from_pretrained(path, dtype=dtype, attn_implementation="eager")
+            .eval()
+        )
     )
     try:
         yield engine.ready(), ranks_of(engine), model

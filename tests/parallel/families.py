@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 from megarl.weights.architectures import ARCHITECTURES
@@ -135,11 +136,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {**_DEEPSEEK, "first_k_dense_replace": 0, "max_position_embeddings": 2048, "rope_parameters": _YARN},
     ),
-    "kimi_k2": ("kimi_k2", {**_DEEPSEEK, "first_k_dense_replace": 0, "rope_parameters": _YARN}),
+    "kimi_k2": (
+        "kimi_k2",
+        {**_DEEPSEEK, "first_k_dense_replace": 0, "max_position_embeddings": 2048, "rope_parameters": _YARN},
+    ),
     "deepseek_v2": (
         "deepseek_v2",
         {
-            **{key: value for key, value in _DEEPSEEK.items() if key not in ("n_group", "topk_group")},
+            **{**_DEEPSEEK, "n_group": 1, "topk_group": 1},
             **{"q_lora_rank": None, "norm_topk_prob": False, "routed_scaling_factor": 1.5},
             **{"max_position_embeddings": 2048, "rope_parameters": _YARN},
         },
@@ -169,6 +173,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 ALIKE = ("kimi_k2", "deepseek_v2", "glm4_moe", "dots1", "solar_open", "qwen2_moe", "seed_oss", "smollm3")
 """Families whose rows are those of others: every run has them on two grids, ``make soak`` on all."""
 
+WITH_CLASS = tuple(name for name, (model_type, _) in FAMILIES.items() if not ARCHITECTURES[model_type].config_class)
+"""Families that transformers knows by their name."""
 MOE = tuple(
     name
     for name, (model_type, _) in FAMILIES.items()
@@ -212,15 +218,18 @@ def hf_model(family: str, *, seed: int = 0, **changes: Any) -> Any:
 
 
 def _saved_as(model: Any, model_type: str) -> None:
-    """Have the model's config.json name a family that transformers does not know."""
-    save = model.save_pretrained
+    """Have the model's config.json name a family that transformers does not know, with rope settings as published."""
 
-    def save_pretrained(path: Path) -> None:
-        save(path)
+    def save_pretrained(self: Any, path: Path) -> None:
+        type(self).save_pretrained(self, path)
         config = Path(path) / "config.json"
-        config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": model_type}))
+        values = json.loads(config.read_text())
+        rope = values.pop("rope_parameters")
+        values |= {"model_type": model_type, "rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+        rope["type"] = rope.pop("rope_type")
+        config.write_text(json.dumps(values))
 
-    model.save_pretrained = save_pretrained
+    model.save_pretrained = MethodType(save_pretrained, model)  # a copy of the model has one of its own
 
 
 def save(family: str, path: Path, *, seed: int = 0, **changes: Any) -> Path:

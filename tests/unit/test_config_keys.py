@@ -13,7 +13,7 @@ from megarl.core.errors import ArchitectureError
 from megarl.weights.architectures import ARCHITECTURES
 from megarl.weights.architectures.complete import complete
 from megarl.weights.architectures.megatron_config import check, gpt_kwargs, transformer_kwargs
-from tests.parallel.families import FAMILIES
+from tests.parallel.families import FAMILIES, WITH_CLASS
 
 TOKENS = torch.randint(6, 200, (1, 40), generator=torch.Generator().manual_seed(1))
 ADDED: tuple[dict[str, Any], ...] = (
@@ -116,7 +116,9 @@ def arguments(config: dict[str, Any]) -> Any:
 
 
 FIRST_OF_TYPE = {values[0]: name for name, values in reversed(FAMILIES.items())}.values()
-PARAMETERS = [pytest.param(name, marks=() if name in FIRST_OF_TYPE else pytest.mark.soak) for name in sorted(FAMILIES)]
+PARAMETERS = [
+    pytest.param(name, marks=() if name in FIRST_OF_TYPE else pytest.mark.soak) for name in sorted(WITH_CLASS)
+]
 
 
 @pytest.mark.parametrize("family", PARAMETERS)

@@ -23,6 +23,9 @@ from megarl.core.errors import WeightSyncError
 from megarl.engine.sync import readback
 from megarl.engine.sync.eight_bits import EightBits
 
+BUFFERS = {"e_score_correction_bias"}
+"""Weights that transformers' modules keep as buffers: routers' biases, where vLLM runs these modules."""
+
 
 @dataclass(frozen=True)
 class LocalTensor:
@@ -180,6 +183,10 @@ def _loadable(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
                 always_there.add(id(parameter))
                 yield path, module, name
             elif name in loaded:
+                yield path, module, name
+        for name, buffer in module.named_buffers(recurse=False):
+            if name in BUFFERS and id(buffer) not in always_there:
+                always_there.add(id(buffer))
                 yield path, module, name
 
 

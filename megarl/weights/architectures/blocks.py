@@ -151,11 +151,11 @@ VLLM_MLP = vllm_gated(_MLP, "mlp.gate_up_proj.weight")
 # ---------------------------------------------------------------- experts
 
 
-def expert_rows(experts: Gated, router: str) -> tuple[Param, ...]:
-    """A layer with experts: its norm, router (HF name ``router``) and experts."""
+def expert_rows(experts: Gated, router: Logical) -> tuple[Param, ...]:
+    """A layer with experts: its norm, router and experts."""
     return (
         *mlp_norm(Stage.MOE),
-        Param("mlp.router.weight", Op.SAME, (Logical(router, "experts hidden"),), Stage.MOE),
+        Param("mlp.router.weight", Op.SAME, (router,), Stage.MOE),
         *gated_rows(experts, Stage.MOE, "mlp.experts.local_experts.{expert}", "mlp.experts.{fc}.weight{expert}"),
     )
 
@@ -167,21 +167,23 @@ def vllm_experts(experts: Gated, module: str) -> tuple[Fused, ...]:
 
 
 _EXPERTS = gated("mlp.experts.{expert}", "expert_ffn")
-EXPERTS = expert_rows(_EXPERTS, "mlp.gate.weight")
+_ROUTER = Logical("mlp.gate.weight", "experts hidden")
+EXPERTS = expert_rows(_EXPERTS, _ROUTER)
 VLLM_EXPERTS = vllm_experts(_EXPERTS, "mlp")
 
-ROUTER_BIAS = (
-    Param(
-        "mlp.router.expert_bias",
-        Op.SAME,
-        (Logical("mlp.gate.e_score_correction_bias", "experts", dtype="float32"),),
-        Stage.MOE,
-    ),
-)
+_ROUTER_BIAS = Logical("mlp.gate.e_score_correction_bias", "experts", dtype="float32")
+ROUTER_BIAS = (Param("mlp.router.expert_bias", Op.SAME, (_ROUTER_BIAS,), Stage.MOE),)
 """Bias that chooses experts and weighs none."""
 _SHARED = gated("mlp.shared_experts", "shared_ffn")
 SHARED_EXPERTS = gated_rows(_SHARED, Stage.MOE, "mlp.shared_experts")
 VLLM_SHARED_EXPERTS = vllm_gated(_SHARED, "mlp.shared_experts.gate_up_proj.weight")
+_IN_RUNNER = "mlp.experts._shared_experts._layer.shared_experts"
+VLLM_SHARED_EXPERTS_OF_TRANSFORMERS = (
+    *vllm_gated(_SHARED, f"{_IN_RUNNER}.gate_up_proj.weight", f"{_IN_RUNNER}.down_proj.weight"),
+    Fused("mlp.experts.gate.weight", Op.SAME, (_ROUTER,)),
+    Fused("mlp.experts.gate.e_score_correction_bias", Op.SAME, (_ROUTER_BIAS,)),
+)
+"""Shared experts and router of a model that vLLM runs through transformers' modules."""
 
 # ---------------------------------------------------------------- multi-token prediction
 

@@ -22,6 +22,7 @@ from megarl.weights.architectures.table import Architecture
 
 DEEPSEEK_V2 = Architecture(
     name="deepseek_v2",
+    models="DeepSeek-V2-Lite, Coder-V2-Lite",
     params=(*EMBEDDING, *LATENT_ATTENTION, *DENSE_MLP, *EXPERTS, *SHARED_EXPERTS, *OUTPUT),
     vllm=(*VLLM_LATENT_ATTENTION, *VLLM_MLP, *VLLM_EXPERTS, *VLLM_SHARED_EXPERTS),
     scales_topk=True,

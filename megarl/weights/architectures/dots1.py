@@ -17,14 +17,15 @@ from megarl.weights.architectures.blocks import (
     VLLM_ATTENTION,
     VLLM_EXPERTS,
     VLLM_MLP,
-    VLLM_SHARED_EXPERTS,
+    VLLM_SHARED_EXPERTS_OF_TRANSFORMERS,
 )
 from megarl.weights.architectures.table import Architecture
 
 DOTS1 = Architecture(
     name="dots1",
+    models="dots.llm1",
     params=(*EMBEDDING, *ATTENTION, *QK_NORM, *DENSE_MLP, *EXPERTS, *ROUTER_BIAS, *SHARED_EXPERTS, *OUTPUT),
-    vllm=(*VLLM_ATTENTION, *VLLM_MLP, *VLLM_EXPERTS, *VLLM_SHARED_EXPERTS),
+    vllm=(*VLLM_ATTENTION, *VLLM_MLP, *VLLM_EXPERTS, *VLLM_SHARED_EXPERTS_OF_TRANSFORMERS),
     sigmoid_router=True,
     window_layers=True,
     has_score_class=False,

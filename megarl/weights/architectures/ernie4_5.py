@@ -11,6 +11,7 @@ from megarl.weights.architectures.table import Architecture
 
 ERNIE4_5 = Architecture(
     name="ernie4_5",
+    models="ERNIE 4.5, dense",
     params=(*EMBEDDING, *ATTENTION, *MLP, *OUTPUT),
     vllm=(*VLLM_ATTENTION, *VLLM_MLP),
     fixed={"hidden_act": "silu", "use_bias": False},

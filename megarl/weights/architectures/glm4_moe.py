@@ -26,6 +26,7 @@ from megarl.weights.architectures.table import Architecture
 
 GLM4_MOE = Architecture(
     name="glm4_moe",
+    models="GLM-4.5 to 4.7, Air",
     params=(
         *EMBEDDING,
         *ATTENTION,

@@ -8,6 +8,7 @@ from megarl.weights.architectures.table import Architecture
 
 LLAMA = Architecture(
     name="llama",
+    models="Llama 2 and 3",
     params=(*EMBEDDING, *ATTENTION, *MLP, *OUTPUT),
     vllm=(*VLLM_ATTENTION, *VLLM_MLP),
     fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},

@@ -8,6 +8,7 @@ from megarl.weights.architectures.table import Architecture
 
 MISTRAL = Architecture(
     name="mistral",
+    models="Mistral 7B",
     params=(*EMBEDDING, *ATTENTION, *MLP, *OUTPUT),
     vllm=(*VLLM_ATTENTION, *VLLM_MLP),
     fixed={"hidden_act": "silu"},

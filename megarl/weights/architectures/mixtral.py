@@ -14,13 +14,15 @@ from megarl.weights.architectures.blocks import (
     gated,
     vllm_experts,
 )
-from megarl.weights.architectures.table import Architecture
+from megarl.weights.architectures.table import Architecture, Logical
 
 _EXPERTS = gated("block_sparse_moe.experts.{expert}", "expert_ffn", names=("w1", "w3", "w2"))
+_ROUTER = Logical("block_sparse_moe.gate.weight", "experts hidden")
 
 MIXTRAL = Architecture(
     name="mixtral",
-    params=(*EMBEDDING, *ATTENTION, *expert_rows(_EXPERTS, "block_sparse_moe.gate.weight"), *OUTPUT),
+    models="Mixtral",
+    params=(*EMBEDDING, *ATTENTION, *expert_rows(_EXPERTS, _ROUTER), *OUTPUT),
     vllm=(*VLLM_ATTENTION, *vllm_experts(_EXPERTS, "block_sparse_moe")),
     vllm_ends_everywhere=True,
     norms_topk=True,

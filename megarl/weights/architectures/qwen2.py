@@ -19,6 +19,7 @@ from megarl.weights.architectures.table import Architecture
 
 QWEN2 = Architecture(
     name="qwen2",
+    models="Qwen2 and 2.5",
     params=(*EMBEDDING, *ATTENTION, *QKV_BIAS, *MLP, *OUTPUT),
     vllm=(*VLLM_ATTENTION, *VLLM_QKV_BIAS, *VLLM_MLP),
     fixed={"hidden_act": "silu", "use_sliding_window": False},

@@ -33,6 +33,7 @@ _TOWER = (
 
 QWEN2_5_VL = Architecture(
     name="qwen2_5_vl",
+    models="Qwen2.5-VL",
     # The tower is transformers' own module: its names are those of the files.
     params=(*(Param(part.name, Op.SAME, (part,), Stage.VISION) for part in _TOWER), *QWEN2.params),
     vllm=(

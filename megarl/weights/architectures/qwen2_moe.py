@@ -27,6 +27,7 @@ _GATE = Logical("mlp.shared_expert_gate.weight", "labels hidden")
 
 QWEN2_MOE = Architecture(
     name="qwen2_moe",
+    models="Qwen1.5-MoE, Qwen2-MoE",
     params=(
         *EMBEDDING,
         *ATTENTION,
@@ -44,7 +45,8 @@ QWEN2_MOE = Architecture(
         *VLLM_EXPERTS,
         *vllm_gated(_SHARED, "mlp.shared_expert.gate_up_proj.weight"),
     ),
-    fixed={"hidden_act": "silu", "qkv_bias": True, "use_sliding_window": False},
+    fixed={"hidden_act": "silu", "qkv_bias": True},
+    window_layers=True,
     megatron={"moe_shared_expert_gate": True},
     keys={"shared_ffn": ("shared_expert_intermediate_size",)},
 )

@@ -10,6 +10,7 @@ from megarl.weights.architectures.table import Architecture
 
 QWEN3 = Architecture(
     name="qwen3",
+    models="Qwen3",
     params=(*EMBEDDING, *ATTENTION, *QK_NORM, *MLP, *OUTPUT),
     vllm=(*VLLM_ATTENTION, *VLLM_MLP),
     fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},

@@ -20,6 +20,7 @@ from megarl.weights.architectures.table import Architecture
 
 QWEN3_MOE = Architecture(
     name="qwen3_moe",
+    models="Qwen3-MoE",
     params=(*EMBEDDING, *ATTENTION, *QK_NORM, *DENSE_MLP, *EXPERTS, *OUTPUT),
     vllm=(*VLLM_ATTENTION, *VLLM_MLP, *VLLM_EXPERTS),
     vllm_ends_everywhere=True,

@@ -19,6 +19,7 @@ from megarl.weights.architectures.table import Architecture
 
 SEED_OSS = Architecture(
     name="seed_oss",
+    models="Seed-OSS",
     params=(*EMBEDDING, *ATTENTION, *QKV_BIAS, *MLP, *OUTPUT),
     vllm=(*VLLM_ATTENTION, *VLLM_QKV_BIAS, *VLLM_MLP),
     fixed={"hidden_act": "silu", "attention_bias": True, "attention_out_bias": False, "mlp_bias": False},

@@ -10,8 +10,10 @@ from megarl.weights.architectures.table import Architecture
 
 SMOLLM3 = Architecture(
     name="smollm3",
+    models="SmolLM3",
     params=(*EMBEDDING, *ATTENTION, *MLP, *OUTPUT),
     vllm=(*VLLM_ATTENTION, *VLLM_MLP),
-    fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False},
+    fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    window_layers=True,
     rope_layers="no_rope_layers",
 )

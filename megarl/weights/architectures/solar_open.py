@@ -14,14 +14,15 @@ from megarl.weights.architectures.blocks import (
     SHARED_EXPERTS,
     VLLM_ATTENTION,
     VLLM_EXPERTS,
-    VLLM_SHARED_EXPERTS,
+    VLLM_SHARED_EXPERTS_OF_TRANSFORMERS,
 )
 from megarl.weights.architectures.table import Architecture
 
 SOLAR_OPEN = Architecture(
     name="solar_open",
+    models="Solar Open",
     params=(*EMBEDDING, *ATTENTION, *EXPERTS, *ROUTER_BIAS, *SHARED_EXPERTS, *OUTPUT),
-    vllm=(*VLLM_ATTENTION, *VLLM_EXPERTS, *VLLM_SHARED_EXPERTS),
+    vllm=(*VLLM_ATTENTION, *VLLM_EXPERTS, *VLLM_SHARED_EXPERTS_OF_TRANSFORMERS),
     sigmoid_router=True,
     partial_rotary=True,
     has_score_class=False,

@@ -234,6 +234,8 @@ class Architecture:
 
     name: str
     """``model_type`` of config.json."""
+    models: str
+    """Published models of the family."""
     params: tuple[Param, ...]
     vllm: tuple[Fused, ...] = ()
     fixed: HFConfig = field(default_factory=dict)
