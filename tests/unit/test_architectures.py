@@ -38,6 +38,11 @@ def test_qwen3_has_exactly_the_tensors_of_transformers(tied: bool) -> None:
     assert architecture(settings).tensors(settings) == expected
 
 
+def test_every_family_is_on_the_page() -> None:
+    page = Path("docs/models.md").read_text()
+    assert [table for name, table in ARCHITECTURES.items() if f"\n| {name} | {table.models} | " not in page] == []
+
+
 def test_what_megatron_is_told() -> None:
     settings = qwen3_config()
     found = architecture(settings)
@@ -98,6 +103,10 @@ def told(family: str, **changes: Any) -> dict[str, Any]:
         ),
         ("deepseek_v3", {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0, "kv_channels": 12}),
         ("qwen2", {"add_qkv_bias": True, "qk_layernorm": False, "share_embeddings_and_output_weights": True}),
+        ("glm4_moe", {"rotary_percent": 0.5, "qk_layernorm": True, "moe_layer_freq": [0, 1, 1, 1]}),
+        ("smollm3", {"no_rope_freq": [0, 1, 0, 1]}),
+        ("qwen2_moe", {"moe_shared_expert_gate": True, "moe_shared_expert_intermediate_size": 56}),
+        ("deepseek_v2", {"moe_router_topk_scaling_factor": 1.5, "moe_router_pre_softmax": True}),
         ("llama3", {"rope_scaling": True, "rope_scaling_factor": 8.0, "rotary_base": 5e5, "add_qkv_bias": False}),
     ],
 )
