@@ -72,6 +72,12 @@ SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {key: value for key, value in _LATENT.items() if key in ("num_hidden_layers", "kv_lora_rank")}
     | {"qk_rope_head_dim": 64},
     "glm4_moe": _ENGINE_SIZES,
+    "glm4_moe_lite": {
+        **_LATENT,
+        "first_k_dense_replace": 1,
+        "mlp_layer_types": ["dense", "sparse"],
+        "rms_norm_eps": 1e-6,
+    },
     "dots1": _ENGINE_SIZES,
     "solar_open": _ENGINE_SIZES,
     "qwen2_moe": _HIDDEN_128,
@@ -136,6 +142,7 @@ MORE_CELLS = (
     Cell("kimi_k2", TP2, {"pp": 2}),
     Cell("deepseek_v2", TP2_EP2),
     Cell("glm4_moe", PP2, changes={"use_qk_norm": False}),
+    Cell("glm4_moe_lite", EP2, {"tp": 2}),
     Cell("dots1", EP2, {"tp": 2}),
     Cell("solar_open", TP2_EP2),
     Cell("qwen2_moe", EP2, {"tp": 2}),

@@ -157,6 +157,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5},
         },
     ),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        {
+            **{**_DEEPSEEK, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-4, "rope_parameters": _ROPE},
+            "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+        },
+    ),
     "dots1": ("dots1", {**_SIGMOID, "sliding_window": None, "attention_bias": False}),
     "solar_open": ("solar_open", _SIGMOID),
     "qwen2_moe": (
@@ -170,7 +177,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {**_DENSE, "no_rope_layer_interval": 2}),
 }
 """Name -> (model_type, keyword arguments of its transformers config)."""
-ALIKE = ("kimi_k2", "deepseek_v2", "glm4_moe", "dots1", "solar_open", "qwen2_moe", "seed_oss", "smollm3")
+ALIKE = (
+    "kimi_k2",
+    "deepseek_v2",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "dots1",
+    "solar_open",
+    "qwen2_moe",
+    "seed_oss",
+    "smollm3",
+)
 """Families whose rows are those of others: every run has them on two grids, ``make soak`` on all."""
 
 WITH_CLASS = tuple(name for name, (model_type, _) in FAMILIES.items() if not ARCHITECTURES[model_type].config_class)

@@ -293,7 +293,11 @@ YARN = FAMILIES["deepseek_v3_yarn"][1]["rope_parameters"]
         ("mistral", {"sliding_window": 4096}, r"sliding_window=4096 is not supported; .* set\s+sliding_window to null"),
         ("mistral", {"sliding_window": ABSENT}, r"sliding_window=4096"),
         ("mixtral", {"num_experts_per_tok": 1}, r"num_experts_per_tok=1 and normalised .* the router gets no gradient"),
-        ("deepseek_v3", {"rms_norm_eps": 1e-5}, r"rms_norm_eps=1e-05 is not supported, only 1e-06: its latent norms"),
+        (
+            "glm4_moe_lite",
+            {"mlp_layer_types": ["dense"]},
+            r"mlp_layer_types=\['dense'\]; it must be a list of dense or",
+        ),
         ("deepseek_v3", {"rope_interleave": False}, r"rope_interleave=False is not supported"),
         ("deepseek_v3", {"norm_topk_prob": False}, r"norm_topk_prob=False and num_experts_per_tok=4"),
         ("deepseek_v3", {"num_experts_per_tok": 6}, r"num_experts_per_tok=6 and topk_group=2 .*=3; use a checkpoint"),

@@ -20,6 +20,18 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
+LATENT_NORM_EPS = 1e-6
+"""transformers builds the norms of latent attention with this, whatever ``rms_norm_eps`` is; Megatron has one epsilon
+for all norms."""
+
+
+class LatentNorm(RMSNorm):
+    """Norm of a query or key-value latent."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__(config, hidden_size, LATENT_NORM_EPS)
+
+
 FUSION_PACKAGES = {
     "gradient_accumulation_fusion": ("fused_weight_gradient_mlp_cuda", "NVIDIA's apex with its CUDA extensions"),
     "moe_permute_fusion": ("transformer_engine.pytorch", "TransformerEngine"),
@@ -69,6 +81,7 @@ def block_spec(config: Any, model: ModelConfig, vp_stage: int | None = None) -> 
     if config.multi_latent_attention and config.q_lora_rank is None:
         megatron_private.keep_query_projection()
     if model.transformer_impl == "transformer_engine":
+        _check_latent_norms(config)
         # Its own fused norms, linears and attention (packed and context parallel). Not offered: fp8, fused rope.
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
         return _balanced(block, model)
@@ -81,14 +94,24 @@ def block_spec(config: Any, model: ModelConfig, vp_stage: int | None = None) -> 
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = CoreAttention
         if config.multi_latent_attention:
-            attention.kv_layernorm = RMSNorm
-            attention.q_layernorm = IdentityOp if config.q_lora_rank is None else RMSNorm
+            attention.kv_layernorm = LatentNorm
+            attention.q_layernorm = IdentityOp if config.q_lora_rank is None else LatentNorm
             # Whole on every rank, as under TransformerEngine. The local spec's own choice, cut and gathered again,
             # loses the gradient that the other ranks' heads have for the shared rotary key.
             attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
         elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
     return _balanced(block, model)
+
+
+def _check_latent_norms(config: Any) -> None:
+    """Raise ConfigError where TransformerEngine, which fuses them, would compute latent norms with another epsilon."""
+    if config.multi_latent_attention and config.layernorm_epsilon != LATENT_NORM_EPS:
+        raise ConfigError(
+            f"model.transformer_impl=transformer_engine with rms_norm_eps={config.layernorm_epsilon!r} and latent "
+            f"attention: its latent norms have {LATENT_NORM_EPS}, and TransformerEngine's layers have one epsilon; set "
+            "model.transformer_impl to local"
+        )
 
 
 def _balanced(block: Any, model: ModelConfig) -> Any:

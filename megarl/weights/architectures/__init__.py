@@ -9,6 +9,7 @@ from megarl.weights.architectures.deepseek_v3 import DEEPSEEK_V3
 from megarl.weights.architectures.dots1 import DOTS1
 from megarl.weights.architectures.ernie4_5 import ERNIE4_5
 from megarl.weights.architectures.glm4_moe import GLM4_MOE
+from megarl.weights.architectures.glm4_moe_lite import GLM4_MOE_LITE
 from megarl.weights.architectures.kimi_k2 import KIMI_K2
 from megarl.weights.architectures.llama import LLAMA
 from megarl.weights.architectures.mistral import MISTRAL
@@ -38,6 +39,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "kimi_k2": KIMI_K2,
     "deepseek_v2": DEEPSEEK_V2,
     "glm4_moe": GLM4_MOE,
+    "glm4_moe_lite": GLM4_MOE_LITE,
     "dots1": DOTS1,
     "solar_open": SOLAR_OPEN,
     "qwen2_moe": QWEN2_MOE,

@@ -29,8 +29,6 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 """Constants of Megatron's ``RotaryEmbedding._apply_scaling``; only ``factor`` is an argument."""
 
 _Q_NORM = "self_attention.q_layernorm.weight"
-LATENT_NORM_EPS = 1e-6
-"""transformers builds DeepSeek's latent norms with this, whatever ``rms_norm_eps`` is; Megatron has one epsilon."""
 
 
 def check(arch: Architecture, hf_config: HFConfig) -> None:
@@ -219,12 +217,6 @@ def _refuse_other_masks(arch: Architecture, hf_config: HFConfig) -> None:
 
 def _latent_attention(arch: Architecture, sizes: ModelSizes, hf_config: HFConfig) -> dict[str, Any]:
     name = arch.name
-    eps = needed(name, hf_config, "rms_norm_eps")
-    if eps != LATENT_NORM_EPS:
-        raise ArchitectureError(
-            f"{name} with rms_norm_eps={eps!r} is not supported, only {LATENT_NORM_EPS}: its latent norms always use "
-            "that and Megatron-Core has one epsilon for all norms; use a checkpoint trained with it"
-        )
     if "rope_interleave" not in arch.fixed and not flag(name, hf_config, "rope_interleave"):
         raise ArchitectureError(
             f"{name} with rope_interleave=False is not supported: Megatron-Core rotates neighbouring pairs; use a "

@@ -258,6 +258,8 @@ class Architecture:
     """``partial_rotary_factor`` is the share of a head that rotates; elsewhere any other than 1 is refused."""
     rope_layers: str = ""
     """Key with a list of 1 for each layer that rotates queries and keys, and 0 for each that does not."""
+    layer_kinds: str = ""
+    """Key with a list of ``sparse`` for each layer with experts, and ``dense`` for each other."""
     window_layers: bool = False
     """``layer_types`` says which layers have the window; elsewhere ``sliding_window`` is one of all layers."""
     sigmoid_router: bool = False
@@ -335,10 +337,12 @@ class Architecture:
             more["q_lora"] = 0 if needed(self.name, hf_config, "q_lora_rank") is None else get("q_lora")
         if Stage.MOE in known:
             more |= {name: get(name) for name in ("experts", "topk", "expert_ffn")}
-            mixed = Stage.DENSE in known
-            more["moe_layers"] = (
-                _moe_layers(self.name, hf_config, get("num_layers")) if mixed else tuple(range(get("num_layers")))
-            )
+            if self.layer_kinds:
+                more["moe_layers"] = _listed_moe_layers(self, hf_config, get("num_layers"))
+            elif Stage.DENSE in known:
+                more["moe_layers"] = _moe_layers(self.name, hf_config, get("num_layers"))
+            else:
+                more["moe_layers"] = tuple(range(get("num_layers")))
         if "normed_head" in known:
             more["normed_head"] = head if flag(self.name, hf_config, "use_qk_norm") else 0
         if "shared_ffn" in self.keys:
@@ -519,6 +523,16 @@ def _vision_sizes(name: str, hf_config: HFConfig) -> dict[str, int]:
             f"config.json of a {name} model has vision_config={vision!r}; it must have the sizes of the vision tower"
         )
     return {field: integer(name, f"vision_config.{key}", vision.get(key)) for field, key in VISION_KEYS.items()}
+
+
+def _listed_moe_layers(arch: Architecture, hf_config: HFConfig, num_layers: int) -> tuple[int, ...]:
+    kinds = needed(arch.name, hf_config, arch.layer_kinds)
+    if not isinstance(kinds, list | tuple) or len(kinds) != num_layers or not {*kinds} <= {"dense", "sparse"}:
+        raise ArchitectureError(
+            f"config.json of a {arch.name} model has {arch.layer_kinds}={kinds!r}; it must be a list of dense or "
+            f"sparse for each of {num_layers} layers"
+        )
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
 
 
 def _moe_layers(name: str, hf_config: HFConfig, num_layers: int) -> tuple[int, ...]:
