@@ -1,5 +1,5 @@
 """Rows of preferences, in TRL's form: ``prompt, chosen, rejected``, and ``margin, data_source, extra_info`` where
-wanted.
+wanted. ShareGPT's and HH-RLHF's forms become that one (``forms.py``).
 
 Answers are texts, or chat messages whose last one is the assistant's; messages before it repeat the prompt, and may
 then be all there is of it.
@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.schema import Message, Preference
+from megarl.explore.tasksets import forms
 from megarl.explore.tasksets.columns import check_required, in_verl_form
 from megarl.explore.tasksets.files import RowLocation, json_struct, read_table, source_of, write_table
 from megarl.explore.tasksets.images import columns_of, images_of, with_messages
 from megarl.explore.tasksets.messages import ASKING, OPTIONS, answer_of, prompt_of, template_kwargs_of, with_lists
 
 ANSWERS = ("chosen", "rejected")
-COLUMNS = ("prompt", *ANSWERS, "margin", "data_source", "extra_info", "images", "videos", *OPTIONS)
+COLUMNS = ("prompt", *ANSWERS, "margin", "data_source", "extra_info", "images", "image", "videos", *OPTIONS)
 
 
 def read_preferences(
@@ -34,7 +35,7 @@ def read_preferences(
     Raises DataError naming the file, the row, the field, what was seen and what is expected.
     """
     path, columns = Path(path), columns or {}
-    names, rows = read_table(path, (*COLUMNS, *columns.values()))
+    names, rows = read_table(path, (*COLUMNS, *forms.COLUMNS, *columns.values()))
     names, rows = in_verl_form(path, names, rows, columns, kind="preferences")
     check_required(path, names, ANSWERS)
     prefix = path.stem if split is None else split

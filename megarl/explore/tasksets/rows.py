@@ -18,6 +18,7 @@ from typing import Any
 
 from megarl.core.errors import DataError
 from megarl.core.schema import Message, Task
+from megarl.explore.tasksets import forms
 from megarl.explore.tasksets.columns import SLIME, check_required, in_verl_form
 from megarl.explore.tasksets.files import RowLocation, json_struct, read_table, source_of, text_of, write_table
 from megarl.explore.tasksets.harbor import read_folders
@@ -34,7 +35,10 @@ from megarl.explore.tasksets.messages import (
 
 TASK = ("data_source", "prompt", "reward_model")
 DEMONSTRATION = ("prompt", "response")
-COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info", "response", "images", "videos", *OPTIONS)
+COLUMNS = (
+    *("data_source", "prompt", "ability", "reward_model", "extra_info", "response", "images", "image", "videos"),
+    *OPTIONS,
+)
 
 
 def read_rows(
@@ -62,7 +66,7 @@ def read_rows(
     path, columns = Path(path), columns or {}
     if path.is_dir() and not require_response:
         return read_folders(path, path.stem if split is None else split)
-    names, rows = read_table(path, (*COLUMNS, "completion", "messages", *SLIME, *columns.values()))
+    names, rows = read_table(path, (*COLUMNS, "completion", "messages", *SLIME, *forms.COLUMNS, *columns.values()))
     if not require_response:
         names, rows = in_verl_form(path, names, rows, columns, data_source)
         check_required(path, names, TASK)
@@ -119,9 +123,9 @@ def _task(location: RowLocation, task_id: str, row: Mapping[str, Any]) -> Task:
     source = text_of(location, "data_source", row["data_source"])
     images, messages = images_of(location, with_messages(row))
     prompt = prompt_of(location, "prompt", messages)
-    reward_model = row["reward_model"]
-    if not isinstance(reward_model, dict):
-        location.refuse("reward_model", "a struct {style, ground_truth}", reward_model)
+    if not isinstance(row["reward_model"], dict):
+        location.refuse("reward_model", "a struct {style, ground_truth}", row["reward_model"])
+    reward_model = json_struct(location, "reward_model", row["reward_model"])
     if reward_model.get("ground_truth") is None:
         expected = "the expected answer (taskset.unverifiable=drop leaves such rows out)"
         location.refuse("reward_model.ground_truth", expected, reward_model.get("ground_truth"))
