@@ -74,7 +74,7 @@ PROMPTS = [
         ({"reward_model": None}, r"reward_model must be a struct"),
         (
             {"reward_model": {"style": "rule"}},
-            r"reward_model.ground_truth must be the expected answer .*unverifiable=drop.*, got None",
+            r"reward_model.ground_truth must be the expected answer, got None .*taskset.bad_rows=drop",
         ),
         ({"ability": 3}, r"ability must be a string, got 3 \(int\)"),
     ],

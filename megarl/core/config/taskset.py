@@ -75,9 +75,10 @@ class TasksetConfig:
     """Generated expert rows."""
     options: dict[str, int] = field(default_factory=dict)
     """Options of the generator, e.g. the digits of its numbers."""
-    unverifiable: Literal["refuse", "drop"] = "refuse"
-    """Treatment of rows that no answer can be judged by (no readable answer, tests that cannot run): the job is refused
-    with the first of them, or they are left out and counted."""
+    bad_rows: Literal["refuse", "drop"] = "refuse"
+    """Treatment of rows of train, eval and warm_start that no job can use: malformed ones, tasks that no answer can be
+    judged by (no readable answer, tests that cannot run), demonstrations and preferences that are too long, pairs of
+    equal answers. The job is refused with the first of them, or they are left out and counted (docs/tasksets.md)."""
     multiple_choice: Literal["keep", "drop"] = "keep"
     """True if tasks that offer their answers for choice are trained on: they can be guessed (R1 keeps them, k1.5 drops
     them)."""

@@ -7,10 +7,11 @@ count rows and lines from 1.
 from __future__ import annotations
 
 import datetime
-import itertools
+import functools
 import json
 import math
 import os
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -45,9 +46,19 @@ def place_of(path: str | os.PathLike[str], row: int) -> str:
     1. A file of lines that is gone has rows, since its empty lines are not known."""
     if not is_json(path) or not Path(path).is_file() or is_list(Path(path)):
         return f"{path}: row {row + 1}"
-    with Path(path).open("rb") as file:
-        lines = (number for number, line in enumerate(file, 1) if line.strip())
-        return f"{path}: line {next(itertools.islice(lines, row, None), row + 1)}"
+    lines = _lines_of_rows(Path(path), Path(path).stat().st_mtime_ns)
+    return f"{path}: line {lines[row] if row < len(lines) else row + 1}"
+
+
+@functools.lru_cache(maxsize=4)  # a file may have many bad rows
+def _lines_of_rows(path: Path, changed_ns: int) -> array[int]:
+    """Number of the line of each row of a file that has rows as lines.
+
+    Args:
+        changed_ns: When the file was changed, so that another file of this name is read.
+    """
+    with path.open("rb") as file:
+        return array("q", (number for number, line in enumerate(file, 1) if line.strip()))
 
 
 def is_jsonl(path: str | os.PathLike[str]) -> bool:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megarl.core.schema import Message, Preference
 from megarl.explore.tasksets import forms
+from megarl.explore.tasksets.bad_rows import Faults, sound_rows
 from megarl.explore.tasksets.columns import check_required, in_verl_form
 from megarl.explore.tasksets.files import RowLocation, json_struct, read_table, source_of, write_table
 from megarl.explore.tasksets.images import columns_of, images_of, with_messages
@@ -25,12 +26,19 @@ COLUMNS = ("prompt", *ANSWERS, "margin", "data_source", "extra_info", "images", 
 
 
 def read_preferences(
-    path: str | os.PathLike[str], *, split: str | None = None, columns: Mapping[str, str] | None = None
+    path: str | os.PathLike[str],
+    *,
+    split: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    skipped: Collection[str] = (),
+    faults: Faults | None = None,
 ) -> list[Preference]:
     """Read and check every row of a parquet or jsonl file. A row's id is ``<split>/<row>``, as of ``read_rows``.
 
     Args:
         columns: ``taskset.columns``.
+        skipped: Ids of rows that are left out unread.
+        faults: Is given the bad rows, which are left out; None refuses them.
 
     Raises DataError naming the file, the row, the field, what was seen and what is expected.
     """
@@ -39,7 +47,7 @@ def read_preferences(
     names, rows = in_verl_form(path, names, rows, columns, kind="preferences")
     check_required(path, names, ANSWERS)
     prefix = path.stem if split is None else split
-    return [_preference(RowLocation(path, i), f"{prefix}/{i}", row) for i, row in enumerate(rows)]
+    return sound_rows(path, prefix, rows, _preference, skipped, faults)
 
 
 def write_preferences(

@@ -16,10 +16,11 @@ from megarl.core.errors import DataError
 from megarl.core.schema import Task
 from megarl.explore.rewards.router import check_row
 from megarl.explore.rewards.school.verifier import is_multiple_choice
-from megarl.explore.tasksets import ChatTokenizer, difficulty_of
+from megarl.explore.tasksets import ChatTokenizer, Faults, difficulty_of
+from megarl.explore.tasksets.bad_rows import FIX
 from megarl.explore.workflows import asks_verifier
 from megarl.run.run_dir.images import lengths_with_images
-from megarl.run.run_dir.rows import files, place
+from megarl.run.run_dir.rows import files, log_bad_rows, place
 
 if TYPE_CHECKING:
     from megarl.explore.tasksets.processor import Processor
@@ -43,19 +44,24 @@ def selected(
     tokenizer: ChatTokenizer,
     dropped: Counter[str],
     processor: Processor | None = None,
+    faults: Faults | None = None,
 ) -> Selected:
     """Leave out what settings of ``taskset`` ask for; log how many.
 
     Args:
         dropped: What is left out already.
         processor: The model's, where rows of the job have images.
+        faults: Bad rows that are left out already; is given the others.
 
     Raises:
         DataError: a row that may not be left out, or none is left.
     """
-    tasks, counts = list(rows), Counter(dropped)
+    counts, faults = Counter(dropped), {} if faults is None else faults
+    tasks = verifiable(config, split, list(rows), faults)
+    counts["bad_row"] = len(faults)
+    if faults:
+        log_bad_rows(split, faults, len(faults) + len(tasks))
     for reason, kept in (
-        ("unverifiable", verifiable),
         ("multiple_choice", without_choices),
         ("duplicate", without_duplicates),
         ("difficulty", within_difficulty),
@@ -73,39 +79,28 @@ def selected(
     return Selected(tasks, found)
 
 
-def verifiable(config: Config, split: str, rows: list[Task]) -> list[Task]:
-    """The rows that answers can be judged by: all of them, or without those that ``taskset.unverifiable=drop`` leaves
-    out.
+def verifiable(config: Config, split: str, rows: list[Task], faults: Faults) -> list[Task]:
+    """The rows that answers can be judged by: all of them, or without those that ``taskset.bad_rows=drop`` leaves out.
+
+    Args:
+        faults: Is given the others.
 
     Raises:
         DataError: there are others, with the first of them; or none is left.
     """
     if config.reward.path is not None or not asks_verifier(config.rollout):
         return rows
-    kept: list[Task] = []
-    faults: list[tuple[Task, DataError]] = []
+    found: Faults = {}
     for task in rows:
         try:
             check_row(task.data_source, task.ground_truth, task.extra_info, config.reward)
-            kept.append(task)
         except DataError as error:
-            faults.append((task, error))
-    if not faults:
-        return rows
-    first = f"{place(config, split, faults[0][0])}: {faults[0][1]}"
-    if config.taskset.unverifiable == "refuse" or not kept:
-        raise DataError(
-            f"{first}{f' ({len(faults)} such rows)' if len(faults) > 1 else ''}; fix or drop them, or leave them out "
-            "by taskset.unverifiable=drop"
-        )
-    log.warning(
-        "taskset.unverifiable=drop: %d of %d rows of taskset.%s are left out; the first is %s",
-        len(faults),
-        len(rows),
-        split,
-        first,
-    )
-    return kept
+            found[task.task_id] = f"{place(config, split, task)}: {error}"
+    if found and (config.taskset.bad_rows == "refuse" or len(found) == len(rows)):
+        more = f" ({len(found)} such rows)" if len(found) > 1 else ""
+        raise DataError(f"{next(iter(found.values()))}{more}; {FIX}")
+    faults.update(found)
+    return [task for task in rows if task.task_id not in found]
 
 
 def without_choices(config: Config, split: str, rows: list[Task]) -> list[Task]:
