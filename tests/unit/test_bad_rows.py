@@ -114,11 +114,17 @@ def test_malformed_tasks_are_left_out_too(tmp_path: Path, caplog: pytest.LogCapt
     checks.check(config_of(run))
     rows = pq.read_table(run / "data" / "train.parquet", partitioning=None).to_pylist()
     rows[2]["prompt"], rows[4]["reward_model"], rows[6]["extra_info"] = [], None, "text"
-    rows[8] |= {"data_source": "k12/x", "extra_info": {"type": "essay"}}
+    for i, row in enumerate(rows):
+        row["extra_info"] = row["extra_info"] if i == 6 else {**(row["extra_info"] or {}), "level": f"Level {i % 5}"}
+    rows[8] |= {"data_source": "k12/x", "extra_info": {"type": "essay", "level": "hard"}}
+    rows[10]["extra_info"]["level"] = "Level ?"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     refused(DataError, config_of(run, f"taskset.train={path}"), "line 3: prompt must be", DROP)
+    settings = [f"taskset.train={path}", "taskset.difficulty=level", "taskset.max_difficulty=4"]
     with caplog.at_level(logging.INFO):
-        found = checks.check(config_of(run, f"taskset.train={path}", DROP))["train"]
-    assert found.dropped == {"bad_row": 4} and len(found.tasks) == 26
-    assert "4 of 30 rows of taskset.train are left out; the first is" in caplog.text and "line 3" in caplog.text
-    assert json.loads((run / FILE).read_text())["train"] == ["train/2", "train/4", "train/6", "train/8"]
+        found = checks.check(config_of(run, *settings, DROP))["train"]
+    assert found.dropped == {"bad_row": 5} and len(found.tasks) == 25
+    assert "5 of 30 rows of taskset.train are left out; the first is" in caplog.text and "line 3" in caplog.text
+    assert sorted(json.loads((run / FILE).read_text())["train"]) == sorted(f"train/{i}" for i in (2, 4, 6, 8, 10))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows[9:]))
+    refused(DataError, config_of(run, *settings), "line 2", "extra_info.level must be a number", "Level ?", DROP)

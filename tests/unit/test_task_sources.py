@@ -253,7 +253,7 @@ def test_templates_of_prompts() -> None:
 
 
 def test_the_difficulty_of_a_task() -> None:
-    found = task("a", extra_info={"level": 3, "meta": {"n": 0.5}, "text": "5", "yes": True, "nan": float("nan")})
+    found = task("a", extra_info={"level": 3, "meta": {"n": 0.5}, "text": "five", "yes": True, "nan": float("nan")})
     keys = ("level", "meta.n", "text", "yes", "nan", "none", "level.n")
     assert [difficulty_of(found, key) for key in keys] == [3.0, 0.5, None, None, None, None, None]
 

@@ -177,14 +177,20 @@ LEVEL = re.compile(r"(?:level |grade |difficulty )?(-?[0-9]{1,9}(?:\.[0-9]{1,9})
 """A difficulty in digits, as MATH's ``Level 5``."""
 
 
+def entry_of(task: Task, key: str) -> object:
+    """Value that a task has in ``extra_info`` under ``key``; ``a.b`` is b within a. None where there is none."""
+    value: object = task.extra_info
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
 def difficulty_of(task: Task, key: str) -> float | None:
     """Number that a task has in ``extra_info`` under ``key`` (``a.b`` is b within a); None where there is none.
 
     A text is a number (``3.5``), one after a word (``Level 5``), or one of ``WORDS``, capitals and ``_`` aside.
     """
-    value: object = task.extra_info
-    for name in key.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
+    value = entry_of(task, key)
     if isinstance(value, str):
         text = " ".join(SEPARATOR.sub(" ", value[:100].lower()).split())
         found = LEVEL.fullmatch(text)

@@ -18,6 +18,8 @@ from megarl.explore.rewards.router import check_row
 from megarl.explore.rewards.school.verifier import is_multiple_choice
 from megarl.explore.tasksets import ChatTokenizer, Faults, difficulty_of
 from megarl.explore.tasksets.bad_rows import FIX
+from megarl.explore.tasksets.files import short
+from megarl.explore.tasksets.process import entry_of
 from megarl.explore.workflows import asks_verifier
 from megarl.run.run_dir.images import lengths_with_images
 from megarl.run.run_dir.rows import files, log_bad_rows, place
@@ -57,7 +59,7 @@ def selected(
         DataError: a row that may not be left out, or none is left.
     """
     counts, faults = Counter(dropped), {} if faults is None else faults
-    tasks = verifiable(config, split, list(rows), faults)
+    tasks = with_difficulty(config, split, verifiable(config, split, list(rows), faults), faults)
     counts["bad_row"] = len(faults)
     if faults:
         log_bad_rows(split, faults, len(faults) + len(tasks))
@@ -140,23 +142,40 @@ def _prompt_key(task: Task) -> str:
     return json.dumps([messages, images, task.chat_template_kwargs], sort_keys=True)
 
 
-def within_difficulty(config: Config, split: str, rows: list[Task]) -> list[Task]:
-    """The training tasks from ``taskset.min_difficulty`` to ``taskset.max_difficulty``.
+def with_difficulty(config: Config, split: str, rows: list[Task], faults: Faults) -> list[Task]:
+    """The training tasks that have a difficulty where ``taskset.difficulty`` names one; else all.
+
+    Args:
+        faults: Is given the others, where ``taskset.bad_rows=drop``.
 
     Raises:
-        DataError: a task has no difficulty, with its row; or none is left.
+        DataError: a task has none, with its row, and may not be left out; or none is left.
+    """
+    key = config.taskset.difficulty
+    if key is None or split != "train":
+        return rows
+    found: Faults = {
+        row.task_id: f"{place(config, split, row)}: extra_info.{key} must be a number, a text such as 'Level 5', or a "
+        f"word such as 'easy', since it is taskset.difficulty (docs/tasksets.md), got {short(entry_of(row, key))}"
+        for row in rows
+        if difficulty_of(row, key) is None
+    }
+    if found and (config.taskset.bad_rows == "refuse" or len(found) == len(rows)):
+        raise DataError(f"{next(iter(found.values()))}; {FIX}, or name another entry")
+    faults.update(found)
+    return [row for row in rows if row.task_id not in found]
+
+
+def within_difficulty(config: Config, split: str, rows: list[Task]) -> list[Task]:
+    """The training tasks from ``taskset.min_difficulty`` to ``taskset.max_difficulty``; all have a difficulty.
+
+    Raises:
+        DataError: none is left.
     """
     key, low, high = config.taskset.difficulty, config.taskset.min_difficulty, config.taskset.max_difficulty
     if key is None or split != "train":
         return rows
-    values = []
-    for row in rows:
-        if (value := difficulty_of(row, key)) is None:
-            raise DataError(
-                f"{place(config, split, row)}: extra_info.{key} must be a number, since it is taskset.difficulty; "
-                "add it, or name another"
-            )
-        values.append(value)
+    values = [difficulty_of(row, key) or 0.0 for row in rows]
     kept = [
         row
         for row, value in zip(rows, values, strict=True)
