@@ -15,9 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megarl.core.config.rewards import RewardConfig
 from megarl.core.errors import DataError
 from megarl.core.schema import Task
 from megarl.explore.rewards.code.tests import Asserts, Cases, parse
+from megarl.explore.rewards.router import check_row
 from megarl.explore.store import Store
 from megarl.explore.tasksets import difficulty_of, read_preferences, read_rows
 from megarl.explore.tasksets.files import json_value
@@ -160,6 +162,13 @@ def test_difficulties_are_numbers_or_words(given: Any, number: float | None) -> 
     assert difficulty_of(task, "metadata.level") == number
 
 
+def test_names_of_difficulties_may_have_dots() -> None:
+    """Skywork-OR1's rows name a model."""
+    task = Task("t", "math", (), "", {}, {"model_difficulty": {"Qwen-1.5B": 3, "a": {"b": 4}}, "x.y": 5, "x": {"z": 6}})
+    keys = ("model_difficulty.Qwen-1.5B", "model_difficulty.a.b", "x.y", "x.z", "model_difficulty.Qwen-1", "x.y.z", "x")
+    assert [difficulty_of(task, key) for key in keys] == [3.0, 4.0, 5.0, 6.0, None, None, None]
+
+
 def test_words_of_difficulty_are_in_order() -> None:
     found = [
         difficulty_of(Task("t", "math", (), "", {}, {"level": word}), "level")
@@ -213,6 +222,23 @@ def test_times_and_nan_of_a_table_are_the_same_after_a_restart(tmp_path: Path, u
     store.tasks.add("train", [row])
     assert store.tasks.read("train") == read_rows(tmp_path / "t.parquet", split="t")
     store.close()
+
+
+@pytest.mark.parametrize(
+    ("source", "truth"),
+    [
+        ("train-math-deepscaler", '["\\\\frac{1}{2}", "0.5"]'),
+        (
+            "test-code-leetcode-Easy",
+            json.dumps({"entry_point": "f", "test_code": "def check(c):\n    assert c(1) == 2"}),
+        ),
+        ("train-code-taco-very_hard", json.dumps({"inputs": ["1"], "outputs": ["2"], "test_code": None})),
+    ],
+)
+def test_data_sources_of_skywork_have_verifiers(source: str, truth: str) -> None:
+    check_row(source, truth, {}, RewardConfig())
+    with pytest.raises(DataError):
+        check_row(source, "", {}, RewardConfig())
 
 
 NOT_FILLED = {"inputs": None, "outputs": None, "fn_name": None, "assert_case": None}

@@ -178,11 +178,18 @@ LEVEL = re.compile(r"(?:level |grade |difficulty )?(-?[0-9]{1,9}(?:\.[0-9]{1,9})
 
 
 def entry_of(task: Task, key: str) -> object:
-    """Value that a task has in ``extra_info`` under ``key``; ``a.b`` is b within a. None where there is none."""
+    """Value that a task has in ``extra_info`` under ``key``; ``a.b`` is b within a. None where there is none.
+
+    A name may have dots of its own: Skywork-OR1 has ``model_difficulty.DeepSeek-R1-Distill-Qwen-1.5B``.
+    """
     value: object = task.extra_info
-    for name in key.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
+    name, dot, rest = "", ".", key
+    while dot and isinstance(value, dict):
+        if rest in value:
+            return value[rest]
+        name, dot, rest = rest.partition(".")
+        value = value.get(name)
+    return None
 
 
 def difficulty_of(task: Task, key: str) -> float | None:
