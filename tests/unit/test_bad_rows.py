@@ -89,7 +89,7 @@ def test_a_resume_leaves_out_the_same_rows(
     assert len(read_split(config_of(run, *overrides), "train")) == 30 - len(BAD["dpo"])
     rows = path.read_text().splitlines()
     path.write_text("\n".join([json.dumps(json.loads(rows[0]) | {"chosen": ""}), *rows[1:]]) + "\n")
-    refused(DataError, config_of(run, *overrides), f"{path}: line 1: chosen must be")
+    refused(DataError, config_of(run, *overrides), f"{path}: line 1: chosen must be", "sound at the run's start")
 
 
 def test_half_a_micro_batch_is_compared_with_the_rows_that_are_left(made: dict[str, Path], tmp_path: Path) -> None:

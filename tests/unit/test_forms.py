@@ -115,6 +115,12 @@ def test_rows_of_orz_have_their_answer_in_the_messages(tmp_path: Path, suffix: s
     assert len(read_rows(write(tmp_path / f"one.{suffix}", rows[:1]), data_source="math")) == 1
 
 
+def test_columns_that_are_numbers_may_be_anything(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.parquet", [{"0": "1 + 1?", "1": "2"}])
+    [row] = read_rows(path, columns={"prompt": "0", "ground_truth": "1"}, data_source="math")
+    assert (row.prompt, row.ground_truth) == ((USER,), "2")
+
+
 def test_a_json_file_is_a_list_or_has_lines(tmp_path: Path) -> None:
     row = {"prompt": "1 + 1?", **JUDGED}
     lines = tmp_path / "lines.json"

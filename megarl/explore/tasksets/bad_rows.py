@@ -18,6 +18,8 @@ from megarl.explore.tasksets.files import RowLocation
 
 FILE = "bad_rows.json"
 FIX = "fix the row, or leave out all such rows (taskset.bad_rows=drop)"
+WHOLE = "expert"
+"""Split whose rows are imported whole, or not at all."""
 
 Faults = MutableMapping[str, str]
 """Task id -> the error of a row that is left out."""
@@ -53,12 +55,19 @@ def sound_rows(
             found.append(read(RowLocation(path, number), task_id, row))
         except DataError as error:
             if faults is None:
-                raise DataError(f"{error}; {FIX}") from error
+                raise DataError(f"{error}; {_fix(prefix, bool(skipped))}") from error
             first = first or str(error)
             faults[task_id] = str(error)
     if not found:
         raise DataError(f"{path}: taskset.bad_rows=drop leaves none of the {len(rows)} rows; the first is {first}")
     return found
+
+
+def _fix(prefix: str, goes_on: bool) -> str:
+    """Name the fix of a bad row that may not be left out."""
+    if prefix.partition("/")[0] == WHOLE:
+        return "fix the row, or drop it"
+    return "fix the row, which was sound at the run's start" if goes_on else FIX
 
 
 def record(run_dir: Path, faults: Mapping[str, Mapping[str, str]]) -> None:

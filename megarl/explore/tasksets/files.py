@@ -44,19 +44,23 @@ class RowLocation:
 def place_of(path: str | os.PathLike[str], row: int) -> str:
     """``FILE: row N`` for row number ``row`` (from 0) of a file, or ``FILE: line N`` of JSON lines; N counts from
     1. A file of lines that is gone has rows, since its empty lines are not known."""
-    if not is_json(path) or not Path(path).is_file() or is_list(Path(path)):
+    lines = None
+    if is_json(path) and Path(path).is_file():
+        lines = _lines_of_rows(Path(path), Path(path).stat().st_mtime_ns)
+    if lines is None:
         return f"{path}: row {row + 1}"
-    lines = _lines_of_rows(Path(path), Path(path).stat().st_mtime_ns)
     return f"{path}: line {lines[row] if row < len(lines) else row + 1}"
 
 
 @functools.lru_cache(maxsize=4)  # a file may have many bad rows
-def _lines_of_rows(path: Path, changed_ns: int) -> array[int]:
-    """Number of the line of each row of a file that has rows as lines.
+def _lines_of_rows(path: Path, changed_ns: int) -> array[int] | None:
+    """Number of the line of each row of a JSON file that has rows as lines; None for one list of rows.
 
     Args:
         changed_ns: When the file was changed, so that another file of this name is read.
     """
+    if is_list(path):
+        return None
     with path.open("rb") as file:
         return array("q", (number for number, line in enumerate(file, 1) if line.strip()))
 

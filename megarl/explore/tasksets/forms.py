@@ -66,12 +66,12 @@ def with_conversations(
     """(names of the columns, rows) with a column ``conversations`` of chat messages where the file has one of these
     forms, and ``reward_model`` where ORZ's rows have a ground truth. Files in other forms stay."""
     found = [dict(row) for row in rows]
-    pairs = CONVERSATION not in names and set(PAIR) <= set(names)
+    pairs = CONVERSATION not in names and any(_is_sharegpt(row.get(PAIR[0])) for row in found)
     if not pairs and CONVERSATION not in names:
         return list(names), found
     for row in found:
         if pairs:
-            row[CONVERSATION] = [row.pop(name) for name in PAIR]
+            row[CONVERSATION] = [row.get(name) for name in PAIR]
         conversation, system = row.get(CONVERSATION), row.get("system")
         truth = _ground_truth(conversation)
         if truth is not None and row.get("reward_model") is None:

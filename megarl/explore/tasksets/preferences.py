@@ -33,7 +33,7 @@ def read_preferences(
     skipped: Collection[str] = (),
     faults: Faults | None = None,
 ) -> list[Preference]:
-    """Read and check every row of a parquet or jsonl file. A row's id is ``<split>/<row>``, as of ``read_rows``.
+    """Read and check every row of a parquet, json or jsonl file. A row's id is ``<split>/<row>``, as of ``read_rows``.
 
     Args:
         columns: ``taskset.columns``.

@@ -50,7 +50,7 @@ def read_rows(
     skipped: Collection[str] = (),
     faults: Faults | None = None,
 ) -> list[Task]:
-    """Read and check every row of a parquet or jsonl file, or every task of a folder in Harbor's form.
+    """Read and check every row of a parquet, json or jsonl file, or every task of a folder in Harbor's form.
 
     A row's task id is ``<split>/<row>``, the split being the file's stem unless given. With ``require_response`` the
     rows are demonstrations: each has a response, and what only a reward needs (``data_source``, ``reward_model``) may

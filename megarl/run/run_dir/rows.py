@@ -22,6 +22,7 @@ from megarl.explore.tasksets import (
     sources_of,
     with_templates,
 )
+from megarl.explore.tasksets.bad_rows import WHOLE
 from megarl.run.run_dir.changes import has_checkpoints
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ def read_split(config: Config, split: str, dropped: Counter[str] | None = None, 
 
 def drops(config: Config, split: str) -> bool:
     """Return True if bad rows of a split are left out. Expert rows are imported whole, or not at all."""
-    return config.taskset.bad_rows == "drop" and split != "expert"
+    return config.taskset.bad_rows == "drop" and split != WHOLE
 
 
 def log_bad_rows(split: str, faults: Faults, total: int) -> None:
