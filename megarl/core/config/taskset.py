@@ -26,8 +26,8 @@ class SourceConfig:
 class TasksetConfig:
     train: str | dict[str, SourceConfig] = "???"
     """Parquet, json or jsonl file of tasks, or several with weights, {NAME: {path: FILE, weight: 2}}
-    (docs/tasksets.md); a folder of Harbor tasks (docs/environments.md); of demonstrations or preferences where the algorithm learns
-    offline (docs/offline.md)."""
+    (docs/tasksets.md); a folder of Harbor tasks (docs/environments.md); of demonstrations or preferences where the
+    algorithm learns offline (docs/offline.md)."""
     eval: str | dict[str, SourceConfig] = "???"
     """Held-out rows of the same kind."""
     columns: dict[str, str] = field(default_factory=dict)
