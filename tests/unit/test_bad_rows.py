@@ -22,9 +22,10 @@ from tests.unit.small_job import config_of, refused
 
 LONG = "1 2 3 4 " * 40
 DROP = "taskset.bad_rows=drop"
+MOODY = {"role": "user", "content": "1 + 1 =", "mood": "a field that no template reads"}
 BAD: dict[str, list[dict[str, Any]]] = {
-    "sft": [{"response": None}, {"prompt": []}, {"response": LONG}],
-    "dpo": [{"rejected": None}, {"prompt": 3}, {"chosen": LONG}, {"chosen": "é", "rejected": "è"}],
+    "sft": [{"response": None}, {"prompt": []}, {"response": LONG}, {"prompt": [MOODY]}],
+    "dpo": [{"rejected": None}, {"prompt": [MOODY]}, {"prompt": 3}, {"chosen": LONG}, {"chosen": "é", "rejected": "è"}],
 }
 
 
@@ -118,13 +119,14 @@ def test_malformed_tasks_are_left_out_too(tmp_path: Path, caplog: pytest.LogCapt
         row["extra_info"] = row["extra_info"] if i == 6 else {**(row["extra_info"] or {}), "level": f"Level {i % 5}"}
     rows[8] |= {"data_source": "k12/x", "extra_info": {"type": "essay", "level": "hard"}}
     rows[10]["extra_info"]["level"] = "Level ?"
+    rows[12]["prompt"] = [MOODY]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     refused(DataError, config_of(run, f"taskset.train={path}"), "line 3: prompt must be", DROP)
     settings = [f"taskset.train={path}", "taskset.difficulty=level", "taskset.max_difficulty=4"]
     with caplog.at_level(logging.INFO):
         found = checks.check(config_of(run, *settings, DROP))["train"]
-    assert found.dropped == {"bad_row": 5} and len(found.tasks) == 25
-    assert "5 of 30 rows of taskset.train are left out; the first is" in caplog.text and "line 3" in caplog.text
-    assert sorted(json.loads((run / FILE).read_text())["train"]) == sorted(f"train/{i}" for i in (2, 4, 6, 8, 10))
+    assert found.dropped == {"bad_row": 6} and len(found.tasks) == 24
+    assert "6 of 30 rows of taskset.train are left out; the first is" in caplog.text and "line 3" in caplog.text
+    assert sorted(json.loads((run / FILE).read_text())["train"]) == sorted(f"train/{i}" for i in (2, 4, 6, 8, 10, 12))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows[9:]))
     refused(DataError, config_of(run, *settings), "line 2", "extra_info.level must be a number", "Level ?", DROP)

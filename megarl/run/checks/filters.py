@@ -6,14 +6,14 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megarl.core.config import Config
 from megarl.core.config.lengths import prompt_tokens
 from megarl.core.errors import DataError
-from megarl.core.schema import Task
+from megarl.core.schema import Preference, Task
 from megarl.explore.rewards.router import check_row
 from megarl.explore.rewards.school.verifier import is_multiple_choice
 from megarl.explore.tasksets import ChatTokenizer, Faults, difficulty_of
@@ -22,7 +22,7 @@ from megarl.explore.tasksets.files import short
 from megarl.explore.tasksets.process import entry_of
 from megarl.explore.workflows import asks_verifier
 from megarl.run.run_dir.images import lengths_with_images
-from megarl.run.run_dir.rows import files, log_bad_rows, place
+from megarl.run.run_dir.rows import Rows, drops, files, log_bad_rows, place
 
 if TYPE_CHECKING:
     from megarl.explore.tasksets.processor import Processor
@@ -61,8 +61,7 @@ def selected(
     counts, faults = Counter(dropped), {} if faults is None else faults
     tasks = with_difficulty(config, split, verifiable(config, split, list(rows), faults), faults)
     counts["bad_row"] = len(faults)
-    if faults:
-        log_bad_rows(split, faults, len(faults) + len(tasks))
+    log_bad_rows(split, faults, len(faults) + len(tasks))
     for reason, kept in (
         ("multiple_choice", without_choices),
         ("duplicate", without_duplicates),
@@ -79,6 +78,36 @@ def selected(
         reasons = ", ".join(f"{reason} {count}" for reason, count in found.items())
         log.info("taskset.%s: %d tasks; left out: %s", split, len(tasks), reasons)
     return Selected(tasks, found)
+
+
+def usable(config: Config, split: str, rows: Rows, check: Callable[[Rows], None], faults: Faults) -> Rows:
+    """The rows that a check takes, where ``taskset.bad_rows=drop``; else all, unchecked.
+
+    Args:
+        check: Raises DataError for rows of which one is bad.
+        faults: Bad rows of the split so far; is given the others.
+
+    Raises:
+        DataError: none is left.
+    """
+    if not drops(config, split):
+        return rows
+
+    def kept(some: Rows) -> list[Task | Preference]:
+        try:
+            check(some)
+            return list(some)
+        except DataError as error:
+            if len(some) == 1:
+                faults[some[0].task_id] = str(error)
+                return []
+        half = len(some) // 2  # bad rows are few, and a tokenizer is fast with many texts at once
+        return kept(some[:half]) + kept(some[half:])
+
+    found = kept(rows)
+    if not found:
+        raise DataError(f"taskset.bad_rows=drop leaves no row of {files(config, split)}; {next(iter(faults.values()))}")
+    return found
 
 
 def verifiable(config: Config, split: str, rows: list[Task], faults: Faults) -> list[Task]:

@@ -27,9 +27,10 @@ from megarl.explore.rewards.pool.process import check_hosts
 from megarl.explore.rewards.router import JUDGE, check_source, route
 from megarl.explore.rewards.shape import check_weights
 from megarl.explore.rewards.verdict import LATE
-from megarl.explore.tasksets import ChatTokenizer, Faults, encode_demonstrations, encode_preferences, place_of_row
+from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations, encode_preferences, place_of_row
+from megarl.explore.tasksets.bad_rows import WHOLE
 from megarl.explore.workflows import asks_verifier
-from megarl.run.run_dir.rows import Rows, drops, files, log_bad_rows, place
+from megarl.run.run_dir.rows import Rows, place
 
 if TYPE_CHECKING:
     from megarl.explore.tasksets.processor import Processor
@@ -156,46 +157,8 @@ def check_lengths(
         added = added_lengths(rows, tokenizer, processor, path=path)
     for row, (prompt, *answers), more in zip(rows, encoded, added, strict=True):
         if (fault := _fault_of_lengths(config, len(prompt) + more, answers, context, piece)) is not None:
-            raise DataError(f"{place(config, split, row)}{fault}")
-
-
-def fitting(
-    config: Config,
-    split: str,
-    rows: Rows,
-    tokenizer: ChatTokenizer,
-    context: int,
-    processor: Processor | None,
-    faults: Faults,
-) -> Rows:
-    """The demonstrations or preferences that ``check_lengths`` takes, where ``taskset.bad_rows=drop``; else all.
-
-    Args:
-        faults: Bad rows of the split so far; is given the others.
-
-    Raises:
-        DataError: none is left.
-    """
-    if not drops(config, split):
-        return rows
-
-    def kept(some: Rows) -> list[Task | Preference]:
-        try:
-            check_lengths(config, split, some, tokenizer, context, processor)
-            return list(some)
-        except DataError as error:
-            if len(some) == 1:
-                faults[some[0].task_id] = str(error)
-                return []
-        half = len(some) // 2  # bad rows are few, and a tokenizer is fast with many texts at once
-        return kept(some[:half]) + kept(some[half:])
-
-    found = kept(rows)
-    if not found:
-        raise DataError(f"taskset.bad_rows=drop leaves no row of {files(config, split)}; {next(iter(faults.values()))}")
-    if faults:
-        log_bad_rows(split, faults, len(faults) + len(found))
-    return found
+            all_such = "" if split == WHOLE else ", or leave out all such rows (taskset.bad_rows=drop)"
+            raise DataError(f"{place(config, split, row)}{fault}{all_such}")
 
 
 def _fault_of_lengths(

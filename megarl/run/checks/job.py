@@ -6,8 +6,9 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.core.collector import uncollected
 from megarl.core.config import Config
@@ -23,14 +24,14 @@ from megarl.learn.parallel.grid import check_roles, roles_of
 from megarl.run.checks.bench import check_bench
 from megarl.run.checks.devices import check_devices, has_budget, ledger_of
 from megarl.run.checks.experts import check_teacher
-from megarl.run.checks.filters import Selected, selected
-from megarl.run.checks.inputs import check_environment_rows, check_held_out, check_lengths, check_rewards, fitting
+from megarl.run.checks.filters import Selected, selected, usable
+from megarl.run.checks.inputs import check_environment_rows, check_held_out, check_lengths, check_rewards
 from megarl.run.checks.model import check_model
 from megarl.run.checks.roles import check_budget, check_role_models
 from megarl.run.checks.settings import check_settings
 from megarl.run.checks.summary import summary
 from megarl.run.checks.tasksets import check_count
-from megarl.run.checks.vision import check_image_files_of, check_images, check_patches, check_prompts_of
+from megarl.run.checks.vision import check_image_files_of, check_images, check_patches, check_prompts_of, check_rendered
 from megarl.run.checks.vocabulary import check_vocabulary
 from megarl.run.run_dir.changes import has_checkpoints
 from megarl.run.run_dir.dry_run import scratch
@@ -39,11 +40,14 @@ from megarl.run.run_dir.images import processor_of
 from megarl.run.run_dir.owner import check_writable
 from megarl.run.run_dir.prepare import make, with_limit_of_run
 from megarl.run.run_dir.resume import check_settings_of_run, set_aside_damaged
-from megarl.run.run_dir.rows import SPLITS, needs_expert_rows, read_split
+from megarl.run.run_dir.rows import SPLITS, Rows, log_bad_rows, needs_expert_rows, read_split
 from megarl.run.run_dir.store_damage import replace_damaged_store
 from megarl.weights.checkpoint.convert.verify import check_digests
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 from megarl.weights.checkpoint.formats.overwrite import check_export_target
+
+if TYPE_CHECKING:
+    from megarl.explore.tasksets.processor import Processor
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +130,9 @@ def _check_inputs(
     context = int(hf_config["max_position_embeddings"])
     tasks = {}
     if algorithms.job_of(config).rollouts:
+        for split in SPLITS:
+            check = partial(check_rendered, config, split, tokenizer=tokenizer, processor=processor)
+            rows[split] = usable(config, split, rows[split], check, bad[split])
         found_tasks = {split: [row for row in rows[split] if isinstance(row, Task)] for split in SPLITS}
         workflows.check_template(config.rollout, tokenizer)
         check_environment_rows(config, found_tasks)
@@ -134,8 +141,10 @@ def _check_inputs(
             split: selected(config, split, found, tokenizer, dropped[split], processor, bad[split])
             for split, found in found_tasks.items()
         }
-    for split in bad.keys() - tasks.keys():
-        rows[split] = fitting(config, split, rows[split], tokenizer, context, processor, bad[split])
+    for split in [split for split in rows if split not in tasks]:
+        check = partial(_check_fit, config, split, tokenizer=tokenizer, context=context, processor=processor)
+        rows[split] = usable(config, split, rows[split], check, bad[split])
+        log_bad_rows(split, bad[split], len(bad[split]) + len(rows[split]))
     others = {split: found for split, found in rows.items() if split not in tasks}
     trained = others | ({"train": tasks["train"].tasks} if tasks else {})
     check_patches(config, trained, processor, pairs="pairs" in algorithm.needs)
@@ -156,10 +165,17 @@ def _check_inputs(
         if split in tasks:
             check_prompts_of(config, split, found_tasks[split], tasks[split].tasks, tokenizer, processor)
         else:
-            check_lengths(config, split, found, tokenizer, context, processor)
-            check_image_files_of(config, split, found)
+            _check_fit(config, split, found, tokenizer, context, processor)
     counts = {split: len(tasks[split].tasks if split in tasks else found) for split, found in rows.items()}
     return tasks, counts, bad
+
+
+def _check_fit(
+    config: Config, split: str, rows: Rows, tokenizer: ChatTokenizer, context: int, processor: Processor | None
+) -> None:
+    """Check lengths and images of demonstrations or preferences. Raises DataError naming file and row."""
+    check_lengths(config, split, rows, tokenizer, context, processor)
+    check_image_files_of(config, split, rows)
 
 
 def _other_splits(config: Config) -> list[str]:

@@ -102,7 +102,9 @@ def drops(config: Config, split: str) -> bool:
 
 
 def log_bad_rows(split: str, faults: Faults, total: int) -> None:
-    """Log how many of a split's rows ``taskset.bad_rows=drop`` leaves out, with the first of them."""
+    """Log how many of a split's rows ``taskset.bad_rows=drop`` leaves out, with the first of them; nothing for none."""
+    if not faults:
+        return
     first = next(iter(faults.values()))
     more = f"; the first is {first}" if first else ", as at the run's start"
     log.warning("taskset.bad_rows=drop: %d of %d rows of taskset.%s are left out%s", len(faults), total, split, more)
