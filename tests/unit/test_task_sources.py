@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -278,7 +279,7 @@ def test_what_is_left_out_is_counted_in_the_store(prepared: Path, tmp_path: Path
     text = PROCESS.replace("drop", "12 + 3 =")
     (tmp_path / "mine.py").write_text(text)
     config = config_of(
-        prepared,
+        Path(shutil.copytree(prepared, tmp_path / "run")),  # which gets a start's files
         override,
         f"taskset.process={tmp_path}/mine.py",
         "taskset.duplicates=drop",
