@@ -59,7 +59,19 @@ def write_pairs(path: Path, size: int, seed: int) -> str:
 def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("pairs")
     train, held_out = write_pairs(folder / "train.jsonl", 200, 1), write_pairs(folder / "held_out.jsonl", HELD_OUT, 2)
-    return [f"taskset.train={train}", f"taskset.eval={held_out}"]
+    bad = (
+        {"prompt": "a malformed pair", "chosen": "1", "rejected": None},
+        {"prompt": "1 " * 999, "chosen": "1", "rejected": "2"},
+    )
+    lines = Path(train).read_text().splitlines()
+    Path(train).write_text("\n".join([json.dumps(bad[0]), *lines[:50], json.dumps(bad[1]), *lines[50:]]) + "\n")
+    return [f"taskset.train={train}", f"taskset.eval={held_out}", "taskset.bad_rows=drop"]
+
+
+def test_bad_pairs_are_left_out_and_counted(finished: Job) -> None:
+    steps = [record for record in records(finished.run_dir) if "taskset/bad_rows" in record]
+    assert len(steps) == STEPS and {record["taskset/bad_rows"] for record in steps} == {2}
+    assert "2 of 202 rows of taskset.train are left out; the first is" in finished.output.read_text()
 
 
 def job_of(run_dir: Path, name: str, files: Sequence[str]) -> Job:

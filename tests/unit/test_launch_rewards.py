@@ -94,8 +94,8 @@ def test_rows_that_no_answer_can_be_judged_by(prepared: Path, tmp_path: Path) ->
     override = rewritten(
         prepared, "train", tmp_path / "train.parquet", 3, data_source="k12/x", extra_info={"type": "essay"}
     )
-    refused(DataError, config_of(prepared, override), "row 4 (taskset.train)", "'essay'", "taskset.unverifiable=drop")
-    tasks = checks.check(config_of(prepared, override, "taskset.unverifiable=drop"))
+    refused(DataError, config_of(prepared, override), "row 4 (taskset.train)", "'essay'", "taskset.bad_rows=drop")
+    tasks = checks.check(config_of(prepared, override, "taskset.bad_rows=drop"))
     assert len(tasks["train"].tasks) == 29 and "train/3" not in {task.task_id for task in tasks["train"].tasks}
 
 
@@ -103,12 +103,12 @@ def test_rows_that_no_answer_can_be_judged_by(prepared: Path, tmp_path: Path) ->
 def test_rows_without_a_ground_truth_are_left_out_where_asked(prepared: Path, tmp_path: Path, missing: Any) -> None:
     override = rewritten(prepared, "train", tmp_path / "train.parquet", 3, reward_model=missing)
     refused(DataError, config_of(prepared, override), "row 4", "reward_model")
-    found = checks.check(config_of(prepared, override, "taskset.unverifiable=drop"))["train"]
-    assert len(found.tasks) == 29 and found.dropped == {"unverifiable": 1}
+    found = checks.check(config_of(prepared, override, "taskset.bad_rows=drop"))["train"]
+    assert len(found.tasks) == 29 and found.dropped == {"bad_row": 1}
     assert "train/3" not in {task.task_id for task in found.tasks}
     path = write(tmp_path / "none.jsonl", [{"data_source": "math", "prompt": "q", "reward_model": missing}])
-    drop = config_of(prepared, f"taskset.train={path}", "taskset.unverifiable=drop")
-    refused(DataError, drop, "none.jsonl", "null in all 1 rows")
+    drop = config_of(prepared, f"taskset.train={path}", "taskset.bad_rows=drop")
+    refused(DataError, drop, "none.jsonl", "leaves none of the 1 rows", "reward_model")
 
 
 def test_tasks_for_choice_are_left_out(prepared: Path, tmp_path: Path) -> None:

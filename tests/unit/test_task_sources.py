@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -253,7 +254,7 @@ def test_templates_of_prompts() -> None:
 
 
 def test_the_difficulty_of_a_task() -> None:
-    found = task("a", extra_info={"level": 3, "meta": {"n": 0.5}, "text": "5", "yes": True, "nan": float("nan")})
+    found = task("a", extra_info={"level": 3, "meta": {"n": 0.5}, "text": "five", "yes": True, "nan": float("nan")})
     keys = ("level", "meta.n", "text", "yes", "nan", "none", "level.n")
     assert [difficulty_of(found, key) for key in keys] == [3.0, 0.5, None, None, None, None, None]
 
@@ -278,7 +279,7 @@ def test_what_is_left_out_is_counted_in_the_store(prepared: Path, tmp_path: Path
     text = PROCESS.replace("drop", "12 + 3 =")
     (tmp_path / "mine.py").write_text(text)
     config = config_of(
-        prepared,
+        Path(shutil.copytree(prepared, tmp_path / "run")),  # which gets a start's files
         override,
         f"taskset.process={tmp_path}/mine.py",
         "taskset.duplicates=drop",

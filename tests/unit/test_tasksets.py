@@ -74,7 +74,7 @@ PROMPTS = [
         ({"reward_model": None}, r"reward_model must be a struct"),
         (
             {"reward_model": {"style": "rule"}},
-            r"reward_model.ground_truth must be the expected answer .*unverifiable=drop.*, got None",
+            r"reward_model.ground_truth must be the expected answer, got None .*taskset.bad_rows=drop",
         ),
         ({"ability": 3}, r"ability must be a string, got 3 \(int\)"),
     ],
@@ -106,7 +106,7 @@ def test_values_that_are_not_json_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"d.parquet: row 1: extra_info must be made of JSON values"):
         read_rows(path)
     path = write(tmp_path / "d.jsonl", [row(), row(reward_model={"ground_truth": math.nan})])
-    with pytest.raises(DataError, match=r"d.jsonl: line 2: reward_model must be made of JSON values"):
+    with pytest.raises(DataError, match=r"d.jsonl: line 2: reward_model.ground_truth must be the expected answer"):
         read_rows(path)
 
 
@@ -204,7 +204,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
         read_rows(path, require_response=True)
     lines = tmp_path / "lines.parquet"
     lines.write_text(json.dumps(row()))
-    with pytest.raises(DataError, match=r"not a readable parquet file.*must be called .jsonl"):
+    with pytest.raises(DataError, match=r"not a readable parquet file.*must be called .json or .jsonl"):
         read_rows(lines)
 
 

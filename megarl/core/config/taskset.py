@@ -13,7 +13,7 @@ class SourceConfig:
     """One of several files of tasks (docs/tasksets.md)."""
 
     path: str = "???"
-    """Parquet or jsonl file."""
+    """Parquet, json or jsonl file."""
     weight: Positive = 1.0
     """Share of a step's tasks, relative to the weights of the other sources."""
     columns: dict[str, str] = field(default_factory=dict)
@@ -25,9 +25,9 @@ class SourceConfig:
 @dataclass(frozen=True)
 class TasksetConfig:
     train: str | dict[str, SourceConfig] = "???"
-    """Parquet or jsonl file of tasks, or several with weights: {NAME: {path: FILE, weight: 2}} (docs/tasksets.md);
-    a folder of Harbor tasks (docs/environments.md); of demonstrations or preferences where the algorithm learns
-    offline (docs/offline.md)."""
+    """Parquet, json or jsonl file of tasks, or several with weights, {NAME: {path: FILE, weight: 2}}
+    (docs/tasksets.md); a folder of Harbor tasks (docs/environments.md); of demonstrations or preferences where the
+    algorithm learns offline (docs/offline.md)."""
     eval: str | dict[str, SourceConfig] = "???"
     """Held-out rows of the same kind."""
     columns: dict[str, str] = field(default_factory=dict)
@@ -56,10 +56,10 @@ class TasksetConfig:
     priority_floor: Positive = 0.1
     """Added to 1 - success in the priority of a task, so that solved tasks come again."""
     warm_start: str | None = None
-    """Parquet or jsonl file of rows with a ``response``."""
+    """Parquet, json or jsonl file of rows with a ``response``."""
     expert: str | None = None
-    """Parquet or jsonl file of rows with a ``response``: the expert rows of mix, imported into the store at a job's
-    start; None leaves those of ``megarl data import-experts FILE``."""
+    """Parquet, json or jsonl file of rows with a ``response``: the expert rows of mix, imported into the store at a
+    job's start; None leaves those of ``megarl data import-experts FILE``."""
     generate: str | None = None
     """Generator that writes these files when they are missing (``megarl data``): a name, or a Python file
     (docs/own_experiments.md)."""
@@ -75,9 +75,10 @@ class TasksetConfig:
     """Generated expert rows."""
     options: dict[str, int] = field(default_factory=dict)
     """Options of the generator, e.g. the digits of its numbers."""
-    unverifiable: Literal["refuse", "drop"] = "refuse"
-    """Treatment of rows that no answer can be judged by (no readable answer, tests that cannot run): the job is refused
-    with the first of them, or they are left out and counted."""
+    bad_rows: Literal["refuse", "drop"] = "refuse"
+    """Treatment of rows of train, eval and warm_start that no job can use: malformed ones, tasks that no answer can be
+    judged by (no readable answer, tests that cannot run), demonstrations and preferences that are too long, pairs of
+    equal answers. The job is refused with the first of them, or they are left out and counted (docs/tasksets.md)."""
     multiple_choice: Literal["keep", "drop"] = "keep"
     """True if tasks that offer their answers for choice are trained on: they can be guessed (R1 keeps them, k1.5 drops
     them)."""

@@ -68,6 +68,7 @@ ROUTES: dict[str, str] = {
     "math_dapo": "math_lined",
     "aime": "math_lined",
     "numina_": "math_named",
+    **dict.fromkeys(("train-math-", "test-math-"), "math_named"),
     "openai/gsm8k": "gsm8k",
     "lighteval/MATH": "math_boxed",
     "DigitalLearningGmbH/MATH-lighteval": "math_boxed",
@@ -88,11 +89,13 @@ ROUTES: dict[str, str] = {
             "openai_humaneval",
             "mbpp",
             "livecodebench",
+            "train-code-",
+            "test-code-",
         ),
         "code",
     ),
 }
-"""Prefix of ``data_source`` -> family: verl's names, and ours."""
+"""Prefix of ``data_source`` -> family: verl's names, Skywork-OR1's (``train-math-…``), and ours."""
 
 
 def route(data_source: str, routes: Mapping[str, str]) -> tuple[str, str]:

@@ -1,5 +1,6 @@
 """Rows of tasks and preferences: read and checked, generated, and turned into token ids."""
 
+from megarl.explore.tasksets.bad_rows import Faults, record, recorded
 from megarl.explore.tasksets.columns import Kind
 from megarl.explore.tasksets.entries import Entry, Generator
 from megarl.explore.tasksets.files import place_of, read_recipe
@@ -23,6 +24,7 @@ __all__ = [
     "GENERATORS",
     "ChatTokenizer",
     "Entry",
+    "Faults",
     "Generator",
     "Kind",
     "Place",
@@ -41,6 +43,8 @@ __all__ = [
     "read_rows",
     "read_tasks",
     "recipe",
+    "record",
+    "recorded",
     "single_file",
     "source_of",
     "sources_of",

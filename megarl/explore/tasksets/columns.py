@@ -1,5 +1,5 @@
-"""Columns of task files in other forms than verl's: slime's (``prompt``, ``label``, ``metadata``), and those that
-``taskset.columns`` names, as of HF datasets."""
+"""Columns of files in other forms than verl's: slime's (``prompt``, ``label``, ``metadata``), ShareGPT's and ORZ's
+(``conversations``), and those that ``taskset.columns`` names, as of HF datasets."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megarl.core.errors import ConfigError, DataError
+from megarl.explore.tasksets.forms import CONVERSATION, with_conversations, without_response
 
 Kind = Literal["tasks", "demonstrations", "preferences"]
 """Kind of the rows of train and eval; those of warm_start and expert are always demonstrations."""
@@ -75,10 +76,21 @@ def in_verl_form(
             raise DataError(
                 f"{path}: taskset.columns.{field}={column}: there is no such column; the columns are {list(names)}"
             )
-    found = (_slime_fields(names, columns) if kind == "tasks" else {}) | dict(columns)
+    names, rows = with_conversations(names, rows)
+    found = _conversation_fields(names, columns, kind)
+    found |= (_slime_fields(names, columns) if kind == "tasks" else {}) | dict(columns)
     changed = [_row(row, found, data_source) for row in rows]
+    if kind == "tasks" and found.get("prompt") == CONVERSATION:
+        changed = [{**row, "prompt": without_response(row["prompt"])} for row in changed]
     new = [field if field != "ground_truth" else "reward_model" for field in found if not field.startswith(ENTRY)]
     return [*names, *new, *(["data_source"] if data_source else [])], changed
+
+
+def _conversation_fields(names: Sequence[str], columns: Mapping[str, str], kind: Kind) -> dict[str, str]:
+    """The field that ``conversations`` is, where the file has neither that field nor a column named for it."""
+    field = "messages" if kind == "demonstrations" else "prompt"
+    others = {field, "prompt", "messages"} & {*names, *columns}
+    return {field: CONVERSATION} if CONVERSATION in names and not others else {}
 
 
 def _slime_fields(names: Sequence[str], columns: Mapping[str, str]) -> dict[str, str]:

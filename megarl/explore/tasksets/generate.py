@@ -29,7 +29,7 @@ from megarl.explore.tasksets.entries import (
     chain_sum,
     identity,
 )
-from megarl.explore.tasksets.files import is_jsonl
+from megarl.explore.tasksets.files import is_json
 from megarl.explore.tasksets.preferences import write_preferences
 from megarl.explore.tasksets.rows import write_rows
 
@@ -62,7 +62,7 @@ def generate(
     """
     made_with = {split: recipe(name, sizes, seed=seed, options=options, kind=kind, split=split) for split in SPLITS}
     for split, path in paths.items():
-        if is_jsonl(path):
+        if is_json(path):
             raise ConfigError(
                 f"taskset.{split}={path}: no such file, and what megarl generates is parquet; give the file, or a path "
                 "that ends in .parquet"

@@ -29,18 +29,25 @@ def images_of(location: RowLocation, row: Mapping[str, Any], field: str = "promp
     """(a row's images, its prompt with every content a text in which each has its ``<image>``).
 
     An image is ``{bytes, path}`` as of Hugging Face's ``datasets``, ``{image: …}``, or bare: bytes, a path (relative to
-    the file of rows) or a ``data:`` URI. A content may be a list of parts, which may hold the images themselves. A text
-    without images keeps an ``<image>`` that it talks about. ``field``: name of the prompt's column, for messages.
+    the file of rows) or a ``data:`` URI. A column ``image`` has one image; it comes first in the user's first message
+    where the prompt has no ``<image>``. A content may be a list of parts, which may hold the images themselves. A text
+    without images keeps an ``<image>`` that it talks about.
+
+    Args:
+        field: Name of the prompt's column, for messages.
 
     Raises DataError for images that cannot be read or are too large, and where they are not as many as the ``<image>``.
     """
     if row.get("videos"):
         location.refuse("videos", "empty, since videos are not supported", row["videos"])
-    column = row.get("images")
-    if column is not None and not isinstance(column, list):
-        location.refuse("images", "a list of images", column)
-    values: list[Any] = list(column or ())
+    single = row.get("image")
+    column = row.get("images") if row.get("images") or single is None else [single]
+    values: list[Any] = [column] if isinstance(column, dict | bytes) else column or []
+    if not isinstance(values, list):
+        location.refuse("images", "a list of images, or one", column)
     prompt, inline = _as_texts(location, row.get("prompt"), field)
+    if single is not None and len(values) == 1 and not inline:
+        prompt = _with_placeholder(prompt)
     if inline and values:
         location.refuse("images", "empty where the prompt's parts hold the images themselves", f"{len(values)} images")
     values = values or inline
@@ -145,6 +152,16 @@ def _as_texts(location: RowLocation, prompt: Any, field: str) -> tuple[Any, list
                 location.refuse(f"{field}[{i}].content[{j}]", "{type: text, text} or {type: image}", part)
         messages.append({**message, "content": "".join(texts)})
     return messages, images
+
+
+def _with_placeholder(prompt: Any) -> Any:
+    """A prompt with ``<image>`` before the text of its first message of the user, unless it has one already."""
+    messages = prompt if isinstance(prompt, list) else []
+    users = [i for i, message in enumerate(messages) if isinstance(message, dict) and message.get("role") == "user"]
+    if not users or any(PLACEHOLDER in _content(message) for message in messages if isinstance(message, dict)):
+        return prompt
+    first = messages[users[0]]
+    return [*messages[: users[0]], {**first, "content": PLACEHOLDER + _content(first)}, *messages[users[0] + 1 :]]
 
 
 def _read(location: RowLocation, field: str, value: Any) -> bytes:

@@ -8,18 +8,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.core.schema import Message
-from megarl.explore.tasksets.files import RowLocation, is_jsonl
+from megarl.explore.tasksets.files import RowLocation, is_json
+from megarl.explore.tasksets.forms import as_messages
 from megarl.explore.tasksets.template import RESERVED
 
 ROLES = ("system", "user", "assistant", "developer", "tool")
 ASKING = ("user", "tool")
 """Roles of a message that the model answers."""
 AS_TEXT = re.compile(
-    r"""\s*\[\s*\{\s*(?=['"](?:role|content)['"]\s*:)"""
-    r"""(?=.*['"]role['"]\s*:\s*['"])(?=.*['"](?:content|tool_calls)['"]\s*:).*\]\s*""",
+    r"""\s*\[\s*\{\s*(?=['"](?:role|content|from|value)['"]\s*:)"""
+    r"""(?=.*['"](?:role|from)['"]\s*:\s*['"])(?=.*['"](?:content|tool_calls|value)['"]\s*:).*\]\s*""",
     re.DOTALL,
 )
-"""A list of messages that was written as text: it has roles and contents. Other lists in JSON are texts."""
+"""A list of messages that was written as text: it has roles and contents, or ShareGPT's names of them. Other lists in
+JSON are texts."""
 OPTIONS = ("chat_template_kwargs", "tools", "enable_thinking")
 """Columns for the chat template: TRL's two, and verl's for one option."""
 
@@ -81,8 +83,8 @@ def _check_arguments(location: RowLocation, field: str, arguments: Any) -> None:
 
 
 def with_lists(location: RowLocation, row: Mapping[str, Any], fields: Sequence[str]) -> Mapping[str, Any]:
-    """Return a row with lists of messages in place of their JSON texts in ``fields``. Raises DataError for messages
-    that were written in another form, such as Python's."""
+    """Return a row with lists of messages in ``fields``, in place of their JSON texts and of the forms of ``forms.py``.
+    Raises DataError for messages that were written as another text, such as Python's."""
     found = dict(row)
     for field in fields:
         text = row.get(field)
@@ -92,6 +94,7 @@ def with_lists(location: RowLocation, row: Mapping[str, Any], fields: Sequence[s
             except ValueError as error:
                 location.refuse(field, f"a list of messages, their JSON text ({error}), or another text", text)
             _check_json(location, field, found[field])
+        found[field] = as_messages(found.get(field))
     return found
 
 
@@ -176,8 +179,8 @@ def _parsed(location: RowLocation, field: str, value: Any, kind: type) -> Any:
 
 
 def _without_nulls(location: RowLocation, value: Any) -> Any:
-    """The value without the null fields that parquet gives to structs; as it is from jsonl."""
-    return _cleaned(value) if isinstance(value, dict | list) and not is_jsonl(location.path) else value
+    """The value without the null fields that parquet gives to structs; as it is from JSON."""
+    return _cleaned(value) if isinstance(value, dict | list) and not is_json(location.path) else value
 
 
 def _cleaned(value: Any) -> Any:

@@ -1,5 +1,5 @@
 """Rows of preferences, in TRL's form: ``prompt, chosen, rejected``, and ``margin, data_source, extra_info`` where
-wanted.
+wanted. ShareGPT's and HH-RLHF's forms become that one (``forms.py``).
 
 Answers are texts, or chat messages whose last one is the assistant's; messages before it repeat the prompt, and may
 then be all there is of it.
@@ -9,36 +9,45 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megarl.core.schema import Message, Preference
+from megarl.explore.tasksets import forms
+from megarl.explore.tasksets.bad_rows import Faults, sound_rows
 from megarl.explore.tasksets.columns import check_required, in_verl_form
 from megarl.explore.tasksets.files import RowLocation, json_struct, read_table, source_of, write_table
 from megarl.explore.tasksets.images import columns_of, images_of, with_messages
 from megarl.explore.tasksets.messages import ASKING, OPTIONS, answer_of, prompt_of, template_kwargs_of, with_lists
 
 ANSWERS = ("chosen", "rejected")
-COLUMNS = ("prompt", *ANSWERS, "margin", "data_source", "extra_info", "images", "videos", *OPTIONS)
+COLUMNS = ("prompt", *ANSWERS, "margin", "data_source", "extra_info", "images", "image", "videos", *OPTIONS)
 
 
 def read_preferences(
-    path: str | os.PathLike[str], *, split: str | None = None, columns: Mapping[str, str] | None = None
+    path: str | os.PathLike[str],
+    *,
+    split: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    skipped: Collection[str] = (),
+    faults: Faults | None = None,
 ) -> list[Preference]:
-    """Read and check every row of a parquet or jsonl file. A row's id is ``<split>/<row>``, as of ``read_rows``.
+    """Read and check every row of a parquet, json or jsonl file. A row's id is ``<split>/<row>``, as of ``read_rows``.
 
     Args:
         columns: ``taskset.columns``.
+        skipped: Ids of rows that are left out unread.
+        faults: Is given the bad rows, which are left out; None refuses them.
 
     Raises DataError naming the file, the row, the field, what was seen and what is expected.
     """
     path, columns = Path(path), columns or {}
-    names, rows = read_table(path, (*COLUMNS, *columns.values()))
+    names, rows = read_table(path, (*COLUMNS, *forms.COLUMNS, *columns.values()))
     names, rows = in_verl_form(path, names, rows, columns, kind="preferences")
     check_required(path, names, ANSWERS)
     prefix = path.stem if split is None else split
-    return [_preference(RowLocation(path, i), f"{prefix}/{i}", row) for i, row in enumerate(rows)]
+    return sound_rows(path, prefix, rows, _preference, skipped, faults)
 
 
 def write_preferences(

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -162,11 +163,45 @@ def with_templates(task: Task, taskset: TasksetConfig) -> Task:
     return task if prompt is task.prompt else replace(task, prompt=prompt)
 
 
-def difficulty_of(task: Task, key: str) -> float | None:
-    """Number that a task has in ``extra_info`` under ``key`` (``a.b`` is b within a); None where there is none."""
+WORDS = {
+    **dict.fromkeys(("very easy", "trivial"), 1.0),
+    **dict.fromkeys(("easy", "introductory", "beginner"), 2.0),
+    **dict.fromkeys(("medium", "intermediate", "interview", "normal"), 3.0),
+    **dict.fromkeys(("medium hard",), 4.0),
+    **dict.fromkeys(("hard", "difficult", "advanced", "competition"), 5.0),
+    **dict.fromkeys(("very hard", "expert"), 6.0),
+}
+"""Difficulties in words, as LeetCode, APPS and TACO have them, as numbers."""
+SEPARATOR = re.compile(r"(?<=[a-z])[-_]")
+LEVEL = re.compile(r"(?:level |grade |difficulty )?(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)", re.ASCII)
+"""A difficulty in digits, as MATH's ``Level 5``."""
+
+
+def entry_of(task: Task, key: str) -> object:
+    """Value that a task has in ``extra_info`` under ``key``; ``a.b`` is b within a. None where there is none.
+
+    A name may have dots of its own: Skywork-OR1 has ``model_difficulty.DeepSeek-R1-Distill-Qwen-1.5B``.
+    """
     value: object = task.extra_info
-    for name in key.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
+    name, dot, rest = "", ".", key
+    while dot and isinstance(value, dict):
+        if rest in value:
+            return value[rest]
+        name, dot, rest = rest.partition(".")
+        value = value.get(name)
+    return None
+
+
+def difficulty_of(task: Task, key: str) -> float | None:
+    """Number that a task has in ``extra_info`` under ``key`` (``a.b`` is b within a); None where there is none.
+
+    A text is a number (``3.5``), one after a word (``Level 5``), or one of ``WORDS``, capitals and ``_`` aside.
+    """
+    value = entry_of(task, key)
+    if isinstance(value, str):
+        text = " ".join(SEPARATOR.sub(" ", value[:100].lower()).split())
+        found = LEVEL.fullmatch(text)
+        return float(found[1]) if found else WORDS.get(text)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)

@@ -11,13 +11,13 @@ Either may have ``images`` (``explore/tasksets/images.py``).
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.core.errors import DataError
 from megarl.core.schema import Message, Task
+from megarl.explore.tasksets import forms
+from megarl.explore.tasksets.bad_rows import Faults, sound_rows
 from megarl.explore.tasksets.columns import SLIME, check_required, in_verl_form
 from megarl.explore.tasksets.files import RowLocation, json_struct, read_table, source_of, text_of, write_table
 from megarl.explore.tasksets.harbor import read_folders
@@ -34,7 +34,10 @@ from megarl.explore.tasksets.messages import (
 
 TASK = ("data_source", "prompt", "reward_model")
 DEMONSTRATION = ("prompt", "response")
-COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info", "response", "images", "videos", *OPTIONS)
+COLUMNS = (
+    *("data_source", "prompt", "ability", "reward_model", "extra_info", "response", "images", "image", "videos"),
+    *OPTIONS,
+)
 
 
 def read_rows(
@@ -44,9 +47,10 @@ def read_rows(
     split: str | None = None,
     columns: Mapping[str, str] | None = None,
     data_source: str | None = None,
-    unverifiable: Counter[str] | None = None,
+    skipped: Collection[str] = (),
+    faults: Faults | None = None,
 ) -> list[Task]:
-    """Read and check every row of a parquet or jsonl file, or every task of a folder in Harbor's form.
+    """Read and check every row of a parquet, json or jsonl file, or every task of a folder in Harbor's form.
 
     A row's task id is ``<split>/<row>``, the split being the file's stem unless given. With ``require_response`` the
     rows are demonstrations: each has a response, and what only a reward needs (``data_source``, ``reward_model``) may
@@ -55,14 +59,15 @@ def read_rows(
     Args:
         columns: ``taskset.columns``.
         data_source: That of tasks whose row has none.
-        unverifiable: Counts tasks without a ground truth, which are left out; None refuses them.
+        skipped: Ids of rows that are left out unread.
+        faults: Is given the bad rows, which are left out; None refuses them.
 
     Raises DataError naming the file, the row, the field, what was seen and what is expected.
     """
     path, columns = Path(path), columns or {}
     if path.is_dir() and not require_response:
         return read_folders(path, path.stem if split is None else split)
-    names, rows = read_table(path, (*COLUMNS, "completion", "messages", *SLIME, *columns.values()))
+    names, rows = read_table(path, (*COLUMNS, "completion", "messages", *SLIME, *forms.COLUMNS, *columns.values()))
     if not require_response:
         names, rows = in_verl_form(path, names, rows, columns, data_source)
         check_required(path, names, TASK)
@@ -71,23 +76,7 @@ def read_rows(
         if "messages" not in names:
             check_required(path, [*names, "response"] if "completion" in names else names, DEMONSTRATION)
     prefix = path.stem if split is None else split
-    read = _demonstration if require_response else _task
-    kept = [
-        (RowLocation(path, i), f"{prefix}/{i}", row)
-        for i, row in enumerate(rows)
-        if require_response or unverifiable is None or _has_ground_truth(row)
-    ]
-    if unverifiable is not None and len(kept) < len(rows):
-        unverifiable["unverifiable"] += len(rows) - len(kept)
-        if not kept:
-            raise DataError(f"{path}: reward_model.ground_truth is null in all {len(rows)} rows; give some an answer")
-    return [read(*row) for row in kept]
-
-
-def _has_ground_truth(row: Mapping[str, Any]) -> bool:
-    """Return False where the ground truth is null. Rows of another form are left for ``_task`` to refuse."""
-    found = row["reward_model"]
-    return found is not None and (not isinstance(found, dict) or found.get("ground_truth") is not None)
+    return sound_rows(path, prefix, rows, _demonstration if require_response else _task, skipped, faults)
 
 
 def write_rows(path: str | os.PathLike[str], tasks: Sequence[Task], recipe: Mapping[str, Any] | None = None) -> None:
@@ -119,12 +108,11 @@ def _task(location: RowLocation, task_id: str, row: Mapping[str, Any]) -> Task:
     source = text_of(location, "data_source", row["data_source"])
     images, messages = images_of(location, with_messages(row))
     prompt = prompt_of(location, "prompt", messages)
-    reward_model = row["reward_model"]
-    if not isinstance(reward_model, dict):
-        location.refuse("reward_model", "a struct {style, ground_truth}", reward_model)
+    if not isinstance(row["reward_model"], dict):
+        location.refuse("reward_model", "a struct {style, ground_truth}", row["reward_model"])
+    reward_model = json_struct(location, "reward_model", row["reward_model"])
     if reward_model.get("ground_truth") is None:
-        expected = "the expected answer (taskset.unverifiable=drop leaves such rows out)"
-        location.refuse("reward_model.ground_truth", expected, reward_model.get("ground_truth"))
+        location.refuse("reward_model.ground_truth", "the expected answer", reward_model.get("ground_truth"))
     response = row.get("response")
     if not isinstance(response, str | None):
         location.refuse("response", "a non-empty string", response)

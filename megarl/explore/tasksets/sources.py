@@ -5,12 +5,12 @@ A task's id has its source's name and its row: ``train/12``, or ``train/gsm8k/12
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 from megarl.core.config.taskset import SourceConfig, TasksetConfig
 from megarl.core.errors import DataError
 from megarl.core.schema import Preference, Task
+from megarl.explore.tasksets.bad_rows import Faults
 from megarl.explore.tasksets.files import place_of
 from megarl.explore.tasksets.rows import read_rows
 
@@ -34,18 +34,17 @@ def source_of(task_id: str) -> str:
 
 
 def read_tasks(
-    taskset: TasksetConfig, split: str, data_source: str | None = None, dropped: Counter[str] | None = None
+    taskset: TasksetConfig, split: str, data_source: str | None = None, faults: Faults | None = None
 ) -> list[Task]:
     """Rows of all sources of train or eval, one source after the other.
 
     Args:
         data_source: That of rows for which neither the file nor a setting has one; None refuses them.
-        dropped: Is given the number of rows that ``taskset.unverifiable=drop`` leaves out for want of a ground truth.
+        faults: Is given the bad rows, which are left out; None refuses them.
 
     Raises:
         DataError: a row is not sound, with file, row and field.
     """
-    counts = Counter[str]() if dropped is None else dropped
     return [
         task
         for name, source in sources_of(taskset, split).items()
@@ -54,7 +53,7 @@ def read_tasks(
             split=f"{split}/{name}" if name else split,
             columns=source.columns,
             data_source=source.data_source or data_source,
-            unverifiable=counts if taskset.unverifiable == "drop" else None,
+            faults=faults,
         )
     ]
 

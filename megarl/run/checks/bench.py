@@ -12,7 +12,7 @@ from megarl.core.errors import ConfigError
 from megarl.core.schema import Task
 from megarl.explore import workflows
 from megarl.explore.store import OWN_SERVER, check_url, sqlite_file
-from megarl.explore.tasksets import ChatTokenizer
+from megarl.explore.tasksets import ChatTokenizer, Faults
 from megarl.learn import algorithms
 from megarl.run.checks import settings
 from megarl.run.checks.engines import check_engine_settings
@@ -81,7 +81,8 @@ def _check_settings(config: Config) -> None:
 
 def _check_inputs(config: Config) -> dict[str, Selected]:
     dropped = Counter[str]()
-    rows = [row for row in read_split(config, SPLIT, dropped) if isinstance(row, Task)]
+    faults: Faults = {}
+    rows = [row for row in read_split(config, SPLIT, dropped, faults) if isinstance(row, Task)]
     hf_config = read_hf_config(Path(config.model.path))
     check_images(config, hf_config, {SPLIT: rows})
     check_model(config, hf_config, engines=True)
@@ -92,7 +93,7 @@ def _check_inputs(config: Config) -> dict[str, Selected]:
     workflows.check_template(config.rollout, tokenizer)
     check_environment_rows(config, {SPLIT: rows})
     check_rewards(config, {SPLIT: rows})
-    tasks = selected(config, SPLIT, rows, tokenizer, dropped, processor)
+    tasks = selected(config, SPLIT, rows, tokenizer, dropped, processor, faults)
     check_vocabulary(config, {SPLIT: rows}, tokenizer, int(hf_config["vocab_size"]), sampled=(SPLIT,))
     check_prompts_of(config, SPLIT, rows, tasks.tasks, tokenizer, processor)
     return {SPLIT: tasks}

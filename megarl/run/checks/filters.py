@@ -6,20 +6,23 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megarl.core.config import Config
 from megarl.core.config.lengths import prompt_tokens
 from megarl.core.errors import DataError
-from megarl.core.schema import Task
+from megarl.core.schema import Preference, Task
 from megarl.explore.rewards.router import check_row
 from megarl.explore.rewards.school.verifier import is_multiple_choice
-from megarl.explore.tasksets import ChatTokenizer, difficulty_of
+from megarl.explore.tasksets import ChatTokenizer, Faults, difficulty_of
+from megarl.explore.tasksets.bad_rows import FIX
+from megarl.explore.tasksets.files import short
+from megarl.explore.tasksets.process import entry_of
 from megarl.explore.workflows import asks_verifier
 from megarl.run.run_dir.images import lengths_with_images
-from megarl.run.run_dir.rows import files, place
+from megarl.run.run_dir.rows import Rows, drops, files, log_bad_rows, place
 
 if TYPE_CHECKING:
     from megarl.explore.tasksets.processor import Processor
@@ -43,19 +46,23 @@ def selected(
     tokenizer: ChatTokenizer,
     dropped: Counter[str],
     processor: Processor | None = None,
+    faults: Faults | None = None,
 ) -> Selected:
     """Leave out what settings of ``taskset`` ask for; log how many.
 
     Args:
         dropped: What is left out already.
         processor: The model's, where rows of the job have images.
+        faults: Bad rows that are left out already; is given the others.
 
     Raises:
         DataError: a row that may not be left out, or none is left.
     """
-    tasks, counts = list(rows), Counter(dropped)
+    counts, faults = Counter(dropped), {} if faults is None else faults
+    tasks = with_difficulty(config, split, verifiable(config, split, list(rows), faults), faults)
+    counts["bad_row"] = len(faults)
+    log_bad_rows(split, faults, len(faults) + len(tasks))
     for reason, kept in (
-        ("unverifiable", verifiable),
         ("multiple_choice", without_choices),
         ("duplicate", without_duplicates),
         ("difficulty", within_difficulty),
@@ -73,39 +80,58 @@ def selected(
     return Selected(tasks, found)
 
 
-def verifiable(config: Config, split: str, rows: list[Task]) -> list[Task]:
-    """The rows that answers can be judged by: all of them, or without those that ``taskset.unverifiable=drop`` leaves
-    out.
+def usable(config: Config, split: str, rows: Rows, check: Callable[[Rows], None], faults: Faults) -> Rows:
+    """The rows that a check takes, where ``taskset.bad_rows=drop``; else all, unchecked.
+
+    Args:
+        check: Raises DataError for rows of which one is bad.
+        faults: Bad rows of the split so far; is given the others.
+
+    Raises:
+        DataError: none is left.
+    """
+    if not drops(config, split):
+        return rows
+
+    def kept(some: Rows) -> list[Task | Preference]:
+        try:
+            check(some)
+            return list(some)
+        except DataError as error:
+            if len(some) == 1:
+                faults[some[0].task_id] = str(error)
+                return []
+        half = len(some) // 2  # bad rows are few, and a tokenizer is fast with many texts at once
+        return kept(some[:half]) + kept(some[half:])
+
+    found = kept(rows)
+    if not found:
+        raise DataError(f"taskset.bad_rows=drop leaves no row of {files(config, split)}; {next(iter(faults.values()))}")
+    return found
+
+
+def verifiable(config: Config, split: str, rows: list[Task], faults: Faults) -> list[Task]:
+    """The rows that answers can be judged by: all of them, or without those that ``taskset.bad_rows=drop`` leaves out.
+
+    Args:
+        faults: Is given the others.
 
     Raises:
         DataError: there are others, with the first of them; or none is left.
     """
     if config.reward.path is not None or not asks_verifier(config.rollout):
         return rows
-    kept: list[Task] = []
-    faults: list[tuple[Task, DataError]] = []
+    found: Faults = {}
     for task in rows:
         try:
             check_row(task.data_source, task.ground_truth, task.extra_info, config.reward)
-            kept.append(task)
         except DataError as error:
-            faults.append((task, error))
-    if not faults:
-        return rows
-    first = f"{place(config, split, faults[0][0])}: {faults[0][1]}"
-    if config.taskset.unverifiable == "refuse" or not kept:
-        raise DataError(
-            f"{first}{f' ({len(faults)} such rows)' if len(faults) > 1 else ''}; fix or drop them, or leave them out "
-            "by taskset.unverifiable=drop"
-        )
-    log.warning(
-        "taskset.unverifiable=drop: %d of %d rows of taskset.%s are left out; the first is %s",
-        len(faults),
-        len(rows),
-        split,
-        first,
-    )
-    return kept
+            found[task.task_id] = f"{place(config, split, task)}: {error}"
+    if found and (config.taskset.bad_rows == "refuse" or len(found) == len(rows)):
+        more = f" ({len(found)} such rows)" if len(found) > 1 else ""
+        raise DataError(f"{next(iter(found.values()))}{more}; {FIX}")
+    faults.update(found)
+    return [task for task in rows if task.task_id not in found]
 
 
 def without_choices(config: Config, split: str, rows: list[Task]) -> list[Task]:
@@ -145,23 +171,40 @@ def _prompt_key(task: Task) -> str:
     return json.dumps([messages, images, task.chat_template_kwargs], sort_keys=True)
 
 
-def within_difficulty(config: Config, split: str, rows: list[Task]) -> list[Task]:
-    """The training tasks from ``taskset.min_difficulty`` to ``taskset.max_difficulty``.
+def with_difficulty(config: Config, split: str, rows: list[Task], faults: Faults) -> list[Task]:
+    """The training tasks that have a difficulty where ``taskset.difficulty`` names one; else all.
+
+    Args:
+        faults: Is given the others, where ``taskset.bad_rows=drop``.
 
     Raises:
-        DataError: a task has no difficulty, with its row; or none is left.
+        DataError: a task has none, with its row, and may not be left out; or none is left.
+    """
+    key = config.taskset.difficulty
+    if key is None or split != "train":
+        return rows
+    found: Faults = {
+        row.task_id: f"{place(config, split, row)}: extra_info.{key} must be a number, a text such as 'Level 5', or a "
+        f"word such as 'easy', since it is taskset.difficulty (docs/tasksets.md), got {short(entry_of(row, key))}"
+        for row in rows
+        if difficulty_of(row, key) is None
+    }
+    if found and (config.taskset.bad_rows == "refuse" or len(found) == len(rows)):
+        raise DataError(f"{next(iter(found.values()))}; {FIX}, or name another entry")
+    faults.update(found)
+    return [row for row in rows if row.task_id not in found]
+
+
+def within_difficulty(config: Config, split: str, rows: list[Task]) -> list[Task]:
+    """The training tasks from ``taskset.min_difficulty`` to ``taskset.max_difficulty``; all have a difficulty.
+
+    Raises:
+        DataError: none is left.
     """
     key, low, high = config.taskset.difficulty, config.taskset.min_difficulty, config.taskset.max_difficulty
     if key is None or split != "train":
         return rows
-    values = []
-    for row in rows:
-        if (value := difficulty_of(row, key)) is None:
-            raise DataError(
-                f"{place(config, split, row)}: extra_info.{key} must be a number, since it is taskset.difficulty; "
-                "add it, or name another"
-            )
-        values.append(value)
+    values = [difficulty_of(row, key) or 0.0 for row in rows]
     kept = [
         row
         for row, value in zip(rows, values, strict=True)

@@ -28,6 +28,7 @@ from megarl.explore.rewards.router import JUDGE, check_source, route
 from megarl.explore.rewards.shape import check_weights
 from megarl.explore.rewards.verdict import LATE
 from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations, encode_preferences, place_of_row
+from megarl.explore.tasksets.bad_rows import WHOLE
 from megarl.explore.workflows import asks_verifier
 from megarl.run.run_dir.rows import Rows, place
 
@@ -156,7 +157,8 @@ def check_lengths(
         added = added_lengths(rows, tokenizer, processor, path=path)
     for row, (prompt, *answers), more in zip(rows, encoded, added, strict=True):
         if (fault := _fault_of_lengths(config, len(prompt) + more, answers, context, piece)) is not None:
-            raise DataError(f"{place(config, split, row)}{fault}")
+            all_such = "" if split == WHOLE else ", or leave out all such rows (taskset.bad_rows=drop)"
+            raise DataError(f"{place(config, split, row)}{fault}{all_such}")
 
 
 def _fault_of_lengths(

@@ -6,8 +6,9 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.core.collector import uncollected
 from megarl.core.config import Config
@@ -15,7 +16,7 @@ from megarl.core.config.algorithms import reads_teacher
 from megarl.core.errors import CheckpointError, ConfigError
 from megarl.core.schema import Task
 from megarl.explore import workflows
-from megarl.explore.tasksets import ChatTokenizer
+from megarl.explore.tasksets import ChatTokenizer, Faults, record, recorded
 from megarl.learn import algorithms
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.models.specs import check_implementation
@@ -23,26 +24,30 @@ from megarl.learn.parallel.grid import check_roles, roles_of
 from megarl.run.checks.bench import check_bench
 from megarl.run.checks.devices import check_devices, has_budget, ledger_of
 from megarl.run.checks.experts import check_teacher
-from megarl.run.checks.filters import Selected, selected
+from megarl.run.checks.filters import Selected, selected, usable
 from megarl.run.checks.inputs import check_environment_rows, check_held_out, check_lengths, check_rewards
 from megarl.run.checks.model import check_model
 from megarl.run.checks.roles import check_budget, check_role_models
 from megarl.run.checks.settings import check_settings
 from megarl.run.checks.summary import summary
 from megarl.run.checks.tasksets import check_count
-from megarl.run.checks.vision import check_image_files_of, check_images, check_patches, check_prompts_of
+from megarl.run.checks.vision import check_image_files_of, check_images, check_patches, check_prompts_of, check_rendered
 from megarl.run.checks.vocabulary import check_vocabulary
+from megarl.run.run_dir.changes import has_checkpoints
 from megarl.run.run_dir.dry_run import scratch
 from megarl.run.run_dir.experts import read_experts
 from megarl.run.run_dir.images import processor_of
 from megarl.run.run_dir.owner import check_writable
 from megarl.run.run_dir.prepare import make, with_limit_of_run
 from megarl.run.run_dir.resume import check_settings_of_run, set_aside_damaged
-from megarl.run.run_dir.rows import SPLITS, needs_expert_rows, read_split
+from megarl.run.run_dir.rows import SPLITS, Rows, log_bad_rows, needs_expert_rows, read_split
 from megarl.run.run_dir.store_damage import replace_damaged_store
 from megarl.weights.checkpoint.convert.verify import check_digests
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 from megarl.weights.checkpoint.formats.overwrite import check_export_target
+
+if TYPE_CHECKING:
+    from megarl.explore.tasksets.processor import Processor
 
 log = logging.getLogger(__name__)
 
@@ -87,12 +92,15 @@ def check(
     algorithm = algorithms.get(config.algorithm.name)
     check_settings(config, algorithm, nodes, elsewhere=elsewhere)
     if not dry:
-        return _check_inputs(make(config), algorithm, nodes, elsewhere)[0]
+        tasks, _, bad = _check_inputs(make(config), algorithm, nodes, elsewhere)
+        if config.taskset.bad_rows == "drop" and not has_checkpoints(run_dir):
+            record(run_dir, bad)
+        return tasks
     with scratch(config) as made:
-        tasks, rows = _check_inputs(made, algorithm, nodes, elsewhere)
+        tasks, rows, bad = _check_inputs(made, algorithm, nodes, elsewhere)
         hf_config = read_hf_config(Path(made.model.path))
         ledger = ledger_of(made, algorithm, hf_config, nodes)
-        log.info("%s", summary(config, hf_config, ledger, rows))
+        log.info("%s", summary(config, hf_config, ledger, rows, {split: len(faults) for split, faults in bad.items()}))
     if verbose:
         log.info("memory of the models, on the rank that has most in each phase:\n%s", ledger.table())
     return tasks
@@ -100,15 +108,15 @@ def check(
 
 def _check_inputs(
     config: Config, algorithm: Algorithm, nodes: int, elsewhere: bool
-) -> tuple[dict[str, Selected], dict[str, int]]:
-    """Check rows, model and rewards, all of which are there. Returns what ``check`` does, and split -> number of rows.
-    Raises as ``check``."""
+) -> tuple[dict[str, Selected], dict[str, int], dict[str, Faults]]:
+    """Check rows, model and rewards, all of which are there. Returns what ``check`` does, split -> number of rows, and
+    split -> bad rows that are left out. Raises as ``check``."""
     if not elsewhere:
         check_implementation(config.model, config.parallel)
     check_budget(config, algorithm)
     dropped: dict[str, Counter[str]] = {split: Counter() for split in SPLITS}
-    rows = {split: read_split(config, split, dropped[split]) for split in SPLITS}
-    rows |= {split: read_split(config, split) for split in _other_splits(config)}
+    bad: dict[str, Faults] = {split: {} for split in (*SPLITS, *_other_splits(config))}
+    rows = {split: read_split(config, split, dropped.get(split), faults) for split, faults in bad.items()}
     check_held_out(config, rows["eval"], {split: others for split, others in rows.items() if split != "eval"})
     hf_config = read_hf_config(Path(config.model.path))
     check_images(config, hf_config, rows)
@@ -119,16 +127,24 @@ def _check_inputs(
     for setting, path in _model_paths(config).items():
         check_digests(path, setting, workers=os.cpu_count() or 1, digests=config.trainer.verify_checkpoints)
     tokenizer, processor = ChatTokenizer.of(config), processor_of(config, rows.values())
+    context = int(hf_config["max_position_embeddings"])
     tasks = {}
     if algorithms.job_of(config).rollouts:
+        for split in SPLITS:
+            check = partial(check_rendered, config, split, tokenizer=tokenizer, processor=processor)
+            rows[split] = usable(config, split, rows[split], check, bad[split])
         found_tasks = {split: [row for row in rows[split] if isinstance(row, Task)] for split in SPLITS}
         workflows.check_template(config.rollout, tokenizer)
         check_environment_rows(config, found_tasks)
         check_rewards(config, found_tasks)
         tasks = {
-            split: selected(config, split, found, tokenizer, dropped[split], processor)
+            split: selected(config, split, found, tokenizer, dropped[split], processor, bad[split])
             for split, found in found_tasks.items()
         }
+    for split in [split for split in rows if split not in tasks]:
+        check = partial(_check_fit, config, split, tokenizer=tokenizer, context=context, processor=processor)
+        rows[split] = usable(config, split, rows[split], check, bad[split])
+        log_bad_rows(split, bad[split], len(bad[split]) + len(rows[split]))
     others = {split: found for split, found in rows.items() if split not in tasks}
     trained = others | ({"train": tasks["train"].tasks} if tasks else {})
     check_patches(config, trained, processor, pairs="pairs" in algorithm.needs)
@@ -149,9 +165,17 @@ def _check_inputs(
         if split in tasks:
             check_prompts_of(config, split, found_tasks[split], tasks[split].tasks, tokenizer, processor)
         else:
-            check_lengths(config, split, found, tokenizer, int(hf_config["max_position_embeddings"]), processor)
-            check_image_files_of(config, split, found)
-    return tasks, {split: len(tasks[split].tasks if split in tasks else found) for split, found in rows.items()}
+            _check_fit(config, split, found, tokenizer, context, processor)
+    counts = {split: len(tasks[split].tasks if split in tasks else found) for split, found in rows.items()}
+    return tasks, counts, bad
+
+
+def _check_fit(
+    config: Config, split: str, rows: Rows, tokenizer: ChatTokenizer, context: int, processor: Processor | None
+) -> None:
+    """Check lengths and images of demonstrations or preferences. Raises DataError naming file and row."""
+    check_lengths(config, split, rows, tokenizer, context, processor)
+    check_image_files_of(config, split, rows)
 
 
 def _other_splits(config: Config) -> list[str]:
@@ -173,7 +197,9 @@ def check_micro_batches(config: Config) -> None:
     check_budget(config, algorithm)
     tokenizer, hf_config = ChatTokenizer.of(config), read_hf_config(Path(config.model.path))
     for split in [*(SPLITS if algorithm.offline else ()), *_other_splits(config)]:
-        rows, context = read_split(config, split), int(hf_config["max_position_embeddings"])
+        left_out = recorded(config.taskset, Path(config.run.dir)).get(split, ())
+        rows = [row for row in read_split(config, split) if row.task_id not in left_out]
+        context = int(hf_config["max_position_embeddings"])
         check_lengths(config, split, rows, tokenizer, context, processor_of(config, [rows]))
 
 

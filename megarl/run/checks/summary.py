@@ -20,12 +20,19 @@ WIDTH = 11
 """Characters of a line's name."""
 
 
-def summary(config: Config, hf_config: Mapping[str, Any], ledger: Ledger, rows: Mapping[str, int]) -> str:
+def summary(
+    config: Config,
+    hf_config: Mapping[str, Any],
+    ledger: Ledger,
+    rows: Mapping[str, int],
+    bad_rows: Mapping[str, int] = {},
+) -> str:
     """Describe a job in lines of one question each.
 
     Args:
         hf_config: The actor's config.json.
         rows: Split -> number of rows that the job has of it.
+        bad_rows: Split -> number of rows that ``taskset.bad_rows=drop`` leaves out.
     """
     job, algorithm = algorithms.job_of(config), algorithms.get(config.algorithm.name)
     found = architecture(hf_config)
@@ -34,7 +41,8 @@ def summary(config: Config, hf_config: Mapping[str, Any], ledger: Ledger, rows: 
         "trainer": _grids(config, roles_of(config, algorithm)),
         "engines": _engines(config) if job.has(ProcessKind.ENGINE) else "none",
         "batch": _batch(config, algorithm.offline),
-        "rows": ", ".join(f"{number:,} {split}" for split, number in rows.items()),
+        "rows": ", ".join(f"{number:,} {split}" for split, number in rows.items())
+        + "".join(f"; {number:,} bad of {split} left out" for split, number in bad_rows.items() if number),
         "lengths": f"prompts up to {config.rollout.max_prompt_tokens or 'any'} tokens, "
         f"responses up to {config.rollout.max_response_tokens}",
         "rates": _rates(config, roles_of(config, algorithm)),

@@ -35,6 +35,9 @@ VISION_KEYS = ("vision_config", "vision_tower", "mm_vision_tower")
 PIXEL_SETTINGS = ("min_image_pixels", "max_image_pixels")
 """Settings of ``model``."""
 
+ANY_LENGTH = 2**62
+"""Limit of tokens that no prompt exceeds."""
+
 
 def is_vision_model(hf_config: Mapping[str, Any]) -> bool:
     """Return True if a model takes images, by its config.json."""
@@ -247,6 +250,20 @@ def check_prompts_of(
         check_image_prompts(rows if refuses else kept, tokenizer, processor, limit, path=where)
     elif refuses:
         check_prompts(rows, tokenizer, limit, path=where)
+
+
+def check_rendered(
+    config: Config, split: str, rows: Rows, tokenizer: ChatTokenizer, processor: Processor | None
+) -> None:
+    """Render the prompts of tasks and decode their images. Raises DataError naming file and row of one that the chat
+    template or the processor refuses."""
+    tasks, where = [row for row in rows if isinstance(row, Task)], partial(place_of_row, config.taskset, split)
+    if processor is None:
+        check_prompts(tasks, tokenizer, ANY_LENGTH, path=where)
+        return
+    from megarl.explore.tasksets.processor import check_image_prompts
+
+    check_image_prompts(tasks, tokenizer, processor, ANY_LENGTH, path=where)
 
 
 def check_image_files_of(config: Config, split: str, rows: Rows) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 IMPORT_EXPERTS, AWAITING, REWARD = "import-experts", "awaiting", "reward"
 """First words after ``megarl data`` that name what it does with a run's store."""
 WANTS = {
-    IMPORT_EXPERTS: "a parquet or jsonl file of demonstrations, or run:DIR",
+    IMPORT_EXPERTS: "a parquet, json or jsonl file of demonstrations, or run:DIR",
     AWAITING: "a jsonl file to write",
     REWARD: "a parquet or jsonl file with the rows of `megarl data awaiting` and their score",
 }
@@ -28,7 +28,7 @@ LOOKS = {
 """First words that look at the data of a run, whose directory follows."""
 DESCRIPTION = """Write the rows of an experiment (tasks, demonstrations, preferences) as parquet.
 `megarl data import-experts SOURCE... [overrides]` adds expert rows to the store of its run instead; a source is a \
-parquet or jsonl file of demonstrations, or run:DIR, another run's responses.
+parquet, json or jsonl file of demonstrations, or run:DIR, another run's responses.
 `megarl data awaiting FILE.jsonl [overrides]` writes the run's responses that await a reward, and `megarl data reward \
 FILE... [overrides]` gives them the scores of such rows.
 

@@ -27,7 +27,7 @@ def import_experts(config: Config, sources: Sequence[str], min_score: float) -> 
     """Check the rows of all sources, then write those that are new into the run's store, in one transaction.
 
     Args:
-        sources: Parquet or jsonl files of demonstrations, or ``run:DIR``.
+        sources: Parquet, json or jsonl files of demonstrations, or ``run:DIR``.
         min_score: Least score of another run's trajectories.
 
     Raises:

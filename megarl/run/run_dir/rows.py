@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,16 +10,22 @@ from pathlib import Path
 from megarl.core.config import Config
 from megarl.core.schema import Preference, Task
 from megarl.explore.tasksets import (
+    Faults,
     Kind,
     place_of_row,
     processed,
     read_preferences,
     read_rows,
     read_tasks,
+    recorded,
     single_file,
     sources_of,
     with_templates,
 )
+from megarl.explore.tasksets.bad_rows import WHOLE
+from megarl.run.run_dir.changes import has_checkpoints
+
+log = logging.getLogger(__name__)
 
 Rows = Sequence[Task | Preference]
 SPLITS = ("train", "eval")
@@ -56,26 +63,51 @@ def kind_of_rows(config: Config) -> Kind:
     return "preferences" if "pairs" in algorithm.needs else "demonstrations"
 
 
-def read_split(config: Config, split: str, dropped: Counter[str] | None = None) -> Rows:
+def read_split(config: Config, split: str, dropped: Counter[str] | None = None, faults: Faults | None = None) -> Rows:
     """Rows of train, eval, warm_start or expert; their ids begin with the split's name, since two files may have one.
 
+    With ``taskset.bad_rows=drop`` malformed rows are left out, but for those of expert. A run that goes on leaves out
+    the demonstrations and preferences that its start has left out, and no others.
+
     Args:
-        dropped: Is given the numbers of rows that a user's file drops, or that have no ground truth.
+        dropped: Is given the number of rows that a user's file drops.
+        faults: Is given the bad rows that are left out.
 
     Raises:
         DataError: a row is not what the algorithm needs, with file, row and field.
     """
     taskset, kind = config.taskset, kind_of_rows(config) if split in SPLITS else "demonstrations"
+    found: Faults | None = ({} if faults is None else faults) if drops(config, split) else None
     if kind == "tasks":
         # A function of the user's needs no name of a verifier.
-        tasks = read_tasks(taskset, split, OWN_REWARD if config.reward.path is not None else None, dropped)
+        tasks = read_tasks(taskset, split, OWN_REWARD if config.reward.path is not None else None, found)
         return processed(tasks, taskset, split, dropped, config.reward.judge)
-    path = Path(single_file(taskset, split))
+    path, run_dir = Path(single_file(taskset, split)), Path(config.run.dir)
     columns = taskset.columns if split in SPLITS else {}  # warm_start and expert have columns of their own
+    skipped = (
+        recorded(taskset, run_dir).get(split, frozenset()) if found is not None and has_checkpoints(run_dir) else None
+    )
+    if skipped is not None:
+        (found or {}).update(dict.fromkeys(skipped, ""))
+        found = None
     if kind == "preferences":
-        return read_preferences(path, split=split, columns=columns)
-    rows = read_rows(path, require_response=True, split=split, columns=columns)
+        return read_preferences(path, split=split, columns=columns, skipped=skipped or (), faults=found)
+    rows = read_rows(path, require_response=True, split=split, columns=columns, skipped=skipped or (), faults=found)
     return [with_templates(row, taskset) for row in rows]
+
+
+def drops(config: Config, split: str) -> bool:
+    """Return True if bad rows of a split are left out. Expert rows are imported whole, or not at all."""
+    return config.taskset.bad_rows == "drop" and split != WHOLE
+
+
+def log_bad_rows(split: str, faults: Faults, total: int) -> None:
+    """Log how many of a split's rows ``taskset.bad_rows=drop`` leaves out, with the first of them; nothing for none."""
+    if not faults:
+        return
+    first = next(iter(faults.values()))
+    more = f"; the first is {first}" if first else ", as at the run's start"
+    log.warning("taskset.bad_rows=drop: %d of %d rows of taskset.%s are left out%s", len(faults), total, split, more)
 
 
 def place(config: Config, split: str, row: Task | Preference) -> str:

@@ -96,7 +96,7 @@ class Course:
         """Make the remaining steps of the warm start; return the state of step 0 of what follows, or None when the job
         was asked to stop before that: what was reached is saved."""
         rank = self._rank
-        warm_start = WarmStart(rank.config, rank.models, rank.updates, rank.ranks, rank.reporter, rank.checkpoints)
+        warm_start = WarmStart(rank.context, rank.models, rank.updates, rank.ranks, rank.reporter, rank.checkpoints)
         while state.warming_up:
             try:
                 for after in warm_start.steps(state):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,7 +80,15 @@ class OfflineSteps:
         with rank.timeline.phase("load"), starting(rank.config):
             tokenizer, pairs = ChatTokenizer.of(rank.config), "pairs" in rank.algorithm.needs
             self.rows, held_out = (
-                read(single_file(taskset, split), tokenizer, rank.models.images, pairs=pairs, columns=taskset.columns)
+                read(
+                    single_file(taskset, split),
+                    tokenizer,
+                    rank.models.images,
+                    pairs=pairs,
+                    columns=taskset.columns,
+                    split=split,
+                    skipped=rank.context.bad_rows.get(split, ()),
+                )
                 for split in ("train", "eval")
             )
             self.test = self.batch_of(held_out, range(len(held_out)))
@@ -145,13 +153,24 @@ def read(
     *,
     pairs: bool,
     columns: Mapping[str, str] = {},
+    split: str | None = None,
+    skipped: Collection[str] = (),
 ) -> Rows:
-    """Read preferences (``pairs``) or demonstrations, in the columns of ``taskset.columns``. Raises DataError."""
+    """Read preferences (``pairs``) or demonstrations.
+
+    Args:
+        columns: ``taskset.columns``.
+        split: Begins the ids of rows.
+        skipped: Ids of bad rows that the start has left out.
+
+    Raises:
+        DataError: a row is bad.
+    """
     if not pairs:
-        tasks = read_rows(Path(path), require_response=True, columns=columns)
+        tasks = read_rows(Path(path), require_response=True, columns=columns, split=split, skipped=skipped)
         units = tuple((pair,) for pair in demonstrations_of(tasks, tokenizer, images))
         return Rows(units, (0.0,) * len(tasks), () if images is None else tuple(task.images for task in tasks))
-    preferences = read_preferences(Path(path), columns=columns)
+    preferences = read_preferences(Path(path), columns=columns, split=split, skipped=skipped)
     files = () if images is None else tuple(preference.images for preference in preferences)
     ids = encode_preferences(preferences, tokenizer)
     prompts = [p if images is None else images.expand(p, x.images) for (p, *_), x in zip(ids, preferences, strict=True)]

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.core.config import Config
 from megarl.core.config.algorithms import AlgorithmConfig
 from megarl.core.metrics import mean_of_sums
 from megarl.core.schema import Task
@@ -19,6 +18,7 @@ from megarl.learn.batching import of_demonstrations
 from megarl.learn.training import objectives
 from megarl.learn.training.optimizer import learning_rate
 from megarl.train.loop.checkpoints import Checkpointer
+from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
@@ -35,14 +35,15 @@ class WarmStart:
 
     def __init__(
         self,
-        config: Config,
+        context: RunContext,
         models: Models,
         updates: UpdateFilter,
         ranks: Ranks,
         reporter: Reporter,
         checkpoints: Checkpointer,
     ) -> None:
-        self._config = config
+        self._config = context.config
+        self._bad_rows = context.bad_rows
         self._models = models
         self._updates = updates
         self._ranks = ranks
@@ -60,7 +61,8 @@ class WarmStart:
         if config.steps == 0:
             return
         assert self._config.taskset.warm_start is not None, "checked before launch"
-        rows = read_rows(Path(self._config.taskset.warm_start), require_response=True)
+        path, skipped = Path(self._config.taskset.warm_start), self._bad_rows.get("warm_start", ())
+        rows = read_rows(path, require_response=True, split="warm_start", skipped=skipped)
         rows = [with_templates(row, self._config.taskset) for row in rows]
         pairs = demonstrations_of(rows, ChatTokenizer.of(self._config), self._models.images)
         actor = self._models.actor

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Self
 
 from megarl.core.config import Config
 from megarl.core.jobs import PROGRAM, TRAIN
 from megarl.explore.store import Store
+from megarl.explore.tasksets import recorded
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,11 @@ class RunContext:
         """The place that the supervisor has given this process, by its environment."""
         program = os.environ.get(PROGRAM, TRAIN)
         return cls(config, Path(config.run.dir), int(os.environ["MEGARL_ATTEMPT"]), rank, program)
+
+    @cached_property
+    def bad_rows(self) -> dict[str, frozenset[str]]:
+        """Split -> ids of the rows that the start of the run has left out (``taskset.bad_rows``)."""
+        return recorded(self.config.taskset, self.run_dir)
 
     def open_store(self) -> Store:
         """Open the store, whose tables the supervisor has made. A rank that neither reads nor writes never connects: a

@@ -121,6 +121,8 @@ class Reporter:
         """Write the metrics of the step that has ended, with the seconds of its phases, and print a line."""
         config, seconds = self._context.config, self.timeline.seconds
         metrics |= {f"timing_s/{name}": value for name, value in seconds.items()}
+        if config.taskset.bad_rows == "drop":
+            metrics["taskset/bad_rows"] = float(sum(map(len, self._context.bad_rows.values())))
         metrics |= {"perf/total_num_tokens": float(tokens), "perf/time_per_step": seconds["step"]}
         metrics["perf/throughput"] = tokens / (seconds["step"] * num_devices(config))
         if "rollout" in seconds:

@@ -1,14 +1,15 @@
 """The tests of a code row, in the formats that public data sets have them.
 
-| format | where |
-|---|---|
-| ``{"inputs": [...], "outputs": [...]}``: stdin and stdout; with ``"fn_name"`` arguments and returned value | APPS,
-TACO, CodeContests, verl's prime rows | | ``{"input_output": ...}``, the same in JSON | APPS as it is published |
-| ``[{"input": ..., "output": ..., "testtype": "stdin" or "functional"}]``, ``func_name`` in ``extra_info["metadata"]``
-| LiveCodeBench | | ``[{"input": ..., "output": ..., "type": "stdin_stdout" or "function_call", "fn_name"?}]`` |
-PrimeIntellect, DeepCoder | | ``{"test_list": [...], "test_setup_code": ..., "test_imports": [...]}``, or a list of
-assertions | MBPP | | ``{"test": ..., "entry_point": ..., "prompt": ...}`` | HumanEval |
-| ``{"assert_case": [...]}`` | verl's prime rows |
+- ``{"inputs": [...], "outputs": [...]}``: stdin and stdout; with ``"fn_name"`` arguments and returned value (APPS,
+  TACO, CodeContests, verl's prime rows)
+- ``{"input_output": ...}``: the same in JSON (APPS as it is published)
+- ``[{"input": ..., "output": ..., "testtype": "stdin" or "functional"}]``, ``func_name`` in ``extra_info["metadata"]``
+  (LiveCodeBench)
+- ``[{"input": ..., "output": ..., "type": "stdin_stdout" or "function_call", "fn_name"?}]`` (PrimeIntellect, DeepCoder)
+- ``{"test_list": [...], "test_setup_code": ..., "test_imports": [...]}``, or a list of assertions (MBPP)
+- ``{"test": ..., "entry_point": ..., "prompt": ...}`` (HumanEval)
+- ``{"test_code": ..., "entry_point": ..., "import_prefix": ...}`` (Skywork-OR1's LeetCode rows)
+- ``{"assert_case": [...]}`` (verl's prime rows, Skywork-OR1)
 
 What is not in the ground truth is looked for in ``extra_info``. Strings may be JSON.
 """
@@ -17,7 +18,8 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,9 +66,11 @@ def parse(ground_truth: Any, extra_info: dict[str, Any] | None = None) -> Cases 
             raise DataError(f"input_output of a code row: {str(inner)[:80]!r} is no dict, nor one in JSON")
         truth = {**truth, **inner}
     fields = {**info, **truth}
-    for known, read in READERS.items():
-        if known in fields and fields[known] is not None and (known in truth or not set(READERS) & set(truth)):
-            return _usable(read(fields))
+    known = [name for name in READERS if name in truth] or [name for name in READERS if name in info]
+    given = [name for name in known if fields[name] is not None]
+    filled = [name for name in given if fields[name]]  # a table has the fields of all formats in every row
+    if given:
+        return _usable(READERS[(filled or given)[0]](fields))
     raise DataError(
         f"ground_truth of a code row has the fields {sorted(map(str, truth))}; expected one of {', '.join(READERS)}"
     )
@@ -96,8 +100,6 @@ def _usable(row: Cases | Asserts) -> Cases | Asserts:
 
 def _apps(fields: dict[str, Any]) -> Cases:
     inputs, outputs, name = fields["inputs"], fields.get("outputs"), fields.get("fn_name")
-    if not inputs and fields.get("assert_case"):
-        raise _NotThis
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs) or not inputs:
         raise DataError("inputs and outputs of a code row: must be lists of the same length, at least one")
     if not name:
@@ -159,25 +161,45 @@ def _humaneval(fields: dict[str, Any]) -> Asserts:
     return Asserts(Checks(tests, setup, entry), prompt)
 
 
-class _NotThis(Exception):
-    """Another format's fields are filled."""
-
-
-def _apps_or_asserts(fields: dict[str, Any]) -> Cases | Asserts:
+def _skywork(fields: dict[str, Any]) -> Asserts:
+    """Skywork-OR1's rows: ``test_code`` defines ``check(candidate)``, and each of its lines is a test."""
+    code, entry = fields["test_code"], fields.get("entry_point")
+    prefix = fields.get("import_prefix") or ""
+    if not isinstance(code, str) or not isinstance(entry, str) or not isinstance(prefix, str):
+        raise DataError("a code row with 'test_code': needs entry_point too; these and import_prefix are texts")
+    name = entry.removeprefix("Solution().")
+    if not name.isidentifier():
+        raise DataError(f"entry_point of a code row: {entry[:80]!r} must be a function's name, or Solution().NAME")
     try:
-        return _apps(fields)
-    except _NotThis:
-        return _mbpp(fields)
+        tests = _statements(code)
+        defined = {node.name for node in ast.parse(prefix).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise DataError(f"tests of a code row: test_code or import_prefix do not parse: {error}") from error
+    if used := sorted(defined & set(re.findall(r"[^\W\d]\w*", code))):
+        raise DataError(
+            f"test_code of a code row: uses {used[0]!r} of import_prefix, which makes or reads objects (linked lists, "
+            "trees), and these cannot go to the program; leave the row out"
+        )
+    return Asserts(Checks(tests, entry=name), prefix)
 
 
-READERS = {
-    "inputs": _apps_or_asserts,
+def _statements(code: str) -> tuple[str, ...]:
+    """Tests of a function ``check(candidate)``: its assertions where it has nothing else, or one call of it."""
+    body = next((node.body for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)), [])
+    if body and all(isinstance(node, ast.Assert) for node in body):
+        return tuple(ast.get_source_segment(code, node) or "" for node in body)
+    return (f"{code}\ncheck(candidate)",)
+
+
+READERS: dict[str, Callable[[dict[str, Any]], Cases | Asserts]] = {
+    "inputs": _apps,
     "cases": _livecodebench,
     "public_test_cases": _livecodebench,
     "private_test_cases": _livecodebench,
     "test_list": _mbpp,
     "assert_case": _mbpp,
     "test": _humaneval,
+    "test_code": _skywork,
 }
 """The field that tells a format -> its reader."""
 
