@@ -13,23 +13,22 @@ from megarl.weights import megatron_private
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """The local spec's norm, usable with sequence parallelism: Megatron reduces gradients of weights so marked."""
+    """The local spec's norm, usable with sequence parallelism: Megatron reduces gradients of weights so marked.
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
-        super().__init__(hidden_size, eps=eps)
+    Args:
+        own_eps: Epsilon in place of the one of all norms, ``eps``.
+    """
+
+    def __init__(
+        self, config: Any, hidden_size: int, eps: float = 1e-5, own_eps: float | None = None, **unused: Any
+    ) -> None:
+        super().__init__(hidden_size, eps=eps if own_eps is None else own_eps)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 LATENT_NORM_EPS = 1e-6
 """transformers builds the norms of latent attention with this, whatever ``rms_norm_eps`` is; Megatron has one epsilon
 for all norms."""
-
-
-class LatentNorm(RMSNorm):
-    """Norm of a query or key-value latent."""
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
-        super().__init__(config, hidden_size, LATENT_NORM_EPS)
 
 
 FUSION_PACKAGES = {
@@ -75,6 +74,7 @@ def block_spec(config: Any, model: ModelConfig, vp_stage: int | None = None) -> 
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.post_training.modelopt.layers import Linear
     from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.spec_utils import ModuleSpec
 
     from megarl.learn.models.attention import CoreAttention
 
@@ -94,8 +94,9 @@ def block_spec(config: Any, model: ModelConfig, vp_stage: int | None = None) -> 
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = CoreAttention
         if config.multi_latent_attention:
-            attention.kv_layernorm = LatentNorm
-            attention.q_layernorm = IdentityOp if config.q_lora_rank is None else LatentNorm
+            latent_norm = ModuleSpec(module=RMSNorm, params={"own_eps": LATENT_NORM_EPS})
+            attention.kv_layernorm = latent_norm
+            attention.q_layernorm = IdentityOp if config.q_lora_rank is None else latent_norm
             # Whole on every rank, as under TransformerEngine. The local spec's own choice, cut and gathered again,
             # loses the gradient that the other ranks' heads have for the shared rotary key.
             attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear

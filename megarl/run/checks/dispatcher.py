@@ -50,7 +50,7 @@ def check_dispatcher(
         f"{', '.join(map(str, DEEPEP_RANKS))}": group not in DEEPEP_RANKS,
         f"DeepEP adds up bfloat16 alone, and {dtype}={model.dtype}; set it to bfloat16": model.dtype != "bfloat16",
         "DeepEP sends float32 probabilities of experts, and routers compute in bfloat16; set model.router_dtype to "
-        "float32": model.router_dtype is None and not arch.sigmoid_router,
+        "float32": model.router_dtype is None and not arch.router.sigmoid,
     }
     for reason in (reason for reason, holds in refused.items() if holds):
         raise ConfigError(f"model.moe_dispatcher=deepep: {reason}, or set model.moe_dispatcher to alltoall")

@@ -83,7 +83,7 @@ def check_router(config: Config, hf_config: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"model.router.{name}={value}, but the model in {config.model.path} has no experts; set it to 0"
             )
-    if router.bias_update_rate and not arch.sigmoid_router:
+    if router.bias_update_rate and not arch.router.sigmoid:
         raise ConfigError(
             f"model.router.bias_update_rate={router.bias_update_rate}, but routers of {arch.name} have no bias to "
             "move; set it to 0 and model.router.aux_loss_coef above 0"

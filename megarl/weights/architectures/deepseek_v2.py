@@ -18,14 +18,14 @@ from megarl.weights.architectures.blocks import (
     VLLM_MLP,
     VLLM_SHARED_EXPERTS,
 )
-from megarl.weights.architectures.table import Architecture
+from megarl.weights.architectures.table import Architecture, RouterRules
 
 DEEPSEEK_V2 = Architecture(
     name="deepseek_v2",
     models="DeepSeek-V2-Lite, Coder-V2-Lite",
     params=(*EMBEDDING, *LATENT_ATTENTION, *DENSE_MLP, *EXPERTS, *SHARED_EXPERTS, *OUTPUT),
     vllm=(*VLLM_LATENT_ATTENTION, *VLLM_MLP, *VLLM_EXPERTS, *VLLM_SHARED_EXPERTS),
-    scales_topk=True,
+    router=RouterRules(scales_topk=True),
     fixed={
         "rope_interleave": True,
         "hidden_act": "silu",

@@ -22,14 +22,14 @@ from megarl.weights.architectures.blocks import (
     VLLM_MLP,
     VLLM_SHARED_EXPERTS,
 )
-from megarl.weights.architectures.table import Architecture
+from megarl.weights.architectures.table import Architecture, RouterRules
 
 DEEPSEEK_V3 = Architecture(
     name="deepseek_v3",
     models="DeepSeek-V3 and R1",
     params=(*EMBEDDING, *LATENT_ATTENTION, *DENSE_MLP, *EXPERTS, *ROUTER_BIAS, *SHARED_EXPERTS, *MTP, *OUTPUT),
     vllm=(*VLLM_LATENT_ATTENTION, *VLLM_MLP, *VLLM_EXPERTS, *VLLM_SHARED_EXPERTS),
-    sigmoid_router=True,
+    router=RouterRules(sigmoid=True),
     fixed={
         "hidden_act": "silu",
         "attention_bias": False,

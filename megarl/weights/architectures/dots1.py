@@ -19,15 +19,15 @@ from megarl.weights.architectures.blocks import (
     VLLM_MLP,
     VLLM_SHARED_EXPERTS_OF_TRANSFORMERS,
 )
-from megarl.weights.architectures.table import Architecture
+from megarl.weights.architectures.table import Architecture, LayerRules, RouterRules
 
 DOTS1 = Architecture(
     name="dots1",
     models="dots.llm1",
     params=(*EMBEDDING, *ATTENTION, *QK_NORM, *DENSE_MLP, *EXPERTS, *ROUTER_BIAS, *SHARED_EXPERTS, *OUTPUT),
     vllm=(*VLLM_ATTENTION, *VLLM_MLP, *VLLM_EXPERTS, *VLLM_SHARED_EXPERTS_OF_TRANSFORMERS),
-    sigmoid_router=True,
-    window_layers=True,
+    router=RouterRules(sigmoid=True),
+    layers=LayerRules(windows=True),
     has_score_class=False,
     fixed={"hidden_act": "silu", "attention_bias": False},
 )

@@ -22,7 +22,7 @@ from megarl.weights.architectures.blocks import (
     VLLM_QKV_BIAS,
     VLLM_SHARED_EXPERTS,
 )
-from megarl.weights.architectures.table import Architecture
+from megarl.weights.architectures.table import Architecture, LayerRules, RouterRules
 
 GLM4_MOE = Architecture(
     name="glm4_moe",
@@ -40,8 +40,8 @@ GLM4_MOE = Architecture(
         *OUTPUT,
     ),
     vllm=(*VLLM_ATTENTION, *VLLM_QKV_BIAS, *VLLM_MLP, *VLLM_EXPERTS, *VLLM_SHARED_EXPERTS),
-    sigmoid_router=True,
-    partial_rotary=True,
+    router=RouterRules(sigmoid=True),
+    layers=LayerRules(partial_rotary=True),
     has_score_class=False,
     fixed={"hidden_act": "silu", "attention_bias": True},
 )

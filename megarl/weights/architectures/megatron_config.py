@@ -63,7 +63,7 @@ def transformer_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any
         "add_qkv_bias": "self_attention.linear_qkv.bias" in megatron_names,
         "qk_layernorm": any(p.megatron == _Q_NORM and 0 not in p.hf[0].shape(sizes) for p in arch.params),
     }
-    if arch.rope_layers:
+    if arch.layers.rope:
         values |= _layers_without_rope(arch, sizes, hf_config)
     if sizes.vision_depth:
         values |= _vision(arch.name, sizes, hf_config)
@@ -87,7 +87,7 @@ def gpt_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any]:
     }
     if sizes.kv_lora:  # its rope is part of transformer_kwargs
         return values
-    rope = _rope(arch.name, hf_config, partial=arch.partial_rotary)
+    rope = _rope(arch.name, hf_config, partial=arch.layers.partial_rotary)
     kind = rope["rope_type"]
     values["rotary_base"] = rope["rope_theta"]
     if rope["partial_rotary_factor"] != 1.0:
@@ -180,7 +180,7 @@ def _rope(name: str, hf_config: HFConfig, *, partial: bool = False) -> dict[str,
 
 
 def _layers_without_rope(arch: Architecture, sizes: ModelSizes, hf_config: HFConfig) -> dict[str, Any]:
-    key = arch.rope_layers
+    key = arch.layers.rope
     rotates = needed(arch.name, hf_config, key)
     if not isinstance(rotates, list | tuple) or len(rotates) != sizes.num_layers or set(rotates) - {0, 1}:
         raise ArchitectureError(
@@ -201,7 +201,7 @@ def _refuse_other_masks(arch: Architecture, hf_config: HFConfig) -> None:
     """
     window = hf_config.get("sliding_window")
     is_used = hf_config.get("use_sliding_window", True) or "use_sliding_window" not in arch.fixed
-    if arch.window_layers:
+    if arch.layers.windows:
         is_used = set(hf_config.get("layer_types") or ("",)) != {"full_attention"}
     if window is not None and is_used:
         raise ArchitectureError(
@@ -288,8 +288,8 @@ def _experts(arch: Architecture, sizes: ModelSizes, hf_config: HFConfig) -> dict
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
     }
-    normed = arch.norms_topk or flag(name, hf_config, "norm_topk_prob")
-    if arch.sigmoid_router:
+    normed = arch.router.norms_topk or flag(name, hf_config, "norm_topk_prob")
+    if arch.router.sigmoid:
         return values | _sigmoid_router(name, sizes, hf_config, normed)
     if sizes.topk == 1 and normed:
         raise ArchitectureError(
@@ -298,7 +298,7 @@ def _experts(arch: Architecture, sizes: ModelSizes, hf_config: HFConfig) -> dict
         )
     # A softmax over all experts, divided by the sum of the chosen ones, is the softmax over the chosen ones.
     values |= {"moe_router_score_function": "softmax", "moe_router_pre_softmax": not normed}
-    return values | (_topk_scaling(name, hf_config) if arch.scales_topk else {})
+    return values | (_topk_scaling(name, hf_config) if arch.router.scales_topk else {})
 
 
 def _topk_scaling(name: str, hf_config: HFConfig) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from megarl.weights.architectures.blocks import (
     gated,
     vllm_experts,
 )
-from megarl.weights.architectures.table import Architecture, Logical
+from megarl.weights.architectures.table import Architecture, Logical, RouterRules
 
 _EXPERTS = gated("block_sparse_moe.experts.{expert}", "expert_ffn", names=("w1", "w3", "w2"))
 _ROUTER = Logical("block_sparse_moe.gate.weight", "experts hidden")
@@ -25,7 +25,7 @@ MIXTRAL = Architecture(
     params=(*EMBEDDING, *ATTENTION, *expert_rows(_EXPERTS, _ROUTER), *OUTPUT),
     vllm=(*VLLM_ATTENTION, *vllm_experts(_EXPERTS, "block_sparse_moe")),
     vllm_ends_everywhere=True,
-    norms_topk=True,
+    router=RouterRules(norms_topk=True),
     fixed={"hidden_act": "silu"},
     keys={"expert_ffn": ("intermediate_size",)},
 )

@@ -20,7 +20,7 @@ from megarl.weights.architectures.blocks import (
     gated_rows,
     vllm_gated,
 )
-from megarl.weights.architectures.table import Architecture, Logical, Op, Param, Stage
+from megarl.weights.architectures.table import Architecture, LayerRules, Logical, Op, Param, Stage
 
 _SHARED = gated("mlp.shared_expert", "shared_ffn")
 _GATE = Logical("mlp.shared_expert_gate.weight", "labels hidden")
@@ -46,7 +46,7 @@ QWEN2_MOE = Architecture(
         *vllm_gated(_SHARED, "mlp.shared_expert.gate_up_proj.weight"),
     ),
     fixed={"hidden_act": "silu", "qkv_bias": True},
-    window_layers=True,
+    layers=LayerRules(windows=True),
     megatron={"moe_shared_expert_gate": True},
     keys={"shared_ffn": ("shared_expert_intermediate_size",)},
 )

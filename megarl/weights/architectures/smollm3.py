@@ -6,7 +6,7 @@ Source: ``transformers/models/smollm3/modeling_smollm3.py``; vLLM 0.32 runs it t
 from __future__ import annotations
 
 from megarl.weights.architectures.blocks import ATTENTION, EMBEDDING, MLP, OUTPUT, VLLM_ATTENTION, VLLM_MLP
-from megarl.weights.architectures.table import Architecture
+from megarl.weights.architectures.table import Architecture, LayerRules
 
 SMOLLM3 = Architecture(
     name="smollm3",
@@ -14,6 +14,5 @@ SMOLLM3 = Architecture(
     params=(*EMBEDDING, *ATTENTION, *MLP, *OUTPUT),
     vllm=(*VLLM_ATTENTION, *VLLM_MLP),
     fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
-    window_layers=True,
-    rope_layers="no_rope_layers",
+    layers=LayerRules(rope="no_rope_layers", windows=True),
 )

@@ -16,15 +16,15 @@ from megarl.weights.architectures.blocks import (
     VLLM_EXPERTS,
     VLLM_SHARED_EXPERTS_OF_TRANSFORMERS,
 )
-from megarl.weights.architectures.table import Architecture
+from megarl.weights.architectures.table import Architecture, LayerRules, RouterRules
 
 SOLAR_OPEN = Architecture(
     name="solar_open",
     models="Solar Open",
     params=(*EMBEDDING, *ATTENTION, *EXPERTS, *ROUTER_BIAS, *SHARED_EXPERTS, *OUTPUT),
     vllm=(*VLLM_ATTENTION, *VLLM_EXPERTS, *VLLM_SHARED_EXPERTS_OF_TRANSFORMERS),
-    sigmoid_router=True,
-    partial_rotary=True,
+    router=RouterRules(sigmoid=True),
+    layers=LayerRules(partial_rotary=True),
     has_score_class=False,
     fixed={"hidden_act": "silu", "attention_bias": False},
     keys={"ffn": ("moe_intermediate_size",)},

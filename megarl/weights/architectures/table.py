@@ -229,6 +229,32 @@ class ModelSizes:
 
 
 @dataclass(frozen=True)
+class LayerRules:
+    """Keys of config.json that say of each layer, or each head, what it does."""
+
+    partial_rotary: bool = False
+    """``partial_rotary_factor`` is the share of a head that rotates; elsewhere any other than 1 is refused."""
+    rope: str = ""
+    """Key with a list of 1 for each layer that rotates queries and keys, and 0 for each that does not."""
+    kinds: str = ""
+    """Key with a list of ``sparse`` for each layer with experts, and ``dense`` for each other."""
+    windows: bool = False
+    """``layer_types`` says which layers have the window; elsewhere ``sliding_window`` is one of all layers."""
+
+
+@dataclass(frozen=True)
+class RouterRules:
+    """Rules by which a router chooses and weighs experts."""
+
+    sigmoid: bool = False
+    """Experts are chosen by sigmoid scores, a bias and groups (DeepSeek-V3); else by a softmax."""
+    norms_topk: bool = False
+    """The chosen experts' probabilities are always divided by their sum; else by ``norm_topk_prob``."""
+    scales_topk: bool = False
+    """Softmax probabilities of the chosen experts are multiplied by ``routed_scaling_factor``; sigmoid ones always."""
+
+
+@dataclass(frozen=True)
 class Architecture:
     """One model family."""
 
@@ -254,20 +280,8 @@ class Architecture:
     files have the former."""
     config_class: str = ""
     """``model_type`` of transformers' configuration class, where that is not ``name``."""
-    partial_rotary: bool = False
-    """``partial_rotary_factor`` is the share of a head that rotates; elsewhere any other than 1 is refused."""
-    rope_layers: str = ""
-    """Key with a list of 1 for each layer that rotates queries and keys, and 0 for each that does not."""
-    layer_kinds: str = ""
-    """Key with a list of ``sparse`` for each layer with experts, and ``dense`` for each other."""
-    window_layers: bool = False
-    """``layer_types`` says which layers have the window; elsewhere ``sliding_window`` is one of all layers."""
-    sigmoid_router: bool = False
-    """Experts are chosen by sigmoid scores, a bias and groups (DeepSeek-V3); else by a softmax."""
-    scales_topk: bool = False
-    """Softmax probabilities of the chosen experts are multiplied by ``routed_scaling_factor``; sigmoid ones always."""
-    norms_topk: bool = False
-    """The chosen experts' probabilities are always divided by their sum; else by ``norm_topk_prob``."""
+    layers: LayerRules = LayerRules()
+    router: RouterRules = RouterRules()
     head: Head = "lm"
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Fields of :class:`ModelSizes` read from a config.json key that is not the usual one (``COMMON_KEYS``)."""
@@ -337,7 +351,7 @@ class Architecture:
             more["q_lora"] = 0 if needed(self.name, hf_config, "q_lora_rank") is None else get("q_lora")
         if Stage.MOE in known:
             more |= {name: get(name) for name in ("experts", "topk", "expert_ffn")}
-            if self.layer_kinds:
+            if self.layers.kinds:
                 more["moe_layers"] = _listed_moe_layers(self, hf_config, get("num_layers"))
             elif Stage.DENSE in known:
                 more["moe_layers"] = _moe_layers(self.name, hf_config, get("num_layers"))
@@ -526,10 +540,10 @@ def _vision_sizes(name: str, hf_config: HFConfig) -> dict[str, int]:
 
 
 def _listed_moe_layers(arch: Architecture, hf_config: HFConfig, num_layers: int) -> tuple[int, ...]:
-    kinds = needed(arch.name, hf_config, arch.layer_kinds)
+    kinds = needed(arch.name, hf_config, arch.layers.kinds)
     if not isinstance(kinds, list | tuple) or len(kinds) != num_layers or not {*kinds} <= {"dense", "sparse"}:
         raise ArchitectureError(
-            f"config.json of a {arch.name} model has {arch.layer_kinds}={kinds!r}; it must be a list of dense or "
+            f"config.json of a {arch.name} model has {arch.layers.kinds}={kinds!r}; it must be a list of dense or "
             f"sparse for each of {num_layers} layers"
         )
     return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
