@@ -31,7 +31,8 @@ _HEDGED = re.compile(
 """After ``\\boxed 5``, which nothing but white space ends."""
 _TAG = re.compile(r"<answer>", re.IGNORECASE)
 _TAG_END = re.compile(r"</answer>", re.IGNORECASE)
-_HASHES = re.compile(r"####[ \t]*([^\n]*)")
+_HASHES = re.compile(r"####[ \t]*(?:\n\s*(?!#))?([^\n]*)")
+"""``#### 18``; the answer may stand on the next line."""
 _PHRASE = re.compile(
     rf"(?:{marks.NAMES}\s*(?:(?:\*\*)?\s*(?:{marks.SIGNS})\s*(?:\*\*)?|\s+(?:is|are|would\s+be|will\s+be)\b\s*:?)"
     r"|\bans\.(?=\s*[\d$\\(*-])"
@@ -47,7 +48,10 @@ _REASON = re.compile(
 _INLINE = re.compile(r"\$\$([^$]+)\$\$|(?<!\\)\$([^$]+)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]")
 _DISPLAY = re.compile(r"\$\$([^$]+)\$\$|\\\[(.+?)\\\]", re.DOTALL)
 _TAIL = re.compile(r"(?:\s*(?:I hope (?:it|this) is correct\.?|<\|[a-z_]+\|>\w*|<(?:/s|end|eos|end_of_turn)>))+\s*$")
-_LAST_SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z])|(?<=[。！？])(?=.)")
+_LAST_SENTENCE = re.compile(
+    r"(?<=[.!?])\s+(?=[A-Z])(?![A-H]\W*$)|(?<=[.!?])(?<![^A-Za-z][A-H][.!?])\s+(?=[A-H]\W*$)|(?<=[。！？])(?=.)"
+)
+"""End of a sentence. "so C. B" is one sentence, since it names two options."""
 _LETTERS = re.compile(r"\W*(?:[A-H]\b\W*){2,}")
 _ADVERB = re.compile(r"^(?:therefore|thus|hence|simply|just|clearly|then|now)\b[,\s]*", re.IGNORECASE)
 _ONE_NUMBER = re.compile(
@@ -81,7 +85,7 @@ _AFFIRMED_QUESTION = re.compile(
 
 def after_thinking(text: str) -> str:
     """Return the last ``MAX_RESPONSE`` characters of the answer after the thought."""
-    return without_thought(text)[-MAX_RESPONSE:]
+    return marks.without_tables(without_thought(text)[-MAX_RESPONSE:])
 
 
 def boxes(text: str) -> Iterator[tuple[int, str]]:
@@ -139,10 +143,9 @@ def extract(response: str, answer_format: str = "any") -> str:
     last line.
     """
     text = after_thinking(response)
-    if answer_format == "line":
-        line = _line(text)
-        return marks.unled(marks.undecorated(_any(text, "any") if line is None else line))
-    return marks.unled(marks.undecorated(_any(text, answer_format)))
+    line = _line(text) if answer_format == "line" else None
+    answer = _any(text, "any" if answer_format == "line" else answer_format) if line is None else line
+    return marks.unquoted(marks.unled(marks.undecorated(answer)))
 
 
 def _any(text: str, answer_format: str) -> str:
@@ -205,7 +208,7 @@ def _loose(text: str) -> str:
         return phrase
     if text.endswith(("$$", r"\]")) and (displays := list(_DISPLAY.finditer(text))) and displays[-1].end() == len(text):
         return next(filter(None, displays[-1].groups())).strip()
-    return _of_sentence(_LAST_SENTENCE.split(text.rsplit("\n", 1)[-1])[-1])
+    return _of_sentence(_LAST_SENTENCE.split(f" {text.rsplit(chr(10), 1)[-1]}")[-1])
 
 
 def _after_phrase(text: str) -> str | None:
@@ -224,7 +227,11 @@ def _after_phrase(text: str) -> str | None:
     stop = _SENTENCE_END.search(rest)
     if stop and _LETTERS.fullmatch(rest):  # "The answer is B. A C D"
         stop = None
+    asked = "?" if stop and stop.group() in "?？" else ""  # kept: a question is no answer to anything else
     answer = marks.undecorated(_REASON.sub("", rest[: stop.start()] if stop else rest)).strip().strip("*").strip()
+    answer = marks.unbracketed(text[: matches[first].start()], answer) + asked
+    if asked:
+        return answer
     return _of_sentence(answer) if re.search(r"[a-zA-Z]{2,}\s.*\b(?:is|are|equals)\b", answer) else answer
 
 

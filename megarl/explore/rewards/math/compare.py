@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 
 from megarl.explore.rewards.answer import measures, units
+from megarl.explore.rewards.answer.marks import asks
 from megarl.explore.rewards.answer.normalize import (
     MIN_ROUNDED_DIGITS,
     Quantity,
@@ -58,8 +59,10 @@ def equal(gold: str, pred: str, question: str = "") -> bool:
     if len(pred) > MAX_ANSWER and len(pred) > 2 * len(gold):
         return False
     first, second = clean(gold), clean(pred)
-    if not first or not second:
+    if not first or not second or (asks(pred) and not asks(gold)):
         return False
+    if _IN_UNITS.search(gold):
+        second = _U.sub("", second)
     if squash(first) == squash(second):
         return True
     if _echo(second, question):
@@ -69,12 +72,17 @@ def equal(gold: str, pred: str, question: str = "") -> bool:
     return _same(parse(first), parse(_as_written_by(first, second))) or _converted(first, second, question)
 
 
-def lacks_percent(gold: str, pred: str, question: str = "") -> bool:
-    """Return True for ``25`` beside a gold of ``25\\%``, unless the question asks for per cent."""
-    if "%" not in gold or _PERCENT.search(question):
+_IN_UNITS = re.compile(r"\b(?:sq(?:uare)?\.?\s*|cubic\s*)?units?\b|单位", re.IGNORECASE)
+_U = re.compile(r"(?<=[\d)}])\s*(?:sq(?:uare)?\.?\s*)?u(?:\s*\^\s*\{?\s*[23]\s*\}?)?$")
+"""``u^2``, which abbreviates the square units of a ground truth; elsewhere ``u`` is a variable."""
+
+
+def other_percent(gold: str, pred: str, question: str = "") -> bool:
+    """Return True for ``25`` beside ``25\\%``, whichever is the gold, unless the question asks for per cent."""
+    if not (_PERCENT.search(gold) or _PERCENT.search(pred)) or _PERCENT.search(question):
         return False
     first, second = quantity(clean(gold)), quantity(_outer(clean(pred), _EQUALS)[-1])
-    return bool(first and second and first.percent and not second.percent and first.value == second.value != 0)
+    return bool(first and second and first.percent != second.percent and first.value == second.value != 0)
 
 
 def _as_written_by(gold: str, pred: str) -> str:

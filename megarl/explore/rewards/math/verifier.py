@@ -14,7 +14,7 @@ from typing import Any
 from megarl.core.errors import DataError
 from megarl.explore.rewards.answer.extract import extract, last_box
 from megarl.explore.rewards.answer.normalize import clean
-from megarl.explore.rewards.math.compare import MAX_ANSWER, equal, lacks_percent
+from megarl.explore.rewards.math.compare import MAX_ANSWER, equal, other_percent
 
 TIME_LIMIT_S = 3.0
 """CPU time of one verification: a verdict does not depend on the machine's load. ``reward.timeout_s`` limits the wall
@@ -175,7 +175,7 @@ def score(
             pred = extract(solution_str, answer_format)
             question = info.get("question") or info.get("problem")
             question = question if isinstance(question, str) else ""
-            right = any(equal(gold, pred, question) and not lacks_percent(gold, pred, question) for gold in golds)
+            right = any(equal(gold, pred, question) and not other_percent(gold, pred, question) for gold in golds)
     except OutOfTime:
         return out_of_time(pred, lambda: [equal(gold, "0", "") for gold in golds])
     except RecursionError:

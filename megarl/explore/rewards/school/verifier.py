@@ -9,8 +9,9 @@ from typing import Any
 from megarl.core.errors import DataError
 from megarl.explore.rewards.answer import measures, sequences
 from megarl.explore.rewards.answer.extract import after_thinking, boxes, extract, unmarked
+from megarl.explore.rewards.answer.marks import asks
 from megarl.explore.rewards.answer.normalize import half_width
-from megarl.explore.rewards.math.compare import MAX_ANSWER
+from megarl.explore.rewards.math.compare import MAX_ANSWER, other_percent
 from megarl.explore.rewards.math.verifier import (
     TIME_LIMIT_S,
     MathScorer,
@@ -145,13 +146,18 @@ def score(solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | 
     try:
         with time_limit(TIME_LIMIT_S):
             pred = extract(solution_str)
-            if len(pred) > MAX_ANSWER:
+            if len(pred) > MAX_ANSWER or (asks(pred) and not _may_ask(ground_truth, info)):
                 return _judge(pred, 0.0)
             return _SCORE[kind](solution_str, pred, ground_truth, info)
     except OutOfTime:
         return out_of_time(pred, lambda: _SCORE[kind]("0", "0", ground_truth, info))
     except RecursionError:
         return verdict("wrong", pred)
+
+
+def _may_ask(ground_truth: Any, info: Mapping[str, Any]) -> bool:
+    """Return True if a ground truth or an option is a question itself, as in a dialogue."""
+    return "?" in half_width(f"{ground_truth} {list(k12_read.options_of(info).values())}")
 
 
 def check_row(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> None:
@@ -309,29 +315,30 @@ def _blanks(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> di
     numbered = k12_read.numbered(unmarked(response).rsplit("\n", 1)[-1])
     if len(numbered) == len(golds) > 1:  # 第一空填3，第二空填5
         parts = numbered
-    right, convert = 0, _units_open(info)
+    right, question = 0, _question(info)
     if len(parts) <= len(golds):
         if info.get("unordered"):
             rest = list(parts)
             for golds_of_blank in accepted:
-                hit = next((i for i, part in enumerate(rest) if _any_short(golds_of_blank, part, convert)), None)
+                hit = next((i for i, part in enumerate(rest) if _any_short(golds_of_blank, part, question)), None)
                 if hit is not None:
                     right += 1
                     del rest[hit]
         else:
-            right = sum(_any_short(gold, part, convert) for gold, part in zip(accepted, parts, strict=False))
+            right = sum(_any_short(gold, part, question) for gold, part in zip(accepted, parts, strict=False))
     return _judge("; ".join(parts), right / len(golds), blanks=float(len(golds)), right_blanks=float(right))
 
 
-def _any_short(golds: list[str], pred: str, convert: bool) -> bool:
-    return any(same_short(gold, pred, convert) for gold in golds)
+def _any_short(golds: list[str], pred: str, question: str) -> bool:
+    """Return True if one ground truth is met. Another unit may be right where the question names none for the answer;
+    a number of per cent only where it asks for per cent."""
+    convert = not measures.asks_for_unit(question)
+    return any(same_short(gold, pred, convert) and not other_percent(gold, pred, question) for gold in golds)
 
 
-def _units_open(info: Mapping[str, Any]) -> bool:
-    """Return True if an answer may be in another unit than the ground truth: the question, if the row has it, names
-    none for it."""
+def _question(info: Mapping[str, Any]) -> str:
     question = info.get("question") or info.get("problem")
-    return not (isinstance(question, str) and measures.asks_for_unit(question))
+    return question if isinstance(question, str) else ""
 
 
 def _recited(response: str, golds: Sequence[str]) -> bool:
@@ -342,32 +349,31 @@ def _recited(response: str, golds: Sequence[str]) -> bool:
 
 def _short(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> dict[str, Any]:
     golds = [str(gold) for gold in (truth if isinstance(truth, (list, tuple)) else [truth])]
-    convert = _units_open(info)
+    question = _question(info)
     if _recited(response, golds):
         return _judge(pred, 1.0)
     if row := k12_final.boxes_in_a_row(response):
-        listed_so = _any_short(golds, ", ".join(row), convert)
-        return _judge(pred, float(listed_so or all(_any_short(golds, box, convert) for box in row)))
+        listed_so = _any_short(golds, ", ".join(row), question)
+        return _judge(pred, float(listed_so or all(_any_short(golds, box, question) for box in row)))
     text = unmarked(response)
-    question = str(info.get("question") or info.get("problem") or "")
     if any(k12_final.only_rough(gold, pred, question) for gold in golds):
         return _judge(pred, 0.0)
     pred = k12_final.without_rough(pred, question)
     if re.fullmatch(r"\d+", pred) and text.strip() != pred and k12_final.counts_the_way(text):
         return _judge(pred, 0.0)
-    return _judge(pred, float(_any_short(golds, pred, convert) or _said_short(text, pred, golds, convert)))
+    return _judge(pred, float(_any_short(golds, pred, question) or _said_short(text, pred, golds, question)))
 
 
-def _said_short(text: str, pred: str, golds: list[str], convert: bool) -> bool:
+def _said_short(text: str, pred: str, golds: list[str], question: str) -> bool:
     """Return True if a name, an answer before its explanation, or one beside a refused answer is right."""
     if pair := k12_final.beside_refused(pred):
         said, refused = pair
-        return _any_short(golds, said, convert) and not _any_short(golds, refused, convert)
+        return _any_short(golds, said, question) and not _any_short(golds, refused, question)
     line = text.rsplit("\n", 1)[-1]
     if any(states_division(gold, line) for gold in golds):
         return True
     said = text and (k12_final.named(text) or k12_final.text_before_explanation(text))
-    return bool(said) and _any_short(golds, said, convert)
+    return bool(said) and _any_short(golds, said, question)
 
 
 _SCORE = {
