@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from megarl.core.errors import DataError
-from megarl.explore.rewards.answer.extract import extract, last_box
+from megarl.explore.rewards.answer.grammar import extract, last_box
 from megarl.explore.rewards.answer.normalize import clean
 from megarl.explore.rewards.math.compare import MAX_ANSWER, equal, other_percent
 

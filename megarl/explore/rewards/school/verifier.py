@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megarl.core.errors import DataError
-from megarl.explore.rewards.answer import measures, sequences
-from megarl.explore.rewards.answer.extract import after_thinking, boxes, extract, unmarked
+from megarl.explore.rewards.answer import grammar, measures, sequences, trace
+from megarl.explore.rewards.answer.grammar import after_thinking, boxes, extract, unmarked
 from megarl.explore.rewards.answer.marks import asks
 from megarl.explore.rewards.answer.normalize import half_width
 from megarl.explore.rewards.math.compare import MAX_ANSWER, other_percent
@@ -23,7 +23,6 @@ from megarl.explore.rewards.math.verifier import (
     time_limit,
     verdict,
 )
-from megarl.explore.rewards.school import contrast as k12_contrast
 from megarl.explore.rewards.school import final as k12_final
 from megarl.explore.rewards.school import options as k12_options
 from megarl.explore.rewards.school import read as k12_read
@@ -216,37 +215,41 @@ def _choice(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> di
         if options:
             return verdict("error", pred, f"ground_truth {truth!r:.80} is not one of the options {', '.join(options)}")
         return _judge(pred, float(same_short(gold_text, pred)))
-    row = k12_final.boxes_in_a_row(response)
+    row = grammar.boxes_in_a_row(response)
     if row:
         return _judge(pred, float(all(k12_options.named(box, options) == gold for box in row)))
     text = unmarked(response)
-    found = (
-        k12_final.letters_before_explanation(text, options)
-        or k12_options.named(pred, options)
-        or k12_contrast.settled_last(pred, text)  # "Option B is correct."
-        or k12_read.chosen(after_thinking(response))
-        or k12_options.named(_said(response, pred), options)
-        or k12_final.concluded(text)
-        or _beside_refused(pred, options)
+    found = _first(
+        ("letter before its explanation", lambda: k12_final.letters_before_explanation(text, options)),
+        ("option of the answer", lambda: k12_options.named(pred, options)),
+        ("letter beside refused ones", lambda: k12_final.settled_last(pred, text)),  # "Option B is correct."
+        ("choice in the text", lambda: k12_final.chosen(after_thinking(response))),
+        ("option of a JSON object", lambda: k12_options.named(grammar.of_object(text), options)),
+        ("sentence that chooses", lambda: k12_final.sole_choice(text, pred)),
+        ("conclusion", lambda: k12_final.concluded(text)),
+        ("option beside a refused one", lambda: _beside_refused(pred, options)),
     )
-    return _judge(pred, float(found == gold))
+    return _judge(pred, float(_same_letters(gold, found)))
+
+
+def _first(*forms: tuple[str, Callable[[], set[str] | None]]) -> set[str]:
+    """The letters of the first form that names any; empty for none."""
+    for form, read in forms:
+        if found := read():
+            trace.read(form, " ".join(sorted(found)))
+            return found
+    return set()
+
+
+def _same_letters(gold: set[str], found: set[str]) -> bool:
+    return trace.compared("letters", " ".join(sorted(gold)), " ".join(sorted(found)), gold == found)
 
 
 def _beside_refused(pred: str, options: Mapping[str, str]) -> set[str] | None:
     """The option whose text a prediction names beside that of a refused one: "Paris, not London"."""
-    pair = k12_final.beside_refused(pred) if options else None
+    pair = grammar.beside_refused(pred) if options else None
     found, refused = (k12_options.named(text, options) for text in pair) if pair else (None, None)
     return found if found and found != refused else None
-
-
-def _said(response: str, pred: str) -> str:
-    """Option that a response names in a sentence of its own, with a reason, or as JSON; '' for none of these."""
-    text = unmarked(response)
-    return (
-        k12_contrast.of_object(text)
-        or k12_contrast.concluded(text.rsplit("\n", 1)[-1])
-        or k12_contrast.with_reason(pred)
-    )
 
 
 def _multiple(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> dict[str, Any]:
@@ -265,17 +268,17 @@ def _multiple(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> 
                 f"ground_truth {truth!r:.80} names no option letters; set extra_info.options or extra_info.type",
             )
         gold |= found
-    if row := k12_final.boxes_in_a_row(response):
+    if row := grammar.boxes_in_a_row(response):
         pred = ", ".join(row)
     text = unmarked(response)
-    chosen = (
-        k12_final.letters_before_explanation(text, options, several=True)
-        or k12_options.named(pred, options, several=True)
-        or k12_contrast.settled(pred)
-        or k12_read.chosen(after_thinking(response))
-        or k12_final.concluded(text)
-        or set()
+    chosen = _first(
+        ("letters before their explanation", lambda: k12_final.letters_before_explanation(text, options, several=True)),
+        ("options of the answer", lambda: k12_options.named(pred, options, several=True)),
+        ("letters beside refused ones", lambda: k12_final.settled(pred)),
+        ("choice in the text", lambda: k12_final.chosen(after_thinking(response))),
+        ("conclusion", lambda: k12_final.concluded(text)),
     )
+    _same_letters(gold, chosen)
     return _judge(pred, len(chosen & gold) / len(gold) if chosen <= gold else 0.0, selected=float(len(chosen)))
 
 
@@ -283,7 +286,7 @@ def _true_false(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -
     gold = truth if isinstance(truth, bool) else k12_truth.truth(str(truth))
     if gold is None:
         return verdict("error", pred, f"ground_truth {truth!r:.80} is neither true nor false")
-    if row := k12_final.boxes_in_a_row(response):
+    if row := grammar.boxes_in_a_row(response):
         return _judge(pred, float(all(k12_truth.truth(box) is gold for box in row)))
     return _judge(pred, float(_judgement(response, pred) is gold))
 
@@ -309,7 +312,7 @@ def _blanks(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> di
     found = [content for _, content in boxes(after_thinking(response))]
     if len(parts) != len(golds) and len(found) == len(golds):
         parts = found
-    row = k12_final.boxes_in_a_row(response)
+    row = grammar.boxes_in_a_row(response)
     if len(set(row)) > len(golds):  # "\\boxed{3}, \\boxed{5}" for one blank
         parts = row
     numbered = k12_read.numbered(unmarked(response).rsplit("\n", 1)[-1])
@@ -352,27 +355,27 @@ def _short(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> dic
     question = _question(info)
     if _recited(response, golds):
         return _judge(pred, 1.0)
-    if row := k12_final.boxes_in_a_row(response):
+    if row := grammar.boxes_in_a_row(response):
         listed_so = _any_short(golds, ", ".join(row), question)
         return _judge(pred, float(listed_so or all(_any_short(golds, box, question) for box in row)))
     text = unmarked(response)
-    if any(k12_final.only_rough(gold, pred, question) for gold in golds):
+    if any(grammar.only_rough(gold, pred, question) for gold in golds):
         return _judge(pred, 0.0)
-    pred = k12_final.without_rough(pred, question)
-    if re.fullmatch(r"\d+", pred) and text.strip() != pred and k12_final.counts_the_way(text):
+    pred = grammar.without_rough(pred, question)
+    if re.fullmatch(r"\d+", pred) and text.strip() != pred and grammar.counts_the_way(text):
         return _judge(pred, 0.0)
     return _judge(pred, float(_any_short(golds, pred, question) or _said_short(text, pred, golds, question)))
 
 
 def _said_short(text: str, pred: str, golds: list[str], question: str) -> bool:
     """Return True if a name, an answer before its explanation, or one beside a refused answer is right."""
-    if pair := k12_final.beside_refused(pred):
+    if pair := grammar.beside_refused(pred):
         said, refused = pair
         return _any_short(golds, said, question) and not _any_short(golds, refused, question)
     line = text.rsplit("\n", 1)[-1]
     if any(states_division(gold, line) for gold in golds):
         return True
-    said = text and (k12_final.named(text) or k12_final.text_before_explanation(text))
+    said = text and (grammar.named(text) or grammar.text_before_explanation(text))
     return bool(said) and _any_short(golds, said, question)
 
 

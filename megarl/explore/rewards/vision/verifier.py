@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megarl.core.errors import DataError
-from megarl.explore.rewards.answer.extract import extract, unmarked
+from megarl.explore.rewards.answer.grammar import extract, unmarked
 from megarl.explore.rewards.math import verifier as math_verifier
 from megarl.explore.rewards.school import read as k12_read
 from megarl.explore.rewards.school import verifier as k12
-from megarl.explore.rewards.school.final import boxes_in_a_row
+from megarl.explore.rewards.answer.grammar import boxes_in_a_row
 from megarl.explore.rewards.vision.boxes import (
     SCALES,
     Numbers,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 
 from megarl.core.thoughts import without_thought
-from megarl.explore.rewards.answer import marks
+from megarl.explore.rewards.answer import marks, trace
 from megarl.explore.rewards.answer.stated import stated
 from megarl.explore.rewards.answer.units import NUMERALS
 
@@ -265,3 +266,213 @@ def _of_sentence(line: str) -> str:
     if said and group and not _UNSURE.search(line[: said.start(group)]):
         return said[group].strip()
     return line
+
+
+# ---------------------------------------------------------------- sentences
+
+MAX_LINE_READ = 300
+"""Characters of a line that is read as a conclusion."""
+MAX_ANSWER_LINE = 120
+"""Characters of an answer before its explanation."""
+
+UNDECIDED = re.compile(
+    r"\b(?:if|unless|whether|either|maybe|perhaps|possibly|probably|might|could|would|may|suppose|assum\w+|guess\w*|"
+    r"claim\w*|argu\w+|says?|said|thinks?|thought|wait|actually|sorry|unsure|doubt\w*|mistake\w*|mistaken\w*|correction)\b"
+    r"|[?？]|如果|假如|假设|若|除非|要是|可能|也许|或许?|是否|[吗么呢]|等等|其实|更正|改[选为]|怀疑|(?<!我)(?<!我们)(?:认为|觉得)|说\s*[,:，：]|有人|误[选认以]",
+    re.IGNORECASE,
+)
+TAKEN_BACK = re.compile(
+    r"\b(?:wait|actually|sorry|correction|mistaken?|on\s+second\s+thought|instead)\b|更正|等等|其实|改选|我错|应[该当]?是\s*[A-H]"
+    r"|(?:^|[,.;\s])不[对是][,.;\s]|\b(?:choose|pick|select)\b|\b(?:choice|answer|option)\s+(?:is|would|should)\b",
+    re.IGNORECASE,
+)
+
+
+_EXPLAINS = (
+    r"[#*_>\s【\[(]*(?:(?:the\s+|an?\s+|my\s+|brief\s+)*(?:explanation|reason(?:ing)?|rationale|justification|solution|"
+    r"analysis|proof)\b(?:\s+is\b)?|because\b|since\b|this\s+is\s+(?:because|since)\b|here(?:['’]s|\s+is)\s+why\b|why\b"
+    r"|解析|分析|详解|解答|理由|解释|点评|说明|考点|因为|由于|原因)"
+)
+_EXPLAINED = re.compile(
+    rf"\s*(?P<answer>[^\n【]{{1,{MAX_ANSWER_LINE}}}?)\s*(?:\n\s*|(?=【))(?P<rest>{_EXPLAINS}.*)",
+    re.DOTALL | re.IGNORECASE,
+)
+_HEADED = re.compile(
+    r"(?:^|\n)[#*\s]*[【\[](?:正确|参考|标准)?答案[】\]][*\s:：]*"
+    rf"(?P<answer>[^\n【]{{1,{MAX_ANSWER_LINE}}}?)\s*(?:\n\s*|(?=【))(?P<rest>[#*\s]*【.*)",
+    re.DOTALL,
+)
+
+
+_COUNTERS = re.compile(
+    rf"{TAKEN_BACK.pattern}|\b(?:not|no|too|wrong|incorrect|false|try|tries|fails?|so|therefore|thus|hence|then|solution)\b"
+    r"|n['’]t\b|[=?？不没错非]|所以|因此|应",
+    re.IGNORECASE,
+)
+"""Found in what follows a short answer where that may be no explanation of it."""
+
+
+def explained(text: str) -> tuple[str, str] | None:
+    """(answer, rest) of an answer that its explanation follows."""
+    if "\n" not in text and "【" not in text:
+        return None
+    if (headed := _HEADED.search(text)) and len(re.findall(r"答案[】\]]", text)) == 1:
+        return headed["answer"].strip(), headed["rest"]
+    match = _EXPLAINED.match(text)
+    return (match["answer"].strip(), match["rest"]) if match else None
+
+
+def text_before_explanation(text: str) -> str:
+    """``Paris`` of "Paris", a line break and "Explanation: …"; '' for another text, and for one that is taken back."""
+    found = explained(text)
+    if found is None or len(found[1]) > MAX_LINE_READ or _COUNTERS.search(found[1]) or UNDECIDED.search(found[0]):
+        return ""
+    return found[0].rstrip(".。")
+
+
+# ---------------------------------------------------------------- boxes in a row
+
+_BETWEEN_BOXES = re.compile(
+    r"[\s$.]*(?:[,;、，；]|\\(?:quad|qquad|,|;)|\\text\s*\{\s*(?:and|or|和|或)\s*\}|\b(?P<or>or)\b|(?P<han>或者?)|\band\b|和|与|及|以及|&)?"
+    r"[\s$]*(?:\band\b|\b(?P<or2>or)\b)?[\s$]*(?=\\(?:boxed|fbox)(?![a-zA-Z]))"
+)
+
+
+def boxes_in_a_row(response: str) -> list[str]:
+    """The last boxes of a response that stand in one list; [] for fewer than two. Boxes with "or" between them are one
+    text."""
+    if response.count("\\boxed") + response.count("\\fbox") < 2:
+        return []
+    text = after_thinking(response)
+    found = [(end, content if (inner := last_box(content)) is None else inner) for end, content in boxes(text)]
+    row: list[str] = []
+    for (end, content), (_, following) in zip(reversed(found[:-1]), reversed(found[1:]), strict=True):
+        match = _BETWEEN_BOXES.match(text, end)
+        if match is None:
+            break
+        row = row or [following.strip()]
+        if match["or"] or match["or2"] or match["han"] or "or" in match.group() or "或" in match.group():
+            row[0] = f"{content.strip()} or {row[0]}"
+        else:
+            row.insert(0, content.strip())
+    return row
+
+
+# ---------------------------------------------------------------- an answer beside a refused one
+
+_DOUBTED = re.compile(
+    r"\b(?:not|or|if|either|neither|nor|maybe|perhaps|possibly|probably|might|could|may|whether|unless)\b|n['’]t\b|[?？]"
+    r"|[不非没]|或|如果|若|可能|也许|[吗]",
+    re.IGNORECASE,
+)
+_BESIDE = re.compile(
+    r"(?P<said>[^,，。.;；]+?(?:\.\d+)?)\s*[,，]?\s*\(?(?:\b(?:and\s+|it\s+is\s+|it['’]s\s+)?(?:not|rather\s+than|instead\s+of|as\s+opposed\s+to)\s+"
+    r"|(?:而并?不是|而非|并非|并不是|不是)\s*)(?P<other>[^,，。;；]+?)\)?",
+    re.IGNORECASE,
+)
+_BUT = re.compile(
+    r"(?:not\s+(?P<other>[^,，。;；]+?)\s*[,，;]?\s*(?:\bbut(?:\s+rather)?|\bit\s+is|\bit['’]s)\s+"
+    r"|(?:并?不是|并非)\s*(?P<han>[^,，。;；]+?)\s*[,，;；]?\s*而?是\s*)(?P<said>[^,，。;；]+?)",
+    re.IGNORECASE,
+)
+_QUALIFIES = re.compile(
+    r"(?:only|just|merely|simply|solely|necessarily|always|quite|exactly|entirely|really|sure|certain|more|less|fewer|"
+    r"until|if|because|by|in|on|at|for|to|including|yet|all|every|any|but)\b|\w+ing\b|[仅只一全都很太单]|必|总",
+    re.IGNORECASE,
+)
+"""Begins what "not" denies where that is no other answer: "not only London", "not counting the last"."""
+
+
+def beside_refused(text: str) -> tuple[str, str] | None:
+    """("Paris", "London") of "Paris, not London" and of "not London but Paris"; None for anything else."""
+    text = re.sub(r"^(?:it|that|this)['’]s\s+", "", text.strip().rstrip(".!。 "), flags=re.IGNORECASE)
+    if len(text) > MAX_LINE_READ:
+        return None
+    match = _BUT.fullmatch(text)
+    if match:
+        said, other = match["said"], match["other"] or match["han"]
+    elif match := _BESIDE.fullmatch(text):
+        said, other = match["said"], match["other"]
+    else:
+        return None
+    if _DOUBTED.search(said) or _QUALIFIES.match(other) or re.search(r"\bbut\b|n['’]t\b|\bnot\b|[?？吗]|而是", other):
+        return None
+    return said.strip(), other.strip()
+
+
+# ---------------------------------------------------------------- names
+
+_NAMING = re.compile(
+    r"(?:(?:so|thus|therefore|hence)\s*,?\s+)?(?:(?:it|that|this|they|these|those)|(?:the|this|that|such\s+an?)\s+[a-z]+(?:\s+[a-z]+)?)"
+    r"(?:['’](?:s|re)|\s+is|\s+are)\s+(?:(?:also|usually|commonly|generally)\s+)?"
+    r"(?:called|known\s+as|named|termed|referred\s+to\s+as)\s+(?P<en>[^,，。.;；]+)"
+    r"|(?:so\s+)?we\s+call\s+(?:it|this|that)\s+(?P<we>[^,，。.;；]+)"
+    r"|(?:it|that|this)['’]s\s+(?P<its>[^,，。.;；]+)"
+    r"|(?:所以|因此)?,?(?:[这那此该其]|它)[一-鿿]{0,6}?(?<![不没])(?:被?(?:称为|称作|称之为|叫做|叫作|叫|命名为)|就?是)(?P<han>[^,，。.;；是不]+)",
+    re.IGNORECASE,
+)
+
+
+def named(text: str) -> str:
+    """``photosynthesis`` of "It is called photosynthesis."; '' where the last sentence names nothing."""
+    line = re.split(r"(?<=[.!?])\s+(?=[A-Z])|(?<=[。！？])", text.rstrip(" .。!").rsplit("\n", 1)[-1])[-1].strip()
+    match = _NAMING.fullmatch(line) if len(line) <= MAX_LINE_READ else None
+    said = (match["en"] or match["we"] or match["its"] or match["han"]).strip() if match else ""
+    return "" if _DOUBTED.search(line) else said
+
+
+# ---------------------------------------------------------------- numbers that are no answers
+
+_OF_THE_WAY = re.compile(
+    r"\b(?:steps?|stages?|parts?|things?|methods?|approach(?:es)?|ways?|points?|facts?|ideas?|hints?)\s+(?:(?:are\s+)?(?:needed|"
+    r"required|involved)\s+)?(?:to|for|in|of|that|we)\b.*\b(?:solv\w+|consider\w*|answer\w*|solution|tackl\w+|work\w*\s+out|find\w*|"
+    r"remember|note|approach\w*)\b.*\b(?:this|it|the|that)\b|\b(?:solve|do|answer|tackle)\b.*\bin\s+\w+\s+steps?\b"
+    r"|\b(?:steps?|things?|points?)\s+to\s+(?:consider|remember|note|check)\b"
+    r"|[种个条]?(?:步骤?|方法|思路|解法|要点|部分|阶段)[来去]?.{0,6}(?:解|求|答|思考|分析|考虑|完成)|分[\d一二三四五六七八九十]+步",
+    re.IGNORECASE,
+)
+
+
+def counts_the_way(text: str) -> bool:
+    """Return True if the last line speaks of the solution rather than of its result: "There are 3 steps to solve
+    this."."""
+    return bool(_OF_THE_WAY.search(text.rstrip().rsplit("\n", 1)[-1][:MAX_LINE_READ]))
+
+
+_ROUGH = re.compile(r"[$\s\\(]*(?:[A-Za-z]\s*)?(?:≈|\\approx|≒|~|～)")
+_ASKS_ROUGHLY = re.compile(
+    r"\b(?:about|approximat\w+|round\w*|nearest|estimat\w+|decimal)\b|约|近似|四舍五入|估[计算]|≈"
+)
+
+
+def only_rough(gold: str, pred: str, question: str) -> bool:
+    """Return True if a prediction is ``≈3`` where the ground truth is exact and the question asks for no rounding."""
+    return (
+        bool(_ROUGH.match(pred)) and not re.search(r"[.≈~～≒约]|\\approx", gold) and not _ASKS_ROUGHLY.search(question)
+    )
+
+
+def without_rough(pred: str, question: str) -> str:
+    """Return a prediction without its sign ``≈`` where the question asks for rounding."""
+    if _ROUGH.match(pred) and _ASKS_ROUGHLY.search(question):
+        return re.sub(r"≈|\\approx|≒|~|～", "", pred, count=1)
+    return pred
+_FENCED = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
+_KEYS_BESIDE = {"reason", "reasoning", "explanation", "rationale", "thought", "thoughts", "thinking"}
+"""Names that a JSON object may have beside ``answer``."""
+
+
+def of_object(text: str) -> str:
+    """The answer of a text that is a JSON object with an ``answer``, perhaps fenced; '' for any other text."""
+    text = text.strip()
+    fenced = _FENCED.fullmatch(text)
+    try:
+        pairs = json.loads(fenced[1] if fenced else text, object_pairs_hook=list)
+    except (ValueError, RecursionError):
+        return ""
+    if not isinstance(pairs, list) or not all(isinstance(pair, tuple) for pair in pairs):
+        return ""
+    answers = [value for name, value in pairs if name == "answer"]
+    if len(answers) != 1 or not isinstance(answers[0], str) or not {name for name, _ in pairs} <= {"answer", *_KEYS_BESIDE}:
+        return ""
+    return answers[0]
