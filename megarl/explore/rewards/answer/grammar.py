@@ -1,15 +1,51 @@
-"""Place of the answer in a response: a box, an ``<answer>`` tag, a ``####`` line, an "answer is", the last line."""
+"""Grammar of final answers, for every subject: where a response gives its answer, and how a sentence gives it.
+
+``FORMS`` lists the forms of a response with examples. Below them stand forms of sentences: an answer before its
+explanation, boxes in a row, an answer beside a refused one, a name. Marks around an answer are in ``marks.py``,
+sentences that state a number in ``stated.py``, letters of options in ``school/final.py``.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from megarl.core.thoughts import without_thought
 from megarl.explore.rewards.answer import marks, trace
 from megarl.explore.rewards.answer.stated import stated
 from megarl.explore.rewards.answer.units import NUMERALS
+
+FORMS: dict[str, tuple[tuple[str, str], ...]] = {
+    "box": ((r"So \boxed{5}.", "5"), (r"\boxed 5.", "5"), (r"\boxed{\boxed{5}}", "5"), (r"\boxed{5", "")),
+    "tag": (("<answer>5</answer>", "5"), ("<answer>x = 5</answer>", "5"), (r"<answer>\boxed{5}</answer>", "5")),
+    "hashes": (("#### 5", "5"), ("####\n5", "5"), ("#### The answer is 5.", "5"), ("#### **5** ✅", "**5**")),
+    "phrase": (
+        ("Answer: 5", "5"),
+        ("The answer is 5.", "5"),
+        ("**Final answer:** 5", "5"),
+        ("Ans. 5", "5"),
+        ("答案是5。", "5"),
+        ("[Answer: 5]", "5"),
+        ("| Answer | 5 |", "5"),
+        ('Answer: "5"', "5"),
+        ("Answer: 5?", "5?"),
+        ("Answer → 5 ∎", "5"),
+        ("Is the answer 4? No, the answer is 5.", "5"),
+        ("The answer is 4 or the answer is 5.", "4 or the answer is 5"),
+    ),
+    "display": (("So we get\n$$5$$", "5"), ("So\n\\[5\\]", "5")),
+    "only formula": (("We have $x=5$.", "x=5"), ("So the value is $5$", "5")),
+    "only number": (("There are 5 apples.", "5"), ("一共有5个苹果。", "5"), ("She earns **$5** per day.", "$5")),
+    "sentence": (("The capital is Paris.", "Paris"), ("首都是巴黎。", "巴黎")),
+    "last sentence": (("We add. Paris", "Paris"), ("Not 5 apples.", "Not 5 apples")),
+}  # fmt: skip
+"""Form of a final answer -> examples (response, answer).
+
+Of a box, a tag and ``####`` the one that ends last counts. Each other form counts only where the response has none of
+the forms above it.
+"""
 
 MAX_RESPONSE = 200_000
 """Characters from the end of a response that are looked at; a final answer is at the end."""
@@ -86,7 +122,13 @@ _AFFIRMED_QUESTION = re.compile(
 
 def after_thinking(text: str) -> str:
     """Return the last ``MAX_RESPONSE`` characters of the answer after the thought."""
-    return marks.without_tables(without_thought(text)[-MAX_RESPONSE:])
+    return without_thought(text)[-MAX_RESPONSE:]
+
+
+@functools.lru_cache(maxsize=2)
+def _answered(response: str) -> str:
+    """The answer after the thought, with table rows as lines; cached, since a verdict reads one response often."""
+    return marks.without_tables(after_thinking(response))
 
 
 def boxes(text: str) -> Iterator[tuple[int, str]]:
@@ -143,28 +185,37 @@ def extract(response: str, answer_format: str = "any") -> str:
     lines the one that ends last counts, be it empty; without any of them the last "answer is" / "答案是", or else the
     last line.
     """
-    text = after_thinking(response)
+    text = _answered(response)
     line = _line(text) if answer_format == "line" else None
     answer = _any(text, "any" if answer_format == "line" else answer_format) if line is None else line
     return marks.unquoted(marks.unled(marks.undecorated(answer)))
 
 
 def _any(text: str, answer_format: str) -> str:
-    found: list[tuple[int, str]] = []
+    """The answer of the box, tag or ``####`` line that ends last, or else of the text."""
+    found: list[tuple[int, str, str, Callable[[str], str]]] = []
     if answer_format in ("any", "box") and (all_boxes := list(boxes(text))):
-        end, content = all_boxes[-1]
-        inner = last_box(content)
-        found.append((end, content if inner is None else inner))
+        found.append((all_boxes[-1][0], "box", all_boxes[-1][1], _innermost))
     if answer_format in ("any", "hashes") and (lines := list(_HASHES.finditer(text))):
         heads = answer_format == "any" and marks.HEADING.fullmatch(lines[-1].group(1))
         if not (heads and _WRITTEN.search(text, lines[-1].end())):
-            found.append((lines[-1].end(), _of_hashes(lines[-1].group(1))))
+            found.append((lines[-1].end(), "hashes", lines[-1].group(1), _of_hashes))
     if answer_format == "any" and (tag := last_tag(text)):
-        inner = last_box(tag[1])
-        found.append((tag[0], _loose(tag[1]) if inner is None else inner))
+        found.append((tag[0], "tag", tag[1], _of_tag))
     if found:
-        return max(found, key=lambda item: item[0])[1].strip()
+        _, form, content, read = max(found, key=lambda item: item[0])
+        return trace.read(form, read(content).strip())
     return _loose(text) if answer_format == "any" else ""
+
+
+def _innermost(content: str) -> str:
+    inner = last_box(content)
+    return content if inner is None else inner
+
+
+def _of_tag(content: str) -> str:
+    inner = last_box(content)
+    return _loose(content) if inner is None else inner
 
 
 def _of_hashes(line: str) -> str:
@@ -184,16 +235,17 @@ def _line(text: str) -> str | None:
     start, rest = found[-1].start(), text[found[-1].end() :]
     line = found_line.group() if (found_line := _WRITTEN.search(rest)) else ""
     if (inner := last_box(line)) is not None:
-        return inner.strip()
+        return trace.read("box of an answer line", inner.strip())
     later = any(sign.search(rest) for sign in (_BOX, _TAG, _HASHES))
     if later and (not line or len(line) > MAX_LINE):
         return None
     return _loose(text[start : text.index(line, found[-1].end()) + len(line)] if later else text[start:])
 
 
+@functools.lru_cache(maxsize=2)
 def unmarked(response: str) -> str:
     """A response that has no box, tag, ``####`` or "answer is": all of it; '' for one that has."""
-    text = after_thinking(response).strip()
+    text = _answered(response).strip()
     marked = _BOX.search(text) or _TAG.search(text) or _HASHES.search(text) or _PHRASE.search(text)
     return "" if marked else text[-4000:]
 
@@ -206,9 +258,9 @@ def _loose(text: str) -> str:
         text = text[denied[-1].end() :]
     phrase = _after_phrase(text)
     if phrase is not None:
-        return phrase
+        return trace.read("phrase", phrase)
     if text.endswith(("$$", r"\]")) and (displays := list(_DISPLAY.finditer(text))) and displays[-1].end() == len(text):
-        return next(filter(None, displays[-1].groups())).strip()
+        return trace.read("display", next(filter(None, displays[-1].groups())).strip())
     return _of_sentence(_LAST_SENTENCE.split(f" {text.rsplit(chr(10), 1)[-1]}")[-1])
 
 
@@ -250,9 +302,9 @@ def _of_sentence(line: str) -> str:
     formulas = [next(filter(None, match.groups())) for match in _INLINE.finditer(line)]
     outside = _INLINE.sub(" ", line)
     if len(line) > 500:
-        return line
+        return trace.read("last sentence", line)
     if len(formulas) == 1 and not re.search(r"\d", outside) and _states(line, formulas[0]):
-        return formulas[0].strip()
+        return trace.read("only formula", formulas[0].strip())
     number = _ONE_NUMBER.fullmatch(line)
     if (
         number
@@ -260,12 +312,12 @@ def _of_sentence(line: str) -> str:
         and not _UNSURE.search(line)
         and stated(line[: number.start("number")], line[number.end("number") :])
     ):
-        return number["number"]
+        return trace.read("only number", number["number"])
     said = _SAID.match(line)
     group = said and ("en" if said["en"] else "zh")
     if said and group and not _UNSURE.search(line[: said.start(group)]):
-        return said[group].strip()
-    return line
+        return trace.read("sentence", said[group].strip())
+    return trace.read("last sentence", line)
 
 
 # ---------------------------------------------------------------- sentences
@@ -457,6 +509,8 @@ def without_rough(pred: str, question: str) -> str:
     if _ROUGH.match(pred) and _ASKS_ROUGHLY.search(question):
         return re.sub(r"≈|\\approx|≒|~|～", "", pred, count=1)
     return pred
+
+
 _FENCED = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
 _KEYS_BESIDE = {"reason", "reasoning", "explanation", "rationale", "thought", "thoughts", "thinking"}
 """Names that a JSON object may have beside ``answer``."""
@@ -473,6 +527,10 @@ def of_object(text: str) -> str:
     if not isinstance(pairs, list) or not all(isinstance(pair, tuple) for pair in pairs):
         return ""
     answers = [value for name, value in pairs if name == "answer"]
-    if len(answers) != 1 or not isinstance(answers[0], str) or not {name for name, _ in pairs} <= {"answer", *_KEYS_BESIDE}:
+    if (
+        len(answers) != 1
+        or not isinstance(answers[0], str)
+        or not {name for name, _ in pairs} <= {"answer", *_KEYS_BESIDE}
+    ):
         return ""
     return answers[0]

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 MAX_STEPS = 200
-"""Steps of one verdict that are kept, and
-``MAX_TEXT`` characters of each text: the response is untrusted."""
+"""Steps of one verdict that are kept."""
 MAX_TEXT = 200
+"""Characters of the ground truth in a step; the whole text has at most twice as many."""
 
 
 class Step(NamedTuple):
@@ -49,7 +49,8 @@ def _record(step: Step) -> None:
 def recorded() -> Iterator[list[Step]]:
     """Record the steps of the verdicts in the block, which run in this thread alone."""
     global _steps
-    _steps = steps = []
+    steps: list[Step] = []
+    _steps = steps
     try:
         yield steps
     finally:

@@ -1,10 +1,10 @@
-"""Final answers of school questions that a sentence or a heading gives, in English and in Chinese.
+"""Letters of options that a school answer names in a sentence, in English and in Chinese.
 
 - A conclusion: "The pressure increases, so B.", 本题选B, B项正确.
-- An answer before its explanation: ``【答案】B`` before ``【解析】``, "B" before "Explanation:".
-- Boxes in a row: ``\\boxed{A}, \\boxed{C}``.
-- An answer beside a refused one: "Paris, not London", 不是伦敦，而是巴黎.
-- A name: "It is called photosynthesis", 这叫做光合作用.
+- Letters before an explanation that supports them: ``【答案】B`` before ``【解析】``, "B" before "Explanation:".
+- Letters beside refused ones: "B, not A", A不对，选B, "A and C but not B".
+- A sentence that chooses: "I choose B", "B is the answer".
+- A choice in the text: 故选B, "so option B".
 """
 
 from __future__ import annotations
@@ -17,14 +17,46 @@ from megarl.explore.rewards.answer.normalize import half_width
 from megarl.explore.rewards.school import options as k12_options
 from megarl.explore.rewards.school import read as k12_read
 
+LETTER_FORMS: dict[str, tuple[tuple[str, str], ...]] = {
+    "letter before its explanation": (("【答案】B【解析】因为它最大。", "B"), ("B\n\nExplanation: A is wrong.", "B")),
+    "option of the answer": ((r"\boxed{B}", "B"), ("The answer is (B).", "B"), ("答案：dog", "B"), ("Answer: B?", "")),
+    "letter beside refused ones": (("Option B is correct.", "B"), (r"\boxed{B, not A}", "B"), ("A不对，选B", "B")),
+    "choice in the text": (("故选B。\n谢谢！", "B"), ("The answer is A or B. So option B", "B"), ("B或C正确", "")),
+    "option of a JSON object": (('{"answer": "B"}', "B"), ('```json\n{"answer": "dog"}\n```', "B")),
+    "sentence that chooses": (("I choose B", "B"), ("I think it's B because 5 is prime.", "B"), ("Is it B or C?", "")),
+    "conclusion": (("The pressure increases, so B.", "B"), ("本题选B", "B"), ("If it rises, so B.", "")),
+    "option beside a refused one": (("The answer is dog, not cat.", "B"), ("It is not a dog.", "")),
+}  # fmt: skip
+"""Form in which a school answer names a letter -> examples (response, letter, or '' for a response that names none).
+The first form that names one counts; boxes in a row come before all of them."""
+
 # ---------------------------------------------------------------- letters beside letters
 
 _ALONE = re.compile(r"(?<![A-Za-z])(?:A(?![A-Za-z'’]|\s+[a-z]{3,}(?<!are)(?<!and)(?<!has))|[B-H](?![A-Za-z'’]))")
+_REFUSED_BEFORE = re.compile(
+    r"(?:\b(?:not|cannot|never|neither|nor|than|over|instead\s+of|without|unlike|except|except\s+for|"
+    r"(?:all|any|anything|everything|none)\s+but|exclud\w+|eliminat\w+|discard\w*|reject\w*|rul\w+\s+out)\s+"
+    r"(?:be\s+)?(?:the\s+)?|n['’]t\s+(?:(?:be|choose|pick|select|take)\s+)?|[不非没勿])$",
+    re.IGNORECASE,
+)
+_REFUSED_BEHIND = re.compile(
+    r"\)?\s*+(?:(?:[,/&或]|还是|\b(?:or|and|nor)\b)\s*(?:options?\s*|选项\s*)?\(?[A-H](?![A-Za-z])|(?:都|是|为|也)?[不错误]|"
+    r"(?:(?!\b(?:because|since|as|for|which|so)\b)[^.,;:!?\n])*(?:\b(?:not|no|never|cannot|wrong|incorrect|false|too|"
+    r"fails?|contradicts?|violates?|impossible|excluded|eliminated|ruled\s+out)\b|n['’]t\b))",
+    re.IGNORECASE,
+)
+
+
+def is_refused(before: str, after: str) -> bool:
+    """Return True if the letter between two texts is refused: "not B", "B is too small", B错误."""
+    return bool(_REFUSED_BEFORE.search(before) or _REFUSED_BEHIND.match(after))
+
+
 def _supports(text: str, letters: set[str]) -> bool:
     """Return True if a text refuses all other letters that it names, and none of ``letters``."""
     for match in _ALONE.finditer(text):
         before, after = text[max(0, match.start() - 40) : match.start()], text[match.end() : match.end() + 120]
-        refused = k12_read.is_refused(before, after)
+        refused = is_refused(before, after)
         if refused == (match.group() in letters):
             return False
     return True
@@ -67,6 +99,7 @@ def concluded(text: str) -> set[str] | None:
 
 
 # ---------------------------------------------------------------- answers before their explanation
+
 
 def letters_before_explanation(text: str, options: Mapping[str, str], several: bool = False) -> set[str] | None:
     """The letters that stand before an explanation, which supports them."""
@@ -173,6 +206,8 @@ _CHOICE = re.compile(
 )
 _WITH_REASON = re.compile(rf"{_ONE}{_REASON}", re.IGNORECASE)
 _SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
+
+
 def sole_choice(text: str, pred: str) -> set[str]:
     """The letter that the last sentence of a text is there to name ("So it's B."), or an answer with its reason ("B, as
     2+3=5"); empty for none, and where the line or the reason names other letters."""
@@ -215,7 +250,7 @@ def chosen(text: str) -> set[str] | None:
     if not matches:
         return None
     last, line = matches[-1], text.rfind("\n", 0, matches[-1].start())
-    if k12_read.is_refused(text[: last.start()], text[last.end() :]):
+    if is_refused(text[: last.start()], text[last.end() :]):
         return None
     alone = set(_OPTION.findall(text[line + 1 :])) == {last[2]}
     if last[2] and not alone and not _CONCLUDES.search(text[: last.start()]):

@@ -86,25 +86,6 @@ def half_width_letters(text: str) -> str:
     return re.sub(r"(?<!\\)\$|\\[()\s,;]|[\"']", "", text).strip().rstrip(".;!").strip()
 
 
-_REFUSED_BEFORE = re.compile(
-    r"(?:\b(?:not|cannot|never|neither|nor|than|over|instead\s+of|without|unlike|except|except\s+for|"
-    r"(?:all|any|anything|everything|none)\s+but|exclud\w+|eliminat\w+|discard\w*|reject\w*|rul\w+\s+out)\s+"
-    r"(?:be\s+)?(?:the\s+)?|n['’]t\s+(?:(?:be|choose|pick|select|take)\s+)?|[不非没勿])$",
-    re.IGNORECASE,
-)
-_REFUSED_BEHIND = re.compile(
-    r"\)?\s*+(?:(?:[,/&或]|还是|\b(?:or|and|nor)\b)\s*(?:options?\s*|选项\s*)?\(?[A-H](?![A-Za-z])|(?:都|是|为|也)?[不错误]|"
-    r"(?:(?!\b(?:because|since|as|for|which|so)\b)[^.,;:!?\n])*(?:\b(?:not|no|never|cannot|wrong|incorrect|false|too|"
-    r"fails?|contradicts?|violates?|impossible|excluded|eliminated|ruled\s+out)\b|n['’]t\b))",
-    re.IGNORECASE,
-)
-
-
-def is_refused(before: str, after: str) -> bool:
-    """Return True if the letter between two texts is refused: "not B", "B is too small", B错误."""
-    return bool(_REFUSED_BEFORE.search(before) or _REFUSED_BEHIND.match(after))
-
-
 _LISTED = re.compile(
     r"(?:^|(?<=[\s(（;；,，。?？]))[(（]?([A-H])\s*[.．、:：)）]\s*(.+?)\s*(?=[\s;；,，(（]["
     r"(（]?[A-H]\s*[.．、:：)）]|$)",

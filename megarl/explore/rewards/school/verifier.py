@@ -146,6 +146,7 @@ def score(solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | 
         with time_limit(TIME_LIMIT_S):
             pred = extract(solution_str)
             if len(pred) > MAX_ANSWER or (asks(pred) and not _may_ask(ground_truth, info)):
+                trace.compared("a question, or too long", str(ground_truth), pred, False)
                 return _judge(pred, 0.0)
             return _SCORE[kind](solution_str, pred, ground_truth, info)
     except OutOfTime:
@@ -288,7 +289,8 @@ def _true_false(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -
         return verdict("error", pred, f"ground_truth {truth!r:.80} is neither true nor false")
     if row := grammar.boxes_in_a_row(response):
         return _judge(pred, float(all(k12_truth.truth(box) is gold for box in row)))
-    return _judge(pred, float(_judgement(response, pred) is gold))
+    said = _judgement(response, pred)
+    return _judge(pred, float(trace.compared("judgement", str(gold), str(said), said is gold)))
 
 
 def _judgement(response: str, pred: str) -> bool | None:
@@ -371,12 +373,13 @@ def _said_short(text: str, pred: str, golds: list[str], question: str) -> bool:
     """Return True if a name, an answer before its explanation, or one beside a refused answer is right."""
     if pair := grammar.beside_refused(pred):
         said, refused = pair
+        trace.read("answer beside a refused one", said)
         return _any_short(golds, said, question) and not _any_short(golds, refused, question)
     line = text.rsplit("\n", 1)[-1]
     if any(states_division(gold, line) for gold in golds):
         return True
     said = text and (grammar.named(text) or grammar.text_before_explanation(text))
-    return bool(said) and _any_short(golds, said, question)
+    return bool(said) and _any_short(golds, trace.read("name, or answer before its explanation", said), question)
 
 
 _SCORE = {
