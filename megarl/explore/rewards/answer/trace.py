@@ -16,7 +16,11 @@ MAX_TEXT = 200
 
 
 class Step(NamedTuple):
-    """One step: ``kind`` is ``read`` or ``compared``, ``rule`` names the form or the comparison."""
+    """One step of a verdict.
+
+    ``kind`` is ``asked`` (``text`` is the kind of answer that the row asks for), ``read`` (``rule`` is the form that
+    gave ``text``) or ``compared`` (``rule`` is the comparison).
+    """
 
     kind: str
     rule: str
@@ -24,6 +28,12 @@ class Step(NamedTuple):
 
 
 _steps: list[Step] | None = None
+
+
+def asked(text: str) -> None:
+    """Record the kind of answer that a row asks for."""
+    if _steps is not None:
+        _record(Step("asked", "", text))
 
 
 def read(form: str, text: str) -> str:

@@ -141,6 +141,7 @@ def score(solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | 
         kind = question_type(ground_truth, info)
     except DataError as error:
         return verdict("error", "", str(error))
+    trace.asked(f"a school answer of type {kind}")
     pred = ""
     try:
         with time_limit(TIME_LIMIT_S):

@@ -142,6 +142,7 @@ def score_count(solution_str: str, ground_truth: Any, extra_info: Mapping[str, A
         gold = _count_gold(ground_truth)
     except ValueError as error:
         return _error(str(error))
+    trace.asked("one whole number")
     pred = extract(solution_str)
     counts = {read_count(text) for text in boxes_in_a_row(solution_str) or [pred]}
     return _right(trace.compared("count", str(gold), ", ".join(map(str, counts)), counts == {gold}), pred)
@@ -174,6 +175,7 @@ def score_anls(solution_str: str, ground_truth: Any, extra_info: Mapping[str, An
         golds, threshold = _anls_row(ground_truth, info)
     except ValueError as error:
         return _error(str(error))
+    trace.asked(f"a text with ANLS of at least {threshold:g} to an accepted one")
     pred = extract(solution_str)
     score = max(similarity(gold, pred, solution_str, threshold) for gold in golds)
     trace.compared(f"ANLS {score:.3f}", " | ".join(golds), pred, score == 1.0)
@@ -241,6 +243,7 @@ def score_box(solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any
         golds, threshold, scales, by = _box_row(ground_truth, info)
     except ValueError as error:
         return _error(str(error))
+    trace.asked(f"{len(golds)} box(es) with IoU of at least {threshold:g}")
     pred = answer_text(solution_str)
     found = [rescaled(box, *scales) for box in shapes(pred, 4) or []]
     if not found:
@@ -266,6 +269,7 @@ def score_point(solution_str: str, ground_truth: Any, extra_info: Mapping[str, A
         golds, radius, scales = _point_row(ground_truth, info)
     except ValueError as error:
         return _error(str(error))
+    trace.asked("one point" if radius is None else f"one point within {radius:g}")
     pred = answer_text(solution_str)
     found = shapes(pred, 2) or []
     if len(found) != 1:
