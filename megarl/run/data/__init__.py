@@ -1,1 +1,1 @@
-"""``megarl data``: a run's groups and trajectories, looked at, exported and pruned. ``explain.py``: verdicts on rows of a file."""
+"""``megarl data``: a run's groups and trajectories, looked at, exported and pruned; explained verdicts."""
