@@ -196,11 +196,11 @@ def _any(text: str, answer_format: str) -> str:
     found: list[tuple[int, str, str, Callable[[str], str]]] = []
     if answer_format in ("any", "box") and (all_boxes := list(boxes(text))):
         found.append((all_boxes[-1][0], "box", all_boxes[-1][1], _innermost))
-    if answer_format in ("any", "hashes") and (lines := list(_HASHES.finditer(text))):
+    if answer_format in ("any", "hashes") and "####" in text and (lines := list(_HASHES.finditer(text))):
         heads = answer_format == "any" and marks.HEADING.fullmatch(lines[-1].group(1))
         if not (heads and _WRITTEN.search(text, lines[-1].end())):
             found.append((lines[-1].end(), "hashes", lines[-1].group(1), _of_hashes))
-    if answer_format == "any" and (tag := last_tag(text)):
+    if answer_format == "any" and "<" in text and (tag := last_tag(text)):
         found.append((tag[0], "tag", tag[1], _of_tag))
     if found:
         _, form, content, read = max(found, key=lambda item: item[0])

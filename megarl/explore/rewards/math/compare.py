@@ -63,7 +63,7 @@ def equal(gold: str, pred: str, question: str = "") -> bool:
         return trace.compared("nothing to compare", first, second, False)
     if asks(pred) and not asks(gold):
         return trace.compared("a question", first, second, False)
-    if _IN_UNITS.search(gold):
+    if "u" in second and _IN_UNITS.search(gold):
         second = _U.sub("", second)
     if squash(first) == squash(second):
         return trace.compared("same text", first, second, True)

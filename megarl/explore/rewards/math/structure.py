@@ -197,7 +197,7 @@ _TRANSPOSED = re.compile(r"(.*[)\]}])\s*\^\s*(?:T|\\top|\\intercal|\{\s*(?:T|\\t
 
 def _transposed(text: str, depth: int) -> Expression | None:
     """``(1,2,3)^T`` as a matrix of one column, and ``A^T`` of a matrix that is written out."""
-    match = _TRANSPOSED.fullmatch(text)
+    match = _TRANSPOSED.fullmatch(text) if text[-1] in "Tp}l" and "^" in text else None
     node = (_matrix(match[1].strip(), depth) or _bracketed(match[1].strip(), depth)) if match else None
     if node is None or node.kind not in ("tuple", "matrix") or node.brackets not in ("()", "[]", "matrix"):
         return None
