@@ -119,7 +119,23 @@ def test_a_factorial_is_no_exclamation() -> None:
 @pytest.mark.parametrize(
     "sign",
     ["👉", "✅ ", r"\blacksquare", "#### Step 1:\n", "Answer: ", "Ans. ", "**", r"1 \over "]
-    + ["| Answer | ", "| Answer |" + " " * 500, "[Answer: ", '"', "####\n", "A. ", "(1)^T", "? ", "12u^"],
+    + [
+        "| Answer | ",
+        "| Answer |" + " " * 500,
+        "[Answer: ",
+        '"',
+        "####\n",
+        "A. ",
+        "(1)^T",
+        "? ",
+        "12u^",
+        "```\n",
+        ". wait ",
+        "\n",
+        "<b></",
+        "| Answer |\n",
+    ]
+    + ["| Answer |\n|--|\n", ". Actually 7", "suppose the answer is ", '{"answer": "', "{", "<p>|"],
 )
 def test_many_marks_cost_little(sign: str) -> None:
     began = time.process_time()

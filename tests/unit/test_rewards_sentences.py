@@ -118,6 +118,8 @@ SOURCES = ["math", "math_dapo", "k12"]
     "form",
     ['Answer: "%"', "Answer: “%”", "Answer: '%'", "Answer: `%`", "[Answer: %]", "[**Answer:** %]", "(Final answer: %)"]
     + ["【答案：%】", "[The answer is %].", "| Answer | % |", "| **Final answer** | **%** |", "| 答案 | % |"]
+    + ["```\n%\n```", "Answer:\n```text\n%\n```", "[Answer] %", "<b>Answer:</b> %", "<p>The answer is %.</p>"]
+    + ["| Answer |\n|---|\n| % |", "| Final Answer: | % |", "| **Result** | % |"]
     + ["| Quantity | Value |\n|---|---|\n| x | 5 |\n| Answer | % |", "The answer is “%”."],
 )
 def test_frames_around_an_answer(source: str, form: str) -> None:
@@ -197,3 +199,52 @@ def test_a_number_below_its_hashes() -> None:
             assert compute_score(source, text, "17")["status"] == "wrong", text
     assert compute_score("openai/gsm8k", "#### 18\n####", "18")["status"] == "wrong"
     assert compute_score("openai/gsm8k", "####\n18 or 19", "18")["status"] == "wrong"
+
+
+@pytest.mark.parametrize(
+    "lead", ["The answer is 74. No, wait, it is %.", "The answer is 74. Actually %.", "Answer: 74\nCorrection: %"]
+)
+def test_a_correction_at_the_end(lead: str) -> None:
+    for source in SOURCES[::2]:
+        assert compute_score(source, lead.replace("%", "73"), "73")["status"] == "ok"
+        assert compute_score(source, lead.replace("%", "73"), "74")["status"] == "wrong"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The answer is 73. Wait, let me check 70 + 3. Yes.",
+        "The answer is 73. Actually, I checked it twice and it holds.",
+        "Wait, I made a mistake. The answer is 73.",
+    ],
+)
+def test_second_thoughts_that_correct_nothing(text: str) -> None:
+    assert compute_score("math", text, "73")["status"] == "ok"
+
+
+@pytest.mark.parametrize(
+    "text", ["Suppose the answer is 73.", "Assume that the answer is 73.", "假设答案是73。", "If the answer is 73."]
+)
+def test_a_supposition_is_no_answer(text: str) -> None:
+    for source in SOURCES:
+        assert compute_score(source, text, "73")["status"] == "wrong"
+
+
+def test_an_object_with_a_number() -> None:
+    for source in SOURCES:
+        for text in ('{"answer": 73}', '{"answer": "73"}', '```json\n{"reasoning": "70+3", "answer": 73}\n```'):
+            assert compute_score(source, text, "73")["status"] == "ok"
+            assert compute_score(source, text, "74")["status"] == "wrong"
+        for text in ('{"answer": 73, "answer": 74}', '{"answer": [73]}', '{"result": 73, "answer": 74}'):
+            assert compute_score(source, text, "73")["status"] == "wrong"
+
+
+@pytest.mark.parametrize("text", ["Choose B.", "I choose B", "Pick option B.", "我认为选B"])
+def test_a_choice_as_a_command(text: str) -> None:
+    assert score_school(text, "B", ANIMALS)["score"] == 1.0
+    assert score_school(text, "C", ANIMALS)["score"] == 0.0
+
+
+@pytest.mark.parametrize("text", ["他认为选B", "小明认为选B。", "Don't choose B.", "Choose B or C.", "Choose B?"])
+def test_a_choice_that_is_not_made(text: str) -> None:
+    assert score_school(text, "B", ANIMALS)["score"] == 0.0

@@ -21,6 +21,7 @@ FORMS: dict[str, tuple[tuple[str, str], ...]] = {
     "box": ((r"So \boxed{5}.", "5"), (r"\boxed 5.", "5"), (r"\boxed{\boxed{5}}", "5"), (r"\boxed{5", "")),
     "tag": (("<answer>5</answer>", "5"), ("<answer>x = 5</answer>", "5"), (r"<answer>\boxed{5}</answer>", "5")),
     "hashes": (("#### 5", "5"), ("####\n5", "5"), ("#### The answer is 5.", "5"), ("#### **5** ✅", "**5**")),
+    "JSON object": (('{"answer": 5}', "5"), ('```json\n{"answer": "x+1"}\n```', "x+1")),
     "phrase": (
         ("Answer: 5", "5"),
         ("The answer is 5.", "5"),
@@ -72,7 +73,7 @@ _HASHES = re.compile(r"####[ \t]*(?:\n\s*(?!#))?([^\n]*)")
 """``#### 18``; the answer may stand on the next line."""
 _PHRASE = re.compile(
     rf"(?:{marks.NAMES}\s*(?:(?:\*\*)?\s*(?:{marks.SIGNS})\s*(?:\*\*)?|\s+(?:is|are|would\s+be|will\s+be)\b\s*:?)"
-    r"|\bans\.(?=\s*[\d$\\(*-])"
+    r"|\[(?:final\s+)?answer\]\s*[:：]?|\bans\.(?=\s*[\d$\\(*-])"
     r"|(?:正确|最终|最后)?的?(?:答案|结果)\s*(?:应该|应)?\s*(?:选择|选|[是为]|[:：])+\s*)"
     r"\s*(?:\*\*)?",
     re.IGNORECASE,
@@ -105,7 +106,7 @@ _LEAD = re.compile(
     re.IGNORECASE,
 )
 _SAID = re.compile(
-    r"(?:^|.*[^\w])(?:is|are|equals|was|get|be)\s*:?\s+(?P<en>.+)$|^.*?[是为等于]+[:：]?\s*(?P<zh>[^是为]+)$",
+    r"(?:^|.*[^\w])(?:is|are|equals|was|get|be)\s*:?\s+(?P<en>.+)$|^.*?(?:[是等于]|(?<![^我们]认)为)+[:：]?\s*(?P<zh>[^是为]+)$",
     re.IGNORECASE,
 )
 
@@ -120,6 +121,18 @@ _AFFIRMED_QUESTION = re.compile(
 )
 
 
+_FENCE_AT_END = re.compile(r"```\w{0,10}[^\S\n]*\n([^`]*?)\s*```$")
+_CORRECTED = re.compile(
+    r"[.!?。！？\n]\s*+(?:no\b[,.\s]*)?(?:(?:wait|actually|correction|sorry)\b|更正|等等|不对)[\s,.:，：!！。-]*+"
+    r"(?=[^\n.!?。！？]{0,20}(?:\d|\b[A-H]\b))([^\n.!?。！？]{1,60}(?:\.\d+)?[.!。]?)$",
+    re.IGNORECASE,
+)
+"""Correction that ends a response: "Actually, 74."."""
+_SUPPOSED = re.compile(
+    r"(?:\b(?:suppose|assum\w+|imagine|pretend|if)\s+(?:that\s+)?(?:the\s+)?|(?:假设|假如|如果))$", re.IGNORECASE
+)
+
+
 def after_thinking(text: str) -> str:
     """Return the last ``MAX_RESPONSE`` characters of the answer after the thought."""
     return without_thought(text)[-MAX_RESPONSE:]
@@ -128,7 +141,7 @@ def after_thinking(text: str) -> str:
 @functools.lru_cache(maxsize=2)
 def _answered(response: str) -> str:
     """The answer after the thought, with table rows as lines; cached, since a verdict reads one response often."""
-    return marks.without_tables(after_thinking(response))
+    return marks.without_html(marks.without_tables(after_thinking(response)))
 
 
 def boxes(text: str) -> Iterator[tuple[int, str]]:
@@ -254,6 +267,12 @@ def _loose(text: str) -> str:
     """The answer of a text without box or tag: after the last "answer is", or else of the last sentence."""
     text = _TAIL.sub("", re.sub(r"[^\S\n]+", " ", text[-4000:].strip())).strip()
     text = marks.undecorated(_AFFIRMED_QUESTION.sub("", text))
+    if text[:1] in ("{", "`") and (answer := of_object(text)):
+        return trace.read("JSON object", answer)
+    if fenced := _FENCE_AT_END.search(text):
+        text = f"{text[: fenced.start()]}{fenced[1]}".strip()
+    if corrected := _CORRECTED.search(text):
+        return _of_sentence(corrected[1])
     if denied := list(_DENIED_QUESTION.finditer(text)):  # "Is the answer B? No, it is C."
         text = text[denied[-1].end() :]
     phrase = _after_phrase(text)
@@ -274,6 +293,8 @@ def _after_phrase(text: str) -> str | None:
         first -= 1  # "the answer is 3 or the answer is 4" is one answer, and a wrong one
     if not _UNSURE.search(text[matches[first].end() : matches[last].start()]):
         first = last  # "Final Answer: The final answer is 5" says it once
+    if supposed := _SUPPOSED.search(text[max(0, matches[first].start() - 40) : matches[first].start()]):
+        return f"{supposed.group()}{text[matches[first].start() :]}"
     rest = _ADVERB.sub("", text[matches[first].end() :].lstrip())
     if display := _DISPLAY.match(rest):
         return next(filter(None, display.groups())).strip()
@@ -517,11 +538,12 @@ _KEYS_BESIDE = {"reason", "reasoning", "explanation", "rationale", "thought", "t
 
 
 def of_object(text: str) -> str:
-    """The answer of a text that is a JSON object with an ``answer``, perhaps fenced; '' for any other text."""
+    """The answer of a text that is a JSON object with an ``answer``, a text or a number, perhaps fenced; '' for any
+    other text."""
     text = text.strip()
     fenced = _FENCED.fullmatch(text)
     try:
-        pairs = json.loads(fenced[1] if fenced else text, object_pairs_hook=list)
+        pairs = json.loads(fenced[1] if fenced else text, object_pairs_hook=list, parse_int=str, parse_float=str)
     except (ValueError, RecursionError):
         return ""
     if not isinstance(pairs, list) or not all(isinstance(pair, tuple) for pair in pairs):

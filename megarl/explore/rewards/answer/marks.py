@@ -79,15 +79,32 @@ def unbracketed(before: str, answer: str) -> str:
 
 
 _ROW = re.compile(
-    rf"^[ \t]*\|[ \t]*{_BOLD}(?:the[ \t]+)?(?:(?:final|correct)[ \t]+)?(?:answer|{_CHINESE}){_BOLD}[ \t]*\|"
+    rf"^[ \t]*\|[ \t]*{_BOLD}(?:the[ \t]+)?(?:(?:final|correct)[ \t]+)?(?:answer|result|{_CHINESE})"
+    rf"[ \t]*[:：]?{_BOLD}[ \t]*\|"
     r"[ \t]*+([^|\n]{0,400}[^|\s])[ \t]*+\|?[ \t]*+$(?!\n[ \t]*\|[ \t]*:?--)",
     re.IGNORECASE | re.MULTILINE,
 )
 
 
+_COLUMN = re.compile(
+    rf"^[ \t]*\|[ \t]*{_BOLD}(?:(?:final|correct)[ \t]+)?(?:answer|{_CHINESE}){_BOLD}[ \t]*\|[ \t]*+\n"
+    r"[ \t]*\|[ \t:-]{2,80}\|[ \t]*+\n[ \t]*\|[ \t]*+([^|\n]{0,400}[^|\s])[ \t]*+\|[ \t]*+$(?!\n[ \t]*\|)",
+    re.IGNORECASE | re.MULTILINE,
+)
+"""Table of one column and one row."""
+
+
 def without_tables(text: str) -> str:
     """A text with each table row ``| Answer | 73 |`` as the line ``Answer: 73``; the head of a table stays."""
-    return _ROW.sub(r"Answer: \1", text) if "|" in text else text
+    return _ROW.sub(r"Answer: \1", _COLUMN.sub(r"Answer: \1", text)) if "|" in text else text
+
+
+_HTML = re.compile(r"</?(?:b|strong|i|em|u|p|span|div|h[1-6])>", re.IGNORECASE)
+
+
+def without_html(text: str) -> str:
+    """A text without plain tags of HTML, where one is closed: ``a<b>c`` stays."""
+    return _HTML.sub("", text) if "</" in text else text
 
 
 def without_bold(text: str) -> str:

@@ -19,10 +19,12 @@ from megarl.explore.rewards.school import read as k12_read
 
 LETTER_FORMS: dict[str, tuple[tuple[str, str], ...]] = {
     "letter before its explanation": (("【答案】B【解析】因为它最大。", "B"), ("B\n\nExplanation: A is wrong.", "B")),
-    "option of the answer": ((r"\boxed{B}", "B"), ("The answer is (B).", "B"), ("答案：dog", "B"), ("Answer: B?", "")),
+    "option of the answer": (
+        ('{"answer": "B"}', "B"), (r"\boxed{B}", "B"), ("The answer is (B).", "B"), ("答案：dog", "B"),
+        ("Answer: B?", ""),
+    ),
     "letter beside refused ones": (("Option B is correct.", "B"), (r"\boxed{B, not A}", "B"), ("A不对，选B", "B")),
     "choice in the text": (("故选B。\n谢谢！", "B"), ("The answer is A or B. So option B", "B"), ("B或C正确", "")),
-    "option of a JSON object": (('{"answer": "B"}', "B"), ('```json\n{"answer": "dog"}\n```', "B")),
     "sentence that chooses": (("I choose B", "B"), ("I think it's B because 5 is prime.", "B"), ("Is it B or C?", "")),
     "conclusion": (("The pressure increases, so B.", "B"), ("本题选B", "B"), ("If it rises, so B.", "")),
     "option beside a refused one": (("The answer is dog, not cat.", "B"), ("It is not a dog.", "")),
@@ -199,7 +201,7 @@ _CHOICE = re.compile(
     r"(?:(?:(?:and\s+)?(?:so|thus|therefore|hence|then)|finally|overall|in\s+conclusion)\s*,?\s+)?"
     r"(?:(?:I|we)\s+(?:think|believe|conclude)\s+(?:that\s+)?)?(?:"
     rf"{_ONE}\s+(?:is|must\s+be)\s+(?:the|my|our)\s+{_ADJECTIVE}{_NOUN}"
-    rf"|(?:I|we)(?:['’](?:d|ll)|\s+(?:would|will))?\s+(?:choose|chose|pick|select|go\s+with)\s+{_ONE}"
+    rf"|(?:(?:I|we)(?:['’](?:d|ll)|\s+(?:would|will))?\s+)?(?:choose|chose|pick|select|go\s+with)\s+{_ONE}"
     rf"|(?:it|that)(?:['’]s|\s+is|\s+must\s+be)\s+{_ONE}"
     rf"){_REASON}",
     re.IGNORECASE,

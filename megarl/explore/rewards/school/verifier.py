@@ -226,7 +226,6 @@ def _choice(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> di
         ("option of the answer", lambda: k12_options.named(pred, options)),
         ("letter beside refused ones", lambda: k12_final.settled_last(pred, text)),  # "Option B is correct."
         ("choice in the text", lambda: k12_final.chosen(after_thinking(response))),
-        ("option of a JSON object", lambda: k12_options.named(grammar.of_object(text), options)),
         ("sentence that chooses", lambda: k12_final.sole_choice(text, pred)),
         ("conclusion", lambda: k12_final.concluded(text)),
         ("option beside a refused one", lambda: _beside_refused(pred, options)),
