@@ -138,10 +138,12 @@ def after_thinking(text: str) -> str:
     return without_thought(text)[-MAX_RESPONSE:]
 
 
-@functools.lru_cache(maxsize=2)
 def _answered(response: str) -> str:
-    """The answer after the thought, with table rows as lines; cached, since a verdict reads one response often."""
-    return marks.without_html(marks.without_tables(after_thinking(response)))
+    """The answer after the thought, with table rows as lines and without plain tags of HTML."""
+    text = after_thinking(response)
+    if "|" in text:
+        text = marks.without_tables(text)
+    return marks.without_html(text) if "<" in text else text
 
 
 def boxes(text: str) -> Iterator[tuple[int, str]]:
@@ -216,7 +218,7 @@ def _any(text: str, answer_format: str) -> str:
     if answer_format == "any" and "<" in text and (tag := last_tag(text)):
         found.append((tag[0], "tag", tag[1], _of_tag))
     if found:
-        _, form, content, read = max(found, key=lambda item: item[0])
+        _, form, content, read = found[0] if len(found) == 1 else max(found, key=lambda item: item[0])
         return trace.read(form, read(content).strip())
     return _loose(text) if answer_format == "any" else ""
 

@@ -96,7 +96,7 @@ _COLUMN = re.compile(
 
 def without_tables(text: str) -> str:
     """A text with each table row ``| Answer | 73 |`` as the line ``Answer: 73``; the head of a table stays."""
-    return _ROW.sub(r"Answer: \1", _COLUMN.sub(r"Answer: \1", text)) if "|" in text else text
+    return _ROW.sub(r"Answer: \1", _COLUMN.sub(r"Answer: \1", text))
 
 
 _HTML = re.compile(r"</?(?:b|strong|i|em|u|p|span|div|h[1-6])>", re.IGNORECASE)
