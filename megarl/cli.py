@@ -141,10 +141,14 @@ def build_parser() -> argparse.ArgumentParser:
             "--python",
             help="interpreter for programs, with its packages (reward.code.python); default: one that is found",
         )
-    rewards = add("rewards", "Offer this machine's processes to a job that scores answers elsewhere (reward.hosts).")
-    offer = rewards.add_subparsers(dest="action", required=True, metavar="action").add_parser(
-        "serve", help="accept connections of a job; MEGARL_JOB_KEY is the key to it"
+    rewards = add("rewards", "Explain verdicts, or offer this machine's processes to a job (reward.hosts).")
+    rewards_actions = rewards.add_subparsers(dest="action", required=True, metavar="action")
+    explain = rewards_actions.add_parser(
+        "explain", help="print what a verifier asked for, read and compared for each row of a file (docs/rewards.md)"
     )
+    explain.add_argument("file", help="parquet or jsonl file of verl's rows, each with a response")
+    explain.add_argument("overrides", nargs="*", help="hydra overrides, e.g. 'reward.routes={my_set: math}'")
+    offer = rewards_actions.add_parser("serve", help="accept connections of a job; MEGARL_JOB_KEY is the key to it")
     offer.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     offer.add_argument("--port", type=int, default=8766, help="default %(default)s; 0 takes a free one and prints it")
     offer.add_argument(
@@ -428,6 +432,29 @@ def _sandbox(arguments: argparse.Namespace) -> int:
 
 
 def _rewards(arguments: argparse.Namespace) -> int:
+    return _explain(arguments) if arguments.action == "explain" else _offer(arguments)
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    import asyncio
+    from pathlib import Path
+
+    from megarl.core.config import compose
+    from megarl.core.config.rewards import RewardConfig
+    from megarl.run.data.explain import explanations
+
+    config = compose(arguments.overrides).reward if arguments.overrides else RewardConfig()
+
+    async def write() -> None:
+        async for text in explanations(Path(arguments.file), config):
+            sys.stdout.write(f"{text}\n")
+            sys.stdout.flush()
+
+    asyncio.run(write())
+    return 0
+
+
+def _offer(arguments: argparse.Namespace) -> int:
     import asyncio
     from pathlib import Path
 

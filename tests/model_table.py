@@ -81,10 +81,10 @@ def rows() -> list[str]:
 
 
 def main() -> None:
-    text = PAGE.read_text()
-    head, _, rest = text.partition(BEGIN)
+    lines = rows()
+    head, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, tail = rest.partition(END)
-    PAGE.write_text("\n".join([head + BEGIN, *rows(), END]) + tail)
+    PAGE.write_text("\n".join([head + BEGIN, *lines, END]) + tail)
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ MUTANTS = (
            "torch.tensor([bucket.number, bucket.channel.code], device", "torch.tensor([0, bucket.channel.code], device",
            "unit/test_reshard_execute.py"),
     # verdicts
-    Mutant("the first answer counts", "explore/rewards/answer/extract.py",
+    Mutant("the first answer counts", "explore/rewards/answer/grammar.py",
            "max(found, key=lambda item: item[0])", "min(found, key=lambda item: item[0])",
            "unit/test_rewards_math.py"),
     Mutant("an echo of the question is an answer", "explore/rewards/math/compare.py", "if _echo(second, question):",

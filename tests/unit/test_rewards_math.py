@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megarl.core.errors import DataError
 from megarl.explore.rewards import compute_score
-from megarl.explore.rewards.answer.extract import extract, last_box
+from megarl.explore.rewards.answer.grammar import extract, last_box
 from megarl.explore.rewards.answer.normalize import clean, quantity
 from megarl.explore.rewards.math.algebra import tractable
 from megarl.explore.rewards.math.compare import equal

@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from megarl.explore.rewards.school.final import beside_refused, boxes_in_a_row, concluded, named
+from megarl.explore.rewards.answer.grammar import beside_refused, boxes_in_a_row, named
+from megarl.explore.rewards.school.final import concluded
 from megarl.explore.rewards.school.verifier import score
 from megarl.explore.rewards.vision.verifier import score_count
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megarl.explore.rewards import compute_score
 from megarl.explore.rewards.math.verifier import score as score_math
 from megarl.explore.rewards.school.verifier import score as score_school
 from megarl.explore.rewards.vision.verifier import score_choice, score_count
@@ -107,3 +108,143 @@ def test_a_question_fills_no_blank() -> None:
 @pytest.mark.parametrize("doubt", ["I doubt", "If there were", "Except"])
 def test_a_sum_of_counts_in_doubt(doubt: str) -> None:
     assert score_count(f"{doubt} 2 cats and 3 dogs, so 5", "5")["score"] == 0.0
+
+
+SOURCES = ["math", "math_dapo", "k12"]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(
+    "form",
+    ['Answer: "%"', "Answer: “%”", "Answer: '%'", "Answer: `%`", "[Answer: %]", "[**Answer:** %]", "(Final answer: %)"]
+    + ["【答案：%】", "[The answer is %].", "| Answer | % |", "| **Final answer** | **%** |", "| 答案 | % |"]
+    + ["```\n%\n```", "Answer:\n```text\n%\n```", "[Answer] %", "<b>Answer:</b> %", "<p>The answer is %.</p>"]
+    + ["| Answer |\n|---|\n| % |", "| Final Answer: | % |", "| **Result** | % |"]
+    + ["| Quantity | Value |\n|---|---|\n| x | 5 |\n| Answer | % |", "The answer is “%”."],
+)
+def test_frames_around_an_answer(source: str, form: str) -> None:
+    for gold, wrong in (("73", "74"), ("x+1", "x-1"), (r"\frac{3}{7}", r"\frac{7}{3}"), ("[1,2]", "[2,1]")):
+        assert compute_score(source, "We add.\n" + form.replace("%", gold), gold)["status"] == "ok", gold
+        assert compute_score(source, "We add.\n" + form.replace("%", wrong), gold)["status"] == "wrong", wrong
+
+
+def test_the_head_of_a_table_is_no_answer() -> None:
+    for source in SOURCES:
+        assert compute_score(source, "| Answer | 73 |\n|---|---|\n| x | 5 |", "73")["status"] == "wrong"
+        assert compute_score(source, "| Answer | 73 or 74 |", "73")["status"] == "wrong"
+
+
+@pytest.mark.parametrize(
+    "text", ["Answer: %?", "The answer is %?", "答案：%？", "%?", r"\boxed{%?}", "Answer: $%$?", "Is it %?"]
+)
+def test_a_question_is_no_answer(text: str) -> None:
+    for source in SOURCES:
+        assert compute_score(source, text.replace("%", "73"), "73")["status"] == "wrong"
+    for word, gold, info in (("B", "B", ANIMALS), ("dog", "B", ANIMALS), ("Paris", "Paris", {}), ("true", True, {})):
+        assert score_school(text.replace("%", word), gold, info)["score"] == 0.0
+    assert score_choice(text.replace("%", "dog"), "B", ANIMALS)["score"] == 0.0
+    assert score_count(text.replace("%", "5"), "5")["score"] == 0.0
+
+
+def test_a_question_that_is_asked_for() -> None:
+    assert score_school("Answer: How are you?", "How are you?")["score"] == 1.0
+    assert (
+        score_school("Answer: B. How are you?", "B", {"options": {"A": "Who is it?", "B": "How are you?"}})["score"]
+        == 1.0
+    )
+    assert compute_score("vision/anls", "The answer is: Where are you?", "Where are you?")["status"] == "ok"
+
+
+@pytest.mark.parametrize(
+    "text", ["The pressure rises, so C. B", "so C. B", "故选C. B", "It is C. B", "C. B", "So, C! B"]
+)
+def test_two_letters_are_two_answers(text: str) -> None:
+    for source in ("math", "k12"):
+        for gold in "BC":
+            assert compute_score(source, text, gold)["status"] == "wrong"
+        assert compute_score(source, "The pressure rises. B", "B")["status"] == "ok"
+
+
+def test_squares_and_units_of_area() -> None:
+    for source in SOURCES:
+        for text in ("12 square", "12 cubic", "12 sq", "There are 12 square"):
+            for form in ("%", "Answer: %", r"\boxed{%}"):
+                assert compute_score(source, form.replace("%", text), "12")["status"] == "wrong", text
+        for text in ("12u^2", "12 u²", r"12\,u^2", r"12\text{ u}^2", "12 sq u", "12"):
+            for gold in ("12 square units", r"12\text{ units}^2"):
+                assert compute_score(source, rf"\boxed{{{text}}}", gold)["status"] == "ok", text
+        assert compute_score(source, r"\boxed{12u^2}", "12")["status"] == "wrong"
+        assert compute_score(source, r"\boxed{13u^2}", "12 square units")["status"] == "wrong"
+        assert compute_score(source, "Answer: 12 squares", "12")["status"] == "ok"
+
+
+@pytest.mark.parametrize(
+    "vector", ["(1,2,3)^T", r"[1, 2, 3]^{T}", r"(1,2,3)^\top", r"\begin{pmatrix}1&2&3\end{pmatrix}^T"]
+)
+def test_transposed_vectors(vector: str) -> None:
+    for source in SOURCES:
+        text = rf"\boxed{{{vector}}}"
+        assert compute_score(source, text, r"\begin{pmatrix}1\\2\\3\end{pmatrix}")["status"] == "ok"
+        assert compute_score(source, text, "(1,2,3)")["status"] == "ok"
+        assert compute_score(source, text, r"\begin{pmatrix}1\\3\\2\end{pmatrix}")["status"] == "wrong"
+    matrix = r"\boxed{\begin{pmatrix}1&2\\3&4\end{pmatrix}^T}"
+    assert compute_score("math", matrix, r"\begin{pmatrix}1&3\\2&4\end{pmatrix}")["status"] == "ok"
+    assert compute_score("math", matrix, r"\begin{pmatrix}1&2\\3&4\end{pmatrix}")["status"] == "wrong"
+
+
+def test_a_number_below_its_hashes() -> None:
+    for text in ("so\n####\n18", "so\n#### \n\n18", "####\n**18**", "#### 17\n####\n18"):
+        for source in ("openai/gsm8k", "math"):
+            assert compute_score(source, text, "18")["status"] == "ok", text
+            assert compute_score(source, text, "17")["status"] == "wrong", text
+    assert compute_score("openai/gsm8k", "#### 18\n####", "18")["status"] == "wrong"
+    assert compute_score("openai/gsm8k", "####\n18 or 19", "18")["status"] == "wrong"
+
+
+@pytest.mark.parametrize(
+    "lead", ["The answer is 74. No, wait, it is %.", "The answer is 74. Actually %.", "Answer: 74\nCorrection: %"]
+)
+def test_a_correction_at_the_end(lead: str) -> None:
+    for source in SOURCES[::2]:
+        assert compute_score(source, lead.replace("%", "73"), "73")["status"] == "ok"
+        assert compute_score(source, lead.replace("%", "73"), "74")["status"] == "wrong"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The answer is 73. Wait, let me check 70 + 3. Yes.",
+        "The answer is 73. Actually, I checked it twice and it holds.",
+        "Wait, I made a mistake. The answer is 73.",
+    ],
+)
+def test_second_thoughts_that_correct_nothing(text: str) -> None:
+    assert compute_score("math", text, "73")["status"] == "ok"
+
+
+@pytest.mark.parametrize(
+    "text", ["Suppose the answer is 73.", "Assume that the answer is 73.", "假设答案是73。", "If the answer is 73."]
+)
+def test_a_supposition_is_no_answer(text: str) -> None:
+    for source in SOURCES:
+        assert compute_score(source, text, "73")["status"] == "wrong"
+
+
+def test_an_object_with_a_number() -> None:
+    for source in SOURCES:
+        for text in ('{"answer": 73}', '{"answer": "73"}', '```json\n{"reasoning": "70+3", "answer": 73}\n```'):
+            assert compute_score(source, text, "73")["status"] == "ok"
+            assert compute_score(source, text, "74")["status"] == "wrong"
+        for text in ('{"answer": 73, "answer": 74}', '{"answer": [73]}', '{"result": 73, "answer": 74}'):
+            assert compute_score(source, text, "73")["status"] == "wrong"
+
+
+@pytest.mark.parametrize("text", ["Choose B.", "I choose B", "Pick option B.", "我认为选B"])
+def test_a_choice_as_a_command(text: str) -> None:
+    assert score_school(text, "B", ANIMALS)["score"] == 1.0
+    assert score_school(text, "C", ANIMALS)["score"] == 0.0
+
+
+@pytest.mark.parametrize("text", ["他认为选B", "小明认为选B。", "Don't choose B.", "Choose B or C.", "Choose B?"])
+def test_a_choice_that_is_not_made(text: str) -> None:
+    assert score_school(text, "B", ANIMALS)["score"] == 0.0

@@ -13,7 +13,7 @@ from megarl.core.schema import Task
 from megarl.core.thoughts import as_written, split_thought, without_thought
 from megarl.explore.environments.guess import Guess
 from megarl.explore.environments.types import Observation
-from megarl.explore.rewards.answer.extract import after_thinking
+from megarl.explore.rewards.answer.grammar import after_thinking
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.tools import FORMATS
 from tests.chat_battery import TOOLS, checkpoint

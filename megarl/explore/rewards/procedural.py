@@ -16,7 +16,7 @@ from fractions import Fraction
 from typing import Any
 
 from megarl.core.errors import DataError
-from megarl.explore.rewards.answer.extract import after_thinking
+from megarl.explore.rewards.answer.grammar import after_thinking
 
 VERSION = "0.1.25"
 """Release whose scorers were read for the tables below; ``tests/unit/test_payloads.py`` scans its source."""

@@ -12,7 +12,7 @@ from megarl.core.config.rewards import RewardConfig
 from megarl.core.errors import DataError
 from megarl.core.schema import Task
 from megarl.explore.rewards import procedural
-from megarl.explore.rewards.answer.extract import extract
+from megarl.explore.rewards.answer.grammar import extract
 from megarl.explore.rewards.answer.normalize import clean
 from megarl.explore.rewards.router import route
 

@@ -1,1 +1,1 @@
-"""``megarl data``: a run's groups and trajectories, looked at, exported and pruned."""
+"""``megarl data``: a run's groups and trajectories, looked at, exported and pruned; explained verdicts."""

@@ -10,11 +10,11 @@ SIGNS = r":|：|=|[→⇒➜➔⟶⟹]|->|=>|\$?\\(?:to|rightarrow|Rightarrow|im
 _BOLD = r"(?:\*\*|__|[*_])?"
 _CHINESE = r"(?:正确|最终|最后)?的?(?:答案|结果)"
 LINE = re.compile(
-    rf"(?:\b(?:final|correct)\s+)?(?:{NAMES}{_BOLD}\s*(?:{SIGNS})|\bans\.(?=\s*[\d$\\(*-])|{_CHINESE}{_BOLD}\s*[:：])"
+    rf"(?:[\[(【「][*_]*)?(?:\b(?:final|correct)\s+)?(?:{NAMES}{_BOLD}\s*(?:{SIGNS})|\bans\.(?=\s*[\d$\\(*-])|{_CHINESE}{_BOLD}\s*[:：])"
     rf"\s*{_BOLD}",
     re.IGNORECASE,
 )
-"""Start of an ``Answer:`` line."""
+"""Start of an ``Answer:`` line, with the bracket of ``[Answer: 73]``."""
 
 PICTURES = r"[\U0001F300-\U0001FAFF\u2B50\u2728\u2B55\u26A1\uFE0F\u2764]"
 CHECKS = r"[✅✓✔☑]"
@@ -51,6 +51,60 @@ _ENDINGS = ("square", "qed", "qedsymbol", "checkmark")
 def unled(text: str) -> str:
     """A text without check marks and pictures before it."""
     return _LEADING.sub("", text) if text and text[0] > "\u2000" and not re.search(CHECKS, text[1:]) else text
+
+
+_QUOTED = re.compile(r"""\s*(?:"([^"]+)"|'([^']+)'|“([^“”]+)”|‘([^‘’]+)’|「([^「」]+)」|`([^`]+)`)\s*+[.。]?\s*+""")
+
+
+def unquoted(text: str) -> str:
+    """A text without the quotation marks around all of it."""
+    quoted = _QUOTED.fullmatch(text) if text and text[0] in "\"'“‘「`" else None
+    return text if quoted is None else str(quoted[quoted.lastindex or 0]).strip()
+
+
+def asks(text: str) -> bool:
+    """Return True if a text ends as a question, which is no answer: ``73?``."""
+    return text.rstrip(" $*_\"'”’)]】}.\\").endswith(("?", "？"))
+
+
+_OPENED = re.compile(r"([\[(【「])\s*[*_]*(?:(?:the|my|final|correct)\s+)*[*_]*$", re.IGNORECASE)
+_CLOSING = {"[": "]", "(": ")", "【": "】", "「": "」"}
+
+
+def unbracketed(before: str, answer: str) -> str:
+    """``73`` of "[Answer: 73]", where ``before`` ends with the bracket that ``answer`` closes."""
+    opened = _OPENED.search(before[-40:])
+    head, closing, rest = answer.rpartition(_CLOSING[opened[1]]) if opened else ("", "", "")
+    return head.strip() if closing and not rest.strip(" .。*_") else answer
+
+
+_ROW = re.compile(
+    rf"^[ \t]*\|[ \t]*{_BOLD}(?:the[ \t]+)?(?:(?:final|correct)[ \t]+)?(?:answer|result|{_CHINESE})"
+    rf"[ \t]*[:：]?{_BOLD}[ \t]*\|"
+    r"[ \t]*+([^|\n]{0,400}[^|\s])[ \t]*+\|?[ \t]*+$(?!\n[ \t]*\|[ \t]*:?--)",
+    re.IGNORECASE | re.MULTILINE,
+)
+
+
+_COLUMN = re.compile(
+    rf"^[ \t]*\|[ \t]*{_BOLD}(?:(?:final|correct)[ \t]+)?(?:answer|{_CHINESE}){_BOLD}[ \t]*\|[ \t]*+\n"
+    r"[ \t]*\|[ \t:-]{2,80}\|[ \t]*+\n[ \t]*\|[ \t]*+([^|\n]{0,400}[^|\s])[ \t]*+\|[ \t]*+$(?!\n[ \t]*\|)",
+    re.IGNORECASE | re.MULTILINE,
+)
+"""Table of one column and one row."""
+
+
+def without_tables(text: str) -> str:
+    """A text with each table row ``| Answer | 73 |`` as the line ``Answer: 73``; the head of a table stays."""
+    return _ROW.sub(r"Answer: \1", _COLUMN.sub(r"Answer: \1", text))
+
+
+_HTML = re.compile(r"</?(?:b|strong|i|em|u|p|span|div|h[1-6])>", re.IGNORECASE)
+
+
+def without_html(text: str) -> str:
+    """A text without plain tags of HTML, where one is closed: ``a<b>c`` stays."""
+    return _HTML.sub("", text) if "</" in text else text
 
 
 def without_bold(text: str) -> str:

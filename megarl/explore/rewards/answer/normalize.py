@@ -173,7 +173,7 @@ _ANGLE = re.compile(r"\\angle\s*([A-Z])\s*([A-Z])\s*([A-Z])(?![A-Za-z'_])")
 
 def half_width(text: str) -> str:
     """Full-width letters, digits and punctuation, dashes and quotation marks as their ASCII twins."""
-    return text.translate(_WIDE).translate(_SIGNS)
+    return text if text.isascii() else text.translate(_WIDE).translate(_SIGNS)
 
 
 def clean(text: str) -> str:
@@ -191,8 +191,10 @@ _CHOOSE = re.compile(r"\{\s*([\w+-]+)\s*\\choose\s+([\w+-]+)\s*\}|^\s*([\w+-]+)\
 
 def _clean(text: str) -> str:
     text = _CHOOSE.sub(lambda match: rf"\binom{{{match[1] or match[3]}}}{{{match[2] or match[4]}}}", text)
-    text = _SUPERSCRIPT.sub(lambda run: "^{" + "".join(_SUPERSCRIPTS[sign] for sign in run.group()) + "}", text)
-    text = re.sub(r"\s+", " ", half_width(text).translate(_MATH_SIGNS)).strip().strip("`").strip()
+    if not text.isascii():
+        text = _SUPERSCRIPT.sub(lambda run: "^{" + "".join(_SUPERSCRIPTS[sign] for sign in run.group()) + "}", text)
+        text = half_width(text).translate(_MATH_SIGNS)
+    text = re.sub(r"\s+", " ", text).strip().strip("`").strip()
     text = re.sub(r"^\*\*(.*)\*\*$", r"\1", text, flags=re.DOTALL)
     if r"\\" in text and r"\begin" not in text:  # written with JSON's escapes
         text = re.sub(r"\\\\(?=[a-zA-Z(){}\[\]|])", r"\\", text)

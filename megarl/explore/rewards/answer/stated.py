@@ -171,7 +171,7 @@ def _counted(text: str) -> bool:
         if word in _TAIL or _PREDICATE.match(text, match.start()):
             break
         nouns.append(word)
-    return len(nouns) <= 5 and all(map(_harmless, nouns))
+    return len(nouns) <= 5 and all(map(_harmless, nouns)) and not units.opens(" ".join(nouns[-1:]))
 
 
 def _harmless(word: str) -> bool:

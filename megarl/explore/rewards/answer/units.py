@@ -120,6 +120,11 @@ def stops(word: str) -> bool:
     return word.lower() in _STOP
 
 
+def opens(word: str) -> bool:
+    """Return True for ``square`` and ``cubic``, which need a unit after them."""
+    return word in _SQUARE
+
+
 def unit_of(text: str) -> str | None:
     """The symbol of the unit that follows a number: ``cm``, ``m/s``, ``cm^2``, ``_8`` for a base.
 
@@ -169,7 +174,7 @@ def unit_of(text: str) -> str | None:
             symbols[-1] = f"deg{piece}"
         elif not (symbols and _WORD.fullmatch(piece) and len(piece) > 2 and not piece.startswith("\\")):
             return None
-    if unknown > 4 or (over and unknown and not symbols):
+    if unknown > 4 or (over and unknown and not symbols) or piece in _SQUARE:  # "12 square" may be a power
         return None
     return "".join(symbols).strip("/") if symbols else ""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from megarl.explore.rewards.answer.extract import after_thinking
+from megarl.explore.rewards.answer.grammar import after_thinking
 
 PYTHON = ("python", "python3", "py", "py3", "ipython", "ipython3", "pypy", "pypy3")
 _FENCE = re.compile(

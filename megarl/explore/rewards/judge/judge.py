@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from megarl.core.config.rewards import JUDGE_IS_ROLLOUT, JudgeConfig
 from megarl.core.errors import ConfigError
-from megarl.explore.rewards.answer.extract import after_thinking
+from megarl.explore.rewards.answer.grammar import after_thinking
 from megarl.explore.rewards.judge.cache import JudgementCache
 from megarl.explore.rewards.judge.rubric import Vote, fill, read_rubric, read_vote, reference_text, tally
 from megarl.explore.rewards.judge.server import KEY_VARIABLE, JudgeServer, RequestFailed

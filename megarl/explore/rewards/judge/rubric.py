@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.core.errors import ConfigError
-from megarl.explore.rewards.answer.extract import after_thinking
+from megarl.explore.rewards.answer.grammar import after_thinking
 
 RUBRIC = """\
 You check a candidate's answer to a question against a reference answer.

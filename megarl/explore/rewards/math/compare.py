@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import re
 
-from megarl.explore.rewards.answer import measures, units
+from megarl.explore.rewards.answer import measures, trace, units
+from megarl.explore.rewards.answer.marks import asks
 from megarl.explore.rewards.answer.normalize import (
     MIN_ROUNDED_DIGITS,
     Quantity,
@@ -59,22 +60,39 @@ def equal(gold: str, pred: str, question: str = "") -> bool:
         return False
     first, second = clean(gold), clean(pred)
     if not first or not second:
-        return False
+        return trace.compared("nothing to compare", first, second, False)
+    if asks(pred) and not asks(gold):
+        return trace.compared("a question", first, second, False)
+    if "u" in second and _IN_UNITS.search(gold):
+        second = _U.sub("", second)
     if squash(first) == squash(second):
-        return True
+        return trace.compared("same text", first, second, True)
     if _echo(second, question):
-        return False
+        return trace.compared("copied from the question", first, second, False)
     if len(second) > MAX_ANSWER:
-        return False
-    return _same(parse(first), parse(_as_written_by(first, second))) or _converted(first, second, question)
+        return trace.compared(f"longer than {MAX_ANSWER} characters", first, second, False)
+    ours, theirs = parse(first), parse(_as_written_by(first, second))
+    if ours.kind != "atom" or theirs.kind != "atom":
+        return trace.compared(f"{ours.kind} and {theirs.kind}", first, second, _same(ours, theirs)) or _converted(
+            first, second, question
+        )
+    return _same(ours, theirs) or _converted(first, second, question)
 
 
-def lacks_percent(gold: str, pred: str, question: str = "") -> bool:
-    """Return True for ``25`` beside a gold of ``25\\%``, unless the question asks for per cent."""
-    if "%" not in gold or _PERCENT.search(question):
+_IN_UNITS = re.compile(r"\b(?:sq(?:uare)?\.?\s*|cubic\s*)?units?\b|单位", re.IGNORECASE)
+_U = re.compile(r"(?<=[\d)}])\s*(?:sq(?:uare)?\.?\s*)?u(?:\s*\^\s*\{?\s*[23]\s*\}?)?$")
+"""``u^2``, which abbreviates the square units of a ground truth; elsewhere ``u`` is a variable."""
+
+
+def other_percent(gold: str, pred: str, question: str = "") -> bool:
+    """Return True for ``25`` beside ``25\\%``, whichever is the gold, unless the question asks for per cent."""
+    if not (_PERCENT.search(gold) or _PERCENT.search(pred)) or _PERCENT.search(question):
         return False
     first, second = quantity(clean(gold)), quantity(_outer(clean(pred), _EQUALS)[-1])
-    return bool(first and second and first.percent and not second.percent and first.value == second.value != 0)
+    other = bool(first and second and first.percent != second.percent and first.value == second.value != 0)
+    if other:
+        trace.compared("per cent, which the question does not ask for", gold, pred, False)
+    return other
 
 
 def _as_written_by(gold: str, pred: str) -> str:
@@ -106,12 +124,18 @@ def _converted(gold: str, pred: str, question: str) -> bool:
     if len(sides) == 2 and sides[0] and _is_lhs(sides[0]):
         pred = sides[1]
     if first or quantity(pred):
-        return bool(first and measures.same(gold, pred, convert=True))
+        same = bool(first and measures.same(gold, pred, convert=True))
+        return trace.compared("units of one dimension", gold, pred, same)
     gold, (pred, other) = bare, _without_unit(pred)
     times = measures.ratio(unit, other) if unit and other and unit != other else None
     if times is None or not math_worked.worked_out(pred):
         return False
-    return math_algebra.same(gold, rf"\frac{{{times.numerator}}}{{{times.denominator}}}({pred})")
+    return trace.compared(
+        "units of one dimension",
+        gold,
+        pred,
+        math_algebra.same(gold, rf"\frac{{{times.numerator}}}{{{times.denominator}}}({pred})"),
+    )
 
 
 def _echo(pred: str, question: str) -> bool:
@@ -268,11 +292,11 @@ def same_atom(gold: str, pred: str) -> bool:
             choice.group(1) == gold and not re.search(r"\b[A-J][.)]|\bor\b", rest[1:]) and not _LETTERS.fullmatch(rest)
         )
     if _is_text(gold):
-        return words(gold) == words(pred)
+        return trace.compared("words", gold, pred, words(gold) == words(pred))
     if gold_time := _TIME.fullmatch(gold):
-        return _same_time(gold_time, pred)
+        return trace.compared("time of day", gold, pred, _same_time(gold_time, pred))
     if _EQUALS.search(gold) or _EQUALS.search(pred) or _APPROX.search(pred) or _APPROX.search(gold):
-        return _same_equation(gold, pred)
+        return trace.compared("equation", gold, pred, _same_equation(gold, pred))
     return _same_value(gold, pred)
 
 
@@ -398,7 +422,12 @@ def _same_value(gold: str, pred: str, strict: bool = True) -> bool:
     """Numbers and expressions with their units. ``strict`` refuses a sum that nobody has worked out."""
     first, second = quantity(gold), quantity(pred)
     if first and second:
-        return same_quantity(first, second)
+        return trace.compared("numbers with units", gold, pred, same_quantity(first, second))
+    return trace.compared("expressions", gold, pred, _same_expression(gold, pred, first, second, strict))
+
+
+def _same_expression(gold: str, pred: str, first: Quantity | None, second: Quantity | None, strict: bool) -> bool:
+    """Expressions of which at most one is a written number."""
     if not first and not second:
         gold, gold_unit = _without_unit(gold)
         pred, pred_unit = _without_unit(pred)

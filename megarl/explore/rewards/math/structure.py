@@ -88,7 +88,18 @@ def parse(text: str, depth: int = 0) -> Expression:
         return replace(parse(match.group(2), depth + 1), name=match.group(1))
     if text.lower() in _NO_SOLUTION:
         return Expression("set", r"\emptyset")
-    for read in (_cases, _alternatives, _logic, _union, _matrix, _bracketed, _point, _inequality, _plus_minus):
+    for read in (
+        _cases,
+        _alternatives,
+        _logic,
+        _union,
+        _transposed,
+        _matrix,
+        _bracketed,
+        _point,
+        _inequality,
+        _plus_minus,
+    ):
         node = read(text, depth)
         if node is not None:
             return node
@@ -179,6 +190,22 @@ def _matrix(text: str, depth: int) -> Expression | None:
     )
     kind = match.group(1) if match.group(1) in ("vmatrix", "Vmatrix") else "matrix"
     return Expression("matrix", text, items, brackets=kind)
+
+
+_TRANSPOSED = re.compile(r"(.*[)\]}])\s*\^\s*(?:T|\\top|\\intercal|\{\s*(?:T|\\top|\\intercal)\s*\})", re.DOTALL)
+
+
+def _transposed(text: str, depth: int) -> Expression | None:
+    """``(1,2,3)^T`` as a matrix of one column, and ``A^T`` of a matrix that is written out."""
+    match = _TRANSPOSED.fullmatch(text) if text[-1] in "Tp}l" and "^" in text else None
+    node = (_matrix(match[1].strip(), depth) or _bracketed(match[1].strip(), depth)) if match else None
+    if node is None or node.kind not in ("tuple", "matrix") or node.brackets not in ("()", "[]", "matrix"):
+        return None
+    rows = [row.items for row in node.items] if node.kind == "matrix" else [node.items]
+    if len({len(row) for row in rows}) != 1:
+        return None
+    columns = tuple(Expression("list", "", column) for column in zip(*rows, strict=True))
+    return Expression("matrix", text, columns, brackets="matrix")
 
 
 def _bracketed(text: str, depth: int) -> Expression | None:

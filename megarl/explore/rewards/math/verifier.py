@@ -12,14 +12,21 @@ from types import FrameType
 from typing import Any
 
 from megarl.core.errors import DataError
-from megarl.explore.rewards.answer.extract import extract, last_box
+from megarl.explore.rewards.answer import trace
+from megarl.explore.rewards.answer.grammar import extract, last_box
 from megarl.explore.rewards.answer.normalize import clean
-from megarl.explore.rewards.math.compare import MAX_ANSWER, equal, lacks_percent
+from megarl.explore.rewards.math.compare import MAX_ANSWER, equal, other_percent
 
 TIME_LIMIT_S = 3.0
 """CPU time of one verification: a verdict does not depend on the machine's load. ``reward.timeout_s`` limits the wall
 time."""
-FORMATS = ("any", "box", "hashes", "line")
+FORMATS = {
+    "any": "a final answer in any form: of a box, a tag and #### the last, else the last answer line or sentence",
+    "box": "the last box",
+    "hashes": "the last #### line",
+    "line": "the last Answer: line, else a final answer in any form",
+}
+"""``answer_format`` -> the answer that it asks for."""
 MathScorer = Callable[[str, Any, dict[str, Any] | None], dict[str, Any]]
 
 
@@ -167,6 +174,7 @@ def score(
     info = extra_info if isinstance(extra_info, Mapping) else {}
     try:
         answer_format, golds = _format(info, answer_format), _golds(ground_truth)
+        trace.asked(FORMATS[answer_format])
     except DataError as error:
         return verdict("error", "", str(error))
     pred = ""
@@ -175,7 +183,7 @@ def score(
             pred = extract(solution_str, answer_format)
             question = info.get("question") or info.get("problem")
             question = question if isinstance(question, str) else ""
-            right = any(equal(gold, pred, question) and not lacks_percent(gold, pred, question) for gold in golds)
+            right = any(equal(gold, pred, question) and not other_percent(gold, pred, question) for gold in golds)
     except OutOfTime:
         return out_of_time(pred, lambda: [equal(gold, "0", "") for gold in golds])
     except RecursionError:

@@ -158,7 +158,14 @@ class Worker:
 
     async def score(self, request: dict[str, Any]) -> dict[str, Any]:
         """The verdict of one answer, within ``reward.timeout_s``. Raises WorkerError, TimeoutError."""
-        reply = await self._ask({"score": request}, self._config.timeout_s)
+        return await self._verdict({"score": request})
+
+    async def explain(self, request: dict[str, Any]) -> dict[str, Any]:
+        """``score``, with the ``steps`` of the verdict (``answer/trace.py``)."""
+        return await self._verdict({"explain": request})
+
+    async def _verdict(self, request: dict[str, Any]) -> dict[str, Any]:
+        reply = await self._ask(request, self._config.timeout_s)
         if not reply.keys() >= VERDICT_FIELDS:
             raise WorkerError(self._process.named(f"the reward process sent no verdict: {str(reply)[:200]}"))
         return reply
@@ -181,7 +188,7 @@ class Worker:
         except (TimeoutError, asyncio.CancelledError) as error:
             busy = self._process.cpu_s() - before_s >= BUSY_SHARE * timeout_s
             await self.kill()
-            if busy and isinstance(error, TimeoutError) and "score" in request and self._config.path is None:
+            if busy and isinstance(error, TimeoutError) and "prepare" not in request and self._config.path is None:
                 raise WorkerSpent(f"no verdict within {timeout_s:g} s") from error
             raise
         except ValueError as error:  # what follows of the line would pass for the next replies

@@ -27,6 +27,7 @@ from megarl.core.parent import die_with
 from megarl.core.secrets import hide_secrets
 from megarl.core.thoughts import as_written
 from megarl.core.user_file import import_file
+from megarl.explore.rewards.answer import trace
 from megarl.explore.rewards.math import verifier as math_verifier
 from megarl.explore.rewards.pool.child import SOCKET
 from megarl.explore.rewards.router import Scorer, scorer_for
@@ -105,6 +106,12 @@ class Function:
             result = self._loop.run_until_complete(_awaited(result))
         return weighed(result, solution_str, question, in_thinking, self._config)
 
+    def explain(self, **request: Any) -> dict[str, Any]:
+        """``score``, with the ``steps`` of the verdict: lists of kind, rule and text (``answer/trace.py``)."""
+        with trace.recorded() as steps:
+            verdict = self.score(**request)
+        return {**verdict, "steps": steps}
+
     def describe(self, error: Exception) -> str:
         """Describe an error in either; with the line of the user's file where that is his."""
         return describe(error, self._config.path, self._user)
@@ -156,7 +163,7 @@ def serve(requests: IO[str], replies: IO[str]) -> None:
     for line in requests:
         number = None
         try:
-            request = _read(line, "prepare", "score")
+            request = _read(line, "prepare", "score", "explain")
             number = request.get("id")
             try:
                 reply = _perform(function, request)
@@ -177,6 +184,8 @@ def _perform(function: Function, request: dict[str, Any]) -> dict[str, Any]:
     if "prepare" in request:
         function.prepare(request["prepare"])
         return {"ready": True}
+    if "explain" in request:
+        return function.explain(**request["explain"])
     return function.score(**request["score"])
 
 

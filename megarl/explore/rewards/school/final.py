@@ -1,10 +1,10 @@
-"""Final answers of school questions that a sentence or a heading gives, in English and in Chinese.
+"""Letters of options that a school answer names in a sentence, in English and in Chinese.
 
 - A conclusion: "The pressure increases, so B.", 本题选B, B项正确.
-- An answer before its explanation: ``【答案】B`` before ``【解析】``, "B" before "Explanation:".
-- Boxes in a row: ``\\boxed{A}, \\boxed{C}``.
-- An answer beside a refused one: "Paris, not London", 不是伦敦，而是巴黎.
-- A name: "It is called photosynthesis", 这叫做光合作用.
+- Letters before an explanation that supports them: ``【答案】B`` before ``【解析】``, "B" before "Explanation:".
+- Letters beside refused ones: "B, not A", A不对，选B, "A and C but not B".
+- A sentence that chooses: "I choose B", "B is the answer".
+- A choice in the text: 故选B, "so option B".
 """
 
 from __future__ import annotations
@@ -12,37 +12,53 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from megarl.explore.rewards.answer.extract import after_thinking, boxes, last_box
+from megarl.explore.rewards.answer.grammar import MAX_LINE_READ, TAKEN_BACK, UNDECIDED, explained
 from megarl.explore.rewards.answer.normalize import half_width
 from megarl.explore.rewards.school import options as k12_options
 from megarl.explore.rewards.school import read as k12_read
 
-MAX_LINE = 300
-"""Characters of a line that is read as a conclusion."""
-MAX_ANSWER_LINE = 120
-"""Characters of an answer before its explanation."""
+LETTER_FORMS: dict[str, tuple[tuple[str, str], ...]] = {
+    "letter before its explanation": (("【答案】B【解析】因为它最大。", "B"), ("B\n\nExplanation: A is wrong.", "B")),
+    "option of the answer": (
+        ('{"answer": "B"}', "B"), (r"\boxed{B}", "B"), ("The answer is (B).", "B"), ("答案：dog", "B"),
+        ("Answer: B?", ""),
+    ),
+    "letter beside refused ones": (("Option B is correct.", "B"), (r"\boxed{B, not A}", "B"), ("A不对，选B", "B")),
+    "choice in the text": (("故选B。\n谢谢！", "B"), ("The answer is A or B. So option B", "B"), ("B或C正确", "")),
+    "sentence that chooses": (("I choose B", "B"), ("I think it's B because 5 is prime.", "B"), ("Is it B or C?", "")),
+    "conclusion": (("The pressure increases, so B.", "B"), ("本题选B", "B"), ("If it rises, so B.", "")),
+    "option beside a refused one": (("The answer is dog, not cat.", "B"), ("It is not a dog.", "")),
+}  # fmt: skip
+"""Form in which a school answer names a letter -> examples (response, letter, or '' for a response that names none).
+The first form that names one counts; boxes in a row come before all of them."""
 
 # ---------------------------------------------------------------- letters beside letters
 
 _ALONE = re.compile(r"(?<![A-Za-z])(?:A(?![A-Za-z'’]|\s+[a-z]{3,}(?<!are)(?<!and)(?<!has))|[B-H](?![A-Za-z'’]))")
-_UNDECIDED = re.compile(
-    r"\b(?:if|unless|whether|either|maybe|perhaps|possibly|probably|might|could|would|may|suppose|assum\w+|guess\w*|"
-    r"claim\w*|argu\w+|says?|said|thinks?|thought|wait|actually|sorry|unsure|doubt\w*|mistake\w*|mistaken\w*|correction)\b"
-    r"|[?？]|如果|假如|假设|若|除非|要是|可能|也许|或许?|是否|[吗么呢]|等等|其实|更正|改[选为]|怀疑|(?<!我)(?<!我们)(?:认为|觉得)|说\s*[,:，：]|有人|误[选认以]",
+_REFUSED_BEFORE = re.compile(
+    r"(?:\b(?:not|cannot|never|neither|nor|than|over|instead\s+of|without|unlike|except|except\s+for|"
+    r"(?:all|any|anything|everything|none)\s+but|exclud\w+|eliminat\w+|discard\w*|reject\w*|rul\w+\s+out)\s+"
+    r"(?:be\s+)?(?:the\s+)?|n['’]t\s+(?:(?:be|choose|pick|select|take)\s+)?|[不非没勿])$",
     re.IGNORECASE,
 )
-_TAKEN_BACK = re.compile(
-    r"\b(?:wait|actually|sorry|correction|mistaken?|on\s+second\s+thought|instead)\b|更正|等等|其实|改选|我错|应[该当]?是\s*[A-H]"
-    r"|(?:^|[,.;\s])不[对是][,.;\s]|\b(?:choose|pick|select)\b|\b(?:choice|answer|option)\s+(?:is|would|should)\b",
+_REFUSED_BEHIND = re.compile(
+    r"\)?\s*+(?:(?:[,/&或]|还是|\b(?:or|and|nor)\b)\s*(?:options?\s*|选项\s*)?\(?[A-H](?![A-Za-z])|(?:都|是|为|也)?[不错误]|"
+    r"(?:(?!\b(?:because|since|as|for|which|so)\b)[^.,;:!?\n])*(?:\b(?:not|no|never|cannot|wrong|incorrect|false|too|"
+    r"fails?|contradicts?|violates?|impossible|excluded|eliminated|ruled\s+out)\b|n['’]t\b))",
     re.IGNORECASE,
 )
+
+
+def is_refused(before: str, after: str) -> bool:
+    """Return True if the letter between two texts is refused: "not B", "B is too small", B错误."""
+    return bool(_REFUSED_BEFORE.search(before) or _REFUSED_BEHIND.match(after))
 
 
 def _supports(text: str, letters: set[str]) -> bool:
     """Return True if a text refuses all other letters that it names, and none of ``letters``."""
     for match in _ALONE.finditer(text):
         before, after = text[max(0, match.start() - 40) : match.start()], text[match.end() : match.end() + 120]
-        refused = k12_read.is_refused(before, after)
+        refused = is_refused(before, after)
         if refused == (match.group() in letters):
             return False
     return True
@@ -71,7 +87,7 @@ _RIGHT = re.compile(
 def concluded(text: str) -> set[str] | None:
     """The letters that the last line of a text concludes with; None where it is undecided or names others too."""
     line = half_width(text.rstrip().rsplit("\n", 1)[-1]).replace("**", "").replace("$", "").strip().rstrip(".!。 ")
-    if len(line) > MAX_LINE or _UNDECIDED.search(line):
+    if len(line) > MAX_LINE_READ or UNDECIDED.search(line):
         return None
     match = _CONCLUSION.search(line)
     if match:
@@ -86,185 +102,159 @@ def concluded(text: str) -> set[str] | None:
 
 # ---------------------------------------------------------------- answers before their explanation
 
-_EXPLAINS = (
-    r"[#*_>\s【\[(]*(?:(?:the\s+|an?\s+|my\s+|brief\s+)*(?:explanation|reason(?:ing)?|rationale|justification|solution|"
-    r"analysis|proof)\b(?:\s+is\b)?|because\b|since\b|this\s+is\s+(?:because|since)\b|here(?:['’]s|\s+is)\s+why\b|why\b"
-    r"|解析|分析|详解|解答|理由|解释|点评|说明|考点|因为|由于|原因)"
-)
-_EXPLAINED = re.compile(
-    rf"\s*(?P<answer>[^\n【]{{1,{MAX_ANSWER_LINE}}}?)\s*(?:\n\s*|(?=【))(?P<rest>{_EXPLAINS}.*)",
-    re.DOTALL | re.IGNORECASE,
-)
-_HEADED = re.compile(
-    r"(?:^|\n)[#*\s]*[【\[](?:正确|参考|标准)?答案[】\]][*\s:：]*"
-    rf"(?P<answer>[^\n【]{{1,{MAX_ANSWER_LINE}}}?)\s*(?:\n\s*|(?=【))(?P<rest>[#*\s]*【.*)",
-    re.DOTALL,
-)
-
-
-_COUNTERS = re.compile(
-    rf"{_TAKEN_BACK.pattern}|\b(?:not|no|too|wrong|incorrect|false|try|tries|fails?|so|therefore|thus|hence|then|solution)\b"
-    r"|n['’]t\b|[=?？不没错非]|所以|因此|应",
-    re.IGNORECASE,
-)
-"""Found in what follows a short answer where that may be no explanation of it."""
-
-
-def _explained(text: str) -> tuple[str, str] | None:
-    """(answer, rest) of an answer that its explanation follows."""
-    if "\n" not in text and "【" not in text:
-        return None
-    if (headed := _HEADED.search(text)) and len(re.findall(r"答案[】\]]", text)) == 1:
-        return headed["answer"].strip(), headed["rest"]
-    match = _EXPLAINED.match(text)
-    return (match["answer"].strip(), match["rest"]) if match else None
-
 
 def letters_before_explanation(text: str, options: Mapping[str, str], several: bool = False) -> set[str] | None:
     """The letters that stand before an explanation, which supports them."""
-    found = _explained(text)
+    found = explained(text)
     if found is None or not k12_read.letters(found[0]):
         return None
     letters = k12_options.named(found[0], options, several)
     rest = half_width(found[1])[-4000:]
     others = [text for letter, text in options.items() if letter not in (letters or ()) and text.strip() in rest]
-    if not letters or others or _TAKEN_BACK.search(rest) or not _supports(rest, letters):
+    if not letters or others or TAKEN_BACK.search(rest) or not _supports(rest, letters):
         return None
     return letters
 
 
-def text_before_explanation(text: str) -> str:
-    """``Paris`` of "Paris", a line break and "Explanation: …"; '' for another text, and for one that is taken back."""
-    found = _explained(text)
-    if found is None or len(found[1]) > MAX_LINE or _COUNTERS.search(found[1]) or _UNDECIDED.search(found[0]):
+# ---------------------------------------------------------------- letters beside refused ones
+
+MAX_TEXT = 80
+_NAME = r"(?:options?\s*|选项\s*)?\(?(?<![A-Za-z])[A-H](?![A-Za-z])\)?(?:\s*选?项)?"
+_NAMES = rf"{_NAME}(?:\s*(?:,|、|\bor\b|\band\b|\bnor\b|和|或|与)\s*{_NAME})*"
+_WRONG = (
+    r"(?:(?:is|are)\s+(?:wrong|incorrect|false|not\s+(?:right|"
+    r"correct|true))|(?:是|都|均|全)?(?:不对|错误?的?|不正确|不符合?(?:题意)?|不成立|不选))"
+)
+_REFUSED = re.compile(
+    r"[,;(]?\s*(?:\b(?:but|and)\s+)?(?:\b(?:it\s+is\s+|it's\s+)?(?:not|"
+    rf"rather\s+than|instead\s+of)\b|而?非|而?不是|而?不选|排除)\s*(?P<refused>{_NAMES})\s*\)?"
+    rf"|(?P<wrong>{_NAMES})\s*{_WRONG}",
+    re.IGNORECASE,
+)
+_AFFIRMED = re.compile(
+    rf"({_NAME})\s*(?:is\s+(?:the\s+)?(?:correct|right)(?:\s+(?:answer|option|choice))?|是?(?:正确|对)的?(?:答案"
+    r"|选项)?|符合题意)$",
+    re.IGNORECASE,
+)
+_JUDGED = re.compile(
+    r"(?:\b(?:is|are|also)\s+(?:\w+\s+){0,2}(?:correct|right|wrong|incorrect|false|true)\b|正确|错误|不对|"
+    r"\b(?:it\s+is|it's|options?|choose)\s+\(?[A-H](?![A-Za-z])|选项?\s*[A-H])",
+    re.IGNORECASE,
+)
+"""Found behind ``A.`` where that is no option's text: "A. Option B is correct"."""
+_OTHERS_REFUSED = re.compile(
+    rf"\s*[,;]?\s*(?:(?:and|while)\s+)?(?:(?:(?:all\s+)?the\s+)?(?:others?|rest)(?:\s+options?)?|其[余他它](?:选?项|各项)?)\s*{_WRONG}$",
+    re.IGNORECASE,
+)
+_SETTLING = re.compile(
+    r"^(?:[\s,;.:]|\b(?:so|but|therefore|thus|hence|it\s+is|it's|"
+    r"choose|the\s+answer\s+is)\b|而是|所以|因此|故|应该?|选(?!项)择?|答案|是|为)+",
+    re.IGNORECASE,
+)
+
+
+def settled(text: str) -> set[str] | None:
+    """The letters that a text names besides those that it refuses; None where it says more, or takes back what it
+    names."""
+    text = half_width(text).strip().rstrip(".。! ")
+    if len(text) > MAX_TEXT:
+        return None
+    text = _OTHERS_REFUSED.sub("", text)
+    refused = {
+        letter
+        for match in _REFUSED.finditer(text)
+        for letter in re.findall("[A-H]", match["refused"] or match["wrong"] or "")
+    }
+    rest = _SETTLING.sub("", _REFUSED.sub(" ", text)).strip().rstrip(",;. ")
+    if re.match(r"(?:and|or|nor)\b|[和与或]", rest):  # "A is wrong and B"
+        return None
+    affirmed = _AFFIRMED.fullmatch(rest)
+    names = k12_read.letters(affirmed[1] if affirmed else rest) if refused or affirmed else None
+    if not names or refused & set(names) or (not affirmed and _JUDGED.search(k12_read.after_letter(rest))):
+        return None
+    return set(names)
+
+
+_SO = re.compile(r"\W*(?:so|thus|therefore|hence|finally|故|所以|因此|综上|可见)", re.IGNORECASE)
+
+
+def settled_last(pred: str, text: str) -> set[str] | None:
+    """``settled`` of an answer, or else of the last line of its text.
+
+    None where an earlier line settles on other letters and the last draws no conclusion: "A is right" and "B is right"
+    are two judgements.
+    """
+    *before, last = text.split("\n")
+    found = settled(pred) or settled(last)
+    if found and before and not _SO.match(last) and any((settled(line) or found) != found for line in before[-20:]):
+        return None
+    return found
+
+
+# ---------------------------------------------------------------- a sentence that chooses
+
+_ADJECTIVE = r"(?:(?:final|correct|right|best)\s+)?"
+_NOUN = r"(?:answer|option|choice)"
+_ONE = rf"(?:(?:the\s+)?{_ADJECTIVE}{_NOUN}\s+)?\(?(?-i:([A-H]))(?![\w'’])\)?"
+_REASON = r"(?:,?\s+(?:because|since|as|given\s+that)\s+(?!well\b)(?P<reason>[^?？]+))?"
+_CHOICE = re.compile(
+    r"(?:(?:(?:and\s+)?(?:so|thus|therefore|hence|then)|finally|overall|in\s+conclusion)\s*,?\s+)?"
+    r"(?:(?:I|we)\s+(?:think|believe|conclude)\s+(?:that\s+)?)?(?:"
+    rf"{_ONE}\s+(?:is|must\s+be)\s+(?:the|my|our)\s+{_ADJECTIVE}{_NOUN}"
+    rf"|(?:(?:I|we)(?:['’](?:d|ll)|\s+(?:would|will))?\s+)?(?:choose|chose|pick|select|go\s+with)\s+{_ONE}"
+    rf"|(?:it|that)(?:['’]s|\s+is|\s+must\s+be)\s+{_ONE}"
+    rf"){_REASON}",
+    re.IGNORECASE,
+)
+_WITH_REASON = re.compile(rf"{_ONE}{_REASON}", re.IGNORECASE)
+_SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
+
+
+def sole_choice(text: str, pred: str) -> set[str]:
+    """The letter that the last sentence of a text is there to name ("So it's B."), or an answer with its reason ("B, as
+    2+3=5"); empty for none, and where the line or the reason names other letters."""
+    line = half_width(text.rsplit("\n", 1)[-1]).replace("**", "").strip()
+    *_, last = _SENTENCE.split(line)
+    pred = half_width(pred).strip()
+    found = _sole(_CHOICE.fullmatch(last.rstrip(".! ")), line) or _sole(_WITH_REASON.fullmatch(pred), pred)
+    return set(found)
+
+
+def _sole(match: re.Match[str] | None, text: str) -> str:
+    if match is None:
         return ""
-    return found[0].rstrip(".。")
+    reason = match.re.groupindex["reason"]
+    letter = next(found for number, found in enumerate(match.groups(), 1) if found and number != reason)
+    return "" if set(_ALONE.findall(text)) - {letter} else str(letter)
 
 
-# ---------------------------------------------------------------- boxes in a row
+# ---------------------------------------------------------------- a choice in the text
 
-_BETWEEN_BOXES = re.compile(
-    r"[\s$.]*(?:[,;、，；]|\\(?:quad|qquad|,|;)|\\text\s*\{\s*(?:and|or|和|或)\s*\}|\b(?P<or>or)\b|(?P<han>或者?)|\band\b|和|与|及|以及|&)?"
-    r"[\s$]*(?:\band\b|\b(?P<or2>or)\b)?[\s$]*(?=\\(?:boxed|fbox)(?![a-zA-Z]))"
+_CHOSEN = re.compile(
+    r"(?:故|所以|因此|应该|应|答案)\s*,?\s*(?:选择|选|是|为)\s*:?\s*([A-H](?:[\s,、和与]*[A-H])*)(?![A-Za-z]|"
+    r"\s*(?:吗|[?？]))|\b(?:option|choice)s?\s+\(?([A-H])\)?(?![A-Za-z]|\s*[?？])"
 )
 
 
-def boxes_in_a_row(response: str) -> list[str]:
-    """The last boxes of a response that stand in one list; [] for fewer than two. Boxes with "or" between them are one
-    text."""
-    if response.count("\\boxed") + response.count("\\fbox") < 2:
-        return []
-    text = after_thinking(response)
-    found = [(end, content if (inner := last_box(content)) is None else inner) for end, content in boxes(text)]
-    row: list[str] = []
-    for (end, content), (_, following) in zip(reversed(found[:-1]), reversed(found[1:]), strict=True):
-        match = _BETWEEN_BOXES.match(text, end)
-        if match is None:
-            break
-        row = row or [following.strip()]
-        if match["or"] or match["or2"] or match["han"] or "or" in match.group() or "或" in match.group():
-            row[0] = f"{content.strip()} or {row[0]}"
-        else:
-            row.insert(0, content.strip())
-    return row
-
-
-# ---------------------------------------------------------------- an answer beside a refused one
-
-_UNSURE = re.compile(
-    r"\b(?:not|or|if|either|neither|nor|maybe|perhaps|possibly|probably|might|could|may|whether|unless)\b|n['’]t\b|[?？]"
-    r"|[不非没]|或|如果|若|可能|也许|[吗]",
-    re.IGNORECASE,
+_OPTION = re.compile(r"\b(?:[Oo]ption|[Cc]hoice)s?\s+\(?([A-H])(?![A-Za-z])")
+_CONCLUDES = re.compile(
+    r"\b(?:is|be|are|choose|select|pick|so|therefore|thus|hence|no|answer)[\s,:;]*(?:the\s+)?$", re.IGNORECASE
 )
-_BESIDE = re.compile(
-    r"(?P<said>[^,，。.;；]+?(?:\.\d+)?)\s*[,，]?\s*\(?(?:\b(?:and\s+|it\s+is\s+|it['’]s\s+)?(?:not|rather\s+than|instead\s+of|as\s+opposed\s+to)\s+"
-    r"|(?:而并?不是|而非|并非|并不是|不是)\s*)(?P<other>[^,，。;；]+?)\)?",
-    re.IGNORECASE,
-)
-_BUT = re.compile(
-    r"(?:not\s+(?P<other>[^,，。;；]+?)\s*[,，;]?\s*(?:\bbut(?:\s+rather)?|\bit\s+is|\bit['’]s)\s+"
-    r"|(?:并?不是|并非)\s*(?P<han>[^,，。;；]+?)\s*[,，;；]?\s*而?是\s*)(?P<said>[^,，。;；]+?)",
-    re.IGNORECASE,
-)
-_QUALIFIES = re.compile(
-    r"(?:only|just|merely|simply|solely|necessarily|always|quite|exactly|entirely|really|sure|certain|more|less|fewer|"
-    r"until|if|because|by|in|on|at|for|to|including|yet|all|every|any|but)\b|\w+ing\b|[仅只一全都很太单]|必|总",
-    re.IGNORECASE,
-)
-"""Begins what "not" denies where that is no other answer: "not only London", "not counting the last"."""
 
 
-def beside_refused(text: str) -> tuple[str, str] | None:
-    """("Paris", "London") of "Paris, not London" and of "not London but Paris"; None for anything else."""
-    text = re.sub(r"^(?:it|that|this)['’]s\s+", "", text.strip().rstrip(".!。 "), flags=re.IGNORECASE)
-    if len(text) > MAX_LINE:
+def chosen(text: str) -> set[str] | None:
+    """The letters after the last "故选" or "option" of a response without another sign of an answer. None where they
+    are refused there, or the line has other options."""
+    if re.search(r"\\boxed|<answer>", text):
         return None
-    match = _BUT.fullmatch(text)
-    if match:
-        said, other = match["said"], match["other"] or match["han"]
-    elif match := _BESIDE.fullmatch(text):
-        said, other = match["said"], match["other"]
-    else:
+    text = half_width(text)[-2000:]
+    matches = list(_CHOSEN.finditer(text))
+    if not matches:
         return None
-    if _UNSURE.search(said) or _QUALIFIES.match(other) or re.search(r"\bbut\b|n['’]t\b|\bnot\b|[?？吗]|而是", other):
+    last, line = matches[-1], text.rfind("\n", 0, matches[-1].start())
+    if is_refused(text[: last.start()], text[last.end() :]):
         return None
-    return said.strip(), other.strip()
-
-
-# ---------------------------------------------------------------- names
-
-_NAMED = re.compile(
-    r"(?:(?:so|thus|therefore|hence)\s*,?\s+)?(?:(?:it|that|this|they|these|those)|(?:the|this|that|such\s+an?)\s+[a-z]+(?:\s+[a-z]+)?)"
-    r"(?:['’](?:s|re)|\s+is|\s+are)\s+(?:(?:also|usually|commonly|generally)\s+)?"
-    r"(?:called|known\s+as|named|termed|referred\s+to\s+as)\s+(?P<en>[^,，。.;；]+)"
-    r"|(?:so\s+)?we\s+call\s+(?:it|this|that)\s+(?P<we>[^,，。.;；]+)"
-    r"|(?:it|that|this)['’]s\s+(?P<its>[^,，。.;；]+)"
-    r"|(?:所以|因此)?,?(?:[这那此该其]|它)[一-鿿]{0,6}?(?<![不没])(?:被?(?:称为|称作|称之为|叫做|叫作|叫|命名为)|就?是)(?P<han>[^,，。.;；是不]+)",
-    re.IGNORECASE,
-)
-
-
-def named(text: str) -> str:
-    """``photosynthesis`` of "It is called photosynthesis."; '' where the last sentence names nothing."""
-    line = re.split(r"(?<=[.!?])\s+(?=[A-Z])|(?<=[。！？])", text.rstrip(" .。!").rsplit("\n", 1)[-1])[-1].strip()
-    match = _NAMED.fullmatch(line) if len(line) <= MAX_LINE else None
-    said = (match["en"] or match["we"] or match["its"] or match["han"]).strip() if match else ""
-    return "" if _UNSURE.search(line) else said
-
-
-# ---------------------------------------------------------------- numbers that are no answers
-
-_OF_THE_WAY = re.compile(
-    r"\b(?:steps?|stages?|parts?|things?|methods?|approach(?:es)?|ways?|points?|facts?|ideas?|hints?)\s+(?:(?:are\s+)?(?:needed|"
-    r"required|involved)\s+)?(?:to|for|in|of|that|we)\b.*\b(?:solv\w+|consider\w*|answer\w*|solution|tackl\w+|work\w*\s+out|find\w*|"
-    r"remember|note|approach\w*)\b.*\b(?:this|it|the|that)\b|\b(?:solve|do|answer|tackle)\b.*\bin\s+\w+\s+steps?\b"
-    r"|\b(?:steps?|things?|points?)\s+to\s+(?:consider|remember|note|check)\b"
-    r"|[种个条]?(?:步骤?|方法|思路|解法|要点|部分|阶段)[来去]?.{0,6}(?:解|求|答|思考|分析|考虑|完成)|分[\d一二三四五六七八九十]+步",
-    re.IGNORECASE,
-)
-
-
-def counts_the_way(text: str) -> bool:
-    """Return True if the last line speaks of the solution rather than of its result: "There are 3 steps to solve
-    this."."""
-    return bool(_OF_THE_WAY.search(text.rstrip().rsplit("\n", 1)[-1][:MAX_LINE]))
-
-
-_ROUGH = re.compile(r"[$\s\\(]*(?:[A-Za-z]\s*)?(?:≈|\\approx|≒|~|～)")
-_ASKS_ROUGHLY = re.compile(
-    r"\b(?:about|approximat\w+|round\w*|nearest|estimat\w+|decimal)\b|约|近似|四舍五入|估[计算]|≈"
-)
-
-
-def only_rough(gold: str, pred: str, question: str) -> bool:
-    """Return True if a prediction is ``≈3`` where the ground truth is exact and the question asks for no rounding."""
-    return (
-        bool(_ROUGH.match(pred)) and not re.search(r"[.≈~～≒约]|\\approx", gold) and not _ASKS_ROUGHLY.search(question)
-    )
-
-
-def without_rough(pred: str, question: str) -> str:
-    """Return a prediction without its sign ``≈`` where the question asks for rounding."""
-    if _ROUGH.match(pred) and _ASKS_ROUGHLY.search(question):
-        return re.sub(r"≈|\\approx|≒|~|～", "", pred, count=1)
-    return pred
+    alone = set(_OPTION.findall(text[line + 1 :])) == {last[2]}
+    if last[2] and not alone and not _CONCLUDES.search(text[: last.start()]):
+        return None  # "option B, since option C is too small"
+    return set(re.findall("[A-H]", last[1] or last[2]))

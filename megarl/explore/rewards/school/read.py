@@ -86,53 +86,6 @@ def half_width_letters(text: str) -> str:
     return re.sub(r"(?<!\\)\$|\\[()\s,;]|[\"']", "", text).strip().rstrip(".;!").strip()
 
 
-_CHOSEN = re.compile(
-    r"(?:故|所以|因此|应该|应|答案)\s*,?\s*(?:选择|选|是|为)\s*:?\s*([A-H](?:[\s,、和与]*[A-H])*)(?![A-Za-z]|"
-    r"\s*(?:吗|[?？]))|\b(?:option|choice)s?\s+\(?([A-H])\)?(?![A-Za-z]|\s*[?？])"
-)
-
-
-_OPTION = re.compile(r"\b(?:[Oo]ption|[Cc]hoice)s?\s+\(?([A-H])(?![A-Za-z])")
-_CONCLUDES = re.compile(
-    r"\b(?:is|be|are|choose|select|pick|so|therefore|thus|hence|no|answer)[\s,:;]*(?:the\s+)?$", re.IGNORECASE
-)
-_REFUSED_BEFORE = re.compile(
-    r"(?:\b(?:not|cannot|never|neither|nor|than|over|instead\s+of|without|unlike|except|except\s+for|"
-    r"(?:all|any|anything|everything|none)\s+but|exclud\w+|eliminat\w+|discard\w*|reject\w*|rul\w+\s+out)\s+"
-    r"(?:be\s+)?(?:the\s+)?|n['’]t\s+(?:(?:be|choose|pick|select|take)\s+)?|[不非没勿])$",
-    re.IGNORECASE,
-)
-_REFUSED_BEHIND = re.compile(
-    r"\)?\s*+(?:(?:[,/&或]|还是|\b(?:or|and|nor)\b)\s*(?:options?\s*|选项\s*)?\(?[A-H](?![A-Za-z])|(?:都|是|为|也)?[不错误]|"
-    r"(?:(?!\b(?:because|since|as|for|which|so)\b)[^.,;:!?\n])*(?:\b(?:not|no|never|cannot|wrong|incorrect|false|too|"
-    r"fails?|contradicts?|violates?|impossible|excluded|eliminated|ruled\s+out)\b|n['’]t\b))",
-    re.IGNORECASE,
-)
-
-
-def is_refused(before: str, after: str) -> bool:
-    """Return True if the letter between two texts is refused: "not B", "B is too small", B错误."""
-    return bool(_REFUSED_BEFORE.search(before) or _REFUSED_BEHIND.match(after))
-
-
-def chosen(text: str) -> set[str] | None:
-    """The letters after the last "故选" or "option" of a response without another sign of an answer. None where they
-    are refused there, or the line has other options."""
-    if re.search(r"\\boxed|<answer>", text):
-        return None
-    text = half_width(text)[-2000:]
-    matches = list(_CHOSEN.finditer(text))
-    if not matches:
-        return None
-    last, line = matches[-1], text.rfind("\n", 0, matches[-1].start())
-    if is_refused(text[: last.start()], text[last.end() :]):
-        return None
-    alone = set(_OPTION.findall(text[line + 1 :])) == {last[2]}
-    if last[2] and not alone and not _CONCLUDES.search(text[: last.start()]):
-        return None  # "option B, since option C is too small"
-    return set(re.findall("[A-H]", last[1] or last[2]))
-
-
 _LISTED = re.compile(
     r"(?:^|(?<=[\s(（;；,，。?？]))[(（]?([A-H])\s*[.．、:：)）]\s*(.+?)\s*(?=[\s;；,，(（]["
     r"(（]?[A-H]\s*[.．、:：)）]|$)",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-from megarl.explore.rewards.answer import chemistry, measures, relations, sequences
+from megarl.explore.rewards.answer import chemistry, measures, relations, sequences, trace
 from megarl.explore.rewards.answer.normalize import half_width
 from megarl.explore.rewards.answer.numerals import with_digits
 from megarl.explore.rewards.math.compare import equal
@@ -64,29 +64,31 @@ def same_short(gold: str, pred: str, convert: bool = True) -> bool:
     if not gold.strip() or not pred.strip() or len(pred) > MAX_PREDICTION:
         return False
     if gold.strip() == pred.strip():
-        return True
+        return trace.compared("same text", gold, pred, True)
     if division := _division(gold):
-        return _division(pred) == division or k12_read.plain(gold) == k12_read.plain(pred)
+        same = _division(pred) == division or k12_read.plain(gold) == k12_read.plain(pred)
+        return trace.compared("division with remainder", gold, pred, same)
     pred = _as_asked(gold, pred)
     if chemistry.may_be(gold) and (formula := chemistry.chemical(gold)):
-        return chemistry.same(formula, chemistry.read(pred))
+        return trace.compared("chemical formula", gold, pred, chemistry.same(formula, chemistry.read(pred)))
     if (said := k12_read.plain(gold)) == k12_read.plain(pred):
-        return bool(said) and not re.fullmatch(r"[A-Za-z]", gold.strip())
+        return trace.compared("words", gold, pred, bool(said) and not re.fullmatch(r"[A-Za-z]", gold.strip()))
     if recited(gold):
-        return "/" in pred and said == k12_read.plain(re.sub(r"\s*/+\s*", ",", pred))
-    for compare in (sequences.compare, relations.compare):
+        same = "/" in pred and said == k12_read.plain(re.sub(r"\s*/+\s*", ",", pred))
+        return trace.compared("lines of a text", gold, pred, same)
+    for rule, compare in (("order", sequences.compare), ("relation", relations.compare)):
         verdict = compare(gold, pred, same_short)
         if verdict is not None:
-            return verdict
+            return trace.compared(rule, gold, pred, verdict)
     dates = k12_read.date(gold), k12_read.date(pred)
     if dates[0] and dates[1]:
-        return k12_read.same_date(dates[0], dates[1])
+        return trace.compared("date", gold, pred, k12_read.same_date(dates[0], dates[1]))
     clocks = k12_read.clock(gold), k12_read.clock(pred)
     if clocks[0] and clocks[1]:
-        return clocks[0] == clocks[1]
+        return trace.compared("time of day", gold, pred, clocks[0] == clocks[1])
     gold, pred = with_digits(relations.formula(gold)), with_digits(relations.formula(pred))
     measured = measures.same(gold, pred, convert)
-    return equal(gold, pred) if measured is None else measured
+    return equal(gold, pred) if measured is None else trace.compared("measure", gold, pred, measured)
 
 
 def recited(text: str) -> bool:

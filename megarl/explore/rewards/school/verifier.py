@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megarl.core.errors import DataError
-from megarl.explore.rewards.answer import measures, sequences
-from megarl.explore.rewards.answer.extract import after_thinking, boxes, extract, unmarked
+from megarl.explore.rewards.answer import grammar, measures, sequences, trace
+from megarl.explore.rewards.answer.grammar import after_thinking, boxes, extract, unmarked
+from megarl.explore.rewards.answer.marks import asks
 from megarl.explore.rewards.answer.normalize import half_width
-from megarl.explore.rewards.math.compare import MAX_ANSWER
+from megarl.explore.rewards.math.compare import MAX_ANSWER, other_percent
 from megarl.explore.rewards.math.verifier import (
     TIME_LIMIT_S,
     MathScorer,
@@ -22,7 +23,6 @@ from megarl.explore.rewards.math.verifier import (
     time_limit,
     verdict,
 )
-from megarl.explore.rewards.school import contrast as k12_contrast
 from megarl.explore.rewards.school import final as k12_final
 from megarl.explore.rewards.school import options as k12_options
 from megarl.explore.rewards.school import read as k12_read
@@ -141,17 +141,24 @@ def score(solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | 
         kind = question_type(ground_truth, info)
     except DataError as error:
         return verdict("error", "", str(error))
+    trace.asked(f"a school answer of type {kind}")
     pred = ""
     try:
         with time_limit(TIME_LIMIT_S):
             pred = extract(solution_str)
-            if len(pred) > MAX_ANSWER:
+            if len(pred) > MAX_ANSWER or (asks(pred) and not _may_ask(ground_truth, info)):
+                trace.compared("a question, or too long", str(ground_truth), pred, False)
                 return _judge(pred, 0.0)
             return _SCORE[kind](solution_str, pred, ground_truth, info)
     except OutOfTime:
         return out_of_time(pred, lambda: _SCORE[kind]("0", "0", ground_truth, info))
     except RecursionError:
         return verdict("wrong", pred)
+
+
+def _may_ask(ground_truth: Any, info: Mapping[str, Any]) -> bool:
+    """Return True if a ground truth or an option is a question itself, as in a dialogue."""
+    return "?" in half_width(f"{ground_truth} {list(k12_read.options_of(info).values())}")
 
 
 def check_row(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> None:
@@ -210,37 +217,40 @@ def _choice(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> di
         if options:
             return verdict("error", pred, f"ground_truth {truth!r:.80} is not one of the options {', '.join(options)}")
         return _judge(pred, float(same_short(gold_text, pred)))
-    row = k12_final.boxes_in_a_row(response)
+    row = grammar.boxes_in_a_row(response)
     if row:
         return _judge(pred, float(all(k12_options.named(box, options) == gold for box in row)))
     text = unmarked(response)
-    found = (
-        k12_final.letters_before_explanation(text, options)
-        or k12_options.named(pred, options)
-        or k12_contrast.settled_last(pred, text)  # "Option B is correct."
-        or k12_read.chosen(after_thinking(response))
-        or k12_options.named(_said(response, pred), options)
-        or k12_final.concluded(text)
-        or _beside_refused(pred, options)
+    found = _first(
+        ("letter before its explanation", lambda: k12_final.letters_before_explanation(text, options)),
+        ("option of the answer", lambda: k12_options.named(pred, options)),
+        ("letter beside refused ones", lambda: k12_final.settled_last(pred, text)),  # "Option B is correct."
+        ("choice in the text", lambda: k12_final.chosen(after_thinking(response))),
+        ("sentence that chooses", lambda: k12_final.sole_choice(text, pred)),
+        ("conclusion", lambda: k12_final.concluded(text)),
+        ("option beside a refused one", lambda: _beside_refused(pred, options)),
     )
-    return _judge(pred, float(found == gold))
+    return _judge(pred, float(_same_letters(gold, found)))
+
+
+def _first(*forms: tuple[str, Callable[[], set[str] | None]]) -> set[str]:
+    """The letters of the first form that names any; empty for none."""
+    for form, read in forms:
+        if found := read():
+            trace.read(form, " ".join(sorted(found)))
+            return found
+    return set()
+
+
+def _same_letters(gold: set[str], found: set[str]) -> bool:
+    return trace.compared("letters", " ".join(sorted(gold)), " ".join(sorted(found)), gold == found)
 
 
 def _beside_refused(pred: str, options: Mapping[str, str]) -> set[str] | None:
     """The option whose text a prediction names beside that of a refused one: "Paris, not London"."""
-    pair = k12_final.beside_refused(pred) if options else None
+    pair = grammar.beside_refused(pred) if options else None
     found, refused = (k12_options.named(text, options) for text in pair) if pair else (None, None)
     return found if found and found != refused else None
-
-
-def _said(response: str, pred: str) -> str:
-    """Option that a response names in a sentence of its own, with a reason, or as JSON; '' for none of these."""
-    text = unmarked(response)
-    return (
-        k12_contrast.of_object(text)
-        or k12_contrast.concluded(text.rsplit("\n", 1)[-1])
-        or k12_contrast.with_reason(pred)
-    )
 
 
 def _multiple(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,17 +269,17 @@ def _multiple(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> 
                 f"ground_truth {truth!r:.80} names no option letters; set extra_info.options or extra_info.type",
             )
         gold |= found
-    if row := k12_final.boxes_in_a_row(response):
+    if row := grammar.boxes_in_a_row(response):
         pred = ", ".join(row)
     text = unmarked(response)
-    chosen = (
-        k12_final.letters_before_explanation(text, options, several=True)
-        or k12_options.named(pred, options, several=True)
-        or k12_contrast.settled(pred)
-        or k12_read.chosen(after_thinking(response))
-        or k12_final.concluded(text)
-        or set()
+    chosen = _first(
+        ("letters before their explanation", lambda: k12_final.letters_before_explanation(text, options, several=True)),
+        ("options of the answer", lambda: k12_options.named(pred, options, several=True)),
+        ("letters beside refused ones", lambda: k12_final.settled(pred)),
+        ("choice in the text", lambda: k12_final.chosen(after_thinking(response))),
+        ("conclusion", lambda: k12_final.concluded(text)),
     )
+    _same_letters(gold, chosen)
     return _judge(pred, len(chosen & gold) / len(gold) if chosen <= gold else 0.0, selected=float(len(chosen)))
 
 
@@ -277,9 +287,10 @@ def _true_false(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -
     gold = truth if isinstance(truth, bool) else k12_truth.truth(str(truth))
     if gold is None:
         return verdict("error", pred, f"ground_truth {truth!r:.80} is neither true nor false")
-    if row := k12_final.boxes_in_a_row(response):
+    if row := grammar.boxes_in_a_row(response):
         return _judge(pred, float(all(k12_truth.truth(box) is gold for box in row)))
-    return _judge(pred, float(_judgement(response, pred) is gold))
+    said = _judgement(response, pred)
+    return _judge(pred, float(trace.compared("judgement", str(gold), str(said), said is gold)))
 
 
 def _judgement(response: str, pred: str) -> bool | None:
@@ -303,35 +314,36 @@ def _blanks(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> di
     found = [content for _, content in boxes(after_thinking(response))]
     if len(parts) != len(golds) and len(found) == len(golds):
         parts = found
-    row = k12_final.boxes_in_a_row(response)
+    row = grammar.boxes_in_a_row(response)
     if len(set(row)) > len(golds):  # "\\boxed{3}, \\boxed{5}" for one blank
         parts = row
     numbered = k12_read.numbered(unmarked(response).rsplit("\n", 1)[-1])
     if len(numbered) == len(golds) > 1:  # 第一空填3，第二空填5
         parts = numbered
-    right, convert = 0, _units_open(info)
+    right, question = 0, _question(info)
     if len(parts) <= len(golds):
         if info.get("unordered"):
             rest = list(parts)
             for golds_of_blank in accepted:
-                hit = next((i for i, part in enumerate(rest) if _any_short(golds_of_blank, part, convert)), None)
+                hit = next((i for i, part in enumerate(rest) if _any_short(golds_of_blank, part, question)), None)
                 if hit is not None:
                     right += 1
                     del rest[hit]
         else:
-            right = sum(_any_short(gold, part, convert) for gold, part in zip(accepted, parts, strict=False))
+            right = sum(_any_short(gold, part, question) for gold, part in zip(accepted, parts, strict=False))
     return _judge("; ".join(parts), right / len(golds), blanks=float(len(golds)), right_blanks=float(right))
 
 
-def _any_short(golds: list[str], pred: str, convert: bool) -> bool:
-    return any(same_short(gold, pred, convert) for gold in golds)
+def _any_short(golds: list[str], pred: str, question: str) -> bool:
+    """Return True if one ground truth is met. Another unit may be right where the question names none for the answer;
+    a number of per cent only where it asks for per cent."""
+    convert = not measures.asks_for_unit(question)
+    return any(same_short(gold, pred, convert) and not other_percent(gold, pred, question) for gold in golds)
 
 
-def _units_open(info: Mapping[str, Any]) -> bool:
-    """Return True if an answer may be in another unit than the ground truth: the question, if the row has it, names
-    none for it."""
+def _question(info: Mapping[str, Any]) -> str:
     question = info.get("question") or info.get("problem")
-    return not (isinstance(question, str) and measures.asks_for_unit(question))
+    return question if isinstance(question, str) else ""
 
 
 def _recited(response: str, golds: Sequence[str]) -> bool:
@@ -342,32 +354,32 @@ def _recited(response: str, golds: Sequence[str]) -> bool:
 
 def _short(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> dict[str, Any]:
     golds = [str(gold) for gold in (truth if isinstance(truth, (list, tuple)) else [truth])]
-    convert = _units_open(info)
+    question = _question(info)
     if _recited(response, golds):
         return _judge(pred, 1.0)
-    if row := k12_final.boxes_in_a_row(response):
-        listed_so = _any_short(golds, ", ".join(row), convert)
-        return _judge(pred, float(listed_so or all(_any_short(golds, box, convert) for box in row)))
+    if row := grammar.boxes_in_a_row(response):
+        listed_so = _any_short(golds, ", ".join(row), question)
+        return _judge(pred, float(listed_so or all(_any_short(golds, box, question) for box in row)))
     text = unmarked(response)
-    question = str(info.get("question") or info.get("problem") or "")
-    if any(k12_final.only_rough(gold, pred, question) for gold in golds):
+    if any(grammar.only_rough(gold, pred, question) for gold in golds):
         return _judge(pred, 0.0)
-    pred = k12_final.without_rough(pred, question)
-    if re.fullmatch(r"\d+", pred) and text.strip() != pred and k12_final.counts_the_way(text):
+    pred = grammar.without_rough(pred, question)
+    if re.fullmatch(r"\d+", pred) and text.strip() != pred and grammar.counts_the_way(text):
         return _judge(pred, 0.0)
-    return _judge(pred, float(_any_short(golds, pred, convert) or _said_short(text, pred, golds, convert)))
+    return _judge(pred, float(_any_short(golds, pred, question) or _said_short(text, pred, golds, question)))
 
 
-def _said_short(text: str, pred: str, golds: list[str], convert: bool) -> bool:
+def _said_short(text: str, pred: str, golds: list[str], question: str) -> bool:
     """Return True if a name, an answer before its explanation, or one beside a refused answer is right."""
-    if pair := k12_final.beside_refused(pred):
+    if pair := grammar.beside_refused(pred):
         said, refused = pair
-        return _any_short(golds, said, convert) and not _any_short(golds, refused, convert)
+        trace.read("answer beside a refused one", said)
+        return _any_short(golds, said, question) and not _any_short(golds, refused, question)
     line = text.rsplit("\n", 1)[-1]
     if any(states_division(gold, line) for gold in golds):
         return True
-    said = text and (k12_final.named(text) or k12_final.text_before_explanation(text))
-    return bool(said) and _any_short(golds, said, convert)
+    said = text and (grammar.named(text) or grammar.text_before_explanation(text))
+    return bool(said) and _any_short(golds, trace.read("name, or answer before its explanation", said), question)
 
 
 _SCORE = {

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megarl.explore.rewards.answer.extract import after_thinking, extract
+from megarl.explore.rewards.answer.grammar import after_thinking, extract
 
 Numbers = tuple[float, ...]
 Box = tuple[float, float, float, float]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-from megarl.explore.rewards.answer.extract import after_thinking, last_tag, unmarked
+from megarl.explore.rewards.answer.grammar import after_thinking, last_tag, unmarked
 
 THRESHOLD = 0.5
 """Threshold of ANLS (ST-VQA, 1905.13648) and of IoU, where a row gives none."""

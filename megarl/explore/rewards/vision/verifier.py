@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megarl.core.errors import DataError
-from megarl.explore.rewards.answer.extract import extract, unmarked
+from megarl.explore.rewards.answer import trace
+from megarl.explore.rewards.answer.grammar import boxes_in_a_row, extract, unmarked
 from megarl.explore.rewards.math import verifier as math_verifier
 from megarl.explore.rewards.school import read as k12_read
 from megarl.explore.rewards.school import verifier as k12
-from megarl.explore.rewards.school.final import boxes_in_a_row
 from megarl.explore.rewards.vision.boxes import (
     SCALES,
     Numbers,
@@ -142,9 +142,10 @@ def score_count(solution_str: str, ground_truth: Any, extra_info: Mapping[str, A
         gold = _count_gold(ground_truth)
     except ValueError as error:
         return _error(str(error))
+    trace.asked("one whole number")
     pred = extract(solution_str)
     counts = {read_count(text) for text in boxes_in_a_row(solution_str) or [pred]}
-    return _right(counts == {gold}, pred)
+    return _right(trace.compared("count", str(gold), ", ".join(map(str, counts)), counts == {gold}), pred)
 
 
 # ---------------------------------------------------------------- text and documents
@@ -174,8 +175,10 @@ def score_anls(solution_str: str, ground_truth: Any, extra_info: Mapping[str, An
         golds, threshold = _anls_row(ground_truth, info)
     except ValueError as error:
         return _error(str(error))
+    trace.asked(f"a text with ANLS of at least {threshold:g} to an accepted one")
     pred = extract(solution_str)
     score = max(similarity(gold, pred, solution_str, threshold) for gold in golds)
+    trace.compared(f"ANLS {score:.3f}", " | ".join(golds), pred, score == 1.0)
     return verdict("ok" if score == 1.0 else "wrong", score, pred, exact=float(score == 1.0))
 
 
@@ -240,6 +243,7 @@ def score_box(solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any
         golds, threshold, scales, by = _box_row(ground_truth, info)
     except ValueError as error:
         return _error(str(error))
+    trace.asked(f"{len(golds)} box(es) with IoU of at least {threshold:g}")
     pred = answer_text(solution_str)
     found = [rescaled(box, *scales) for box in shapes(pred, 4) or []]
     if not found:
@@ -250,7 +254,7 @@ def score_box(solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any
     matched = [overlaps[row][column] for row, column in best_assignment(weights)]
     mean = sum(matched) / max(len(golds), len(found))
     hits = sum(value >= threshold for value in matched)
-    right = hits == len(golds) == len(found)
+    right = trace.compared(f"IoU of boxes, mean {mean:.3f}", str(golds), str(found), hits == len(golds) == len(found))
     return verdict(
         "ok" if right else "wrong", mean if by == "iou" else float(right), pred,
         iou=mean, precision=hits / len(found), recall=hits / len(golds), boxes=float(len(found)),
@@ -265,6 +269,7 @@ def score_point(solution_str: str, ground_truth: Any, extra_info: Mapping[str, A
         golds, radius, scales = _point_row(ground_truth, info)
     except ValueError as error:
         return _error(str(error))
+    trace.asked("one point" if radius is None else f"one point within {radius:g}")
     pred = answer_text(solution_str)
     found = shapes(pred, 2) or []
     if len(found) != 1:
@@ -274,7 +279,7 @@ def score_point(solution_str: str, ground_truth: Any, extra_info: Mapping[str, A
         right = any(gold[0] <= x <= gold[2] and gold[1] <= y <= gold[3] for gold in golds)
     else:
         right = any(math.hypot(x - gold[0], y - gold[1]) <= radius for gold in golds)
-    return _right(right, pred, points=1.0)
+    return _right(trace.compared("point", str(golds), f"{x:g}, {y:g}", right), pred, points=1.0)
 
 
 SUBTYPES: dict[str, VisionScorer] = {
