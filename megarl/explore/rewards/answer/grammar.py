@@ -18,9 +18,12 @@ from megarl.explore.rewards.answer.stated import stated
 from megarl.explore.rewards.answer.units import NUMERALS
 
 FORMS: dict[str, tuple[tuple[str, str], ...]] = {
-    "box": ((r"So \boxed{5}.", "5"), (r"\boxed 5.", "5"), (r"\boxed{\boxed{5}}", "5"), (r"\boxed{5", "")),
-    "tag": (("<answer>5</answer>", "5"), ("<answer>x = 5</answer>", "5"), (r"<answer>\boxed{5}</answer>", "5")),
-    "hashes": (("#### 5", "5"), ("####\n5", "5"), ("#### The answer is 5.", "5"), ("#### **5** ✅", "**5**")),
+    "box": ((r"So \boxed{5}.", "5"), (r"\boxed 5.", "5"), (r"\boxed{\boxed{5}}", "5"), (r"\boxed{5", ""),
+            (r"\boxed{\begin{aligned}5\end{aligned}}", "5")),
+    "tag": (("<answer>5</answer>", "5"), ("<answer>x = 5</answer>", "5"), ("[ANSWER]5[/ANSWER]", "5"),
+            ("<final>5</final>", "5"), (r"<answer>\boxed{5}</answer>", "5")),
+    "hashes": (("#### 5", "5"), ("####\n5", "5"), ("####: 5", "5"),
+               ("#### The answer is 5.", "5"), ("#### **5** ✅", "**5**")),
     "JSON object": (('{"answer": 5}', "5"), ('```json\n{"answer": "x+1"}\n```', "x+1")),
     "phrase": (
         ("Answer: 5", "5"),
@@ -69,7 +72,7 @@ _HEDGED = re.compile(
 """After ``\\boxed 5``, which nothing but white space ends."""
 _TAG = re.compile(r"<answer>", re.IGNORECASE)
 _TAG_END = re.compile(r"</answer>", re.IGNORECASE)
-_HASHES = re.compile(r"####[ \t]*(?:\n\s*(?!#))?([^\n]*)")
+_HASHES = re.compile(r"####[ \t]*:?[ \t]*(?:\n\s*(?!#))?([^\n]*)")
 """``#### 18``; the answer may stand on the next line."""
 _PHRASE = re.compile(
     rf"(?:{marks.NAMES}\s*(?:(?:\*\*)?\s*(?:{marks.SIGNS})\s*(?:\*\*)?|\s+(?:is|are|would\s+be|will\s+be)\b\s*:?)"
@@ -140,7 +143,7 @@ def after_thinking(text: str) -> str:
 
 def _answered(response: str) -> str:
     """The answer after the thought, with table rows as lines and without plain tags of HTML."""
-    text = after_thinking(response)
+    text = marks.with_answer_tags(after_thinking(response))
     if "|" in text:
         text = marks.without_tables(text)
     return marks.without_html(text) if "<" in text else text
@@ -225,7 +228,7 @@ def _any(text: str, answer_format: str) -> str:
 
 def _innermost(content: str) -> str:
     inner = last_box(content)
-    return content if inner is None else inner
+    return marks.unaligned(content if inner is None else inner)
 
 
 def _of_tag(content: str) -> str:

@@ -53,11 +53,33 @@ def unled(text: str) -> str:
     return _LEADING.sub("", text) if text and text[0] > "\u2000" and not re.search(CHECKS, text[1:]) else text
 
 
+_TAGS = re.compile(r"\[(/?)ANSWER\]|<(/?)final(?:_answer)?>", re.IGNORECASE)
+_CLOSED = re.compile(r"\[/ANSWER\]|</final(?:_answer)?>", re.IGNORECASE)
+
+
+def with_answer_tags(text: str) -> str:
+    """A text with ``[ANSWER]…[/ANSWER]`` and ``<final>…</final>`` as ``<answer>…</answer>``."""
+    if "/" not in text or not _CLOSED.search(text):
+        return text
+    return _TAGS.sub(lambda tag: f"<{tag[1] or tag[2] or ''}answer>", text)
+
+
+_ALIGNED = re.compile(r"\s*\\begin\{(aligned|gathered|split)\}(.*)\\end\{\1\}\s*", re.DOTALL)
+
+
+def unaligned(text: str) -> str:
+    """A text without an environment of formulas around its only line."""
+    found = _ALIGNED.fullmatch(text) if r"\begin" in text else None
+    return found[2].replace("&", "").strip() if found and r"\\" not in found[2] else text
+
+
 _QUOTED = re.compile(r"""\s*(?:"([^"]+)"|'([^']+)'|“([^“”]+)”|‘([^‘’]+)’|「([^「」]+)」|`([^`]+)`)\s*+[.。]?\s*+""")
 
 
 def unquoted(text: str) -> str:
-    """A text without the quotation marks around all of it."""
+    """A text without the quotation marks around all of it, and ``['73']`` without its brackets."""
+    if text[:2] in ("['", '["') and text.endswith(("']", '"]')):
+        text = text[1:-1]
     quoted = _QUOTED.fullmatch(text) if text and text[0] in "\"'“‘「`" else None
     return text if quoted is None else str(quoted[quoted.lastindex or 0]).strip()
 

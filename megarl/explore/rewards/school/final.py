@@ -23,7 +23,8 @@ LETTER_FORMS: dict[str, tuple[tuple[str, str], ...]] = {
         ('{"answer": "B"}', "B"), (r"\boxed{B}", "B"), ("The answer is (B).", "B"), ("答案：dog", "B"),
         ("Answer: B?", ""),
     ),
-    "letter beside refused ones": (("Option B is correct.", "B"), (r"\boxed{B, not A}", "B"), ("A不对，选B", "B")),
+    "letter beside refused ones": (("Option B is correct.", "B"), ("Only B is correct.", "B"),
+        ("Among the options, B is correct.", "B"), (r"\boxed{B, not A}", "B"), ("A不对，选B", "B")),
     "choice in the text": (("故选B。\n谢谢！", "B"), ("The answer is A or B. So option B", "B"), ("B或C正确", "")),
     "sentence that chooses": (("I choose B", "B"), ("I think it's B because 5 is prime.", "B"), ("Is it B or C?", "")),
     "conclusion": (("The pressure increases, so B.", "B"), ("本题选B", "B"), ("If it rises, so B.", "")),
@@ -132,6 +133,7 @@ _REFUSED = re.compile(
     re.IGNORECASE,
 )
 _AFFIRMED = re.compile(
+    r"(?:(?:among|of)\s+(?:all\s+)?(?:the|these|those)\s+(?:\w+\s+)?(?:options|choices|answers)\s*,?\s*)?(?:only\s+)?"
     rf"({_NAME})\s*(?:is\s+(?:the\s+)?(?:correct|right)(?:\s+(?:answer|option|choice))?|是?(?:正确|对)的?(?:答案"
     r"|选项)?|符合题意)$",
     re.IGNORECASE,
