@@ -1,6 +1,6 @@
 """The table of model families in docs/models.md, measured.
 
-    python -m tests.model_table
+    python -m tests.model_table [MODEL_TYPE…]    # these families again, the others' rows stay
 
 Each family's tiny model is computed on grids of trainer ranks and in an engine, and compared with transformers.
 """
@@ -8,7 +8,9 @@ Each family's tiny model is computed on grids of trainer ranks and in an engine,
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -56,8 +58,12 @@ def engine_difference(folder: Path, cell: Cell, zygote: Zygote) -> float:
         return float(gap(engine, model).max())
 
 
-def rows() -> list[str]:
-    """Lines of the table."""
+def rows(kept: Mapping[str, str]) -> list[str]:
+    """Lines of the table.
+
+    Args:
+        kept: ``model_type`` -> line, of families that are not measured.
+    """
     lines = [
         "| `model_type` | models | trainer: largest difference of a logit | engine: of a log-prob | vLLM | critic |",
         "|---|---|---|---|---|---|",
@@ -67,6 +73,9 @@ def rows() -> list[str]:
     zygote = Zygote({**environment, "MEGARL_JOB_KEY": KEY})
     try:
         for name, table in ARCHITECTURES.items():
+            if name in kept:
+                lines.append(kept[name])
+                continue
             folder = Path(tempfile.mkdtemp(prefix="megarl-models-"))
             trainer = trainer_difference(folder, first_of(name))
             engine = engine_difference(folder / "engine", cells[name], zygote)
@@ -81,7 +90,10 @@ def rows() -> list[str]:
 
 
 def main() -> None:
-    lines = rows()
+    _, _, before = PAGE.read_text().partition(BEGIN)
+    again = sys.argv[1:] or list(ARCHITECTURES)
+    found = {line.split()[1]: line for line in before.partition(END)[0].splitlines() if line.startswith("| ")}
+    lines = rows({name: line for name, line in found.items() if name not in again})
     head, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, tail = rest.partition(END)
     PAGE.write_text("\n".join([head + BEGIN, *lines, END]) + tail)

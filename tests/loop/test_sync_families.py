@@ -80,6 +80,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "dots1": _ENGINE_SIZES,
     "solar_open": _ENGINE_SIZES,
+    "granite": _HIDDEN_128,
     "qwen2_moe": _HIDDEN_128,
     "seed_oss": _ENGINE_SIZES,
     "smollm3": _HIDDEN_128,
@@ -147,6 +148,7 @@ MORE_CELLS = (
     Cell("solar_open", TP2_EP2),
     Cell("qwen2_moe", EP2, {"tp": 2}),
     Cell("seed_oss", TP2, {"tp": 2}),
+    Cell("granite", TP2, {"tp": 2}),
 )
 """Other pairs of a trainer's grid and an engine's; test_reshard_oracle.py has their plans."""
 BF16_CELLS = {

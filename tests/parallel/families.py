@@ -173,20 +173,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"num_experts": 8, "num_experts_per_tok": 3},
         },
     ),
+    "granite": (
+        "granite",
+        {
+            **{**_DENSE, "tie_word_embeddings": True, "embedding_multiplier": 3.0, "residual_multiplier": 0.4},
+            **{"attention_multiplier": 0.3, "logits_scaling": 2.0},
+        },
+    ),
     "seed_oss": ("seed_oss", {**_DENSE, "head_dim": 24, "attention_bias": True}),
     "smollm3": ("smollm3", {**_DENSE, "no_rope_layer_interval": 2}),
 }
 """Name -> (model_type, keyword arguments of its transformers config)."""
 ALIKE = (
-    "kimi_k2",
-    "deepseek_v2",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "dots1",
-    "solar_open",
-    "qwen2_moe",
-    "seed_oss",
-    "smollm3",
+    *("kimi_k2", "deepseek_v2", "glm4_moe", "glm4_moe_lite", "dots1", "solar_open", "qwen2_moe"),
+    *("granite", "seed_oss", "smollm3"),
 )
 """Families whose rows are those of others: every run has them on two grids, ``make soak`` on all."""
 

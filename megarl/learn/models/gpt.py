@@ -12,7 +12,7 @@ from megarl.core.config.schema import ModelConfig, ParallelConfig
 from megarl.learn.models.recompute import recompute_settings
 from megarl.learn.models.specs import RMSNorm, block_spec, check_implementation
 from megarl.weights.architectures import Head, architecture
-from megarl.weights.architectures.megatron_config import gpt_kwargs, transformer_kwargs
+from megarl.weights.architectures.megatron_config import gpt_kwargs, multipliers, transformer_kwargs
 from megarl.weights.megatron_private import keep_float32_bias
 from megarl.weights.reshard.layouts import padded_vocab_size
 
@@ -38,10 +38,12 @@ def build_chunks(
     from megatron.core.transformer.module import Float16Module
 
     from megarl.learn.models import head as lm_head
+    from megarl.learn.models import multipliers as scaling
     from megarl.learn.models import rotary, router, value_head, vision
 
     check_implementation(model, parallel)
     gpt = gpt_kwargs(architecture(hf_config, head), hf_config)
+    numbers = multipliers(architecture(hf_config), hf_config)
     gpt["vocab_size"] = padded_vocab_size(gpt["vocab_size"], parallel.tp)
     config = transformer_config(hf_config, model, parallel)
     chunks = []
@@ -51,7 +53,7 @@ def build_chunks(
         post_process = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         stage: torch.nn.Module = GPTModel(
             config,
-            block_spec(config, model, vp_stage),
+            block_spec(config, model, vp_stage, numbers.residual),
             pre_process=pre_process,
             post_process=post_process,
             position_embedding_type="rope",
@@ -60,6 +62,7 @@ def build_chunks(
             **(value_head.smallest_output(gpt, pre_process, post_process, parallel.tp) if head == "score" else gpt),
         )
         _mark_experts(stage)
+        scaling.install(stage, numbers, logits=head == "lm")
         (value_head if head == "score" else lm_head).install(stage)
         router.install(stage)
         vision.install(stage, hf_config, gpt.get("rotary_base", 0.0), trained=model.train_vision_tower)

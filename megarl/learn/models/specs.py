@@ -68,9 +68,9 @@ def _check_package(setting: str, module: str, package: str, fix: str, parallel: 
         ) from error
 
 
-def block_spec(config: Any, model: ModelConfig, vp_stage: int | None = None) -> Any:
+def block_spec(config: Any, model: ModelConfig, vp_stage: int | None = None, residual: float = 1.0) -> Any:
     """TransformerBlockSubmodules of this rank's layers (of chunk ``vp_stage``), dense and with experts as ``config``
-    says."""
+    says; what attention and MLP compute is multiplied by ``residual`` before it is added."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.post_training.modelopt.layers import Linear
     from megatron.core.transformer.identity_op import IdentityOp
@@ -84,7 +84,7 @@ def block_spec(config: Any, model: ModelConfig, vp_stage: int | None = None) -> 
         _check_latent_norms(config)
         # Its own fused norms, linears and attention (packed and context parallel). Not offered: fp8, fused rope.
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-        return _balanced(block, model)
+        return _balanced(_scaled(block, residual), model)
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )
@@ -102,7 +102,19 @@ def block_spec(config: Any, model: ModelConfig, vp_stage: int | None = None) -> 
             attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
         elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return _balanced(block, model)
+    return _balanced(_scaled(block, residual), model)
+
+
+def _scaled(block: Any, residual: float) -> Any:
+    if residual != 1.0:
+        from megatron.core.transformer.spec_utils import ModuleSpec
+
+        from megarl.learn.models.multipliers import Residual
+
+        add = ModuleSpec(module=Residual, params={"multiplier": residual})
+        for layer in block.layer_specs:
+            layer.submodules.self_attn_bda = layer.submodules.mlp_bda = add
+    return block
 
 
 def _check_latent_norms(config: Any) -> None:

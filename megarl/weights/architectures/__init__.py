@@ -10,6 +10,7 @@ from megarl.weights.architectures.dots1 import DOTS1
 from megarl.weights.architectures.ernie4_5 import ERNIE4_5
 from megarl.weights.architectures.glm4_moe import GLM4_MOE
 from megarl.weights.architectures.glm4_moe_lite import GLM4_MOE_LITE
+from megarl.weights.architectures.granite import GRANITE
 from megarl.weights.architectures.kimi_k2 import KIMI_K2
 from megarl.weights.architectures.llama import LLAMA
 from megarl.weights.architectures.mistral import MISTRAL
@@ -43,6 +44,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "dots1": DOTS1,
     "solar_open": SOLAR_OPEN,
     "qwen2_moe": QWEN2_MOE,
+    "granite": GRANITE,
     "seed_oss": SEED_OSS,
     "smollm3": SMOLLM3,
 }

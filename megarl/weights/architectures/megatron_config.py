@@ -11,7 +11,7 @@ Sources: transformers 5.19 ``modeling_rope_utils.py`` and ``models/*/modeling_*.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from megarl.core.errors import ArchitectureError
 from megarl.weights.architectures.table import (
@@ -36,6 +36,7 @@ def check(arch: Architecture, hf_config: HFConfig) -> None:
     arch.check_fixed(hf_config)
     transformer_kwargs(arch, hf_config)
     gpt_kwargs(arch, hf_config)
+    multipliers(arch, hf_config)
 
 
 def transformer_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any]:
@@ -63,6 +64,8 @@ def transformer_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any
         "add_qkv_bias": "self_attention.linear_qkv.bias" in megatron_names,
         "qk_layernorm": any(p.megatron == _Q_NORM and 0 not in p.hf[0].shape(sizes) for p in arch.params),
     }
+    if arch.multipliers.attention:
+        values["softmax_scale"] = _number(arch.name, hf_config, arch.multipliers.attention)
     if arch.layers.rope:
         values |= _layers_without_rope(arch, sizes, hf_config)
     if sizes.vision_depth:
@@ -109,6 +112,24 @@ def gpt_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any]:
             "model was trained on"
         )
     return values
+
+
+class Multipliers(NamedTuple):
+    """Numbers that parts of a model are multiplied by; the logits are divided by theirs."""
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    logits: float = 1.0
+
+
+def multipliers(arch: Architecture, hf_config: HFConfig) -> Multipliers:
+    """Numbers that parts of a model are multiplied by. Raises ArchitectureError for one that is no positive number."""
+    keys = {name: getattr(arch.multipliers, name) for name in Multipliers._fields}
+    return Multipliers(**{name: _number(arch.name, hf_config, key) for name, key in keys.items() if key})
+
+
+def _number(name: str, hf_config: HFConfig, key: str) -> float:
+    return positive(name, key, needed(name, hf_config, key))
 
 
 def _vision(name: str, sizes: ModelSizes, hf_config: HFConfig) -> dict[str, Any]:

@@ -255,6 +255,20 @@ class RouterRules:
 
 
 @dataclass(frozen=True)
+class MultiplierKeys:
+    """Keys of config.json with numbers that parts of a model are multiplied by; empty where it has none."""
+
+    embedding: str = ""
+    """The embeddings."""
+    residual: str = ""
+    """Outputs of attention and MLP, before they are added."""
+    attention: str = ""
+    """Scores of attention, in place of 1 / sqrt(d)."""
+    logits: str = ""
+    """The logits are divided by it."""
+
+
+@dataclass(frozen=True)
 class Architecture:
     """One model family."""
 
@@ -281,6 +295,7 @@ class Architecture:
     config_class: str = ""
     """``model_type`` of transformers' configuration class, where that is not ``name``."""
     layers: LayerRules = LayerRules()
+    multipliers: MultiplierKeys = MultiplierKeys()
     router: RouterRules = RouterRules()
     head: Head = "lm"
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -1,0 +1,42 @@
+"""Multipliers of embeddings, residuals and logits, which Megatron-Core's layers do not have (Granite)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megarl.weights.architectures.megatron_config import Multipliers
+
+WithBias = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class Residual(torch.nn.Module):
+    """Adds what a layer has computed, times a number, in the place of Megatron's bias-dropout-add (without dropout)."""
+
+    def __init__(self, multiplier: float) -> None:
+        super().__init__()
+        self.multiplier = multiplier
+
+    def forward(self, training: bool, fused: bool) -> Callable[[WithBias, torch.Tensor, float], torch.Tensor]:
+        """Return the function of (output and bias, residual, dropout), as Megatron's layers call it."""
+
+        def add(output: WithBias, residual: torch.Tensor, dropout: float) -> torch.Tensor:
+            x, bias = output
+            return residual + (x if bias is None else x + bias) * self.multiplier
+
+        return add
+
+
+def install(stage: Any, numbers: Multipliers, *, logits: bool) -> None:
+    """Multiply the embeddings of a stage, and divide its logits, by scaling what the output layer takes.
+
+    Args:
+        stage: A GPTModel.
+        logits: It has logits: a score head's number is not divided.
+    """
+    if stage.pre_process and numbers.embedding != 1.0:
+        stage.embedding.register_forward_hook(lambda module, given, out: out * numbers.embedding)
+    if stage.post_process and logits and numbers.logits != 1.0:
+        stage.decoder.final_layernorm.register_forward_hook(lambda module, given, out: out / numbers.logits)
