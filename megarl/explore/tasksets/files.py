@@ -144,7 +144,7 @@ def _json_values(path: Path) -> Iterator[tuple[str, Any, bool]]:
         text = path.read_bytes()
         try:
             values = json.loads(text.decode())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{path}: begins with '[' and is no JSON list of rows ({error}); fix it") from error
         with_halves = b"\\ud" in text.lower()
         yield from ((f"row {number}", row, with_halves) for number, row in enumerate(values, 1))
@@ -155,7 +155,7 @@ def _json_values(path: Path) -> Iterator[tuple[str, Any, bool]]:
                 continue
             try:
                 row = json.loads(line.decode())
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"{path}: line {number} is not JSON ({error}): {short(line)}") from error
             yield f"line {number}", row, b"\\ud" in line.lower()
 
@@ -170,7 +170,7 @@ def is_list(path: Path) -> bool:
         return False
     try:
         return not is_conversation(json.loads(first.decode()))
-    except ValueError:
+    except (ValueError, RecursionError):
         return True
 
 

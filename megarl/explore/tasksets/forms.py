@@ -24,14 +24,16 @@ ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
-"""ShareGPT's ``from`` -> role of a message; other names are roles already."""
+"""ShareGPT's ``from`` -> role of a message, where that is another name."""
+SPEAKERS = (*ROLES, "system", "user", "assistant", "developer", "tool")
+"""Every ``from`` of a message: names of ShareGPT, and roles."""
 CONVERSATION = "conversations"
 PAIR = ("0", "1")
 """Columns of ORZ's two messages in parquet."""
 COLUMNS = (CONVERSATION, "system", *PAIR)
 """Columns to read for these forms."""
 TURN = re.compile(r"\n\n(Human|Assistant):")
-SPEAKERS = {"Human": "user", "Assistant": "assistant"}
+OF_TURNS = {"Human": "user", "Assistant": "assistant"}
 
 
 def is_conversation(value: Any) -> bool:
@@ -54,7 +56,7 @@ def transcript(text: str) -> list[dict[str, Any]]:
     without a text is left out: the text is a prompt."""
     _, *parts = TURN.split(text)
     turns = [
-        {"role": SPEAKERS[speaker], "content": content.strip()}
+        {"role": OF_TURNS[speaker], "content": content.strip()}
         for speaker, content in zip(parts[::2], parts[1::2], strict=True)
     ]
     return turns[:-1] if turns and turns[-1] == {"role": "assistant", "content": ""} else turns
@@ -84,6 +86,8 @@ def with_conversations(
     added = [CONVERSATION] if pairs else []
     if "reward_model" not in names and any("reward_model" in row for row in found):
         added.append("reward_model")
+        for row in found:
+            row.setdefault("reward_model", None)
     return [*names, *added], found
 
 
@@ -98,7 +102,9 @@ def without_response(messages: Any) -> Any:
 
 
 def _is_sharegpt(message: Any) -> bool:
-    return isinstance(message, dict) and isinstance(message.get("from"), str) and message.get("role") is None
+    if not isinstance(message, dict) or not isinstance(speaker := message.get("from"), str):
+        return False
+    return message.get("role") is None and speaker.lower() in SPEAKERS
 
 
 def _message(message: Any) -> Any:
@@ -122,7 +128,7 @@ def _calls(text: str) -> Any:
     """Calls of a ShareGPT message: JSON of one ``{name, arguments}`` or of a list of them; another text stays."""
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     calls = found if isinstance(found, list) else [found]
     return [{"type": "function", "function": call} for call in calls]

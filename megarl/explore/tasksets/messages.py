@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.core.schema import Message
 from megarl.explore.tasksets.files import RowLocation, is_json
-from megarl.explore.tasksets.forms import as_messages
+from megarl.explore.tasksets.forms import SPEAKERS, as_messages
 from megarl.explore.tasksets.template import RESERVED
 
 ROLES = ("system", "user", "assistant", "developer", "tool")
@@ -17,7 +17,8 @@ ASKING = ("user", "tool")
 """Roles of a message that the model answers."""
 AS_TEXT = re.compile(
     r"""\s*\[\s*\{\s*(?=['"](?:role|content|from|value)['"]\s*:)"""
-    r"""(?=.*['"](?:role|from)['"]\s*:\s*['"])(?=.*['"](?:content|tool_calls|value)['"]\s*:).*\]\s*""",
+    rf"""(?=.*['"](?:role['"]\s*:\s*['"]|from['"]\s*:\s*['"](?i:{"|".join(SPEAKERS)})['"]))"""
+    r"""(?=.*['"](?:content|tool_calls|value)['"]\s*:).*\]\s*""",
     re.DOTALL,
 )
 """A list of messages that was written as text: it has roles and contents, or ShareGPT's names of them. Other lists in
@@ -75,7 +76,7 @@ def _check_arguments(location: RowLocation, field: str, arguments: Any) -> None:
     if isinstance(arguments, str):
         try:
             value = json.loads(arguments) if arguments.strip() else {}
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             location.refuse(f"{field}.arguments", f"a struct or its JSON text ({error})", arguments)
     if not isinstance(value, dict | None):
         location.refuse(f"{field}.arguments", "a struct or its JSON text", arguments)
@@ -91,7 +92,7 @@ def with_lists(location: RowLocation, row: Mapping[str, Any], fields: Sequence[s
         if isinstance(text, str) and AS_TEXT.fullmatch(text):
             try:
                 found[field] = json.loads(text)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 location.refuse(field, f"a list of messages, their JSON text ({error}), or another text", text)
             _check_json(location, field, found[field])
         found[field] = as_messages(found.get(field))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -81,7 +82,6 @@ def block_spec(config: Any, model: ModelConfig, vp_stage: int | None = None, res
     if config.multi_latent_attention and config.q_lora_rank is None:
         megatron_private.keep_query_projection()
     if model.transformer_impl == "transformer_engine":
-        _check_latent_norms(config)
         # Its own fused norms, linears and attention (packed and context parallel). Not offered: fp8, fused rope.
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
         return _balanced(_scaled(block, residual), model)
@@ -117,11 +117,16 @@ def _scaled(block: Any, residual: float) -> Any:
     return block
 
 
-def _check_latent_norms(config: Any) -> None:
-    """Raise ConfigError where TransformerEngine, which fuses them, would compute latent norms with another epsilon."""
-    if config.multi_latent_attention and config.layernorm_epsilon != LATENT_NORM_EPS:
+def check_latent_norms(model: ModelConfig, kwargs: Mapping[str, Any]) -> None:
+    """Raise ConfigError where TransformerEngine, which fuses them, would compute latent norms with another epsilon.
+
+    Args:
+        kwargs: ``megatron_config.transformer_kwargs`` of the model.
+    """
+    eps = kwargs["layernorm_epsilon"]
+    if model.transformer_impl == "transformer_engine" and kwargs["mla"] and eps != LATENT_NORM_EPS:
         raise ConfigError(
-            f"model.transformer_impl=transformer_engine with rms_norm_eps={config.layernorm_epsilon!r} and latent "
+            f"model.transformer_impl=transformer_engine with rms_norm_eps={eps!r} and latent "
             f"attention: its latent norms have {LATENT_NORM_EPS}, and TransformerEngine's layers have one epsilon; set "
             "model.transformer_impl to local"
         )

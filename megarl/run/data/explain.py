@@ -108,9 +108,10 @@ def _verdict(reply: dict[str, Any]) -> str:
 
 
 def _place(text: str, response: str) -> str:
-    """Line and column, from 1, of the last place in the response where the text stands by itself; '' for none."""
+    """Line and column, from 1, of the only place in the response where the text stands by itself; '' where there are
+    several, or none."""
     found = [match.start() for match in re.finditer(rf"(?<!\w){re.escape(text)}(?!\w)", response)] if text else []
-    if not found:
+    if len(found) != 1:
         return ""
     line = response.count("\n", 0, found[-1]) + 1
     return f", line {line}, column {found[-1] - response.rfind(chr(10), 0, found[-1])} of the response"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from secrets import token_hex
@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from megarl.core.errors import WeightsDiffer, WeightSyncError
+from megarl.core.errors import EngineError, WeightsDiffer, WeightSyncError
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.control import EngineState
 from megarl.engine.client.probe import Probed, ProbeText
@@ -168,8 +168,13 @@ class Publication:
             return
         name = f"probe-{token_hex(8)}"
         with self._fleet.calling(lambda i, engine: engine.probe(probe.token_ids, first=name)) as probed:
-            self._fleet.each(lambda i, engine: engine.await_queued(name, probed[i].done))
-            yield probed
+            try:
+                self._fleet.each(lambda i, engine: engine.await_queued(name, probed[i].done))
+                yield probed
+            except BaseException:
+                with suppress(EngineError):  # an engine that has died; those that live would keep their probes queued
+                    self._fleet.each(lambda i, engine: engine.resume())
+                raise
 
     def _transfer(self, send: Callable[[], Digests]) -> Digests:
         with self._fleet.calling(lambda i, engine: engine.update({"version": str(self._version)})) as updating:

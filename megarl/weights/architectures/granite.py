@@ -1,4 +1,4 @@
-"""Granite 3: Llama's layers with multipliers.
+"""Granite 3, dense: Llama's layers with multipliers.
 
 Source: ``transformers/models/granite/modeling_granite.py``.
 """
@@ -10,7 +10,7 @@ from megarl.weights.architectures.table import Architecture, MultiplierKeys
 
 GRANITE = Architecture(
     name="granite",
-    models="Granite 3",
+    models="Granite 3, dense",
     params=(*EMBEDDING, *ATTENTION, *MLP, *OUTPUT),
     vllm=(*VLLM_ATTENTION, *VLLM_MLP),
     has_score_class=False,
