@@ -69,7 +69,7 @@ def test_calls_and_results_of_sharegpt_are_those_of_chat_templates(tmp_path: Pat
 @pytest.mark.parametrize(
     ("turns", "field"),
     [
-        ([ASKED, says("robot", "2")], r"messages\[1\].role must be one of"),
+        ([ASKED, says("robot", "2")], r"messages\[1\] must be a message {role, content}, got {'from': 'robot'"),
         ([ASKED, says("gpt", "")], r"messages\[1\].content must be a non-empty"),
         ([ASKED], r"messages\[0\].role must be assistant"),
         ([], "messages must be a non-empty list"),
@@ -79,6 +79,30 @@ def test_a_bad_conversation_is_named(tmp_path: Path, turns: list[Any], field: st
     path = write(tmp_path / "d.jsonl", [{"conversations": [ASKED, says("gpt", "2")]}, {"conversations": turns}])
     with pytest.raises(DataError, match=f"d.jsonl: line 2: {field}"):
         read_rows(path, require_response=True)
+
+
+def test_a_row_of_orz_without_a_ground_truth_is_named(tmp_path: Path) -> None:
+    whole = [ASKED, {"from": "assistant", "ground_truth": {"value": "2"}}]
+    path = tmp_path / "orz.json"
+    path.write_text(json.dumps([whole, [ASKED, {"from": "assistant"}]]))
+    with pytest.raises(DataError, match=r"orz.json: .*2: .*reward_model"):
+        read_rows(path, data_source="math")
+
+
+@pytest.mark.parametrize("name", ["deep.json", "deep.jsonl"])
+def test_json_of_too_many_levels_is_an_error_of_its_file(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text("[" * 200_000 + "]" * 200_000)
+    with pytest.raises(DataError, match=name):
+        read_rows(path)
+
+
+def test_texts_and_rows_that_have_a_from_stay_what_they_are(tmp_path: Path) -> None:
+    """Only speakers that ShareGPT knows make a message."""
+    rows = [{"from": "arxiv", "prompt": '[{"from": "Berlin", "value": "12"}]', **JUDGED}] * 2
+    for text in (json.dumps(rows), json.dumps(rows, indent=1)):
+        (tmp_path / "rows.json").write_text(text)
+        assert [row.prompt[0]["content"] for row in read_rows(tmp_path / "rows.json")] == [rows[0]["prompt"]] * 2
 
 
 def transcript(*texts: str) -> str:

@@ -387,7 +387,7 @@ def with_model(prepared: Path, path: Path, **changes: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "mamba2"}, ["'mamba2'", "supported: deepseek_v3, ernie4_5, "]),
+        ({"model_type": "mamba2"}, ["'mamba2'", "supported: deepseek_v2, deepseek_v3, "]),
         ({"model_type": None}, ["model_type=None"]),
         ({"num_key_value_heads": 3}, ["num_key_value_heads=3", "num_attention_heads=4"]),
         ({"hidden_act": "gelu"}, ["hidden_act='gelu'", "'silu'"]),

@@ -4,6 +4,7 @@ demand."""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -91,23 +92,25 @@ def test_programs_need_a_sandbox_before_anything_starts(
 
 
 def test_rows_that_no_answer_can_be_judged_by(prepared: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(prepared, tmp_path / "run"))  # which records what is left out
     override = rewritten(
         prepared, "train", tmp_path / "train.parquet", 3, data_source="k12/x", extra_info={"type": "essay"}
     )
     refused(DataError, config_of(prepared, override), "row 4 (taskset.train)", "'essay'", "taskset.bad_rows=drop")
-    tasks = checks.check(config_of(prepared, override, "taskset.bad_rows=drop"))
+    tasks = checks.check(config_of(run, override, "taskset.bad_rows=drop"))
     assert len(tasks["train"].tasks) == 29 and "train/3" not in {task.task_id for task in tasks["train"].tasks}
 
 
 @pytest.mark.parametrize("missing", [None, {"style": "rule", "ground_truth": None}])
 def test_rows_without_a_ground_truth_are_left_out_where_asked(prepared: Path, tmp_path: Path, missing: Any) -> None:
+    run = Path(shutil.copytree(prepared, tmp_path / "run"))
     override = rewritten(prepared, "train", tmp_path / "train.parquet", 3, reward_model=missing)
     refused(DataError, config_of(prepared, override), "row 4", "reward_model")
-    found = checks.check(config_of(prepared, override, "taskset.bad_rows=drop"))["train"]
+    found = checks.check(config_of(run, override, "taskset.bad_rows=drop"))["train"]
     assert len(found.tasks) == 29 and found.dropped == {"bad_row": 1}
     assert "train/3" not in {task.task_id for task in found.tasks}
     path = write(tmp_path / "none.jsonl", [{"data_source": "math", "prompt": "q", "reward_model": missing}])
-    drop = config_of(prepared, f"taskset.train={path}", "taskset.bad_rows=drop")
+    drop = config_of(run, f"taskset.train={path}", "taskset.bad_rows=drop")
     refused(DataError, drop, "none.jsonl", "leaves none of the 1 rows", "reward_model")
 
 
