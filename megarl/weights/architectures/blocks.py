@@ -172,18 +172,29 @@ EXPERTS = expert_rows(_EXPERTS, _ROUTER)
 VLLM_EXPERTS = vllm_experts(_EXPERTS, "mlp")
 
 _ROUTER_BIAS = Logical("mlp.gate.e_score_correction_bias", "experts", dtype="float32")
-ROUTER_BIAS = (Param("mlp.router.expert_bias", Op.SAME, (_ROUTER_BIAS,), Stage.MOE),)
+
+
+def router_bias(bias: Logical = _ROUTER_BIAS) -> tuple[Param]:
+    """The row of a router's bias; in float32 unless the family's own differs."""
+    return (Param("mlp.router.expert_bias", Op.SAME, (bias,), Stage.MOE),)
+
+
+ROUTER_BIAS = router_bias()
 """Bias that chooses experts and weighs none."""
 _SHARED = gated("mlp.shared_experts", "shared_ffn")
 SHARED_EXPERTS = gated_rows(_SHARED, Stage.MOE, "mlp.shared_experts")
 VLLM_SHARED_EXPERTS = vllm_gated(_SHARED, "mlp.shared_experts.gate_up_proj.weight")
 _IN_RUNNER = "mlp.experts._shared_experts._layer.shared_experts"
-VLLM_SHARED_EXPERTS_OF_TRANSFORMERS = (
-    *vllm_gated(_SHARED, f"{_IN_RUNNER}.gate_up_proj.weight", f"{_IN_RUNNER}.down_proj.weight"),
-    Fused("mlp.experts.gate.weight", Op.SAME, (_ROUTER,)),
-    Fused("mlp.experts.gate.e_score_correction_bias", Op.SAME, (_ROUTER_BIAS,)),
-)
-"""Shared experts and router of a model that vLLM runs through transformers' modules."""
+
+
+def vllm_shared_experts_of_transformers(bias: Logical = _ROUTER_BIAS) -> tuple[Fused, ...]:
+    """Shared experts and router of a model that vLLM runs through transformers' modules."""
+    return (
+        *vllm_gated(_SHARED, f"{_IN_RUNNER}.gate_up_proj.weight", f"{_IN_RUNNER}.down_proj.weight"),
+        Fused("mlp.experts.gate.weight", Op.SAME, (_ROUTER,)),
+        Fused("mlp.experts.gate.e_score_correction_bias", Op.SAME, (bias,)),
+    )
+
 
 # ---------------------------------------------------------------- multi-token prediction
 

@@ -12,20 +12,32 @@ from megarl.weights.architectures.blocks import (
     EXPERTS,
     OUTPUT,
     QK_NORM,
-    ROUTER_BIAS,
     SHARED_EXPERTS,
     VLLM_ATTENTION,
     VLLM_EXPERTS,
     VLLM_MLP,
-    VLLM_SHARED_EXPERTS_OF_TRANSFORMERS,
+    router_bias,
+    vllm_shared_experts_of_transformers,
 )
-from megarl.weights.architectures.table import Architecture, LayerRules, RouterRules
+from megarl.weights.architectures.table import Architecture, LayerRules, Logical, RouterRules
+
+_ROUTER_BIAS = Logical("mlp.gate.e_score_correction_bias", "experts")
+"""In the model's dtype, as transformers' module has it, which vLLM runs."""
 
 DOTS1 = Architecture(
     name="dots1",
     models="dots.llm1",
-    params=(*EMBEDDING, *ATTENTION, *QK_NORM, *DENSE_MLP, *EXPERTS, *ROUTER_BIAS, *SHARED_EXPERTS, *OUTPUT),
-    vllm=(*VLLM_ATTENTION, *VLLM_MLP, *VLLM_EXPERTS, *VLLM_SHARED_EXPERTS_OF_TRANSFORMERS),
+    params=(
+        *EMBEDDING,
+        *ATTENTION,
+        *QK_NORM,
+        *DENSE_MLP,
+        *EXPERTS,
+        *router_bias(_ROUTER_BIAS),
+        *SHARED_EXPERTS,
+        *OUTPUT,
+    ),
+    vllm=(*VLLM_ATTENTION, *VLLM_MLP, *VLLM_EXPERTS, *vllm_shared_experts_of_transformers(_ROUTER_BIAS)),
     router=RouterRules(sigmoid=True),
     layers=LayerRules(windows=True),
     has_score_class=False,

@@ -14,7 +14,7 @@ from megarl.weights.architectures.blocks import (
     SHARED_EXPERTS,
     VLLM_ATTENTION,
     VLLM_EXPERTS,
-    VLLM_SHARED_EXPERTS_OF_TRANSFORMERS,
+    vllm_shared_experts_of_transformers,
 )
 from megarl.weights.architectures.table import Architecture, LayerRules, RouterRules
 
@@ -22,7 +22,7 @@ SOLAR_OPEN = Architecture(
     name="solar_open",
     models="Solar Open",
     params=(*EMBEDDING, *ATTENTION, *EXPERTS, *ROUTER_BIAS, *SHARED_EXPERTS, *OUTPUT),
-    vllm=(*VLLM_ATTENTION, *VLLM_EXPERTS, *VLLM_SHARED_EXPERTS_OF_TRANSFORMERS),
+    vllm=(*VLLM_ATTENTION, *VLLM_EXPERTS, *vllm_shared_experts_of_transformers()),
     router=RouterRules(sigmoid=True),
     layers=LayerRules(partial_rotary=True),
     has_score_class=False,
