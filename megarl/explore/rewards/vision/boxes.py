@@ -37,6 +37,15 @@ _CORNERS = {4: ("x1", "y1", "x2", "y2"), 2: ("x", "y")}
 _SIGNS = str.maketrans("（），＝：；", "(),=:;")
 _HAN_NAMES = {"横": "x", "纵": "y"}
 _NAMED = re.compile(rf"(?:\b([xy][12]?)\s*(?:=|:|\bis\b)|([横纵])坐标(?:[是为:=])?)\s*({_NUMBER})")
+_CALLED = re.compile(
+    r"(?:pyautogui\.)?(?:(?:left_|double_?)?click|tap|moveTo)\s*\((?P<call>[^()]*)\)|<(?P<name>click|tap)>(?P<tag>[^<>]*)</(?P=name)>",
+    re.IGNORECASE,
+)
+"""A point as agents of graphical interfaces give it: ``click(x=60, y=70)``."""
+_LABEL = re.compile(
+    r"(?:(?:the|its)\s+)?(?:bounding\s+box|bbox|box|coordinates?|point|position|location)(?:\s+(?:is|are))?\s*[:=]?\s+",
+    re.IGNORECASE,
+)
 _AROUND_NAMED = re.compile(
     r"(?:(?:the\s+)?(?:point|center|centre|target|object|location|position|it)\s+(?:is|lies)\s+|点?在)?"
     r"(?:at\s+)?(?:coordinates\s+)?[(\[{]?\s*\0(?:\s*(?:[,;]|\band\b|和)?\s*\0)+\s*[)\]}]?",
@@ -118,6 +127,10 @@ def _of_text(text: str, size: int) -> list[Numbers]:
             raise ValueError("points that are not each of x and y")
         return [_numbers([float(x), float(y)], 2) for x, y in points]
     text = _UNIT.sub("", text)
+    if size == 2 and (called := _CALLED.fullmatch(text)):
+        text = (called["call"] or called["tag"] or "").strip()
+    if label := _LABEL.match(text):
+        text = text[label.end() :]
     if named := _named(text, size):
         return [named]
     if _LIST.fullmatch(text):

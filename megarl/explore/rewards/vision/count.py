@@ -64,6 +64,7 @@ _THINGS = (
 _UNSEEN = re.compile(
     rf"(?:I|we|you)\s+(?:(?:do\s+not|don\s?t|can\s?not|can\s?t|could\s?n\s?t)\s+(?:see|find|spot)\s+any|"
     rf"(?:can\s+)?(?:see|find|spot|count)\s+no)\s+{_THINGS}"
+    rf"|there\s+is\s?n\s?t\s+(?:an?|any)\s+{_THINGS}"
     rf"|no\s+{_THINGS}\s+(?:is|are|can\s+be)\s+(?:visible|seen|shown|present|there)(?:\s+in\s+the\s+\w+)?"
     r"|(?:我|[图画][片像面]?[中里上]?)?(?:没有?看[到见]|看不[到见]|找不到|未见)(?:任何|有)?(?![^,，。]*(?:[图像片]|数量|区别|不同|清楚))[一-鿿]{1,8}",
     re.IGNORECASE,
