@@ -23,6 +23,10 @@ _LEAD = re.compile(r"(?:both\s+)?(?:(?:the|an?)\s+)?", re.IGNORECASE)
 _PARTS = re.compile(r"\s*(?:[,;、&\n]|\band\b|和|与|以及)\s*", re.IGNORECASE)
 
 
+_DENIED = {"false", "wrong", "incorrect", "not correct", "no", "错", "错误", "不对", "不正确"}
+"""Text behind a letter that denies it: ``B: false``."""
+
+
 def named(text: str, options: Mapping[str, str], several: bool = False) -> set[str] | None:
     """The letters that a text names, also by the options' own texts; None for none and for contradictions."""
     if several and options and (found := by_texts(text, options)):
@@ -42,6 +46,8 @@ def named(text: str, options: Mapping[str, str], several: bool = False) -> set[s
     if letters and len(letters) == 1 and options:
         rest = k12_read.after_letter(text)
         of_rest = {letter for letter, option in options.items() if rest and same_short(option, rest)}
+        if not of_rest and rest.strip(" .。").casefold() in _DENIED:
+            return None
         return set(letters) if not of_rest or set(letters) <= of_rest else None
     if letters:
         return set(letters)
