@@ -80,11 +80,11 @@ def selected(
     return Selected(tasks, found)
 
 
-def usable(config: Config, split: str, rows: Rows, check: Callable[[Rows], None], faults: Faults) -> Rows:
+def usable(config: Config, split: str, rows: Rows, check: Callable[[Rows, Faults], None], faults: Faults) -> Rows:
     """The rows that a check takes, where ``taskset.bad_rows=drop``; else all, unchecked.
 
     Args:
-        check: Raises DataError for rows of which one is bad.
+        check: Is called with rows and ``faults``. Adds bad rows, or raises DataError for rows of which one is bad.
         faults: Bad rows of the split so far; is given the others.
 
     Raises:
@@ -95,8 +95,8 @@ def usable(config: Config, split: str, rows: Rows, check: Callable[[Rows], None]
 
     def kept(some: Rows) -> list[Task | Preference]:
         try:
-            check(some)
-            return list(some)
+            check(some, faults)
+            return [row for row in some if row.task_id not in faults]
         except DataError as error:
             if len(some) == 1:
                 faults[some[0].task_id] = str(error)

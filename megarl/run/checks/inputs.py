@@ -28,7 +28,7 @@ from megarl.explore.rewards.router import JUDGE, check_source, route
 from megarl.explore.rewards.shape import check_weights
 from megarl.explore.rewards.verdict import LATE
 from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations, encode_preferences, place_of_row
-from megarl.explore.tasksets.bad_rows import WHOLE
+from megarl.explore.tasksets.bad_rows import WHOLE, Faults
 from megarl.explore.workflows import asks_verifier
 from megarl.run.run_dir.rows import Rows, place
 
@@ -131,13 +131,20 @@ def _try_reward(config: Config, task: Task) -> None:
 
 
 def check_lengths(
-    config: Config, split: str, rows: Rows, tokenizer: ChatTokenizer, context: int, processor: Processor | None = None
+    config: Config,
+    split: str,
+    rows: Rows,
+    tokenizer: ChatTokenizer,
+    context: int,
+    processor: Processor | None = None,
+    faults: Faults | None = None,
 ) -> None:
     """Each sequence of demonstrations or preferences fits the model's context, and what must be computed together a
     micro-batch.
 
     Args:
         processor: The model's, where rows of the job have images.
+        faults: Is given the rows that do not; None refuses the first.
 
     Raises:
         DataError: one does not, with its row; or the two answers of a preference are the same to this tokenizer.
@@ -158,7 +165,9 @@ def check_lengths(
     for row, (prompt, *answers), more in zip(rows, encoded, added, strict=True):
         if (fault := _fault_of_lengths(config, len(prompt) + more, answers, context, piece)) is not None:
             all_such = "" if split == WHOLE else ", or leave out all such rows (taskset.bad_rows=drop)"
-            raise DataError(f"{place(config, split, row)}{fault}{all_such}")
+            if faults is None:
+                raise DataError(f"{place(config, split, row)}{fault}{all_such}")
+            faults[row.task_id] = f"{place(config, split, row)}{fault}"
 
 
 def _fault_of_lengths(

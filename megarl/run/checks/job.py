@@ -131,7 +131,7 @@ def _check_inputs(
     tasks = {}
     if algorithms.job_of(config).rollouts:
         for split in SPLITS:
-            check = partial(check_rendered, config, split, tokenizer=tokenizer, processor=processor)
+            check = partial(_check_rendered, config, split, tokenizer=tokenizer, processor=processor)
             rows[split] = usable(config, split, rows[split], check, bad[split])
         found_tasks = {split: [row for row in rows[split] if isinstance(row, Task)] for split in SPLITS}
         workflows.check_template(config.rollout, tokenizer)
@@ -142,8 +142,8 @@ def _check_inputs(
             for split, found in found_tasks.items()
         }
     for split in [split for split in rows if split not in tasks]:
-        check = partial(_check_fit, config, split, tokenizer=tokenizer, context=context, processor=processor)
-        rows[split] = usable(config, split, rows[split], check, bad[split])
+        fits = partial(_check_fit, config, split, tokenizer=tokenizer, context=context, processor=processor)
+        rows[split] = usable(config, split, rows[split], fits, bad[split])
         log_bad_rows(split, bad[split], len(bad[split]) + len(rows[split]))
     others = {split: found for split, found in rows.items() if split not in tasks}
     trained = others | ({"train": tasks["train"].tasks} if tasks else {})
@@ -165,16 +165,33 @@ def _check_inputs(
         if split in tasks:
             check_prompts_of(config, split, found_tasks[split], tasks[split].tasks, tokenizer, processor)
         else:
-            _check_fit(config, split, found, tokenizer, context, processor)
+            _check_fit(config, split, found, None, tokenizer, context, processor)
     counts = {split: len(tasks[split].tasks if split in tasks else found) for split, found in rows.items()}
     return tasks, counts, bad
 
 
-def _check_fit(
-    config: Config, split: str, rows: Rows, tokenizer: ChatTokenizer, context: int, processor: Processor | None
+def _check_rendered(
+    config: Config, split: str, rows: Rows, faults: Faults, tokenizer: ChatTokenizer, processor: Processor | None
 ) -> None:
-    """Check lengths and images of demonstrations or preferences. Raises DataError naming file and row."""
-    check_lengths(config, split, rows, tokenizer, context, processor)
+    """Check that the chat template takes the rows. Raises DataError for rows of which one is bad."""
+    check_rendered(config, split, rows, tokenizer=tokenizer, processor=processor)
+
+
+def _check_fit(
+    config: Config,
+    split: str,
+    rows: Rows,
+    faults: Faults | None,
+    tokenizer: ChatTokenizer,
+    context: int,
+    processor: Processor | None,
+) -> None:
+    """Check lengths and images of demonstrations or preferences. Raises DataError naming file and row.
+
+    Args:
+        faults: Is given rows that are too long; None refuses the first.
+    """
+    check_lengths(config, split, rows, tokenizer, context, processor, faults)
     check_image_files_of(config, split, rows)
 
 
