@@ -146,7 +146,7 @@ def build_parser() -> argparse.ArgumentParser:
     explain = rewards_actions.add_parser(
         "explain", help="print what a verifier asked for, read and compared for each row of a file (docs/rewards.md)"
     )
-    explain.add_argument("file", help="parquet or jsonl file of verl's rows, each with a response")
+    explain.add_argument("file", help="parquet, json or jsonl file of verl's rows, each with a response")
     explain.add_argument("overrides", nargs="*", help="hydra overrides, e.g. 'reward.routes={my_set: math}'")
     offer = rewards_actions.add_parser("serve", help="accept connections of a job; MEGARL_JOB_KEY is the key to it")
     offer.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")

@@ -59,7 +59,7 @@ class TasksetConfig:
     """Parquet, json or jsonl file of rows with a ``response``."""
     expert: str | None = None
     """Parquet, json or jsonl file of rows with a ``response``: the expert rows of mix, imported into the store at a
-    job's start; None leaves those of ``megarl data import-experts FILE``."""
+    job's start; None keeps what ``megarl data import-experts FILE`` has imported."""
     generate: str | None = None
     """Generator that writes these files when they are missing (``megarl data``): a name, or a Python file
     (docs/own_experiments.md)."""

@@ -41,7 +41,7 @@ class WantedWeights(NamedTuple):
 
 
 class EngineChoice:
-    """Engines of a job as the last look into the store has found them, and what is asked of each.
+    """Chooses the engine of each call from the rows that were read from the store last.
 
     A row may be older than its engine: the engine then refuses, and is asked again once its row has changed.
 
@@ -65,14 +65,14 @@ class EngineChoice:
         self._looked = 0.0
 
     async def keep(self, read: Callable[[], Awaitable[Sequence[EngineRow]]]) -> None:
-        """Follow the engines until cancelled; ``read`` returns their rows of now."""
+        """Follow the engines until cancelled; ``read`` returns their current rows."""
         self._read = read
         while True:
             await self.look()
             await asyncio.sleep(EVERY_S)
 
     async def look(self) -> None:
-        """Read the engines' rows of now."""
+        """Read the engines' current rows."""
         self._looked = time.monotonic()
         if self._read is not None:
             self.see(await self._read())

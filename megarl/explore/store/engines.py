@@ -216,8 +216,8 @@ def _update(
     connection: Connection, before: Sequence[EngineRow], after: Sequence[EngineRow], columns: Collection[str]
 ) -> None:
     for old, new in zip(before, after, strict=False):
-        if new != old:
-            connection.execute(update(ENGINES).where(_is(new.key)).values(_values(new, columns)))
+        if (values := _values(new, columns)) != _values(old, columns):
+            connection.execute(update(ENGINES).where(_is(new.key)).values(values))
         if new.weights != old.weights:
             _put_weights(connection, new.key, new.weights)
 
@@ -230,7 +230,7 @@ def _insert(connection: Connection, rows: Sequence[EngineRow]) -> None:
 
 
 def _put_weights(connection: Connection, key: Key, weights: Sequence[ProvenWeights]) -> None:
-    """Make ``weights`` those of an engine."""
+    """Replace the rows of an engine's weights."""
     table, (program, number) = ENGINE_WEIGHTS, key
     connection.execute(delete(table).where(table.c.program == program, table.c.number == number))
     values = [{"program": program, "number": number, **w._asdict(), "version": str(w.version)} for w in weights]

@@ -266,8 +266,8 @@ WORKERS = Table(
 """Heartbeats. Whoever looks measures with its own clock how long a number stays the same."""
 
 REMADE = {"14": (ENGINES,), "15": (ENGINES,)}
-"""Number of earlier tables -> those of them that are made again, which each start of a job writes. The others are the
-same."""
+"""Number of an earlier schema -> tables that are dropped and made again. Each start of a job writes these; the other
+tables are as before."""
 
 JOB = Table("job", METADATA, Column("key", String, primary_key=True), Column("value", Text, nullable=False))
 

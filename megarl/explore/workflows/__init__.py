@@ -1,6 +1,6 @@
 """Workflows: what happens in a trajectory, from a task to its last turn.
 
-A workflow is imported where a job uses it: those of agents and tools import servers and sandboxes.
+A workflow is imported where a job uses it, since agents and tools import servers and sandboxes.
 """
 
 from __future__ import annotations

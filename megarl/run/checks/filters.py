@@ -80,11 +80,11 @@ def selected(
     return Selected(tasks, found)
 
 
-def usable(config: Config, split: str, rows: Rows, check: Callable[[Rows, Faults], None], faults: Faults) -> Rows:
+def usable(config: Config, split: str, rows: Rows, check: Callable[[Rows], None], faults: Faults) -> Rows:
     """The rows that a check takes, where ``taskset.bad_rows=drop``; else all, unchecked.
 
     Args:
-        check: Is called with rows and ``faults``. Adds bad rows, or raises DataError for rows of which one is bad.
+        check: Adds each bad row to ``faults``, or raises DataError where one of the rows is bad.
         faults: Bad rows of the split so far; is given the others.
 
     Raises:
@@ -95,7 +95,7 @@ def usable(config: Config, split: str, rows: Rows, check: Callable[[Rows, Faults
 
     def kept(some: Rows) -> list[Task | Preference]:
         try:
-            check(some, faults)
+            check(some)
             return [row for row in some if row.task_id not in faults]
         except DataError as error:
             if len(some) == 1:

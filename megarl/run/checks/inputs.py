@@ -164,8 +164,8 @@ def check_lengths(
         added = added_lengths(rows, tokenizer, processor, path=path)
     for row, (prompt, *answers), more in zip(rows, encoded, added, strict=True):
         if (fault := _fault_of_lengths(config, len(prompt) + more, answers, context, piece)) is not None:
-            all_such = "" if split == WHOLE else ", or leave out all such rows (taskset.bad_rows=drop)"
             if faults is None:
+                all_such = "" if split == WHOLE else ", or leave out all such rows (taskset.bad_rows=drop)"
                 raise DataError(f"{place(config, split, row)}{fault}{all_such}")
             faults[row.task_id] = f"{place(config, split, row)}{fault}"
 

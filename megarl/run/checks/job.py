@@ -40,7 +40,7 @@ from megarl.run.run_dir.images import processor_of
 from megarl.run.run_dir.owner import check_writable
 from megarl.run.run_dir.prepare import make, with_limit_of_run
 from megarl.run.run_dir.resume import check_settings_of_run, set_aside_damaged
-from megarl.run.run_dir.rows import SPLITS, Rows, log_bad_rows, needs_expert_rows, read_split
+from megarl.run.run_dir.rows import SPLITS, Rows, drops, log_bad_rows, needs_expert_rows, read_split
 from megarl.run.run_dir.store_damage import replace_damaged_store
 from megarl.weights.checkpoint.convert.verify import check_digests
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
@@ -131,7 +131,7 @@ def _check_inputs(
     tasks = {}
     if algorithms.job_of(config).rollouts:
         for split in SPLITS:
-            check = partial(_check_rendered, config, split, tokenizer=tokenizer, processor=processor)
+            check = partial(check_rendered, config, split, tokenizer=tokenizer, processor=processor)
             rows[split] = usable(config, split, rows[split], check, bad[split])
         found_tasks = {split: [row for row in rows[split] if isinstance(row, Task)] for split in SPLITS}
         workflows.check_template(config.rollout, tokenizer)
@@ -142,8 +142,8 @@ def _check_inputs(
             for split, found in found_tasks.items()
         }
     for split in [split for split in rows if split not in tasks]:
-        fits = partial(_check_fit, config, split, tokenizer=tokenizer, context=context, processor=processor)
-        rows[split] = usable(config, split, rows[split], fits, bad[split])
+        check = partial(_check_fit, config, split, bad[split], tokenizer, context, processor)
+        rows[split] = usable(config, split, rows[split], check, bad[split])
         log_bad_rows(split, bad[split], len(bad[split]) + len(rows[split]))
     others = {split: found for split, found in rows.items() if split not in tasks}
     trained = others | ({"train": tasks["train"].tasks} if tasks else {})
@@ -164,27 +164,20 @@ def _check_inputs(
     for split, found in rows.items():
         if split in tasks:
             check_prompts_of(config, split, found_tasks[split], tasks[split].tasks, tokenizer, processor)
-        else:
-            _check_fit(config, split, found, None, tokenizer, context, processor)
+        elif not drops(config, split):  # else ``usable`` has
+            _check_fit(config, split, None, tokenizer, context, processor, found)
     counts = {split: len(tasks[split].tasks if split in tasks else found) for split, found in rows.items()}
     return tasks, counts, bad
-
-
-def _check_rendered(
-    config: Config, split: str, rows: Rows, faults: Faults, tokenizer: ChatTokenizer, processor: Processor | None
-) -> None:
-    """Check that the chat template takes the rows. Raises DataError for rows of which one is bad."""
-    check_rendered(config, split, rows, tokenizer=tokenizer, processor=processor)
 
 
 def _check_fit(
     config: Config,
     split: str,
-    rows: Rows,
     faults: Faults | None,
     tokenizer: ChatTokenizer,
     context: int,
     processor: Processor | None,
+    rows: Rows,
 ) -> None:
     """Check lengths and images of demonstrations or preferences. Raises DataError naming file and row.
 

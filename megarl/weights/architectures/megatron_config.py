@@ -18,6 +18,7 @@ from megarl.weights.architectures.table import (
     Architecture,
     HFConfig,
     ModelSizes,
+    by_layer,
     count,
     flag,
     integer,
@@ -67,7 +68,8 @@ def transformer_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any
     if arch.multipliers.attention:
         values["softmax_scale"] = _number(arch.name, hf_config, arch.multipliers.attention)
     if arch.layers.rope:
-        values |= _layers_without_rope(arch, sizes, hf_config)
+        rotates = by_layer(arch.name, hf_config, arch.layers.rope, sizes.num_layers, (0, 1))
+        values |= {"no_rope_freq": [1 - layer for layer in rotates]} if 0 in rotates else {}
     if sizes.vision_depth:
         values |= _vision(arch.name, sizes, hf_config)
     if sizes.kv_lora:
@@ -198,17 +200,6 @@ def _rope(name: str, hf_config: HFConfig, *, partial: bool = False) -> dict[str,
             "checkpoint that rotates whole heads"
         )
     return rope | {"partial_rotary_factor": share}
-
-
-def _layers_without_rope(arch: Architecture, sizes: ModelSizes, hf_config: HFConfig) -> dict[str, Any]:
-    key = arch.layers.rope
-    rotates = needed(arch.name, hf_config, key)
-    if not isinstance(rotates, list | tuple) or len(rotates) != sizes.num_layers or set(rotates) - {0, 1}:
-        raise ArchitectureError(
-            f"config.json of a {arch.name} model has {key}={rotates!r}; it must be a list of 0 or 1 for each of "
-            f"{sizes.num_layers} layers"
-        )
-    return {"no_rope_freq": [1 - layer for layer in rotates]} if 0 in rotates else {}
 
 
 def _max_positions(name: str, hf_config: HFConfig) -> int:

@@ -7,7 +7,7 @@ shard *means* for Megatron-Core and for vLLM is written once, in ``megarl.weight
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal, NamedTuple
@@ -367,7 +367,8 @@ class Architecture:
         if Stage.MOE in known:
             more |= {name: get(name) for name in ("experts", "topk", "expert_ffn")}
             if self.layers.kinds:
-                more["moe_layers"] = _listed_moe_layers(self, hf_config, get("num_layers"))
+                kinds = by_layer(self.name, hf_config, self.layers.kinds, get("num_layers"), ("dense", "sparse"))
+                more["moe_layers"] = tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
             elif Stage.DENSE in known:
                 more["moe_layers"] = _moe_layers(self.name, hf_config, get("num_layers"))
             else:
@@ -479,6 +480,17 @@ def flag(name: str, hf_config: HFConfig, key: str) -> bool:
     return value
 
 
+def by_layer(name: str, hf_config: HFConfig, key: str, num_layers: int, either: tuple[Any, Any]) -> Sequence[Any]:
+    """The list of a key that has one of two values for each layer. Raises ArchitectureError for anything else."""
+    found = needed(name, hf_config, key)
+    if not isinstance(found, list | tuple) or len(found) != num_layers or any(value not in either for value in found):
+        raise ArchitectureError(
+            f"config.json of a {name} model has {key}={found!r}; it must be a list of {either[0]} or {either[1]} for "
+            f"each of {num_layers} layers"
+        )
+    return found
+
+
 def check_counts(name: str, hf_config: HFConfig) -> None:
     """Raise ArchitectureError for numbers of layers, experts or vision blocks that no model has.
 
@@ -552,16 +564,6 @@ def _vision_sizes(name: str, hf_config: HFConfig) -> dict[str, int]:
             f"config.json of a {name} model has vision_config={vision!r}; it must have the sizes of the vision tower"
         )
     return {field: integer(name, f"vision_config.{key}", vision.get(key)) for field, key in VISION_KEYS.items()}
-
-
-def _listed_moe_layers(arch: Architecture, hf_config: HFConfig, num_layers: int) -> tuple[int, ...]:
-    kinds = needed(arch.name, hf_config, arch.layers.kinds)
-    if not isinstance(kinds, list | tuple) or len(kinds) != num_layers or not {*kinds} <= {"dense", "sparse"}:
-        raise ArchitectureError(
-            f"config.json of a {arch.name} model has {arch.layers.kinds}={kinds!r}; it must be a list of dense or "
-            f"sparse for each of {num_layers} layers"
-        )
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
 
 
 def _moe_layers(name: str, hf_config: HFConfig, num_layers: int) -> tuple[int, ...]:
