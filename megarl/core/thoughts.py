@@ -1,14 +1,19 @@
-"""The thought in a response: text between ``<think>`` and ``</think>``. No tool, environment or verifier acts on it."""
+"""The thought in a response: text between ``<think>`` and ``</think>``. No tool, environment or verifier acts on it.
+
+Other marks are rewritten to these two where a response becomes text (``explore/tasksets/thought_marks.py``).
+"""
 
 from __future__ import annotations
 
 OPEN, CLOSE = "<think>", "</think>"
+OPENINGS = (OPEN, "<seed:think>", "[THINK]", "<|channel|>analysis<|message|>")
+"""Texts with which chat templates open a thought."""
 
 
 def opens_thinking(prompt: str) -> bool:
     """Return True if a prompt, as the chat template wrote it, ends inside a thought that the response only has to
     close."""
-    return prompt.rstrip().endswith(OPEN)
+    return prompt.rstrip().endswith(OPENINGS)
 
 
 def as_written(text: str, in_thinking: bool) -> str:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from megarl.core.schema import Task
-from megarl.core.thoughts import as_written, split_thought, without_thought
+from megarl.core.thoughts import as_written, opens_thinking, split_thought, without_thought
 from megarl.explore.environments.guess import Guess
 from megarl.explore.environments.types import Observation
 from megarl.explore.rewards.answer.grammar import after_thinking
@@ -77,3 +78,71 @@ def test_a_guess_in_a_thought_is_none() -> None:
     row = Task("t", "guess", (), "", {"ground_truth": "7"}, {"tries": 4})
     assert Guess(row).step("<think>7?</think>8") == Observation("lower")
     assert Guess(row).step("<think>7") == Observation("", done=True, success=False)
+
+
+def with_special(tmp_path: Path, name: str, tokens: list[str]) -> ChatTokenizer:
+    folder = checkpoint(tmp_path / name, name)
+    stored = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    stored.add_special_tokens(tokens)
+    stored.save(str(folder / "tokenizer.json"))
+    return ChatTokenizer.open(folder)
+
+
+HARMONY = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>{}<|return|>"
+
+
+@pytest.mark.parametrize(
+    ("response", "text"),
+    [
+        (HARMONY.format("Is it 5?") + FINAL.format("6"), "<think>Is it 5?</think>6"),
+        (HARMONY.format("a") + HARMONY.format("b") + FINAL.format("6"), "<think>a</think><think>b</think>6"),
+        ("<|channel|>analysis<|message|>Is it 5", "<think>Is it 5"),
+        (HARMONY.format("a"), "<think>a</think>"),
+        (HARMONY.format("a") + "<|channel|>fin", "<think>a</think>"),
+        (
+            "<|channel|>commentary<|message|>I add.<|end|><|start|>assistant to=functions.add<|channel|>commentary "
+            'json<|message|>{"a": 1}<|call|>',
+            'I add.<|start|>functions.add<|message|>{"a": 1}<|call|>',
+        ),
+        (
+            '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}',
+            '<|start|>functions.add<|message|>{"a": 1}',
+        ),
+        ("so 5<|end|><|start|>assistant" + FINAL.format("6"), "so 5</think>6"),
+        ("so 5", "so 5"),
+        ("", ""),
+    ],
+)
+def test_channels_of_harmony_become_thoughts_and_text(tmp_path: Path, response: str, text: str) -> None:
+    tokenizer = with_special(tmp_path, "gptoss", ["<|constrain|>"])
+    assert tokenizer.decode(tokenizer.rendered_ids(response)) == text
+    assert tokenizer.decode(tokenizer.rendered_ids(response), special=True) == response
+
+
+@pytest.mark.parametrize(
+    ("opening", "closing"), [("<think>", "</think>"), ("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]")]
+)
+def test_marks_of_other_families_are_thoughts_to_verifiers_and_tools(
+    tmp_path: Path, opening: str, closing: str
+) -> None:
+    tokenizer = with_special(tmp_path, "qwen2_5", [opening, closing])
+    ids = tokenizer.response_ids(f"{opening}{CALL} 5{closing}6")
+    text = tokenizer.decode(ids)
+    assert after_thinking(text) == "6" and not FORMATS["hermes"].parse(tokenizer.with_calls(ids))[1]
+    assert opens_thinking(f"<|im_start|>assistant\n{opening}\n")
+
+
+def test_other_marks_are_text_to_a_model_that_has_no_such_tokens(tmp_path: Path) -> None:
+    tokenizer = ChatTokenizer.open(checkpoint(tmp_path / "qwen2_5", "qwen2_5"))
+    for text in ("[THINK]5[/THINK]6", "<seed:think>5</seed:think>6", "Here is my thought process: 5"):
+        assert tokenizer.decode(tokenizer.rendered_ids(text)) == text
+
+
+def test_a_thought_in_granites_words(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "chatml", "chatml")
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text() + "{# Here is my thought process: #}")
+    tokenizer = ChatTokenizer.open(folder)
+    ids = tokenizer.rendered_ids("Here is my thought process: 5? Here is my response: 6")
+    assert tokenizer.decode(ids) == "<think> 5? </think> 6"

@@ -13,8 +13,11 @@ from tests.chat_battery import CALL, TEMPLATES, TOOLS, USER, WORDS, checkpoint
 
 SOURCES = Path(__file__).parents[1] / "data" / "chat_templates"
 WITH = {
+    "deepseek_r1_distill": "deepseek_v3",
+    "deepseekv3": "deepseek_v3",
     "exaone4": "hermes",
     "glm4moe": "glm4",
+    "gptoss": "gpt_oss",
     "llama3_1": "llama3",
     "llama3_2": "llama3",
     "mistral_v2v3": "mistral_v3",
@@ -24,6 +27,11 @@ WITH = {
     "qwen3_training": "hermes",
 }
 """Templates of the battery that write calls, and their formats."""
+_FUNCTION = {**CALL["tool_calls"][0]["function"], "arguments": '{"a": 12, "b": "<3>"}'}
+TEXTUAL = {**CALL, "tool_calls": [{**CALL["tool_calls"][0], "function": _FUNCTION}]}
+"""A call whose arguments are JSON as text, as DeepSeek's templates take them."""
+DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+KIMI = "<|tool_calls_section_begin|><|tool_call_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -33,11 +41,12 @@ def test_the_format_of_a_template_and_a_call_that_it_has_written(name: str, tmp_
     if found is None:
         return
     tokenizer = ChatTokenizer.open(checkpoint(tmp_path / name, name))
-    for message in (CALL, WORDS):
-        prompt = tokenizer.render([USER], {"tools": TOOLS})
-        whole = tokenizer._render([USER, message], {"tools": TOOLS}, answered=True)
+    kwargs = {} if found == "deepseek_v3" else {"tools": TOOLS}  # its templates name no tools
+    for message in {"gpt_oss": (WORDS,), "deepseek_v3": (TEXTUAL,)}.get(found, (CALL, WORDS)):
+        prompt = tokenizer.render([USER], kwargs)
+        whole = tokenizer._render([USER, message], kwargs, answered=True)
         response = whole[len(prompt.rstrip()) :]
-        _, [call] = FORMATS[found].parse(response)
+        _, [call] = FORMATS[found].parse(tokenizer.with_calls(tokenizer.rendered_ids(response)))
         assert (call.name, call.arguments) == ("add", {"a": 12, "b": "<3>"})
 
 
@@ -79,6 +88,62 @@ def test_the_format_of_a_template_and_a_call_that_it_has_written(name: str, tmp_
         ("llama3", '{"name": "f", "parameters": {}} It is 15.', "It is 15.", [("f", {})]),
         ("mistral_v3", "So[TOOL_CALLS]f[ARGS]{} that.[TOOL_CALLS]g[ARGS]{}", "So\nthat.", [("f", {}), ("g", {})]),
         ("mistral_v3", '[TOOL_CALLS] [{"name": "f", "arguments": {}}] It is 15.', "It is 15.", [("f", {})]),
+        (
+            "deepseek_v3",
+            "So" + DEEPSEEK.format('function<｜tool▁sep｜>f\n```json\n{"x": 1}\n```'),
+            "So",
+            [("f", {"x": 1})],
+        ),
+        (
+            "deepseek_v3",
+            DEEPSEEK.format('f<｜tool▁sep｜>{"x": "```json"}') + "that.",
+            "that.",
+            [("f", {"x": "```json"})],
+        ),
+        ("deepseek_v3", DEEPSEEK.format("f<｜tool▁sep｜>{"), "", [("f", None)]),
+        ("deepseek_v3", DEEPSEEK.format("f"), "", [("f", None)]),
+        ("kimi_k2", KIMI.format('functions.f:0<|tool_call_argument_begin|>{"x": 1}'), "", [("f", {"x": 1})]),
+        ("kimi_k2", "So" + KIMI.format("a.b:12<|tool_call_argument_begin|>[]"), "So", [("a.b", None)]),
+        (
+            "minimax_m2",
+            'So\n<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">[1]</parameter>\n</invoke>\n'
+            '<invoke name="g"></invoke>\n</minimax:tool_call>',
+            "So",
+            [("f", {"x": [1]}), ("g", {})],
+        ),
+        ("minimax_m2", '<invoke name="f"><parameter name="x">1', "", [("f", None)]),
+        (
+            "qwen3_coder",
+            "So\n<seed:tool_call>\n<function=f>\n<parameter=x>1</parameter>\n</function>\n</seed:tool_call>",
+            "So",
+            [("f", {"x": 1})],
+        ),
+        (
+            "olmo3",
+            "<function_calls>\nf(x=-1, y='é', z=[true, {\"a\": None}])\ng()\n</function_calls>So",
+            "So",
+            [("f", {"x": -1, "y": "é", "z": [True, {"a": None}]}), ("g", {})],
+        ),
+        ("olmo3", "<function_calls>f(1)</function_calls>", "", [("f", None)]),
+        ("olmo3", "<function_calls>f(x=open('/etc/passwd'))", "", [("f", None)]),
+        ("olmo3", "<function_calls>f(x=1e999)\ng(x={1: 2})", "", [("f", None), ("g", None)]),
+        ("olmo3", "<function_calls>f(**{'x': 1})", "", [("f", None)]),
+        ("olmo3", "<function_calls>import os", "", [("", None)]),
+        ("olmo3", "<function_calls>os.system('ls')", "", [("", None)]),
+        ("olmo3", "<function_calls>f(x=" + 5000 * "[", "", [("", None)]),
+        ("olmo3", "<function_calls>f(x=" + 20000 * "-" + "1)", "", [("", None)]),
+        ("olmo3", "<function_calls>f" + 20000 * ".a" + "()", "", [("", None)]),
+        ("olmo3", "<function_calls>" + 30000 * "f()\n", "", [("", None)]),
+        (
+            "hunyuan",
+            'So<tool_calls>[{"name": "f", "arguments": {"x": 1}}, {"name": "g"}]</tool_calls>',
+            "So",
+            [("f", {"x": 1}), ("g", None)],
+        ),
+        ("granite", '<|tool_call|>[{"name": "f", "arguments": {}}]', "", [("f", {})]),
+        ("granite", '<|tool_call|>{"name": "f", "arguments": {}}<|/tool_call|>So', "So", [("f", {})]),
+        ("gpt_oss", '<|start|>functions.f<|message|>{"x": 1}<|call|>', "", [("f", {"x": 1})]),
+        ("gpt_oss", "So<|start|>functions.f<|message|>{", "So", [("f", None)]),
     ],
 )
 def test_calls_in_a_response(form: str, text: str, content: str, calls: list[tuple[str, object]]) -> None:
@@ -87,6 +152,13 @@ def test_calls_in_a_response(form: str, text: str, content: str, calls: list[tup
 
 
 WRITTEN = {
+    "gpt_oss": "<|start|>functions.f<|message|>{}<|call|>",
+    "deepseek_v3": DEEPSEEK.format("f<｜tool▁sep｜>{}"),
+    "kimi_k2": KIMI.format("functions.f:0<|tool_call_argument_begin|>{}"),
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="f">\n</invoke>\n</minimax:tool_call>',
+    "olmo3": "<function_calls>\nf()\n</function_calls>",
+    "hunyuan": '<tool_calls>[{"name": "f", "arguments": {}}]</tool_calls>',
+    "granite": '<|tool_call|>[{"name": "f", "arguments": {}}]',
     "qwen3_coder": "<tool_call>\n<function=f>\n</function>\n</tool_call>",
     "glm4": "<tool_call>f\n</tool_call>",
     "hermes": '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
@@ -119,6 +191,13 @@ def test_a_call_in_a_thought_is_text(form: str) -> None:
         ("glm4", "<tool_call>f<arg_key>a</arg_key>", [None]),
         ("hermes", "<tool_call>", [None]),
         ("hermes", '<tool_call>{"name": [', [None]),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>", [None]),
+        ("kimi_k2", "<|tool_call_begin|>", []),
+        ("kimi_k2", "<|tool_call_begin|>f<|tool_call_argument_begin|>", [None]),
+        ("minimax_m2", '<invoke name="f">', [None]),
+        ("minimax_m2", '<invoke name="f"><parameter name="a">', [None]),
+        ("olmo3", "<function_calls>", [None]),
+        ("gpt_oss", "<|start|>functions.f", []),
     ],
 )
 def test_calls_that_are_not_closed_are_read_in_linear_time(form: str, part: str, arguments: list[object]) -> None:

@@ -26,7 +26,9 @@ Vote = Callable[[Trajectory], str | None]
 def written_response(answer: Trajectory, tokenizer: ChatTokenizer) -> str:
     """Text of an answer's last response with the ``<think>`` that its prompt ended with, as verifiers get it."""
     before = answer.turns[answer.response.follows].token_ids[-LAST_TOKENS:]
-    return as_written(tokenizer.decode(answer.response.token_ids), opens_thinking(tokenizer.decode(before)))
+    return as_written(
+        tokenizer.decode(answer.response.token_ids), opens_thinking(tokenizer.decode(before, special=True))
+    )
 
 
 @dataclass

@@ -28,5 +28,5 @@ def calls_of(
     if found is None:
         raise DataError("the model's chat template writes no tool calls that megarl can read")
     written = turn.token_ids[:-1] if turn.finish_reason == "stop" else turn.token_ids
-    content, calls = found.parse(as_written(tokenizer.decode(written, special=True), in_thinking), tools)
+    content, calls = found.parse(as_written(tokenizer.with_calls(written), in_thinking), tools)
     return content.removeprefix(OPEN) if in_thinking else content, calls

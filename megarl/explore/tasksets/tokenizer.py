@@ -25,6 +25,7 @@ from megarl.explore.tasksets.files import place_of
 from megarl.explore.tasksets.images import chat_messages
 from megarl.explore.tasksets.shown import Messages
 from megarl.explore.tasksets.template import IDENTIFIERS, ChatTemplate, read_template
+from megarl.explore.tasksets.thought_marks import thought_marks
 from megarl.explore.tools.functions import template_tools
 
 PROCESSOR = ("processor_config.json", "preprocessor_config.json")
@@ -54,8 +55,10 @@ class ChatTokenizer:
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._dropped = _dropped(tokenizer)
         self._template = template
+        special = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._thoughts = thought_marks(special.values(), template.text)
+        self._dropped = frozenset(i for i, token in special.items() if token not in TAGS | self._thoughts.tokens)
         self.kwargs = dict(kwargs or {})
         """Options of the template, which a row's own go before."""
         self.eos_ids = eos_ids
@@ -207,9 +210,17 @@ class ChatTokenizer:
         return [_array(encoding.ids) for encoding in self.encode_texts(texts)]
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """Text of a response, with or without its special tokens; those of ``TAGS`` stay."""
-        kept = [i for i in map(int, ids) if special or i not in self._dropped]
-        return self._tokenizer.decode(kept, skip_special_tokens=False)
+        """Text of tokens as it is with ``special``; else of a response, with its thoughts between ``<think>`` and
+        ``</think>``, and of its special tokens those of ``TAGS`` alone."""
+        if special:
+            return self._tokenizer.decode(list(map(int, ids)), skip_special_tokens=False)
+        kept = [i for i in map(int, ids) if i not in self._dropped]
+        return self._thoughts.common(self._tokenizer.decode(kept, skip_special_tokens=False))
+
+    def with_calls(self, ids: Iterable[int]) -> str:
+        """Text of a response with its special tokens, as forms of tool calls need them; thoughts as in
+        :meth:`decode`."""
+        return self._thoughts.common(self.decode(ids, special=True))
 
     def _render(self, messages: Messages, kwargs: Mapping[str, Any] | None, *, answered: bool = False) -> str:
         if self.multimodal:
@@ -268,12 +279,6 @@ def read_tokenizer(file: Path) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def _dropped(tokenizer: Tokenizer) -> frozenset[int]:
-    """Special tokens that are no part of a response's text."""
-    added = tokenizer.get_added_tokens_decoder().items()
-    return frozenset(number for number, token in added if token.special and token.content not in TAGS)
 
 
 def _array(ids: Sequence[int]) -> np.ndarray:
