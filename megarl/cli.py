@@ -14,6 +14,7 @@ from megarl.core.collector import uncollected
 from megarl.run.data import command as data_command
 from megarl.run.data.command import separated
 from megarl.weights.checkpoint.convert.command import add_arguments
+from megarl.weights.drafts import command as add_model
 
 if TYPE_CHECKING:
     from megarl.core.config import Config
@@ -123,6 +124,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_arguments(
         add("convert", "Convert checkpoints between HF and Megatron-Core, reshard them, print their content.")
     )
+    add_model.add_arguments(add("add-model", add_model.DESCRIPTION))
     sandbox = add("sandbox", "Run programs in isolation: prove it on this machine, or serve it to others.")
     actions = sandbox.add_subparsers(dest="action", required=True, metavar="action")
     check = actions.add_parser("check", help="prove the isolation on this machine, or ask a service")
@@ -511,6 +513,7 @@ COMMANDS = {
     "doctor": _doctor,
     "report": _report,
     "convert": _convert,
+    "add-model": add_model.run,
     "sandbox": _sandbox,
     "rewards": _rewards,
     "config": _config,

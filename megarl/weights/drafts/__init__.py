@@ -1,0 +1,1 @@
+"""First drafts of tables for model families that have none (``megarl add-model``)."""

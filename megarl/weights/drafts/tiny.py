@@ -1,0 +1,160 @@
+"""A tiny model of a family that transformers knows: its configuration, and the tensors in its files."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megarl.core.errors import ArchitectureError
+from megarl.weights.architectures.table import BLOCK, EXPERT, Shape
+
+LAYERS = 4
+SMALL: Mapping[str, Any] = {
+    "vocab_size": 200,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.15,
+    "sliding_window": 8,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_nextn_predict_layers": 0,
+}
+"""Keys of a tiny configuration: no two sizes are equal by chance."""
+TOKENS: Mapping[str, Any] = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+
+
+@dataclass
+class StoredTensor:
+    """Tensors of one name, but for the numbers of layer and expert."""
+
+    shape: Shape
+    layers: set[int] = field(default_factory=set)
+    """Empty for a tensor beside the layers."""
+
+
+Stored = dict[str, StoredTensor]
+"""Name as tables write it (without the layer's prefix, ``{expert}`` for a number) -> what is stored."""
+
+
+def tiny_config(folder: Path) -> dict[str, Any]:
+    """Return the configuration of the tiny model: of the class of ``folder``'s config.json, with its settings and
+    ``SMALL`` sizes.
+
+    Raises:
+        ArchitectureError: transformers does not know the family, or it is no language model.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    if "text_config" in config or "vision_config" in config:
+        raise ArchitectureError(
+            f"{folder / 'config.json'} is of a model with images; give the config.json of its language model alone"
+        )
+    model_type = str(config.get("model_type"))
+    try:
+        whole = _config_class(model_type)(**copy.deepcopy(config)).to_dict()
+    except KeyError:
+        from transformers import __version__
+
+        raise ArchitectureError(
+            f"transformers {__version__} has no configuration class for model_type={model_type!r}; where the family is "
+            "another one's under a new name, write that name into model_type"
+        ) from None
+    layers = whole.get("num_hidden_layers")
+    small = {key: value for key, value in SMALL.items() if whole.get(key) is not None}
+    if "kv_lora_rank" in small:
+        small["head_dim"], small["num_key_value_heads"] = small["qk_rope_head_dim"], small["num_attention_heads"]
+    if (chosen := whole.get("num_experts_per_tok")) is not None:
+        small["num_experts_per_tok"] = min(chosen, SMALL["num_experts_per_tok"])
+    lists = {
+        key: [*value[: LAYERS - 1], value[-1]]
+        for key, value in whole.items()
+        if isinstance(value, list) and len(value) == layers
+    }
+    return {**whole, **small, **lists, **TOKENS}
+
+
+def _config_class(model_type: str) -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[model_type]
+
+
+def tiny_model(config: Mapping[str, Any]) -> Any:
+    """Return the family's model in float32, random, with nothing at its neutral value (norms, biases).
+
+    Raises ArchitectureError for a configuration that transformers makes no model of.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    try:
+        made = _config_class(str(config["model_type"]))(**copy.deepcopy(dict(config)))
+        model = AutoModelForCausalLM.from_config(made, dtype=torch.float32, attn_implementation="eager").eval()
+    except Exception as error:  # whatever the class raises
+        raise ArchitectureError(
+            f"transformers makes no model of this config.json ({type(error).__name__}: {error}); give the one that the "
+            "family has published"
+        ) from error
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "norm" in name:
+                tensor.add_(0.2 * torch.randn_like(tensor))
+            elif "bias" in name:
+                tensor.copy_(0.3 * torch.randn_like(tensor))
+    return model
+
+
+def stored_tensors(model: Any) -> Stored:
+    """Return the tensors in the files that transformers writes of a model."""
+    from safetensors import safe_open
+
+    found: Stored = {}
+    with tempfile.TemporaryDirectory(prefix="megarl-draft-") as folder:
+        model.save_pretrained(folder)
+        for file in sorted(Path(folder).glob("*.safetensors")):
+            with safe_open(file, "pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 -- it is no dict
+                    place, layer = _in_table(name)
+                    one = found.setdefault(place, StoredTensor(tuple(tensors.get_slice(name).get_shape())))
+                    one.layers |= set() if layer is None else {layer}
+    return found
+
+
+def _in_table(name: str) -> tuple[str, int | None]:
+    """(name as tables write it, number of the layer)"""
+    layer = _LAYER.match(name)
+    inner = name[layer.end() :] if layer else name
+    return _EXPERT.sub(EXPERT, inner), int(layer[1]) if layer else None
+
+
+def names_beside(folder: Path, stored: Stored) -> Iterator[str]:
+    """Names in ``folder``'s files that the tiny model has none of: transformers does not read them."""
+    names = set[str]()
+    if (index := folder / "model.safetensors.index.json").is_file():
+        names |= {_in_table(name)[0] for name in json.loads(index.read_text())["weight_map"]}
+    yield from sorted(name for name in names if name not in stored and BLOCK not in name)
