@@ -12,8 +12,8 @@ import torch
 from megarl.cli import main
 from megarl.weights.architectures import ARCHITECTURES
 from megarl.weights.architectures.table import Param
-from megarl.weights.drafts.command import drafted, source
 from megarl.weights.drafts.tiny import tiny_config
+from megarl.weights.drafts.writing import drafted, source
 from tests.parallel.families import FAMILIES
 
 

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from megarl.core.errors import ArchitectureError, ConfigError
-from megarl.weights.architectures import ARCHITECTURES
-from megarl.weights.architectures.table import Logical, Param, Shard, Stage
-from megarl.weights.drafts.keys import arguments, logits_of, passed_over
-from megarl.weights.drafts.rows import Draft, draft_of
-from megarl.weights.drafts.tiny import SMALL, TOKENS, names_beside, stored_tensors, tiny_config, tiny_model
 
 DESCRIPTION = "Draft the table of a model family that has none, from its config.json and transformers' class."
 
@@ -31,6 +24,10 @@ def run(options: argparse.Namespace) -> int:
         ConfigError: ``--out`` is there already, or the directory has no config.json.
         ArchitectureError: The family has a table, or transformers has no class of it.
     """
+    from megarl.weights.architectures import ARCHITECTURES  # with it comes every table
+    from megarl.weights.drafts.tiny import names_beside, tiny_config
+    from megarl.weights.drafts.writing import drafted, report, source
+
     folder = Path(options.folder)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json; give the directory of a checkpoint, or of its config.json")
@@ -46,133 +43,3 @@ def run(options: argparse.Namespace) -> int:
     out.write_text(source(draft))
     sys.stdout.write("\n".join([f"written: {out}", *report(draft, config, unread, beside), ""]))
     return 0
-
-
-def drafted(name: str, config: dict[str, Any]) -> tuple[Draft, list[dict[str, Any]]]:
-    """Return the draft of a family, and changes of its configuration that it would pass over.
-
-    Args:
-        config: Of the tiny model.
-    """
-    from transformers.utils import logging as messages
-
-    messages.set_verbosity_error()  # of values that are tried
-    messages.disable_progress_bar()
-    model = tiny_model(config)
-    draft = draft_of(name, stored_tensors(model), config)
-    arch = draft.architecture()
-    try:
-        _, found = passed_over(config, logits_of(model, config), lambda changed: arguments(arch, changed))
-    except ArchitectureError as error:
-        draft.refused = str(error)
-        return draft, []
-    names = set(model.state_dict())
-    single = {
-        key
-        for key, value in config.items()
-        if isinstance(value, bool) and _tensors({**config, key: not value}) != names
-    }
-    single |= {key for change in found if len(change) == 1 for key in change if key in config}
-    fixed = sorted(key for key in single - set(SMALL) if not isinstance(config[key], dict | list))
-    draft.fixed = {key: config[key] for key in fixed}
-    return draft, [change for change in found if not set(change) <= set(draft.fixed)]
-
-
-def _tensors(config: dict[str, Any]) -> set[str] | None:
-    """Names of the tensors of a configuration's model; None where transformers refuses it."""
-    try:
-        return set(tiny_model(config).state_dict())
-    except ArchitectureError:
-        return None
-
-
-def source(draft: Draft) -> str:
-    """Return the file of a draft: a table in the form of ``megarl/weights/architectures``."""
-    groups = sorted({name.partition("[")[0] for name in (*draft.groups, *draft.vllm)})
-    rows = [f"        *{name}," for name in draft.groups]
-    logicals: dict[int, str] = {}
-    lines = []
-    for family, own in draft.borrowed.items():
-        for row in own:
-            for part in row.hf:
-                if id(part) not in logicals:
-                    logicals[id(part)] = f"_T{len(logicals)}"
-                    lines.append(f"{logicals[id(part)]} = {_logical(part)}")
-            rows.append(f"        {_param(row, logicals)},  # as {family} has it")
-    table = ["Architecture", *(["Logical", "Op", "Param", "Shard", "Stage"] if lines else [])]
-    table += ["LayerRules"] if draft.partial_rotary else []
-    table += ["RouterRules"] if "ROUTER_BIAS" in draft.groups else []
-    return "\n".join(
-        [
-            f'"""{draft.name}: a draft by ``megarl add-model``.',
-            "",
-            f"Source: ``transformers/models/{draft.name}/modeling_{draft.name}.py``.",
-            '"""',
-            "",
-            "from __future__ import annotations",
-            "",
-            "from megarl.weights.architectures.blocks import (",
-            *(f"    {name}," for name in groups),
-            ")",
-            f"from megarl.weights.architectures.table import {', '.join(table)}",
-            "",
-            *(f"# no row: {name} {shape}" for name, shape in draft.unplaced.items()),
-            *lines,
-            "",
-            f"{draft.name.upper()} = Architecture(",
-            f'    name="{draft.name}",',
-            f'    models="{draft.name}",  # names of published models',
-            "    params=(",
-            *rows,
-            "    ),",
-            f"    vllm=({''.join(f'*{name}, ' for name in draft.vllm).rstrip()}),",
-            *(["    layers=LayerRules(partial_rotary=True),"] if draft.partial_rotary else []),
-            *(["    router=RouterRules(sigmoid=True),"] if "ROUTER_BIAS" in draft.groups else []),
-            *([f"    keys={draft.keys!r},"] if draft.keys else []),
-            f"    fixed={draft.fixed!r},",
-            ")",
-            "",
-        ]
-    )
-
-
-def _logical(part: Logical) -> str:
-    shard = "" if part.shard is Shard.REPLICATED else f", Shard.{part.shard.name}"
-    dtype = "" if part.dtype is None else f", dtype={part.dtype!r}"
-    return f'Logical("{part.name}", "{part.axes}"{shard}{dtype})'
-
-
-def _param(row: Param, logicals: Mapping[int, str]) -> str:
-    parts = "".join(f"{logicals[id(part)]}, " for part in row.hf).rstrip()
-    stage = "" if row.stage is Stage.LAYER else f", Stage.{row.stage.name}"
-    te = "" if row.te is None else f', te="{row.te}"'
-    return f'Param("{row.megatron}", Op.{row.op.name}, ({parts}){stage}{te})'
-
-
-def report(draft: Draft, config: Mapping[str, Any], unread: list[dict[str, Any]], beside: list[str]) -> Iterator[str]:
-    """Lines that say what the draft has, what it could not place, and what is to do next.
-
-    Args:
-        unread: Changes of config.json that change transformers' logits and that the draft passes over.
-        beside: Names in the checkpoint's files that transformers does not read.
-    """
-    yield f"rows of blocks.py: {', '.join(draft.groups) or 'none'}"
-    for family, rows in draft.borrowed.items():
-        yield f"rows of {family}: {', '.join(row.megatron for row in rows)}"
-    yield from (f"NO ROW for {name} {shape}" for name, shape in draft.unplaced.items())
-    yield from (f"NO ROW for {name}, which transformers does not read" for name in beside)
-    if draft.refused:
-        yield f"REFUSED: {draft.refused}"
-    for key, value in draft.fixed.items():
-        yield f"fixed: {key}={value!r} changes what transformers computes and no rule reads it; name a rule, or keep it"
-    for change in unread:
-        yield f"NOT READ: {change} changes what transformers computes; refuse it or read it"
-    yield "Names that fit prove nothing: the tests compare what is computed."
-    yield "next: put the file into megarl/weights/architectures/ and its row into ARCHITECTURES there;"
-    yield "add this row to FAMILIES in tests/parallel/families.py, and its name to ALIKE there:"
-    small = {key: value for key, value in config.items() if key in SMALL or key in TOKENS or isinstance(value, list)}
-    yield f'    "{draft.name}": ("{draft.name}", {small!r}),'
-    yield (
-        f"then run: pytest tests/parallel/test_families.py tests/unit/test_config_keys.py -k {draft.name} "
-        "(docs/adding_a_model.md)"
-    )
