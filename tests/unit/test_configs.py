@@ -50,11 +50,12 @@ NODES = {
     "dpo_llama3_1_8b": 1,
     "ppo_llama3_1_8b": 1,
     "grpo_qwen3_30b_a3b": 3,
+    "gspo_glm4_5_air": 12,
     "gspo_qwen3_235b_a22b": 20,
     "grpo_qwen2_5_32b": 16,
     "grpo_deepseek_v3": 256,
 }
-LARGE = ("grpo_qwen3_30b_a3b", "gspo_qwen3_235b_a22b", "grpo_deepseek_v3")
+LARGE = ("grpo_qwen3_30b_a3b", "gspo_glm4_5_air", "gspo_qwen3_235b_a22b", "grpo_deepseek_v3")
 """Thousands of experts' tensors: to plan everything takes seconds, so two engine ranks are planned."""
 TOYS = ("quickstart", "own", "own_gpu", "sft", "dpo", "reward_model", "guess", "vision")
 YOURS = ("model.path=/m", "taskset.train=a.parquet", "taskset.eval=b.parquet")
