@@ -255,6 +255,21 @@ class RouterRules:
 
 
 @dataclass(frozen=True)
+class NormRules:
+    """Places of a layer's norms, and forms of them, where they are not Llama's or Qwen3's."""
+
+    before: bool = True
+    """Attention and MLP take a norm of the hidden state; else the hidden state itself."""
+    after: bool = False
+    """Outputs of attention and MLP are normed before they are added to the hidden state."""
+    whole_width: bool = False
+    """Queries (and keys) of a token are normed over all heads together; else each head on its own."""
+
+
+USUAL_NORMS = NormRules()
+
+
+@dataclass(frozen=True)
 class MultiplierKeys:
     """Keys of config.json with numbers that parts of a model are multiplied by; empty where it has none."""
 
@@ -296,6 +311,7 @@ class Architecture:
     """``model_type`` of transformers' configuration class, where that is not ``name``."""
     layers: LayerRules = LayerRules()
     multipliers: MultiplierKeys = MultiplierKeys()
+    norms: NormRules = USUAL_NORMS
     router: RouterRules = RouterRules()
     head: Head = "lm"
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
