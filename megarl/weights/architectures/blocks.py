@@ -6,7 +6,7 @@ vLLM 0.32.0.
 
 from __future__ import annotations
 
-from megarl.weights.architectures.table import Fused, Logical, Op, Param, Shard, Stage
+from megarl.weights.architectures.table import Fused, JoinedTensor, Logical, Op, Param, Shard, Stage
 
 COLUMN, ROW, VOCAB = Shard.COLUMN, Shard.ROW, Shard.VOCAB
 
@@ -66,6 +66,8 @@ WHOLE_QK_NORM = (
 )
 """Norms over all heads together; each rank has the whole weight."""
 QKV_BIAS = (Param("self_attention.linear_qkv.bias", Op.QKV, _QKV_BIAS),)
+JOINED_QKV = JoinedTensor("self_attn.qkv_proj.weight", tuple(part.name for part in _QKV))
+"""Files that have queries, keys and values in one tensor."""
 VLLM_ATTENTION = (Fused("self_attn.qkv_proj.weight", Op.QKV, _QKV),)
 VLLM_QKV_BIAS = (Fused("self_attn.qkv_proj.bias", Op.QKV, _QKV_BIAS),)
 
@@ -157,6 +159,8 @@ MLP = (*mlp_norm(Stage.LAYER), *UNNORMED_MLP)
 """MLP of every layer."""
 DENSE_MLP = (*mlp_norm(Stage.DENSE), *gated_rows(_MLP, Stage.DENSE, "mlp"))
 """MLP of the layers without experts."""
+JOINED_MLP = JoinedTensor("mlp.gate_up_proj.weight", tuple(part.name for part in _MLP[:2]))
+"""Files that have gate and up in one tensor."""
 VLLM_MLP = vllm_gated(_MLP, "mlp.gate_up_proj.weight")
 
 
