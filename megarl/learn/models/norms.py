@@ -28,6 +28,14 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
+class ZeroCentredNorm(RMSNorm):
+    """RMSNorm that multiplies by 1 + weight, in float32 (Gemma)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = torch.nn.functional.rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps)
+        return normed.to(x.dtype)
+
+
 class WholeWidthNorm(torch.nn.Module):
     """RMSNorm of a token's queries (or keys) over the heads of all tensor-parallel ranks.
 
@@ -65,6 +73,11 @@ class WholeWidthNorm(torch.nn.Module):
         return (self.weight[self.first : self.last] * normed).to(x.dtype).view_as(x)
 
 
+def norm_of(rules: NormRules) -> type[RMSNorm]:
+    """Return the norm of hidden states and heads."""
+    return ZeroCentredNorm if rules.zero_centred else RMSNorm
+
+
 def place(layer: Any, config: Any, rules: NormRules) -> None:
     """Put a family's norms into the submodules of a layer of Megatron's local spec.
 
@@ -72,10 +85,10 @@ def place(layer: Any, config: Any, rules: NormRules) -> None:
     """
     from megatron.core.transformer.identity_op import IdentityOp
 
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm if rules.before else IdentityOp
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm_of(rules) if rules.before else IdentityOp
     attention = layer.self_attention.submodules
     if config.qk_layernorm and not config.multi_latent_attention:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        attention.q_layernorm = attention.k_layernorm = norm_of(rules)
         if rules.whole_width:
             attention.q_layernorm = _whole_width(config.num_attention_heads)
             attention.k_layernorm = _whole_width(config.num_query_groups)
@@ -89,4 +102,4 @@ def _whole_width(heads: int) -> Any:
 
 def after(config: Any, rules: NormRules) -> Callable[[], torch.nn.Module] | None:
     """Return what makes a norm of an output of attention or MLP, or None for a family without them."""
-    return partial(RMSNorm, config, config.hidden_size, eps=config.layernorm_epsilon) if rules.after else None
+    return partial(norm_of(rules), config, config.hidden_size, eps=config.layernorm_epsilon) if rules.after else None
