@@ -57,6 +57,10 @@ OPTIONAL_QK_NORM = (
 )
 """Norms of models whose config.json has ``use_qk_norm``."""
 QKV_BIAS = (Param("self_attention.linear_qkv.bias", Op.QKV, _QKV_BIAS),)
+SINKS = (
+    Param("self_attention.core_attention.softmax_offset", Op.SAME, (Logical("self_attn.sinks", "heads", COLUMN),)),
+)
+"""Scores that take a share of each head's softmax and have no value."""
 VLLM_ATTENTION = (Fused("self_attn.qkv_proj.weight", Op.QKV, _QKV),)
 VLLM_QKV_BIAS = (Fused("self_attn.qkv_proj.bias", Op.QKV, _QKV_BIAS),)
 
