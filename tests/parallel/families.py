@@ -190,11 +190,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "seed_oss": ("seed_oss", {**_DENSE, "head_dim": 24, "attention_bias": True}),
     "smollm3": ("smollm3", {**_DENSE, "no_rope_layer_interval": 2}),
+    "olmo2": ("olmo2", {**_DENSE, "head_dim": 24}),
+    "phi3": ("phi3", {**_DENSE, "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.75}}),
 }
 """Name -> (model_type, keyword arguments of its transformers config)."""
 ALIKE = (
     *("kimi_k2", "deepseek_v2", "glm4_moe", "glm4_moe_lite", "dots1", "solar_open", "qwen2_moe"),
-    *("granite", "seed_oss", "smollm3", "qwen2_windows"),
+    *("granite", "seed_oss", "smollm3", "phi3", "qwen2_windows"),
+    *("olmo2",),
 )
 """Families whose rows are those of others: every run has them on two grids, ``make soak`` on all."""
 

@@ -15,6 +15,8 @@ from megarl.weights.architectures.kimi_k2 import KIMI_K2
 from megarl.weights.architectures.llama import LLAMA
 from megarl.weights.architectures.mistral import MISTRAL
 from megarl.weights.architectures.mixtral import MIXTRAL
+from megarl.weights.architectures.olmo2 import OLMO2
+from megarl.weights.architectures.phi3 import PHI3
 from megarl.weights.architectures.qwen2 import QWEN2
 from megarl.weights.architectures.qwen2_5_vl import QWEN2_5_VL
 from megarl.weights.architectures.qwen2_moe import QWEN2_MOE
@@ -47,6 +49,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granite": GRANITE,
     "seed_oss": SEED_OSS,
     "smollm3": SMOLLM3,
+    "olmo2": OLMO2,
+    "phi3": PHI3,
 }
 """``model_type`` of config.json -> its table."""
 

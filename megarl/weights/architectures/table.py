@@ -115,6 +115,21 @@ SCORE_HEAD = Param("output_layer.weight", Op.SAME, (Logical("score.weight", "lab
 
 
 @dataclass(frozen=True)
+class JoinedTensor:
+    """A tensor of the HF files that has several logical tensors: one after the other, and ``{expert}`` in their names
+    as its first axis."""
+
+    name: str
+    """HF name within the layer."""
+    parts: tuple[str, ...]
+    """Names of the logical tensors in it."""
+    transposed: bool = False
+    """Each matrix has inputs before outputs."""
+    interleaved: bool = False
+    """Rows of the parts take turns."""
+
+
+@dataclass(frozen=True)
 class Fused:
     """A vLLM parameter that is not named as its only logical tensor is. Per-expert tensors are stacked on axis 0."""
 
@@ -259,6 +274,21 @@ class RouterRules:
 
 
 @dataclass(frozen=True)
+class NormRules:
+    """Places of a layer's norms, and forms of them, where they are not Llama's or Qwen3's."""
+
+    before: bool = True
+    """Attention and MLP take a norm of the hidden state; else the hidden state itself."""
+    after: bool = False
+    """Outputs of attention and MLP are normed before they are added to the hidden state."""
+    whole_width: bool = False
+    """Queries (and keys) of a token are normed over all heads together; else each head on its own."""
+
+
+USUAL_NORMS = NormRules()
+
+
+@dataclass(frozen=True)
 class MultiplierKeys:
     """Keys of config.json with numbers that parts of a model are multiplied by; empty where it has none."""
 
@@ -282,6 +312,8 @@ class Architecture:
     """Published models of the family."""
     params: tuple[Param, ...]
     vllm: tuple[Fused, ...] = ()
+    joined: tuple[JoinedTensor, ...] = ()
+    """Tensors of the HF files that are no logical tensors but have several."""
     fixed: HFConfig = field(default_factory=dict)
     """Settings that must have this value when config.json has them: the table covers no other."""
     megatron: Mapping[str, Any] = field(default_factory=dict)
@@ -300,6 +332,7 @@ class Architecture:
     """``model_type`` of transformers' configuration class, where that is not ``name``."""
     layers: LayerRules = LayerRules()
     multipliers: MultiplierKeys = MultiplierKeys()
+    norms: NormRules = USUAL_NORMS
     router: RouterRules = RouterRules()
     head: Head = "lm"
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -423,16 +456,12 @@ class Architecture:
                 else (Occurrence(layer, None),)
             )
 
-    def parts(self, hf: tuple[Logical, ...], op: Op, sizes: ModelSizes) -> tuple[Logical, ...]:
-        """The logical tensors that a fused tensor of this model really holds."""
-        return (hf[1 if sizes.tied else 0],) if op is Op.TIED else hf
-
     def tensors(self, hf_config: HFConfig, *, mtp: bool = False) -> dict[str, Shape]:
         """Logical tensors: HF name -> shape, in the order of layers. A tied lm_head is not one of them."""
         sizes = self.sizes(hf_config)
         found: list[tuple[tuple[int, int], str, Shape]] = []
         for number, param in enumerate(self.params):
-            parts = [(p, s) for p in self.parts(param.hf, param.op, sizes) if 0 not in (s := p.shape(sizes))]
+            parts = [(p, s) for p in parts_of(param, sizes) if 0 not in (s := p.shape(sizes))]
             outside = -1 if param.is_first else sizes.num_layers + sizes.mtp_layers
             for occurrence in self.occurrences(param, sizes):
                 if occurrence.layer is not None and occurrence.layer >= sizes.num_layers and not mtp:
@@ -442,9 +471,10 @@ class Architecture:
         found.sort(key=lambda item: item[0])
         return {name: shape for _, name, shape in found}
 
-    def dtypes(self) -> dict[str, str]:
-        """HF name (relative to its layer) -> dtype, of the tensors that keep one of their own."""
-        return {part.name: part.dtype for param in self.params for part in param.hf if part.dtype is not None}
+
+def parts_of(param: Param, sizes: ModelSizes) -> tuple[Logical, ...]:
+    """The logical tensors that Megatron's tensor has in a model of these sizes."""
+    return (param.hf[1 if sizes.tied else 0],) if param.op is Op.TIED else param.hf
 
 
 def needed(name: str, hf_config: HFConfig, key: str) -> Any:
@@ -543,7 +573,7 @@ def _largest(values: Mapping[str, Any], keys: Iterable[str]) -> int:
     return max((value for key in keys if isinstance(value := values.get(key), int)), default=0)
 
 
-def hf_name(part: Logical, occurrence: Occurrence) -> str:
+def hf_name(part: Logical | JoinedTensor, occurrence: Occurrence) -> str:
     """The whole HF name of one occurrence of a logical tensor."""
     prefix = "" if occurrence.layer is None else HF_LAYER.format(occurrence.layer)
     return prefix + occurrence.named(part.name)
