@@ -13,7 +13,6 @@ from typing import TypeVar
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from megarl.core.config.schema import Config
@@ -32,6 +31,7 @@ from megarl.weights.reshard.execute import Arrival, Transport, Work
 from megarl.weights.reshard.layouts import Layout, megatron_layout
 from tests.engine_rows import FixedEngines
 from tests.loop.engines import RunningEngine, some_prompts
+from tests.parallel.models import logical_tensors
 
 T = TypeVar("T")
 versions = (WeightsVersion(1, n) for n in itertools.count(1))
@@ -97,10 +97,10 @@ def ranks_of(engine: RunningEngine, config: Config | None = None, others: Sequen
 
 
 def checkpoint_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """As the model's HF file names them; transformers keeps experts stacked while they are in memory."""
+    """The model's logical tensors; transformers keeps experts stacked while they are in memory."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        return load_file(Path(folder) / "model.safetensors")
+        return logical_tensors(Path(folder))
 
 
 def shards(full: dict[str, torch.Tensor], layout: Layout, rank: int) -> dict[str, torch.Tensor]:

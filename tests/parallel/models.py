@@ -6,6 +6,9 @@ from pathlib import Path
 
 import torch
 
+from megarl.weights.checkpoint.formats.hf_source import open_hf
+from megarl.weights.reshard import boxes
+
 VOCAB = 200  # no multiple of the padded vocabulary's divisor
 
 
@@ -36,3 +39,12 @@ def save_tiny_qwen3(path: Path, *, tied: bool = False, seed: int = 0, layers: in
             p.data.add_(0.2 * torch.randn_like(p))
     model.save_pretrained(path)
     return path
+
+
+def logical_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The logical tensors of an HF checkpoint."""
+    source = open_hf(path)
+    try:
+        return {name: source.read(name, boxes.whole(shape)) for name, shape in source.shapes.items()}
+    finally:
+        source.close()

@@ -24,7 +24,7 @@ from megarl.weights.architectures import Head
 from tests.parallel.batches import sequences_of
 from tests.parallel.families import save as save_family
 from tests.parallel.grid import run_grid
-from tests.parallel.models import VOCAB, save_tiny_qwen3
+from tests.parallel.models import VOCAB, logical_tensors, save_tiny_qwen3
 from tests.parallel.several import OBJECTIVES, Expected, expected_of, several
 
 TOLERANCE = 1e-5
@@ -289,15 +289,13 @@ def several_expected(
 
 
 def gradients_by_file(model: Any) -> dict[str, torch.Tensor]:
-    """Gradients under the names and in the shapes of a checkpoint; in memory transformers keeps all experts as one."""
-    from safetensors.torch import load_file
-
+    """Gradients of the logical tensors; in memory transformers keeps all experts as one."""
     copy = deepcopy(model)
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         for into, parameter in zip(copy.parameters(), model.parameters(), strict=True):
             into.copy_(parameter.grad)
         copy.save_pretrained(folder)
-        return load_file(Path(folder) / "model.safetensors")
+        return logical_tensors(Path(folder))
 
 
 def folder_of(root: Path, model: str) -> Path:

@@ -27,7 +27,7 @@ def key(row: Param) -> tuple[Any, ...]:
     return row.megatron, row.op, tuple(part.name for part in row.hf), row.stage
 
 
-@pytest.mark.parametrize("family", ["qwen3", "granite", "glm4_moe", "qwen2_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "granite", "glm4_moe", "qwen2_moe", "olmo2"])
 def test_a_draft_has_the_rows_that_were_written_by_hand(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str
 ) -> None:
@@ -46,7 +46,8 @@ def test_a_draft_has_the_rows_that_were_written_by_hand(
     assert draft.refused or draft.fixed["hidden_act"] == "silu"
     if family == "granite":
         assert not draft.refused
-        assert {*vars(table.multipliers).values()} <= {*draft.fixed}, "numbers that no rule of the draft reads"
+        assert {*vars(table.multipliers).values()} <= {*draft.fixed, ""}, "numbers that no rule of the draft reads"
+    assert draft.norms() == table.norms
     if family == "qwen2_moe":
         assert draft.keys == table.keys and set(draft.borrowed) == {"qwen2_moe"}
     space: dict[str, Any] = {}

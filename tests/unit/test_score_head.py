@@ -19,7 +19,7 @@ from megarl.core.errors import ArchitectureError, CheckpointError
 from megarl.core.schema import Reward, Trajectory
 from megarl.weights.architectures import ARCHITECTURES, architecture
 from megarl.weights.checkpoint.formats import hf
-from megarl.weights.checkpoint.formats.hf_source import names_in_files, open_hf
+from megarl.weights.checkpoint.formats.hf_source import open_hf, places_in_files
 from megarl.weights.checkpoint.formats.score_pad import score_pad
 from megarl.weights.reshard.layouts import MegatronGrid, dist_layout, hf_layout, megatron_layout
 from megarl.weights.reshard.plan import build_plan
@@ -76,8 +76,8 @@ def test_the_tensors_of_transformers(tmp_path: Path, family: str) -> None:
     expected = {name: tuple(t.shape) for name, t in load_file(tmp_path / "model.safetensors").items()}
     hf_config = hf.read_hf_config(tmp_path)
     found = hf_layout(hf_config, head="score").tensors
-    stored = names_in_files(hf_config, found, "score")
-    assert {stored[name]: shape for name, shape in found.items()} == expected
+    places = places_in_files(hf_config, found, "score").values()
+    assert {place.stored: place.whole for place in places} == expected
 
 
 def test_a_family_without_the_class_is_refused() -> None:

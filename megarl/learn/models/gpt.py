@@ -10,15 +10,22 @@ import torch.nn.functional as F
 
 from megarl.core.config.schema import ModelConfig, ParallelConfig
 from megarl.learn.models.recompute import recompute_settings
-from megarl.learn.models.specs import RMSNorm, block_spec, check_implementation
+from megarl.learn.models.specs import block_spec, check_implementation
 from megarl.weights.architectures import Head, architecture
 from megarl.weights.architectures.megatron_config import gpt_kwargs, multipliers, transformer_kwargs
+from megarl.weights.architectures.rope import ropes
 from megarl.weights.megatron_private import keep_float32_bias
 from megarl.weights.reshard.layouts import padded_vocab_size
 
-__all__ = ["RMSNorm", "build_chunks", "named_tensors", "transformer_config", "unwrap"]
+__all__ = ["build_chunks", "named_tensors", "transformer_config", "unwrap"]
 
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu}
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU by its approximation with a hyperbolic tangent."""
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": gelu_tanh}
 
 
 def build_chunks(
@@ -42,8 +49,10 @@ def build_chunks(
     from megarl.learn.models import rotary, router, value_head, vision
 
     check_implementation(model, parallel)
+    arch = architecture(hf_config)
     gpt = gpt_kwargs(architecture(hf_config, head), hf_config)
-    numbers = multipliers(architecture(hf_config), hf_config)
+    layer_ropes = ropes(arch, hf_config)
+    numbers = multipliers(arch, hf_config)
     gpt["vocab_size"] = padded_vocab_size(gpt["vocab_size"], parallel.tp)
     config = transformer_config(hf_config, model, parallel)
     chunks = []
@@ -53,7 +62,7 @@ def build_chunks(
         post_process = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         stage: torch.nn.Module = GPTModel(
             config,
-            block_spec(config, model, vp_stage, numbers.residual),
+            block_spec(config, model, vp_stage, numbers.residual, arch.norms),
             pre_process=pre_process,
             post_process=post_process,
             position_embedding_type="rope",
@@ -65,8 +74,8 @@ def build_chunks(
         scaling.install(stage, numbers, logits=head == "lm")
         (value_head if head == "score" else lm_head).install(stage)
         router.install(stage)
+        rotary.install(stage, layer_ropes)
         vision.install(stage, hf_config, gpt.get("rotary_base", 0.0), trained=model.train_vision_tower)
-        rotary.install()
         if parallel.backend == "nccl":
             stage = stage.cuda()
         if config.bf16:

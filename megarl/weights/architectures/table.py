@@ -115,6 +115,21 @@ SCORE_HEAD = Param("output_layer.weight", Op.SAME, (Logical("score.weight", "lab
 
 
 @dataclass(frozen=True)
+class JoinedTensor:
+    """A tensor of the HF files that has several logical tensors: one after the other, and ``{expert}`` in their names
+    as its first axis."""
+
+    name: str
+    """HF name within the layer."""
+    parts: tuple[str, ...]
+    """Names of the logical tensors in it."""
+    transposed: bool = False
+    """Each matrix has inputs before outputs."""
+    interleaved: bool = False
+    """Rows of the parts take turns."""
+
+
+@dataclass(frozen=True)
 class Fused:
     """A vLLM parameter that is not named as its only logical tensor is. Per-expert tensors are stacked on axis 0."""
 
@@ -171,6 +186,10 @@ class ModelSizes:
     """Frames of a patch."""
     patch: int = 0
     """Pixels on each side of a patch."""
+    norms_before: int = 2
+    """Norms before attention and MLP of a layer."""
+    norms_after: int = 0
+    """Norms after them."""
     merge: int = 0
     """Patches on each side of what becomes one vector of the language model."""
 
@@ -240,6 +259,10 @@ class LayerRules:
     """Key with a list of ``sparse`` for each layer with experts, and ``dense`` for each other."""
     windows: bool = False
     """``layer_types`` says which layers have the window; elsewhere ``sliding_window`` is one of all layers."""
+    window_switch: bool = False
+    """``use_sliding_window: false`` means no window, whatever ``sliding_window`` is."""
+    rope_in_windows: bool = False
+    """Where ``sliding_window`` is given, layers without the window do not rotate."""
 
 
 @dataclass(frozen=True)
@@ -255,15 +278,36 @@ class RouterRules:
 
 
 @dataclass(frozen=True)
+class NormRules:
+    """Places of a layer's norms, and forms of them, where they are not Llama's or Qwen3's."""
+
+    before: bool = True
+    """Attention and MLP take a norm of the hidden state; else the hidden state itself."""
+    after: bool = False
+    """Outputs of attention and MLP are normed before they are added to the hidden state."""
+    whole_width: bool = False
+    """Queries (and keys) of a token are normed over all heads together; else each head on its own."""
+    zero_centred: bool = False
+    """Norms multiply by 1 + weight."""
+
+
+USUAL_NORMS = NormRules()
+
+
+@dataclass(frozen=True)
 class MultiplierKeys:
     """Keys of config.json with numbers that parts of a model are multiplied by; empty where it has none."""
 
     embedding: str = ""
     """The embeddings."""
+    embedding_root: str = ""
+    """The embeddings are multiplied by its square root, rounded to their dtype."""
     residual: str = ""
     """Outputs of attention and MLP, before they are added."""
     attention: str = ""
     """Scores of attention, in place of 1 / sqrt(d)."""
+    attention_root: str = ""
+    """Scores of attention are divided by its square root, in place of sqrt(d)."""
     logits: str = ""
     """The logits are divided by it."""
 
@@ -278,6 +322,8 @@ class Architecture:
     """Published models of the family."""
     params: tuple[Param, ...]
     vllm: tuple[Fused, ...] = ()
+    joined: tuple[JoinedTensor, ...] = ()
+    """Tensors of the HF files that are no logical tensors but have several."""
     fixed: HFConfig = field(default_factory=dict)
     """Settings that must have this value when config.json has them: the table covers no other."""
     megatron: Mapping[str, Any] = field(default_factory=dict)
@@ -296,6 +342,7 @@ class Architecture:
     """``model_type`` of transformers' configuration class, where that is not ``name``."""
     layers: LayerRules = LayerRules()
     multipliers: MultiplierKeys = MultiplierKeys()
+    norms: NormRules = USUAL_NORMS
     router: RouterRules = RouterRules()
     head: Head = "lm"
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -392,6 +439,8 @@ class Architecture:
             head=head,
             ffn=get("ffn"),
             vocab=get("vocab"),
+            norms_before=2 * self.norms.before,
+            norms_after=2 * self.norms.after,
             tied=flag(self.name, hf_config, "tie_word_embeddings") and self.head == "lm",
             **more,
         )
@@ -419,16 +468,12 @@ class Architecture:
                 else (Occurrence(layer, None),)
             )
 
-    def parts(self, hf: tuple[Logical, ...], op: Op, sizes: ModelSizes) -> tuple[Logical, ...]:
-        """The logical tensors that a fused tensor of this model really holds."""
-        return (hf[1 if sizes.tied else 0],) if op is Op.TIED else hf
-
     def tensors(self, hf_config: HFConfig, *, mtp: bool = False) -> dict[str, Shape]:
         """Logical tensors: HF name -> shape, in the order of layers. A tied lm_head is not one of them."""
         sizes = self.sizes(hf_config)
         found: list[tuple[tuple[int, int], str, Shape]] = []
         for number, param in enumerate(self.params):
-            parts = [(p, s) for p in self.parts(param.hf, param.op, sizes) if 0 not in (s := p.shape(sizes))]
+            parts = [(p, s) for p in parts_of(param, sizes) if 0 not in (s := p.shape(sizes))]
             outside = -1 if param.is_first else sizes.num_layers + sizes.mtp_layers
             for occurrence in self.occurrences(param, sizes):
                 if occurrence.layer is not None and occurrence.layer >= sizes.num_layers and not mtp:
@@ -438,9 +483,10 @@ class Architecture:
         found.sort(key=lambda item: item[0])
         return {name: shape for _, name, shape in found}
 
-    def dtypes(self) -> dict[str, str]:
-        """HF name (relative to its layer) -> dtype, of the tensors that keep one of their own."""
-        return {part.name: part.dtype for param in self.params for part in param.hf if part.dtype is not None}
+
+def parts_of(param: Param, sizes: ModelSizes) -> tuple[Logical, ...]:
+    """The logical tensors that Megatron's tensor has in a model of these sizes."""
+    return (param.hf[1 if sizes.tied else 0],) if param.op is Op.TIED else param.hf
 
 
 def needed(name: str, hf_config: HFConfig, key: str) -> Any:
@@ -491,6 +537,27 @@ def by_layer(name: str, hf_config: HFConfig, key: str, num_layers: int, either: 
     return found
 
 
+def layer_kinds(arch: Architecture, hf_config: HFConfig, num_layers: int) -> Sequence[str]:
+    """``sliding_attention`` for each layer with a window, ``full_attention`` for each other."""
+    window, either = hf_config.get("sliding_window"), ("full_attention", "sliding_attention")
+    if arch.layers.window_switch and hf_config.get("use_sliding_window") is False:
+        window = None
+    if not arch.layers.windows:
+        return [either[window is not None]] * num_layers
+    if window is None and hf_config.get("layer_types") is None:
+        return either[:1] * num_layers
+    return [str(kind) for kind in by_layer(arch.name, hf_config, "layer_types", num_layers, either)]
+
+
+def rotates(arch: Architecture, hf_config: HFConfig, num_layers: int) -> Sequence[bool]:
+    """For each layer, whether it rotates queries and keys."""
+    if arch.layers.rope:
+        return [bool(turns) for turns in by_layer(arch.name, hf_config, arch.layers.rope, num_layers, (0, 1))]
+    if arch.layers.rope_in_windows and hf_config.get("sliding_window") is not None:
+        return [kind == "sliding_attention" for kind in layer_kinds(arch, hf_config, num_layers)]
+    return [True] * num_layers
+
+
 def check_counts(name: str, hf_config: HFConfig) -> None:
     """Raise ArchitectureError for numbers of layers, experts or vision blocks that no model has.
 
@@ -518,7 +585,7 @@ def _largest(values: Mapping[str, Any], keys: Iterable[str]) -> int:
     return max((value for key in keys if isinstance(value := values.get(key), int)), default=0)
 
 
-def hf_name(part: Logical, occurrence: Occurrence) -> str:
+def hf_name(part: Logical | JoinedTensor, occurrence: Occurrence) -> str:
     """The whole HF name of one occurrence of a logical tensor."""
     prefix = "" if occurrence.layer is None else HF_LAYER.format(occurrence.layer)
     return prefix + occurrence.named(part.name)

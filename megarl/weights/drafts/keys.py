@@ -8,6 +8,7 @@ from typing import Any
 
 from megarl.core.errors import ArchitectureError
 from megarl.weights.architectures.megatron_config import check, gpt_kwargs, multipliers, transformer_kwargs
+from megarl.weights.architectures.rope import ropes
 from megarl.weights.architectures.table import Architecture
 
 ADDED: tuple[dict[str, Any], ...] = (
@@ -116,7 +117,8 @@ def logits_of(model: Any, config: Mapping[str, Any]) -> Function:
 def arguments(arch: Architecture, config: Mapping[str, Any]) -> Any:
     """Return what Megatron is built with. Raises ArchitectureError where the table refuses the configuration."""
     check(arch, config)
-    return arch.sizes(config), transformer_kwargs(arch, config), gpt_kwargs(arch, config), multipliers(arch, config)
+    parts = (gpt_kwargs, transformer_kwargs, ropes, multipliers)
+    return arch.sizes(config), *(part(arch, config) for part in parts)
 
 
 def passed_over(base: dict[str, Any], logits: Function, read: Function) -> tuple[int, list[dict[str, Any]]]:

@@ -14,6 +14,7 @@ from megarl.weights.architectures.table import (
     Fused,
     LayerRules,
     ModelSizes,
+    NormRules,
     Op,
     Param,
     RouterRules,
@@ -50,7 +51,7 @@ class Draft:
     fixed: dict[str, Any] = field(default_factory=dict)
     keys: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Sizes that other keys of config.json have."""
-    partial_rotary: bool = False
+    layers: LayerRules = LayerRules()
 
     def architecture(self) -> Architecture:
         """Return the draft as a table."""
@@ -60,27 +61,42 @@ class Draft:
             self.name,
             tuple(rows),
             tuple(row for group in self.vllm.values() for row in group),
-            dict(self.fixed),
-            layers=LayerRules(partial_rotary=self.partial_rotary),
+            fixed=dict(self.fixed),
+            layers=self.layers,
+            norms=self.norms(),
             router=RouterRules(sigmoid="ROUTER_BIAS" in self.groups),
             keys=dict(self.keys),
         )
 
+    def norms(self) -> NormRules:
+        """Return where the norms are, by the rows."""
+        return NormRules(
+            before="input_layernorm.weight" in self.stored,
+            after="NORMS_AFTER" in self.groups,
+            whole_width="WHOLE_QK_NORM" in self.groups,
+        )
+
 
 def draft_of(name: str, stored: Stored, config: Mapping[str, Any]) -> Draft:
-    """Find rows for every tensor of a model: those of ``blocks`` first, the largest group first, then of families.
+    """Find rows for every tensor of a model: those of ``blocks`` first, then of families.
 
     Args:
         name: ``model_type``.
         config: Configuration of the tiny model whose tensors ``stored`` are.
     """
-    draft = Draft(name, stored, partial_rotary=config.get("partial_rotary_factor") is not None)
-    left = {(place, layer) for place, one in stored.items() for layer in one.layers or {BESIDE}}
-    for group, rows in _groups():
-        places = _places(Architecture(name, name, rows), stored, config)
-        if places and places <= left:
-            draft.groups[group] = rows
-            left -= places
+    fitting = {group: (rows, _places(Architecture(name, name, rows), stored, config)) for group, rows in _groups()}
+    fitting = {group: found for group, found in fitting.items() if found[1]}
+    covers = [_cover(stored, {first: fitting[first]} | fitting) for first in fitting]
+    chosen, left = min(
+        covers,
+        key=lambda cover: (len(cover[1]), sum("[" in group for group in cover[0])),
+        default=(dict[str, tuple[Param, ...]](), _all(stored)),
+    )
+    layers = LayerRules(
+        partial_rotary=config.get("partial_rotary_factor") is not None,
+        windows=bool(config.get("layer_types") and config.get("sliding_window")),
+    )
+    draft = Draft(name, stored, chosen, layers=layers)
     for family, row in _own_rows():
         arch = replace(ARCHITECTURES[family], params=(row,))
         places = _places(arch, stored, config)
@@ -101,6 +117,22 @@ def draft_of(name: str, stored: Stored, config: Mapping[str, Any]) -> Draft:
         draft.refused, sizes = str(error), None
     draft.unplaced = {place: _described(stored[place].shape, sizes) for place in sorted({place for place, _ in left})}
     return draft
+
+
+def _all(stored: Stored) -> set[Place]:
+    return {(place, layer) for place, one in stored.items() for layer in one.layers or {BESIDE}}
+
+
+def _cover(
+    stored: Stored, fitting: Mapping[str, tuple[tuple[Param, ...], set[Place]]]
+) -> tuple[dict[str, tuple[Param, ...]], set[Place]]:
+    """Groups in their order, each where all that it holds is left; and what is left then."""
+    chosen, left = dict[str, tuple[Param, ...]](), _all(stored)
+    for group, (rows, places) in fitting.items():
+        if places <= left:
+            chosen[group] = rows
+            left -= places
+    return chosen, left
 
 
 def _groups() -> Iterator[tuple[str, tuple[Param, ...]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 from megarl.core.errors import ArchitectureError
@@ -63,9 +64,11 @@ def source(draft: Draft) -> str:
                     logicals[id(part)] = f"_T{len(logicals)}"
                     lines.append(f"{logicals[id(part)]} = {_logical(part)}")
             rows.append(f"        {_param(row, logicals)},  # as {family} has it")
+    arch = draft.architecture()
+    rules = {name: _call(rule) for name, rule in vars(arch).items() if name in ("layers", "norms", "router")}
+    rules = {name: call for name, call in rules.items() if call}
     table = ["Architecture", *(["Logical", "Op", "Param", "Shard", "Stage"] if lines else [])]
-    table += ["LayerRules"] if draft.partial_rotary else []
-    table += ["RouterRules"] if "ROUTER_BIAS" in draft.groups else []
+    table += [call.partition("(")[0] for call in rules.values()]
     return "\n".join(
         [
             f'"""{draft.name}: a draft by ``megarl add-model``.',
@@ -90,14 +93,19 @@ def source(draft: Draft) -> str:
             *rows,
             "    ),",
             f"    vllm=({''.join(f'*{name}, ' for name in draft.vllm).rstrip()}),",
-            *(["    layers=LayerRules(partial_rotary=True),"] if draft.partial_rotary else []),
-            *(["    router=RouterRules(sigmoid=True),"] if "ROUTER_BIAS" in draft.groups else []),
+            *(f"    {name}={call}," for name, call in rules.items()),
             *([f"    keys={draft.keys!r},"] if draft.keys else []),
             f"    fixed={draft.fixed!r},",
             ")",
             "",
         ]
     )
+
+
+def _call(rule: Any) -> str:
+    """Call that makes a rule, with what is not usual; "" for the usual one."""
+    given = [f"{one.name}={value!r}" for one in fields(rule) if (value := getattr(rule, one.name)) != one.default]
+    return f"{type(rule).__name__}({', '.join(given)})" if given else ""
 
 
 def _logical(part: Logical) -> str:

@@ -11,7 +11,18 @@ from typing import Literal, NamedTuple
 
 from megarl.core.errors import ConfigError
 from megarl.weights.architectures import Architecture, Head, HFConfig, ModelSizes, architecture
-from megarl.weights.architectures.table import EXPERT, VLLM_LAYER, Logical, Occurrence, Op, Param, Shard, Stage, hf_name
+from megarl.weights.architectures.table import (
+    EXPERT,
+    VLLM_LAYER,
+    Logical,
+    Occurrence,
+    Op,
+    Param,
+    Shard,
+    Stage,
+    hf_name,
+    parts_of,
+)
 from megarl.weights.megatron_private import mtp_inner
 from megarl.weights.reshard.boxes import Shape
 from megarl.weights.reshard.grid import MegatronGrid, check_grid, shares_heads
@@ -132,7 +143,7 @@ def _megatron_spots(
             if occurrence.expert is not None
             else (whole if shard is Shard.REPLICATED else dense)[p]
         )
-        yield _Spot(param.op, shard, arch.parts(param.hf, param.op, sizes), occurrence, name, owners)
+        yield _Spot(param.op, shard, parts_of(param, sizes), occurrence, name, owners)
         if mtp and sizes.mtp_layers and param.stage is Stage.FIRST and last != (0, 0):
             # Prediction layers embed tokens too.
             name = name if grid.vpp == 1 else f"chunk{last[1]}." + param.megatron
@@ -185,9 +196,7 @@ def _dist_spots(arch: Architecture, sizes: ModelSizes, transformer_impl: Transfo
             name = MEGATRON_LAYER.format(occurrence.layer) + name
         if occurrence.expert is not None:
             stack, lead = (*stack, sizes.experts), (*lead, occurrence.expert)
-        yield _Spot(
-            param.op, param.hf[0].shard, arch.parts(param.hf, param.op, sizes), occurrence, name, owners, stack, lead
-        )
+        yield _Spot(param.op, param.hf[0].shard, parts_of(param, sizes), occurrence, name, owners, stack, lead)
 
 
 def _dist_name(param: Param, transformer_impl: TransformerImpl, latent: bool) -> str:
@@ -259,7 +268,7 @@ def _vllm_spots(
                 continue
             op, parts = (joined.op, joined.hf) if joined else (Op.SAME, (part,))
             if param.op is Op.TIED:
-                op, parts = Op.SAME, arch.parts(param.hf, param.op, sizes)
+                op, parts = Op.SAME, parts_of(param, sizes)
             local = prefix + occurrence.named(joined.vllm if joined else part.name)
             for p in sorted(stages):
                 if occurrence.expert is None:

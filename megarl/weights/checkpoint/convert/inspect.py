@@ -13,8 +13,9 @@ from megarl.core.errors import CheckpointError
 from megarl.weights.checkpoint.convert.opened import Head, Opened, family, open_checkpoint
 from megarl.weights.checkpoint.convert.verify import compute_digests, header_faults, training_fault
 from megarl.weights.checkpoint.formats.dist import DistFiles, find_dist, missing_elements
-from megarl.weights.checkpoint.formats.hf_source import open_hf
+from megarl.weights.checkpoint.formats.hf_source import open_files
 from megarl.weights.checkpoint.formats.output import MANIFEST
+from megarl.weights.checkpoint.formats.parts import in_files
 from megarl.weights.checkpoint.formats.target_manifest import TargetManifest, read_target_manifest
 from megarl.weights.checkpoint.formats.values import dtype_fault, text_of
 
@@ -138,7 +139,7 @@ def _read_all(
 def _stored(path: Path) -> Inspection:
     dist = find_dist(path)
     if dist is None:
-        files = open_hf(path)
+        files = open_files(path)
         tensors = {
             n: Found(text_of(d), list(files.shapes[n]), [files.file_of(n).name]) for n, d in files.dtypes.items()
         }
@@ -156,8 +157,8 @@ def _stored(path: Path) -> Inspection:
 
 
 def _compare(found: Inspection, opened: Opened) -> None:
-    source = opened.source
-    for local, shape in opened.layout.local_shapes(0).items():
+    source, wanted = in_files(opened.source, opened.layout.local_shapes(0))
+    for local, shape in wanted.items():
         if local not in source.shapes:
             found.missing.append(local)
         elif source.shapes[local] != shape:

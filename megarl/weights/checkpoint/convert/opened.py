@@ -38,6 +38,7 @@ from megarl.weights.checkpoint.formats.hf_source import (
     open_hf,
     read_hf_config,
 )
+from megarl.weights.checkpoint.formats.parts import Divided
 from megarl.weights.checkpoint.formats.values import check_dtypes
 from megarl.weights.checkpoint.training.manifest import check_finished
 from megarl.weights.reshard.layout import Layout
@@ -57,7 +58,7 @@ class Opened:
     config_path: Path
     """The directory of config.json and tokenizer."""
     hf_config: dict[str, Any]
-    source: HFFiles | Dequantised | DistFiles
+    source: HFFiles | Dequantised | Divided | DistFiles
     layout: Layout
     """One rank; local names are those of ``source``."""
     is_value: bool

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,9 +18,11 @@ from megarl.weights.checkpoint.convert.stream import OutFile, Region
 from megarl.weights.checkpoint.formats.dist import Chunk, DistFiles, Stored
 from megarl.weights.checkpoint.formats.dist_keys import extra_states, other_name
 from megarl.weights.checkpoint.formats.dist_write import write_chunk, write_metadata
+from megarl.weights.checkpoint.formats.fp8 import Dequantised
 from megarl.weights.checkpoint.formats.hf_files import INDEX, HFFiles, groups, header_bytes, shards
-from megarl.weights.checkpoint.formats.hf_source import HF_FOLDER, copy_small_files, names_in_files, rename
+from megarl.weights.checkpoint.formats.hf_source import HF_FOLDER, copy_small_files, divided, places_in_files, rename
 from megarl.weights.checkpoint.formats.output import Finished, write_json
+from megarl.weights.checkpoint.formats.parts import Divided
 from megarl.weights.checkpoint.formats.slices import as_bytes
 from megarl.weights.reshard import boxes
 from megarl.weights.reshard.boxes import Box
@@ -34,7 +38,7 @@ from megarl.weights.reshard.layouts import (
 from megarl.weights.reshard.plan import build_plan
 
 Blocks = Callable[[Region], Iterator[torch.Tensor]]
-Closable = HFFiles | DistFiles
+Closable = HFFiles | Dequantised | Divided | DistFiles
 
 
 class Target(Protocol):
@@ -83,38 +87,71 @@ class HFTarget:
         self._opened = opened
         self.layout = hf_layout(opened.hf_config, mtp=opened.mtp, head=opened.table)
         self.dtypes = _local_dtypes(self.layout, opened, dtype)
-        self._stored = names_in_files(opened.hf_config, self.layout.tensors, opened.table)
-        sizes = {name: prod(shape) * self.dtypes[name].itemsize for name, shape in self.layout.tensors.items()}
+        self._places = places_in_files(opened.hf_config, self.layout.tensors, opened.table)
+        parts: dict[str, list[str]] = defaultdict(list)
+        for name, place in self._places.items():
+            parts[place.stored].append(name)
+        for group in parts.values():
+            group.sort(key=lambda name: (self._places[name].expert or 0, self._places[name].first))
+            dtype = functools.reduce(torch.promote_types, (self.dtypes[name] for name in group))
+            self.dtypes |= dict.fromkeys(group, dtype)
+        sizes = {
+            stored: prod(self._places[group[0]].whole) * self.dtypes[group[0]].itemsize
+            for stored, group in parts.items()
+        }
         self.files = tuple(
             # Wide elements first, so that every tensor is aligned to its element.
             OutFile(
-                name, tuple(Region(t, boxes.whole(self.layout.tensors[t])) for t in sorted(group, key=self._narrowness))
+                name,
+                tuple(
+                    Region(part, boxes.whole(self.layout.tensors[part]))
+                    for stored in sorted(group, key=lambda stored: -self.dtypes[parts[stored][0]].itemsize)
+                    for part in parts[stored]
+                ),
             )
             for name, group in shards(sizes, file_bytes).items()
         )
         self._total = sum(sizes.values())
 
-    def _narrowness(self, name: str) -> int:
-        return -self.dtypes[name].itemsize
-
     def write(self, path: Path, file: OutFile, blocks: Blocks) -> tuple[tuple[str, Chunk], ...]:
         with (path / file.name).open("wb", buffering=0) as stream:
-            tensors = ((self._stored[r.local], self.dtypes[r.local], boxes.shape_of(r.box)) for r in file.regions)
-            stream.write(header_bytes(tensors))
-            for region in file.regions:
-                for block in blocks(region):
+            whole = {self._places[r.local].stored: self._places[r.local].whole for r in file.regions}
+            dtypes = {self._places[r.local].stored: self.dtypes[r.local] for r in file.regions}
+            stream.write(header_bytes((name, dtypes[name], shape) for name, shape in whole.items()))
+            for _, found in groupby(
+                file.regions, lambda r: (self._places[r.local].stored, self._places[r.local].expert)
+            ):
+                for block in self._in_order(list(found), blocks):
                     _write_all(stream, as_bytes(block))
             os.fsync(stream.fileno())
         return ()
 
-    def reader(self, path: Path, records: Iterable[Finished] | None = None) -> HFFiles:
+    def _in_order(self, regions: list[Region], blocks: Blocks) -> Iterator[torch.Tensor]:
+        """The elements of a stored tensor, or of one of its experts, in the order of the file."""
+        first = self._places[regions[0].local]
+        if first.streams:
+            for region in regions:
+                yield from blocks(region)
+            return
+        matrix = torch.empty(first.whole[first.expert is not None :], dtype=self.dtypes[regions[0].local])
+        for region in regions:
+            values, done = torch.empty(boxes.shape_of(region.box), dtype=matrix.dtype), 0
+            for block in blocks(region):
+                values.view(-1)[done : done + block.numel()] = block.view(-1)
+                done += block.numel()
+            self._places[region.local].view_in_matrix(matrix).copy_(values)
+        yield matrix
+
+    def reader(self, path: Path, records: Iterable[Finished] | None = None) -> HFFiles | Dequantised | Divided:
         files = HFFiles(path, None if records is None else [record.file for record in records])
         rename(files, self._opened.hf_config)
-        return files
+        return divided(files, self._opened.hf_config)
 
     def finish(self, path: Path, records: Iterable[Finished]) -> None:
         if len(self.files) > 1:
-            weight_map = {self._stored[region.local]: file.name for file in self.files for region in file.regions}
+            weight_map = {
+                self._places[region.local].stored: file.name for file in self.files for region in file.regions
+            }
             write_json(path / INDEX, {"metadata": {"total_size": self._total}, "weight_map": weight_map})
         _copy_small_files(self._opened, path, self)
 

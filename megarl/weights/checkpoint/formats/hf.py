@@ -6,6 +6,7 @@ Both directions go by the same layouts as weight sync; there is no conversion co
 from __future__ import annotations
 
 import shutil
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
@@ -28,12 +29,13 @@ from megarl.weights.checkpoint.formats.hf_source import (
     check_hf,
     check_labels,
     copy_small_files,
-    names_in_files,
     open_hf,
+    places_in_files,
     read_hf_config,
 )
 from megarl.weights.checkpoint.formats.output import partial_path, write_json
 from megarl.weights.checkpoint.formats.overwrite import check_export_target
+from megarl.weights.checkpoint.formats.parts import FilePlace
 from megarl.weights.checkpoint.formats.slices import Source
 from megarl.weights.checkpoint.formats.values import value_fault, warn_of_casts
 from megarl.weights.reshard import boxes
@@ -136,29 +138,33 @@ def export_hf(
     head: Head = "score" if SCORE in plan.destination.tensors else "lm"
     dtype = dtype or next(iter(tensors.values())).dtype
     temporary = partial_path(target)
-    stored: dict[str, str] = {}
     if rank == 0:
         check_export_target(target, [source])
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        stored = names_in_files(read_hf_config(source), plan.destination.tensors, head)
-    shapes = plan.destination.tensors
-    dtypes = {name: wire_dtype(plan.destination, name, dtype) for name in shapes}
-    sizes = {name: prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
+    places = places_in_files(read_hf_config(source), plan.destination.tensors, head)
+    shapes = {place.stored: place.whole for place in places.values()}
+    dtypes = {place.stored: wire_dtype(plan.destination, name, dtype) for name, place in places.items()}
+    sizes = {stored: prod(shape) * dtypes[stored].itemsize for stored, shape in shapes.items()}
+    parts: dict[str, dict[str, FilePlace]] = defaultdict(dict)
+    for name, place in places.items():
+        parts[place.stored][name] = place
     files = shards(sizes, file_bytes)
     digests: dict[str, int] = {}
     for file, names in files.items():
-        part = replace(plan.only(set(names).__contains__), colocated=True)
+        here = {name: place for stored in names for name, place in parts[stored].items()}
+        part = replace(plan.only(here.__contains__), colocated=True)
         whole = {name: torch.empty(shapes[name], dtype=dtypes[name]) for name in names} if rank == 0 else {}
-        sent = exchange(part, rank, tensors, whole.__getitem__, transport, dtype=dtype, bucket_bytes=bucket_bytes)
+        views = {name: place.view(whole[place.stored]) for name, place in here.items()} if rank == 0 else {}
+        sent = exchange(part, rank, tensors, views.__getitem__, transport, dtype=dtype, bucket_bytes=bucket_bytes)
         digests |= {name: digest for (_, name), digest in sent.items()}
         if rank == 0:
-            save_file({stored[n]: t for n, t in whole.items()}, temporary / file, metadata={"format": "pt"})
+            save_file(whole, temporary / file, metadata={"format": "pt"})
     if rank == 0:
         if len(files) > 1:
-            weight_map = {stored[name]: file for file, names in files.items() for name in names}
+            weight_map = {name: file for file, names in files.items() for name in names}
             write_json(temporary / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
-        mtp = any(name.endswith("eh_proj.weight") for name in shapes)
+        mtp = any(name.endswith("eh_proj.weight") for name in places)
         copy_small_files(source, temporary, dtype, mtp=mtp, is_value=head == "score")
         replace_directory(temporary, target)
     return digests

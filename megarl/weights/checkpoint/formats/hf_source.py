@@ -17,6 +17,7 @@ from megarl.weights.architectures.complete import complete
 from megarl.weights.checkpoint.formats.fp8 import SCALE, Dequantised
 from megarl.weights.checkpoint.formats.hf_files import HFFiles
 from megarl.weights.checkpoint.formats.output import MANIFEST, write_json
+from megarl.weights.checkpoint.formats.parts import Divided, FilePlace, in_files, places, places_of_parts
 from megarl.weights.checkpoint.formats.score_pad import CLASSIFIER, is_classifier, with_score_pad, write_pad_token
 from megarl.weights.checkpoint.formats.slices import Source
 from megarl.weights.checkpoint.formats.values import check_dtypes
@@ -31,6 +32,8 @@ LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration")
 """Endings of classes in ``architectures``."""
 _DERIVED = ("rotary_emb.inv_freq",)
 """Endings of tensors that some files have although the model computes them."""
+_JOINED = tuple(joined.name for arch in ARCHITECTURES.values() for joined in arch.joined)
+"""Endings of tensors that have several logical ones."""
 _MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 """Copies in a prediction layer: the model's own embedding and output weights once more."""
 _COMPARED = 1 << 22
@@ -89,11 +92,28 @@ def _is_list(value: Any, kind: type) -> bool:
     return isinstance(value, list) and all(isinstance(one, kind) for one in value)
 
 
-def open_hf(path: Path) -> HFFiles | Dequantised:
-    """The tensors of a checkpoint directory by their names in the family's table; FP8 weights are read as what they
-    stand for.
+def open_hf(path: Path) -> HFFiles | Dequantised | Divided:
+    """The logical tensors of a checkpoint directory; FP8 weights are read as what they stand for.
 
-    Raises CheckpointError for files that are missing, cut short or damaged, and for a quantisation that is not known.
+    Raises CheckpointError for files that are missing, cut short or damaged, and for a quantisation that is not known;
+    ArchitectureError for a config.json that the table of a family with joined tensors does not cover.
+    """
+    files = open_files(path)
+    return divided(files, read_hf_config(path)) if any(name.endswith(_JOINED) for name in files.shapes) else files
+
+
+def divided(files: HFFiles | Dequantised, hf_config: Mapping[str, Any]) -> HFFiles | Dequantised | Divided:
+    """The logical tensors of files whose tensors have the names of the family's table."""
+    found = ARCHITECTURES.get(str(hf_config.get("model_type")))
+    if found is None or not found.joined:
+        return files
+    return Divided(files, places_of_parts(found, hf_config))
+
+
+def open_files(path: Path) -> HFFiles | Dequantised:
+    """The tensors of a checkpoint directory as they are stored, under their names in the family's table.
+
+    Raises CheckpointError as ``open_hf``.
     """
     files = HFFiles(path)
     if any(arch.name_in_table(name) != name for arch in ARCHITECTURES.values() for name in files.entries):
@@ -117,10 +137,9 @@ def rename(files: HFFiles, hf_config: Mapping[str, Any]) -> None:
         files.rename(found.name_in_table)
 
 
-def names_in_files(hf_config: Mapping[str, Any], tensors: Collection[str], head: Head) -> dict[str, str]:
-    """Name in the table -> name in the files of a model with this head."""
-    found = architecture(hf_config, head)
-    return {name: found.name_in_files(name) for name in tensors}
+def places_in_files(hf_config: Mapping[str, Any], tensors: Mapping[str, Shape], head: Head) -> dict[str, FilePlace]:
+    """Logical tensor -> its place in the files of a model with this head."""
+    return places(architecture(hf_config, head), hf_config, tensors)
 
 
 def has_score(path: Path) -> bool:
@@ -134,7 +153,7 @@ def has_score(path: Path) -> bool:
 
 
 def check_hf(
-    source: HFFiles | Dequantised, layout: Layout, hf_config: Mapping[str, Any], beside: Collection[str] = ()
+    source: HFFiles | Dequantised | Divided, layout: Layout, hf_config: Mapping[str, Any], beside: Collection[str] = ()
 ) -> None:
     """Raise CheckpointError unless the files have every tensor of the layout in its shape and a weight's dtype, and
     none that the table does not know but those that may be there too, ``beside``.
@@ -142,8 +161,9 @@ def check_hf(
     Prediction layers that the layout leaves out are no strangers, nor is a tied model's copy of its embedding (see
     ``check_tied``).
     """
-    path, tensors = source.path, layout.tensors
-    missing = [name for name in tensors if name not in source.shapes]
+    path = source.path
+    files, tensors = in_files(source, layout.tensors)
+    missing = [name for name in tensors if name not in files.shapes]
     if missing == [LM_HEAD]:
         raise CheckpointError(
             f"{path} lacks {LM_HEAD}, but config.json says tie_word_embeddings=false; set it to true if the model is "
@@ -160,11 +180,11 @@ def check_hf(
             f"{path} lacks {first_of(missing, 5)}; the files are incomplete or config.json is another model's"
         )
     for name, shape in tensors.items():
-        check_shape(name, source.file_of(name), source.shapes[name], shape)
-    check_dtypes((name, source.file_of(name), source.dtypes[name]) for name in tensors)
+        check_shape(name, files.file_of(name), files.shapes[name], shape)
+    check_dtypes((name, files.file_of(name), files.dtypes[name]) for name in tensors)
     unknown = [
         n
-        for n in sorted(source.shapes)
+        for n in sorted(files.shapes)
         if n not in tensors and n not in beside and not is_expected(n, layout, hf_config)
     ]
     if unknown:

@@ -1,0 +1,143 @@
+"""Logical tensors that are parts of a larger tensor of the HF files: rows of a joined projection, experts of a stack.
+
+A family's table names them (``Architecture.joined``); everything else in megarl knows the logical tensors alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from megarl.weights.architectures import Architecture, HFConfig
+from megarl.weights.architectures.table import hf_name
+from megarl.weights.checkpoint.formats.fp8 import Dequantised
+from megarl.weights.checkpoint.formats.hf_files import HFFiles
+from megarl.weights.checkpoint.formats.slices import Source, into
+from megarl.weights.reshard import boxes
+from megarl.weights.reshard.boxes import Box, Shape
+
+
+class FilePlace(NamedTuple):
+    """Place of a logical tensor in the files."""
+
+    stored: str
+    """Name of the tensor of the files."""
+    whole: Shape
+    """Its shape."""
+    shape: Shape
+    """Shape of the logical tensor."""
+    expert: int | None = None
+    """Index along the stored tensor's first axis, where that is a stack."""
+    transposed: bool = False
+    first: int = 0
+    """Row of the stored tensor (once indexed and transposed) that is the first one here."""
+    step: int = 1
+    """Rows from one to the next."""
+
+    @property
+    def streams(self) -> bool:
+        """True if the logical tensor's elements lie together and in order."""
+        return not self.transposed and self.step == 1
+
+    def view(self, whole: torch.Tensor) -> torch.Tensor:
+        """The logical tensor in the stored one."""
+        return self.view_in_matrix(whole if self.expert is None else whole[self.expert])
+
+    def view_in_matrix(self, matrix: torch.Tensor) -> torch.Tensor:
+        """The logical tensor in the stored one's expert."""
+        matrix = matrix.transpose(0, 1) if self.transposed else matrix
+        return matrix[self.first : self.first + self.shape[0] * self.step : self.step]
+
+    def box(self, box: Box) -> Box:
+        """Box of the stored tensor that has all elements ``box`` of the logical one."""
+        lo, hi = box[0]
+        rows = (self.first + lo * self.step, self.first + (hi - 1) * self.step + 1)
+        matrix = (*box[1:], rows) if self.transposed else (rows, *box[1:])
+        return matrix if self.expert is None else ((self.expert, self.expert + 1), *matrix)
+
+
+def places(arch: Architecture, hf_config: HFConfig, tensors: Mapping[str, Shape]) -> dict[str, FilePlace]:
+    """Place of each of these logical tensors in files of this model."""
+    parts = places_of_parts(arch, hf_config)
+    found = {name: parts.get(name, FilePlace(name, shape, shape)) for name, shape in tensors.items()}
+    return {name: place._replace(stored=arch.name_in_files(place.stored)) for name, place in found.items()}
+
+
+def places_of_parts(arch: Architecture, hf_config: HFConfig) -> dict[str, FilePlace]:
+    """Place of each logical tensor that is a part of a larger one, whose name is as in the table."""
+    sizes = arch.sizes(hf_config)
+    rows = {part.name: (part, param) for param in arch.params for part in param.hf}
+    found: dict[str, FilePlace] = {}
+    for joined in arch.joined:
+        param = rows[joined.parts[0]][1]
+        parts = [rows[name][0] for name in joined.parts]
+        shapes = [part.shape(sizes) for part in parts]
+        matrix = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        matrix = matrix[::-1] if joined.transposed else matrix
+        whole = (sizes.experts, *matrix) if param.per_expert else matrix
+        step = len(parts) if joined.interleaved else 1
+        for one in arch.occurrences(param, sizes):
+            stored, first = hf_name(joined, one), 0
+            for part, shape in zip(parts, shapes, strict=True):
+                found[hf_name(part, one)] = FilePlace(stored, whole, shape, one.expert, joined.transposed, first, step)
+                first += 1 if joined.interleaved else shape[0]
+    return found
+
+
+class Divided:
+    """A checkpoint whose joined and stacked tensors are read as the logical tensors in them.
+
+    Args:
+        files: Its files; a stored tensor in another shape than expected is none of ``shapes``, and its parts are none.
+        parts: Of every logical tensor that is a part.
+    """
+
+    def __init__(self, files: HFFiles | Dequantised, parts: Mapping[str, FilePlace]) -> None:
+        self.files, self.parts = files, parts
+        self.path: Path = files.path
+        joined = {place.stored for place in parts.values()}
+        here = {name: place for name, place in parts.items() if files.shapes.get(place.stored) == place.whole}
+        self.shapes = {name: shape for name, shape in files.shapes.items() if name not in joined}
+        self.shapes |= {name: place.shape for name, place in here.items()}
+        self.dtypes = {name: dtype for name, dtype in files.dtypes.items() if name not in joined}
+        self.dtypes |= {name: files.dtypes[place.stored] for name, place in here.items()}
+
+    def read(self, name: str, box: Box, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Read a box of a logical tensor, into ``out`` where given."""
+        place = self.parts.get(name)
+        if place is None:
+            return self.files.read(name, box, out)
+        shape, stored = boxes.shape_of(box), place.box(box)
+        if place.streams:
+            out = into(out, self.files.dtypes[place.stored], shape)
+            return self.files.read(place.stored, stored, out.view(boxes.shape_of(stored))).view(shape)
+        values = self.files.read(place.stored, stored)
+        values = values if place.expert is None else values[0]
+        values = values.transpose(0, 1) if place.transposed else values
+        return into(out, values.dtype, shape).copy_(values[:: place.step])
+
+    def file_of(self, name: str) -> Path:
+        """Path of the file that has a logical tensor."""
+        return self.files.file_of(self.parts[name].stored if name in self.parts else name)
+
+    def paths(self) -> list[Path]:
+        """The files."""
+        return self.files.paths()
+
+    def close(self) -> None:
+        """Close the files."""
+        self.files.close()
+
+
+S = TypeVar("S", bound=Source)
+
+
+def in_files(source: S | Divided, tensors: Mapping[str, Shape]) -> tuple[S | HFFiles | Dequantised, dict[str, Shape]]:
+    """The files as they are, and the tensors and shapes that they should have for these logical tensors."""
+    if not isinstance(source, Divided):
+        return source, dict(tensors)
+    found = {name: source.parts.get(name, FilePlace(name, shape, shape)) for name, shape in tensors.items()}
+    return source.files, {place.stored: place.whole for place in found.values()}
