@@ -84,7 +84,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen2_moe": _HIDDEN_128,
     "seed_oss": _ENGINE_SIZES,
     "smollm3": _HIDDEN_128,
+    "olmo2": _ENGINE_SIZES,
     "phi3": _HIDDEN_128,
+    "ernie4_5_moe": {**_ENGINE_SIZES, "moe_layer_end_index": -1},
+    "glm4": _ENGINE_SIZES,
 }
 """What vLLM's CPU kernels have: heads of 32, latent attention of 512 and 64. vLLM's Qwen2 and Mixtral divide hidden by
 heads."""
@@ -150,7 +153,10 @@ MORE_CELLS = (
     Cell("qwen2_moe", EP2, {"tp": 2}),
     Cell("seed_oss", TP2, {"tp": 2}),
     Cell("granite", TP2, {"tp": 2}),
+    Cell("olmo2", TP2, {"tp": 2}),
     Cell("phi3", PP2, {"tp": 2}),
+    Cell("ernie4_5_moe", EP2, {"tp": 2}),
+    Cell("glm4", TP2, {"tp": 2}),
 )
 """Other pairs of a trainer's grid and an engine's; test_reshard_oracle.py has their plans."""
 BF16_CELLS = {

@@ -184,7 +184,7 @@ def load_mtp(rank: int, hf: str, meg: str) -> list[str]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
     from megarl.core.config.schema import ModelConfig
-    from megarl.learn.models import gpt, specs
+    from megarl.learn.models import gpt, norms, specs
     from megarl.learn.parallel import groups
     from megarl.learn.parallel.grid import megatron_grid
     from megarl.weights.architectures import architecture, megatron_config
@@ -200,7 +200,7 @@ def load_mtp(rank: int, hf: str, meg: str) -> list[str]:
     block = specs.block_spec(transformer, model)
     mtp = get_gpt_mtp_block_spec(transformer, block, use_transformer_engine=False)
     for layer in mtp.layer_specs if mtp else ():
-        layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = specs.RMSNorm
+        layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = norms.RMSNorm
     stage: torch.nn.Module = GPTModel(
         transformer,
         block,

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 
 from megarl.core.config.schema import ModelConfig, ParallelConfig
 from megarl.learn.models.recompute import recompute_settings
-from megarl.learn.models.specs import RMSNorm, block_spec, check_implementation
+from megarl.learn.models.specs import block_spec, check_implementation
 from megarl.weights.architectures import Head, architecture
-from megarl.weights.architectures.megatron_config import gpt_kwargs, multipliers, transformer_kwargs
+from megarl.weights.architectures.megatron_config import gpt_kwargs, has_router_bias, multipliers, transformer_kwargs
 from megarl.weights.megatron_private import keep_float32_bias
 from megarl.weights.reshard.layouts import padded_vocab_size
 
-__all__ = ["RMSNorm", "build_chunks", "named_tensors", "transformer_config", "unwrap"]
+__all__ = ["build_chunks", "named_tensors", "transformer_config", "unwrap"]
 
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu}
 
@@ -42,8 +42,9 @@ def build_chunks(
     from megarl.learn.models import rotary, router, value_head, vision
 
     check_implementation(model, parallel)
+    arch = architecture(hf_config)
     gpt = gpt_kwargs(architecture(hf_config, head), hf_config)
-    numbers = multipliers(architecture(hf_config), hf_config)
+    numbers = multipliers(arch, hf_config)
     gpt["vocab_size"] = padded_vocab_size(gpt["vocab_size"], parallel.tp)
     config = transformer_config(hf_config, model, parallel)
     chunks = []
@@ -51,9 +52,12 @@ def build_chunks(
         vp_stage = chunk if parallel.vpp > 1 else None
         pre_process = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         post_process = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+        block = block_spec(config, model, vp_stage, numbers.residual, arch.norms)
+        if has_router_bias(arch) and not arch.router.sigmoid:
+            router.balance(block, model.router, biased=True)
         stage: torch.nn.Module = GPTModel(
             config,
-            block_spec(config, model, vp_stage, numbers.residual),
+            block,
             pre_process=pre_process,
             post_process=post_process,
             position_embedding_type="rope",

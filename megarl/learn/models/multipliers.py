@@ -1,4 +1,4 @@
-"""Multipliers of embeddings, residuals and logits, which Megatron-Core's layers do not have (Granite)."""
+"""Multipliers of embeddings, residuals and logits, and norms of residuals, which Megatron-Core's layers do not have."""
 
 from __future__ import annotations
 
@@ -13,18 +13,28 @@ WithBias = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class Residual(torch.nn.Module):
-    """Adds what a layer has computed, times a number, in the place of Megatron's bias-dropout-add (without dropout)."""
+    """Adds what a layer has computed, normed and times a number, in the place of Megatron's bias-dropout-add (without
+    dropout).
 
-    def __init__(self, multiplier: float) -> None:
+    Args:
+        norm: Makes the norm; None for a family without one.
+    """
+
+    def __init__(self, multiplier: float, norm: Callable[[], torch.nn.Module] | None = None) -> None:
         super().__init__()
         self.multiplier = multiplier
+        self.norm = None if norm is None else norm()
 
     def forward(self, training: bool, fused: bool) -> Callable[[WithBias, torch.Tensor, float], torch.Tensor]:
         """Return the function of (output and bias, residual, dropout), as Megatron's layers call it."""
 
         def add(output: WithBias, residual: torch.Tensor, dropout: float) -> torch.Tensor:
             x, bias = output
-            return residual + (x if bias is None else x + bias) * self.multiplier
+            # Megatron enables gradients here; where the layer has none, the norm's weight must not begin a graph.
+            with torch.set_grad_enabled(x.requires_grad):
+                x = x if bias is None else x + bias
+                x = x if self.norm is None else self.norm(x)
+                return residual + x * self.multiplier
 
         return add
 

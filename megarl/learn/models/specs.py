@@ -6,26 +6,12 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from megarl.core.config.schema import ModelConfig, ParallelConfig
 from megarl.core.errors import ConfigError
+from megarl.learn.models import norms
+from megarl.learn.models.norms import RMSNorm
 from megarl.weights import megatron_private
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """The local spec's norm, usable with sequence parallelism: Megatron reduces gradients of weights so marked.
-
-    Args:
-        own_eps: Epsilon in place of the one of all norms, ``eps``.
-    """
-
-    def __init__(
-        self, config: Any, hidden_size: int, eps: float = 1e-5, own_eps: float | None = None, **unused: Any
-    ) -> None:
-        super().__init__(hidden_size, eps=eps if own_eps is None else own_eps)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
+from megarl.weights.architectures.table import USUAL_NORMS, Architecture, NormRules
 
 LATENT_NORM_EPS = 1e-6
 """transformers builds the norms of latent attention with this, whatever ``rms_norm_eps`` is; Megatron has one epsilon
@@ -69,9 +55,12 @@ def _check_package(setting: str, module: str, package: str, fix: str, parallel: 
         ) from error
 
 
-def block_spec(config: Any, model: ModelConfig, vp_stage: int | None = None, residual: float = 1.0) -> Any:
+def block_spec(
+    config: Any, model: ModelConfig, vp_stage: int | None = None, residual: float = 1.0, rules: NormRules = USUAL_NORMS
+) -> Any:
     """TransformerBlockSubmodules of this rank's layers (of chunk ``vp_stage``), dense and with experts as ``config``
-    says; what attention and MLP compute is multiplied by ``residual`` before it is added."""
+    says, with norms as ``rules`` says; what attention and MLP compute is multiplied by ``residual`` before it is
+    added."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.post_training.modelopt.layers import Linear
     from megatron.core.transformer.identity_op import IdentityOp
@@ -84,13 +73,13 @@ def block_spec(config: Any, model: ModelConfig, vp_stage: int | None = None, res
     if model.transformer_impl == "transformer_engine":
         # Its own fused norms, linears and attention (packed and context parallel). Not offered: fp8, fused rope.
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-        return _balanced(_scaled(block, residual), model)
+        return _balanced(_added(block, config, residual, rules), model)
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )
     block.layer_norm = RMSNorm
     for layer in block.layer_specs:
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+        norms.place(layer.submodules, config, rules)
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = CoreAttention
         if config.multi_latent_attention:
@@ -100,29 +89,33 @@ def block_spec(config: Any, model: ModelConfig, vp_stage: int | None = None, res
             # Whole on every rank, as under TransformerEngine. The local spec's own choice, cut and gathered again,
             # loses the gradient that the other ranks' heads have for the shared rotary key.
             attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
-        elif config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return _balanced(_scaled(block, residual), model)
+    return _balanced(_added(block, config, residual, rules), model)
 
 
-def _scaled(block: Any, residual: float) -> Any:
-    if residual != 1.0:
+def _added(block: Any, config: Any, residual: float, rules: NormRules) -> Any:
+    if residual != 1.0 or rules.after:
         from megatron.core.transformer.spec_utils import ModuleSpec
 
         from megarl.learn.models.multipliers import Residual
 
-        add = ModuleSpec(module=Residual, params={"multiplier": residual})
+        add = ModuleSpec(module=Residual, params={"multiplier": residual, "norm": norms.after(config, rules)})
         for layer in block.layer_specs:
             layer.submodules.self_attn_bda = layer.submodules.mlp_bda = add
     return block
 
 
-def check_latent_norms(model: ModelConfig, kwargs: Mapping[str, Any]) -> None:
-    """Raise ConfigError where TransformerEngine, which fuses them, would compute latent norms with another epsilon.
+def check_norms(model: ModelConfig, arch: Architecture, kwargs: Mapping[str, Any]) -> None:
+    """Raise ConfigError where TransformerEngine, which fuses them, would compute other norms, or latent norms with
+    another epsilon.
 
     Args:
         kwargs: ``megatron_config.transformer_kwargs`` of the model.
     """
+    if model.transformer_impl == "transformer_engine" and arch.norms != USUAL_NORMS:
+        raise ConfigError(
+            f"model.transformer_impl=transformer_engine with {arch.name}: TransformerEngine's layers fuse Llama's "
+            "norms into their linears, and this family has others; set model.transformer_impl to local"
+        )
     eps = kwargs["layernorm_epsilon"]
     if model.transformer_impl == "transformer_engine" and kwargs["mla"] and eps != LATENT_NORM_EPS:
         raise ConfigError(

@@ -56,8 +56,10 @@ MODULES = (
     "final_layernorm",
     "input_layernorm",
     "self_attention",
+    "self_attn_bda",
     "pre_mlp_layernorm",
     "mlp",
+    "mlp_bda",
     "qkv",
     "proj",
     "gate_proj",
@@ -79,6 +81,7 @@ MODULES = (
     "local_experts",
     "linear_fc",
     "layer_norm_weight",
+    "norm",
     "weight",
     "bias",
 )

@@ -12,7 +12,7 @@ import torch
 from megarl.core.config import Config
 from megarl.core.config.lengths import context_tokens, prompt_tokens
 from megarl.core.errors import ConfigError
-from megarl.learn.models.specs import check_latent_norms
+from megarl.learn.models.specs import check_norms
 from megarl.learn.parallel.grid import check_parallel, megatron_grid
 from megarl.ops import rows_in_budget
 from megarl.run.checks.dispatcher import check_experts_settings
@@ -21,7 +21,7 @@ from megarl.run.checks.engines import check_eight_bits
 from megarl.run.checks.recompute import check_recompute
 from megarl.run.checks.vision import is_vision_model
 from megarl.weights.architectures import Head, architecture
-from megarl.weights.architectures.megatron_config import transformer_kwargs
+from megarl.weights.architectures.megatron_config import has_router_bias, transformer_kwargs
 from megarl.weights.checkpoint.formats.hf_source import SCORE, check_hf, check_labels, open_hf
 from megarl.weights.reshard.layouts import Layout, hf_layout, megatron_layout, padded_vocab_size, vllm_layout
 from megarl.weights.reshard.plan import build_plan
@@ -44,7 +44,8 @@ def check_model(config: Config, hf_config: Mapping[str, Any], *, engines: bool, 
     check_routing_replay(config, hf_config, engines=engines)
     check_recompute(config, hf_config)
     check_fusions(config, hf_config)
-    check_latent_norms(config.model, transformer_kwargs(architecture(hf_config), hf_config))
+    arch = architecture(hf_config)
+    check_norms(config.model, arch, transformer_kwargs(arch, hf_config))
     check_experts_settings(config.model, config.parallel, hf_config)
     columns = padded_vocab_size(int(hf_config["vocab_size"]), config.parallel.tp) // config.parallel.tp
     try:
@@ -86,7 +87,7 @@ def check_router(config: Config, hf_config: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"model.router.{name}={value}, but the model in {config.model.path} has no experts; set it to 0"
             )
-    if router.bias_update_rate and not arch.router.sigmoid:
+    if router.bias_update_rate and not has_router_bias(arch):
         raise ConfigError(
             f"model.router.bias_update_rate={router.bias_update_rate}, but routers of {arch.name} have no bias to "
             "move; set it to 0 and model.router.aux_loss_coef above 0"

@@ -8,6 +8,8 @@ from megarl.weights.architectures.deepseek_v2 import DEEPSEEK_V2
 from megarl.weights.architectures.deepseek_v3 import DEEPSEEK_V3
 from megarl.weights.architectures.dots1 import DOTS1
 from megarl.weights.architectures.ernie4_5 import ERNIE4_5
+from megarl.weights.architectures.ernie4_5_moe import ERNIE4_5_MOE
+from megarl.weights.architectures.glm4 import GLM4
 from megarl.weights.architectures.glm4_moe import GLM4_MOE
 from megarl.weights.architectures.glm4_moe_lite import GLM4_MOE_LITE
 from megarl.weights.architectures.granite import GRANITE
@@ -15,6 +17,7 @@ from megarl.weights.architectures.kimi_k2 import KIMI_K2
 from megarl.weights.architectures.llama import LLAMA
 from megarl.weights.architectures.mistral import MISTRAL
 from megarl.weights.architectures.mixtral import MIXTRAL
+from megarl.weights.architectures.olmo2 import OLMO2
 from megarl.weights.architectures.phi3 import PHI3
 from megarl.weights.architectures.qwen2 import QWEN2
 from megarl.weights.architectures.qwen2_5_vl import QWEN2_5_VL
@@ -48,7 +51,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granite": GRANITE,
     "seed_oss": SEED_OSS,
     "smollm3": SMOLLM3,
+    "olmo2": OLMO2,
     "phi3": PHI3,
+    "glm4": GLM4,
+    "ernie4_5_moe": ERNIE4_5_MOE,
 }
 """``model_type`` of config.json -> its table."""
 

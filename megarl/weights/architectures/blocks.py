@@ -42,10 +42,14 @@ _QKV_BIAS = (
 )
 _O_PROJ = Logical("self_attn.o_proj.weight", "hidden q", ROW)
 
-ATTENTION = (
-    Param("input_layernorm.weight", Op.SAME, (_INPUT_NORM,), te="self_attention.linear_qkv.layer_norm_weight"),
+UNNORMED_ATTENTION = (
     Param("self_attention.linear_qkv.weight", Op.QKV, _QKV),
     Param("self_attention.linear_proj.weight", Op.SAME, (_O_PROJ,)),
+)
+"""Attention without a norm before it."""
+ATTENTION = (
+    Param("input_layernorm.weight", Op.SAME, (_INPUT_NORM,), te="self_attention.linear_qkv.layer_norm_weight"),
+    *UNNORMED_ATTENTION,
 )
 QK_NORM = (
     Param("self_attention.q_layernorm.weight", Op.SAME, (Logical("self_attn.q_norm.weight", "head"),)),
@@ -56,6 +60,11 @@ OPTIONAL_QK_NORM = (
     Param("self_attention.k_layernorm.weight", Op.SAME, (Logical("self_attn.k_norm.weight", "normed_head"),)),
 )
 """Norms of models whose config.json has ``use_qk_norm``."""
+WHOLE_QK_NORM = (
+    Param("self_attention.q_layernorm.weight", Op.SAME, (Logical("self_attn.q_norm.weight", "q"),)),
+    Param("self_attention.k_layernorm.weight", Op.SAME, (Logical("self_attn.k_norm.weight", "kv"),)),
+)
+"""Norms over all heads together; each rank has the whole weight."""
 QKV_BIAS = (Param("self_attention.linear_qkv.bias", Op.QKV, _QKV_BIAS),)
 JOINED_QKV = JoinedTensor("self_attn.qkv_proj.weight", tuple(part.name for part in _QKV))
 """Files that have queries, keys and values in one tensor."""
@@ -144,13 +153,26 @@ def mlp_norm(stage: Stage) -> tuple[Param, ...]:
 
 
 _MLP = gated("mlp", "ffn")
-MLP = (*mlp_norm(Stage.LAYER), *gated_rows(_MLP, Stage.LAYER, "mlp"))
+UNNORMED_MLP = gated_rows(_MLP, Stage.LAYER, "mlp")
+"""MLP of every layer, without a norm before it."""
+MLP = (*mlp_norm(Stage.LAYER), *UNNORMED_MLP)
 """MLP of every layer."""
 DENSE_MLP = (*mlp_norm(Stage.DENSE), *gated_rows(_MLP, Stage.DENSE, "mlp"))
 """MLP of the layers without experts."""
 JOINED_MLP = JoinedTensor("mlp.gate_up_proj.weight", tuple(part.name for part in _MLP[:2]))
 """Files that have gate and up in one tensor."""
 VLLM_MLP = vllm_gated(_MLP, "mlp.gate_up_proj.weight")
+
+
+def norms_after(attention: str, mlp: str) -> tuple[Param, Param]:
+    """The norms of the outputs of attention and MLP; their HF names within the layer."""
+    return (
+        Param("self_attn_bda.norm.weight", Op.SAME, (Logical(attention, "hidden"),)),
+        Param("mlp_bda.norm.weight", Op.SAME, (Logical(mlp, "hidden"),)),
+    )
+
+
+NORMS_AFTER = norms_after("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
 
 # ---------------------------------------------------------------- experts
 

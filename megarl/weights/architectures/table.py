@@ -127,6 +127,8 @@ class JoinedTensor:
     """Each matrix has inputs before outputs."""
     interleaved: bool = False
     """Rows of the parts take turns."""
+    single: bool = False
+    """A first axis with one entry."""
 
 
 @dataclass(frozen=True)
@@ -270,6 +272,21 @@ class RouterRules:
 
 
 @dataclass(frozen=True)
+class NormRules:
+    """Places of a layer's norms, and forms of them, where they are not Llama's or Qwen3's."""
+
+    before: bool = True
+    """Attention and MLP take a norm of the hidden state; else the hidden state itself."""
+    after: bool = False
+    """Outputs of attention and MLP are normed before they are added to the hidden state."""
+    whole_width: bool = False
+    """Queries (and keys) of a token are normed over all heads together; else each head on its own."""
+
+
+USUAL_NORMS = NormRules()
+
+
+@dataclass(frozen=True)
 class MultiplierKeys:
     """Keys of config.json with numbers that parts of a model are multiplied by; empty where it has none."""
 
@@ -313,6 +330,7 @@ class Architecture:
     """``model_type`` of transformers' configuration class, where that is not ``name``."""
     layers: LayerRules = LayerRules()
     multipliers: MultiplierKeys = MultiplierKeys()
+    norms: NormRules = USUAL_NORMS
     router: RouterRules = RouterRules()
     head: Head = "lm"
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -395,8 +413,9 @@ class Architecture:
         if "shared_ffn" in self.keys:
             more["shared_ffn"] = get("shared_ffn")
         elif "shared_ffn" in known:
-            needed(self.name, hf_config, "n_shared_experts")
-            more["shared_ffn"] = get("expert_ffn") * count(self.name, hf_config, "n_shared_experts")
+            key = next((key for key in SHARED_EXPERTS if key in hf_config), SHARED_EXPERTS[0])
+            needed(self.name, hf_config, key)
+            more["shared_ffn"] = get("expert_ffn") * count(self.name, hf_config, key)
         if Stage.VISION in known:
             more |= _vision_sizes(self.name, hf_config)
         if Stage.MTP in known:
@@ -546,8 +565,8 @@ COMMON_KEYS = {
     "head": ("head_dim",),
     "ffn": ("intermediate_size",),
     "vocab": ("vocab_size",),
-    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
-    "topk": ("num_experts_per_tok",),
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "topk": ("num_experts_per_tok", "moe_k"),
     "expert_ffn": ("moe_intermediate_size",),
     "q_lora": ("q_lora_rank",),
     "kv_lora": ("kv_lora_rank",),
@@ -556,6 +575,8 @@ COMMON_KEYS = {
     "v_head": ("v_head_dim",),
 }
 """Field of :class:`ModelSizes` -> keys of config.json, of which the first one present counts."""
+SHARED_EXPERTS = "n_shared_experts", "moe_num_shared_experts"
+"""Keys with the number of shared experts."""
 
 
 VISION_KEYS = {
@@ -581,8 +602,14 @@ def _vision_sizes(name: str, hf_config: HFConfig) -> dict[str, int]:
 
 
 def _moe_layers(name: str, hf_config: HFConfig, num_layers: int) -> tuple[int, ...]:
-    """Layers with experts: from ``first_k_dense_replace`` on (DeepSeek), or every ``decoder_sparse_step``-th without
-    ``mlp_only_layers`` (Qwen)."""
+    """Layers with experts: from ``first_k_dense_replace`` on (DeepSeek), every ``decoder_sparse_step``-th without
+    ``mlp_only_layers`` (Qwen), or every ``moe_layer_interval``-th of a range (ERNIE)."""
+    if "moe_layer_interval" in hf_config:
+        step = integer(name, "moe_layer_interval", hf_config["moe_layer_interval"])
+        first, last = (needed(name, hf_config, f"moe_layer_{end}_index") for end in ("start", "end"))
+        first, last = integer(name, "moe_layer_start_index", first, 0), integer(name, "moe_layer_end_index", last, -1)
+        last = num_layers - 1 if last == -1 else last
+        return tuple(i for i in range(first, min(last + 1, num_layers)) if (i + 1) % step == 0)
     key = "decoder_sparse_step" if hf_config.get("decoder_sparse_step") is not None else "moe_layer_freq"
     step = integer(name, key, 1 if hf_config.get(key) is None else hf_config[key])
     dense = hf_config.get("mlp_only_layers") or ()

@@ -1,0 +1,92 @@
+"""Norms of Megatron's local spec: RMSNorm of hidden states, of heads, and of all heads together.
+
+Shape legend: h query heads (or key heads) of this rank, d width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from megarl.weights.architectures.table import NormRules
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """The local spec's norm, usable with sequence parallelism: Megatron reduces gradients of weights so marked.
+
+    Args:
+        own_eps: Epsilon in place of the one of all norms, ``eps``.
+    """
+
+    def __init__(
+        self, config: Any, hidden_size: int, eps: float = 1e-5, own_eps: float | None = None, **unused: Any
+    ) -> None:
+        super().__init__(hidden_size, eps=eps if own_eps is None else own_eps)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class WholeWidthNorm(torch.nn.Module):
+    """RMSNorm of a token's queries (or keys) over the heads of all tensor-parallel ranks.
+
+    Every rank has the whole weight and uses the part of its own heads. Megatron adds up the gradients of weights whose
+    names have ``q_layernorm`` or ``k_layernorm``, so each part gets those of all ranks that use it.
+
+    Args:
+        hidden_size: Width of a head.
+        heads: Heads of the model. Where there are fewer than ranks, neighbouring ranks have the same one.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, heads: int, eps: float = 1e-5, **unused: Any) -> None:
+        from megatron.core import parallel_state
+
+        super().__init__()
+        ranks, rank = config.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()
+        self.eps, self.copies, self.width = eps, max(ranks // heads, 1), heads * hidden_size
+        own = max(heads // ranks, 1) * hidden_size
+        self.first, self.last = rank // self.copies * own, (rank // self.copies + 1) * own
+        self.weight = torch.nn.Parameter(torch.ones(self.width))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., h, d] -> [..., h, d]."""
+        from megatron.core.tensor_parallel import (
+            copy_to_tensor_model_parallel_region,
+            reduce_from_tensor_model_parallel_region,
+        )
+
+        rows = x.flatten(-2).float()
+        squares = rows.square().sum(-1, keepdim=True) / self.copies
+        # Forward and backward add up over the ranks: every rank's output depends on every rank's squares.
+        squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
+        normed = rows * torch.rsqrt(squares / self.width + self.eps)
+        return (self.weight[self.first : self.last] * normed).to(x.dtype).view_as(x)
+
+
+def place(layer: Any, config: Any, rules: NormRules) -> None:
+    """Put a family's norms into the submodules of a layer of Megatron's local spec.
+
+    ``megarl.learn.models.multipliers.Residual`` has the norms after attention and MLP.
+    """
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm if rules.before else IdentityOp
+    attention = layer.self_attention.submodules
+    if config.qk_layernorm and not config.multi_latent_attention:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        if rules.whole_width:
+            attention.q_layernorm = _whole_width(config.num_attention_heads)
+            attention.k_layernorm = _whole_width(config.num_query_groups)
+
+
+def _whole_width(heads: int) -> Any:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    return ModuleSpec(module=WholeWidthNorm, params={"heads": heads})
+
+
+def after(config: Any, rules: NormRules) -> Callable[[], torch.nn.Module] | None:
+    """Return what makes a norm of an output of attention or MLP, or None for a family without them."""
+    return partial(RMSNorm, config, config.hidden_size, eps=config.layernorm_epsilon) if rules.after else None

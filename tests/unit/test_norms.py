@@ -1,0 +1,41 @@
+"""Norms after attention and MLP, and the families whose norms TransformerEngine does not have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megarl.core.config.schema import ModelConfig
+from megarl.core.errors import ConfigError
+from megarl.learn.models.multipliers import Residual
+from megarl.learn.models.specs import check_norms
+from megarl.weights.architectures import ARCHITECTURES
+from megarl.weights.architectures.megatron_config import transformer_kwargs
+from megarl.weights.architectures.table import USUAL_NORMS
+from tests.parallel.families import FAMILIES
+from tests.unit.test_architectures import family_config
+
+UNUSUAL = [name for name, (kind, _) in FAMILIES.items() if ARCHITECTURES[kind].norms != USUAL_NORMS]
+
+
+@pytest.mark.parametrize("family", ["qwen3", *UNUSUAL])
+def test_norms_that_transformer_engine_does_not_have(family: str) -> None:
+    settings = family_config(family)
+    arch = ARCHITECTURES[settings["model_type"]]
+    kwargs = transformer_kwargs(arch, settings)
+    check_norms(ModelConfig(), arch, kwargs)
+    engine = ModelConfig(transformer_impl="transformer_engine")
+    if family == "qwen3":
+        return check_norms(engine, arch, kwargs)
+    with pytest.raises(ConfigError, match=rf"transformer_engine with {arch.name}: .* model.transformer_impl to local"):
+        check_norms(engine, arch, kwargs)
+    return None
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_norm_begins_no_graph_where_the_layer_has_none(trained: bool) -> None:
+    """Megatron enables gradients around the addition; a forward pass without them would keep every layer's output."""
+    layer = Residual(1.0, lambda: torch.nn.RMSNorm(8))
+    output, hidden = torch.ones(2, 8, requires_grad=trained), torch.ones(2, 8)
+    with torch.enable_grad():
+        assert layer(True, False)((output, None), hidden, 0.0).requires_grad == trained
