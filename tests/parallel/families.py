@@ -37,6 +37,7 @@ _YARN = {  # a small base, so that beta_fast and beta_slow choose between the fe
     "mscale": 1.0,
     "mscale_all_dim": 0.7,
 }
+_PLAIN_YARN = {key: value for key, value in _YARN.items() if "mscale" not in key}
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -91,9 +92,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": _LLAMA3,
         },
     ),
-    "mistral": ("mistral", {**_DENSE, "head_dim": 24, "sliding_window": None}),
+    "mistral": ("mistral", {**_DENSE, "head_dim": 24, "sliding_window": 9}),
     "ernie4_5": ("ernie4_5", {**_DENSE, "head_dim": 24, "tie_word_embeddings": True}),
     "qwen2": ("qwen2", {**_DENSE, "tie_word_embeddings": True}),
+    "qwen2_windows": (
+        "qwen2",
+        {
+            **{**_DENSE, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
+            **{"rope_parameters": {**_YARN, "mscale": 0.9, "truncate": False}},
+        },
+    ),
     "qwen2_5_vl": (  # as a language model; its images are in vision.py
         "qwen2_5_vl",
         {
@@ -165,7 +173,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "dots1": ("dots1", {**_SIGMOID, "sliding_window": None, "attention_bias": False}),
-    "solar_open": ("solar_open", _SIGMOID),
+    "solar_open": ("solar_open", {**_SIGMOID, "rope_parameters": _PLAIN_YARN}),
     "qwen2_moe": (
         "qwen2_moe",
         {
@@ -199,7 +207,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> (model_type, keyword arguments of its transformers config)."""
 ALIKE = (
     *("kimi_k2", "deepseek_v2", "glm4_moe", "glm4_moe_lite", "dots1", "solar_open", "qwen2_moe"),
-    *("granite", "seed_oss", "smollm3", "olmo2"),
+    *("granite", "seed_oss", "smollm3", "olmo2", "qwen2_windows"),
     *("phi3", "glm4", "ernie4_5_moe"),
 )
 """Families whose rows are those of others: every run has them on two grids, ``make soak`` on all."""

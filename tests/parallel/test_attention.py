@@ -89,7 +89,12 @@ def in_every_run(case: Case) -> bool:
     """Of a recomputed layer, bfloat16 and YaRN every grid meets one layout in turn; families that differ in their
     rotation alone meet one grid (all are on one rank in test_families.py). ``make soak`` has all."""
     if case.model in ALIKE:  # a part of each head rotates, or no head of some layers
-        return case in (Case("cp2", True, "glm4_moe"), Case("cp2", True, "smollm3"))
+        return case in (
+            Case("cp2", True, "glm4_moe"),
+            Case("cp2", True, "smollm3"),
+            Case("cp2", True, "qwen2_windows"),
+            Case("tp2cp2-sp", False, "qwen2_windows"),
+        )
     if case.model in ("llama3", "linear", "qwen2", "deepseek_v3"):
         return case.grid == "cp2"
     if case.model == "qwen3_moe" or (case.model, case.recompute, case.dtype) == ("qwen3", "none", "float32"):
@@ -363,9 +368,13 @@ def test_packed_sequences_do_not_see_each_other(folder: Path) -> None:
     assert run_grid(1, neighbours, str(folder / "qwen3")) == [[True] * 4]
 
 
-def attention_alone(rank: int) -> list[float]:
+def attention_alone(rank: int, has_more: bool) -> list[float]:
     """Largest differences of the attention under cp=2 from scores with a mask: outputs, and gradients of query, key,
-    value."""
+    value and sinks.
+
+    Args:
+        has_more: The attention has a window and sinks.
+    """
     import torch.distributed as dist
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer import TransformerConfig
@@ -376,8 +385,9 @@ def attention_alone(rank: int) -> list[float]:
 
     groups.initialize(ParallelConfig(cp=2), seed=1)
     config = TransformerConfig(
-        num_layers=1, hidden_size=48, num_attention_heads=6, attention_dropout=0.0, context_parallel_size=2
-    )
+        num_layers=1, hidden_size=48, num_attention_heads=6, attention_dropout=0.0, context_parallel_size=2,
+        use_cpu_initialization=True, **({"window_size": (4, 0), "softmax_type": "learnable"} if has_more else {}),
+    )  # fmt: skip
     lengths = [8, 4, 20, 12, 4]
     total = sum(lengths)
     g = torch.Generator().manual_seed(3)
@@ -386,26 +396,38 @@ def attention_alone(rank: int) -> list[float]:
     weight = torch.randn(total, 6 * 5, generator=g)
 
     segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    allowed = (segment[:, None] == segment) & (torch.arange(total)[:, None] >= torch.arange(total))
+    behind = torch.arange(total)[:, None] - torch.arange(total)
+    allowed = (segment[:, None] == segment) & (behind >= 0) & (behind < (5 if has_more else total))
     query, key, value = whole
+    sinks = torch.randn(6, generator=g, requires_grad=True)
     scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(2, 1)) * 0.3
-    probabilities = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(~allowed, float("-inf"))
+    if has_more:
+        scores = torch.cat([scores, sinks[:, None, None].expand(6, total, 1)], -1)
+    probabilities = scores.softmax(-1)[..., :total]
     expected = torch.einsum("hqk,khd->qhd", probabilities, value.repeat_interleave(2, 1)).flatten(1)
     (expected * weight).sum().backward()
 
     mine = torch.tensor([sum(lengths[:i]) + p for i, n in enumerate(lengths) for p in zigzag(n, 2, rank)])
     shares = [x.detach()[mine].requires_grad_() for x in whole]
     core = CoreAttention(config, 1, AttnMaskType.causal, "self", softmax_scale=0.3)
+    if has_more:
+        core.softmax_offset.data.copy_(sinks.detach())
     cu = torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)], dtype=torch.int32)
     out = core(*shares, None, packed_seq_params=PackedSeqParams("thd", cu, cu, max_seqlen_q=20, max_seqlen_kv=20))
     (out * weight[mine]).sum().backward()
-    dist.barrier()
     pairs = [(out, expected), *((a.grad, b.grad) for a, b in zip(shares, whole, strict=True))]
-    return [float((found - want[mine]).abs().max()) for found, want in pairs]
+    differences = [float((found - want[mine]).abs().max()) for found, want in pairs]
+    if has_more:
+        dist.all_reduce(core.softmax_offset.grad)  # each rank has that of its heads
+        differences.append(float((core.softmax_offset.grad - sinks.grad).abs().max()))
+    dist.barrier()
+    return differences
 
 
-def test_the_attention_alone_under_context_parallelism() -> None:
-    for differences in run_grid(2, attention_alone):
+@pytest.mark.parametrize("has_more", [False, True], ids=["causal", "window-sinks"])
+def test_the_attention_alone_under_context_parallelism(has_more: bool) -> None:
+    for differences in run_grid(2, attention_alone, has_more):
         assert max(differences) < 1e-5, f"outputs and gradients of query, key, value are off by {differences}"
 
 

@@ -19,6 +19,7 @@ from megarl.core.errors import ArchitectureError
 from megarl.weights.architectures import ARCHITECTURES, architecture
 from megarl.weights.architectures.complete import complete
 from megarl.weights.architectures.megatron_config import gpt_kwargs, transformer_kwargs
+from megarl.weights.architectures.rope import Rope, ropes
 from megarl.weights.architectures.table import Op, Stage
 from megarl.weights.checkpoint.formats.hf_source import read_config_json, read_hf_config
 from tests.parallel.families import FAMILIES, WITH_CLASS
@@ -107,7 +108,7 @@ def told(family: str, **changes: Any) -> dict[str, Any]:
         ("smollm3", {"no_rope_freq": [0, 1, 0, 1]}),
         ("qwen2_moe", {"moe_shared_expert_gate": True, "moe_shared_expert_intermediate_size": 56}),
         ("deepseek_v2", {"moe_router_topk_scaling_factor": 1.5, "moe_router_pre_softmax": True}),
-        ("llama3", {"rope_scaling": True, "rope_scaling_factor": 8.0, "rotary_base": 5e5, "add_qkv_bias": False}),
+        ("llama3", {"rotary_base": 5e5, "add_qkv_bias": False}),
     ],
 )
 def test_what_megatron_is_told_of_a_family(family: str, expected: dict[str, Any]) -> None:
@@ -243,8 +244,16 @@ def test_a_configuration_that_transformers_refuses(tmp_path: Path, caplog: pytes
 
 
 def test_linear_rope_scaling() -> None:
-    found = told("llama2", rope_parameters=ABSENT, rope_scaling={"type": "linear", "factor": 4})
-    assert found["seq_len_interpolation_factor"] == 4.0
+    settings = complete(family_config("llama2", rope_parameters=ABSENT, rope_scaling={"type": "linear", "factor": 4}))
+    assert ropes(architecture(settings), settings) == (Rope("linear", 1e4, 4.0),) * 4
+
+
+def test_windows_and_ropes_of_each_layer() -> None:
+    assert told("mistral")["window_size"] == (8, 0)  # Megatron counts the tokens before
+    assert told("qwen2_windows")["window_attn_skip_freq"] == [0, 0, 1, 1]
+    assert "window_size" not in told("qwen2", sliding_window=8, use_sliding_window=False)
+    settings = complete(family_config("smollm3"))
+    assert [rope is None for rope in ropes(architecture(settings), settings)] == [False, True, False, True]
 
 
 def test_head_dim_is_optional() -> None:
@@ -259,7 +268,7 @@ def test_head_dim_is_optional() -> None:
         ({"model_type": None}, r"model_type=None has no table"),
         ({"attention_bias": True}, r"qwen3 with attention_bias=True is not supported, only False"),
         ({"hidden_act": "gelu"}, r"qwen3 with hidden_act='gelu' is not supported, only 'silu'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, r"rope_type='yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4}}, r"rope_type='longrope' is not supported"),
         ({"rope_scaling": {"rope_type": "linear"}}, r"rope_type='linear' without a factor"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5 is not supported, only 1\.0"),
         ({"max_position_embeddings": None}, r"max_position_embeddings=None; it must be a positive integer"),
@@ -279,19 +288,22 @@ YARN = FAMILIES["deepseek_v3_yarn"][1]["rope_parameters"]
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("llama3", {"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}}, r"low_freq_factor=2\.0 .* with 1\.0 only"),
         (
             "llama3",
-            {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 4096}},
-            r"=4096 .* with 8192 only",
+            {"rope_parameters": {**LLAMA3, "low_freq_factor": 0}},
+            r"low_freq_factor=0; it must be a positive number",
+        ),
+        (
+            "solar_open",
+            {"rope_parameters": {**FAMILIES["solar_open"][1]["rope_parameters"], "partial_rotary_factor": 0.5}},
+            r"yarn and partial_rotary_factor=0\.5 is not supported",
         ),
         (
             "llama2",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
             r"rope_type='dynamic' is not supported",
         ),
-        ("mistral", {"sliding_window": 4096}, r"sliding_window=4096 is not supported; .* set\s+sliding_window to null"),
-        ("mistral", {"sliding_window": ABSENT}, r"sliding_window=4096"),
+        ("mistral", {"sliding_window": 0}, r"sliding_window=0; it must be a positive integer"),
         ("mixtral", {"num_experts_per_tok": 1}, r"num_experts_per_tok=1 and normalised .* the router gets no gradient"),
         (
             "glm4_moe_lite",

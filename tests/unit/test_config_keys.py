@@ -13,6 +13,7 @@ from megarl.core.errors import ArchitectureError
 from megarl.weights.architectures import ARCHITECTURES
 from megarl.weights.architectures.complete import complete
 from megarl.weights.architectures.megatron_config import check, gpt_kwargs, multipliers, transformer_kwargs
+from megarl.weights.architectures.rope import ropes
 from tests.parallel.families import FAMILIES, WITH_CLASS
 
 TOKENS = torch.randint(6, 200, (1, 40), generator=torch.Generator().manual_seed(1))
@@ -112,7 +113,8 @@ def arguments(config: dict[str, Any]) -> Any:
     arch = ARCHITECTURES[config["model_type"]]
     whole = complete(config)
     check(arch, whole)
-    return arch.sizes(whole), transformer_kwargs(arch, whole), gpt_kwargs(arch, whole), multipliers(arch, whole)
+    parts = (gpt_kwargs, transformer_kwargs, ropes, multipliers)
+    return arch.sizes(whole), *(part(arch, whole) for part in parts)
 
 
 FIRST_OF_TYPE = {values[0]: name for name, values in reversed(FAMILIES.items())}.values()

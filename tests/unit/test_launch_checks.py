@@ -391,7 +391,7 @@ def with_model(prepared: Path, path: Path, **changes: Any) -> list[str]:
         ({"model_type": None}, ["model_type=None"]),
         ({"num_key_value_heads": 3}, ["num_key_value_heads=3", "num_attention_heads=4"]),
         ({"hidden_act": "gelu"}, ["hidden_act='gelu'", "'silu'"]),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, ["rope_type='yarn'"]),
+        ({"rope_parameters": {"rope_type": "ntk", "factor": 2, "rope_theta": 1e4}}, ["rope_type='ntk'", "yarn"]),
     ],
 )
 def test_model_without_a_table(prepared: Path, tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:

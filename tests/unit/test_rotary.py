@@ -9,7 +9,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from megarl.learn.models.rotary import rotate_packed
+from megarl.learn.models.rotary import frequencies, rotate_packed
+from megarl.weights.architectures import architecture
+from megarl.weights.architectures.complete import complete
+from megarl.weights.architectures.rope import ropes
 
 LENGTHS = [(4,), (4, 8, 4), (16, 4, 4, 12, 8)]
 """Multiples of 2 * cp, up to cp = 2."""
@@ -74,3 +77,34 @@ def test_tables_follow_freqs_and_scale(megatron):
             ours = rotate_packed(t, cu_seqlens, freqs, mscale=mscale, cp_group=Group(0, 1))
             theirs = megatron._apply_rotary_pos_emb_thd(t, cu_seqlens, freqs, mscale=mscale, cp_group=Group(0, 1))
             assert torch.equal(ours, theirs)
+
+
+_YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 1e6},
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
+        {
+            **{"rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "original_max_position_embeddings": 4096},
+            **{"low_freq_factor": 2.0, "high_freq_factor": 6.0},
+        },
+        _YARN,
+        {**_YARN, "factor": 1.0},
+        {**_YARN, "attention_factor": 1.5, "beta_fast": 16.0, "beta_slow": 2.0},
+        {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.2, "truncate": False},
+        {**_YARN, "mscale": 0.7},
+    ],
+)
+def test_frequencies_are_those_of_transformers(rope: dict) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = LlamaConfig(hidden_size=512, num_attention_heads=4, rope_parameters=rope, max_position_embeddings=16384)
+    expected = LlamaRotaryEmbedding(config)
+    settings = complete(config.to_dict())
+    found = ropes(architecture(settings), settings)[0]
+    assert torch.equal(frequencies(found, 128), expected.inv_freq)
+    assert found.attention_factor == expected.attention_scaling

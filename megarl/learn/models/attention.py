@@ -1,7 +1,7 @@
 """The attention between queries, keys and values of Megatron's local spec, by ``scaled_dot_product_attention``.
 
 Megatron's own ``DotProductAttention`` materialises the scores, knows no packed sequences and refuses context
-parallelism. This one is causal self-attention without dropout and never makes a mask.
+parallelism. This one is causal self-attention without dropout, with Megatron's windows and learned sinks.
 
 Shape legend: s rows of this rank (a share of the sequence under context parallelism), b sequences, t tokens of packed
 sequences on this rank, h query heads and g key/value heads of this rank, d width of a head.
@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
 from megarl.learn.models.attention_layout import PackedLayout, packed_layout
+from megarl.learn.models.causal import attend
 
 
 class CoreAttention(MegatronModule):  # type: ignore[misc]
@@ -48,14 +50,22 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         super().__init__(config=config)
         assert attention_type == "self" and attn_mask_type == AttnMaskType.causal, "only causal self-attention"
         assert not (config.attention_dropout if attention_dropout is None else attention_dropout), "no dropout"
-        assert (
-            not config.apply_query_key_layer_scaling and config.softmax_type == "vanilla" and config.window_size is None
-        )
+        assert not config.apply_query_key_layer_scaling and config.softmax_type in ("vanilla", "learnable")
         if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
-        self.cp_group = pg_collection.cp
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         self.softmax_scale = softmax_scale
         """None is 1 / sqrt(d)."""
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window: int | None = config.window_size[0] + 1 if has_window else None
+        """Tokens that one attends to, itself among them."""
+        self.softmax_offset: torch.nn.Parameter | None = None
+        """[h], the sinks, under Megatron's name."""
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // self.tp_group.size()
+            device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=device))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(
         self,
@@ -69,7 +79,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """Every token attends to itself and the tokens before it in its sequence.
+        """Every token attends to itself and the tokens before it in its sequence, or in its window.
 
         Args:
             query, key, value: [s, b, h or g, d], or packed [t, h or g, d]; ``value`` may be narrower than the others.
@@ -112,7 +122,8 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
             f"cu_seqlens ends at {len(layout.buckets.place)}, but there are {len(query)} tokens"
         )
         half, same_width = query.dtype in (torch.bfloat16, torch.float16), query.shape[-1] == value.shape[-1]
-        if query.is_cuda and half and same_width and not layout.buckets.are_long_and_full:
+        is_slower = layout.buckets.are_long_and_full and self.window is None
+        if query.is_cuda and half and same_width and self.softmax_offset is None and not is_slower:
             out = self._varlen(query, key, value, params, layout)
         else:
             out = self._bucketed(query, key, value, layout)
@@ -145,20 +156,29 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
             query, key, value = (x.index_select(0, layout.order) for x in (query, key, value))
         out = varlen_attn(
             query, key, value, cu, cu, longest, longest,
-            scale=self.softmax_scale, window_size=(-1, 0), **more,
+            scale=self.softmax_scale, window_size=(-1 if self.window is None else self.window - 1, 0), **more,
         )  # fmt: skip
         assert isinstance(out, torch.Tensor)
         return out if layout.order is None else torch.zeros_like(out).index_copy(0, layout.order, out)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """[n, h, w, d], [n, g, w, d], [n, g, w, d'] -> [n, h, w, d']."""
-        width = value.shape[-1]
-        if width < query.shape[-1]:  # else torch falls back to the way that materialises the scores
-            value = F.pad(value, (0, query.shape[-1] - width))
-        out = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=query.shape[1] != key.shape[1]
+        sinks, cp = self.softmax_offset, self.cp_group.size()
+        if sinks is not None and cp > 1:  # of the heads that ``_to_heads`` gave this rank
+            sinks = sinks.chunk(cp)[self.cp_group.rank()]
+        return attend(query, key, value, scale=self.softmax_scale, window=self.window, sinks=sinks)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """The sinks for Megatron's checkpoints, cut with the heads."""
+        state = make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
         )
-        return out[..., :width]
+        return dict(state)
 
 
 @cache

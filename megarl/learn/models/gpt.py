@@ -13,6 +13,7 @@ from megarl.learn.models.recompute import recompute_settings
 from megarl.learn.models.specs import block_spec, check_implementation
 from megarl.weights.architectures import Head, architecture
 from megarl.weights.architectures.megatron_config import gpt_kwargs, has_router_bias, multipliers, transformer_kwargs
+from megarl.weights.architectures.rope import ropes
 from megarl.weights.megatron_private import keep_float32_bias
 from megarl.weights.reshard.layouts import padded_vocab_size
 
@@ -44,6 +45,7 @@ def build_chunks(
     check_implementation(model, parallel)
     arch = architecture(hf_config)
     gpt = gpt_kwargs(architecture(hf_config, head), hf_config)
+    layer_ropes = ropes(arch, hf_config)
     numbers = multipliers(arch, hf_config)
     gpt["vocab_size"] = padded_vocab_size(gpt["vocab_size"], parallel.tp)
     config = transformer_config(hf_config, model, parallel)
@@ -69,8 +71,8 @@ def build_chunks(
         scaling.install(stage, numbers, logits=head == "lm")
         (value_head if head == "score" else lm_head).install(stage)
         router.install(stage)
+        rotary.install(stage, layer_ropes)
         vision.install(stage, hf_config, gpt.get("rotary_base", 0.0), trained=model.train_vision_tower)
-        rotary.install()
         if parallel.backend == "nccl":
             stage = stage.cuda()
         if config.bf16:

@@ -1,18 +1,23 @@
-"""Rotary position embedding of packed sequences, with tables that all layers of a micro-batch share.
+"""Rotary position embedding: the frequencies of each layer, and packed sequences with tables that layers share.
 
-Megatron-Core cuts the table in each layer, for queries and for keys, sequence by sequence, and takes its
-sines again. Its lengths come from the device each time. Here that is done once for each forward pass.
+Megatron-Core has one rotary embedding for all layers. Of packed sequences it cuts the table in each layer, for
+queries and for keys, sequence by sequence, and takes its sines again. Its lengths come from the device each time.
+Here that is done once for each forward pass.
 
 Shape legend: t tokens of packed sequences on this rank, h heads of this rank, d width of a head, r width that rotates.
 """
 
 from __future__ import annotations
 
+import copy
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from megarl.learn.models.attention_layout import lengths_of
+from megarl.weights.architectures.rope import Rope
 
 
 def by_token(cu_seqlens: torch.Tensor) -> torch.Tensor:
@@ -21,11 +26,69 @@ def by_token(cu_seqlens: torch.Tensor) -> torch.Tensor:
     return cu_seqlens
 
 
-def install() -> None:
-    """Put ``rotate_packed`` in the place of Megatron's function. Safe to call twice."""
+def install(stage: Any, ropes: Sequence[Rope | None]) -> None:
+    """Give each layer of a GPTModel its rotary embedding, and all of them ``rotate_packed``. Safe to call again.
+
+    Args:
+        ropes: Of each layer of the whole model; () leaves Megatron's own.
+    """
     from megatron.core.models.common.embeddings import rope_utils
 
     rope_utils._apply_rotary_pos_emb_thd = rotate_packed
+    main = next((rope for rope in ropes if rope is not None), None)
+    if main is None:
+        return
+    embeddings = {main: stage.rotary_pos_emb}
+    embeddings |= {rope: copy.copy(stage.rotary_pos_emb) for rope in ropes if rope not in (None, main)}
+    for rope, embedding in embeddings.items():
+        embedding.inv_freq = frequencies(rope, 2 * len(embedding.inv_freq)).to(embedding.inv_freq.device)
+    for layer in stage.decoder.layers:
+        if (rope := ropes[layer.layer_number - 1]) is None:
+            continue
+        if rope != main:
+            layer.self_attention.register_forward_pre_hook(_Replaced(embeddings[rope]), with_kwargs=True)
+        if rope.attention_factor != 1.0:  # of queries and of keys, so its square of their product
+            core = layer.self_attention.core_attention
+            scale = layer.config.kv_channels**-0.5 if core.softmax_scale is None else core.softmax_scale
+            core.softmax_scale = scale * rope.attention_factor**2
+
+
+class _Replaced:
+    """Hook that gives a layer the angles of its own embedding in the place of the model's."""
+
+    def __init__(self, embedding: Any) -> None:
+        self.embedding = embedding
+
+    def __call__(self, attention: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        is_packed = named.get("packed_seq_params") is not None
+        length = len(named["rotary_pos_emb"]) * (1 if is_packed else self.embedding.cp_group.size())
+        return arguments, named | {"rotary_pos_emb": self.embedding(length, packed_seq=is_packed)}
+
+
+def frequencies(rope: Rope, width: int) -> torch.Tensor:
+    """float32 [width / 2]: radians per token, with the bits of transformers.
+
+    Sources: linear is of kaiokendev, YaRN 2309.00071; llama3 is Llama 3.1's.
+    """
+    powers = rope.base ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+    plain = 1.0 / powers
+    if rope.kind in ("default", "linear"):
+        return plain / rope.factor
+    if rope.kind == "yarn":
+        bounds = [
+            width * math.log(rope.original / (turns * 2 * math.pi)) / (2 * math.log(rope.base))
+            for turns in (rope.fast, rope.slow)
+        ]
+        low, high = (math.floor(bounds[0]), math.ceil(bounds[1])) if rope.truncate else bounds
+        low, high = max(low, 0), min(high, width - 1)
+        ramp = (torch.arange(width // 2, dtype=torch.float32) - low) / (high - low if high != low else 0.001)
+        kept = 1 - ramp.clamp(0, 1)
+        return 1.0 / (rope.factor * powers) * (1 - kept) + plain * kept
+    length = 2 * math.pi / plain
+    found = torch.where(length > rope.original / rope.slow, plain / rope.factor, plain)
+    share = (rope.original / length - rope.slow) / (rope.fast - rope.slow)
+    between = ~(length < rope.original / rope.fast) * ~(length > rope.original / rope.slow)
+    return torch.where(between, (1 - share) * found / rope.factor + share * found, found)
 
 
 def rotate_packed(
@@ -73,17 +136,19 @@ def _rotated_half(t: torch.Tensor, interleaved: bool) -> torch.Tensor:
 def _tables(
     cu_seqlens: torch.Tensor, freqs: torch.Tensor, mscale: float, dtype: torch.dtype, cp_group: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of this rank's tokens, [t, 1, r] each; those of the last call where the same are asked for."""
+    """Cosines and sines of this rank's tokens, [t, 1, r] each, made once for each table of angles."""
     key = (freqs.data_ptr(), freqs.shape, mscale, dtype)
-    kept = getattr(cu_seqlens, "_megarl_rotary", None)
-    if kept is None or kept[0] != key:
+    kept: dict[Any, Any] | None = getattr(cu_seqlens, "_megarl_rotary", None)
+    if kept is None:
+        kept = cu_seqlens._megarl_rotary = {}  # type: ignore[attr-defined]
+    if key not in kept:
         if not getattr(cu_seqlens, "_megarl_by_token", False):
             packed = freqs[_positions(cu_seqlens, cp_group.rank(), cp_group.size())].squeeze(1)
         else:
             packed = freqs.squeeze(1)
         tables = tuple((table * mscale).to(dtype) for table in (packed.cos(), packed.sin()))
-        kept = cu_seqlens._megarl_rotary = key, tables, freqs  # type: ignore[attr-defined]  # freqs: its address stays
-    cos, sin = kept[1]
+        kept[key] = tables, freqs  # freqs: its address stays
+    cos, sin = kept[key][0]
     return cos, sin
 
 

@@ -11,6 +11,9 @@ from megarl.core.errors import ConfigError
 from megarl.learn.models import norms
 from megarl.learn.models.norms import RMSNorm
 from megarl.weights import megatron_private
+from megarl.weights.architectures import architecture
+from megarl.weights.architectures.megatron_config import transformer_kwargs
+from megarl.weights.architectures.rope import ropes
 from megarl.weights.architectures.table import USUAL_NORMS, Architecture, NormRules
 
 LATENT_NORM_EPS = 1e-6
@@ -122,6 +125,25 @@ def check_norms(model: ModelConfig, arch: Architecture, kwargs: Mapping[str, Any
             f"model.transformer_impl=transformer_engine with rms_norm_eps={eps!r} and latent "
             f"attention: its latent norms have {LATENT_NORM_EPS}, and TransformerEngine's layers have one epsilon; set "
             "model.transformer_impl to local"
+        )
+
+
+def check_attention(model: ModelConfig, hf_config: Mapping[str, Any]) -> None:
+    """Raise ConfigError where TransformerEngine's attention does not compute what megarl's own does: windows, sinks and
+    the scale of YaRN."""
+    if model.transformer_impl != "transformer_engine":
+        return
+    arch = architecture(hf_config)
+    kwargs = transformer_kwargs(arch, hf_config)
+    found = {
+        f"a window of attention of {hf_config.get('sliding_window')} tokens": "window_size" in kwargs,
+        "sinks in its attention": "softmax_type" in kwargs,
+        "YaRN": any(rope.attention_factor != 1.0 for rope in ropes(arch, hf_config) if rope is not None),
+    }
+    for part in (part for part, is_there in found.items() if is_there):
+        raise ConfigError(
+            f"model.transformer_impl=transformer_engine, but the {arch.name} model has {part}, which only megarl's own "
+            "attention computes; set model.transformer_impl to local"
         )
 
 

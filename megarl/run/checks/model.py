@@ -12,7 +12,7 @@ import torch
 from megarl.core.config import Config
 from megarl.core.config.lengths import context_tokens, prompt_tokens
 from megarl.core.errors import ConfigError
-from megarl.learn.models.specs import check_norms
+from megarl.learn.models.specs import check_attention, check_norms
 from megarl.learn.parallel.grid import check_parallel, megatron_grid
 from megarl.ops import rows_in_budget
 from megarl.run.checks.dispatcher import check_experts_settings
@@ -46,6 +46,7 @@ def check_model(config: Config, hf_config: Mapping[str, Any], *, engines: bool, 
     check_fusions(config, hf_config)
     arch = architecture(hf_config)
     check_norms(config.model, arch, transformer_kwargs(arch, hf_config))
+    check_attention(config.model, hf_config)
     check_experts_settings(config.model, config.parallel, hf_config)
     columns = padded_vocab_size(int(hf_config["vocab_size"]), config.parallel.tp) // config.parallel.tp
     try:

@@ -16,7 +16,7 @@ from megarl.explore.store import sqlite_file
 from megarl.explore.store.database import is_pending
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.algorithms.terms import kl
-from megarl.learn.models.specs import check_norms
+from megarl.learn.models.specs import check_attention, check_norms
 from megarl.learn.parallel.grid import check_parallel, check_roles, megatron_grid, role_grids, roles_of
 from megarl.run.checks.dispatcher import check_dispatcher
 from megarl.weights.architectures import Head, architecture
@@ -123,6 +123,7 @@ def check_role_models(config: Config, algorithm: Algorithm, hf_config: Mapping[s
         found = hf_config if path is None else role_config(role, Path(path))
         check_parallel(grid, architecture(found).sizes(found), setting)
         check_norms(config.model, architecture(found), transformer_kwargs(architecture(found), found))
+        check_attention(config.model, found)
         if role in roles:
             model = replace(config.model, dtype=getattr(config, role).dtype or config.model.dtype)
             check_dispatcher(model, grid, found, role)

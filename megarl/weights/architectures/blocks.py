@@ -66,6 +66,10 @@ WHOLE_QK_NORM = (
 )
 """Norms over all heads together; each rank has the whole weight."""
 QKV_BIAS = (Param("self_attention.linear_qkv.bias", Op.QKV, _QKV_BIAS),)
+SINKS = (
+    Param("self_attention.core_attention.softmax_offset", Op.SAME, (Logical("self_attn.sinks", "heads", COLUMN),)),
+)
+"""Scores that take a share of each head's softmax and have no value."""
 JOINED_QKV = JoinedTensor("self_attn.qkv_proj.weight", tuple(part.name for part in _QKV))
 """Files that have queries, keys and values in one tensor."""
 VLLM_ATTENTION = (Fused("self_attn.qkv_proj.weight", Op.QKV, _QKV),)

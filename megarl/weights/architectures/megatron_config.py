@@ -10,26 +10,27 @@ Sources: transformers 5.19 ``modeling_rope_utils.py`` and ``models/*/modeling_*.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megarl.core.errors import ArchitectureError
+from megarl.weights.architectures.rope import max_positions, rope_settings, ropes
 from megarl.weights.architectures.table import (
     Architecture,
     HFConfig,
     ModelSizes,
-    by_layer,
     count,
     flag,
     integer,
+    layer_kinds,
     needed,
     positive,
+    rotates,
 )
 
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Constants of Megatron's ``RotaryEmbedding._apply_scaling``; only ``factor`` is an argument."""
-
 _Q_NORM = "self_attention.q_layernorm.weight"
+SINKS = "self_attention.core_attention.softmax_offset"
+"""Row of a score that each head's softmax has besides those of the keys."""
 
 
 def check(arch: Architecture, hf_config: HFConfig) -> None:
@@ -37,6 +38,7 @@ def check(arch: Architecture, hf_config: HFConfig) -> None:
     arch.check_fixed(hf_config)
     transformer_kwargs(arch, hf_config)
     gpt_kwargs(arch, hf_config)
+    ropes(arch, hf_config)
     multipliers(arch, hf_config)
 
 
@@ -67,9 +69,12 @@ def transformer_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any
     }
     if arch.multipliers.attention:
         values["softmax_scale"] = _number(arch.name, hf_config, arch.multipliers.attention)
-    if arch.layers.rope:
-        rotates = by_layer(arch.name, hf_config, arch.layers.rope, sizes.num_layers, (0, 1))
-        values |= {"no_rope_freq": [1 - layer for layer in rotates]} if 0 in rotates else {}
+    turning = rotates(arch, hf_config, sizes.num_layers)
+    if not all(turning):
+        values["no_rope_freq"] = [int(not turns) for turns in turning]
+    values |= _windows(arch, hf_config, sizes.num_layers)
+    if SINKS in megatron_names:
+        values["softmax_type"] = "learnable"
     if sizes.vision_depth:
         values |= _vision(arch.name, sizes, hf_config)
     if sizes.kv_lora:
@@ -81,38 +86,20 @@ def transformer_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any
 
 def gpt_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any]:
     """Keyword arguments of GPTModel. ``vocab_size`` is the real one: ``reshard.layouts.padded_vocab_size`` pads it.
-
-    Raises ArchitectureError for a rope scaling that Megatron cannot express.
+    The frequencies that positions have are those of ``rope.ropes``.
     """
     sizes = arch.sizes(hf_config)
     values: dict[str, Any] = {
         "vocab_size": sizes.vocab,
-        "max_sequence_length": _max_positions(arch.name, hf_config),
+        "max_sequence_length": max_positions(arch.name, hf_config),
         "share_embeddings_and_output_weights": sizes.tied,
     }
     if sizes.kv_lora:  # its rope is part of transformer_kwargs
         return values
-    rope = _rope(arch.name, hf_config, partial=arch.layers.partial_rotary)
-    kind = rope["rope_type"]
+    rope = rope_settings(arch.name, hf_config, partial=arch.layers.partial_rotary, kind="full_attention")
     values["rotary_base"] = rope["rope_theta"]
     if rope["partial_rotary_factor"] != 1.0:
         values["rotary_percent"] = rope["partial_rotary_factor"]
-    if kind == "llama3":
-        for key, only in LLAMA3.items():
-            if rope.get(key) != only:
-                raise ArchitectureError(
-                    f"{arch.name} with rope_type='llama3' and {key}={rope.get(key)!r} is not supported: Megatron-Core "
-                    f"computes it with {only!r} only; use a checkpoint with {key}={only!r}"
-                )
-        values |= {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
-    elif kind == "linear":
-        values["seq_len_interpolation_factor"] = rope["factor"]
-    elif kind != "default":
-        raise ArchitectureError(
-            f"{arch.name} with rope_type={kind!r} is not supported, only 'default', 'linear' and 'llama3'; use a "
-            "checkpoint with one of these, or remove the scaling from config.json where no sequence is longer than the "
-            "model was trained on"
-        )
     return values
 
 
@@ -136,13 +123,13 @@ def _number(name: str, hf_config: HFConfig, key: str) -> float:
 
 def _vision(name: str, sizes: ModelSizes, hf_config: HFConfig) -> dict[str, Any]:
     """Sections of a head that rotate by a token's time, row and column (M-RoPE, arXiv:2409.12191)."""
-    sections = _rope(name, hf_config).get("mrope_section")
+    sections = rope_settings(name, hf_config).get("mrope_section")
     if not isinstance(sections, (list, tuple)) or not _halve(sections, sizes.head):
         raise ArchitectureError(
             f"{name} with mrope_section={sections!r} is not supported: three sections with half of a head's "
             f"{sizes.head} dimensions are; use the checkpoint's own config.json"
         )
-    if (kind := _rope(name, hf_config)["rope_type"]) != "default":
+    if (kind := rope_settings(name, hf_config)["rope_type"]) != "default":
         raise ArchitectureError(
             f"{name} with rope_type={kind!r} is not supported, only 'default': Megatron-Core does not scale positions "
             "of images; use a checkpoint without the scaling, or remove it from config.json where no sequence is "
@@ -163,63 +150,17 @@ def _halve(sections: Sequence[Any], head: int) -> bool:
     return len(sections) == 3 and all(isinstance(n, int) and n >= 0 for n in sections) and 2 * sum(sections) == head
 
 
-def _rope(name: str, hf_config: HFConfig, *, partial: bool = False) -> dict[str, Any]:
-    """The rope settings as transformers reads them: ``rope_parameters``, or the older ``rope_scaling`` and
-    ``rope_theta``.
-
-    Args:
-        partial: Heads may rotate in part.
-    """
-    key = "rope_scaling" if hf_config.get("rope_scaling") else "rope_parameters"
-    given = hf_config.get(key) or {}
-    if not isinstance(given, Mapping):
-        raise ArchitectureError(f"config.json of a {name} model has {key}={given!r}; it must be an object")
-    theta = given.get("rope_theta", hf_config.get("rope_theta"))
-    if theta is None:
-        raise ArchitectureError(f"the configuration of a {name} model has no rope_theta; add it to config.json")
-    rope = {
-        "original_max_position_embeddings": _max_positions(name, hf_config),
-        **given,
-        "rope_type": given.get("rope_type", given.get("type", "default")),
-        "rope_theta": positive(name, "rope_theta", theta),
-    }
-    if hf_config.get("original_max_position_embeddings") is not None:
-        rope["original_max_position_embeddings"] = hf_config["original_max_position_embeddings"]
-    if rope["rope_type"] != "default":
-        if rope.get("factor") is None:
-            raise ArchitectureError(
-                f"config.json of a {name} model has rope_type={rope['rope_type']!r} without a factor; add the factor "
-                "it was made with"
-            )
-        rope["factor"] = positive(name, "factor of the rope scaling", rope["factor"])
-    factor = given.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
-    share = 1.0 if factor is None else positive(name, "partial_rotary_factor", factor)
-    if share > 1.0 or (share < 1.0 and not partial):
-        raise ArchitectureError(
-            f"{name} with partial_rotary_factor={factor!r} is not supported, only {'up to ' * partial}1.0; use a "
-            "checkpoint that rotates whole heads"
-        )
-    return rope | {"partial_rotary_factor": share}
-
-
-def _max_positions(name: str, hf_config: HFConfig) -> int:
-    return integer(name, "max_position_embeddings", hf_config.get("max_position_embeddings"))
+def _windows(arch: Architecture, hf_config: HFConfig, num_layers: int) -> dict[str, Any]:
+    """Megatron counts the tokens before one in its window; transformers and vLLM count itself besides."""
+    windowed = [kind == "sliding_attention" for kind in layer_kinds(arch, hf_config, num_layers)]
+    if not any(windowed):
+        return {}
+    window = integer(arch.name, "sliding_window", hf_config.get("sliding_window"))
+    return {"window_size": (window - 1, 0), "window_attn_skip_freq": [int(layer) for layer in windowed]}
 
 
 def _refuse_other_masks(arch: Architecture, hf_config: HFConfig) -> None:
-    """Refuse attention that is not causal over the whole sequence.
-
-    Qwen keeps a window in config.json that it does not use; other families do not know ``use_sliding_window``.
-    """
-    window = hf_config.get("sliding_window")
-    is_used = hf_config.get("use_sliding_window", True) or "use_sliding_window" not in arch.fixed
-    if arch.layers.windows:
-        is_used = set(hf_config.get("layer_types") or ("",)) != {"full_attention"}
-    if window is not None and is_used:
-        raise ArchitectureError(
-            f"{arch.name} with sliding_window={window!r} is not supported; use a checkpoint with full attention, or "
-            f"set sliding_window to null in config.json when no sequence is longer than {window}"
-        )
+    """Refuse attention that is not causal."""
     if not hf_config.get("is_causal", True):
         raise ArchitectureError(
             f"{arch.name} with is_causal={hf_config['is_causal']!r} is not supported: tokens see those before them "
@@ -251,7 +192,7 @@ def _latent_attention(arch: Architecture, sizes: ModelSizes, hf_config: HFConfig
 def _latent_rope(name: str, hf_config: HFConfig) -> dict[str, Any]:
     """Megatron scales the softmax by (0.1 * mscale_all_dim * ln(factor) + 1)**2 even without yarn: factor 1 turns that
     off."""
-    rope = _rope(name, hf_config)
+    rope = rope_settings(name, hf_config)
     kind, base = rope["rope_type"], {"rotary_base": rope["rope_theta"]}
     if kind == "default":
         return {**base, "rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}

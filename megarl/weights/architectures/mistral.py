@@ -1,5 +1,7 @@
-"""Mistral, dense, without sliding window: Llama's layers. Source:
-``transformers/models/mistral/modeling_mistral.py``."""
+"""Mistral, dense: Llama's layers, with a window in the first version.
+
+Source: ``transformers/models/mistral/modeling_mistral.py``.
+"""
 
 from __future__ import annotations
 

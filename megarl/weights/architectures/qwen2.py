@@ -15,12 +15,13 @@ from megarl.weights.architectures.blocks import (
     VLLM_MLP,
     VLLM_QKV_BIAS,
 )
-from megarl.weights.architectures.table import Architecture
+from megarl.weights.architectures.table import Architecture, LayerRules
 
 QWEN2 = Architecture(
     name="qwen2",
     models="Qwen2 and 2.5",
     params=(*EMBEDDING, *ATTENTION, *QKV_BIAS, *MLP, *OUTPUT),
     vllm=(*VLLM_ATTENTION, *VLLM_QKV_BIAS, *VLLM_MLP),
-    fixed={"hidden_act": "silu", "use_sliding_window": False},
+    fixed={"hidden_act": "silu"},
+    layers=LayerRules(windows=True, window_switch=True),
 )

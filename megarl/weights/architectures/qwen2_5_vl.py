@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from megarl.weights.architectures.blocks import linear
 from megarl.weights.architectures.qwen2 import QWEN2
-from megarl.weights.architectures.table import Architecture, Fused, Logical, Op, Param, Stage
+from megarl.weights.architectures.table import Architecture, Fused, LayerRules, Logical, Op, Param, Stage
 
 BLOCK = "visual.blocks.{block}"
 
@@ -42,7 +42,8 @@ QWEN2_5_VL = Architecture(
         Fused(f"{BLOCK}.mlp.gate_up_proj.bias", Op.CONCAT, (_GATE[1], _UP[1])),
     ),
     vllm_text="language_model.",
-    fixed=QWEN2.fixed,
+    fixed={**QWEN2.fixed, "use_sliding_window": False},
+    layers=LayerRules(window_switch=True),
     # transformers has no ...ForSequenceClassification of it; one made of its generic class saves these names.
     base_names=(("model.visual.", "visual."), ("model.language_model.", "model.")),
 )

@@ -46,7 +46,7 @@ QWEN2_MOE = Architecture(
         *vllm_gated(_SHARED, "mlp.shared_expert.gate_up_proj.weight"),
     ),
     fixed={"hidden_act": "silu", "qkv_bias": True},
-    layers=LayerRules(windows=True),
+    layers=LayerRules(windows=True, window_switch=True),
     megatron={"moe_shared_expert_gate": True},
     keys={"shared_ffn": ("shared_expert_intermediate_size",)},
 )

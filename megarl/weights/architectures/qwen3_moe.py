@@ -16,7 +16,7 @@ from megarl.weights.architectures.blocks import (
     VLLM_EXPERTS,
     VLLM_MLP,
 )
-from megarl.weights.architectures.table import Architecture
+from megarl.weights.architectures.table import Architecture, LayerRules
 
 QWEN3_MOE = Architecture(
     name="qwen3_moe",
@@ -25,4 +25,5 @@ QWEN3_MOE = Architecture(
     vllm=(*VLLM_ATTENTION, *VLLM_MLP, *VLLM_EXPERTS),
     vllm_ends_everywhere=True,
     fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+    layers=LayerRules(window_switch=True),
 )

@@ -257,6 +257,10 @@ class LayerRules:
     """Key with a list of ``sparse`` for each layer with experts, and ``dense`` for each other."""
     windows: bool = False
     """``layer_types`` says which layers have the window; elsewhere ``sliding_window`` is one of all layers."""
+    window_switch: bool = False
+    """``use_sliding_window: false`` means no window, whatever ``sliding_window`` is."""
+    rope_in_windows: bool = False
+    """Where ``sliding_window`` is given, layers without the window do not rotate."""
 
 
 @dataclass(frozen=True)
@@ -522,6 +526,27 @@ def by_layer(name: str, hf_config: HFConfig, key: str, num_layers: int, either: 
             f"each of {num_layers} layers"
         )
     return found
+
+
+def layer_kinds(arch: Architecture, hf_config: HFConfig, num_layers: int) -> Sequence[str]:
+    """``sliding_attention`` for each layer with a window, ``full_attention`` for each other."""
+    window, either = hf_config.get("sliding_window"), ("full_attention", "sliding_attention")
+    if arch.layers.window_switch and hf_config.get("use_sliding_window") is False:
+        window = None
+    if not arch.layers.windows:
+        return [either[window is not None]] * num_layers
+    if window is None and hf_config.get("layer_types") is None:
+        return either[:1] * num_layers
+    return [str(kind) for kind in by_layer(arch.name, hf_config, "layer_types", num_layers, either)]
+
+
+def rotates(arch: Architecture, hf_config: HFConfig, num_layers: int) -> Sequence[bool]:
+    """For each layer, whether it rotates queries and keys."""
+    if arch.layers.rope:
+        return [bool(turns) for turns in by_layer(arch.name, hf_config, arch.layers.rope, num_layers, (0, 1))]
+    if arch.layers.rope_in_windows and hf_config.get("sliding_window") is not None:
+        return [kind == "sliding_attention" for kind in layer_kinds(arch, hf_config, num_layers)]
+    return [True] * num_layers
 
 
 def check_counts(name: str, hf_config: HFConfig) -> None:

@@ -1,0 +1,141 @@
+"""Rotary embedding of each layer, as transformers reads it from a config.json.
+
+Source: transformers 5.19 ``modeling_rope_utils.py``. Plain values: ``learn/models/rotary.py`` makes frequencies of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from megarl.core.errors import ArchitectureError
+from megarl.weights.architectures.table import Architecture, HFConfig, integer, layer_kinds, positive, rotates
+
+KINDS = ("default", "linear", "llama3", "yarn")
+
+
+class Rope(NamedTuple):
+    """Frequencies of a layer's rotary embedding. Defaults where a kind has no such number."""
+
+    kind: str
+    """One of ``KINDS``."""
+    base: float
+    factor: float = 1.0
+    """Positions are divided by it, of the slow frequencies alone (llama3, yarn) or of all (linear)."""
+    original: int = 0
+    """Tokens of a text before it was scaled."""
+    fast: float = 0.0
+    """Rotations in ``original`` tokens from which on a frequency stays as it is."""
+    slow: float = 0.0
+    """Rotations up to which a frequency is divided by ``factor``."""
+    truncate: bool = True
+    """YaRN's bounds between frequencies are whole numbers."""
+    attention_factor: float = 1.0
+    """Factor of the rotated queries, and of the keys."""
+
+
+def ropes(arch: Architecture, hf_config: HFConfig) -> tuple[Rope | None, ...]:
+    """The rotary embedding of each layer, None where a layer rotates nothing; () with latent attention, whose rope
+    Megatron's configuration has.
+
+    Raises ArchitectureError for a kind that the trainer does not compute.
+    """
+    sizes = arch.sizes(hf_config)
+    if sizes.kv_lora:
+        return ()
+    partial = arch.layers.partial_rotary
+    kinds = layer_kinds(arch, hf_config, sizes.num_layers)
+    made = {kind: _rope(arch.name, rope_settings(arch.name, hf_config, partial=partial, kind=kind)) for kind in kinds}
+    turning = rotates(arch, hf_config, sizes.num_layers)
+    return tuple(made[kind] if turns else None for kind, turns in zip(kinds, turning, strict=True))
+
+
+def _rope(name: str, given: Mapping[str, Any]) -> Rope:
+    kind = given["rope_type"]
+    if kind not in KINDS:
+        raise ArchitectureError(
+            f"{name} with rope_type={kind!r} is not supported, only {', '.join(KINDS)}; use a checkpoint with one of "
+            "these, or remove the scaling from config.json where no sequence is longer than the model was trained on"
+        )
+    if kind in ("default", "linear"):
+        return Rope(kind, given["rope_theta"], given.get("factor", 1.0) if kind == "linear" else 1.0)
+    key = "original_max_position_embeddings"
+    scaled = Rope(kind, given["rope_theta"], given["factor"], integer(name, key, given[key]))
+    if kind == "llama3":
+        low, high = (positive(name, key, given.get(key)) for key in ("low_freq_factor", "high_freq_factor"))
+        return scaled._replace(fast=high, slow=low)
+    rope = scaled._replace(
+        fast=positive(name, "beta_fast", given.get("beta_fast") or 32),
+        slow=positive(name, "beta_slow", given.get("beta_slow") or 1),
+        truncate=bool(given.get("truncate", True)),
+        attention_factor=_attention_factor(name, given),
+    )
+    if given["partial_rotary_factor"] != 1.0 and rope.attention_factor != 1.0:
+        raise ArchitectureError(
+            f"{name} with yarn and partial_rotary_factor={given['partial_rotary_factor']!r} is not supported: YaRN "
+            "scales what rotates and not the rest; use a checkpoint that rotates whole heads"
+        )
+    return rope
+
+
+def _attention_factor(name: str, given: Mapping[str, Any]) -> float:
+    """YaRN's factor of cosines and sines (2309.00071, section 3.4)."""
+
+    def grown(by: float) -> float:
+        return 0.1 * by * math.log(given["factor"]) + 1.0 if given["factor"] > 1 else 1.0
+
+    if given.get("attention_factor") is not None:
+        return positive(name, "attention_factor", given["attention_factor"])
+    if given.get("mscale") and given.get("mscale_all_dim"):
+        mscale, all_dim = (positive(name, key, given[key]) for key in ("mscale", "mscale_all_dim"))
+        return grown(mscale) / grown(all_dim)
+    return grown(1.0)
+
+
+def rope_settings(name: str, hf_config: HFConfig, *, partial: bool = False, kind: str = "") -> dict[str, Any]:
+    """The rope settings as transformers reads them: ``rope_parameters``, or the older ``rope_scaling`` and
+    ``rope_theta``.
+
+    Args:
+        partial: Heads may rotate in part.
+        kind: Of the layers, where ``rope_parameters`` has one rope for each kind.
+    """
+    key = "rope_scaling" if hf_config.get("rope_scaling") else "rope_parameters"
+    given = hf_config.get(key) or {}
+    is_nested = bool(kind) and isinstance(given, Mapping) and kind in given
+    if is_nested:
+        key, given = f"{key}.{kind}", given[kind]
+    if not isinstance(given, Mapping):
+        raise ArchitectureError(f"config.json of a {name} model has {key}={given!r}; it must be an object")
+    theta = given.get("rope_theta", hf_config.get("rope_theta"))
+    if theta is None:
+        raise ArchitectureError(f"the configuration of a {name} model has no rope_theta; add it to config.json")
+    rope = {
+        "original_max_position_embeddings": max_positions(name, hf_config),
+        **given,
+        "rope_type": given.get("rope_type", given.get("type", "default")),
+        "rope_theta": positive(name, "rope_theta", theta),
+    }
+    if hf_config.get("original_max_position_embeddings") is not None and not is_nested:
+        rope["original_max_position_embeddings"] = hf_config["original_max_position_embeddings"]
+    if rope["rope_type"] in KINDS[1:]:
+        if rope.get("factor") is None:
+            raise ArchitectureError(
+                f"config.json of a {name} model has rope_type={rope['rope_type']!r} without a factor; add the factor "
+                "it was made with"
+            )
+        rope["factor"] = positive(name, "factor of the rope scaling", rope["factor"])
+    factor = given.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
+    share = 1.0 if factor is None else positive(name, "partial_rotary_factor", factor)
+    if share > 1.0 or (share < 1.0 and not partial):
+        raise ArchitectureError(
+            f"{name} with partial_rotary_factor={factor!r} is not supported, only {'up to ' * partial}1.0; use a "
+            "checkpoint that rotates whole heads"
+        )
+    return rope | {"partial_rotary_factor": share}
+
+
+def max_positions(name: str, hf_config: HFConfig) -> int:
+    """Tokens of the longest text that the model is for."""
+    return integer(name, "max_position_embeddings", hf_config.get("max_position_embeddings"))
