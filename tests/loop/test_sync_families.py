@@ -90,6 +90,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "ministral3": _ENGINE_SIZES,
     "exaone4": {**_ENGINE_SIZES, "layer_types": ["sliding_attention", "full_attention"]},
     "phi3": _HIDDEN_128,
+    "ernie4_5_moe": {**_ENGINE_SIZES, "moe_layer_end_index": -1},
+    "glm4": _ENGINE_SIZES,
 }
 """What vLLM's CPU kernels have: heads of 32, latent attention of 512 and 64. vLLM's Qwen2 and Mixtral divide hidden by
 heads."""
@@ -161,6 +163,8 @@ MORE_CELLS = (
     Cell("ministral3", TP2),
     Cell("exaone4", TP2, {"tp": 2}),
     Cell("phi3", PP2, {"tp": 2}),
+    Cell("ernie4_5_moe", EP2, {"tp": 2}),
+    Cell("glm4", TP2, {"tp": 2}),
 )
 """Other pairs of a trainer's grid and an engine's; test_reshard_oracle.py has their plans."""
 BF16_CELLS = {
