@@ -85,6 +85,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "seed_oss": _ENGINE_SIZES,
     "smollm3": _HIDDEN_128,
     "olmo2": _ENGINE_SIZES,
+    "olmoe": _HIDDEN_128,
     "gemma3_text": {**_ENGINE_SIZES, "layer_types": ["sliding_attention", "full_attention"]},
     "phi3": _HIDDEN_128,
 }
@@ -153,6 +154,7 @@ MORE_CELLS = (
     Cell("seed_oss", TP2, {"tp": 2}),
     Cell("granite", TP2, {"tp": 2}),
     Cell("olmo2", TP2, {"tp": 2}),
+    Cell("olmoe", EP2, {"tp": 2}),
     Cell("gemma3_text", PP2, {"tp": 2}),
     Cell("phi3", PP2, {"tp": 2}),
 )

@@ -17,6 +17,7 @@ from megarl.weights.architectures.llama import LLAMA
 from megarl.weights.architectures.mistral import MISTRAL
 from megarl.weights.architectures.mixtral import MIXTRAL
 from megarl.weights.architectures.olmo2 import OLMO2
+from megarl.weights.architectures.olmoe import OLMOE
 from megarl.weights.architectures.phi3 import PHI3
 from megarl.weights.architectures.qwen2 import QWEN2
 from megarl.weights.architectures.qwen2_5_vl import QWEN2_5_VL
@@ -52,6 +53,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "smollm3": SMOLLM3,
     "olmo2": OLMO2,
     "gemma3_text": GEMMA3_TEXT,
+    "olmoe": OLMOE,
     "phi3": PHI3,
 }
 """``model_type`` of config.json -> its table."""
