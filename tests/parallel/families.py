@@ -192,6 +192,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("seed_oss", {**_DENSE, "head_dim": 24, "attention_bias": True}),
     "smollm3": ("smollm3", {**_DENSE, "no_rope_layer_interval": 2}),
     "olmo2": ("olmo2", {**_DENSE, "head_dim": 24}),
+    "olmoe": ("olmoe", {**_DENSE, "num_experts": 8, "num_experts_per_tok": 3}),
     "gemma3_text": (
         "gemma3_text",
         {
@@ -239,9 +240,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> (model_type, keyword arguments of its transformers config)."""
 ALIKE = (
     *("kimi_k2", "deepseek_v2", "glm4_moe", "glm4_moe_lite", "dots1", "solar_open", "qwen2_moe"),
-    *("granite", "seed_oss", "smollm3", "phi3", "qwen2_windows"),
-    *("olmo2", "olmo3", "exaone4", "ministral3", "gemma3_text"),
-    *("glm4", "ernie4_5_moe"),
+    *("granite", "seed_oss", "smollm3", "phi3", "qwen2_windows", "olmo2", "olmo3"),
+    *("exaone4", "ministral3", "gemma3_text", "glm4", "ernie4_5_moe", "olmoe"),
 )
 """Families whose rows are those of others: every run has them on two grids, ``make soak`` on all."""
 

@@ -22,6 +22,7 @@ from megarl.weights.architectures.mistral import MISTRAL
 from megarl.weights.architectures.mixtral import MIXTRAL
 from megarl.weights.architectures.olmo2 import OLMO2
 from megarl.weights.architectures.olmo3 import OLMO3
+from megarl.weights.architectures.olmoe import OLMOE
 from megarl.weights.architectures.phi3 import PHI3
 from megarl.weights.architectures.qwen2 import QWEN2
 from megarl.weights.architectures.qwen2_5_vl import QWEN2_5_VL
@@ -60,6 +61,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmo3": OLMO3,
     "ministral3": MINISTRAL3,
     "exaone4": EXAONE4,
+    "olmoe": OLMOE,
     "phi3": PHI3,
     "glm4": GLM4,
     "ernie4_5_moe": ERNIE4_5_MOE,
