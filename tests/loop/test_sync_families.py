@@ -88,6 +88,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "olmo3": {**_ENGINE_SIZES, "layer_types": ["sliding_attention", "full_attention"]},
     "ministral3": _ENGINE_SIZES,
     "exaone4": {**_ENGINE_SIZES, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3_text": {**_ENGINE_SIZES, "layer_types": ["sliding_attention", "full_attention"]},
     "phi3": _HIDDEN_128,
 }
 """What vLLM's CPU kernels have: heads of 32, latent attention of 512 and 64. vLLM's Qwen2 and Mixtral divide hidden by
@@ -158,6 +159,7 @@ MORE_CELLS = (
     Cell("olmo3", PP2),
     Cell("ministral3", TP2),
     Cell("exaone4", TP2, {"tp": 2}),
+    Cell("gemma3_text", PP2, {"tp": 2}),
     Cell("phi3", PP2, {"tp": 2}),
 )
 """Other pairs of a trainer's grid and an engine's; test_reshard_oracle.py has their plans."""

@@ -211,13 +211,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "exaone4": ("exaone4", {**_DENSE, "head_dim": 24, "sliding_window": 7, "layer_types": _WINDOWS}),
+    "gemma3_text": (
+        "gemma3_text",
+        {
+            **{**_DENSE, "head_dim": 24, "tie_word_embeddings": True, "query_pre_attn_scalar": 12},
+            "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention"],
+            "sliding_window": 8,
+            "rope_parameters": {
+                "sliding_attention": _ROPE,
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            },
+        },
+    ),
     "phi3": ("phi3", {**_DENSE, "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.75}}),
 }
 """Name -> (model_type, keyword arguments of its transformers config)."""
 ALIKE = (
     *("kimi_k2", "deepseek_v2", "glm4_moe", "glm4_moe_lite", "dots1", "solar_open", "qwen2_moe"),
     *("granite", "seed_oss", "smollm3", "phi3", "qwen2_windows"),
-    *("olmo2", "olmo3", "exaone4", "ministral3"),
+    *("olmo2", "olmo3", "exaone4", "ministral3", "gemma3_text"),
 )
 """Families whose rows are those of others: every run has them on two grids, ``make soak`` on all."""
 

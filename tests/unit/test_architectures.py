@@ -199,6 +199,9 @@ def older(settings: dict[str, Any]) -> dict[str, Any]:
     rope = settings["rope_parameters"]
     rope = dict(rope.get("full_attention", rope))  # of the layers that the older key was for
     rest = {k: v for k, v in settings.items() if k not in ("rope_parameters", "text_config")}
+    if "full_attention" in rope:
+        rest["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = dict(rope["full_attention"])
     rest["rope_theta"] = rope.pop("rope_theta")
     if "mrope_section" in rope:
         rope = {"type": "mrope", "mrope_section": rope["mrope_section"]}

@@ -80,7 +80,7 @@ def block_spec(
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )
-    block.layer_norm = RMSNorm
+    block.layer_norm = norms.norm_of(rules)
     for layer in block.layer_specs:
         norms.place(layer.submodules, config, rules)
         attention = layer.submodules.self_attention.submodules

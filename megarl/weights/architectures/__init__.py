@@ -9,6 +9,7 @@ from megarl.weights.architectures.deepseek_v3 import DEEPSEEK_V3
 from megarl.weights.architectures.dots1 import DOTS1
 from megarl.weights.architectures.ernie4_5 import ERNIE4_5
 from megarl.weights.architectures.exaone4 import EXAONE4
+from megarl.weights.architectures.gemma3_text import GEMMA3_TEXT
 from megarl.weights.architectures.glm4_moe import GLM4_MOE
 from megarl.weights.architectures.glm4_moe_lite import GLM4_MOE_LITE
 from megarl.weights.architectures.granite import GRANITE
@@ -56,6 +57,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmo3": OLMO3,
     "ministral3": MINISTRAL3,
     "exaone4": EXAONE4,
+    "gemma3_text": GEMMA3_TEXT,
     "phi3": PHI3,
 }
 """``model_type`` of config.json -> its table."""

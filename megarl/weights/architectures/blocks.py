@@ -166,6 +166,10 @@ DENSE_MLP = (*mlp_norm(Stage.DENSE), *gated_rows(_MLP, Stage.DENSE, "mlp"))
 JOINED_MLP = JoinedTensor("mlp.gate_up_proj.weight", tuple(part.name for part in _MLP[:2]))
 """Files that have gate and up in one tensor."""
 VLLM_MLP = vllm_gated(_MLP, "mlp.gate_up_proj.weight")
+MLP_NORM_OF_GEMMA = (
+    Param("pre_mlp_layernorm.weight", Op.SAME, (Logical("pre_feedforward_layernorm.weight", "hidden"),)),
+)
+"""The norm before the MLP, where ``post_attention_layernorm`` is one after attention."""
 
 
 def norms_after(attention: str, mlp: str) -> tuple[Param, Param]:

@@ -69,6 +69,8 @@ def transformer_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any
     }
     if arch.multipliers.attention:
         values["softmax_scale"] = _number(arch.name, hf_config, arch.multipliers.attention)
+    if arch.multipliers.attention_root:
+        values["softmax_scale"] = _number(arch.name, hf_config, arch.multipliers.attention_root) ** -0.5
     turning = rotates(arch, hf_config, sizes.num_layers)
     if not all(turning):
         values["no_rope_freq"] = [int(not turns) for turns in turning]
@@ -109,12 +111,17 @@ class Multipliers(NamedTuple):
     embedding: float = 1.0
     residual: float = 1.0
     logits: float = 1.0
+    embedding_root: float = 1.0
+    """Another one of the embeddings, which is rounded to their dtype."""
 
 
 def multipliers(arch: Architecture, hf_config: HFConfig) -> Multipliers:
     """Numbers that parts of a model are multiplied by. Raises ArchitectureError for one that is no positive number."""
     keys = {name: getattr(arch.multipliers, name) for name in Multipliers._fields}
-    return Multipliers(**{name: _number(arch.name, hf_config, key) for name, key in keys.items() if key})
+    found = {name: _number(arch.name, hf_config, key) for name, key in keys.items() if key}
+    if "embedding_root" in found:
+        found["embedding_root"] **= 0.5
+    return Multipliers(**found)
 
 
 def _number(name: str, hf_config: HFConfig, key: str) -> float:

@@ -186,6 +186,10 @@ class ModelSizes:
     """Frames of a patch."""
     patch: int = 0
     """Pixels on each side of a patch."""
+    norms_before: int = 2
+    """Norms before attention and MLP of a layer."""
+    norms_after: int = 0
+    """Norms after them."""
     merge: int = 0
     """Patches on each side of what becomes one vector of the language model."""
 
@@ -287,6 +291,8 @@ class NormRules:
     """Outputs of attention and MLP are normed before they are added to the hidden state."""
     whole_width: bool = False
     """Queries (and keys) of a token are normed over all heads together; else each head on its own."""
+    zero_centred: bool = False
+    """Norms multiply by 1 + weight."""
 
 
 USUAL_NORMS = NormRules()
@@ -298,10 +304,14 @@ class MultiplierKeys:
 
     embedding: str = ""
     """The embeddings."""
+    embedding_root: str = ""
+    """The embeddings are multiplied by its square root, rounded to their dtype."""
     residual: str = ""
     """Outputs of attention and MLP, before they are added."""
     attention: str = ""
     """Scores of attention, in place of 1 / sqrt(d)."""
+    attention_root: str = ""
+    """Scores of attention are divided by its square root, in place of sqrt(d)."""
     logits: str = ""
     """The logits are divided by it."""
 
@@ -433,6 +443,8 @@ class Architecture:
             head=head,
             ffn=get("ffn"),
             vocab=get("vocab"),
+            norms_before=2 * self.norms.before,
+            norms_after=2 * self.norms.after,
             tied=flag(self.name, hf_config, "tie_word_embeddings") and self.head == "lm",
             **more,
         )
