@@ -99,7 +99,7 @@ def _attention_factor(name: str, given: Mapping[str, Any]) -> float:
 
 def _query_beta(name: str, given: Mapping[str, Any]) -> float:
     key = "llama_4_scaling_beta"
-    return positive(name, key, given[key]) if given.get(key) != 0 else 0.0
+    return 0.0 if given.get(key) == 0 else positive(name, key, given.get(key))
 
 
 def settings_of(arch: Architecture, hf_config: HFConfig, kind: str = "full_attention") -> dict[str, Any]:
