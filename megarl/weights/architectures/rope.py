@@ -49,6 +49,11 @@ def ropes(arch: Architecture, hf_config: HFConfig) -> tuple[Rope | None, ...]:
     kinds = layer_kinds(arch, hf_config, sizes.num_layers)
     made = {kind: _rope(arch, settings_of(arch, hf_config, kind)) for kind in kinds}
     turning = rotates(arch, hf_config, sizes.num_layers)
+    if arch.layers.rope_in_windows and not any(turning):
+        raise ArchitectureError(
+            f"{arch.name} with sliding_window={hf_config['sliding_window']!r} and no sliding_attention in layer_types "
+            "is not supported: transformers rotates no layer then, vLLM all; set sliding_window to null for the latter"
+        )
     return tuple(made[kind] if turns else None for kind, turns in zip(kinds, turning, strict=True))
 
 
