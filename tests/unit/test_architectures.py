@@ -309,6 +309,11 @@ YARN = FAMILIES["deepseek_v3_yarn"][1]["rope_parameters"]
             r"rope_type='dynamic' is not supported",
         ),
         ("mistral", {"sliding_window": 0}, r"sliding_window=0; it must be a positive integer"),
+        (
+            "exaone4",
+            {"layer_types": ["full_attention"] * 4},
+            r"sliding_window=7 and no sliding_attention in layer_types is not supported: .* sliding_window to null",
+        ),
         ("mixtral", {"num_experts_per_tok": 1}, r"num_experts_per_tok=1 and normalised .* the router gets no gradient"),
         (
             "glm4_moe_lite",

@@ -49,6 +49,11 @@ def ropes(arch: Architecture, hf_config: HFConfig) -> tuple[Rope | None, ...]:
     kinds = layer_kinds(arch, hf_config, sizes.num_layers)
     made = {kind: _rope(arch, settings_of(arch, hf_config, kind)) for kind in kinds}
     turning = rotates(arch, hf_config, sizes.num_layers)
+    if arch.layers.rope_in_windows and not any(turning):
+        raise ArchitectureError(
+            f"{arch.name} with sliding_window={hf_config['sliding_window']!r} and no sliding_attention in layer_types "
+            "is not supported: transformers rotates no layer then, vLLM all; set sliding_window to null for the latter"
+        )
     return tuple(made[kind] if turns else None for kind, turns in zip(kinds, turning, strict=True))
 
 
@@ -99,7 +104,7 @@ def _attention_factor(name: str, given: Mapping[str, Any]) -> float:
 
 def _query_beta(name: str, given: Mapping[str, Any]) -> float:
     key = "llama_4_scaling_beta"
-    return positive(name, key, given[key]) if given.get(key) != 0 else 0.0
+    return 0.0 if given.get(key) == 0 else positive(name, key, given.get(key))
 
 
 def settings_of(arch: Architecture, hf_config: HFConfig, kind: str = "full_attention") -> dict[str, Any]:
