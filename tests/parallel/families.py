@@ -191,6 +191,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("seed_oss", {**_DENSE, "head_dim": 24, "attention_bias": True}),
     "smollm3": ("smollm3", {**_DENSE, "no_rope_layer_interval": 2}),
     "olmo2": ("olmo2", {**_DENSE, "head_dim": 24}),
+    "minimax_m2": (
+        "minimax_m2",
+        {
+            **{**_DENSE, "head_dim": 24, "num_local_experts": 8, "num_experts_per_tok": 3},
+            "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5},
+        },
+    ),
     "olmoe": ("olmoe", {**_DENSE, "num_experts": 8, "num_experts_per_tok": 3}),
     "gemma3_text": (
         "gemma3_text",
@@ -210,7 +217,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 ALIKE = (
     *("kimi_k2", "deepseek_v2", "glm4_moe", "glm4_moe_lite", "dots1", "solar_open", "qwen2_moe"),
     *("granite", "seed_oss", "smollm3", "phi3", "qwen2_windows"),
-    *("olmo2", "gemma3_text", "olmoe"),
+    *("olmo2", "gemma3_text", "olmoe", "minimax_m2"),
 )
 """Families whose rows are those of others: every run has them on two grids, ``make soak`` on all."""
 

@@ -14,6 +14,7 @@ from megarl.weights.architectures.glm4_moe_lite import GLM4_MOE_LITE
 from megarl.weights.architectures.granite import GRANITE
 from megarl.weights.architectures.kimi_k2 import KIMI_K2
 from megarl.weights.architectures.llama import LLAMA
+from megarl.weights.architectures.minimax_m2 import MINIMAX_M2
 from megarl.weights.architectures.mistral import MISTRAL
 from megarl.weights.architectures.mixtral import MIXTRAL
 from megarl.weights.architectures.olmo2 import OLMO2
@@ -54,6 +55,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmo2": OLMO2,
     "gemma3_text": GEMMA3_TEXT,
     "olmoe": OLMOE,
+    "minimax_m2": MINIMAX_M2,
     "phi3": PHI3,
 }
 """``model_type`` of config.json -> its table."""
