@@ -86,8 +86,11 @@ SIZES: dict[str, dict[str, Any]] = {
     "smollm3": _HIDDEN_128,
     "olmo2": _ENGINE_SIZES,
     "olmoe": _HIDDEN_128,
+    "minimax_m2": {**_ENGINE_SIZES, "rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
     "gemma3_text": {**_ENGINE_SIZES, "layer_types": ["sliding_attention", "full_attention"]},
     "phi3": _HIDDEN_128,
+    "ernie4_5_moe": {**_ENGINE_SIZES, "moe_layer_end_index": -1},
+    "glm4": _ENGINE_SIZES,
 }
 """What vLLM's CPU kernels have: heads of 32, latent attention of 512 and 64. vLLM's Qwen2 and Mixtral divide hidden by
 heads."""
@@ -155,8 +158,11 @@ MORE_CELLS = (
     Cell("granite", TP2, {"tp": 2}),
     Cell("olmo2", TP2, {"tp": 2}),
     Cell("olmoe", EP2, {"tp": 2}),
+    Cell("minimax_m2", EP2, {"tp": 2}),
     Cell("gemma3_text", PP2, {"tp": 2}),
     Cell("phi3", PP2, {"tp": 2}),
+    Cell("ernie4_5_moe", EP2, {"tp": 2}),
+    Cell("glm4", TP2, {"tp": 2}),
 )
 """Other pairs of a trainer's grid and an engine's; test_reshard_oracle.py has their plans."""
 BF16_CELLS = {

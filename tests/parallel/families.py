@@ -211,13 +211,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "glm4": (
+        "glm4",
+        {**_DENSE, "head_dim": 24, "attention_bias": True, "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}},
+    ),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {
+            **{**_DENSE, "head_dim": 24, "moe_intermediate_size": 40, "moe_num_experts": 8, "moe_k": 3},
+            **{"moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": 2},
+        },
+    ),
     "phi3": ("phi3", {**_DENSE, "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.75}}),
 }
 """Name -> (model_type, keyword arguments of its transformers config)."""
 ALIKE = (
     *("kimi_k2", "deepseek_v2", "glm4_moe", "glm4_moe_lite", "dots1", "solar_open", "qwen2_moe"),
-    *("granite", "seed_oss", "smollm3", "phi3", "qwen2_windows"),
+    *("granite", "seed_oss", "smollm3", "qwen2_windows"),
     *("olmo2", "gemma3_text", "olmoe", "minimax_m2"),
+    *("phi3", "glm4", "ernie4_5_moe"),
 )
 """Families whose rows are those of others: every run has them on two grids, ``make soak`` on all."""
 

@@ -293,7 +293,7 @@ def gradients_by_file(model: Any) -> dict[str, torch.Tensor]:
     copy = deepcopy(model)
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         for into, parameter in zip(copy.parameters(), model.parameters(), strict=True):
-            into.copy_(parameter.grad)
+            into.copy_(torch.zeros_like(into) if parameter.grad is None else parameter.grad)  # a router's bias
         copy.save_pretrained(folder)
         return logical_tensors(Path(folder))
 

@@ -49,11 +49,11 @@ CASES = (
     Case("tp2-sp pp2 ep2", replace(SP, pp=2, ep=2), "full"),
     Case("cp2 ep2", ParallelConfig(cp=2, ep=2)),
 )
-FAMILIES = ("qwen3_moe", "qwen3_moe_mixed", "deepseek_v3", "mixtral")
+FAMILIES = ("qwen3_moe", "qwen3_moe_mixed", "deepseek_v3", "mixtral", "ernie4_5_moe")
 
 
 def families_of(case: Case, soak: bool) -> tuple[str, ...]:
-    """Two of them, which take turns among the grids; ``make soak`` has the other two."""
+    """Every second of them, in turn among the grids; ``make soak`` has the others."""
     return FAMILIES[(CASES.index(case) + soak) % 2 :: 2]
 
 

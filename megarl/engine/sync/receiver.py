@@ -35,9 +35,10 @@ from megarl.weights.reshard.plan import build_plan
 if current_platform.is_cpu():
     # Before a worker builds its model.
     import megarl.engine.sync.local_experts  # noqa: F401
-    from megarl.engine.sync import single_rows
+    from megarl.engine.sync import cpu_router, single_rows
 
     single_rows.install()
+    cpu_router.install()
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from megarl.core.config.schema import ModelConfig, ParallelConfig
 from megarl.learn.models.recompute import recompute_settings
 from megarl.learn.models.specs import block_spec, check_implementation
 from megarl.weights.architectures import Head, architecture
-from megarl.weights.architectures.megatron_config import gpt_kwargs, multipliers, transformer_kwargs
+from megarl.weights.architectures.megatron_config import gpt_kwargs, has_router_bias, multipliers, transformer_kwargs
 from megarl.weights.architectures.rope import ropes
 from megarl.weights.megatron_private import keep_float32_bias
 from megarl.weights.reshard.layouts import padded_vocab_size
@@ -60,9 +60,12 @@ def build_chunks(
         vp_stage = chunk if parallel.vpp > 1 else None
         pre_process = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         post_process = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+        block = block_spec(config, model, vp_stage, numbers.residual, arch.norms)
+        if has_router_bias(arch) and not arch.router.sigmoid:
+            router.balance(block, model.router, biased=True)
         stage: torch.nn.Module = GPTModel(
             config,
-            block_spec(config, model, vp_stage, numbers.residual, arch.norms),
+            block,
             pre_process=pre_process,
             post_process=post_process,
             position_embedding_type="rope",

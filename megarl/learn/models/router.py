@@ -48,10 +48,23 @@ class UpdateSize:
 
 
 class Router(TopKRouter):
-    """Megatron's, which also measures an update's balance, and adds its losses to the gradient."""
+    """Megatron's, which also measures an update's balance, and adds its losses to the gradient.
 
-    def __init__(self, settings: RouterConfig, **arguments: Any) -> None:
+    Args:
+        biased: A bias chooses experts and weighs none, beside a softmax: a buffer, under the name that Megatron has for
+            the bias beside sigmoids.
+    """
+
+    router_replay: Any
+    """Choices that are made again (``models.replay``), or None."""
+
+    def __init__(self, settings: RouterConfig, biased: bool, **arguments: Any) -> None:
         super().__init__(**arguments)
+        self.biased = biased
+        if biased:
+            del self.expert_bias  # None
+            bias = torch.zeros(self.num_experts, dtype=torch.float32, device=self.weight.device)
+            self.register_buffer("expert_bias", bias)
         self.settings = settings
         self.sequence: torch.Tensor | None = None
         """int64 [t]: which of the micro-batch's sequences a token belongs to, -1 for padding; None where no update is
@@ -69,7 +82,7 @@ class Router(TopKRouter):
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Probabilities and choices, [t, E] each."""
-        probs, chosen = super().routing(logits, padding_mask)
+        probs, chosen = self._routed(logits, padding_mask)
         # Recomputation runs a layer twice, the first time without gradients.
         if self.sequence is not None and self.training and torch.is_grad_enabled():
             real = self.sequence >= 0
@@ -78,6 +91,16 @@ class Router(TopKRouter):
             self.losses += losses.detach()
             weights = losses.new_tensor([self.settings.aux_loss_coef, self.settings.z_loss_coef])
             probs = MoEAuxLossAutoScaler.apply(probs, losses @ weights)
+        return probs, chosen
+
+    def _routed(self, logits: torch.Tensor, padding_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        replay = self.router_replay
+        if self.biased:
+            self.router_replay = _BiasedChoice(self.expert_bias, replay)
+        try:
+            probs, chosen = super().routing(logits, padding_mask)
+        finally:
+            self.router_replay = replay
         return probs, chosen
 
     def _losses(self, logits: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
@@ -95,11 +118,38 @@ class Router(TopKRouter):
         return torch.stack([balance, logits.logsumexp(-1).square().sum() / self._size.tokens])
 
 
-def balance(block: Any, settings: RouterConfig) -> None:
+class _BiasedChoice:
+    """Choice of experts by probability and bias, in the place where Megatron's routers take choices made before.
+
+    Args:
+        replay: Choices that are made again, or None.
+    """
+
+    def __init__(self, bias: torch.Tensor, replay: Any) -> None:
+        self._bias, self._replay = bias, replay
+
+    def get_replay_topk(
+        self, logits: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None, plain: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and ids of the chosen experts, [t, K] each, for logits [t, E]."""
+        if self._replay is not None:
+            chosen: tuple[torch.Tensor, torch.Tensor] = self._replay.get_replay_topk(
+                logits, topk, num_groups, group_topk, self._choose
+            )
+            return chosen
+        return self._choose(logits, topk)
+
+    def _choose(self, logits: torch.Tensor, topk: int, **unused: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = torch.softmax(logits.detach(), dim=-1, dtype=torch.float32) + self._bias
+        ids = scores.topk(topk, dim=-1).indices
+        return logits.gather(1, ids), ids
+
+
+def balance(block: Any, settings: RouterConfig, biased: bool = False) -> None:
     """Put ``Router`` into the layers with experts of a TransformerBlockSubmodules."""
     for layer in block.layer_specs:
         if (experts := submodules_of(layer.submodules.mlp, MoELayer)) is not None:
-            experts.router = partial(Router, settings)
+            experts.router = partial(Router, settings, biased)
 
 
 def install(stage: torch.nn.Module) -> None:

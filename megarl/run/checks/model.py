@@ -21,7 +21,7 @@ from megarl.run.checks.engines import check_eight_bits
 from megarl.run.checks.recompute import check_recompute
 from megarl.run.checks.vision import is_vision_model
 from megarl.weights.architectures import Head, architecture
-from megarl.weights.architectures.megatron_config import transformer_kwargs
+from megarl.weights.architectures.megatron_config import has_router_bias, transformer_kwargs
 from megarl.weights.checkpoint.formats.hf_source import SCORE, check_hf, check_labels, open_hf
 from megarl.weights.reshard.layouts import Layout, hf_layout, megatron_layout, padded_vocab_size, vllm_layout
 from megarl.weights.reshard.plan import build_plan
@@ -88,7 +88,7 @@ def check_router(config: Config, hf_config: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"model.router.{name}={value}, but the model in {config.model.path} has no experts; set it to 0"
             )
-    if router.bias_update_rate and not arch.router.sigmoid:
+    if router.bias_update_rate and not has_router_bias(arch):
         raise ConfigError(
             f"model.router.bias_update_rate={router.bias_update_rate}, but routers of {arch.name} have no bias to "
             "move; set it to 0 and model.router.aux_loss_coef above 0"

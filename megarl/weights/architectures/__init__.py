@@ -8,7 +8,9 @@ from megarl.weights.architectures.deepseek_v2 import DEEPSEEK_V2
 from megarl.weights.architectures.deepseek_v3 import DEEPSEEK_V3
 from megarl.weights.architectures.dots1 import DOTS1
 from megarl.weights.architectures.ernie4_5 import ERNIE4_5
+from megarl.weights.architectures.ernie4_5_moe import ERNIE4_5_MOE
 from megarl.weights.architectures.gemma3_text import GEMMA3_TEXT
+from megarl.weights.architectures.glm4 import GLM4
 from megarl.weights.architectures.glm4_moe import GLM4_MOE
 from megarl.weights.architectures.glm4_moe_lite import GLM4_MOE_LITE
 from megarl.weights.architectures.granite import GRANITE
@@ -57,6 +59,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmoe": OLMOE,
     "minimax_m2": MINIMAX_M2,
     "phi3": PHI3,
+    "glm4": GLM4,
+    "ernie4_5_moe": ERNIE4_5_MOE,
 }
 """``model_type`` of config.json -> its table."""
 

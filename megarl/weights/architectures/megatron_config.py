@@ -259,7 +259,19 @@ def _experts(arch: Architecture, sizes: ModelSizes, hf_config: HFConfig) -> dict
         )
     # A softmax over all experts, divided by the sum of the chosen ones, is the softmax over the chosen ones.
     values |= {"moe_router_score_function": "softmax", "moe_router_pre_softmax": not normed}
+    if has_router_bias(arch):
+        values["moe_router_dtype"] = "fp32"
+        if not normed:
+            raise ArchitectureError(
+                f"{name} with norm_topk_prob=False is not supported: megarl divides the probabilities of experts that "
+                "a bias chooses by their sum; use a checkpoint with norm_topk_prob=True"
+            )
     return values | (_topk_scaling(name, hf_config) if arch.router.scales_topk else {})
+
+
+def has_router_bias(arch: Architecture) -> bool:
+    """Return True if a bias chooses experts and weighs none."""
+    return any(param.megatron == "mlp.router.expert_bias" for param in arch.params)
 
 
 def _topk_scaling(name: str, hf_config: HFConfig) -> dict[str, Any]:

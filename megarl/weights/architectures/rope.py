@@ -119,7 +119,7 @@ def rope_settings(name: str, hf_config: HFConfig, *, partial: bool = False, kind
     }
     if hf_config.get("original_max_position_embeddings") is not None and not is_nested:
         rope["original_max_position_embeddings"] = hf_config["original_max_position_embeddings"]
-    if rope["rope_type"] != "default":
+    if rope["rope_type"] in KINDS[1:]:
         if rope.get("factor") is None:
             raise ArchitectureError(
                 f"config.json of a {name} model has rope_type={rope['rope_type']!r} without a factor; add the factor "

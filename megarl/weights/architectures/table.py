@@ -127,6 +127,8 @@ class JoinedTensor:
     """Each matrix has inputs before outputs."""
     interleaved: bool = False
     """Rows of the parts take turns."""
+    single: bool = False
+    """A first axis with one entry."""
 
 
 @dataclass(frozen=True)
@@ -429,8 +431,9 @@ class Architecture:
         if "shared_ffn" in self.keys:
             more["shared_ffn"] = get("shared_ffn")
         elif "shared_ffn" in known:
-            needed(self.name, hf_config, "n_shared_experts")
-            more["shared_ffn"] = get("expert_ffn") * count(self.name, hf_config, "n_shared_experts")
+            key = next((key for key in SHARED_EXPERTS if key in hf_config), SHARED_EXPERTS[0])
+            needed(self.name, hf_config, key)
+            more["shared_ffn"] = get("expert_ffn") * count(self.name, hf_config, key)
         if Stage.VISION in known:
             more |= _vision_sizes(self.name, hf_config)
         if Stage.MTP in known:
@@ -603,8 +606,8 @@ COMMON_KEYS = {
     "head": ("head_dim",),
     "ffn": ("intermediate_size",),
     "vocab": ("vocab_size",),
-    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
-    "topk": ("num_experts_per_tok",),
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "topk": ("num_experts_per_tok", "moe_k"),
     "expert_ffn": ("moe_intermediate_size",),
     "q_lora": ("q_lora_rank",),
     "kv_lora": ("kv_lora_rank",),
@@ -613,6 +616,8 @@ COMMON_KEYS = {
     "v_head": ("v_head_dim",),
 }
 """Field of :class:`ModelSizes` -> keys of config.json, of which the first one present counts."""
+SHARED_EXPERTS = "n_shared_experts", "moe_num_shared_experts"
+"""Keys with the number of shared experts."""
 
 
 VISION_KEYS = {
@@ -638,8 +643,14 @@ def _vision_sizes(name: str, hf_config: HFConfig) -> dict[str, int]:
 
 
 def _moe_layers(name: str, hf_config: HFConfig, num_layers: int) -> tuple[int, ...]:
-    """Layers with experts: from ``first_k_dense_replace`` on (DeepSeek), or every ``decoder_sparse_step``-th without
-    ``mlp_only_layers`` (Qwen)."""
+    """Layers with experts: from ``first_k_dense_replace`` on (DeepSeek), every ``decoder_sparse_step``-th without
+    ``mlp_only_layers`` (Qwen), or every ``moe_layer_interval``-th of a range (ERNIE)."""
+    if "moe_layer_interval" in hf_config:
+        step = integer(name, "moe_layer_interval", hf_config["moe_layer_interval"])
+        first, last = (needed(name, hf_config, f"moe_layer_{end}_index") for end in ("start", "end"))
+        first, last = integer(name, "moe_layer_start_index", first, 0), integer(name, "moe_layer_end_index", last, -1)
+        last = num_layers - 1 if last == -1 else last
+        return tuple(i for i in range(first, min(last + 1, num_layers)) if (i + 1) % step == 0)
     key = "decoder_sparse_step" if hf_config.get("decoder_sparse_step") is not None else "moe_layer_freq"
     step = integer(name, key, 1 if hf_config.get(key) is None else hf_config[key])
     dense = hf_config.get("mlp_only_layers") or ()

@@ -34,6 +34,8 @@ _DERIVED = ("rotary_emb.inv_freq",)
 """Endings of tensors that some files have although the model computes them."""
 _JOINED = tuple(joined.name for arch in ARCHITECTURES.values() for joined in arch.joined)
 """Endings of tensors that have several logical ones."""
+_MTP_BLOCK = "model.mtp_"
+"""Beginning of ERNIE's prediction layers, which transformers does not load."""
 _MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 """Copies in a prediction layer: the model's own embedding and output weights once more."""
 _COMPARED = 1 << 22
@@ -196,7 +198,7 @@ def check_hf(
 
 def is_expected(name: str, layout: Layout, hf_config: Mapping[str, Any]) -> bool:
     """Return True if a tensor that the layout leaves out may be there."""
-    if name.endswith(_DERIVED) or (name == LM_HEAD and EMBEDDING in layout.tensors):
+    if name.endswith(_DERIVED) or name.startswith(_MTP_BLOCK) or (name == LM_HEAD and EMBEDDING in layout.tensors):
         return True
     layer = re.match(r"model\.layers\.(\d+)\.(.*)", name)
     if layer is None:

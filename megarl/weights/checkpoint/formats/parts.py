@@ -77,12 +77,13 @@ def places_of_parts(arch: Architecture, hf_config: HFConfig) -> dict[str, FilePl
         shapes = [part.shape(sizes) for part in parts]
         matrix = (sum(shape[0] for shape in shapes), *shapes[0][1:])
         matrix = matrix[::-1] if joined.transposed else matrix
-        whole = (sizes.experts, *matrix) if param.per_expert else matrix
+        whole = (sizes.experts, *matrix) if param.per_expert else (1, *matrix) if joined.single else matrix
         step = len(parts) if joined.interleaved else 1
         for one in arch.occurrences(param, sizes):
             stored, first = hf_name(joined, one), 0
+            index = 0 if joined.single else one.expert
             for part, shape in zip(parts, shapes, strict=True):
-                found[hf_name(part, one)] = FilePlace(stored, whole, shape, one.expert, joined.transposed, first, step)
+                found[hf_name(part, one)] = FilePlace(stored, whole, shape, index, joined.transposed, first, step)
                 first += 1 if joined.interleaved else shape[0]
     return found
 

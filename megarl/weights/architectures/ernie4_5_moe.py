@@ -1,0 +1,35 @@
+"""ERNIE 4.5 with experts: the dense model's attention; routers with a bias that chooses experts and weighs none.
+
+Source: ``transformers/models/ernie4_5_moe/modeling_ernie4_5_moe.py``.
+"""
+
+from __future__ import annotations
+
+from megarl.weights.architectures.blocks import (
+    ATTENTION,
+    DENSE_MLP,
+    EMBEDDING,
+    EXPERTS,
+    OUTPUT,
+    ROUTER_BIAS,
+    SHARED_EXPERTS,
+    VLLM_ATTENTION,
+    VLLM_EXPERTS,
+    VLLM_MLP,
+    VLLM_SHARED_EXPERTS,
+)
+from megarl.weights.architectures.table import Architecture, JoinedTensor, RouterRules
+
+_BIAS = JoinedTensor("mlp.moe_statics.e_score_correction_bias", ("mlp.gate.e_score_correction_bias",), single=True)
+
+ERNIE4_5_MOE = Architecture(
+    name="ernie4_5_moe",
+    models="ERNIE 4.5 with experts",
+    params=(*EMBEDDING, *ATTENTION, *DENSE_MLP, *EXPERTS, *ROUTER_BIAS, *SHARED_EXPERTS, *OUTPUT),
+    vllm=(*VLLM_ATTENTION, *VLLM_MLP, *VLLM_EXPERTS, *VLLM_SHARED_EXPERTS),
+    joined=(_BIAS,),
+    router=RouterRules(norms_topk=True),
+    has_score_class=False,
+    fixed={"hidden_act": "silu", "use_bias": False, "moe_norm_min": 1e-12},
+    megatron={"rotary_interleaved": True},
+)
