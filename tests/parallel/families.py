@@ -38,6 +38,7 @@ _YARN = {  # a small base, so that beta_fast and beta_slow choose between the fe
     "mscale_all_dim": 0.7,
 }
 _PLAIN_YARN = {key: value for key, value in _YARN.items() if "mscale" not in key}
+_WINDOWS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -199,6 +200,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmoe": ("olmoe", {**_DENSE, "num_experts": 8, "num_experts_per_tok": 3}),
+    "olmo3": (
+        "olmo3",
+        {
+            **{**_DENSE, "head_dim": 24, "sliding_window": 7, "layer_types": _WINDOWS},
+            "rope_parameters": {
+                "full_attention": _PLAIN_YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "ministral3": (
+        "ministral3",
+        {
+            **{**_DENSE, "head_dim": 24},
+            "rope_parameters": {**_PLAIN_YARN, "original_max_position_embeddings": 10, "llama_4_scaling_beta": 0.3},
+            "llama_4_scaling": {"original_max_position_embeddings": 10, "beta": 0.3},  # vLLM reads this alone
+        },
+    ),
+    "exaone4": ("exaone4", {**_DENSE, "head_dim": 24, "sliding_window": 7, "layer_types": _WINDOWS}),
     "gemma3_text": (
         "gemma3_text",
         {
@@ -229,7 +249,7 @@ ALIKE = (
     *("kimi_k2", "deepseek_v2", "glm4_moe", "glm4_moe_lite", "dots1", "solar_open", "qwen2_moe"),
     *("granite", "seed_oss", "smollm3", "qwen2_windows"),
     *("olmo2", "gemma3_text", "olmoe", "minimax_m2"),
-    *("phi3", "glm4", "ernie4_5_moe"),
+    *("phi3", "glm4", "ernie4_5_moe", "olmo3", "exaone4", "ministral3"),
 )
 """Families whose rows are those of others: every run has them on two grids, ``make soak`` on all."""
 

@@ -23,6 +23,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 
 from megarl.learn.models.attention_layout import PackedLayout, packed_layout
 from megarl.learn.models.causal import attend
+from megarl.learn.models.rotary import positions_of
 
 
 class CoreAttention(MegatronModule):  # type: ignore[misc]
@@ -56,6 +57,8 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         self.softmax_scale = softmax_scale
         """None is 1 / sqrt(d)."""
+        self.query_growth: tuple[float, int] | None = None
+        """(beta, tokens) of queries that grow with their position; see ``_grown``."""
         has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window: int | None = config.window_size[0] + 1 if has_window else None
         """Tokens that one attends to, itself among them."""
@@ -92,6 +95,8 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         """
         assert attention_mask is None and attention_bias is None, "causal attention takes no mask"
         cp = self.cp_group.size()
+        if self.query_growth is not None:
+            query = self._grown(query, packed_seq_params, *self.query_growth)
         if cp > 1:
             query, key, value = _to_heads(query, key, value, self.cp_group)
         if packed_seq_params is None:
@@ -101,6 +106,19 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         if cp > 1:
             out = _to_rows(out, self.cp_group)
         return out.flatten(-2)
+
+    def _grown(self, query: torch.Tensor, params: Any, beta: float, original: int) -> torch.Tensor:
+        """The queries, times 1 + ``beta`` * ln(1 + position // ``original``)."""
+        cp = self.cp_group
+        if params is None:
+            cu_seqlens, longest = torch.tensor([0, len(query) * cp.size()]), len(query) * cp.size()
+        else:
+            cu_seqlens, longest = params.cu_seqlens_q, params.max_seqlen_q
+        if longest <= original:
+            return query
+        position = positions_of(cu_seqlens, cp.rank(), cp.size()).to(query.device)
+        factor = 1 + beta * torch.log1p((position // original).float())
+        return query * factor.to(query.dtype).view(-1, *[1] * (query.dim() - 1))
 
     def _dense(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cp: int) -> torch.Tensor:
         """[s, b, *, d], or the shares of all ranks [cp, s, b, *, d], to the same."""

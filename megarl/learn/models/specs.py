@@ -138,6 +138,7 @@ def check_attention(model: ModelConfig, hf_config: Mapping[str, Any]) -> None:
     found = {
         f"a window of attention of {hf_config.get('sliding_window')} tokens": "window_size" in kwargs,
         "sinks in its attention": "softmax_type" in kwargs,
+        "queries that grow with their position": arch.layers.queries_grow,
         "YaRN": any(rope.attention_factor != 1.0 for rope in ropes(arch, hf_config) if rope is not None),
     }
     for part in (part for part, is_there in found.items() if is_there):

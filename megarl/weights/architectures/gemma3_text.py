@@ -25,7 +25,7 @@ GEMMA3_TEXT = Architecture(
     vllm=(*VLLM_ATTENTION, *VLLM_MLP),
     norms=NormRules(after=True, zero_centred=True),
     multipliers=MultiplierKeys(embedding_root="hidden_size", attention_root="query_pre_attn_scalar"),
-    layers=LayerRules(windows=True),
+    layers=LayerRules(windows=True, ropes=True),
     megatron={"activation": "gelu_tanh"},
     fixed={
         "hidden_activation": "gelu_pytorch_tanh",

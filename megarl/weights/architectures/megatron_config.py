@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megarl.core.errors import ArchitectureError
-from megarl.weights.architectures.rope import max_positions, rope_settings, ropes
+from megarl.weights.architectures.rope import max_positions, rope_settings, ropes, settings_of
 from megarl.weights.architectures.table import (
     Architecture,
     HFConfig,
@@ -99,7 +99,7 @@ def gpt_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any]:
     }
     if sizes.kv_lora:  # its rope is part of transformer_kwargs
         return values
-    rope = rope_settings(arch.name, hf_config, partial=arch.layers.partial_rotary, kind="full_attention")
+    rope = settings_of(arch, hf_config)
     values["rotary_base"] = rope["rope_theta"]
     if rope["partial_rotary_factor"] != 1.0:
         values["rotary_percent"] = rope["partial_rotary_factor"]

@@ -265,6 +265,10 @@ class LayerRules:
     """``layer_types`` says which layers have the window; elsewhere ``sliding_window`` is one of all layers."""
     window_switch: bool = False
     """``use_sliding_window: false`` means no window, whatever ``sliding_window`` is."""
+    ropes: bool = False
+    """``rope_parameters`` has one rope for layers with the window and one for the others."""
+    queries_grow: bool = False
+    """Queries are multiplied by a factor of their position (``llama_4_scaling_beta``)."""
     rope_in_windows: bool = False
     """Where ``sliding_window`` is given, layers without the window do not rotate."""
 
