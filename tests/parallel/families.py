@@ -192,19 +192,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("seed_oss", {**_DENSE, "head_dim": 24, "attention_bias": True}),
     "smollm3": ("smollm3", {**_DENSE, "no_rope_layer_interval": 2}),
     "olmo2": ("olmo2", {**_DENSE, "head_dim": 24}),
-    "olmoe": ("olmoe", {**_DENSE, "num_experts": 8, "num_experts_per_tok": 3}),
-    "gemma3_text": (
-        "gemma3_text",
+    "minimax_m2": (
+        "minimax_m2",
         {
-            **{**_DENSE, "head_dim": 24, "tie_word_embeddings": True, "query_pre_attn_scalar": 12},
-            "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention"],
-            "sliding_window": 8,
-            "rope_parameters": {
-                "sliding_attention": _ROPE,
-                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
-            },
+            **{**_DENSE, "head_dim": 24, "num_local_experts": 8, "num_experts_per_tok": 3},
+            "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5},
         },
     ),
+    "olmoe": ("olmoe", {**_DENSE, "num_experts": 8, "num_experts_per_tok": 3}),
     "olmo3": (
         "olmo3",
         {
@@ -224,6 +219,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "exaone4": ("exaone4", {**_DENSE, "head_dim": 24, "sliding_window": 7, "layer_types": _WINDOWS}),
+    "gemma3_text": (
+        "gemma3_text",
+        {
+            **{**_DENSE, "head_dim": 24, "tie_word_embeddings": True, "query_pre_attn_scalar": 12},
+            "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention"],
+            "sliding_window": 8,
+            "rope_parameters": {
+                "sliding_attention": _ROPE,
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            },
+        },
+    ),
     "glm4": (
         "glm4",
         {**_DENSE, "head_dim": 24, "attention_bias": True, "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}},
@@ -240,8 +247,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> (model_type, keyword arguments of its transformers config)."""
 ALIKE = (
     *("kimi_k2", "deepseek_v2", "glm4_moe", "glm4_moe_lite", "dots1", "solar_open", "qwen2_moe"),
-    *("granite", "seed_oss", "smollm3", "phi3", "qwen2_windows", "olmo2", "olmo3"),
-    *("exaone4", "ministral3", "gemma3_text", "glm4", "ernie4_5_moe", "olmoe"),
+    *("granite", "seed_oss", "smollm3", "qwen2_windows"),
+    *("olmo2", "gemma3_text", "olmoe", "minimax_m2"),
+    *("phi3", "glm4", "ernie4_5_moe", "olmo3", "exaone4", "ministral3"),
 )
 """Families whose rows are those of others: every run has them on two grids, ``make soak`` on all."""
 

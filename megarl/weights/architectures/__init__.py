@@ -17,6 +17,7 @@ from megarl.weights.architectures.glm4_moe_lite import GLM4_MOE_LITE
 from megarl.weights.architectures.granite import GRANITE
 from megarl.weights.architectures.kimi_k2 import KIMI_K2
 from megarl.weights.architectures.llama import LLAMA
+from megarl.weights.architectures.minimax_m2 import MINIMAX_M2
 from megarl.weights.architectures.ministral3 import MINISTRAL3
 from megarl.weights.architectures.mistral import MISTRAL
 from megarl.weights.architectures.mixtral import MIXTRAL
@@ -62,6 +63,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ministral3": MINISTRAL3,
     "exaone4": EXAONE4,
     "olmoe": OLMOE,
+    "minimax_m2": MINIMAX_M2,
     "phi3": PHI3,
     "glm4": GLM4,
     "ernie4_5_moe": ERNIE4_5_MOE,

@@ -65,6 +65,8 @@ WHOLE_QK_NORM = (
     Param("self_attention.k_layernorm.weight", Op.SAME, (Logical("self_attn.k_norm.weight", "kv"),)),
 )
 """Norms over all heads together; each rank has the whole weight."""
+CUT_QK_NORM = tuple(Fused(norm.name, Op.SAME, (norm,), Shard.COLUMN) for row in WHOLE_QK_NORM for norm in row.hf)
+"""The same where vLLM's workers have the part of their heads."""
 QKV_BIAS = (Param("self_attention.linear_qkv.bias", Op.QKV, _QKV_BIAS),)
 SINKS = (
     Param("self_attention.core_attention.softmax_offset", Op.SAME, (Logical("self_attn.sinks", "heads", COLUMN),)),

@@ -19,6 +19,7 @@ from megarl.weights.architectures.table import (
     Architecture,
     HFConfig,
     ModelSizes,
+    RouterRules,
     count,
     flag,
     integer,
@@ -250,7 +251,7 @@ def _experts(arch: Architecture, sizes: ModelSizes, hf_config: HFConfig) -> dict
     }
     normed = arch.router.norms_topk or flag(name, hf_config, "norm_topk_prob")
     if arch.router.sigmoid:
-        return values | _sigmoid_router(name, sizes, hf_config, normed)
+        return values | _sigmoid_router(name, sizes, hf_config, normed, arch.router)
     if sizes.topk == 1 and normed:
         raise ArchitectureError(
             f"{name} with num_experts_per_tok=1 and normalised probabilities is not supported: every weight is 1 and "
@@ -278,7 +279,9 @@ def _topk_scaling(name: str, hf_config: HFConfig) -> dict[str, Any]:
     return {"moe_router_topk_scaling_factor": positive(name, key, needed(name, hf_config, key))}
 
 
-def _sigmoid_router(name: str, sizes: ModelSizes, hf_config: HFConfig, normed: bool) -> dict[str, Any]:
+def _sigmoid_router(
+    name: str, sizes: ModelSizes, hf_config: HFConfig, normed: bool, rules: RouterRules
+) -> dict[str, Any]:
     if normed != (sizes.topk > 1):
         raise ArchitectureError(
             f"{name} with norm_topk_prob={normed} and num_experts_per_tok={sizes.topk} is not supported: Megatron-Core "
@@ -305,6 +308,6 @@ def _sigmoid_router(name: str, sizes: ModelSizes, hf_config: HFConfig, normed: b
         "moe_router_bias_update_rate": 0.0,
         "moe_router_num_groups": groups if limited else None,
         "moe_router_group_topk": chosen if limited else None,
-        **_topk_scaling(name, hf_config),
+        **({} if rules.unscaled else _topk_scaling(name, hf_config)),
         "moe_router_dtype": "fp32",
     }

@@ -138,6 +138,8 @@ class Fused:
     vllm: str
     op: Op
     hf: tuple[Logical, ...]
+    shard: Shard | None = None
+    """Axis that vLLM's tensor parallelism splits, where Megatron's keeps the tensor whole."""
 
 
 class Occurrence(NamedTuple):
@@ -279,6 +281,8 @@ class RouterRules:
     """Experts are chosen by sigmoid scores, a bias and groups (DeepSeek-V3); else by a softmax."""
     norms_topk: bool = False
     """The chosen experts' probabilities are always divided by their sum; else by ``norm_topk_prob``."""
+    unscaled: bool = False
+    """Sigmoid scores of the chosen experts are not multiplied by ``routed_scaling_factor``."""
     scales_topk: bool = False
     """Softmax probabilities of the chosen experts are multiplied by ``routed_scaling_factor``; sigmoid ones always."""
 

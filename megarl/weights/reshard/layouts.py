@@ -272,8 +272,9 @@ def _vllm_spots(
             local = prefix + occurrence.named(joined.vllm if joined else part.name)
             for p in sorted(stages):
                 if occurrence.expert is None:
-                    owners = (whole if part.shard is Shard.REPLICATED else cut)[p]
-                    yield _Spot(op, part.shard, parts, occurrence, local, owners)
+                    shard = joined.shard if joined and joined.shard else part.shard
+                    owners = (whole if shard is Shard.REPLICATED else cut)[p]
+                    yield _Spot(op, shard, parts, occurrence, local, owners)
                 elif expert_parallel:
                     rank = home[occurrence.expert]
                     lead = (occurrence.expert - sum(counts[:rank]),)
