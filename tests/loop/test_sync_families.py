@@ -169,6 +169,7 @@ MORE_CELLS = (
     Cell("phi3", PP2, {"tp": 2}),
     Cell("ernie4_5_moe", EP2, {"tp": 2}),
     Cell("glm4", TP2, {"tp": 2}),
+    Cell("glm4", PP2, {"tp": 2}, changes={"attention_bias": False}),
 )
 """Other pairs of a trainer's grid and an engine's; test_reshard_oracle.py has their plans."""
 BF16_CELLS = {

@@ -1,0 +1,76 @@
+"""Jobs with tiny models of families that are not Llama's: killed and resumed, exported, and read by transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megarl.core.config.schema import FromScratchConfig
+from megarl.explore.store import Store
+from megarl.learn.models.from_scratch import create
+from tests.loop.engines import transformers_logp
+from tests.loop.same_run import steps_of
+from tests.loop.test_sync_families import SIZES
+from tests.parallel.families import save
+from tests.system.jobs import START_S, TINY, Job
+
+STEPS = 3
+TP2 = ("parallel=tp2",)
+EP2 = ("parallel=tp2", "parallel.sequence_parallel=true", "parallel.ep=2")
+
+
+def save_model(family: str, folder: Path) -> Path:
+    """The quickstart's tokenizer, with a model of the family."""
+    texts = [f"{a} {sign} {b} = {a}{b}" for a in range(100) for b in range(0, 100, 7) for sign in "+-"]
+    create(folder, FromScratchConfig(), texts, seed=1, characters="abcdefghijklmnopqrstuvwxyz?:.")
+    plain = json.loads((folder / "config.json").read_text())
+    tokens = {name: plain[name] for name in ("vocab_size", "pad_token_id", "eos_token_id", "bos_token_id")}
+    return save(family, folder, **{**SIZES[family], **tokens})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "grid"),
+    [
+        pytest.param("olmo3", TP2, id="olmo3"),
+        *(
+            pytest.param(name, TP2, id=name, marks=pytest.mark.soak)
+            for name in ("gemma3_text", "phi3", "glm4", "exaone4")
+        ),
+        *(pytest.param(name, EP2, id=name, marks=pytest.mark.soak) for name in ("minimax_m2", "ernie4_5_moe")),
+    ],
+)
+def test_a_job_goes_on_and_its_model_is_what_was_trained(tmp_path: Path, family: str, grid: tuple[str, ...]) -> None:
+    settings = (
+        *TINY,
+        *grid,
+        f"model.path={save_model(family, tmp_path / 'model')}",
+        "model.from_scratch=null",
+        f"trainer.steps={STEPS}",
+        "trainer.warm_start.steps=2",
+        "rollout.max_prompt_tokens=80",
+    )
+    job = Job(tmp_path / "run", settings).start()
+    try:
+        job.until(lambda: (job.run_dir / "checkpoints" / "global_step_2").is_dir(), "a checkpoint")
+        job.kill_all()
+        job = Job(tmp_path / "run", settings).start()
+        assert job.wait(START_S) == 0, job.output.read_text()
+    finally:
+        job.clean_up()
+    records = steps_of(job.run_dir)
+    assert len(records) == STEPS and any(record["actor/grad_norm"] > 0 for record in records)
+    assert max(record["training/rollout_logp_diff_max"] for record in records) < 1e-4
+
+    model = AutoModelForCausalLM.from_pretrained(job.run_dir / "hf", dtype=torch.float32, attn_implementation="eager")
+    store = Store(f"sqlite:///{job.run_dir}/store.db", read_only=True)
+    samples = [sample for t in store.groups.trajectories("eval-after") for sample in t.samples()]
+    store.close()
+    assert len(samples) == 40
+    for sample in samples:
+        expected = transformers_logp(model.eval(), sample.prompt_ids.tolist(), sample.response_ids.tolist())
+        torch.testing.assert_close(torch.as_tensor(sample.engine_logp), expected, rtol=0, atol=1e-4)
