@@ -192,6 +192,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("seed_oss", {**_DENSE, "head_dim": 24, "attention_bias": True}),
     "smollm3": ("smollm3", {**_DENSE, "no_rope_layer_interval": 2}),
     "olmo2": ("olmo2", {**_DENSE, "head_dim": 24}),
+    "hunyuan_v1_dense": (
+        "hunyuan_v1_dense",
+        {
+            **{**_DENSE, "head_dim": 24, "tie_word_embeddings": True},
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0},
+        },
+    ),
     "minimax_m2": (
         "minimax_m2",
         {
@@ -248,7 +255,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 ALIKE = (
     *("kimi_k2", "deepseek_v2", "glm4_moe", "glm4_moe_lite", "dots1", "solar_open", "qwen2_moe"),
     *("granite", "seed_oss", "smollm3", "qwen2_windows"),
-    *("olmo2", "gemma3_text", "olmoe", "minimax_m2"),
+    *("olmo2", "gemma3_text", "olmoe", "minimax_m2", "hunyuan_v1_dense"),
     *("phi3", "glm4", "ernie4_5_moe", "olmo3", "exaone4", "ministral3"),
 )
 """Families whose rows are those of others: every run has them on two grids, ``make soak`` on all."""

@@ -60,6 +60,10 @@ OPTIONAL_QK_NORM = (
     Param("self_attention.k_layernorm.weight", Op.SAME, (Logical("self_attn.k_norm.weight", "normed_head"),)),
 )
 """Norms of models whose config.json has ``use_qk_norm``."""
+QK_NORM_AFTER_ROPE = tuple(
+    Param(f"self_attention.core_attention.{short}_layernorm.weight", Op.SAME, (Logical(f"self_attn.{name}", "head"),))
+    for short, name in (("q", "query_layernorm.weight"), ("k", "key_layernorm.weight"))
+)
 WHOLE_QK_NORM = (
     Param("self_attention.q_layernorm.weight", Op.SAME, (Logical("self_attn.q_norm.weight", "q"),)),
     Param("self_attention.k_layernorm.weight", Op.SAME, (Logical("self_attn.k_norm.weight", "kv"),)),

@@ -29,7 +29,7 @@ from megarl.weights.architectures.table import (
     rotates,
 )
 
-_Q_NORM = "self_attention.q_layernorm.weight"
+_Q_NORM = "self_attention.q_layernorm.weight", "self_attention.core_attention.q_layernorm.weight"
 SINKS = "self_attention.core_attention.softmax_offset"
 """Row of a score that each head's softmax has besides those of the keys."""
 
@@ -66,7 +66,7 @@ def transformer_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any
         "activation": "silu",
         "add_bias_linear": False,
         "add_qkv_bias": "self_attention.linear_qkv.bias" in megatron_names,
-        "qk_layernorm": any(p.megatron == _Q_NORM and 0 not in p.hf[0].shape(sizes) for p in arch.params),
+        "qk_layernorm": any(p.megatron in _Q_NORM and 0 not in p.hf[0].shape(sizes) for p in arch.params),
     }
     if arch.multipliers.attention:
         values["softmax_scale"] = _number(arch.name, hf_config, arch.multipliers.attention)

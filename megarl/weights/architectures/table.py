@@ -259,6 +259,8 @@ class LayerRules:
     """``partial_rotary_factor`` is the share of a head that rotates; elsewhere any other than 1 is refused."""
     rope: str = ""
     """Key with a list of 1 for each layer that rotates queries and keys, and 0 for each that does not."""
+    rope_alpha: bool = False
+    """A rope of type ``dynamic`` has its base multiplied by ``alpha`` ** (d / (d - 2)), d being a head's width."""
     kinds: str = ""
     """Key with a list of ``sparse`` for each layer with experts, and ``dense`` for each other."""
     windows: bool = False
@@ -297,6 +299,8 @@ class NormRules:
     """Outputs of attention and MLP are normed before they are added to the hidden state."""
     whole_width: bool = False
     """Queries (and keys) of a token are normed over all heads together; else each head on its own."""
+    after_rope: bool = False
+    """Each head of queries and keys is normed after it has rotated; else before."""
     zero_centred: bool = False
     """Norms multiply by 1 + weight."""
 
