@@ -86,6 +86,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "smollm3": _HIDDEN_128,
     "olmo2": _ENGINE_SIZES,
     "phi3": _HIDDEN_128,
+    "gpt_oss": {**_ENGINE_SIZES, "intermediate_size": 128},
     "ernie4_5_moe": {**_ENGINE_SIZES, "moe_layer_end_index": -1},
     "glm4": _ENGINE_SIZES,
 }
@@ -155,6 +156,7 @@ MORE_CELLS = (
     Cell("granite", TP2, {"tp": 2}),
     Cell("olmo2", TP2, {"tp": 2}),
     Cell("phi3", PP2, {"tp": 2}),
+    Cell("gpt_oss", EP2),
     Cell("ernie4_5_moe", EP2, {"tp": 2}),
     Cell("glm4", TP2, {"tp": 2}),
 )
