@@ -93,6 +93,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "exaone4": {**_ENGINE_SIZES, "layer_types": ["sliding_attention", "full_attention"]},
     "gemma3_text": {**_ENGINE_SIZES, "layer_types": ["sliding_attention", "full_attention"]},
     "phi3": _HIDDEN_128,
+    "gpt_oss": {**_ENGINE_SIZES, "intermediate_size": 128},
     "ernie4_5_moe": {**_ENGINE_SIZES, "moe_layer_end_index": -1},
     "glm4": _ENGINE_SIZES,
 }
@@ -169,6 +170,7 @@ MORE_CELLS = (
     Cell("exaone4", TP2, {"tp": 2}),
     Cell("gemma3_text", PP2, {"tp": 2}),
     Cell("phi3", PP2, {"tp": 2}),
+    Cell("gpt_oss", EP2),
     Cell("ernie4_5_moe", EP2, {"tp": 2}),
     Cell("glm4", TP2, {"tp": 2}),
 )

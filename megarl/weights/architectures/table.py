@@ -46,6 +46,7 @@ class Shard(Enum):
     ROW = "input features, the last axis"
     VOCAB = "vocabulary, axis 0, padded"
     REPLICATED = "whole on every rank"
+    FIRST = "whole on every rank of Megatron; in vLLM on the first one, and zeros on the others: a bias of partial sums"
 
 
 class Stage(Enum):
@@ -125,8 +126,6 @@ class JoinedTensor:
     """Names of the logical tensors in it."""
     transposed: bool = False
     """Each matrix has inputs before outputs."""
-    interleaved: bool = False
-    """Rows of the parts take turns."""
     single: bool = False
     """A first axis with one entry."""
 
@@ -216,6 +215,11 @@ class ModelSizes:
     def kv(self) -> int:
         """Rows of the key (or value) projection."""
         return self.kv_heads * self.head
+
+    @property
+    def gate_up(self) -> int:
+        """Rows of an expert's gate and up projections together."""
+        return 2 * self.expert_ffn
 
     @property
     def latent_q(self) -> int:
