@@ -38,6 +38,7 @@ _YARN = {  # a small base, so that beta_fast and beta_slow choose between the fe
     "mscale_all_dim": 0.7,
 }
 _PLAIN_YARN = {key: value for key, value in _YARN.items() if "mscale" not in key}
+_WINDOWS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -191,6 +192,52 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("seed_oss", {**_DENSE, "head_dim": 24, "attention_bias": True}),
     "smollm3": ("smollm3", {**_DENSE, "no_rope_layer_interval": 2}),
     "olmo2": ("olmo2", {**_DENSE, "head_dim": 24}),
+    "hunyuan_v1_dense": (
+        "hunyuan_v1_dense",
+        {
+            **{**_DENSE, "head_dim": 24, "tie_word_embeddings": True},
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0},
+        },
+    ),
+    "minimax_m2": (
+        "minimax_m2",
+        {
+            **{**_DENSE, "head_dim": 24, "num_local_experts": 8, "num_experts_per_tok": 3},
+            "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "olmoe": ("olmoe", {**_DENSE, "num_experts": 8, "num_experts_per_tok": 3}),
+    "olmo3": (
+        "olmo3",
+        {
+            **{**_DENSE, "head_dim": 24, "sliding_window": 7, "layer_types": _WINDOWS},
+            "rope_parameters": {
+                "full_attention": _PLAIN_YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "ministral3": (
+        "ministral3",
+        {
+            **{**_DENSE, "head_dim": 24},
+            "rope_parameters": {**_PLAIN_YARN, "original_max_position_embeddings": 10, "llama_4_scaling_beta": 0.3},
+            "llama_4_scaling": {"original_max_position_embeddings": 10, "beta": 0.3},  # vLLM reads this alone
+        },
+    ),
+    "exaone4": ("exaone4", {**_DENSE, "head_dim": 24, "sliding_window": 7, "layer_types": _WINDOWS}),
+    "gemma3_text": (
+        "gemma3_text",
+        {
+            **{**_DENSE, "head_dim": 24, "tie_word_embeddings": True, "query_pre_attn_scalar": 12},
+            "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention"],
+            "sliding_window": 8,
+            "rope_parameters": {
+                "sliding_attention": _ROPE,
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            },
+        },
+    ),
     "glm4": (
         "glm4",
         {**_DENSE, "head_dim": 24, "attention_bias": True, "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}},
@@ -215,8 +262,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> (model_type, keyword arguments of its transformers config)."""
 ALIKE = (
     *("kimi_k2", "deepseek_v2", "glm4_moe", "glm4_moe_lite", "dots1", "solar_open", "qwen2_moe"),
-    *("granite", "seed_oss", "smollm3", "olmo2", "qwen2_windows"),
-    *("phi3", "glm4", "ernie4_5_moe", "gpt_oss"),
+    *("granite", "seed_oss", "smollm3", "qwen2_windows"),
+    *("olmo2", "gemma3_text", "olmoe", "minimax_m2", "hunyuan_v1_dense"),
+    *("phi3", "glm4", "ernie4_5_moe", "gpt_oss", "olmo3", "exaone4", "ministral3"),
 )
 """Families whose rows are those of others: every run has them on two grids, ``make soak`` on all."""
 

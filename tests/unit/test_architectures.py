@@ -176,7 +176,8 @@ def class_says(settings: dict[str, Any]) -> dict[str, Any]:
 def told_or_refused(settings: dict[str, Any]) -> Any:
     try:
         found = architecture(settings)
-        return transformer_kwargs(found, settings), gpt_kwargs(found, settings), found.sizes(settings)
+        parts = (transformer_kwargs, gpt_kwargs, ropes)
+        return found.sizes(settings), *(part(found, settings) for part in parts)
     except ArchitectureError as error:
         return str(error)
 
@@ -195,8 +196,12 @@ def older(settings: dict[str, Any]) -> dict[str, Any]:
     """config.json as transformers 4 wrote it, of a vision-language model too: all keys of the language model beside the
     others."""
     settings = {**settings.get("text_config", {}), **settings}
-    rope = dict(settings["rope_parameters"])
+    rope = settings["rope_parameters"]
+    rope = dict(rope.get("full_attention", rope))  # of the layers that the older key was for
     rest = {k: v for k, v in settings.items() if k not in ("rope_parameters", "text_config")}
+    if "full_attention" in rope:
+        rest["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = dict(rope["full_attention"])
     rest["rope_theta"] = rope.pop("rope_theta")
     if "mrope_section" in rope:
         rope = {"type": "mrope", "mrope_section": rope["mrope_section"]}
@@ -304,6 +309,11 @@ YARN = FAMILIES["deepseek_v3_yarn"][1]["rope_parameters"]
             r"rope_type='dynamic' is not supported",
         ),
         ("mistral", {"sliding_window": 0}, r"sliding_window=0; it must be a positive integer"),
+        (
+            "exaone4",
+            {"layer_types": ["full_attention"] * 4},
+            r"sliding_window=7 and no sliding_attention in layer_types is not supported: .* sliding_window to null",
+        ),
         ("mixtral", {"num_experts_per_tok": 1}, r"num_experts_per_tok=1 and normalised .* the router gets no gradient"),
         (
             "glm4_moe_lite",

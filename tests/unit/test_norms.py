@@ -12,6 +12,7 @@ from megarl.learn.models.specs import check_norms
 from megarl.weights.architectures import ARCHITECTURES
 from megarl.weights.architectures.megatron_config import transformer_kwargs
 from megarl.weights.architectures.table import USUAL_NORMS
+from megarl.weights.reshard.layouts import vllm_layout
 from tests.parallel.families import FAMILIES
 from tests.unit.test_architectures import family_config
 
@@ -39,3 +40,10 @@ def test_a_norm_begins_no_graph_where_the_layer_has_none(trained: bool) -> None:
     output, hidden = torch.ones(2, 8, requires_grad=trained), torch.ones(2, 8)
     with torch.enable_grad():
         assert layer(True, False)((output, None), hidden, 0.0).requires_grad == trained
+
+
+def test_engines_have_no_more_workers_than_heads_under_one_norm() -> None:
+    settings = family_config("olmoe")
+    vllm_layout(settings, 2)
+    with pytest.raises(ConfigError, match=r"rollout.tp=4 is more than num_key_value_heads=2 .* one of \[1, 2\]"):
+        vllm_layout(settings, 4)

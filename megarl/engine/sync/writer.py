@@ -7,6 +7,7 @@ with slices instead of HF tensors. Runs inside vLLM's workers.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -82,6 +83,7 @@ class SliceWriter:
         self._faint = {}
         self.eight_bits.forget()
         _repack_experts(self._model)
+        _name_loaders(self._model)
         initialize_layerwise_reload(self._model)
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -188,6 +190,14 @@ def _loadable(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
             if name in BUFFERS and id(buffer) not in always_there:
                 always_there.add(id(buffer))
                 yield path, module, name
+
+
+def _name_loaders(model: nn.Module) -> None:
+    """Give loaders of weights that are partial functions a name, which vLLM's reload asks for (MiniMax's norms)."""
+    for parameter in model.parameters():
+        loader = getattr(parameter, "weight_loader", None)
+        if isinstance(loader, functools.partial):
+            loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]
 
 
 def _repack_experts(model: nn.Module) -> None:

@@ -9,6 +9,7 @@ sequences on this rank, h query heads and g key/value heads of this rank, d widt
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from inspect import signature
 from typing import Any
@@ -23,6 +24,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 
 from megarl.learn.models.attention_layout import PackedLayout, packed_layout
 from megarl.learn.models.causal import attend
+from megarl.learn.models.rotary import positions_of
 
 
 class CoreAttention(MegatronModule):  # type: ignore[misc]
@@ -44,9 +46,11 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        norm: Callable[..., torch.nn.Module] | None = None,
         **latent: int,
     ) -> None:
-        """``latent`` are MLA's k_channels and v_channels, which the tensors' shapes give."""
+        """``norm`` makes norms of rotated queries and keys. ``latent`` are MLA's k_channels and v_channels, which the
+        tensors' shapes give."""
         super().__init__(config=config)
         assert attention_type == "self" and attn_mask_type == AttnMaskType.causal, "only causal self-attention"
         assert not (config.attention_dropout if attention_dropout is None else attention_dropout), "no dropout"
@@ -56,6 +60,11 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         self.softmax_scale = softmax_scale
         """None is 1 / sqrt(d)."""
+        self.q_layernorm, self.k_layernorm = (
+            None if norm is None else norm(config, config.kv_channels, eps=config.layernorm_epsilon) for _ in range(2)
+        )
+        self.query_growth: tuple[float, int] | None = None
+        """(beta, tokens) of queries that grow with their position; see ``_grown``."""
         has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window: int | None = config.window_size[0] + 1 if has_window else None
         """Tokens that one attends to, itself among them."""
@@ -92,6 +101,10 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         """
         assert attention_mask is None and attention_bias is None, "causal attention takes no mask"
         cp = self.cp_group.size()
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        if self.query_growth is not None:
+            query = self._grown(query, packed_seq_params, *self.query_growth)
         if cp > 1:
             query, key, value = _to_heads(query, key, value, self.cp_group)
         if packed_seq_params is None:
@@ -101,6 +114,19 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         if cp > 1:
             out = _to_rows(out, self.cp_group)
         return out.flatten(-2)
+
+    def _grown(self, query: torch.Tensor, params: Any, beta: float, original: int) -> torch.Tensor:
+        """The queries, times 1 + ``beta`` * ln(1 + position // ``original``)."""
+        cp = self.cp_group
+        if params is None:
+            cu_seqlens, longest = torch.tensor([0, len(query) * cp.size()]), len(query) * cp.size()
+        else:
+            cu_seqlens, longest = params.cu_seqlens_q, params.max_seqlen_q
+        if longest <= original:
+            return query
+        position = positions_of(cu_seqlens, cp.rank(), cp.size()).to(query.device)
+        factor = 1 + beta * torch.log1p((position // original).float())
+        return query * factor.to(query.dtype).view(-1, *[1] * (query.dim() - 1))
 
     def _dense(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cp: int) -> torch.Tensor:
         """[s, b, *, d], or the shares of all ranks [cp, s, b, *, d], to the same."""

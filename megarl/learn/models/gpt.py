@@ -20,7 +20,13 @@ from megarl.weights.reshard.layouts import padded_vocab_size
 
 __all__ = ["build_chunks", "named_tensors", "transformer_config", "unwrap"]
 
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "clamped_swiglu": clamped_swiglu}
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU by its approximation with a hyperbolic tangent."""
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": gelu_tanh, "clamped_swiglu": clamped_swiglu}
 
 
 def build_chunks(

@@ -48,5 +48,8 @@ def install(stage: Any, numbers: Multipliers, *, logits: bool) -> None:
     """
     if stage.pre_process and numbers.embedding != 1.0:
         stage.embedding.register_forward_hook(lambda module, given, out: out * numbers.embedding)
+    if stage.pre_process and numbers.embedding_root != 1.0:
+        root = torch.tensor(numbers.embedding_root)
+        stage.embedding.register_forward_hook(lambda module, given, out: out * root.to(out))
     if stage.post_process and logits and numbers.logits != 1.0:
         stage.decoder.final_layernorm.register_forward_hook(lambda module, given, out: out / numbers.logits)

@@ -19,13 +19,27 @@ class RMSNorm(torch.nn.RMSNorm):
 
     Args:
         own_eps: Epsilon in place of the one of all norms, ``eps``.
+        zero_centred: Multiply by 1 + weight, in float32 (Gemma).
     """
 
     def __init__(
-        self, config: Any, hidden_size: int, eps: float = 1e-5, own_eps: float | None = None, **unused: Any
+        self,
+        config: Any,
+        hidden_size: int,
+        eps: float = 1e-5,
+        own_eps: float | None = None,
+        zero_centred: bool = False,
+        **unused: Any,
     ) -> None:
         super().__init__(hidden_size, eps=eps if own_eps is None else own_eps)
+        self.zero_centred = zero_centred
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.zero_centred:
+            return super().forward(x)
+        normed = torch.nn.functional.rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps)
+        return normed.to(x.dtype)
 
 
 class WholeWidthNorm(torch.nn.Module):
@@ -65,17 +79,28 @@ class WholeWidthNorm(torch.nn.Module):
         return (self.weight[self.first : self.last] * normed).to(x.dtype).view_as(x)
 
 
+def norm_of(rules: NormRules) -> Any:
+    """Return the spec of the norms of hidden states and heads."""
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    return ModuleSpec(module=RMSNorm, params={"zero_centred": True}) if rules.zero_centred else RMSNorm
+
+
 def place(layer: Any, config: Any, rules: NormRules) -> None:
     """Put a family's norms into the submodules of a layer of Megatron's local spec.
 
     ``megarl.learn.models.multipliers.Residual`` has the norms after attention and MLP.
     """
     from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.spec_utils import ModuleSpec
 
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm if rules.before else IdentityOp
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm_of(rules) if rules.before else IdentityOp
     attention = layer.self_attention.submodules
     if config.qk_layernorm and not config.multi_latent_attention:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        attention.q_layernorm = attention.k_layernorm = norm_of(rules)
+        if rules.after_rope:
+            attention.q_layernorm = attention.k_layernorm = IdentityOp
+            attention.core_attention = ModuleSpec(module=attention.core_attention, params={"norm": RMSNorm})
         if rules.whole_width:
             attention.q_layernorm = _whole_width(config.num_attention_heads)
             attention.k_layernorm = _whole_width(config.num_query_groups)
@@ -89,4 +114,7 @@ def _whole_width(heads: int) -> Any:
 
 def after(config: Any, rules: NormRules) -> Callable[[], torch.nn.Module] | None:
     """Return what makes a norm of an output of attention or MLP, or None for a family without them."""
-    return partial(RMSNorm, config, config.hidden_size, eps=config.layernorm_epsilon) if rules.after else None
+    if not rules.after:
+        return None
+    eps = config.layernorm_epsilon
+    return partial(RMSNorm, config, config.hidden_size, eps=eps, zero_centred=rules.zero_centred)

@@ -51,6 +51,8 @@ def install(stage: Any, ropes: Sequence[Rope | None]) -> None:
             core = layer.self_attention.core_attention
             scale = layer.config.kv_channels**-0.5 if core.softmax_scale is None else core.softmax_scale
             core.softmax_scale = scale * rope.attention_factor**2
+        if rope.query_beta:
+            layer.self_attention.core_attention.query_growth = rope.query_beta, rope.original
 
 
 class _Replaced:
@@ -143,7 +145,7 @@ def _tables(
         kept = cu_seqlens._megarl_rotary = {}  # type: ignore[attr-defined]
     if key not in kept:
         if not getattr(cu_seqlens, "_megarl_by_token", False):
-            packed = freqs[_positions(cu_seqlens, cp_group.rank(), cp_group.size())].squeeze(1)
+            packed = freqs[positions_of(cu_seqlens, cp_group.rank(), cp_group.size())].squeeze(1)
         else:
             packed = freqs.squeeze(1)
         tables = tuple((table * mscale).to(dtype) for table in (packed.cos(), packed.sin()))
@@ -152,7 +154,7 @@ def _tables(
     return cos, sin
 
 
-def _positions(cu_seqlens: torch.Tensor, cp_rank: int, cp: int) -> torch.Tensor:
+def positions_of(cu_seqlens: torch.Tensor, cp_rank: int, cp: int) -> torch.Tensor:
     """Position of each of this rank's tokens in its sequence, [t] int64, on the device of ``cu_seqlens``.
 
     Made by the first layer that asks: layers of latent attention have tables of their own.

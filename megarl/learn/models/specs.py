@@ -80,11 +80,11 @@ def block_spec(
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )
-    block.layer_norm = RMSNorm
+    block.layer_norm = norms.norm_of(rules)
     for layer in block.layer_specs:
-        norms.place(layer.submodules, config, rules)
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = CoreAttention
+        norms.place(layer.submodules, config, rules)
         if config.multi_latent_attention:
             latent_norm = ModuleSpec(module=RMSNorm, params={"own_eps": LATENT_NORM_EPS})
             attention.kv_layernorm = latent_norm
@@ -138,6 +138,7 @@ def check_attention(model: ModelConfig, hf_config: Mapping[str, Any]) -> None:
     found = {
         f"a window of attention of {hf_config.get('sliding_window')} tokens": "window_size" in kwargs,
         "sinks in its attention": "softmax_type" in kwargs,
+        "queries that grow with their position": arch.layers.queries_grow,
         "YaRN": any(rope.attention_factor != 1.0 for rope in ropes(arch, hf_config) if rope is not None),
     }
     for part in (part for part, is_there in found.items() if is_there):

@@ -69,7 +69,7 @@ def _parts(sizes: ModelSizes, experts: bool, grid: ParallelConfig) -> dict[str, 
     """Part of a layer, by Megatron's name of what can be computed again -> elements that it keeps for a token."""
     h, tp = sizes.hidden, grid.tp
     along = h / (tp if grid.sequence_parallel else 1)
-    found = {"residuals": 2 * along, "layernorm": 2 * along}
+    found = {"residuals": (2 + sizes.norms_after) * along, "layernorm": sizes.norms_before * along}
     if sizes.kv_lora:
         query, rope = sizes.heads * (sizes.qk_nope + sizes.qk_rope), sizes.qk_rope
         found["latents"] = (sizes.q_lora + sizes.kv_lora + rope) * along / h

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +23,7 @@ from megarl.run.checks.recompute import check_recompute
 from megarl.run.checks.vision import is_vision_model
 from megarl.weights.architectures import Head, architecture
 from megarl.weights.architectures.megatron_config import has_router_bias, transformer_kwargs
+from megarl.weights.architectures.rope import ropes
 from megarl.weights.checkpoint.formats.hf_source import SCORE, check_hf, check_labels, open_hf
 from megarl.weights.reshard.layouts import Layout, hf_layout, megatron_layout, padded_vocab_size, vllm_layout
 from megarl.weights.reshard.plan import build_plan
@@ -152,6 +154,21 @@ def _check_engines(config: Config, hf_config: Mapping[str, Any], source: Layout)
             f"{limit} = {wanted} is more than the model's context of {context} (max_position_embeddings); lower "
             f"{'one of them' if rollout.max_trajectory_tokens is None else 'it'}"
         )
+    _check_growth(config.model.path, hf_config, wanted)
+
+
+def _check_growth(path: str, hf_config: Mapping[str, Any], context: int) -> None:
+    """vLLM multiplies queries by their position's factor where a key says so that transformers does not read."""
+    for rope in set(ropes(architecture(hf_config), hf_config)):
+        if rope is None or not rope.query_beta or context <= rope.original:
+            continue
+        needed = {"original_max_position_embeddings": rope.original, "beta": rope.query_beta}
+        if hf_config.get("llama_4_scaling") != needed:
+            raise ConfigError(
+                f"config.json of {path} has llama_4_scaling={hf_config.get('llama_4_scaling')!r}, which vLLM reads in "
+                f"the place of llama_4_scaling_beta={rope.query_beta}: with {context} tokens its log-probs would be "
+                f'others; add "llama_4_scaling": {json.dumps(needed)} to the file'
+            )
 
 
 def check_engine(path: str, hf_config: Mapping[str, Any]) -> None:

@@ -9,16 +9,23 @@ from megarl.weights.architectures.deepseek_v3 import DEEPSEEK_V3
 from megarl.weights.architectures.dots1 import DOTS1
 from megarl.weights.architectures.ernie4_5 import ERNIE4_5
 from megarl.weights.architectures.ernie4_5_moe import ERNIE4_5_MOE
+from megarl.weights.architectures.exaone4 import EXAONE4
+from megarl.weights.architectures.gemma3_text import GEMMA3_TEXT
 from megarl.weights.architectures.glm4 import GLM4
 from megarl.weights.architectures.glm4_moe import GLM4_MOE
 from megarl.weights.architectures.glm4_moe_lite import GLM4_MOE_LITE
 from megarl.weights.architectures.gpt_oss import GPT_OSS
 from megarl.weights.architectures.granite import GRANITE
+from megarl.weights.architectures.hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from megarl.weights.architectures.kimi_k2 import KIMI_K2
 from megarl.weights.architectures.llama import LLAMA
+from megarl.weights.architectures.minimax_m2 import MINIMAX_M2
+from megarl.weights.architectures.ministral3 import MINISTRAL3
 from megarl.weights.architectures.mistral import MISTRAL
 from megarl.weights.architectures.mixtral import MIXTRAL
 from megarl.weights.architectures.olmo2 import OLMO2
+from megarl.weights.architectures.olmo3 import OLMO3
+from megarl.weights.architectures.olmoe import OLMOE
 from megarl.weights.architectures.phi3 import PHI3
 from megarl.weights.architectures.qwen2 import QWEN2
 from megarl.weights.architectures.qwen2_5_vl import QWEN2_5_VL
@@ -53,6 +60,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "seed_oss": SEED_OSS,
     "smollm3": SMOLLM3,
     "olmo2": OLMO2,
+    "olmo3": OLMO3,
+    "ministral3": MINISTRAL3,
+    "exaone4": EXAONE4,
+    "gemma3_text": GEMMA3_TEXT,
+    "olmoe": OLMOE,
+    "minimax_m2": MINIMAX_M2,
+    "hunyuan_v1_dense": HUNYUAN_V1_DENSE,
     "phi3": PHI3,
     "glm4": GLM4,
     "ernie4_5_moe": ERNIE4_5_MOE,

@@ -65,11 +65,17 @@ OPTIONAL_QK_NORM = (
     Param("self_attention.k_layernorm.weight", Op.SAME, (Logical("self_attn.k_norm.weight", "normed_head"),)),
 )
 """Norms of models whose config.json has ``use_qk_norm``."""
+QK_NORM_AFTER_ROPE = tuple(
+    Param(f"self_attention.core_attention.{short}_layernorm.weight", Op.SAME, (Logical(f"self_attn.{name}", "head"),))
+    for short, name in (("q", "query_layernorm.weight"), ("k", "key_layernorm.weight"))
+)
 WHOLE_QK_NORM = (
     Param("self_attention.q_layernorm.weight", Op.SAME, (Logical("self_attn.q_norm.weight", "q"),)),
     Param("self_attention.k_layernorm.weight", Op.SAME, (Logical("self_attn.k_norm.weight", "kv"),)),
 )
 """Norms over all heads together; each rank has the whole weight."""
+CUT_QK_NORM = tuple(Fused(norm.name, Op.SAME, (norm,), Shard.COLUMN) for row in WHOLE_QK_NORM for norm in row.hf)
+"""The same where vLLM's workers have the part of their heads."""
 QKV_BIAS = (Param("self_attention.linear_qkv.bias", Op.QKV, _QKV_BIAS),)
 SINKS = (
     Param("self_attention.core_attention.softmax_offset", Op.SAME, (Logical("self_attn.sinks", "heads", COLUMN),)),
@@ -171,6 +177,10 @@ DENSE_MLP = (*mlp_norm(Stage.DENSE), *gated_rows(_MLP, Stage.DENSE, "mlp"))
 JOINED_MLP = JoinedTensor("mlp.gate_up_proj.weight", tuple(part.name for part in _MLP[:2]))
 """Files that have gate and up in one tensor."""
 VLLM_MLP = vllm_gated(_MLP, "mlp.gate_up_proj.weight")
+MLP_NORM_OF_GEMMA = (
+    Param("pre_mlp_layernorm.weight", Op.SAME, (Logical("pre_feedforward_layernorm.weight", "hidden"),)),
+)
+"""The norm before the MLP, where ``post_attention_layernorm`` is one after attention."""
 
 
 def norms_after(attention: str, mlp: str) -> tuple[Param, Param]:

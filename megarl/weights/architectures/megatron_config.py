@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megarl.core.errors import ArchitectureError
-from megarl.weights.architectures.rope import max_positions, rope_settings, ropes
+from megarl.weights.architectures.rope import max_positions, rope_settings, ropes, settings_of
 from megarl.weights.architectures.table import (
     Architecture,
     HFConfig,
     ModelSizes,
+    RouterRules,
     count,
     flag,
     integer,
@@ -28,7 +29,7 @@ from megarl.weights.architectures.table import (
     rotates,
 )
 
-_Q_NORM = "self_attention.q_layernorm.weight"
+_Q_NORM = "self_attention.q_layernorm.weight", "self_attention.core_attention.q_layernorm.weight"
 SINKS = "self_attention.core_attention.softmax_offset"
 """Row of a score that each head's softmax has besides those of the keys."""
 
@@ -65,10 +66,12 @@ def transformer_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any
         "activation": "silu",
         "add_bias_linear": False,
         "add_qkv_bias": "self_attention.linear_qkv.bias" in megatron_names,
-        "qk_layernorm": any(p.megatron == _Q_NORM and 0 not in p.hf[0].shape(sizes) for p in arch.params),
+        "qk_layernorm": any(p.megatron in _Q_NORM and 0 not in p.hf[0].shape(sizes) for p in arch.params),
     }
     if arch.multipliers.attention:
         values["softmax_scale"] = _number(arch.name, hf_config, arch.multipliers.attention)
+    if arch.multipliers.attention_root:
+        values["softmax_scale"] = _number(arch.name, hf_config, arch.multipliers.attention_root) ** -0.5
     turning = rotates(arch, hf_config, sizes.num_layers)
     if not all(turning):
         values["no_rope_freq"] = [int(not turns) for turns in turning]
@@ -96,7 +99,7 @@ def gpt_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any]:
     }
     if sizes.kv_lora:  # its rope is part of transformer_kwargs
         return values
-    rope = rope_settings(arch.name, hf_config, partial=arch.layers.partial_rotary, kind="full_attention")
+    rope = settings_of(arch, hf_config)
     values["rotary_base"] = rope["rope_theta"]
     if rope["partial_rotary_factor"] != 1.0:
         values["rotary_percent"] = rope["partial_rotary_factor"]
@@ -109,12 +112,17 @@ class Multipliers(NamedTuple):
     embedding: float = 1.0
     residual: float = 1.0
     logits: float = 1.0
+    embedding_root: float = 1.0
+    """Another one of the embeddings, which is rounded to their dtype."""
 
 
 def multipliers(arch: Architecture, hf_config: HFConfig) -> Multipliers:
     """Numbers that parts of a model are multiplied by. Raises ArchitectureError for one that is no positive number."""
     keys = {name: getattr(arch.multipliers, name) for name in Multipliers._fields}
-    return Multipliers(**{name: _number(arch.name, hf_config, key) for name, key in keys.items() if key})
+    found = {name: _number(arch.name, hf_config, key) for name, key in keys.items() if key}
+    if "embedding_root" in found:
+        found["embedding_root"] **= 0.5
+    return Multipliers(**found)
 
 
 def _number(name: str, hf_config: HFConfig, key: str) -> float:
@@ -243,7 +251,7 @@ def _experts(arch: Architecture, sizes: ModelSizes, hf_config: HFConfig) -> dict
     }
     normed = arch.router.norms_topk or flag(name, hf_config, "norm_topk_prob")
     if arch.router.sigmoid:
-        return values | _sigmoid_router(name, sizes, hf_config, normed)
+        return values | _sigmoid_router(name, sizes, hf_config, normed, arch.router)
     if sizes.topk == 1 and normed:
         raise ArchitectureError(
             f"{name} with num_experts_per_tok=1 and normalised probabilities is not supported: every weight is 1 and "
@@ -271,7 +279,9 @@ def _topk_scaling(name: str, hf_config: HFConfig) -> dict[str, Any]:
     return {"moe_router_topk_scaling_factor": positive(name, key, needed(name, hf_config, key))}
 
 
-def _sigmoid_router(name: str, sizes: ModelSizes, hf_config: HFConfig, normed: bool) -> dict[str, Any]:
+def _sigmoid_router(
+    name: str, sizes: ModelSizes, hf_config: HFConfig, normed: bool, rules: RouterRules
+) -> dict[str, Any]:
     if normed != (sizes.topk > 1):
         raise ArchitectureError(
             f"{name} with norm_topk_prob={normed} and num_experts_per_tok={sizes.topk} is not supported: Megatron-Core "
@@ -298,6 +308,6 @@ def _sigmoid_router(name: str, sizes: ModelSizes, hf_config: HFConfig, normed: b
         "moe_router_bias_update_rate": 0.0,
         "moe_router_num_groups": groups if limited else None,
         "moe_router_group_topk": chosen if limited else None,
-        **_topk_scaling(name, hf_config),
+        **({} if rules.unscaled else _topk_scaling(name, hf_config)),
         "moe_router_dtype": "fp32",
     }

@@ -33,6 +33,8 @@ class Rope(NamedTuple):
     """YaRN's bounds between frequencies are whole numbers."""
     attention_factor: float = 1.0
     """Factor of the rotated queries, and of the keys."""
+    query_beta: float = 0.0
+    """Queries at position p are multiplied by 1 + ``query_beta`` * ln(1 + p // ``original``) (Llama 4)."""
 
 
 def ropes(arch: Architecture, hf_config: HFConfig) -> tuple[Rope | None, ...]:
@@ -44,20 +46,34 @@ def ropes(arch: Architecture, hf_config: HFConfig) -> tuple[Rope | None, ...]:
     sizes = arch.sizes(hf_config)
     if sizes.kv_lora:
         return ()
-    partial = arch.layers.partial_rotary
     kinds = layer_kinds(arch, hf_config, sizes.num_layers)
-    made = {kind: _rope(arch.name, rope_settings(arch.name, hf_config, partial=partial, kind=kind)) for kind in kinds}
+    made = {kind: _rope(arch, settings_of(arch, hf_config, kind), sizes.head) for kind in kinds}
     turning = rotates(arch, hf_config, sizes.num_layers)
+    if arch.layers.rope_in_windows and not any(turning):
+        raise ArchitectureError(
+            f"{arch.name} with sliding_window={hf_config['sliding_window']!r} and no sliding_attention in layer_types "
+            "is not supported: transformers rotates no layer then, vLLM all; set sliding_window to null for the latter"
+        )
     return tuple(made[kind] if turns else None for kind, turns in zip(kinds, turning, strict=True))
 
 
-def _rope(name: str, given: Mapping[str, Any]) -> Rope:
-    kind = given["rope_type"]
+def _rope(arch: Architecture, given: Mapping[str, Any], head: int) -> Rope:
+    name, kind = arch.name, given["rope_type"]
+    if arch.layers.rope_alpha and kind == "dynamic" and given.get("alpha"):
+        positive(name, "factor of the rope scaling", given.get("factor"))  # transformers wants one, and does not use it
+        return Rope("default", given["rope_theta"] * positive(name, "alpha", given["alpha"]) ** (head / (head - 2)))
+    if arch.norms.after_rope and kind == "yarn":
+        raise ArchitectureError(
+            f"{name} with rope_type='yarn' is not supported: its norms after the rope take YaRN's scale away; use a "
+            "checkpoint without it"
+        )
     if kind not in KINDS:
         raise ArchitectureError(
             f"{name} with rope_type={kind!r} is not supported, only {', '.join(KINDS)}; use a checkpoint with one of "
             "these, or remove the scaling from config.json where no sequence is longer than the model was trained on"
         )
+    if arch.layers.queries_grow and kind != "yarn":
+        raise ArchitectureError(f"{name} with rope_type={kind!r} is not supported, only 'yarn'; use such a checkpoint")
     if kind in ("default", "linear"):
         return Rope(kind, given["rope_theta"], given.get("factor", 1.0) if kind == "linear" else 1.0)
     key = "original_max_position_embeddings"
@@ -70,6 +86,7 @@ def _rope(name: str, given: Mapping[str, Any]) -> Rope:
         slow=positive(name, "beta_slow", given.get("beta_slow") or 1),
         truncate=bool(given.get("truncate", True)),
         attention_factor=_attention_factor(name, given),
+        query_beta=_query_beta(name, given) if arch.layers.queries_grow else 0.0,
     )
     if given["partial_rotary_factor"] != 1.0 and rope.attention_factor != 1.0:
         raise ArchitectureError(
@@ -93,6 +110,17 @@ def _attention_factor(name: str, given: Mapping[str, Any]) -> float:
     return grown(1.0)
 
 
+def _query_beta(name: str, given: Mapping[str, Any]) -> float:
+    key = "llama_4_scaling_beta"
+    return 0.0 if given.get(key) == 0 else positive(name, key, given.get(key))
+
+
+def settings_of(arch: Architecture, hf_config: HFConfig, kind: str = "full_attention") -> dict[str, Any]:
+    """``rope_settings`` of a kind of layers, which most families do not distinguish."""
+    partial, kind = arch.layers.partial_rotary, kind if arch.layers.ropes else ""
+    return rope_settings(arch.name, hf_config, partial=partial, kind=kind)
+
+
 def rope_settings(name: str, hf_config: HFConfig, *, partial: bool = False, kind: str = "") -> dict[str, Any]:
     """The rope settings as transformers reads them: ``rope_parameters``, or the older ``rope_scaling`` and
     ``rope_theta``.
@@ -103,9 +131,8 @@ def rope_settings(name: str, hf_config: HFConfig, *, partial: bool = False, kind
     """
     key = "rope_scaling" if hf_config.get("rope_scaling") else "rope_parameters"
     given = hf_config.get(key) or {}
-    is_nested = bool(kind) and isinstance(given, Mapping) and kind in given
-    if is_nested:
-        key, given = f"{key}.{kind}", given[kind]
+    if kind and isinstance(given, Mapping):
+        key, given = f"{key}.{kind}", given.get(kind)
     if not isinstance(given, Mapping):
         raise ArchitectureError(f"config.json of a {name} model has {key}={given!r}; it must be an object")
     theta = given.get("rope_theta", hf_config.get("rope_theta"))
@@ -117,7 +144,7 @@ def rope_settings(name: str, hf_config: HFConfig, *, partial: bool = False, kind
         "rope_type": given.get("rope_type", given.get("type", "default")),
         "rope_theta": positive(name, "rope_theta", theta),
     }
-    if hf_config.get("original_max_position_embeddings") is not None and not is_nested:
+    if hf_config.get("original_max_position_embeddings") is not None and not kind:
         rope["original_max_position_embeddings"] = hf_config["original_max_position_embeddings"]
     if rope["rope_type"] in KINDS[1:]:
         if rope.get("factor") is None:

@@ -137,6 +137,8 @@ class Fused:
     vllm: str
     op: Op
     hf: tuple[Logical, ...]
+    shard: Shard | None = None
+    """Axis that vLLM's tensor parallelism splits, where Megatron's keeps the tensor whole."""
 
 
 class Occurrence(NamedTuple):
@@ -187,6 +189,10 @@ class ModelSizes:
     """Frames of a patch."""
     patch: int = 0
     """Pixels on each side of a patch."""
+    norms_before: int = 2
+    """Norms before attention and MLP of a layer."""
+    norms_after: int = 0
+    """Norms after them."""
     merge: int = 0
     """Patches on each side of what becomes one vector of the language model."""
 
@@ -257,12 +263,18 @@ class LayerRules:
     """``partial_rotary_factor`` is the share of a head that rotates; elsewhere any other than 1 is refused."""
     rope: str = ""
     """Key with a list of 1 for each layer that rotates queries and keys, and 0 for each that does not."""
+    rope_alpha: bool = False
+    """A rope of type ``dynamic`` has its base multiplied by ``alpha`` ** (d / (d - 2)), d being a head's width."""
     kinds: str = ""
     """Key with a list of ``sparse`` for each layer with experts, and ``dense`` for each other."""
     windows: bool = False
     """``layer_types`` says which layers have the window; elsewhere ``sliding_window`` is one of all layers."""
     window_switch: bool = False
     """``use_sliding_window: false`` means no window, whatever ``sliding_window`` is."""
+    ropes: bool = False
+    """``rope_parameters`` has one rope for layers with the window and one for the others."""
+    queries_grow: bool = False
+    """Queries are multiplied by a factor of their position (``llama_4_scaling_beta``)."""
     rope_in_windows: bool = False
     """Where ``sliding_window`` is given, layers without the window do not rotate."""
 
@@ -275,6 +287,8 @@ class RouterRules:
     """Experts are chosen by sigmoid scores, a bias and groups (DeepSeek-V3); else by a softmax."""
     norms_topk: bool = False
     """The chosen experts' probabilities are always divided by their sum; else by ``norm_topk_prob``."""
+    unscaled: bool = False
+    """Sigmoid scores of the chosen experts are not multiplied by ``routed_scaling_factor``."""
     scales_topk: bool = False
     """Softmax probabilities of the chosen experts are multiplied by ``routed_scaling_factor``; sigmoid ones always."""
 
@@ -289,6 +303,10 @@ class NormRules:
     """Outputs of attention and MLP are normed before they are added to the hidden state."""
     whole_width: bool = False
     """Queries (and keys) of a token are normed over all heads together; else each head on its own."""
+    after_rope: bool = False
+    """Each head of queries and keys is normed after it has rotated; else before."""
+    zero_centred: bool = False
+    """Norms multiply by 1 + weight."""
 
 
 USUAL_NORMS = NormRules()
@@ -300,10 +318,14 @@ class MultiplierKeys:
 
     embedding: str = ""
     """The embeddings."""
+    embedding_root: str = ""
+    """The embeddings are multiplied by its square root, rounded to their dtype."""
     residual: str = ""
     """Outputs of attention and MLP, before they are added."""
     attention: str = ""
     """Scores of attention, in place of 1 / sqrt(d)."""
+    attention_root: str = ""
+    """Scores of attention are divided by its square root, in place of sqrt(d)."""
     logits: str = ""
     """The logits are divided by it."""
 
@@ -436,6 +458,8 @@ class Architecture:
             head=head,
             ffn=get("ffn"),
             vocab=get("vocab"),
+            norms_before=2 * self.norms.before,
+            norms_after=2 * self.norms.after,
             tied=flag(self.name, hf_config, "tie_word_embeddings") and self.head == "lm",
             **more,
         )

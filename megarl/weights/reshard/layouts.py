@@ -229,7 +229,7 @@ def vllm_layout(
     arch = architecture(hf_config)
     sizes = arch.sizes(hf_config)
     vocab = padded_vocab_size(sizes.vocab, 1, VLLM_VOCAB_MULTIPLE)
-    _check_vllm(arch.name, sizes, vocab, tp, pp, expert_parallel)
+    _check_vllm(arch, sizes, vocab, tp, pp, expert_parallel)
     text = "".join((f" pp={pp}" if pp > 1 else "", " expert_parallel" if expert_parallel else ""))
     return Layout(
         f"vllm tp={tp}{text} replicas={replicas}",
@@ -274,8 +274,9 @@ def _vllm_spots(
             local = prefix + occurrence.named(joined.vllm if joined else part.name)
             for p in sorted(stages):
                 if occurrence.expert is None:
-                    owners = (whole if part.shard is Shard.REPLICATED else cut)[p]
-                    yield _Spot(op, part.shard, parts, occurrence, local, owners)
+                    shard = joined.shard if joined and joined.shard else part.shard
+                    owners = (whole if shard is Shard.REPLICATED else cut)[p]
+                    yield _Spot(op, shard, parts, occurrence, local, owners)
                 elif expert_parallel:
                     rank = home[occurrence.expert]
                     lead = (occurrence.expert - sum(counts[:rank]),)
@@ -371,7 +372,10 @@ def _dtypes(arch: Architecture, sizes: ModelSizes) -> dict[str, str]:
     }
 
 
-def _check_vllm(name: str, sizes: ModelSizes, padded_vocab: int, tp: int, pp: int, expert_parallel: bool) -> None:
+def _check_vllm(
+    arch: Architecture, sizes: ModelSizes, padded_vocab: int, tp: int, pp: int, expert_parallel: bool
+) -> None:
+    name = arch.name
     for key, value in (("tp", tp), ("pp", pp)):
         if value < 1:
             raise ConfigError(f"rollout.{key}={value} is not a positive number; set rollout.{key} to 1 or more")
@@ -396,11 +400,17 @@ def _check_vllm(name: str, sizes: ModelSizes, padded_vocab: int, tp: int, pp: in
     if sizes.experts and not expert_parallel:
         rules.append(("the width of the experts", sizes.expert_ffn))
     kv_heads = 0 if sizes.kv_lora else sizes.kv_heads
-    fits = [n for n in range(1, sizes.heads + 1) if all(v % n == 0 for _, v in rules) and shares_heads(kv_heads, n)]
+    most = kv_heads if arch.norms.whole_width else sizes.heads
+    fits = [n for n in range(1, most + 1) if all(v % n == 0 for _, v in rules) and shares_heads(kv_heads, n)]
     fix = f"set rollout.tp to one of {fits}"
     for key, value in rules:
         if value % tp:
             raise ConfigError(f"rollout.tp={tp} does not divide {key}={value} of {name}; {fix}")
+    if tp > most:
+        raise ConfigError(
+            f"rollout.tp={tp} is more than num_key_value_heads={kv_heads} of {name}, whose norms go over all heads: "
+            f"vLLM would gather each head more than once; {fix}"
+        )
     if not shares_heads(kv_heads, tp):
         raise ConfigError(
             f"rollout.tp={tp} neither divides nor is a multiple of num_key_value_heads={kv_heads} of {name}; {fix}"
