@@ -51,9 +51,15 @@ GPT_OSS = Architecture(
     ),
     joined=JOINED_PAIRED_EXPERTS,
     vllm_ends_everywhere=True,
-    layers=LayerRules(windows=True),
+    layers=LayerRules(windows=True, every_second=True),
     router=RouterRules(norms_topk=True),
-    fixed={"hidden_act": "silu", "attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+    fixed={
+        "hidden_act": "silu",
+        "attention_bias": True,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+        "rms_norm_eps": 1e-5,
+    },
     megatron={"gated_linear_unit": False, "activation": "clamped_swiglu", "add_bias_linear": True},
     keys={"expert_ffn": ("intermediate_size",)},
 )

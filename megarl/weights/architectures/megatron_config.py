@@ -161,6 +161,11 @@ def _halve(sections: Sequence[Any], head: int) -> bool:
 def _windows(arch: Architecture, hf_config: HFConfig, num_layers: int) -> dict[str, Any]:
     """Megatron counts the tokens before one in its window; transformers and vLLM count itself besides."""
     windowed = [kind == "sliding_attention" for kind in layer_kinds(arch, hf_config, num_layers)]
+    if arch.layers.every_second and windowed != [layer % 2 == 0 for layer in range(num_layers)]:
+        raise ArchitectureError(
+            f"{arch.name} with layer_types={hf_config.get('layer_types')!r} is not supported: vLLM has windows in the "
+            "first layer and every second one after it, whatever layer_types says; use a checkpoint with these"
+        )
     if not any(windowed):
         return {}
     window = integer(arch.name, "sliding_window", hf_config.get("sliding_window"))

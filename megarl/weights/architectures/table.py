@@ -269,6 +269,8 @@ class LayerRules:
     """Key with a list of ``sparse`` for each layer with experts, and ``dense`` for each other."""
     windows: bool = False
     """``layer_types`` says which layers have the window; elsewhere ``sliding_window`` is one of all layers."""
+    every_second: bool = False
+    """vLLM has the window in the first layer and every second one after it, whatever ``layer_types`` says."""
     window_switch: bool = False
     """``use_sliding_window: false`` means no window, whatever ``sliding_window`` is."""
     ropes: bool = False
