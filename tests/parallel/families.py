@@ -242,6 +242,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4",
         {**_DENSE, "head_dim": 24, "attention_bias": True, "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}},
     ),
+    "glm4_unbiased": (  # as GLM-4-32B
+        "glm4",
+        {**_DENSE, "head_dim": 24, "attention_bias": False, "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}},
+    ),
     "ernie4_5_moe": (
         "ernie4_5_moe",
         {
@@ -264,7 +268,7 @@ ALIKE = (
     *("kimi_k2", "deepseek_v2", "glm4_moe", "glm4_moe_lite", "dots1", "solar_open", "qwen2_moe"),
     *("granite", "seed_oss", "smollm3", "qwen2_windows"),
     *("olmo2", "gemma3_text", "olmoe", "minimax_m2", "hunyuan_v1_dense"),
-    *("phi3", "glm4", "ernie4_5_moe", "olmo3", "exaone4", "ministral3", "gpt_oss"),
+    *("phi3", "glm4", "glm4_unbiased", "ernie4_5_moe", "olmo3", "exaone4", "ministral3", "gpt_oss"),
 )
 """Families whose rows are those of others: every run has them on two grids, ``make soak`` on all."""
 

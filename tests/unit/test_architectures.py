@@ -105,6 +105,8 @@ def told(family: str, **changes: Any) -> dict[str, Any]:
         ("deepseek_v3", {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0, "kv_channels": 12}),
         ("qwen2", {"add_qkv_bias": True, "qk_layernorm": False, "share_embeddings_and_output_weights": True}),
         ("glm4_moe", {"rotary_percent": 0.5, "qk_layernorm": True, "moe_layer_freq": [0, 1, 1, 1]}),
+        ("glm4", {"add_qkv_bias": True}),
+        ("glm4_unbiased", {"add_qkv_bias": False}),
         ("smollm3", {"no_rope_freq": [0, 1, 0, 1]}),
         ("qwen2_moe", {"moe_shared_expert_gate": True, "moe_shared_expert_intermediate_size": 56}),
         ("deepseek_v2", {"moe_router_topk_scaling_factor": 1.5, "moe_router_pre_softmax": True}),

@@ -208,6 +208,18 @@ def test_calls_that_are_not_closed_are_read_in_linear_time(form: str, part: str,
     assert [call.arguments for call in calls] == arguments
 
 
+def test_many_calls_in_python_are_read_in_linear_time() -> None:
+    """2300 calls took 5 s where each split the text into lines again."""
+    with time_limit(20.0):
+        calls = FORMATS["olmo3"].parse("<function_calls>" + 'f(x="é")\r\n' * 6000)[1]
+    assert [(call.text, call.arguments) for call in calls] == [('f(x="é")', {"x": "é"})] * 6000
+
+
+def test_a_number_with_more_digits_than_json_can_have_is_no_argument() -> None:
+    [call] = FORMATS["olmo3"].parse(f"<function_calls>f(x=0x{'f' * 4000})")[1]
+    assert call.name == "f" and call.arguments is None
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import ast
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,7 +175,8 @@ def _python_calls(text: str) -> list[ToolCall]:
         found = [statement.value for statement in statements if isinstance(statement, ast.Expr)]
         if len(found) < len(statements):
             raise ValueError("statements that are no calls")
-        return [_python_call(expression, text) for expression in found]
+        lines = _LINES.split(text.encode())
+        return [_python_call(expression, _written(expression, lines)) for expression in found]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return [ToolCall("", None, text)]
 
@@ -190,7 +191,16 @@ def _python_call(call: ast.expr, text: str) -> ToolCall:
             arguments = {str(keyword.arg): _literal(keyword.value) for keyword in call.keywords}
         except ValueError:
             arguments = None
-    return ToolCall(call.func.id, arguments, ast.get_source_segment(text, call) or text)
+    return ToolCall(call.func.id, arguments, text)
+
+
+def _written(expression: ast.expr, lines: Sequence[bytes]) -> str:
+    """Text of an expression. ``ast.get_source_segment`` would split the whole text again for each."""
+    first, last = expression.lineno - 1, (expression.end_lineno or expression.lineno) - 1
+    part = list(lines[first : last + 1])
+    part[-1] = part[-1][: expression.end_col_offset]
+    part[0] = part[0][expression.col_offset :]
+    return b"".join(part).decode()
 
 
 def _literal(value: ast.expr) -> Any:
@@ -207,6 +217,7 @@ def _literal(value: ast.expr) -> Any:
     found = ast.literal_eval(value)
     if not isinstance(found, bool | int | float | str | None) or not _is_plain(found, 1):
         raise ValueError("a value that JSON has no form of")
+    str(found)  # ValueError for more digits than Python writes, of a number that was no decimal
     return found
 
 
@@ -230,6 +241,8 @@ _INVOKES = re.compile(r"</?minimax:tool_call>")
 _ARGUMENT = re.compile(r"<arg_key>((?:(?!</?arg_key>).)*)</arg_key>\s*<arg_value>(.*?)(?:(</arg_value>)|\Z)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^<>\s]+)>\n?(.*?)(?:\n?(</parameter>)|\Z)", re.DOTALL)
 _INVOKED = re.compile(r'<parameter name="?([^<>\s"]+)"?>(.*?)(?:(</parameter>)|\Z)', re.DOTALL)
+_LINES = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")
+"""Between two lines, as Python's parser counts them."""
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
 

@@ -77,6 +77,13 @@ WHOLE_QK_NORM = (
 CUT_QK_NORM = tuple(Fused(norm.name, Op.SAME, (norm,), Shard.COLUMN) for row in WHOLE_QK_NORM for norm in row.hf)
 """The same where vLLM's workers have the part of their heads."""
 QKV_BIAS = (Param("self_attention.linear_qkv.bias", Op.QKV, _QKV_BIAS),)
+_OPTIONAL_QKV_BIAS = (
+    Logical("self_attn.q_proj.bias", "biased_q", COLUMN),
+    Logical("self_attn.k_proj.bias", "biased_kv", COLUMN),
+    Logical("self_attn.v_proj.bias", "biased_kv", COLUMN),
+)
+OPTIONAL_QKV_BIAS = (Param("self_attention.linear_qkv.bias", Op.QKV, _OPTIONAL_QKV_BIAS),)
+"""Biases of models whose config.json has ``attention_bias``."""
 SINKS = (
     Param("self_attention.core_attention.softmax_offset", Op.SAME, (Logical("self_attn.sinks", "heads", COLUMN),)),
 )
@@ -85,6 +92,7 @@ JOINED_QKV = JoinedTensor("self_attn.qkv_proj.weight", tuple(part.name for part 
 """Files that have queries, keys and values in one tensor."""
 VLLM_ATTENTION = (Fused("self_attn.qkv_proj.weight", Op.QKV, _QKV),)
 VLLM_QKV_BIAS = (Fused("self_attn.qkv_proj.bias", Op.QKV, _QKV_BIAS),)
+VLLM_OPTIONAL_QKV_BIAS = (Fused("self_attn.qkv_proj.bias", Op.QKV, _OPTIONAL_QKV_BIAS),)
 
 # ---------------------------------------------------------------- attention: multi-head latent (MLA)
 

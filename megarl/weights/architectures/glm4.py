@@ -10,11 +10,11 @@ from megarl.weights.architectures.blocks import (
     EMBEDDING,
     JOINED_MLP,
     MLP,
+    OPTIONAL_QKV_BIAS,
     OUTPUT,
-    QKV_BIAS,
     VLLM_ATTENTION,
     VLLM_MLP,
-    VLLM_QKV_BIAS,
+    VLLM_OPTIONAL_QKV_BIAS,
     norms_after,
 )
 from megarl.weights.architectures.table import Architecture, LayerRules, NormRules
@@ -25,15 +25,15 @@ GLM4 = Architecture(
     params=(
         *EMBEDDING,
         *ATTENTION,
-        *QKV_BIAS,
+        *OPTIONAL_QKV_BIAS,
         *MLP,
         *norms_after("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight"),
         *OUTPUT,
     ),
-    vllm=(*VLLM_ATTENTION, *VLLM_QKV_BIAS, *VLLM_MLP),
+    vllm=(*VLLM_ATTENTION, *VLLM_OPTIONAL_QKV_BIAS, *VLLM_MLP),
     joined=(JOINED_MLP,),
     layers=LayerRules(partial_rotary=True),
     norms=NormRules(after=True),
-    fixed={"hidden_act": "silu", "attention_bias": True},
+    fixed={"hidden_act": "silu"},
     megatron={"rotary_interleaved": True},
 )

@@ -29,7 +29,7 @@ from megarl.weights.architectures.table import (
     rotates,
 )
 
-_Q_NORM = "self_attention.q_layernorm.weight", "self_attention.core_attention.q_layernorm.weight"
+_Q_NORMS = {"self_attention.q_layernorm.weight", "self_attention.core_attention.q_layernorm.weight"}
 SINKS = "self_attention.core_attention.softmax_offset"
 """Row of a score that each head's softmax has besides those of the keys."""
 
@@ -50,7 +50,7 @@ def transformer_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any
     ``activation`` is the name of the activation. Raises ArchitectureError for a setting that Megatron cannot express.
     """
     sizes = arch.sizes(hf_config)
-    megatron_names = {param.megatron for param in arch.params}
+    megatron_names = {param.megatron for param in arch.params if 0 not in param.hf[0].shape(sizes)}
     _refuse_other_masks(arch, hf_config)
     values = {
         "mla": bool(sizes.kv_lora),
@@ -66,7 +66,7 @@ def transformer_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any
         "activation": "silu",
         "add_bias_linear": False,
         "add_qkv_bias": "self_attention.linear_qkv.bias" in megatron_names,
-        "qk_layernorm": any(p.megatron in _Q_NORM and 0 not in p.hf[0].shape(sizes) for p in arch.params),
+        "qk_layernorm": bool(_Q_NORMS & megatron_names),
     }
     if arch.multipliers.attention:
         values["softmax_scale"] = _number(arch.name, hf_config, arch.multipliers.attention)

@@ -180,6 +180,8 @@ class ModelSizes:
     v_head: int = 0
     normed_head: int = 0
     """Width of a head whose queries and keys have norms by ``use_qk_norm``, else 0."""
+    biased: bool = False
+    """Projections of queries, keys and values have biases by ``attention_bias``."""
     vision_depth: int = 0
     """Blocks of the vision tower."""
     vision_hidden: int = 0
@@ -220,6 +222,16 @@ class ModelSizes:
     def gate_up(self) -> int:
         """Rows of an expert's gate and up projections together."""
         return 2 * self.expert_ffn
+
+    @property
+    def biased_q(self) -> int:
+        """Length of the query projection's bias, 0 without one."""
+        return self.q * self.biased
+
+    @property
+    def biased_kv(self) -> int:
+        """Length of the key (or value) projection's bias, 0 without one."""
+        return self.kv * self.biased
 
     @property
     def latent_q(self) -> int:
@@ -442,6 +454,8 @@ class Architecture:
                 more["moe_layers"] = tuple(range(get("num_layers")))
         if "normed_head" in known:
             more["normed_head"] = head if flag(self.name, hf_config, "use_qk_norm") else 0
+        if "biased_q" in known:
+            more["biased"] = flag(self.name, hf_config, "attention_bias")
         if "shared_ffn" in self.keys:
             more["shared_ffn"] = get("shared_ffn")
         elif "shared_ffn" in known:
