@@ -17,9 +17,9 @@ from megarl.weights.drafts.writing import drafted, source
 from tests.parallel.families import FAMILIES
 
 
-def written(folder: Path, values: dict[str, Any]) -> Path:
+def written(folder: Path, values: dict[str, Any] | str) -> Path:
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(values))
+    (folder / "config.json").write_text(values if isinstance(values, str) else json.dumps(values))
     return folder
 
 
@@ -70,12 +70,27 @@ def test_the_command_names_what_it_cannot_place(tmp_path: Path, capsys: pytest.C
         ({"model_type": "qwen3"}, "has a table already"),
         ({"model_type": "nobodys"}, "has no configuration class for model_type='nobodys'"),
         ({"model_type": "gemma3", "text_config": {}}, "give the config.json of its language model alone"),
+        ({"model_type": "helium", "hidden_size": "wide"}, "transformers' HeliumConfig refuses it"),
+        ("{", "config.json is not valid JSON"),
+        ("[]", "config.json must hold a JSON object, found list"),
         (None, "has no config.json"),
     ],
 )
 def test_what_the_command_refuses(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, values: dict[str, Any] | None, message: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, values: dict[str, Any] | str | None, message: str
 ) -> None:
     folder = tmp_path if values is None else written(tmp_path / "model", values)
     assert main(["add-model", str(folder), "--out", str(tmp_path / "out.py")]) == 2
     assert message in caplog.text and not (tmp_path / "out.py").exists()
+
+
+def test_a_file_that_cannot_be_written_is_named_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = written(tmp_path / "model", {"model_type": "stablelm"})
+    assert main(["add-model", str(folder), "--out", str(tmp_path / "missing" / "out.py")]) == 2
+    assert f"{tmp_path / 'missing'} is no directory that can be written" in caplog.text
+
+
+def test_heads_of_a_family_that_divides_the_hidden_size(tmp_path: Path) -> None:
+    """Helium's output projection is square, so heads of another width do not fit it."""
+    config = tiny_config(written(tmp_path, {"model_type": "helium"}))
+    assert config["head_dim"] * config["num_attention_heads"] == config["hidden_size"]

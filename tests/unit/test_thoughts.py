@@ -111,6 +111,8 @@ FINAL = "<|channel|>final<|message|>{}<|return|>"
         ),
         ("so 5<|end|><|start|>assistant" + FINAL.format("6"), "so 5</think>6"),
         ("so 5", "so 5"),
+        ("so 5<|return|>", "so 5"),
+        ("<|start|>assistant", ""),
         ("", ""),
     ],
 )

@@ -38,8 +38,8 @@ def _of_harmony(text: str) -> str:
     """
     parts, header, opened, at = list[str](), "", False, 0
     for mark in [*_PART.finditer(text), None]:
-        piece, at = text[at : mark.start() if mark else len(text)], mark.end() if mark else len(text)
-        kind = mark.group() if mark else ""
+        first, piece = at == 0, text[at : mark.start() if mark else len(text)]
+        at, kind = (mark.end(), mark.group()) if mark else (len(text), "")
         if opened:
             parts.append(_harmony_message(header, piece, kind))
             header, opened = "", False
@@ -47,8 +47,8 @@ def _of_harmony(text: str) -> str:
             header, opened = header + piece, True
         elif kind == "<|end|>":  # of a thought that the prompt has opened
             parts.append(piece + CLOSE)
-        elif not kind and "<|channel|>" not in piece and not parts:
-            parts.append(piece)  # no message at all
+        elif first and kind in ("", "<|return|>") and "<|channel|>" not in piece:
+            parts.append(piece)  # no message at all, or one that the prompt has opened
     return "".join(parts)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -21,23 +22,27 @@ def run(options: argparse.Namespace) -> int:
     """Write the draft, and print what it could not place and what is to do next.
 
     Raises:
-        ConfigError: ``--out`` is there already, or the directory has no config.json.
+        ConfigError: ``--out`` is there already or cannot be written, or the directory has no config.json.
+        CheckpointError: config.json cannot be read.
         ArchitectureError: The family has a table, or transformers has no class of it.
     """
     from megarl.weights.architectures import ARCHITECTURES  # with it comes every table
+    from megarl.weights.checkpoint.formats.hf_source import read_config_json
     from megarl.weights.drafts.tiny import names_beside, tiny_config
     from megarl.weights.drafts.writing import drafted, report, source
 
     folder = Path(options.folder)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json; give the directory of a checkpoint, or of its config.json")
-    config = tiny_config(folder)
-    name = str(config["model_type"])
+    name = str(read_config_json(folder, "DIR").get("model_type"))
     out = Path(options.out or f"{name}.py")
     if name in ARCHITECTURES:
         raise ArchitectureError(f"model_type={name!r} has a table already: megarl/weights/architectures/")
     if out.exists():
         raise ConfigError(f"{out} is there already; remove it, or name another file with --out")
+    if not os.access(out.parent, os.W_OK):
+        raise ConfigError(f"{out.parent} is no directory that can be written; name another file with --out")
+    config = tiny_config(folder)
     draft, unread = drafted(name, config)
     beside = list(names_beside(folder, draft.stored))
     out.write_text(source(draft))

@@ -13,6 +13,7 @@ from typing import Any
 
 from megarl.core.errors import ArchitectureError
 from megarl.weights.architectures.table import BLOCK, EXPERT, Shape
+from megarl.weights.checkpoint.formats.hf_source import read_config_json
 
 LAYERS = 4
 SMALL: Mapping[str, Any] = {
@@ -66,16 +67,17 @@ def tiny_config(folder: Path) -> dict[str, Any]:
     ``SMALL`` sizes.
 
     Raises:
-        ArchitectureError: transformers does not know the family, or it is no language model.
+        CheckpointError: config.json cannot be read.
+        ArchitectureError: transformers does not know the family or makes no model of it, or it is no language model.
     """
-    config = json.loads((folder / "config.json").read_text())
+    config = read_config_json(folder, "DIR")
     if "text_config" in config or "vision_config" in config:
         raise ArchitectureError(
             f"{folder / 'config.json'} is of a model with images; give the config.json of its language model alone"
         )
     model_type = str(config.get("model_type"))
     try:
-        whole = _config_class(model_type)(**copy.deepcopy(config)).to_dict()
+        made = _config_class(model_type)
     except KeyError:
         from transformers import __version__
 
@@ -83,6 +85,13 @@ def tiny_config(folder: Path) -> dict[str, Any]:
             f"transformers {__version__} has no configuration class for model_type={model_type!r}; where the family is "
             "another one's under a new name, write that name into model_type"
         ) from None
+    try:
+        whole = made(**copy.deepcopy(config)).to_dict()
+    except Exception as error:  # whatever the class raises
+        raise ArchitectureError(
+            f"{folder / 'config.json'}: transformers' {made.__name__} refuses it ({error}); give the one that the "
+            "family has published"
+        ) from error
     layers = whole.get("num_hidden_layers")
     small = {key: value for key, value in SMALL.items() if whole.get(key) is not None}
     if "kv_lora_rank" in small:
@@ -94,7 +103,27 @@ def tiny_config(folder: Path) -> dict[str, Any]:
         for key, value in whole.items()
         if isinstance(value, list) and len(value) == layers
     }
-    return {**whole, **small, **lists, **TOKENS}
+    tiny = {**whole, **small, **lists, **TOKENS}
+    if "head_dim" in small and not _runs(tiny):  # some classes have heads of hidden_size / num_attention_heads alone
+        tiny["head_dim"] = tiny["hidden_size"] // tiny["num_attention_heads"]
+    if not _runs(tiny):
+        raise ArchitectureError(
+            f"transformers' {model_type} with tiny sizes computes nothing, so there is no draft; write its table by "
+            "hand (docs/adding_a_model.md)"
+        )
+    return tiny
+
+
+def _runs(config: Mapping[str, Any]) -> bool:
+    import torch
+
+    model = tiny_model(config)
+    try:
+        with torch.no_grad():
+            model(input_ids=torch.arange(2, 10)[None])
+    except Exception:  # whatever the model raises
+        return False
+    return True
 
 
 def _config_class(model_type: str) -> Any:
