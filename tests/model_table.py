@@ -29,7 +29,7 @@ from tests.parallel.test_families import ALL_GRIDS, on_grids
 PAGE = Path("docs/models.md")
 BEGIN, END = "<!-- table: begin, written by python -m tests.model_table -->", "<!-- table: end -->"
 DENSE_GRIDS, EXPERT_GRIDS = ("tp2-sp", "pp2", "tp2pp2"), ("tp2-sp", "pp2", "tp2pp2ep2")
-THROUGH_TRANSFORMERS = ("seed_oss", "smollm3", "olmo2", "olmo3", "dots1", "solar_open")
+THROUGH_TRANSFORMERS = ("seed_oss", "smollm3", "olmo2", "hunyuan_v1_dense", "olmo3", "dots1", "solar_open")
 """Families without a class of their own in vLLM 0.32."""
 
 

@@ -192,6 +192,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("seed_oss", {**_DENSE, "head_dim": 24, "attention_bias": True}),
     "smollm3": ("smollm3", {**_DENSE, "no_rope_layer_interval": 2}),
     "olmo2": ("olmo2", {**_DENSE, "head_dim": 24}),
+    "hunyuan_v1_dense": (
+        "hunyuan_v1_dense",
+        {
+            **{**_DENSE, "head_dim": 24, "tie_word_embeddings": True},
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0},
+        },
+    ),
     "minimax_m2": (
         "minimax_m2",
         {
@@ -246,14 +253,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": 2},
         },
     ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            **{**_DENSE, "head_dim": 24, "num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 9},
+            "initializer_range": 0.1,
+            "rope_parameters": {**_YARN, "truncate": False, "mscale": None, "mscale_all_dim": None},
+        },
+    ),
     "phi3": ("phi3", {**_DENSE, "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.75}}),
 }
 """Name -> (model_type, keyword arguments of its transformers config)."""
 ALIKE = (
     *("kimi_k2", "deepseek_v2", "glm4_moe", "glm4_moe_lite", "dots1", "solar_open", "qwen2_moe"),
     *("granite", "seed_oss", "smollm3", "qwen2_windows"),
-    *("olmo2", "gemma3_text", "olmoe", "minimax_m2"),
-    *("phi3", "glm4", "glm4_unbiased", "ernie4_5_moe", "olmo3", "exaone4", "ministral3"),
+    *("olmo2", "gemma3_text", "olmoe", "minimax_m2", "hunyuan_v1_dense"),
+    *("phi3", "glm4", "glm4_unbiased", "ernie4_5_moe", "olmo3", "exaone4", "ministral3", "gpt_oss"),
 )
 """Families whose rows are those of others: every run has them on two grids, ``make soak`` on all."""
 
@@ -294,8 +309,10 @@ def hf_model(family: str, *, seed: int = 0, **changes: Any) -> Any:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in name or "ln_q" in name:
                 tensor.add_(0.2 * torch.randn_like(tensor))
-            elif name.endswith((".bias", "e_score_correction_bias")):
+            elif name.endswith((".bias", "proj_bias", "e_score_correction_bias")):
                 tensor.copy_(0.3 * torch.randn_like(tensor))
+            elif name.endswith("sinks"):  # the gradient of a low one is mostly rounding
+                tensor.copy_(2.0 + 0.3 * torch.randn_like(tensor))
     if config_class:
         _saved_as(model, model_type)
     return model

@@ -296,7 +296,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         torch.save({"tokens": tokens, "weights": weights, "logp": logps}, root / name / "expected.pt")
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.copy_(parameter.grad)
+                parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
             for buffer in model.buffers():
                 buffer.zero_()
         model.save_pretrained(root / f"{name}-gradients")

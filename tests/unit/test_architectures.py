@@ -311,6 +311,7 @@ YARN = FAMILIES["deepseek_v3_yarn"][1]["rope_parameters"]
             r"rope_type='dynamic' is not supported",
         ),
         ("mistral", {"sliding_window": 0}, r"sliding_window=0; it must be a positive integer"),
+        ("gpt_oss", {"layer_types": ["full_attention"] * 4}, "vLLM has windows in the first layer and every second"),
         (
             "exaone4",
             {"layer_types": ["full_attention"] * 4},

@@ -51,6 +51,7 @@ NODES = {
     "ppo_llama3_1_8b": 1,
     "grpo_qwen3_30b_a3b": 3,
     "grpo_gemma3_12b": 1,
+    "grpo_gpt_oss_20b": 1,
     "grpo_olmo3_7b": 2,
     "gspo_glm4_5_air": 12,
     "gspo_qwen3_235b_a22b": 20,

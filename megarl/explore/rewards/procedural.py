@@ -16,6 +16,7 @@ from fractions import Fraction
 from typing import Any
 
 from megarl.core.errors import DataError
+from megarl.core.reasoning import reasoning_gym
 from megarl.explore.rewards.answer.grammar import after_thinking
 
 VERSION = "0.1.25"
@@ -151,11 +152,9 @@ def _consists_of(text: object, allowed: Callable[[ast.AST], bool]) -> bool:
 def answer_of(solution_str: str) -> str:
     """Return the content of the last ``<answer>…</answer>`` after all thoughts, or else the whole text after them,
     stripped."""
-    import reasoning_gym
-
     text = after_thinking(solution_str).strip()
     tagged, closed, _ = text.rpartition("</answer>")  # its search is quadratic in tags after the last that is closed
-    answer = reasoning_gym.utils.extract_answer(tagged + closed)
+    answer = reasoning_gym().utils.extract_answer(tagged + closed)
     return text if answer is None else str(answer)
 
 
@@ -183,9 +182,7 @@ def check_family(family: str) -> None:
         )
     if family in PLAIN | EVALUATED.keys():
         return
-    import reasoning_gym
-
-    if family not in reasoning_gym.factory.DATASETS:
+    if family not in reasoning_gym().factory.DATASETS:
         raise DataError(
             f"data_source 'reasoning_gym/{family}': reasoning-gym has no such family; correct it, or set reward.path"
         )
@@ -204,9 +201,7 @@ def scorer(family: str) -> Callable[[str, Any, dict[str, Any] | None], float]:
     another one that it cannot read is wrong.
     """
     check_family(family)
-    import reasoning_gym  # 0.7 s: only in the worker that scores
-
-    score_answer = reasoning_gym.get_score_answer_fn(family)
+    score_answer = reasoning_gym().get_score_answer_fn(family)
 
     def score(solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> float:
         info = extra_info or {}

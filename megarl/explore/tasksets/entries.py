@@ -12,6 +12,7 @@ from typing import Any
 
 from megarl.core.config.bounds import Bound
 from megarl.core.errors import ConfigError
+from megarl.core.reasoning import reasoning_gym
 
 
 @dataclass(frozen=True)
@@ -119,13 +120,11 @@ def gym_entries(family: str, seed: int, settings: Mapping[str, int], **fixed: An
 
     Raises ConfigError for options that do not fit the family.
     """
-    import reasoning_gym  # 0.7 s: only where rows are made
-
     known = {name: value for name, value in settings.items() if name not in SETTINGS_OF_OURS}
     if "allow_negation" in known:
         fixed["allow_negation"] = bool(known["allow_negation"])
     try:
-        dataset = reasoning_gym.create_dataset(family, seed=seed, size=1, **(known | fixed))
+        dataset = reasoning_gym().create_dataset(family, seed=seed, size=1, **(known | fixed))
     except AssertionError as error:
         raise ConfigError(f"taskset.options {dict(settings)} do not fit reasoning-gym's {family}: {error}") from error
     limit = settings["max_number"]

@@ -9,6 +9,7 @@ sequences on this rank, h query heads and g key/value heads of this rank, d widt
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from inspect import signature
 from typing import Any
@@ -45,9 +46,11 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        norm: Callable[..., torch.nn.Module] | None = None,
         **latent: int,
     ) -> None:
-        """``latent`` are MLA's k_channels and v_channels, which the tensors' shapes give."""
+        """``norm`` makes norms of rotated queries and keys. ``latent`` are MLA's k_channels and v_channels, which the
+        tensors' shapes give."""
         super().__init__(config=config)
         assert attention_type == "self" and attn_mask_type == AttnMaskType.causal, "only causal self-attention"
         assert not (config.attention_dropout if attention_dropout is None else attention_dropout), "no dropout"
@@ -57,6 +60,9 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         self.softmax_scale = softmax_scale
         """None is 1 / sqrt(d)."""
+        self.q_layernorm, self.k_layernorm = (
+            None if norm is None else norm(config, config.kv_channels, eps=config.layernorm_epsilon) for _ in range(2)
+        )
         self.query_growth: tuple[float, int] | None = None
         """(beta, tokens) of queries that grow with their position; see ``_grown``."""
         has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
@@ -95,6 +101,8 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         """
         assert attention_mask is None and attention_bias is None, "causal attention takes no mask"
         cp = self.cp_group.size()
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
         if self.query_growth is not None:
             query = self._grown(query, packed_seq_params, *self.query_growth)
         if cp > 1:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from megarl.core.config.schema import ModelConfig, ParallelConfig
+from megarl.learn.models.paired import clamped_swiglu
 from megarl.learn.models.recompute import recompute_settings
 from megarl.learn.models.specs import block_spec, check_implementation
 from megarl.weights.architectures import Head, architecture
@@ -25,7 +26,7 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": gelu_tanh}
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": gelu_tanh, "clamped_swiglu": clamped_swiglu}
 
 
 def build_chunks(
@@ -46,7 +47,7 @@ def build_chunks(
 
     from megarl.learn.models import head as lm_head
     from megarl.learn.models import multipliers as scaling
-    from megarl.learn.models import rotary, router, value_head, vision
+    from megarl.learn.models import paired, rotary, router, value_head, vision
 
     check_implementation(model, parallel)
     arch = architecture(hf_config)
@@ -63,6 +64,8 @@ def build_chunks(
         block = block_spec(config, model, vp_stage, numbers.residual, arch.norms)
         if has_router_bias(arch) and not arch.router.sigmoid:
             router.balance(block, model.router, biased=True)
+        if not config.gated_linear_unit:
+            paired.pair(block)
         stage: torch.nn.Module = GPTModel(
             config,
             block,
@@ -102,8 +105,10 @@ def transformer_config(hf_config: Mapping[str, Any], model: ModelConfig, paralle
     dtype = getattr(torch, model.dtype)
     on_cpu = parallel.backend == "gloo"
     make = MLATransformerConfig if values.pop("mla") else TransformerConfig
-    return make(
+    biased = values.pop("add_bias_linear")
+    config = make(
         **values,
+        add_bias_linear=False,
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
         context_parallel_size=parallel.cp,
@@ -138,6 +143,8 @@ def transformer_config(hf_config: Mapping[str, Any], model: ModelConfig, paralle
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
     )
+    config.add_bias_linear = biased  # set later: Megatron refuses biases of experts that ranks share; see ``paired``
+    return config
 
 
 def _experts_settings(model: ModelConfig) -> dict[str, str]:

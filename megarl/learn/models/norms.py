@@ -92,11 +92,15 @@ def place(layer: Any, config: Any, rules: NormRules) -> None:
     ``megarl.learn.models.multipliers.Residual`` has the norms after attention and MLP.
     """
     from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.spec_utils import ModuleSpec
 
     layer.input_layernorm = layer.pre_mlp_layernorm = norm_of(rules) if rules.before else IdentityOp
     attention = layer.self_attention.submodules
     if config.qk_layernorm and not config.multi_latent_attention:
         attention.q_layernorm = attention.k_layernorm = norm_of(rules)
+        if rules.after_rope:
+            attention.q_layernorm = attention.k_layernorm = IdentityOp
+            attention.core_attention = ModuleSpec(module=attention.core_attention, params={"norm": RMSNorm})
         if rules.whole_width:
             attention.q_layernorm = _whole_width(config.num_attention_heads)
             attention.k_layernorm = _whole_width(config.num_query_groups)

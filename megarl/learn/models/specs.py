@@ -82,9 +82,9 @@ def block_spec(
     )
     block.layer_norm = norms.norm_of(rules)
     for layer in block.layer_specs:
-        norms.place(layer.submodules, config, rules)
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = CoreAttention
+        norms.place(layer.submodules, config, rules)
         if config.multi_latent_attention:
             latent_norm = ModuleSpec(module=RMSNorm, params={"own_eps": LATENT_NORM_EPS})
             attention.kv_layernorm = latent_norm

@@ -65,6 +65,7 @@ MODULES = (
     "gate_proj",
     "up_proj",
     "down_proj",
+    "core_attention",
     "linear_proj",
     "linear_qkv",
     "linear_q_proj",

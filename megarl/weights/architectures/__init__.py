@@ -14,7 +14,9 @@ from megarl.weights.architectures.gemma3_text import GEMMA3_TEXT
 from megarl.weights.architectures.glm4 import GLM4
 from megarl.weights.architectures.glm4_moe import GLM4_MOE
 from megarl.weights.architectures.glm4_moe_lite import GLM4_MOE_LITE
+from megarl.weights.architectures.gpt_oss import GPT_OSS
 from megarl.weights.architectures.granite import GRANITE
+from megarl.weights.architectures.hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from megarl.weights.architectures.kimi_k2 import KIMI_K2
 from megarl.weights.architectures.llama import LLAMA
 from megarl.weights.architectures.minimax_m2 import MINIMAX_M2
@@ -64,9 +66,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "exaone4": EXAONE4,
     "olmoe": OLMOE,
     "minimax_m2": MINIMAX_M2,
+    "hunyuan_v1_dense": HUNYUAN_V1_DENSE,
     "phi3": PHI3,
     "glm4": GLM4,
     "ernie4_5_moe": ERNIE4_5_MOE,
+    "gpt_oss": GPT_OSS,
 }
 """``model_type`` of config.json -> its table."""
 

@@ -22,6 +22,11 @@ OUTPUT = (
 )
 
 
+def same(megatron: str, part: Logical, stage: Stage) -> Param:
+    """The row of one logical tensor that Megatron has as it is."""
+    return Param(megatron, Op.SAME, (part,), stage)
+
+
 def linear(name: str, axes: str) -> tuple[Logical, Logical]:
     """Weight and bias of a linear layer that is whole everywhere; ``axes`` of the weight."""
     return Logical(f"{name}.weight", axes), Logical(f"{name}.bias", axes.split()[0])
@@ -60,6 +65,10 @@ OPTIONAL_QK_NORM = (
     Param("self_attention.k_layernorm.weight", Op.SAME, (Logical("self_attn.k_norm.weight", "normed_head"),)),
 )
 """Norms of models whose config.json has ``use_qk_norm``."""
+QK_NORM_AFTER_ROPE = tuple(
+    Param(f"self_attention.core_attention.{short}_layernorm.weight", Op.SAME, (Logical(f"self_attn.{name}", "head"),))
+    for short, name in (("q", "query_layernorm.weight"), ("k", "key_layernorm.weight"))
+)
 WHOLE_QK_NORM = (
     Param("self_attention.q_layernorm.weight", Op.SAME, (Logical("self_attn.q_norm.weight", "q"),)),
     Param("self_attention.k_layernorm.weight", Op.SAME, (Logical("self_attn.k_norm.weight", "kv"),)),
@@ -239,6 +248,32 @@ def vllm_shared_experts_of_transformers(bias: Logical = _ROUTER_BIAS) -> tuple[F
         Fused("mlp.experts.gate.e_score_correction_bias", Op.SAME, (bias,)),
     )
 
+
+# ---------------------------------------------------------------- experts with biases, gate and up in turn
+
+_EXPERT, _LOCAL, _STACKS = "mlp.experts.{expert}", "mlp.experts.local_experts.{expert}", "mlp.experts.routed_experts"
+_GATE_UP = Logical(f"{_EXPERT}.gate_up_proj.weight", "gate_up hidden", COLUMN)
+_GATE_UP_BIAS = Logical(f"{_EXPERT}.gate_up_proj.bias", "gate_up", COLUMN)
+_DOWN = Logical(f"{_EXPERT}.down_proj.weight", "hidden expert_ffn", ROW)
+_DOWN_BIAS = Logical(f"{_EXPERT}.down_proj.bias", "hidden", Shard.FIRST)
+PAIRED_EXPERTS = (
+    same(f"{_LOCAL}.linear_fc1.weight", _GATE_UP, Stage.MOE),
+    same(f"{_LOCAL}.linear_fc1.bias", _GATE_UP_BIAS, Stage.MOE),
+    same(f"{_LOCAL}.linear_fc2.weight", _DOWN, Stage.MOE),
+    same(f"{_LOCAL}.linear_fc2.bias", _DOWN_BIAS, Stage.MOE),
+)
+VLLM_PAIRED_EXPERTS = (
+    Fused(f"{_STACKS}.w13_weight", Op.SAME, (_GATE_UP,)),
+    Fused(f"{_STACKS}.w13_bias", Op.SAME, (_GATE_UP_BIAS,)),
+    Fused(f"{_STACKS}.w2_weight", Op.SAME, (_DOWN,)),
+    Fused(f"{_STACKS}.w2_bias", Op.SAME, (_DOWN_BIAS,)),
+)
+JOINED_PAIRED_EXPERTS = (
+    JoinedTensor("mlp.experts.gate_up_proj", (_GATE_UP.name,), transposed=True),
+    JoinedTensor("mlp.experts.gate_up_proj_bias", (_GATE_UP_BIAS.name,)),
+    JoinedTensor("mlp.experts.down_proj", (_DOWN.name,), transposed=True),
+    JoinedTensor("mlp.experts.down_proj_bias", (_DOWN_BIAS.name,)),
+)
 
 # ---------------------------------------------------------------- multi-token prediction
 

@@ -29,7 +29,7 @@ from megarl.weights.architectures.table import (
     rotates,
 )
 
-_Q_NORM, _QKV_BIAS = "self_attention.q_layernorm.weight", "self_attention.linear_qkv.bias"
+_Q_NORMS = {"self_attention.q_layernorm.weight", "self_attention.core_attention.q_layernorm.weight"}
 SINKS = "self_attention.core_attention.softmax_offset"
 """Row of a score that each head's softmax has besides those of the keys."""
 
@@ -65,8 +65,8 @@ def transformer_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any
         "gated_linear_unit": True,
         "activation": "silu",
         "add_bias_linear": False,
-        "add_qkv_bias": _QKV_BIAS in megatron_names,
-        "qk_layernorm": _Q_NORM in megatron_names,
+        "add_qkv_bias": "self_attention.linear_qkv.bias" in megatron_names,
+        "qk_layernorm": bool(_Q_NORMS & megatron_names),
     }
     if arch.multipliers.attention:
         values["softmax_scale"] = _number(arch.name, hf_config, arch.multipliers.attention)
@@ -161,6 +161,11 @@ def _halve(sections: Sequence[Any], head: int) -> bool:
 def _windows(arch: Architecture, hf_config: HFConfig, num_layers: int) -> dict[str, Any]:
     """Megatron counts the tokens before one in its window; transformers and vLLM count itself besides."""
     windowed = [kind == "sliding_attention" for kind in layer_kinds(arch, hf_config, num_layers)]
+    if arch.layers.every_second and windowed != [layer % 2 == 0 for layer in range(num_layers)]:
+        raise ArchitectureError(
+            f"{arch.name} with layer_types={hf_config.get('layer_types')!r} is not supported: vLLM has windows in the "
+            "first layer and every second one after it, whatever layer_types says; use a checkpoint with these"
+        )
     if not any(windowed):
         return {}
     window = integer(arch.name, "sliding_window", hf_config.get("sliding_window"))

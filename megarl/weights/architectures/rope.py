@@ -47,7 +47,7 @@ def ropes(arch: Architecture, hf_config: HFConfig) -> tuple[Rope | None, ...]:
     if sizes.kv_lora:
         return ()
     kinds = layer_kinds(arch, hf_config, sizes.num_layers)
-    made = {kind: _rope(arch, settings_of(arch, hf_config, kind)) for kind in kinds}
+    made = {kind: _rope(arch, settings_of(arch, hf_config, kind), sizes.head) for kind in kinds}
     turning = rotates(arch, hf_config, sizes.num_layers)
     if arch.layers.rope_in_windows and not any(turning):
         raise ArchitectureError(
@@ -57,8 +57,16 @@ def ropes(arch: Architecture, hf_config: HFConfig) -> tuple[Rope | None, ...]:
     return tuple(made[kind] if turns else None for kind, turns in zip(kinds, turning, strict=True))
 
 
-def _rope(arch: Architecture, given: Mapping[str, Any]) -> Rope:
+def _rope(arch: Architecture, given: Mapping[str, Any], head: int) -> Rope:
     name, kind = arch.name, given["rope_type"]
+    if arch.layers.rope_alpha and kind == "dynamic" and given.get("alpha"):
+        positive(name, "factor of the rope scaling", given.get("factor"))  # transformers wants one, and does not use it
+        return Rope("default", given["rope_theta"] * positive(name, "alpha", given["alpha"]) ** (head / (head - 2)))
+    if arch.norms.after_rope and kind == "yarn":
+        raise ArchitectureError(
+            f"{name} with rope_type='yarn' is not supported: its norms after the rope take YaRN's scale away; use a "
+            "checkpoint without it"
+        )
     if kind not in KINDS:
         raise ArchitectureError(
             f"{name} with rope_type={kind!r} is not supported, only {', '.join(KINDS)}; use a checkpoint with one of "

@@ -46,6 +46,7 @@ class Shard(Enum):
     ROW = "input features, the last axis"
     VOCAB = "vocabulary, axis 0, padded"
     REPLICATED = "whole on every rank"
+    FIRST = "whole on every rank of Megatron; in vLLM on the first one, and zeros on the others: a bias of partial sums"
 
 
 class Stage(Enum):
@@ -125,8 +126,6 @@ class JoinedTensor:
     """Names of the logical tensors in it."""
     transposed: bool = False
     """Each matrix has inputs before outputs."""
-    interleaved: bool = False
-    """Rows of the parts take turns."""
     single: bool = False
     """A first axis with one entry."""
 
@@ -220,6 +219,11 @@ class ModelSizes:
         return self.kv_heads * self.head
 
     @property
+    def gate_up(self) -> int:
+        """Rows of an expert's gate and up projections together."""
+        return 2 * self.expert_ffn
+
+    @property
     def biased_q(self) -> int:
         """Length of the query projection's bias, 0 without one."""
         return self.q * self.biased
@@ -271,10 +275,14 @@ class LayerRules:
     """``partial_rotary_factor`` is the share of a head that rotates; elsewhere any other than 1 is refused."""
     rope: str = ""
     """Key with a list of 1 for each layer that rotates queries and keys, and 0 for each that does not."""
+    rope_alpha: bool = False
+    """A rope of type ``dynamic`` has its base multiplied by ``alpha`` ** (d / (d - 2)), d being a head's width."""
     kinds: str = ""
     """Key with a list of ``sparse`` for each layer with experts, and ``dense`` for each other."""
     windows: bool = False
     """``layer_types`` says which layers have the window; elsewhere ``sliding_window`` is one of all layers."""
+    every_second: bool = False
+    """vLLM has the window in the first layer and every second one after it, whatever ``layer_types`` says."""
     window_switch: bool = False
     """``use_sliding_window: false`` means no window, whatever ``sliding_window`` is."""
     ropes: bool = False
@@ -309,6 +317,8 @@ class NormRules:
     """Outputs of attention and MLP are normed before they are added to the hidden state."""
     whole_width: bool = False
     """Queries (and keys) of a token are normed over all heads together; else each head on its own."""
+    after_rope: bool = False
+    """Each head of queries and keys is normed after it has rotated; else before."""
     zero_centred: bool = False
     """Norms multiply by 1 + weight."""
 

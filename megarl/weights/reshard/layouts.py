@@ -7,6 +7,7 @@ in ``grid.py``.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from itertools import chain
 from typing import Literal, NamedTuple
 
 from megarl.core.errors import ConfigError
@@ -119,6 +120,7 @@ def _megatron_spots(
     dense = [grid.dense(p) for p in range(grid.pp)]
     whole = [grid.whole(p) for p in range(grid.pp)]
     experts = [[grid.experts(p, e) for e in range(grid.ep)] for p in range(grid.pp)] if sizes.experts else []
+    joint = [[Owners((tuple(sorted(chain(*each.ranks))),)) for each in stage] for stage in experts]
     each = sizes.experts // grid.ep
     last = grid.pp - 1, grid.vpp - 1
     for param, occurrence in _in_order(arch, sizes, mtp):
@@ -139,7 +141,7 @@ def _megatron_spots(
             name = f"chunk{v}.{name}"
         shard = param.hf[0].shard
         owners = (
-            experts[p][occurrence.expert // each]
+            (joint if shard is Shard.FIRST else experts)[p][occurrence.expert // each]
             if occurrence.expert is not None
             else (whole if shard is Shard.REPLICATED else dense)[p]
         )

@@ -33,6 +33,8 @@ class Sharder:
         if op is Op.QKV:
             cut = _query_groups if self.interleaved else _head_blocks
             return tuple(cut(self.sizes, ways, k) for k in range(ways))
+        if shard is Shard.FIRST:
+            return tuple(_first(shapes[0][0], k) for k in range(ways))
         axis = shard_axis(shard, shapes[0])
         return tuple(_even([shape[axis] for shape in shapes], ways, k) for k in range(ways))
 
@@ -50,6 +52,10 @@ def _even(extents: list[int], ways: int, k: int) -> Split:
         spans.append(AxisSpan(part, k * each, (k + 1) * each, at))
         at += each
     return Split(at, at, tuple(spans))
+
+
+def _first(extent: int, k: int) -> Split:
+    return Split(extent, 0, ()) if k else Split(extent, extent, (AxisSpan(0, 0, extent, 0),))
 
 
 def _vocab(vocab: int, padded: int, ways: int, k: int) -> Split:

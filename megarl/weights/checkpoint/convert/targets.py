@@ -129,7 +129,7 @@ class HFTarget:
     def _in_order(self, regions: list[Region], blocks: Blocks) -> Iterator[torch.Tensor]:
         """The elements of a stored tensor, or of one of its experts, in the order of the file."""
         first = self._places[regions[0].local]
-        if first.streams:
+        if not first.transposed:
             for region in regions:
                 yield from blocks(region)
             return

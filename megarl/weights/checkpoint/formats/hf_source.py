@@ -34,6 +34,8 @@ _DERIVED = ("rotary_emb.inv_freq",)
 """Endings of tensors that some files have although the model computes them."""
 _JOINED = tuple(joined.name for arch in ARCHITECTURES.values() for joined in arch.joined)
 """Endings of tensors that have several logical ones."""
+_PACKED = ("_proj_blocks", "_proj_scales")
+"""Endings of weights in MXFP4."""
 _MTP_BLOCK = "model.mtp_"
 """Beginning of ERNIE's prediction layers, which transformers does not load."""
 _MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
@@ -118,6 +120,11 @@ def open_files(path: Path) -> HFFiles | Dequantised:
     Raises CheckpointError as ``open_hf``.
     """
     files = HFFiles(path)
+    if (packed := next((name for name in files.entries if name.endswith(_PACKED)), None)) is not None:
+        raise CheckpointError(
+            f"{packed} in {path} is in MXFP4, which is not read; give a checkpoint in bfloat16: load this one in "
+            "transformers with Mxfp4Config(dequantize=True) and save it"
+        )
     if any(arch.name_in_table(name) != name for arch in ARCHITECTURES.values() for name in files.entries):
         rename(files, read_config_json(path))
     is_quantised = any(

@@ -34,13 +34,6 @@ class FilePlace(NamedTuple):
     transposed: bool = False
     first: int = 0
     """Row of the stored tensor (once indexed and transposed) that is the first one here."""
-    step: int = 1
-    """Rows from one to the next."""
-
-    @property
-    def streams(self) -> bool:
-        """True if the logical tensor's elements lie together and in order."""
-        return not self.transposed and self.step == 1
 
     def view(self, whole: torch.Tensor) -> torch.Tensor:
         """The logical tensor in the stored one."""
@@ -49,12 +42,12 @@ class FilePlace(NamedTuple):
     def view_in_matrix(self, matrix: torch.Tensor) -> torch.Tensor:
         """The logical tensor in the stored one's expert."""
         matrix = matrix.transpose(0, 1) if self.transposed else matrix
-        return matrix[self.first : self.first + self.shape[0] * self.step : self.step]
+        return matrix[self.first : self.first + self.shape[0]]
 
     def box(self, box: Box) -> Box:
-        """Box of the stored tensor that has all elements ``box`` of the logical one."""
+        """Box of the stored tensor that has the elements ``box`` of the logical one."""
         lo, hi = box[0]
-        rows = (self.first + lo * self.step, self.first + (hi - 1) * self.step + 1)
+        rows = (self.first + lo, self.first + hi)
         matrix = (*box[1:], rows) if self.transposed else (rows, *box[1:])
         return matrix if self.expert is None else ((self.expert, self.expert + 1), *matrix)
 
@@ -78,13 +71,12 @@ def places_of_parts(arch: Architecture, hf_config: HFConfig) -> dict[str, FilePl
         matrix = (sum(shape[0] for shape in shapes), *shapes[0][1:])
         matrix = matrix[::-1] if joined.transposed else matrix
         whole = (sizes.experts, *matrix) if param.per_expert else (1, *matrix) if joined.single else matrix
-        step = len(parts) if joined.interleaved else 1
         for one in arch.occurrences(param, sizes):
             stored, first = hf_name(joined, one), 0
             index = 0 if joined.single else one.expert
             for part, shape in zip(parts, shapes, strict=True):
-                found[hf_name(part, one)] = FilePlace(stored, whole, shape, index, joined.transposed, first, step)
-                first += 1 if joined.interleaved else shape[0]
+                found[hf_name(part, one)] = FilePlace(stored, whole, shape, index, joined.transposed, first)
+                first += shape[0]
     return found
 
 
@@ -112,13 +104,12 @@ class Divided:
         if place is None:
             return self.files.read(name, box, out)
         shape, stored = boxes.shape_of(box), place.box(box)
-        if place.streams:
+        if not place.transposed:
             out = into(out, self.files.dtypes[place.stored], shape)
             return self.files.read(place.stored, stored, out.view(boxes.shape_of(stored))).view(shape)
         values = self.files.read(place.stored, stored)
         values = values if place.expert is None else values[0]
-        values = values.transpose(0, 1) if place.transposed else values
-        return into(out, values.dtype, shape).copy_(values[:: place.step])
+        return into(out, values.dtype, shape).copy_(values.transpose(0, 1))
 
     def file_of(self, name: str) -> Path:
         """Path of the file that has a logical tensor."""

@@ -1,0 +1,65 @@
+"""gpt-oss: windows and sinks of attention, biases everywhere, experts in stacked tensors with gate and up in turn.
+
+Source: ``transformers/models/gpt_oss/modeling_gpt_oss.py``; names of ``vllm/model_executor/models/gpt_oss.py``.
+"""
+
+from __future__ import annotations
+
+from megarl.weights.architectures.blocks import (
+    ATTENTION,
+    EMBEDDING,
+    JOINED_PAIRED_EXPERTS,
+    OUTPUT,
+    PAIRED_EXPERTS,
+    QKV_BIAS,
+    VLLM_ATTENTION,
+    VLLM_PAIRED_EXPERTS,
+    VLLM_QKV_BIAS,
+    linear,
+    mlp_norm,
+    same,
+)
+from megarl.weights.architectures.megatron_config import SINKS
+from megarl.weights.architectures.table import Architecture, Fused, LayerRules, Logical, Op, RouterRules, Shard, Stage
+
+_SINKS = Logical("self_attn.sinks", "heads", Shard.COLUMN)
+_O_PROJ_BIAS = Logical("self_attn.o_proj.bias", "hidden")
+_ROUTER, _ROUTER_BIAS = linear("mlp.router", "experts hidden")
+
+GPT_OSS = Architecture(
+    name="gpt_oss",
+    models="gpt-oss",
+    params=(
+        *EMBEDDING,
+        *ATTENTION,
+        *QKV_BIAS,
+        same("self_attention.linear_proj.bias", _O_PROJ_BIAS, Stage.LAYER),
+        same(SINKS, _SINKS, Stage.LAYER),
+        *mlp_norm(Stage.MOE),
+        same("mlp.router.weight", _ROUTER, Stage.MOE),
+        same("mlp.router.bias", _ROUTER_BIAS, Stage.MOE),
+        *PAIRED_EXPERTS,
+        *OUTPUT,
+    ),
+    vllm=(
+        *(Fused(row.vllm.replace("self_attn", "attn"), row.op, row.hf) for row in (*VLLM_ATTENTION, *VLLM_QKV_BIAS)),
+        Fused("attn.o_proj.weight", Op.SAME, ATTENTION[-1].hf),
+        Fused("attn.o_proj.bias", Op.SAME, (_O_PROJ_BIAS,)),
+        Fused("attn.sinks", Op.SAME, (_SINKS,)),
+        Fused("model.embedding.weight", Op.SAME, EMBEDDING[0].hf),
+        *VLLM_PAIRED_EXPERTS,
+    ),
+    joined=JOINED_PAIRED_EXPERTS,
+    vllm_ends_everywhere=True,
+    layers=LayerRules(windows=True, every_second=True),
+    router=RouterRules(norms_topk=True),
+    fixed={
+        "hidden_act": "silu",
+        "attention_bias": True,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+        "rms_norm_eps": 1e-5,
+    },
+    megatron={"gated_linear_unit": False, "activation": "clamped_swiglu", "add_bias_linear": True},
+    keys={"expert_ffn": ("intermediate_size",)},
+)
