@@ -41,7 +41,10 @@ def save_model(family: str, folder: Path) -> Path:
             pytest.param(name, TP2, id=name, marks=pytest.mark.soak)
             for name in ("gemma3_text", "phi3", "glm4", "exaone4")
         ),
-        *(pytest.param(name, EP2, id=name, marks=pytest.mark.soak) for name in ("minimax_m2", "ernie4_5_moe")),
+        *(
+            pytest.param(name, EP2, id=name, marks=pytest.mark.soak)
+            for name in ("minimax_m2", "ernie4_5_moe", "gpt_oss")
+        ),
     ],
 )
 def test_a_job_goes_on_and_its_model_is_what_was_trained(tmp_path: Path, family: str, grid: tuple[str, ...]) -> None:
