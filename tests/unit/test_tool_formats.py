@@ -125,6 +125,7 @@ def test_the_format_of_a_template_and_a_call_that_it_has_written(name: str, tmp_
             [("f", {"x": -1, "y": "é", "z": [True, {"a": None}]}), ("g", {})],
         ),
         ("olmo3", "<function_calls>f(1)</function_calls>", "", [("f", None)]),
+        ("olmo3", "<function_calls>f(x=1, x=2)", "", [("f", None)]),
         ("olmo3", "<function_calls>f(x=open('/etc/passwd'))", "", [("f", None)]),
         ("olmo3", "<function_calls>f(x=1e999)\ng(x={1: 2})", "", [("f", None), ("g", None)]),
         ("olmo3", "<function_calls>f(**{'x': 1})", "", [("f", None)]),

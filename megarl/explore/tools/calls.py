@@ -186,7 +186,8 @@ def _python_call(call: ast.expr, text: str) -> ToolCall:
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
         raise ValueError("no call by name")
     arguments: dict[str, Any] | None = None
-    if not call.args and all(keyword.arg for keyword in call.keywords):
+    names = {keyword.arg for keyword in call.keywords}
+    if not call.args and None not in names and len(names) == len(call.keywords):
         try:
             arguments = {str(keyword.arg): _literal(keyword.value) for keyword in call.keywords}
         except ValueError:
