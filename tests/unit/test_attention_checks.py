@@ -6,7 +6,7 @@ import pytest
 
 from megarl.core.config.schema import ModelConfig
 from megarl.core.errors import ConfigError
-from megarl.learn.models.specs import check_attention
+from megarl.learn.models.specs import check_layers
 from megarl.run.checks.model import _check_growth
 from megarl.weights.architectures.complete import complete
 from tests.parallel.families import FAMILIES
@@ -30,9 +30,9 @@ def config_of(family: str, **changes: object) -> dict:
 def test_what_transformer_engine_does_not_compute(family: str, part: str) -> None:
     message = rf"transformer_engine, but the {family} model has {part}, which .*transformer_impl to local"
     with pytest.raises(ConfigError, match=message):
-        check_attention(TE, config_of(family))
-    check_attention(ModelConfig(), config_of(family))
-    check_attention(TE, config_of("mistral", sliding_window=None))
+        check_layers(TE, config_of(family))
+    check_layers(ModelConfig(), config_of(family))
+    check_layers(TE, config_of("mistral", sliding_window=None))
 
 
 def test_vllm_is_told_how_queries_grow() -> None:

@@ -41,7 +41,7 @@ VERIFIED = Settings(progress=False, verify=True, file_bytes=5000, grid=MegatronG
 
 @pytest.fixture
 def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A family's tiny model; those of ``STACKS`` are Qwen3-MoE with files of their own."""
+    """Make a family's tiny model. A name of ``STACKS`` is a Qwen3-MoE whose files are arranged in another way."""
     name: str = request.param
     if name in STACKS:
         table = replace(ARCHITECTURES["qwen3_moe"], joined=(JOINED_QKV, *STACKS[name]))

@@ -8,9 +8,8 @@ import torch
 from megarl.core.config.schema import ModelConfig
 from megarl.core.errors import ConfigError
 from megarl.learn.models.multipliers import Residual
-from megarl.learn.models.specs import check_norms
+from megarl.learn.models.specs import check_layers
 from megarl.weights.architectures import ARCHITECTURES
-from megarl.weights.architectures.megatron_config import transformer_kwargs
 from megarl.weights.architectures.table import USUAL_NORMS
 from megarl.weights.reshard.layouts import vllm_layout
 from tests.parallel.families import FAMILIES
@@ -22,14 +21,13 @@ UNUSUAL = [name for name, (kind, _) in FAMILIES.items() if ARCHITECTURES[kind].n
 @pytest.mark.parametrize("family", ["qwen3", *UNUSUAL])
 def test_norms_that_transformer_engine_does_not_have(family: str) -> None:
     settings = family_config(family)
-    arch = ARCHITECTURES[settings["model_type"]]
-    kwargs = transformer_kwargs(arch, settings)
-    check_norms(ModelConfig(), arch, kwargs)
+    name = settings["model_type"]
+    check_layers(ModelConfig(), settings)
     engine = ModelConfig(transformer_impl="transformer_engine")
     if family == "qwen3":
-        return check_norms(engine, arch, kwargs)
-    with pytest.raises(ConfigError, match=rf"transformer_engine with {arch.name}: .* model.transformer_impl to local"):
-        check_norms(engine, arch, kwargs)
+        return check_layers(engine, settings)
+    with pytest.raises(ConfigError, match=rf"transformer_engine with {name}: .* model.transformer_impl to local"):
+        check_layers(engine, settings)
     return None
 
 

@@ -210,8 +210,12 @@ class ChatTokenizer:
         return [_array(encoding.ids) for encoding in self.encode_texts(texts)]
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """Text of tokens as it is with ``special``; else of a response, with its thoughts between ``<think>`` and
-        ``</think>``, and of its special tokens those of ``TAGS`` alone."""
+        """Return the text of tokens.
+
+        Args:
+            special: Keep all special tokens. Else the text is that of a response: its thoughts stand between
+                ``<think>`` and ``</think>``, and the only other special tokens are ``TAGS``.
+        """
         if special:
             return self._tokenizer.decode(list(map(int, ids)), skip_special_tokens=False)
         kept = [i for i in map(int, ids) if i not in self._dropped]

@@ -45,8 +45,8 @@ class RMSNorm(torch.nn.RMSNorm):
 class WholeWidthNorm(torch.nn.Module):
     """RMSNorm of a token's queries (or keys) over the heads of all tensor-parallel ranks.
 
-    Every rank has the whole weight and uses the part of its own heads. Megatron adds up the gradients of weights whose
-    names have ``q_layernorm`` or ``k_layernorm``, so each part gets those of all ranks that use it.
+    Every rank has the whole weight and uses the part of its own heads. Megatron adds up the ranks' gradients of weights
+    with ``q_layernorm`` or ``k_layernorm`` in their name. So a part gets the gradients of all ranks that use the part.
 
     Args:
         hidden_size: Width of a head.

@@ -38,7 +38,7 @@ class BiasedOnce(RowParallelLinear):  # type: ignore[misc]
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        # The ranks' gradients of it are those of all their tokens already.
+        # Each rank has the bias's whole gradient (``_OnFirst``), so nothing is to be added up over ranks.
         self.bias.sequence_parallel = False
         # Without a share of its own each rank that has the whole expert counts it in the gradient's norm.
         self.bias.tensor_model_parallel = parallel_state.get_expert_tensor_parallel_world_size() == 1

@@ -14,7 +14,7 @@ from megarl.weights import megatron_private
 from megarl.weights.architectures import architecture
 from megarl.weights.architectures.megatron_config import transformer_kwargs
 from megarl.weights.architectures.rope import ropes
-from megarl.weights.architectures.table import USUAL_NORMS, Architecture, NormRules
+from megarl.weights.architectures.table import USUAL_NORMS, NormRules
 
 LATENT_NORM_EPS = 1e-6
 """transformers builds the norms of latent attention with this, whatever ``rms_norm_eps`` is; Megatron has one epsilon
@@ -107,34 +107,25 @@ def _added(block: Any, config: Any, residual: float, rules: NormRules) -> Any:
     return block
 
 
-def check_norms(model: ModelConfig, arch: Architecture, kwargs: Mapping[str, Any]) -> None:
-    """Raise ConfigError where TransformerEngine, which fuses them, would compute other norms, or latent norms with
-    another epsilon.
-
-    Args:
-        kwargs: ``megatron_config.transformer_kwargs`` of the model.
-    """
-    if model.transformer_impl == "transformer_engine" and arch.norms != USUAL_NORMS:
+def check_layers(model: ModelConfig, hf_config: Mapping[str, Any]) -> None:
+    """Raise ConfigError where TransformerEngine's layers would compute another function than megarl's own: other norms,
+    windows, sinks, the scale of YaRN."""
+    if model.transformer_impl != "transformer_engine":
+        return
+    arch = architecture(hf_config)
+    kwargs = transformer_kwargs(arch, hf_config)
+    if arch.norms != USUAL_NORMS:
         raise ConfigError(
             f"model.transformer_impl=transformer_engine with {arch.name}: TransformerEngine's layers fuse Llama's "
             "norms into their linears, and this family has others; set model.transformer_impl to local"
         )
     eps = kwargs["layernorm_epsilon"]
-    if model.transformer_impl == "transformer_engine" and kwargs["mla"] and eps != LATENT_NORM_EPS:
+    if kwargs["mla"] and eps != LATENT_NORM_EPS:
         raise ConfigError(
             f"model.transformer_impl=transformer_engine with rms_norm_eps={eps!r} and latent "
             f"attention: its latent norms have {LATENT_NORM_EPS}, and TransformerEngine's layers have one epsilon; set "
             "model.transformer_impl to local"
         )
-
-
-def check_attention(model: ModelConfig, hf_config: Mapping[str, Any]) -> None:
-    """Raise ConfigError where TransformerEngine's attention does not compute what megarl's own does: windows, sinks and
-    the scale of YaRN."""
-    if model.transformer_impl != "transformer_engine":
-        return
-    arch = architecture(hf_config)
-    kwargs = transformer_kwargs(arch, hf_config)
     found = {
         f"a window of attention of {hf_config.get('sliding_window')} tokens": "window_size" in kwargs,
         "sinks in its attention": "softmax_type" in kwargs,

@@ -13,7 +13,7 @@ import torch
 from megarl.core.config import Config
 from megarl.core.config.lengths import context_tokens, prompt_tokens
 from megarl.core.errors import ConfigError
-from megarl.learn.models.specs import check_attention, check_norms
+from megarl.learn.models.specs import check_layers
 from megarl.learn.parallel.grid import check_parallel, megatron_grid
 from megarl.ops import rows_in_budget
 from megarl.run.checks.dispatcher import check_experts_settings
@@ -22,7 +22,7 @@ from megarl.run.checks.engines import check_eight_bits
 from megarl.run.checks.recompute import check_recompute
 from megarl.run.checks.vision import is_vision_model
 from megarl.weights.architectures import Head, architecture
-from megarl.weights.architectures.megatron_config import has_router_bias, transformer_kwargs
+from megarl.weights.architectures.megatron_config import has_router_bias
 from megarl.weights.architectures.rope import ropes
 from megarl.weights.checkpoint.formats.hf_source import SCORE, check_hf, check_labels, open_hf
 from megarl.weights.reshard.layouts import Layout, hf_layout, megatron_layout, padded_vocab_size, vllm_layout
@@ -46,9 +46,7 @@ def check_model(config: Config, hf_config: Mapping[str, Any], *, engines: bool, 
     check_routing_replay(config, hf_config, engines=engines)
     check_recompute(config, hf_config)
     check_fusions(config, hf_config)
-    arch = architecture(hf_config)
-    check_norms(config.model, arch, transformer_kwargs(arch, hf_config))
-    check_attention(config.model, hf_config)
+    check_layers(config.model, hf_config)
     check_experts_settings(config.model, config.parallel, hf_config)
     columns = padded_vocab_size(int(hf_config["vocab_size"]), config.parallel.tp) // config.parallel.tp
     try:

@@ -16,11 +16,10 @@ from megarl.explore.store import sqlite_file
 from megarl.explore.store.database import is_pending
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.algorithms.terms import kl
-from megarl.learn.models.specs import check_attention, check_norms
+from megarl.learn.models.specs import check_layers
 from megarl.learn.parallel.grid import check_parallel, check_roles, megatron_grid, role_grids, roles_of
 from megarl.run.checks.dispatcher import check_dispatcher
 from megarl.weights.architectures import Head, architecture
-from megarl.weights.architectures.megatron_config import transformer_kwargs
 from megarl.weights.checkpoint.formats.hf_source import check_hf, check_labels, open_hf, read_hf_config
 from megarl.weights.reshard.layouts import megatron_layout
 
@@ -122,8 +121,7 @@ def check_role_models(config: Config, algorithm: Algorithm, hf_config: Mapping[s
         role, grid = setting.removesuffix(".parallel"), grids[setting]
         found = hf_config if path is None else role_config(role, Path(path))
         check_parallel(grid, architecture(found).sizes(found), setting)
-        check_norms(config.model, architecture(found), transformer_kwargs(architecture(found), found))
-        check_attention(config.model, found)
+        check_layers(config.model, found)
         if role in roles:
             model = replace(config.model, dtype=getattr(config, role).dtype or config.model.dtype)
             check_dispatcher(model, grid, found, role)

@@ -12,6 +12,7 @@ from megarl.weights.architectures.blocks import (
     OUTPUT,
     PAIRED_EXPERTS,
     QKV_BIAS,
+    SINKS,
     VLLM_ATTENTION,
     VLLM_PAIRED_EXPERTS,
     VLLM_QKV_BIAS,
@@ -19,10 +20,8 @@ from megarl.weights.architectures.blocks import (
     mlp_norm,
     same,
 )
-from megarl.weights.architectures.megatron_config import SINKS
-from megarl.weights.architectures.table import Architecture, Fused, LayerRules, Logical, Op, RouterRules, Shard, Stage
+from megarl.weights.architectures.table import Architecture, Fused, LayerRules, Logical, Op, RouterRules, Stage
 
-_SINKS = Logical("self_attn.sinks", "heads", Shard.COLUMN)
 _O_PROJ_BIAS = Logical("self_attn.o_proj.bias", "hidden")
 _ROUTER, _ROUTER_BIAS = linear("mlp.router", "experts hidden")
 
@@ -34,7 +33,7 @@ GPT_OSS = Architecture(
         *ATTENTION,
         *QKV_BIAS,
         same("self_attention.linear_proj.bias", _O_PROJ_BIAS, Stage.LAYER),
-        same(SINKS, _SINKS, Stage.LAYER),
+        *SINKS,
         *mlp_norm(Stage.MOE),
         same("mlp.router.weight", _ROUTER, Stage.MOE),
         same("mlp.router.bias", _ROUTER_BIAS, Stage.MOE),
@@ -45,7 +44,7 @@ GPT_OSS = Architecture(
         *(Fused(row.vllm.replace("self_attn", "attn"), row.op, row.hf) for row in (*VLLM_ATTENTION, *VLLM_QKV_BIAS)),
         Fused("attn.o_proj.weight", Op.SAME, ATTENTION[-1].hf),
         Fused("attn.o_proj.bias", Op.SAME, (_O_PROJ_BIAS,)),
-        Fused("attn.sinks", Op.SAME, (_SINKS,)),
+        Fused("attn.sinks", Op.SAME, SINKS[0].hf),
         Fused("model.embedding.weight", Op.SAME, EMBEDDING[0].hf),
         *VLLM_PAIRED_EXPERTS,
     ),

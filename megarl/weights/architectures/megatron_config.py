@@ -30,8 +30,7 @@ from megarl.weights.architectures.table import (
 )
 
 _Q_NORMS = {"self_attention.q_layernorm.weight", "self_attention.core_attention.q_layernorm.weight"}
-SINKS = "self_attention.core_attention.softmax_offset"
-"""Row of a score that each head's softmax has besides those of the keys."""
+_SINKS = "self_attention.core_attention.softmax_offset"
 
 
 def check(arch: Architecture, hf_config: HFConfig) -> None:
@@ -76,7 +75,7 @@ def transformer_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any
     if not all(turning):
         values["no_rope_freq"] = [int(not turns) for turns in turning]
     values |= _windows(arch, hf_config, sizes.num_layers)
-    if SINKS in megatron_names:
+    if _SINKS in megatron_names:
         values["softmax_type"] = "learnable"
     if sizes.vision_depth:
         values |= _vision(arch.name, sizes, hf_config)
@@ -89,7 +88,8 @@ def transformer_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any
 
 def gpt_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any]:
     """Keyword arguments of GPTModel. ``vocab_size`` is the real one: ``reshard.layouts.padded_vocab_size`` pads it.
-    The frequencies that positions have are those of ``rope.ropes``.
+
+    ``rope.ropes`` gives the frequencies of each layer's rotary embedding.
     """
     sizes = arch.sizes(hf_config)
     values: dict[str, Any] = {

@@ -130,7 +130,8 @@ def passed_over(base: dict[str, Any], logits: Function, read: Function) -> tuple
         read: Arguments of Megatron. Raises ArchitectureError for a configuration that is refused.
 
     Returns:
-        Number of changes that change the logits, and those of them that are neither read nor refused.
+        Number of changes under which the logits differ; and the changes among these that Megatron's arguments neither
+        show nor refuse.
     """
     want, plain = logits(base), read(base)
     seen, found = 0, []

@@ -78,7 +78,7 @@ class Draft:
 
 
 def draft_of(name: str, stored: Stored, config: Mapping[str, Any]) -> Draft:
-    """Find rows for every tensor of a model: those of ``blocks`` first, then of families.
+    """Find rows for every tensor of a model: shared rows of ``blocks`` first, then single families' own rows.
 
     Args:
         name: ``model_type``.
@@ -126,7 +126,7 @@ def _all(stored: Stored) -> set[Place]:
 def _cover(
     stored: Stored, fitting: Mapping[str, tuple[tuple[Param, ...], set[Place]]]
 ) -> tuple[dict[str, tuple[Param, ...]], set[Place]]:
-    """Groups in their order, each where all that it holds is left; and what is left then."""
+    """Take each group, in order, whose tensors have no row yet. Return these groups, and the tensors without a row."""
     chosen, left = dict[str, tuple[Param, ...]](), _all(stored)
     for group, (rows, places) in fitting.items():
         if places <= left:
