@@ -19,8 +19,10 @@ from typing import Any, Literal
 import torch
 
 from megarl.core.config.algorithms import AlgorithmConfig, KLConfig
+from megarl.core.config.lora import LoraConfig
 from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, RouterConfig, TrainerConfig
 from megarl.weights.architectures import Head
+from tests.parallel import peft_twin
 from tests.parallel.batches import sequences_of
 from tests.parallel.families import save as save_family
 from tests.parallel.grid import run_grid
@@ -34,7 +36,13 @@ SETTINGS = AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, entropy_co
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8, clip_grad=0.5)
 PACKED_TOKENS = 48
 """Two or three of the batch's sequences."""
-MODELS = ("qwen3", "qwen3, tied", "qwen3_moe", "qwen3_moe, balanced", "deepseek_v3, balanced")
+LORA = {
+    "qwen3, LoRA": LoraConfig(rank=4, alpha=6.0, rank_pattern={"k_proj": 3}, targets=["all-linear", "lm_head"]),
+    "qwen3_moe, LoRA": LoraConfig(rank=4, alpha=6.0),
+    "deepseek_v3, LoRA": LoraConfig(rank=4, alpha=6.0, rslora=True),
+}
+"""``model.lora`` of the models that have adapters."""
+MODELS = ("qwen3", "qwen3, tied", "qwen3_moe", "qwen3_moe, balanced", "deepseek_v3, balanced", *LORA)
 ROUTERS = {
     "qwen3_moe, balanced": RouterConfig(aux_loss_coef=0.3, z_loss_coef=0.02),
     "deepseek_v3, balanced": RouterConfig(aux_loss_coef=0.3, z_loss_coef=0.02, bias_update_rate=0.05),
@@ -118,6 +126,13 @@ CELLS = [
     ),
     *(Cell("qwen3", grid, None, "selective") for grid in ("one process", "TP2 + SP", "CP2", "PP2 × VPP2")),
     *(
+        Cell(model, grid, rows, "full" if rows is None and "×" in grid else "none")
+        for model in LORA
+        for grid in GRIDS
+        if ("EP" not in grid if model == "qwen3, LoRA" else grid not in NEEDS_SP)
+        for rows in (None, 2)
+    ),
+    *(
         Cell("qwen3_moe" if "EP" in grid else "qwen3", grid, rows, "none", several=True)
         for grid in GRIDS
         for rows in LAYOUTS
@@ -138,6 +153,8 @@ def in_every_run(cell: Cell) -> bool:
         or (cell.model == "deepseek_v3, balanced" and cell.layout != "packed")
     ):
         return True
+    if cell.model in LORA:
+        return (list(LORA).index(cell.model) + turn + (cell.rows is None)) % 2 == 0
     if cell.model == "qwen3, tied":
         return turn % 2 == 0
     if cell.model in ROUTERS:
@@ -216,17 +233,21 @@ class RouterBalance:
             gate.e_score_correction_bias += rate * torch.sign(load.mean() - load)
 
 
-def reference(path: Path, router: RouterConfig | None = None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def reference(
+    path: Path, router: RouterConfig | None = None, lora: LoraConfig | None = None
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The batch; and the losses of all updates, the sizes of their terms, the first gradient's norm and entries by HF
     name."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    if lora is not None:
+        model = peft_twin.load(model, peft_twin.save_adapter(path, lora), lora)
     with torch.no_grad():
         batch = make_batch(lambda tokens: next_token_logp(model, tokens)[0])
     # Decay is for matrices, as everywhere: not for norms.
-    parameters = list(model.parameters())
-    of_several = [] if router is not None else several_expected(model, batch)
+    parameters = [parameter for parameter in model.parameters() if lora is None or parameter.requires_grad]
+    of_several = [] if router is not None or lora is not None else several_expected(model, batch)
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": OPTIMIZER.weight_decay},
         {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
@@ -254,7 +275,7 @@ def reference(path: Path, router: RouterConfig | None = None) -> tuple[dict[str,
         whole.backward()
         norm = torch.sqrt(sum(p.grad.double().pow(2).sum() for p in parameters))
         if update == 0:
-            gradients = gradients_by_file(model)
+            gradients = gradients_by_file(model) if lora is None else gradients_of_adapter(model)
         for p in parameters:
             p.grad.mul_(min(1.0, OPTIMIZER.clip_grad / (float(norm) + 1e-6)))
         adam.step()
@@ -298,6 +319,11 @@ def gradients_by_file(model: Any) -> dict[str, torch.Tensor]:
         return logical_tensors(Path(folder))
 
 
+def gradients_of_adapter(model: Any) -> dict[str, torch.Tensor]:
+    """Gradients of A's and B's."""
+    return peft_twin.by_file(model, {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad})
+
+
 def folder_of(root: Path, model: str) -> Path:
     return root / MODELS[MODELS.index(model)].replace(", ", "_")
 
@@ -305,11 +331,15 @@ def folder_of(root: Path, model: str) -> Path:
 def prepare(root: Path) -> None:
     """The models as HF checkpoints, each with ``parity.pt``: the batch, and what the reference makes of it."""
     save_tiny_qwen3(folder_of(root, "qwen3"))
+    save_tiny_qwen3(folder_of(root, "qwen3, LoRA"))
     save_tiny_qwen3(folder_of(root, "qwen3, tied"), tied=True)
     for model in MODELS[2:]:
+        if model == "qwen3, LoRA":
+            continue
         save_family(model.partition(",")[0], folder_of(root, model), seed=SEEDS.get(model, 0))
     for model in MODELS:
-        torch.save(reference(folder_of(root, model), ROUTERS.get(model)), folder_of(root, model) / "parity.pt")
+        expected = reference(folder_of(root, model), ROUTERS.get(model), LORA.get(model))
+        torch.save(expected, folder_of(root, model) / "parity.pt")
 
 
 def whole_gradients(chunks: Iterable[Any], names: Iterable[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -333,11 +363,11 @@ def gradient_errors(
     rank: int, hf_config: Any, layout: Any, found: Any, expected: Any, head: Head = "lm"
 ) -> tuple[float, str]:
     """The worst of this rank's parts of all HF tensors, relative to the tensor's largest entry, and its HF name."""
-    from megarl.weights.reshard.layouts import hf_layout
+    from megarl.weights.reshard.layouts import whole_layout
     from megarl.weights.reshard.plan import build_plan
 
     worst, where = 0.0, ""
-    for m in build_plan(hf_layout(hf_config, head=head), layout).moves:
+    for m in build_plan(whole_layout("HF", layout.tensors), layout).moves:
         if m.dst != rank or m.dst_local.endswith("expert_bias"):  # moved by rule
             continue
         size = [hi - lo for lo, hi in m.box]
@@ -389,7 +419,7 @@ def on_grid(rank: int, root: str, cells: list[Cell], backend: Literal["gloo", "n
     from megarl.learn.training import objectives
     from megarl.learn.training.model import TrainedModel, micro_batching_for
     from megarl.learn.training.schedule import Head
-    from megarl.weights.checkpoint.formats import hf
+    from megarl.weights.checkpoint.formats import hf, peft
     from megarl.weights.reshard.layouts import megatron_layout
 
     found = {}
@@ -401,19 +431,30 @@ def on_grid(rank: int, root: str, cells: list[Cell], backend: Literal["gloo", "n
             hf_config = hf.read_hf_config(path)
             batch, expected = torch.load(path / "parity.pt", weights_only=False)
             layout = megatron_layout(hf_config, megatron_grid(parallel))
-            settings = ModelConfig(path=str(path), recompute=recompute, router=ROUTERS.get(model, RouterConfig()))  # type: ignore[arg-type]
+            settings = ModelConfig(
+                path=str(path),
+                recompute=recompute,  # type: ignore[arg-type]
+                router=ROUTERS.get(model, RouterConfig()),
+                lora=LORA.get(model, LoraConfig()),
+            )
             trainer = TrainerConfig(max_tokens_per_micro_batch=PACKED_TOKENS)
             actor = TrainedModel(
                 hf_config, settings, parallel, Head(VOCAB), micro_batching_for(parallel, trainer), OPTIMIZER
             )
             names = [
-                {(f"chunk{v}.{n}" if len(actor.model.chunks) > 1 else n): p for n, p in unwrap(c).named_parameters()}
+                {
+                    (f"chunk{v}.{n}" if len(actor.model.chunks) > 1 else n): p
+                    for n, p in unwrap(c).named_parameters()
+                    if p.requires_grad
+                }
                 for v, c in enumerate(actor.model.chunks)
             ]
             sequences = sequences_of(**batch)
             objective = objectives.policy(algorithms.get("grpo"), SETTINGS, sequences)
             for cell in [c for c in cells if (c.grid, c.model, c.recompute) == (grid, model, recompute)]:
                 hf.load_into(path, layout, rank, actor.model.tensors)
+                if (adapters := actor.model.adapters) is not None:
+                    peft.load_adapter(path / peft_twin.FOLDER, adapters.layout, rank, actor.model.all_tensors)
                 actor.model.weights_changed()
                 actor.optimizer.restart(OPTIMIZER)
                 trainer = replace(trainer, packing=cell.rows is None, micro_batch_size=cell.rows or 1)
@@ -443,7 +484,8 @@ def on_grid(rank: int, root: str, cells: list[Cell], backend: Literal["gloo", "n
                         ]
                     if update == 0:
                         gradients = whole_gradients(actor.model.chunks, names)
-                        worst = gradient_errors(rank, hf_config, layout, gradients, expected["gradients"])
+                        trained = layout if adapters is None else adapters.layout
+                        worst = gradient_errors(rank, hf_config, trained, gradients, expected["gradients"])
                     norms.append(actor.step(OPTIMIZER.lr))
                 off = [
                     abs(a - b) / size for a, b, size in zip(losses, expected["losses"], expected["sizes"], strict=True)

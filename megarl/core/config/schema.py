@@ -26,6 +26,7 @@ from megarl.core.config.bounds import (
 )
 from megarl.core.config.buffer import BufferConfig
 from megarl.core.config.job import ClusterConfig, RunConfig, StoreConfig, SyncConfig
+from megarl.core.config.lora import LoraConfig
 from megarl.core.config.rewards import RewardConfig
 from megarl.core.config.taskset import TasksetConfig
 
@@ -144,6 +145,8 @@ class ModelConfig:
     DeepSeek-V3, else ``dtype``. Engines compute logits of theirs in ``dtype``."""
     router: RouterConfig = field(default_factory=RouterConfig)
     """Balance of experts."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters in place of the model's own weights."""
     train_vision_tower: bool = False
     """True trains the vision tower of a vision-language model too; False leaves it as it is."""
     min_image_pixels: Count | None = None

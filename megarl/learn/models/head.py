@@ -6,7 +6,7 @@ vocabulary on this rank, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +52,12 @@ class Request:
         return Request(flat[places].to(device), places.to(device), *settings)
 
 
+class Switch:
+    """Adapters of a stage are on, or the stage computes what it does without them."""
+
+    on = True
+
+
 class LogProbHead(ColumnParallelLinear):  # type: ignore[misc]
     """Megatron's own output layer, with its parameters, checkpoints and collectives; only ``forward`` can do more.
 
@@ -62,12 +68,17 @@ class LogProbHead(ColumnParallelLinear):  # type: ignore[misc]
     """
 
     request: Request | None = None
+    switch: Switch | None = None
+    added: Callable[[], torch.Tensor]
+    """With a ``switch``: what an adapter adds to the weight [V, H]."""
 
     def forward(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[s, b, H] (a share of s where the sequence is cut) -> ([s, b, 2] or logits [s, b, V], None)."""
         request = self.request
+        if self.switch is not None and self.switch.on:
+            weight = (self.weight if weight is None else weight) + self.added()
         if request is None:
             output, bias = super().forward(input_, weight, runtime_gather_output)
             return output, bias

@@ -22,6 +22,7 @@ from megarl.core.phases import Place
 from megarl.learn.batching import MicroBatch, MicroBatching, Sequences, micro_batches
 from megarl.learn.models.gpt import build_chunks, named_tensors, unwrap
 from megarl.learn.parallel.grid import megatron_grid
+from megarl.learn.training.adapters import ModelAdapters
 from megarl.learn.training.objectives import LossTokens, Objective
 from megarl.learn.training.optimizer import Optimizer
 from megarl.learn.training.optimizer_digests import check_written, digests_written
@@ -30,6 +31,7 @@ from megarl.learn.training.residents import Residents
 from megarl.learn.training.schedule import Head, run
 from megarl.weights.architectures import architecture
 from megarl.weights.checkpoint.formats import hf
+from megarl.weights.reshard.adapters import is_adapter
 from megarl.weights.reshard.copy import HEADS, copy_weights
 from megarl.weights.reshard.layouts import megatron_layout
 
@@ -84,7 +86,11 @@ class Model:
         with grid():
             self.dp_rank: int = parallel_state.get_data_parallel_rank()
             self.chunks: list[Any] = list(build_chunks(hf_config, model, parallel, kind))
-        """``parallel.vpp`` modules."""
+            """``parallel.vpp`` modules."""
+            self.adapters: ModelAdapters | None = None
+            if model.lora.is_used:
+                rank = dist.get_rank()
+                self.adapters = ModelAdapters(hf_config, model.lora, self.chunks, self.layout, rank, kind)
         self.replays_routing = False
         """Set where the model's routers choose the experts of ``Sequences.routing``: engines that record it have its
         weights."""
@@ -98,18 +104,30 @@ class Model:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Local parameter name -> data. Raises NotResident, as all that reads or writes a model."""
+        """Local name -> data of the model's own parameters. Raises NotResident, as all that reads or writes a model."""
+        return {name: tensor for name, tensor in self.all_tensors.items() if not is_adapter(name)}
+
+    @property
+    def all_tensors(self) -> dict[str, torch.Tensor]:
+        """``tensors``, and those of its adapters."""
         assert self.gathered, "finish_gather() comes first"
         self.residents.require("parameters")
         return named_tensors(self.chunks if len(self.chunks) > 1 else self.chunks[0])
 
-    def proven_tensors(self) -> dict[str, torch.Tensor]:
-        """``tensors``, to be sent or written to files. Every rank calls it. Raises WeightsDiffer where an optimizer
-        wrote others."""
-        tensors = self.tensors
+    def proven_tensors(self) -> Mapping[str, torch.Tensor]:
+        """``tensors`` with the adapters in them, to be sent or written to files. Every rank calls it. Raises
+        WeightsDiffer where an optimizer wrote others."""
         if self.optimizer is not None:
-            check_written(tensors, self.written())
-        return tensors
+            check_written(self.trained_tensors, self.written())
+        return self.tensors if self.adapters is None else self.adapters.merged(self.all_tensors)
+
+    @property
+    def trained_tensors(self) -> dict[str, torch.Tensor]:
+        """Those of ``all_tensors`` that ``written`` has digests of: with adapters what is trained, else all."""
+        return {name: tensor for name, tensor in self.all_tensors.items() if self._is_written(name)}
+
+    def _is_written(self, name: str) -> bool:
+        return self.adapters is None or is_adapter(name) or name in self.adapters.saved_locals
 
     def load_hf(self, path: Path, *, score: Literal["stored", "zeros"] = "stored") -> None:
         """Weights of an HF checkpoint; ``score``: the source of a score head (``checkpoint.hf.load_into``)."""
@@ -139,7 +157,7 @@ class Model:
             self.optimizer.inner.reload_model_params()
 
     def written(self) -> dict[str, int]:
-        """Local parameter name -> digest of what the optimizer last wrote. Every rank calls it.
+        """Local name -> digest of what the optimizer last wrote, of ``trained_tensors``. Every rank calls it.
 
         While the optimizer is not on the device: what ``keep_written`` found.
         """
@@ -147,7 +165,8 @@ class Model:
             return self._written
         assert self.optimizer is not None, "nothing writes a frozen model"
         self.residents.require("parameters", "optimizer")
-        return digests_written(self.chunks, self.optimizer.inner)
+        found = digests_written(self.chunks, self.optimizer.inner, frozen=self.adapters is None)
+        return {name: digest for name, digest in found.items() if self._is_written(name)}
 
     def keep_written(self) -> None:
         """Take ``written`` before the optimizer leaves the device. Every rank calls it."""

@@ -28,9 +28,9 @@ def whole_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 @torch.no_grad()
-def digests_written(chunks: Sequence[torch.nn.Module], optimizer: Any) -> dict[str, int]:
+def digests_written(chunks: Sequence[torch.nn.Module], optimizer: Any, *, frozen: bool = True) -> dict[str, int]:
     """Local name -> digest of what ``optimizer`` (Megatron's) has written for it, or of the tensor now where nothing
-    trains it.
+    trains it (with ``frozen``).
 
     Every rank calls it: the shares of a data-parallel group are added up.
     """
@@ -43,6 +43,8 @@ def digests_written(chunks: Sequence[torch.nn.Module], optimizer: Any) -> dict[s
         if not distributed.is_stub_optimizer:
             written += _shares(distributed, list(names))  # 0 for parameters of the other optimizers
     found = dict(zip(names.values(), written.tolist(), strict=True))
+    if not frozen:
+        return found
     tensors = named_tensors(chunks if len(chunks) > 1 else chunks[0])
     now = whole_digests({name: tensor for name, tensor in tensors.items() if name not in found})
     return {name: found[name] if name in found else now[name] for name in tensors}

@@ -1,0 +1,258 @@
+"""Low-rank adapters of a GPTModel's linear layers, beside Megatron's own modules.
+
+A's and B's are parameters of one module of a stage, ``lora``, under the names that ``reshard.adapters`` gives them. A
+hook of each adapted linear layer adds what they compute to the layer's output; the layer itself is Megatron's.
+
+Shape legend: s tokens (a share of them where the sequence is cut), b rows, i inputs and o outputs of a layer on this
+rank, r rank of an adapter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+
+from megarl.core.config.lora import LoraConfig
+from megarl.learn.models.gpt import unwrap
+from megarl.learn.models.head import LogProbHead, Switch
+from megarl.weights.reshard.adapters import LORA, WEIGHT, LocalAdapter, local_adapters
+from megarl.weights.reshard.layout import Layout
+
+EXPERTS = ".mlp.experts."
+
+
+class Adapter(torch.nn.Module):
+    """A and B of one logical tensor on this rank.
+
+    ``a`` [r, i] and ``b`` [o, r]. Of the two the one that is whole on several ranks has its gradient made whole: by a
+    collective of r numbers for each token, by Megatron's sum over shares of the sequence, or, in experts, whose tokens
+    are dealt out by the layer around them, by a collective of its own size.
+    """
+
+    def __init__(self, local: LocalAdapter, layer: Any, dropout: float) -> None:
+        super().__init__()
+        self.local, self.dropout = local, dropout
+        weight = layer.weight
+        self._group: Any = getattr(layer, "tp_group", None)
+        self._in_experts = bool(getattr(layer, "explicit_expert_comm", False))
+        self._cut_sequence = bool(getattr(layer, "sequence_parallel", False)) and not self._in_experts
+        self._columns = isinstance(layer, ColumnParallelLinear)
+        self._rows = isinstance(layer, RowParallelLinear)
+        rank = local.factors.rank
+        inputs = weight.shape[1]
+        self.a = torch.nn.Parameter(torch.zeros(rank, inputs, dtype=weight.dtype, device=weight.device))
+        self.b = torch.nn.Parameter(torch.zeros(local.rows, rank, dtype=weight.dtype, device=weight.device))
+        cut, whole = (self.b, self.a) if self._columns else (self.a, self.b)
+        for parameter in (self.a, self.b):
+            parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
+            parameter.allreduce = getattr(weight, "allreduce", True)  # type: ignore[attr-defined]
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]
+        if self._columns or self._rows:
+            cut.tensor_model_parallel = True  # type: ignore[attr-defined]
+            # An output layer gathers the sequence itself and computes from its weight (``product``).
+            whole.sequence_parallel = self._cut_sequence and not isinstance(layer, LogProbHead)  # type: ignore[attr-defined]
+            if getattr(layer, "is_expert", False):
+                # Each expert counts once in the gradient's norm: on the first of the ranks that share it.
+                whole.tensor_model_parallel = self._group is None or self._group.rank() == 0  # type: ignore[attr-defined]
+        else:
+            for parameter in (self.a, self.b):  # whole everywhere, as the layer's own weight
+                parameter.sequence_parallel = getattr(weight, "sequence_parallel", False)  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., i] -> [..., o]; the part of a sum over ranks that share an expert, where the layer's output is too."""
+        a, b = self.a, self.b
+        if self._in_experts:
+            if self._columns:
+                a = copy_to_tensor_model_parallel_region(a, group=self._group)
+            else:
+                b = copy_to_tensor_model_parallel_region(b, group=self._group)
+        if self.dropout and self.training:
+            x = F.dropout(x, self.dropout)
+        z = F.linear(x, a) * self.local.factors.scale
+        if not self._in_experts:
+            if self._columns and self._cut_sequence:
+                z = gather_from_sequence_parallel_region(z, group=self._group)
+            elif self._columns:
+                z = copy_to_tensor_model_parallel_region(z, group=self._group)
+            elif self._rows and self._cut_sequence:
+                z = reduce_scatter_to_sequence_parallel_region(z, group=self._group)
+            elif self._rows:
+                z = reduce_from_tensor_model_parallel_region(z, group=self._group)
+        return F.linear(z, b)
+
+    def product(self) -> torch.Tensor:
+        """scale · B·A [o, i], of an output layer whose log-probs are computed from its weight."""
+        a = copy_to_tensor_model_parallel_region(self.a, group=self._group)
+        return (self.b @ a) * self.local.factors.scale
+
+
+class LayerAdapters:
+    """Adapters of one linear layer. Called as a forward hook of it."""
+
+    def __init__(self, adapters: Sequence[Adapter], outputs: int, switch: Switch) -> None:
+        self._adapters, self._switch = adapters, switch
+        rows = [torch.arange(begin, end) for adapter in adapters for begin, end in adapter.local.places]
+        self._places = torch.cat(rows)
+        self._in_order = len(self._places) == outputs and bool((self._places == torch.arange(outputs)).all())
+
+    def __call__(self, layer: torch.nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
+        if not self._switch.on:
+            return None
+        out, *bias = output if isinstance(output, tuple) else (output,)
+        parts = [adapter(arguments[0]) for adapter in self._adapters]
+        added = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        if self._in_order:
+            out = out + added
+        else:
+            self._places = self._places.to(out.device)
+            out = out.index_add(-1, self._places, added)
+        return (out, *bias) if isinstance(output, tuple) else out
+
+
+class Adapters(torch.nn.Module):
+    """All adapters of a stage, as ``stage.lora``: a tree of modules whose names are those of the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.switch = Switch()
+        self.by_layer: dict[str, list[Adapter]] = {}
+
+    def put(self, path: str, adapter: Adapter) -> None:
+        """Register an adapter under a layer's path."""
+        node: torch.nn.Module = self
+        parts = [*path.split("."), adapter.local.factors.leaf]
+        for part in parts[:-1]:
+            if part not in node._modules:
+                node.add_module(part, torch.nn.Module())
+            node = node.get_submodule(part)
+        node.add_module(parts[-1], adapter)
+        self.by_layer.setdefault(path, []).append(adapter)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Tensors of a checkpoint under their HF names, which no grid changes."""
+        found = {}
+        for path, adapters in self.by_layer.items():
+            for adapter in adapters:
+                for which in ("a", "b"):
+                    name = f"{prefix}{path}.{adapter.local.factors.leaf}.{which}"
+                    found[name] = _sharded(adapter, which, experts=EXPERTS in f".{path}.")
+        return found
+
+
+def _sharded(adapter: Adapter, which: str, *, experts: bool) -> Any:
+    """ShardedTensor of an A or B."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    own, tensor = adapter.local.factors, getattr(adapter, which)
+    group = adapter._group if adapter._columns or adapter._rows else parallel_state.get_tensor_model_parallel_group()
+    cut = (which == "b" and adapter._columns) or (which == "a" and adapter._rows)
+    if experts:
+        replica = parallel_state.get_expert_data_parallel_rank()
+    else:
+        replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    shares = group.size() if cut else 1
+    axis = 1 if adapter._rows else 0
+    offsets = [(axis, group.rank(), group.size())] if shares > 1 else []
+    return ShardedTensor.from_rank_offsets(
+        f"lora.{own.a if which == 'a' else own.b}",
+        tensor,
+        *offsets,
+        replica_id=(0, 0 if cut else group.rank(), replica),
+        allow_shape_mismatch=own.leaf == "lm_head",
+    )
+
+
+def install(chunks: Sequence[torch.nn.Module], layout: Layout, rank: int, factors: Any, lora: LoraConfig) -> None:
+    """Give this rank's model chunks new adapters, and train nothing else but ``modules_to_save`` and a score head.
+
+    Args:
+        layout: The model's own.
+        factors: Of ``factors_of``.
+    """
+    every = local_adapters(layout, factors, rank)
+    for number, chunk in enumerate(chunks):
+        stage: Any = unwrap(chunk)
+        prefix = f"chunk{number}." if len(chunks) > 1 else ""
+        adapters = Adapters()
+        for local, own in every.items():
+            if not local.startswith(prefix):
+                continue
+            path = local.removeprefix(prefix).removesuffix(WEIGHT)
+            layer = stage.get_submodule(path)
+            made = [Adapter(each, layer, lora.dropout) for each in own]
+            for adapter in made:
+                adapters.put(path, adapter)
+                _begin(adapter, lora, layout, rank)
+            if isinstance(layer, LogProbHead):
+                layer.added, layer.switch = made[0].product, adapters.switch
+            else:
+                layer.register_forward_hook(LayerAdapters(made, layer.weight.shape[0], adapters.switch))
+        stage.add_module(LORA, adapters)
+
+
+def freeze(chunks: Sequence[torch.nn.Module], trained: set[str]) -> None:
+    """Leave every parameter as it is but adapters and those of the local names ``trained``."""
+    for number, chunk in enumerate(chunks):
+        prefix = f"chunk{number}." if len(chunks) > 1 else ""
+        stage: Any = unwrap(chunk)
+        for name, parameter in stage.named_parameters():
+            parameter.requires_grad_(name.startswith(f"{LORA}.") or prefix + name in trained)
+        if getattr(stage, "pre_process", False):
+            # Megatron's recomputation gives parameters within it gradients only where its input has one.
+            stage.embedding.register_forward_hook(_with_gradient)
+
+
+def _with_gradient(layer: torch.nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+    if torch.is_grad_enabled() and not output.requires_grad:
+        return output.detach().requires_grad_()
+    return output
+
+
+@torch.no_grad()
+def _begin(adapter: Adapter, lora: LoraConfig, layout: Layout, rank: int) -> None:
+    """Give A its beginning, the same on every grid: drawn whole by the tensor's name, this rank's part of it kept."""
+    own = adapter.local.factors
+    seed = int.from_bytes(hashlib.sha256(f"{lora.seed} {own.a}".encode()).digest()[:8], "big") >> 1
+    generator = torch.Generator().manual_seed(seed)
+    inputs = own.shape[1]
+    whole = torch.empty(own.rank, inputs)
+    if lora.init == "kaiming":
+        bound = 1.0 / math.sqrt(inputs)  # kaiming_uniform_ with a = sqrt(5)
+        whole.uniform_(-bound, bound, generator=generator)
+    else:
+        whole.normal_(std=1.0 / own.rank, generator=generator)
+    if adapter.local.by_input:
+        [row] = [row for row in layout.rows_with[own.module + WEIGHT] if row.owners.share_of.get(rank) is not None]
+        spans = row.splits[row.owners.share_of[rank]].spans
+        whole = torch.cat([whole[:, low:high] for _, low, high, _ in spans], dim=1)
+    adapter.a.copy_(whole)
+
+
+@contextmanager
+def without(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Within, the chunks compute what they do without adapters."""
+    stages: list[Any] = [unwrap(chunk) for chunk in chunks]
+    switches: list[Switch] = [stage.lora.switch for stage in stages]
+    for switch in switches:
+        switch.on = False
+    try:
+        yield
+    finally:
+        for switch in switches:
+            switch.on = True

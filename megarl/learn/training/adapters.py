@@ -1,0 +1,55 @@
+"""Adapters of one model on one rank: where they lie, and the model's tensors with them and without."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from megarl.core.config.lora import LoraConfig
+from megarl.learn.models import lora
+from megarl.weights.architectures import Head, HFConfig
+from megarl.weights.reshard.adapters import (
+    MergedTensors,
+    adapter_layout,
+    factors_of,
+    is_adapter,
+    local_adapters,
+    saved_whole,
+)
+from megarl.weights.reshard.layout import Layout
+
+SCORE = "score.weight"
+"""The head of a critic or reward model, which learns beside the adapters."""
+
+
+class ModelAdapters:
+    """Adapters of a model's chunks, which ``install`` has made.
+
+    Args:
+        base: Layout of the model's own tensors.
+    """
+
+    def __init__(
+        self,
+        hf_config: HFConfig,
+        config: LoraConfig,
+        chunks: Sequence[torch.nn.Module],
+        base: Layout,
+        rank: int,
+        head: Head,
+    ) -> None:
+        self.factors = factors_of(hf_config, config, head)
+        self.layout = adapter_layout(base, self.factors)
+        self.local = local_adapters(base, self.factors, rank)
+        self.saved = [*saved_whole(base.tensors, config), *([SCORE] if head == "score" else [])]
+        """HF names of the model's own tensors that are trained whole."""
+        lora.install(chunks, base, rank, self.factors, config)
+        saved = set(self.saved)
+        self.saved_locals = {row.local for row, _ in base.rows_of(rank) if not saved.isdisjoint(row.parts)}
+        lora.freeze(chunks, self.saved_locals)
+
+    def merged(self, tensors: Mapping[str, torch.Tensor]) -> MergedTensors:
+        """The model's own tensors with the adapters in them, of a rank's tensors of both kinds."""
+        own = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
+        return MergedTensors(own, self.local, tensors)

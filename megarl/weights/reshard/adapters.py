@@ -1,0 +1,280 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) as rows: one A and one B for each logical tensor, cut as that tensor is.
+
+Of a tensor W [out, in] that is cut along its outputs B [out, r] is cut in the same way and A [r, in] is whole; of one
+that is cut along its inputs A is cut and B is whole. The layout of adapters follows from the layout of a model alone:
+Megatron's grid, vLLM's fused shards and PEFT's files are the same few lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from math import sqrt
+from typing import NamedTuple
+
+import torch
+
+from megarl.core.config.lora import ALL_LINEAR, LoraConfig
+from megarl.core.errors import ConfigError, first_of
+from megarl.weights.architectures import Head, HFConfig, architecture
+from megarl.weights.architectures.table import Stage, hf_name
+from megarl.weights.reshard.boxes import Shape
+from megarl.weights.reshard.layout import AxisSpan, Layout, LayoutRow, Owners, Split
+
+WEIGHT = ".weight"
+LORA = "lora"
+"""First part of the local names of adapters; ``chunk<v>`` comes before it."""
+OUTSIDE = (Stage.FIRST, Stage.VISION, Stage.LAST, Stage.MTP)
+"""Rows that ``all-linear`` leaves out."""
+
+
+class Factors(NamedTuple):
+    """Adapter of one logical tensor W: what is added to it is ``scale`` · B·A."""
+
+    module: str
+    """HF name of W without ``.weight``."""
+    shape: Shape
+    """(out, in) of W."""
+    rank: int
+    scale: float
+
+    @property
+    def a(self) -> str:
+        """HF name of A [rank, in]."""
+        return f"{self.module}.lora_A.weight"
+
+    @property
+    def b(self) -> str:
+        """HF name of B [out, rank]."""
+        return f"{self.module}.lora_B.weight"
+
+    @property
+    def leaf(self) -> str:
+        """Last part of the module's name."""
+        return self.module.rpartition(".")[2]
+
+
+def names_module(ending: str, module: str) -> bool:
+    """Return True if a target of PEFT names this module: all of its name, or the last parts of it."""
+    return module == ending or module.endswith(f".{ending}")
+
+
+def factors_of(hf_config: HFConfig, lora: LoraConfig, head: Head = "lm") -> dict[str, Factors]:
+    """HF name of each adapted tensor -> its adapter, in the order of layers.
+
+    Raises ConfigError for a target, or a key of a pattern, that names no linear layer of the model.
+    """
+    arch = architecture(hf_config, head)
+    sizes = arch.sizes(hf_config)
+    linear: dict[str, tuple[Shape, bool]] = {}
+    for param in arch.params:
+        if param.megatron.endswith("router.weight") or param.stage in (Stage.FIRST, Stage.MTP):
+            continue
+        for part in param.hf if not sizes.tied or param.stage is not Stage.LAST else ():
+            shape = part.shape(sizes)
+            if len(shape) == 2 and 0 not in shape and part.name.endswith(WEIGHT) and "embed_tokens" not in part.name:
+                found = {
+                    hf_name(part, occurrence).removesuffix(WEIGHT): (shape, param.stage not in OUTSIDE)
+                    for occurrence in arch.occurrences(param, sizes)
+                    if occurrence.layer is None or occurrence.layer < sizes.num_layers
+                }
+                linear |= found
+    linear.pop("score", None)
+    order = {name: place for place, name in enumerate(arch.tensors(hf_config))}
+    modules = sorted(linear, key=lambda module: order[module + WEIGHT])
+    _check_named("targets", [t for t in lora.targets if t != ALL_LINEAR], modules, arch.name)
+    for key in ("rank_pattern", "alpha_pattern"):
+        _check_named(key, list(getattr(lora, key)), modules, arch.name)
+
+    def is_target(module: str) -> bool:
+        if ALL_LINEAR in lora.targets and linear[module][1]:
+            return True
+        return any(names_module(target, module) for target in lora.targets)
+
+    chosen = [module for module in modules if is_target(module)]
+    return {module + WEIGHT: _factors(module, linear[module][0], lora) for module in chosen}
+
+
+def _factors(module: str, shape: Shape, lora: LoraConfig) -> Factors:
+    rank = next((r for ending, r in lora.rank_pattern.items() if names_module(ending, module)), lora.rank)
+    alpha = next((a for ending, a in lora.alpha_pattern.items() if names_module(ending, module)), lora.alpha)
+    return Factors(module, shape, rank, alpha / (sqrt(rank) if lora.rslora else rank))
+
+
+def _check_named(key: str, endings: list[str], modules: list[str], name: str) -> None:
+    for ending in endings:
+        if not any(names_module(ending, module) for module in modules):
+            leaves = list(dict.fromkeys(module.rpartition(".")[2] for module in modules))
+            raise ConfigError(
+                f"model.lora.{key} has {ending!r}, which is no linear layer of {name}; name some of "
+                f"{first_of(leaves, 20)}"
+            )
+
+
+def saved_whole(tensors: Mapping[str, Shape], lora: LoraConfig) -> list[str]:
+    """HF names of the tensors that ``modules_to_save`` trains whole. Raises ConfigError for a name of none."""
+    found: dict[str, None] = {}
+    for ending in lora.modules_to_save:
+        own = [name for name in tensors if names_module(ending, name.rpartition(".")[0])]
+        if not own:
+            raise ConfigError(f"model.lora.modules_to_save has {ending!r}, which names no module of the model")
+        found |= dict.fromkeys(own)
+    return list(found)
+
+
+def local_name(base: str, leaf: str, which: str) -> str:
+    """Local name of an A or B (``which``) beside the base tensor of a local name."""
+    chunk, _, rest = base.partition(".") if base.startswith("chunk") else ("", "", base)
+    prefix = f"{chunk}.{LORA}" if chunk else LORA
+    return f"{prefix}.{rest.removesuffix(WEIGHT)}.{leaf}.{which}"
+
+
+def is_adapter(local: str) -> bool:
+    """Return True for a local name of an A or B."""
+    return LORA in local.split(".", 2)[:2]
+
+
+def adapter_layout(base: Layout, factors: Mapping[str, Factors]) -> Layout:
+    """Layout of the A's and B's of a model whose own tensors lie as in ``base``."""
+    whole: dict[Owners, Owners] = {}
+
+    def everyone(owners: Owners) -> Owners:
+        if len(owners.ranks) == 1:
+            return owners
+        if owners not in whole:
+            whole[owners] = Owners((tuple(sorted(chain(*owners.ranks))),))
+        return whole[owners]
+
+    rows: list[LayoutRow] = []
+    for row in base.rows:
+        for place, tensor in enumerate(row.parts):
+            own = factors.get(tensor)
+            if own is None:
+                continue
+            out, into = own.shape
+            by_input = row.axis == 1
+            cut = tuple(_of_part(split, place) for split in row.splits)
+            uncut = everyone(row.owners)
+            a, b = (own.rank, into), (out, own.rank)
+            a_splits, b_splits = (cut, (_uncut(out),)) if by_input else ((_uncut(own.rank),), cut)
+            a_owners, b_owners = (row.owners, uncut) if by_input else (uncut, row.owners)
+            name = local_name(row.local, own.leaf, "a")
+            rows.append(LayoutRow(name, (own.a,), a, int(by_input), a_splits, a_owners, row.stack, row.lead))
+            name = local_name(row.local, own.leaf, "b")
+            rows.append(LayoutRow(name, (own.b,), b, 0, b_splits, b_owners, row.stack, row.lead))
+    tensors: dict[str, Shape] = {}
+    for own in factors.values():
+        tensors |= {own.a: (own.rank, own.shape[1]), own.b: (own.shape[0], own.rank)}
+    return Layout(f"adapters of {base.name}", tensors, base.num_ranks, rows)
+
+
+def _uncut(size: int) -> Split:
+    return Split(size, size, (AxisSpan(0, 0, size, 0),))
+
+
+def _of_part(split: Split, part: int) -> Split:
+    """The share of one part by itself: its elements one after the other, and its padding where it is the only part."""
+    spans, at = [], 0
+    for number, low, high, _ in split.spans:
+        if number == part:
+            spans.append(AxisSpan(0, low, high, at))
+            at += high - low
+    padding = split.size - split.used
+    return Split(at + padding, at, tuple(spans))
+
+
+@dataclass(frozen=True)
+class LocalAdapter:
+    """Adapter of one logical tensor on one rank."""
+
+    factors: Factors
+    a: str
+    """Local name of A."""
+    b: str
+    places: tuple[tuple[int, int], ...]
+    """Runs [begin, end) of rows of the base tensor that B's rows are for, in B's order; all of them where W is cut
+    along its inputs."""
+    by_input: bool
+    """W is cut along its inputs."""
+    lead: tuple[int, ...] = ()
+    """Place of the tensor in a stack."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of B on this rank."""
+        return sum(end - begin for begin, end in self.places)
+
+
+def local_adapters(base: Layout, factors: Mapping[str, Factors], rank: int) -> dict[str, list[LocalAdapter]]:
+    """Local name of each adapted base tensor of a rank -> its adapters, in the order of its parts."""
+    found: dict[str, list[LocalAdapter]] = {}
+    for row, share in base.rows_of(rank):
+        for place, tensor in enumerate(row.parts):
+            own = factors.get(tensor)
+            if own is None:
+                continue
+            split = row.splits[share]
+            if row.axis == 1:
+                places: tuple[tuple[int, int], ...] = ((0, own.shape[0]),)
+            else:
+                places = tuple((at, at + high - low) for part, low, high, at in split.spans if part == place)
+                if split.used < split.size:
+                    places = (*places, (split.used, split.size))
+            a, b = (local_name(row.local, own.leaf, which) for which in "ab")
+            found.setdefault(row.local, []).append(LocalAdapter(own, a, b, places, row.axis == 1, row.lead))
+    return found
+
+
+class MergedTensors(Mapping[str, torch.Tensor]):
+    """Local tensors of a model with its adapters in them: W + scale · B·A in float32, rounded once to W's dtype.
+
+    A merged tensor is computed when it is asked for, and the last few are kept.
+    """
+
+    KEPT = 2
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        adapters: Mapping[str, list[LocalAdapter]],
+        factors: Mapping[str, torch.Tensor],
+    ) -> None:
+        """``factors``: local name -> A or B of this rank."""
+        self.own = tensors
+        """The model's tensors without adapters."""
+        self._adapters, self._factors = adapters, factors
+        self._made: dict[str, torch.Tensor] = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        base, adapters = self.own[name], self._adapters.get(name)
+        if adapters is None:
+            return base
+        if name not in self._made:
+            while len(self._made) >= self.KEPT:
+                self._made.pop(next(iter(self._made)))
+            self._made[name] = merged(base, adapters, self._factors)
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.own)
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+
+@torch.no_grad()
+def merged(
+    base: torch.Tensor, adapters: list[LocalAdapter], factors: Mapping[str, torch.Tensor], sign: float = 1.0
+) -> torch.Tensor:
+    """Copy of a local tensor with ``sign`` times its adapters added in float32, in its own dtype."""
+    whole = base.to(torch.float32, copy=True)
+    for adapter in adapters:
+        a, b = factors[adapter.a][adapter.lead], factors[adapter.b][adapter.lead]
+        into = whole[adapter.lead]
+        product = b.to(torch.float32) @ a.to(torch.float32)
+        at = 0
+        for begin, end in adapter.places:
+            into[begin:end].add_(product[at : at + end - begin], alpha=sign * adapter.factors.scale)
+            at += end - begin
+    return whole.to(base.dtype)
