@@ -10,7 +10,7 @@ from megarl.core.config.lora import LoraConfig
 from megarl.learn.models import lora
 from megarl.weights.architectures import Head, HFConfig
 from megarl.weights.reshard.adapters import (
-    MergedTensors,
+    AdaptedModel,
     adapter_layout,
     factors_of,
     is_adapter,
@@ -46,10 +46,11 @@ class ModelAdapters:
         """HF names of the model's own tensors that are trained whole."""
         lora.install(chunks, base, rank, self.factors, config)
         saved = set(self.saved)
-        self.saved_locals = {row.local for row, _ in base.rows_of(rank) if not saved.isdisjoint(row.parts)}
+        self.saved_locals = frozenset(row.local for row, _ in base.rows_of(rank) if not saved.isdisjoint(row.parts))
         lora.freeze(chunks, self.saved_locals)
 
-    def merged(self, tensors: Mapping[str, torch.Tensor]) -> MergedTensors:
-        """The model's own tensors with the adapters in them, of a rank's tensors of both kinds."""
+    def adapted(self, tensors: Mapping[str, torch.Tensor]) -> AdaptedModel:
+        """A rank's tensors of both kinds, told apart."""
         own = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
-        return MergedTensors(own, self.local, tensors)
+        factors = {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
+        return AdaptedModel(own, factors, self.local, self.saved_locals)

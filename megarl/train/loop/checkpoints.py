@@ -63,6 +63,8 @@ class Checkpointer:
         if found is None:
             models.load_beginning()
             return TrainState()
+        if models.actor.model.adapters is not None:
+            models.load_base()
         saving.load(found, {"actor": models.actor_part()})
         models.actor.optimizer.set_hyperparameters(self._context.config.trainer.optimizer)
         saved = saving.manifest_of(found)

@@ -143,7 +143,7 @@ class WeightSync:
         actor = self._models.actor.model
         self._memory.enter(Phase.SYNC)
         self._wake("weights")
-        tensors, written = (actor.tensors, actor.written()) if sent is None else (sent.tensors, sent.written)
+        tensors, written = (actor.sent_tensors, actor.written()) if sent is None else (sent.tensors, sent.written)
         self._together(lambda: self._digests.check(self.version, written))
         # An engine that goes on at once with requests under way is probed before them.
         first = self._probe() if self._keeps else None
