@@ -125,6 +125,12 @@ class Model:
         assert self.adapters is not None, "the model has no adapters"
         return self.adapters.adapted(self.all_tensors)
 
+    def base_digest(self) -> str | None:
+        """Digest of the model that adapters are for; None without adapters. Every rank calls it."""
+        if self.adapters is None:
+            return None
+        return self.adapters.base_digest(self.layout, dist.get_rank(), self.tensors)
+
     def proven_tensors(self) -> Mapping[str, torch.Tensor]:
         """``sent_tensors``, compared with what the optimizer wrote. Every rank calls it. Raises WeightsDiffer where an
         optimizer wrote others."""

@@ -331,6 +331,33 @@ def rewritten(destination: Layout, factors: Mapping[str, Factors], saved: Iterab
     return {part for row in destination.rows if module(row.local) in modules for part in row.parts}
 
 
+@dataclass(frozen=True)
+class AdapterDelivery:
+    """Way of a model's adapters to engines: in the model's own tensors, or as tensors of their own."""
+
+    factors: Mapping[str, Factors]
+    saved: tuple[str, ...]
+    """HF names of the model's own tensors that are trained too."""
+    separate: bool
+
+    @classmethod
+    def of(cls, hf_config: HFConfig, lora: LoraConfig, *, separate: bool) -> AdapterDelivery:
+        """The way of a language model's adapters, computed from settings alone: equal on both sides."""
+        tensors = architecture(hf_config).tensors(hf_config)
+        return cls(factors_of(hf_config, lora), tuple(saved_whole(tensors, lora)), separate)
+
+    def layout(self, base: Layout) -> Layout:
+        """Layout of all that one side has."""
+        return beside(base, adapter_layout(base, self.factors)) if self.separate else base
+
+    def changed(self, destination: Layout) -> set[str]:
+        """Logical tensors of an engine's layout that training changes, and those written together with them."""
+        if not self.separate:
+            return rewritten(destination, self.factors, self.saved)
+        own = {name for each in self.factors.values() for name in (each.a, each.b)}
+        return own | rewritten(destination, {}, self.saved)
+
+
 @torch.no_grad()
 def merged(
     base: torch.Tensor, adapters: list[LocalAdapter], factors: Mapping[str, torch.Tensor], sign: float = 1.0
