@@ -44,6 +44,11 @@ class _Faint:
     values: torch.Tensor
 
 
+def plain_path(path: str) -> str:
+    """Return the name of a module as it is without vLLM's LoRA layer around it."""
+    return path.replace(".base_layer", "")
+
+
 class SliceWriter:
     """One model of one worker.
 
@@ -61,7 +66,7 @@ class SliceWriter:
         self.eight_bits = eight_bits
         self._model_config = model_config
         self._tensors = dict(tensors)
-        self._owner = {f"{path}.{name}": (module, name) for path, module, name in _loadable(model)}
+        self._owner = {f"{plain_path(path)}.{name}": (module, name) for path, module, name in _loadable(model)}
         self._plain_head = model_config.head_dtype != model_config.dtype
         self._latent = readback.latent_projections(model)
         self._left: dict[nn.Module, int] = {}
