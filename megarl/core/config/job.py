@@ -14,9 +14,6 @@ class SyncConfig:
     method: Literal["direct", "checkpoint"] = "direct"
     """Way of the weights from the trainer to engines: over links; or as files in ``<run.dir>/weights``, for explore
     programs that share nothing with the trainer but a file system and the store (docs/modes.md)."""
-    adapter: Literal["merged", "separate"] = "merged"
-    """Form in which engines get adapters (``model.lora``): added to the model's weights; or ``separate``, as A and B of
-    vLLM's own LoRA layers, beside weights that are sent once (docs/lora.md)."""
     bucket_bytes: Annotated[int, Bound(4096)] = 8388608  # smaller ones cost a message for every few numbers
     """Upper bound of one transfer bucket; a sync needs at most two of them on either side."""
     transport: Literal["gloo", "nccl"] = "gloo"

@@ -9,6 +9,7 @@ writes into and reads digests from. vLLM multiplies by nothing else, so what arr
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from megarl.core.errors import WeightsDiffer, WeightSyncError, first_of
 from megarl.engine.sync.one_adapter import ADAPTER, of_zeros
 from megarl.engine.sync.writer import SliceWriter
-from megarl.weights.reshard.adapters import is_adapter, local_name
+from megarl.weights.reshard.adapters import beside, is_adapter, local_name
 from megarl.weights.reshard.layout import Layout
 
 Part = Literal["all", "changed"]
@@ -124,27 +125,32 @@ class AdapterWriter:
 
 
 class AdaptedWriter:
-    """A model and its adapters in one worker; ``SliceWriter``'s methods for both."""
+    """A model whose trainer has adapters; ``SliceWriter``'s methods for it and for adapters of the engine's own.
 
-    def __init__(self, own: SliceWriter, adapters: AdapterWriter) -> None:
-        self._own = own
-        self._adapters = adapters
+    Args:
+        own: Writer of the model itself.
+        adapters: Writer of A's and B's; None where they come in the model's weights.
+        changed: Local tensors of the model itself that training changes.
+    """
+
+    def __init__(self, own: SliceWriter, adapters: AdapterWriter | None, changed: Sequence[str]) -> None:
+        self._own, self._adapters, self._changed = own, adapters, changed
         self._part: Part = "all"
         self.has_own = False
         """The model's own weights are those that the trainer has sent."""
 
     def start(self, part: Part) -> None:
-        """Begin an update. Raises WeightSyncError for one of the adapters alone where the model itself is missing."""
+        """Begin an update. Raises WeightSyncError for one of what training changes where the rest is missing."""
         if part == "changed" and not self.has_own:
             raise WeightSyncError(
-                "an update of adapters alone came to an engine that does not have the model's own weights yet: the "
-                "first update after a join or a sleep brings both"
+                "an update of what training changes came to an engine that does not have the rest of the weights yet: "
+                "the first update after a join or a sleep brings all"
             )
-        self._part = part
-        self._adapters.start()
-        if part == "all":
-            self.has_own = False
-            self._own.start()
+        self._part, self.has_own = part, False
+        if self._adapters is not None:
+            self._adapters.start()
+        if part == "all" or self._changed:
+            self._own.start(None if part == "all" else self._changed)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return the local tensor to write slices into."""
@@ -156,23 +162,35 @@ class AdaptedWriter:
 
     def finish(self) -> None:
         """End an update. Raises WeightSyncError if a tensor did not get all its elements."""
-        if self._part == "all":
+        if self._part == "all" or self._changed:
             self._own.finish()
-            self.has_own = True
-        self._adapters.finish()
+        if self._adapters is not None:
+            self._adapters.finish()
+        self.has_own = True
 
     def computed_with(self, name: str) -> torch.Tensor:
         """Return the local tensor as the engine computes with it."""
         return self._of(name).computed_with(name)
 
-    def layout(self, whole: Layout) -> Layout:
-        """Return the part of the ``whole`` layout that the last update brought. Raises WeightsDiffer where an adapter's
-        padding is not zero."""
-        self._adapters.check_rest()
-        return whole if self._part == "all" else self._adapters.layout
+    def layout(self, own: Layout, changed: Layout) -> Layout:
+        """Return the layout of what the last update brought. Raises WeightsDiffer where an adapter's padding is not
+        zero.
+
+        Args:
+            own: Layout of the model itself.
+            changed: Layout of what training changes.
+        """
+        if self._adapters is not None:
+            self._adapters.check_rest()
+        if self._part == "changed":
+            return changed
+        return own if self._adapters is None else beside(own, self._adapters.layout)
 
     def _of(self, name: str) -> AdapterWriter | SliceWriter:
-        return self._adapters if is_adapter(name) else self._own
+        if is_adapter(name):
+            assert self._adapters is not None, f"{name} came to an engine without adapters"
+            return self._adapters
+        return self._own
 
 
 def _places_of(manager: LRUCacheLoRAModelManager) -> dict[str, _Place]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, wraps
 from pathlib import Path
@@ -29,7 +29,7 @@ from megarl.engine.sync.sleep import WHAT, Sleeper, What, sleeper_of
 from megarl.engine.sync.writer import LocalTensor, SliceWriter
 from megarl.weights.checkpoint.formats.hf import read_hf_config
 from megarl.weights.reshard import boxes
-from megarl.weights.reshard.adapters import adapter_layout, beside, factors_of
+from megarl.weights.reshard.adapters import AdapterDelivery, is_adapter
 from megarl.weights.reshard.buckets import wire_dtype
 from megarl.weights.reshard.execute import digests_of, fold, merge, piece_digests, receive, zero_padded
 from megarl.weights.reshard.layouts import Layout, MegatronGrid, megatron_layout, vllm_layout
@@ -94,6 +94,19 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """What comes: all weights, or those that training changes."""
 
 
+def _delivery(hf_config: Mapping[str, Any], info: InitInfo) -> AdapterDelivery:
+    """Way of the trainer's adapters."""
+    return AdapterDelivery.of(hf_config, LoraConfig(**(info.lora or {})), separate=info.adapter == "separate")
+
+
+def _plans_of(source: Layout, layout: Layout, adapters: AdapterDelivery | None) -> dict[Part, ReshardPlan]:
+    """Plans of all weights and of those that training changes."""
+    if adapters is None:
+        return {"all": build_plan(source, layout)}
+    plan = build_plan(adapters.layout(source), adapters.layout(layout))
+    return {"all": plan, "changed": plan.only(adapters.changed(plan.destination).__contains__)}
+
+
 # vLLM reads the answers of several workers one after the other, and none after one that failed: those then pass for the
 # answers to its next call. So no worker fails; what went wrong is kept until megarl_outcome asks, or is an answer
 # itself.
@@ -131,7 +144,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     supports_draft_weight_update = False
     _writer: SliceWriter | None = None
     _adapted: AdaptedWriter | None = None
-    """``_writer`` and the adapters of ``sync.adapter=separate``."""
+    """``_writer`` where the trainer's model has adapters, with engines' own adapters."""
     _agreed: str | None = None
     """Fingerprint of the plan that ``agree`` built."""
     _links: Sequence[Link] = ()
@@ -166,10 +179,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             pp=mine.pipeline_parallel_size,
             expert_parallel=mine.enable_expert_parallel,
         )
-        lora = LoraConfig(**(info.lora or {})) if info.adapter == "separate" else LoraConfig()
-        factors = factors_of(hf_config, lora) if lora.is_used else {}
-        adapters = build_plan(adapter_layout(source, factors), adapter_layout(layout, factors))
-        plan = build_plan(beside(source, adapters.source), beside(layout, adapters.destination))
+        plans = _plans_of(source, layout, None if info.lora is None else _delivery(hf_config, info))
+        plan = plans["all"]
         dtype = str(self.model_config.dtype).removeprefix("torch.")
         if plan.fingerprint != info.fingerprint or dtype != info.dtype:
             raise WeightSyncError(
@@ -185,8 +196,13 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
         rank = info.replica * mine.tensor_parallel_size * mine.pipeline_parallel_size + mine.rank
         self._writer = self._writer_of(layout, rank)
-        self._adapted = self._adapted_of(self._writer, adapters.destination, rank)
-        self._plans: dict[Part, ReshardPlan] = {"all": plan, "changed": adapters if factors else plan}
+        self._plans = plans
+        self._adapted = None if info.lora is None else self._adapted_of(self._writer, plans, rank)
+        if info.adapter != "separate" and hasattr(self.model, "lora_manager"):
+            raise WeightSyncError(
+                "the engine was started with sync.adapter=separate, the trainer sends no adapters: the programs that "
+                "share engines need the same sync.adapter and model.lora"
+            )
         self._layout, self._rank, self._bucket_bytes = layout, rank, info.bucket_bytes
         self._agreed = info.fingerprint
 
@@ -204,16 +220,12 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
         return SliceWriter(self.model, self.model_config, tensors, eight_bits)
 
-    def _adapted_of(self, writer: SliceWriter, adapters: Layout, rank: int) -> AdaptedWriter | None:
-        """Writer of the model and its adapters; None where it has none of its own."""
-        if adapters.rows:
-            return AdaptedWriter(writer, AdapterWriter(self.model, adapters, rank))
-        if hasattr(self.model, "lora_manager"):
-            raise WeightSyncError(
-                "the engine was started with sync.adapter=separate, the trainer sends no adapters: the programs that "
-                "share engines need the same sync.adapter and model.lora"
-            )
-        return None
+    def _adapted_of(self, writer: SliceWriter, plans: Mapping[Part, ReshardPlan], rank: int) -> AdaptedWriter:
+        """Writer of a model whose trainer has adapters."""
+        rows = [row for row in plans["all"].destination.rows if is_adapter(row.local)]
+        own = AdapterWriter(self.model, plans["all"].destination.only_rows(rows), rank) if rows else None
+        changed = [local for local in plans["changed"].destination.local_shapes(rank) if not is_adapter(local)]
+        return AdaptedWriter(writer, own, changed)
 
     @_kept
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -294,7 +306,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         eight_bits = self._writer.eight_bits
         layout, writer = eight_bits.rest, self._adapted or self._writer
         if self._adapted is not None:
-            layout = self._adapted.layout(beside(layout, self._plans["changed"].destination))
+            layout = self._adapted.layout(layout, self._plans["changed"].destination)
         with torch.device(self.device), torch.no_grad():
             read, check_rest = zero_padded(layout, self._rank, writer.computed_with)
             found = digests_of(layout, self._rank, read)
