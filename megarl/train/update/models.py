@@ -23,15 +23,18 @@ from megarl.core.schema import Outcome, name_of
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.batching.sequences import NO_IDS, Sequences
 from megarl.learn.parallel import groups
+from megarl.learn.training.adapters import share_base
 from megarl.learn.training.model import Grid, Model, TrainedModel, WithoutAdapters, micro_batching_for
+from megarl.learn.training.optimizer_digests import check_written
 from megarl.learn.training.schedule import Head
 from megarl.train.update.images import ImageInputs
 from megarl.train.update.samples import WITHOUT_REPLAY
 from megarl.train.update.scoring import in_warm_start, score_source, trains_scores
 from megarl.weights.architectures import architecture
-from megarl.weights.checkpoint.formats import hf
+from megarl.weights.checkpoint.formats import hf, peft
 from megarl.weights.checkpoint.training import state
 from megarl.weights.checkpoint.training.disk_space import writing
+from megarl.weights.reshard.adapters import beside
 from megarl.weights.reshard.layouts import hf_layout
 from megarl.weights.reshard.plan import build_plan
 
@@ -229,6 +232,9 @@ class Models:
         if path is None:
             # Its score head begins with zeros.
             critic.model.copy_from(self.actor.model, bucket_bytes=config.sync.bucket_bytes)
+            stays = config.trainer.offload == role.offload == "none"
+            if critic.model.adapters is not None and stays and parallel == config.parallel and role.dtype is None:
+                share_base(self.actor.model.chunks, critic.model.chunks)
         elif same and self.reward_model is not None:
             critic.model.copy_from(self.reward_model, bucket_bytes=config.sync.bucket_bytes)
         else:
@@ -288,6 +294,20 @@ class Models:
         plan = build_plan(model.layout, hf_layout(self.hf_config, head="score" if model.head is None else "lm"))
         with writing(target):
             hf.export_hf(plan, rank, model.proven_tensors(), Path(self._config.model.path), target)
+
+    def export_adapter(self, target: Path, rank: int) -> None:
+        """Write the actor's adapters as PEFT's files; every rank calls it, rank 0 writes."""
+        model, config = self.actor.model, self._config.model
+        assert model.adapters is not None, "the actor has no adapters"
+        adapters, tensors = model.adapters, model.adapted.trained
+        if model.optimizer is not None:
+            check_written(tensors, model.written())
+        saved = model.layout.only(lambda name: name in adapters.saved)
+        with writing(target):
+            peft.write_adapter(
+                target, config.lora, adapters.factors, beside(saved, adapters.layout), rank, tensors,
+                base=config.path, modules_to_save=adapters.modules_saved, head="score" if model.head is None else "lm",
+            )  # fmt: skip
 
     def _settings(self, role: RoleConfig) -> ModelConfig:
         """Settings of a role's model. The critic has adapters where the actor has, frozen models have none."""
