@@ -60,7 +60,7 @@ class Trainer:
         address = LinkAddress(addresses.link_host, addresses.link_port, "1/0", ranks + config.rollout.tp, 30.0)
         self.info = asdict(address) | {
             "grid": asdict(grid), "transformer_impl": "local", "places": {}, "vocab_multiple": VOCAB_MULTIPLE,
-            "kernels": "torch", "replicas": 1, "replica": 0, "dtype": "float32", "weight_dtype": "auto",
+            "kernels": "megarl", "replicas": 1, "replica": 0, "dtype": "float32", "weight_dtype": "auto",
             "bucket_bytes": config.sync.bucket_bytes, "transport": "gloo",
             "fingerprint": self.plans["all"].fingerprint, "lora": asdict(lora), "adapter": "separate",
         }  # fmt: skip
@@ -140,6 +140,7 @@ def test_an_engine_computes_with_adapters_of_its_own(tmp_path: Path, zygote: Zyg
     with running(tmp_path / "engine", zygote, tp) as engine:
         twin = Twin(engine.model_path, LORA, factors_of(read_hf_config(engine.model_path), LORA))
         assert difference(twin.base) < TOLERANCE, "before a trainer joins the adapter is zero"
+        engine.control.workers("megarl_check_files")
         trainer = Trainer(engine, LORA)
         first, tensors = twin.adapter(1)
         engine.control.start()
@@ -156,5 +157,10 @@ def test_an_engine_computes_with_adapters_of_its_own(tmp_path: Path, zygote: Zyg
         assert trainer.found().keys() == tensors.keys()
         assert difference(first) > 0.05
         assert difference(second) < TOLERANCE
-        trainer.publish({name: tensor * (".lora_A" in name) for name, tensor in tensors.items()}, "changed", "1.4")
+        engine.control.sleep()
+        engine.control.wake("weights")
+        trainer.publish(twin.own | tensors, "all", "1.4")
+        engine.control.wake("kv_cache")
+        assert difference(second) < TOLERANCE
+        trainer.publish({name: tensor * (".lora_A" in name) for name, tensor in tensors.items()}, "changed", "1.5")
         assert difference(twin.base) < TOLERANCE

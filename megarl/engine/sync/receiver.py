@@ -314,6 +314,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def expect_files(self) -> None:
         """Make ready for updates from files, for which no trainer is needed."""
         self._layout, self._writer = self._alone()
+        self._adapted = None  # the files have merged weights, and the adapter is zero
         self._rank = self.parallel_config.rank
 
     def piece_digests(self) -> list[tuple[str, boxes.Box, int]]:
