@@ -91,7 +91,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     folder: str | None = None
     """Folder of the weights' files; None for weights that come over the link."""
     part: Part = "all"
-    """What comes: all weights, or those that training changes."""
+    """Weights that come: all, or those that training changes."""
 
 
 # vLLM reads the answers of several workers one after the other, and none after one that failed: those then pass for the
