@@ -1,0 +1,93 @@
+"""A job with adapters: killed and resumed with the same bits, and its files read by transformers and PEFT."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from megarl.explore.store import Store
+from tests.loop.engines import transformers_logp
+from tests.loop.same_run import steps_of
+from tests.system.jobs import START_S, TINY, Job
+
+STEPS = 3
+SETTINGS = (
+    *TINY,
+    "parallel=tp2",
+    f"trainer.steps={STEPS}",
+    "trainer.optimizer.lr=0.003",
+    "model.lora.rank=4",
+    "model.lora.alpha=8",
+    "sync.adapter=separate",
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
+    """Directories of a run, and of one with the same settings that was killed after a checkpoint."""
+    root = tmp_path_factory.mktemp("lora")
+    jobs: list[Job] = []
+    try:
+        jobs.append(Job(root / "whole", SETTINGS).start())
+        assert jobs[-1].wait(START_S) == 0, jobs[-1].output.read_text()
+        jobs.append(Job(root / "killed", SETTINGS).start())
+        jobs[-1].until(lambda: (root / "killed" / "checkpoints" / "global_step_2").is_dir(), "a checkpoint")
+        jobs[-1].kill_all()
+        jobs.append(Job(root / "killed", SETTINGS).start())
+        assert jobs[-1].wait(START_S) == 0, jobs[-1].output.read_text()
+        yield [root / "whole", root / "killed"]
+    finally:
+        for job in jobs:
+            job.clean_up()
+
+
+@pytest.mark.slow
+def test_a_killed_job_ends_with_the_same_adapter(runs: list[Path]) -> None:
+    whole, killed = (load_file(run / "adapter" / "adapter_model.safetensors") for run in runs)
+    assert whole.keys() == killed.keys() and all(torch.equal(whole[name], killed[name]) for name in whole)
+    assert all(tensor.any() for tensor in whole.values()), "every B has moved"
+    base, merged = (load_file(runs[0] / folder / "model.safetensors") for folder in ("reference", "hf"))
+    moved = {name.rpartition(".")[0] for name in base if not torch.equal(base[name], merged[name])}
+    assert moved == {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in whole}
+
+
+@pytest.mark.slow
+def test_engines_got_what_was_trained(runs: list[Path]) -> None:
+    """The answers after training have the log-probs of PEFT's model; a step has sent the adapters alone."""
+    records = steps_of(runs[0])
+    assert max(record["training/rollout_logp_diff_max"] for record in records) < 1e-4
+    adapter = load_file(runs[0] / "adapter" / "adapter_model.safetensors")
+    assert records[-1]["sync/bytes"] == sum(tensor.nbytes for tensor in adapter.values())
+    assert records[-1]["sync/digests"] == len(adapter)
+
+    model = AutoModelForCausalLM.from_pretrained(
+        runs[0] / "reference", dtype=torch.float32, attn_implementation="eager"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted = PeftModel.from_pretrained(model, str(runs[0] / "adapter")).eval()
+    store = Store(f"sqlite:///{runs[0]}/store.db", read_only=True)
+    samples = [sample for t in store.groups.trajectories("eval-after") for sample in t.samples()]
+    store.close()
+    differences = []
+    for sample in samples:
+        prompt, answer = sample.prompt_ids.tolist(), sample.response_ids.tolist()
+        expected = transformers_logp(adapted, prompt, answer)
+        torch.testing.assert_close(torch.as_tensor(sample.engine_logp), expected, rtol=0, atol=1e-4)
+        with adapted.disable_adapter():
+            differences.append(float((transformers_logp(adapted, prompt, answer) - expected).abs().max()))
+    assert max(differences) > 1e-2, "the adapter changes what is sampled"
+
+
+@pytest.mark.slow
+def test_a_checkpoint_names_the_base_that_its_adapter_is_for(runs: list[Path]) -> None:
+    states = [json.loads((run / "checkpoints" / f"global_step_{STEPS}" / "state.json").read_text()) for run in runs]
+    assert states[0]["made"]["base"] == states[1]["made"]["base"]
