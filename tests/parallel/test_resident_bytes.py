@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.core.config.algorithms import KLConfig, PPOConfig
+from megarl.core.config.lora import ALL_LINEAR, LoraConfig
 from megarl.core.config.schema import (
     Config,
     CriticConfig,
@@ -25,11 +26,19 @@ from tests.parallel.test_value_head import hf_classifier
 
 Case = tuple[str, ParallelConfig, str]
 """Model, grid, dtype."""
+ADAPTED = {
+    "qwen3, LoRA": LoraConfig(rank=3, rank_pattern={"k_proj": 5}, modules_to_save=["norm"]),
+    "untied, LoRA": LoraConfig(rank=4, targets=[ALL_LINEAR, "lm_head"]),
+    "untied, some layers": LoraConfig(rank=4, targets=["layers.0.mlp.up_proj", "layers.3.self_attn.o_proj"]),
+    "moe, LoRA": LoraConfig(rank=3),
+}
+"""Models with adapters. Most sizes are no multiple of 64, so that there are gaps between parameters."""
 CASES: dict[int, list[Case]] = {
     1: [
         ("tied", ParallelConfig(), "float32"),
         ("moe", ParallelConfig(), "bfloat16"),
         ("tower", ParallelConfig(), "float32"),
+        ("untied, some layers", ParallelConfig(), "float32"),
     ],
     2: [
         ("qwen3", ParallelConfig(tp=2), "float32"),
@@ -49,6 +58,11 @@ CASES: dict[int, list[Case]] = {
         ("tower", ParallelConfig(dp=2), "bfloat16"),
         ("trained tower", ParallelConfig(dp=2), "bfloat16"),
         ("trained tower", ParallelConfig(pp=2, vpp=2), "float32"),
+        ("qwen3, LoRA", ParallelConfig(tp=2), "bfloat16"),
+        ("qwen3, LoRA", ParallelConfig(dp=2), "float32"),
+        ("qwen3, LoRA", ParallelConfig(pp=2), "bfloat16"),
+        ("untied, LoRA", ParallelConfig(pp=2, vpp=2), "bfloat16"),
+        ("moe, LoRA", ParallelConfig(dp=2, ep=2), "bfloat16"),
     ],
     3: [("tied", ParallelConfig(dp=3), "bfloat16"), ("moe", ParallelConfig(dp=3), "float32")],
     4: [
@@ -65,12 +79,19 @@ HEADS = "lm", "score"
 
 def heads(model: str) -> tuple[str, ...]:
     """Heads that there are of a model."""
-    return HEADS[:1] if "tower" in model else HEADS
+    return HEADS[:1] if "tower" in model or "untied" in model else HEADS
+
+
+def folder_of(case: Case, folder: Path) -> Path:
+    """The checkpoint of a case's model."""
+    return folder / case[0].partition(",")[0]
 
 
 def settings_of(case: Case, path: Path | None = None) -> ModelConfig:
     model, _, dtype = case
-    return ModelConfig(path=str(path), dtype=dtype, train_vision_tower=model == "trained tower")  # type: ignore[arg-type]
+    lora = ADAPTED.get(model, LoraConfig())
+    trained = model == "trained tower"
+    return ModelConfig(path=str(path), dtype=dtype, lora=lora, train_vision_tower=trained)  # type: ignore[arg-type]
 
 
 def built(case: Case, folder: Path, head: str, trained: bool) -> Any:
@@ -79,10 +100,10 @@ def built(case: Case, folder: Path, head: str, trained: bool) -> Any:
     from megarl.weights.checkpoint.formats import hf
     from tests.parallel.families import VOCAB
 
-    model, parallel, _ = case
+    parallel, path = case[1], folder_of(case, folder)
     arguments = (
-        hf.read_hf_config(folder / model),
-        settings_of(case, folder / model),
+        hf.read_hf_config(path),
+        settings_of(case, path),
         parallel,
         Head(VOCAB) if head == "lm" else None,
         micro_batching_for(parallel, TrainerConfig(packing=False, micro_batch_size=1)),
@@ -125,6 +146,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resident_bytes")
     save("qwen3", folder / "qwen3")
     save("qwen3", folder / "tied", tie_word_embeddings=True)
+    save("qwen3", folder / "untied", tie_word_embeddings=False)
     # Most sizes are no multiple of 64, so that there are gaps between parameters.
     save("qwen2", folder / "uneven", hidden_size=24, intermediate_size=30, tie_word_embeddings=False)
     save("qwen3_moe", folder / "moe")
@@ -151,7 +173,7 @@ def test_predicted_bytes_are_those_of_built_models(folder: Path, world: int) -> 
         settings = settings_of(case)
         for head in heads(model):
             for trained in (False, True):
-                hf_config = hf.read_hf_config(folder / model)
+                hf_config = hf.read_hf_config(folder_of(case, folder))
                 predicted = model_bytes(hf_config, settings, parallel, head, trained=trained)  # type: ignore[arg-type]
                 assert [dict(each) for each in predicted] == [rank[number] for rank in measured], (case, head, trained)
                 number += 1

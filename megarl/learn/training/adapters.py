@@ -15,13 +15,9 @@ from megarl.weights.reshard.adapters import (
     factors_of,
     is_adapter,
     local_adapters,
-    saved_whole,
+    trained_whole,
 )
 from megarl.weights.reshard.layout import Layout
-
-SCORE = "score.weight"
-"""The head of a critic or reward model, which learns beside the adapters."""
-
 
 class ModelAdapters:
     """Adapters of a model's chunks, which ``install`` has made.
@@ -42,7 +38,7 @@ class ModelAdapters:
         self.factors = factors_of(hf_config, config, head)
         self.layout = adapter_layout(base, self.factors)
         self.local = local_adapters(base, self.factors, rank)
-        self.saved = [*saved_whole(base.tensors, config), *([SCORE] if head == "score" else [])]
+        self.saved = trained_whole(base.tensors, config, head)
         """HF names of the model's own tensors that are trained whole."""
         lora.install(chunks, base, rank, self.factors, config)
         saved = set(self.saved)

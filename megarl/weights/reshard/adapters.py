@@ -23,6 +23,8 @@ from megarl.weights.reshard.boxes import Shape
 from megarl.weights.reshard.layout import AxisSpan, Layout, LayoutRow, Owners, Split
 
 WEIGHT = ".weight"
+SCORE = "score.weight"
+"""Head of a critic or reward model."""
 LORA = "lora"
 """First part of the local names of adapters; ``chunk<v>`` comes before it."""
 OUTSIDE = (Stage.FIRST, Stage.VISION, Stage.LAST, Stage.MTP)
@@ -121,6 +123,12 @@ def saved_whole(tensors: Mapping[str, Shape], lora: LoraConfig) -> list[str]:
             raise ConfigError(f"model.lora.modules_to_save has {ending!r}, which names no module of the model")
         found |= dict.fromkeys(own)
     return list(found)
+
+
+def trained_whole(tensors: Mapping[str, Shape], lora: LoraConfig, head: Head) -> list[str]:
+    """HF names of the model's own tensors that are trained beside the adapters: those of ``saved_whole``, and the score
+    head of a critic or reward model. Raises as ``saved_whole``."""
+    return list(dict.fromkeys([*saved_whole(tensors, lora), *([SCORE] if head == "score" else [])]))
 
 
 def local_name(base: str, leaf: str, which: str) -> str:
