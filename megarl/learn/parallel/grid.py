@@ -36,9 +36,10 @@ def check_parallel(parallel: ParallelConfig, sizes: ModelSizes | None = None, se
 
 
 def roles_of(config: Config, algorithm: Algorithm) -> list[str]:
-    """The sections of the settings whose models a job has beside the actor."""
+    """The sections of the settings whose models a job has beside the actor. The reference of an actor with adapters is
+    the actor without them."""
     there = {
-        "reference": algorithm.has_reference(config.algorithm),
+        "reference": algorithm.has_reference(config.algorithm) and not config.model.lora.is_used,
         "critic": "critic" in algorithm.roles,
         "reward_model": config.reward_model.path is not None and not algorithm.offline,
     }
