@@ -19,6 +19,7 @@ from megarl.weights.reshard.adapters import (
 )
 from megarl.weights.reshard.layout import Layout
 
+
 class ModelAdapters:
     """Adapters of a model's chunks, which ``install`` has made.
 
