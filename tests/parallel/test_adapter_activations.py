@@ -52,18 +52,18 @@ def kept_bytes(rank: int, folder: str) -> list[dict[str, int]]:
             mask[:, -1] = False
             rows = sequences_of(tokens, mask)
             own = {p.untyped_storage()._cdata for chunk in model.model.chunks for p in chunk.parameters()}
-            kept: dict[int, int] = {}
+            kept: dict[int, Any] = {}
 
-            def keep(tensor: Any, own: set[int] = own, kept: dict[int, int] = kept) -> Any:
+            def keep(tensor: Any, own: set[int] = own, kept: dict[int, Any] = kept) -> Any:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in own:
-                    kept[storage._cdata] = storage.nbytes()
+                    kept[storage._cdata] = storage  # alive, so that no other gets its number
                 return tensor
 
             objective = objectives.policy(algorithms.get("sft"), AlgorithmConfig(), rows)
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 model.backward(rows, model.model.micro_batches(rows), objective)
-            of_case[kind] = sum(kept.values())
+            of_case[kind] = sum(storage.nbytes() for storage in kept.values())
         found.append(of_case)
         parallel_state.destroy_model_parallel()
     return found

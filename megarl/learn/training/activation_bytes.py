@@ -105,12 +105,12 @@ def _adapters(sizes: ModelSizes, experts: bool, model: ModelConfig, grid: Parall
     if not lora.is_used:
         return {}
     tp, item = grid.tp, ITEM_BYTES[model.dtype]
-    along, row = (tp, tp) if grid.sequence_parallel else (1, 1)
+    along = tp if grid.sequence_parallel else 1
     dropped = 1 + 1 / item if lora.dropout else 0.0
     into, heads = sizes.hidden / along, sizes.heads * (sizes.v_head if sizes.kv_lora else sizes.head) / tp
 
     def kept(leaf: str, inputs: float, over: int = 1) -> float:
-        """``over``: ranks that share A's output."""
+        """``over``: ranks that have a part of A's output each."""
         if ALL_LINEAR not in lora.targets and leaf not in {target.rpartition(".")[2] for target in lora.targets}:
             return 0.0
         return _rank(lora, leaf) / over + dropped * inputs
@@ -118,9 +118,10 @@ def _adapters(sizes: ModelSizes, experts: bool, model: ModelConfig, grid: Parall
     def mlp(inputs: float, inner: float, over: int) -> float:
         return kept("gate_proj", inputs) + kept("up_proj", inputs) + kept("down_proj", inner, over)
 
-    found: dict[str, float] = {"attention": kept("o_proj", heads, row)}
+    found: dict[str, float] = {"attention": kept("o_proj", heads, along)}
     if sizes.kv_lora:
-        found["latents"] = kept("kv_a_proj_with_mqa", into) + (kept("q_a_proj", into) if sizes.q_lora else 0.0)
+        found["latents"] = kept("kv_a_proj_with_mqa", into, along)
+        found["latents"] += kept("q_a_proj", into, along) if sizes.q_lora else 0.0
         found["mla_up_proj"] = kept("kv_b_proj", sizes.kv_lora / along)
         if sizes.q_lora:
             found["mla_up_proj"] += kept("q_b_proj", sizes.q_lora / along)
@@ -129,10 +130,10 @@ def _adapters(sizes: ModelSizes, experts: bool, model: ModelConfig, grid: Parall
     else:
         found["attention"] += sum(kept(leaf, into) for leaf in ("q_proj", "k_proj", "v_proj"))
     if not experts:
-        found["mlp"] = mlp(into, sizes.ffn / tp, row)
+        found["mlp"] = mlp(into, sizes.ffn / tp, along)
         return found
     found["experts"] = sizes.topk * mlp(sizes.hidden, sizes.expert_ffn / tp, 1)
-    found["shared_experts"] = mlp(into, sizes.shared_ffn / tp, row) if sizes.shared_ffn else 0.0
+    found["shared_experts"] = mlp(into, sizes.shared_ffn / tp, along) if sizes.shared_ffn else 0.0
     return found
 
 
