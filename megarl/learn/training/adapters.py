@@ -11,6 +11,7 @@ from megarl.learn.models import lora
 from megarl.weights.architectures import Head, HFConfig
 from megarl.weights.reshard.adapters import (
     MergedTensors,
+    TrainedPart,
     adapter_layout,
     factors_of,
     is_adapter,
@@ -41,6 +42,8 @@ class ModelAdapters:
         self.local = local_adapters(base, self.factors, rank)
         self.saved = trained_whole(base.tensors, config, head)
         """HF names of the model's own tensors that are trained whole."""
+        self.part = TrainedPart.of(hf_config, config, head)
+        """Number of parameters that are trained, and of all."""
         lora.install(chunks, base, rank, self.factors, config)
         saved = set(self.saved)
         self.saved_locals = {row.local for row, _ in base.rows_of(rank) if not saved.isdisjoint(row.parts)}

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from math import sqrt
-from typing import NamedTuple
+from math import prod, sqrt
+from typing import NamedTuple, Self
 
 import torch
 
@@ -129,6 +129,27 @@ def trained_whole(tensors: Mapping[str, Shape], lora: LoraConfig, head: Head) ->
     """HF names of the model's own tensors that are trained beside the adapters: those of ``saved_whole``, and the score
     head of a critic or reward model. Raises as ``saved_whole``."""
     return list(dict.fromkeys([*saved_whole(tensors, lora), *([SCORE] if head == "score" else [])]))
+
+
+class TrainedPart(NamedTuple):
+    """Parameters of a model with adapters."""
+
+    trained: int
+    """Of the adapters, and of what is trained whole beside them."""
+    every: int
+    """Those and the model's own."""
+
+    @classmethod
+    def of(cls, hf_config: HFConfig, lora: LoraConfig, head: Head = "lm") -> Self:
+        """Count them from shapes. Raises ConfigError as ``factors_of``."""
+        tensors = architecture(hf_config, head).tensors(hf_config)
+        factors = factors_of(hf_config, lora, head)
+        added = sum(own.rank * sum(own.shape) for own in factors.values())
+        whole = sum(prod(tensors[name]) for name in trained_whole(tensors, lora, head))
+        return cls(added + whole, added + sum(map(prod, tensors.values())))
+
+    def __str__(self) -> str:
+        return f"{self.trained:,} of {self.every:,} parameters ({self.trained / self.every:.2%})".replace("%", " %")
 
 
 def local_name(base: str, leaf: str, which: str) -> str:
