@@ -46,8 +46,9 @@ class ModelAdapters:
         """Number of parameters that are trained, and of all."""
         lora.install(chunks, base, rank, self.factors, config)
         saved = set(self.saved)
-        self.saved_locals = {row.local for row, _ in base.rows_of(rank) if not saved.isdisjoint(row.parts)}
-        lora.freeze(chunks, self.saved_locals)
+        found = {row.local for row, _ in base.rows_of(rank) if not saved.isdisjoint(row.parts)}
+        self.saved_locals = lora.freeze(chunks, found)
+        """Local names of those that this rank has."""
 
     def merged(self, tensors: Mapping[str, torch.Tensor]) -> MergedTensors:
         """The model's own tensors with the adapters in them, of a rank's tensors of both kinds."""
