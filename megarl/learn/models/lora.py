@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -206,7 +206,7 @@ def install(chunks: Sequence[torch.nn.Module], layout: Layout, rank: int, factor
         stage.add_module(LORA, adapters)
 
 
-def freeze(chunks: Sequence[torch.nn.Module], trained: set[str]) -> set[str]:
+def freeze(chunks: Sequence[torch.nn.Module], trained: Collection[str]) -> frozenset[str]:
     """Leave every parameter as it is but adapters and those of the local names ``trained``. Return the names that are
     parameters: a router's bias is none, and nothing trains it."""
     found = set()
@@ -215,11 +215,11 @@ def freeze(chunks: Sequence[torch.nn.Module], trained: set[str]) -> set[str]:
         stage: Any = unwrap(chunk)
         for name, parameter in stage.named_parameters():
             parameter.requires_grad_(name.startswith(f"{LORA}.") or prefix + name in trained)
-            found |= {prefix + name} & trained
+            found |= {prefix + name}.intersection(trained)
         if getattr(stage, "pre_process", False):
             # Megatron's recomputation gives parameters within it gradients only where its input has one.
             stage.embedding.register_forward_hook(_with_gradient)
-    return found
+    return frozenset(found)
 
 
 def _with_gradient(layer: torch.nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:

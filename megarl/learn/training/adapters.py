@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
 from megarl.core.config.lora import LoraConfig
 from megarl.learn.models import lora
+from megarl.learn.models.gpt import unwrap
+from megarl.ops import digest_values, slice_digests
 from megarl.weights.architectures import Head, HFConfig
+from megarl.weights.reshard import boxes
 from megarl.weights.reshard.adapters import (
-    MergedTensors,
+    AdaptedModel,
     TrainedPart,
     adapter_layout,
     factors_of,
@@ -18,6 +23,7 @@ from megarl.weights.reshard.adapters import (
     local_adapters,
     trained_whole,
 )
+from megarl.weights.reshard.execute import fold
 from megarl.weights.reshard.layout import Layout
 
 
@@ -42,6 +48,8 @@ class ModelAdapters:
         self.local = local_adapters(base, self.factors, rank)
         self.saved = trained_whole(base.tensors, config, head)
         """HF names of the model's own tensors that are trained whole."""
+        self.modules_saved = list(dict.fromkeys(name.rpartition(".")[0] for name in self.saved))
+        """Their modules."""
         self.part = TrainedPart.of(hf_config, config, head)
         """Number of parameters that are trained, and of all."""
         lora.install(chunks, base, rank, self.factors, config)
@@ -50,7 +58,49 @@ class ModelAdapters:
         self.saved_locals = lora.freeze(chunks, found)
         """Local names of those that this rank has."""
 
-    def merged(self, tensors: Mapping[str, torch.Tensor]) -> MergedTensors:
-        """The model's own tensors with the adapters in them, of a rank's tensors of both kinds."""
+    def base_digest(self, base: Layout, rank: int, tensors: Mapping[str, torch.Tensor]) -> str:
+        """Digest of the model that the adapters are for, in hexadecimal: the same on every grid. Every rank calls it.
+
+        Args:
+            base: Layout of the model's own tensors.
+            tensors: Local name -> tensor of this rank.
+        """
+        mine: dict[str, int] = {}
+        for row, share in base.rows_of(rank):
+            is_first = row.owners.ranks[share][0] == rank
+            own = [part for part in row.parts if part not in self.saved and base.rows_with[part][0] is row]
+            if not is_first or not own:
+                continue
+            pieces = [piece for piece in row.pieces(share) if piece.tensor in own]
+            tensor = tensors[row.local]
+            asked = [
+                (
+                    tensor[boxes.index_of(piece.at, boxes.shape_of(piece.box))],
+                    boxes.start_of(piece.box),
+                    base.tensors[piece.tensor],
+                )
+                for piece in pieces
+            ]
+            found = digest_values(slice_digests(asked)) if asked else []
+            for piece, digest in zip(pieces, found, strict=True):
+                mine[piece.tensor] = (mine.get(piece.tensor, 0) + digest) % 2**64
+        total = torch.from_numpy(np.array([fold(mine)], dtype=np.uint64).view(np.int64))
+        dist.all_reduce(total)  # modulo 2**64
+        return f"{int(total.numpy().view(np.uint64)[0]):016x}"
+
+    def adapted(self, tensors: Mapping[str, torch.Tensor]) -> AdaptedModel:
+        """A rank's tensors of both kinds, told apart."""
         own = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
-        return MergedTensors(own, self.local, tensors)
+        factors = {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
+        return AdaptedModel(own, factors, self.local, self.saved_locals)
+
+
+def share_base(lender: Sequence[torch.nn.Module], chunks: Sequence[torch.nn.Module]) -> None:
+    """Let a model with adapters compute with the memory of another one of the same base and grid, where nothing trains
+    either's."""
+    for theirs, own in zip(lender, chunks, strict=True):
+        known = {name: p for name, p in unwrap(theirs).named_parameters() if not p.requires_grad}
+        for name, parameter in unwrap(own).named_parameters():
+            other = known.get(name)
+            if other is not None and not parameter.requires_grad and other.shape == parameter.shape:
+                parameter.data = other.data
