@@ -179,8 +179,15 @@ def test_predicted_bytes_are_those_of_built_models(folder: Path, world: int) -> 
                 number += 1
 
 
-def job(folder: Path) -> Config:
-    """A job with all four roles, each on a grid or in a dtype of its own."""
+def job(folder: Path, adapted: bool) -> Config:
+    """A job with all four roles, each on a grid or in a dtype of its own; or one whose actor and critic have adapters
+    for one model, which is the reference too."""
+    if adapted:
+        return Config(
+            model=ModelConfig(path=str(folder / "tied"), dtype="bfloat16", lora=LoraConfig(rank=3)),
+            parallel=ParallelConfig(pp=2),
+            algorithm=replace(PPOConfig(name="ppo"), kl=KLConfig(coef=0.1)),
+        )
     return Config(
         model=ModelConfig(path=str(folder / "tied"), dtype="bfloat16"),
         parallel=ParallelConfig(pp=2),
@@ -191,14 +198,15 @@ def job(folder: Path) -> Config:
     )
 
 
-def all_roles(rank: int, folder: str) -> dict[str, int]:
-    """Runs in each rank: ``role.kind`` -> bytes of what the trainer's own ``Models`` builds."""
+def all_roles(rank: int, folder: str, adapted: bool) -> dict[str, int]:
+    """Runs in each rank: ``role.kind`` -> bytes of what the trainer's own ``Models`` builds; and ``parameters``, bytes
+    of all parameters, those that two models share once."""
     from megarl.learn import algorithms
     from megarl.learn.parallel import groups
     from megarl.learn.training.residents import residents_of
     from megarl.train.update.models import Models
 
-    config = job(Path(folder))
+    config = job(Path(folder), adapted)
     groups.initialize(config.parallel, seed=1)
     models = Models(config, algorithms.get(config.algorithm.name))
     models.make_actor(None)
@@ -207,16 +215,22 @@ def all_roles(rank: int, folder: str) -> dict[str, int]:
     assert models.critic is not None
     for model in (models.actor, models.critic):
         model.step(1e-3)
-    return {each.name: each.nbytes for role, model in models.by_role().items() for each in residents_of(role, model)}
+    found = [each for role, model in models.by_role().items() for each in residents_of(role, model)]
+    chunks = [chunk for model in models.by_role().values() for chunk in model.chunks]
+    storages = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for c in chunks for p in c.parameters()}
+    return {each.name: each.nbytes for each in found} | {"parameters": sum(storages.values())}
 
 
-def test_predicted_bytes_are_those_of_a_job_with_all_roles(folder: Path) -> None:
+@pytest.mark.parametrize(("adapted", "residents"), [(False, 8), (True, 6)])
+def test_predicted_bytes_are_those_of_a_job_with_all_roles(folder: Path, adapted: bool, residents: int) -> None:
     from megarl.learn import algorithms
     from megarl.run.checks.memory import resident_bytes
     from megarl.weights.checkpoint.formats import hf
 
-    config = job(folder)
+    config = job(folder, adapted)
     hf_configs = {"actor": hf.read_hf_config(folder / "tied"), "reward_model": hf.read_hf_config(folder / "scores")}
     predicted = resident_bytes(config, algorithms.get("ppo"), hf_configs)
-    assert predicted == run_grid(2, all_roles, str(folder))
-    assert len(predicted[0]) == 8
+    for rank, measured in zip(predicted, run_grid(2, all_roles, str(folder), adapted), strict=True):
+        parameters = measured.pop("parameters")
+        assert rank == measured and len(rank) == residents
+        assert sum(size for name, size in rank.items() if name.endswith("parameters")) == parameters

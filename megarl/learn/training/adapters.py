@@ -104,3 +104,4 @@ def share_base(lender: Sequence[torch.nn.Module], chunks: Sequence[torch.nn.Modu
             other = known.get(name)
             if other is not None and not parameter.requires_grad and other.shape == parameter.shape:
                 parameter.data = other.data
+                parameter.is_lent = True  # type: ignore[attr-defined]

@@ -99,6 +99,7 @@ def model_bytes(
     *,
     trained: bool,
     setting: str = "parallel",
+    lent: bool = False,
 ) -> list[dict[str, int]]:
     """Kind -> bytes, for every rank of the grid.
 
@@ -109,6 +110,7 @@ def model_bytes(
         model: Its settings, with the dtype of its role.
         trained: It has gradients and an optimizer, in Megatron's padded buffers. Else each parameter is a tensor.
         setting: Section of the settings that the grid comes from, for errors.
+        lent: What nothing trains is another model's memory.
 
     Raises:
         ConfigError: the grid does not divide the model, or ``model.lora`` names what it does not have.
@@ -127,7 +129,7 @@ def model_bytes(
         kind = layout.kind(rank)
         if kind not in found:
             found[kind] = _RankBuffers.of(layout, adapters, rank, parallel, tied, is_trained)
-        ranks.append(found[kind].bytes_of(rank, parallel, model.dtype, trained))
+        ranks.append(found[kind].bytes_of(rank, parallel, model.dtype, trained, lent))
     return ranks
 
 
@@ -228,7 +230,7 @@ class _RankBuffers:
         frozen = everything - sum(sizes[name] for name in trained)
         return cls(everything, frozen, tuple(buckets[False]), tuple(buckets[True]))
 
-    def bytes_of(self, rank: int, parallel: ParallelConfig, dtype: str, trained: bool) -> dict[str, int]:
+    def bytes_of(self, rank: int, parallel: ParallelConfig, dtype: str, trained: bool, lent: bool) -> dict[str, int]:
         """Kind -> bytes of a rank that has these buffers."""
         if not trained:
             return {"parameters": self.elements * ITEM_BYTES[dtype]}
@@ -238,7 +240,7 @@ class _RankBuffers:
         share = sum(b.share(dense) for b in self.dense) + sum(b.share(expert) for b in self.experts)
         copies = 2 if dtype == "float32" else 3  # two moments; masters of a float32 model are its parameters
         return {
-            "parameters": (padded + self.frozen) * ITEM_BYTES[dtype],
+            "parameters": (padded + (0 if lent else self.frozen)) * ITEM_BYTES[dtype],
             "gradients": padded * MASTER_BYTES,
             "optimizer": copies * share * MASTER_BYTES,
         }

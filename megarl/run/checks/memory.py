@@ -16,7 +16,7 @@ from megarl.core.config import Config
 from megarl.core.config.lora import LoraConfig
 from megarl.engine.client.names import EIGHT_BIT_BLOCK, EIGHT_BITS
 from megarl.learn.algorithms import Algorithm
-from megarl.learn.parallel.grid import role_grids, roles_of
+from megarl.learn.parallel.grid import critic_shares_base, role_grids, roles_of
 from megarl.learn.training.resident_bytes import ITEM_BYTES, model_bytes
 from megarl.weights.architectures import Head, architecture
 from megarl.weights.reshard.layout import LayoutRow
@@ -58,6 +58,7 @@ def resident_bytes(
             head,
             trained=role in TRAINED,
             setting=setting,
+            lent=role == "critic" and critic_shares_base(config),
         )
         for rank, kinds in zip(ranks, found, strict=True):
             rank.update({f"{role}.{kind}": size for kind, size in kinds.items()})
