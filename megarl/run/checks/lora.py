@@ -108,7 +108,8 @@ def check_adapters(lora: LoraConfig, hf_config: Mapping[str, Any], path: str, he
         saved = saved_whole(arch.tensors(hf_config), lora)
     except ConfigError as error:
         raise ConfigError(f"the model in {path}: {error}") from error
-    both = [factors[name].module for name in saved if name in factors]
+    modules = [name.rpartition(".")[0] for name in saved]
+    both = [module for module in modules if any(names_module(target, module) for target in lora.targets)]
     if both:
         raise ConfigError(
             f"model.lora.targets and model.lora.modules_to_save both name {both[0]} of the model in {path}: a module "
