@@ -29,16 +29,20 @@ Case = tuple[str, ParallelConfig, str]
 ADAPTED = {
     "qwen3, LoRA": LoraConfig(rank=3, rank_pattern={"k_proj": 5}, modules_to_save=["norm"]),
     "untied, LoRA": LoraConfig(rank=4, targets=[ALL_LINEAR, "lm_head"]),
-    "untied, some layers": LoraConfig(rank=4, targets=["layers.0.mlp.up_proj", "layers.3.self_attn.o_proj"]),
     "moe, LoRA": LoraConfig(rank=3),
+    "untied, one layer": LoraConfig(rank=4, targets=["layers.0.mlp.up_proj"]),
+    "moe, one expert": LoraConfig(rank=4, targets=["layers.0.mlp.experts.1.up_proj"]),
+    "deepseek, routers": LoraConfig(rank=4, modules_to_save=["mlp.gate"]),
 }
-"""Models with adapters. Most sizes are no multiple of 64, so that there are gaps between parameters."""
+"""Models with adapters. Most sizes are no multiple of 64, so that there are gaps between parameters. Of some only one
+stage, or one of the ranks that share experts, has something to train; a router has a bias that is not trained."""
+LM_ALONE = ("tower", "untied", "one expert", "routers")
+"""Parts of the names of models that are not built with a score head."""
 CASES: dict[int, list[Case]] = {
     1: [
         ("tied", ParallelConfig(), "float32"),
         ("moe", ParallelConfig(), "bfloat16"),
         ("tower", ParallelConfig(), "float32"),
-        ("untied, some layers", ParallelConfig(), "float32"),
     ],
     2: [
         ("qwen3", ParallelConfig(tp=2), "float32"),
@@ -63,6 +67,9 @@ CASES: dict[int, list[Case]] = {
         ("qwen3, LoRA", ParallelConfig(pp=2), "bfloat16"),
         ("untied, LoRA", ParallelConfig(pp=2, vpp=2), "bfloat16"),
         ("moe, LoRA", ParallelConfig(dp=2, ep=2), "bfloat16"),
+        ("untied, one layer", ParallelConfig(pp=2), "float32"),
+        ("moe, one expert", ParallelConfig(dp=2, ep=2), "float32"),
+        ("deepseek, routers", ParallelConfig(dp=2, ep=2), "float32"),
     ],
     3: [("tied", ParallelConfig(dp=3), "bfloat16"), ("moe", ParallelConfig(dp=3), "float32")],
     4: [
@@ -79,7 +86,7 @@ HEADS = "lm", "score"
 
 def heads(model: str) -> tuple[str, ...]:
     """Heads that there are of a model."""
-    return HEADS[:1] if "tower" in model or "untied" in model else HEADS
+    return HEADS[:1] if any(part in model for part in LM_ALONE) else HEADS
 
 
 def folder_of(case: Case, folder: Path) -> Path:
@@ -112,7 +119,8 @@ def built(case: Case, folder: Path, head: str, trained: bool) -> Any:
 
 
 def on_grids(rank: int, folder: str, cases: list[Case]) -> list[dict[str, int]]:
-    """Runs in each rank: of every case, head and way to use it, kind -> bytes of the residents after a step."""
+    """Runs in each rank: of every case, head and way to use it, kind -> bytes of the residents after a step, which has
+    written what it should have."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -130,6 +138,8 @@ def on_grids(rank: int, folder: str, cases: list[Case]) -> list[dict[str, int]]:
                     sft_steps(model, range(1))
                 elif trained:
                     model.step(1e-3)
+                if trained:
+                    model.model.proven_tensors()
                 found.append(
                     {
                         resident.kind: resident.nbytes
