@@ -55,6 +55,8 @@ class Ledger:
     colocated: bool = False
     phases: tuple[Phase, ...] = tuple(Phase)
     """Phases that count."""
+    start: Sequence[Mapping[str, int]] | None = None
+    """``ranks`` in the phase START, where a warm start trains another model than the steps; None where it does not."""
 
     @property
     def of_job(self) -> list[Phase]:
@@ -76,10 +78,15 @@ class Ledger:
     def at(self, phase: Phase, rank: int) -> PhaseBytes:
         """Memory of a rank in a phase."""
         by_place: dict[Place, dict[str, int]] = {place: {} for place in Place}
-        for resident, size in self.ranks[rank].items():
+        for resident, size in self._residents(phase, rank).items():
             by_place[self.place(phase, resident)][resident] = size
         memory, disk = (sum(by_place[place].values()) for place in (Place.MEMORY, Place.DISK))
         return PhaseBytes(phase, rank, by_place[Place.DEVICE], memory, disk)
+
+    def _residents(self, phase: Phase, rank: int) -> Mapping[str, int]:
+        if self.start is None or phase is not Phase.START:
+            return self.ranks[rank]
+        return self.start[rank] if rank < len(self.start) else {}  # more engine workers than ranks
 
     def most(self, phase: Phase) -> PhaseBytes:
         """Memory of the rank that has most on its device in a phase; the first of equal ones."""

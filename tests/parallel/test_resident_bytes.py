@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.core.config.algorithms import KLConfig, PPOConfig
+from megarl.core.config.lora import ALL_LINEAR, LoraConfig
 from megarl.core.config.schema import (
     Config,
     CriticConfig,
@@ -25,6 +26,18 @@ from tests.parallel.test_value_head import hf_classifier
 
 Case = tuple[str, ParallelConfig, str]
 """Model, grid, dtype."""
+ADAPTED = {
+    "qwen3, LoRA": LoraConfig(rank=3, rank_pattern={"k_proj": 5}, modules_to_save=["norm"]),
+    "untied, LoRA": LoraConfig(rank=4, targets=[ALL_LINEAR, "lm_head"]),
+    "moe, LoRA": LoraConfig(rank=3),
+    "untied, one layer": LoraConfig(rank=4, targets=["layers.0.mlp.up_proj"]),
+    "moe, one expert": LoraConfig(rank=4, targets=["layers.0.mlp.experts.1.up_proj"]),
+    "deepseek, routers": LoraConfig(rank=4, modules_to_save=["mlp.gate"]),
+}
+"""Models with adapters. Most sizes are no multiple of 64, so that there are gaps between parameters. Of some only one
+stage, or one of the ranks that share experts, has something to train; a router has a bias that is not trained."""
+LM_ALONE = ("tower", "untied", "one expert", "routers")
+"""Parts of the names of models that are not built with a score head."""
 CASES: dict[int, list[Case]] = {
     1: [
         ("tied", ParallelConfig(), "float32"),
@@ -49,6 +62,14 @@ CASES: dict[int, list[Case]] = {
         ("tower", ParallelConfig(dp=2), "bfloat16"),
         ("trained tower", ParallelConfig(dp=2), "bfloat16"),
         ("trained tower", ParallelConfig(pp=2, vpp=2), "float32"),
+        ("qwen3, LoRA", ParallelConfig(tp=2), "bfloat16"),
+        ("qwen3, LoRA", ParallelConfig(dp=2), "float32"),
+        ("qwen3, LoRA", ParallelConfig(pp=2), "bfloat16"),
+        ("untied, LoRA", ParallelConfig(pp=2, vpp=2), "bfloat16"),
+        ("moe, LoRA", ParallelConfig(dp=2, ep=2), "bfloat16"),
+        ("untied, one layer", ParallelConfig(pp=2), "float32"),
+        ("moe, one expert", ParallelConfig(dp=2, ep=2), "float32"),
+        ("deepseek, routers", ParallelConfig(dp=2, ep=2), "float32"),
     ],
     3: [("tied", ParallelConfig(dp=3), "bfloat16"), ("moe", ParallelConfig(dp=3), "float32")],
     4: [
@@ -65,12 +86,19 @@ HEADS = "lm", "score"
 
 def heads(model: str) -> tuple[str, ...]:
     """Heads that there are of a model."""
-    return HEADS[:1] if "tower" in model else HEADS
+    return HEADS[:1] if any(part in model for part in LM_ALONE) else HEADS
+
+
+def folder_of(case: Case, folder: Path) -> Path:
+    """The checkpoint of a case's model."""
+    return folder / case[0].partition(",")[0]
 
 
 def settings_of(case: Case, path: Path | None = None) -> ModelConfig:
     model, _, dtype = case
-    return ModelConfig(path=str(path), dtype=dtype, train_vision_tower=model == "trained tower")  # type: ignore[arg-type]
+    lora = ADAPTED.get(model, LoraConfig())
+    trained = model == "trained tower"
+    return ModelConfig(path=str(path), dtype=dtype, lora=lora, train_vision_tower=trained)  # type: ignore[arg-type]
 
 
 def built(case: Case, folder: Path, head: str, trained: bool) -> Any:
@@ -79,10 +107,10 @@ def built(case: Case, folder: Path, head: str, trained: bool) -> Any:
     from megarl.weights.checkpoint.formats import hf
     from tests.parallel.families import VOCAB
 
-    model, parallel, _ = case
+    parallel, path = case[1], folder_of(case, folder)
     arguments = (
-        hf.read_hf_config(folder / model),
-        settings_of(case, folder / model),
+        hf.read_hf_config(path),
+        settings_of(case, path),
         parallel,
         Head(VOCAB) if head == "lm" else None,
         micro_batching_for(parallel, TrainerConfig(packing=False, micro_batch_size=1)),
@@ -91,7 +119,8 @@ def built(case: Case, folder: Path, head: str, trained: bool) -> Any:
 
 
 def on_grids(rank: int, folder: str, cases: list[Case]) -> list[dict[str, int]]:
-    """Runs in each rank: of every case, head and way to use it, kind -> bytes of the residents after a step."""
+    """Runs in each rank: of every case, head and way to use it, kind -> bytes of the residents after a step, which has
+    written what it should have."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -109,6 +138,8 @@ def on_grids(rank: int, folder: str, cases: list[Case]) -> list[dict[str, int]]:
                     sft_steps(model, range(1))
                 elif trained:
                     model.step(1e-3)
+                if trained:
+                    model.model.proven_tensors()
                 found.append(
                     {
                         resident.kind: resident.nbytes
@@ -125,6 +156,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resident_bytes")
     save("qwen3", folder / "qwen3")
     save("qwen3", folder / "tied", tie_word_embeddings=True)
+    save("qwen3", folder / "untied", tie_word_embeddings=False)
     # Most sizes are no multiple of 64, so that there are gaps between parameters.
     save("qwen2", folder / "uneven", hidden_size=24, intermediate_size=30, tie_word_embeddings=False)
     save("qwen3_moe", folder / "moe")
@@ -151,14 +183,21 @@ def test_predicted_bytes_are_those_of_built_models(folder: Path, world: int) -> 
         settings = settings_of(case)
         for head in heads(model):
             for trained in (False, True):
-                hf_config = hf.read_hf_config(folder / model)
+                hf_config = hf.read_hf_config(folder_of(case, folder))
                 predicted = model_bytes(hf_config, settings, parallel, head, trained=trained)  # type: ignore[arg-type]
                 assert [dict(each) for each in predicted] == [rank[number] for rank in measured], (case, head, trained)
                 number += 1
 
 
-def job(folder: Path) -> Config:
-    """A job with all four roles, each on a grid or in a dtype of its own."""
+def job(folder: Path, adapted: bool) -> Config:
+    """A job with all four roles, each on a grid or in a dtype of its own; or one whose actor and critic have adapters
+    for one model, which is the reference too."""
+    if adapted:
+        return Config(
+            model=ModelConfig(path=str(folder / "tied"), dtype="bfloat16", lora=LoraConfig(rank=3)),
+            parallel=ParallelConfig(pp=2),
+            algorithm=replace(PPOConfig(name="ppo"), kl=KLConfig(coef=0.1)),
+        )
     return Config(
         model=ModelConfig(path=str(folder / "tied"), dtype="bfloat16"),
         parallel=ParallelConfig(pp=2),
@@ -169,14 +208,15 @@ def job(folder: Path) -> Config:
     )
 
 
-def all_roles(rank: int, folder: str) -> dict[str, int]:
-    """Runs in each rank: ``role.kind`` -> bytes of what the trainer's own ``Models`` builds."""
+def all_roles(rank: int, folder: str, adapted: bool) -> dict[str, int]:
+    """Runs in each rank: ``role.kind`` -> bytes of what the trainer's own ``Models`` builds; and ``parameters``, bytes
+    of all parameters, those that two models share once."""
     from megarl.learn import algorithms
     from megarl.learn.parallel import groups
     from megarl.learn.training.residents import residents_of
     from megarl.train.update.models import Models
 
-    config = job(Path(folder))
+    config = job(Path(folder), adapted)
     groups.initialize(config.parallel, seed=1)
     models = Models(config, algorithms.get(config.algorithm.name))
     models.make_actor(None)
@@ -185,16 +225,22 @@ def all_roles(rank: int, folder: str) -> dict[str, int]:
     assert models.critic is not None
     for model in (models.actor, models.critic):
         model.step(1e-3)
-    return {each.name: each.nbytes for role, model in models.by_role().items() for each in residents_of(role, model)}
+    found = [each for role, model in models.by_role().items() for each in residents_of(role, model)]
+    chunks = [chunk for model in models.by_role().values() for chunk in model.chunks]
+    storages = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for c in chunks for p in c.parameters()}
+    return {each.name: each.nbytes for each in found} | {"parameters": sum(storages.values())}
 
 
-def test_predicted_bytes_are_those_of_a_job_with_all_roles(folder: Path) -> None:
+@pytest.mark.parametrize(("adapted", "residents"), [(False, 8), (True, 6)])
+def test_predicted_bytes_are_those_of_a_job_with_all_roles(folder: Path, adapted: bool, residents: int) -> None:
     from megarl.learn import algorithms
     from megarl.run.checks.memory import resident_bytes
     from megarl.weights.checkpoint.formats import hf
 
-    config = job(folder)
+    config = job(folder, adapted)
     hf_configs = {"actor": hf.read_hf_config(folder / "tied"), "reward_model": hf.read_hf_config(folder / "scores")}
     predicted = resident_bytes(config, algorithms.get("ppo"), hf_configs)
-    assert predicted == run_grid(2, all_roles, str(folder))
-    assert len(predicted[0]) == 8
+    for rank, measured in zip(predicted, run_grid(2, all_roles, str(folder), adapted), strict=True):
+        parameters = measured.pop("parameters")
+        assert rank == measured and len(rank) == residents
+        assert sum(size for name, size in rank.items() if name.endswith("parameters")) == parameters

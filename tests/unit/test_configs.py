@@ -532,6 +532,31 @@ def test_a_check_is_read_at_a_glance(in_workplace: Path, caplog: pytest.LogCaptu
     assert "phase     rank" in caplog.text and "node 2: engines 0-1 on GPUs 0-7" in caplog.text
 
 
+ONE_GPU = (
+    "parallel=tp1", "parallel.backend=nccl", "rollout.placement=separate", "rollout.replicas=1", "rollout.tp=1",
+    "trainer.offload=none", "reference.offload=none", "model.transformer_impl=local", "model.recompute=full",
+    "cluster.device_bytes=24000000000",
+)  # fmt: skip
+"""A trainer on one device of 24 GB, an engine on another."""
+
+
+def test_adapters_of_a_7b_are_trained_on_24_gb_and_the_model_itself_is_not(
+    in_workplace: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from megarl.cli import main
+
+    caplog.set_level("INFO")
+    command = ["train", "--check", "--gpus-per-node", "2", "experiment=grpo_qwen2_5_7b", *ONE_GPU]
+    assert main(command) == 2
+    assert "actor.optimizer 85.1 GiB, actor.gradients 28.4 GiB" in caplog.messages[-1]
+    caplog.clear()
+    assert main([*command, "model.lora.rank=16"]) == 0
+    lines = "\n".join(caplog.messages).splitlines()
+    assert lines[0].endswith("; adapters of rank 16: 40,370,176 of 7,655,986,688 parameters (0.53 %) are trained")
+    assert "MORE THAN" not in lines[8] and "of 22.4 GiB a device" in lines[8]
+    assert "reference" not in lines[1]
+
+
 @pytest.mark.parametrize("name", TURNS)
 def test_activations_leave_a_part_of_the_device(in_workplace: Path, name: str) -> None:
     """An update that computes nothing again leaves 15 % of 80 GB, by the estimate."""

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from megarl.core.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig, PreferenceConfig, settings_of
-from megarl.core.config.schema import Config, CriticConfig, ParallelConfig, RolloutConfig, TrainerConfig
+from megarl.core.config.lora import LoraConfig
+from megarl.core.config.schema import Config, CriticConfig, ModelConfig, ParallelConfig, RolloutConfig, TrainerConfig
 from megarl.core.schema import FinishReason, Reward, Trajectory
 from megarl.explore.experience.groups import group_stats
 from megarl.explore.order.draws import ExpertRow
@@ -152,6 +153,22 @@ def test_an_offline_job_has_all_log_probs_from_inference(offline: bool, filled: 
     step = batch()
     step.updates, step.outcomes, step.rows = [[[0], [1]]], [], []
     learner_of(Config(), actor=model, offline=offline).infer(step)
+    assert step.sequences.old_logp is not None and bool(step.sequences.old_logp.any()) is filled
+
+
+@pytest.mark.parametrize(
+    ("lora", "filled"),
+    [(LoraConfig(rank=2, dropout=0.1), True), (LoraConfig(rank=2), False), (LoraConfig(dropout=0.1), False)],
+)
+def test_an_update_that_drops_inputs_gives_no_log_probs(lora: LoraConfig, filled: bool) -> None:
+    """Those of inference, which drops none, are the ones that engines can be compared with."""
+    model = SimpleNamespace(
+        micro_batches=lambda sequences, units: micro_batches(sequences, MicroBatching(rows=2), 0, units),
+        outputs=lambda sequences, updates: asked_for(sequences, updates),
+    )
+    step = batch()
+    step.updates, step.outcomes, step.rows = [[[0], [1]]], [], []
+    learner_of(Config(model=ModelConfig(lora=lora)), actor=model).infer(step)
     assert step.sequences.old_logp is not None and bool(step.sequences.old_logp.any()) is filled
 
 

@@ -31,7 +31,7 @@ class LoraConfig:
     alpha_pattern: dict[str, float] = field(default_factory=dict)
     """End of a layer's HF name -> alpha of its adapter in place of ``alpha``."""
     dropout: Annotated[float, Bound(0, 1, below=True)] = 0.0
-    """Share of an adapter's inputs that an update leaves out."""
+    """Share of an adapter's inputs that an update leaves out; losses then depend on the grid."""
     init: Literal["kaiming", "gaussian"] = "kaiming"
     """Distribution of a new A; B begins with zeros. kaiming: uniform within ±1/sqrt(inputs), PEFT's default. gaussian:
     standard deviation 1 / rank."""

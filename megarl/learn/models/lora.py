@@ -206,16 +206,20 @@ def install(chunks: Sequence[torch.nn.Module], layout: Layout, rank: int, factor
         stage.add_module(LORA, adapters)
 
 
-def freeze(chunks: Sequence[torch.nn.Module], trained: Collection[str]) -> None:
-    """Leave every parameter as it is but adapters and those of the local names ``trained``."""
+def freeze(chunks: Sequence[torch.nn.Module], trained: Collection[str]) -> frozenset[str]:
+    """Leave every parameter as it is but adapters and those of the local names ``trained``. Return the names that are
+    parameters: a router's bias is none, and nothing trains it."""
+    found = set()
     for number, chunk in enumerate(chunks):
         prefix = f"chunk{number}." if len(chunks) > 1 else ""
         stage: Any = unwrap(chunk)
         for name, parameter in stage.named_parameters():
             parameter.requires_grad_(name.startswith(f"{LORA}.") or prefix + name in trained)
+            found |= {prefix + name}.intersection(trained)
         if getattr(stage, "pre_process", False):
             # Megatron's recomputation gives parameters within it gradients only where its input has one.
             stage.embedding.register_forward_hook(_with_gradient)
+    return frozenset(found)
 
 
 def _with_gradient(layer: torch.nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:

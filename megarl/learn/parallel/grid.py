@@ -36,13 +36,27 @@ def check_parallel(parallel: ParallelConfig, sizes: ModelSizes | None = None, se
 
 
 def roles_of(config: Config, algorithm: Algorithm) -> list[str]:
-    """The sections of the settings whose models a job has beside the actor."""
+    """The sections of the settings whose models a job has beside the actor. The reference of an actor with adapters is
+    the actor without them."""
     there = {
-        "reference": algorithm.has_reference(config.algorithm),
+        "reference": algorithm.has_reference(config.algorithm) and not config.model.lora.is_used,
         "critic": "critic" in algorithm.roles,
         "reward_model": config.reward_model.path is not None and not algorithm.offline,
     }
     return [role for role, is_there in there.items() if is_there]
+
+
+def critic_shares_base(config: Config) -> bool:
+    """Return True if actor and critic are adapters of one model, whose memory they share: it is the actor's, on its
+    grid and in its dtype, and always on the device."""
+    critic = config.critic
+    return (
+        config.model.lora.is_used
+        and critic.path is None
+        and config.trainer.offload == critic.offload == "none"
+        and critic.parallel in (None, config.parallel)
+        and critic.dtype in (None, config.model.dtype)
+    )
 
 
 def role_grids(config: Config, roles: Sequence[str] = ROLES) -> dict[str, ParallelConfig]:

@@ -3,10 +3,15 @@
 Elements that each layer keeps for a token are counted as in Korthikanti et al. (2205.05198, section 4), for fused
 norms, rotary embeddings, SwiGLU and an attention that keeps no scores. Unfused layers, and an attention with a mask,
 keep more. Compared with peaks on one H200 in ``tests/unit/test_activation_bytes.py``.
+
+A frozen linear layer keeps no input, its adapter does: with adapters everywhere that is the same tensor, and their
+outputs of ``rank`` elements come beside it. Where ``model.lora.targets`` names some layers, the estimate is high by the
+inputs of the others.
 """
 
 from __future__ import annotations
 
+from megarl.core.config.lora import ALL_LINEAR, LoraConfig
 from megarl.core.config.schema import ModelConfig, ParallelConfig
 from megarl.learn.parallel.grid import megatron_grid
 from megarl.learn.training.resident_bytes import ITEM_BYTES
@@ -17,6 +22,7 @@ ROW_FLOATS = 10
 """Floats of a row that the LM head keeps (``ops.linear_logprob``)."""
 MOE = ("moe_act", "experts", "shared_experts")
 """Parts of the module that Megatron calls moe."""
+LM_HEAD = "lm_head"
 
 
 def activation_bytes(
@@ -41,8 +47,11 @@ def activation_bytes(
         size *= item * here
         if stage == grid.pp - 1:
             logits = here * sizes.vocab // grid.tp * item
+            weight = sizes.vocab // grid.tp * sizes.hidden
             if logits_bytes is not None and logits > logits_bytes:
-                logits = 2 * logits_bytes + sizes.vocab // grid.tp * sizes.hidden * FLOAT_BYTES
+                logits = 2 * logits_bytes + weight * FLOAT_BYTES * _trains_head(model.lora)
+            if model.lora.is_used and LM_HEAD in model.lora.targets:
+                logits += weight * item  # the head with its adapter in it
             size += logits + ROW_FLOATS * FLOAT_BYTES * here
         most = max(most, size)
     return int(most)
@@ -54,6 +63,8 @@ def _layers(sizes: ModelSizes, model: ModelConfig, grid: ParallelConfig) -> tupl
     kept, again = [], []
     for layer in range(sizes.num_layers):
         parts = _parts(sizes, layer in sizes.moe_layers, grid)
+        for name, size in _adapters(sizes, layer in sizes.moe_layers, model, grid).items():
+            parts[name] += size
         whole = sum(parts.values())
         if model.recompute == "full":
             left = sizes.hidden / (grid.tp if grid.sequence_parallel else 1)
@@ -85,3 +96,52 @@ def _parts(sizes: ModelSizes, experts: bool, grid: ParallelConfig) -> dict[str, 
     found["experts"] = sizes.topk * (2 * h + 2 * sizes.expert_ffn) / tp
     found["shared_experts"] = 3 * sizes.shared_ffn / tp
     return found
+
+
+def _adapters(sizes: ModelSizes, experts: bool, model: ModelConfig, grid: ParallelConfig) -> dict[str, float]:
+    """Part of a layer -> elements that its adapters keep for a token: A's output, and with dropout the inputs that are
+    left with the byte that says which."""
+    lora = model.lora
+    if not lora.is_used:
+        return {}
+    tp, item = grid.tp, ITEM_BYTES[model.dtype]
+    along = tp if grid.sequence_parallel else 1
+    dropped = 1 + 1 / item if lora.dropout else 0.0
+    into, heads = sizes.hidden / along, sizes.heads * (sizes.v_head if sizes.kv_lora else sizes.head) / tp
+
+    def kept(leaf: str, inputs: float, over: int = 1) -> float:
+        """``over``: ranks that have a part of A's output each."""
+        if ALL_LINEAR not in lora.targets and leaf not in {target.rpartition(".")[2] for target in lora.targets}:
+            return 0.0
+        return _rank(lora, leaf) / over + dropped * inputs
+
+    def mlp(inputs: float, inner: float, over: int) -> float:
+        return kept("gate_proj", inputs) + kept("up_proj", inputs) + kept("down_proj", inner, over)
+
+    found: dict[str, float] = {"attention": kept("o_proj", heads, along)}
+    if sizes.kv_lora:
+        found["latents"] = kept("kv_a_proj_with_mqa", into, along)
+        found["latents"] += kept("q_a_proj", into, along) if sizes.q_lora else 0.0
+        found["mla_up_proj"] = kept("kv_b_proj", sizes.kv_lora / along)
+        if sizes.q_lora:
+            found["mla_up_proj"] += kept("q_b_proj", sizes.q_lora / along)
+        else:
+            found["attention"] += kept("q_proj", into)
+    else:
+        found["attention"] += sum(kept(leaf, into) for leaf in ("q_proj", "k_proj", "v_proj"))
+    if not experts:
+        found["mlp"] = mlp(into, sizes.ffn / tp, along)
+        return found
+    found["experts"] = sizes.topk * mlp(sizes.hidden, sizes.expert_ffn / tp, 1)
+    found["shared_experts"] = mlp(into, sizes.shared_ffn / tp, along) if sizes.shared_ffn else 0.0
+    return found
+
+
+def _rank(lora: LoraConfig, leaf: str) -> int:
+    """Largest rank of adapters of a kind of layers."""
+    return max([lora.rank, *(rank for ending, rank in lora.rank_pattern.items() if ending.endswith(leaf))])
+
+
+def _trains_head(lora: LoraConfig) -> bool:
+    """True if the LM head's weight gets a gradient."""
+    return not lora.is_used or any(LM_HEAD in names for names in (lora.targets, lora.modules_to_save))

@@ -16,17 +16,15 @@ from megarl.weights.architectures import Head, HFConfig
 from megarl.weights.reshard import boxes
 from megarl.weights.reshard.adapters import (
     AdaptedModel,
+    TrainedPart,
     adapter_layout,
     factors_of,
     is_adapter,
     local_adapters,
-    saved_whole,
+    trained_whole,
 )
 from megarl.weights.reshard.execute import fold
 from megarl.weights.reshard.layout import Layout
-
-SCORE = "score.weight"
-"""The head of a critic or reward model, which learns beside the adapters."""
 
 
 class ModelAdapters:
@@ -48,14 +46,17 @@ class ModelAdapters:
         self.factors = factors_of(hf_config, config, head)
         self.layout = adapter_layout(base, self.factors)
         self.local = local_adapters(base, self.factors, rank)
-        self.saved = [*saved_whole(base.tensors, config), *([SCORE] if head == "score" else [])]
+        self.saved = trained_whole(base.tensors, config, head)
         """HF names of the model's own tensors that are trained whole."""
         self.modules_saved = list(dict.fromkeys(name.rpartition(".")[0] for name in self.saved))
         """Their modules."""
+        self.part = TrainedPart.of(hf_config, config, head)
+        """Number of parameters that are trained, and of all."""
         lora.install(chunks, base, rank, self.factors, config)
         saved = set(self.saved)
-        self.saved_locals = frozenset(row.local for row, _ in base.rows_of(rank) if not saved.isdisjoint(row.parts))
-        lora.freeze(chunks, self.saved_locals)
+        found = {row.local for row, _ in base.rows_of(rank) if not saved.isdisjoint(row.parts)}
+        self.saved_locals = lora.freeze(chunks, found)
+        """Local names of those that this rank has."""
 
     def base_digest(self, base: Layout, rank: int, tensors: Mapping[str, torch.Tensor]) -> str:
         """Digest of the model that the adapters are for, in hexadecimal: the same on every grid. Every rank calls it.
@@ -103,3 +104,4 @@ def share_base(lender: Sequence[torch.nn.Module], chunks: Sequence[torch.nn.Modu
             other = known.get(name)
             if other is not None and not parameter.requires_grad and other.shape == parameter.shape:
                 parameter.data = other.data
+                parameter.is_lent = True  # type: ignore[attr-defined]

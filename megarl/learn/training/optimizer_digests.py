@@ -53,15 +53,22 @@ def digests_written(chunks: Sequence[torch.nn.Module], optimizer: Any, *, frozen
 
 def _shares(optimizer: Any, parameters: Sequence[torch.nn.Parameter]) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """uint64 [number of ``parameters``]: digests of those that one distributed optimizer trains, 0 for the others."""
-    number = {p: i for i, p in enumerate(parameters)}
-    total = torch.zeros(len(parameters), dtype=torch.int64, device=parameters[0].device)
+    written = np.zeros(len(parameters), dtype=np.uint64)
+    # Ranks that share them have the same ones in their buffers; other ranks may train more or fewer, or none.
+    own = [p for buffer in optimizer.buffers for p in buffer.params]
+    if not own:
+        return written
+    number = {p: i for i, p in enumerate(own)}
+    total = torch.zeros(len(own), dtype=torch.int64, device=own[0].device)
     for p, (group, place) in optimizer.model_param_group_index_map.items():
         share = optimizer.optimizer.param_groups[group]["params"][place]
         start = (first_element(optimizer, p),)
         # One at a time, so that one cast copy lives at a time.
         total[number[p]].copy_(slice_digests([(share.to(p.dtype), start, (p.numel(),))])[0])
     dist.all_reduce(total, group=optimizer.data_parallel_group)  # modulo 2**64
-    return total.cpu().numpy().view(np.uint64)
+    place_of = {p: i for i, p in enumerate(parameters)}
+    written[[place_of[p] for p in own]] = total.cpu().numpy().view(np.uint64)
+    return written
 
 
 def check_written(tensors: Mapping[str, torch.Tensor], written: Mapping[str, int]) -> None:

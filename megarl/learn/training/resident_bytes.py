@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm, prod
 from typing import Any, NamedTuple, Self
@@ -19,7 +19,8 @@ from typing import Any, NamedTuple, Self
 from megarl.core.config.schema import ModelConfig, ParallelConfig
 from megarl.learn.parallel.grid import megatron_grid
 from megarl.weights.architectures import Head, architecture
-from megarl.weights.reshard.layout import Layout, Owners
+from megarl.weights.reshard.adapters import adapter_layout, factors_of, trained_whole
+from megarl.weights.reshard.layout import Layout, LayoutRow, Owners
 from megarl.weights.reshard.layouts import megatron_layout
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -98,30 +99,47 @@ def model_bytes(
     *,
     trained: bool,
     setting: str = "parallel",
+    lent: bool = False,
 ) -> list[dict[str, int]]:
     """Kind -> bytes, for every rank of the grid.
+
+    With ``model.lora`` only adapters, and what is trained whole beside them, have gradients and an optimizer.
 
     Args:
         hf_config: Of this model.
         model: Its settings, with the dtype of its role.
         trained: It has gradients and an optimizer, in Megatron's padded buffers. Else each parameter is a tensor.
         setting: Section of the settings that the grid comes from, for errors.
+        lent: What nothing trains is another model's memory.
 
     Raises:
-        ConfigError: the grid does not divide the model.
+        ConfigError: the grid does not divide the model, or ``model.lora`` names what it does not have.
     """
     layout = megatron_layout(
         hf_config, megatron_grid(parallel), transformer_impl=model.transformer_impl, head=head, setting=setting
     )
+    adapters = None
+    if model.lora.is_used:
+        adapters = adapter_layout(layout, factors_of(hf_config, model.lora, head))
+    is_trained = _trained_by(model, layout, head)
     tied = architecture(hf_config, head).sizes(hf_config).tied and parallel.pp > 1
     found: dict[tuple[tuple[Owners, int], ...], _RankBuffers] = {}
     ranks = []
     for rank in range(layout.num_ranks):
         kind = layout.kind(rank)
         if kind not in found:
-            found[kind] = _RankBuffers.of(layout, rank, parallel, tied, () if model.train_vision_tower else FROZEN)
-        ranks.append(found[kind].bytes_of(rank, parallel, model.dtype, trained))
+            found[kind] = _RankBuffers.of(layout, adapters, rank, parallel, tied, is_trained)
+        ranks.append(found[kind].bytes_of(rank, parallel, model.dtype, trained, lent))
     return ranks
+
+
+def _trained_by(model: ModelConfig, layout: Layout, head: Head) -> Callable[[LayoutRow], bool]:
+    """Return the test for rows of a layout that are trained."""
+    if model.lora.is_used:
+        whole = set(trained_whole(layout.tensors, model.lora, head))
+        return lambda row: not whole.isdisjoint(row.parts)
+    frozen = () if model.train_vision_tower else FROZEN
+    return lambda row: _split_chunk(row.local)[1].partition(".")[0] not in frozen
 
 
 def bucket_size(parallel: ParallelConfig) -> int | None:
@@ -175,33 +193,44 @@ class _RankBuffers:
     experts: tuple[_Bucket, ...]
 
     @classmethod
-    def of(cls, layout: Layout, rank: int, parallel: ParallelConfig, tied: bool, frozen: tuple[str, ...]) -> Self:
+    def of(
+        cls,
+        layout: Layout,
+        adapters: Layout | None,
+        rank: int,
+        parallel: ParallelConfig,
+        tied: bool,
+        is_trained: Callable[[LayoutRow], bool],
+    ) -> Self:
         """Buffers of a rank.
 
         Args:
+            adapters: Layout of the model's adapters, all of which are trained.
             tied: Two stages have a copy of the embedding.
-            frozen: Modules whose parameters are in no buffer.
+            is_trained: False for rows whose parameters are in no buffer.
         """
-        own = {row.local for row, _ in layout.rows_of(rank) if layout.dtype_of(row.parts[0]) is not None}
         # A router's bias keeps its dtype: a buffer of the module, no parameter.
-        sizes = {name: prod(shape) for name, shape in layout.local_shapes(rank).items() if name not in own}
+        rows = [(row, share) for row, share in layout.rows_of(rank) if layout.dtype_of(row.parts[0]) is None]
+        sizes = {row.local: prod(row.local_shape(share)) for row, share in rows}
+        trained = sorted({row.local for row, _ in rows if is_trained(row)}, key=_registered)
+        if adapters is not None:
+            more = {name: prod(shape) for name, shape in adapters.local_shapes(rank).items()}
+            sizes |= more
+            trained += _in_tree_order(more)
         buffers: dict[tuple[bool, str], list[tuple[str, int]]] = defaultdict(list)
-        for name in sorted(sizes, key=_registered):
-            chunk, module = name.split(".")[:2] if parallel.vpp > 1 else ("", name.partition(".")[0])
-            if module in frozen:
-                continue
-            buffers[EXPERTS in name, chunk].append((name, sizes[name]))
+        for name in trained:
+            buffers[EXPERTS in name, _split_chunk(name)[0]].append((name, sizes[name]))
         replicas = {False: parallel.dp * parallel.cp, True: parallel.stage_size // (parallel.ep * parallel.expert_tp)}
         buckets: dict[bool, list[_Bucket]] = {False: [], True: []}
         for (expert, chunk), parameters in buffers.items():
             # Megatron splits no others: their gradients are not the last to be ready.
             first = rank < parallel.stage_size and chunk in ("", "chunk0")
             buckets[expert] += _buckets(parameters, tied, replicas[expert], bucket_size(parallel) if first else None)
-        buffered = sum(size for parameters in buffers.values() for _, size in parameters)
         everything = sum(sizes.values())
-        return cls(everything, everything - buffered, tuple(buckets[False]), tuple(buckets[True]))
+        frozen = everything - sum(sizes[name] for name in trained)
+        return cls(everything, frozen, tuple(buckets[False]), tuple(buckets[True]))
 
-    def bytes_of(self, rank: int, parallel: ParallelConfig, dtype: str, trained: bool) -> dict[str, int]:
+    def bytes_of(self, rank: int, parallel: ParallelConfig, dtype: str, trained: bool, lent: bool) -> dict[str, int]:
         """Kind -> bytes of a rank that has these buffers."""
         if not trained:
             return {"parameters": self.elements * ITEM_BYTES[dtype]}
@@ -211,7 +240,7 @@ class _RankBuffers:
         share = sum(b.share(dense) for b in self.dense) + sum(b.share(expert) for b in self.experts)
         copies = 2 if dtype == "float32" else 3  # two moments; masters of a float32 model are its parameters
         return {
-            "parameters": (padded + self.frozen) * ITEM_BYTES[dtype],
+            "parameters": (padded + (0 if lent else self.frozen)) * ITEM_BYTES[dtype],
             "gradients": padded * MASTER_BYTES,
             "optimizer": copies * share * MASTER_BYTES,
         }
@@ -242,6 +271,33 @@ def _registered(name: str) -> list[tuple[int, int]]:
     """Sort key: the order of ``named_parameters()``."""
     parts = (re.fullmatch(r"(.*?)(\d*)", part) for part in name.split("."))
     return [(_PLACE.get(part[1], len(_PLACE)), int(part[2] or 0)) for part in parts if part is not None]
+
+
+def _in_tree_order(names: Iterable[str]) -> list[str]:
+    """Names of parameters of modules that are made in this order, in the order of ``named_parameters()``: those of a
+    module follow each other, wherever their names stand among the others."""
+    tree: dict[str, Any] = {}
+    for name in names:
+        node = tree
+        for part in name.split("."):
+            node = node.setdefault(part, {})
+
+    def walk(node: dict[str, Any], prefix: str) -> Iterator[str]:
+        for part, inner in node.items():
+            if inner:
+                yield from walk(inner, f"{prefix}{part}.")
+            else:
+                yield prefix + part
+
+    return list(walk(tree, ""))
+
+
+def _split_chunk(local: str) -> tuple[str, str]:
+    """``chunk<v>`` of a local name, "" without chunks, and the rest of it."""
+    if local.startswith("chunk"):
+        chunk, _, rest = local.partition(".")
+        return chunk, rest
+    return "", local
 
 
 _PLACE = {name: place for place, name in enumerate(MODULES)}

@@ -219,8 +219,9 @@ def residents_of(role: str, model: Any) -> Residents:
 
 
 def _frozen(chunks: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
-    """Parameters that nothing trains: they are in no buffer."""
-    return [p.data for chunk in chunks for p in chunk.parameters() if not p.requires_grad]
+    """Parameters that nothing trains: they are in no buffer. Those of another model (``share_base``) are its own."""
+    every = (p for chunk in chunks for p in chunk.parameters() if not p.requires_grad)
+    return [p.data for p in every if not getattr(p, "is_lent", False)]
 
 
 def release_freed_memory() -> None:

@@ -14,7 +14,7 @@ from megarl.core.phases import Phase, PhasePlan, offload_setting
 from megarl.learn import algorithms
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.parallel.grid import roles_of
-from megarl.run.checks.memory import device_bytes, engine_bytes, resident_bytes
+from megarl.run.checks.memory import device_bytes, engine_bytes, resident_bytes, warm_start_bytes
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 
 
@@ -45,7 +45,9 @@ def ledger_of(config: Config, algorithm: Algorithm, hf_config: Mapping[str, Any]
     if colocated:
         ranks = device_bytes(ranks, engine_bytes(config, hf_config), nodes=2 if nodes is None else nodes)
     phases = tuple(phase for phase in Phase if engines or phase not in (Phase.SYNC, Phase.ROLLOUT))
-    return Ledger(PhasePlan.of(config), ranks, colocated, phases)
+    adapted = config.model.lora.is_used and config.trainer.warm_start.steps > 0
+    start = warm_start_bytes(config, hf_config) if adapted else None
+    return Ledger(PhasePlan.of(config), ranks, colocated, phases, start)
 
 
 def check_devices(config: Config, algorithm: Algorithm, hf_config: Mapping[str, Any], nodes: int | None = 1) -> None:

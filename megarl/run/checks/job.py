@@ -26,6 +26,7 @@ from megarl.run.checks.devices import check_devices, has_budget, ledger_of
 from megarl.run.checks.experts import check_teacher
 from megarl.run.checks.filters import Selected, selected, usable
 from megarl.run.checks.inputs import check_environment_rows, check_held_out, check_lengths, check_rewards
+from megarl.run.checks.lora import check_adapters
 from megarl.run.checks.model import check_model
 from megarl.run.checks.roles import check_budget, check_role_models
 from megarl.run.checks.settings import check_settings
@@ -42,6 +43,7 @@ from megarl.run.run_dir.prepare import make, with_limit_of_run
 from megarl.run.run_dir.resume import check_settings_of_run, set_aside_damaged
 from megarl.run.run_dir.rows import SPLITS, Rows, drops, log_bad_rows, needs_expert_rows, read_split
 from megarl.run.run_dir.store_damage import replace_damaged_store
+from megarl.weights.architectures import Head
 from megarl.weights.checkpoint.convert.verify import check_digests
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 from megarl.weights.checkpoint.formats.overwrite import check_export_target
@@ -227,6 +229,8 @@ def _check_models(config: Config, hf_config: Mapping[str, Any]) -> None:
     scores = "actor" not in algorithm.roles and config.trainer.warm_start.steps == 0  # else a language model at first
     engines = algorithms.job_of(config).rollouts  # those of other programs too
     check_model(config, hf_config, engines=engines, head="score" if scores else "lm")
+    trained: Head = "lm" if "actor" in algorithm.roles else "score"
+    check_adapters(config.model.lora, hf_config, config.model.path, trained)
     check_role_models(config, algorithm, hf_config)
 
 

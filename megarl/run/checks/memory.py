@@ -13,9 +13,10 @@ from math import prod
 from typing import Any, Literal
 
 from megarl.core.config import Config
+from megarl.core.config.lora import LoraConfig
 from megarl.engine.client.names import EIGHT_BIT_BLOCK, EIGHT_BITS
 from megarl.learn.algorithms import Algorithm
-from megarl.learn.parallel.grid import role_grids, roles_of
+from megarl.learn.parallel.grid import critic_shares_base, role_grids, roles_of
 from megarl.learn.training.resident_bytes import ITEM_BYTES, model_bytes
 from megarl.weights.architectures import Head, architecture
 from megarl.weights.reshard.layout import LayoutRow
@@ -34,6 +35,7 @@ def resident_bytes(
     """``role.kind`` -> bytes on the device, for every trainer rank; ``average`` is that of ``evaluation.average``.
 
     A reward model that a job trains is counted with its score head. Its warm start, a language model's, takes more.
+    With adapters the bytes are those after the warm start (``warm_start_bytes``).
 
     Args:
         hf_configs: Role -> its model's config.json. One that is not there has the actor's.
@@ -51,11 +53,12 @@ def resident_bytes(
         setting = "parallel" if role == "actor" else f"{role}.parallel"
         found = model_bytes(
             hf_configs.get(role, hf_configs["actor"]),
-            replace(config.model, dtype=dtype),
+            replace(config.model, dtype=dtype, lora=config.model.lora if role in TRAINED else LoraConfig()),
             grids[setting],
             head,
             trained=role in TRAINED,
             setting=setting,
+            lent=role == "critic" and critic_shares_base(config),
         )
         for rank, kinds in zip(ranks, found, strict=True):
             rank.update({f"{role}.{kind}": size for kind, size in kinds.items()})
@@ -65,6 +68,17 @@ def resident_bytes(
         for rank, kinds in zip(ranks, found, strict=True):
             rank["average.parameters"] = kinds["parameters"]
     return ranks
+
+
+def warm_start_bytes(config: Config, hf_config: Mapping[str, Any]) -> list[dict[str, int]]:
+    """``actor.kind`` -> bytes on the device in a warm start, which trains the model itself, for every trainer rank.
+
+    Raises:
+        ConfigError: the grid does not divide the model.
+    """
+    model = replace(config.model, lora=LoraConfig())
+    found = model_bytes(hf_config, model, config.parallel, "lm", trained=True)
+    return [{f"actor.{kind}": size for kind, size in kinds.items()} for kinds in found]
 
 
 def engine_bytes(config: Config, hf_config: Mapping[str, Any]) -> list[dict[str, int]]:

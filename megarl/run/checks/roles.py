@@ -19,6 +19,7 @@ from megarl.learn.algorithms.terms import kl
 from megarl.learn.models.specs import check_layers
 from megarl.learn.parallel.grid import check_parallel, check_roles, megatron_grid, role_grids, roles_of
 from megarl.run.checks.dispatcher import check_dispatcher
+from megarl.run.checks.lora import check_adapters
 from megarl.weights.architectures import Head, architecture
 from megarl.weights.checkpoint.formats.hf_source import check_hf, check_labels, open_hf, read_hf_config
 from megarl.weights.reshard.layouts import megatron_layout
@@ -122,6 +123,8 @@ def check_role_models(config: Config, algorithm: Algorithm, hf_config: Mapping[s
         found = hf_config if path is None else role_config(role, Path(path))
         check_parallel(grid, architecture(found).sizes(found), setting)
         check_layers(config.model, found)
+        if role == "critic":
+            check_adapters(config.model.lora, found, path or config.model.path, head)
         if role in roles:
             model = replace(config.model, dtype=getattr(config, role).dtype or config.model.dtype)
             check_dispatcher(model, grid, found, role)

@@ -25,6 +25,7 @@ from megarl.explore.store.database import is_pending
 from megarl.learn import algorithms
 from megarl.learn.algorithms import Algorithm
 from megarl.run.checks.engines import check_capability, check_engine_settings
+from megarl.run.checks.lora import check_lora_settings
 from megarl.run.checks.pacing import check_pacing
 from megarl.run.checks.replay import check_replay
 from megarl.run.checks.roles import check_role_settings
@@ -67,6 +68,7 @@ def check_settings(config: Config, algorithm: Algorithm, nodes: int, *, elsewher
         check_builds(config, job)
     check_transport(config)
     check_optimizers(config)
+    check_lora_settings(config)
     check_evaluation(config, job)
     check_rows_of_files(config, job)
     check_taskset(config, job)

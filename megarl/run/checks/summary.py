@@ -12,9 +12,11 @@ from megarl.core.jobs import ProcessKind
 from megarl.core.ledger import Ledger, human
 from megarl.core.phases import Phase
 from megarl.learn import algorithms
+from megarl.learn.algorithms import Algorithm
 from megarl.learn.parallel.grid import megatron_grid, role_grids, roles_of
 from megarl.learn.training.activation_bytes import activation_bytes
 from megarl.weights.architectures import ModelSizes, architecture
+from megarl.weights.reshard.adapters import TrainedPart
 
 WIDTH = 11
 """Characters of a line's name."""
@@ -37,7 +39,8 @@ def summary(
     job, algorithm = algorithms.job_of(config), algorithms.get(config.algorithm.name)
     found = architecture(hf_config)
     lines = {
-        "model": f"{_count(found, hf_config)} parameters, {config.model.dtype}, {config.model.path}",
+        "model": f"{_count(found, hf_config)} parameters, {config.model.dtype}, {config.model.path}"
+        + _adapters(config, hf_config, algorithm),
         "trainer": _grids(config, roles_of(config, algorithm)),
         "engines": _engines(config) if job.has(ProcessKind.ENGINE) else "none",
         "batch": _batch(config, algorithm.offline),
@@ -72,6 +75,16 @@ def memory(config: Config, sizes: ModelSizes, ledger: Ledger) -> str:
         fixes = "lower trainer.max_tokens_per_micro_batch, set model.recompute, or raise parallel.tp"
         text += f" (MORE THAN A DEVICE HAS: {fixes})"
     return text
+
+
+def _adapters(config: Config, hf_config: Mapping[str, Any], algorithm: Algorithm) -> str:
+    """Describe the adapters of the model that is trained; "" without."""
+    lora = config.model.lora
+    if not lora.is_used:
+        return ""
+    part = TrainedPart.of(hf_config, lora, "lm" if "actor" in algorithm.roles else "score")
+    warm = f", after {config.trainer.warm_start.steps} steps of the whole" if config.trainer.warm_start.steps else ""
+    return f"; adapters of rank {lora.rank}: {part} are trained{warm}"
 
 
 def _count(found: Any, hf_config: Mapping[str, Any]) -> str:

@@ -70,6 +70,9 @@ class Course:
         state = self.run_warm_start(self.resume())
         if state is not None:
             self.begin(state)
+            adapters = self._rank.models.actor.model.adapters
+            if adapters is not None:
+                self._rank.reporter.log(f"adapter: {adapters.part} are trained")
         return state
 
     def end(self, state: TrainState, finished: bool) -> None:

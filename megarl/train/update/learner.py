@@ -66,12 +66,15 @@ class Learner:
     @property
     def _first_update_infers(self) -> bool:
         """True if ``old_logp`` of the first update's tokens come from its own forward pass: nothing needs them
-        earlier (an algorithm's own ``estimate`` may), the critic's warm-up leaves no update out, and each token goes
-        through the model once (an answer may be in several pairs). The updates of offline jobs fill nothing."""
+        earlier (an algorithm's own ``estimate`` may), the critic's warm-up leaves no update out, each token goes
+        through the model once (an answer may be in several pairs), and updates compute what inference does (dropout of
+        adapters is theirs alone). The updates of offline jobs fill nothing."""
         algorithm, settings = self._algorithm, self._config.algorithm
         others = algorithm.estimate is not None or self._models.critic is not None
         once = algorithm.choose_pairs is None and not algorithm.offline
-        return "old_logp" in algorithm.needs and once and not others and settings.kl.target is None
+        lora = self._config.model.lora
+        alike = not (lora.is_used and lora.dropout)
+        return "old_logp" in algorithm.needs and once and alike and not others and settings.kl.target is None
 
     def batch_of(
         self,

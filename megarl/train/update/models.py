@@ -23,6 +23,7 @@ from megarl.core.schema import Outcome, name_of
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.batching.sequences import NO_IDS, Sequences
 from megarl.learn.parallel import groups
+from megarl.learn.parallel.grid import critic_shares_base
 from megarl.learn.training.adapters import share_base
 from megarl.learn.training.model import Grid, Model, TrainedModel, WithoutAdapters, micro_batching_for
 from megarl.learn.training.optimizer_digests import check_written
@@ -232,8 +233,7 @@ class Models:
         if path is None:
             # Its score head begins with zeros.
             critic.model.copy_from(self.actor.model, bucket_bytes=config.sync.bucket_bytes)
-            stays = config.trainer.offload == role.offload == "none"
-            if critic.model.adapters is not None and stays and parallel == config.parallel and role.dtype is None:
+            if critic_shares_base(config):
                 share_base(self.actor.model.chunks, critic.model.chunks)
         elif same and self.reward_model is not None:
             critic.model.copy_from(self.reward_model, bucket_bytes=config.sync.bucket_bytes)

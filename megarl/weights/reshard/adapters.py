@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from math import sqrt
-from typing import NamedTuple
+from math import prod, sqrt
+from typing import NamedTuple, Self
 
 import torch
 
@@ -23,6 +23,8 @@ from megarl.weights.reshard.boxes import Shape
 from megarl.weights.reshard.layout import AxisSpan, Layout, LayoutRow, Owners, Split
 
 WEIGHT = ".weight"
+SCORE = "score.weight"
+"""Head of a critic or reward model."""
 LORA = "lora"
 """First part of the local names of adapters; ``chunk<v>`` comes before it."""
 OUTSIDE = (Stage.FIRST, Stage.VISION, Stage.LAST, Stage.MTP)
@@ -121,6 +123,33 @@ def saved_whole(tensors: Mapping[str, Shape], lora: LoraConfig) -> list[str]:
             raise ConfigError(f"model.lora.modules_to_save has {ending!r}, which names no module of the model")
         found |= dict.fromkeys(own)
     return list(found)
+
+
+def trained_whole(tensors: Mapping[str, Shape], lora: LoraConfig, head: Head) -> list[str]:
+    """HF names of the model's own tensors that are trained beside the adapters: those of ``saved_whole``, and the score
+    head of a critic or reward model. Raises as ``saved_whole``."""
+    return list(dict.fromkeys([*saved_whole(tensors, lora), *([SCORE] if head == "score" else [])]))
+
+
+class TrainedPart(NamedTuple):
+    """Parameters of a model with adapters."""
+
+    trained: int
+    """Of the adapters, and of what is trained whole beside them."""
+    every: int
+    """Those and the model's own."""
+
+    @classmethod
+    def of(cls, hf_config: HFConfig, lora: LoraConfig, head: Head = "lm") -> Self:
+        """Count them from shapes. Raises ConfigError as ``factors_of``."""
+        tensors = architecture(hf_config, head).tensors(hf_config)
+        factors = factors_of(hf_config, lora, head)
+        added = sum(own.rank * sum(own.shape) for own in factors.values())
+        whole = sum(prod(tensors[name]) for name in trained_whole(tensors, lora, head))
+        return cls(added + whole, added + sum(map(prod, tensors.values())))
+
+    def __str__(self) -> str:
+        return f"{self.trained:,} of {self.every:,} parameters ({self.trained / self.every:.2%})".replace("%", " %")
 
 
 def local_name(base: str, leaf: str, which: str) -> str:

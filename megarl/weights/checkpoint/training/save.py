@@ -384,8 +384,8 @@ def _write_files(files: Sequence[_File], tensors: Iterator[torch.Tensor], transf
 
 
 def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """The torch optimizers inside Megatron's, one for each group of buffers."""
-    return [o.optimizer for o in getattr(optimizer, "chained_optimizers", [optimizer])]
+    """The torch optimizers inside Megatron's, one for each group of buffers; none on a rank that trains nothing."""
+    return [o.optimizer for o in getattr(optimizer, "chained_optimizers", [optimizer]) if o.optimizer is not None]
 
 
 def start_moments(optimizer: Any) -> None:
