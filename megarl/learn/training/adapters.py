@@ -13,6 +13,7 @@ from megarl.weights.reshard.adapters import (
     MergedTensors,
     adapter_layout,
     factors_of,
+    file_layout,
     is_adapter,
     local_adapters,
     saved_whole,
@@ -42,8 +43,11 @@ class ModelAdapters:
         self.factors = factors_of(hf_config, config, head)
         self.layout = adapter_layout(base, self.factors)
         self.local = local_adapters(base, self.factors, rank)
-        self.saved = [*saved_whole(base.tensors, config), *([SCORE] if head == "score" else [])]
+        score = [SCORE] if head == "score" else []
+        self.saved = list(dict.fromkeys([*saved_whole(base.tensors, config), *score]))
         """HF names of the model's own tensors that are trained whole."""
+        self.file_layout = file_layout(base, self.layout, self.saved)
+        """Layout of what PEFT's files have: ``layout``, and that of the tensors ``saved``."""
         lora.install(chunks, base, rank, self.factors, config)
         saved = set(self.saved)
         self.saved_locals = {row.local for row, _ in base.rows_of(rank) if not saved.isdisjoint(row.parts)}

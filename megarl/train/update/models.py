@@ -96,6 +96,8 @@ class Models:
         """Give the actor the weights that the run begins with."""
         path = Path(self._config.model.path)
         self.actor.model.load_hf(path, score="stored" if self.actor.model.head is not None else score_source(path))
+        if (adapter := self._config.model.lora.path) is not None:
+            self.actor.model.load_adapter(Path(adapter))
 
     def score_from_here(self) -> None:
         """Give the weights that the warm start left to a reward model; its score head begins with zeros."""
