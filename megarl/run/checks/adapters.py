@@ -11,6 +11,7 @@ from megarl.core.config.lora import LoraConfig
 from megarl.core.errors import CheckpointError, ConfigError, first_of
 from megarl.weights.architectures import Head
 from megarl.weights.checkpoint.formats import peft
+from megarl.weights.checkpoint.formats.slices import Source
 from megarl.weights.reshard.adapters import Factors, factors_of, file_shapes, saved_whole
 from megarl.weights.reshard.layouts import hf_layout
 
@@ -18,9 +19,12 @@ SETTINGS = ("rank", "alpha", "rslora", "targets", "modules_to_save", "rank_patte
 """Those of ``model.lora`` that an adapter's files have too."""
 
 
-def check_adapter(config: Config, hf_config: Mapping[str, Any], head: Head = "lm") -> None:
+def check_adapter(config: Config, hf_config: Mapping[str, Any], files: Source, head: Head = "lm") -> None:
     """Check that the model has what ``model.lora`` names, and that the files of ``model.lora.path`` are an adapter of
     these settings.
+
+    Args:
+        files: Tensors of ``model.path``.
 
     Raises:
         ConfigError, CheckpointError: naming the setting, its value, the adapter's and the fix.
@@ -40,7 +44,7 @@ def check_adapter(config: Config, hf_config: Mapping[str, Any], head: Head = "lm
             raise ConfigError(f"{fault}; set {_settings(lora, found)}")
         shapes = file_shapes(factors_of(hf_config, found, head).values())
         saved = [*saved_whole(tensors, found), *(["score.weight"] if head == "score" else [])]
-        peft.open_adapter(folder, shapes | {name: tensors[name] for name in saved}).close()
+        peft.open_adapter(folder, shapes | {name: tensors[name] for name in saved}, files).close()
     except CheckpointError as error:
         raise CheckpointError(f"model.lora.path: {error}") from error
 

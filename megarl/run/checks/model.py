@@ -70,9 +70,9 @@ def check_model(config: Config, hf_config: Mapping[str, Any], *, engines: bool, 
             if head == "score":
                 check_labels(Path(config.model.path), hf_config)
             check_hf(files, source, hf_config)
+        check_adapter(config, hf_config, files, head)
     finally:
         files.close()
-    check_adapter(config, hf_config, head)
     for setting, value in asdict(config.model.from_scratch).items() if config.model.from_scratch else ():
         if hf_config.get(setting, value) != value:
             raise ConfigError(

@@ -147,7 +147,9 @@ def _convert(
         own = file_shapes(factors.values())
         tensors = opened.layout.tensors
         replaced = [*saved_whole(tensors, lora), *([SCORE] if opened.is_value else [])]
-        files = peft.open_adapter(adapter, own | {name: tensors[name] for name in replaced})
+        files = peft.open_adapter(
+            adapter, own | {name: tensors[name] for name in replaced}, opened.source if sign > 0 else None
+        )
         before: Source = files
         if sign < 0 and replaced:
             if base is None:

@@ -24,6 +24,7 @@ from megarl.core.errors import CheckpointError, first_of
 from megarl.weights.architectures import Head, HFConfig, architecture
 from megarl.weights.checkpoint.formats.hf_files import HFFiles
 from megarl.weights.checkpoint.formats.output import partial_path, write_json
+from megarl.weights.checkpoint.formats.slices import Source
 from megarl.weights.checkpoint.formats.values import check_dtypes, value_fault
 from megarl.weights.reshard import boxes
 from megarl.weights.reshard.adapters import (
@@ -46,6 +47,9 @@ from megarl.weights.reshard.transport import GroupTransport
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """Before the HF names of tensors in the file."""
+_COPY = ".base_layer.weight"
+"""End of the name of a copy of the model's own weight."""
+_COMPARED = 1 << 22
 _PLAIN_LORA = "use an adapter of plain LoRA, or merge this one with PEFT (merge_and_unload) and train the merged model"
 _REFUSED = {
     "use_dora": _PLAIN_LORA,
@@ -348,14 +352,16 @@ def _number(value: float) -> int | float:
     return int(value) if float(value).is_integer() else value
 
 
-def open_adapter(folder: Path, shapes: Mapping[str, Shape]) -> HFFiles:
+def open_adapter(folder: Path, shapes: Mapping[str, Shape], base: Source | None = None) -> HFFiles:
     """The tensors of a PEFT folder under their HF names.
 
     Args:
         shapes: HF name -> shape, of all that the file must have.
+        base: The model's own tensors, with which the copy of an output layer is compared that PEFT writes beside an
+            adapter of it; None compares nothing.
 
     Raises CheckpointError for a file that is missing, cut short or damaged, for a tensor that is missing or unknown,
-    and for another shape.
+    for another shape, and for a copy that differs.
     """
     path = folder / TENSORS
     if not path.is_file():
@@ -364,7 +370,9 @@ def open_adapter(folder: Path, shapes: Mapping[str, Shape]) -> HFFiles:
     files.rename(own_name)
     if missing := [name for name in shapes if name not in files.shapes]:
         raise CheckpointError(f"{path} lacks {first_of(missing, 3)}; give model.lora the targets that it has")
-    if unknown := [name for name in files.shapes if name not in shapes]:
+    copies = {name: name.replace(_COPY, WEIGHT) for name in files.shapes if name.endswith(_COPY)}
+    copies = {copy: name for copy, name in copies.items() if name.replace(WEIGHT, ".lora_A.weight") in shapes}
+    if unknown := [name for name in files.shapes if name not in shapes and name not in copies]:
         raise CheckpointError(f"{path} has {first_of(unknown, 3)}, which no target of model.lora takes")
     for name, shape in shapes.items():
         if files.shapes[name] != shape:
@@ -372,8 +380,23 @@ def open_adapter(folder: Path, shapes: Mapping[str, Shape]) -> HFFiles:
                 f"{name} in {path} has shape {files.shapes[name]}, this model's has {shape}; set model.lora.rank to "
                 "the adapter's, or model.path to its model"
             )
-    check_dtypes((name, path, files.dtypes[name]) for name in shapes)
+    check_dtypes((name, path, files.dtypes[name]) for name in files.shapes)
+    for copy, name in copies.items():
+        if base is not None and not _is_copy(files, copy, base, name):
+            raise CheckpointError(
+                f"{copy} in {path} is not {name} of {base.path}: the adapter is of another model; set model.path to "
+                "that, or save the adapter with save_embedding_layers=False if the weights need not be equal"
+            )
     return files
+
+
+def _is_copy(files: HFFiles, copy: str, base: Source, name: str) -> bool:
+    if files.shapes[copy] != base.shapes[name]:
+        return False
+    return all(
+        torch.equal(files.read(copy, box).to(base.dtypes[name]), base.read(name, box))
+        for box in boxes.split(boxes.whole(base.shapes[name]), _COMPARED)
+    )
 
 
 def load_adapter(folder: Path, layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor]) -> None:
