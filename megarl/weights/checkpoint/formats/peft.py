@@ -273,7 +273,11 @@ def write_adapter(
 
     Returns:
         HF name -> digest of this rank's part of what was written.
+
+    Raises CheckpointError on rank 0 where something else than an adapter is at ``target``.
     """
+    if rank == 0 and target.exists() and not (target / CONFIG).is_file() and any(target.iterdir()):
+        raise CheckpointError(f"{target} is no PEFT adapter, which a new one could replace; give another directory")
     whole, digests = gathered(layout, rank, tensors, transport=transport, bucket_bytes=bucket_bytes)
     if rank == 0:
         temporary = partial_path(target)
