@@ -52,9 +52,9 @@ def through(rank: int, root: str) -> None:
         micro_batching = micro_batching_for(parallel, TrainerConfig())
         model = Model(hf_config, settings, parallel, Head(VOCAB), micro_batching)
         model.load_hf(folder / "hf")
-        model.load_adapter(folder / "hf" / "adapter")
         own = model.adapters
         assert own is not None
+        own.load(folder / "hf" / "adapter", model.all_tensors)
         peft.write_adapter(
             folder / "again",
             lora,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 
 from megarl.core.config.lora import LoraConfig
 from megarl.learn.models import lora
 from megarl.weights.architectures import Head, HFConfig
+from megarl.weights.checkpoint.formats import peft
 from megarl.weights.reshard.adapters import (
     MergedTensors,
     adapter_layout,
@@ -40,6 +42,7 @@ class ModelAdapters:
         rank: int,
         head: Head,
     ) -> None:
+        self.rank = rank
         self.factors = factors_of(hf_config, config, head)
         self.layout = adapter_layout(base, self.factors)
         self.local = local_adapters(base, self.factors, rank)
@@ -52,6 +55,14 @@ class ModelAdapters:
         saved = set(self.saved)
         self.saved_locals = {row.local for row, _ in base.rows_of(rank) if not saved.isdisjoint(row.parts)}
         lora.freeze(chunks, self.saved_locals)
+
+    def load(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load PEFT's files into a rank's adapters and the modules that are trained whole; ``Model.weights_changed``
+        comes after it.
+
+        Raises CheckpointError where the files are not those of these adapters.
+        """
+        peft.load_adapter(folder, self.file_layout, self.rank, tensors)
 
     def merged(self, tensors: Mapping[str, torch.Tensor]) -> MergedTensors:
         """The model's own tensors with the adapters in them, of a rank's tensors of both kinds."""

@@ -30,7 +30,7 @@ from megarl.learn.training.resident_bytes import bucket_size
 from megarl.learn.training.residents import Residents
 from megarl.learn.training.schedule import Head, run
 from megarl.weights.architectures import architecture
-from megarl.weights.checkpoint.formats import hf, peft
+from megarl.weights.checkpoint.formats import hf
 from megarl.weights.reshard.adapters import is_adapter
 from megarl.weights.reshard.copy import HEADS, copy_weights
 from megarl.weights.reshard.layouts import megatron_layout
@@ -132,15 +132,6 @@ class Model:
     def load_hf(self, path: Path, *, score: Literal["stored", "zeros"] = "stored") -> None:
         """Weights of an HF checkpoint; ``score``: the source of a score head (``checkpoint.hf.load_into``)."""
         hf.load_into(path, self.layout, dist.get_rank(), self.tensors, score=score)
-        self.weights_changed()
-
-    def load_adapter(self, folder: Path) -> None:
-        """Load PEFT's files into the adapters and the modules that are trained whole, over ``load_hf``'s weights.
-
-        Raises CheckpointError where the files are not those of these adapters.
-        """
-        assert self.adapters is not None, "model.lora.rank is 0"
-        peft.load_adapter(folder, self.adapters.file_layout, dist.get_rank(), self.all_tensors)
         self.weights_changed()
 
     def copy_from(self, source: Model, *, bucket_bytes: int) -> None:

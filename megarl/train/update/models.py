@@ -97,7 +97,9 @@ class Models:
         path = Path(self._config.model.path)
         self.actor.model.load_hf(path, score="stored" if self.actor.model.head is not None else score_source(path))
         if (adapter := self._config.model.lora.path) is not None:
-            self.actor.model.load_adapter(Path(adapter))
+            assert self.actor.model.adapters is not None, "checked before any process starts"
+            self.actor.model.adapters.load(Path(adapter), self.actor.model.all_tensors)
+            self.actor.model.weights_changed()
 
     def score_from_here(self) -> None:
         """Give the weights that the warm start left to a reward model; its score head begins with zeros."""

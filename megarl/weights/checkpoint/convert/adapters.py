@@ -33,7 +33,7 @@ _KEPT = 8
 
 
 @dataclass(frozen=True)
-class Difference:
+class WeightDifference:
     """Elements of a model that differ from another's."""
 
     elements: int
@@ -118,7 +118,7 @@ def unmerge_adapter(
     target: Path,
     settings: Settings = Settings(),  # noqa: B008
     base: Path | None = None,
-) -> tuple[ConversionSummary, Difference | None]:
+) -> tuple[ConversionSummary, WeightDifference | None]:
     """Write an HF checkpoint without the adapter of PEFT that was merged into it.
 
     W' is W + s·B·A after rounding, so W' − s·B·A is W to within that rounding.
@@ -172,7 +172,7 @@ def _convert(
                 read.close()
 
 
-def compare(path: Path, other: Path, settings: Settings = Settings()) -> Difference:  # noqa: B008
+def compare(path: Path, other: Path, settings: Settings = Settings()) -> WeightDifference:  # noqa: B008
     """Compare every tensor of an HF checkpoint with another's, each cast to the first one's dtype.
 
     Raises CheckpointError where the two are no models of one kind.
@@ -181,7 +181,7 @@ def compare(path: Path, other: Path, settings: Settings = Settings()) -> Differe
     try:
         if mine.layout.tensors != theirs.layout.tensors:
             raise CheckpointError(f"{other} has other tensors than {path}; give the model before the merge with --base")
-        found: list[Difference] = []
+        found: list[WeightDifference] = []
 
         def look(name: str, count: Count) -> None:
             different, largest, size = 0, 0.0, 0.0
@@ -194,7 +194,7 @@ def compare(path: Path, other: Path, settings: Settings = Settings()) -> Differe
                 size = max(size, float(wide.abs().max()))
                 count(values.numel() * values.element_size())
             largest = largest / size if size else largest
-            found.append(Difference(prod(mine.layout.tensors[name]), different, largest, name))
+            found.append(WeightDifference(prod(mine.layout.tensors[name]), different, largest, name))
 
         names = [name for name, shape in mine.layout.tensors.items() if prod(shape)]
         total = sum(prod(mine.layout.tensors[name]) * mine.dtype_of(name).itemsize for name in names)
@@ -204,4 +204,4 @@ def compare(path: Path, other: Path, settings: Settings = Settings()) -> Differe
         theirs.close()
     worst = max(found, key=lambda one: one.largest)
     elements, different = sum(one.elements for one in found), sum(one.different for one in found)
-    return Difference(elements, different, worst.largest, worst.tensor if different else "")
+    return WeightDifference(elements, different, worst.largest, worst.tensor if different else "")
