@@ -88,6 +88,8 @@ class PhasePlan:
     away: Mapping[str, Place]
     saves_reference: bool = True
     """Checkpoints have the reference: one that is renewed every N steps."""
+    adapted: bool = False
+    """The reference is the actor without its adapters."""
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -99,13 +101,14 @@ class PhasePlan:
             "reward_model": config.reward_model.offload,
         }
         away = {role: Place.DEVICE if place == "none" else Place(place) for role, place in settings.items()}
-        return cls(away, isinstance(config.reference.refresh, int))
+        return cls(away, isinstance(config.reference.refresh, int), config.model.lora.is_used)
 
     def place(self, phase: Phase, resident: str) -> Place:
         """Place of a resident in a phase."""
         role, _, kind = resident.partition(".")
         unsaved = role == "reference" and phase in (Phase.SAVE, Phase.LOAD) and not self.saves_reference
-        if resident in NEEDS[phase] and not unsaved:
+        lends = self.adapted and phase is Phase.REF_LOGP and resident == "actor.parameters"
+        if (resident in NEEDS[phase] and not unsaved) or lends:
             return Place.DEVICE
         place = self.away.get(role, Place.DEVICE)  # of one that a part of the job has added
         return Place.ABSENT if place is not Place.DEVICE and kind == "gradients" else place

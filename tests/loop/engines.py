@@ -153,7 +153,13 @@ class RunningEngine:
             [port] = ports.choose(HOST, 1, None)
             config = self.config
             argv, environment = engine_process(
-                config.model.path, config.rollout, config.model, HOST, port, pause=config.sync.pause
+                config.model.path,
+                config.rollout,
+                config.model,
+                HOST,
+                port,
+                pause=config.sync.pause,
+                adapter=config.sync.adapter,
             )
             self._folder, own = own_folder()
             self._child = self._start([*argv, *self.options], {**environment, **own}, self.logs / f"engine_{port}.log")

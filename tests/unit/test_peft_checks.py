@@ -21,6 +21,7 @@ RIGHT = (
     "model.lora.alpha=6",
     "model.lora.targets=[down_proj,q_proj]",
     "model.lora.modules_to_save=[model.norm]",
+    "trainer.warm_start.steps=0",
 )
 
 
@@ -66,6 +67,12 @@ def test_a_folder_that_is_no_adapter_of_the_model(prepared: Path, adapter: Path,
     save_file(tensors, tmp_path / "adapter" / peft.TENSORS)
     with pytest.raises(CheckpointError, match=r"model.lora.path: .* lacks"):
         check_sizes(config_of(prepared, *RIGHT, f"model.lora.path={tmp_path / 'adapter'}"))
+
+
+def test_a_warm_start_would_change_the_model_of_the_adapter(prepared: Path, adapter: Path) -> None:
+    settings = [*RIGHT[:-1], "trainer.warm_start.steps=20", f"model.lora.path={adapter}"]
+    with pytest.raises(ConfigError, match=r"model.lora.path=.* with trainer.warm_start.steps=20"):
+        check_sizes(config_of(prepared, *settings))
 
 
 def test_targets_of_a_new_adapter(prepared: Path) -> None:

@@ -26,6 +26,9 @@ class SyncConfig:
     """Longest wait for the other side within a sync."""
     probe_tokens: Annotated[int, Bound(2, 2**20)] = 16
     """Length of the probe text whose log-probs are compared on both sides after every sync."""
+    adapter: Literal["merged", "separate"] = "merged"
+    """Way of adapters to engines: ``merged``, in the model's own weights, of which those with an adapter are sent;
+    ``separate``, A and B alone, with which vLLM computes beside the model (docs/lora.md)."""
     max_staleness: Annotated[int, Bound(0, 100)] = 0
     """Steps by which the weights that sample may be behind those that are trained: 0 samples and trains in turn; above
     it groups are sampled ahead while the trainer computes (docs/asynchrony.md)."""

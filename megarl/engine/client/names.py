@@ -30,6 +30,8 @@ PROVING = "x-megarl-proving"
 """Header of requests that an engine answers although it refuses others."""
 CPU_ROUTING = "MEGARL_CPU_ROUTING"
 """Variable that lets an engine on CPU record expert ids."""
+ADAPTERS = "MEGARL_ADAPTERS"
+"""Variable that gives every request of an engine its adapter (``sync.adapter=separate``)."""
 
 _since: list[float] = []
 """End of this engine's last phase, in Unix seconds."""
@@ -71,3 +73,5 @@ experts; of latent attention the layer for which vLLM takes a bfloat16 kernel by
 which it makes matrices of its own; vision towers, which are small."""
 EIGHT_BIT_BLOCK = 128
 """Rows and columns of experts in 8 bits that share a scale (vLLM's)."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM's LoRA layers have room for."""

@@ -10,7 +10,7 @@ from megarl.core import gloo_device, heartbeat
 from megarl.core.parent import end_after_parent
 from megarl.core.secrets import hide_secrets
 from megarl.core.without_videos import do_without_videos
-from megarl.engine.client.names import CPU_ROUTING
+from megarl.engine.client.names import ADAPTERS, CPU_ROUTING
 
 BACKEND = "megarl"
 
@@ -33,6 +33,10 @@ def register() -> None:
         from megarl.engine.sync.cpu_routing import install
 
         install()
+    if os.environ.get(ADAPTERS):
+        from megarl.engine.sync import one_adapter
+
+        one_adapter.install()
 
 
 SPIN_S = 0.001

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, wraps
 from pathlib import Path
@@ -14,6 +14,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.platforms import current_platform
 
 from megarl import ops
+from megarl.core.config.lora import LoraConfig
 from megarl.core.errors import WeightSyncError
 from megarl.core.machine import trim_memory
 from megarl.engine.client.control import FAILURE
@@ -21,16 +22,18 @@ from megarl.engine.sync.addresses import Address, addresses_of, check_addresses
 from megarl.engine.sync.eight_bits import EightBits
 from megarl.engine.sync.files import compare_with_files, read_files
 from megarl.engine.sync.link import Backend, Link, LinkAddress, join_groups, open_store
+from megarl.engine.sync.lora import AdaptedWriter, AdapterWriter, Part
 from megarl.engine.sync.memory import DeviceMemory, HostMemory, unpin
 from megarl.engine.sync.shared import Places, SharedMemoryReceiver, machine
 from megarl.engine.sync.sleep import WHAT, Sleeper, What, sleeper_of
 from megarl.engine.sync.writer import LocalTensor, SliceWriter
 from megarl.weights.checkpoint.formats.hf import read_hf_config
 from megarl.weights.reshard import boxes
+from megarl.weights.reshard.adapters import AdapterDelivery, is_adapter
 from megarl.weights.reshard.buckets import wire_dtype
 from megarl.weights.reshard.execute import digests_of, fold, merge, piece_digests, receive, zero_padded
 from megarl.weights.reshard.layouts import Layout, MegatronGrid, megatron_layout, vllm_layout
-from megarl.weights.reshard.plan import build_plan
+from megarl.weights.reshard.plan import ReshardPlan, build_plan
 
 if current_platform.is_cpu():
     # Before a worker builds its model.
@@ -76,6 +79,10 @@ class InitInfo(WeightTransferInitInfo):
     """Fields of ``megarl.engine.sync.shared.Places``."""
     transport: Backend
     """``sync.transport``: what carries messages between machines."""
+    lora: dict[str, Any] | None = None
+    """Fields of ``model.lora``; None where the model has no adapters."""
+    adapter: Literal["merged", "separate"] = "merged"
+    """``sync.adapter``."""
 
 
 @dataclass
@@ -83,6 +90,21 @@ class UpdateInfo(WeightTransferUpdateInfo):
     version: str
     folder: str | None = None
     """Folder of the weights' files; None for weights that come over the link."""
+    part: Part = "all"
+    """What comes: all weights, or those that training changes."""
+
+
+def _delivery(hf_config: Mapping[str, Any], info: InitInfo) -> AdapterDelivery:
+    """Way of the trainer's adapters."""
+    return AdapterDelivery.of(hf_config, LoraConfig(**(info.lora or {})), separate=info.adapter == "separate")
+
+
+def _plans_of(source: Layout, layout: Layout, adapters: AdapterDelivery | None) -> dict[Part, ReshardPlan]:
+    """Plans of all weights and of those that training changes."""
+    if adapters is None:
+        return {"all": build_plan(source, layout)}
+    plan = build_plan(adapters.layout(source), adapters.layout(layout))
+    return {"all": plan, "changed": plan.only(adapters.changed(plan.destination).__contains__)}
 
 
 # vLLM reads the answers of several workers one after the other, and none after one that failed: those then pass for the
@@ -121,6 +143,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
     _writer: SliceWriter | None = None
+    _adapted: AdaptedWriter | None = None
+    """``_writer`` where the trainer's model has adapters, with engines' own adapters."""
     _agreed: str | None = None
     """Fingerprint of the plan that ``agree`` built."""
     _links: Sequence[Link] = ()
@@ -155,7 +179,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             pp=mine.pipeline_parallel_size,
             expert_parallel=mine.enable_expert_parallel,
         )
-        plan = build_plan(source, layout)
+        plans = _plans_of(source, layout, None if info.lora is None else _delivery(hf_config, info))
+        plan = plans["all"]
         dtype = str(self.model_config.dtype).removeprefix("torch.")
         if plan.fingerprint != info.fingerprint or dtype != info.dtype:
             raise WeightSyncError(
@@ -171,7 +196,14 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
         rank = info.replica * mine.tensor_parallel_size * mine.pipeline_parallel_size + mine.rank
         self._writer = self._writer_of(layout, rank)
-        self._layout, self._plan, self._rank, self._bucket_bytes = layout, plan, rank, info.bucket_bytes
+        self._plans = plans
+        self._adapted = None if info.lora is None else self._adapted_of(self._writer, plans, rank)
+        if info.adapter != "separate" and hasattr(self.model, "lora_manager"):
+            raise WeightSyncError(
+                "the engine was started with sync.adapter=separate, the trainer sends no adapters: the programs that "
+                "share engines need the same sync.adapter and model.lora"
+            )
+        self._layout, self._rank, self._bucket_bytes = layout, rank, info.bucket_bytes
         self._agreed = info.fingerprint
 
     def _writer_of(self, layout: Layout, rank: int) -> SliceWriter:
@@ -188,6 +220,13 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
         return SliceWriter(self.model, self.model_config, tensors, eight_bits)
 
+    def _adapted_of(self, writer: SliceWriter, plans: Mapping[Part, ReshardPlan], rank: int) -> AdaptedWriter:
+        """Writer of a model whose trainer has adapters."""
+        rows = [row for row in plans["all"].destination.rows if is_adapter(row.local)]
+        own = AdapterWriter(self.model, plans["all"].destination.only_rows(rows), rank) if rows else None
+        changed = [local for local in plans["changed"].destination.local_shapes(rank) if not is_adapter(local)]
+        return AdaptedWriter(writer, own, changed)
+
     @_kept
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Joins the engine's link; returns when every trainer rank and every worker of the engine has."""
@@ -198,9 +237,10 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         address = LinkAddress(init_info.host, init_info.port, init_info.name, init_info.world_size, init_info.timeout_s)
         store = open_store(address, master=False)  # until this returns: trainer rank 0 would have a socket per worker
         places = Places(**init_info.places)
-        self._plan = replace(self._plan, nearness=places.nearness())
-        rank = self._plan.source.num_ranks + self.parallel_config.rank
-        senders, over = self._plan.senders_to(self._rank), init_info.transport
+        self._plans = {part: replace(plan, nearness=places.nearness()) for part, plan in self._plans.items()}
+        plan = self._plans["all"]
+        rank = plan.source.num_ranks + self.parallel_config.rank
+        senders, over = plan.senders_to(self._rank), init_info.transport
         files = places.senders_on_same_machine(self._rank) if places.workers else {}
         near, far = ([sender for sender in senders if (sender in files) == is_near] for is_near in (True, False))
         self._links = join_groups(store, address, rank, peers=0, near=near, far=far, over=over)
@@ -213,8 +253,9 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         assert self._writer is not None, "no trainer: megarl_agree comes before start_weight_update"
         if self.addresses is None:
             self.addresses = addresses_of(self.model)
-        with torch.device(self.device), torch.no_grad():
-            self._writer.start()
+        if self._adapted is None:  # else with the weights, which name the part that they are
+            with torch.device(self.device), torch.no_grad():
+                self._writer.start()
 
     @_kept
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -226,16 +267,19 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
                 read_files(self._layout, self._rank, self._writer.tensor, self._writer.wrote, place, dtype)
             return
         assert self._receiver is not None, "no link: init_weight_transfer_engine comes before update_weights"
+        part, writer = update_info.part, self._adapted or self._writer
         try:
             with torch.device(self.device), torch.no_grad():
+                if self._adapted is not None:
+                    self._adapted.start(part)
                 receive(
-                    self._plan,
+                    self._plans[part],
                     self._rank,
-                    self._writer.tensor,
+                    writer.tensor,
                     self._receiver,
                     dtype=self.model_config.dtype,
                     bucket_bytes=self._bucket_bytes,
-                    wrote=self._writer.wrote,
+                    wrote=writer.wrote,
                 )
                 self._receiver.finish()
         except BaseException:
@@ -247,7 +291,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._require_weights("finish_weight_update")
         assert self._writer is not None
         with torch.device(self.device), torch.no_grad():
-            self._writer.finish()
+            (self._adapted or self._writer).finish()
         if sum(parameter.nbytes for parameter in self.model.parameters()) > TRIMMED_BYTES:
             trim_memory()  # unpacked layers and buckets: 250 MiB of an engine with 100M parameters
         assert self.addresses is not None, "start_weight_update comes before finish_weight_update"
@@ -260,9 +304,11 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._require_weights("megarl_digests")
         assert self._writer is not None, "no trainer: megarl_agree comes before megarl_digests"
         eight_bits = self._writer.eight_bits
-        layout = eight_bits.rest
+        layout, writer = eight_bits.rest, self._adapted or self._writer
+        if self._adapted is not None:
+            layout = self._adapted.layout(layout, self._plans["changed"].destination)
         with torch.device(self.device), torch.no_grad():
-            read, check_rest = zero_padded(layout, self._rank, self._writer.computed_with)
+            read, check_rest = zero_padded(layout, self._rank, writer.computed_with)
             found = digests_of(layout, self._rank, read)
             check_rest()
             return merge([found, *({tensor: digest} for tensor, _, digest in eight_bits.pieces())])
@@ -300,6 +346,11 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             expert_parallel=mine.enable_expert_parallel,
         )
         return layout, self._writer_of(layout, mine.rank)
+
+    def lose_weights(self) -> None:
+        """Expect all weights with the next update: they are freed."""
+        if self._adapted is not None:
+            self._adapted.has_own = False
 
     def _require_weights(self, step: str) -> None:
         """Raise WeightSyncError while the weights sleep."""
@@ -375,6 +426,7 @@ class WorkerExtension:
         """Free weights and KV cache; ``Sleeper.sleep``. Also before a trainer has joined."""
         if self._weight_update_active:
             raise WeightSyncError("a weight update is under way: it ends, or is abandoned, before megarl_sleep")
+        self.weight_transfer_engine.lose_weights()
         return self._sleeper().sleep()
 
     @_answered

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,11 @@ class _Faint:
     values: torch.Tensor
 
 
+def plain_path(path: str) -> str:
+    """Return the name of a module as it is without vLLM's LoRA layer around it."""
+    return path.replace(".base_layer", "")
+
+
 class SliceWriter:
     """One model of one worker.
 
@@ -61,10 +66,12 @@ class SliceWriter:
         self.eight_bits = eight_bits
         self._model_config = model_config
         self._tensors = dict(tensors)
-        self._owner = {f"{path}.{name}": (module, name) for path, module, name in _loadable(model)}
+        self._owner = {f"{plain_path(path)}.{name}": (module, name) for path, module, name in _loadable(model)}
         self._plain_head = model_config.head_dtype != model_config.dtype
         self._latent = readback.latent_projections(model)
         self._left: dict[nn.Module, int] = {}
+        self._reloaded: nn.Module = model
+        """Layers of the update under way."""
         self._open: set[nn.Module] = set()
         self._faint: dict[str, _Faint] = {}
         unknown = sorted(set(self._tensors) ^ set(self._owner))
@@ -74,17 +81,29 @@ class SliceWriter:
                 "table does not fit this vLLM version"
             )
 
-    def start(self) -> None:
-        """Begins an update, also after one that ended midway: every layer waits for new weights."""
+    def start(self, names: Collection[str] | None = None) -> None:
+        """Begins an update, also after one that ended midway: every layer waits for new weights.
+
+        ``names``: the local tensors that come, all of a module or none; the layers without any stay as they are. None
+        is all.
+        """
+        assert names is None or not self.eight_bits, "layers in 8 bits are written together"
+        given = self._tensors if names is None else {name: self._tensors[name] for name in names}
         self._left = {}
-        for name, (module, _) in self._owner.items():
-            self._left[module] = self._left.get(module, 0) + math.prod(self._tensors[name].shape)
+        for name, tensor in given.items():
+            module, _ = self._owner[name]
+            self._left[module] = self._left.get(module, 0) + math.prod(tensor.shape)
         self._open = set()
-        self._faint = {}
+        self._faint = {name: faint for name, faint in self._faint.items() if name not in given}
         self.eight_bits.forget()
-        _repack_experts(self._model)
-        _name_loaders(self._model)
-        initialize_layerwise_reload(self._model)
+        if names is None:
+            self._reloaded = self._model
+        else:  # latent attention makes matrices of its own from one of these
+            attention = [self._latent[module] for module in self._left if module in self._latent]
+            self._reloaded = nn.ModuleList([*self._left, *attention])
+        _repack_experts(self._reloaded)
+        _name_loaders(self._reloaded)
+        initialize_layerwise_reload(self._reloaded)
 
     def tensor(self, name: str) -> torch.Tensor:
         """The local tensor to write slices into; the first call for a layer allocates it."""
@@ -118,14 +137,14 @@ class SliceWriter:
         Raises:
             WeightSyncError: a tensor did not get all its elements.
         """
-        for module in dict.fromkeys(module for module, _ in self._owner.values()):
+        for module in list(self._left):
             if module in self.eight_bits.wait:  # before anything is refused: other workers do the same
                 self._allocate(module)
                 self._pack(module)
-        short = [name for name, (module, _) in self._owner.items() if self._left[module] != 0]
+        short = [name for name, (module, _) in self._owner.items() if self._left.get(module, 0) != 0]
         if short:
             raise WeightSyncError(f"these local tensors did not get all their elements: {', '.join(short)}")
-        finalize_layerwise_reload(self._model, self._model_config)
+        finalize_layerwise_reload(self._reloaded, self._model_config)
 
     def computed_with(self, name: str) -> torch.Tensor:
         """The local tensor as the model computes with it, in the layout's shape and dtype; unpacked where it is

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -206,7 +206,7 @@ def install(chunks: Sequence[torch.nn.Module], layout: Layout, rank: int, factor
         stage.add_module(LORA, adapters)
 
 
-def freeze(chunks: Sequence[torch.nn.Module], trained: set[str]) -> None:
+def freeze(chunks: Sequence[torch.nn.Module], trained: Collection[str]) -> None:
     """Leave every parameter as it is but adapters and those of the local names ``trained``."""
     for number, chunk in enumerate(chunks):
         prefix = f"chunk{number}." if len(chunks) > 1 else ""

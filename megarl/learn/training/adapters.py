@@ -6,13 +6,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from megarl.core.config.lora import LoraConfig
 from megarl.learn.models import lora
+from megarl.ops import digest_values, slice_digests
 from megarl.weights.architectures import Head, HFConfig
 from megarl.weights.checkpoint.formats import peft
+from megarl.weights.reshard import boxes
 from megarl.weights.reshard.adapters import (
-    MergedTensors,
+    AdaptedModel,
     adapter_layout,
     factors_of,
     file_layout,
@@ -20,6 +23,7 @@ from megarl.weights.reshard.adapters import (
     local_adapters,
     saved_whole,
 )
+from megarl.weights.reshard.execute import fold
 from megarl.weights.reshard.layout import Layout
 
 SCORE = "score.weight"
@@ -53,7 +57,7 @@ class ModelAdapters:
         """Layout of what PEFT's files have: ``layout``, and that of the tensors ``saved``."""
         lora.install(chunks, base, rank, self.factors, config)
         saved = set(self.saved)
-        self.saved_locals = {row.local for row, _ in base.rows_of(rank) if not saved.isdisjoint(row.parts)}
+        self.saved_locals = frozenset(row.local for row, _ in base.rows_of(rank) if not saved.isdisjoint(row.parts))
         lora.freeze(chunks, self.saved_locals)
 
     def load(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -64,7 +68,38 @@ class ModelAdapters:
         """
         peft.load_adapter(folder, self.file_layout, self.rank, tensors)
 
-    def merged(self, tensors: Mapping[str, torch.Tensor]) -> MergedTensors:
-        """The model's own tensors with the adapters in them, of a rank's tensors of both kinds."""
+    def base_digest(self, base: Layout, rank: int, tensors: Mapping[str, torch.Tensor]) -> str:
+        """Digest of the model that the adapters are for, in hexadecimal: the same on every grid. Every rank calls it.
+
+        Args:
+            base: Layout of the model's own tensors.
+            tensors: Local name -> tensor of this rank.
+        """
+        mine: dict[str, int] = {}
+        for row, share in base.rows_of(rank):
+            is_first = row.owners.ranks[share][0] == rank
+            own = [part for part in row.parts if part not in self.saved and base.rows_with[part][0] is row]
+            if not is_first or not own:
+                continue
+            pieces = [piece for piece in row.pieces(share) if piece.tensor in own]
+            tensor = tensors[row.local]
+            asked = [
+                (
+                    tensor[boxes.index_of(piece.at, boxes.shape_of(piece.box))],
+                    boxes.start_of(piece.box),
+                    base.tensors[piece.tensor],
+                )
+                for piece in pieces
+            ]
+            found = digest_values(slice_digests(asked)) if asked else []
+            for piece, digest in zip(pieces, found, strict=True):
+                mine[piece.tensor] = (mine.get(piece.tensor, 0) + digest) % 2**64
+        total = torch.tensor([fold(mine)], dtype=torch.uint64).view(torch.int64)
+        dist.all_reduce(total)  # modulo 2**64
+        return f"{int(total.view(torch.uint64)):016x}"
+
+    def adapted(self, tensors: Mapping[str, torch.Tensor]) -> AdaptedModel:
+        """A rank's tensors of both kinds, told apart."""
         own = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
-        return MergedTensors(own, self.local, tensors)
+        factors = {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
+        return AdaptedModel(own, factors, self.local, self.saved_locals)

@@ -31,7 +31,7 @@ from megarl.learn.training.residents import Residents
 from megarl.learn.training.schedule import Head, run
 from megarl.weights.architectures import architecture
 from megarl.weights.checkpoint.formats import hf
-from megarl.weights.reshard.adapters import is_adapter
+from megarl.weights.reshard.adapters import AdaptedModel, MergedTensors, is_adapter
 from megarl.weights.reshard.copy import HEADS, copy_weights
 from megarl.weights.reshard.layouts import megatron_layout
 
@@ -114,20 +114,30 @@ class Model:
         self.residents.require("parameters")
         return named_tensors(self.chunks if len(self.chunks) > 1 else self.chunks[0])
 
-    def proven_tensors(self) -> Mapping[str, torch.Tensor]:
-        """``tensors`` with the adapters in them, to be sent or written to files. Every rank calls it. Raises
-        WeightsDiffer where an optimizer wrote others."""
-        if self.optimizer is not None:
-            check_written(self.trained_tensors, self.written())
-        return self.tensors if self.adapters is None else self.adapters.merged(self.all_tensors)
+    @property
+    def sent_tensors(self) -> Mapping[str, torch.Tensor]:
+        """``tensors`` with the adapters in them, as they are sent or written to files."""
+        return self.tensors if self.adapters is None else MergedTensors(self.adapted)
 
     @property
-    def trained_tensors(self) -> dict[str, torch.Tensor]:
-        """Those of ``all_tensors`` that ``written`` has digests of: with adapters what is trained, else all."""
-        return {name: tensor for name, tensor in self.all_tensors.items() if self._is_written(name)}
+    def adapted(self) -> AdaptedModel:
+        """Tensors of a model with adapters."""
+        assert self.adapters is not None, "the model has no adapters"
+        return self.adapters.adapted(self.all_tensors)
 
-    def _is_written(self, name: str) -> bool:
-        return self.adapters is None or is_adapter(name) or name in self.adapters.saved_locals
+    def base_digest(self) -> str | None:
+        """Digest of the model that adapters are for; None without adapters. Every rank calls it."""
+        if self.adapters is None:
+            return None
+        return self.adapters.base_digest(self.layout, dist.get_rank(), self.tensors)
+
+    def proven_tensors(self) -> Mapping[str, torch.Tensor]:
+        """``sent_tensors``, compared with what the optimizer wrote. Every rank calls it. Raises WeightsDiffer where an
+        optimizer wrote others."""
+        tensors = self.sent_tensors
+        if self.optimizer is not None:
+            check_written(tensors, self.written())
+        return tensors
 
     def load_hf(self, path: Path, *, score: Literal["stored", "zeros"] = "stored") -> None:
         """Weights of an HF checkpoint; ``score``: the source of a score head (``checkpoint.hf.load_into``)."""
@@ -157,7 +167,8 @@ class Model:
             self.optimizer.inner.reload_model_params()
 
     def written(self) -> dict[str, int]:
-        """Local name -> digest of what the optimizer last wrote, of ``trained_tensors``. Every rank calls it.
+        """Local name -> digest of what the optimizer last wrote; with adapters of what is trained alone. Every rank
+        calls it.
 
         While the optimizer is not on the device: what ``keep_written`` found.
         """
@@ -166,7 +177,7 @@ class Model:
         assert self.optimizer is not None, "nothing writes a frozen model"
         self.residents.require("parameters", "optimizer")
         found = digests_written(self.chunks, self.optimizer.inner, frozen=self.adapters is None)
-        return {name: digest for name, digest in found.items() if self._is_written(name)}
+        return found
 
     def keep_written(self) -> None:
         """Take ``written`` before the optimizer leaves the device. Every rank calls it."""
@@ -216,6 +227,27 @@ class Model:
         # One rank has the outputs of each position, the others have 0 there: the sum is exact.
         sequences.add_up(result)
         return result
+
+
+class WithoutAdapters:
+    """A model as it is without its adapters, computed by the same modules: the reference of an actor with adapters."""
+
+    def __init__(self, adapted: Model) -> None:
+        self._adapted = adapted
+        self.micro_batching, self.dp_rank = adapted.micro_batching, adapted.dp_rank
+        self.micro_batches = adapted.micro_batches
+
+    def outputs(self, sequences: Sequences, updates: Sequence[Sequence[MicroBatch]]) -> torch.Tensor:
+        """``Model.outputs`` of the model without adapters, whose routers choose the experts themselves."""
+        from megarl.learn.models.lora import without
+
+        adapted = self._adapted
+        replays, adapted.replays_routing = adapted.replays_routing, False
+        try:
+            with without(adapted.chunks):
+                return adapted.outputs(sequences, updates)
+        finally:
+            adapted.replays_routing = replays
 
 
 def _replay(

@@ -19,6 +19,7 @@ from megarl.core.errors import WeightsDiffer
 from megarl.learn.models.gpt import named_tensors, unwrap
 from megarl.ops import digest_values, slice_digests
 from megarl.weights.megatron_private import first_element
+from megarl.weights.reshard.adapters import Adapted
 
 
 def whole_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
@@ -64,12 +65,12 @@ def _shares(optimizer: Any, parameters: Sequence[torch.nn.Parameter]) -> np.ndar
 
 
 def check_written(tensors: Mapping[str, torch.Tensor], written: Mapping[str, int]) -> None:
-    """Compare tensors with ``digests_written``, by local name.
+    """Compare tensors with ``digests_written``, by local name; of a model with adapters what is trained.
 
     Raises:
         WeightsDiffer: naming a tensor that is another, and how many others are.
     """
-    given = whole_digests(tensors)
+    given = whole_digests(tensors.model.trained if isinstance(tensors, Adapted) else tensors)
     wrong = [name for name in sorted(given.keys() | written.keys()) if given.get(name) != written.get(name)]
     if wrong:
         values = ("nothing" if (v := side.get(wrong[0])) is None else format(v, "016x") for side in (written, given))

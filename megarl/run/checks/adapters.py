@@ -37,6 +37,11 @@ def check_adapter(config: Config, hf_config: Mapping[str, Any], files: Source, h
         factors_of(hf_config, lora, head)
         saved_whole(tensors, lora)
         return
+    if config.trainer.warm_start.steps:
+        raise ConfigError(
+            f"model.lora.path={lora.path} with trainer.warm_start.steps={config.trainer.warm_start.steps}: the warm "
+            "start changes the model that the adapter is for; set trainer.warm_start.steps=0"
+        )
     folder = Path(lora.path)
     try:
         found = peft.lora_of(folder, hf_config, head)

@@ -21,6 +21,7 @@ from megarl.run.checks.dispatcher import check_experts_settings
 from megarl.run.checks.engine_options import check_batched_tokens
 from megarl.run.checks.engines import check_eight_bits
 from megarl.run.checks.recompute import check_recompute
+from megarl.run.checks.separate import check_separate
 from megarl.run.checks.vision import is_vision_model
 from megarl.weights.architectures import Head, architecture
 from megarl.weights.architectures.megatron_config import has_router_bias
@@ -139,6 +140,7 @@ def _check_engines(config: Config, hf_config: Mapping[str, Any], source: Layout)
         )
     check_engine(config.model.path, hf_config)
     check_eight_bits(config, hf_config)
+    check_separate(config, hf_config)
     context = int(hf_config["max_position_embeddings"])
     wanted = context_tokens(config.rollout)
     one = prompt_tokens(rollout) + rollout.max_response_tokens

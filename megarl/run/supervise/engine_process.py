@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megarl.core.config.lengths import context_tokens
+from megarl.core.config.lora import LoraConfig
 from megarl.core.config.schema import ModelConfig, RolloutConfig
 from megarl.core.durable import read_json
-from megarl.engine.client.names import CPU_ROUTING, EIGHT_BITS, PLUGIN
+from megarl.engine.client.names import ADAPTERS, CPU_ROUTING, EIGHT_BITS, LORA_RANKS, PLUGIN
 from megarl.explore.tasksets.images import MAX_IMAGES
 from megarl.explore.tasksets.pixels import pixel_limits
 from megarl.run.checks.vision import is_vision_model
@@ -39,6 +40,7 @@ def engine_process(
     group: tuple[int, str] | None = None,
     pause: Literal["wait", "keep"] = "wait",
     leaves: Literal["sleep", "destroy"] | None = None,
+    adapter: Literal["merged", "separate"] = "merged",
 ) -> tuple[list[str], dict[str, str]]:
     """Returns (argv, environment to add) of one engine server that listens on ``host:port``.
 
@@ -49,6 +51,7 @@ def engine_process(
             meet. Part 0 is the server.
         pause: ``sync.pause``. With ``keep`` the engine has priorities: a probe goes before requests that wait.
         leaves: How it gives its device to trainer ranks (``rollout.offload``); None where it has one of its own.
+        adapter: ``sync.adapter``.
     """
     context = context_tokens(rollout)
     kind = "server" if group is None or group[0] == 0 else "part"
@@ -72,6 +75,9 @@ def engine_process(
     argv += ["--weight-transfer-config", json.dumps({"backend": PLUGIN})]
     argv += ["--worker-extension-cls", "megarl.engine.sync.receiver.WorkerExtension"]
     environment = engine_environment(rollout, device)
+    if adapter == "separate" and model.lora.is_used:
+        argv += _adapter_options(model_path, model.lora)
+        environment[ADAPTERS] = "1"
     if group is not None:
         part, (meeting, _, meeting_port) = group[0], group[1].rpartition(":")
         argv += [
@@ -162,6 +168,21 @@ def _image_options(model_path: str, model: ModelConfig, rollout: RolloutConfig) 
         limits = pixel_limits(model_path, model.min_image_pixels, model.max_image_pixels)
         options += ["--mm-processor-kwargs", json.dumps({"size": limits.size})]
     return options
+
+
+def _adapter_options(model_path: str, lora: LoraConfig) -> list[str]:
+    """Options of an engine that computes with adapters of its own: LoRA layers where the model has adapters."""
+    from megarl.weights.checkpoint.formats.hf_source import read_hf_config  # these import torch and transformers
+    from megarl.weights.reshard.adapters import factors_of
+    from megarl.weights.reshard.layouts import vllm_layout
+
+    hf_config = read_hf_config(Path(model_path))
+    factors = factors_of(hf_config, lora)
+    rows = (row for row in vllm_layout(hf_config, 1).rows if not factors.keys().isdisjoint(row.parts))
+    layers = sorted({row.local.removesuffix(".weight").rpartition(".")[2] for row in rows})
+    largest = max(own.rank for own in factors.values())
+    options = ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(min(r for r in LORA_RANKS if r >= largest))]
+    return [*options, "--lora-target-modules", *layers]
 
 
 def _cpu_options(model_path: str, rollout: RolloutConfig) -> list[str]:

@@ -123,8 +123,9 @@ def _engine(attempt: _Attempt, process: Planned) -> _Command:
     device: Literal["cpu", "cuda"] = "cuda" if config.parallel.backend == "nccl" else "cpu"
     leaves = config.rollout.offload if attempt.plan.takes_turns else None
     argv, env = engine_process(
-        config.model.path, config.rollout, config.model, host, int(port), device, span, config.sync.pause, leaves
-    )
+        config.model.path, config.rollout, config.model, host, int(port), device, span, config.sync.pause, leaves,
+        config.sync.adapter,
+    )  # fmt: skip
     name = of_program(f"{process.kind.stem}_{process.number}", attempt.plan.job.program)
     timeline = f"{config.run.dir}/timeline/{name}"
     env |= {UNTIL_PUBLISHED: "1", TIMELINE: timeline, COLD: f"{config.run.dir}/{COLD_FOLDER}"}

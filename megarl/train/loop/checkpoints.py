@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megarl.core.errors import DiskFullError, FencedError, NonRetryableError
+from megarl.core.errors import CheckpointError, DiskFullError, FencedError, NonRetryableError
 from megarl.core.phases import Phase
 from megarl.core.schema import WeightsVersion
 from megarl.explore.order.choice import tasks_per_step
@@ -38,6 +38,8 @@ class Checkpointer:
         self._pending: saving.Save | None = None
         self.failed = 0
         """Checkpoints in a row that had no room on the disk."""
+        self._base: str | None = None
+        """Digest of the model that the actor's adapters are for, once it is known."""
 
     def _folder(self, *, warming_up: bool) -> Path:
         """Checkpoints of a phase. Apart, because a higher step of the warm start comes before step 0 of what
@@ -63,9 +65,12 @@ class Checkpointer:
         if found is None:
             models.load_beginning()
             return TrainState()
+        if models.actor.model.adapters is not None:
+            models.load_base()
         saving.load(found, {"actor": models.actor_part()})
         models.actor.optimizer.set_hyperparameters(self._context.config.trainer.optimizer)
         saved = saving.manifest_of(found)
+        self._check_base(found, saved.get("made", {}), models)
         state = self._saved = TrainState.from_manifest(saved)
         before, now = saved.get("made", {}).get("data"), self._data_cursor(state)
         if before is not None and before != now:
@@ -75,6 +80,15 @@ class Checkpointer:
             )
         self._reporter.log(f"resumed from {found}")
         return state
+
+    def _check_base(self, checkpoint: Path, made: Mapping[str, Any], models: Models) -> None:
+        """Raise CheckpointError where a checkpoint's adapters are for another model than the actor's."""
+        self._base = models.actor.model.base_digest()
+        if self._base is not None and made.get("base") != self._base:
+            raise CheckpointError(
+                f"{checkpoint} has adapters for a model with digest {made.get('base')}, and the model that was loaded "
+                f"has {self._base}; give model.path the model that the run began with"
+            )
 
     def put_random_states(self, models: Models) -> None:
         """Restore the random generators of the newest checkpoint. After all models are built: that draws numbers."""
@@ -115,6 +129,7 @@ class Checkpointer:
             if enter is not None:
                 enter(Phase.SAVE)
             folder = self._folder(warming_up=state.warming_up)
+            self._base = self._base or models.actor.model.base_digest()
             manifest = saving.Manifest(asdict(state), self._context.attempt, self._made(state, version))
             config = self._context.config.trainer
             background = interval and config.async_checkpoint
@@ -190,6 +205,7 @@ class Checkpointer:
             "version": str(version or WeightsVersion(attempt, 0)),
             "parallel": asdict(self._context.config.parallel),
             "data": self._data_cursor(state),
+            **({} if self._base is None else {"base": self._base}),
         }
 
     @cached_property

@@ -71,7 +71,7 @@ class OfflineSteps:
             rank.build_models(state)
             return
         with rank.timeline.phase("load"):
-            rank.models.score_from_here()
+            rank.leave_warm_start(state)
         rank.memory.begin()
 
     def connect(self) -> None:

@@ -23,8 +23,9 @@ from megarl.train.rank.ranks import Ranks
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
 from megarl.train.update.learner import Learner
-from megarl.train.update.models import Models
+from megarl.train.update.models import REFERENCE, Models
 from megarl.train.update.phase_memory import PhaseMemory
+from megarl.train.update.scoring import trains_scores
 from megarl.train.update.updates import UpdateFilter
 from megarl.weights.checkpoint.training import writer as checkpoint_writer
 
@@ -69,14 +70,23 @@ class TrainerRank:
 
         At step 0 the optimizer is fresh, and the other models begin with the weights that the warm start left.
         """
-        models, reference = self.models, self.context.run_dir / "reference"
+        models = self.models
         if state.step == 0:
             models.actor.optimizer.restart(self.config.trainer.optimizer)
-            self.export(reference)
+            self.leave_warm_start(state)
         models.actor.model.head = models.head
         self.memory.begin()
         with self.timeline.phase("load"), starting(self.config):
-            models.build(state.step, self.checkpoints.newest(), reference, self.memory.enter)
+            models.build(state.step, self.checkpoints.newest(), self.context.run_dir / REFERENCE, self.memory.enter)
+
+    def leave_warm_start(self, state: TrainState) -> None:
+        """At step 0 keep the model as an HF checkpoint, where one is needed later, and go on with the one to train."""
+        if state.step:
+            return
+        lora, reward = self.config.model.lora.is_used, trains_scores(self.algorithm)
+        if self.config.trainer.warm_start.steps if lora else not reward:
+            self.export(self.context.run_dir / REFERENCE)
+        self.models.leave_warm_start()
 
     def end_step(
         self, state: TrainState, metrics: dict[str, float], version: WeightsVersion | None, used: Used = NOTHING_USED

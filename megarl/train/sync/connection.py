@@ -27,6 +27,7 @@ from megarl.train.sync.joined import NONE_JOINED, Joined
 from megarl.train.sync.links import TrainerLinks
 from megarl.train.sync.messages import RankMessages
 from megarl.train.sync.parts import EnginePlans, PartOfEngines, partners_of, parts_of, places_of
+from megarl.weights.reshard.adapters import AdapterDelivery
 from megarl.weights.reshard.execute import Transport
 from megarl.weights.reshard.layout import Layout
 from megarl.weights.reshard.layouts import VOCAB_MULTIPLE
@@ -87,7 +88,12 @@ class EngineConnection:
         self.fleet = EngineFleet([], self._addresses.key, config.sync.timeout_s)
         self.each = config.sync.pause == "keep"
         """True if engines take weights one after another, by plans of their own."""
-        self._plans = EnginePlans(layout, hf_config, config.rollout, each=self.each)
+        self.adapters: AdapterDelivery | None = None
+        """Way of the model's adapters, where it has some."""
+        if config.model.lora.is_used:
+            separate = config.sync.adapter == "separate"
+            self.adapters = AdapterDelivery.of(hf_config, config.model.lora, separate=separate)
+        self._plans = EnginePlans(layout, hf_config, config.rollout, each=self.each, adapters=self.adapters)
         self.parts: list[PartOfEngines] = []
         """Engines that take weights together, since ``connect``."""
         self.messages = RankMessages(rank, config.rollout.start_timeout_s + config.sync.timeout_s)
@@ -239,4 +245,6 @@ class EngineConnection:
             "bucket_bytes": self.config.sync.bucket_bytes,
             "transport": self.config.sync.transport,
             "fingerprint": plans.of(replica).fingerprint,
+            **({} if self.adapters is None else {"lora": asdict(self.config.model.lora)}),
+            "adapter": self.config.sync.adapter,
         }

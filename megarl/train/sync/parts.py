@@ -10,6 +10,7 @@ from typing import Any
 from megarl.core.config.schema import RolloutConfig
 from megarl.engine.sync.link import PartOfWorkers, first_workers
 from megarl.engine.sync.shared import Places
+from megarl.weights.reshard.adapters import AdapterDelivery
 from megarl.weights.reshard.execute import Transport
 from megarl.weights.reshard.layout import Layout
 from megarl.weights.reshard.layouts import vllm_layout
@@ -34,10 +35,21 @@ class EnginePlans:
 
     Args:
         each: Each has its own, also where all have as many workers.
+        adapters: Way of the adapters, where the trainer's model has some.
     """
 
-    def __init__(self, source: Layout, hf_config: Mapping[str, Any], rollout: RolloutConfig, *, each: bool) -> None:
-        self._source, self._hf_config, self._rollout, self._each = source, hf_config, rollout, each
+    def __init__(
+        self,
+        source: Layout,
+        hf_config: Mapping[str, Any],
+        rollout: RolloutConfig,
+        *,
+        each: bool,
+        adapters: AdapterDelivery | None = None,
+    ) -> None:
+        self._source = source if adapters is None else adapters.layout(source)
+        self._adapters = adapters
+        self._hf_config, self._rollout, self._each = hf_config, rollout, each
         self._plans: dict[tuple[int, int], ReshardPlan] = {}
         """(workers of an engine, engines) -> the plan to them."""
         self.workers: Sequence[int] = ()
@@ -73,6 +85,7 @@ class EnginePlans:
         if (workers, replicas) not in self._plans:
             pp, expert_parallel = self._rollout.pp, self._rollout.expert_parallel
             engines = vllm_layout(self._hf_config, workers // pp, replicas, pp=pp, expert_parallel=expert_parallel)
+            engines = engines if self._adapters is None else self._adapters.layout(engines)
             self._plans[workers, replicas] = build_plan(self._source, engines)
         return self._plans[workers, replicas]
 

@@ -27,6 +27,8 @@ from megarl.weights.reshard.plan import ReshardPlan
 
 Pause = Literal["wait", "abort", "keep"]
 """Treatment of requests under way: wait for them, end them, or go on with them."""
+TRIED = "the engine has a test adapter, not the weights of a step"
+"""Reason of an engine that refuses requests while its way of adapters is tried."""
 _FAILURE_S = 5.0
 """Seconds that ranks wait for each other's account of a failure."""
 
@@ -94,17 +96,32 @@ class Publication:
 
     Args:
         topic: Prefix of its messages, never used before.
+        changed: The plan has what training changes alone: the engines have the rest.
     """
 
     def __init__(
-        self, fleet: EngineFleet, messages: RankMessages, plan: ReshardPlan, topic: str, version: WeightsVersion
+        self,
+        fleet: EngineFleet,
+        messages: RankMessages,
+        plan: ReshardPlan,
+        topic: str,
+        version: WeightsVersion,
+        *,
+        changed: bool = False,
     ) -> None:
         self._fleet, self._messages, self._plan = fleet, messages, plan
+        self._part = {"part": "changed"} if changed else {}
         self._topic, self._version = topic, version
         self._num_trainers = plan.source.num_ranks
 
     def lead(
-        self, send: Callable[[], Digests], pause: Pause, nbytes: int, probe: ProbeText | None = None
+        self,
+        send: Callable[[], Digests],
+        pause: Pause,
+        nbytes: int,
+        probe: ProbeText | None = None,
+        *,
+        opens: bool = True,
     ) -> SyncReport:
         """Publish as rank 0, which drives the engines and announces the end to the other ranks.
 
@@ -112,11 +129,12 @@ class Publication:
             send: Sends this rank's tensors over the link.
             nbytes: Sent over the link by all ranks together.
             probe: Compared before any request that was kept, or came meanwhile; None leaves that to the caller.
+            opens: False leaves the engines refusing requests, but those that prove them.
         """
         read_by_all = self._messages.read_by_all()
         with self._messages.announcing(f"{self._topic}/end") as message:
             try:
-                report = self._drive(send, pause, nbytes, probe)
+                report = self._drive(send, pause, nbytes, probe, opens)
             except Exception as error:
                 what = f"weights {self._version} {_failure_text(error)}{self._where(pause)}"
                 failure = "; ".join([f"{what}: {error}", *self._others()])
@@ -126,11 +144,15 @@ class Publication:
         self._messages.remove(read_by_all)  # every rank has sent since, and so has received what came before
         return report
 
-    def _drive(self, send: Callable[[], Digests], pause: Pause, nbytes: int, probe: ProbeText | None) -> SyncReport:
+    def _drive(
+        self, send: Callable[[], Digests], pause: Pause, nbytes: int, probe: ProbeText | None, opens: bool
+    ) -> SyncReport:
         clock = [time.monotonic()]
         differing: list[int] = []
         try:
             with self._messages.announcing(f"{self._topic}/go"):
+                if not opens:
+                    self._fleet.each(lambda i, engine: engine.refuse(TRIED))
                 self._fleet.each(lambda i, engine: engine.pause(pause))
                 self._fleet.each(lambda i, engine: engine.start())
             clock.append(time.monotonic())
@@ -147,7 +169,8 @@ class Publication:
         if differing:
             self._compare_digests(sent, differing)
         clock.append(time.monotonic())
-        self._fleet.each(lambda i, engine: engine.refuse(None, str(self._version)))
+        if opens:
+            self._fleet.each(lambda i, engine: engine.refuse(None, str(self._version)))
         with self._probing(probe) as probed:
             self._fleet.each(lambda i, engine: engine.resume())
             seconds = time.monotonic() - clock[0]
@@ -177,7 +200,9 @@ class Publication:
                 raise
 
     def _transfer(self, send: Callable[[], Digests]) -> Digests:
-        with self._fleet.calling(lambda i, engine: engine.update({"version": str(self._version)})) as updating:
+        with self._fleet.calling(
+            lambda i, engine: engine.update({"version": str(self._version), **self._part})
+        ) as updating:
             try:
                 sent = send()
             except Exception as error:

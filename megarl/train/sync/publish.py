@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from traceback import clear_frames
@@ -23,9 +23,17 @@ from megarl.train.sync.parts import PartOfEngines
 from megarl.train.sync.publication import Pause, Publication, SyncReport
 from megarl.weights.reshard.buckets import bytes_of
 from megarl.weights.reshard.execute import Digests, SliceDigests, send
+from megarl.weights.reshard.plan import ReshardPlan
 
 AWAIT_S = 0.2
 """Least seconds between two looks for engines of other programs."""
+UNMOVED = (
+    "an engine does not compute with a test adapter as the trainer does: adapters that it is given do not reach its "
+    "layers, reach others, or are scaled otherwise; compare model.lora and sync.adapter of both programs"
+)
+"""Beginning of an error."""
+Start = tuple[Key, int]
+"""An engine, and the number of its start."""
 LEAST_BUCKET = 65536
 """Bytes below which no bucket is halved: memory that lacks so little is not the buckets'."""
 
@@ -53,9 +61,16 @@ class WeightPublisher:
         self._dtype: torch.dtype = getattr(torch, connection.config.model.dtype)
         self._count = 0
         """Number of the last publication or probe."""
+        self._whole: set[Start] = set()
+        """Starts of engines that have proven to have all weights since they slept; on rank 0."""
+        self._tried: set[Start] = set()
+        """Starts of engines whose way of adapters was tried; on rank 0."""
+        self._changes: dict[int, ReshardPlan] = {}
+        """``id`` of a part -> its plan of what training changes."""
 
     def connect(self) -> None:
         """``EngineConnection.connect``."""
+        self._changes = {}
         self.connection.connect()
 
     def engines_changed(self) -> bool:
@@ -98,10 +113,10 @@ class WeightPublisher:
         known: SliceDigests = {}
         with heartbeat.timeout(connection.config.sync.timeout_s):
             try:
-                for part in self._parts_behind(topic, version):
-                    send = partial(self._send, part, tensors, written, known)
+                for part, plan in self._planned(topic, self._parts_behind(topic, version)):
+                    send = partial(self._send, part, plan, tensors, written, known)
                     try:
-                        reports.append(self._publish_to(part, topic, version, send, abort, probe))
+                        reports.append(self._publish_to(part, plan, topic, version, send, abort, probe))
                     except WeightSyncError as error:
                         if isinstance(error, WeightsDiffer) or not connection.each:
                             raise
@@ -144,29 +159,116 @@ class WeightPublisher:
         rows = [self.connection.rows[engine] for engine in engines]
         self._rows.delivered({row.key: row.start for row in rows}, version)
 
+    def _planned(self, topic: str, parts: Sequence[PartOfEngines]) -> list[tuple[PartOfEngines, ReshardPlan]]:
+        """Each part with the plan to execute: of what training changes, where its engines have proven to have the
+        rest."""
+        connection = self.connection
+        adapters = connection.adapters
+        if adapters is None:
+            return [(part, part.plan) for part in parts]
+        if connection.rank == 0:
+            have = [not self._starts(part.engines) - self._whole for part in parts]
+            with connection.messages.announcing(f"{topic}/changed") as message:
+                message["changed"] = [rest and connection.config.rollout.weight_dtype == "auto" for rest in have]
+        else:
+            message = connection.messages.received(f"{topic}/changed")
+        for part, changed in zip(parts, message["changed"], strict=True):
+            if changed and id(part) not in self._changes:
+                self._changes[id(part)] = part.plan.only(adapters.changed(part.plan.destination).__contains__)
+        plans = [
+            self._changes[id(p)] if changed else p.plan for p, changed in zip(parts, message["changed"], strict=True)
+        ]
+        return list(zip(parts, plans, strict=True))
+
+    def _starts(self, engines: Iterable[int]) -> set[Start]:
+        """Starts of joined engines, on rank 0."""
+        return {(row.key, row.start) for row in (self.connection.rows[engine] for engine in engines)}
+
     def _publish_to(
         self,
         part: PartOfEngines,
+        plan: ReshardPlan,
         topic: str,
         version: WeightsVersion,
         send: Callable[[], Digests],
         abort: bool,
         probe: ProbeText | None,
+        *,
+        opens: bool = True,
     ) -> SyncReport:
         heartbeat.beat()
         connection = self.connection
         fleet = connection.fleet.part(part.engines if connection.rank == 0 else ())
-        publication = Publication(fleet, connection.messages, part.plan, f"{topic}/{part.engines[0]}", version)
+        topic, changed = f"{topic}/{part.engines[0]}", plan is not part.plan
+        publication = Publication(fleet, connection.messages, plan, topic, version, changed=changed)
         if connection.rank != 0:
             return publication.follow(send, connection.rank)
         pause: Pause = "abort" if abort else connection.config.sync.pause
         try:
-            report = publication.lead(send, pause, bytes_of(part.plan.destination, self._dtype), probe)
+            nbytes = bytes_of(plan.destination, self._dtype)
+            report = publication.lead(send, pause, nbytes, probe, opens=opens)
         except BaseException:
+            self._whole -= self._starts(part.engines)
             self._note(part.engines, None)
             raise
-        self._note(part.engines, version)
+        self._whole |= self._starts(part.engines)
+        self._note(part.engines, version if opens else None)
         return report
+
+    def untried(self) -> bool:
+        """Return True if a joined engine has not been tried with a test adapter, which rank 0 knows alone."""
+        return bool(self._starts(range(len(self.connection.rows))) - self._tried)
+
+    def try_adapter(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        version: WeightsVersion,
+        *,
+        written: Mapping[str, int],
+        probe: ProbeText,
+    ) -> None:
+        """Deliver a test adapter to the engines that were not tried with one, and compare log-probs of a text. They
+        refuse requests until the next publication. Every rank calls it.
+
+        Raises:
+            WeightSyncError: as ``publish``; a WeightsDiffer where an engine does not compute with the adapter.
+        """
+        connection = self.connection
+        self._count += 1
+        topic = f"try/{connection.generation}.{self._count}"
+        known: SliceDigests = {}
+        with heartbeat.timeout(2 * connection.config.sync.timeout_s):
+            try:
+                if connection.rank == 0:
+                    with connection.messages.announcing(topic) as message:
+                        untried = [bool(self._starts(part.engines) - self._tried) for part in connection.parts]
+                        message["parts"] = [number for number, is_new in enumerate(untried) if is_new]
+                else:
+                    message = connection.messages.received(topic)
+                parts = [connection.parts[number] for number in message["parts"]]
+                for part, plan in self._planned(topic, parts):
+                    send = partial(self._send, part, plan, tensors, written, known)
+                    self._publish_to(part, plan, topic, version, send, True, None, opens=False)
+                    self._prove_adapter(part, f"{topic}/{part.engines[0]}/proof", probe)
+            except BaseException:
+                connection.disconnect()
+                raise
+
+    def _prove_adapter(self, part: PartOfEngines, topic: str, probe: ProbeText) -> None:
+        connection = self.connection
+        if connection.rank:
+            connection.messages.received(topic)
+            return
+        fleet = connection.fleet.part(part.engines)
+        with connection.messages.announcing(topic):
+            try:
+                proving = fleet.each(lambda i, engine: replace(engine, proving=True).probe(probe.token_ids))
+                for found in proving:
+                    probe.check(found)
+            except WeightsDiffer as error:
+                fleet.close(UNMOVED)
+                raise WeightsDiffer(f"{UNMOVED}: {error}") from error
+        self._tried |= self._starts(part.engines)
 
     def probe(self, text: ProbeText) -> float:
         """Largest difference of the text's log-probs between this trainer and any engine. Every rank calls it.
@@ -246,6 +348,7 @@ class WeightPublisher:
         """Have the engines give up weights and KV cache until ``wake``; return the bytes that their workers freed and
         still have, on rank 0. Raises EngineError there."""
         connection = self.connection
+        self._whole = set()
         if connection.rank:
             return {}
         if connection.transport is None:
@@ -262,7 +365,12 @@ class WeightPublisher:
             self.connection.fleet.each(lambda i, engine: engine.wake(what))
 
     def _send(
-        self, part: PartOfEngines, tensors: Mapping[str, torch.Tensor], written: Mapping[str, int], known: SliceDigests
+        self,
+        part: PartOfEngines,
+        plan: ReshardPlan,
+        tensors: Mapping[str, torch.Tensor],
+        written: Mapping[str, int],
+        known: SliceDigests,
     ) -> Digests:
         connection = self.connection
         assert connection.transport is not None and connection.sender is not None
@@ -270,7 +378,7 @@ class WeightPublisher:
         try:
             check_written(tensors, written)
             digests = send(
-                part.plan, connection.rank, tensors, transport, dtype=self._dtype, bucket_bytes=bucket, known=known
+                plan, connection.rank, tensors, transport, dtype=self._dtype, bucket_bytes=bucket, known=known
             )
             connection.sender.finish()
             check_written(tensors, written)  # they were sent from memory that an update must not change meanwhile

@@ -11,6 +11,7 @@ from megarl.core.config.job import SyncConfig
 from megarl.core.errors import WeightsDiffer
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.probe import ProbeText
+from megarl.weights.reshard.adapters import Adapted
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +26,9 @@ class SentWeights:
 
     @classmethod
     def copy_of(cls, tensors: Mapping[str, torch.Tensor], written: Mapping[str, int], probe: ProbeText) -> SentWeights:
-        """Copy tensors to the host: one more set of the rank's parameters there."""
+        """Copy tensors to the host: one more set of the rank's parameters there; of adapters what is trained."""
+        if isinstance(tensors, Adapted):
+            return cls(type(tensors)(tensors.model.kept()), written, probe)
         return cls({name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}, written, probe)
 
 

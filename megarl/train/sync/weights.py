@@ -8,15 +8,18 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Literal, TypeVar
+
+import torch
 
 from megarl.core.errors import EngineError, WeightsDiffer, WeightSyncError
 from megarl.core.phases import Phase
 from megarl.core.schema import WeightsVersion
 from megarl.engine.client.probe import ProbeText
+from megarl.learn.training.model import Model
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks, Stopped
 from megarl.train.rank.reporter import Reporter
@@ -24,8 +27,10 @@ from megarl.train.sync.probe import probe_text
 from megarl.train.sync.publication import Delivery
 from megarl.train.sync.publish import WeightPublisher
 from megarl.train.sync.sent import SentDigests, SentWeights
+from megarl.train.sync.trial import test_adapter
 from megarl.train.update.models import Models
 from megarl.train.update.phase_memory import PhaseMemory
+from megarl.weights.reshard.adapters import SeparateTensors
 from megarl.weights.reshard.execute import NO_ROOM
 
 T = TypeVar("T")
@@ -143,7 +148,8 @@ class WeightSync:
         actor = self._models.actor.model
         self._memory.enter(Phase.SYNC)
         self._wake("weights")
-        tensors, written = (actor.tensors, actor.written()) if sent is None else (sent.tensors, sent.written)
+        self._try_adapter(actor)
+        tensors, written = (self._delivered(actor), actor.written()) if sent is None else (sent.tensors, sent.written)
         self._together(lambda: self._digests.check(self.version, written))
         # An engine that goes on at once with requests under way is probed before them.
         first = self._probe() if self._keeps else None
@@ -159,6 +165,23 @@ class WeightSync:
         proven = self._keeps and not text.far
         difference = None if proven else self._together(lambda: self._delivery.probe(text))
         return report.metrics() | ({} if difference is None else {"sync/probe_diff_max": difference})
+
+    def _try_adapter(self, actor: Model) -> None:
+        """Give a test adapter to engines that were not tried with one."""
+        links = self._links
+        if actor.adapters is None or links is None or self._ranks.agree(not links.untried()):
+            return
+        head, config = self._models.head, self._context.config
+        tested = self._together(lambda: test_adapter(config, head, actor, self._delivered))
+        version = WeightsVersion(self._context.attempt, 0)
+        tensors, written, text = tested.tensors, tested.written, tested.probe
+        self._together(lambda: links.try_adapter(tensors, version, written=written, probe=text))
+
+    def _delivered(self, actor: Model) -> Mapping[str, torch.Tensor]:
+        """The actor's tensors as they are delivered."""
+        if actor.adapters is None or self._context.config.sync.adapter == "merged":
+            return actor.sent_tensors
+        return SeparateTensors(actor.adapted)
 
     def _wake(self, what: Literal["weights", "kv_cache"]) -> None:
         if (engines := self._memory.engines) is not None:

@@ -25,7 +25,7 @@ from megarl.learn.algorithms.terms.parts import counts
 from megarl.learn.batching import StepShare, of_demonstrations, score_positions
 from megarl.learn.batching.images import Images
 from megarl.learn.training import objectives
-from megarl.learn.training.model import Model, TrainedModel
+from megarl.learn.training.model import Model, TrainedModel, WithoutAdapters
 from megarl.learn.training.objectives import Objective
 from megarl.learn.training.optimizer import learning_rate
 from megarl.train.rank.ranks import Ranks, on_all_ranks
@@ -106,7 +106,7 @@ class Learner:
 
     def _inferred(
         self, updates: list[list[list[int]]], outside: list[list[int]], truncated: set[int]
-    ) -> Iterator[tuple[str, Model, list[list[list[int]]]]]:
+    ) -> Iterator[tuple[str, Model | WithoutAdapters, list[list[list[int]]]]]:
         """Yield (field of ``Sequences``, model that fills it, lists of units that it takes), in order. Arguments as of
         ``StepPlan``."""
         # The mismatch takes log-probs of every answer, the adaptive KL of those that ``filter_overlong`` leaves.
@@ -130,7 +130,9 @@ class Learner:
         if self._algorithm.whole_step:
             return None
         inferred = self._inferred(plan.updates, plan.outside, plan.overlong)
-        taken: list[tuple[Model, list[list[int]]]] = [(m, units) for _, m, lists in inferred for units in lists]
+        taken: list[tuple[Model | WithoutAdapters, list[list[int]]]] = [
+            (m, units) for _, m, lists in inferred for units in lists
+        ]
         for trained in (self._models.actor, self._models.critic):
             if trained is not None:
                 taken += [(trained.model, units) for units in plan.updates]

@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from megarl.core.config import Config
+from megarl.core.config.lora import LoraConfig
 from megarl.core.config.schema import CriticConfig, ModelConfig, ParallelConfig, ReferenceConfig, RewardModelConfig
 from megarl.core.errors import NonRetryableError
 from megarl.core.phases import Phase
@@ -22,11 +23,11 @@ from megarl.core.schema import Outcome, name_of
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.batching.sequences import NO_IDS, Sequences
 from megarl.learn.parallel import groups
-from megarl.learn.training.model import Grid, Model, TrainedModel, micro_batching_for
+from megarl.learn.training.model import Grid, Model, TrainedModel, WithoutAdapters, micro_batching_for
 from megarl.learn.training.schedule import Head
 from megarl.train.update.images import ImageInputs
 from megarl.train.update.samples import WITHOUT_REPLAY
-from megarl.train.update.scoring import is_language_model, score_source, trains_scores
+from megarl.train.update.scoring import in_warm_start, score_source, trains_scores
 from megarl.weights.architectures import architecture
 from megarl.weights.checkpoint.formats import hf
 from megarl.weights.checkpoint.training import state
@@ -34,7 +35,18 @@ from megarl.weights.checkpoint.training.disk_space import writing
 from megarl.weights.reshard.layouts import hf_layout
 from megarl.weights.reshard.plan import build_plan
 
+REFERENCE = "reference"
+"""Folder of a run with the model after the warm start, as an HF checkpoint."""
 RoleConfig = ReferenceConfig | CriticConfig | RewardModelConfig
+
+
+class ActorKind(NamedTuple):
+    """Kind of the model that is trained."""
+
+    scores: bool
+    """It gives scores, not log-probs."""
+    adapted: bool
+    """It has adapters, and is not trained itself."""
 
 
 class Models:
@@ -55,7 +67,8 @@ class Models:
         """The actor's after the warm start."""
         self.images = ImageInputs.of(config, self.hf_config)
         """None where the model takes no images."""
-        self.reference: Model | None = None
+        self.reference: Model | WithoutAdapters | None = None
+        """Of an actor with adapters the actor without them."""
         self.critic: TrainedModel | None = None
         self.reward_model: Model | None = None
         self.more: dict[str, Model] = {}
@@ -63,11 +76,17 @@ class Models:
         self._grids: dict[ParallelConfig, groups.Grid] = {}
 
     def make_actor(self, checkpoint: Path | None) -> None:
-        """Make the actor for weights of ``checkpoint``, or of the run's beginning; one with such a head is kept."""
-        scores = trains_scores(self._algorithm) and not is_language_model(self._config, checkpoint)
-        if not hasattr(self, "actor") or scores is not (self.actor.model.head is None):
+        """Make the actor for weights of ``checkpoint``, or of the run's beginning; one of this kind is kept."""
+        kind = self._kind(in_warm_start(self._config, checkpoint))
+        if not hasattr(self, "actor") or kind != self._made:
             self.__dict__.pop("actor", None)  # before the next one takes its room
-            self.actor = self._actor(None if scores else self.head)
+            self.actor = self._actor(kind)
+
+    def _kind(self, warming_up: bool) -> ActorKind:
+        """Kind of the actor: a language model by itself in the warm start, then what the job trains."""
+        if warming_up:
+            return ActorKind(scores=False, adapted=False)
+        return ActorKind(scores=trains_scores(self._algorithm), adapted=self._config.model.lora.is_used)
 
     def check_routing(self, sequences: Sequences, rows: Sequence[Outcome]) -> None:
         """Check that the expert ids of held sequences are of the actor's layers and experts. Raises NonRetryableError.
@@ -94,27 +113,39 @@ class Models:
 
     def load_beginning(self) -> None:
         """Give the actor the weights that the run begins with."""
-        path = Path(self._config.model.path)
-        self.actor.model.load_hf(path, score="stored" if self.actor.model.head is not None else score_source(path))
+        self._load(self.actor.model, Path(self._config.model.path))
         if (adapter := self._config.model.lora.path) is not None:
             assert self.actor.model.adapters is not None, "checked before any process starts"
             self.actor.model.adapters.load(Path(adapter), self.actor.model.all_tensors)
             self.actor.model.weights_changed()
 
-    def score_from_here(self) -> None:
-        """Give the weights that the warm start left to a reward model; its score head begins with zeros."""
-        if self.actor.model.head is not None:
-            scoring = self._actor(None)
-            scoring.model.copy_from(self.actor.model, bucket_bytes=self._config.sync.bucket_bytes)
-            self.actor = scoring
+    def load_base(self) -> None:
+        """Give an actor with adapters the model that they are for: the job's, or what the warm start made of it."""
+        own = Path(self._config.run.dir) / REFERENCE
+        self._load(self.actor.model, own if self._config.trainer.warm_start.steps else Path(self._config.model.path))
 
-    def _actor(self, head: Head | None) -> TrainedModel:
+    def _load(self, model: Model, path: Path) -> None:
+        model.load_hf(path, score="stored" if model.head is not None else score_source(path))
+
+    def leave_warm_start(self) -> None:
+        """Give the weights that the warm start left to the model that the job trains: one with a score head, which
+        begins with zeros, or with adapters."""
+        kind = self._kind(warming_up=False)
+        if kind != self._made:
+            before = self._made
+            actor = self._actor(kind)
+            actor.model.copy_from(self.actor.model, bucket_bytes=self._config.sync.bucket_bytes)
+            assert kind.scores >= before.scores
+            self.actor = actor
+
+    def _actor(self, kind: ActorKind) -> TrainedModel:
         config = self._config
         micro_batching = micro_batching_for(config.parallel, config.trainer)
-        actor = TrainedModel(
-            self.hf_config, config.model, config.parallel, head, micro_batching, config.trainer.optimizer
-        )
+        model = config.model if kind.adapted else replace(config.model, lora=LoraConfig())
+        head = None if kind.scores else self.head
+        actor = TrainedModel(self.hf_config, model, config.parallel, head, micro_batching, config.trainer.optimizer)
         actor.model.replays_routing = config.rollout.routing_replay
+        self._made = kind
         return actor
 
     def build(self, step: int, checkpoint: Path | None, own_reference: Path, enter: Callable[[Phase], None]) -> None:
@@ -133,13 +164,15 @@ class Models:
         config = self._config
         if self._algorithm.has_reference(config.algorithm):
             enter(Phase.REFRESH)
-            if self.reference is None:
+            if self.actor.model.adapters is not None:
+                self.reference = WithoutAdapters(self.actor.model)
+            elif self.reference is None:
                 parallel, grid = self._grid(config.reference)
                 micro_batching = micro_batching_for(parallel, config.trainer)
                 self.reference = Model(
                     self.hf_config, self._settings(config.reference), parallel, self.head, micro_batching, grid
                 )
-            if step and config.reference.refresh == "never":
+            if isinstance(self.reference, Model) and step and config.reference.refresh == "never":
                 self.reference.load_hf(own_reference)
             else:
                 self.refresh_reference()
@@ -215,7 +248,8 @@ class Models:
     def by_role(self) -> dict[str, Model]:
         """Role -> model, of those that there are."""
         critic = None if self.critic is None else self.critic.model
-        roles = {"critic": critic, "reference": self.reference, "reward_model": self.reward_model}
+        reference = self.reference if isinstance(self.reference, Model) else None
+        roles = {"critic": critic, "reference": reference, "reward_model": self.reward_model}
         return (
             {"actor": self.actor.model}
             | {role: model for role, model in roles.items() if model is not None}
@@ -230,7 +264,7 @@ class Models:
 
     def refresh_reference(self) -> None:
         """Give the reference the actor's weights of now, proven equal. Nothing to do without a reference."""
-        if self.reference is not None:
+        if isinstance(self.reference, Model):
             self.reference.copy_from(self.actor.model, bucket_bytes=self._config.sync.bucket_bytes)
 
     def actor_part(self) -> state.CheckpointedModel:
@@ -249,7 +283,7 @@ class Models:
         if self.critic is not None:
             critic, optimizer = self.critic.model, self.critic.optimizer.inner
             found["critic"] = state.CheckpointedModel(critic.chunks, optimizer, critic.grid)
-        if self.reference is not None and isinstance(self._config.reference.refresh, int):
+        if isinstance(self.reference, Model) and isinstance(self._config.reference.refresh, int):
             found["reference"] = state.CheckpointedModel(self.reference.chunks, None, self.reference.grid)
         return found
 
@@ -260,8 +294,10 @@ class Models:
             hf.export_hf(plan, rank, model.proven_tensors(), Path(self._config.model.path), target)
 
     def _settings(self, role: RoleConfig) -> ModelConfig:
+        """Settings of a role's model. The critic has adapters where the actor has, frozen models have none."""
         model = self._config.model
-        return replace(model, dtype=role.dtype or model.dtype)
+        lora = model.lora if isinstance(role, CriticConfig) else LoraConfig()
+        return replace(model, dtype=role.dtype or model.dtype, lora=lora)
 
     def _grid(self, role: RoleConfig) -> tuple[ParallelConfig, Grid]:
         own = self._config.parallel

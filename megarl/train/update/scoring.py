@@ -20,8 +20,9 @@ def trains_scores(algorithm: Algorithm) -> bool:
     return "actor" not in algorithm.roles
 
 
-def is_language_model(config: Config, checkpoint: Path | None) -> bool:
-    """True if the reward model to train is still a language model at ``checkpoint``; None is the run's beginning."""
+def in_warm_start(config: Config, checkpoint: Path | None) -> bool:
+    """True if the actor of ``checkpoint`` is one of the warm start, or what that left: a language model without
+    adapters. None is the run's beginning."""
     return bool(config.trainer.warm_start.steps) and (
         checkpoint is None or state.manifest_of(checkpoint)["step"] == 0 or checkpoint.parent.name == "warm_start"
     )

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from megarl.learn.batching import StepShare, dealt
-from megarl.learn.training.model import Model
+from megarl.learn.training.model import Model, WithoutAdapters
 
-Taken = Sequence[tuple[Model, Sequence[Sequence[int]] | None]]
+Taken = Sequence[tuple[Model | WithoutAdapters, Sequence[Sequence[int]] | None]]
 """Models, and units of sequences that each takes in one go; None for all."""
 
 

@@ -287,6 +287,31 @@ def local_adapters(base: Layout, factors: Mapping[str, Factors], rank: int) -> d
     return found
 
 
+@dataclass(frozen=True)
+class AdaptedModel:
+    """A rank's tensors of a model with adapters."""
+
+    own: Mapping[str, torch.Tensor]
+    """Local name -> tensor of the model itself."""
+    factors: Mapping[str, torch.Tensor]
+    """Local name -> A or B."""
+    adapters: Mapping[str, list[LocalAdapter]]
+    """Of ``local_adapters``."""
+    saved: frozenset[str] = frozenset()
+    """Names of those of ``own`` that are trained too."""
+
+    @property
+    def trained(self) -> dict[str, torch.Tensor]:
+        """Local name -> tensor that training changes."""
+        return {name: self.own[name] for name in self.own if name in self.saved} | dict(self.factors)
+
+    def kept(self) -> AdaptedModel:
+        """The same with copies in host memory of what training changes."""
+        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.trained.items()}
+        own = {name: copies.get(name, tensor) for name, tensor in self.own.items()}
+        return AdaptedModel(own, {name: copies[name] for name in self.factors}, self.adapters, self.saved)
+
+
 class MergedTensors(Mapping[str, torch.Tensor]):
     """Local tensors of a model with its adapters in them: W + scale · B·A in float32, rounded once to W's dtype.
 
@@ -295,33 +320,103 @@ class MergedTensors(Mapping[str, torch.Tensor]):
 
     KEPT = 2
 
-    def __init__(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        adapters: Mapping[str, list[LocalAdapter]],
-        factors: Mapping[str, torch.Tensor],
-    ) -> None:
-        """``factors``: local name -> A or B of this rank."""
-        self.own = tensors
-        """The model's tensors without adapters."""
-        self._adapters, self._factors = adapters, factors
+    def __init__(self, model: AdaptedModel) -> None:
+        self.model = model
         self._made: dict[str, torch.Tensor] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        base, adapters = self.own[name], self._adapters.get(name)
+        base, adapters = self.model.own[name], self.model.adapters.get(name)
         if adapters is None:
             return base
         if name not in self._made:
             while len(self._made) >= self.KEPT:
                 self._made.pop(next(iter(self._made)))
-            self._made[name] = merged(base, adapters, self._factors)
+            self._made[name] = merged(base, adapters, self.model.factors)
         return self._made[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.own)
+        return iter(self.model.own)
 
     def __len__(self) -> int:
-        return len(self.own)
+        return len(self.model.own)
+
+    @property
+    def unmerged(self) -> Mapping[str, torch.Tensor]:
+        """Tensors of the same names and shapes, which are there without a computation."""
+        return self.model.own
+
+
+class SeparateTensors(Mapping[str, torch.Tensor]):
+    """Local tensors of a model, and beside them A and scale · B of its adapters, as vLLM computes with them."""
+
+    def __init__(self, model: AdaptedModel) -> None:
+        self.model = model
+        self._scales = {each.b: each.factors.scale for group in model.adapters.values() for each in group}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self.model.factors:
+            return self.model.own[name]
+        factor, scale = self.model.factors[name], self._scales.get(name)
+        return factor if scale is None else (factor.to(torch.float32) * scale).to(factor.dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return chain(self.model.own, self.model.factors)
+
+    def __len__(self) -> int:
+        return len(self.model.own) + len(self.model.factors)
+
+    @property
+    def unmerged(self) -> Mapping[str, torch.Tensor]:
+        """Tensors of the same names and shapes, which are there without a computation."""
+        return {**self.model.own, **self.model.factors}
+
+
+Adapted = MergedTensors | SeparateTensors
+
+
+def beside(base: Layout, adapters: Layout) -> Layout:
+    """Layout of a model's own tensors and of its adapters."""
+    tensors = {**base.tensors, **adapters.tensors}
+    return Layout(base.name, tensors, base.num_ranks, (*base.rows, *adapters.rows), base.dtypes)
+
+
+def rewritten(destination: Layout, factors: Mapping[str, Factors], saved: Iterable[str] = ()) -> set[str]:
+    """Logical tensors that an engine is given again where those of ``factors`` and ``saved`` have changed: all that lie
+    in one of its modules with one of these."""
+
+    def module(local: str) -> str:
+        return local.rpartition(".")[0]
+
+    changed = {*factors, *saved}
+    modules = {module(row.local) for row in destination.rows if not changed.isdisjoint(row.parts)}
+    return {part for row in destination.rows if module(row.local) in modules for part in row.parts}
+
+
+@dataclass(frozen=True)
+class AdapterDelivery:
+    """Way of a model's adapters to engines: in the model's own tensors, or as tensors of their own."""
+
+    factors: Mapping[str, Factors]
+    saved: tuple[str, ...]
+    """HF names of the model's own tensors that are trained too."""
+    separate: bool
+
+    @classmethod
+    def of(cls, hf_config: HFConfig, lora: LoraConfig, *, separate: bool) -> AdapterDelivery:
+        """The way of a language model's adapters, computed from settings alone: equal on both sides."""
+        tensors = architecture(hf_config).tensors(hf_config)
+        return cls(factors_of(hf_config, lora), tuple(saved_whole(tensors, lora)), separate)
+
+    def layout(self, base: Layout) -> Layout:
+        """Layout of all that one side has."""
+        return beside(base, adapter_layout(base, self.factors)) if self.separate else base
+
+    def changed(self, destination: Layout) -> set[str]:
+        """Logical tensors of an engine's layout that training changes, and those written together with them."""
+        if not self.separate:
+            return rewritten(destination, self.factors, self.saved)
+        own = {name for each in self.factors.values() for name in (each.a, each.b)}
+        return own | rewritten(destination, {}, self.saved)
 
 
 @torch.no_grad()
@@ -331,9 +426,9 @@ def merged(
     """Copy of a local tensor with ``sign`` times its adapters added in float32, in its own dtype."""
     whole = base.to(torch.float32, copy=True)
     for adapter in adapters:
-        a, b = factors[adapter.a][adapter.lead], factors[adapter.b][adapter.lead]
+        a, b = (factors[name][adapter.lead].to(whole) for name in (adapter.a, adapter.b))
         into = whole[adapter.lead]
-        product = b.to(torch.float32) @ a.to(torch.float32)
+        product = b @ a
         at = 0
         for begin, end in adapter.places:
             into[begin:end].add_(product[at : at + end - begin], alpha=sign * adapter.factors.scale)

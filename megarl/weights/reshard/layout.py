@@ -7,7 +7,7 @@ asked for, so that a rank of a large job looks at its own part only.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -210,7 +210,10 @@ class Layout:
 
     def only(self, tensors: Callable[[str], bool]) -> Layout:
         """The part that concerns the logical tensors that ``tensors`` accepts: rows go with all their parts."""
-        rows = [row for row in self.rows if any(map(tensors, row.parts))]
+        return self.only_rows([row for row in self.rows if any(map(tensors, row.parts))])
+
+    def only_rows(self, rows: Sequence[LayoutRow]) -> Layout:
+        """The part that these of its rows are."""
         kept = {tensor: self.tensors[tensor] for row in rows for tensor in row.parts}
         return Layout(self.name, kept, self.num_ranks, rows, self.dtypes)
 

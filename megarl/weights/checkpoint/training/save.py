@@ -36,11 +36,15 @@ from megarl.weights.checkpoint.training.optimizer_state import spread
 from megarl.weights.checkpoint.training.rank_0 import SmallFiles, on_rank_0
 from megarl.weights.checkpoint.training.writer import PendingWrite
 from megarl.weights.megatron_private import own_writer, put_results_queue
+from megarl.weights.reshard.adapters import LORA
 
 
 @dataclass(frozen=True)
 class CheckpointedModel:
-    """One model of a checkpoint, and its optimizer where it has one."""
+    """One model of a checkpoint, and its optimizer where it has one.
+
+    Of a model with adapters a checkpoint has what is trained: the model itself is where it came from.
+    """
 
     chunks: Sequence[torch.nn.Module]
     optimizer: Any = None
@@ -407,6 +411,26 @@ def named(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Module]:
     return {"model" if len(chunks) == 1 else f"model{i}": chunk for i, chunk in enumerate(chunks)}
 
 
+def has_adapters(chunk: Any) -> bool:
+    """Return True if a chunk is trained by its adapters."""
+    return hasattr(unwrapped(chunk), LORA)
+
+
+def unwrapped(chunk: Any) -> Any:
+    """Megarl's GPTModel in a chunk."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def _kept(chunk: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """The entries of a chunk's state that a checkpoint has."""
+    if not has_adapters(chunk):
+        return state
+    trained = {name for name, parameter in unwrapped(chunk).named_parameters() if parameter.requires_grad}
+    return {name: entry for name, entry in state.items() if name in trained}
+
+
 def sharded_state(part: CheckpointedModel, *, is_loading: bool) -> dict[str, Any]:
     """State dict that dist_checkpointing saves or loads for a part; its grid is in place."""
     from megatron.core import parallel_state
@@ -418,7 +442,8 @@ def sharded_state(part: CheckpointedModel, *, is_loading: bool) -> dict[str, Any
         "chained_optim_avoid_prefix": True,
     }
     state: dict[str, Any] = {
-        name: bare(chunk).sharded_state_dict(metadata=metadata) for name, chunk in named(part.chunks).items()
+        name: _kept(chunk, bare(chunk).sharded_state_dict(metadata=metadata))
+        for name, chunk in named(part.chunks).items()
     }
     if part.optimizer is not None:
         spread(part.optimizer)

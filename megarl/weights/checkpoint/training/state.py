@@ -32,6 +32,7 @@ from megarl.weights.checkpoint.training.save import (
     Save,
     bare,
     begin,
+    has_adapters,
     inner_optimizers,
     named,
     rng_file,
@@ -123,7 +124,7 @@ def _load_part(folder: Path, part: CheckpointedModel) -> None:
     )
     loaded = dist_checkpointing.load(sharded_state(part, is_loading=True), str(folder), strategy)
     for name, chunk in named(part.chunks).items():
-        bare(chunk).load_state_dict(loaded[name])
+        bare(chunk).load_state_dict(loaded[name], strict=not has_adapters(chunk))
     if part.optimizer is not None:
         part.optimizer.load_state_dict(loaded["optimizer"])
         model: Any
