@@ -55,17 +55,7 @@ def through(rank: int, root: str) -> None:
         own = model.adapters
         assert own is not None
         own.load(folder / "hf" / "adapter", model.all_tensors)
-        peft.write_adapter(
-            folder / "again",
-            lora,
-            own.factors,
-            own.file_layout,
-            rank,
-            model.all_tensors,
-            base=str(folder / "hf"),
-            modules_to_save=lora.modules_to_save,
-            hf_config=hf_config,
-        )
+        own.save(folder / "again", model.all_tensors, base=str(folder / "hf"))
         plan = build_plan(model.layout, hf_layout(hf_config))
         hf.export_hf(plan, rank, model.proven_tensors(), folder / "hf", folder / "exported")
         parallel_state.destroy_model_parallel()

@@ -47,6 +47,7 @@ class ModelAdapters:
         head: Head,
     ) -> None:
         self.rank = rank
+        self._hf_config, self._config, self._head = hf_config, config, head
         self.factors = factors_of(hf_config, config, head)
         self.layout = adapter_layout(base, self.factors)
         self.local = local_adapters(base, self.factors, rank)
@@ -67,6 +68,30 @@ class ModelAdapters:
         Raises CheckpointError where the files are not those of these adapters.
         """
         peft.load_adapter(folder, self.file_layout, self.rank, tensors)
+
+    def save(self, target: Path, tensors: Mapping[str, torch.Tensor], base: str) -> dict[str, int]:
+        """Write the adapters and the modules that are trained whole as PEFT's files; every rank calls it, rank 0
+        writes.
+
+        Args:
+            tensors: Local name -> tensor of this rank.
+            base: Path or name of the model that the adapters are for.
+
+        Returns:
+            HF name -> digest of this rank's part of what was written.
+        """
+        return peft.write_adapter(
+            target,
+            self._config,
+            self.factors,
+            self.file_layout,
+            self.rank,
+            tensors,
+            base=base,
+            modules_to_save=[*self._config.modules_to_save, *(["score"] if self._head == "score" else [])],
+            head=self._head,
+            hf_config=self._hf_config,
+        )
 
     def base_digest(self, base: Layout, rank: int, tensors: Mapping[str, torch.Tensor]) -> str:
         """Digest of the model that the adapters are for, in hexadecimal: the same on every grid. Every rank calls it.
