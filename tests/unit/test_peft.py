@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.core.config.lora import ALL_LINEAR, LoraConfig
 from megarl.core.errors import CheckpointError, ConfigError
+from megarl.weights.checkpoint.convert import stream
 from megarl.weights.checkpoint.convert.adapters import merge_adapter, unmerge_adapter
 from megarl.weights.checkpoint.convert.convert import Settings
 from megarl.weights.checkpoint.formats import peft
@@ -90,7 +91,8 @@ def test_peft_computes_what_the_merged_model_does(tmp_path: Path, family: str, l
         save_tiny_qwen3(base, layers=3)
     else:
         save_family(family, base)
-    folder = save_adapter(base, lora)
+    folder, hf_config = save_adapter(base, lora), read_hf_config(base)
+    assert factors_of(hf_config, peft.lora_of(folder, hf_config)) == factors_of(hf_config, lora)
     merge_adapter(base, folder, tmp_path / "merged", replace(QUIET, verify=True))
     beside, merged, plain = with_adapter(base, folder), logits(loaded(tmp_path / "merged")), logits(loaded(base))
     assert error(merged, plain) > 0.05, "the adapter changes nothing"
@@ -98,11 +100,45 @@ def test_peft_computes_what_the_merged_model_does(tmp_path: Path, family: str, l
     assert error(merged, logits(beside.merge_and_unload())) < 1e-6
 
 
-def test_merged_weights_equal_pefts(model: Path, adapter: Path, tmp_path: Path) -> None:
+def test_merged_weights_equal_pefts(
+    model: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "BLOCK_ELEMENTS", 1000)  # several blocks for each tensor, cut within rows
     merge_adapter(model, adapter, tmp_path / "merged", QUIET)
     wanted = with_adapter(model, adapter).merge_and_unload().state_dict()
     for name, value in files(tmp_path / "merged").items():
         assert error(value, wanted[name]) < 1e-6, name
+
+
+def test_a_sum_is_rounded_once(model: Path, adapter: Path, tmp_path: Path) -> None:
+    """Of a bfloat16 model to a float32 one it is not rounded at all."""
+    shutil.copytree(model, tmp_path / "base")
+    base = {name: tensor.bfloat16() for name, tensor in files(model).items()}
+    save_file(base, tmp_path / "base" / "model.safetensors")
+    merge_adapter(tmp_path / "base", adapter, tmp_path / "merged", replace(QUIET, dtype=torch.float32))
+    merged, own = files(tmp_path / "merged"), load_file(adapter / peft.TENSORS)
+    for name, factors in factors_of(read_hf_config(model), LORA).items():
+        update = factors.scale * (own[peft.PREFIX + factors.b] @ own[peft.PREFIX + factors.a])
+        assert error(merged[name], base[name].float() + update) < 1e-6, name
+
+
+def test_layers_of_experts_are_those_of_the_model(tmp_path: Path) -> None:
+    """``layers_to_transform`` counts layers, not the experts in them."""
+    base = save_family("qwen3_moe", tmp_path / "hf")
+    folder = save_adapter(base, LoraConfig(rank=2, targets=["gate_proj"]))
+    settings = json.loads((folder / peft.CONFIG).read_text())
+    (folder / peft.CONFIG).write_text(json.dumps(settings | {"layers_to_transform": [1]}))
+    hf_config = read_hf_config(base)
+    found = factors_of(hf_config, peft.lora_of(folder, hf_config)).values()
+    experts = [f"model.layers.1.mlp.experts.{expert}.gate_proj" for expert in range(hf_config["num_experts"])]
+    assert [own.module for own in found] == experts
+
+
+def test_saved_modules_are_written_whole(model: Path) -> None:
+    """An ending would stand for other modules in PEFT than in a model that was adapted by whole names."""
+    hf_config = read_hf_config(model)
+    written = peft.config_of(LORA, factors_of(hf_config, LORA), "base", ["k_norm"], hf_config=hf_config)
+    assert written["modules_to_save"] == [f"model.layers.{layer}.self_attn.k_norm" for layer in range(3)]
 
 
 def test_config_is_pefts(model: Path, adapter: Path) -> None:
