@@ -22,7 +22,7 @@ from megarl.weights.checkpoint.convert.adapters import merge_adapter, unmerge_ad
 from megarl.weights.checkpoint.convert.convert import Settings
 from megarl.weights.checkpoint.formats import peft
 from megarl.weights.checkpoint.formats.hf import read_hf_config
-from megarl.weights.reshard.adapters import factors_of, file_shapes, saved_whole
+from megarl.weights.reshard.adapters import factors_of, file_shapes, linear_modules, saved_whole
 from megarl.weights.reshard.layouts import hf_layout
 from tests.parallel.families import save as save_family
 from tests.parallel.models import VOCAB, save_tiny_qwen3
@@ -130,8 +130,9 @@ def test_layers_of_experts_are_those_of_the_model(tmp_path: Path) -> None:
     (folder / peft.CONFIG).write_text(json.dumps(settings | {"layers_to_transform": [1]}))
     hf_config = read_hf_config(base)
     found = factors_of(hf_config, peft.lora_of(folder, hf_config)).values()
-    experts = [f"model.layers.1.mlp.experts.{expert}.gate_proj" for expert in range(hf_config["num_experts"])]
-    assert [own.module for own in found] == experts
+    layer = [name for name in linear_modules(hf_config) if name.startswith("model.layers.1.mlp.experts.")]
+    assert [own.module for own in found] == [name for name in layer if name.endswith("gate_proj")]
+    assert len(found) > 2
 
 
 def test_saved_modules_are_written_whole(model: Path) -> None:
