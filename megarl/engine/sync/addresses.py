@@ -14,6 +14,8 @@ from megarl.core.errors import WeightSyncError, first_of
 
 LATENT = frozenset(("W_UV", "W_UK_T"))
 """Matrices that latent attention makes from ``kv_b_proj`` at the end of every update."""
+ADAPTERS = ("lora_a_stacked", "lora_b_stacked")
+"""Buffers of vLLM's LoRA layers, one for each tensor that is fused in a layer."""
 _SHOWN = 4
 
 
@@ -57,6 +59,12 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     aside = get_layerwise_info(module).kernel_tensors
     parameters, buffers = (module._parameters, module._buffers) if aside is None else aside
     latent = {name: value for name, value in vars(module).items() if name in LATENT}
-    for name, tensor in (*latent.items(), *parameters.items(), *buffers.items()):
+    adapters = {
+        f"{name}.{number}": tensor
+        for name in ADAPTERS
+        if isinstance(stacked := vars(module).get(name), tuple)
+        for number, tensor in enumerate(stacked)
+    }
+    for name, tensor in (*latent.items(), *adapters.items(), *parameters.items(), *buffers.items()):
         if isinstance(tensor, torch.Tensor):
             yield name, tensor

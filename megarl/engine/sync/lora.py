@@ -24,11 +24,11 @@ from megarl.weights.reshard.adapters import beside, is_adapter, local_name
 from megarl.weights.reshard.layout import Layout
 
 Part = Literal["all", "changed"]
-"""What an update brings: the model itself and its adapters, or the adapters alone."""
+"""Weights of an update: the model's own and its adapters, or the adapters alone."""
 _SHOWN = 4
 
 
-class _Place(NamedTuple):
+class _LayerPlace(NamedTuple):
     """Place of an A or B among vLLM's LoRA layers."""
 
     layer: BaseLinearLayerWithLoRA
@@ -193,9 +193,9 @@ class AdaptedWriter:
         return self._own
 
 
-def _places_of(manager: LRUCacheLoRAModelManager) -> dict[str, _Place]:
+def _places_of(manager: LRUCacheLoRAModelManager) -> dict[str, _LayerPlace]:
     """Local name -> place of every A and B that vLLM's LoRA layers have room for."""
-    found: dict[str, _Place] = {}
+    found: dict[str, _LayerPlace] = {}
     for path, layer in manager.modules.items():
         if not isinstance(layer, BaseLinearLayerWithLoRA):
             continue
@@ -203,7 +203,7 @@ def _places_of(manager: LRUCacheLoRAModelManager) -> dict[str, _Place]:
         leaves = manager.packed_modules_mapping.get(own, [own])
         for number, leaf in enumerate(leaves if len(leaves) == layer.n_slices else [own]):
             for which in ("a", "b"):
-                found[local_name(f"{path}.weight", leaf, which)] = _Place(layer, which, number)  # type: ignore[arg-type]
+                found[local_name(f"{path}.weight", leaf, which)] = _LayerPlace(layer, which, number)  # type: ignore[arg-type]
     return found
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import WorkerLoRAManager
@@ -40,8 +41,9 @@ def install() -> None:
 
 
 def of_zeros(request: LoRARequest) -> LoRAModel:
-    """Return an adapter that changes nothing."""
-    return LoRAModel(request.lora_int_id, 1, {})
+    """Return an adapter that changes nothing. vLLM asks for a first layer: it has one of no module."""
+    layer = LoRALayerWeights.create_dummy_lora_weights("nothing", 1, 1, 1, torch.float32, "cpu")
+    return LoRAModel(request.lora_int_id, 1, {layer.module_name: layer})
 
 
 def _add_lora_linear(

@@ -91,7 +91,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     folder: str | None = None
     """Folder of the weights' files; None for weights that come over the link."""
     part: Part = "all"
-    """What comes: all weights, or those that training changes."""
+    """Weights that come: all, or those that training changes."""
 
 
 def _delivery(hf_config: Mapping[str, Any], info: InitInfo) -> AdapterDelivery:
@@ -326,6 +326,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def expect_files(self) -> None:
         """Make ready for updates from files, for which no trainer is needed."""
         self._layout, self._writer = self._alone()
+        self._adapted = None  # the files have merged weights, and the adapter is zero
         self._rank = self.parallel_config.rank
 
     def piece_digests(self) -> list[tuple[str, boxes.Box, int]]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from megarl.core.config.lora import LoraConfig
 from megarl.learn.models import lora
+from megarl.learn.models.gpt import unwrap
 from megarl.ops import digest_values, slice_digests
 from megarl.weights.architectures import Head, HFConfig
 from megarl.weights.checkpoint.formats import peft
@@ -119,12 +121,23 @@ class ModelAdapters:
             found = digest_values(slice_digests(asked)) if asked else []
             for piece, digest in zip(pieces, found, strict=True):
                 mine[piece.tensor] = (mine.get(piece.tensor, 0) + digest) % 2**64
-        total = torch.tensor([fold(mine)], dtype=torch.uint64).view(torch.int64)
+        total = torch.from_numpy(np.array([fold(mine)], dtype=np.uint64).view(np.int64))
         dist.all_reduce(total)  # modulo 2**64
-        return f"{int(total.view(torch.uint64)):016x}"
+        return f"{int(total.numpy().view(np.uint64)[0]):016x}"
 
     def adapted(self, tensors: Mapping[str, torch.Tensor]) -> AdaptedModel:
         """A rank's tensors of both kinds, told apart."""
         own = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
         factors = {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
         return AdaptedModel(own, factors, self.local, self.saved_locals)
+
+
+def share_base(lender: Sequence[torch.nn.Module], chunks: Sequence[torch.nn.Module]) -> None:
+    """Let a model with adapters compute with the memory of another one of the same base and grid, where nothing trains
+    either's."""
+    for theirs, own in zip(lender, chunks, strict=True):
+        known = {name: p for name, p in unwrap(theirs).named_parameters() if not p.requires_grad}
+        for name, parameter in unwrap(own).named_parameters():
+            other = known.get(name)
+            if other is not None and not parameter.requires_grad and other.shape == parameter.shape:
+                parameter.data = other.data

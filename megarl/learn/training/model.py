@@ -146,10 +146,14 @@ class Model:
 
     def copy_from(self, source: Model, *, bucket_bytes: int) -> None:
         """Another model's weights, slice by slice from its grid to this one's, proven equal; a head that only one of
-        them has stays as it is. Every rank calls it."""
+        them has stays as it is. Every rank calls it.
+
+        A model with adapters takes another one's without its adapters: both are for the same model, also after a
+        resume."""
+        bare = self.adapters is not None and source.adapters is not None
         copy_weights(
             source.layout,
-            source.proven_tensors(),
+            source.tensors if bare else source.proven_tensors(),
             self.layout,
             self.tensors,
             dist.get_rank(),

@@ -50,6 +50,11 @@ def check_separate(config: Config, hf_config: Mapping[str, Any]) -> None:
     for what, holds in refused.items():
         if holds:
             raise ConfigError(f"sync.adapter=separate with {what}; {fix}")
+    if sizes.moe_layers and config.parallel.backend == "gloo":
+        raise ConfigError(
+            f"sync.adapter=separate with a model that has experts: with LoRA layers vLLM computes experts by Triton, "
+            f"which CPUs do not have; {fix}"
+        )
     largest = max((own.rank for own in factors.values()), default=0)
     if largest > LORA_RANKS[-1]:
         raise ConfigError(

@@ -78,6 +78,7 @@ class Course:
         rank.commit(state, self._steps.version)
         if finished:
             rank.export(rank.context.run_dir / "hf")
+            rank.export_adapter(rank.context.run_dir / "adapter")
             if rank.context.rank == 0:
                 write_text(rank.context.run_dir / EXPORTED_STEP, str(state.step))
                 rank.store.journal.close_job()  # the explorer ends when no more work comes

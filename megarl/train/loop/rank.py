@@ -122,6 +122,14 @@ class TrainerRank:
             self.models.export(self.models.actor.model, target, self.context.rank)
             self.ranks.wait_for_all()  # rank 0 writes; the others may read it next
 
+    def export_adapter(self, target: Path) -> None:
+        """Write the actor's adapters as PEFT's files; nothing to do without adapters."""
+        if self.models.actor.model.adapters is None:
+            return
+        with self.timeline.phase("export"):
+            self.models.export_adapter(target)
+            self.ranks.wait_for_all()
+
 
 def starting(config: Config) -> AbstractContextManager[None]:
     """Allow what a start waits for to take its time."""

@@ -23,7 +23,9 @@ from megarl.core.schema import Outcome, name_of
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.batching.sequences import NO_IDS, Sequences
 from megarl.learn.parallel import groups
+from megarl.learn.training.adapters import share_base
 from megarl.learn.training.model import Grid, Model, TrainedModel, WithoutAdapters, micro_batching_for
+from megarl.learn.training.optimizer_digests import check_written
 from megarl.learn.training.schedule import Head
 from megarl.train.update.images import ImageInputs
 from megarl.train.update.samples import WITHOUT_REPLAY
@@ -233,6 +235,9 @@ class Models:
         if path is None:
             # Its score head begins with zeros.
             critic.model.copy_from(self.actor.model, bucket_bytes=config.sync.bucket_bytes)
+            stays = config.trainer.offload == role.offload == "none"
+            if critic.model.adapters is not None and stays and parallel == config.parallel and role.dtype is None:
+                share_base(self.actor.model.chunks, critic.model.chunks)
         elif same and self.reward_model is not None:
             critic.model.copy_from(self.reward_model, bucket_bytes=config.sync.bucket_bytes)
         else:
@@ -292,6 +297,16 @@ class Models:
         plan = build_plan(model.layout, hf_layout(self.hf_config, head="score" if model.head is None else "lm"))
         with writing(target):
             hf.export_hf(plan, rank, model.proven_tensors(), Path(self._config.model.path), target)
+
+    def export_adapter(self, target: Path) -> None:
+        """Write the actor's adapters as PEFT's files; every rank calls it, rank 0 writes."""
+        model, config = self.actor.model, self._config.model
+        assert model.adapters is not None, "the actor has no adapters"
+        adapters, tensors = model.adapters, model.adapted.trained
+        if model.optimizer is not None:
+            check_written(tensors, model.written())
+        with writing(target):
+            adapters.save(target, tensors, config.path)
 
     def _settings(self, role: RoleConfig) -> ModelConfig:
         """Settings of a role's model. The critic has adapters where the actor has, frozen models have none."""
