@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from megarl.weights.reshard.adapters import factors_of
 
 EXPERTS = (".experts.", ".shared_expert")
 LATENT = ("kv_a_proj_with_mqa", "kv_b_proj", "q_a_proj", "q_b_proj")
+VISION = re.compile(r"\bvis(ual|ion)")
 _SHOWN = 3
 
 
@@ -33,7 +35,7 @@ def check_separate(config: Config, hf_config: Mapping[str, Any]) -> None:
             m.module for m in factors.values() if sizes.kv_lora and (m.leaf in LATENT or "self_attn" in m.module)
         ],
         "an adapter of the head": [m.module for m in factors.values() if m.module.endswith("lm_head")],
-        "adapters of the vision tower": [m.module for m in factors.values() if "visual" in m.module],
+        "adapters of the vision tower": [m.module for m in factors.values() if VISION.search(m.module)],
         "modules that are trained whole": list(lora.modules_to_save),
     }
     for what, names in unproven.items():
