@@ -52,7 +52,13 @@ def check_separate(config: Config, hf_config: Mapping[str, Any]) -> None:
     for what, holds in refused.items():
         if holds:
             raise ConfigError(f"sync.adapter=separate with {what}; {fix}")
-    if sizes.moe_layers and config.parallel.backend == "gloo":
+    on_cpu = config.parallel.backend == "gloo"
+    if on_cpu and config.rollout.pp > 1:
+        raise ConfigError(
+            f"sync.adapter=separate with rollout.pp={config.rollout.pp}: with LoRA layers vLLM's later stages make no "
+            f"input buffers on CPUs; {fix}, or rollout.pp=1"
+        )
+    if on_cpu and sizes.moe_layers:
         raise ConfigError(
             f"sync.adapter=separate with a model that has experts: with LoRA layers vLLM computes experts by Triton, "
             f"which CPUs do not have; {fix}"
