@@ -395,10 +395,13 @@ class Architecture:
 
     def name_in_files(self, name: str) -> str:
         """Name that a tensor of this table has in files of this model."""
-        if self.head == "score":
-            for base, own in self.base_names:
-                if name.startswith(own):
-                    return base + name.removeprefix(own)
+        return self.name_in_modules(name) if self.head == "score" else name
+
+    def name_in_modules(self, name: str) -> str:
+        """Name of a tensor or module of this table among the modules of transformers' class."""
+        for base, own in self.base_names:
+            if name.startswith(own):
+                return base + name.removeprefix(own)
         return name
 
     def name_in_table(self, stored: str) -> str:
