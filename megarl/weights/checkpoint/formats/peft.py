@@ -261,7 +261,9 @@ def _is_in_layers(found: Mapping[str, Any], module: str) -> bool:
 def _endings(chosen: Iterable[str], modules: Iterable[str]) -> list[str]:
     """Names by which PEFT finds the modules ``chosen``, and no other of the model's ``modules``: the last part of a
     name where all modules with that last part are chosen, else all of the name."""
-    kept, left = list(chosen), {module.rpartition(".")[2] for module in set(modules).difference(chosen)}
+    kept, every = list(chosen), list(modules)
+    left = {module.rpartition(".")[2] for module in set(every).difference(kept)}
+    left |= {part for module in every for part in module.split(".")[:-1]}  # the blocks that modules are in
     names = (module if (leaf := module.rpartition(".")[2]) in left else leaf for module in kept)
     return list(dict.fromkeys(names))
 
