@@ -303,7 +303,8 @@ def write_adapter(
         temporary = partial_path(target)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        stored = {stored_name(name, hf_config): tensor for name, tensor in whole.items()}
+        table = None if hf_config is None else architecture(hf_config)
+        stored = {stored_name(name, table): tensor for name, tensor in whole.items()}
         save_file(stored, temporary / TENSORS, {"format": "pt"})
         write_json(temporary / CONFIG, config_of(lora, factors, base, modules_to_save, head, hf_config))
         replace_directory(temporary, target)
@@ -401,7 +402,7 @@ def open_adapter(
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {TENSORS}; save the adapter with safe_serialization=True")
     files = HFFiles(folder, [TENSORS])
-    files.rename(partial(own_name, hf_config=hf_config))
+    files.rename(partial(own_name, table=None if hf_config is None else architecture(hf_config)))
     if missing := [name for name in shapes if name not in files.shapes]:
         raise CheckpointError(f"{path} lacks {first_of(missing, 3)}; give model.lora the targets that it has")
     copies = {name: name.replace(_COPY, WEIGHT) for name in files.shapes if name.endswith(_COPY)}
@@ -459,12 +460,12 @@ def load_adapter(
         files.close()
 
 
-def own_name(stored: str, hf_config: HFConfig | None = None) -> str:
-    """HF name of a tensor of PEFT's file. ``hf_config``: the model's, of which transformers may have other names."""
+def own_name(stored: str, table: Architecture | None = None) -> str:
+    """HF name of a tensor of PEFT's file. ``table``: of a model that transformers may have other names of."""
     name = stored.removeprefix(PREFIX).replace(".lora_A.default.", ".lora_A.").replace(".lora_B.default.", ".lora_B.")
-    return name if hf_config is None else architecture(hf_config).name_in_table(name)
+    return name if table is None else table.name_in_table(name)
 
 
-def stored_name(name: str, hf_config: HFConfig | None = None) -> str:
-    """Name in PEFT's file of a tensor with this HF name. ``hf_config``: as ``own_name`` has it."""
-    return PREFIX + (name if hf_config is None else architecture(hf_config).name_in_modules(name))
+def stored_name(name: str, table: Architecture | None = None) -> str:
+    """Name in PEFT's file of a tensor with this HF name. ``table``: as ``own_name`` has it."""
+    return PREFIX + (name if table is None else table.name_in_modules(name))
