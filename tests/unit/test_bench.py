@@ -437,7 +437,7 @@ def test_models_that_are_none_are_named(tmp_path: Path) -> None:
     run.mkdir()
     with pytest.raises(ConfigError, match="has no resolved.json; give the directory of a run"):
         subject_of(f"run:{run}")
-    with pytest.raises(ConfigError, match=r"has no config\.json; give the directory of an HF checkpoint, run:DIR"):
+    with pytest.raises(ConfigError, match=r"has no config\.json; give the directory of an HF checkpoint or a PEFT"):
         subject_of(str(run))
     (run / "resolved.json").write_text("{}")
     with pytest.raises(ConfigError, match=f"is the directory of a run; write run:{run}"):

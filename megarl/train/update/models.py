@@ -124,8 +124,13 @@ class Models:
 
     def load_base(self) -> None:
         """Give an actor with adapters the model that they are for: the job's, or what the warm start made of it."""
-        own = Path(self._config.run.dir) / REFERENCE
-        self._load(self.actor.model, own if self._config.trainer.warm_start.steps else Path(self._config.model.path))
+        self._load(self.actor.model, self._base)
+
+    @property
+    def _base(self) -> Path:
+        """The HF checkpoint that adapters are for."""
+        config = self._config
+        return Path(config.run.dir) / REFERENCE if config.trainer.warm_start.steps else Path(config.model.path)
 
     def _load(self, model: Model, path: Path) -> None:
         model.load_hf(path, score="stored" if model.head is not None else score_source(path))
@@ -300,13 +305,13 @@ class Models:
 
     def export_adapter(self, target: Path) -> None:
         """Write the actor's adapters as PEFT's files; every rank calls it, rank 0 writes."""
-        model, config = self.actor.model, self._config.model
+        model = self.actor.model
         assert model.adapters is not None, "the actor has no adapters"
         adapters, tensors = model.adapters, model.adapted.trained
         if model.optimizer is not None:
             check_written(tensors, model.written())
         with writing(target):
-            adapters.save(target, tensors, config.path)
+            adapters.save(target, tensors, str(self._base))
 
     def _settings(self, role: RoleConfig) -> ModelConfig:
         """Settings of a role's model. The critic has adapters where the actor has, frozen models have none."""

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from megarl.core.config import hub
 from megarl.core.config.lora import ALL_LINEAR, LoraConfig
 from megarl.core.durable import replace_directory
 from megarl.core.errors import CheckpointError, first_of
@@ -119,6 +120,24 @@ def read_config(folder: Path) -> dict[str, Any]:
         if not is_right(found.get(key, _DEFAULTS.get(key))):
             raise CheckpointError(f"{path} has {key}={found.get(key)!r}; it must be {text}")
     return found
+
+
+def is_folder(path: Path) -> bool:
+    """Return True for a folder with PEFT's files of an adapter."""
+    return (path / CONFIG).is_file()
+
+
+def base_of(folder: Path) -> Path:
+    """The HF checkpoint that an adapter is for: ``base_model_name_or_path`` of its settings, a folder or a name in the
+    hub's cache. Raises CheckpointError as ``read_config``, and where there is no checkpoint."""
+    named = read_config(folder).get("base_model_name_or_path")
+    path = Path(hub.snapshot(str(named)))
+    if not named or not (path / "config.json").is_file():
+        raise CheckpointError(
+            f"{folder / CONFIG} has base_model_name_or_path={named!r}, which is no HF checkpoint here: it has no "
+            "config.json; write the folder of the model that the adapter is for into that key"
+        )
+    return path
 
 
 def _is_number(value: Any) -> bool:
