@@ -28,7 +28,7 @@ from megarl.run.checks.filters import Selected, selected, usable
 from megarl.run.checks.inputs import check_environment_rows, check_held_out, check_lengths, check_rewards
 from megarl.run.checks.lora import check_adapters
 from megarl.run.checks.model import check_model
-from megarl.run.checks.roles import check_budget, check_role_models
+from megarl.run.checks.roles import check_budget, check_role_models, role_files
 from megarl.run.checks.settings import check_settings
 from megarl.run.checks.summary import summary
 from megarl.run.checks.tasksets import check_count
@@ -235,9 +235,10 @@ def _check_models(config: Config, hf_config: Mapping[str, Any]) -> None:
 
 
 def _model_paths(config: Config) -> dict[str, Path]:
-    """Setting -> the HF checkpoint that it names."""
-    paths = {"model": config.model.path, "critic": config.critic.path, "reward_model": config.reward_model.path}
-    return {f"{role}.path": Path(path) for role, path in paths.items() if path is not None}
+    """Setting -> the HF checkpoint that it names, or that the adapter there is for."""
+    roles = {"critic": config.critic.path, "reward_model": config.reward_model.path}
+    bases = {f"{role}.path": role_files(role, Path(path)).base for role, path in roles.items() if path is not None}
+    return {"model.path": Path(config.model.path), **bases}
 
 
 def _check_exports(config: Config) -> None:
