@@ -26,6 +26,7 @@ from megarl.core.config.lora import ALL_LINEAR, LoraConfig
 from megarl.core.durable import replace_directory
 from megarl.core.errors import CheckpointError, first_of
 from megarl.weights.architectures import Architecture, Head, HFConfig, architecture
+from megarl.weights.architectures.table import name_in_modules
 from megarl.weights.checkpoint.formats.hf_files import HFFiles
 from megarl.weights.checkpoint.formats.output import partial_path, write_json
 from megarl.weights.checkpoint.formats.slices import Source
@@ -208,11 +209,11 @@ def lora_of(folder: Path, hf_config: HFConfig, head: Head = "lm") -> LoraConfig:
     arch = architecture(hf_config, head)
     tensors = arch.tensors(hf_config)
     endings = found.get("modules_to_save") or []
-    saved = [ending for ending in endings if any(saves_tensor(ending, arch.name_in_modules(name)) for name in tensors)]
+    saved = [ending for ending in endings if any(saves_tensor(ending, name_in_modules(arch, name)) for name in tensors)]
     if arch.base_names:  # by this table's names, all of each
-        of_saved = [t for t in tensors if any(saves_tensor(ending, arch.name_in_modules(t)) for ending in saved)]
+        of_saved = [t for t in tensors if any(saves_tensor(ending, name_in_modules(arch, t)) for ending in saved)]
         saved = list(dict.fromkeys(name.rpartition(".")[0] for name in of_saved))
-    chosen = [module for module in linear if _is_adapted(found, arch.name_in_modules(module))]
+    chosen = [module for module in linear if _is_adapted(found, name_in_modules(arch, module))]
     chosen = [module for module in chosen if not any(saves_tensor(ending, module + WEIGHT) for ending in saved)]
     if not chosen:
         raise CheckpointError(
@@ -242,7 +243,7 @@ def _used(pattern: dict[str, Any] | None, modules: Iterable[str], arch: Architec
     pattern = pattern or {}
     if not arch.base_names:
         return {key: value for key, value in pattern.items() if any(matches_key(key, each) for each in modules)}
-    return dict(_by_module(pattern, {arch.name_in_modules(module): module for module in modules}))
+    return dict(_by_module(pattern, {name_in_modules(arch, module): module for module in modules}))
 
 
 def _by_module(pattern: Mapping[str, Any], modules: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
@@ -372,13 +373,13 @@ def config_of(
         arch = architecture(hf_config, table)
         tensors = arch.tensors(hf_config)
         if arch.base_names:
-            named = {module: arch.name_in_modules(module) for module in adapted}
+            named = {module: name_in_modules(arch, module) for module in adapted}
             ranks, alphas = (dict(_by_module(pattern, named)) for pattern in (ranks, alphas))
-        every = [arch.name_in_modules(name.rpartition(".")[0]) for name in tensors]
-        adapted = _endings([arch.name_in_modules(module) for module in adapted], every)
+        every = [name_in_modules(arch, name.rpartition(".")[0]) for name in tensors]
+        adapted = _endings([name_in_modules(arch, module) for module in adapted], every)
         names = saved_whole(tensors, replace(lora, modules_to_save=modules_to_save))
         # Whole names: in PEFT ``norm`` would stand for every norm.
-        saved = list(dict.fromkeys(arch.name_in_modules(name.rpartition(".")[0]) for name in names))
+        saved = list(dict.fromkeys(name_in_modules(arch, name.rpartition(".")[0]) for name in names))
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if head == "lm" else "SEQ_CLS",
@@ -487,4 +488,4 @@ def own_name(stored: str, table: Architecture | None = None) -> str:
 
 def stored_name(name: str, table: Architecture | None = None) -> str:
     """Name in PEFT's file of a tensor with this HF name. ``table``: as ``own_name`` has it."""
-    return PREFIX + (name if table is None else table.name_in_modules(name))
+    return PREFIX + (name if table is None else name_in_modules(table, name))
