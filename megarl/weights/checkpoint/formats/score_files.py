@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Self
 
 from megarl.core.config.lora import LoraConfig
+from megarl.core.errors import CheckpointError
 from megarl.weights.architectures import HFConfig
 from megarl.weights.checkpoint.formats import peft
 from megarl.weights.checkpoint.formats.hf_source import SCORE, check_hf, check_labels, has_score, open_hf
@@ -52,6 +53,11 @@ class ScoreFiles:
                 return
             check_hf(files, layout.only(lambda name: name != SCORE), hf_config, beside={SCORE})
             lora = self.lora(hf_config)
+            if "score" not in lora.modules_to_save:
+                raise CheckpointError(
+                    f"{self.adapter / peft.CONFIG} has no score head among modules_to_save; give an adapter of a "
+                    "reward model (task_type SEQ_CLS with one label)"
+                )
             wanted = file_shapes(factors_of(hf_config, lora, "score").values())
             wanted |= {name: layout.tensors[name] for name in trained_whole(layout.tensors, lora, "score")}
             peft.open_adapter(self.adapter, wanted, files, hf_config).close()
