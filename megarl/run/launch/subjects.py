@@ -22,7 +22,7 @@ from megarl.weights.checkpoint.formats import peft
 from megarl.weights.checkpoint.formats.dist import find_dist
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 from megarl.weights.checkpoint.formats.output import partial_path
-from megarl.weights.checkpoint.training.manifest import PREFIX, check_finished, exported_step, finished
+from megarl.weights.checkpoint.training.manifest import PREFIX, check_finished, exported_step, finished, read_manifest
 
 log = logging.getLogger(__name__)
 
@@ -141,9 +141,8 @@ def subject_of(word: str) -> Subject:
     """
     if word.startswith(RUN):
         return _of_run(word)
-    base, plus, folder = word.rpartition("+")
-    if plus and not Path(word).exists():
-        return _with_adapter(word, Path(hub.snapshot(base)), Path(folder))
+    if "+" in word and not Path(word).exists():
+        return _with_adapter(word, *_both(word))
     path = Path(hub.snapshot(word))
     if peft.is_folder(path):
         try:
@@ -164,6 +163,15 @@ def subject_of(word: str) -> Subject:
     if hub.is_name(word):
         fix += f"; of a name on the Hugging Face hub, `hf download {word}` puts it where it is found by the name"
     raise ConfigError(f"MODEL {word} has no {CONFIG}; {fix}")
+
+
+def _both(word: str) -> tuple[Path, Path]:
+    """Model and adapter of ``MODEL+ADAPTER``. Where folders have a ``+`` in their names too: the first two that are
+    there."""
+    parts = word.split("+")
+    pairs = [("+".join(parts[:at]), "+".join(parts[at:])) for at in range(1, len(parts))]
+    found = [(Path(hub.snapshot(base)), Path(adapter)) for base, adapter in pairs]
+    return next((pair for pair in found if all(path.is_dir() for path in pair)), found[-1])
 
 
 def _with_adapter(word: str, base: Path, adapter: Path) -> Subject:
@@ -196,7 +204,7 @@ def _of_run(word: str) -> Subject:
                 f"MODEL {word}: no finished checkpoint of step {step}; steps with one: {there} "
                 "(trainer.keep_checkpoints keeps the newest)"
             )
-        return Subject(word, checkpoints[step], is_hf=False)
+        return _of_checkpoint(word, checkpoints[step])
     exported, newest = exported_step(run_dir), max((int(step) for step in checkpoints), default=0)
     if exported is not None and exported < newest:
         log.warning("MODEL %s: %s has the weights of step %d, and the run went on", word, run_dir / "hf", exported)
@@ -207,7 +215,20 @@ def _of_run(word: str) -> Subject:
     if not checkpoints:
         raise ConfigError(f"MODEL {word}: it has neither an exported model (hf/) nor a finished checkpoint yet")
     step, path = list(checkpoints.items())[-1]
-    return Subject(f"{word}@{step}", path, is_hf=False)
+    return _of_checkpoint(f"{word}@{step}", path)
+
+
+def _of_checkpoint(name: str, path: Path) -> Subject:
+    try:
+        made = read_manifest(path).get("made") or {}
+    except CheckpointError:  # ``convert`` names the fault
+        made = {}
+    if made.get("base") is not None:
+        raise ConfigError(
+            f"MODEL {name}: {path} has adapters alone, not the model that they are for; give {RUN}DIR or its adapter/ "
+            "once the run has ended, or weights that it has published as files"
+        )
+    return Subject(name, path, is_hf=False)
 
 
 def _of_published(name: str, run_dir: Path, version: str) -> Subject:
