@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +47,7 @@ class ModelAdapters:
         rank: int,
         head: Head,
     ) -> None:
-        self.rank = rank
+        self.rank, self._base = rank, base
         self._hf_config, self._config, self._head = hf_config, config, head
         self.factors = factors_of(hf_config, config, head)
         self.layout = adapter_layout(base, self.factors)
@@ -62,6 +63,22 @@ class ModelAdapters:
         found = {row.local for row, _ in base.rows_of(rank) if not saved.isdisjoint(row.parts)}
         self.saved_locals = lora.freeze(chunks, found)
         """Local names of those that this rank has."""
+        self._originals: dict[str, torch.Tensor] = {}
+
+    def keep_originals(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Keep copies of the tensors that are trained whole, as they are in the model itself."""
+        self._originals = {name: tensors[name].clone() for name in self.saved_locals}
+
+    @contextmanager
+    def left_out(self, chunks: Sequence[torch.nn.Module], tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Within, the chunks are the model itself: without adapters, and with what it had where it is trained whole."""
+        trained = {name: tensors[name].clone() for name in self._originals}
+        try:
+            _write(tensors, self._originals)
+            with lora.without(chunks):
+                yield
+        finally:
+            _write(tensors, trained)
 
     def load(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load PEFT's files into a rank's adapters and the modules that are trained whole; ``Model.weights_changed``
@@ -95,16 +112,16 @@ class ModelAdapters:
             hf_config=self._hf_config,
         )
 
-    def base_digest(self, base: Layout, rank: int, tensors: Mapping[str, torch.Tensor]) -> str:
+    def base_digest(self, tensors: Mapping[str, torch.Tensor]) -> str:
         """Digest of the model that the adapters are for, in hexadecimal: the same on every grid. Every rank calls it.
 
         Args:
-            base: Layout of the model's own tensors.
             tensors: Local name -> tensor of this rank.
         """
         mine: dict[str, int] = {}
-        for row, share in base.rows_of(rank):
-            is_first = row.owners.ranks[share][0] == rank
+        base = self._base
+        for row, share in base.rows_of(self.rank):
+            is_first = row.owners.ranks[share][0] == self.rank
             own = [part for part in row.parts if part not in self.saved and base.rows_with[part][0] is row]
             if not is_first or not own:
                 continue
@@ -130,6 +147,12 @@ class ModelAdapters:
         own = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
         factors = {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
         return AdaptedModel(own, factors, self.local, self.saved_locals)
+
+
+@torch.no_grad()
+def _write(tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+    for name, value in values.items():
+        tensors[name].copy_(value)
 
 
 def share_base(lender: Sequence[torch.nn.Module], chunks: Sequence[torch.nn.Module]) -> None:

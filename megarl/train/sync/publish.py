@@ -72,6 +72,8 @@ class WeightPublisher:
         """``EngineConnection.connect``."""
         self._changes = {}
         self.connection.connect()
+        if self.connection.rank == 0:
+            self._whole -= self._starts(self.connection.joining)
 
     def engines_changed(self) -> bool:
         """``EngineConnection.engines_changed``."""

@@ -305,11 +305,17 @@ class Models:
         with writing(target):
             hf.export_hf(plan, rank, model.proven_tensors(), Path(self._config.model.path), target)
 
+    def base_digest(self) -> str | None:
+        """Digest of the model that the actor's adapters are for; None without adapters. Every rank calls it."""
+        model = self.actor.model
+        return None if model.adapters is None else model.adapters.base_digest(model.tensors)
+
     def export_adapter(self, target: Path) -> None:
         """Write the actor's adapters as PEFT's files; every rank calls it, rank 0 writes."""
         model = self.actor.model
         assert model.adapters is not None, "the actor has no adapters"
-        adapters, tensors = model.adapters, model.adapted.trained
+        adapters = model.adapters
+        tensors = adapters.adapted(model.all_tensors).trained
         if model.optimizer is not None:
             check_written(tensors, model.written())
         with writing(target):

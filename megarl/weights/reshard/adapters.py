@@ -325,7 +325,7 @@ class AdaptedModel:
     factors: Mapping[str, torch.Tensor]
     """Local name -> A or B."""
     adapters: Mapping[str, list[LocalAdapter]]
-    """Of ``local_adapters``."""
+    """Result of ``local_adapters``."""
     saved: frozenset[str] = frozenset()
     """Names of those of ``own`` that are trained too."""
 
