@@ -542,8 +542,8 @@ class ReferenceConfig:
 @dataclass(frozen=True)
 class CriticConfig:
     path: str | None = None
-    """HF sequence-classification checkpoint with one label (``reward_model.path`` too); None starts from the actor,
-    with a head of zeros."""
+    """HF sequence-classification checkpoint with one label, or a PEFT folder with a score head (``reward_model.path``
+    too); None starts from the actor, with a head of zeros."""
     parallel: ParallelConfig | None = None
     """Its own grid on the same ranks; None takes the actor's."""
     dtype: Literal["float32", "bfloat16"] | None = None
@@ -559,8 +559,8 @@ class CriticConfig:
 @dataclass(frozen=True)
 class RewardModelConfig:
     path: str | None = None
-    """HF sequence-classification checkpoint with one label; its score of each response is added to the reward. None for
-    none."""
+    """HF sequence-classification checkpoint with one label, or a PEFT folder with a score head; its score of each
+    response is added to the reward. None for none."""
     parallel: ParallelConfig | None = None
     """Its own grid on the same ranks; None takes the actor's."""
     dtype: Literal["float32", "bfloat16"] | None = None
