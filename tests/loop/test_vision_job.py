@@ -21,6 +21,7 @@ from megarl.explore.tasksets import ChatTokenizer, chat_messages, read_rows
 from megarl.explore.tasksets.processor import Processor
 from megarl.run.run_dir.prepare import make
 from tests.loop.same_run import learned, left_alone, steps_of, whole_and_killed
+from tests.parallel import peft_twin
 from tests.parallel.families import score_class
 from tests.system.jobs import START_S, last_of_each
 
@@ -188,3 +189,32 @@ def test_a_frozen_tower_stays(tmp_path: Path) -> None:
         assert tower and all(torch.equal(given[name], after[name]) for name in tower)
         assert not torch.equal(given["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
         assert steps_of(run)[0]["training/rollout_logp_diff_max"] < 1e-4
+
+
+@pytest.mark.soak
+@torch.no_grad()
+def test_adapters_of_a_tower_are_read_by_peft(tmp_path: Path) -> None:
+    """The tower's adapters learn, reach the engine, and are PEFT's: with the model that the warm start left they are
+    what was exported."""
+    targets = "model.lora.targets=[all-linear,attn.qkv,visual.merger.mlp.0]"
+    settings = ("model.train_vision_tower=false", "model.lora.rank=4", targets, "trainer.optimizer.lr=1e-3")
+    with left_alone(tmp_path / "adapted", (*SETTINGS, *settings)) as run:
+        assert all(0 < step["training/rollout_logp_diff_max"] < 1e-4 for step in steps_of(run))
+        written = load_file(run / "adapter" / "adapter_model.safetensors")
+        tower = [name for name in written if ".visual." in name and "lora_B" in name]
+        assert len(tower) == 3 and all(written[name].any() for name in tower)
+        exported, base = (
+            AutoModelForImageTextToText.from_pretrained(run / name, dtype=torch.float32).eval()
+            for name in ("hf", "reference")
+        )
+        adapted = peft_twin.of_files(base, run / "adapter").eval()
+    inputs = {
+        "input_ids": torch.tensor([[5, *[7] * 4, 9, 10]]),
+        "pixel_values": torch.randn(16, 3 * 2 * 7 * 7, generator=torch.Generator().manual_seed(0)),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        "mm_token_type_ids": torch.tensor([[0, 1, 1, 1, 1, 0, 0]]),
+    }
+    expected, found = exported(**inputs).logits, adapted(**inputs).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    with adapted.disable_adapter():
+        assert float((adapted(**inputs).logits - expected).abs().max()) > 1e-2

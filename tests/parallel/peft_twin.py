@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megarl.core.config.lora import LoraConfig
+from megarl.weights.architectures import Architecture, architecture
 from megarl.weights.checkpoint.formats import peft
 from megarl.weights.checkpoint.formats.hf import read_hf_config
 from megarl.weights.checkpoint.formats.output import write_json
@@ -34,7 +35,8 @@ def save_adapter(path: Path, lora: LoraConfig, seed: int = 0) -> Path:
         tensors[name] = 0.5 * torch.randn(shapes[name], generator=generator)
     target = path / FOLDER
     target.mkdir(exist_ok=True)
-    save_file({peft.PREFIX + name: tensor for name, tensor in tensors.items()}, target / peft.TENSORS)
+    stored = {peft.stored_name(name, architecture(hf_config)): tensor for name, tensor in tensors.items()}
+    save_file(stored, target / peft.TENSORS)
     settings = peft.config_of(lora, factors, str(path), lora.modules_to_save, hf_config=hf_config)
     write_json(target / peft.CONFIG, settings)
     return target
@@ -105,11 +107,26 @@ def _of_peft(name: str, adapted: Any, tensors: Mapping[str, torch.Tensor]) -> to
     return each.flatten(0, 1) if letter == "A" else each.permute(1, 2, 0).flatten(1)
 
 
-def by_file(adapted: Any, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of PEFT's parameters by megarl's names; ``values`` has them by PEFT's."""
+def of_files(model: Any, folder: Path) -> Any:
+    """The model with PEFT's adapters of a folder as PEFT itself reads it, to be trained."""
+    import peft as library
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # tensors that are missing
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        return library.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
+
+
+def by_file(
+    adapted: Any, values: Mapping[str, torch.Tensor], table: Architecture | None = None
+) -> dict[str, torch.Tensor]:
+    """Tensors of PEFT's parameters by megarl's names; ``values`` has them by PEFT's.
+
+    ``table``: of a model of which transformers has other names than its checkpoint.
+    """
     found: dict[str, torch.Tensor] = {}
     for name, value in values.items():
-        own = peft.own_name(name)
+        own = peft.own_name(name, table)
         if _EXPERTS not in own:
             found[own] = value
             continue

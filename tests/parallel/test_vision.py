@@ -13,7 +13,7 @@ import torch
 from megarl.core.config.algorithms import AlgorithmConfig
 from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from tests.conftest import SOAK
-from tests.parallel import parity, vision, vision_scores
+from tests.parallel import parity, vision, vision_adapters, vision_scores
 from tests.parallel.families import VOCAB
 from tests.parallel.grid import run_grid
 
@@ -49,6 +49,8 @@ SCORED = {
     for grid in ("one process", "TP2", "TP2 + SP", "PP2", "DP2", "CP2")
 }
 """Grid -> layouts, with the tower trained or not, of a model with a score head."""
+ADAPTED = "TP2 + SP"
+"""Grid of a model with adapters in tower and language model."""
 MEASURED = [case for case in CASES if SOAK or in_every_run(case)]
 
 
@@ -56,6 +58,7 @@ MEASURED = [case for case in CASES if SOAK or in_every_run(case)]
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vision")
     vision.save(folder / "model")
+    vision_adapters.save(folder / "model")
     vision_scores.save(folder / "scores")
     return folder
 
@@ -140,6 +143,9 @@ def on_grid(rank: int, root: str, world: int, backend: Literal["gloo", "nccl"] =
             actor.model.load_hf(path)
             cases = [(LAYOUTS[layout], trained) for layout, trained in SCORED[grid]]
             found[grid] = vision_scores.on_grid(rank, Path(root), grid, parallel, actor, cases)
+        if grid == ADAPTED:
+            limits = micro_batching_for(parallel, LAYOUTS["packed"])
+            found["adapters"] = vision_adapters.on_grid(rank, path, parallel, limits)
         parallel_state.destroy_model_parallel()
     return found
 
@@ -167,6 +173,13 @@ def test_outputs_and_gradients_equal_transformers(errors: dict[Any, list[dict[st
         assert rank["gradient"] < TOLERANCE, f"{rank['where']}: gradient off by {rank['gradient']:.1e}"
         assert all(rank["moved"]) if case[2] else not any(rank["moved"])
     assert any(rank["moved"] for rank in errors[case]), "some rank has the tower"
+
+
+def test_adapters_of_tower_and_language_model_equal_peft(errors: dict[Any, list[dict[str, Any]]]) -> None:
+    for rank in errors["adapters"]:
+        assert max(rank["logp"], rank["loss"]) < TOLERANCE
+        assert rank["gradient"] < TOLERANCE, f"{rank['where']}: gradient off by {rank['gradient']:.1e}"
+        assert rank["moved"], "an update changes every A and B, and nothing of the model itself"
 
 
 @pytest.mark.parametrize("grid", GRIDS)

@@ -16,9 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megarl import cli
 from megarl.core.config import Config, compose
+from megarl.core.config.lora import LoraConfig
 from megarl.core.config.rewards import RewardConfig
 from megarl.core.config.schema import EvaluationConfig
 from megarl.core.errors import CheckpointError, ConfigError, DataError, EngineError, WeightsDiffer
@@ -40,10 +42,12 @@ from megarl.run.launch.bench import run_bench
 from megarl.run.launch.subjects import Subject, short_names, subject_of
 from megarl.run.report.bench import table, write_bench
 from megarl.run.report.comparison import OVERALL, Measured, Row, compare
+from megarl.weights.checkpoint.formats import peft
 from megarl.weights.reshard.layouts import vllm_layout
 from tests.chat_battery import checkpoint
 from tests.engine_rows import serving_row
 from tests.parallel.models import save_tiny_qwen3
+from tests.parallel.peft_twin import save_adapter
 from tests.trajectories import one_turn
 from tests.unit import small_job
 
@@ -437,7 +441,7 @@ def test_models_that_are_none_are_named(tmp_path: Path) -> None:
     run.mkdir()
     with pytest.raises(ConfigError, match="has no resolved.json; give the directory of a run"):
         subject_of(f"run:{run}")
-    with pytest.raises(ConfigError, match=r"has no config\.json; give the directory of an HF checkpoint, run:DIR"):
+    with pytest.raises(ConfigError, match=r"has no config\.json; give the directory of an HF checkpoint or a PEFT"):
         subject_of(str(run))
     (run / "resolved.json").write_text("{}")
     with pytest.raises(ConfigError, match=f"is the directory of a run; write run:{run}"):
@@ -503,6 +507,44 @@ def test_published_weights_are_copied_before_their_run_removes_them(tmp_path: Pa
     assert not older.hf_path(tmp_path / "old").exists()
     newest.clean_up(tmp_path / "new")
     assert not newest.hf_path(tmp_path / "new").exists()
+
+
+def test_an_adapter_is_merged_into_its_model(tmp_path: Path) -> None:
+    """By itself, or behind a model; as float32 it is W + s B A, and in bfloat16 that sum rounded once."""
+    base = save_tiny_qwen3(tmp_path / "base+1", layers=1)  # a plus in a folder's name is no adapter
+    adapter = save_adapter(base, LoraConfig(rank=2, alpha=3.0, targets=["q_proj"]))
+    alone, behind = subject_of(str(adapter)), subject_of(f"{base}+{adapter}")
+    assert subject_of(str(base)).adapter is None and alone.path == behind.path == base
+    assert alone.slug != subject_of(str(base)).slug and alone.identity() == behind.identity()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    factors = load_file(adapter / peft.TENSORS)
+    b, a = (factors[peft.PREFIX + name.replace(".weight", f".lora_{which}.weight")] for which in "BA")
+    whole = load_file(base / "model.safetensors")[name] + 1.5 * (b @ a)
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        alone.convert(tmp_path / dtype, dtype)
+        found[dtype] = load_file(alone.hf_path(tmp_path / dtype) / "model.safetensors")[name]
+    torch.testing.assert_close(found["float32"], whole, rtol=1e-6, atol=1e-8)
+    assert torch.equal(found["bfloat16"], found["float32"].bfloat16())
+    before = alone.identity()
+    config = json.loads((adapter / peft.CONFIG).read_text())
+    (adapter / peft.CONFIG).write_text(json.dumps(config | {"base_model_name_or_path": "gone/model"}))
+    assert alone.identity() != before
+    with pytest.raises(ConfigError, match=r"'gone/model', which is no HF checkpoint here.*or give MODEL\+"):
+        subject_of(str(adapter))
+    assert subject_of(f"{base}+{adapter}").path == base
+    with pytest.raises(ConfigError, match="is no PEFT adapter"):
+        subject_of(f"{base}+{tmp_path}")
+
+
+def test_checkpoints_of_adapters_are_no_whole_model(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoints" / "global_step_2"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text('{"step": 2, "phase": "rl", "made": {"base": "0123"}}')
+    (tmp_path / "resolved.json").write_text("{}")
+    for word in (f"run:{tmp_path}", f"run:{tmp_path}@2"):
+        with pytest.raises(ConfigError, match="has adapters alone"):
+            subject_of(word)
 
 
 def test_a_bench_leaves_out_what_a_trainer_alone_reads(tmp_path: Path) -> None:

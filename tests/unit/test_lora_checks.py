@@ -14,7 +14,7 @@ from megarl.core.phases import Phase
 from megarl.learn import algorithms
 from megarl.run.checks import job as checks
 from megarl.run.checks.devices import ledger_of
-from megarl.run.checks.lora import check_adapters
+from megarl.run.checks.lora import check_adapters, check_tower_overlap
 from megarl.weights.checkpoint.formats.hf import read_hf_config
 from tests.parallel.families import save
 from tests.unit.small_job import config_of
@@ -84,6 +84,17 @@ def test_layers_that_a_model_does_not_have(tmp_path: Path) -> None:
             check_adapters(lora, hf_config, "/m")
     with pytest.raises(ConfigError, match="'lm_head', which is no linear layer"):
         check_adapters(head, untied, "/m", "score")
+
+
+def test_overlap_waits_for_no_tower(tmp_path: Path) -> None:
+    """A micro-batch without images has no gradient of its adapters."""
+    save("qwen2_5_vl", tmp_path)
+    hf_config, overlap = read_hf_config(tmp_path), ("parallel=dp2", "parallel.overlap_grad_reduce=true")
+    check_tower_overlap(config_of(tmp_path, RANK, *overlap), hf_config)
+    for setting in ("model.lora.targets=[attn.qkv]", "model.lora.modules_to_save=[visual.merger]"):
+        check_tower_overlap(config_of(tmp_path, RANK, setting), hf_config)
+        with pytest.raises(ConfigError, match=r"overlap_grad_reduce=true, and model\.lora trains visual\."):
+            check_tower_overlap(config_of(tmp_path, RANK, setting, *overlap), hf_config)
 
 
 def test_a_job_with_adapters_has_no_second_model_and_a_whole_warm_start() -> None:

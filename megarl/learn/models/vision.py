@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 
+from megarl.weights.reshard.adapters import LORA
+
 
 @dataclass(frozen=True)
 class Vectors:
@@ -130,10 +132,17 @@ def showing(stage: torch.nn.Module, source: torch.Tensor, pixels: torch.Tensor, 
     """
     gpt: Any = stage
     weight = next(gpt.visual.parameters())
-    with torch.set_grad_enabled(torch.is_grad_enabled() and weight.requires_grad):
+    with torch.set_grad_enabled(torch.is_grad_enabled() and _is_trained(gpt)):
         values = gpt.visual(pixels.to(weight.device, weight.dtype), grid_thw=grids.to(weight.device)).pooler_output
     gpt.embedding.vectors = Vectors(values, source)
     try:
         yield
     finally:
         gpt.embedding.vectors = None
+
+
+def _is_trained(gpt: Any) -> bool:
+    """True if an update changes the tower: all of it, a module of it, or its adapters."""
+    adapters = getattr(gpt, LORA, None)
+    of_tower = [] if adapters is None else [p for n, p in adapters.named_parameters() if n.startswith("visual.")]
+    return any(parameter.requires_grad for parameter in (*gpt.visual.parameters(), *of_tower))

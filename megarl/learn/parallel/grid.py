@@ -46,19 +46,6 @@ def roles_of(config: Config, algorithm: Algorithm) -> list[str]:
     return [role for role, is_there in there.items() if is_there]
 
 
-def critic_shares_base(config: Config) -> bool:
-    """Return True if actor and critic are adapters of one model, whose memory they share: it is the actor's, on its
-    grid and in its dtype, and always on the device."""
-    critic = config.critic
-    return (
-        config.model.lora.is_used
-        and critic.path is None
-        and config.trainer.offload == critic.offload == "none"
-        and critic.parallel in (None, config.parallel)
-        and critic.dtype in (None, config.model.dtype)
-    )
-
-
 def role_grids(config: Config, roles: Sequence[str] = ROLES) -> dict[str, ParallelConfig]:
     """Setting of each grid of the trainer's ranks -> the grid. A role that names none has the actor's; ``parallel``
     comes first.

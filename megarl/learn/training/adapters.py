@@ -86,7 +86,7 @@ class ModelAdapters:
 
         Raises CheckpointError where the files are not those of these adapters.
         """
-        peft.load_adapter(folder, self.file_layout, self.rank, tensors)
+        peft.load_adapter(folder, self.file_layout, self.rank, tensors, self._hf_config)
 
     def save(self, target: Path, tensors: Mapping[str, torch.Tensor], base: str) -> dict[str, int]:
         """Write the adapters and the modules that are trained whole as PEFT's files; every rank calls it, rank 0

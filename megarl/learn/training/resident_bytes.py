@@ -233,7 +233,7 @@ class _RankBuffers:
     def bytes_of(self, rank: int, parallel: ParallelConfig, dtype: str, trained: bool, lent: bool) -> dict[str, int]:
         """Kind -> bytes of a rank that has these buffers."""
         if not trained:
-            return {"parameters": self.elements * ITEM_BYTES[dtype]}
+            return {"parameters": (self.elements - (self.frozen if lent else 0)) * ITEM_BYTES[dtype]}
         in_stage = rank % parallel.stage_size
         dense, expert = in_stage // parallel.tp, in_stage // (parallel.ep * parallel.expert_tp)
         padded = sum(bucket.size for bucket in (*self.dense, *self.experts))

@@ -198,7 +198,7 @@ def residents_of(role: str, model: Any) -> Residents:
     """Residents of a ``Model``."""
     optimizer = model.optimizer
     if optimizer is None:
-        return Residents([Resident(role, "parameters", lambda: (p for c in model.chunks for p in c.parameters()))])
+        return Residents([Resident(role, "parameters", lambda: [p for c in model.chunks for p in _own(c)])])
     buffers = [b for chunk in model.chunks for b in [*chunk.buffers, *chunk.expert_parallel_buffers]]
     # In a float32 model the masters are views of the parameters, and move with them.
     shared = {b.param_data.untyped_storage()._cdata for b in buffers}
@@ -219,9 +219,13 @@ def residents_of(role: str, model: Any) -> Residents:
 
 
 def _frozen(chunks: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
-    """Parameters that nothing trains: they are in no buffer. Those of another model (``share_base``) are its own."""
-    every = (p for chunk in chunks for p in chunk.parameters() if not p.requires_grad)
-    return [p.data for p in every if not getattr(p, "is_lent", False)]
+    """Parameters that nothing trains: they are in no buffer."""
+    return [p.data for chunk in chunks for p in _own(chunk) if not p.requires_grad]
+
+
+def _own(chunk: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """A chunk's parameters without those of another model (``share_base``)."""
+    return [p for p in chunk.parameters() if not getattr(p, "is_lent", False)]
 
 
 def release_freed_memory() -> None:

@@ -49,7 +49,8 @@ def check_adapter(config: Config, hf_config: Mapping[str, Any], files: Source, h
             raise ConfigError(f"{fault}; set {_settings(lora, found)}")
         shapes = file_shapes(factors_of(hf_config, found, head).values())
         saved = [*saved_whole(tensors, found), *(["score.weight"] if head == "score" else [])]
-        peft.open_adapter(folder, shapes | {name: tensors[name] for name in saved}, files).close()
+        wanted = shapes | {name: tensors[name] for name in saved}
+        peft.open_adapter(folder, wanted, files, hf_config).close()
     except CheckpointError as error:
         raise CheckpointError(f"model.lora.path: {error}") from error
 

@@ -16,6 +16,7 @@ from megarl.learn.algorithms import Algorithm
 from megarl.learn.parallel.grid import roles_of
 from megarl.run.checks.memory import device_bytes, engine_bytes, resident_bytes, warm_start_bytes
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
+from megarl.weights.checkpoint.formats.score_files import ScoreFiles
 
 
 def has_budget(config: Config) -> bool:
@@ -38,7 +39,7 @@ def ledger_of(config: Config, algorithm: Algorithm, hf_config: Mapping[str, Any]
     for role in roles_of(config, algorithm):
         path = getattr(getattr(config, role), "path", None)
         if path is not None:
-            hf_configs[role] = read_hf_config(Path(path))
+            hf_configs[role] = read_hf_config(ScoreFiles.of(Path(path)).base)
     ranks = resident_bytes(config, algorithm, hf_configs)
     engines = algorithms.job_of(config).rollouts
     colocated = engines and config.rollout.is_colocated

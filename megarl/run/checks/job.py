@@ -26,9 +26,9 @@ from megarl.run.checks.devices import check_devices, has_budget, ledger_of
 from megarl.run.checks.experts import check_teacher
 from megarl.run.checks.filters import Selected, selected, usable
 from megarl.run.checks.inputs import check_environment_rows, check_held_out, check_lengths, check_rewards
-from megarl.run.checks.lora import check_adapters
+from megarl.run.checks.lora import check_adapters, check_tower_overlap
 from megarl.run.checks.model import check_model
-from megarl.run.checks.roles import check_budget, check_role_models
+from megarl.run.checks.roles import check_budget, check_role_models, role_files
 from megarl.run.checks.settings import check_settings
 from megarl.run.checks.summary import summary
 from megarl.run.checks.tasksets import check_count
@@ -231,13 +231,15 @@ def _check_models(config: Config, hf_config: Mapping[str, Any]) -> None:
     check_model(config, hf_config, engines=engines, head="score" if scores else "lm")
     trained: Head = "lm" if "actor" in algorithm.roles else "score"
     check_adapters(config.model.lora, hf_config, config.model.path, trained)
+    check_tower_overlap(config, hf_config)
     check_role_models(config, algorithm, hf_config)
 
 
 def _model_paths(config: Config) -> dict[str, Path]:
-    """Setting -> the HF checkpoint that it names."""
-    paths = {"model": config.model.path, "critic": config.critic.path, "reward_model": config.reward_model.path}
-    return {f"{role}.path": Path(path) for role, path in paths.items() if path is not None}
+    """Setting -> the HF checkpoint that it names, or that the adapter there is for."""
+    roles = {"critic": config.critic.path, "reward_model": config.reward_model.path}
+    bases = {f"{role}.path": role_files(role, Path(path)).base for role, path in roles.items() if path is not None}
+    return {"model.path": Path(config.model.path), **bases}
 
 
 def _check_exports(config: Config) -> None:

@@ -15,6 +15,8 @@ from megarl.weights.reshard.adapters import Factors, factors_of, matches_key, na
 log = logging.getLogger(__name__)
 
 LM_HEAD = "lm_head"
+TOWER = "visual."
+"""Beginning of the names of a vision tower's layers."""
 
 
 def check_lora_settings(config: Config) -> None:
@@ -125,6 +127,29 @@ def check_adapters(lora: LoraConfig, hf_config: Mapping[str, Any], path: str, he
     for own in factors.values():
         if own.rank > min(own.shape):
             raise ConfigError(_too_high(own, lora, path))
+
+
+def check_tower_overlap(config: Config, hf_config: Mapping[str, Any]) -> None:
+    """Check that no grid waits for gradients of a vision tower's adapters, of which micro-batches without images have
+    none.
+
+    Raises:
+        ConfigError: naming setting, value and fix.
+    """
+    lora = config.model.lora
+    grids = {"parallel": config.parallel, "critic.parallel": config.critic.parallel}
+    overlapped = [setting for setting, grid in grids.items() if grid is not None and grid.overlap_grad_reduce]
+    if not lora.is_used or not overlapped:
+        return
+    named = [own.module for own in factors_of(hf_config, lora).values()]
+    named += saved_whole(architecture(hf_config).tensors(hf_config), lora)
+    tower = [name for name in named if name.startswith(TOWER)]
+    if tower:
+        raise ConfigError(
+            f"{overlapped[0]}.overlap_grad_reduce=true, and model.lora trains {tower[0]}: a micro-batch without images "
+            f"gives the tower no gradient, which Megatron-Core's overlap waits for; set {overlapped[0]}."
+            "overlap_grad_reduce to false, or leave the tower out"
+        )
 
 
 def _too_high(own: Factors, lora: LoraConfig, path: str) -> str:

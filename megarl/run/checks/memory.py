@@ -16,8 +16,9 @@ from megarl.core.config import Config
 from megarl.core.config.lora import LoraConfig
 from megarl.engine.client.names import EIGHT_BIT_BLOCK, EIGHT_BITS
 from megarl.learn.algorithms import Algorithm
-from megarl.learn.parallel.grid import critic_shares_base, role_grids, roles_of
+from megarl.learn.parallel.grid import role_grids, roles_of
 from megarl.learn.training.resident_bytes import ITEM_BYTES, model_bytes
+from megarl.learn.training.role_adapters import role_lora, shares_base
 from megarl.weights.architectures import Head, architecture
 from megarl.weights.reshard.layout import LayoutRow
 from megarl.weights.reshard.layouts import vllm_layout
@@ -53,12 +54,12 @@ def resident_bytes(
         setting = "parallel" if role == "actor" else f"{role}.parallel"
         found = model_bytes(
             hf_configs.get(role, hf_configs["actor"]),
-            replace(config.model, dtype=dtype, lora=config.model.lora if role in TRAINED else LoraConfig()),
+            replace(config.model, dtype=dtype, lora=role_lora(config, role)),
             grids[setting],
             head,
             trained=role in TRAINED,
             setting=setting,
-            lent=role == "critic" and critic_shares_base(config),
+            lent=shares_base(config, role),
         )
         for rank, kinds in zip(ranks, found, strict=True):
             rank.update({f"{role}.{kind}": size for kind, size in kinds.items()})

@@ -21,7 +21,8 @@ from megarl.learn.parallel.grid import check_parallel, check_roles, megatron_gri
 from megarl.run.checks.dispatcher import check_dispatcher
 from megarl.run.checks.lora import check_adapters
 from megarl.weights.architectures import Head, architecture
-from megarl.weights.checkpoint.formats.hf_source import check_hf, check_labels, open_hf, read_hf_config
+from megarl.weights.checkpoint.formats.hf_source import read_hf_config
+from megarl.weights.checkpoint.formats.score_files import ScoreFiles
 from megarl.weights.reshard.layouts import megatron_layout
 
 log = logging.getLogger(__name__)
@@ -120,10 +121,11 @@ def check_role_models(config: Config, algorithm: Algorithm, hf_config: Mapping[s
     grids = role_grids(config, roles)
     for setting, (path, head) in wanted.items():
         role, grid = setting.removesuffix(".parallel"), grids[setting]
-        found = hf_config if path is None else role_config(role, Path(path))
+        files = None if path is None else role_files(role, Path(path))
+        found = hf_config if files is None else role_config(role, files.base)
         check_parallel(grid, architecture(found).sizes(found), setting)
         check_layers(config.model, found)
-        if role == "critic":
+        if role == "critic" and (files is None or files.adapter is None):  # else they are the files'
             check_adapters(config.model.lora, found, path or config.model.path, head)
         if role in roles:
             model = replace(config.model, dtype=getattr(config, role).dtype or config.model.dtype)
@@ -131,15 +133,29 @@ def check_role_models(config: Config, algorithm: Algorithm, hf_config: Mapping[s
         layout = megatron_layout(
             found, megatron_grid(grid), transformer_impl=config.model.transformer_impl, head=head, setting=setting
         )
-        if path is None:
+        if files is None:
             continue
-        _check_vocabulary(role, Path(path), found["vocab_size"], Path(config.model.path), hf_config["vocab_size"])
-        check_labels(Path(path), found)
-        files = open_hf(Path(path))
+        if files.adapter is not None and config.model.transformer_impl != "local":
+            raise ConfigError(
+                f"{role}.path={path} is an adapter, with model.transformer_impl={config.model.transformer_impl}: "
+                "TransformerEngine fuses norms into its linear layers, whose inputs adapters need; set it to local, or "
+                "merge the adapter (megarl convert merge-adapter)"
+            )
+        _check_vocabulary(role, files.base, found["vocab_size"], Path(config.model.path), hf_config["vocab_size"])
         try:
-            check_hf(files, layout, found)
-        finally:
-            files.close()
+            files.check(layout, found)
+        except CheckpointError as error:
+            if files.adapter is None:
+                raise
+            raise CheckpointError(f"{role}.path={files.adapter}: {error}") from error
+
+
+def role_files(role: str, path: Path) -> ScoreFiles:
+    """Return the files of a role's model. Raises CheckpointError naming the role's setting."""
+    try:
+        return ScoreFiles.of(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{role}.path={path}: {error}") from error
 
 
 def role_config(role: str, path: Path) -> Mapping[str, Any]:

@@ -21,7 +21,7 @@ from megarl.explore.tasksets.pixels import pixel_limits
 from megarl.explore.tasksets.tokenizer import PROCESSOR
 from megarl.learn import algorithms
 from megarl.learn.parallel.grid import roles_of
-from megarl.run.checks.roles import role_config
+from megarl.run.checks.roles import role_config, role_files
 from megarl.run.run_dir.rows import SPLITS, Rows, place
 from megarl.weights.architectures import ARCHITECTURES
 
@@ -144,7 +144,8 @@ def _check_roles(config: Config, hf_config: Mapping[str, Any], seen: str) -> Non
     for role in roles_of(config, algorithms.get(config.algorithm.name)):
         if (path := paths.get(role)) is None:
             continue
-        found = role_config(role, Path(path))
+        base = role_files(role, Path(path)).base
+        found = role_config(role, base)
         if not is_vision_model(found):
             raise ConfigError(
                 f"{role}.path={path} takes text only, and {seen}; set it to a model of the actor's family "
@@ -156,7 +157,7 @@ def _check_roles(config: Config, hf_config: Mapping[str, Any], seen: str) -> Non
                     f"{role}.path={path} has {key}={other}, the actor {mine}: it is given the actor's tokens and "
                     "patches of images; use a model that was made from the actor's"
                 )
-        _check_pixels_of(config, f"{role}.path={path}", Path(path))
+        _check_pixels_of(config, f"{role}.path={path}", base)
 
 
 def _facts(mine: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

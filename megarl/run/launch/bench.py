@@ -160,7 +160,7 @@ def _prepare(base: Config, folder: Path, left: Sequence[_Planned], *, check_only
     for each in left:
         if not check_only:
             each.folder.mkdir(parents=True, exist_ok=True)
-            each.subject.convert(each.folder)
+            each.subject.convert(each.folder, each.config.model.dtype)
             write_text(each.folder / MODEL, json.dumps(_identity(each.subject), indent=1))
     for number, each in enumerate(left):
         if check_only and not each.subject.is_hf:
@@ -209,7 +209,8 @@ def _check_same_model(each: _Planned) -> None:
 
 
 def _identity(subject: Subject) -> dict[str, str]:
-    return {"path": str(subject.path), "files": subject.identity()}
+    added = {} if subject.adapter is None else {"adapter": str(subject.adapter)}
+    return {"path": str(subject.path), **added, "files": subject.identity()}
 
 
 def _check_same_settings(base: Config, folder: Path) -> None:

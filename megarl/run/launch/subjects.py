@@ -1,5 +1,5 @@
-"""Models that a bench measures: an HF checkpoint, a run, or a checkpoint of a run, each as a directory that an engine
-reads."""
+"""Models that a bench measures: an HF checkpoint, one with an adapter, a run, or a checkpoint of a run, each as a
+directory that an engine reads."""
 
 from __future__ import annotations
 
@@ -11,18 +11,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from megarl.core.config import hub
 from megarl.core.durable import replace_directory
 from megarl.core.errors import CheckpointError, ConfigError
 from megarl.core.published import MANIFEST, folder_of, whole_versions
 from megarl.run.run_dir.experts import RUN
+from megarl.weights.checkpoint.formats import peft
 from megarl.weights.checkpoint.formats.dist import find_dist
+from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 from megarl.weights.checkpoint.formats.output import partial_path
-from megarl.weights.checkpoint.training.manifest import PREFIX, check_finished, exported_step, finished
+from megarl.weights.checkpoint.training.manifest import PREFIX, check_finished, exported_step, finished, read_manifest
 
 log = logging.getLogger(__name__)
 
 CONFIG = "config.json"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LONGEST = 60
 
 
@@ -37,32 +42,38 @@ class Subject:
     is_hf: bool
     published: str = ""
     """Digest of the manifest of weights that a run has published; they are copied, since the run removes them."""
+    adapter: Path | None = None
+    """PEFT folder that is merged into the HF checkpoint ``path``."""
 
     @property
     def slug(self) -> str:
         """Name of its directory in the bench: the same for the same path, whatever other models there are."""
         plain = re.sub(r"[^\w.@-]+", "_", self.name.removeprefix(RUN).strip("/"), flags=re.ASCII)[-LONGEST:]
-        digest = hashlib.blake2b(str(self.path.resolve()).encode(), digest_size=3).hexdigest()
+        places = [self.path, *([] if self.adapter is None else [self.adapter])]
+        paths = "+".join(str(place.resolve()) for place in places)
+        digest = hashlib.blake2b(paths.encode(), digest_size=3).hexdigest()
         return f"{plain.lstrip('._')}-{digest}"
 
     def identity(self) -> str:
         """Digest of the names, sizes and times of its files, without reading them; or ``published``."""
         if self.published:
             return self.published
-        found = sorted(
-            (str(path.relative_to(self.path)), stat.st_size, stat.st_mtime_ns)
-            for path in self.path.rglob("*")
-            if path.is_file() and (stat := path.stat())
-        )
+        found = _files_of(self.path)
+        if self.adapter is not None:
+            found += _files_of(self.adapter)
         return hashlib.blake2b(repr(found).encode(), digest_size=16).hexdigest()
 
     def hf_path(self, folder: Path) -> Path:
         """HF checkpoint of the model; in ``folder`` where it is converted."""
         return self.path if self.is_hf else folder / "model"
 
-    def convert(self, folder: Path) -> None:
-        """Write the HF checkpoint of a training checkpoint, whole and with its digests compared, or copy published
-        weights; one that is there is kept. Raises CheckpointError."""
+    def convert(self, folder: Path, dtype: str = "float32") -> None:
+        """Write the HF checkpoint of a training checkpoint or of an adapter, whole and with its digests compared, or
+        copy published weights; one that is there is kept. Raises CheckpointError.
+
+        Args:
+            dtype: ``model.dtype``, to which the sum of model and adapter is rounded.
+        """
         target = self.hf_path(folder)
         if self.is_hf or (target / CONFIG).is_file():
             return
@@ -71,6 +82,13 @@ class Subject:
             return
         from megarl.weights.checkpoint.convert.convert import Settings, convert_megatron_to_hf
 
+        if self.adapter is not None:
+            from megarl.weights.checkpoint.convert.adapters import merge_adapter
+
+            log.info("%s: merging %s and %s in %s", self.name, self.path, self.adapter, target)
+            settings = Settings(dtype=DTYPES[dtype], verify=True, progress=False)
+            merge_adapter(self.path, self.adapter, target, settings)
+            return
         log.info("%s: converting %s to an HF checkpoint in %s", self.name, self.path, target)
         convert_megatron_to_hf(self.path, target, settings=Settings(verify=True, progress=False))
 
@@ -96,6 +114,14 @@ class Subject:
             shutil.rmtree(self.hf_path(folder), ignore_errors=True)
 
 
+def _files_of(folder: Path) -> list[tuple[str, int, int]]:
+    return sorted(
+        (str(path.relative_to(folder)), stat.st_size, stat.st_mtime_ns)
+        for path in folder.rglob("*")
+        if path.is_file() and (stat := path.stat())
+    )
+
+
 def short_names(subjects: Sequence[Subject]) -> list[str]:
     """Names without the folders that all paths begin with, for the heads of columns."""
     parts = [subject.name.removeprefix(RUN).strip("/").split("/") for subject in subjects]
@@ -108,14 +134,21 @@ def short_names(subjects: Sequence[Subject]) -> list[str]:
 
 
 def subject_of(word: str) -> Subject:
-    """Find the model that a word of the command names: a directory, a name in the hub's cache, ``run:DIR``,
-    ``run:DIR@STEP`` or ``run:DIR@VERSION``.
+    """Find the model that a word of the command names: a directory, a name in the hub's cache, a PEFT folder alone or
+    behind its model and a ``+``, ``run:DIR``, ``run:DIR@STEP`` or ``run:DIR@VERSION``.
 
     Raises ConfigError naming what is there instead.
     """
     if word.startswith(RUN):
         return _of_run(word)
+    if "+" in word and not Path(word).exists():
+        return _with_adapter(word, *_both(word))
     path = Path(hub.snapshot(word))
+    if peft.is_folder(path):
+        try:
+            return _with_adapter(word, peft.base_of(path), path)
+        except CheckpointError as error:
+            raise ConfigError(f"MODEL {word}: {error}, or give MODEL+{word}") from error
     if (path / "resolved.json").is_file():
         raise ConfigError(f"MODEL {word} is the directory of a run; write {RUN}{word}, or {RUN}{word}@STEP")
     if (path / CONFIG).is_file():
@@ -123,10 +156,33 @@ def subject_of(word: str) -> Subject:
     if path.is_dir() and (model := find_dist(path)) is not None:
         check_finished(model)
         return Subject(word, path, is_hf=False)
-    fix = f"give the directory of an HF checkpoint, {RUN}DIR of a run, or {RUN}DIR@STEP of one of its checkpoints"
+    fix = (
+        f"give the directory of an HF checkpoint or a PEFT adapter, {RUN}DIR of a run, or {RUN}DIR@STEP of one of its "
+        "checkpoints"
+    )
     if hub.is_name(word):
         fix += f"; of a name on the Hugging Face hub, `hf download {word}` puts it where it is found by the name"
     raise ConfigError(f"MODEL {word} has no {CONFIG}; {fix}")
+
+
+def _both(word: str) -> tuple[Path, Path]:
+    """Model and adapter of ``MODEL+ADAPTER``. Where folders have a ``+`` in their names too: the first two that are
+    there."""
+    parts = word.split("+")
+    pairs = [("+".join(parts[:at]), "+".join(parts[at:])) for at in range(1, len(parts))]
+    found = [(Path(hub.snapshot(base)), Path(adapter)) for base, adapter in pairs]
+    return next((pair for pair in found if all(path.is_dir() for path in pair)), found[-1])
+
+
+def _with_adapter(word: str, base: Path, adapter: Path) -> Subject:
+    """The model ``base`` with an adapter. Raises ConfigError where one of them is none, or they do not go together."""
+    if not (base / CONFIG).is_file():
+        raise ConfigError(f"MODEL {word}: {base} has no {CONFIG}; give the HF checkpoint that the adapter is for")
+    try:
+        peft.lora_of(adapter, read_hf_config(base))
+    except CheckpointError as error:
+        raise ConfigError(f"MODEL {word}: {error}") from error
+    return Subject(word, base, is_hf=False, adapter=adapter)
 
 
 def _of_run(word: str) -> Subject:
@@ -148,7 +204,7 @@ def _of_run(word: str) -> Subject:
                 f"MODEL {word}: no finished checkpoint of step {step}; steps with one: {there} "
                 "(trainer.keep_checkpoints keeps the newest)"
             )
-        return Subject(word, checkpoints[step], is_hf=False)
+        return _of_checkpoint(word, checkpoints[step])
     exported, newest = exported_step(run_dir), max((int(step) for step in checkpoints), default=0)
     if exported is not None and exported < newest:
         log.warning("MODEL %s: %s has the weights of step %d, and the run went on", word, run_dir / "hf", exported)
@@ -159,7 +215,20 @@ def _of_run(word: str) -> Subject:
     if not checkpoints:
         raise ConfigError(f"MODEL {word}: it has neither an exported model (hf/) nor a finished checkpoint yet")
     step, path = list(checkpoints.items())[-1]
-    return Subject(f"{word}@{step}", path, is_hf=False)
+    return _of_checkpoint(f"{word}@{step}", path)
+
+
+def _of_checkpoint(name: str, path: Path) -> Subject:
+    try:
+        made = read_manifest(path).get("made") or {}
+    except CheckpointError:  # ``convert`` names the fault
+        made = {}
+    if made.get("base") is not None:
+        raise ConfigError(
+            f"MODEL {name}: {path} has adapters alone, not the model that they are for; give {RUN}DIR or its adapter/ "
+            "once the run has ended, or weights that it has published as files"
+        )
+    return Subject(name, path, is_hf=False)
 
 
 def _of_published(name: str, run_dir: Path, version: str) -> Subject:

@@ -23,16 +23,17 @@ from megarl.core.schema import Outcome, name_of
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.batching.sequences import NO_IDS, Sequences
 from megarl.learn.parallel import groups
-from megarl.learn.parallel.grid import critic_shares_base
 from megarl.learn.training.adapters import share_base
 from megarl.learn.training.model import Grid, Model, TrainedModel, WithoutAdapters, micro_batching_for
 from megarl.learn.training.optimizer_digests import check_written
+from megarl.learn.training.role_adapters import role_lora, shares_base
 from megarl.learn.training.schedule import Head
 from megarl.train.update.images import ImageInputs
 from megarl.train.update.samples import WITHOUT_REPLAY
 from megarl.train.update.scoring import in_warm_start, score_source, trains_scores
 from megarl.weights.architectures import architecture
 from megarl.weights.checkpoint.formats import hf
+from megarl.weights.checkpoint.formats.score_files import ScoreFiles
 from megarl.weights.checkpoint.training import state
 from megarl.weights.checkpoint.training.disk_space import writing
 from megarl.weights.reshard.layouts import hf_layout
@@ -124,8 +125,13 @@ class Models:
 
     def load_base(self) -> None:
         """Give an actor with adapters the model that they are for: the job's, or what the warm start made of it."""
-        own = Path(self._config.run.dir) / REFERENCE
-        self._load(self.actor.model, own if self._config.trainer.warm_start.steps else Path(self._config.model.path))
+        self._load(self.actor.model, self._base)
+
+    @property
+    def _base(self) -> Path:
+        """The HF checkpoint that adapters are for."""
+        config = self._config
+        return Path(config.run.dir) / REFERENCE if config.trainer.warm_start.steps else Path(config.model.path)
 
     def _load(self, model: Model, path: Path) -> None:
         model.load_hf(path, score="stored" if model.head is not None else score_source(path))
@@ -212,19 +218,20 @@ class Models:
             self.more[role].copy_from(self.actor.model, bucket_bytes=self._config.sync.bucket_bytes)
 
     def _reward_model(self, path: Path) -> Model:
-        parallel, grid = self._grid(self._config.reward_model)
-        settings, micro_batching = (
-            self._settings(self._config.reward_model),
-            micro_batching_for(parallel, self._config.trainer),
-        )
-        model = Model(hf.read_hf_config(path), settings, parallel, None, micro_batching, grid)
-        model.load_hf(path)
+        role = self._config.reward_model
+        parallel, grid = self._grid(role)
+        settings, micro_batching = self._settings(role), micro_batching_for(parallel, self._config.trainer)
+        files = ScoreFiles.of(path)
+        model = Model(hf.read_hf_config(files.base), settings, parallel, None, micro_batching, grid)
+        _load_scores(model, files)
+        if shares_base(self._config, "reward_model"):
+            share_base(self.actor.model.chunks, model.chunks)
         return model
 
     def _critic(self) -> TrainedModel:
         config, role = self._config, self._config.critic
-        path = None if role.path is None else Path(role.path)
-        hf_config = self.hf_config if path is None else hf.read_hf_config(path)
+        files = None if role.path is None else ScoreFiles.of(Path(role.path))
+        hf_config = self.hf_config if files is None else hf.read_hf_config(files.base)
         parallel, grid = self._grid(role)
         settings, micro_batching = self._settings(role), micro_batching_for(parallel, config.trainer)
         critic = TrainedModel(hf_config, settings, parallel, None, micro_batching, role.optimizer, grid)
@@ -233,15 +240,15 @@ class Models:
             and role.path == config.reward_model.path
             and settings == self.reward_model.model_config
         )
-        if path is None:
+        if files is None:
             # Its score head begins with zeros.
             critic.model.copy_from(self.actor.model, bucket_bytes=config.sync.bucket_bytes)
-            if critic_shares_base(config):
-                share_base(self.actor.model.chunks, critic.model.chunks)
-        elif same and self.reward_model is not None:
+        elif same and self.reward_model is not None and files.adapter is None:
             critic.model.copy_from(self.reward_model, bucket_bytes=config.sync.bucket_bytes)
         else:
-            critic.model.load_hf(path)
+            _load_scores(critic.model, files)
+        if shares_base(config, "critic"):
+            share_base(self.actor.model.chunks, critic.model.chunks)
         return critic
 
     def finish_gathers(self) -> None:
@@ -305,19 +312,20 @@ class Models:
 
     def export_adapter(self, target: Path) -> None:
         """Write the actor's adapters as PEFT's files; every rank calls it, rank 0 writes."""
-        model, config = self.actor.model, self._config.model
+        model = self.actor.model
         assert model.adapters is not None, "the actor has no adapters"
         adapters = model.adapters
         tensors = adapters.adapted(model.all_tensors).trained
         if model.optimizer is not None:
             check_written(tensors, model.written())
         with writing(target):
-            adapters.save(target, tensors, config.path)
+            adapters.save(target, tensors, str(self._base))
 
     def _settings(self, role: RoleConfig) -> ModelConfig:
-        """Settings of a role's model. The critic has adapters where the actor has, frozen models have none."""
+        """Settings of a role's model."""
         model = self._config.model
-        lora = model.lora if isinstance(role, CriticConfig) else LoraConfig()
+        names = {ReferenceConfig: "reference", CriticConfig: "critic", RewardModelConfig: "reward_model"}
+        lora = role_lora(self._config, names[type(role)])
         return replace(model, dtype=role.dtype or model.dtype, lora=lora)
 
     def _grid(self, role: RoleConfig) -> tuple[ParallelConfig, Grid]:
@@ -328,3 +336,12 @@ class Models:
             timeout_s = groups.collective_timeout_s(self._config.cluster.stall_s)
             self._grids[role.parallel] = groups.Grid(role.parallel, seed=self._config.trainer.seed, timeout_s=timeout_s)
         return role.parallel, self._grids[role.parallel].active
+
+
+def _load_scores(model: Model, files: ScoreFiles) -> None:
+    """Give a critic or reward model the weights of its files."""
+    model.load_hf(files.base, score="zeros" if files.begins_without_score else "stored")
+    if files.adapter is not None:
+        assert model.adapters is not None, "its settings are those of the files"
+        model.adapters.load(files.adapter, model.all_tensors)
+        model.weights_changed()

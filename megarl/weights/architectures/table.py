@@ -395,11 +395,7 @@ class Architecture:
 
     def name_in_files(self, name: str) -> str:
         """Name that a tensor of this table has in files of this model."""
-        if self.head == "score":
-            for base, own in self.base_names:
-                if name.startswith(own):
-                    return base + name.removeprefix(own)
-        return name
+        return name_in_modules(self, name) if self.head == "score" else name
 
     def name_in_table(self, stored: str) -> str:
         """Name in this table of a tensor of an HF checkpoint, whatever its head is."""
@@ -618,6 +614,14 @@ def check_counts(name: str, hf_config: HFConfig) -> None:
 
 def _largest(values: Mapping[str, Any], keys: Iterable[str]) -> int:
     return max((value for key in keys if isinstance(value := values.get(key), int)), default=0)
+
+
+def name_in_modules(table: Architecture, name: str) -> str:
+    """Name of a tensor or module of a table among the modules of transformers' class."""
+    for base, own in table.base_names:
+        if name.startswith(own):
+            return base + name.removeprefix(own)
+    return name
 
 
 def hf_name(part: Logical | JoinedTensor, occurrence: Occurrence) -> str:

@@ -148,7 +148,10 @@ def _convert(
         tensors = opened.layout.tensors
         replaced = [*saved_whole(tensors, lora), *([SCORE] if opened.is_value else [])]
         files = peft.open_adapter(
-            adapter, own | {name: tensors[name] for name in replaced}, opened.source if sign > 0 else None
+            adapter,
+            own | {name: tensors[name] for name in replaced},
+            opened.source if sign > 0 else None,
+            opened.hf_config,
         )
         before: Source = files
         if sign < 0 and replaced:

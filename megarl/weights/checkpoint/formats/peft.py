@@ -2,6 +2,8 @@
 
 Source: PEFT 0.21 ``utils/save_and_load.py`` (names), ``tuners/lora/config.py`` (keys), ``tuners/tuners_utils.py``
 (which layers are adapted). Settings that this file does not name are refused by their key.
+
+Names in PEFT's files are those of transformers' modules, which a model with images has otherwise than its checkpoint.
 """
 
 from __future__ import annotations
@@ -9,8 +11,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,10 +21,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from megarl.core.config import hub
 from megarl.core.config.lora import ALL_LINEAR, LoraConfig
 from megarl.core.durable import replace_directory
 from megarl.core.errors import CheckpointError, first_of
-from megarl.weights.architectures import Head, HFConfig, architecture
+from megarl.weights.architectures import Architecture, Head, HFConfig, architecture
+from megarl.weights.architectures.table import name_in_modules
 from megarl.weights.checkpoint.formats.hf_files import HFFiles
 from megarl.weights.checkpoint.formats.output import partial_path, write_json
 from megarl.weights.checkpoint.formats.slices import Source
@@ -118,6 +123,24 @@ def read_config(folder: Path) -> dict[str, Any]:
     return found
 
 
+def is_folder(path: Path) -> bool:
+    """Return True for a folder with PEFT's files of an adapter."""
+    return (path / CONFIG).is_file()
+
+
+def base_of(folder: Path) -> Path:
+    """The HF checkpoint that an adapter is for: ``base_model_name_or_path`` of its settings, a folder or a name in the
+    hub's cache. Raises CheckpointError as ``read_config``, and where there is no checkpoint."""
+    named = read_config(folder).get("base_model_name_or_path")
+    path = Path(hub.snapshot(str(named)))
+    if not named or not (path / "config.json").is_file():
+        raise CheckpointError(
+            f"{folder / CONFIG} has base_model_name_or_path={named!r}, which is no HF checkpoint here: it has no "
+            "config.json; write the folder of the model that the adapter is for into that key"
+        )
+    return path
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
 
@@ -183,15 +206,19 @@ def lora_of(folder: Path, hf_config: HFConfig, head: Head = "lm") -> LoraConfig:
     """
     found = read_config(folder)
     linear = linear_modules(hf_config, head)
-    tensors = architecture(hf_config, head).tensors(hf_config)
+    arch = architecture(hf_config, head)
+    tensors = arch.tensors(hf_config)
     endings = found.get("modules_to_save") or []
-    saved = [ending for ending in endings if any(saves_tensor(ending, tensor) for tensor in tensors)]
-    chosen = [module for module in linear if _is_adapted(found, module)]
+    saved = [ending for ending in endings if any(saves_tensor(ending, name_in_modules(arch, name)) for name in tensors)]
+    if arch.base_names:  # by this table's names, all of each
+        of_saved = [t for t in tensors if any(saves_tensor(ending, name_in_modules(arch, t)) for ending in saved)]
+        saved = list(dict.fromkeys(name.rpartition(".")[0] for name in of_saved))
+    chosen = [module for module in linear if _is_adapted(found, name_in_modules(arch, module))]
     chosen = [module for module in chosen if not any(saves_tensor(ending, module + WEIGHT) for ending in saved)]
     if not chosen:
         raise CheckpointError(
             f"{folder / CONFIG} has target_modules={found['target_modules']!r}, which is no linear layer of "
-            f"{architecture(hf_config, head).name}; give the model that the adapter is of"
+            f"{arch.name}; give the model that the adapter is of"
         )
     lora = LoraConfig(
         rank=int(found.get("r", 8)),
@@ -199,8 +226,8 @@ def lora_of(folder: Path, hf_config: HFConfig, head: Head = "lm") -> LoraConfig:
         rslora=bool(found.get("use_rslora")),
         targets=_endings(chosen, linear),
         modules_to_save=saved,
-        rank_pattern=_used(found.get("rank_pattern"), linear),
-        alpha_pattern={key: float(alpha) for key, alpha in _used(found.get("alpha_pattern"), linear).items()},
+        rank_pattern=_used(found.get("rank_pattern"), linear, arch),
+        alpha_pattern={key: float(alpha) for key, alpha in _used(found.get("alpha_pattern"), linear, arch).items()},
         dropout=float(found.get("lora_dropout", 0.0)),
         init="gaussian" if found.get("init_lora_weights") == "gaussian" else "kaiming",
         path=str(folder),
@@ -210,9 +237,20 @@ def lora_of(folder: Path, hf_config: HFConfig, head: Head = "lm") -> LoraConfig:
     return replace(lora, targets=[ALL_LINEAR]) if chosen == every else lora
 
 
-def _used(pattern: dict[str, Any] | None, modules: Iterable[str]) -> dict[str, Any]:
-    """The keys of a pattern that match a module: PEFT ignores the others."""
-    return {key: value for key, value in (pattern or {}).items() if any(matches_key(key, each) for each in modules)}
+def _used(pattern: dict[str, Any] | None, modules: Iterable[str], arch: Architecture) -> dict[str, Any]:
+    """The keys of a pattern that match a module: PEFT ignores the others. Where transformers' names are not the
+    table's, all of each module's name in the table instead."""
+    pattern = pattern or {}
+    if not arch.base_names:
+        return {key: value for key, value in pattern.items() if any(matches_key(key, each) for each in modules)}
+    return dict(_by_module(pattern, {name_in_modules(arch, module): module for module in modules}))
+
+
+def _by_module(pattern: Mapping[str, Any], modules: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    """Pairs of a name and a pattern's value for it. ``modules``: name that a key matches -> name that is wanted."""
+    for module, wanted in modules.items():
+        if (key := next((key for key in pattern if matches_key(key, module)), None)) is not None:
+            yield wanted, pattern[key]
 
 
 def _is_adapted(found: Mapping[str, Any], module: str) -> bool:
@@ -243,7 +281,9 @@ def _is_in_layers(found: Mapping[str, Any], module: str) -> bool:
 def _endings(chosen: Iterable[str], modules: Iterable[str]) -> list[str]:
     """Names by which PEFT finds the modules ``chosen``, and no other of the model's ``modules``: the last part of a
     name where all modules with that last part are chosen, else all of the name."""
-    kept, left = list(chosen), {module.rpartition(".")[2] for module in set(modules).difference(chosen)}
+    kept, every = list(chosen), list(modules)
+    left = {module.rpartition(".")[2] for module in set(every).difference(kept)}
+    left |= {part for module in every for part in module.split(".")[:-1]}  # the blocks that modules are in
     names = (module if (leaf := module.rpartition(".")[2]) in left else leaf for module in kept)
     return list(dict.fromkeys(names))
 
@@ -283,7 +323,9 @@ def write_adapter(
         temporary = partial_path(target)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        save_file({PREFIX + name: tensor for name, tensor in whole.items()}, temporary / TENSORS, {"format": "pt"})
+        table = None if hf_config is None else architecture(hf_config)
+        stored = {stored_name(name, table): tensor for name, tensor in whole.items()}
+        save_file(stored, temporary / TENSORS, {"format": "pt"})
         write_json(temporary / CONFIG, config_of(lora, factors, base, modules_to_save, head, hf_config))
         replace_directory(temporary, target)
     return digests
@@ -325,13 +367,19 @@ def config_of(
             an adapter; None writes whole names.
     """
     adapted, saved = [own.module for own in factors.values()], modules_to_save
+    ranks, alphas = dict(lora.rank_pattern), dict(lora.alpha_pattern)
     if hf_config is not None:
         table: Head = "score" if head == "score" else "lm"
-        tensors = architecture(hf_config, table).tensors(hf_config)
-        adapted = _endings(adapted, [name.rpartition(".")[0] for name in tensors])
+        arch = architecture(hf_config, table)
+        tensors = arch.tensors(hf_config)
+        if arch.base_names:
+            named = {module: name_in_modules(arch, module) for module in adapted}
+            ranks, alphas = (dict(_by_module(pattern, named)) for pattern in (ranks, alphas))
+        every = [name_in_modules(arch, name.rpartition(".")[0]) for name in tensors]
+        adapted = _endings([name_in_modules(arch, module) for module in adapted], every)
         names = saved_whole(tensors, replace(lora, modules_to_save=modules_to_save))
         # Whole names: in PEFT ``norm`` would stand for every norm.
-        saved = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+        saved = list(dict.fromkeys(name_in_modules(arch, name.rpartition(".")[0]) for name in names))
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if head == "lm" else "SEQ_CLS",
@@ -345,8 +393,8 @@ def config_of(
         "init_lora_weights": True if lora.init == "kaiming" else "gaussian",
         "target_modules": adapted,
         "modules_to_save": saved or None,
-        "rank_pattern": dict(lora.rank_pattern),
-        "alpha_pattern": {key: _number(alpha) for key, alpha in lora.alpha_pattern.items()},
+        "rank_pattern": ranks,
+        "alpha_pattern": {key: _number(alpha) for key, alpha in alphas.items()},
         "inference_mode": True,
     }
 
@@ -356,10 +404,13 @@ def _number(value: float) -> int | float:
     return int(value) if float(value).is_integer() else value
 
 
-def open_adapter(folder: Path, shapes: Mapping[str, Shape], base: Source | None = None) -> HFFiles:
+def open_adapter(
+    folder: Path, shapes: Mapping[str, Shape], base: Source | None = None, hf_config: HFConfig | None = None
+) -> HFFiles:
     """The tensors of a PEFT folder under their HF names.
 
     Args:
+        hf_config: The model's, whose table has the HF names; None takes names as they are stored.
         shapes: HF name -> shape, of all that the file must have.
         base: The model's own tensors, with which the copy of an output layer is compared that PEFT writes beside an
             adapter of it; None compares nothing.
@@ -371,7 +422,7 @@ def open_adapter(folder: Path, shapes: Mapping[str, Shape], base: Source | None 
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {TENSORS}; save the adapter with safe_serialization=True")
     files = HFFiles(folder, [TENSORS])
-    files.rename(own_name)
+    files.rename(partial(own_name, table=None if hf_config is None else architecture(hf_config)))
     if missing := [name for name in shapes if name not in files.shapes]:
         raise CheckpointError(f"{path} lacks {first_of(missing, 3)}; give model.lora the targets that it has")
     copies = {name: name.replace(_COPY, WEIGHT) for name in files.shapes if name.endswith(_COPY)}
@@ -403,16 +454,19 @@ def _is_copy(files: HFFiles, copy: str, base: Source, name: str) -> bool:
     )
 
 
-def load_adapter(folder: Path, layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor]) -> None:
+def load_adapter(
+    folder: Path, layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor], hf_config: HFConfig | None = None
+) -> None:
     """Fill a rank's adapters from PEFT's files, with the file's bits where the dtypes are equal.
 
     Args:
         layout: Of the adapters and of what ``modules_to_save`` trains (``adapters.file_layout``).
+        hf_config: As ``open_adapter`` has it.
 
     Raises CheckpointError as ``read_config`` and ``open_adapter``, and for values that are not finite.
     """
     read_config(folder)
-    files = open_adapter(folder, layout.tensors)
+    files = open_adapter(folder, layout.tensors, hf_config=hf_config)
     try:
         with torch.no_grad():
             for pad in layout.padding(rank):
@@ -426,6 +480,12 @@ def load_adapter(folder: Path, layout: Layout, rank: int, tensors: Mapping[str, 
         files.close()
 
 
-def own_name(stored: str) -> str:
-    """HF name of a tensor of PEFT's file."""
-    return stored.removeprefix(PREFIX).replace(".lora_A.default.", ".lora_A.").replace(".lora_B.default.", ".lora_B.")
+def own_name(stored: str, table: Architecture | None = None) -> str:
+    """HF name of a tensor of PEFT's file. ``table``: of a model that transformers may have other names of."""
+    name = stored.removeprefix(PREFIX).replace(".lora_A.default.", ".lora_A.").replace(".lora_B.default.", ".lora_B.")
+    return name if table is None else table.name_in_table(name)
+
+
+def stored_name(name: str, table: Architecture | None = None) -> str:
+    """Name in PEFT's file of a tensor with this HF name. ``table``: as ``own_name`` has it."""
+    return PREFIX + (name if table is None else name_in_modules(table, name))
