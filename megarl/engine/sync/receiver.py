@@ -311,6 +311,12 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             read, check_rest = zero_padded(layout, self._rank, writer.computed_with)
             found = digests_of(layout, self._rank, read)
             check_rest()
+            if self._adapted is not None:
+                changed = self._plans["changed"].destination
+                own, rank = eight_bits.rest, self._rank
+                self._adapted.check_still(
+                    found, lambda still: digests_of(still, rank, writer.computed_with), own, changed
+                )
             return merge([found, *({tensor: digest} for tensor, _, digest in eight_bits.pieces())])
 
     def check_files(self) -> int:
