@@ -18,13 +18,16 @@ from unittest import mock
 
 import torch
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.model_executor.model_loader.reload import layerwise
 from vllm.v1.engine.input_processor import InputProcessor
 
+from megarl.engine.sync import writer
 from megarl.engine.sync.lora import AdapterWriter
 from megarl.engine.sync.writer import SliceWriter
 from megarl.learn.training.optimizer_digests import whole_digests
 from megarl.weights.reshard import adapters
 from megarl.weights.reshard.adapters import AdapterDelivery, LocalAdapter, MergedTensors, SeparateTensors, is_adapter
+from megarl.weights.reshard.buckets import HEADER
 from tests.loop import sync_faults
 from tests.loop.sync_faults import Lab, Weights
 
@@ -370,10 +373,7 @@ def places_exchanged(rename: Callable[[str], str]) -> Fault:
             if rename(name) != name and shapes.get(rename(name)) == shapes[name]
         }
         assert other
-        with (
-            mock.patch.dict(places, other),
-            mock.patch.object(lab.adapters, "_addresses", {n: p.buffer(0).data_ptr() for n, p in places.items()}),
-        ):
+        with mock.patch.dict(places, other):
             yield
 
     return fault
@@ -474,6 +474,63 @@ def rounded_by_engine(lab: AdapterLab, rng: random.Random) -> Iterator[None]:
 
 
 @contextmanager
+def kept_layer(lab: AdapterLab, rng: random.Random) -> Iterator[None]:
+    """One adapted layer keeps its old tensors, as if its new ones had been packed."""
+    owner = lab.engine.receiver._writer._owner
+    module, _ = owner[rng.choice(sorted(name for name in owner if "_proj" in name))]
+    process = layerwise._layerwise_process
+
+    def keep(layer: Any, info: Any) -> None:
+        if layer is not module:
+            process(layer, info)
+            return
+        layerwise._place_kernel_tensors(layer, info)
+        info.reset()
+
+    with mock.patch.object(writer, "_layerwise_process", keep):
+        yield
+
+
+def copied_merged(lab: AdapterLab, rng: random.Random) -> AbstractContextManager[None]:
+    """A merged tensor is written into a copy that the model does not read."""
+    chosen = rng.choice(sorted(name for name in lab.engine.receiver._writer._owner if "_proj" in name))
+    tensor = SliceWriter.tensor
+
+    def copied(self: SliceWriter, name: str) -> torch.Tensor:
+        found = tensor(self, name)
+        return found.clone() if name == chosen else found
+
+    return mock.patch.object(SliceWriter, "tensor", copied)  # type: ignore[return-value]
+
+
+def flipped_bit(lab: AdapterLab, rng: random.Random) -> AbstractContextManager[None]:
+    """A bit of a rank's first message is flipped."""
+    bit = rng.randrange(8)
+
+    def change(number: int, message: torch.Tensor) -> list[torch.Tensor]:
+        if number == 0:
+            message[HEADER + 5] ^= 1 << bit
+        return [message]
+
+    return sync_faults.messages(lab, rng.randrange(2), change)
+
+
+def lost_message(lab: AdapterLab, rng: random.Random) -> AbstractContextManager[None]:
+    """A rank's first message is lost."""
+    return sync_faults.messages(lab, rng.randrange(2), lambda number, message: [message] if number else [])
+
+
+@contextmanager
+def without_own(lab: AdapterLab, rng: random.Random) -> Iterator[None]:
+    """The trainer itself computes without its adapters."""
+    with (
+        mock.patch.object(lab, "trial", replace(lab.trial, probe=lab.begun.probe)),
+        mock.patch.object(lab, "new", replace(lab.new, probe=lab.begun.probe)),
+    ):
+        yield
+
+
+@contextmanager
 def kept_cache(lab: AdapterLab, rng: random.Random) -> Iterator[None]:
     """The engine keeps keys and values of the old adapter, and says so."""
     with sync_faults.tampered(lab, lambda path, answer: {"success": False} if "success" in (answer or {}) else answer):
@@ -519,7 +576,7 @@ def _kind(fault: Any, ways: tuple[Way, ...], when: Literal["start", "near", "far
     return Kind(fault, ways, when, frozenset(caught_by))
 
 
-_LAYERS, _GATES = exchanged("layers.0", "layers.1"), exchanged("gate_proj", "up_proj")
+_LAYERS, _GATES = exchanged("layers.0", "layers.1"), exchanged(".gate_proj", ".up_proj")
 _RANKED = lambda own: own.factors.scale * own.factors.rank / 8  # noqa: E731
 _RSLORA = lambda own: own.factors.scale * own.factors.rank**0.5  # noqa: E731
 
@@ -533,8 +590,8 @@ KINDS: dict[str, Kind] = {
     ),
     "written into copies": _kind(copied(one=False), SEPARATE, "start", "digest"),
     "one written into a copy": _kind(copied(one=True), SEPARATE, "near", "digest"),
-    "merged weights written into a copy": _kind(sync_faults.unread_copy, MERGED, "far", "digest", "padding"),
-    "a layer keeps its merged weights": _kind(sync_faults.kept_layer, MERGED, "start", "digest", "padding"),
+    "merged weights written into a copy": _kind(copied_merged, MERGED, "near", "digest", "padding"),
+    "a layer keeps its merged weights": _kind(kept_layer, MERGED, "start", "digest", "padding"),
     "one adapter not delivered again": _kind(
         undelivered(lambda name: "layers.1.self_attn.o_proj" in name), BOTH, "near", "covered"
     ),
@@ -559,16 +616,18 @@ KINDS: dict[str, Kind] = {
     "a layer without its adapter": _kind(one_layer_alone, SEPARATE, "far", "probe"),
     "the adapter is in no slot at the start": _kind(no_slot, SEPARATE, "start", "dropped"),
     "the adapter was dropped": _kind(no_slot, SEPARATE, "near", "dropped"),
+    "the trainer's layers without adapters at the start": _kind(without_own, BOTH, "start", "trial"),
+    "the trainer's layers without adapters": _kind(without_own, BOTH, "far", "probe"),
     "the trial left out": _kind(untried, BOTH, "start", "untried"),
     # 2 under a name that matches nothing, or something else
     "a layer that the model does not have at the start": _kind(no_layer, SEPARATE, "start", "layer"),
     "a layer that the model does not have": _kind(no_layer, SEPARATE, "near", "layer"),
-    "buffers of a layer moved": _kind(moved_buffers, SEPARATE, "near", "layer"),
+    "buffers of a layer moved": _kind(moved_buffers, SEPARATE, "near", "address"),
     "B sent as another layer's": _kind(other_name(_LAYERS, ".b"), SEPARATE, "start", "sent"),
     "A sent as another layer's": _kind(other_name(_LAYERS, ".a"), SEPARATE, "near", "sent"),
     "A of gate and up exchanged": _kind(other_name(_GATES, ".a"), SEPARATE, "near", "sent"),
-    "q and v exchanged": _kind(other_name(exchanged("q_proj", "v_proj"), ".a"), SEPARATE, "start", "sent"),
-    "q and v merged into each other": _kind(renamed(exchanged("q_proj", "v_proj"), "a"), MERGED, "near", "sent"),
+    "q and v exchanged": _kind(other_name(exchanged(".q_proj", ".v_proj"), ".a"), SEPARATE, "start", "sent"),
+    "q and v merged into each other": _kind(renamed(exchanged(".q_proj", ".v_proj"), "a"), MERGED, "near", "sent"),
     "gate and up exchanged": _kind(other_name(_GATES, ".b"), SEPARATE, "start", "sent"),
     "B merged into another layer": _kind(renamed(_LAYERS, "b"), MERGED, "start", "sent"),
     "A merged into another layer": _kind(renamed(_LAYERS, "a"), MERGED, "near", "sent"),
@@ -622,7 +681,7 @@ KINDS: dict[str, Kind] = {
     "the engine's base changed": _kind(engine_base_changed, BOTH, "near", "still"),
     "the engine has lost its base": _kind(lost_base, BOTH, "near", "lost"),
     "the prefix cache kept": _kind(kept_cache, BOTH, "near", "cache"),
-    "a bit flipped on its way": _kind(sync_faults.flipped_bits(1), BOTH, "near", "digest"),
-    "a message lost": _kind(sync_faults.lost_message, BOTH, "near", "number"),
+    "a bit flipped on its way": _kind(flipped_bit, BOTH, "near", "digest"),
+    "a message lost": _kind(lost_message, BOTH, "near", "number"),
 }
 """Kinds of mutants. Those of a job's first sync are found there, before its first step; all others at the next sync."""

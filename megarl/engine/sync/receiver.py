@@ -268,6 +268,10 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             return
         assert self._receiver is not None, "no link: init_weight_transfer_engine comes before update_weights"
         part, writer = update_info.part, self._adapted or self._writer
+        if part not in self._plans:
+            raise WeightSyncError(
+                "an update of what training changes came from a trainer that has announced no model.lora; join again"
+            )
         try:
             with torch.device(self.device), torch.no_grad():
                 if self._adapted is not None:
