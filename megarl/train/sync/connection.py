@@ -83,6 +83,8 @@ class EngineConnection:
         self.come_and_go = not look.is_own
         self.rows: list[EngineRow] = []
         """Engines that were joined last, each with the start that answered; on rank 0."""
+        self.joining: Sequence[int] = ()
+        """Places of those among them that the last ``connect`` has joined; the others' links stayed."""
         self.rank, self.stopping = rank, stopping
         self._layout, self._vocab_multiple = layout, vocab_multiple
         self.fleet = EngineFleet([], self._addresses.key, config.sync.timeout_s)
@@ -132,6 +134,7 @@ class EngineConnection:
             self.messages.post(f"{topic}/{self.rank}", [self.transport is not None, machine(), *self._file])
             message = self.messages.received(topic)
         places, joining = Places(**message["places"]), message["joining"]
+        self.joining = joining
         plans = self._plans.of_engines(message["workers"])
         if len(joining) == len(plans):
             self.links.close()  # those of engines that are gone, too

@@ -75,8 +75,11 @@ class WeightPublisher:
 
     def connect(self) -> None:
         """``EngineConnection.connect``."""
-        self._changes, self._covering = {}, []
-        self.connection.connect()
+        connection, self._changes, self._covering = self.connection, {}, []
+        connection.connect()
+        if connection.rank == 0:  # an engine that joins begins anew, also one that has not been started again
+            joined = self._starts(connection.joining)
+            self._whole, self._tried = self._whole - joined, self._tried - joined
 
     def engines_changed(self) -> bool:
         """``EngineConnection.engines_changed``."""
