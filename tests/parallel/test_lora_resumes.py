@@ -87,6 +87,7 @@ def resumes(rank: int, model: str, folder: str) -> tuple[dict[str, str], list[st
     except CheckpointError as error:
         found["A not saved"] = str(error)
     for name, (which, fault, _) in faults().items():
+        sft_steps(actor, range(1))  # so that it has neither the weights nor the moments of the checkpoint
         try:
             with fault():
                 state.load(saved[which], whole)
