@@ -43,6 +43,7 @@ from megarl.weights.reshard.adapters import (
     adapter_layout,
     factors_of,
     local_adapters,
+    saved_whole,
 )
 from tests.loop.adapter_faults import KINDS, AdapterLab, AdapterWeights, Way
 from tests.loop.conftest import TINY_ROLLOUT
@@ -52,7 +53,7 @@ from tests.loop.local_link import join
 from tests.loop.sync_mutants import BUCKET_BYTES, SIZES, TEXT, Versions, environment
 from tests.loop.trainers import checkpoint_tensors, ranks_of, shards
 
-LORA = LoraConfig(rank=4, alpha=6.0, rank_pattern={"k_proj": 3}, modules_to_save=["norm"])
+LORA = LoraConfig(rank=4, alpha=6.0, rank_pattern={"k_proj": 3}, modules_to_save=["model.norm"])
 EACH, HEALTHY = 1, 40
 SEED = 64
 SETS = 6
@@ -94,7 +95,7 @@ class Trainers:
         self.way, self.base = way, layout
         self.adapters = adapter_layout(layout, self.factors)  # type: ignore[arg-type]
         self.local = [local_adapters(layout, self.factors, rank) for rank in range(ranks)]  # type: ignore[arg-type]
-        self.saved = [name for name in self.full if name == "model.norm.weight"]
+        self.saved = saved_whole({name: tuple(tensor.shape) for name, tensor in self.full.items()}, LORA)
         # Tensors of the model itself are the same objects in every set, as a trainer's are.
         self.own = [shards(self.full, layout, rank) for rank in range(ranks)]  # type: ignore[arg-type]
         self.saved_locals = frozenset(

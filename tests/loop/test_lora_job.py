@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,7 @@ from tests.loop.engines import transformers_logp
 from tests.loop.same_run import steps_of
 from tests.system.jobs import START_S, TINY, Job
 
-STEPS = 3
+STEPS = 4
 SETTINGS = (
     *TINY,
     "parallel=tp2",
@@ -27,12 +29,14 @@ SETTINGS = (
     "model.lora.rank=4",
     "model.lora.alpha=8",
     "sync.adapter=separate",
+    "rollout.replicas=2",
 )
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
-    """Directories of a run, and of one with the same settings that was killed after a checkpoint."""
+    """Directories of a run, and of one with the same settings that was killed after a checkpoint, and one of whose two
+    engines was killed after it went on: the other one is joined again then, and needs all weights too."""
     root = tmp_path_factory.mktemp("lora")
     jobs: list[Job] = []
     try:
@@ -42,7 +46,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
         jobs[-1].until(lambda: (root / "killed" / "checkpoints" / "global_step_2").is_dir(), "a checkpoint")
         jobs[-1].kill_all()
         jobs.append(Job(root / "killed", SETTINGS).start())
+        jobs[-1].until(lambda: STEPS - 1 in jobs[-1].steps(), "a step after the kill", poll_s=0.01)
+        os.kill(jobs[-1].pid_of("engine"), signal.SIGKILL)
         assert jobs[-1].wait(START_S) == 0, jobs[-1].output.read_text()
+        assert "was ended by signal 9" in jobs[-1].output.read_text()
         yield [root / "whole", root / "killed"]
     finally:
         for job in jobs:
@@ -65,8 +72,8 @@ def test_engines_got_what_was_trained(runs: list[Path]) -> None:
     records = steps_of(runs[0])
     assert max(record["training/rollout_logp_diff_max"] for record in records) < 1e-4
     adapter = load_file(runs[0] / "adapter" / "adapter_model.safetensors")
-    assert records[-1]["sync/bytes"] == sum(tensor.nbytes for tensor in adapter.values())
-    assert records[-1]["sync/digests"] == len(adapter)
+    assert records[-1]["sync/bytes"] == 2 * sum(tensor.nbytes for tensor in adapter.values())
+    assert records[-1]["sync/digests"] == 2 * len(adapter)
 
     model = AutoModelForCausalLM.from_pretrained(
         runs[0] / "reference", dtype=torch.float32, attn_implementation="eager"

@@ -16,22 +16,27 @@ from megarl.core.config.lora import LoraConfig
 from megarl.weights.checkpoint.formats import peft
 from megarl.weights.checkpoint.formats.hf import read_hf_config
 from megarl.weights.checkpoint.formats.output import write_json
-from megarl.weights.reshard.adapters import factors_of
+from megarl.weights.reshard.adapters import factors_of, saved_whole
+from megarl.weights.reshard.layouts import hf_layout
 
 FOLDER = "adapter"
 
 
 def save_adapter(path: Path, lora: LoraConfig, seed: int = 0) -> Path:
     """Write an adapter of random A's and B's beside the model in ``path``, as PEFT's files."""
-    factors, generator = factors_of(read_hf_config(path), lora), torch.Generator().manual_seed(seed)
+    hf_config, generator = read_hf_config(path), torch.Generator().manual_seed(seed)
+    factors, shapes = factors_of(hf_config, lora), hf_layout(hf_config).tensors
     tensors = {}
     for own in factors.values():
         tensors[own.a] = torch.randn(own.rank, own.shape[1], generator=generator) / own.shape[1] ** 0.5
         tensors[own.b] = torch.randn(own.shape[0], own.rank, generator=generator) * 0.1
+    for name in saved_whole(shapes, lora):
+        tensors[name] = 0.5 * torch.randn(shapes[name], generator=generator)
     target = path / FOLDER
     target.mkdir(exist_ok=True)
     save_file({peft.PREFIX + name: tensor for name, tensor in tensors.items()}, target / peft.TENSORS)
-    write_json(target / peft.CONFIG, peft.config_of(lora, factors, str(path), list(lora.modules_to_save)))
+    settings = peft.config_of(lora, factors, str(path), lora.modules_to_save, hf_config=hf_config)
+    write_json(target / peft.CONFIG, settings)
     return target
 
 

@@ -17,7 +17,7 @@ from tests.parallel.models import VOCAB
 from tests.parallel.peft_twin import FOLDER, save_adapter
 from tests.parallel.test_megatron_on_cpu import parts, sft_steps
 
-LORA = LoraConfig(rank=3, alpha=5.0, modules_to_save=["norm"])
+LORA = LoraConfig(rank=3, alpha=5.0, modules_to_save=["model.norm"])
 SAVING = ParallelConfig(tp=2, pp=2, sequence_parallel=True)
 LOADING = {"pp2vpp2": ParallelConfig(pp=2, vpp=2), "dp2ep2": ParallelConfig(dp=2, ep=2)}
 STEPS = 2
@@ -30,7 +30,7 @@ def make_actor(path: Path, parallel: ParallelConfig) -> Any:
     from megarl.learn.parallel import groups
     from megarl.learn.training.model import TrainedModel
     from megarl.learn.training.schedule import Head
-    from megarl.weights.checkpoint.formats import hf, peft
+    from megarl.weights.checkpoint.formats import hf
 
     groups.initialize(parallel, seed=1)
     rows = MicroBatching(dp=parallel.dp, rows=2, multiple=parallel.tp, chunks=parallel.pp if parallel.vpp > 1 else 1)
@@ -40,7 +40,7 @@ def make_actor(path: Path, parallel: ParallelConfig) -> Any:
     actor.model.load_hf(path)
     adapters = actor.model.adapters
     assert adapters is not None
-    peft.load_adapter(path / FOLDER, adapters.layout, torch.distributed.get_rank(), actor.model.all_tensors)
+    adapters.load(path / FOLDER, actor.model.all_tensors)
     actor.model.weights_changed()
     return actor
 
@@ -49,7 +49,8 @@ def whole(actor: Any) -> dict[str, torch.Tensor]:
     """A's and B's as rank 0 gathers them."""
     from megarl.weights.checkpoint.formats import peft
 
-    adapters, factors = actor.model.adapters, actor.model.adapted.factors
+    adapters = actor.model.adapters
+    factors = adapters.adapted(actor.model.all_tensors).factors
     return peft.gathered(adapters.layout, torch.distributed.get_rank(), factors)[0]
 
 
@@ -68,7 +69,7 @@ def train(rank: int, model: str, folder: str) -> dict[str, Any]:
     ends = whole(actor)
     actor.model.proven_tensors()
     return {
-        "digest": actor.model.base_digest(),
+        "digest": actor.model.adapters.base_digest(actor.model.tensors),
         "changed": changed,
         "still": [name for name, tensor in begins.items() if torch.equal(tensor, ends[name])],
         "adapter": ends,
@@ -91,7 +92,7 @@ def resume(rank: int, model: str, folder: str) -> dict[str, Any]:
         state.load(newest, parts(actor))
         loaded = whole(actor)
         found[name] = {
-            "digest": actor.model.base_digest(),
+            "digest": actor.model.adapters.base_digest(actor.model.tensors),
             "adapter": loaded,
             "next": sft_steps(actor, range(STEPS, STEPS + 1)),
         }
@@ -157,8 +158,9 @@ def compare_with_base(rank: int, path: str) -> dict[str, Any]:
         tensor.copy_(tensors[name])
     found["merged"] = plain.outputs(sequences, batches)
     off, name = 0.0, ""
+    ab = actor.model.adapters.adapted(actor.model.all_tensors).factors
     for local, adapters in actor.model.adapters.local.items():
-        factors, own = actor.model.adapted.factors, actor.model.tensors[local]
+        factors, own = ab, actor.model.tensors[local]
         exact = {key: value.double() for key, value in factors.items()}
         expected = own.double()
         for each in adapters:

@@ -91,6 +91,7 @@ def test_dense_models_are_computed_apart(family: str) -> None:
     [
         (SyncConfig(adapter="separate", method="checkpoint"), RolloutConfig(), r"sync\.method=checkpoint"),
         (SyncConfig(adapter="separate", cold_interval=3), RolloutConfig(), r"sync\.cold_interval"),
+        (SyncConfig(adapter="separate"), RolloutConfig(pp=2), r"rollout\.pp=2"),
         (SyncConfig(adapter="separate"), RolloutConfig(weight_dtype="fp8"), r"rollout\.weight_dtype=fp8"),
     ],
 )

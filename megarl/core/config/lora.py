@@ -25,11 +25,12 @@ class LoraConfig:
     """Layers with an adapter: ends of their HF names (``q_proj``, ``mlp.down_proj``); all-linear stands for all of
     attention, MLP and experts. ``lm_head`` is named by itself."""
     modules_to_save: list[str] = field(default_factory=list)
-    """Ends of the HF names of modules that are trained whole beside the adapters (``norm``, ``lm_head``)."""
+    """Ends of the HF names of modules that are trained whole beside the adapters (``lm_head``, ``model.norm``; ``norm``
+    stands for every norm, as in PEFT)."""
     rank_pattern: dict[str, int] = field(default_factory=dict)
-    """End of a layer's HF name -> rank of its adapter in place of ``rank``."""
+    """End of a layer's HF name, as a regular expression -> rank of its adapter in place of ``rank``."""
     alpha_pattern: dict[str, float] = field(default_factory=dict)
-    """End of a layer's HF name -> alpha of its adapter in place of ``alpha``."""
+    """End of a layer's HF name, as a regular expression -> alpha of its adapter in place of ``alpha``."""
     dropout: Annotated[float, Bound(0, 1, below=True)] = 0.0
     """Share of an adapter's inputs that an update leaves out; losses then depend on the grid."""
     init: Literal["kaiming", "gaussian"] = "kaiming"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,12 +15,14 @@ from megarl.learn.models import lora
 from megarl.learn.models.gpt import unwrap
 from megarl.ops import digest_values, slice_digests
 from megarl.weights.architectures import Head, HFConfig
+from megarl.weights.checkpoint.formats import peft
 from megarl.weights.reshard import boxes
 from megarl.weights.reshard.adapters import (
     AdaptedModel,
     TrainedPart,
     adapter_layout,
     factors_of,
+    file_layout,
     is_adapter,
     local_adapters,
     trained_whole,
@@ -43,13 +47,15 @@ class ModelAdapters:
         rank: int,
         head: Head,
     ) -> None:
+        self.rank, self._base = rank, base
+        self._hf_config, self._config, self._head = hf_config, config, head
         self.factors = factors_of(hf_config, config, head)
         self.layout = adapter_layout(base, self.factors)
         self.local = local_adapters(base, self.factors, rank)
         self.saved = trained_whole(base.tensors, config, head)
         """HF names of the model's own tensors that are trained whole."""
-        self.modules_saved = list(dict.fromkeys(name.rpartition(".")[0] for name in self.saved))
-        """Their modules."""
+        self.file_layout = file_layout(base, self.layout, self.saved)
+        """Layout of what PEFT's files have: ``layout``, and that of the tensors ``saved``."""
         self.part = TrainedPart.of(hf_config, config, head)
         """Number of parameters that are trained, and of all."""
         lora.install(chunks, base, rank, self.factors, config)
@@ -57,17 +63,65 @@ class ModelAdapters:
         found = {row.local for row, _ in base.rows_of(rank) if not saved.isdisjoint(row.parts)}
         self.saved_locals = lora.freeze(chunks, found)
         """Local names of those that this rank has."""
+        self._originals: dict[str, torch.Tensor] = {}
 
-    def base_digest(self, base: Layout, rank: int, tensors: Mapping[str, torch.Tensor]) -> str:
+    def keep_originals(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Keep copies of the tensors that are trained whole, as they are in the model itself."""
+        self._originals = {name: tensors[name].clone() for name in self.saved_locals}
+
+    @contextmanager
+    def left_out(self, chunks: Sequence[torch.nn.Module], tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Within, the chunks are the model itself: without adapters, and with what it had where it is trained whole."""
+        trained = {name: tensors[name].clone() for name in self._originals}
+        try:
+            _write(tensors, self._originals)
+            with lora.without(chunks):
+                yield
+        finally:
+            _write(tensors, trained)
+
+    def load(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load PEFT's files into a rank's adapters and the modules that are trained whole; ``Model.weights_changed``
+        comes after it.
+
+        Raises CheckpointError where the files are not those of these adapters.
+        """
+        peft.load_adapter(folder, self.file_layout, self.rank, tensors)
+
+    def save(self, target: Path, tensors: Mapping[str, torch.Tensor], base: str) -> dict[str, int]:
+        """Write the adapters and the modules that are trained whole as PEFT's files; every rank calls it, rank 0
+        writes.
+
+        Args:
+            tensors: Local name -> tensor of this rank.
+            base: Path or name of the model that the adapters are for.
+
+        Returns:
+            HF name -> digest of this rank's part of what was written.
+        """
+        return peft.write_adapter(
+            target,
+            self._config,
+            self.factors,
+            self.file_layout,
+            self.rank,
+            tensors,
+            base=base,
+            modules_to_save=[*self._config.modules_to_save, *(["score"] if self._head == "score" else [])],
+            head=self._head,
+            hf_config=self._hf_config,
+        )
+
+    def base_digest(self, tensors: Mapping[str, torch.Tensor]) -> str:
         """Digest of the model that the adapters are for, in hexadecimal: the same on every grid. Every rank calls it.
 
         Args:
-            base: Layout of the model's own tensors.
             tensors: Local name -> tensor of this rank.
         """
         mine: dict[str, int] = {}
-        for row, share in base.rows_of(rank):
-            is_first = row.owners.ranks[share][0] == rank
+        base = self._base
+        for row, share in base.rows_of(self.rank):
+            is_first = row.owners.ranks[share][0] == self.rank
             own = [part for part in row.parts if part not in self.saved and base.rows_with[part][0] is row]
             if not is_first or not own:
                 continue
@@ -93,6 +147,12 @@ class ModelAdapters:
         own = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
         factors = {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
         return AdaptedModel(own, factors, self.local, self.saved_locals)
+
+
+@torch.no_grad()
+def _write(tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+    for name, value in values.items():
+        tensors[name].copy_(value)
 
 
 def share_base(lender: Sequence[torch.nn.Module], chunks: Sequence[torch.nn.Module]) -> None:

@@ -31,7 +31,7 @@ from megarl.learn.training.residents import Residents
 from megarl.learn.training.schedule import Head, run
 from megarl.weights.architectures import architecture
 from megarl.weights.checkpoint.formats import hf
-from megarl.weights.reshard.adapters import AdaptedModel, MergedTensors, is_adapter
+from megarl.weights.reshard.adapters import MergedTensors, is_adapter
 from megarl.weights.reshard.copy import HEADS, copy_weights
 from megarl.weights.reshard.layouts import megatron_layout
 
@@ -114,27 +114,11 @@ class Model:
         self.residents.require("parameters")
         return named_tensors(self.chunks if len(self.chunks) > 1 else self.chunks[0])
 
-    @property
-    def sent_tensors(self) -> Mapping[str, torch.Tensor]:
-        """``tensors`` with the adapters in them, as they are sent or written to files."""
-        return self.tensors if self.adapters is None else MergedTensors(self.adapted)
-
-    @property
-    def adapted(self) -> AdaptedModel:
-        """Tensors of a model with adapters."""
-        assert self.adapters is not None, "the model has no adapters"
-        return self.adapters.adapted(self.all_tensors)
-
-    def base_digest(self) -> str | None:
-        """Digest of the model that adapters are for; None without adapters. Every rank calls it."""
-        if self.adapters is None:
-            return None
-        return self.adapters.base_digest(self.layout, dist.get_rank(), self.tensors)
-
     def proven_tensors(self) -> Mapping[str, torch.Tensor]:
-        """``sent_tensors``, compared with what the optimizer wrote. Every rank calls it. Raises WeightsDiffer where an
-        optimizer wrote others."""
-        tensors = self.sent_tensors
+        """``tensors`` with the adapters in them, to be sent or written to files. Every rank calls it. Raises
+        WeightsDiffer where an optimizer wrote others."""
+        adapters = self.adapters
+        tensors = self.tensors if adapters is None else MergedTensors(adapters.adapted(self.all_tensors))
         if self.optimizer is not None:
             check_written(tensors, self.written())
         return tensors
@@ -142,6 +126,11 @@ class Model:
     def load_hf(self, path: Path, *, score: Literal["stored", "zeros"] = "stored") -> None:
         """Weights of an HF checkpoint; ``score``: the source of a score head (``checkpoint.hf.load_into``)."""
         hf.load_into(path, self.layout, dist.get_rank(), self.tensors, score=score)
+        self._model_changed()
+
+    def _model_changed(self) -> None:
+        if self.adapters is not None:
+            self.adapters.keep_originals(self.tensors)
         self.weights_changed()
 
     def copy_from(self, source: Model, *, bucket_bytes: int) -> None:
@@ -160,7 +149,7 @@ class Model:
             bucket_bytes=bucket_bytes,
             left_out=HEADS,
         )
-        self.weights_changed()
+        self._model_changed()
 
     def weights_changed(self) -> None:
         """Call after writing into ``tensors``: the optimizer's float32 masters are taken from them again."""
@@ -180,8 +169,7 @@ class Model:
             return self._written
         assert self.optimizer is not None, "nothing writes a frozen model"
         self.residents.require("parameters", "optimizer")
-        found = digests_written(self.chunks, self.optimizer.inner, frozen=self.adapters is None)
-        return found
+        return digests_written(self.chunks, self.optimizer.inner, frozen=self.adapters is None)
 
     def keep_written(self) -> None:
         """Take ``written`` before the optimizer leaves the device. Every rank calls it."""
@@ -243,12 +231,11 @@ class WithoutAdapters:
 
     def outputs(self, sequences: Sequences, updates: Sequence[Sequence[MicroBatch]]) -> torch.Tensor:
         """``Model.outputs`` of the model without adapters, whose routers choose the experts themselves."""
-        from megarl.learn.models.lora import without
-
         adapted = self._adapted
+        assert adapted.adapters is not None
         replays, adapted.replays_routing = adapted.replays_routing, False
         try:
-            with without(adapted.chunks):
+            with adapted.adapters.left_out(adapted.chunks, adapted.tensors):
                 return adapted.outputs(sequences, updates)
         finally:
             adapted.replays_routing = replays

@@ -10,7 +10,7 @@ from megarl.core.config import Config
 from megarl.core.config.lora import ALL_LINEAR, LoraConfig
 from megarl.core.errors import ConfigError
 from megarl.weights.architectures import Head, architecture
-from megarl.weights.reshard.adapters import Factors, factors_of, names_module, saved_whole
+from megarl.weights.reshard.adapters import Factors, factors_of, matches_key, names_module, saved_whole
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ def check_adapters(lora: LoraConfig, hf_config: Mapping[str, Any], path: str, he
         )
     for key in ("rank_pattern", "alpha_pattern"):
         for ending in getattr(lora, key):
-            if not any(names_module(ending, own.module) for own in factors.values()):
+            if not any(matches_key(ending, own.module) for own in factors.values()):
                 raise ConfigError(
                     f"model.lora.{key} has {ending!r}, whose layers model.lora.targets={lora.targets} gives no "
                     "adapter; leave it out, or name it in targets too"
@@ -128,7 +128,7 @@ def check_adapters(lora: LoraConfig, hf_config: Mapping[str, Any], path: str, he
 
 
 def _too_high(own: Factors, lora: LoraConfig, path: str) -> str:
-    named = next((ending for ending in lora.rank_pattern if names_module(ending, own.module)), None)
+    named = next((ending for ending in lora.rank_pattern if matches_key(ending, own.module)), None)
     setting = "model.lora.rank" if named is None else f"model.lora.rank_pattern.{named}"
     fix = f"lower it to {min(own.shape)} or less"
     if named is None:

@@ -16,6 +16,7 @@ from megarl.core.errors import ConfigError
 from megarl.learn.models.specs import check_layers
 from megarl.learn.parallel.grid import check_parallel, megatron_grid
 from megarl.ops import rows_in_budget
+from megarl.run.checks.adapters import check_adapter
 from megarl.run.checks.dispatcher import check_experts_settings
 from megarl.run.checks.engine_options import check_batched_tokens
 from megarl.run.checks.engines import check_eight_bits
@@ -70,6 +71,7 @@ def check_model(config: Config, hf_config: Mapping[str, Any], *, engines: bool, 
             if head == "score":
                 check_labels(Path(config.model.path), hf_config)
             check_hf(files, source, hf_config)
+        check_adapter(config, hf_config, files, head)
     finally:
         files.close()
     for setting, value in asdict(config.model.from_scratch).items() if config.model.from_scratch else ():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from megarl.weights.reshard.adapters import factors_of
 
 EXPERTS = (".experts.", ".shared_expert")
 LATENT = ("kv_a_proj_with_mqa", "kv_b_proj", "q_a_proj", "q_b_proj")
+VISION = re.compile(r"\bvis(ual|ion)")
 _SHOWN = 3
 
 
@@ -33,7 +35,7 @@ def check_separate(config: Config, hf_config: Mapping[str, Any]) -> None:
             m.module for m in factors.values() if sizes.kv_lora and (m.leaf in LATENT or "self_attn" in m.module)
         ],
         "an adapter of the head": [m.module for m in factors.values() if m.module.endswith("lm_head")],
-        "adapters of the vision tower": [m.module for m in factors.values() if "visual" in m.module],
+        "adapters of the vision tower": [m.module for m in factors.values() if VISION.search(m.module)],
         "modules that are trained whole": list(lora.modules_to_save),
     }
     for what, names in unproven.items():
@@ -50,7 +52,13 @@ def check_separate(config: Config, hf_config: Mapping[str, Any]) -> None:
     for what, holds in refused.items():
         if holds:
             raise ConfigError(f"sync.adapter=separate with {what}; {fix}")
-    if sizes.moe_layers and config.parallel.backend == "gloo":
+    on_cpu = config.parallel.backend == "gloo"
+    if on_cpu and config.rollout.pp > 1:
+        raise ConfigError(
+            f"sync.adapter=separate with rollout.pp={config.rollout.pp}: with LoRA layers vLLM's later stages make no "
+            f"input buffers on CPUs; {fix}, or rollout.pp=1"
+        )
+    if on_cpu and sizes.moe_layers:
         raise ConfigError(
             f"sync.adapter=separate with a model that has experts: with LoRA layers vLLM computes experts by Triton, "
             f"which CPUs do not have; {fix}"

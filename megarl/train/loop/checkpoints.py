@@ -83,7 +83,7 @@ class Checkpointer:
 
     def _check_base(self, checkpoint: Path, made: Mapping[str, Any], models: Models) -> None:
         """Raise CheckpointError where a checkpoint's adapters are for another model than the actor's."""
-        self._base = models.actor.model.base_digest()
+        self._base = models.base_digest()
         if self._base is not None and made.get("base") != self._base:
             raise CheckpointError(
                 f"{checkpoint} has adapters for a model with digest {made.get('base')}, and the model that was loaded "
@@ -129,7 +129,7 @@ class Checkpointer:
             if enter is not None:
                 enter(Phase.SAVE)
             folder = self._folder(warming_up=state.warming_up)
-            self._base = self._base or models.actor.model.base_digest()
+            self._base = self._base or models.base_digest()
             manifest = saving.Manifest(asdict(state), self._context.attempt, self._made(state, version))
             config = self._context.config.trainer
             background = interval and config.async_checkpoint

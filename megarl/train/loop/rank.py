@@ -127,7 +127,7 @@ class TrainerRank:
         if self.models.actor.model.adapters is None:
             return
         with self.timeline.phase("export"):
-            self.models.export_adapter(target, self.context.rank)
+            self.models.export_adapter(target)
             self.ranks.wait_for_all()
 
 

@@ -84,7 +84,7 @@ class EngineConnection:
         self.rows: list[EngineRow] = []
         """Engines that were joined last, each with the start that answered; on rank 0."""
         self.joining: Sequence[int] = ()
-        """Places of those among them that the last ``connect`` has joined; the others' links stayed."""
+        """Numbers of those that the last ``connect`` has joined: they have lost what they knew of weights."""
         self.rank, self.stopping = rank, stopping
         self._layout, self._vocab_multiple = layout, vocab_multiple
         self.fleet = EngineFleet([], self._addresses.key, config.sync.timeout_s)

@@ -30,7 +30,7 @@ from megarl.train.sync.sent import SentDigests, SentWeights
 from megarl.train.sync.trial import test_adapter
 from megarl.train.update.models import Models
 from megarl.train.update.phase_memory import PhaseMemory
-from megarl.weights.reshard.adapters import SeparateTensors
+from megarl.weights.reshard.adapters import MergedTensors, SeparateTensors
 from megarl.weights.reshard.execute import NO_ROOM
 
 T = TypeVar("T")
@@ -179,9 +179,10 @@ class WeightSync:
 
     def _delivered(self, actor: Model) -> Mapping[str, torch.Tensor]:
         """The actor's tensors as they are delivered."""
-        if actor.adapters is None or self._context.config.sync.adapter == "merged":
-            return actor.sent_tensors
-        return SeparateTensors(actor.adapted)
+        if actor.adapters is None:
+            return actor.tensors
+        model = actor.adapters.adapted(actor.all_tensors)
+        return MergedTensors(model) if self._context.config.sync.adapter == "merged" else SeparateTensors(model)
 
     def _wake(self, what: Literal["weights", "kv_cache"]) -> None:
         if (engines := self._memory.engines) is not None:

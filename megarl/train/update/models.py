@@ -32,10 +32,9 @@ from megarl.train.update.images import ImageInputs
 from megarl.train.update.samples import WITHOUT_REPLAY
 from megarl.train.update.scoring import in_warm_start, score_source, trains_scores
 from megarl.weights.architectures import architecture
-from megarl.weights.checkpoint.formats import hf, peft
+from megarl.weights.checkpoint.formats import hf
 from megarl.weights.checkpoint.training import state
 from megarl.weights.checkpoint.training.disk_space import writing
-from megarl.weights.reshard.adapters import beside
 from megarl.weights.reshard.layouts import hf_layout
 from megarl.weights.reshard.plan import build_plan
 
@@ -118,6 +117,10 @@ class Models:
     def load_beginning(self) -> None:
         """Give the actor the weights that the run begins with."""
         self._load(self.actor.model, Path(self._config.model.path))
+        if (adapter := self._config.model.lora.path) is not None:
+            assert self.actor.model.adapters is not None, "checked before any process starts"
+            self.actor.model.adapters.load(Path(adapter), self.actor.model.all_tensors)
+            self.actor.model.weights_changed()
 
     def load_base(self) -> None:
         """Give an actor with adapters the model that they are for: the job's, or what the warm start made of it."""
@@ -295,19 +298,21 @@ class Models:
         with writing(target):
             hf.export_hf(plan, rank, model.proven_tensors(), Path(self._config.model.path), target)
 
-    def export_adapter(self, target: Path, rank: int) -> None:
+    def base_digest(self) -> str | None:
+        """Digest of the model that the actor's adapters are for; None without adapters. Every rank calls it."""
+        model = self.actor.model
+        return None if model.adapters is None else model.adapters.base_digest(model.tensors)
+
+    def export_adapter(self, target: Path) -> None:
         """Write the actor's adapters as PEFT's files; every rank calls it, rank 0 writes."""
         model, config = self.actor.model, self._config.model
         assert model.adapters is not None, "the actor has no adapters"
-        adapters, tensors = model.adapters, model.adapted.trained
+        adapters = model.adapters
+        tensors = adapters.adapted(model.all_tensors).trained
         if model.optimizer is not None:
             check_written(tensors, model.written())
-        saved = model.layout.only(lambda name: name in adapters.saved)
         with writing(target):
-            peft.write_adapter(
-                target, config.lora, adapters.factors, beside(saved, adapters.layout), rank, tensors,
-                base=config.path, modules_to_save=adapters.modules_saved, head="score" if model.head is None else "lm",
-            )  # fmt: skip
+            adapters.save(target, tensors, config.path)
 
     def _settings(self, role: RoleConfig) -> ModelConfig:
         """Settings of a role's model. The critic has adapters where the actor has, frozen models have none."""

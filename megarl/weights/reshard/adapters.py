@@ -7,7 +7,8 @@ Megatron's grid, vLLM's fused shards and PEFT's files are the same few lines.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from math import prod, sqrt
@@ -57,60 +58,97 @@ class Factors(NamedTuple):
         return self.module.rpartition(".")[2]
 
 
+class LinearModule(NamedTuple):
+    """A linear layer that may have an adapter."""
+
+    shape: Shape
+    """(out, in)."""
+    in_all: bool
+    """``all-linear`` stands for it too."""
+
+
 def names_module(ending: str, module: str) -> bool:
-    """Return True if a target of PEFT names this module: all of its name, or the last parts of it."""
+    """Return True if a target of PEFT's list names this module: all of its name, or the last parts of it."""
     return module == ending or module.endswith(f".{ending}")
 
 
-def factors_of(hf_config: HFConfig, lora: LoraConfig, head: Head = "lm") -> dict[str, Factors]:
-    """HF name of each adapted tensor -> its adapter, in the order of layers.
+def matches_key(key: str, module: str) -> bool:
+    """Return True if a key of ``rank_pattern`` or ``alpha_pattern`` names this module: PEFT takes it as a regular
+    expression for all of the name, or for its last parts."""
+    return re.match(rf"(.*\.)?({key})$", module) is not None
 
-    Raises ConfigError for a target, or a key of a pattern, that names no linear layer of the model.
-    """
+
+def saves_tensor(ending: str, tensor: str) -> bool:
+    """Return True if a module of ``modules_to_save`` has this tensor. PEFT takes every module whose name ends so, in
+    the middle of a word too: ``norm`` stands for all norms, ``model.norm`` for the last one."""
+    module = tensor.rpartition(".")[0]
+    while module and not module.endswith(ending):
+        module = module.rpartition(".")[0]
+    return bool(module)
+
+
+def linear_modules(hf_config: HFConfig, head: Head = "lm") -> dict[str, LinearModule]:
+    """HF name of each linear layer that may have an adapter, in the order of layers."""
     arch = architecture(hf_config, head)
     sizes = arch.sizes(hf_config)
-    linear: dict[str, tuple[Shape, bool]] = {}
+    linear: dict[str, LinearModule] = {}
     for param in arch.params:
         if param.megatron.endswith("router.weight") or param.stage in (Stage.FIRST, Stage.MTP):
             continue
         for part in param.hf if not sizes.tied or param.stage is not Stage.LAST else ():
             shape = part.shape(sizes)
             if len(shape) == 2 and 0 not in shape and part.name.endswith(WEIGHT) and "embed_tokens" not in part.name:
-                found = {
-                    hf_name(part, occurrence).removesuffix(WEIGHT): (shape, param.stage not in OUTSIDE)
+                linear |= {
+                    hf_name(part, occurrence).removesuffix(WEIGHT): LinearModule(shape, param.stage not in OUTSIDE)
                     for occurrence in arch.occurrences(param, sizes)
                     if occurrence.layer is None or occurrence.layer < sizes.num_layers
                 }
-                linear |= found
     linear.pop("score", None)
     order = {name: place for place, name in enumerate(arch.tensors(hf_config))}
-    modules = sorted(linear, key=lambda module: order[module + WEIGHT])
-    _check_named("targets", [t for t in lora.targets if t != ALL_LINEAR], modules, arch.name)
+    return {module: linear[module] for module in sorted(linear, key=lambda module: order[module + WEIGHT])}
+
+
+def factors_of(hf_config: HFConfig, lora: LoraConfig, head: Head = "lm") -> dict[str, Factors]:
+    """HF name of each adapted tensor -> its adapter, in the order of layers. A layer of ``modules_to_save`` has none.
+
+    Raises ConfigError for a target, or a key of a pattern, that names no linear layer of the model.
+    """
+    linear, name = linear_modules(hf_config, head), architecture(hf_config, head).name
+    targets = [target for target in lora.targets if target != ALL_LINEAR]
+    _check_named("targets", targets, list(linear), name, names_module)
     for key in ("rank_pattern", "alpha_pattern"):
-        _check_named(key, list(getattr(lora, key)), modules, arch.name)
+        _check_named(key, list(getattr(lora, key)), list(linear), name, matches_key)
 
     def is_target(module: str) -> bool:
-        if ALL_LINEAR in lora.targets and linear[module][1]:
+        if any(saves_tensor(ending, module + WEIGHT) for ending in lora.modules_to_save):
+            return False
+        if ALL_LINEAR in lora.targets and linear[module].in_all:
             return True
-        return any(names_module(target, module) for target in lora.targets)
+        return any(names_module(target, module) for target in targets)
 
-    chosen = [module for module in modules if is_target(module)]
-    return {module + WEIGHT: _factors(module, linear[module][0], lora) for module in chosen}
+    return {module + WEIGHT: _factors(module, linear[module].shape, lora) for module in linear if is_target(module)}
 
 
 def _factors(module: str, shape: Shape, lora: LoraConfig) -> Factors:
-    rank = next((r for ending, r in lora.rank_pattern.items() if names_module(ending, module)), lora.rank)
-    alpha = next((a for ending, a in lora.alpha_pattern.items() if names_module(ending, module)), lora.alpha)
+    rank = next((r for key, r in lora.rank_pattern.items() if matches_key(key, module)), lora.rank)
+    alpha = next((a for key, a in lora.alpha_pattern.items() if matches_key(key, module)), lora.alpha)
     return Factors(module, shape, rank, alpha / (sqrt(rank) if lora.rslora else rank))
 
 
-def _check_named(key: str, endings: list[str], modules: list[str], name: str) -> None:
-    for ending in endings:
-        if not any(names_module(ending, module) for module in modules):
-            leaves = list(dict.fromkeys(module.rpartition(".")[2] for module in modules))
+def _check_named(
+    key: str, names: list[str], modules: list[str], model: str, matches: Callable[[str, str], bool]
+) -> None:
+    leaves = first_of(list(dict.fromkeys(module.rpartition(".")[2] for module in modules)), 20)
+    for name in names:
+        try:
+            found = any(matches(name, module) for module in modules)
+        except re.error as error:
             raise ConfigError(
-                f"model.lora.{key} has {ending!r}, which is no linear layer of {name}; name some of "
-                f"{first_of(leaves, 20)}"
+                f"model.lora.{key} has {name!r}, which is no regular expression ({error}); name some of {leaves}"
+            ) from error
+        if not found:
+            raise ConfigError(
+                f"model.lora.{key} has {name!r}, which is no linear layer of {model}; name some of {leaves}"
             )
 
 
@@ -118,7 +156,7 @@ def saved_whole(tensors: Mapping[str, Shape], lora: LoraConfig) -> list[str]:
     """HF names of the tensors that ``modules_to_save`` trains whole. Raises ConfigError for a name of none."""
     found: dict[str, None] = {}
     for ending in lora.modules_to_save:
-        own = [name for name in tensors if names_module(ending, name.rpartition(".")[0])]
+        own = [name for name in tensors if saves_tensor(ending, name)]
         if not own:
             raise ConfigError(f"model.lora.modules_to_save has {ending!r}, which names no module of the model")
         found |= dict.fromkeys(own)
@@ -135,7 +173,7 @@ class TrainedPart(NamedTuple):
     """Parameters of a model with adapters."""
 
     trained: int
-    """Of the adapters, and of what is trained whole beside them."""
+    """Parameters of the adapters, and those that are trained whole beside them."""
     every: int
     """Those and the model's own."""
 
@@ -150,6 +188,32 @@ class TrainedPart(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.trained:,} of {self.every:,} parameters ({self.trained / self.every:.2%})".replace("%", " %")
+
+
+def file_shapes(factors: Iterable[Factors]) -> dict[str, Shape]:
+    """Shape of each A and B by its HF name."""
+    tensors: dict[str, Shape] = {}
+    for own in factors:
+        tensors |= {own.a: (own.rank, own.shape[1]), own.b: (own.shape[0], own.rank)}
+    return tensors
+
+
+def file_layout(base: Layout, adapters: Layout, saved: Collection[str]) -> Layout:
+    """Layout of all that PEFT's files have: the adapters, and the model's own tensors ``saved``.
+
+    Raises ConfigError where Megatron has a saved tensor in one with others that are not saved.
+    """
+    rows = [row for row in base.rows if not set(saved).isdisjoint(row.parts)]
+    for row in rows:
+        if left := [part for part in row.parts if part not in saved]:
+            one = next(part for part in row.parts if part in saved)
+            names = [part.rpartition(".")[0] for part in (one, *left)]
+            raise ConfigError(
+                f"model.lora.modules_to_save has {names[0]}, which Megatron trains in one tensor with "
+                f"{first_of(names[1:], 3)}; name all of them or none"
+            )
+    tensors = {**adapters.tensors, **{name: base.tensors[name] for name in dict.fromkeys(saved)}}
+    return Layout(adapters.name, tensors, adapters.num_ranks, [*adapters.rows, *rows], base.dtypes)
 
 
 def local_name(base: str, leaf: str, which: str) -> str:
@@ -192,10 +256,7 @@ def adapter_layout(base: Layout, factors: Mapping[str, Factors]) -> Layout:
             rows.append(LayoutRow(name, (own.a,), a, int(by_input), a_splits, a_owners, row.stack, row.lead))
             name = local_name(row.local, own.leaf, "b")
             rows.append(LayoutRow(name, (own.b,), b, 0, b_splits, b_owners, row.stack, row.lead))
-    tensors: dict[str, Shape] = {}
-    for own in factors.values():
-        tensors |= {own.a: (own.rank, own.shape[1]), own.b: (own.shape[0], own.rank)}
-    return Layout(f"adapters of {base.name}", tensors, base.num_ranks, rows)
+    return Layout(f"adapters of {base.name}", file_shapes(factors.values()), base.num_ranks, rows)
 
 
 def _uncut(size: int) -> Split:
@@ -264,7 +325,7 @@ class AdaptedModel:
     factors: Mapping[str, torch.Tensor]
     """Local name -> A or B."""
     adapters: Mapping[str, list[LocalAdapter]]
-    """Of ``local_adapters``."""
+    """Result of ``local_adapters``."""
     saved: frozenset[str] = frozenset()
     """Names of those of ``own`` that are trained too."""
 

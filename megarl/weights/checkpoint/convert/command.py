@@ -43,6 +43,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _paths(reshard, "directory that dist_checkpointing wrote, or a training checkpoint (global_step_*)")
     _common(reshard)
     _grid(reshard)
+    merge = add(
+        "merge-adapter",
+        "Write an HF checkpoint with a PEFT adapter in its weights: W + scale B A in float32, rounded once.",
+    )
+    _adapter(merge, "directory of the HF checkpoint that the adapter is for")
+    _common(merge)
+    unmerge = add(
+        "unmerge-adapter",
+        "Write an HF checkpoint without the PEFT adapter that was merged into it; exact but for the merge's rounding.",
+    )
+    _adapter(unmerge, "directory of the HF checkpoint with the adapter in its weights")
+    unmerge.add_argument(
+        "--base",
+        type=Path,
+        help="the model before the merge: count the elements that differ, and take what modules_to_save replaced",
+    )
+    _common(unmerge)
     inspect = add("inspect", "Say what is in a checkpoint of either format, what is missing and what is unknown.")
     inspect.add_argument("source", type=Path, help="the checkpoint's directory")
     _config(inspect)
@@ -60,6 +77,12 @@ def _paths(parser: argparse.ArgumentParser, source: str, *, config: bool = True)
     parser.add_argument("target", type=Path, help="directory to make")
     if config:
         _config(parser)
+
+
+def _adapter(parser: argparse.ArgumentParser, source: str) -> None:
+    parser.add_argument("source", type=Path, help=source)
+    parser.add_argument("adapter", type=Path, help="directory of adapter_config.json and adapter_model.safetensors")
+    parser.add_argument("target", type=Path, help="directory to make")
 
 
 def _config(parser: argparse.ArgumentParser) -> None:
@@ -138,10 +161,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    from megarl.weights.checkpoint.convert import convert
+    from megarl.weights.checkpoint.convert import adapters, convert
 
     settings = _settings(arguments)
-    if arguments.tool == "hf-to-megatron":
+    difference = None
+    if arguments.tool == "merge-adapter":
+        report = adapters.merge_adapter(arguments.source, arguments.adapter, arguments.target, settings)
+    elif arguments.tool == "unmerge-adapter":
+        report, difference = adapters.unmerge_adapter(
+            arguments.source, arguments.adapter, arguments.target, settings, arguments.base
+        )
+    elif arguments.tool == "hf-to-megatron":
         report = convert.convert_hf_to_megatron(arguments.source, arguments.target, settings)
     elif arguments.tool == "megatron-to-hf":
         report = convert.convert_megatron_to_hf(arguments.source, arguments.target, arguments.config, settings)
@@ -158,6 +188,15 @@ def _convert(arguments: argparse.Namespace) -> int:
         report.seconds,
         ", digests of both sides equal" if settings.verify else "",
     )
+    if difference is not None:
+        where = f", by at most {difference.largest:.1e} of the largest of {difference.tensor}"
+        logging.info(
+            "%d of %d elements differ from %s%s",
+            difference.different,
+            difference.elements,
+            arguments.base,
+            where if difference.different else "",
+        )
     return 0
 
 

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ def convert_megatron_to_hf(
     tokenizer (None: the checkpoint's own). Raises CheckpointError as above."""
     target = named_target(target)
     opened = open_dist_checkpoint(source, config, settings.head, settings.mtp)
-    return _run(opened, HFTarget(opened, settings.dtype, settings.file_bytes), target, settings)
+    return run(opened, HFTarget(opened, settings.dtype, settings.file_bytes), target, settings)
 
 
 def reshard_checkpoint(
@@ -102,7 +102,7 @@ def reshard_checkpoint(
 
 
 def _to_megatron(opened: Opened, target: Path, settings: Settings) -> ConversionSummary:
-    return _run(
+    return run(
         opened,
         DistTarget(opened, settings.dtype, settings.file_bytes, settings.grid, settings.vocab_multiple),
         target,
@@ -110,20 +110,38 @@ def _to_megatron(opened: Opened, target: Path, settings: Settings) -> Conversion
     )
 
 
-def _run(opened: Opened, target: Target, where: Path, settings: Settings) -> ConversionSummary:
+def run(
+    opened: Opened,
+    target: Target,
+    where: Path,
+    settings: Settings,
+    *,
+    source: Source | None = None,
+    others: Sequence[Path] = (),
+    paths: Sequence[Path] = (),
+    recipe: str = "",
+) -> ConversionSummary:
+    """Write a target from an opened checkpoint, and close that.
+
+    Args:
+        source: Tensors that are written in place of the checkpoint's, by the same names.
+        others: Directories beside the checkpoint's that the target may not replace.
+        paths: Files that ``source`` reads beside the checkpoint's.
+        recipe: Settings of ``source``: files that a killed conversion wrote with others are written again.
+    """
     began = time.monotonic()
     nonfinite: dict[str, str] | None = {} if settings.allow_nonfinite else None
     transfer = Transfer(
-        build_plan(opened.layout, target.layout), opened.source, target.dtypes, settings.workers, nonfinite
+        build_plan(opened.layout, target.layout), source or opened.source, target.dtypes, settings.workers, nonfinite
     )
-    sources = (opened.path, opened.config_path)
+    sources = (opened.path, opened.config_path, *others)
     try:
         check_target(where, sources, overwrite=settings.overwrite)
         _check_casts(opened, target)
         check_written(opened, workers=settings.workers, progress=settings.progress)
         with OutputDirectory(
             where,
-            _fingerprint(opened, target),
+            _fingerprint(opened, target, paths, recipe),
             functools.partial(check_replaceable, where, sources, overwrite=settings.overwrite),
         ) as output:
             work = _Work(transfer, target, output, settings)
@@ -245,11 +263,11 @@ class _Work:
         each(what, files, act, total=total, workers=self.settings.workers, progress=self.settings.progress)
 
 
-def _fingerprint(opened: Opened, target: Target) -> str:
+def _fingerprint(opened: Opened, target: Target, others: Sequence[Path], recipe: str) -> str:
     """Everything that a conversion's result depends on: source files as they are now, files and dtypes of the
     target."""
-    digest = hashlib.sha256(FORMAT.encode())
-    for path in opened.source.paths():
+    digest = hashlib.sha256(f"{FORMAT}{recipe}".encode())
+    for path in [*opened.source.paths(), *others]:
         stat = path.stat()
         digest.update(repr((str(path.resolve()), stat.st_size, stat.st_mtime_ns)).encode())
     digest.update(

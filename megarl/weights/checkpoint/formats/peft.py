@@ -1,26 +1,43 @@
 """PEFT's files of an adapter: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-Source: PEFT 0.21 ``utils/save_and_load.py`` (names), ``tuners/lora/config.py`` (keys).
+Source: PEFT 0.21 ``utils/save_and_load.py`` (names), ``tuners/lora/config.py`` (keys), ``tuners/tuners_utils.py``
+(which layers are adapted). Settings that this file does not name are refused by their key.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
-from megarl.core.config.lora import LoraConfig
+from megarl.core.config.lora import ALL_LINEAR, LoraConfig
 from megarl.core.durable import replace_directory
 from megarl.core.errors import CheckpointError, first_of
+from megarl.weights.architectures import Head, HFConfig, architecture
+from megarl.weights.checkpoint.formats.hf_files import HFFiles
 from megarl.weights.checkpoint.formats.output import partial_path, write_json
+from megarl.weights.checkpoint.formats.slices import Source
+from megarl.weights.checkpoint.formats.values import check_dtypes, value_fault
 from megarl.weights.reshard import boxes
-from megarl.weights.reshard.adapters import Factors, names_module
+from megarl.weights.reshard.adapters import (
+    WEIGHT,
+    Factors,
+    linear_modules,
+    matches_key,
+    names_module,
+    saved_whole,
+    saves_tensor,
+)
+from megarl.weights.reshard.boxes import Shape
+from megarl.weights.reshard.buckets import wire_dtype
 from megarl.weights.reshard.execute import Transport, exchange
 from megarl.weights.reshard.layout import Layout
 from megarl.weights.reshard.layouts import whole_layout
@@ -30,27 +47,205 @@ from megarl.weights.reshard.transport import GroupTransport
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """Before the HF names of tensors in the file."""
+_COPY = ".base_layer.weight"
+"""End of the name of a copy of the model's own weight."""
+_COMPARED = 1 << 22
+_PLAIN_LORA = "use an adapter of plain LoRA, or merge this one with PEFT (merge_and_unload) and train the merged model"
+_REFUSED = {
+    "use_dora": _PLAIN_LORA,
+    "use_qalora": _PLAIN_LORA,
+    "use_bdlora": _PLAIN_LORA,
+    "lora_bias": _PLAIN_LORA,
+    "fan_in_fan_out": _PLAIN_LORA,
+    "layer_replication": "merge it with PEFT (merge_and_unload) and train the merged model",
+    "megatron_config": _PLAIN_LORA,
+    "trainable_token_indices": "merge it with PEFT (merge_and_unload) and train the merged model",
+    "alora_invocation_tokens": _PLAIN_LORA,
+    "arrow_config": _PLAIN_LORA,
+    "kasa_config": _PLAIN_LORA,
+    "velora_config": _PLAIN_LORA,
+    "monteclora_config": _PLAIN_LORA,
+    "ensure_weight_tying": "merge it with PEFT (merge_and_unload) and train the merged model",
+    "target_parameters": "name the layers of experts in target_modules (gate_proj, up_proj, down_proj), with a tensor "
+    "for each expert, or merge it with PEFT (merge_and_unload)",
+}
+"""Keys that change what an adapter computes; the fix for each."""
+_READ = (
+    *("peft_type", "r", "lora_alpha", "use_rslora", "lora_dropout", "bias", "init_lora_weights", "target_modules"),
+    *("exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save", "rank_pattern", "alpha_pattern"),
+)
+_WITHOUT_EFFECT = (
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("megatron_core", "qalora_group_size", "runtime_config", "loftq_config", "eva_config", "corda_config"),
+    "lora_ga_config",
+)
+"""Keys of which a finished adapter of plain LoRA computes nothing."""
+_INITS = (True, False, "gaussian", "eva", "orthogonal")
+"""Beginnings of A and B that leave the model's own weights as they are."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """``adapter_config.json``. Raises CheckpointError where it is missing, damaged, or of another kind of adapter."""
+    """The settings in ``adapter_config.json``. Raises CheckpointError where the file is missing or damaged, or has a
+    setting that megarl does not compute."""
     path = folder / CONFIG
     try:
         found: dict[str, Any] = json.loads(path.read_text())
     except OSError as error:
         raise CheckpointError(f"{folder} is no PEFT adapter: {path.name} cannot be read ({error})") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); copy the adapter again") from error
     if not isinstance(found, dict) or found.get("peft_type") != "LORA":
-        raise CheckpointError(f"{path} is no LoRA adapter (peft_type); megarl reads LORA alone")
-    for key in ("use_dora", "use_qalora", "layer_replication", "lora_bias", "megatron_config", "target_parameters"):
-        if found.get(key):
+        kind = found.get("peft_type") if isinstance(found, dict) else type(found).__name__
+        raise CheckpointError(f"{path} has peft_type={kind!r}; megarl reads LORA alone")
+    for key, value in found.items():
+        if key in _REFUSED and value:
+            raise CheckpointError(f"{path} has {key}={value!r}, which megarl does not compute; {_REFUSED[key]}")
+        if value and key not in (*_REFUSED, *_READ, *_WITHOUT_EFFECT):
             raise CheckpointError(
-                f"{path} has {key}={found[key]!r}, which megarl does not compute; it reads plain LoRA"
+                f"{path} has {key}={value!r}, which megarl does not know; save the adapter with PEFT 0.21, or remove "
+                "the key if it does not change what the adapter computes"
             )
-    if found.get("bias", "none") != "none":
-        raise CheckpointError(f"{path} has bias={found['bias']!r}; megarl reads adapters with bias='none'")
+    if (bias := found.get("bias", "none")) != "none":
+        raise CheckpointError(f"{path} has bias={bias!r}; use an adapter that was trained with bias='none'")
+    if (init := found.get("init_lora_weights", True)) not in _INITS:
+        raise CheckpointError(
+            f"{path} has init_lora_weights={init!r}, for which PEFT changes the model's own weights too; save the "
+            "adapter with path_initial_model_for_weight_conversion, which makes plain LoRA of it"
+        )
+    for key, (is_right, text) in _KINDS.items():
+        if not is_right(found.get(key, _DEFAULTS.get(key))):
+            raise CheckpointError(f"{path} has {key}={found.get(key)!r}; it must be {text}")
     return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+def _is_rank(value: Any) -> bool:
+    return _is_number(value) and isinstance(value, int)
+
+
+def _is_names(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(isinstance(name, str) and name for name in value))
+
+
+def _is_pattern(is_value: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: (
+        value is None
+        or (isinstance(value, dict) and all(_is_expression(key) and is_value(each) for key, each in value.items()))
+    )
+
+
+def _is_expression(value: Any) -> bool:
+    try:
+        re.compile(value)
+    except (re.error, TypeError):
+        return False
+    return isinstance(value, str)
+
+
+def _is_names_or_expression(value: Any) -> bool:
+    return _is_expression(value) if isinstance(value, str) else _is_names(value)
+
+
+def _is_layers(value: Any) -> bool:
+    return value is None or all(type(layer) is int for layer in (value if isinstance(value, list) else [value]))
+
+
+_DEFAULTS = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
+_NAMES = "a list of names, a regular expression, or null"
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "r": (_is_rank, "a positive integer"),
+    "lora_alpha": (_is_number, "a positive number"),
+    "lora_dropout": (lambda value: value == 0 or (_is_number(value) and value < 1), "a number from 0 to below 1"),
+    "target_modules": (
+        lambda value: bool(value) and _is_names_or_expression(value),
+        "a list of names, or a regular expression",
+    ),
+    "exclude_modules": (_is_names_or_expression, _NAMES),
+    "modules_to_save": (_is_names, "a list of names, or null"),
+    "rank_pattern": (_is_pattern(_is_rank), "an object of regular expressions and positive integers"),
+    "alpha_pattern": (_is_pattern(_is_number), "an object of regular expressions and positive numbers"),
+    "layers_to_transform": (_is_layers, "numbers of layers, or null"),
+    "layers_pattern": (_is_names_or_expression, _NAMES),
+}
+"""Key -> check of its value, and the text of what it must be."""
+
+
+def lora_of(folder: Path, hf_config: HFConfig, head: Head = "lm") -> LoraConfig:
+    """Settings under which megarl has the adapters of a PEFT folder, for a model.
+
+    ``targets`` has the layers that PEFT finds by ``target_modules`` (endings, ``all-linear`` or a regular expression),
+    ``exclude_modules``, ``layers_to_transform`` and ``layers_pattern``.
+
+    Raises CheckpointError as ``read_config``, and where PEFT would find no layer.
+    """
+    found = read_config(folder)
+    linear = linear_modules(hf_config, head)
+    tensors = architecture(hf_config, head).tensors(hf_config)
+    endings = found.get("modules_to_save") or []
+    saved = [ending for ending in endings if any(saves_tensor(ending, tensor) for tensor in tensors)]
+    chosen = [module for module in linear if _is_adapted(found, module)]
+    chosen = [module for module in chosen if not any(saves_tensor(ending, module + WEIGHT) for ending in saved)]
+    if not chosen:
+        raise CheckpointError(
+            f"{folder / CONFIG} has target_modules={found['target_modules']!r}, which is no linear layer of "
+            f"{architecture(hf_config, head).name}; give the model that the adapter is of"
+        )
+    lora = LoraConfig(
+        rank=int(found.get("r", 8)),
+        alpha=float(found.get("lora_alpha", 8)),
+        rslora=bool(found.get("use_rslora")),
+        targets=_endings(chosen, linear),
+        modules_to_save=saved,
+        rank_pattern=_used(found.get("rank_pattern"), linear),
+        alpha_pattern={key: float(alpha) for key, alpha in _used(found.get("alpha_pattern"), linear).items()},
+        dropout=float(found.get("lora_dropout", 0.0)),
+        init="gaussian" if found.get("init_lora_weights") == "gaussian" else "kaiming",
+        path=str(folder),
+    )
+    every = [module for module, own in linear.items() if own.in_all]
+    every = [module for module in every if not any(saves_tensor(ending, module + WEIGHT) for ending in saved)]
+    return replace(lora, targets=[ALL_LINEAR]) if chosen == every else lora
+
+
+def _used(pattern: dict[str, Any] | None, modules: Iterable[str]) -> dict[str, Any]:
+    """The keys of a pattern that match a module: PEFT ignores the others."""
+    return {key: value for key, value in (pattern or {}).items() if any(matches_key(key, each) for each in modules)}
+
+
+def _is_adapted(found: Mapping[str, Any], module: str) -> bool:
+    """True if PEFT's settings adapt a linear layer."""
+    targets, excluded = found["target_modules"], found.get("exclude_modules") or []
+    if re.fullmatch(excluded, module) if isinstance(excluded, str) else any(names_module(e, module) for e in excluded):
+        return False
+    if isinstance(targets, str):
+        if targets.lower() == ALL_LINEAR:
+            return module != "lm_head"
+        return re.fullmatch(targets, module) is not None
+    if module in targets:
+        return True
+    return any(names_module(target, module) for target in targets) and _is_in_layers(found, module)
+
+
+def _is_in_layers(found: Mapping[str, Any], module: str) -> bool:
+    layers, patterns = found.get("layers_to_transform"), found.get("layers_pattern") or []
+    if layers is None or layers == []:
+        return True
+    expressions = [rf"(?:^|.*?\.){p}\.(\d+)\." for p in ([patterns] if isinstance(patterns, str) else patterns)]
+    for expression in expressions or [r".*?\.[^.]*\.(\d+)\."]:
+        if (match := re.match(expression, module)) is not None:
+            return int(match[1]) in (layers if isinstance(layers, list) else [layers])
+    return False
+
+
+def _endings(chosen: Iterable[str], modules: Iterable[str]) -> list[str]:
+    """Names by which PEFT finds the modules ``chosen``, and no other of the model's ``modules``: the last part of a
+    name where all modules with that last part are chosen, else all of the name."""
+    kept, left = list(chosen), {module.rpartition(".")[2] for module in set(modules).difference(chosen)}
+    names = (module if (leaf := module.rpartition(".")[2]) in left else leaf for module in kept)
+    return list(dict.fromkeys(names))
 
 
 def write_adapter(
@@ -64,26 +259,32 @@ def write_adapter(
     base: str,
     modules_to_save: list[str],
     head: str = "lm",
+    hf_config: HFConfig | None = None,
     transport: Transport | None = None,
     bucket_bytes: int = 64 << 20,
 ) -> dict[str, int]:
     """Write a rank's adapters as PEFT's files; every rank of the grid calls it, rank 0 writes.
 
     Args:
-        layout: Of the adapters and of what ``modules_to_save`` trains.
+        layout: Of the adapters and of what ``modules_to_save`` trains (``adapters.file_layout``).
         tensors: Local name -> tensor.
         base: Path or name of the model that the adapter is for.
+        hf_config: As ``config_of`` has it.
 
     Returns:
         HF name -> digest of this rank's part of what was written.
+
+    Raises CheckpointError on rank 0 where something else than an adapter is at ``target``.
     """
+    if rank == 0 and target.exists() and not (target / CONFIG).is_file() and any(target.iterdir()):
+        raise CheckpointError(f"{target} is no PEFT adapter, which a new one could replace; give another directory")
     whole, digests = gathered(layout, rank, tensors, transport=transport, bucket_bytes=bucket_bytes)
     if rank == 0:
         temporary = partial_path(target)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         save_file({PREFIX + name: tensor for name, tensor in whole.items()}, temporary / TENSORS, {"format": "pt"})
-        write_json(temporary / CONFIG, config_of(lora, factors, base, modules_to_save, head))
+        write_json(temporary / CONFIG, config_of(lora, factors, base, modules_to_save, head, hf_config))
         replace_directory(temporary, target)
     return digests
 
@@ -99,7 +300,10 @@ def gathered(
     """Whole tensors of a layout by their HF names, on rank 0 ({} on others), and digests of this rank's part."""
     dtype = next((tensor.dtype for tensor in tensors.values()), torch.float32)
     plan = build_plan(layout, whole_layout("PEFT", layout.tensors), colocated=True)
-    whole = {name: torch.empty(shape, dtype=dtype) for name, shape in layout.tensors.items()} if rank == 0 else {}
+    whole = {}
+    if rank == 0:
+        own = {name: wire_dtype(layout, name, dtype) for name in layout.tensors}
+        whole = {name: torch.empty(shape, dtype=own[name]) for name, shape in layout.tensors.items()}
     sent = exchange(
         plan, rank, tensors, whole.__getitem__, transport or GroupTransport(), dtype=dtype, bucket_bytes=bucket_bytes
     )
@@ -107,65 +311,121 @@ def gathered(
 
 
 def config_of(
-    lora: LoraConfig, factors: Mapping[str, Factors], base: str, modules_to_save: list[str], head: str = "lm"
+    lora: LoraConfig,
+    factors: Mapping[str, Factors],
+    base: str,
+    modules_to_save: list[str],
+    head: str = "lm",
+    hf_config: HFConfig | None = None,
 ) -> dict[str, Any]:
     """``adapter_config.json`` of adapters.
 
-    A target is the end of the modules' names where that names no module without an adapter.
+    Args:
+        hf_config: The model's, by whose modules a target is the last part of a name where that names no module without
+            an adapter; None writes whole names.
     """
+    adapted, saved = [own.module for own in factors.values()], modules_to_save
+    if hf_config is not None:
+        table: Head = "score" if head == "score" else "lm"
+        tensors = architecture(hf_config, table).tensors(hf_config)
+        adapted = _endings(adapted, [name.rpartition(".")[0] for name in tensors])
+        names = saved_whole(tensors, replace(lora, modules_to_save=modules_to_save))
+        # Whole names: in PEFT ``norm`` would stand for every norm.
+        saved = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if head == "lm" else "SEQ_CLS",
         "base_model_name_or_path": base,
         "r": lora.rank,
-        "lora_alpha": lora.alpha,
+        "lora_alpha": _number(lora.alpha),
         "use_rslora": lora.rslora,
         "lora_dropout": lora.dropout,
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True if lora.init == "kaiming" else "gaussian",
-        "target_modules": [own.module for own in factors.values()],
-        "modules_to_save": modules_to_save or None,
+        "target_modules": adapted,
+        "modules_to_save": saved or None,
         "rank_pattern": dict(lora.rank_pattern),
-        "alpha_pattern": dict(lora.alpha_pattern),
+        "alpha_pattern": {key: _number(alpha) for key, alpha in lora.alpha_pattern.items()},
         "inference_mode": True,
     }
+
+
+def _number(value: float) -> int | float:
+    """PEFT's alpha is an integer where it can be."""
+    return int(value) if float(value).is_integer() else value
+
+
+def open_adapter(folder: Path, shapes: Mapping[str, Shape], base: Source | None = None) -> HFFiles:
+    """The tensors of a PEFT folder under their HF names.
+
+    Args:
+        shapes: HF name -> shape, of all that the file must have.
+        base: The model's own tensors, with which the copy of an output layer is compared that PEFT writes beside an
+            adapter of it; None compares nothing.
+
+    Raises CheckpointError for a file that is missing, cut short or damaged, for a tensor that is missing or unknown,
+    for another shape, and for a copy that differs.
+    """
+    path = folder / TENSORS
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no {TENSORS}; save the adapter with safe_serialization=True")
+    files = HFFiles(folder, [TENSORS])
+    files.rename(own_name)
+    if missing := [name for name in shapes if name not in files.shapes]:
+        raise CheckpointError(f"{path} lacks {first_of(missing, 3)}; give model.lora the targets that it has")
+    copies = {name: name.replace(_COPY, WEIGHT) for name in files.shapes if name.endswith(_COPY)}
+    copies = {copy: name for copy, name in copies.items() if name.replace(WEIGHT, ".lora_A.weight") in shapes}
+    if unknown := [name for name in files.shapes if name not in shapes and name not in copies]:
+        raise CheckpointError(f"{path} has {first_of(unknown, 3)}, which no target of model.lora takes")
+    for name, shape in shapes.items():
+        if files.shapes[name] != shape:
+            raise CheckpointError(
+                f"{name} in {path} has shape {files.shapes[name]}, this model's has {shape}; set model.lora.rank to "
+                "the adapter's, or model.path to its model"
+            )
+    check_dtypes((name, path, files.dtypes[name]) for name in files.shapes)
+    for copy, name in copies.items():
+        if base is not None and not _is_copy(files, copy, base, name):
+            raise CheckpointError(
+                f"{copy} in {path} is not {name} of {base.path}: the adapter is of another model; set model.path to "
+                "that, or save the adapter with save_embedding_layers=False if the weights need not be equal"
+            )
+    return files
+
+
+def _is_copy(files: HFFiles, copy: str, base: Source, name: str) -> bool:
+    if files.shapes[copy] != base.shapes[name]:
+        return False
+    return all(
+        torch.equal(files.read(copy, box).to(base.dtypes[name]), base.read(name, box))
+        for box in boxes.split(boxes.whole(base.shapes[name]), _COMPARED)
+    )
 
 
 def load_adapter(folder: Path, layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor]) -> None:
     """Fill a rank's adapters from PEFT's files, with the file's bits where the dtypes are equal.
 
-    Raises CheckpointError naming tensors that are missing, or that no adapter of this model takes.
+    Args:
+        layout: Of the adapters and of what ``modules_to_save`` trains (``adapters.file_layout``).
+
+    Raises CheckpointError as ``read_config`` and ``open_adapter``, and for values that are not finite.
     """
     read_config(folder)
-    path = folder / TENSORS
-    if not path.is_file():
-        raise CheckpointError(f"{folder} has no {TENSORS}; save the adapter with safe_serialization=True")
-    with safe_open(path, framework="pt") as file:
-        stored = {own_name(name): name for name in file.keys()}  # noqa: SIM118 - it is no mapping
-        missing = [name for name in layout.tensors if name not in stored]
-        if missing:
-            raise CheckpointError(f"{path} lacks {first_of(missing, 3)}; give model.lora the targets that it has")
-        unused = [name for name in stored if name not in layout.tensors]
-        if unused:
-            raise CheckpointError(f"{path} has {first_of(unused, 3)}, which no target of model.lora takes")
+    files = open_adapter(folder, layout.tensors)
+    try:
         with torch.no_grad():
             for pad in layout.padding(rank):
                 tensors[pad.local][boxes.index_of(boxes.start_of(pad.box), boxes.shape_of(pad.box))].zero_()
             for piece in layout.pieces(rank):
-                values = file.get_slice(stored[piece.tensor])
-                if tuple(values.get_shape()) != layout.tensors[piece.tensor]:
-                    raise CheckpointError(
-                        f"{piece.tensor} in {path} has shape {tuple(values.get_shape())}, this model's has "
-                        f"{layout.tensors[piece.tensor]}; set model.lora.rank to the adapter's"
-                    )
-                part = values[tuple(slice(low, high) for low, high in piece.box)]
-                tensors[piece.local][boxes.index_of(piece.at, boxes.shape_of(piece.box))].copy_(part)
+                values = files.read(piece.tensor, piece.box)
+                part = tensors[piece.local][boxes.index_of(piece.at, boxes.shape_of(piece.box))].copy_(values)
+                if prod(part.shape) and (fault := value_fault(values, part)) is not None:
+                    raise CheckpointError(f"{piece.tensor} in {files.file_of(piece.tensor)} {fault}")
+    finally:
+        files.close()
 
 
 def own_name(stored: str) -> str:
     """HF name of a tensor of PEFT's file."""
     return stored.removeprefix(PREFIX).replace(".lora_A.default.", ".lora_A.").replace(".lora_B.default.", ".lora_B.")
-
-
-__all__ = ["CONFIG", "TENSORS", "config_of", "gathered", "load_adapter", "names_module", "read_config", "write_adapter"]

@@ -1,0 +1,207 @@
+"""An adapter of PEFT put into an HF checkpoint, W + s·B·A, and taken out of it again.
+
+Both are computed in float32 block by block as the files are written, and rounded once. Memory is a few blocks for each
+worker and a few A's, whatever the model's size is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+
+from megarl.core.errors import CheckpointError, first_of
+from megarl.weights.checkpoint.convert.convert import ConversionSummary, Settings, run
+from megarl.weights.checkpoint.convert.opened import Opened, open_hf_checkpoint
+from megarl.weights.checkpoint.convert.pool import Count, each
+from megarl.weights.checkpoint.convert.stream import BLOCK_ELEMENTS
+from megarl.weights.checkpoint.convert.targets import HFTarget
+from megarl.weights.checkpoint.formats import peft
+from megarl.weights.checkpoint.formats.hf_files import HFFiles
+from megarl.weights.checkpoint.formats.hf_source import SCORE
+from megarl.weights.checkpoint.formats.slices import Source
+from megarl.weights.reshard import boxes
+from megarl.weights.reshard.adapters import Factors, factors_of, file_shapes, saved_whole
+from megarl.weights.reshard.boxes import Box, Shape
+
+_KEPT = 8
+"""A's that are kept for the next blocks of their tensors."""
+
+
+@dataclass(frozen=True)
+class WeightDifference:
+    """Elements of a model that differ from another's."""
+
+    elements: int
+    different: int
+    largest: float
+    """Largest difference, relative to the largest element of its tensor."""
+    tensor: str
+    """The tensor that has it; "" without a difference."""
+
+
+class WithAdapter:
+    """The tensors of an HF checkpoint with ``sign`` times an adapter added in float32: a ``Source``.
+
+    Tensors of ``modules_to_save`` are the adapter's, or with ``sign`` -1 those of ``base``.
+    """
+
+    def __init__(
+        self, source: Source, files: HFFiles, factors: Mapping[str, Factors], saved: Mapping[str, Source], sign: float
+    ) -> None:
+        """``saved``: HF name of a tensor that is no sum -> where it is."""
+        self.path = source.path
+        self._source, self._files, self._factors, self._saved, self._sign = source, files, factors, saved, sign
+        own = {name: torch.float32 for name in factors}
+        self._dtypes = {**source.dtypes, **own, **{name: other.dtypes[name] for name, other in saved.items()}}
+        self._kept: dict[str, torch.Tensor] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """Shapes of the checkpoint's tensors."""
+        return self._source.shapes
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Dtypes as they are read: float32 for a sum."""
+        return self._dtypes
+
+    def read(self, name: str, box: Box, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Read a box of a tensor, into ``out`` where that fits."""
+        if (other := self._saved.get(name)) is not None:
+            return other.read(name, box, out)
+        own = self._factors.get(name)
+        if own is None:
+            return self._source.read(name, box, out)
+        rows, columns = box
+        whole = self._source.read(name, box).to(torch.float32)
+        b = self._files.read(own.b, (rows, (0, own.rank))).to(torch.float32)
+        a = self._a(own)[:, columns[0] : columns[1]]
+        return whole.add_(b @ a, alpha=self._sign * own.scale)
+
+    def _a(self, own: Factors) -> torch.Tensor:
+        with self._lock:
+            if own.a not in self._kept:
+                while len(self._kept) >= _KEPT:
+                    self._kept.pop(next(iter(self._kept)))
+                whole = boxes.whole(self._files.shapes[own.a])
+                self._kept[own.a] = self._files.read(own.a, whole).to(torch.float32)
+            return self._kept[own.a]
+
+    def file_of(self, name: str) -> Path:
+        """The checkpoint's file of a tensor, or the adapter's."""
+        return self._saved.get(name, self._source).file_of(name)
+
+
+def merge_adapter(
+    source: Path,
+    adapter: Path,
+    target: Path,
+    settings: Settings = Settings(),  # noqa: B008
+) -> ConversionSummary:
+    """Write an HF checkpoint with an adapter of PEFT in its weights.
+
+    Raises CheckpointError for a checkpoint or adapter that is not whole, an adapter of another model, an existing
+    target and a full disk.
+    """
+    return _convert(source, adapter, target, settings, 1.0, None)
+
+
+def unmerge_adapter(
+    source: Path,
+    adapter: Path,
+    target: Path,
+    settings: Settings = Settings(),  # noqa: B008
+    base: Path | None = None,
+) -> tuple[ConversionSummary, WeightDifference | None]:
+    """Write an HF checkpoint without the adapter of PEFT that was merged into it.
+
+    W' is W + s·B·A after rounding, so W' − s·B·A is W to within that rounding.
+
+    Args:
+        base: The model before the merge: source of the tensors that the adapter replaced (``modules_to_save``), and
+            compared with what was written.
+
+    Raises CheckpointError as ``merge_adapter``, and without ``base`` for an adapter that replaced tensors.
+    """
+    summary = _convert(source, adapter, target, settings, -1.0, base)
+    if base is None:
+        return summary, None
+    return summary, compare(summary.target, base, settings)
+
+
+def _convert(
+    source: Path, adapter: Path, target: Path, settings: Settings, sign: float, base: Path | None
+) -> ConversionSummary:
+    opened = open_hf_checkpoint(source, settings.head, settings.mtp)
+    files: HFFiles | None = None
+    other: Opened | None = None
+    try:
+        lora = peft.lora_of(adapter, opened.hf_config, opened.table)
+        factors = factors_of(opened.hf_config, lora, opened.table)
+        own = file_shapes(factors.values())
+        tensors = opened.layout.tensors
+        replaced = [*saved_whole(tensors, lora), *([SCORE] if opened.is_value else [])]
+        files = peft.open_adapter(
+            adapter, own | {name: tensors[name] for name in replaced}, opened.source if sign > 0 else None
+        )
+        before: Source = files
+        if sign < 0 and replaced:
+            if base is None:
+                raise CheckpointError(
+                    f"{adapter} replaced {first_of(replaced, 3)}, which cannot be had from {source}; give the model "
+                    "before the merge with --base"
+                )
+            other = open_hf_checkpoint(base, settings.head, settings.mtp)
+            before = other.source
+        merged = WithAdapter(opened.source, files, factors, dict.fromkeys(replaced, before), sign)
+        others = [adapter] if base is None else [adapter, base]
+        made = HFTarget(opened, settings.dtype, settings.file_bytes)
+        paths = [*files.paths(), *(other.source.paths() if other is not None else [])]
+        return run(
+            opened, made, target, settings, source=merged, others=others, paths=paths, recipe=f"{sign} {factors}"
+        )
+    finally:
+        for read in (opened, files, other):
+            if read is not None:
+                read.close()
+
+
+def compare(path: Path, other: Path, settings: Settings = Settings()) -> WeightDifference:  # noqa: B008
+    """Compare every tensor of an HF checkpoint with another's, each cast to the first one's dtype.
+
+    Raises CheckpointError where the two are no models of one kind.
+    """
+    mine, theirs = (open_hf_checkpoint(each_path, settings.head, settings.mtp) for each_path in (path, other))
+    try:
+        if mine.layout.tensors != theirs.layout.tensors:
+            raise CheckpointError(f"{other} has other tensors than {path}; give the model before the merge with --base")
+        found: list[WeightDifference] = []
+
+        def look(name: str, count: Count) -> None:
+            different, largest, size = 0, 0.0, 0.0
+            for box in boxes.split(boxes.whole(mine.layout.tensors[name]), BLOCK_ELEMENTS):
+                values = mine.source.read(name, box)
+                wanted = theirs.source.read(name, box).to(values.dtype)
+                different += int(torch.count_nonzero(values != wanted))
+                wide = wanted.to(torch.float32)
+                largest = max(largest, float((values.to(torch.float32) - wide).abs().max()))
+                size = max(size, float(wide.abs().max()))
+                count(values.numel() * values.element_size())
+            largest = largest / size if size else largest
+            found.append(WeightDifference(prod(mine.layout.tensors[name]), different, largest, name))
+
+        names = [name for name, shape in mine.layout.tensors.items() if prod(shape)]
+        total = sum(prod(mine.layout.tensors[name]) * mine.dtype_of(name).itemsize for name in names)
+        each("comparing", names, look, total=total, workers=settings.workers, progress=settings.progress)
+    finally:
+        mine.close()
+        theirs.close()
+    worst = max(found, key=lambda one: one.largest)
+    elements, different = sum(one.elements for one in found), sum(one.different for one in found)
+    return WeightDifference(elements, different, worst.largest, worst.tensor if different else "")
