@@ -9,11 +9,12 @@ import torch
 
 from megarl.core.errors import WeightsDiffer
 from megarl.weights.reshard import adapters
-from megarl.weights.reshard.adapter_proof import BaseProof, ProvenTensors
+from megarl.weights.reshard.adapter_proof import BaseProof, ProvenTensors, check_merged
 from megarl.weights.reshard.adapters import AdaptedModel, Factors, LocalAdapter, MergedTensors, SeparateTensors
 
 OUT, INTO = 200, 96
-"""Of two fused tensors of 96 rows each, and padding."""
+"""Shape of two fused tensors of 96 rows each, and padding."""
+EXPERTS = 6
 
 
 def adapted(dtype: torch.dtype, size: float = 0.02) -> AdaptedModel:
@@ -30,7 +31,11 @@ def adapted(dtype: torch.dtype, size: float = 0.02) -> AdaptedModel:
         local.append(LocalAdapter(each, f"{number}.a", f"{number}.b", places, by_input=False))
         factors[f"{number}.a"] = drawn(rank, INTO)
         factors[f"{number}.b"] = drawn(96, rank) * (size / scale / rank**0.5)
-    return AdaptedModel(own, factors, {"w": local})
+    own["experts"] = drawn(EXPERTS, 40, INTO)
+    factors |= {"e.a": drawn(EXPERTS, 2, INTO), "e.b": drawn(EXPERTS, 40, 2) * size}
+    expert = Factors("layer.expert", (40, INTO), 2, 0.7)
+    stack = [LocalAdapter(expert, "e.a", "e.b", ((0, 40),), by_input=False, lead=(n,)) for n in range(EXPERTS)]
+    return AdaptedModel(own, factors, {"w": local, "experts": stack})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -44,7 +49,7 @@ def test_right_tensors_pass(dtype: torch.dtype, size: float) -> None:
 
 
 def _in_bf16(base: torch.Tensor, own: list[LocalAdapter], factors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    whole = base.bfloat16()
+    whole = base.to(torch.bfloat16, copy=True)
     for each in own:
         [(begin, end)] = each.places
         product = factors[each.b].bfloat16() @ factors[each.a].bfloat16()
@@ -67,6 +72,23 @@ def test_merged_otherwise(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, h
     monkeypatch.setattr(adapters, "merged", MERGES[how])
     with pytest.raises(WeightsDiffer, match="w is not W \\+ scale · B·A, added in float32 and rounded once"):
         ProvenTensors(MergedTensors(adapted(dtype)), 0)["w"]
+
+
+def test_every_row_of_every_expert_is_computed_again_in_turn() -> None:
+    model = adapted(torch.float32)
+    for name, at in (("w", (OUT - 1, 5)), ("w", (0, 0)), ("experts", (EXPERTS - 1, 39, 3))):
+        found = MergedTensors(model)[name].clone()
+        found[at] += 1e-3
+        turns = [turn for turn in range(0, 200, 2) if _differs(name, found, model, turn)]
+        assert 0 < len(turns) < 50, "an element that is off is seen within some syncs"
+
+
+def _differs(name: str, found: torch.Tensor, model: AdaptedModel, turn: int) -> bool:
+    try:
+        check_merged(name, found, model, turn)
+    except WeightsDiffer:
+        return True
+    return False
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

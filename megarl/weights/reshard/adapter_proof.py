@@ -7,6 +7,7 @@ is found before an engine has it.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
@@ -33,7 +34,7 @@ class ProvenTensors(Mapping[str, torch.Tensor]):
 
     Args:
         tensors: Tensors to deliver.
-        turn: Number of the delivery: others compute other rows again.
+        turn: Number of the delivery: it chooses the rows that are computed again.
     """
 
     def __init__(self, tensors: MergedTensors | SeparateTensors, turn: int) -> None:
@@ -97,11 +98,11 @@ def _rows_with(
     exact = base[rows.to(base.device)].double()
     size = exact.abs()
     for adapter in adapters:
-        a, b = (factors[local][adapter.lead].double() for local in (adapter.a, adapter.b))
+        a, b = factors[adapter.a][adapter.lead].double(), factors[adapter.b][adapter.lead]
         at = 0
         for begin, end in adapter.places:
             inside = (rows >= begin) & (rows < end)
-            ours = b[(rows[inside] - begin + at).to(b.device)] * adapter.factors.scale
+            ours = b[(rows[inside] - begin + at).to(b.device)].double() * adapter.factors.scale
             inside = inside.to(exact.device)
             exact[inside] += ours @ a
             size[inside] += ours.abs() @ a.abs()
@@ -111,8 +112,8 @@ def _rows_with(
 
 def _spread(count: int, most: int, turn: int) -> list[int]:
     """At most ``most`` of ``count`` places, evenly spread; others with each turn."""
-    step = max(1, count // most)
-    return sorted({(turn + number * step) % count for number in range(min(count, most))})
+    step, first = max(1, count // most), random.Random(turn).randrange(count)
+    return sorted({(first + number * step) % count for number in range(min(count, most))})
 
 
 @torch.no_grad()
