@@ -264,7 +264,7 @@ class WeightPublisher:
                 for part, plan in self._planned(topic, parts):
                     send = partial(self._send, part, plan, tensors, written, known)
                     self._publish_to(part, plan, topic, version, send, True, None, opens=False)
-                    self._prove_adapter(part, f"{topic}/{part.engines[0]}/proof", probe)
+                    self._prove_adapter(part, f"{topic}/{part.engines[0]}/computed", probe)
             except BaseException:
                 connection.disconnect()
                 raise
