@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megarl.core.config.lora import LoraConfig
 from megarl.core.errors import EngineError
 from megarl.engine.client.control import EngineControl, failures
 from megarl.engine.client.names import EIGHT_BITS, PLUGIN
+from megarl.run.supervise.engine_process import _adapter_options
 
 _STEPS = {
     "/init_weight_transfer_engine": "init_weight_transfer_engine",
@@ -25,17 +27,26 @@ class LocalEngine:
     Args:
         path: Model directory.
         eight_bits: Keep linear layers in 8 bits, and the rest in bfloat16 in place of float32.
+        lora: Adapters that the engine has of its own.
     """
 
-    def __init__(self, path: Path, *, eight_bits: bool = False) -> None:
+    def __init__(self, path: Path, *, eight_bits: bool = False, lora: LoraConfig | None = None) -> None:
         from vllm import LLM
         from vllm.config import WeightTransferConfig
 
         quantisation: dict[str, Any] = (
             {"quantization": "online", "quantization_config": json.loads(json.dumps(EIGHT_BITS))} if eight_bits else {}
         )
+        adapters: dict[str, Any] = {}
+        if lora is not None:
+            from megarl.engine.sync import one_adapter
+
+            one_adapter.install()
+            _, _, max_loras, _, largest, _, *layers = _adapter_options(str(path), lora)
+            adapters = {"enable_lora": True, "max_loras": int(max_loras), "max_lora_rank": int(largest)}
+            adapters["lora_target_modules"] = layers
         self.llm = LLM(
-            str(path), dtype="bfloat16" if eight_bits else "float32", **quantisation,
+            str(path), dtype="bfloat16" if eight_bits else "float32", **quantisation, **adapters,
             max_model_len=192, max_num_batched_tokens=8192, max_num_seqs=8, block_size=32,
             kv_cache_memory_bytes=2**24, enforce_eager=True, enable_chunked_prefill=False,
             distributed_executor_backend="uni", weight_transfer_config=WeightTransferConfig(backend=PLUGIN),
@@ -65,8 +76,9 @@ class LocalEngine:
         [found] = self.llm.llm_engine.collective_rpc("megarl_digests")
         return found
 
-    def answer(self, path: str, body: Any) -> Any:
-        """Answer of the route at ``path``. Raises EngineError where the server would not answer 200."""
+    def answer(self, path: str, body: Any, *, proving: bool = False) -> Any:
+        """Answer of the route at ``path``; ``proving``: to a request that proves the weights. Raises EngineError where
+        the server would not answer 200."""
         path, _, query = path.partition("?")
         if path in _STEPS:
             kwargs = {name: value for name, value in (body or {}).items() if name != "weight_version"}
@@ -92,12 +104,12 @@ class LocalEngine:
         if path == "/collective_rpc":
             return {"results": self.llm.llm_engine.collective_rpc(body["method"], args=tuple(body["args"]))}
         assert path == "/inference/v1/generate", path
-        return self._generate(body)
+        return self._generate(body, proving)
 
-    def _generate(self, body: Any) -> Any:
+    def _generate(self, body: Any, proving: bool) -> Any:
         from vllm import SamplingParams
 
-        if self.refusing is not None:
+        if self.refusing is not None and not proving:
             raise EngineError(f"the local engine answered 503: {self.refusing}")
         assert not self.paused, "a server would wait"
         sampling = SamplingParams(**body["sampling_params"])
@@ -120,7 +132,7 @@ class LocalControl(EngineControl):
 
     def _call(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
         asked = json.loads(json.dumps(body))
-        answer = self.engine.tamper(path, self.engine.answer(path, asked))
+        answer = self.engine.tamper(path, self.engine.answer(path, asked, proving=self.proving))
         return json.loads(json.dumps(answer))
 
     def health(self, timeout_s: float) -> None:

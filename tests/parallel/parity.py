@@ -67,6 +67,15 @@ GRIDS = {
     "CP2 × EP2": ParallelConfig(cp=2, ep=2),
 }
 
+EXPERT_GRIDS = {
+    "TP2 + SP × ETP1": ParallelConfig(tp=2, etp=1, sequence_parallel=True),
+    "TP2 + SP × EP2": ParallelConfig(tp=2, ep=2, sequence_parallel=True),
+    "TP2 + SP × EP2, ETP2": ParallelConfig(tp=2, dp=2, ep=2, etp=2, sequence_parallel=True),
+}
+"""Grids whose experts lie otherwise than the rest, for adapters; ``test_families.py`` compares gradients of experts
+themselves on them."""
+ALL_GRIDS = GRIDS | EXPERT_GRIDS
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -132,6 +141,7 @@ CELLS = [
         if ("EP" not in grid if model == "qwen3, LoRA" else grid not in NEEDS_SP)
         for rows in (None, 2)
     ),
+    *(Cell(model, grid, None, "none") for model in LORA if model != "qwen3, LoRA" for grid in EXPERT_GRIDS),
     *(
         Cell("qwen3_moe" if "EP" in grid else "qwen3", grid, rows, "none", several=True)
         for grid in GRIDS
@@ -146,7 +156,7 @@ def in_every_run(cell: Cell) -> bool:
     Every grid meets packed and padded rows, recomputation and trajectories of several samples. Which padded layout,
     which recomputed one and which of two models it meets takes turns among the grids, instead of all with all.
     """
-    turn = list(GRIDS).index(cell.grid)
+    turn = list(ALL_GRIDS).index(cell.grid)
     if (
         turn == 0
         or cell.recompute == "selective"
@@ -154,6 +164,8 @@ def in_every_run(cell: Cell) -> bool:
     ):
         return True
     if cell.model in LORA:
+        if cell.grid in EXPERT_GRIDS:
+            return cell.model == "qwen3_moe, LoRA"
         return (list(LORA).index(cell.model) + turn + (cell.rows is None)) % 2 == 0
     if cell.model == "qwen3, tied":
         return turn % 2 == 0
@@ -424,7 +436,7 @@ def on_grid(rank: int, root: str, cells: list[Cell], backend: Literal["gloo", "n
 
     found = {}
     for grid in dict.fromkeys(cell.grid for cell in cells):
-        parallel = replace(GRIDS[grid], backend=backend)
+        parallel = replace(ALL_GRIDS[grid], backend=backend)
         groups.initialize(parallel, seed=1)
         for model, recompute in dict.fromkeys((c.model, c.recompute) for c in cells if c.grid == grid):
             path = folder_of(Path(root), model)
@@ -507,14 +519,14 @@ def measure(root: Path, cells: Sequence[Cell] = CELLS, backend: Literal["gloo", 
 
 
 def worlds(cells: Sequence[Cell]) -> list[int]:
-    return sorted({GRIDS[c.grid].world_size for c in cells})
+    return sorted({ALL_GRIDS[c.grid].world_size for c in cells})
 
 
 def measure_world(
     root: Path, world: int, cells: Sequence[Cell], backend: Literal["gloo", "nccl"] = "gloo"
 ) -> dict[Cell, Errors]:
     """``measure`` of those cells that take so many ranks, when ``prepare`` has run."""
-    mine = [c for c in cells if GRIDS[c.grid].world_size == world]
+    mine = [c for c in cells if ALL_GRIDS[c.grid].world_size == world]
     answers = run_grid(world, on_grid, str(root), mine, backend, timeout_s=600.0, gpus=backend == "nccl")
     found = {}
     for cell in mine:

@@ -11,6 +11,7 @@ import torch
 from megarl.core.config.schema import TrainerConfig
 from tests.conftest import SOAK
 from tests.parallel.parity import (
+    ALL_GRIDS,
     CELLS,
     GRIDS,
     MODELS,
@@ -48,7 +49,7 @@ def errors_of(root: Path) -> Callable[[Cell], Errors]:
     def of(cell: Cell) -> Errors:
         if cell not in found:
             of_grid = [other for other in MEASURED if other.grid == cell.grid]
-            found.update(measure_world(root, GRIDS[cell.grid].world_size, of_grid))
+            found.update(measure_world(root, ALL_GRIDS[cell.grid].world_size, of_grid))
         return found[cell]
 
     return of

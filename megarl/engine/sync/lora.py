@@ -9,7 +9,7 @@ writes into and reads digests from. vLLM multiplies by nothing else, so what arr
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -31,6 +31,8 @@ _SHOWN = 4
 class _LayerPlace(NamedTuple):
     """Place of an A or B among vLLM's LoRA layers."""
 
+    path: str
+    """Of the layer in the model."""
     layer: BaseLinearLayerWithLoRA
     which: Literal["a", "b"]
     number: int
@@ -62,7 +64,7 @@ class AdapterWriter:
                 "the trainer has sync.adapter=separate, the engine was started without adapters: the programs that "
                 "share engines need the same sync.adapter and model.lora"
             )
-        self.layout = layout
+        self.layout, self._model = layout, model
         self._manager: LRUCacheLoRAModelManager = manager
         self._places = _places_of(manager)
         self._shapes = layout.local_shapes(rank)
@@ -110,8 +112,13 @@ class AdapterWriter:
         return whole[: shape[0], : shape[1]]
 
     def check_rest(self) -> None:
-        """Check that the buffers are zero outside the layout's A's and B's. Raises WeightsDiffer."""
+        """Check that the buffers are zero outside the layout's A's and B's, and are those that the model's layers
+        compute with. Raises WeightsDiffer."""
         for name, place in self._places.items():
+            if self._model.get_submodule(place.path) is not place.layer:
+                raise WeightsDiffer(
+                    f"{name} lies in a LoRA layer that is no layer of the model: start the engine again"
+                )
             whole, shape = place.buffer(self._slot), self._shapes.get(name, (0, 0))
             if whole[shape[0] :].any() or whole[:, shape[1] :].any():
                 raise WeightsDiffer(f"the padding of {name} outside {shape} is not zero after the sync")
@@ -138,6 +145,8 @@ class AdaptedWriter:
         self._part: Part = "all"
         self.has_own = False
         """The model's own weights are those that the trainer has sent."""
+        self._still: dict[str, int] | None = None
+        """Digests of what training does not change, as the last update of all weights has left it."""
 
     def start(self, part: Part) -> None:
         """Begin an update. Raises WeightSyncError for one of what training changes where the rest is missing."""
@@ -147,6 +156,8 @@ class AdaptedWriter:
                 "the first update after a join or a sleep brings all"
             )
         self._part, self.has_own = part, False
+        if part == "all":
+            self._still = None
         if self._adapters is not None:
             self._adapters.start()
         if part == "all" or self._changed:
@@ -186,6 +197,32 @@ class AdaptedWriter:
             return changed
         return own if self._adapters is None else beside(own, self._adapters.layout)
 
+    def check_still(
+        self, found: Mapping[str, int], digests: Callable[[Layout], Mapping[str, int]], own: Layout, changed: Layout
+    ) -> None:
+        """Check that what the last update did not bring is what the last one of all weights has left. Raises
+        WeightsDiffer.
+
+        Args:
+            found: Digests of what the last update brought.
+            digests: Gives the digests of what the model computes with.
+            own: Layout of the model itself.
+            changed: Layout of what training changes.
+        """
+        if self._part == "all":
+            self._still = {
+                tensor: found[tensor] for tensor in found.keys() - changed.tensors.keys() if tensor in own.tensors
+            }
+            return
+        if self._still is None:
+            raise WeightsDiffer("weights that training does not change were never compared with those sent")
+        now = digests(own.only(self._still.__contains__))
+        if wrong := [tensor for tensor, digest in self._still.items() if now.get(tensor) != digest]:
+            raise WeightsDiffer(
+                f"weights that training does not change are other ones in the engine than were sent: "
+                f"{first_of(wrong, _SHOWN)}; start the engine again"
+            )
+
     def _of(self, name: str) -> AdapterWriter | SliceWriter:
         if is_adapter(name):
             assert self._adapters is not None, f"{name} came to an engine without adapters"
@@ -203,7 +240,7 @@ def _places_of(manager: LRUCacheLoRAModelManager) -> dict[str, _LayerPlace]:
         leaves = manager.packed_modules_mapping.get(own, [own])
         for number, leaf in enumerate(leaves if len(leaves) == layer.n_slices else [own]):
             for which in ("a", "b"):
-                found[local_name(f"{path}.weight", leaf, which)] = _LayerPlace(layer, which, number)  # type: ignore[arg-type]
+                found[local_name(f"{path}.weight", leaf, which)] = _LayerPlace(path, layer, which, number)  # type: ignore[arg-type]
     return found
 
 

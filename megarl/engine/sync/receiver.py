@@ -268,6 +268,10 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             return
         assert self._receiver is not None, "no link: init_weight_transfer_engine comes before update_weights"
         part, writer = update_info.part, self._adapted or self._writer
+        if part not in self._plans:
+            raise WeightSyncError(
+                "an update of what training changes came from a trainer that has announced no model.lora; join again"
+            )
         try:
             with torch.device(self.device), torch.no_grad():
                 if self._adapted is not None:
@@ -311,6 +315,12 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             read, check_rest = zero_padded(layout, self._rank, writer.computed_with)
             found = digests_of(layout, self._rank, read)
             check_rest()
+            if self._adapted is not None:
+                changed = self._plans["changed"].destination
+                own, rank = eight_bits.rest, self._rank
+                self._adapted.check_still(
+                    found, lambda still: digests_of(still, rank, writer.computed_with), own, changed
+                )
             return merge([found, *({tensor: digest} for tensor, _, digest in eight_bits.pieces())])
 
     def check_files(self) -> int:

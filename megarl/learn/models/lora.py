@@ -48,7 +48,7 @@ class Adapter(torch.nn.Module):
         self.local, self.dropout = local, dropout
         weight = layer.weight
         self._group: Any = getattr(layer, "tp_group", None)
-        self._in_experts = bool(getattr(layer, "explicit_expert_comm", False))
+        self._in_experts = bool(getattr(layer, "is_expert", False))
         self._cut_sequence = bool(getattr(layer, "sequence_parallel", False)) and not self._in_experts
         self._columns = isinstance(layer, ColumnParallelLinear)
         self._rows = isinstance(layer, RowParallelLinear)
@@ -65,7 +65,7 @@ class Adapter(torch.nn.Module):
             cut.tensor_model_parallel = True  # type: ignore[attr-defined]
             # An output layer gathers the sequence itself and computes from its weight (``product``).
             whole.sequence_parallel = self._cut_sequence and not isinstance(layer, LogProbHead)  # type: ignore[attr-defined]
-            if getattr(layer, "is_expert", False):
+            if self._in_experts:
                 # Each expert counts once in the gradient's norm: on the first of the ranks that share it.
                 whole.tensor_model_parallel = self._group is None or self._group.rank() == 0  # type: ignore[attr-defined]
         else:

@@ -21,6 +21,8 @@ from megarl.train.sync.connection import EngineConnection
 from megarl.train.sync.look import lost
 from megarl.train.sync.parts import PartOfEngines
 from megarl.train.sync.publication import Pause, Publication, SyncReport
+from megarl.weights.reshard.adapter_proof import BaseProof, ProvenTensors, check_covered
+from megarl.weights.reshard.adapters import Adapted, MergedTensors
 from megarl.weights.reshard.buckets import bytes_of
 from megarl.weights.reshard.execute import Digests, SliceDigests, send
 from megarl.weights.reshard.plan import ReshardPlan
@@ -67,13 +69,17 @@ class WeightPublisher:
         """Starts of engines whose way of adapters was tried; on rank 0."""
         self._changes: dict[int, ReshardPlan] = {}
         """``id`` of a part -> its plan of what training changes."""
+        self._covering: list[ReshardPlan] = []
+        """Plans that deliver all that training changes."""
+        self._base = BaseProof()
 
     def connect(self) -> None:
         """``EngineConnection.connect``."""
-        self._changes = {}
-        self.connection.connect()
-        if self.connection.rank == 0:
-            self._whole -= self._starts(self.connection.joining)
+        connection, self._changes, self._covering = self.connection, {}, []
+        connection.connect()
+        if connection.rank == 0:  # an engine that joins begins anew, also one that has not been started again
+            joined = self._starts(connection.joining)
+            self._whole, self._tried = self._whole - joined, self._tried - joined
 
     def engines_changed(self) -> bool:
         """``EngineConnection.engines_changed``."""
@@ -115,7 +121,7 @@ class WeightPublisher:
         known: SliceDigests = {}
         with heartbeat.timeout(connection.config.sync.timeout_s):
             try:
-                for part, plan in self._planned(topic, self._parts_behind(topic, version)):
+                for part, plan in self._planned(topic, self._parts_behind(topic, version), tried=True):
                     send = partial(self._send, part, plan, tensors, written, known)
                     try:
                         reports.append(self._publish_to(part, plan, topic, version, send, abort, probe))
@@ -161,9 +167,11 @@ class WeightPublisher:
         rows = [self.connection.rows[engine] for engine in engines]
         self._rows.delivered({row.key: row.start for row in rows}, version)
 
-    def _planned(self, topic: str, parts: Sequence[PartOfEngines]) -> list[tuple[PartOfEngines, ReshardPlan]]:
+    def _planned(
+        self, topic: str, parts: Sequence[PartOfEngines], *, tried: bool = False
+    ) -> list[tuple[PartOfEngines, ReshardPlan]]:
         """Each part with the plan to execute: of what training changes, where its engines have proven to have the
-        rest."""
+        rest. With ``tried`` raises WeightSyncError where an engine has not computed with a test adapter."""
         connection = self.connection
         adapters = connection.adapters
         if adapters is None:
@@ -171,6 +179,11 @@ class WeightPublisher:
         if connection.rank == 0:
             have = [not self._starts(part.engines) - self._whole for part in parts]
             with connection.messages.announcing(f"{topic}/changed") as message:
+                if tried and any(self._starts(part.engines) - self._tried for part in parts):
+                    raise WeightSyncError(
+                        "an engine has not computed with a test adapter yet, so that model.lora may do nothing there: "
+                        "try_adapter() comes before its first weights"
+                    )
                 message["changed"] = [rest and connection.config.rollout.weight_dtype == "auto" for rest in have]
         else:
             message = connection.messages.received(f"{topic}/changed")
@@ -251,7 +264,7 @@ class WeightPublisher:
                 for part, plan in self._planned(topic, parts):
                     send = partial(self._send, part, plan, tensors, written, known)
                     self._publish_to(part, plan, topic, version, send, True, None, opens=False)
-                    self._prove_adapter(part, f"{topic}/{part.engines[0]}/proof", probe)
+                    self._prove_adapter(part, f"{topic}/{part.engines[0]}/computed", probe)
             except BaseException:
                 connection.disconnect()
                 raise
@@ -377,11 +390,17 @@ class WeightPublisher:
         connection = self.connection
         assert connection.transport is not None and connection.sender is not None
         bucket, transport = connection.config.sync.bucket_bytes, part.transport(connection.transport)
+        given: Mapping[str, torch.Tensor] = tensors
         try:
             check_written(tensors, written)
-            digests = send(
-                plan, connection.rank, tensors, transport, dtype=self._dtype, bucket_bytes=bucket, known=known
-            )
+            if isinstance(tensors, Adapted):
+                self._base.check(tensors.model)
+                if not any(plan is covering for covering in self._covering):
+                    merged = isinstance(tensors, MergedTensors)
+                    check_covered(plan, part.plan, connection.rank, tensors.model, merged=merged)
+                    self._covering.append(plan)
+                given = ProvenTensors(tensors, self._count)
+            digests = send(plan, connection.rank, given, transport, dtype=self._dtype, bucket_bytes=bucket, known=known)
             connection.sender.finish()
             check_written(tensors, written)  # they were sent from memory that an update must not change meanwhile
             return digests

@@ -28,6 +28,7 @@ from megarl.core.errors import PlanError, WeightsDiffer, WeightSyncError
 from megarl.core.out_of_memory import is_out_of_memory
 from megarl.ops import digest_values, slice_digests
 from megarl.weights.reshard import boxes
+from megarl.weights.reshard.adapter_proof import ProvenTensors
 from megarl.weights.reshard.adapters import Adapted
 from megarl.weights.reshard.boxes import Box, Shape
 from megarl.weights.reshard.buckets import HEADER, Bucket, BucketSlice, buckets_of, numbered
@@ -387,7 +388,7 @@ def _slice(tensor: torch.Tensor, slice_: BucketSlice, at: Shape) -> torch.Tensor
 
 
 def _check_tensors(layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    if isinstance(tensors, Adapted):
+    if isinstance(tensors, Adapted | ProvenTensors):
         tensors = tensors.unmerged
     for local, shape in layout.local_shapes(rank).items():
         found = tuple(tensors[local].shape) if local in tensors else "no such tensor"

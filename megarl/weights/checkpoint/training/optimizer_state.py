@@ -125,6 +125,36 @@ def _gathered(own: torch.Tensor, pieces: Sequence[ParameterPiece], group: dist.P
     return whole
 
 
+def copied(loaded: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the mappings of a state again, with the same tensors: an optimizer empties those that it takes."""
+    return {key: copied(value) if isinstance(value, Mapping) else value for key, value in loaded.items()}
+
+
+def differing(optimizer: Any, loaded: Mapping[Any, Any]) -> list[tuple[torch.nn.Parameter, str]]:
+    """Return what an optimizer, or any of a chain, does not have as it was loaded: parameters, and ``STATE`` of each.
+
+    Args:
+        loaded: State of the optimizer as dist_checkpointing has read it, before the optimizer takes it.
+    """
+    chain = getattr(optimizer, "chained_optimizers", [optimizer])
+    states = [loaded] if len(chain) == 1 else [state for _, state in sorted(loaded.items())]
+    found = []
+    for inner, state in zip(chain, states, strict=True):
+        if inner.is_stub_optimizer:
+            continue
+        rank, given = inner.data_parallel_group.rank(), state["param_state"]
+        for number, (parameter, pieces) in enumerate(_parameters(inner)):
+            for piece in pieces:
+                if piece.rank != rank:
+                    continue
+                own = optimizer_state(inner, parameter)
+                for name in STATE:
+                    part = given[number][name].reshape(-1)[piece.start : piece.end].to(own[name])
+                    if not torch.equal(part, own[name].reshape(-1)):
+                        found.append((parameter, name))
+    return found
+
+
 def _as_sharded(model: Any, whole: Mapping[str, torch.Tensor], replica: int) -> dict[str, Any]:
     """Sharded tensors of a parameter's state: as the parameter's own, ``replica`` 0 on the rank that writes."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory

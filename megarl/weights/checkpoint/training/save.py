@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megarl.core import heartbeat
 from megarl.core.durable import write_text
-from megarl.core.errors import DiskFullError, JobError
+from megarl.core.errors import CheckpointError, DiskFullError, JobError, first_of
 from megarl.weights.checkpoint.formats.hf_source import HF_FOLDER, copy_small_files
 from megarl.weights.checkpoint.training import disk_space as disk
 from megarl.weights.checkpoint.training import rng, writer
@@ -424,10 +424,15 @@ def unwrapped(chunk: Any) -> Any:
 
 
 def _kept(chunk: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """The entries of a chunk's state that a checkpoint has."""
+    """The entries of a chunk's state that a checkpoint has. Raises CheckpointError where one that is trained lacks."""
     if not has_adapters(chunk):
         return state
     trained = {name for name, parameter in unwrapped(chunk).named_parameters() if parameter.requires_grad}
+    if left := sorted(trained - state.keys()):
+        raise CheckpointError(
+            f"a checkpoint would have nothing for {first_of(left, 4)}, which model.lora trains: adapters are saved and "
+            "restored whole"
+        )
     return {name: entry for name, entry in state.items() if name in trained}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.core.errors import CheckpointError
+from megarl.core.errors import CheckpointError, first_of
 from megarl.core.out_of_memory import is_out_of_memory
 from megarl.weights.checkpoint.training import rng
 from megarl.weights.checkpoint.training.manifest import (
@@ -25,6 +25,7 @@ from megarl.weights.checkpoint.training.manifest import (
     read_state,
     unfounded_latest,
 )
+from megarl.weights.checkpoint.training.optimizer_state import copied, differing
 from megarl.weights.checkpoint.training.rank_0 import on_rank_0
 from megarl.weights.checkpoint.training.save import (
     CheckpointedModel,
@@ -38,6 +39,7 @@ from megarl.weights.checkpoint.training.save import (
     rng_file,
     save,
     sharded_state,
+    unwrapped,
 )
 
 __all__ = [
@@ -126,11 +128,24 @@ def _load_part(folder: Path, part: CheckpointedModel) -> None:
     for name, chunk in named(part.chunks).items():
         bare(chunk).load_state_dict(loaded[name], strict=not has_adapters(chunk))
     if part.optimizer is not None:
+        given = copied(loaded["optimizer"])
         part.optimizer.load_state_dict(loaded["optimizer"])
+        _check_optimizer(folder, part, given)
         model: Any
         for model in part.chunks:
             # float32 masters may be finer than the parameters saved, on the ranks that own them
             model.start_param_sync(force_sync=True)
+
+
+def _check_optimizer(folder: Path, part: CheckpointedModel, given: Mapping[Any, Any]) -> None:
+    """Raise CheckpointError where an optimizer does not have the masters and moments that a checkpoint gives it."""
+    if not (found := differing(part.optimizer, given)):
+        return
+    names = {p: name for chunk in part.chunks for name, p in unwrapped(chunk).named_parameters()}
+    wrong = first_of([f"{state} of {names[parameter]}" for parameter, state in found], 4)
+    raise CheckpointError(
+        f"the optimizer does not have what {folder} gave it: {wrong}; a run must not go on without its moments"
+    )
 
 
 def put_random_states(checkpoint: Path, parts: Mapping[str, CheckpointedModel]) -> bool:

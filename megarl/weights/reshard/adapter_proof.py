@@ -1,0 +1,174 @@
+"""Proof that what is delivered of a model with adapters is what its W, A and B make.
+
+Digests compare what an engine has with what was sent. This compares what is sent with the tensors that the trainer
+computes with, by arithmetic of its own: an adapter that is left out, is old, is scaled twice, or is merged in bfloat16
+is found before an engine has it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
+
+import torch
+
+from megarl.core.errors import WeightsDiffer, first_of
+from megarl.ops import digest_values, slice_digests
+from megarl.weights.reshard.adapters import AdaptedModel, LocalAdapter, MergedTensors, SeparateTensors
+from megarl.weights.reshard.plan import ReshardPlan
+
+ROWS = 16
+"""Rows of a merged tensor that are computed again."""
+STACKED = 4
+"""Experts of a stack of which rows are computed again."""
+ROUNDING = 2.0**-23
+"""Relative error of one operation in float32, with room for a kernel's own order of sums."""
+
+
+class ProvenTensors(Mapping[str, torch.Tensor]):
+    """Tensors of a model with adapters as they are delivered, each compared when it is asked for first.
+
+    ``[]`` raises WeightsDiffer where a tensor is not W + scale · B·A, rounded once, or not A or scale · B.
+
+    Args:
+        tensors: Tensors to deliver.
+        turn: Number of the delivery: it chooses the rows that are computed again.
+    """
+
+    def __init__(self, tensors: MergedTensors | SeparateTensors, turn: int) -> None:
+        self._tensors, self._turn, self._proven = tensors, turn, set[str]()
+        self._scales = {each.b: each.factors.scale for group in tensors.model.adapters.values() for each in group}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        found = self._tensors[name]
+        if name not in self._proven:
+            self._prove(name, found)
+            self._proven.add(name)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    @property
+    def unmerged(self) -> Mapping[str, torch.Tensor]:
+        """``unmerged`` of the tensors."""
+        return self._tensors.unmerged
+
+    def _prove(self, name: str, found: torch.Tensor) -> None:
+        model = self._tensors.model
+        if name in model.factors:
+            exact, scale = model.factors[name], self._scales.get(name, 1.0)
+            check_rounded(name, "scale · B" if name in self._scales else "A", found, exact.double() * scale)
+        elif isinstance(self._tensors, MergedTensors) and name in model.adapters:
+            check_merged(name, found, model, self._turn)
+        elif found is not model.own[name] and not torch.equal(found, model.own[name]):
+            raise WeightsDiffer(f"{name} is sent otherwise than the trainer has it: it has no adapter of its own")
+
+
+@torch.no_grad()
+def check_merged(name: str, found: torch.Tensor, model: AdaptedModel, turn: int) -> None:
+    """Compute some rows of a merged tensor again, in float64. Raises WeightsDiffer.
+
+    Args:
+        name: Local name of W.
+        found: The merged tensor.
+        turn: Number that chooses the rows.
+    """
+    adapters = sorted(model.adapters[name], key=attrgetter("lead"))
+    stacks = [(lead, list(own)) for lead, own in groupby(adapters, key=attrgetter("lead"))]
+    for at in _spread(len(stacks), STACKED, turn):
+        lead, own = stacks[at]
+        base = model.own[name][lead]
+        rows = torch.tensor(_spread(base.shape[0], ROWS, turn))
+        exact, size = _rows_with(base, own, model.factors, rows)
+        terms = 2 + max(each.factors.rank for each in own)
+        what = "W + scale · B·A, added in float32 and rounded once"
+        check_rounded(name, what, found[lead][rows.to(found.device)], exact, size * (terms * ROUNDING))
+
+
+def _rows_with(
+    base: torch.Tensor, adapters: Sequence[LocalAdapter], factors: Mapping[str, torch.Tensor], rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of W + scale · B·A in float64, and the sum of the sizes of what is added in each element."""
+    exact = base[rows.to(base.device)].double()
+    size = exact.abs()
+    for adapter in adapters:
+        a, b = factors[adapter.a][adapter.lead].double(), factors[adapter.b][adapter.lead]
+        at = 0
+        for begin, end in adapter.places:
+            inside = (rows >= begin) & (rows < end)
+            ours = b[(rows[inside] - begin + at).to(b.device)].double() * adapter.factors.scale
+            inside = inside.to(exact.device)
+            exact[inside] += ours @ a
+            size[inside] += ours.abs() @ a.abs()
+            at += end - begin
+    return exact, size
+
+
+def _spread(count: int, most: int, turn: int) -> list[int]:
+    """At most ``most`` of ``count`` places, evenly spread; others with each turn."""
+    step, first = max(1, count // most), random.Random(turn).randrange(count)
+    return sorted({(first + number * step) % count for number in range(min(count, most))})
+
+
+@torch.no_grad()
+def check_rounded(
+    name: str, what: str, found: torch.Tensor, exact: torch.Tensor, error: torch.Tensor | None = None
+) -> None:
+    """Compare a tensor with numbers in float64 that it must be, rounded once to its dtype. Raises WeightsDiffer.
+
+    Args:
+        what: Words for the numbers.
+        error: Largest error of each number before it is rounded; None: that of one operation in float32.
+    """
+    room = exact.abs() * ROUNDING if error is None else error
+    low, high = (exact - room).to(found.dtype), (exact + room).to(found.dtype)
+    if bool(((found >= low) & (found <= high)).all()):
+        return
+    worst = float((found.double() - exact).abs().nan_to_num(torch.inf).max())
+    raise WeightsDiffer(
+        f"{name} is not {what}: it is off by up to {worst:.1e}, and one rounding to {found.dtype} makes "
+        f"{float((high - low).abs().max()) + torch.finfo(found.dtype).eps * float(exact.abs().max()) / 2:.1e}; the "
+        "adapter is left out, old, scaled otherwise than model.lora says, or merged in another dtype"
+    )
+
+
+class BaseProof:
+    """Digests of what training must not change of this rank's tensors, taken with the first delivery."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, int] | None = None
+
+    def check(self, model: AdaptedModel) -> None:
+        """Compare the model itself with that of the first delivery. Raises WeightsDiffer naming a tensor."""
+        own = {name: tensor for name, tensor in model.own.items() if name not in model.saved}
+        found = slice_digests([(tensor, (0,) * tensor.dim(), tensor.shape) for tensor in own.values()])
+        now = dict(zip(own, digest_values(found), strict=True))
+        first = self._first = self._first or now
+        if changed := sorted(name for name in first.keys() | now.keys() if first.get(name) != now.get(name)):
+            raise WeightsDiffer(
+                f"the model under the adapters has changed since the first sync: {first_of(changed, 4)}; model.lora "
+                "trains A's, B's and model.lora.modules_to_save alone, so something else writes into it"
+            )
+
+
+def check_covered(plan: ReshardPlan, whole: ReshardPlan, rank: int, model: AdaptedModel, *, merged: bool) -> None:
+    """Check that a plan delivers all that training changes of a rank's tensors. Raises WeightsDiffer.
+
+    Args:
+        plan: Plan of what training changes.
+        whole: Plan of everything.
+        merged: Adapters are delivered in the model's own tensors.
+    """
+    trained = {*model.saved, *(model.adapters if merged else model.factors)}
+    parts = {part for row, _ in whole.source.rows_of(rank) if row.local in trained for part in row.parts}
+    if missing := sorted((parts & whole.destination.tensors.keys()) - plan.destination.tensors.keys()):
+        raise WeightsDiffer(
+            f"training changes these tensors, and a sync would not deliver them: {first_of(missing, 4)}; compare "
+            "model.lora.targets and model.lora.modules_to_save with what is trained"
+        )
