@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 
-from megarl.weights.reshard.adapters import LORA
+from megarl.weights.reshard.adapters import LORA, TOWER
 
 
 @dataclass(frozen=True)
@@ -144,5 +144,5 @@ def showing(stage: torch.nn.Module, source: torch.Tensor, pixels: torch.Tensor, 
 def _is_trained(gpt: Any) -> bool:
     """True if an update changes the tower: all of it, a module of it, or its adapters."""
     adapters = getattr(gpt, LORA, None)
-    of_tower = [] if adapters is None else [p for n, p in adapters.named_parameters() if n.startswith("visual.")]
+    of_tower = [] if adapters is None else [p for n, p in adapters.named_parameters() if n.startswith(TOWER)]
     return any(parameter.requires_grad for parameter in (*gpt.visual.parameters(), *of_tower))

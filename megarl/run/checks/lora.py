@@ -10,13 +10,11 @@ from megarl.core.config import Config
 from megarl.core.config.lora import ALL_LINEAR, LoraConfig
 from megarl.core.errors import ConfigError
 from megarl.weights.architectures import Head, architecture
-from megarl.weights.reshard.adapters import Factors, factors_of, matches_key, names_module, saved_whole
+from megarl.weights.reshard.adapters import TOWER, Factors, factors_of, matches_key, names_module, saved_whole
 
 log = logging.getLogger(__name__)
 
 LM_HEAD = "lm_head"
-TOWER = "visual."
-"""Beginning of the names of a vision tower's layers."""
 
 
 def check_lora_settings(config: Config) -> None:

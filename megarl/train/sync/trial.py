@@ -21,11 +21,9 @@ from megarl.learn.training.schedule import Head
 from megarl.train.sync.probe import probe_text
 from megarl.train.sync.sent import SentWeights
 from megarl.weights.reshard import boxes
-from megarl.weights.reshard.adapters import Adapted
+from megarl.weights.reshard.adapters import TOWER, Adapted
 from megarl.weights.reshard.layout import Layout
 
-TOWER = "visual."
-"""Beginning of the names of a vision tower's layers."""
 SIZE = 0.5
 """Outputs of an adapted layer change by so many times the size of its inputs, about."""
 LEAST_EFFECT = 10.0

@@ -28,6 +28,8 @@ SCORE = "score.weight"
 """Head of a critic or reward model."""
 LORA = "lora"
 """First part of the local names of adapters; ``chunk<v>`` comes before it."""
+TOWER = "visual."
+"""Beginning of the names of a vision tower's layers."""
 OUTSIDE = (Stage.FIRST, Stage.VISION, Stage.LAST, Stage.MTP)
 """Rows that ``all-linear`` leaves out."""
 
