@@ -77,5 +77,5 @@ def on_grid(rank: int, path: Path, parallel: ParallelConfig, limits: Any) -> dic
         "loss": abs(mean_of_sums(everyone)["actor/loss"] - expected["loss"]),
         "gradient": gradient,
         "where": where,
-        "moved": moved == set(model.adapted.factors) and any("visual" in name for name in moved),
+        "moved": moved == set(adapters.adapted(model.all_tensors).factors) and any("visual" in name for name in moved),
     }
