@@ -144,7 +144,7 @@ def test_an_engine_computes_with_adapters_of_its_own(tmp_path: Path, zygote: Zyg
         trainer = Trainer(engine, LORA)
         first, tensors = twin.adapter(1)
         engine.control.start()
-        with pytest.raises(EngineError, match="does not have the model's own weights"):
+        with pytest.raises(EngineError, match="does not have the rest of the weights"):
             engine.control.update({"version": "1.1", "part": "changed"})
         engine.control.workers("megarl_abandon_update")
         trainer = Trainer(engine, LORA)

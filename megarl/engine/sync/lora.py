@@ -32,7 +32,7 @@ class _LayerPlace(NamedTuple):
     """Place of an A or B among vLLM's LoRA layers."""
 
     path: str
-    """Of the layer in the model."""
+    """Path of the layer in the model."""
     layer: BaseLinearLayerWithLoRA
     which: Literal["a", "b"]
     number: int
