@@ -77,7 +77,7 @@ class WeightPublisher:
         """``EngineConnection.connect``."""
         connection, self._changes, self._covering = self.connection, {}, []
         connection.connect()
-        if connection.rank == 0:  # an engine that joins begins anew, also one that has not been started again
+        if connection.rank == 0:  # an engine that joins begins from nothing, also one that has not been started again
             joined = self._starts(connection.joining)
             self._whole, self._tried = self._whole - joined, self._tried - joined
 
