@@ -188,7 +188,7 @@ def test_buckets_without_memory_are_halved_and_the_weights_proven(
     written = whole_digests(tensors)
     one: Any = SimpleNamespace(agree=lambda yes: yes, stop_requested=lambda: False, log=said.append)
     models: Any = SimpleNamespace(
-        actor=SimpleNamespace(model=SimpleNamespace(tensors=tensors, written=lambda: written))
+        actor=SimpleNamespace(model=SimpleNamespace(adapters=None, tensors=tensors, written=lambda: written))
     )
     context: Any = SimpleNamespace(attempt=1, rank=0, config=config)
     turns: Any = SimpleNamespace(enter=lambda phase: None, engines=None)

@@ -169,7 +169,7 @@ def test_weights_that_an_update_has_changed_are_another_version(monkeypatch: pyt
         return SimpleNamespace(metrics=dict)
 
     s.publisher.publish = publish
-    s.models.actor = SimpleNamespace(model=SimpleNamespace(tensors={}, written=dict))
+    s.models.actor = SimpleNamespace(model=SimpleNamespace(adapters=None, tensors={}, written=dict))
     sync = s.sync()
     monkeypatch.setattr(sync, "_probe", lambda: ProbeText([], [], 1.0))
     sync.publish(4)
@@ -184,7 +184,7 @@ def test_other_weights_are_never_sent_under_the_same_version(monkeypatch: pytest
     s = Syncs()
     digests = {"w": 7, "v": 8}
     s.publisher.publish = lambda *_, **__: SimpleNamespace(metrics=dict)
-    s.models.actor = SimpleNamespace(model=SimpleNamespace(tensors={}, written=lambda: dict(digests)))
+    s.models.actor = SimpleNamespace(model=SimpleNamespace(adapters=None, tensors={}, written=lambda: dict(digests)))
     sync = s.sync()
     monkeypatch.setattr(sync, "_probe", lambda: ProbeText([], [], 1.0))
     sync.publish(4)
@@ -207,7 +207,9 @@ def test_what_is_sent_is_compared_with_what_the_optimizer_wrote(monkeypatch: pyt
 
     weight = torch.ones(1)
     s.publisher.publish = publish
-    s.models.actor = SimpleNamespace(model=SimpleNamespace(tensors={"w": weight}, written=lambda: {"w": 7}))
+    s.models.actor = SimpleNamespace(
+        model=SimpleNamespace(adapters=None, tensors={"w": weight}, written=lambda: {"w": 7})
+    )
     sync = s.sync()
     monkeypatch.setattr(sync, "_probe", lambda: ProbeText([], [], 1.0))
     assert sync.publish(0) == {"sync/bytes": 4.0, "sync/probe_diff_max": 0.0}
@@ -221,7 +223,7 @@ def test_engines_that_are_wanted_anew_are_joined_before_a_publication(monkeypatc
     order: list[str] = []
     s.publisher.connect = lambda: order.append("joined")
     s.publisher.publish = lambda *_, **__: order.append("published") or SimpleNamespace(metrics=dict)
-    s.models.actor = SimpleNamespace(model=SimpleNamespace(tensors={}, written=dict))
+    s.models.actor = SimpleNamespace(model=SimpleNamespace(adapters=None, tensors={}, written=dict))
     sync = s.sync()
     monkeypatch.setattr(sync, "_probe", lambda: ProbeText([], [], 1.0))
     for s.changed in (False, True):
