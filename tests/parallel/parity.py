@@ -48,8 +48,9 @@ ROUTERS = {
     "deepseek_v3, balanced": RouterConfig(aux_loss_coef=0.3, z_loss_coef=0.02, bias_update_rate=0.05),
 }
 """``model.router`` of the models that have one."""
-SEEDS = {"deepseek_v3, balanced": 3}
-"""Of the models for which 0 makes a gradient that is small beside its terms, so that float32 shows."""
+SEEDS = {"deepseek_v3, balanced": 3, "deepseek_v3, LoRA": 3}
+"""Of the models for which 0 does not serve: a gradient is small beside its terms, so that float32 shows, or an expert
+gets no token."""
 
 GRIDS = {
     "one process": ParallelConfig(),

@@ -94,10 +94,10 @@ def resumes(rank: int, model: str, folder: str) -> tuple[dict[str, str], list[st
             found[name] = ""
         except CheckpointError as error:
             found[name] = str(error).replace("\n", " ")[:600]
-    digests = [str(actor.model.base_digest())]
+    digests = [str(actor.model.adapters.base_digest(actor.model.tensors))]
     if rank == 0:
         actor.model.tensors["decoder.layers.0.mlp.linear_fc2.weight"].view(-1)[5] += 1e-6
-    return found, [*digests, str(actor.model.base_digest())]
+    return found, [*digests, str(actor.model.adapters.base_digest(actor.model.tensors))]
 
 
 def test_faulty_resumes_are_refused(tmp_path: Path) -> None:

@@ -100,6 +100,19 @@ def test_chosen_ports_are_free_and_differ() -> None:
     assert all(ports.is_free("127.0.0.1", port) for port in chosen)
 
 
+def test_port_of_a_server_that_has_just_closed_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            server.accept()[0].close()
+            client.recv(1)
+    assert ports.is_free("127.0.0.1", port) and not ports.can_be_held("127.0.0.1", port)
+    monkeypatch.setattr(ports, "LOWEST", port)
+    monkeypatch.setattr(ports, "LARGEST", port + 1)
+    with pytest.raises(ConfigError, match=f"no 1 free ports between {port}"):
+        ports.choose("127.0.0.1", 1, None)
+
+
 OF_ANOTHER_USER = """
 import os, socket, sys
 os.setuid(65534)

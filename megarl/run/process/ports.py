@@ -25,6 +25,17 @@ def is_free(host: str, port: int) -> bool:
     return True
 
 
+def can_be_held(host: str, port: int) -> bool:
+    """Return True if ``hold`` would succeed now. It fails where ``is_free`` does, and for a minute after a server that
+    closed a connection on this port: the kernel keeps the closed connection, and only SO_REUSEADDR would overlook it.
+    """
+    try:
+        hold(host, port).close()
+    except OSError:
+        return False
+    return True
+
+
 def hold(host: str, port: int) -> socket.socket:
     """A socket that is bound to a port and does not listen: until it is closed, no other user of the machine can listen
     there.
@@ -84,7 +95,7 @@ def choose(host: str, count: int, first: int | None) -> list[int]:
     # Below those that the machine gives to outgoing connections: gloo makes many before the last of these is listened
     # on.
     candidates = random.SystemRandom().sample(range(LOWEST, LARGEST), LARGEST - LOWEST)
-    chosen = list(itertools.islice((port for port in candidates if is_free(host, port)), count))
+    chosen = list(itertools.islice((port for port in candidates if can_be_held(host, port)), count))
     if len(chosen) < count:
         raise ConfigError(f"run.host={host} has no {count} free ports between {LOWEST} and {LARGEST}; set run.port")
     return chosen
