@@ -53,6 +53,8 @@ class Ledger:
     ranks: Sequence[Mapping[str, int]]
     """Resident -> bytes, for each rank: ``role.kind``, ``engine.weights`` and ``engine.kv_cache``."""
     colocated: bool = False
+    keeps_weights: bool = False
+    """Colocated engines keep their weights in host memory while the trainer computes (``rollout.offload=memory``)."""
     phases: tuple[Phase, ...] = tuple(Phase)
     """Phases that count."""
     start: Sequence[Mapping[str, int]] | None = None
@@ -73,7 +75,9 @@ class Ledger:
         if not resident.startswith("engine."):
             return self.plan.place(phase, resident)
         # In a sync too: an engine that starts there, as each does once, takes its KV cache at once.
-        return Place.DEVICE if self.colocated and phase in WITH_ENGINES else Place.ABSENT
+        if not self.colocated or phase in WITH_ENGINES:
+            return Place.DEVICE if self.colocated else Place.ABSENT
+        return Place.MEMORY if self.keeps_weights and resident == ENGINE_WEIGHTS else Place.ABSENT
 
     def at(self, phase: Phase, rank: int) -> PhaseBytes:
         """Memory of a rank in a phase."""

@@ -35,12 +35,13 @@ SETTINGS = (
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
-    """Directories of a run, and of one with the same settings that was killed after a checkpoint, and one of whose two
-    engines was killed after it went on: the other one is joined again then, and needs all weights too."""
+    """Directories of a run with colocated engines that keep their weights, and of one with engines apart that was
+    killed after a checkpoint. One of its two engines was killed after it went on: the other one is joined again then,
+    and needs all weights too."""
     root = tmp_path_factory.mktemp("lora")
     jobs: list[Job] = []
     try:
-        jobs.append(Job(root / "whole", SETTINGS).start())
+        jobs.append(Job(root / "whole", (*SETTINGS, "rollout.placement=colocated", "rollout.offload=memory")).start())
         assert jobs[-1].wait(START_S) == 0, jobs[-1].output.read_text()
         jobs.append(Job(root / "killed", SETTINGS).start())
         jobs[-1].until(lambda: (root / "killed" / "checkpoints" / "global_step_2").is_dir(), "a checkpoint")

@@ -144,6 +144,16 @@ def test_sleep_frees_the_memory_and_a_publication_brings_back_the_same_bits(
     assert worker_bytes(engine) < awake + 2**25
 
 
+def test_weights_are_kept(engine: RunningEngine, ranks: Ranks, model: Qwen3ForCausalLM) -> None:
+    wake_and_publish(engine, ranks, model)
+    before, awake = greedy(engine), worker_bytes(engine)
+    [answer] = engine.control.sleep(keep_weights=True)
+    assert 0.9 * KV_BYTES < awake - worker_bytes(engine) < 1.1 * KV_BYTES and answer["freed"] > 0.9 * KV_BYTES
+    assert "sleeps" in refusing(engine)
+    wake_and_publish(engine, ranks, model)
+    assert_same_bits(before, greedy(engine))
+
+
 def test_weights_may_come_after_the_kv_cache(engine: RunningEngine, ranks: Ranks, model: Qwen3ForCausalLM) -> None:
     wake_and_publish(engine, ranks, model)
     before = greedy(engine)

@@ -64,6 +64,11 @@ def test_host_memory_and_disk_have_budgets() -> None:
     with pytest.raises(ConfigError, match=f"cluster.host_bytes={ranks - 1}; raise it, or set a role's offload to disk"):
         checked(budget(2**40, *AWAY, host_bytes=ranks - 1))
     checked(budget(2**40, *AWAY, host_bytes=ranks // 2), nodes=2)
+    asleep = ("model.lora.rank=4", COLOCATED, "rollout.offload=memory")
+    kept = sum(rank.get("engine.weights", 0) for rank in ledger(*asleep).ranks)
+    checked(budget(2**40, *asleep, host_bytes=kept))
+    with pytest.raises(ConfigError, match="a role's offload to disk, or rollout.offload to sleep"):
+        checked(budget(2**40, *asleep, host_bytes=kept - 1))
     on_disk = ledger("trainer.offload=disk")
     most = max(on_disk.at(phase, 0).disk for phase in on_disk.phases)
     checked(budget(2**40, "trainer.offload=disk", f"trainer.offload_disk_bytes={most}"))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megarl.core.config.schema import Config, ReferenceConfig, TrainerConfig
 from megarl.core.ledger import ENGINE_KV_CACHE, ENGINE_WEIGHTS, FIRST_TO_LEAVE, Ledger, human
-from megarl.core.phases import TRAINED, Phase, PhasePlan, Place
+from megarl.core.phases import TRAINED, WITH_ENGINES, Phase, PhasePlan, Place
 from tests.conftest import examples
 
 STEP = tuple(phase for phase in Phase if phase is not Phase.START)
@@ -51,6 +51,12 @@ def test_engines_elsewhere_are_left_out() -> None:
     colocated = Ledger(STAYS, [RANK], colocated=True)
     assert colocated.most(Phase.SYNC).total == colocated.most(Phase.ROLLOUT).total == 52
     assert colocated.most(Phase.UPDATE).total == 20
+
+
+def test_weights_that_engines_keep_are_in_host_memory() -> None:
+    ledger = Ledger(STAYS, [RANK], colocated=True, keeps_weights=True)
+    assert {each.phase for each in ledger if each.memory == 2} == {*ledger.of_job} - WITH_ENGINES
+    assert ledger.most(Phase.SYNC).total == 52 and ledger.most(Phase.UPDATE).total == 20
 
 
 def test_each_phase_is_that_of_its_largest_rank() -> None:

@@ -65,6 +65,13 @@ def test_adapters_that_work(prepared: Path, caplog: pytest.LogCaptureFixture) ->
     assert "model.lora.rank=0 trains the model itself" in caplog.text
 
 
+def test_engines_keep_weights_that_stay_valid(prepared: Path) -> None:
+    asleep = ("rollout.placement=colocated", "rollout.offload=memory")
+    checks.check(config_of(prepared, RANK, *asleep))
+    with pytest.raises(ConfigError, match=r"rollout\.offload=memory with model\.lora\.rank=0: .*; set it to sleep"):
+        checks.check(config_of(prepared, *asleep))
+
+
 def test_layers_that_a_model_does_not_have(tmp_path: Path) -> None:
     tied = read_hf_config(save("qwen3", tmp_path / "tied", tie_word_embeddings=True))
     untied = read_hf_config(save("qwen3", tmp_path / "untied"))

@@ -220,6 +220,7 @@ def test_addresses_come_from_the_environment() -> None:
     ("backend", "placement", "offload", "asked"),
     [
         ("nccl", "colocated", "sleep", "--enable-sleep-mode"),
+        ("nccl", "colocated", "memory", "--enable-sleep-mode"),
         ("nccl", "colocated", "destroy", "--load-format"),
         ("nccl", "separate", "sleep", None),
         ("gloo", "colocated", "sleep", None),
@@ -253,7 +254,7 @@ def test_an_engine_refuses_and_is_idle_before_its_memory_goes(monkeypatch: pytes
         ("/pause?mode=abort", None),
         ("/reset_prefix_cache", None),
         ("/megarl/asleep", {"asleep": True}),
-        ("/collective_rpc", {"method": "megarl_sleep", "args": []}),
+        ("/collective_rpc", {"method": "megarl_sleep", "args": [False]}),
     ]
     calls.clear()
     engine.wake("weights")

@@ -375,8 +375,9 @@ class RolloutConfig:
     """Nodes that each engine spans; its tp * pp workers spread evenly over them."""
     placement: Literal["separate", "colocated"] = "separate"
     """Devices of the engines: their own, or those of the trainer ranks, with which they take turns (docs/roles.md)."""
-    offload: Literal["sleep", "destroy"] = "sleep"
-    """Colocated engines while the trainer computes: without weights and KV cache, or ended and started again."""
+    offload: Literal["sleep", "memory", "destroy"] = "sleep"
+    """Colocated engines while the trainer computes: without weights and KV cache, without KV cache and with the weights
+    in host memory (jobs with adapters, which change few of them), or ended and started again."""
     max_prompt_tokens: Count | None = None
     """None takes the longest prompt of ``taskset.train`` and ``taskset.eval``, and in a run that has begun the one of
     its start."""

@@ -118,8 +118,9 @@ class EngineControl:
         """Makes the engine answer generation with 503 and ``reason``; None: it generates, ``version`` is proven."""
         self._call("POST", "/megarl/refuse", {"reason": reason, "version": version})
 
-    def sleep(self) -> list[dict[str, int]]:
-        """Free weights and KV cache; return ``freed`` and ``rss`` of each worker. Requests under way are ended.
+    def sleep(self, keep_weights: bool = False) -> list[dict[str, int]]:
+        """Free the KV cache, and free the weights or keep them in host memory. Requests under way are ended. Returns
+        ``freed`` and ``rss`` of each worker.
 
         The engine refuses generation until a publication has brought weights and ``wake`` the KV cache, in any order.
         It may sleep before a trainer has joined, and sleeping twice does nothing.
@@ -128,7 +129,7 @@ class EngineControl:
         self.pause("abort")  # of a rollout that was given up: a job that stops does not wait for it
         self.reset_prefix_cache()
         self._call("POST", "/megarl/asleep", {"asleep": True})
-        answers: list[dict[str, int]] = self.workers("megarl_sleep")
+        answers: list[dict[str, int]] = self.workers("megarl_sleep", keep_weights)
         return answers
 
     def wake(self, what: Literal["weights", "kv_cache"]) -> list[dict[str, int]]:

@@ -433,12 +433,13 @@ class WorkerExtension:
         return {"abandoned": abandoned}
 
     @_answered
-    def megarl_sleep(self) -> dict[str, int]:
-        """Free weights and KV cache; ``Sleeper.sleep``. Also before a trainer has joined."""
+    def megarl_sleep(self, keep_weights: bool = False) -> dict[str, int]:
+        """Free KV cache and weights; ``Sleeper.sleep``. Also before a trainer has joined."""
         if self._weight_update_active:
             raise WeightSyncError("a weight update is under way: it ends, or is abandoned, before megarl_sleep")
-        self.weight_transfer_engine.lose_weights()
-        return self._sleeper().sleep()
+        if not keep_weights:
+            self.weight_transfer_engine.lose_weights()
+        return self._sleeper().sleep(keep_weights)
 
     @_answered
     def megarl_wake(self, what: What) -> dict[str, int]:

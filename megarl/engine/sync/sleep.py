@@ -1,8 +1,9 @@
 """Sleep of an engine's worker: its weights and KV cache are freed while a trainer uses the memory of the same machine.
 
-Weights are not kept: the trainer's next publication brings them. On CPU, vLLM's own sleep does nothing, so the storages
-are freed here by ``resize_(0)``, which leaves every tensor and view valid; the packed copies that vLLM's CPU kernels
-made are dropped. On CUDA, vLLM's sleep does the work (never run on a GPU). Runs inside vLLM's workers.
+Weights are freed, and the trainer's next publication brings them; or they are kept in host memory, for a trainer that
+publishes few of them. On CPU, vLLM's own sleep does nothing, so the storages are freed here by ``resize_(0)``, which
+leaves every tensor and view valid; the packed copies that vLLM's CPU kernels made are dropped. On CUDA, vLLM's sleep
+does the work (never run on a GPU). Runs inside vLLM's workers.
 """
 
 from __future__ import annotations
@@ -33,13 +34,17 @@ class Sleeper(Protocol):
     moves: bool
     """True if memory that wakes may have another address."""
 
-    def sleep(self) -> dict[str, int]:
-        """Free all that is awake. Returns the bytes ``freed`` and the process's resident bytes, ``rss``."""
+    def sleep(self, keep_weights: bool) -> dict[str, int]:
+        """Free all that is awake. Returns the bytes ``freed`` and the process's resident bytes, ``rss``.
+
+        Args:
+            keep_weights: Keep the weights' values in host memory until they wake.
+        """
 
     def wake(self, what: What) -> dict[str, int]:
         """Take memory again, unless it is awake. Returns the bytes ``taken`` and the process's resident bytes, ``rss``.
 
-        Weights have no values until the next publication; the KV cache is zero.
+        Weights that were not kept have no values until the next publication; the KV cache is zero.
         """
 
 
@@ -58,16 +63,16 @@ class HostSleeper:
         self._worker = worker
         self._freed: dict[What, list[tuple[torch.UntypedStorage, int]]] = {}
 
-    def sleep(self) -> dict[str, int]:
-        """Free parameters, packed copies and KV cache."""
+    def sleep(self, keep_weights: bool) -> dict[str, int]:
+        """Free KV cache, parameters and packed copies. Weights to keep are in host memory already, and stay awake."""
         before = resident_bytes()
         model = self._worker.weight_transfer_engine.model
-        if "weights" not in self.asleep:
+        if not keep_weights and "weights" not in self.asleep:
             self._freed["weights"] = _free(_weights(model))
             _drop_packed(model)
         if "kv_cache" not in self.asleep:
             self._freed["kv_cache"] = _free(_kv_cache(self._worker))
-        self.asleep = set(WHAT)
+        self.asleep |= {"kv_cache"} if keep_weights else set(WHAT)
         trim_memory()
         after = resident_bytes()
         return {"freed": before - after, "rss": after}
@@ -88,10 +93,12 @@ class HostSleeper:
 
 
 class DeviceSleeper:
-    """Memory of a worker on CUDA, by vLLM's sleep of level 2 (never run on a GPU).
+    """Memory of a worker on CUDA, by vLLM's sleep of level 2 or 1 (never run on a GPU).
 
-    Level 2 discards weights and KV cache, and copies the model's buffers to host memory until the weights wake. Only
-    memory of vLLM's pool goes: the engine must be started with ``--enable-sleep-mode``. vLLM's engine core pauses
+    Level 2 discards weights and KV cache, and copies the model's buffers to host memory until the weights wake. Level 1
+    copies the weights, with all that was made while the model was loaded, to pinned host memory.
+
+    Only memory of vLLM's pool goes: the engine must be started with ``--enable-sleep-mode``. vLLM's engine core pauses
     scheduling and resets its caches before a sleep; ``EngineControl.sleep`` does that here, and the core does not
     learn of the sleep. So its dummy batches, which only data-parallel engines run, would fail. Memory that wakes has
     the address that it had.
@@ -103,15 +110,15 @@ class DeviceSleeper:
         self.asleep: set[What] = set()
         self._worker = worker
 
-    def sleep(self) -> dict[str, int]:
-        """Let vLLM discard all that is awake. Raises WeightSyncError where its pool is not in use."""
+    def sleep(self, keep_weights: bool) -> dict[str, int]:
+        """Let vLLM take all that is awake from the device. Raises WeightSyncError where its pool is not in use."""
         if not self._worker.model_config.enable_sleep_mode:
             raise WeightSyncError("this engine cannot sleep: it was started without --enable-sleep-mode")
         if self.asleep == {"weights"}:  # vLLM copies the buffers first, which sleep with the weights
             raise WeightSyncError("the weights sleep and the KV cache is awake: wake the weights before another sleep")
         before = _device_bytes_free()
         if self.asleep != set(WHAT):
-            self._worker.sleep(level=2)
+            self._worker.sleep(level=1 if keep_weights else 2)
             self.asleep = set(WHAT)
         return {"freed": _device_bytes_free() - before, "rss": resident_bytes()}
 

@@ -48,7 +48,7 @@ def ledger_of(config: Config, algorithm: Algorithm, hf_config: Mapping[str, Any]
     phases = tuple(phase for phase in Phase if engines or phase not in (Phase.SYNC, Phase.ROLLOUT))
     adapted = config.model.lora.is_used and config.trainer.warm_start.steps > 0
     start = warm_start_bytes(config, hf_config) if adapted else None
-    return Ledger(PhasePlan.of(config), ranks, colocated, phases, start)
+    return Ledger(PhasePlan.of(config), ranks, colocated, config.rollout.offload == "memory", phases, start)
 
 
 def check_devices(config: Config, algorithm: Algorithm, hf_config: Mapping[str, Any], nodes: int | None = 1) -> None:
@@ -77,9 +77,10 @@ def _check_host(ledger: Ledger, nodes: int, budget: int) -> None:
     phases, ranks = ledger.of_job, range(len(ledger.ranks))
     on_node = sum(max(ledger.at(phase, rank).memory for phase in phases) for rank in ranks) // nodes
     if on_node > budget:
+        others = ", or rollout.offload to sleep" if ledger.keeps_weights else ""
         raise ConfigError(
             f"offload=memory moves {human(on_node)} ({on_node} bytes) into the memory of a node, more than "
-            f"cluster.host_bytes={budget}; raise it, or set a role's offload to disk"
+            f"cluster.host_bytes={budget}; raise it, or set a role's offload to disk{others}"
         )
 
 

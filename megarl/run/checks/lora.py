@@ -26,6 +26,11 @@ def check_lora_settings(config: Config) -> None:
     model, reference = config.model, config.reference
     lora = model.lora
     if not lora.is_used:
+        if config.rollout.is_colocated and config.rollout.offload == "memory":
+            raise ConfigError(
+                "rollout.offload=memory with model.lora.rank=0: the next publication brings all weights, so those that "
+                "an engine keeps are never used; set it to sleep"
+            )
         if lora != LoraConfig():
             log.warning("model.lora.*: model.lora.rank=0 trains the model itself; these settings do nothing")
         return

@@ -39,7 +39,7 @@ def engine_process(
     device: Literal["cpu", "cuda"] = "cpu",
     group: tuple[int, str] | None = None,
     pause: Literal["wait", "keep"] = "wait",
-    leaves: Literal["sleep", "destroy"] | None = None,
+    leaves: Literal["sleep", "memory", "destroy"] | None = None,
     adapter: Literal["merged", "separate"] = "merged",
 ) -> tuple[list[str], dict[str, str]]:
     """Returns (argv, environment to add) of one engine server that listens on ``host:port``.
@@ -119,7 +119,7 @@ def engine_process(
         argv += ["--gpu-memory-utilization", str(rollout.gpu_memory_utilization or 0.01)]
         if rollout.enforce_eager:
             argv += ["--enforce-eager"]
-        if leaves == "sleep":
+        if leaves in ("sleep", "memory"):
             argv += ["--enable-sleep-mode"]  # its memory comes from vLLM's pool then
     return [*argv, *_further_options(rollout.engine_options)], environment
 

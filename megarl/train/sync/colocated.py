@@ -37,7 +37,7 @@ class ColocatedEngines:
 
     def wake(self, what: Literal["weights", "kv_cache"]) -> None:
         """Give engines that sleep this memory again; the others have it. Raises EngineError on rank 0."""
-        if self._context.config.rollout.offload == "sleep":
+        if self._sleeps:
             self._publisher.wake(what)
 
     def leave(self) -> dict[str, float]:
@@ -46,7 +46,7 @@ class ColocatedEngines:
 
         Raises EngineError on every rank.
         """
-        if self._context.config.rollout.offload == "sleep":
+        if self._sleeps:
             found = self._asleep(self._turn(EngineTurn.ASLEEP))
             if self._ranks.agree(found is not None):
                 return found or {}
@@ -59,6 +59,10 @@ class ColocatedEngines:
         if not self._ranks.agree(failure is None):
             raise failure or EngineError("an engine did not leave the trainer's devices; rank 0's log says why")
         return {}
+
+    @property
+    def _sleeps(self) -> bool:
+        return self._context.config.rollout.offload != "destroy"
 
     def _asleep(self, orders: dict[int, int]) -> dict[str, float] | None:
         """Put the engines to sleep; return their metrics, and None on rank 0 where one does not: it is ended then.

@@ -360,15 +360,17 @@ class WeightPublisher:
         self.connection.disconnect()
 
     def sleep(self) -> dict[str, float]:
-        """Have the engines give up weights and KV cache until ``wake``; return the bytes that their workers freed and
-        still have, on rank 0. Raises EngineError there."""
+        """Have the engines give up KV cache and, without ``rollout.offload=memory``, weights until ``wake``; return
+        the bytes that their workers freed and still have, on rank 0. Raises EngineError there."""
         connection = self.connection
-        self._whole = set()
+        keep = connection.config.rollout.offload == "memory"
+        if not keep:
+            self._whole = set()
         if connection.rank:
             return {}
         if connection.transport is None:
             raise EngineError("no engine is joined")
-        workers = [w for engine in connection.fleet.each(lambda i, engine: engine.sleep()) for w in engine]
+        workers = [w for engine in connection.fleet.each(lambda i, engine: engine.sleep(keep)) for w in engine]
         return {
             "memory/engines/freed_bytes": sum(worker["freed"] for worker in workers),
             "memory/engines/asleep_bytes": sum(worker["rss"] for worker in workers),
