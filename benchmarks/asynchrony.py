@@ -32,8 +32,8 @@ import page
 import psutil
 import simulation
 
-from megarl.explore.order.pacing import Pacing
-from megarl.explore.store import Store
+from megarl.buffer.order.pacing import Pacing
+from megarl.buffer.store import Store
 from megarl.train.rollout.awaited import rollout_id
 
 MEDIAN, P99, MOST = 32, 512, 1024

@@ -61,8 +61,8 @@ def measure(rank: int, model: str, folder: str, rounds: int, tasks: int) -> dict
     import torch
     import torch.distributed as dist
 
-    from megarl.core.config.algorithms import AlgorithmConfig
-    from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+    from megarl.config.algorithms import AlgorithmConfig
+    from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
     from megarl.learn import algorithms
     from megarl.learn.batching import MicroBatching, of_demonstrations
     from megarl.learn.parallel import groups

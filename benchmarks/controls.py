@@ -22,8 +22,8 @@ ARMS = {"GRPO": [], "learning rate 0": ["trainer.optimizer.lr=0.0"], "shuffled r
 
 def accuracies(run_dir: Path) -> dict[str, float]:
     """Held-out accuracy by rollout id (eval-before, eval-after), from the run's store."""
-    from megarl.core.config import load_resolved
-    from megarl.explore.store import Store
+    from megarl.buffer.store import Store
+    from megarl.config import load_resolved
 
     store = Store(load_resolved(run_dir / "resolved.json").store.url)
     found = {e["data"]["rollout_id"]: e["data"]["accuracy"] for e in store.journal.events("evaluation")}

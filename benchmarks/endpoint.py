@@ -23,14 +23,14 @@ import numpy as np
 import page
 from recording import TASK, Instant, judge
 
+from megarl.buffer.store import Claim
 from megarl.core.schema import WeightsVersion
-from megarl.engine.client.frames import Completion
-from megarl.engine.client.gather import SampleRequest
+from megarl.engines.client.frames import Completion
+from megarl.engines.client.gather import SampleRequest
 from megarl.explore.agents.server import AgentServer
 from megarl.explore.agents.session import Session
 from megarl.explore.recording.model import RenderedPrompt, RolloutModel
-from megarl.explore.store import Claim
-from megarl.explore.tasksets import ChatTokenizer
+from megarl.tasks import ChatTokenizer
 
 IN_FLIGHT, TURNS = (64, 256, 1024), 6
 

@@ -45,7 +45,7 @@ def is_sum(task: Any) -> bool:
 
 def write_halves(data: Path, folder: Path, steps: int, sampled: int) -> None:
     """Write sums for the first half of the steps and differences for the second, and held-out sums."""
-    from megarl.explore.tasksets.rows import read_rows, write_rows
+    from megarl.tasks.rows import read_rows, write_rows
 
     rows, half = read_rows(data / "train.parquet"), steps // 2 * sampled
     halves = [[row for row in rows if is_sum(row) is wanted][:half] for wanted in (True, False)]
@@ -61,8 +61,8 @@ def write_halves(data: Path, folder: Path, steps: int, sampled: int) -> None:
 
 def measured(run_dir: Path, steps: int) -> dict[str, Any]:
     """Accuracy on held-out sums before, between and after the halves, and families that steps replayed."""
-    from megarl.core.config import load_resolved
-    from megarl.explore.store import Store
+    from megarl.buffer.store import Store
+    from megarl.config import load_resolved
 
     store = Store(load_resolved(run_dir / "resolved.json").store.url, read_only=True)
     accuracies = [event["data"]["accuracy"] for event in store.journal.events("evaluation")]

@@ -32,8 +32,8 @@ import torch
 import torch.multiprocessing as mp
 from packing import one_rank
 
-from megarl.core.config.algorithms import AlgorithmConfig
-from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
+from megarl.config.algorithms import AlgorithmConfig
+from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -294,8 +294,8 @@ def _sync_rank(rank: int, port: int, folder: str) -> None:
     import torch.distributed as dist
     from reshard import Between, without_digests
 
-    from megarl.engine.sync.memory import HostMemory, memory_file
-    from megarl.engine.sync.shared import SharedMemoryReceiver, SharedMemorySender
+    from megarl.engines.sync.memory import HostMemory, memory_file
+    from megarl.engines.sync.shared import SharedMemoryReceiver, SharedMemorySender
     from megarl.weights.reshard import execute
     from megarl.weights.reshard.layouts import MegatronGrid, megatron_layout, vllm_layout
     from megarl.weights.reshard.plan import build_plan

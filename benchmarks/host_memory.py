@@ -95,8 +95,8 @@ def model_of(kind: str, config: Any) -> Any:
     """An actor, critic or reference without layers."""
     import torch
 
+    from megarl.learn.memory.residents import Residents
     from megarl.learn.training.model import Model, TrainedModel, micro_batching_for
-    from megarl.learn.training.residents import Residents
     from megarl.learn.training.schedule import Head
 
     class Chunk(torch.nn.Module):
@@ -212,10 +212,10 @@ def measure(algorithm: str, answers: int, tokens: int, ranks: int, folder: str) 
     import megatron.core.pipeline_parallel as pipeline
     import torch
 
-    from megarl.core.config.algorithms import AnyAlgorithmConfig, KLConfig
-    from megarl.core.config.job import SyncConfig
-    from megarl.core.config.schema import Config, ParallelConfig, TrainerConfig
-    from megarl.explore.store import Store
+    from megarl.buffer.store import Store
+    from megarl.config.algorithms import AnyAlgorithmConfig, KLConfig
+    from megarl.config.job import SyncConfig
+    from megarl.config.schema import Config, ParallelConfig, TrainerConfig
     from megarl.learn.parallel import groups
     from megarl.train.rank.state import TrainState
 

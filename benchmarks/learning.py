@@ -168,7 +168,7 @@ def cells(runs: Path, names: Sequence[str], steps: int | None, extra: Sequence[s
 
 def pending(cell: Cell) -> str | None:
     """Why a cell cannot run with this version of megarl, or None: its settings compose and its algorithm is there."""
-    from megarl.core.config import compose
+    from megarl.config import compose
     from megarl.core.errors import ConfigError
     from megarl.learn import algorithms
 
@@ -228,8 +228,8 @@ def accuracy(runs: Path, model_dir: Path) -> float:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from megarl.explore.rewards import compute_score
-    from megarl.explore.tasksets import ChatTokenizer, read_rows
+    from megarl.rewards import compute_score
+    from megarl.tasks import ChatTokenizer, read_rows
 
     rows = read_rows(runs / "start" / "data" / "eval.parquet")
     tokenizer = ChatTokenizer.open(model_dir)
@@ -262,8 +262,8 @@ def by_length(prompts: Sequence[Any]) -> Iterator[list[tuple[int, Any]]]:
 
 def pair_accuracies(folder: Path) -> dict[str, float]:
     """Before and after, as an offline run records them for held-out pairs."""
-    from megarl.core.config import load_resolved
-    from megarl.explore.store import Store
+    from megarl.buffer.store import Store
+    from megarl.config import load_resolved
 
     store = Store(load_resolved(folder / "resolved.json").store.url)
     events = {event["data"]["rollout_id"]: event["data"] for event in store.journal.events("evaluation")}
@@ -444,7 +444,7 @@ def main() -> None:
 
 
 def _steps(cell: Cell) -> int:
-    from megarl.core.config import compose
+    from megarl.config import compose
 
     return compose([*cell.overrides, "run.dir=-"]).trainer.steps
 

@@ -22,8 +22,8 @@ import numpy as np
 import page
 import torch
 
-from megarl.core.config.algorithms import AlgorithmConfig
-from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
+from megarl.config.algorithms import AlgorithmConfig
+from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from megarl.learn import algorithms
 from megarl.learn.batching import Sequences
 from megarl.learn.batching.packing import MicroBatching, deal

@@ -30,7 +30,7 @@ from typing import Any
 
 import page
 
-from megarl.core.config import Config, compose
+from megarl.config import Config, compose
 
 ROOT = Path(__file__).resolve().parent.parent
 AGAINST = ROOT / "benchmarks" / "against"

@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import page
 
+from megarl.buffer.store import Claim
 from megarl.core.schema import Reward, Task, WeightsVersion
-from megarl.engine.client.frames import Completion
-from megarl.engine.client.gather import SampleRequest
+from megarl.engines.client.frames import Completion
+from megarl.engines.client.gather import SampleRequest
 from megarl.explore.agents import Session, openai
 from megarl.explore.recording.model import RenderedPrompt, RolloutModel
-from megarl.explore.rewards import Verdict
-from megarl.explore.store import Claim
-from megarl.explore.tasksets import ChatTokenizer
+from megarl.rewards import Verdict
+from megarl.tasks import ChatTokenizer
 
 TURNS = (16, 64, 128, 256)
 ROUNDS = 7

@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megarl.engine.sync.memory import HostMemory, memory_file
-from megarl.engine.sync.shared import SharedMemoryReceiver, SharedMemorySender
+from megarl.engines.sync.memory import HostMemory, memory_file
+from megarl.engines.sync.shared import SharedMemoryReceiver, SharedMemorySender
 from megarl.weights.architectures import architecture
 from megarl.weights.reshard import boxes, execute
 from megarl.weights.reshard.execute import receive, send

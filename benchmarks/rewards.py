@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 import page
 
-from megarl.core.config.rewards import RewardConfig
+from megarl.config.rewards import RewardConfig
 from megarl.core.schema import Task
-from megarl.explore.rewards import RewardPool
-from megarl.explore.rewards.router import scorer_for
+from megarl.rewards import RewardPool
+from megarl.rewards.router import scorer_for
 
 ROOT = Path(__file__).parent.parent
 CASES = ROOT / "tests" / "unit" / "cases"

@@ -21,10 +21,10 @@ from typing import Any
 
 import page
 
-from megarl.core.config.rewards import CodeConfig
-from megarl.explore.rewards.code.verifier import make_scorer
-from megarl.explore.sandbox.host import find
-from megarl.explore.sandbox.proven import local_sandbox
+from megarl.config.rewards import CodeConfig
+from megarl.rewards.code.verifier import make_scorer
+from megarl.sandbox.host import find
+from megarl.sandbox.proven import local_sandbox
 
 ROUNDS = 5
 SECONDS = 2.0

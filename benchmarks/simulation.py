@@ -1,7 +1,7 @@
 """Trainer and engines of a job that samples ahead, as a discrete-event simulation: seconds a step and idle shares.
 
 ``python benchmarks/simulation.py [--engines 64 256 1024] [--steps N] [--write]``. Which groups are asked for and taken
-is decided by the job's own ``explore/order/pacing.py``; time is what is simulated.
+is decided by the job's own ``buffer/order/pacing.py``; time is what is simulated.
 
 An engine decodes its rows together: a token of each takes ``token_s + row_s`` · rows. Rows wait in one queue, the
 oldest group first, and go to the engine with the fewest rows. Lengths are drawn; prompts cost nothing but for rows that
@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 import page
 
-from megarl.explore.order.pacing import Pacing, choose
+from megarl.buffer.order.pacing import Pacing, choose
 
 MEDIAN, P99 = 32, 512
 """Tokens of a response."""

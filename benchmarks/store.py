@@ -25,11 +25,11 @@ import numpy as np
 import page
 from sqlalchemy import event
 
+from megarl.buffer.store import Claim, EndedGroup, Store, Used
+from megarl.buffer.store.codec import segment_to_row, trajectory_to_row
+from megarl.buffer.store.tables import GROUPS, ROLLOUTS, TRAJECTORIES
 from megarl.core.schema import Reward, Segment, Task, Trajectory, Turn, WeightsSpan, WeightsVersion
 from megarl.explore.explorer.held_out import record_evaluations
-from megarl.explore.store import Claim, EndedGroup, Store, Used
-from megarl.explore.store.codec import segment_to_row, trajectory_to_row
-from megarl.explore.store.tables import GROUPS, ROLLOUTS, TRAJECTORIES
 
 USED = (1_024, 1_024_000)
 HELD_OUT = (2_000, 20_000)

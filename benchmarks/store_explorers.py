@@ -22,8 +22,8 @@ import numpy as np
 import page
 import store as calls
 
+from megarl.buffer.store import EndedGroup, Store, Used
 from megarl.core.schema import WeightsVersion
-from megarl.explore.store import EndedGroup, Store, Used
 from megarl.run.postgres import Server
 
 POLL_S = 0.01

@@ -69,8 +69,8 @@ def memory(cycles: int, folder: Path, offload: Literal["memory", "disk"]) -> lis
     """Run so many cycles of phases in this process, which has no process group yet."""
     import torch
 
-    from megarl.core.config.algorithms import AlgorithmConfig
-    from megarl.core.config.schema import (
+    from megarl.config.algorithms import AlgorithmConfig
+    from megarl.config.schema import (
         Config,
         FromScratchConfig,
         ModelConfig,
@@ -78,18 +78,18 @@ def memory(cycles: int, folder: Path, offload: Literal["memory", "disk"]) -> lis
         ParallelConfig,
         TrainerConfig,
     )  # fmt: skip
-    from megarl.core.machine import resident_bytes, trim_memory
     from megarl.core.metrics import Timeline
-    from megarl.core.phases import Phase, Place
+    from megarl.core.processes.machine import resident_bytes, trim_memory
     from megarl.learn import algorithms
     from megarl.learn.batching import Sequences
+    from megarl.learn.memory.phases import Phase, Place
     from megarl.learn.parallel import groups
     from megarl.learn.training import objectives
     from megarl.learn.training.model import TrainedModel, micro_batching_for
     from megarl.learn.training.schedule import Head
+    from megarl.train.memory.phase_memory import PhaseMemory
     from megarl.train.rank.context import RunContext
     from megarl.train.rank.ranks import Ranks
-    from megarl.train.update.phase_memory import PhaseMemory
 
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29631", OMP_NUM_THREADS="1")
     parallel, trainer = ParallelConfig(), TrainerConfig(offload=offload)

@@ -24,8 +24,8 @@ import jobs
 import page
 from workflows import means, measured
 
-from megarl.explore.tasksets.rows import read_rows, write_rows
 from megarl.run.report.svg import Markers, line_chart
+from megarl.tasks.rows import read_rows, write_rows
 
 EXPERIMENT = "experiment=vision"
 START = "start"

@@ -26,12 +26,12 @@ from typing import Any
 import jobs
 import page
 
+from megarl.buffer.store import Selection
 from megarl.core.schema import Task
-from megarl.explore.store import Selection
-from megarl.explore.tasksets.rows import write_rows
 from megarl.run.data.opened import stored_run
 from megarl.run.data.trained_tokens import count_trained
 from megarl.run.report.svg import Markers, line_chart
+from megarl.tasks.rows import write_rows
 
 LOOK = jobs.ROOT / "benchmarks" / "look"
 GUESSED, NEXT_DRAWER, NEXT_NUMBER = 0.5, 0.6, 0.6

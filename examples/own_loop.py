@@ -4,7 +4,7 @@ It uses the services of megarl's own loop (``megarl/train/step.py``) and gives t
 lies between two calls: another order, another batch, a metric, a second update. Every trainer rank runs the file.
 """
 
-from megarl.core.phases import Phase
+from megarl.learn.memory.phases import Phase
 from megarl.train.loop.course import Course
 from megarl.train.loop.rank import TrainerRank
 from megarl.train.rank.ranks import Stopped

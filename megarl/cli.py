@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.core.collector import uncollected
+from megarl.core.processes.collector import uncollected
 from megarl.run.data import command as data_command
 from megarl.run.data.command import separated
 from megarl.weights.checkpoint.convert.command import add_arguments
 from megarl.weights.drafts import command as add_model
 
 if TYPE_CHECKING:
-    from megarl.core.config import Config
+    from megarl.config import Config
 
 DESCRIPTION = """Reinforcement learning for language models on Megatron-Core and vLLM.
 
@@ -270,7 +270,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from megarl.core.config import compose
+    from megarl.config import compose
     from megarl.core.errors import ConfigError
 
     if (arguments.nodes is not None or arguments.gpus_per_node is not None) and (
@@ -293,7 +293,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from megarl.core.config import compose
+    from megarl.config import compose
     from megarl.run.process.forkserver import ForkServers
 
     config = compose(arguments.overrides, own=arguments.config_dir)
@@ -310,7 +310,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 def _explore(arguments: argparse.Namespace) -> int:
-    from megarl.core.config import compose
+    from megarl.config import compose
 
     own = ["run.mode=explore", f"run.number={arguments.number}"]
     return _run_job(compose([*arguments.overrides, *own], own=arguments.config_dir))
@@ -324,7 +324,7 @@ def _scale(arguments: argparse.Namespace) -> int:
 
 
 def _store(arguments: argparse.Namespace) -> int:
-    from megarl.core.config import compose
+    from megarl.config import compose
     from megarl.run.launch.store import serve
 
     return serve(compose(arguments.overrides, own=arguments.config_dir))
@@ -333,7 +333,7 @@ def _store(arguments: argparse.Namespace) -> int:
 def _run_job(config: Config) -> int:
     servers = None
     if config.run.fork_servers and config.parallel.backend == "gloo":  # CUDA is not there in a forked process
-        from megarl.explore.rewards.pool.child import fork_root
+        from megarl.rewards.pool.child import fork_root
         from megarl.run.process.forkserver import ForkServers
 
         fork_root()
@@ -393,7 +393,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _report(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from megarl.core.config import load_resolved
+    from megarl.config import load_resolved
     from megarl.run.report import sweep
     from megarl.run.report.html import write_report
     from megarl.run.run_dir.open_store import database_of_run
@@ -421,10 +421,10 @@ def _sandbox(arguments: argparse.Namespace) -> int:
 
     try:
         if arguments.action == "serve":
-            from megarl.explore.sandbox.service import serve
+            from megarl.sandbox.service import serve
 
             return serve(arguments.host, arguments.port, arguments.workers, arguments.queue, arguments.python)
-        from megarl.explore.sandbox.client import open_sandbox
+        from megarl.sandbox.client import open_sandbox
 
         sys.stdout.write(f"programs are isolated: {open_sandbox(arguments.url, arguments.python).describe()}\n")
         return 0
@@ -441,8 +441,8 @@ def _explain(arguments: argparse.Namespace) -> int:
     import asyncio
     from pathlib import Path
 
-    from megarl.core.config import compose
-    from megarl.core.config.rewards import RewardConfig
+    from megarl.config import compose
+    from megarl.config.rewards import RewardConfig
     from megarl.run.data.explain import explanations
 
     config = compose(arguments.overrides).reward if arguments.overrides else RewardConfig()
@@ -461,8 +461,8 @@ def _offer(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
     from megarl.core.errors import ConfigError
-    from megarl.explore.rewards.pool.host import serve
-    from megarl.explore.rewards.pool.output import PrintedOutput
+    from megarl.rewards.pool.host import serve
+    from megarl.rewards.pool.output import PrintedOutput
 
     key = os.environ.get("MEGARL_JOB_KEY", "")
 
@@ -489,8 +489,8 @@ def _offer(arguments: argparse.Namespace) -> int:
 def _config(arguments: argparse.Namespace) -> int:
     import json
 
-    from megarl.core.config import compose, to_dict
-    from megarl.core.config.reference import changed, reference
+    from megarl.config import compose, to_dict
+    from megarl.config.reference import changed, reference
 
     if arguments.reference:
         sys.stdout.write(reference())

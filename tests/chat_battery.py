@@ -22,7 +22,7 @@ from unittest.mock import patch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megarl.core.errors import DataError
-from megarl.explore.tasksets import ChatTokenizer
+from megarl.tasks import ChatTokenizer
 
 FOLDER = Path(__file__).parent / "data" / "chat_templates"
 SPECIAL = re.compile(

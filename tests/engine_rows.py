@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 from megarl.core.errors import EngineError
 from megarl.core.jobs import TRAIN
 from megarl.core.schema import WeightsVersion
-from megarl.engine.client.choice import EngineChoice
-from megarl.engine.client.control import EngineControl
-from megarl.engine.fleet import BASE, EngineRow, EngineStatus, Fleet, Key, ProvenWeights
+from megarl.engines.client.choice import EngineChoice
+from megarl.engines.client.control import EngineControl
+from megarl.engines.fleet import BASE, EngineRow, EngineStatus, Fleet, Key, ProvenWeights
 
 
 def serving_row(number: int, url: str, program: str = TRAIN, **columns: Any) -> EngineRow:

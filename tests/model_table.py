@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.core.config.schema import ModelConfig
+from megarl.config.schema import ModelConfig
 from megarl.run.supervise.engine_process import engine_process
 from megarl.weights.architectures import ARCHITECTURES
 from tests.loop.conftest import TINY_ROLLOUT

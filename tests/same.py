@@ -33,8 +33,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from megarl.buffer.store import Store
 from megarl.core.kept_batches import KeptBatch, kept_steps, path_of
-from megarl.explore.store import Store
 from tests.loop.test_bad_updates import ALGORITHM
 from tests.loop.test_meanwhile import BOUND, Found
 from tests.loop.test_meanwhile import SETTINGS as COMPLETION

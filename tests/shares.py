@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import torch
 
-from megarl.core.config.algorithms import AlgorithmConfig, KLConfig, settings_of
-from megarl.core.config.job import SyncConfig
-from megarl.core.config.schema import Config
+from megarl.buffer.experience.groups import group_stats
+from megarl.config.algorithms import AlgorithmConfig, KLConfig, settings_of
+from megarl.config.job import SyncConfig
+from megarl.config.schema import Config
 from megarl.core.errors import WeightsDiffer
 from megarl.core.schema import Outcome, Reward
-from megarl.explore.experience.groups import group_stats
 from megarl.learn import algorithms
 from megarl.learn.algorithms.terms.reduction import Together, alone
 from megarl.learn.batching import Sequences, StepShare

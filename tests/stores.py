@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from sqlalchemy import select
 
+from megarl.buffer.store import Claim, EndedGroup, ExpertExperience, GivenReward, Store, Used
+from megarl.buffer.store.database import open_engine
+from megarl.buffer.store.tables import METADATA
+from megarl.buffer.store.workers import BusyTime
 from megarl.core.schema import Reward, Segment, Task, Trajectory, WeightsSpan, WeightsVersion, digest_of
-from megarl.engine.fleet import EngineTurn
-from megarl.explore.store import Claim, EndedGroup, ExpertExperience, GivenReward, Store, Used
-from megarl.explore.store.database import open_engine
-from megarl.explore.store.tables import METADATA
-from megarl.explore.store.workers import BusyTime
+from megarl.engines.fleet import EngineTurn
 from tests.engine_rows import serving_row
 from tests.trajectories import one_turn
 

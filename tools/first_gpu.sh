@@ -67,7 +67,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megarl.core.config.schema import FromScratchConfig
+from megarl.config.schema import FromScratchConfig
 from megarl.learn.models.from_scratch import create
 
 partial = Path(f"{sys.argv[1]}.partial")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 
-from megarl.explore.tasksets.entries import Entries, Entry, Generator
+from megarl.tasks.generators.entries import Entries, Entry, Generator
 
 OPTIONS = {"least": 2, "most": 38, "tail_percent": 100, "slip_percent": 70}
 """Fewest and most numbers of an answer; the exponent of the tail in percent (smaller: longer); share of the careless

@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from megarl.core import heartbeat
 from megarl.core.errors import CheckpointError
+from megarl.core.processes import heartbeat
 
 _OLD = ".old"
 

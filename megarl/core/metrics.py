@@ -14,8 +14,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
-from megarl.core import heartbeat
 from megarl.core.durable import write_text
+from megarl.core.processes import heartbeat
 
 log = logging.getLogger(__name__)
 

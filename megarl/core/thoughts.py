@@ -1,6 +1,6 @@
 """The thought in a response: text between ``<think>`` and ``</think>``. No tool, environment or verifier acts on it.
 
-Other marks are rewritten to these two where a response becomes text (``explore/tasksets/thought_marks.py``).
+Other marks are rewritten to these two where a response becomes text (``tasks/templates/thought_marks.py``).
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from pathlib import Path
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
+from megarl.buffer.store import OWN_SERVER, VARIABLE, check_url
 from megarl.core.errors import ConfigError, masked_text
-from megarl.explore.store import OWN_SERVER, VARIABLE, check_url
 from megarl.run.local_disk import Use, choose
 from megarl.run.postgres import ADDRESS, NAME, Server, url_of
 from megarl.run.process.interrupt import INTERRUPT

@@ -28,10 +28,10 @@ from typing import IO, Any, NamedTuple
 
 from sqlalchemy.engine import URL, make_url
 
+from megarl.buffer.store import OWN_SERVER, check_url
 from megarl.core.errors import ConfigError, JobError
-from megarl.core.parent import die_with
-from megarl.engine.client.leftovers import shared_memory
-from megarl.explore.store import OWN_SERVER, check_url
+from megarl.core.processes.parent import die_with
+from megarl.engines.client.leftovers import shared_memory
 from megarl.run.local_disk import Parking, Use
 from megarl.run.process import ports
 

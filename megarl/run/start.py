@@ -12,11 +12,11 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from megarl.core import heartbeat
-from megarl.core.collector import uncollected
 from megarl.core.errors import MemoryFullError
-from megarl.core.parent import end_after_parent
-from megarl.core.secrets import hide_secrets
+from megarl.core.processes import heartbeat
+from megarl.core.processes.collector import uncollected
+from megarl.core.processes.parent import end_after_parent
+from megarl.core.processes.secrets import hide_secrets
 
 
 def main() -> int:
@@ -25,7 +25,7 @@ def main() -> int:
     hide_secrets()  # from commands that are agents
     with uncollected():
         if role == "explorer":
-            from megarl.explore.rewards.pool.child import fork_root
+            from megarl.rewards.pool.child import fork_root
 
             fork_root()  # heartbeat and watch of the parent are threads
         heartbeat.begin()  # `kill -USR1 <pid>` writes into its log where a process is blocked

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megarl.core.config import Config
+from megarl.buffer.order.draws import ExpertRow
+from megarl.buffer.store import Store
+from megarl.config import Config
 from megarl.core.schema import Trajectory
-from megarl.explore.order.draws import ExpertRow
-from megarl.explore.store import Store
 from megarl.learn.algorithms import Algorithm
+from megarl.train.memory.phase_memory import PhaseMemory
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks
 from megarl.train.rank.reporter import Reporter
@@ -19,12 +20,11 @@ from megarl.train.rollout.evaluation import Evaluates
 from megarl.train.rollout.reading import RolloutReader
 from megarl.train.rollout.rollouts import Rollouts, StepGroups, Wait
 from megarl.train.sync.publish import WeightPublisher
-from megarl.train.sync.sent import SentWeights
+from megarl.train.sync.published import SentWeights
 from megarl.train.sync.weights import WeightSync
 from megarl.train.update.batch import StepBatch
 from megarl.train.update.images import StepImages
 from megarl.train.update.models import Models
-from megarl.train.update.phase_memory import PhaseMemory
 
 Metrics = dict[str, float]
 

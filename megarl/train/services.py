@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from megarl.engine.client.auth import KEY_VARIABLE
+from megarl.engines.client.auth import KEY_VARIABLE
 from megarl.learn import algorithms
 from megarl.train.loop.rank import TrainerRank
 from megarl.train.loop.waiting import ReplacedEngines, RolloutWaiter, WrittenCheckpoints
@@ -17,7 +17,7 @@ from megarl.train.sync.connection import EngineConnection
 from megarl.train.sync.files import FilePublisher
 from megarl.train.sync.look import EngineLook
 from megarl.train.sync.publish import WeightPublisher
-from megarl.train.sync.sent import outlives_update
+from megarl.train.sync.published import outlives_update
 from megarl.train.sync.weights import WeightSync
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from megarl.buffer.order.pacing import Pacing
 from megarl.core.errors import NonRetryableError
-from megarl.core.phases import Phase
 from megarl.core.schema import WeightsVersion
-from megarl.explore.order.pacing import Pacing
+from megarl.learn.memory.phases import Phase
 from megarl.train.loop.rank import TrainerRank
 from megarl.train.part import Metrics, Part, Services, StepData
 from megarl.train.parts import parts_of
@@ -16,7 +16,7 @@ from megarl.train.rank.state import TrainState
 from megarl.train.rollout.awaited import Published
 from megarl.train.rollout.evaluation import Evaluates
 from megarl.train.services import services_of
-from megarl.train.sync.sent import SentWeights
+from megarl.train.sync.published import SentWeights
 from megarl.train.update.batch import filter_overlong
 from megarl.train.update.gap import engine_gap
 from megarl.train.update.outcomes import trajectory_metrics

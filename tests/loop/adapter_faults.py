@@ -21,9 +21,9 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.v1.engine.input_processor import InputProcessor
 
-from megarl.engine.sync import writer
-from megarl.engine.sync.lora import AdapterWriter
-from megarl.engine.sync.writer import SliceWriter
+from megarl.engines.sync import writer
+from megarl.engines.sync.lora import AdapterWriter
+from megarl.engines.sync.writer import SliceWriter
 from megarl.learn.training.optimizer_digests import whole_digests
 from megarl.weights.reshard import adapters
 from megarl.weights.reshard.adapters import AdapterDelivery, LocalAdapter, MergedTensors, SeparateTensors, is_adapter

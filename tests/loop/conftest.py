@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megarl.core.config.schema import ModelConfig, RolloutConfig
+from megarl.config.schema import ModelConfig, RolloutConfig
 from megarl.run.supervise.engine_process import engine_process
 from tests.loop.engines import HOST, KEY, RunningEngine, tiny_engine
 from tests.loop.zygote import Zygote

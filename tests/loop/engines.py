@@ -16,14 +16,14 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from megarl.core.config.job import RunConfig, SyncConfig
-from megarl.core.config.schema import Config, ModelConfig, ParallelConfig, RolloutConfig
-from megarl.core.machine import group_members
-from megarl.engine.client.addresses import JobAddresses
-from megarl.engine.client.client import EngineClient, Prompt, Sampling
-from megarl.engine.client.control import EngineControl
-from megarl.engine.client.frames import Completion
-from megarl.engine.client.leftovers import own_folder, shared_memory
+from megarl.config.job import RunConfig, SyncConfig
+from megarl.config.schema import Config, ModelConfig, ParallelConfig, RolloutConfig
+from megarl.core.processes.machine import group_members
+from megarl.engines.client.addresses import JobAddresses
+from megarl.engines.client.client import EngineClient, Prompt, Sampling
+from megarl.engines.client.control import EngineControl
+from megarl.engines.client.frames import Completion
+from megarl.engines.client.leftovers import own_folder, shared_memory
 from megarl.run.nodes.node import remove
 from megarl.run.process import ports
 from megarl.run.process.process import Child

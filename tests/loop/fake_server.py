@@ -11,9 +11,9 @@ from contextlib import aclosing, contextmanager
 import numpy as np
 from aiohttp import web
 
-from megarl.engine.client.client import EngineClient, Prompt, Sampling
-from megarl.engine.client.frames import Completion, StreamHeartbeat, VersionSpan, encode, unpack_ids
-from megarl.explore.tasksets import ChatTokenizer
+from megarl.engines.client.client import EngineClient, Prompt, Sampling
+from megarl.engines.client.frames import Completion, StreamHeartbeat, VersionSpan, encode, unpack_ids
+from megarl.tasks import ChatTokenizer
 from tests.engine_rows import choice_of
 
 KEY = "key of the job"

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.quantization.online import fp8
 
-from megarl.engine.sync import readback, writer
-from megarl.engine.sync.eight_bit_layers import layers_of
-from megarl.engine.sync.receiver import WorkerExtension
+from megarl.engines.sync import readback, writer
+from megarl.engines.sync.eight_bit_layers import layers_of
+from megarl.engines.sync.receiver import WorkerExtension
 
 
 class FaultyWorker(WorkerExtension):

@@ -23,8 +23,8 @@ from typing import Any
 
 import psutil
 
-from megarl.explore.sandbox import wire
 from megarl.run.process import ports
+from megarl.sandbox import wire
 
 KEY = "a key of the tests, long enough"
 HOST = "127.0.0.1"

@@ -12,7 +12,7 @@ SCORER = """
 import os
 import time
 from pathlib import Path
-from megarl.explore.rewards import compute_score as score
+from megarl.rewards import compute_score as score
 
 FOLDER = Path({folder!r})
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megarl.core.config.lora import LoraConfig
+from megarl.config.lora import LoraConfig
 from megarl.core.errors import EngineError
-from megarl.engine.client.control import EngineControl, failures
-from megarl.engine.client.names import EIGHT_BITS, PLUGIN
+from megarl.engines.client.control import EngineControl, failures
+from megarl.engines.client.names import EIGHT_BITS, PLUGIN
 from megarl.run.supervise.engine_process import _adapter_options
 
 _STEPS = {
@@ -39,7 +39,7 @@ class LocalEngine:
         )
         adapters: dict[str, Any] = {}
         if lora is not None:
-            from megarl.engine.sync import one_adapter
+            from megarl.engines.sync import one_adapter
 
             one_adapter.install()
             _, _, max_loras, _, largest, _, *layers = _adapter_options(str(path), lora)
@@ -50,7 +50,7 @@ class LocalEngine:
             max_model_len=192, max_num_batched_tokens=8192, max_num_seqs=8, block_size=32,
             kv_cache_memory_bytes=2**24, enforce_eager=True, enable_chunked_prefill=False,
             distributed_executor_backend="uni", weight_transfer_config=WeightTransferConfig(backend=PLUGIN),
-            worker_extension_cls="megarl.engine.sync.receiver.WorkerExtension",
+            worker_extension_cls="megarl.engines.sync.receiver.WorkerExtension",
             logprobs_mode="processed_logprobs", skip_tokenizer_init=True,
         )  # fmt: skip
         self.refusing: str | None = None

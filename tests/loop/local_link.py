@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megarl.engine.sync.link import LinkAddress
+from megarl.engines.sync.link import LinkAddress
 from tests.loop.trainers import Sent
 
 LOOK_S = 0.05

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megarl.explore.store import Store
+from megarl.buffer.store import Store
 
 
 def steps(run_dir: Path) -> list[dict[str, float]]:

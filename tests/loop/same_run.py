@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors.torch import load_file
 
-from megarl.explore.store import Store
+from megarl.buffer.store import Store
 from megarl.weights.checkpoint.training.manifest import finished
 from tests.loop.held import Held
 from tests.system.jobs import START_S, Job

@@ -16,9 +16,9 @@ from unittest import mock
 import torch
 from vllm.model_executor.model_loader.reload import layerwise
 
-from megarl.engine.client.probe import ProbeText
-from megarl.engine.sync import writer
-from megarl.engine.sync.writer import SliceWriter
+from megarl.engines.client.probe import ProbeText
+from megarl.engines.sync import writer
+from megarl.engines.sync.writer import SliceWriter
 from megarl.train.sync import publish
 from megarl.weights.reshard import boxes
 from megarl.weights.reshard.buckets import HEADER, Bucket, BucketSlice

@@ -30,10 +30,10 @@ import torch
 from transformers import Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from megarl.core.config.schema import ModelConfig
+from megarl.config.schema import ModelConfig
 from megarl.core.schema import WeightsVersion
-from megarl.engine.client.probe import PROBE_TOLERANCES, ProbeText
-from megarl.engine.sync import link
+from megarl.engines.client.probe import PROBE_TOLERANCES, ProbeText
+from megarl.engines.sync import link
 from megarl.learn.training.optimizer_digests import whole_digests
 from megarl.run.supervise.engine_process import engine_process
 from megarl.train.sync import fleet

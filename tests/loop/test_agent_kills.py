@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.explore.store import Store
+from megarl.buffer.store import Store
 from tests.loop.random_kills import killed_at_random
 from tests.loop.same_model import assert_same_model
 from tests.loop.same_run import left_alone

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.explore.order.pacing import Pacing
-from megarl.explore.store import Store
+from megarl.buffer.order.pacing import Pacing
+from megarl.buffer.store import Store
 from tests.loop.same_run import left_alone, steps_of, whole_and_killed
 from tests.system.jobs import START_S, TINY
 

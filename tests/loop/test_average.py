@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 
-from megarl.explore.store import Store
+from megarl.buffer.store import Store
 from megarl.weights.checkpoint.convert.convert import Settings, convert_megatron_to_hf
 from tests.system.jobs import START_S, TINY, Job
 

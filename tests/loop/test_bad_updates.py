@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.core.config import compose
-from megarl.explore.store import Store
+from megarl.buffer.store import Store
+from megarl.config import compose
 from megarl.weights.checkpoint.training.manifest import fault_of_files
 from tests import disks
 from tests.parallel.grid import run_grid

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from megarl.buffer.store import Store
 from megarl.explore.bench.answers import read_result
 from megarl.explore.bench.driver import FROM_FILES, ROLLOUT
-from megarl.explore.store import Store
 from tests.loop.conftest import HELD_OUT
 from tests.system.jobs import Job
 

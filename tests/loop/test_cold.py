@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.engine.client.names import COLD_FOLDER, cold_mark
+from megarl.engines.client.names import COLD_FOLDER, cold_mark
 from tests.loop.held import Held, Split
 from tests.system.jobs import START_S, TINY, Job
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.core.config import compose
+from megarl.buffer.store import Store
+from megarl.config import compose
 from megarl.core.errors import ConfigError
-from megarl.engine.fleet import EngineRow, EngineStatus, EngineTurn
-from megarl.explore.store import Store
+from megarl.engines.fleet import EngineRow, EngineStatus, EngineTurn
 from megarl.learn import algorithms
 from megarl.run.checks.devices import ledger_of
 from megarl.run.checks.job import check

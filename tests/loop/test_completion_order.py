@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
-from megarl.explore.store import Store
-from megarl.explore.store.tables import GROUPS
+from megarl.buffer.store import Store
+from megarl.buffer.store.tables import GROUPS
 from tests.loop.held import Held
 from tests.loop.same_run import steps_of
 from tests.system.jobs import START_S, TINY, Job

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from megarl.core.errors import EngineError, WeightSyncError
-from megarl.engine.client.names import EIGHT_BITS
-from megarl.engine.sync.eight_bit_layers import (
+from megarl.engines.client.names import EIGHT_BITS
+from megarl.engines.sync.eight_bit_layers import (
     FP8,
     LARGEST,
     SMALLEST_SCALE,

@@ -20,13 +20,13 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from megarl.core.config.schema import ModelConfig, RolloutConfig
+from megarl.config.schema import ModelConfig, RolloutConfig
 from megarl.core.errors import EngineError
-from megarl.core.machine import group_members
-from megarl.engine.client.auth import bearer
-from megarl.engine.client.client import EngineClient, Prompt, Sampling, _Silence
-from megarl.engine.client.control import EngineControl
-from megarl.engine.client.frames import Completion, StreamHeartbeat
+from megarl.core.processes.machine import group_members
+from megarl.engines.client.auth import bearer
+from megarl.engines.client.client import EngineClient, Prompt, Sampling, _Silence
+from megarl.engines.client.control import EngineControl
+from megarl.engines.client.frames import Completion, StreamHeartbeat
 from megarl.run.process import ports
 from megarl.run.process.process import Child
 from megarl.run.supervise.engine_process import engine_process

@@ -19,27 +19,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.core import heartbeat
-from megarl.core.config import Config, save_resolved
-from megarl.core.config.job import RunConfig, StoreConfig, SyncConfig
-from megarl.core.config.schema import FromScratchConfig, ModelConfig, RolloutConfig, TasksetConfig
+from megarl.buffer.store import Store
+from megarl.config import Config, save_resolved
+from megarl.config.job import RunConfig, StoreConfig, SyncConfig
+from megarl.config.schema import FromScratchConfig, ModelConfig, RolloutConfig, TasksetConfig
 from megarl.core.errors import EngineError, RequestRefused
+from megarl.core.processes import heartbeat
 from megarl.core.schema import GREEDY, Reward, Task, WeightsVersion
-from megarl.engine.client.choice import EngineChoice
-from megarl.engine.client.client import Prompt, Sampling
-from megarl.engine.client.frames import Completion, VersionSpan, encode
+from megarl.engines.client.choice import EngineChoice
+from megarl.engines.client.client import Prompt, Sampling
+from megarl.engines.client.frames import Completion, VersionSpan, encode
 from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explorer
 from megarl.explore.explorer.rollout_clock import RolloutClock
 from megarl.explore.explorer.trajectories import TrajectorySettings
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.recording.model import NO_LIMITS, RolloutModel
-from megarl.explore.rewards import Verdict
-from megarl.explore.store import Store
-from megarl.explore.tasksets import ChatTokenizer
-from megarl.explore.tasksets.turns import messages_of, render_turns, turn_ids
 from megarl.explore.workflows.reflect import FEEDBACK, reflect
 from megarl.explore.workflows.single_turn import single_turn
 from megarl.explore.workflows.types import Workflow
+from megarl.rewards import Verdict
+from megarl.tasks import ChatTokenizer
+from megarl.tasks.templates.turns import messages_of, render_turns, turn_ids
 from tests.engine_rows import serving_row
 from tests.loop.fake_server import KEY, Connected, FakeServer, answer, serving
 from tests.stores import finish

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megarl.core.config.schema import FromScratchConfig
-from megarl.explore.store import Store
+from megarl.buffer.store import Store
+from megarl.config.schema import FromScratchConfig
 from megarl.learn.models.from_scratch import create
 from tests.loop.engines import transformers_logp
 from tests.loop.same_run import steps_of

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.explore.sandbox import wire
+from megarl.sandbox import wire
 from tests.loop.faulty_sandbox import KEY, KINDS, FaultySandbox
 from tests.loop.same_model import assert_same_model, steps
 from tests.system.jobs import START_S, Job

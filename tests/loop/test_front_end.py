@@ -20,8 +20,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.outputs import LogprobsLists
 
-from megarl.engine.client.frames import Completion, Decoder, Failure, Record, StreamHeartbeat, pack_ids
-from megarl.engine.server.endpoint import (
+from megarl.engines.client.frames import Completion, Decoder, Failure, Record, StreamHeartbeat, pack_ids
+from megarl.engines.server.endpoint import (
     Endpoints,
     GenerateBody,
     Progress,

@@ -16,14 +16,14 @@ import torch
 from sqlalchemy import select
 from transformers import PreTrainedModel, Qwen3ForCausalLM
 
-from megarl.core.config.schema import RolloutConfig
+from megarl.buffer.store import Store
+from megarl.buffer.store.tables import GROUPS
+from megarl.config.schema import RolloutConfig
 from megarl.core.errors import WeightsDiffer, WeightSyncError
 from megarl.core.schema import WeightsVersion
-from megarl.engine.client.client import Prompt, Sampling
-from megarl.engine.client.frames import Completion
-from megarl.engine.client.probe import ProbeText
-from megarl.explore.store import Store
-from megarl.explore.store.tables import GROUPS
+from megarl.engines.client.client import Prompt, Sampling
+from megarl.engines.client.frames import Completion
+from megarl.engines.client.probe import ProbeText
 from megarl.train.sync.publication import SyncReport
 from tests.loop.engines import RunningEngine, perturbed, some_prompts, tiny_engine, transformers_logp
 from tests.loop.same_run import steps_of

@@ -18,11 +18,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Qwen3ForCausalLM
 
+from megarl.buffer.store import Store
 from megarl.core.schema import Task, Trajectory
-from megarl.explore.rewards import compute_score
-from megarl.explore.rewards.verdict import to_verdict
-from megarl.explore.store import Store
-from megarl.explore.tasksets import ChatTokenizer, encode_rows, read_rows
+from megarl.rewards import compute_score
+from megarl.rewards.verdict import to_verdict
+from megarl.tasks import ChatTokenizer, encode_rows, read_rows
 from megarl.weights.checkpoint.convert.convert import Settings, convert_megatron_to_hf
 from megarl.weights.checkpoint.training.state import LATEST, latest, read_state
 from tests.loop.engines import transformers_logp

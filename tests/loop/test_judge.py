@@ -14,10 +14,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from megarl.core.config.rewards import JudgeConfig
+from megarl.config.rewards import JudgeConfig
 from megarl.core.errors import ConfigError
-from megarl.explore.rewards.judge.judge import Judge, check_judge
-from megarl.explore.rewards.judge.server import KEY_VARIABLE
+from megarl.rewards.judge.judge import Judge, check_judge
+from megarl.rewards.judge.server import KEY_VARIABLE
 from tests.loop.conftest import TINY_ROLLOUT
 from tests.loop.engines import EOS, KEY, RunningEngine, tiny_engine
 from tests.loop.zygote import Zygote

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cli import main
-from megarl.explore.rewards import compute_score
+from megarl.rewards import compute_score
 from tests.loop.same_run import steps_of
 from tests.system.jobs import START_S, TINY, Job
 

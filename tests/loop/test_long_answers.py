@@ -16,11 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.core.config.schema import FromScratchConfig
+from megarl.buffer.store import Store
+from megarl.config.schema import FromScratchConfig
 from megarl.core.schema import Task
-from megarl.explore.store import Store
-from megarl.explore.tasksets import write_rows
 from megarl.learn.models.from_scratch import create
+from megarl.tasks import write_rows
 from tests.conftest import SOAK
 from tests.system.jobs import Job
 

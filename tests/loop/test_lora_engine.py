@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 
-from megarl.core.config.lora import LoraConfig
+from megarl.config.lora import LoraConfig
 from megarl.core.errors import EngineError
-from megarl.engine.client.client import Sampling
-from megarl.engine.sync.link import LinkAddress, join, open_store
+from megarl.engines.client.client import Sampling
+from megarl.engines.sync.link import LinkAddress, join, open_store
 from megarl.learn.parallel.grid import megatron_grid
 from megarl.weights.checkpoint.formats import peft
 from megarl.weights.checkpoint.formats.hf import read_hf_config

@@ -15,7 +15,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megarl.explore.store import Store
+from megarl.buffer.store import Store
 from tests.loop.engines import transformers_logp
 from tests.loop.same_run import steps_of
 from tests.system.jobs import START_S, TINY, Job

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
+from megarl.buffer.store import Store
+from megarl.buffer.store.tables import GROUPS, ROLLOUTS, STEPS
 from megarl.core.schema import WeightsVersion
-from megarl.explore.store import Store
-from megarl.explore.store.tables import GROUPS, ROLLOUTS, STEPS
 from tests.loop.held import Held
 from tests.loop.same_run import steps_of
 from tests.system.jobs import START_S, TINY, Job
@@ -134,7 +134,7 @@ def test_an_evaluation_whose_engine_is_killed(tmp_path: Path) -> None:
         [url] = json.loads(str(job.query(asked)[0][0]))["engines"]
         assert job.query(f"select number from engines where url = '{url}'") == [(0,)]
         port = url.rpartition(":")[2]
-        servers = {pid: words for pid, words in job.processes().items() if "megarl.engine.server.server" in words}
+        servers = {pid: words for pid, words in job.processes().items() if "megarl.engines.server.server" in words}
         [server] = [pid for pid, words in servers.items() if f"--port {port}" in words and os.getsid(pid) == pid]
         os.kill(server, signal.SIGKILL)
         job.until(lambda: bool(job.query("select 1 from events where kind = 'evaluation_lost'")), "the loss noticed")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megarl.explore.store import Store
+from megarl.buffer.store import Store
 from tests.loop.conftest import WHOLE
 from tests.loop.held import Held
 from tests.loop.same_run import groups, items, learned

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
-from megarl.core.config.algorithms import PreferenceConfig
+from megarl.config.algorithms import PreferenceConfig
 from megarl.run.report.data import load
 from megarl.weights.checkpoint.training.state import latest, read_state
 from tests.loop.engines import transformers_logp

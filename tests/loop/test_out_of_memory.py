@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megarl.core.config import load_resolved
+from megarl.config import load_resolved
 from tests.loop.test_bad_updates import overrides, records, write_rows
 from tests.system.jobs import START_S, Job
 

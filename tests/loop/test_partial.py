@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.explore.store import Store
+from megarl.buffer.store import Store
 from tests.loop.random_kills import SUPERVISOR, killed_at_random
 from tests.loop.same_run import left_alone, steps_of, whole_and_killed
 from tests.system.jobs import START_S, TINY

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from inspect import signature
 
-from megarl.engine.sync import plugin
+from megarl.engines.sync import plugin
 
 
 def test_workers_on_cpu_wait_asleep() -> None:

@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megarl.core.config import compose, save_resolved
-from megarl.explore.store import Store
+from megarl.buffer.store import Store
+from megarl.config import compose, save_resolved
 from megarl.run.process import ports
 from megarl.run.run_dir.prepare import prepare_model
 from tests.loop import test_bad_updates as jobs

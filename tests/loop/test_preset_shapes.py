@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.core.config import Config, compose
+from megarl.config import Config, compose
 from tests.system.jobs import START_S, TINY, Job
 from tests.unit.test_configs import TURNS
 

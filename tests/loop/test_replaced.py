@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megarl.explore.store import Store
+from megarl.buffer.store import Store
 from tests.loop.conftest import HELD_OUT, WHOLE
 from tests.loop.held import Held
 from tests.loop.same_run import groups, has, items, kill, learned

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megarl.buffer.order.draws import REPLAY
+from megarl.buffer.store import Store
 from megarl.core.schema import Trajectory, WeightsVersion
-from megarl.explore.order.draws import REPLAY
-from megarl.explore.store import Store
 from tests.loop.same_run import steps_of, whole_and_killed
 from tests.system.jobs import START_S, TINY, Job
 

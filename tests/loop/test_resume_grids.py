@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.core.config.schema import ParallelConfig
+from megarl.config.schema import ParallelConfig
 from tests.parallel.grid import run_grid
 from tests.parallel.models import save_tiny_qwen3
 from tests.parallel.test_megatron_on_cpu import make_actor, parts, sft_steps, weights_digest

@@ -18,9 +18,9 @@ from typing import Any, Literal, NamedTuple
 import pytest
 from sqlalchemy import select
 
-from megarl.explore.order.pacing import Pacing
-from megarl.explore.store import Store
-from megarl.explore.store.tables import GROUPS
+from megarl.buffer.order.pacing import Pacing
+from megarl.buffer.store import Store
+from megarl.buffer.store.tables import GROUPS
 from tests.loop.same_run import learned, left_alone
 from tests.system.jobs import START_S, TINY, Job
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megarl.buffer.store import Store
 from megarl.core.schema import GREEDY
-from megarl.explore.store import Store
 from megarl.weights.checkpoint.training.state import latest, read_state
 from tests.loop.held import Held
 from tests.loop.same_run import kill_in_step

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from megarl.core.config.schema import FromScratchConfig
-from megarl.explore.store import Store
+from megarl.buffer.store import Store
+from megarl.config.schema import FromScratchConfig
 from megarl.learn.models.from_scratch import create
 from tests.loop.same_run import steps_of
 from tests.loop.test_segments import TWO_TURNS

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.core.config.algorithms import AlgorithmConfig
-from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
+from megarl.buffer.store import Claim
+from megarl.config.algorithms import AlgorithmConfig
+from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from megarl.core.schema import TrainingSample
-from megarl.engine.client.client import EngineClient, Prompt, Sampling
-from megarl.engine.client.frames import Completion
-from megarl.engine.client.gather import Gatherer, SampleRequest
+from megarl.engines.client.client import EngineClient, Prompt, Sampling
+from megarl.engines.client.frames import Completion
+from megarl.engines.client.gather import Gatherer, SampleRequest
 from megarl.explore.explorer.segments import SegmentSampler, SegmentSettings
 from megarl.explore.recording.limits import TokenLimits
-from megarl.explore.store import Claim
 from tests.engine_rows import choice_of
 from tests.loop.engines import KEY, RunningEngine, some_prompts
 from tests.loop.test_sync_families import TP2, Cell, engine_of

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.engine.fleet import EngineRow, EngineStatus
-from megarl.explore.store import Store
+from megarl.buffer.store import Store
+from megarl.engines.fleet import EngineRow, EngineStatus
 from megarl.run.launch.scale import scale
 from tests.loop.same_run import steps_of
 from tests.system.jobs import START_S, TINY, Job
@@ -51,7 +51,7 @@ class Scaled:
         engine = self.engine(number)
         assert engine is not None
         port = engine.url.rpartition(":")[2]
-        words = ("megarl.engine.server.server", port)
+        words = ("megarl.engines.server.server", port)
         pids = [p for p, command in self.job.processes().items() if all(word in command for word in words)]
         for pid in pids[:1]:
             os.kill(pid, signal.SIGKILL)

@@ -12,13 +12,13 @@ import numpy as np
 import psutil
 import pytest
 
+from megarl.buffer.store import Claim, Store
 from megarl.core.schema import Segment
-from megarl.engine.client.client import EngineClient, Prompt, Sampling
-from megarl.engine.client.frames import Completion
-from megarl.engine.client.gather import Gatherer, SampleRequest
+from megarl.engines.client.client import EngineClient, Prompt, Sampling
+from megarl.engines.client.frames import Completion
+from megarl.engines.client.gather import Gatherer, SampleRequest
 from megarl.explore.explorer.segments import SegmentSampler, SegmentSettings
 from megarl.explore.recording.limits import TokenLimits
-from megarl.explore.store import Claim, Store
 from tests.engine_rows import choice_of
 from tests.loop.conftest import TINY_ROLLOUT
 from tests.loop.engines import KEY, WIDE_SIZES, RunningEngine, some_prompts, tiny_engine

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.core.config.schema import RolloutConfig
-from megarl.engine.client.client import Sampling
+from megarl.config.schema import RolloutConfig
+from megarl.engines.client.client import Sampling
 from tests.loop.engines import WIDE_SIZES, some_prompts, tiny_engine
 from tests.loop.zygote import Zygote
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen3ForCausalLM
 
-from megarl.core.config.schema import ParallelConfig
+from megarl.config.schema import ParallelConfig
 from megarl.core.errors import EngineError, WeightSyncError
-from megarl.core.machine import group_members, resident_bytes
-from megarl.engine.client.client import Sampling
-from megarl.engine.client.control import EngineControl
-from megarl.engine.client.frames import Completion
-from megarl.engine.client.names import UNTIL_PUBLISHED
+from megarl.core.processes.machine import group_members, resident_bytes
+from megarl.engines.client.client import Sampling
+from megarl.engines.client.control import EngineControl
+from megarl.engines.client.frames import Completion
+from megarl.engines.client.names import UNTIL_PUBLISHED
 from tests.loop.conftest import TINY_ROLLOUT
 from tests.loop.engines import RunningEngine, perturbed, some_prompts, tiny_engine
 from tests.loop.test_sync_families import EXPERTS, Cell, engine_of
@@ -288,7 +288,7 @@ class DeviceWorker:
 
 
 def test_on_a_gpu_vllm_sleeps_once_and_wakes_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megarl.engine.sync import sleep
+    from megarl.engines.sync import sleep
 
     free = iter([10, 70, 70, 70, 70, 30, 30, 30, 30, 10, 10, 10])
     monkeypatch.setattr(sleep, "_device_bytes_free", lambda: next(free))

@@ -13,15 +13,15 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from megarl.core.config.algorithms import AlgorithmConfig
-from megarl.core.config.job import StoreConfig
-from megarl.core.config.schema import Config, EvaluationConfig, RolloutConfig, TrainerConfig
+from megarl.buffer.store import Store
+from megarl.config.algorithms import AlgorithmConfig
+from megarl.config.job import StoreConfig
+from megarl.config.schema import Config, EvaluationConfig, RolloutConfig, TrainerConfig
 from megarl.core.schema import Reward, Task, Trajectory, WeightsVersion
-from megarl.engine.client.client import EngineClient, Prompt, Sampling
+from megarl.engines.client.client import EngineClient, Prompt, Sampling
 from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explorer
-from megarl.explore.rewards import Verdict
-from megarl.explore.store import Store
 from megarl.learn import algorithms
+from megarl.rewards import Verdict
 from megarl.train.loop.waiting import RolloutWaiter
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.reporter import Reporter

@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from megarl.core.config.schema import ParallelConfig, RolloutConfig, SyncConfig
+from megarl.config.schema import ParallelConfig, RolloutConfig, SyncConfig
 from megarl.core.errors import EngineError, WeightsDiffer, WeightSyncError
 from megarl.core.schema import WeightsVersion
-from megarl.engine.client.client import Prompt, Sampling
-from megarl.engine.client.names import UNTIL_PUBLISHED
-from megarl.engine.client.probe import FarText, Probed, ProbeText, check_probe
-from megarl.engine.sync.shared import SharedMemorySender
+from megarl.engines.client.client import Prompt, Sampling
+from megarl.engines.client.names import UNTIL_PUBLISHED
+from megarl.engines.client.probe import FarText, Probed, ProbeText, check_probe
+from megarl.engines.sync.shared import SharedMemorySender
 from megarl.learn.training.optimizer_digests import whole_digests
 from megarl.train.sync.publish import LEAST_BUCKET
 from megarl.train.sync.weights import WeightSync

@@ -18,10 +18,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from megarl.core.config.job import RunConfig, SyncConfig
-from megarl.core.config.schema import Config, ModelConfig, ParallelConfig, RolloutConfig
+from megarl.config.job import RunConfig, SyncConfig
+from megarl.config.schema import Config, ModelConfig, ParallelConfig, RolloutConfig
 from megarl.core.errors import EngineError, WeightSyncError
-from megarl.engine.client.client import Sampling
+from megarl.engines.client.client import Sampling
 from megarl.weights.architectures import ARCHITECTURES
 from tests.loop.conftest import TINY_ROLLOUT
 from tests.loop.engines import RunningEngine, differences, perturbed, save_tokenizer, some_prompts, transformers_logp

@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megarl.buffer.store import Store
 from megarl.core.schema import End
-from megarl.explore.store import Store
-from megarl.explore.tasksets import ChatTokenizer
+from megarl.tasks import ChatTokenizer
 from tests.loop.conftest import WHOLE
 from tests.loop.same_run import NOT_COMPARED, left_alone, steps_of, whole_and_killed
 from tests.system.jobs import START_S, Job

@@ -13,17 +13,17 @@ import pytest
 import torch
 from transformers import AutoProcessor
 
-from megarl.core.config import Config
-from megarl.core.config.rewards import RewardConfig
-from megarl.core.config.schema import ModelConfig, RolloutConfig
+from megarl.buffer.store import Store
+from megarl.config import Config
+from megarl.config.rewards import RewardConfig
+from megarl.config.schema import ModelConfig, RolloutConfig
 from megarl.core.errors import DataError, EngineError
 from megarl.core.schema import Task, WeightsVersion
-from megarl.engine.client.client import EngineClient, Prompt, Sampling
+from megarl.engines.client.client import EngineClient, Prompt, Sampling
 from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explorer
-from megarl.explore.rewards import RewardPool
-from megarl.explore.store import Store
-from megarl.explore.tasksets import ChatTokenizer, chat_messages
-from megarl.explore.tasksets.processor import Processor, check_image_prompts
+from megarl.rewards import RewardPool
+from megarl.tasks import ChatTokenizer, chat_messages
+from megarl.tasks.images.processor import Processor, check_image_prompts
 from tests.engine_rows import choice_of
 from tests.loop.engines import KEY, RunningEngine
 from tests.loop.vision_models import (

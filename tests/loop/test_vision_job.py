@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from megarl.core.config import Config, compose
-from megarl.explore.order.draws import EXPERT, data_seed, num_expert_rows, numbers_of_step
-from megarl.explore.store import Store
-from megarl.explore.tasksets import ChatTokenizer, chat_messages, read_rows
-from megarl.explore.tasksets.processor import Processor
+from megarl.buffer.order.draws import EXPERT, data_seed, num_expert_rows, numbers_of_step
+from megarl.buffer.store import Store
+from megarl.config import Config, compose
 from megarl.run.run_dir.prepare import make
+from megarl.tasks import ChatTokenizer, chat_messages, read_rows
+from megarl.tasks.images.processor import Processor
 from tests.loop.same_run import learned, left_alone, steps_of, whole_and_killed
 from tests.parallel import peft_twin
 from tests.parallel.families import score_class

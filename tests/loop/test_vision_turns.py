@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megarl.buffer.store import Store
 from megarl.core.schema import file_digest
-from megarl.explore.store import Store
 from tests.loop import picture_agent, picture_game
 from tests.loop.same_run import left_alone, steps_of
 from tests.loop.test_vision_job import SETTINGS

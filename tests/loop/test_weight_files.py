@@ -17,8 +17,8 @@ from transformers import Qwen3ForCausalLM
 from megarl.core.errors import EngineError
 from megarl.core.published import KEPT, PublishedWeights, folder_of, whole_versions
 from megarl.core.schema import WeightsVersion
-from megarl.engine.client.client import Sampling
-from megarl.engine.client.probe import PROBE_TOLERANCES
+from megarl.engines.client.client import Sampling
+from megarl.engines.client.probe import PROBE_TOLERANCES
 from megarl.explore.explorer.weight_files import FileFedEngine
 from megarl.learn.training.optimizer_digests import whole_digests
 from tests.loop.conftest import WHOLE

@@ -15,11 +15,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from megarl.core.config.schema import Config
+from megarl.config.schema import Config
 from megarl.core.errors import EngineError, WeightSyncError
 from megarl.core.schema import WeightsVersion
-from megarl.engine.client.client import Sampling
-from megarl.engine.client.probe import PROBE_TOLERANCES, ProbeText
+from megarl.engines.client.client import Sampling
+from megarl.engines.client.probe import PROBE_TOLERANCES, ProbeText
 from megarl.learn.parallel.grid import megatron_grid
 from megarl.learn.training.optimizer_digests import whole_digests
 from megarl.train.sync.connection import EngineConnection

@@ -86,7 +86,7 @@ def _serve(argv: list[str], environment: dict[str, str], log: str) -> None:
 PRELOAD = (
     "vllm.entrypoints.launchers.api_server.entry",
     "vllm.v1.worker.cpu_worker",
-    "megarl.engine.sync.receiver",
+    "megarl.engines.sync.receiver",
     # What a server and its workers import only once they run.
     "compressed_tensors",
     "prometheus_fastapi_instrumentator",

@@ -40,7 +40,7 @@ PRELOAD = [
     "megatron.core.dist_checkpointing.strategies.fully_parallel",
     "megatron.core.models.gpt.gpt_layer_specs",
     "psutil",
-    "megarl.learn.models.router",
+    "megarl.learn.models.experts.router",
     "hypothesis",
     "pytest",
 ]

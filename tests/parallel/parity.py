@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 import torch
 
-from megarl.core.config.algorithms import AlgorithmConfig, KLConfig
-from megarl.core.config.lora import LoraConfig
-from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, RouterConfig, TrainerConfig
+from megarl.config.algorithms import AlgorithmConfig, KLConfig
+from megarl.config.lora import LoraConfig
+from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, RouterConfig, TrainerConfig
 from megarl.weights.architectures import Head
 from tests.parallel import peft_twin
 from tests.parallel.batches import sequences_of

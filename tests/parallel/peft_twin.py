@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from megarl.core.config.lora import LoraConfig
+from megarl.config.lora import LoraConfig
 from megarl.weights.architectures import Architecture, architecture
 from megarl.weights.checkpoint.formats import peft
 from megarl.weights.checkpoint.formats.hf import read_hf_config

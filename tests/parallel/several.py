@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megarl.core.config.algorithms import AlgorithmConfig, KLConfig, MixConfig
+from megarl.config.algorithms import AlgorithmConfig, KLConfig, MixConfig
 from tests.parallel.batches import sequences_of
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from megarl.core.config.lora import LoraConfig
-from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
+from megarl.config.lora import LoraConfig
+from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from tests.parallel.families import VOCAB, save
 from tests.parallel.grid import run_grid
 
@@ -23,7 +23,7 @@ def kept_bytes(rank: int, folder: str) -> list[dict[str, int]]:
     micro-batch, parameters left out."""
     from megatron.core import parallel_state
 
-    from megarl.core.config.algorithms import AlgorithmConfig
+    from megarl.config.algorithms import AlgorithmConfig
     from megarl.learn import algorithms
     from megarl.learn.parallel import groups
     from megarl.learn.training import objectives
@@ -71,7 +71,7 @@ def kept_bytes(rank: int, folder: str) -> list[dict[str, int]]:
 
 def test_adapters_keep_what_they_are_estimated_to(tmp_path: Path) -> None:
     """Unfused norms keep less where their weights are frozen, so that beside whole training the estimate is high."""
-    from megarl.learn.training.activation_bytes import activation_bytes
+    from megarl.learn.memory.activation_bytes import activation_bytes
     from megarl.weights.architectures import architecture
     from megarl.weights.checkpoint.formats import hf
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.core.config.algorithms import (
+from megarl.config.algorithms import (
     AlgorithmConfig,
     KLConfig,
     MirrorDescentConfig,
@@ -21,7 +21,7 @@ from megarl.core.config.algorithms import (
     OPMDConfig,
     PreferenceConfig,
 )
-from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from megarl.learn.algorithms import LossInput
 from tests.parallel.batches import sequences_of
 from tests.parallel.grid import run_grid

@@ -150,7 +150,7 @@ def load_value_head(rank: int, hf: str, meg: str) -> torch.Tensor | None:
     """Runs in each rank: a critic's score head on the last stage."""
     from megatron.core import dist_checkpointing, parallel_state
 
-    from megarl.core.config.schema import ModelConfig
+    from megarl.config.schema import ModelConfig
     from megarl.learn.models.gpt import build_chunks, unwrap
     from megarl.learn.parallel import groups
 
@@ -183,7 +183,7 @@ def load_mtp(rank: int, hf: str, meg: str) -> list[str]:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
-    from megarl.core.config.schema import ModelConfig
+    from megarl.config.schema import ModelConfig
     from megarl.learn.models import gpt, norms, specs
     from megarl.learn.parallel import groups
     from megarl.learn.parallel.grid import megatron_grid

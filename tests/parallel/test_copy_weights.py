@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.core.config.schema import ParallelConfig
+from megarl.config.schema import ParallelConfig
 from megarl.core.errors import PlanError, WeightSyncError
 from megarl.weights.reshard.buckets import HEADER
 from megarl.weights.reshard.copy import HEADS, CopyReport, copy_weights

@@ -53,8 +53,8 @@ def transfer(rank: int, transport: Any, device: str, replicas: int = REPLICAS) -
 def through_memory(rank: int, kind: str) -> list[str]:
     import torch.distributed as dist
 
-    from megarl.engine.sync.memory import DeviceMemory, HostMemory, memory_file
-    from megarl.engine.sync.shared import SharedMemoryReceiver, SharedMemorySender
+    from megarl.engines.sync.memory import DeviceMemory, HostMemory, memory_file
+    from megarl.engines.sync.shared import SharedMemoryReceiver, SharedMemorySender
     from megarl.weights.reshard.transport import GroupTransport
 
     class Other(GroupTransport):
@@ -87,9 +87,9 @@ def test_weights_through_memory(kind: str) -> None:
 
 
 def over_links(rank: int, port: int, over: Any, replicas: int) -> list[str]:
-    from megarl.engine.sync.link import EngineLinks, LinkAddress, join_groups, open_store
-    from megarl.engine.sync.memory import HostMemory, memory_file
-    from megarl.engine.sync.shared import SharedMemoryReceiver, SharedMemorySender
+    from megarl.engines.sync.link import EngineLinks, LinkAddress, join_groups, open_store
+    from megarl.engines.sync.memory import HostMemory, memory_file
+    from megarl.engines.sync.shared import SharedMemoryReceiver, SharedMemorySender
 
     if over == "nccl":
         torch.cuda.set_device(rank)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.core.config.algorithms import AlgorithmConfig
-from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, RouterConfig, TrainerConfig
+from megarl.config.algorithms import AlgorithmConfig
+from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, RouterConfig, TrainerConfig
 from tests.parallel.batches import random_sequences
 from tests.parallel.families import VOCAB, hf_model
 from tests.parallel.grid import run_grid

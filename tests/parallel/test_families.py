@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.core.config.schema import ModelConfig, ParallelConfig
+from megarl.config.schema import ModelConfig, ParallelConfig
 from tests.conftest import SOAK
 from tests.parallel.batches import sequences_of
 from tests.parallel.families import ALIKE, FAMILIES, MOE, VOCAB, hf_model, save

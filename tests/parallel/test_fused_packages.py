@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.core.config.schema import ModelConfig, ParallelConfig
+from megarl.config.schema import ModelConfig, ParallelConfig
 from megarl.core.errors import ConfigError
 from megarl.learn.models.specs import FUSION_PACKAGES, check_implementation
 from tests.parallel.grid import run_grid

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.core.config.schema import ParallelConfig
+from megarl.config.schema import ParallelConfig
 from megarl.learn.parallel import groups
 from tests.parallel.grid import run_grid
 

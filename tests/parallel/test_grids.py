@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.core.config.schema import ParallelConfig
+from megarl.config.schema import ParallelConfig
 from tests.parallel.families import save
 from tests.parallel.grid import run_grid
 from tests.parallel.models import save_tiny_qwen3

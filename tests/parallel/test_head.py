@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megarl import ops
-from megarl.core.config.algorithms import AlgorithmConfig, KLConfig
-from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from megarl.config.algorithms import AlgorithmConfig, KLConfig
+from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from tests.parallel import families
 from tests.parallel.batches import sequences_of
 from tests.parallel.grid import run_grid

@@ -17,7 +17,7 @@ from tests.parallel.grid import run_grid
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-    from megarl.engine.sync.link import Link
+    from megarl.engines.sync.link import Link
 
 TRAINERS, WORKERS = 16, 4
 PARTNERS = {**{t: [t % WORKERS] for t in range(TRAINERS - 1)}, TRAINERS - 1: []}
@@ -37,7 +37,7 @@ def joined(
     rank: int, port: int, *, trainers: int, workers: int, partners: list[int], timeout_s: float = 20.0
 ) -> tuple[TCPStore, Link]:
     """This rank's store and link, in which trainer rank 0 serves the store."""
-    from megarl.engine.sync.link import LinkAddress, join, open_store
+    from megarl.engines.sync.link import LinkAddress, join, open_store
 
     address = LinkAddress("127.0.0.1", port, "1/0", trainers + workers, timeout_s)
     store = open_store(address, master=rank == 0)
@@ -48,7 +48,7 @@ def exchange(rank: int, port: int) -> tuple[int, int]:
     """Number of sockets after each trainer rank has sent its number; sum of the numbers that came here."""
     import torch
 
-    from megarl.engine.sync.link import LinkAddress, open_store
+    from megarl.engines.sync.link import LinkAddress, open_store
 
     before, total, is_trainer = sockets(), 0, rank < TRAINERS
     senders = [t for t, workers in PARTNERS.items() if rank - TRAINERS in workers]
@@ -92,7 +92,7 @@ def partner(rank: int, port: int, end: str) -> tuple[float, str]:
     """Seconds until the trainer rank learns of the end of its worker, which has sent nothing yet, and the error."""
     import torch
 
-    from megarl.engine.sync.link import LinkAddress, open_store
+    from megarl.engines.sync.link import LinkAddress, open_store
 
     if rank == 0:
         store, link = joined(0, port, trainers=1, workers=1, partners=[0])

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.core.config.lora import LoraConfig
-from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from megarl.config.lora import LoraConfig
+from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from tests.parallel.batches import random_sequences
 from tests.parallel.families import save
 from tests.parallel.grid import run_grid

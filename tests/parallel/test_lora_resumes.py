@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from megarl.core.config.schema import ParallelConfig
+from megarl.config.schema import ParallelConfig
 from megarl.core.errors import CheckpointError
 from tests.parallel.grid import run_grid
 from tests.parallel.models import save_tiny_qwen3

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from tests.parallel.batches import sequences_of
 from tests.parallel.grid import run_grid
 from tests.parallel.models import VOCAB, save_tiny_qwen3
@@ -38,7 +38,7 @@ def make_actor(path: str, parallel: ParallelConfig, dtype: str = "float32") -> A
 
 def sft_steps(actor: Any, steps: range, lr: float = 1e-2) -> list[tuple[float, float]]:
     """(this rank's part of the loss, gradient norm) of some supervised steps on seeded rows."""
-    from megarl.core.config.algorithms import AlgorithmConfig
+    from megarl.config.algorithms import AlgorithmConfig
     from megarl.learn import algorithms
     from megarl.learn.training import objectives
 

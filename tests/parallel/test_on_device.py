@@ -59,7 +59,7 @@ def forward(rank: int, path: str, head: Literal["log-probs", "scores"]) -> list[
     """Where each micro-batch's answers are, and their shape: a forward pass through Megatron's schedule."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from megarl.core.config.schema import ModelConfig, ParallelConfig, TrainerConfig
+    from megarl.config.schema import ModelConfig, ParallelConfig, TrainerConfig
     from megarl.learn.parallel import groups
     from megarl.learn.training.model import Model, micro_batching_for
     from megarl.learn.training.schedule import Head, run
@@ -115,8 +115,8 @@ def losses(rank: int) -> dict[str, set[str]]:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    from megarl.core.config import compose
-    from megarl.core.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig
+    from megarl.config import compose
+    from megarl.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig
     from megarl.learn.algorithms import Loss
     from megarl.learn.training import objectives
 

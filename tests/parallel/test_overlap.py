@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megarl.core.config.algorithms import AlgorithmConfig
-from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
+from megarl.config.algorithms import AlgorithmConfig
+from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from tests.conftest import SOAK
 from tests.parallel.batches import random_sequences
 from tests.parallel.families import save
@@ -61,8 +61,8 @@ class Found(NamedTuple):
 def on_grids(rank: int, folder: str, names: list[str]) -> dict[tuple[str, str, str], Found]:
     from megatron.core import parallel_state
 
+    from megarl.learn.memory import resident_bytes
     from megarl.learn.parallel import groups
-    from megarl.learn.training import resident_bytes
 
     found = {}
     for name in names:
@@ -98,10 +98,10 @@ def learner(path: Path, parallel: ParallelConfig, optimizer: OptimizerConfig) ->
 
 def updates(rank: int, path: Path, parallel: ParallelConfig, clip: bool) -> Found:
     from megarl.learn import algorithms
+    from megarl.learn.memory.resident_bytes import model_bytes
+    from megarl.learn.memory.residents import residents_of
     from megarl.learn.models.gpt import named_tensors, unwrap
     from megarl.learn.training import objectives
-    from megarl.learn.training.resident_bytes import model_bytes
-    from megarl.learn.training.residents import residents_of
 
     # Cut another way, a norm's squares are added in another order: with several buckets nothing is clipped by it.
     optimizer = OptimizerConfig(lr=1e-3, clip_grad=0.5 if clip else 0.0)
@@ -191,8 +191,9 @@ RESUMED = {
 def resumed(rank: int, path: str, folder: str, grids: tuple[ParallelConfig, ...]) -> list[Any]:
     """(loss, weights) of two updates after a checkpoint, by the model that wrote it and by those that read it."""
     from megarl.learn import algorithms
+    from megarl.learn.memory import resident_bytes
     from megarl.learn.parallel import groups
-    from megarl.learn.training import objectives, resident_bytes
+    from megarl.learn.training import objectives
     from megarl.weights.checkpoint.training import state
 
     groups.initialize(grids[0], seed=1)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.core.config.schema import TrainerConfig
+from megarl.config.schema import TrainerConfig
 from tests.conftest import SOAK
 from tests.parallel.parity import (
     ALL_GRIDS,

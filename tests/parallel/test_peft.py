@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.core.config.lora import LoraConfig
-from megarl.core.config.schema import ModelConfig, ParallelConfig, TrainerConfig
+from megarl.config.lora import LoraConfig
+from megarl.config.schema import ModelConfig, ParallelConfig, TrainerConfig
 from megarl.weights.checkpoint.convert.adapters import merge_adapter
 from megarl.weights.checkpoint.convert.convert import Settings
 from megarl.weights.checkpoint.formats import hf, peft

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.core.config.schema import Config, ParallelConfig, TrainerConfig
+from megarl.config.schema import Config, ParallelConfig, TrainerConfig
 from megarl.core.errors import NotResident, OffloadError, WeightsDiffer
 from megarl.core.metrics import Timeline
-from megarl.core.phases import OFFLOAD, Phase, Place
+from megarl.learn.memory.phases import OFFLOAD, Phase, Place
 from tests.conftest import SOAK
 from tests.parallel.families import save
 from tests.parallel.grid import run_grid
@@ -36,9 +36,9 @@ STEPS = 3
 
 
 def memory_of(actor: Any, place: Place, folder: Path, limit: int | None = None) -> Any:
+    from megarl.train.memory.phase_memory import PhaseMemory
     from megarl.train.rank.context import RunContext
     from megarl.train.rank.ranks import Ranks
-    from megarl.train.update.phase_memory import PhaseMemory
 
     models: Any = SimpleNamespace(by_role=lambda: {"actor": actor.model})
     offload: Any = "none" if place is Place.DEVICE else str(place)

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.buffer.order.replay import Replayed
+from megarl.buffer.store import Store
 from megarl.core.errors import DiskFullError, FencedError, JobError, StoreDamagedError
 from megarl.core.schema import Trajectory
-from megarl.explore.order.replay import Replayed
-from megarl.explore.store import Store
 from tests.parallel.grid import run_grid
 from tests.stores import make_task, make_trajectory, request
 
@@ -92,7 +92,7 @@ def arrays_of(trajectories: list[Trajectory]) -> list[np.ndarray]:
 
 def rollout(rank: int, nodes: list[str], url: str) -> dict[str, Any]:
     """What a rank has of ``take`` and ``replayed``, and how it came there."""
-    from megarl.explore.store import groups as rows
+    from megarl.buffer.store import groups as rows
     from megarl.train.rollout.reading import RolloutReader
 
     reader, store = joined(rank, nodes), Store(url)

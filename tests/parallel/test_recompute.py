@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megarl.core.config.algorithms import AlgorithmConfig
-from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
+from megarl.config.algorithms import AlgorithmConfig
+from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from tests.parallel.batches import random_sequences
 from tests.parallel.families import save
 from tests.parallel.grid import run_grid

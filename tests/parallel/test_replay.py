@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.core.config.algorithms import AlgorithmConfig
-from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, RouterConfig, TrainerConfig
+from megarl.config.algorithms import AlgorithmConfig
+from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, RouterConfig, TrainerConfig
 from tests.parallel.batches import sequences_of
 from tests.parallel.exact import exact_logps, rounding
 from tests.parallel.families import VOCAB, hf_model

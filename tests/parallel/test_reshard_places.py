@@ -14,7 +14,7 @@ BUCKET = 1 << 20
 
 
 def test_near_copies_send() -> None:
-    from megarl.engine.sync.shared import Places
+    from megarl.engines.sync.shared import Places
     from megarl.weights.reshard.layouts import MegatronGrid, megatron_layout, vllm_layout
     from megarl.weights.reshard.plan import build_plan
 
@@ -36,8 +36,8 @@ def transfer(rank: int) -> dict[str, int]:
     north, which get the same messages. What each sent how."""
     import torch.distributed as dist
 
-    from megarl.engine.sync.memory import HostMemory, memory_file
-    from megarl.engine.sync.shared import Places, SharedMemoryReceiver, SharedMemorySender
+    from megarl.engines.sync.memory import HostMemory, memory_file
+    from megarl.engines.sync.shared import Places, SharedMemoryReceiver, SharedMemorySender
     from megarl.weights.reshard.execute import receive, send
     from megarl.weights.reshard.layouts import MegatronGrid, megatron_layout, vllm_layout
     from megarl.weights.reshard.plan import build_plan

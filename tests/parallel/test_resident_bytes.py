@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megarl.core.config.algorithms import KLConfig, PPOConfig
-from megarl.core.config.lora import ALL_LINEAR, LoraConfig
-from megarl.core.config.schema import (
+from megarl.config.algorithms import KLConfig, PPOConfig
+from megarl.config.lora import ALL_LINEAR, LoraConfig
+from megarl.config.schema import (
     Config,
     CriticConfig,
     ModelConfig,
@@ -124,8 +124,8 @@ def on_grids(rank: int, folder: str, cases: list[Case]) -> list[dict[str, int]]:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
+    from megarl.learn.memory.residents import residents_of
     from megarl.learn.parallel import groups
-    from megarl.learn.training.residents import residents_of
     from tests.parallel.test_megatron_on_cpu import sft_steps
 
     found = []
@@ -173,7 +173,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "world", [pytest.param(world, marks=pytest.mark.soak if world == 4 else ()) for world in CASES]
 )
 def test_predicted_bytes_are_those_of_built_models(folder: Path, world: int) -> None:
-    from megarl.learn.training.resident_bytes import model_bytes
+    from megarl.learn.memory.resident_bytes import model_bytes
     from megarl.weights.checkpoint.formats import hf
 
     measured = run_grid(world, on_grids, str(folder), CASES[world])
@@ -212,8 +212,8 @@ def all_roles(rank: int, folder: str, adapted: bool) -> dict[str, int]:
     """Runs in each rank: ``role.kind`` -> bytes of what the trainer's own ``Models`` builds; and ``parameters``, bytes
     of all parameters, those that two models share once."""
     from megarl.learn import algorithms
+    from megarl.learn.memory.residents import residents_of
     from megarl.learn.parallel import groups
-    from megarl.learn.training.residents import residents_of
     from megarl.train.update.models import Models
 
     config = job(Path(folder), adapted)

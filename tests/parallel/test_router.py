@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.core.config.algorithms import AlgorithmConfig
-from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, RouterConfig
+from megarl.config.algorithms import AlgorithmConfig
+from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, RouterConfig
 from tests.parallel.batches import sequences_of
 from tests.parallel.families import save
 from tests.parallel.grid import run_grid

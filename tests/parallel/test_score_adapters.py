@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.core.config.algorithms import KLConfig, PPOConfig
-from megarl.core.config.lora import LoraConfig
-from megarl.core.config.schema import Config, CriticConfig, ModelConfig, RewardModelConfig
+from megarl.config.algorithms import KLConfig, PPOConfig
+from megarl.config.lora import LoraConfig
+from megarl.config.schema import Config, CriticConfig, ModelConfig, RewardModelConfig
 from megarl.core.errors import CheckpointError
 from megarl.learn.training.role_adapters import shares_base
 from megarl.weights.checkpoint.formats import hf, peft
@@ -75,8 +75,8 @@ def built(rank: int, folder: str) -> dict[str, Any]:
     """Runs in a rank: scores of critic and reward model, bytes of residents, and bytes of all parameters, those that
     models share once."""
     from megarl.learn import algorithms
+    from megarl.learn.memory.residents import residents_of
     from megarl.learn.parallel import groups
-    from megarl.learn.training.residents import residents_of
     from megarl.train.update.models import Models
 
     config = job(Path(folder))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.core.config.schema import ModelConfig, ParallelConfig
+from megarl.config.schema import ModelConfig, ParallelConfig
 from tests.parallel.families import VOCAB
 from tests.parallel.grid import run_grid
 from tests.parallel.test_value_head import MODELS, TOLERANCE, hf_classifier

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.core.config.algorithms import AlgorithmConfig, KLConfig
-from megarl.core.config.schema import ParallelConfig
+from megarl.config.algorithms import AlgorithmConfig, KLConfig
+from megarl.config.schema import ParallelConfig
 from tests.parallel.batches import held_by, random_sequences
 from tests.parallel.grid import run_grid
 from tests.parallel.models import VOCAB, save_tiny_qwen3

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.core.config.algorithms import AlgorithmConfig, KLConfig, MixConfig, PPOConfig, PreferenceConfig
-from megarl.core.config.job import SyncConfig
-from megarl.core.config.schema import (
+from megarl.config.algorithms import AlgorithmConfig, KLConfig, MixConfig, PPOConfig, PreferenceConfig
+from megarl.config.job import SyncConfig
+from megarl.config.schema import (
     Config,
     ModelConfig,
     OptimizerConfig,
@@ -151,8 +151,8 @@ def batch_of(
     learner: Any, case: Case, number: int, longest: int, share_of: Any, change: Callable[[Any], Any] = lambda t: t
 ) -> Any:
     """``change``: made to the trajectories."""
-    from megarl.explore.experience import with_group_stats
-    from megarl.explore.order.draws import ExpertRow
+    from megarl.buffer.experience import with_group_stats
+    from megarl.buffer.order.draws import ExpertRow
     from megarl.train.update.batch import make_batch
 
     shown = [ExpertRow(np.arange(2, 6 + i), np.arange(2, 9 + i)) for i in range(case.shown)]
@@ -223,8 +223,8 @@ def step(rank: int, path: str, case: Case) -> dict[str, Any]:
     from megarl.learn.batching import micro_batches
     from megarl.train.rank.state import TrainState
     from megarl.train.update.batch import filter_overlong
+    from megarl.train.update.batch_file import kept_batch, put_together, taken
     from megarl.train.update.gap import engine_gap
-    from megarl.train.update.kept import kept_batch, put_together, taken
 
     learner = learner_of(path, case, limit=200)
     models = learner._models

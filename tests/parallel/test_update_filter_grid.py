@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, UpdateFilterConfig
+from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, UpdateFilterConfig
 from tests.parallel.batches import sequences_of
 from tests.parallel.grid import run_grid
 from tests.parallel.models import VOCAB, save_tiny_qwen3
@@ -50,7 +50,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 def on_ranks(rank: int, path: str, folder: str) -> dict[str, Any]:
     """Runs in each rank: a good update of actor and critic, a bad one, a good one; and the good ones alone."""
-    from megarl.core.config.algorithms import AlgorithmConfig
+    from megarl.config.algorithms import AlgorithmConfig
     from megarl.core.errors import JobError
     from megarl.learn import algorithms
     from megarl.learn.batching import MicroBatching

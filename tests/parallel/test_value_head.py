@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.core.config.schema import ModelConfig, ParallelConfig
+from megarl.config.schema import ModelConfig, ParallelConfig
 from tests.conftest import SOAK
 from tests.parallel.families import FAMILIES, MOE, VOCAB
 from tests.parallel.grid import run_grid

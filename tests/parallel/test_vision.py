@@ -10,8 +10,8 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from megarl.core.config.algorithms import AlgorithmConfig
-from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
+from megarl.config.algorithms import AlgorithmConfig
+from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from tests.conftest import SOAK
 from tests.parallel import parity, vision, vision_adapters, vision_scores
 from tests.parallel.families import VOCAB
@@ -69,13 +69,13 @@ def on_grid(rank: int, root: str, world: int, backend: Literal["gloo", "nccl"] =
     from megatron.core import parallel_state
 
     from megarl.core.metrics import mean_of_sums
-    from megarl.core.phases import Place
     from megarl.learn import algorithms
+    from megarl.learn.memory.phases import Place
+    from megarl.learn.memory.residents import residents_of
     from megarl.learn.models.gpt import unwrap
     from megarl.learn.parallel import groups
     from megarl.learn.training import objectives
     from megarl.learn.training.model import TrainedModel, micro_batching_for
-    from megarl.learn.training.residents import residents_of
     from megarl.learn.training.schedule import Head
     from megarl.weights.checkpoint.formats import hf
     from megarl.weights.reshard.layouts import hf_layout

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.core.config.schema import OptimizerConfig, ParallelConfig, TrainerConfig
+from megarl.config.schema import OptimizerConfig, ParallelConfig, TrainerConfig
 from megarl.core.errors import WeightsDiffer
 from tests.conftest import SOAK
 from tests.parallel.families import save
@@ -38,7 +38,7 @@ Fault = Callable[[Any], None]
 
 
 def actor_on(folder: Path, case: tuple[str, ParallelConfig, str]) -> Any:
-    from megarl.core.config.schema import ModelConfig
+    from megarl.config.schema import ModelConfig
     from megarl.learn.parallel import groups
     from megarl.learn.training.model import TrainedModel, micro_batching_for
     from megarl.learn.training.schedule import Head

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megarl.core.config.schema import ModelConfig, ParallelConfig
+from megarl.config.schema import ModelConfig, ParallelConfig
 from megarl.weights.architectures import Head
 from tests.parallel.models import VOCAB
 

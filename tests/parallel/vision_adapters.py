@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from megarl.core.config.lora import LoraConfig
-from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from megarl.config.lora import LoraConfig
+from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from megarl.weights.architectures import ARCHITECTURES
 from tests.parallel import peft_twin, vision
 from tests.parallel.families import VOCAB, hf_model
@@ -41,7 +41,7 @@ def on_grid(rank: int, path: Path, parallel: ParallelConfig, limits: Any) -> dic
     model itself did not."""
     import torch.distributed as dist
 
-    from megarl.core.config.algorithms import AlgorithmConfig
+    from megarl.config.algorithms import AlgorithmConfig
     from megarl.core.metrics import mean_of_sums
     from megarl.learn import algorithms
     from megarl.learn.models.gpt import unwrap

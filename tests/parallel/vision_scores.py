@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
+from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from megarl.weights.architectures import ARCHITECTURES
 from tests.parallel import vision
 from tests.parallel.families import hf_model, score_class

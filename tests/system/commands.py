@@ -12,8 +12,8 @@ import atexit
 import os
 from collections.abc import Mapping, Sequence
 
-from megarl.core.fork import Forked, ForkServer
 from megarl.core.jobs import ProcessKind
+from megarl.core.processes.fork import Forked, ForkServer
 from megarl.run.process.forkserver import COMMON, PRELOAD
 
 VARIABLE = "MEGARL_TEST_COMMANDS"

@@ -129,9 +129,9 @@ def left_over(before: int) -> int:
 
 
 def main() -> None:
-    from megarl.core.config.rewards import CodeConfig
-    from megarl.explore.rewards.code.verifier import make_scorer
-    from megarl.explore.sandbox.proven import local_sandbox
+    from megarl.config.rewards import CodeConfig
+    from megarl.rewards.code.verifier import make_scorer
+    from megarl.sandbox.proven import local_sandbox
     from tests.system.escapes import ESCAPES, NEXT, SEEN, Escape
 
     short = make_scorer(local_sandbox(), CodeConfig(cpu_s=1, wall_s=2.0, item_s=20.0, memory_mib=256))

@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.core.machine import group_members
-from megarl.explore.store.tables import WHOLE
+from megarl.buffer.store.tables import WHOLE
+from megarl.core.processes.machine import group_members
 from megarl.weights.checkpoint.training.manifest import MANIFEST, finished, latest
 from tests.loop.held import Held
 from tests.system.jobs import Job, unread
@@ -173,7 +173,7 @@ def reward_workers(injured: Injured) -> str:
     pids = [
         pid
         for pid, command in injured.job.processes().items()
-        if "megarl.explore.rewards.pool.worker" in command or "multiprocessing" in command
+        if "megarl.rewards.pool.worker" in command or "multiprocessing" in command
     ]
     explorer = injured.job.pid_of("explorer")
     children = [pid for pid in pids if _parent(pid) == explorer] or [

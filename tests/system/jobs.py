@@ -18,7 +18,7 @@ from typing import Literal
 
 import psutil
 
-from megarl.engine.client.leftovers import shared_memory
+from megarl.engines.client.leftovers import shared_memory
 from tests.system import commands
 
 TINY = (
@@ -172,9 +172,9 @@ class Job:
         without a number any of them."""
         kind, _, rank = role.partition(" ")
         words = {
-            "engine": "megarl.engine.server.server",
+            "engine": "megarl.engines.server.server",
             "explorer": "megarl.run.start explorer",
-            "reward": "megarl.explore.rewards.pool.worker",
+            "reward": "megarl.rewards.pool.worker",
             "trainer": "megarl.run.start trainer",
         }[kind]
         found = self.processes()

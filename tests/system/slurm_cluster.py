@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from megarl.engine.client.leftovers import shared_memory
+from megarl.engines.client.leftovers import shared_memory
 from tests.system.jobs import end_with_the_tests
 from tests.system.networks import Networks, possible
 

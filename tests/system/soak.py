@@ -27,8 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from megarl.explore.store import Store
-from megarl.explore.store.tables import WHOLE
+from megarl.buffer.store import Store
+from megarl.buffer.store.tables import WHOLE
 from megarl.weights.checkpoint.training.manifest import read_manifest
 from tests.system.jobs import TINY, Job
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from megarl.core.config.rewards import CodeConfig, RewardConfig
+from megarl.config.rewards import CodeConfig, RewardConfig
 from megarl.core.schema import Task
-from megarl.explore.rewards import RewardPool, Verdict
-from megarl.explore.rewards.code import verifier as code
-from megarl.explore.rewards.verdict import to_verdict
-from megarl.explore.sandbox.local import LocalSandbox
-from megarl.explore.sandbox.proven import local_sandbox
+from megarl.rewards import RewardPool, Verdict
+from megarl.rewards.code import verifier as code
+from megarl.rewards.verdict import to_verdict
+from megarl.sandbox.local import LocalSandbox
+from megarl.sandbox.proven import local_sandbox
 from tests.system.code_cases import ADD, CASES, SUM, block
 
 pytestmark = pytest.mark.sandbox
@@ -127,7 +127,7 @@ def test_the_pool_scores_programs_that_never_end_as_wrong() -> None:
 
 
 def test_the_router_scores_code_with_the_settings_it_is_given() -> None:
-    from megarl.explore.rewards import compute_score
+    from megarl.rewards import compute_score
 
     for source in (
         "code",

@@ -26,14 +26,14 @@ from hypothesis import HealthCheck, given, settings
 from sqlalchemy import insert, select, update
 from sqlalchemy.engine import make_url
 
-from megarl.core.config import save_resolved
+from megarl.buffer.store import VARIABLE, Store, check_url, database, transactions
+from megarl.buffer.store.claims import EndedGroup, make_ready, report
+from megarl.buffer.store.codec import trajectory_to_row
+from megarl.buffer.store.tables import ENGINES, STEPS, TRAJECTORIES
+from megarl.buffer.store.tables import GROUPS as GROUPS_TABLE
+from megarl.config import save_resolved
 from megarl.core.errors import ConfigError, FencedError, JobError
-from megarl.engine.fleet import EngineTurn
-from megarl.explore.store import VARIABLE, Store, check_url, database, transactions
-from megarl.explore.store.claims import EndedGroup, make_ready, report
-from megarl.explore.store.codec import trajectory_to_row
-from megarl.explore.store.tables import ENGINES, STEPS, TRAJECTORIES
-from megarl.explore.store.tables import GROUPS as GROUPS_TABLE
+from megarl.engines.fleet import EngineTurn
 from megarl.run.postgres import Server
 from megarl.run.report.html import summary, write_report
 from megarl.run.run_dir.resume import is_finished
@@ -69,7 +69,7 @@ def password_of(server: Server) -> str:
 GROUPS = 600
 WORKER = f"""
 import logging, sys
-from megarl.explore.store import Store
+from megarl.buffer.store import Store
 from tests.stores import finish
 logging.basicConfig(level=logging.INFO)
 store, worker = Store("env://MEGARL_STORE_URL", attempt=1, outage_s=200), sys.argv[1]

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megarl.buffer.store import OWN_SERVER, VARIABLE, Store
 from megarl.core.errors import ConfigError
-from megarl.explore.store import OWN_SERVER, VARIABLE, Store
 from megarl.run import local_disk, postgres
 from megarl.run.job_store import job_store
 from megarl.run.postgres import Server

@@ -14,10 +14,10 @@ import psycopg
 import pytest
 from sqlalchemy.engine import make_url
 
+from megarl.buffer.store import OWN_SERVER, VARIABLE, Store, check_url
 from megarl.cli import main
-from megarl.core.config import compose, to_dict
+from megarl.config import compose, to_dict
 from megarl.core.errors import ConfigError
-from megarl.explore.store import OWN_SERVER, VARIABLE, Store, check_url
 from megarl.run import postgres
 from megarl.run.job_store import job_store, live_url
 from megarl.run.postgres import Server, find_server

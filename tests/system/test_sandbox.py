@@ -24,17 +24,17 @@ from typing import Any
 import psutil
 import pytest
 
-from megarl.core.config.rewards import CodeConfig, RewardConfig
+from megarl.config.rewards import CodeConfig, RewardConfig
 from megarl.core.errors import SandboxError
-from megarl.explore.rewards.code.verifier import check_code
-from megarl.explore.sandbox import client, host, proven, selftest
-from megarl.explore.sandbox.client import RemoteSandbox, open_sandbox
-from megarl.explore.sandbox.host import Host
-from megarl.explore.sandbox.interface import MIB, Call, Checks, Limits, Sandbox, Test
-from megarl.explore.sandbox.local import LocalSandbox
-from megarl.explore.sandbox.proven import local_sandbox
-from megarl.explore.sandbox.seccomp import ALLOW, RETURN
+from megarl.rewards.code.verifier import check_code
 from megarl.run.report import doctor
+from megarl.sandbox import client, host, proven, selftest
+from megarl.sandbox.client import RemoteSandbox, open_sandbox
+from megarl.sandbox.host import Host
+from megarl.sandbox.interface import MIB, Call, Checks, Limits, Sandbox, Test
+from megarl.sandbox.local import LocalSandbox
+from megarl.sandbox.proven import local_sandbox
+from megarl.sandbox.seccomp import ALLOW, RETURN
 
 pytestmark = pytest.mark.sandbox
 KEY = "a key of the tests, long enough"
@@ -171,7 +171,7 @@ def test_packages_of_a_named_interpreter_are_there() -> None:
 def test_killing_the_owner_kills_the_sandbox() -> None:
     """The reward pool kills its workers in the middle of anything."""
     script = (
-        "from megarl.explore.sandbox.proven import local_sandbox\nfrom megarl.explore.sandbox.interface import Limits, "
+        "from megarl.sandbox.proven import local_sandbox\nfrom megarl.sandbox.interface import Limits, "
         "Test\n"
         "sandbox = local_sandbox()\nprint('ready', flush=True)\n"
         "sandbox.run('import time\\nwhile True: time.sleep(1)', [Test()], Limits(wall_s=100.0))"

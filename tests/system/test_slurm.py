@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import pytest
 
+from megarl.buffer.order.draws import tasks_of_step
+from megarl.buffer.store import OWN_SERVER, Store
 from megarl.core.errors import ConfigError
-from megarl.explore.order.draws import tasks_of_step
-from megarl.explore.store import OWN_SERVER, Store
 from megarl.run.job_store import job_store, live_url
 from megarl.run.local_disk import PARKED
 from megarl.weights.checkpoint.training.manifest import current_attempt

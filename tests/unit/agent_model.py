@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import openai
 
-from megarl.core.config.schema import RolloutConfig
+from megarl.buffer.store import Claim
+from megarl.config.schema import RolloutConfig
 from megarl.core.schema import Reward, Task, Trajectory, WeightsVersion
-from megarl.engine.client.frames import Completion
-from megarl.engine.client.gather import SampleRequest
+from megarl.engines.client.frames import Completion
+from megarl.engines.client.gather import SampleRequest
 from megarl.explore import workflows
 from megarl.explore.agents.server import AgentServer
 from megarl.explore.agents.session import Session
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.recording.model import RenderedPrompt, RolloutModel
-from megarl.explore.rewards import Verdict
-from megarl.explore.store import Claim
-from megarl.explore.tasksets import ChatTokenizer
+from megarl.rewards import Verdict
+from megarl.tasks import ChatTokenizer
 
 TASK = Task("t", "s", ({"role": "user", "content": "Wie viel ist 12 + 3?"},), "", {"ground_truth": "15"})
 

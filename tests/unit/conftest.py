@@ -22,4 +22,4 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def soon_dry(monkeypatch: pytest.MonkeyPatch) -> None:
     """A generator counts as exhausted after fewer draws: the words are the same, and nobody waits for 50,000."""
-    monkeypatch.setattr(importlib.import_module("megarl.explore.tasksets.generate"), "MAX_DRY_DRAWS", 2000)
+    monkeypatch.setattr(importlib.import_module("megarl.tasks.generators.generate"), "MAX_DRY_DRAWS", 2000)

@@ -164,7 +164,7 @@ def megatron_chunks(c: Config, grid: Grid, rank: int) -> Iterator[dict[str, Any]
     from torch import distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from megarl.core.config.schema import ModelConfig
+    from megarl.config.schema import ModelConfig
     from megarl.learn.models.specs import block_spec
 
     dist.init_process_group("fake", rank=rank, world_size=grid.world, store=FakeStore())

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from megarl.core.config import Config, compose
-from megarl.core.config.hub import with_snapshots
-from megarl.core.config.load import from_dict, to_dict
+from megarl.config import Config, compose
+from megarl.config.hub import with_snapshots
+from megarl.config.load import from_dict, to_dict
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import ProcessKind
 from megarl.run.nodes.plan import Plan

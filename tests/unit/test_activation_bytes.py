@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from gpu import QWEN2_5_1_5B
 
-from megarl.core.config.schema import ModelConfig, ParallelConfig
-from megarl.learn.training.activation_bytes import activation_bytes
-from megarl.learn.training.resident_bytes import model_bytes
+from megarl.config.schema import ModelConfig, ParallelConfig
+from megarl.learn.memory.activation_bytes import activation_bytes
+from megarl.learn.memory.resident_bytes import model_bytes
 from megarl.weights.architectures import ModelSizes, architecture
 from megarl.weights.architectures.complete import complete
 from tests.unit.test_configs import MODELS

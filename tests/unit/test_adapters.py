@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.core.config.lora import LoraConfig
+from megarl.config.lora import LoraConfig
 from megarl.core.errors import ConfigError
 from megarl.weights.reshard.adapters import (
     AdaptedModel,

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from megarl.core.config.schema import RolloutConfig
+from megarl.config.schema import RolloutConfig
 from megarl.core.schema import Task
 from megarl.explore.agents import runner
 from megarl.explore.agents.command import OUTPUT_BYTES, PASSED, command_environment, run_command
@@ -130,7 +130,7 @@ def test_a_command_gets_named_variables_alone(monkeypatch: pytest.MonkeyPatch) -
 def test_an_agent_of_a_file_reaches_the_endpoint_beside_a_proxy(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text("async def run(base_url, prompt, request_kwargs, metadata): ...")
     source = (
-        "import sys, urllib.request as r; from megarl.core.config.schema import RolloutConfig; "
+        "import sys, urllib.request as r; from megarl.config.schema import RolloutConfig; "
         "from megarl.explore.agents import runner; runner.load(RolloutConfig(agent=sys.argv[1])); "
         "print(r.proxy_bypass('127.0.0.1'), r.proxy_bypass('example.org'))"
     )

@@ -14,19 +14,19 @@ import aiohttp
 import openai
 import pytest
 
-from megarl.core.config.rewards import FormatConfig, RewardConfig
-from megarl.core.config.schema import RolloutConfig
+from megarl.buffer.experience import verify
+from megarl.config.rewards import FormatConfig, RewardConfig
+from megarl.config.schema import RolloutConfig
 from megarl.core.errors import PromptRefused
 from megarl.core.schema import End, Reward
 from megarl.explore import workflows
 from megarl.explore.agents import openai as protocol
 from megarl.explore.agents.request import Repeated
 from megarl.explore.agents.session import Session
-from megarl.explore.experience import verify
 from megarl.explore.recording.limits import TokenLimits
-from megarl.explore.rewards import Verdict
-from megarl.explore.tasksets import ChatTokenizer
-from megarl.explore.tools import FORMATS
+from megarl.rewards import Verdict
+from megarl.tasks import ChatTokenizer
+from megarl.tasks.tools import FORMATS
 from tests.chat_battery import TOOLS, checkpoint
 from tests.unit.agent_model import TASK, Model, client, play, recorder, trajectory
 

@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 
-from megarl.core.config.schema import RolloutConfig
+from megarl.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.schema import End
-from megarl.engine.client.frames import Completion
-from megarl.engine.client.gather import SampleRequest
+from megarl.engines.client.frames import Completion
+from megarl.engines.client.gather import SampleRequest
 from megarl.explore.agents import runner
 from megarl.explore.agents.sandbox import CommandSandbox
 from megarl.explore.recording.model import RolloutModel
-from megarl.explore.tasksets import ChatTokenizer
+from megarl.tasks import ChatTokenizer
 from tests.chat_battery import checkpoint
 from tests.unit.agent_model import Model, recorder, run_workflow_of, trajectory
 

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.core.config.schema import RolloutConfig
+from megarl.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.schema import End, Trajectory
 from megarl.explore import workflows
 from megarl.explore.recording.model import RolloutModel
-from megarl.explore.tasksets import ChatTokenizer
+from megarl.tasks import ChatTokenizer
 from tests.chat_battery import TOOLS, checkpoint
 from tests.conftest import examples
 from tests.unit.agent_model import TASK, Model, client, play, recorder, run_workflow_of, trajectory

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl import _C
-from megarl.core.config.algorithms import (
+from megarl.buffer.experience.groups import group_stats
+from megarl.config.algorithms import (
     AlgorithmConfig,
     KLConfig,
     MirrorDescentConfig,
@@ -23,7 +24,6 @@ from megarl.core.config.algorithms import (
 )
 from megarl.core.errors import ConfigError
 from megarl.core.schema import GroupStats
-from megarl.explore.experience.groups import group_stats
 from megarl.learn import algorithms
 from megarl.learn.algorithms import LossInput, types
 from megarl.ops import native

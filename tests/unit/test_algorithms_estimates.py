@@ -14,10 +14,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megarl.core.config.algorithms import AlgorithmConfig, KLConfig, MixConfig, PPOConfig, settings_of
+from megarl.buffer.experience.groups import group_stats
+from megarl.config.algorithms import AlgorithmConfig, KLConfig, MixConfig, PPOConfig, settings_of
 from megarl.core.errors import ConfigError
 from megarl.core.schema import GroupStats
-from megarl.explore.experience.groups import group_stats
 from megarl.learn import algorithms
 from megarl.learn.algorithms import StepInput
 from megarl.learn.algorithms.terms import kl, value

@@ -13,7 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megarl.core.config.algorithms import (
+from megarl.buffer.experience.groups import is_zero_variance
+from megarl.config.algorithms import (
     AlgorithmConfig,
     AnyAlgorithmConfig,
     KLConfig,
@@ -24,10 +25,9 @@ from megarl.core.config.algorithms import (
     settings_of,
 )
 from megarl.core.errors import ConfigError
-from megarl.explore.experience.groups import is_zero_variance
-from megarl.explore.rewards.shape import overlong_penalty
 from megarl.learn import algorithms
 from megarl.learn.algorithms import LossInput, mix, reward_model
+from megarl.rewards.shape import overlong_penalty
 from tests.conftest import examples
 from tests.native import backends
 from tests.unit.test_algorithms import AGGREGATIONS, FIELDS, grpo_token, make_batch, oracle, sft_token

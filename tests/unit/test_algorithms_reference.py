@@ -19,8 +19,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megarl.core.config import compose, config_dir
-from megarl.core.config.algorithms import (
+from megarl.buffer.experience.groups import group_stats
+from megarl.config import compose, config_dir
+from megarl.config.algorithms import (
     AlgorithmConfig,
     AnyAlgorithmConfig,
     KLConfig,
@@ -29,7 +30,6 @@ from megarl.core.config.algorithms import (
     settings_of,
 )
 from megarl.core.errors import ConfigError
-from megarl.explore.experience.groups import group_stats
 from megarl.learn import algorithms
 from megarl.learn.algorithms import LossInput
 from tests.conftest import examples

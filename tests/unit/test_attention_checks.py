@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.core.config.schema import ModelConfig
+from megarl.config.schema import ModelConfig
 from megarl.core.errors import ConfigError
 from megarl.learn.models.specs import check_layers
-from megarl.run.checks.model import _check_growth
+from megarl.run.checks.models.grids import _check_growth
 from megarl.weights.architectures.complete import complete
 from tests.parallel.families import FAMILIES
 

@@ -19,29 +19,29 @@ import torch
 from safetensors.torch import load_file
 
 from megarl import cli
-from megarl.core.config import Config, compose
-from megarl.core.config.lora import LoraConfig
-from megarl.core.config.rewards import RewardConfig
-from megarl.core.config.schema import EvaluationConfig
+from megarl.buffer.experience.intervals import interval, paired, t_quantile
+from megarl.buffer.experience.majority import majority_at
+from megarl.buffer.store import Store
+from megarl.config import Config, compose
+from megarl.config.lora import LoraConfig
+from megarl.config.rewards import RewardConfig
+from megarl.config.schema import EvaluationConfig
 from megarl.core.errors import CheckpointError, ConfigError, DataError, EngineError, WeightsDiffer
 from megarl.core.published import PublishedWeights, folder_of
 from megarl.core.schema import Reward, RewardStatus, Task, Trajectory
-from megarl.engine.client.control import EngineControl, EngineState
-from megarl.engine.fleet import EngineRow, EngineStatus
-from megarl.engine.sync.files import compare_with_files
+from megarl.engines.client.control import EngineControl, EngineState
+from megarl.engines.fleet import EngineRow, EngineStatus
+from megarl.engines.sync.files import compare_with_files
 from megarl.explore.bench.answers import RESULT, ModelAnswers, TaskAnswers, read_result, written_response
 from megarl.explore.bench.driver import FROM_FILES, ROLLOUT, BenchDriver, ModelFiles
-from megarl.explore.experience.intervals import interval, paired, t_quantile
-from megarl.explore.experience.majority import majority_at
 from megarl.explore.explorer.held_out import record_evaluations
-from megarl.explore.rewards.votes import extractor
-from megarl.explore.store import Store
-from megarl.explore.tasksets import ChatTokenizer
+from megarl.rewards.votes import extractor
 from megarl.run.launch import bench
 from megarl.run.launch.bench import run_bench
 from megarl.run.launch.subjects import Subject, short_names, subject_of
 from megarl.run.report.bench import table, write_bench
 from megarl.run.report.comparison import OVERALL, Measured, Row, compare
+from megarl.tasks import ChatTokenizer
 from megarl.weights.checkpoint.formats import peft
 from megarl.weights.reshard.layouts import vllm_layout
 from tests.chat_battery import checkpoint

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from megarl.core.config.schema import RolloutConfig
+from megarl.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.schema import End, Reward, Task
 from megarl.explore import workflows
-from megarl.explore.rewards import Verdict
-from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.workflows.best_of_n import best_of_n
+from megarl.rewards import Verdict
+from megarl.tasks import ChatTokenizer
 from tests.chat_battery import checkpoint
 from tests.unit.agent_model import Model
 from tests.unit.test_workflow_run import play

@@ -23,14 +23,14 @@ from hypothesis.stateful import (
 )
 from sqlalchemy import delete, select
 
-from megarl.core.config.algorithms import AlgorithmConfig
-from megarl.core.config.job import SyncConfig
-from megarl.core.config.schema import Config, TrainerConfig
+from megarl.buffer.order.pacing import Pacing
+from megarl.buffer.store import Claim, EndedGroup, Store, database
+from megarl.buffer.store.tables import GROUPS, METADATA
+from megarl.config.algorithms import AlgorithmConfig
+from megarl.config.job import SyncConfig
+from megarl.config.schema import Config, TrainerConfig
 from megarl.core.errors import NonRetryableError
 from megarl.core.schema import Reward, WeightsVersion
-from megarl.explore.order.pacing import Pacing
-from megarl.explore.store import Claim, EndedGroup, Store, database
-from megarl.explore.store.tables import GROUPS, METADATA
 from megarl.learn import algorithms
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.reporter import Reporter

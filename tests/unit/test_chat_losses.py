@@ -10,9 +10,9 @@ from typing import Any
 import openai
 import pytest
 
-from megarl.core.config.taskset import TasksetConfig
+from megarl.config.taskset import TasksetConfig
 from megarl.core.errors import DataError
-from megarl.explore.tasksets import (
+from megarl.tasks import (
     ChatTokenizer,
     encode_demonstrations,
     encode_rows,
@@ -21,8 +21,8 @@ from megarl.explore.tasksets import (
     read_rows,
     read_tasks,
 )
-from megarl.explore.tasksets.template import ChatTemplate
-from megarl.explore.tools import FORMATS
+from megarl.tasks.templates.template import ChatTemplate
+from megarl.tasks.tools import FORMATS
 from tests.chat_battery import ANSWER, CALL, CALLS, RESULT, TEMPLATES, TOOLS, USER, WORDS, checkpoint
 from tests.unit.agent_model import TASK, Model, client, play, recorder
 from tests.unit.small_rows import write

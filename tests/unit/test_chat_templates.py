@@ -15,10 +15,10 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
+from megarl.buffer.store.codec import task_from_row, task_to_row
 from megarl.core.errors import DataError
 from megarl.core.schema import Task
-from megarl.explore.store.codec import task_from_row, task_to_row
-from megarl.explore.tasksets import (
+from megarl.tasks import (
     ChatTokenizer,
     encode_demonstrations,
     encode_preferences,
@@ -26,8 +26,8 @@ from megarl.explore.tasksets import (
     read_preferences,
     read_rows,
 )
-from megarl.explore.tasksets.template import ChatTemplate
-from megarl.explore.tasksets.turns import messages_of, render_turns, turn_ids
+from megarl.tasks.templates.template import ChatTemplate
+from megarl.tasks.templates.turns import messages_of, render_turns, turn_ids
 from tests.chat_battery import (
     ANSWER,
     CALL,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.core.config.schema import Config
+from megarl.config.schema import Config
 from megarl.core.errors import NonRetryableError
 from megarl.core.schema import Outcome, Reward
 from megarl.learn.batching import Sequences, StepShare

@@ -78,8 +78,8 @@ def test_config_prints_what_overrides_compose_to() -> None:
 @pytest.mark.parametrize("experiment", ["quickstart", "ppo_llama3_1_8b", "dpo", "grpo_deepseek_v3"])
 def test_changed_settings_make_the_job_again(experiment: str) -> None:
     """Beside defaults alone."""
-    from megarl.core.config import Config, compose, from_dict
-    from megarl.core.config.reference import changed
+    from megarl.config import Config, compose, from_dict
+    from megarl.config.reference import changed
 
     config = compose([f"experiment={experiment}"])
     tree: dict[str, Any] = {}

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from megarl.core.config import Config
-from megarl.core.config.job import StoreConfig
+from megarl.buffer.store import Store
+from megarl.config import Config
+from megarl.config.job import StoreConfig
 from megarl.core.errors import WeightsDiffer
 from megarl.core.schema import WeightsVersion
-from megarl.engine.client.control import EngineControl
-from megarl.engine.client.probe import Probed, ProbeText
-from megarl.engine.fleet import EngineStatus, EngineTurn
-from megarl.explore.store import Store
+from megarl.engines.client.control import EngineControl
+from megarl.engines.client.probe import Probed, ProbeText
+from megarl.engines.fleet import EngineStatus, EngineTurn
 from megarl.train.parts.cold import ColdCheck, compare
 from megarl.train.rank.context import RunContext
 from megarl.train.sync.look import EngineLook

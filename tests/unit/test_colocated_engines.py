@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from megarl.core.config.schema import Config, RolloutConfig
+from megarl.buffer.store import Store
+from megarl.config.schema import Config, RolloutConfig
 from megarl.core.errors import EngineError
-from megarl.engine.fleet import EngineRow, EngineStatus, EngineTurn
-from megarl.explore.store import Store
+from megarl.engines.fleet import EngineRow, EngineStatus, EngineTurn
 from megarl.train.rank.context import RunContext
 from megarl.train.sync.colocated import ColocatedEngines
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from megarl.core.config import compose
+from megarl.config import compose
 from megarl.core.errors import ConfigError, DataError
-from megarl.explore.tasksets import read_preferences, read_rows
 from megarl.learn import algorithms
 from megarl.run.checks.tasksets import check_taskset
 from megarl.run.run_dir.rows import read_split
+from megarl.tasks import read_preferences, read_rows
 
 
 def write(path: Path, row: dict[str, Any]) -> Path:

@@ -9,11 +9,11 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 
-from megarl.core.config import compose, config_dir, from_dict, load_resolved, save_resolved, to_dict
-from megarl.core.config.algorithms import SETTINGS, AnyAlgorithmConfig, PPOConfig
-from megarl.core.config.bounds import bound_of
-from megarl.core.config.schema import Config, FromScratchConfig, ModelConfig
-from megarl.core.config.validate import numbers
+from megarl.config import compose, config_dir, from_dict, load_resolved, save_resolved, to_dict
+from megarl.config.algorithms import SETTINGS, AnyAlgorithmConfig, PPOConfig
+from megarl.config.bounds import bound_of
+from megarl.config.schema import Config, FromScratchConfig, ModelConfig
+from megarl.config.validate import numbers
 from megarl.core.errors import ConfigError
 from megarl.learn.algorithms import ALGORITHMS
 

@@ -25,8 +25,8 @@ import pytest
 import torch
 from PIL import Image
 
-from megarl.core.config import Config, compose, config_dir
-from megarl.core.config.schema import FromScratchConfig, ParallelConfig, RolloutConfig, VisionTowerConfig
+from megarl.config import Config, compose, config_dir
+from megarl.config.schema import FromScratchConfig, ParallelConfig, RolloutConfig, VisionTowerConfig
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import ProcessKind
 from megarl.learn import algorithms
@@ -560,8 +560,8 @@ def test_adapters_of_a_7b_are_trained_on_24_gb_and_the_model_itself_is_not(
 @pytest.mark.parametrize("name", TURNS)
 def test_activations_leave_a_part_of_the_device(in_workplace: Path, name: str) -> None:
     """An update that computes nothing again leaves 15 % of 80 GB, by the estimate."""
-    from megarl.core.phases import Phase
-    from megarl.learn.training.activation_bytes import activation_bytes
+    from megarl.learn.memory.activation_bytes import activation_bytes
+    from megarl.learn.memory.phases import Phase
     from megarl.run.checks.devices import ledger_of
 
     config = compose([f"experiment={name}"])
@@ -593,7 +593,7 @@ def test_gpus_for_a_model_and_rows_of_ones_own() -> None:
 def test_plan_of_a_large_job(in_workplace: Path, name: str) -> None:
     """As above, with two of the engines' ranks instead of all that differ, and the files' tensors without a plan from
     them."""
-    from megarl.run.checks import model as model_checks
+    from megarl.run.checks.models import grids as model_checks
     from megarl.run.checks.settings import check_settings
     from megarl.weights.checkpoint.formats.hf_source import check_hf, open_hf
 

@@ -19,18 +19,18 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from megarl.core.config import Config
-from megarl.core.config.algorithms import AlgorithmConfig
-from megarl.core.config.job import SyncConfig
-from megarl.core.config.schema import TrainerConfig
-from megarl.core.phases import Phase
+from megarl.buffer.order.choice import TaskChoice
+from megarl.buffer.order.pacing import Pacing
+from megarl.buffer.store import Claim, Store, Used
+from megarl.buffer.store.rollouts import RolloutTable
+from megarl.buffer.store.tables import GROUPS, ROLLOUTS
+from megarl.config import Config
+from megarl.config.algorithms import AlgorithmConfig
+from megarl.config.job import SyncConfig
+from megarl.config.schema import TrainerConfig
 from megarl.core.schema import Reward, Trajectory, WeightsVersion
-from megarl.explore.order.choice import TaskChoice
-from megarl.explore.order.pacing import Pacing
-from megarl.explore.store import Claim, Store, Used
-from megarl.explore.store.rollouts import RolloutTable
-from megarl.explore.store.tables import GROUPS, ROLLOUTS
 from megarl.learn import algorithms
+from megarl.learn.memory.phases import Phase
 from megarl.train.loop.course import Course
 from megarl.train.part import Services
 from megarl.train.parts import parts_of
@@ -42,7 +42,7 @@ from megarl.train.rollout.awaited import Awaited, Published
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.rollout.rollouts import Rollouts
 from megarl.train.step import OnlineSteps
-from megarl.train.sync.sent import outlives_update
+from megarl.train.sync.published import outlives_update
 from megarl.train.sync.weights import WeightSync
 from tests.stores import finish, make_task
 from tests.trajectories import one_turn

@@ -16,14 +16,11 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from megarl.buffer.store import Claim, ExpertExperience, Selection, Store, Used
 from megarl.cli import main
-from megarl.core.config import Config, compose, save_resolved
+from megarl.config import Config, compose, save_resolved
 from megarl.core.errors import ConfigError
 from megarl.core.schema import Reward, Task, Trajectory, Turn, WeightsSpan, WeightsVersion
-from megarl.explore.store import Claim, ExpertExperience, Selection, Store, Used
-from megarl.explore.tasksets import read_rows, text_of_tokens
-from megarl.explore.tasksets.files import read_table
-from megarl.explore.tasksets.inline_images import with_inline_images
 from megarl.run.data import export, prune
 from megarl.run.data.count import count
 from megarl.run.data.export import EXPERT, TRAJECTORY, export_experts
@@ -33,6 +30,9 @@ from megarl.run.data.page import write_page
 from megarl.run.data.prune import Pruned
 from megarl.run.data.show import sample, show
 from megarl.run.data.tokens import tokens_of
+from megarl.tasks import read_rows, text_of_tokens
+from megarl.tasks.files import read_table
+from megarl.tasks.images.inline import with_inline_images
 from tests.loop.vision_models import picture
 from tests.stores import expert, make_task
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.core.config import Config
-from megarl.core.config.schema import ParallelConfig
+from megarl.config import Config
+from megarl.config.schema import ParallelConfig
 from megarl.core.errors import ConfigError
 from megarl.run.nodes.fit import fit
 from megarl.run.nodes.plan import NodeInfo, plan_job

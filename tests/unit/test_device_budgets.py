@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.core.config import Config
+from megarl.config import Config
 from megarl.core.errors import ConfigError
 from megarl.learn import algorithms
 from megarl.run.checks.devices import check_devices, ledger_of

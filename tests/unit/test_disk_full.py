@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from megarl.core.config import compose
+from megarl.buffer.store import Store
+from megarl.config import compose
 from megarl.core.errors import DiskFullError, JobError
 from megarl.core.metrics import MetricWriter, Timeline
-from megarl.explore.store import Store
 from megarl.run.launch.job import _begin_attempt
 from megarl.run.process.interrupt import StopRequest
 from megarl.weights.checkpoint.training import manifest
@@ -183,7 +183,7 @@ def saves(rank: int, model: str, folder: str) -> list[str]:
     """Runs in each rank: a checkpoint, the disk filled, one in the background and one at once; what the others said."""
     import torch.distributed as dist
 
-    from megarl.core.config.schema import ParallelConfig
+    from megarl.config.schema import ParallelConfig
     from megarl.weights.checkpoint.training import state
     from tests.parallel.test_megatron_on_cpu import make_actor, parts
 
@@ -229,7 +229,7 @@ def saves_full_on_rank_0(rank: int, model: str, folder: str) -> list[str]:
     import torch.distributed as dist
     from megatron.core.dist_checkpointing import serialization
 
-    from megarl.core.config.schema import ParallelConfig
+    from megarl.config.schema import ParallelConfig
     from megarl.weights.checkpoint.training import disk_space, state
     from tests.parallel.test_megatron_on_cpu import make_actor, parts
 

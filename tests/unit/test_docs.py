@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from megarl import cli
-from megarl.core.config import compose
-from megarl.core.config.schema import Config
+from megarl.config import compose
+from megarl.config.schema import Config
 from megarl.run.launch.sweep import combinations
 
 ROOT = Path(__file__).parents[2]

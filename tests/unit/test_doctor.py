@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megarl.core import machine
+from megarl.core.processes import machine
 from megarl.run.report import doctor
 
 

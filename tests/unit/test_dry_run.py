@@ -15,11 +15,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from megarl.cli import main
-from megarl.core.config import load_resolved, save_resolved
+from megarl.config import load_resolved, save_resolved
 from megarl.core.errors import ConfigError, DataError
-from megarl.explore.tasksets import ChatTokenizer, encode_rows, read_rows, write_rows
 from megarl.run.checks.job import check
 from megarl.run.run_dir.prepare import make, prepare_data, with_prompt_limit
+from megarl.tasks import ChatTokenizer, encode_rows, read_rows, write_rows
 from tests.unit.small_job import SMALL, config_of, refused
 
 

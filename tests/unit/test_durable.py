@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megarl.core import durable
-from megarl.explore.tasksets import read_rows, write_rows
+from megarl.tasks import read_rows, write_rows
 from megarl.weights.checkpoint.formats.output import MANIFEST, OutputDirectory
 from megarl.weights.checkpoint.formats.overwrite import check_target
 from tests.kills import every_kill

@@ -12,13 +12,13 @@ import torch
 from transformers import AutoConfig
 
 from megarl import ops
-from megarl.core.config import Config
-from megarl.core.config.schema import ModelConfig, ParallelConfig, RolloutConfig
+from megarl.config import Config
+from megarl.config.schema import ModelConfig, ParallelConfig, RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import JOBS
 from megarl.learn import algorithms
 from megarl.run.checks.devices import check_engine_devices
-from megarl.run.checks.engine_options import (
+from megarl.run.checks.engines.options import (
     ON_CPU,
     REASONS,
     SETTINGS,
@@ -26,7 +26,7 @@ from megarl.run.checks.engine_options import (
     check_engine_options,
     engine_arguments,
 )
-from megarl.run.checks.engines import check_eight_bits, check_engine_settings
+from megarl.run.checks.engines.started_with import check_eight_bits, check_engine_settings
 from megarl.run.checks.memory import engine_bytes
 from megarl.run.checks.settings import check_builds
 from megarl.run.supervise.engine_process import engine_process

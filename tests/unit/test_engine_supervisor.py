@@ -14,10 +14,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from megarl.buffer.store import Store
 from megarl.core.errors import ConfigError, JobError
-from megarl.engine.client.names import START
-from megarl.engine.fleet import EngineRow, EngineStatus, EngineTurn, Replacements
-from megarl.explore.store import Store
+from megarl.engines.client.names import START
+from megarl.engines.fleet import EngineRow, EngineStatus, EngineTurn, Replacements
 from megarl.run.nodes.node import NotStarted, Spec, Started
 from megarl.run.supervise import units
 from megarl.run.supervise.engines import EngineSupervisor, RowsInStore, first_rows

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from megarl.buffer.store import Store
+from megarl.buffer.store.workers import BusyTime
 from megarl.explore.explorer.engine_time import SHORTEST_S, EngineTime
 from megarl.explore.explorer.rollout_clock import RolloutClock
-from megarl.explore.store import Store
-from megarl.explore.store.workers import BusyTime
 from megarl.train.rank.engine_time import SILENCE_S, EngineIdleness
 
 

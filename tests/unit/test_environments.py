@@ -12,7 +12,7 @@ from unittest.mock import ANY
 
 import pytest
 
-from megarl.core.config.schema import RolloutConfig
+from megarl.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.schema import End, Reward, Task, Turn
 from megarl.explore import environments, workflows
@@ -20,8 +20,8 @@ from megarl.explore.environments import EpisodeThreads, Observation
 from megarl.explore.environments.guess import Guess
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.recording.values import recorded_reward
-from megarl.explore.rewards.verdict import MAX_PARTS
 from megarl.explore.workflows.environment import environment
+from megarl.rewards.verdict import MAX_PARTS
 from tests.trajectories import one_turn
 
 

@@ -24,18 +24,18 @@ import pytest
 from aiohttp import web
 from PIL import Image
 
-from megarl.core.config import Config
-from megarl.core.config.rewards import FormatConfig, RewardConfig
-from megarl.core.config.schema import RolloutConfig
+from megarl.config import Config
+from megarl.config.rewards import FormatConfig, RewardConfig
+from megarl.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Reward, Task, Turn
 from megarl.explore import environments, workflows
 from megarl.explore.environments import EnvironmentFault, EpisodeThreads, verifiers
 from megarl.explore.environments.episode import in_thread
 from megarl.explore.recording.limits import TokenLimits
-from megarl.explore.rewards import RewardPool, Verdict
 from megarl.explore.workflows.environment import environment
-from megarl.run.checks import vision
+from megarl.rewards import RewardPool, Verdict
+from megarl.run.checks.models import vision
 from megarl.run.process import ports
 from tests import games
 from tests.unit.test_environments import Model

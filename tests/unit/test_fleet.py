@@ -16,10 +16,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megarl.buffer.store import Store
 from megarl.core.schema import WeightsVersion
-from megarl.engine import fleet
-from megarl.engine.fleet import EngineRow, EngineTurn
-from megarl.explore.store import Store
+from megarl.engines import fleet
+from megarl.engines.fleet import EngineRow, EngineTurn
 from tests.conftest import examples
 
 PROGRAM = "train"

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from megarl.core.fork import Forked, ForkServer
-from megarl.core.secrets import SECRET
+from megarl.core.processes.fork import Forked, ForkServer
+from megarl.core.processes.secrets import SECRET
 from megarl.run.process import forkserver
 
 LAUNCHER = """
@@ -24,7 +24,7 @@ import json, os, signal, sys, threading, time
 from pathlib import Path
 from megarl.core.jobs import ProcessKind
 from megarl.run.process import forkserver
-from megarl.core.fork import Forked
+from megarl.core.processes.fork import Forked
 from megarl.run.process.forkserver import ForkServers
 from megarl.run.process.process import Child
 forkserver.COMMON = ("decimal",)

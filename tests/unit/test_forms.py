@@ -15,15 +15,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megarl.core.config.rewards import RewardConfig
+from megarl.buffer.store import Store
+from megarl.config.rewards import RewardConfig
 from megarl.core.errors import DataError
 from megarl.core.schema import Task
-from megarl.explore.rewards.code.tests import Asserts, Cases, parse
-from megarl.explore.rewards.router import check_row
-from megarl.explore.store import Store
-from megarl.explore.tasksets import difficulty_of, read_preferences, read_rows
-from megarl.explore.tasksets.files import json_value
-from megarl.explore.tasksets.images import png_of
+from megarl.rewards.code.tests import Asserts, Cases, parse
+from megarl.rewards.router import check_row
+from megarl.tasks import difficulty_of, read_preferences, read_rows
+from megarl.tasks.files import json_value
+from megarl.tasks.images.rows import png_of
 from tests.unit.small_rows import write
 
 SUFFIXES = ("jsonl", "json", "parquet")

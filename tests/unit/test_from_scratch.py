@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megarl.core.config.schema import FromScratchConfig
+from megarl.config.schema import FromScratchConfig
 from megarl.core.errors import CheckpointError, ConfigError, DataError
 from megarl.core.schema import Task
-from megarl.explore.tasksets import ChatTokenizer, check_prompts
 from megarl.learn.models.from_scratch import ALPHABET, MODELS, SPECIAL_TOKENS, VISION, create, train_tokenizer
+from megarl.tasks import ChatTokenizer, check_prompts
 from megarl.weights.architectures import architecture
 
 SMALL = FromScratchConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,

@@ -15,13 +15,13 @@ from PIL import Image
 from tokenizers import Tokenizer
 from transformers import AutoProcessor, AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
-from megarl.core.config.schema import FromScratchConfig, VisionTowerConfig
+from megarl.config.schema import FromScratchConfig, VisionTowerConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task
-from megarl.explore.tasksets import ChatTokenizer, chat_messages, generate, read_rows
-from megarl.explore.tasksets.processor import Processor
 from megarl.learn.models.from_scratch import MODELS, VISION, VISION_TOKENS, create
 from megarl.run.run_dir.prepare import _model_recipe, with_prompt_limit
+from megarl.tasks import ChatTokenizer, chat_messages, generate, read_rows
+from megarl.tasks.images.processor import Processor
 from tests.unit.small_job import config_of
 
 SMALL = FromScratchConfig(

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megarl.core.config import Config
-from megarl.core.config.job import SyncConfig
-from megarl.core.config.schema import ModelConfig
+from megarl.config import Config
+from megarl.config.job import SyncConfig
+from megarl.config.schema import ModelConfig
 from megarl.core.errors import WeightsDiffer
 from megarl.core.schema import Outcome, Reward
 from megarl.learn.batching import Sequences

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.explore.rewards import compute_score
+from megarl.rewards import compute_score
 
 ROOT = Path(__file__).parents[2]
 ROWS = [

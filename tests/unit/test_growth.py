@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megarl.core.phases import Phase
-from megarl.train.update.growth import LEAST_BYTES, Growth
+from megarl.learn.memory.phases import Phase
+from megarl.train.memory.growth import LEAST_BYTES, Growth
 
 MIB = 2**20
 

@@ -15,9 +15,9 @@ from unittest.mock import ANY
 
 import pytest
 
-from megarl.core.config import Config
-from megarl.core.config.schema import RolloutConfig
-from megarl.core.config.taskset import TasksetConfig
+from megarl.config import Config
+from megarl.config.schema import RolloutConfig
+from megarl.config.taskset import TasksetConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task
 from megarl.explore import environments, workflows
@@ -25,11 +25,11 @@ from megarl.explore.environments import EnvironmentFault, EpisodeThreads
 from megarl.explore.environments.episode import in_thread
 from megarl.explore.environments.harbor import BLOCK, UNREAD, reward_of
 from megarl.explore.recording.limits import TokenLimits
-from megarl.explore.tasksets.harbor import read_folder
-from megarl.explore.tasksets.rows import read_rows
 from megarl.explore.workflows.environment import environment
 from megarl.run.checks.inputs import check_environment_rows
 from megarl.run.run_dir.prepare import missing_data
+from megarl.tasks.harbor import read_folder
+from megarl.tasks.rows import read_rows
 from tests.unit.test_environments import Model
 
 HARBOR = os.environ.get("MEGARL_HARBOR_PYTHON", "")

@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.core.config.schema import Config, EvaluationConfig, RolloutConfig, TrainerConfig
-from megarl.core.schema import Reward, Task, Trajectory, WeightsVersion
-from megarl.explore.experience.held_out import (
+from megarl.buffer.experience.held_out import (
     TaskScores,
     pass_at,
     right_answers,
@@ -23,8 +21,10 @@ from megarl.explore.experience.held_out import (
     source_metrics,
     standard_error,
 )
+from megarl.buffer.store import Store
+from megarl.config.schema import Config, EvaluationConfig, RolloutConfig, TrainerConfig
+from megarl.core.schema import Reward, Task, Trajectory, WeightsVersion
 from megarl.explore.explorer.held_out import record_evaluations
-from megarl.explore.store import Store
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState

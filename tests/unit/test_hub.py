@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.core.config import compose, save_resolved
+from megarl.config import compose, save_resolved
 from megarl.core.errors import CheckpointError, ConfigError
 from megarl.run.checks.job import check
 from megarl.run.run_dir.resume import check_settings_of_run

@@ -17,13 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from megarl.core.config import Config
+from megarl.buffer.store import Store
+from megarl.config import Config
 from megarl.core.errors import CheckpointError, ConfigError, DataError
 from megarl.core.schema import Task, WeightsVersion
-from megarl.explore.store import Store
-from megarl.explore.tasksets import chat_messages, images, read_preferences, read_rows, write_rows
-from megarl.explore.tasksets.processor import Processor
-from megarl.run.checks.vision import check_images
+from megarl.run.checks.models.vision import check_images
+from megarl.tasks import chat_messages, read_preferences, read_rows, write_rows
+from megarl.tasks.images import rows as images
+from megarl.tasks.images.processor import Processor
 
 
 def picture(color: str = "red", kind: str = "PNG", size: tuple[int, int] = (6, 4)) -> bytes:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.core.config import compose
+from megarl.config import compose
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import JOBS, Mode, ProcessKind, kind_of, logs_of, unit_of, worker_of
 from megarl.learn.algorithms import job_of

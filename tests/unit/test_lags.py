@@ -13,22 +13,22 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.core.config import Config
-from megarl.core.config.algorithms import AlgorithmConfig, KLConfig
-from megarl.core.config.job import SyncConfig
-from megarl.core.config.schema import RolloutConfig
+from megarl.buffer.experience import operators as operators_module
+from megarl.buffer.experience.groups import group_stats
+from megarl.buffer.order.draws import ExpertRow
+from megarl.config import Config
+from megarl.config.algorithms import AlgorithmConfig, KLConfig
+from megarl.config.job import SyncConfig
+from megarl.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import JOBS
 from megarl.core.schema import LARGEST_LAG, End, Outcome, Reward, Trajectory, Turn, WeightsSpan, WeightsVersion
-from megarl.explore.experience import operators as operators_module
-from megarl.explore.experience.groups import group_stats
-from megarl.explore.order.draws import ExpertRow
 from megarl.learn import algorithms
 from megarl.learn.batching import micro_batches
 from megarl.learn.batching.packing import MicroBatching
 from megarl.learn.training import objectives
 from megarl.learn.training.objectives import LossTokens
-from megarl.run.checks.pacing import check_pacing
+from megarl.run.checks.engines.pacing import check_pacing
 from megarl.train.update.accounts import Amount, SampleAccount, account_line
 from megarl.train.update.batch import StepBatch, filter_overlong, make_batch, overlong
 from megarl.train.update.lags import lag_metrics

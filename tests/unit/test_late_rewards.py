@@ -11,22 +11,22 @@ from typing import Any, cast
 
 import pytest
 
-from megarl.core.config import Config
-from megarl.core.config.job import SyncConfig
-from megarl.core.config.rewards import FormatConfig, RewardConfig
-from megarl.core.config.schema import TrainerConfig
+from megarl.buffer.experience import verify
+from megarl.buffer.order.choice import TaskChoice
+from megarl.buffer.order.replay import ReplayChoice
+from megarl.buffer.store import Claim, GivenReward, Store, Used
+from megarl.config import Config
+from megarl.config.job import SyncConfig
+from megarl.config.rewards import FormatConfig, RewardConfig
+from megarl.config.schema import TrainerConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.jobs import JOBS
 from megarl.core.schema import GREEDY, Reward, WeightsVersion
-from megarl.explore.experience import verify
-from megarl.explore.order.choice import TaskChoice
-from megarl.explore.order.replay import ReplayChoice
-from megarl.explore.rewards.router import compute_score
-from megarl.explore.store import Claim, GivenReward, Store, Used
-from megarl.explore.tasksets import ChatTokenizer
 from megarl.learn import algorithms
-from megarl.run.checks.pacing import check_pacing
+from megarl.rewards.router import compute_score
+from megarl.run.checks.engines.pacing import check_pacing
 from megarl.run.run_dir.late import read_rewards, write_awaiting
+from megarl.tasks import ChatTokenizer
 from megarl.train.rank.context import RunContext
 from megarl.train.rollout.asking import GroupRequests, InAdmissionOrder, InCompletionOrder
 from megarl.train.rollout.group_part import GroupServices

@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 
-from megarl.core.config import Config
+from megarl.buffer.store import Store
+from megarl.config import Config
 from megarl.core.errors import ConfigError, FencedError, JobError, MemoryFullError, NonRetryableError
 from megarl.core.jobs import JOBS
-from megarl.core.machine import group_members
 from megarl.core.metrics import Timeline
+from megarl.core.processes.machine import group_members
 from megarl.core.schema import Task
-from megarl.explore.store import Store
 from megarl.run.launch import job
 from megarl.run.launch.memory import MicroBatchBudget
 from megarl.run.nodes.allocation import Allocation
@@ -237,7 +237,7 @@ import os, sys
 from pathlib import Path
 from megarl.run.process.process import Child
 waits = (
-    "import os, signal, threading; from megarl.core.parent import end_after_parent; signal.signal(15, signal.SIG_IGN); "
+    "import os, signal, threading; from megarl.core.processes.parent import end_after_parent; signal.signal(15, signal.SIG_IGN); "
     "end_after_parent(0.2); "
     "os.fork(); print('up', flush=True); lock = threading.Lock(); lock.acquire(); lock.acquire()"
 )

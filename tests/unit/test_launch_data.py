@@ -11,8 +11,8 @@ import pytest
 
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task
-from megarl.explore.tasksets import read_rows, write_rows
 from megarl.run.checks import job as checks
+from megarl.tasks import read_rows, write_rows
 from tests.unit.small_job import config_of, refused
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.core.config import Config
+from megarl.config import Config
 from megarl.core.errors import ConfigError, DataError
-from megarl.explore.tasksets import read_rows, write_rows
 from megarl.run.checks import job as checks
+from megarl.tasks import read_rows, write_rows
 from tests.unit.small_job import config_of, refused
 
 ALGORITHM = """

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megarl.core.config import Config
-from megarl.core.config.algorithms import PreferenceConfig
-from megarl.core.config.schema import ParallelConfig
+from megarl.config import Config
+from megarl.config.algorithms import PreferenceConfig
+from megarl.config.schema import ParallelConfig
 from megarl.core.errors import ConfigError, JobError
 from megarl.learn.parallel.grid import check_parallel, check_roles, role_grids
 from megarl.run.nodes.fit import fit, planned, reductions

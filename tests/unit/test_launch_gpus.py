@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.core.config import Config, compose
-from megarl.core.config.schema import ParallelConfig
+from megarl.config import Config, compose
+from megarl.config.schema import ParallelConfig
 from megarl.core.errors import ConfigError, JobError
 from megarl.core.jobs import ProcessKind
 from megarl.learn.parallel.grid import check_roles

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from megarl.core.errors import JobError
-from megarl.core.machine import group_members
-from megarl.engine.client.leftovers import own_folder, remove_stale_folders
+from megarl.core.processes.machine import group_members
+from megarl.engines.client.leftovers import own_folder, remove_stale_folders
 from megarl.run import postgres
 from megarl.run.nodes.node import LocalNode, Spec, stop
 from megarl.run.process import ports
@@ -172,7 +172,7 @@ def test_the_folders_of_a_killed_start_are_removed_by_the_next(tmp_path: Path, m
     shared = Path(tempfile.mkdtemp())
     monkeypatch.setattr(tempfile, "tempdir", str(shared))
     code = (
-        "import sys; from pathlib import Path; from megarl.engine.client.leftovers import own_folder\n"
+        "import sys; from pathlib import Path; from megarl.engines.client.leftovers import own_folder\n"
         "for run in sys.argv[1:]: print(own_folder(Path(run))[0])"
     )
     runs = [str(tmp_path / "run")] * 2 + [str(tmp_path / "other")]

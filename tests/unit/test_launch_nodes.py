@@ -21,10 +21,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy.engine import make_url
 
-from megarl.core.config import Config
+from megarl.buffer.store import VARIABLE
+from megarl.config import Config
 from megarl.core.errors import ConfigError, FencedError, JobError
 from megarl.core.jobs import ProcessKind
-from megarl.explore.store import VARIABLE
 from megarl.run.launch.job import _healthy
 from megarl.run.nodes import agent, devices, health, remote
 from megarl.run.nodes.allocation import Allocation, find

@@ -11,12 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from megarl.core.config import Config
+from megarl.config import Config
 from megarl.core.errors import CheckpointError, ConfigError, DataError
 from megarl.core.schema import Preference, Task
-from megarl.explore.tasksets import ChatTokenizer, encode_preferences, read_preferences, read_rows
 from megarl.run.checks import job as checks
 from megarl.run.launch.memory import halved
+from megarl.tasks import ChatTokenizer, encode_preferences, read_preferences, read_rows
 from tests.unit.small_job import config_of, refused
 
 KINDS = ("sft", "dpo", "reward_model")

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from megarl.buffer.store import Store
 from megarl.core.errors import ConfigError, JobError
-from megarl.core.machine import group_members
-from megarl.engine.fleet import EngineRow, EngineStatus, EngineTurn, Replacements
-from megarl.explore.store import Store
+from megarl.core.processes.machine import group_members
+from megarl.engines.fleet import EngineRow, EngineStatus, EngineTurn, Replacements
 from megarl.run.nodes.node import LocalNode, Spec, Started
 from megarl.run.process import ports
 from megarl.run.process.interrupt import StopRequest

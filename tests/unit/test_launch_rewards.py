@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from megarl.core.errors import ConfigError, DataError
-from megarl.explore.sandbox import client, host, proven
-from megarl.explore.tasksets import read_rows
 from megarl.run.checks import job as checks
+from megarl.sandbox import client, host, proven
+from megarl.tasks import read_rows
 from tests.unit.small_job import config_of, refused
 from tests.unit.small_rows import write
 from tests.unit.test_launch_data import rewritten

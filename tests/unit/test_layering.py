@@ -291,7 +291,7 @@ def is_declared(written: Written) -> bool:
 
 def holds_values(name: str, found: dict[str, Written]) -> bool:
     """True for settings, errors and rows."""
-    return "core/config/" in found[name].module or is_error(name, found) or is_row(found[name])
+    return "config/" in found[name].module or is_error(name, found) or is_row(found[name])
 
 
 def too_many_names(sources: dict[str, str], most: int) -> dict[str, int]:
@@ -408,9 +408,7 @@ def imported_by(*modules: str) -> set[str]:
 
 
 def test_importing_is_light() -> None:
-    light = imported_by(
-        "megarl", "megarl.cli", "megarl.core.config", "megarl.core.schema", "megarl.run.process.process"
-    )
+    light = imported_by("megarl", "megarl.cli", "megarl.config", "megarl.core.schema", "megarl.run.process.process")
     assert not light & set(HEAVY)
 
 
@@ -419,9 +417,9 @@ def test_explorer_workers_and_report_run_without_torch() -> None:
     imported = imported_by(
         "megarl.explore.explorer.explorer",
         "megarl.explore.bench.driver",
-        "megarl.engine.client.client",
-        "megarl.engine.client.control",
-        "megarl.explore.rewards.pool.worker",
+        "megarl.engines.client.client",
+        "megarl.engines.client.control",
+        "megarl.rewards.pool.worker",
         "megarl.run.report.bench",
         "megarl.run.report.html",
     )
@@ -432,7 +430,7 @@ NEITHER = (
     "megarl.weights.reshard.plan",
     "megarl.weights.reshard.execute",
     "megarl.weights.architectures",
-    "megarl.engine.client.client",
+    "megarl.engines.client.client",
     "megarl.weights.checkpoint.formats.hf",
     "megarl.ops",
     "megarl.learn.algorithms",

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.core.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig, PreferenceConfig, settings_of
-from megarl.core.config.lora import LoraConfig
-from megarl.core.config.schema import Config, CriticConfig, ModelConfig, ParallelConfig, RolloutConfig, TrainerConfig
+from megarl.buffer.experience.groups import group_stats
+from megarl.buffer.order.draws import ExpertRow
+from megarl.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig, PreferenceConfig, settings_of
+from megarl.config.lora import LoraConfig
+from megarl.config.schema import Config, CriticConfig, ModelConfig, ParallelConfig, RolloutConfig, TrainerConfig
 from megarl.core.schema import FinishReason, Reward, Trajectory
-from megarl.explore.experience.groups import group_stats
-from megarl.explore.order.draws import ExpertRow
 from megarl.learn import algorithms
 from megarl.learn.algorithms import Estimate, StepInput
 from megarl.learn.batching import Sequences, micro_batches

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from megarl.core.config import compose, config_dir
+from megarl.config import compose, config_dir
 from megarl.learn import algorithms
 
 START = {"accuracy": 0.178, "seconds": 60.0, "commit": "abc"}

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.core.config.schema import Config, ReferenceConfig, TrainerConfig
-from megarl.core.ledger import ENGINE_KV_CACHE, ENGINE_WEIGHTS, FIRST_TO_LEAVE, Ledger, human
-from megarl.core.phases import TRAINED, WITH_ENGINES, Phase, PhasePlan, Place
+from megarl.config.schema import Config, ReferenceConfig, TrainerConfig
+from megarl.learn.memory.ledger import ENGINE_KV_CACHE, ENGINE_WEIGHTS, FIRST_TO_LEAVE, Ledger, human
+from megarl.learn.memory.phases import TRAINED, WITH_ENGINES, Phase, PhasePlan, Place
 from tests.conftest import examples
 
 STEP = tuple(phase for phase in Phase if phase is not Phase.START)

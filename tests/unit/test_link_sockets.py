@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 from plan import JOBS, QWEN3_235B, Job
 
-from megarl.core.config.schema import RolloutConfig
-from megarl.engine.sync.shared import Places
+from megarl.config.schema import RolloutConfig
+from megarl.engines.sync.shared import Places
 from megarl.train.sync.parts import EnginePlans, partners_of, parts_of
 from megarl.weights.reshard.layouts import MegatronGrid, megatron_layout
 

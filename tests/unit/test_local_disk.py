@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megarl.buffer.store import OWN_SERVER
 from megarl.core.errors import ConfigError, JobError
-from megarl.explore.store import OWN_SERVER
 from megarl.learn import algorithms
 from megarl.run import local_disk
 from megarl.run.checks.settings import check_settings

@@ -14,24 +14,24 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from megarl.core.config import Config
-from megarl.core.config.job import SyncConfig
-from megarl.core.config.rewards import JudgeConfig, RewardConfig
-from megarl.core.config.schema import RolloutConfig, RunConfig, TrainerConfig
+from megarl.buffer.store import Store
+from megarl.config import Config
+from megarl.config.job import SyncConfig
+from megarl.config.rewards import JudgeConfig, RewardConfig
+from megarl.config.schema import RolloutConfig, RunConfig, TrainerConfig
 from megarl.core.errors import ConfigError, EngineClosed, WeightsPassed
 from megarl.core.jobs import JOBS
 from megarl.core.schema import Task, WeightsVersion
-from megarl.engine.client import choice
-from megarl.engine.client.choice import EngineChoice
-from megarl.engine.client.client import EngineClient, Prompt, Sampling
-from megarl.engine.client.frames import VersionSpan
-from megarl.engine.fleet import EngineStatus, Fleet, WeightsAsked, refusal
+from megarl.engines.client import choice
+from megarl.engines.client.choice import EngineChoice
+from megarl.engines.client.client import EngineClient, Prompt, Sampling
+from megarl.engines.client.frames import VersionSpan
+from megarl.engines.fleet import EngineStatus, Fleet, WeightsAsked, refusal
 from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explorer
 from megarl.explore.explorer.held_out import record_evaluations
 from megarl.explore.explorer.under_way import SamplesUnderWay
-from megarl.explore.store import Store
-from megarl.explore.tasksets import ChatTokenizer
-from megarl.run.checks.pacing import check_pacing
+from megarl.run.checks.engines.pacing import check_pacing
+from megarl.tasks import ChatTokenizer
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Stopped
 from megarl.train.rollout.awaited import Awaited

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from megarl.core.config.algorithms import KLConfig, PPOConfig
-from megarl.core.config.schema import (
+from megarl.config.algorithms import KLConfig, PPOConfig
+from megarl.config.schema import (
     Config,
     CriticConfig,
     ModelConfig,
@@ -19,10 +19,10 @@ from megarl.core.config.schema import (
     RolloutConfig,
 )
 from megarl.core.errors import ConfigError
-from megarl.core.ledger import Ledger
-from megarl.core.phases import PhasePlan
 from megarl.learn import algorithms
-from megarl.learn.training.resident_bytes import model_bytes
+from megarl.learn.memory.ledger import Ledger
+from megarl.learn.memory.phases import PhasePlan
+from megarl.learn.memory.resident_bytes import model_bytes
 from megarl.run.checks.memory import device_bytes, engine_bytes, resident_bytes
 from tests.parallel.families import FAMILIES
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.core.config.schema import ModelConfig
+from megarl.config.schema import ModelConfig
 from megarl.core.errors import ConfigError
 from megarl.learn.models.multipliers import Residual
 from megarl.learn.models.specs import check_layers

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.core.config.algorithms import AlgorithmConfig
-from megarl.core.config.buffer import BufferConfig
-from megarl.core.config.rewards import LengthConfig, RewardConfig
-from megarl.core.config.schema import Config
+from megarl.buffer.experience import by_group, verify, with_group_stats
+from megarl.buffer.experience import operators as module
+from megarl.buffer.experience.operators import OPERATORS, Member, Operators, operators_of
+from megarl.config.algorithms import AlgorithmConfig
+from megarl.config.buffer import BufferConfig
+from megarl.config.rewards import LengthConfig, RewardConfig
+from megarl.config.schema import Config
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import End, Reward, Trajectory
-from megarl.explore.experience import by_group, verify, with_group_stats
-from megarl.explore.experience import operators as module
-from megarl.explore.experience.operators import OPERATORS, Member, Operators, operators_of
 from megarl.learn import algorithms
 from megarl.run.checks.settings import check_operators
 from megarl.run.run_dir.changes import changes

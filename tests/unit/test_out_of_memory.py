@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.core.config.schema import Config, ModelConfig, RolloutConfig, TrainerConfig
+from megarl.config.schema import Config, ModelConfig, RolloutConfig, TrainerConfig
 from megarl.core.errors import ConfigError, JobError, MemoryFullError, NonRetryableError
-from megarl.core.out_of_memory import bytes_asked, is_out_of_memory
-from megarl.core.phases import Phase, Place
+from megarl.core.processes.out_of_memory import bytes_asked, is_out_of_memory
 from megarl.learn import algorithms
-from megarl.learn.training.residents import Resident, Residents
+from megarl.learn.memory.phases import Phase, Place
+from megarl.learn.memory.residents import Resident, Residents
 from megarl.run.checks.roles import check_budget
 from megarl.run.launch.memory import MicroBatchBudget, halved
 from megarl.run.run_dir.changes import Change
-from megarl.train.update.memory import memory_explained
+from megarl.train.memory.exhausted import memory_explained
 
 HUGE = 1 << 50
 FAILING: dict[str, Callable[[], object]] = {

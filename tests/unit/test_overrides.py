@@ -8,8 +8,8 @@ import shlex
 
 import pytest
 
-from megarl.core.config import compose, to_dict
-from megarl.core.config.hints import VERL
+from megarl.config import compose, to_dict
+from megarl.config.hints import VERL
 from megarl.core.errors import ConfigError
 from megarl.run.launch.sweep import combinations
 

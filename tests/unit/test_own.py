@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from megarl.cli import main
-from megarl.core.config import compose
+from megarl.config import compose
 from megarl.core.errors import ConfigError, DataError
-from megarl.explore.tasksets import read_preferences, read_rows
 from megarl.run.checks.job import check
 from megarl.run.launch.sweep import combinations
 from megarl.run.run_dir.prepare import prepare_data
+from megarl.tasks import read_preferences, read_rows
 from tests.unit.small_job import SMALL, config_of, refused
 
 DOCS = (Path(__file__).resolve().parents[2] / "docs" / "own_experiments.md").read_text()
@@ -136,7 +136,7 @@ def test_rows_are_made_anew_when_the_file_changes(tmp_path: Path) -> None:
         ("GENERATOR = Generator(", "GENERATOR = dict(entries=", ["has a dict called GENERATOR"]),
         ("import random", "import no_such_module", ["cannot be imported", "no_such_module", "products.py:1"]),
         ("randint(0", "randit(0", ["AttributeError", "products.py:8"]),
-        ("yield Entry(", "yield dict(", ["must yield megarl.explore.tasksets.Entry or None", "dict"]),
+        ("yield Entry(", "yield dict(", ["must yield megarl.tasks.Entry or None", "dict"]),
         ("answer=str", "answer=int", ["Entry.answer must be a text", "products.py"]),
         ("answer=str", "images=['a.png'], answer=str", ["Entry.images must be a tuple of files' bytes", "['a.png']"]),
         ("answer=str", "images=(b'a',), answer=str", ["must have as many <image> as there are images (1)"]),

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.core.config import Config
-from megarl.core.config.algorithms import AlgorithmConfig
-from megarl.core.config.job import RunConfig, SyncConfig
-from megarl.core.config.schema import RolloutConfig
+from megarl.buffer.order.pacing import Pacing, choose
+from megarl.config import Config
+from megarl.config.algorithms import AlgorithmConfig
+from megarl.config.job import RunConfig, SyncConfig
+from megarl.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import JOBS
-from megarl.explore.order.pacing import Pacing, choose
-from megarl.run.checks.pacing import check_pacing
+from megarl.run.checks.engines.pacing import check_pacing
 
 PACINGS = [Pacing(k, i) for k in (0, 1, 2, 4, 9) for i in range(1, k + 2)]
 Choice = Callable[[list[int], list[int], int, int, int], list[int]]

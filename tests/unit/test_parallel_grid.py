@@ -7,14 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.core.config.schema import (
-    Config,
-    CriticConfig,
-    ModelConfig,
-    ParallelConfig,
-    ReferenceConfig,
-    RewardModelConfig,
-)
+from megarl.config.schema import Config, CriticConfig, ModelConfig, ParallelConfig, ReferenceConfig, RewardModelConfig
 from megarl.core.errors import ConfigError
 from megarl.learn.parallel.grid import check_parallel, check_roles, megatron_grid, role_grids
 from megarl.weights.architectures import architecture

@@ -16,21 +16,21 @@ from typing import Any
 
 import pytest
 
-from megarl.core.config.rewards import RewardConfig
+from megarl.config.rewards import RewardConfig
 from megarl.core.errors import DataError
 from megarl.core.schema import Task
 from megarl.explore.environments.guess import Guess
 from megarl.explore.environments.gymnasium import Gymnasium
 from megarl.explore.environments.numbers import last_number
-from megarl.explore.rewards import compute_score, procedural, votes
-from megarl.explore.rewards.judge.rubric import RUBRIC, fill, read_vote
-from megarl.explore.rewards.math.verifier import time_limit
-from megarl.explore.rewards.router import ROUTES, check_row
-from megarl.explore.sandbox.proven import local_sandbox
-from megarl.explore.tasksets.images import size_of
-from megarl.explore.tools import FORMATS
-from megarl.explore.tools.calculator import calculator
-from megarl.explore.tools.session import PythonSession, PythonSessions
+from megarl.rewards import compute_score, procedural, votes
+from megarl.rewards.judge.rubric import RUBRIC, fill, read_vote
+from megarl.rewards.math.verifier import time_limit
+from megarl.rewards.router import ROUTES, check_row
+from megarl.sandbox.proven import local_sandbox
+from megarl.tasks.images.rows import size_of
+from megarl.tasks.tools import FORMATS
+from megarl.tasks.tools.calculator import calculator
+from megarl.tasks.tools.session import PythonSession, PythonSessions
 
 CANARY = "MEGARL_CANARY"
 """Variable that a payload sets."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from megarl.core.config import compose
-from megarl.explore.rewards import compute_score
-from megarl.explore.tasksets.entries import Entry
+from megarl.config import compose
+from megarl.rewards import compute_score
+from megarl.tasks.generators.entries import Entry
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megarl.core.config.lora import ALL_LINEAR, LoraConfig
+from megarl.config.lora import ALL_LINEAR, LoraConfig
 from megarl.core.errors import CheckpointError, ConfigError
 from megarl.weights.checkpoint.convert import stream
 from megarl.weights.checkpoint.convert.adapters import merge_adapter, unmerge_adapter

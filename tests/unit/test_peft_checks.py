@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from megarl.core.config.lora import LoraConfig
+from megarl.config.lora import LoraConfig
 from megarl.core.errors import CheckpointError, ConfigError
 from megarl.run.checks.job import check_sizes
 from megarl.weights.checkpoint.formats import peft

@@ -15,11 +15,11 @@ from PIL import Image
 
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task
-from megarl.explore.rewards import compute_score
-from megarl.explore.tasksets import generate, read_preferences, read_rows, recipe, write_rows
-from megarl.explore.tasksets.entries import Entry, identity
-from megarl.explore.tasksets.generate import SPLITS
-from megarl.explore.tasksets.pictures import COLORS, OPTIONS, PAPER, shapes
+from megarl.rewards import compute_score
+from megarl.tasks import generate, read_preferences, read_rows, recipe, write_rows
+from megarl.tasks.generators.entries import Entry, identity
+from megarl.tasks.generators.generate import SPLITS
+from megarl.tasks.generators.pictures import COLORS, OPTIONS, PAPER, shapes
 
 SIZES = {"train": 120, "eval": 60, "warm_start": 120, "expert": 40}
 SOURCES = {"vision/count", "vision/choice", "vision/anls"}
@@ -197,7 +197,7 @@ def test_bounds_of_its_options_are_no_others(tmp_path: Path) -> None:
         generate("shapes", {}, {}, seed=1, options={"size": 8})
     own = tmp_path / "mine.py"
     own.write_text(
-        "from megarl.explore.tasksets.entries import Entry, Generator\n\n\ndef entries(seed, settings):\n"
+        "from megarl.tasks.generators.entries import Entry, Generator\n\n\ndef entries(seed, settings):\n"
         "    while True:\n        yield Entry('a' * settings['size'], '1', 'math')\n\n\n"
         "GENERATOR = Generator(entries, {'size': 2})\n"
     )

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megarl.engine.sync import memory
-from megarl.engine.sync.memory import HostMemory, memory_file
-from megarl.engine.sync.shared import SharedMemorySender
+from megarl.engines.sync import memory
+from megarl.engines.sync.memory import HostMemory, memory_file
+from megarl.engines.sync.shared import SharedMemorySender
 from tests.loop.trainers import Sent
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Preference, Task
-from megarl.explore.rewards import compute_score
-from megarl.explore.tasksets import generate, read_preferences, read_recipe, read_rows, write_preferences
-from megarl.explore.tasksets.generate import SPLITS
+from megarl.rewards import compute_score
+from megarl.tasks import generate, read_preferences, read_recipe, read_rows, write_preferences
+from megarl.tasks.generators.generate import SPLITS
 from tests.unit.small_rows import write
 
 SYSTEM, USER = {"role": "system", "content": "s"}, {"role": "user", "content": "u"}

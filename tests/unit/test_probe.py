@@ -7,7 +7,7 @@ import math
 import pytest
 
 from megarl.core.errors import WeightsDiffer
-from megarl.engine.client.probe import PROBE_TOLERANCES, Probed, check_probe
+from megarl.engines.client.probe import PROBE_TOLERANCES, Probed, check_probe
 
 BF16 = PROBE_TOLERANCES["bfloat16"]
 

@@ -9,9 +9,9 @@ from threading import Thread
 
 import pytest
 
+from megarl.buffer.store import Store
 from megarl.core.errors import ConfigError, FencedError
 from megarl.core.jobs import TRAIN, of_program
-from megarl.explore.store import Store
 from megarl.run.process import ports
 from megarl.run.run_dir.owner import check_fence, next_attempt, own_run_dir
 from megarl.train.sync import look

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from megarl.core.config import Config, compose, config_dir
+from megarl.buffer.experience import verify
+from megarl.config import Config, compose, config_dir
 from megarl.core.schema import Reward, Trajectory
-from megarl.explore.experience import verify
 from tests.trajectories import one_turn
 
 DOCS = (Path(__file__).resolve().parents[2] / "docs" / "experiments.md").read_text()

@@ -15,18 +15,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.core.config import Config
-from megarl.core.config.algorithms import AlgorithmConfig
-from megarl.core.config.buffer import BufferConfig, ReplayConfig
-from megarl.core.config.job import SyncConfig
-from megarl.core.config.schema import TrainerConfig
+from megarl.buffer.order.choice import TaskChoice
+from megarl.buffer.order.replay import ReplayChoice, drawn, replay_metrics
+from megarl.buffer.store import Store, UsedGroup
+from megarl.config import Config
+from megarl.config.algorithms import AlgorithmConfig
+from megarl.config.buffer import BufferConfig, ReplayConfig
+from megarl.config.job import SyncConfig
+from megarl.config.schema import TrainerConfig
 from megarl.core.errors import ConfigError
 from megarl.core.schema import Reward, WeightsVersion
-from megarl.explore.order.choice import TaskChoice
-from megarl.explore.order.replay import ReplayChoice, drawn, replay_metrics
-from megarl.explore.store import Store, UsedGroup
 from megarl.learn import algorithms
-from megarl.run.checks.replay import check_replay
+from megarl.run.checks.engines.replay import check_replay
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState

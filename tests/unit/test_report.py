@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
-from megarl.core.config import Config, save_resolved
-from megarl.core.config.algorithms import AlgorithmConfig
-from megarl.core.config.job import RunConfig, StoreConfig
-from megarl.core.config.schema import ModelConfig, ParallelConfig, TasksetConfig, TrainerConfig
+from megarl.buffer.store import Store
+from megarl.config import Config, save_resolved
+from megarl.config.algorithms import AlgorithmConfig
+from megarl.config.job import RunConfig, StoreConfig
+from megarl.config.schema import ModelConfig, ParallelConfig, TasksetConfig, TrainerConfig
 from megarl.core.errors import ConfigError
 from megarl.core.metrics import Timeline
 from megarl.core.schema import Reward, Task, Trajectory, WeightsVersion
-from megarl.explore.store import Store
 from megarl.run.report import svg
 from megarl.run.report.data import changed_settings, load
 from megarl.run.report.html import page, summary, write_report

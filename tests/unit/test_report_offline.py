@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.core.config import save_resolved
-from megarl.explore.store import Store
+from megarl.buffer.store import Store
+from megarl.config import save_resolved
 from megarl.run.report.data import load
 from megarl.run.report.html import summary, write_report
 from tests.unit.test_report import Page, make_config

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.core.errors import ConfigError, PlanError, WeightSyncError
-from megarl.engine.sync.memory import HostMemory, memory_file
-from megarl.engine.sync.shared import SharedMemorySender
+from megarl.engines.sync.memory import HostMemory, memory_file
+from megarl.engines.sync.shared import SharedMemorySender
 from megarl.ops import slice_digests
 from megarl.weights.reshard import boxes, execute
 from megarl.weights.reshard.buckets import HEADER, Bucket, MessageChannel, buckets_of, numbered

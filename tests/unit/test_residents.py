@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.core.config.schema import Config, TrainerConfig
+from megarl.config.schema import Config, TrainerConfig
 from megarl.core.errors import NotResident, OffloadError
-from megarl.core.phases import NEEDS, Phase, PhasePlan, Place
-from megarl.learn.training.residents import Resident, Residents
+from megarl.learn.memory.phases import NEEDS, Phase, PhasePlan, Place
+from megarl.learn.memory.residents import Resident, Residents
 
 
 def tensors() -> list[torch.Tensor]:

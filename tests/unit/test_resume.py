@@ -12,19 +12,19 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megarl.core.config import save_resolved
-from megarl.core.config.load import check_setting
+from megarl.buffer.store import Store
+from megarl.config import save_resolved
+from megarl.config.load import check_setting
 from megarl.core.durable import write_text
 from megarl.core.errors import ConfigError
 from megarl.core.metrics import MetricWriter
 from megarl.core.schema import Task, WeightsVersion
-from megarl.explore.store import Store
-from megarl.explore.tasksets import read_rows, write_rows
 from megarl.run.checks.filters import Selected
 from megarl.run.launch import job
 from megarl.run.run_dir.changes import FREE, changes, is_in, listed
 from megarl.run.run_dir.prepare import prepare_data, prepare_model
 from megarl.run.run_dir.resume import check_settings_of_run, is_finished
+from megarl.tasks import read_rows, write_rows
 from megarl.weights.checkpoint.training.manifest import LATEST, fingerprints, write_manifest
 from tests.unit.small_job import config_of
 

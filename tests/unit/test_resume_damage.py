@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megarl.buffer.store import Store
 from megarl.core.errors import CheckpointError, ConfigError, JobError
-from megarl.explore.store import Store
 from megarl.run.launch import job
 from megarl.run.run_dir.resume import check_store_of_run, set_aside_damaged
 from megarl.run.run_dir.store_damage import replace_damaged_store

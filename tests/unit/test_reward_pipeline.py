@@ -14,9 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.core.config.rewards import LengthConfig, RewardConfig
-from megarl.core.schema import GREEDY, Reward, Trajectory, Turn, WeightsSpan, WeightsVersion
-from megarl.explore.experience import (
+from megarl.buffer.experience import (
     add_model_scores,
     by_group,
     part_metrics,
@@ -26,7 +24,9 @@ from megarl.explore.experience import (
     verify,
     with_group_stats,
 )
-from megarl.explore.experience.pipeline import check_trajectory
+from megarl.buffer.experience.pipeline import check_trajectory
+from megarl.config.rewards import LengthConfig, RewardConfig
+from megarl.core.schema import GREEDY, Reward, Trajectory, Turn, WeightsSpan, WeightsVersion
 from tests.trajectories import VERSION, one_turn
 
 VOCAB = 16

@@ -21,18 +21,18 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.core.config.rewards import FormatConfig, RepetitionConfig, RewardConfig
+from megarl.config.rewards import FormatConfig, RepetitionConfig, RewardConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Reward, Task
 from megarl.explore.recording.values import recorded_reward
-from megarl.explore.rewards import RewardPool, Verdict, compute_score
-from megarl.explore.rewards.pool import process as reward_process
-from megarl.explore.rewards.pool import worker_queue
-from megarl.explore.rewards.pool.host import RewardHost
-from megarl.explore.rewards.pool.process import RemoteRewardProcess, Worker
-from megarl.explore.rewards.pool.worker import _verdict_of
-from megarl.explore.rewards.router import ROUTES
-from megarl.explore.rewards.verdict import to_verdict
+from megarl.rewards import RewardPool, Verdict, compute_score
+from megarl.rewards.pool import process as reward_process
+from megarl.rewards.pool import worker_queue
+from megarl.rewards.pool.host import RewardHost
+from megarl.rewards.pool.process import RemoteRewardProcess, Worker
+from megarl.rewards.pool.worker import _verdict_of
+from megarl.rewards.router import ROUTES
+from megarl.rewards.verdict import to_verdict
 
 KEY = "the key of this job"
 TASK = Task("t/0", "reasoning_gym/chain_sum", ({"role": "user", "content": "9 + 3 ="},), "math", {"ground_truth": "12"})
@@ -434,8 +434,8 @@ def test_a_killed_explorer_takes_looping_workers_with_it(user_config: RewardConf
 import asyncio
 import json
 from megarl.explore import rewards
-from megarl.core.config.rewards import RewardConfig
-from megarl.explore.rewards import RewardPool
+from megarl.config.rewards import RewardConfig
+from megarl.rewards import RewardPool
 from tests.unit.test_rewards import TASK
 async def main():
     async with RewardPool(RewardConfig(path={user_config.path!r}, timeout_s=60)) as pool:
@@ -614,7 +614,7 @@ def test_a_file_that_cannot_be_used_stops_the_job_at_once(tmp_path: Path, source
 
 def test_the_workers_imports_are_light() -> None:
     code = (
-        "import sys, megarl.explore.rewards.pool.worker; sys.exit(bool({'torch', 'sqlalchemy', 'reasoning_gym'} & "
+        "import sys, megarl.rewards.pool.worker; sys.exit(bool({'torch', 'sqlalchemy', 'reasoning_gym'} & "
         "set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ}).returncode == 0
@@ -666,7 +666,7 @@ def test_a_workflow_gives_scalars_of_numpy_and_torch_too() -> None:
 def test_a_worker_that_was_interrupted_in_sympy_is_replaced() -> None:
     """SymPy marks a property of an expression as unknown while it computes it, and keeps the mark."""
     program = (
-        "import sys\nfrom megarl.explore.rewards.math import verifier\nfrom megarl.explore.rewards.pool import worker\n"
+        "import sys\nfrom megarl.rewards.math import verifier\nfrom megarl.rewards.pool import worker\n"
         "verifier.TIME_LIMIT_S = 0.2\nworker.serve(sys.stdin, sys.stdout)"
     )
     given = ["12", "\\boxed{12}", "\\boxed{e^{e^{e^{e^{e^x}}}}}"]

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.core.config.rewards import CodeConfig, RewardConfig
+from megarl.config.rewards import CodeConfig, RewardConfig
 from megarl.core.errors import ConfigError, DataError, SandboxError
-from megarl.explore.rewards.code import verifier as code
-from megarl.explore.rewards.code.compare import same_output, same_value
-from megarl.explore.rewards.code.tests import Asserts, Cases, check_row, parse
-from megarl.explore.sandbox import seccomp
-from megarl.explore.sandbox.inside import values
-from megarl.explore.sandbox.interface import MIB, Call, CheckResult, Checks, Limits, Result, Test
-from megarl.explore.sandbox.names import owners
+from megarl.rewards.code import verifier as code
+from megarl.rewards.code.compare import same_output, same_value
+from megarl.rewards.code.tests import Asserts, Cases, check_row, parse
+from megarl.sandbox import seccomp
+from megarl.sandbox.inside import values
+from megarl.sandbox.interface import MIB, Call, CheckResult, Checks, Limits, Result, Test
+from megarl.sandbox.names import owners
 from tests.system.code_cases import CASES
 
 plain = st.recursive(

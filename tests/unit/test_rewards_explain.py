@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from megarl.core.config.rewards import RewardConfig
+from megarl.config.rewards import RewardConfig
 from megarl.core.errors import ConfigError, DataError
-from megarl.explore.rewards import compute_score
+from megarl.rewards import compute_score
 from megarl.run.data.explain import explanations, shown
 
 DOCS = Path(__file__).parents[2] / "docs" / "rewards.md"

@@ -15,11 +15,11 @@ from typing import Any
 import psutil
 import pytest
 
-from megarl.core.config.rewards import RewardConfig
-from megarl.core.fork import ForkServer
-from megarl.explore.rewards import RewardPool, Verdict
-from megarl.explore.rewards.pool import child
-from megarl.explore.rewards.router import IMPORTS, imports_of
+from megarl.config.rewards import RewardConfig
+from megarl.core.processes.fork import ForkServer
+from megarl.rewards import RewardPool, Verdict
+from megarl.rewards.pool import child
+from megarl.rewards.router import IMPORTS, imports_of
 from tests.unit.test_rewards import TASK
 
 REPORT = """
@@ -136,8 +136,8 @@ async def until(condition: Any, timeout_s: float = 60.0) -> None:
 
 OWNER = """
 import asyncio, sys
-from megarl.core.config.rewards import RewardConfig
-from megarl.explore.rewards import RewardPool
+from megarl.config.rewards import RewardConfig
+from megarl.rewards import RewardPool
 async def main():
     async with RewardPool(RewardConfig(workers=3)) as pool:
         print(*pool.pids, flush=True)

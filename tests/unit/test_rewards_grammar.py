@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.explore.rewards import compute_score
-from megarl.explore.rewards.answer import trace
-from megarl.explore.rewards.answer.grammar import FORMS, extract
-from megarl.explore.rewards.school.final import LETTER_FORMS
-from megarl.explore.rewards.school.verifier import score as score_school
+from megarl.rewards import compute_score
+from megarl.rewards.answer import trace
+from megarl.rewards.answer.grammar import FORMS, extract
+from megarl.rewards.school.final import LETTER_FORMS
+from megarl.rewards.school.verifier import score as score_school
 
 ANIMALS = {"options": {"A": "cat", "B": "dog", "C": "bird", "D": "fish"}}
 

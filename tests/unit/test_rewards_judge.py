@@ -20,15 +20,15 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from megarl.core.config.rewards import JudgeConfig, RewardConfig
+from megarl.config.rewards import JudgeConfig, RewardConfig
 from megarl.core.errors import ConfigError
-from megarl.engine.client.choice import EngineChoice
+from megarl.engines.client.choice import EngineChoice
 from megarl.explore.explorer import explorer
-from megarl.explore.rewards import compute_score
-from megarl.explore.rewards.judge import judge
-from megarl.explore.rewards.judge import server as judge_server
-from megarl.explore.rewards.judge.cache import JudgementCache
-from megarl.explore.rewards.judge.judge import Judge, check_judge
+from megarl.rewards import compute_score
+from megarl.rewards.judge import judge
+from megarl.rewards.judge import server as judge_server
+from megarl.rewards.judge.cache import JudgementCache
+from megarl.rewards.judge.judge import Judge, check_judge
 from tests.engine_rows import serving_row
 from tests.unit.small_job import config_of
 
@@ -382,7 +382,7 @@ def test_neither_errors_nor_partial_votes_are_cached(tmp_path: Path) -> None:
 
 WRITER = """
 import asyncio, sys
-from megarl.explore.rewards.judge.cache import JudgementCache
+from megarl.rewards.judge.cache import JudgementCache
 cache = JudgementCache(sys.argv[1])
 async def main():
     for i in range(int(sys.argv[3])):

@@ -9,16 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.core.errors import ConfigError
-from megarl.explore.rewards.judge.rubric import (
-    NO_REFERENCE,
-    RUBRIC,
-    Vote,
-    fill,
-    read_rubric,
-    read_vote,
-    reference_text,
-    tally,
-)
+from megarl.rewards.judge.rubric import NO_REFERENCE, RUBRIC, Vote, fill, read_rubric, read_vote, reference_text, tally
 
 FOR, AGAINST = Vote(1.0, False), Vote(0.0, False)
 

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.core.errors import DataError
-from megarl.explore.rewards import compute_score
-from megarl.explore.rewards.answer.measures import asks_for_unit
-from megarl.explore.rewards.answer.numerals import with_digits
-from megarl.explore.rewards.school.read import letters, options_of, split_blanks
-from megarl.explore.rewards.school.truth import truth
-from megarl.explore.rewards.school.verifier import TYPES, check_row, is_multiple_choice, question_type, score
+from megarl.rewards import compute_score
+from megarl.rewards.answer.measures import asks_for_unit
+from megarl.rewards.answer.numerals import with_digits
+from megarl.rewards.school.read import letters, options_of, split_blanks
+from megarl.rewards.school.truth import truth
+from megarl.rewards.school.verifier import TYPES, check_row, is_multiple_choice, question_type, score
 
 TABLE = Path(__file__).parent / "cases" / "k12.tsv"
 

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.core.errors import DataError
-from megarl.explore.rewards import compute_score
-from megarl.explore.rewards.answer.grammar import extract, last_box
-from megarl.explore.rewards.answer.normalize import clean, quantity
-from megarl.explore.rewards.math.algebra import tractable
-from megarl.explore.rewards.math.compare import equal
-from megarl.explore.rewards.math.verifier import check_row, golds_of, score
+from megarl.rewards import compute_score
+from megarl.rewards.answer.grammar import extract, last_box
+from megarl.rewards.answer.normalize import clean, quantity
+from megarl.rewards.math.algebra import tractable
+from megarl.rewards.math.compare import equal
+from megarl.rewards.math.verifier import check_row, golds_of, score
 from tests.conftest import SOAK
 
 TABLE = Path(__file__).parent / "cases" / "math.tsv"
@@ -208,7 +208,7 @@ def test_hostile_answers_are_wrong_and_quick(name: str) -> None:
 
 
 def test_a_long_computation_ends_as_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megarl.explore.rewards.math import verifier as math_verifier
+    from megarl.rewards.math import verifier as math_verifier
 
     def endless(gold: str, pred: str, question: str = "") -> bool:
         while True:
@@ -226,8 +226,8 @@ def test_a_long_computation_ends_as_timeout(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("source", ["math", "lighteval/MATH", "k12", "vision/math"])
 def test_a_response_that_takes_too_long_is_wrong(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would else have no verdict, and its group would be left out of training."""
-    monkeypatch.setattr("megarl.explore.rewards.math.verifier.TIME_LIMIT_S", 0.5)
-    monkeypatch.setattr("megarl.explore.rewards.school.verifier.TIME_LIMIT_S", 0.5)
+    monkeypatch.setattr("megarl.rewards.math.verifier.TIME_LIMIT_S", 0.5)
+    monkeypatch.setattr("megarl.rewards.school.verifier.TIME_LIMIT_S", 0.5)
     found = compute_score(source, r"\boxed{e^{e^{e^{e^{e^x}}}}}", "12x")
     assert (found["status"], found["score"]) == ("wrong", 0.0)
 

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from megarl.explore.rewards import compute_score
-from megarl.explore.rewards.answer.marks import undecorated
+from megarl.rewards import compute_score
+from megarl.rewards.answer.marks import undecorated
 
 VALUES = [("73", "74"), ("-4", "4"), ("2.5", "25"), (r"\frac{3}{7}", r"\frac{7}{3}"), ("x+1", "x-1")]
 """(right, wrong)"""

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from megarl.core.config.rewards import RewardConfig
-from megarl.explore.rewards import RewardPool, Verdict
-from megarl.explore.rewards.pool import output
-from megarl.explore.rewards.pool.tally import EVENT, EVERY_S, LONG_S, Tally
-from megarl.explore.store import Store, journal
+from megarl.buffer.store import Store, journal
+from megarl.config.rewards import RewardConfig
+from megarl.rewards import RewardPool, Verdict
+from megarl.rewards.pool import output
+from megarl.rewards.pool.tally import EVENT, EVERY_S, LONG_S, Tally
 from megarl.train.loop import waiting
 from megarl.train.loop.waiting import EventLines
 from tests.unit.test_rewards import TASK

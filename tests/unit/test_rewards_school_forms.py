@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from megarl.explore.rewards.answer.grammar import beside_refused, boxes_in_a_row, named
-from megarl.explore.rewards.school.final import concluded
-from megarl.explore.rewards.school.verifier import score
-from megarl.explore.rewards.vision.verifier import score_count
+from megarl.rewards.answer.grammar import beside_refused, boxes_in_a_row, named
+from megarl.rewards.school.final import concluded
+from megarl.rewards.school.verifier import score
+from megarl.rewards.vision.verifier import score_count
 
 LETTERS = (("B", "A", "C"), ("D", "C", "A"), ("A", "B", "D"))
 """(the letter that is named, two others)"""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.explore.rewards import compute_score
-from megarl.explore.rewards.math.verifier import score as score_math
-from megarl.explore.rewards.school.verifier import score as score_school
-from megarl.explore.rewards.vision.verifier import score_choice, score_count
+from megarl.rewards import compute_score
+from megarl.rewards.math.verifier import score as score_math
+from megarl.rewards.school.verifier import score as score_school
+from megarl.rewards.vision.verifier import score_choice, score_count
 
 ANIMALS = {"options": {"A": "cat", "B": "dog", "C": "bird", "D": "fish"}}
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.core.config.rewards import FormatConfig, LanguageConfig, RepetitionConfig, RewardConfig
+from megarl.config.rewards import FormatConfig, LanguageConfig, RepetitionConfig, RewardConfig
 from megarl.core.thoughts import opens_thinking
-from megarl.explore.rewards.shape import (
+from megarl.rewards.shape import (
     format_reward,
     k15_length_rewards,
     language_consistency,
@@ -19,7 +19,7 @@ from megarl.explore.rewards.shape import (
     repetition_penalty,
     shape_parts,
 )
-from megarl.explore.rewards.verdict import weighed
+from megarl.rewards.verdict import weighed
 
 PIECES = ["<think>", "</think>", "<answer>", "</answer>", "so", " ", "\n", "7", "<thinking>"]
 

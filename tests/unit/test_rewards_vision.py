@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.core.errors import DataError
-from megarl.explore.rewards import compute_score
-from megarl.explore.rewards.router import scorer_for
-from megarl.explore.rewards.vision.boxes import best_assignment, iou, shapes
-from megarl.explore.rewards.vision.count import read_count
-from megarl.explore.rewards.vision.text import anls, levenshtein
-from megarl.explore.rewards.vision.verifier import SUBTYPES, check_row, score_anls, score_box
+from megarl.rewards import compute_score
+from megarl.rewards.router import scorer_for
+from megarl.rewards.vision.boxes import best_assignment, iou, shapes
+from megarl.rewards.vision.count import read_count
+from megarl.rewards.vision.text import anls, levenshtein
+from megarl.rewards.vision.verifier import SUBTYPES, check_row, score_anls, score_box
 
 TABLE = Path(__file__).parent / "cases" / "vision.tsv"
 STATUS = {"1": "ok", "0": "wrong", "e": "error"}

@@ -16,13 +16,13 @@ from typing import Any
 import psutil
 import pytest
 
-from megarl.core.config.rewards import RewardConfig
+from megarl.config.rewards import RewardConfig
 from megarl.core.errors import ConfigError
 from megarl.core.schema import Reward
-from megarl.explore.rewards import RewardPool, Verdict
-from megarl.explore.rewards.pool import process as reward_process
-from megarl.explore.rewards.pool import worker_queue
-from megarl.explore.rewards.pool.host import RewardHost
+from megarl.rewards import RewardPool, Verdict
+from megarl.rewards.pool import process as reward_process
+from megarl.rewards.pool import worker_queue
+from megarl.rewards.pool.host import RewardHost
 from tests.unit.test_rewards import KEY, TASK, run_pool
 
 FLAKY = """
@@ -152,7 +152,7 @@ def worker_processes() -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):  # it ends just now: a zombie is one of them to psutil
-            if "megarl.explore.rewards.pool.worker" in " ".join(process.cmdline()):
+            if "megarl.rewards.pool.worker" in " ".join(process.cmdline()):
                 found.append(process)
     return found
 

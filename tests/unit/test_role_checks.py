@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.core.errors import ArchitectureError, CheckpointError, ConfigError
 from megarl.run.checks import job as checks
 from tests.unit.small_job import config_of, refused

@@ -17,12 +17,12 @@ from aiohttp.test_utils import TestServer
 
 from megarl.core.errors import EngineClosed, EngineError, RequestRefused
 from megarl.core.schema import WeightsVersion
-from megarl.engine.client import choice
-from megarl.engine.client.choice import EngineChoice, WantedWeights
-from megarl.engine.client.client import EngineClient, Prompt, Sampling
-from megarl.engine.client.frames import Completion, Failure, Record, StreamHeartbeat, VersionSpan, encode, unpack_ids
-from megarl.engine.client.gather import Gatherer, SampleRequest
-from megarl.engine.fleet import EngineRow
+from megarl.engines.client import choice
+from megarl.engines.client.choice import EngineChoice, WantedWeights
+from megarl.engines.client.client import EngineClient, Prompt, Sampling
+from megarl.engines.client.frames import Completion, Failure, Record, StreamHeartbeat, VersionSpan, encode, unpack_ids
+from megarl.engines.client.gather import Gatherer, SampleRequest
+from megarl.engines.fleet import EngineRow
 from tests.engine_rows import choice_of, having, serving_row
 
 PROMPTS = [Prompt([1, 2], n=2, seed=5), Prompt([3], greedy=True)]

@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from megarl.core.config import compose
-from megarl.core.config.bounds import annotations_of, bound_of
-from megarl.core.config.schema import ModelConfig, RolloutConfig
+from megarl.config import compose
+from megarl.config.bounds import annotations_of, bound_of
+from megarl.config.schema import ModelConfig, RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import ProcessKind, kind_of
-from megarl.core.machine import group_members
-from megarl.engine.client.addresses import JobAddresses
-from megarl.engine.client.control import SLEEPING, EngineControl
-from megarl.engine.client.names import last_lines
-from megarl.explore.tasksets.images import MAX_IMAGES
+from megarl.core.processes.machine import group_members
+from megarl.engines.client.addresses import JobAddresses
+from megarl.engines.client.control import SLEEPING, EngineControl
+from megarl.engines.client.names import last_lines
 from megarl.run.nodes.plan import NodeInfo, plan_job
 from megarl.run.supervise.engine_process import engine_process
 from megarl.run.supervise.specs import Addresses, specs
+from megarl.tasks.images.rows import MAX_IMAGES
 
 
 def option(argv: list[str], name: str) -> str:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.engine.client.frames import (
+from megarl.engines.client.frames import (
     Completion,
     Decoder,
     Failure,

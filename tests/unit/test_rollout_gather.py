@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from megarl.core.errors import EngineError, PromptRefused, RequestRefused
 from megarl.core.schema import GREEDY
-from megarl.engine.client.client import Prompt, Sampling
-from megarl.engine.client.frames import Completion
-from megarl.engine.client.gather import Gatherer, SampleRequest
+from megarl.engines.client.client import Prompt, Sampling
+from megarl.engines.client.frames import Completion
+from megarl.engines.client.gather import Gatherer, SampleRequest
 
 PROMPT = np.array([1, 2, 3], dtype=np.int32)
 

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from megarl.core.errors import EngineError
-from megarl.engine.client.control import EngineControl
-from megarl.engine.fleet import EngineRow, EngineStatus, EngineTurn, Fleet
+from megarl.engines.client.control import EngineControl
+from megarl.engines.fleet import EngineRow, EngineStatus, EngineTurn, Fleet
 from megarl.run.process import probe as probes
 from megarl.run.process.probe import Probe
 from megarl.train.sync.look import lost

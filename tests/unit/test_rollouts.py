@@ -19,16 +19,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tqdm import tqdm
 
-from megarl.core.config.algorithms import AlgorithmConfig
-from megarl.core.config.rewards import RewardConfig
-from megarl.core.config.schema import Config, TrainerConfig
+from megarl.buffer.order import draws as data
+from megarl.buffer.store import Claim, ExpertExperience, Store
+from megarl.config.algorithms import AlgorithmConfig
+from megarl.config.rewards import RewardConfig
+from megarl.config.schema import Config, TrainerConfig
 from megarl.core.errors import JobError
 from megarl.core.schema import GREEDY, Reward, Task, Trajectory, WeightsVersion
-from megarl.explore.order import draws as data
-from megarl.explore.store import Claim, ExpertExperience, Store
-from megarl.explore.tasksets import ChatTokenizer
 from megarl.learn import algorithms
 from megarl.run.supervise.watchdog import WAITING
+from megarl.tasks import ChatTokenizer
 from megarl.train.loop import waiting
 from megarl.train.loop.waiting import RolloutWaiter
 from megarl.train.rank.context import RunContext

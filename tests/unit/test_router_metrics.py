@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.learn.models import router
+from megarl.learn.models.experts import router
 
 
 def test_a_stage_without_experts_shares_from_the_device_of_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from megarl.core.config.rewards import CodeConfig
+from megarl.config.rewards import CodeConfig
 from megarl.core.errors import SandboxError
-from megarl.explore.rewards.code.verifier import make_scorer
-from megarl.explore.sandbox import client, wire
-from megarl.explore.sandbox.client import RemoteSandbox
-from megarl.explore.sandbox.interface import Checks, Limits, Test
+from megarl.rewards.code.verifier import make_scorer
+from megarl.sandbox import client, wire
+from megarl.sandbox.client import RemoteSandbox
+from megarl.sandbox.interface import Checks, Limits, Test
 
 KEY = "sixteen letters.."
 RESULT = {"exit_code": 0, "limit": None, "stdout": "1", "stderr": "", "value": None, "seconds": 0.1, "cpu_s": 0.1}

@@ -15,15 +15,15 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from megarl.core.config import save_resolved
+from megarl.buffer.store import EngineRoom, Store
+from megarl.config import save_resolved
 from megarl.core.errors import ConfigError, EngineClosed, EngineError
 from megarl.core.jobs import of_program
 from megarl.core.schema import WeightsVersion
-from megarl.engine.client.choice import EngineChoice, WantedWeights
-from megarl.engine.client.client import EngineClient, Prompt, Sampling
-from megarl.engine.fleet import EngineRow, EngineStatus, EngineTurn
+from megarl.engines.client.choice import EngineChoice, WantedWeights
+from megarl.engines.client.client import EngineClient, Prompt, Sampling
+from megarl.engines.fleet import EngineRow, EngineStatus, EngineTurn
 from megarl.explore.explorer.explorer import urls_of_the_start
-from megarl.explore.store import EngineRoom, Store
 from megarl.run.launch.scale import scale
 from megarl.run.nodes.plan import NodeInfo, plan_job, workers_of
 from megarl.run.process import ports

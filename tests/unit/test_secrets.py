@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from megarl.core.errors import ConfigError
-from megarl.core.secrets import shared_key
+from megarl.core.processes.secrets import shared_key
 
 PROGRAM = """
 import os, subprocess
-from megarl.core.secrets import hide_secrets
+from megarl.core.processes.secrets import hide_secrets
 before = open("/proc/self/environ", "rb").read()
 hide_secrets()
 after = open("/proc/self/environ", "rb").read()
@@ -46,9 +46,7 @@ libc.execve(arguments[0], arguments, entries)
 
 
 def test_programs_that_start_together_have_one_key_that_nobody_else_can_read(tmp_path: Path) -> None:
-    code = (
-        f"from pathlib import Path; from megarl.core.secrets import shared_key as k; print(k(Path('{tmp_path}/key')))"
-    )
+    code = f"from pathlib import Path; from megarl.core.processes.secrets import shared_key as k; print(k(Path('{tmp_path}/key')))"
     started = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(4)]
     keys = {process.communicate(timeout=60)[0] for process in started}
     assert len(keys) == 1 and len(keys.pop().strip()) >= 32

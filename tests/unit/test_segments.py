@@ -14,16 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.buffer.order.pacing import Pacing
+from megarl.buffer.store import Claim, Store
+from megarl.buffer.store.codec import segment_from_row, segment_to_row
 from megarl.core.schema import Segment, WeightsSpan, WeightsVersion, digest_of
-from megarl.engine.client.frames import Completion, VersionSpan
-from megarl.engine.client.gather import SampleRequest
+from megarl.engines.client.frames import Completion, VersionSpan
+from megarl.engines.client.gather import SampleRequest
 from megarl.explore.explorer.iterations import Budget, GroupPace, Iterations, tokens_by_iteration
 from megarl.explore.explorer.repetition import LONGEST_PERIOD, repeats_at_end
 from megarl.explore.explorer.segments import Record, SegmentSampler, SegmentSettings
-from megarl.explore.order.pacing import Pacing
 from megarl.explore.recording.limits import TokenLimits
-from megarl.explore.store import Claim, Store
-from megarl.explore.store.codec import segment_from_row, segment_to_row
 from tests.stores import VERSION, finish, make_segment, make_task, request
 
 LIMITS = TokenLimits(response=20, trajectory=30)

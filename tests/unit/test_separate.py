@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from megarl.core.config import Config
-from megarl.core.config.job import SyncConfig
-from megarl.core.config.lora import LoraConfig
-from megarl.core.config.schema import ModelConfig, RolloutConfig
+from megarl.config import Config
+from megarl.config.job import SyncConfig
+from megarl.config.lora import LoraConfig
+from megarl.config.schema import ModelConfig, RolloutConfig
 from megarl.core.errors import ConfigError
-from megarl.engine.client.names import ADAPTERS, LORA_RANKS
-from megarl.run.checks.engine_options import check_engine_options
-from megarl.run.checks.separate import check_separate
+from megarl.engines.client.names import ADAPTERS, LORA_RANKS
+from megarl.run.checks.engines.options import check_engine_options
+from megarl.run.checks.models.separate import check_separate
 from megarl.run.supervise.engine_process import engine_process
 from tests.parallel.families import FAMILIES
 

@@ -9,10 +9,10 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from megarl import cli
-from megarl.core.config import Config
-from megarl.core.config.reference import SHARED, reference, settings
-from megarl.core.config.rewards import RewardConfig
-from megarl.core.config.schema import CriticConfig, OptimizerConfig
+from megarl.config import Config
+from megarl.config.reference import SHARED, reference, settings
+from megarl.config.rewards import RewardConfig
+from megarl.config.schema import CriticConfig, OptimizerConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.learn import algorithms
 from megarl.learn.algorithms.terms.reduction import Tokens
 from megarl.train.update.learner import step_input

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import simulation
 
-from megarl.explore.order.pacing import Pacing
+from megarl.buffer.order.pacing import Pacing
 
 SAMPLING, UPDATE, PUBLISH = 10 * (0.1 + 4 * 0.05), 2.0, 0.5
 """Seconds of four rows of ten tokens that one engine decodes together; of an update; of a publication."""

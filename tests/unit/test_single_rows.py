@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megarl.engine.sync import single_rows
-from megarl.engine.sync.single_rows import TRIED_ROWS, doubling, needs_doubling
+from megarl.engines.cpu import single_rows
+from megarl.engines.cpu.single_rows import TRIED_ROWS, doubling, needs_doubling
 
 
 @pytest.fixture(autouse=True)

@@ -10,20 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.core.config.rewards import RewardConfig
+from megarl.buffer.experience import verify
+from megarl.buffer.store import Store
+from megarl.config.rewards import RewardConfig
 from megarl.core.schema import GREEDY, End, Reward, Task
-from megarl.engine.client.choice import EngineChoice
-from megarl.engine.client.client import Prompt, Sampling
-from megarl.engine.client.frames import Completion, VersionSpan
-from megarl.explore.experience import verify
+from megarl.engines.client.choice import EngineChoice
+from megarl.engines.client.client import Prompt, Sampling
+from megarl.engines.client.frames import Completion, VersionSpan
 from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explorer
 from megarl.explore.explorer.segments import SegmentSettings
 from megarl.explore.explorer.trajectories import TrajectorySettings
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.recording.model import RolloutModel
-from megarl.explore.rewards import Verdict
-from megarl.explore.store import Store
-from megarl.explore.tasksets import ChatTokenizer
+from megarl.rewards import Verdict
+from megarl.tasks import ChatTokenizer
 from tests.chat_battery import checkpoint
 from tests.stores import VERSION, make_task
 

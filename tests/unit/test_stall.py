@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl.core import heartbeat
 from megarl.core.errors import JobError
-from megarl.engine.client.control import EngineControl
+from megarl.core.processes import heartbeat
+from megarl.engines.client.control import EngineControl
 from megarl.run.nodes.node import LocalNode, Spec, Started
 from megarl.run.process import ports, stacks
 from megarl.run.process.process import Child

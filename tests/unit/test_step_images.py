@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.core.config.schema import ModelConfig
+from megarl.buffer.order.draws import ExpertRow
+from megarl.config.schema import ModelConfig
 from megarl.core.errors import DataError
 from megarl.core.schema import ImagesAt, file_digest
-from megarl.explore.order.draws import ExpertRow
-from megarl.explore.tasksets import ChatTokenizer, chat_messages
-from megarl.explore.tasksets.processor import Processor
 from megarl.learn.batching import MicroBatching, Sequences, joined, micro_batches, of_demonstrations
 from megarl.learn.batching.images import Image, Vision
 from megarl.learn.batching.packing import deal
+from megarl.tasks import ChatTokenizer, chat_messages
+from megarl.tasks.images.processor import Processor
 from megarl.train.update import images as step_images
 from megarl.train.update.images import ImageInputs, StepImages, demonstrations_of
 from megarl.train.update.samples import of_experts

@@ -15,8 +15,8 @@ from typing import Any, cast
 
 import pytest
 
-from megarl.core.config import Config
-from megarl.core.config.algorithms import MixConfig
+from megarl.config import Config
+from megarl.config.algorithms import MixConfig
 from megarl.learn import algorithms
 from megarl.train import parts
 from megarl.train import step as step_module

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.core.config.algorithms import AlgorithmConfig, MixConfig
-from megarl.core.config.schema import ModelConfig
+from megarl.buffer.experience import with_group_stats
+from megarl.buffer.order.draws import ExpertRow
+from megarl.config.algorithms import AlgorithmConfig, MixConfig
+from megarl.config.schema import ModelConfig
 from megarl.core.errors import NonRetryableError
 from megarl.core.schema import Reward, Trajectory, Turn, WeightsSpan, WeightsVersion, file_digest
-from megarl.explore.experience import with_group_stats
-from megarl.explore.order.draws import ExpertRow
 from megarl.learn import algorithms
 from megarl.learn.batching import StepShare, micro_batches
 from megarl.learn.batching.packing import MicroBatching

@@ -21,13 +21,13 @@ import sqlalchemy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.core.config import compose
+from megarl.buffer.store import OWN_SERVER, Claim, EndedGroup, Store, Used, UsedGroup, check_url, database, journal
+from megarl.buffer.store.codec import trajectory_from_row, trajectory_to_row
+from megarl.buffer.store.database import shown
+from megarl.buffer.store.workers import Silence
+from megarl.config import compose
 from megarl.core.errors import ConfigError, DataError, FencedError, JobError
 from megarl.core.schema import GREEDY, GroupStats, Reward, Trajectory, Turn, WeightsSpan, WeightsVersion, file_digest
-from megarl.explore.store import OWN_SERVER, Claim, EndedGroup, Store, Used, UsedGroup, check_url, database, journal
-from megarl.explore.store.codec import trajectory_from_row, trajectory_to_row
-from megarl.explore.store.database import shown
-from megarl.explore.store.workers import Silence
 from megarl.run.job_store import without_password
 from tests.stores import VERSION, WRITES, finish, make_task, make_trajectory, request, rows
 from tests.trajectories import one_turn
@@ -866,7 +866,7 @@ def test_a_password_is_never_written_down(monkeypatch: pytest.MonkeyPatch, url: 
 
 WORKER = """
 import sys
-from megarl.explore.store import Store
+from megarl.buffer.store import Store
 from tests.stores import finish
 store, worker = Store(sys.argv[1]), sys.argv[2]
 claims = store.groups.claim(worker, 2)
@@ -898,7 +898,7 @@ def test_two_processes_never_claim_the_same_group(store: Store, url: str) -> Non
 
 
 def test_processes_open_a_new_store_together(url: str) -> None:
-    code = "import sys; from megarl.explore.store import Store; Store(sys.argv[1]).journal.open_job()"
+    code = "import sys; from megarl.buffer.store import Store; Store(sys.argv[1]).journal.open_job()"
     command = [sys.executable, "-c", code, url]
     processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
     assert [process.communicate(timeout=60)[1] for process in processes] == ["", "", ""]

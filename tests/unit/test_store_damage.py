@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import sqlalchemy
 
+from megarl.buffer.store import Store, database
+from megarl.buffer.store.database import open_engine
+from megarl.buffer.store.tables import REMADE, SCHEMA
 from megarl.core.errors import ConfigError, JobError, StoreDamagedError
-from megarl.explore.store import Store, database
-from megarl.explore.store.database import open_engine
-from megarl.explore.store.tables import REMADE, SCHEMA
 from megarl.run.run_dir.store_damage import fault, replace_store
 from tests.engine_rows import serving_row
 from tests.power_cut import ForgetfulDisk
@@ -122,7 +122,7 @@ def test_a_replacement_that_was_cut_off_is_repeated(tmp_path: Path, monkeypatch:
     """Before each of its renames; then the log of a killed job lies beside the file too."""
     path = tmp_path / "store.db"
     url = filled(path)
-    code = f"import os\nfrom megarl.explore.store import Store\nStore({url!r}).journal.close_job()\nos._exit(9)"
+    code = f"import os\nfrom megarl.buffer.store import Store\nStore({url!r}).journal.close_job()\nos._exit(9)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 9
     path.write_bytes(b"x" * 20000)
     replace, done = os.replace, []
@@ -188,7 +188,7 @@ def test_a_store_with_an_earlier_table_of_engines_is_taken(tmp_path: Path, schem
 
 WRITER = """
 import os, signal, sys
-from megarl.explore.store import Store
+from megarl.buffer.store import Store
 store = Store(sys.argv[1])
 store.begin_attempt(1)
 other = Store(sys.argv[1], attempt=1)
@@ -236,7 +236,7 @@ def test_a_look_at_a_store_changes_nothing(tmp_path: Path, killed: bool) -> None
     """With a log, which a killed job leaves, SQLite may write the log's index again."""
     url = filled(tmp_path / "store.db")
     if killed:
-        code = f"import os\nfrom megarl.explore.store import Store\nStore({url!r}).journal.close_job()\nos._exit(9)"
+        code = f"import os\nfrom megarl.buffer.store import Store\nStore({url!r}).journal.close_job()\nos._exit(9)"
         assert subprocess.run([sys.executable, "-c", code]).returncode == 9
     files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert ("store.db-wal" in files) == killed

@@ -14,21 +14,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.buffer.store import ExpertExperience, Store
 from megarl.cli import main
 from megarl.core.errors import ConfigError
 from megarl.core.schema import Reward
-from megarl.explore.store import ExpertExperience, Store
-from megarl.explore.tasksets import ChatTokenizer
-from megarl.run.checks.experts import ExpertCheck
+from megarl.run.checks.models.expert_rows import ExpertCheck
 from megarl.run.launch.experts import fill_experts
 from megarl.run.run_dir.experts import from_source, read_experts, read_run, tokenizer_digest
+from megarl.tasks import ChatTokenizer
 from tests.stores import VERSION, expert, make_task, make_trajectory, rows
 from tests.trajectories import one_turn
 from tests.unit.small_job import SMALL, config_of
 
 KILLED = """
 import os, signal, sys
-from megarl.explore.store import Store
+from megarl.buffer.store import Store
 from tests.stores import expert
 def advance(count):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -203,7 +203,7 @@ def test_a_question_of_eval_is_refused_whatever_its_source(prepared: Path) -> No
 
 
 def test_good_responses_of_another_run(prepared: Path, tmp_path: Path) -> None:
-    from megarl.core.config import to_dict
+    from megarl.config import to_dict
 
     config = config_of(prepared, f"store.url=sqlite:///{tmp_path}/other.db")
     run_dir = tmp_path / "other"

@@ -17,13 +17,13 @@ from types import SimpleNamespace
 import pytest
 
 import megarl
-from megarl.core import heartbeat
-from megarl.explore.store import Store, transactions
+from megarl.buffer.store import Store, transactions
+from megarl.core.processes import heartbeat
 
 CHILD = """
 import sys
 from megarl.core import heartbeat
-from megarl.explore.store import Store
+from megarl.buffer.store import Store
 heartbeat.begin()
 store = Store(sys.argv[1], outage_s=300) if sys.argv[2] == "early" else None
 print("ready", flush=True)

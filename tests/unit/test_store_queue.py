@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from megarl.buffer.store import Claim, EndedGroup, Store
 from megarl.core.errors import JobError
 from megarl.explore.explorer.store_queue import StoreQueue
-from megarl.explore.store import Claim, EndedGroup, Store
 from tests.stores import make_task, make_trajectory, request
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.explore.store import waiting
+from megarl.buffer.store import waiting
 
 
 def statement() -> Generator[Any, Any, None]:

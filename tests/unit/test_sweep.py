@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.cli import main
-from megarl.core.config import Config, compose
+from megarl.config import Config, compose
 from megarl.core.errors import ConfigError, JobError
 from megarl.run.checks import job as checks
 from megarl.run.launch import job

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from megarl.core.config.schema import Config, ModelConfig, ParallelConfig, RolloutConfig
+from megarl.config.schema import Config, ModelConfig, ParallelConfig, RolloutConfig
 from megarl.core.errors import EngineError, WeightSyncError
-from megarl.engine.client.addresses import JobAddresses
-from megarl.engine.client.control import EngineControl
+from megarl.engines.client.addresses import JobAddresses
+from megarl.engines.client.control import EngineControl
 from megarl.learn.parallel.grid import megatron_grid
 from megarl.run.process import ports
 from megarl.train.sync.connection import EngineConnection

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.core.config.schema import Config, TrainerConfig
-from megarl.core.config.taskset import SourceConfig, TasksetConfig
+from megarl.buffer.order import draws as data
+from megarl.buffer.order.choice import TaskChoice
+from megarl.buffer.order.orders import Draw, curriculum, in_file_order, prioritized, shuffled
+from megarl.buffer.order.shares import Shares, whole_parts
+from megarl.buffer.store import Store, Used
+from megarl.config.schema import Config, TrainerConfig
+from megarl.config.taskset import SourceConfig, TasksetConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Reward
-from megarl.explore.order import draws as data
-from megarl.explore.order.choice import TaskChoice
-from megarl.explore.order.orders import Draw, curriculum, in_file_order, prioritized, shuffled
-from megarl.explore.order.shares import Shares, whole_parts
-from megarl.explore.store import Store, Used
 from tests.stores import VERSION, make_task, make_trajectory
 
 parts = st.lists(st.integers(1, 9), min_size=1, max_size=5)

@@ -15,16 +15,16 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from megarl.core.config import Config, compose, load_resolved, save_resolved
-from megarl.core.config.rewards import JudgeConfig
-from megarl.core.config.taskset import SourceConfig, TasksetConfig
+from megarl.buffer.store import Store
+from megarl.config import Config, compose, load_resolved, save_resolved
+from megarl.config.rewards import JudgeConfig
+from megarl.config.taskset import SourceConfig, TasksetConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task
-from megarl.explore.store import Store
-from megarl.explore.tasksets import difficulty_of, place_of_row, processed, read_rows, read_tasks, write_rows
 from megarl.run.checks import filters
 from megarl.run.checks import job as checks
 from megarl.run.launch.job import _fill_store
+from megarl.tasks import difficulty_of, place_of_row, processed, read_rows, read_tasks, write_rows
 from tests.unit.small_job import config_of, refused
 from tests.unit.small_rows import write
 

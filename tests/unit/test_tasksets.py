@@ -17,9 +17,9 @@ import pytest
 
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task
-from megarl.explore.rewards import compute_score
-from megarl.explore.tasksets import generate, read_rows, write_rows
-from megarl.explore.tasksets.generate import SPLITS
+from megarl.rewards import compute_score
+from megarl.tasks import generate, read_rows, write_rows
+from megarl.tasks.generators.generate import SPLITS
 from tests.unit.small_rows import write
 
 SIZES = {"train": 300, "eval": 100, "warm_start": 250, "expert": 80}

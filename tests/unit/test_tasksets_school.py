@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.core.config import compose, config_dir
+from megarl.config import compose, config_dir
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Preference, Task
-from megarl.explore.rewards import compute_score
-from megarl.explore.tasksets import generate, read_preferences, read_recipe, read_rows
+from megarl.rewards import compute_score
 from megarl.run.run_dir.prepare import prepare_data
+from megarl.tasks import generate, read_preferences, read_recipe, read_rows
 
 PRESETS = sorted(path.stem for path in (config_dir() / "taskset").glob("*.yaml"))
 SIZES = {"train": 300, "eval": 100, "warm_start": 300}

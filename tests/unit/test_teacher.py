@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.core.config import Config
-from megarl.core.config.algorithms import KLConfig, MixConfig
+from megarl.buffer.order.draws import ExpertRows, data_seed, num_expert_rows
+from megarl.buffer.store import ExpertExperience, Store
+from megarl.config import Config
+from megarl.config.algorithms import KLConfig, MixConfig
 from megarl.core.errors import DataError
-from megarl.explore.order.draws import ExpertRows, data_seed, num_expert_rows
-from megarl.explore.store import ExpertExperience, Store
-from megarl.explore.tasksets import ChatTokenizer
 from megarl.learn import algorithms
 from megarl.learn.batching import MicroBatching, micro_batches
 from megarl.learn.training import objectives
 from megarl.learn.training.objectives import LossTokens
 from megarl.run.checks import job as checks
-from megarl.run.checks.experts import ExpertCheck
+from megarl.run.checks.models.expert_rows import ExpertCheck
 from megarl.run.launch.experts import fill_experts
 from megarl.run.run_dir.experts import tokenizer_digest
+from megarl.tasks import ChatTokenizer
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.update.batch import StepBatch, make_batch
 from tests.stores import expert

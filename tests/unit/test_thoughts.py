@@ -14,9 +14,9 @@ from megarl.core.schema import Task
 from megarl.core.thoughts import as_written, opens_thinking, split_thought, without_thought
 from megarl.explore.environments.guess import Guess
 from megarl.explore.environments.types import Observation
-from megarl.explore.rewards.answer.grammar import after_thinking
-from megarl.explore.tasksets import ChatTokenizer
-from megarl.explore.tools import FORMATS
+from megarl.rewards.answer.grammar import after_thinking
+from megarl.tasks import ChatTokenizer
+from megarl.tasks.tools import FORMATS
 from tests.chat_battery import TOOLS, checkpoint
 from tests.unit.agent_model import TASK, Model, client, play
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl.explore.rewards.math.verifier import time_limit
-from megarl.explore.tasksets import ChatTokenizer
-from megarl.explore.tools import FORMATS, format_of
+from megarl.rewards.math.verifier import time_limit
+from megarl.tasks import ChatTokenizer
+from megarl.tasks.tools import FORMATS, format_of
 from tests.chat_battery import CALL, TEMPLATES, TOOLS, USER, WORDS, checkpoint
 
 SOURCES = Path(__file__).parents[1] / "data" / "chat_templates"

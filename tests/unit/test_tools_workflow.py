@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.core.config.schema import RolloutConfig
+from megarl.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.schema import End
-from megarl.engine.client.frames import Completion
-from megarl.engine.client.gather import SampleRequest
+from megarl.engines.client.frames import Completion
+from megarl.engines.client.gather import SampleRequest
 from megarl.explore import workflows
 from megarl.explore.recording.model import RolloutModel
-from megarl.explore.tasksets import ChatTokenizer
-from megarl.explore.tools import FORMATS, session
-from megarl.explore.tools.calculator import calculator
-from megarl.explore.tools.functions import template_tools, tools_of
 from megarl.explore.workflows.tools import knows_results
+from megarl.tasks import ChatTokenizer
+from megarl.tasks.tools import FORMATS, session
+from megarl.tasks.tools.calculator import calculator
+from megarl.tasks.tools.functions import template_tools, tools_of
 from tests.chat_battery import TEMPLATES, checkpoint
 from tests.unit.agent_model import Model, recorder, run_workflow_of, trajectory
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megarl.core.config import compose
+from megarl.config import compose
 from megarl.core.errors import ConfigError
 from megarl.core.metrics import MetricWriter
 from megarl.train import tracking

@@ -11,22 +11,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.buffer.order.draws import ExpertRow
+from megarl.buffer.store import Store, Used
 from megarl.cli import main
-from megarl.core.config import Config, compose, save_resolved
-from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.config import Config, compose, save_resolved
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.jobs import JOBS
 from megarl.core.kept_batches import KeptBatch, forget_after, kept_steps, path_of
 from megarl.core.schema import Reward, Trajectory, Turn, WeightsSpan, WeightsVersion
-from megarl.explore.order.draws import ExpertRow
-from megarl.explore.store import Store, Used
 from megarl.learn import algorithms
 from megarl.learn.batching import MicroBatching, micro_batches
 from megarl.run.checks.settings import check_rows_of_files
 from megarl.run.data.opened import StoredRun
 from megarl.run.data.trained_tokens import TRAINED, TrainedTokens, count_trained
 from megarl.train.update.batch import StepBatch, filter_overlong, make_batch
-from megarl.train.update.kept import put_together, taken
+from megarl.train.update.batch_file import put_together, taken
 from tests.stores import make_task
 
 VERSION = WeightsVersion(1, 1)

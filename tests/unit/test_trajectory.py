@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.core.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig, PreferenceConfig, settings_of
+from megarl.buffer.experience.groups import group_stats
+from megarl.buffer.order.draws import ExpertRow
+from megarl.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig, PreferenceConfig, settings_of
 from megarl.core.errors import NonRetryableError
 from megarl.core.schema import End, FinishReason, Outcome, Reward, Task, Trajectory, Turn
-from megarl.explore.experience.groups import group_stats
-from megarl.explore.order.draws import ExpertRow
 from megarl.learn import algorithms
 from megarl.learn.batching import micro_batches
 from megarl.learn.batching.packing import MicroBatching

@@ -14,22 +14,22 @@ import numpy as np
 import openai
 import pytest
 
-from megarl.core.config.schema import FromScratchConfig, RolloutConfig, VisionTowerConfig
+from megarl.buffer.store import Claim
+from megarl.config.schema import FromScratchConfig, RolloutConfig, VisionTowerConfig
 from megarl.core.errors import JobError
 from megarl.core.schema import End, Reward, Task, Trajectory, WeightsVersion, file_digest
-from megarl.engine.client.frames import Completion
-from megarl.engine.client.gather import SampleRequest
+from megarl.engines.client.frames import Completion
+from megarl.engines.client.gather import SampleRequest
 from megarl.explore.agents.server import AgentServer
 from megarl.explore.agents.session import Session
 from megarl.explore.environments import EpisodeThreads, Observation
 from megarl.explore.recording.images import ImageRules
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.recording.model import RenderedPrompt, RolloutModel
-from megarl.explore.store import Claim
-from megarl.explore.tasksets import ChatTokenizer, chat_messages
-from megarl.explore.tasksets.processor import Processor
 from megarl.explore.workflows.environment import environment
 from megarl.learn.models.from_scratch import VISION, create
+from megarl.tasks import ChatTokenizer, chat_messages
+from megarl.tasks.images.processor import Processor
 from tests.loop.vision_models import picture
 from tests.unit.agent_model import judge
 
@@ -338,7 +338,7 @@ def test_a_model_of_text_is_shown_none(tokenizer: ChatTokenizer, processor: Proc
 
 
 def test_rules_are_those_of_the_job(model: Path, tmp_path: Path) -> None:
-    from megarl.core.config.schema import ModelConfig
+    from megarl.config.schema import ModelConfig
     from tests.unit.test_vision_processor import config_of
 
     def rules(workflow: str, path: Path = model) -> ImageRules | None:

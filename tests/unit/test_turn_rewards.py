@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.core.config.algorithms import AlgorithmConfig, settings_of
-from megarl.core.config.schema import Config
+from megarl.buffer.experience import with_group_stats
+from megarl.config.algorithms import AlgorithmConfig, settings_of
+from megarl.config.schema import Config
 from megarl.core.errors import ConfigError
 from megarl.core.schema import Reward, Trajectory, Turn
-from megarl.explore.experience import with_group_stats
 from megarl.learn import algorithms
 from megarl.run.checks.settings import check_algorithm
 from megarl.train.rank.state import TrainState

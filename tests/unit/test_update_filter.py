@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megarl.core.config.schema import UpdateFilterConfig
+from megarl.buffer.order.draws import data_seed, tasks_of_step
+from megarl.config.schema import UpdateFilterConfig
 from megarl.core.errors import JobError
-from megarl.explore.order.draws import data_seed, tasks_of_step
 from megarl.train.rank.state import TrainState
 from megarl.train.update.updates import RollBack, UpdateFilter
 

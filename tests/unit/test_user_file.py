@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from megarl.core.errors import ConfigError
-from megarl.explore.rewards.pool.worker import load_function
-from megarl.explore.tasksets import user as tasksets
 from megarl.learn.algorithms import user as algorithms
+from megarl.rewards.pool.worker import load_function
+from megarl.tasks.generators import user as tasksets
 
 LOADERS: dict[str, Callable[[str], Any]] = {
     "taskset.generate": tasksets.load,
@@ -25,7 +25,7 @@ FILE = """\
 from __future__ import annotations
 from dataclasses import dataclass, replace
 from megarl.learn.algorithms.grpo import GRPO
-from megarl.explore.tasksets import Generator
+from megarl.tasks import Generator
 
 @dataclass
 class Settings:

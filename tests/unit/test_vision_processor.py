@@ -18,22 +18,23 @@ import pytest
 from PIL import Image
 from transformers import Qwen2_5_VLConfig
 
-from megarl.core.config import Config
-from megarl.core.config.schema import ModelConfig, RolloutConfig
-from megarl.core.config.taskset import TasksetConfig
+from megarl.buffer.store import ExpertExperience, Store
+from megarl.config import Config
+from megarl.config.schema import ModelConfig, RolloutConfig
+from megarl.config.taskset import TasksetConfig
 from megarl.core.errors import CheckpointError, ConfigError, DataError
 from megarl.core.schema import Task
-from megarl.explore.store import ExpertExperience, Store
-from megarl.explore.tasksets import ChatTokenizer, chat_messages, encode_rows, write_rows
-from megarl.explore.tasksets.inline_images import with_inline_images
-from megarl.explore.tasksets.pixels import DEFAULT, pixel_limits
-from megarl.explore.tasksets.processor import Processor, check_image_files, check_image_prompts, prompt_lengths
-from megarl.run.checks import job, vision
-from megarl.run.checks.experts import ExpertCheck
+from megarl.run.checks import job
 from megarl.run.checks.filters import without_overlong
 from megarl.run.checks.inputs import check_lengths
+from megarl.run.checks.models import vision
+from megarl.run.checks.models.expert_rows import ExpertCheck
 from megarl.run.run_dir.images import processor_of
 from megarl.run.run_dir.prepare import make
+from megarl.tasks import ChatTokenizer, chat_messages, encode_rows, write_rows
+from megarl.tasks.images.inline import with_inline_images
+from megarl.tasks.images.pixels import DEFAULT, pixel_limits
+from megarl.tasks.images.processor import Processor, check_image_files, check_image_prompts, prompt_lengths
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.update.images import ImageInputs, demonstrations_of
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config

@@ -19,21 +19,21 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megarl.core.config.job import StoreConfig
+from megarl.buffer.store import Store
+from megarl.config.job import StoreConfig
 from megarl.core.errors import CheckpointError, EngineClosed, EngineError, WeightsDiffer
 from megarl.core.published import KEPT, MANIFEST, PublishedWeights, folder_of, remove_old, whole_versions
 from megarl.core.schema import WeightsVersion
-from megarl.engine.client.choice import EngineChoice, WantedWeights
-from megarl.engine.client.control import EngineControl
-from megarl.engine.fleet import BASE, EngineRow, Key
-from megarl.engine.sync.files import read_files
+from megarl.engines.client.choice import EngineChoice, WantedWeights
+from megarl.engines.client.control import EngineControl
+from megarl.engines.fleet import BASE, EngineRow, Key
+from megarl.engines.sync.files import read_files
 from megarl.explore.explorer import explorer
 from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explorer
 from megarl.explore.explorer.file_feeder import FileFeeder, NewestVersion
 from megarl.explore.explorer.weight_files import FileFedEngine, check_pieces
-from megarl.explore.store import Store
-from megarl.explore.tasksets import ChatTokenizer
 from megarl.ops import slice_digest
+from megarl.tasks import ChatTokenizer
 from megarl.weights.reshard.execute import piece_digests
 from megarl.weights.reshard.layouts import hf_layout, vllm_layout
 from tests.chat_battery import checkpoint

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.core.config.schema import Config
+from megarl.config.schema import Config
 from megarl.core.errors import WeightsDiffer, WeightSyncError
 from megarl.core.schema import WeightsVersion
-from megarl.engine.client.probe import ProbeText
+from megarl.engines.client.probe import ProbeText
 from megarl.train.rank.context import RunContext
 from megarl.train.sync.publish import LEAST_BUCKET
 from megarl.train.sync.weights import Stopped, WeightSync

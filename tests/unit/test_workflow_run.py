@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.core.config.rewards import RewardConfig
+from megarl.buffer.experience import verify
+from megarl.buffer.store import Claim
+from megarl.buffer.store.codec import trajectory_from_row, trajectory_to_row
+from megarl.config.rewards import RewardConfig
 from megarl.core.errors import PromptRefused
 from megarl.core.schema import End, Reward, Task, Trajectory, WeightsVersion
-from megarl.engine.client.frames import Completion
-from megarl.engine.client.gather import SampleRequest
-from megarl.explore.experience import verify
+from megarl.engines.client.frames import Completion
+from megarl.engines.client.gather import SampleRequest
 from megarl.explore.explorer import workflow_run
 from megarl.explore.explorer.claimed import ClaimedGroup
 from megarl.explore.explorer.explorer import run_through
@@ -26,11 +28,9 @@ from megarl.explore.explorer.rollout_clock import RolloutClock
 from megarl.explore.explorer.trajectories import TrajectoryRunner, TrajectorySettings
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.recording.model import RenderedPrompt, observed
-from megarl.explore.rewards import Verdict
-from megarl.explore.store import Claim
-from megarl.explore.store.codec import trajectory_from_row, trajectory_to_row
-from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.workflows.single_turn import single_turn
+from megarl.rewards import Verdict
+from megarl.tasks import ChatTokenizer
 from tests.chat_battery import checkpoint
 
 Play = Callable[[Task, Any], Awaitable[None]]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.core.config.schema import RolloutConfig
+from megarl.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.explore import workflows
 

@@ -8,9 +8,9 @@ import jobs
 import workflows
 from look.score import compute_score
 
-from megarl.core.config import compose
-from megarl.explore.tools import FORMATS
-from megarl.explore.tools.functions import tools_of
+from megarl.config import compose
+from megarl.tasks.tools import FORMATS
+from megarl.tasks.tools.functions import tools_of
 
 
 def test_settings(tmp_path):

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from megarl.core.machine import kill_group, kill_marked
+from megarl.core.processes.machine import kill_group, kill_marked
 from megarl.explore.agents.loopback import with_loopback
 from megarl.explore.agents.sandbox import RESULT_FILE, CommandSandbox
-from megarl.explore.sandbox import seccomp
+from megarl.sandbox import seccomp
 
 OUTPUT_BYTES = 64 * 2**10
 """Last bytes of each of a command's two outputs, and first ones of its result, that are kept."""

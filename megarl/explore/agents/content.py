@@ -13,7 +13,7 @@ from typing import Any
 from megarl.core.pictures import media_type, size_of
 from megarl.core.schema import Message, Task
 from megarl.explore.agents.request import BadRequest, object_field, text_field
-from megarl.explore.tasksets.inline_images import data_uri, messages_with
+from megarl.tasks.images.inline import data_uri, messages_with
 
 Content = str | list[dict[str, str]]
 MOST = 1024

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from megarl.core.config.schema import RolloutConfig
+from megarl.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError, describe
 from megarl.core.schema import Task
 from megarl.core.user_file import import_file

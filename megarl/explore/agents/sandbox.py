@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.core.errors import ConfigError
-from megarl.explore.sandbox.host import ALLOWED_BY, as_they_are
+from megarl.sandbox.host import ALLOWED_BY, as_they_are
 
 INSIDE = Path(__file__).with_name("inside.py")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")

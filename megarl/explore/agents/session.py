@@ -17,9 +17,9 @@ from megarl.explore.agents.content import bare, images_of
 from megarl.explore.agents.request import Asked, BadRequest, Repeated, Reply, SentBack, same_json
 from megarl.explore.recording.calls import calls_of
 from megarl.explore.recording.model import IMAGE_LIMITS, RolloutModel
-from megarl.explore.tasksets import ChatTokenizer
-from megarl.explore.tasksets.turns import exceeds, render_turns, turn_ids
-from megarl.explore.tools import ToolCall, written_by
+from megarl.tasks import ChatTokenizer
+from megarl.tasks.templates.turns import exceeds, render_turns, turn_ids
+from megarl.tasks.tools import ToolCall, written_by
 
 NO_ROOM = "context_length_exceeded"
 """Code of a refusal for want of room, as agents' libraries know it."""

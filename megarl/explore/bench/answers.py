@@ -12,8 +12,8 @@ from typing import Any
 from megarl.core.errors import DataError
 from megarl.core.schema import Trajectory
 from megarl.core.thoughts import as_written, opens_thinking
-from megarl.explore.rewards.verdict import NO_VERDICT
-from megarl.explore.tasksets import ChatTokenizer
+from megarl.rewards.verdict import NO_VERDICT
+from megarl.tasks import ChatTokenizer
 
 RESULT = "bench.json"
 """File of a finished bench, in the directory of its model."""

@@ -18,23 +18,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from megarl.core import heartbeat
-from megarl.core.config import Config, load_resolved
+from megarl.buffer.experience import by_group
+from megarl.buffer.order.draws import evaluation_sampling
+from megarl.buffer.store import Store
+from megarl.buffer.store.engines import EngineTable
+from megarl.config import Config, load_resolved
 from megarl.core.durable import write_text
 from megarl.core.errors import EngineError, InputError, JobError
 from megarl.core.jobs import PROGRAM
 from megarl.core.metrics import Timeline
+from megarl.core.processes import heartbeat
 from megarl.core.schema import Trajectory, WeightsVersion
-from megarl.engine.client.control import EngineControl
-from megarl.engine.fleet import EngineRow, EngineStatus, Fleet
+from megarl.engines.client.control import EngineControl
+from megarl.engines.fleet import EngineRow, EngineStatus, Fleet
 from megarl.explore.bench.answers import RESULT, ModelAnswers, TaskAnswers, written_response
-from megarl.explore.experience import by_group
-from megarl.explore.order.draws import evaluation_sampling
-from megarl.explore.rewards.votes import extractor
-from megarl.explore.store import Store
-from megarl.explore.store.engines import EngineTable
-from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.workflows import asks_verifier
+from megarl.rewards.votes import extractor
+from megarl.tasks import ChatTokenizer
 
 log = logging.getLogger(__name__)
 

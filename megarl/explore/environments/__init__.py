@@ -3,7 +3,7 @@
 from importlib import import_module
 from pathlib import Path
 
-from megarl.core.config.schema import RolloutConfig
+from megarl.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.user_file import import_file
 from megarl.explore.environments.episode import Episode, EpisodeThreads

@@ -17,7 +17,7 @@ from megarl.core.thoughts import without_thought
 from megarl.explore.environments.numbers import last_number
 from megarl.explore.environments.options import checked, refuse
 from megarl.explore.environments.types import Observation
-from megarl.explore.tasksets.images import png_of
+from megarl.tasks.images.rows import png_of
 
 OPTIONS = {"id": str, "kwargs": dict, "actions": dict}
 """``id``: as ``gymnasium.make`` takes it, ``module:Name-v0`` too; ``kwargs``: of the environment; ``actions``: word ->

@@ -17,7 +17,7 @@ from megarl.explore.environments import harbor_sandbox
 from megarl.explore.environments.harbor_sandbox import HarborSandbox
 from megarl.explore.environments.options import checked, refuse
 from megarl.explore.environments.types import Observation
-from megarl.explore.tasksets.harbor import read_folder
+from megarl.tasks.harbor import read_folder
 
 log = logging.getLogger(__name__)
 

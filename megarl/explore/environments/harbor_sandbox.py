@@ -17,9 +17,9 @@ from typing import Any
 
 from megarl.core.errors import ConfigError, SandboxError
 from megarl.explore.agents.sandbox import ETC
-from megarl.explore.sandbox.host import INSIDE_UID, SHM_BYTES, as_they_are, find, popen_user
-from megarl.explore.sandbox.interface import MIB
-from megarl.explore.tasksets.harbor import TESTS_MB, HarborTask
+from megarl.sandbox.host import INSIDE_UID, SHM_BYTES, as_they_are, find, popen_user
+from megarl.sandbox.interface import MIB
+from megarl.tasks.harbor import TESTS_MB, HarborTask
 
 PROGRAM = Path(__file__).with_name("harbor_inside.py").read_text()
 STARTER = ThreadPoolExecutor(1, thread_name_prefix="harbor")

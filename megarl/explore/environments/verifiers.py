@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import ConfigError, DataError
-from megarl.core.machine import kill_group, start_ticks
+from megarl.core.processes.machine import kill_group, start_ticks
 from megarl.core.schema import Task
 from megarl.explore.agents.command import passed_variables
 from megarl.explore.environments.options import checked, refuse

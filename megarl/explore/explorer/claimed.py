@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from megarl.core.config.rewards import RewardConfig
+from megarl.buffer.experience.pipeline import lacks_reward
+from megarl.buffer.store import Claim, EndedGroup
+from megarl.config.rewards import RewardConfig
 from megarl.core.schema import GREEDY, Trajectory
-from megarl.explore.experience.pipeline import lacks_reward
 from megarl.explore.explorer.iterations import GroupPace
 from megarl.explore.explorer.rollout_clock import RolloutClock
 from megarl.explore.recording.model import RenderedPrompt
-from megarl.explore.store import Claim, EndedGroup
 
 
 @dataclass

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
-from megarl.explore.store import Store
-from megarl.explore.store.workers import BusyTime
+from megarl.buffer.store import Store
+from megarl.buffer.store.workers import BusyTime
 
 SHORTEST_S, LONGEST_S = 0.2, 10.0
 """Shortest and longest time between two reports."""

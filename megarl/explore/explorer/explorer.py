@@ -27,16 +27,17 @@ from typing import Any
 
 import numpy as np
 
-from megarl.core import heartbeat
-from megarl.core.config import Config, load_resolved
+from megarl.buffer.store import Claim, Store
+from megarl.config import Config, load_resolved
 from megarl.core.errors import EngineError, InputError, JobError, describe
 from megarl.core.jobs import EXPLORE, PROGRAM, STOPPED, TRAIN, logs_of
 from megarl.core.metrics import Timeline
+from megarl.core.processes import heartbeat
 from megarl.core.schema import GREEDY, Trajectory, WeightsVersion
-from megarl.engine.client.choice import EVERY_S, EngineChoice
-from megarl.engine.client.client import EngineClient, Sampling
-from megarl.engine.client.gather import Engine, Gatherer
-from megarl.engine.fleet import EngineRow
+from megarl.engines.client.choice import EVERY_S, EngineChoice
+from megarl.engines.client.client import EngineClient, Sampling
+from megarl.engines.client.gather import Engine, Gatherer
+from megarl.engines.fleet import EngineRow
 from megarl.explore import workflows
 from megarl.explore.explorer.claimed import ClaimedGroup
 from megarl.explore.explorer.engine_time import EngineTime
@@ -50,15 +51,14 @@ from megarl.explore.explorer.store_queue import StoreQueue
 from megarl.explore.explorer.trajectories import Scorer, TrajectoryRunner, TrajectorySettings
 from megarl.explore.explorer.under_way import SamplesUnderWay
 from megarl.explore.recording.model import RenderedPrompt
-from megarl.explore.rewards import RewardPool
-from megarl.explore.rewards.judge.family import ENGINES
-from megarl.explore.rewards.pool.pool import Judging
-from megarl.explore.rewards.pool.process import await_hosts
-from megarl.explore.rewards.pool.tally import EVENT
-from megarl.explore.store import Claim, Store
-from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.workflows.single_turn import single_turn
 from megarl.explore.workflows.types import Workflow
+from megarl.rewards import RewardPool
+from megarl.rewards.judge.family import ENGINES
+from megarl.rewards.pool.pool import Judging
+from megarl.rewards.pool.process import await_hosts
+from megarl.rewards.pool.tally import EVENT
+from megarl.tasks import ChatTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -434,7 +434,7 @@ async def _judge(
     if config.reward.judge.url is None:
         yield None
         return
-    from megarl.explore.rewards.judge.judge import Judge  # 0.3 s
+    from megarl.rewards.judge.judge import Judge  # 0.3 s
 
     async with Judge(config.reward.judge, engines, key, engine_timeout_s) as judge:
         yield judge

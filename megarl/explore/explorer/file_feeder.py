@@ -7,15 +7,15 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 
-from megarl.core.config import Config
-from megarl.core.config.job import StoreConfig
+from megarl.buffer.store import Store
+from megarl.config import Config
+from megarl.config.job import StoreConfig
 from megarl.core.published import whole_versions
 from megarl.core.schema import WeightsVersion
-from megarl.engine.client.choice import EngineChoice
-from megarl.engine.client.control import EngineControl
-from megarl.engine.fleet import EngineRow, Key
+from megarl.engines.client.choice import EngineChoice
+from megarl.engines.client.control import EngineControl
+from megarl.engines.fleet import EngineRow, Key
 from megarl.explore.explorer.weight_files import FileFedEngine
-from megarl.explore.store import Store
 
 Delivered = Callable[[Mapping[Key, int], WeightsVersion | None], Awaitable[object]]
 

@@ -6,15 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from megarl.explore.experience.held_out import (
-    TaskScores,
-    right_answers,
-    sampled_metrics,
-    source_metrics,
-    standard_error,
-)
-from megarl.explore.rewards.verdict import NO_VERDICT
-from megarl.explore.store import Store
+from megarl.buffer.experience.held_out import TaskScores, right_answers, sampled_metrics, source_metrics, standard_error
+from megarl.buffer.store import Store
+from megarl.rewards.verdict import NO_VERDICT
 
 
 def record_evaluations(store: Store, worker: str, rollout_id: str | None = None) -> None:

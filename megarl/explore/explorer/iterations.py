@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megarl.core.config.schema import RolloutConfig
+from megarl.buffer.order.pacing import Pacing
+from megarl.buffer.store import Claim, Store
+from megarl.config.schema import RolloutConfig
 from megarl.core.schema import GREEDY, Segment, WeightsVersion
-from megarl.explore.order.pacing import Pacing
-from megarl.explore.store import Claim, Store
 
 
 @dataclass(frozen=True)

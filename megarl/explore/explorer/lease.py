@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
+from megarl.buffer.store import Store
+from megarl.buffer.store.workers import Silence
 from megarl.explore.explorer.held_out import record_evaluations
-from megarl.explore.store import Store
-from megarl.explore.store.workers import Silence
 
 BEATS = 4
 """Heartbeats of an explorer in the time of silence after which it counts as dead."""

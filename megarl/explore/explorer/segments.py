@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megarl.core.config import Config
+from megarl.buffer.order.pacing import Pacing
+from megarl.buffer.store import Claim
+from megarl.config import Config
 from megarl.core.schema import Segment, WeightsSpan, WeightsVersion, digest_of, file_digest
-from megarl.engine.client.frames import Completion, VersionSpan
-from megarl.engine.client.gather import SampleRequest
+from megarl.engines.client.frames import Completion, VersionSpan
+from megarl.engines.client.gather import SampleRequest
 from megarl.explore.explorer.iterations import Budget, GroupPace
 from megarl.explore.explorer.repetition import repeats_at_end
-from megarl.explore.order.pacing import Pacing
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.recording.model import Sampler
-from megarl.explore.store import Claim
 
 Record = Callable[[tuple[Claim, Segment]], Awaitable[bool]]
 """``Store.segments.append`` of one segment, in a thread of its own."""

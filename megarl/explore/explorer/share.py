@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megarl.core.config import Config
+from megarl.config import Config
 from megarl.core.errors import ConfigError
-from megarl.explore.rewards.pool.process import addresses
+from megarl.rewards.pool.process import addresses
 
 
 def check_explorers(config: Config) -> None:

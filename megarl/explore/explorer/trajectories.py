@@ -9,22 +9,22 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
-from megarl.core import heartbeat
-from megarl.core.config import Config
-from megarl.core.config.rewards import RewardConfig
+from megarl.config import Config
+from megarl.config.rewards import RewardConfig
+from megarl.core.processes import heartbeat
 from megarl.core.schema import End, Reward, Segment, Task, Trajectory
-from megarl.engine.client.frames import Completion
-from megarl.engine.client.gather import LONGEST_RETRY_S, Gatherer, SampleRequest
+from megarl.engines.client.frames import Completion
+from megarl.engines.client.gather import LONGEST_RETRY_S, Gatherer, SampleRequest
 from megarl.explore.explorer.claimed import ClaimedGroup
 from megarl.explore.explorer.segments import WHOLE_RESPONSES, Forget, Record, SegmentSampler, SegmentSettings
 from megarl.explore.explorer.workflow_run import OwnTime, run_workflow
 from megarl.explore.recording.images import ImageRules
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.recording.model import NO_LIMITS, RolloutModel, Sampler
-from megarl.explore.rewards import Verdict
-from megarl.explore.rewards.verdict import NO_VERDICT, weighed_reward
-from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.workflows.types import Workflow
+from megarl.rewards import Verdict
+from megarl.rewards.verdict import NO_VERDICT, weighed_reward
+from megarl.tasks import ChatTokenizer
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
+from megarl.buffer.store import Claim
 from megarl.core.errors import WeightsPassed
-from megarl.explore.store import Claim
 
 log = logging.getLogger(__name__)
 

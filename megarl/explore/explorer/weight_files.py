@@ -14,8 +14,8 @@ from typing import Any
 from megarl.core.errors import CheckpointError, EngineError, WeightsDiffer
 from megarl.core.published import PublishedWeights, folder_of, whole_versions
 from megarl.core.schema import WeightsVersion
-from megarl.engine.client.control import EngineControl, EngineState
-from megarl.engine.client.probe import check_probe
+from megarl.engines.client.control import EngineControl, EngineState
+from megarl.engines.client.probe import check_probe
 
 log = logging.getLogger(__name__)
 

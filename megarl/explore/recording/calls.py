@@ -8,8 +8,8 @@ from typing import Any
 from megarl.core.errors import DataError
 from megarl.core.schema import Turn
 from megarl.core.thoughts import OPEN, as_written
-from megarl.explore.tasksets import ChatTokenizer
-from megarl.explore.tools import FORMATS, ToolCall, written_by
+from megarl.tasks import ChatTokenizer
+from megarl.tasks.tools import FORMATS, ToolCall, written_by
 
 
 def calls_of(

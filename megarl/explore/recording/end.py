@@ -7,8 +7,8 @@ import math
 from megarl.core.durable import without_surrogates
 from megarl.core.schema import End, Reward
 from megarl.explore.recording.values import recorded_reward
-from megarl.explore.rewards import Verdict
-from megarl.explore.rewards.verdict import MAX_REASON
+from megarl.rewards import Verdict
+from megarl.rewards.verdict import MAX_REASON
 
 
 class RecordedEnd:

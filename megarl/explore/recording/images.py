@@ -10,10 +10,10 @@ from typing import Protocol
 
 import numpy as np
 
-from megarl.core.config import Config
+from megarl.config import Config
 from megarl.core.schema import Turn, file_digest
-from megarl.explore.tasksets.images import MAX_ROW_BYTES
-from megarl.explore.tasksets.tokenizer import PROCESSOR
+from megarl.tasks.images.rows import MAX_ROW_BYTES
+from megarl.tasks.templates.tokenizer import PROCESSOR
 
 OF_TEXT = ("single_turn", "reflect", "best_of_n", "tools")
 """Workflows whose messages have no images beside the task's."""
@@ -49,7 +49,7 @@ class ImageRules:
         model, writes = config.model, config.rollout.workflow not in OF_TEXT
         if not writes or not any((Path(model.path) / name).is_file() for name in PROCESSOR):
             return None
-        from megarl.explore.tasksets.processor import Processor
+        from megarl.tasks.images.processor import Processor
 
         processor = Processor.open(model.path, model.min_image_pixels, model.max_image_pixels)
         patches = config.trainer.max_patches_per_micro_batch or math.inf

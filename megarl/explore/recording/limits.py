@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from megarl.core.config.lengths import context_tokens, prompt_tokens
-from megarl.core.config.schema import RolloutConfig
+from megarl.config.lengths import context_tokens, prompt_tokens
+from megarl.config.schema import RolloutConfig
 
 
 @dataclass(frozen=True)

@@ -12,24 +12,24 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from megarl.buffer.store import Claim
 from megarl.core.durable import without_surrogates
 from megarl.core.errors import PromptRefused
 from megarl.core.schema import GREEDY, Author, End, Reward, Task, Turn, WeightsSpan, WeightsVersion
 from megarl.core.thoughts import as_written, opens_thinking
-from megarl.engine.client.frames import Completion
-from megarl.engine.client.gather import SampleRequest
+from megarl.engines.client.frames import Completion
+from megarl.engines.client.gather import SampleRequest
 from megarl.explore.recording.calls import calls_of
 from megarl.explore.recording.end import RecordedEnd
 from megarl.explore.recording.images import ImageRules
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.recording.turns import RecordedTurns
 from megarl.explore.recording.values import recorded_limit
-from megarl.explore.rewards import Verdict
-from megarl.explore.store import Claim
-from megarl.explore.tasksets import ChatTokenizer, chat_messages
-from megarl.explore.tasksets.images import PLACEHOLDER, placed, with_parts
-from megarl.explore.tasksets.turns import exceeds, messages_of, render_turns, turn_ids
-from megarl.explore.tools import ToolCall
+from megarl.rewards import Verdict
+from megarl.tasks import ChatTokenizer, chat_messages
+from megarl.tasks.images.rows import PLACEHOLDER, placed, with_parts
+from megarl.tasks.templates.turns import exceeds, messages_of, render_turns, turn_ids
+from megarl.tasks.tools import ToolCall
 
 ROLES: dict[Author, str] = {"environment": "user"}
 """Authors whose messages chat templates know under another role."""

@@ -12,7 +12,7 @@ import numpy as np
 from megarl.core.durable import without_surrogates
 from megarl.core.schema import Author, Reward, plain
 from megarl.explore.recording.turn_log import TurnLog
-from megarl.explore.rewards.verdict import MAX_NAME, MAX_PARTS, NO_VERDICT
+from megarl.rewards.verdict import MAX_NAME, MAX_PARTS, NO_VERDICT
 
 LARGEST_LIMIT = 2**31 - 1
 

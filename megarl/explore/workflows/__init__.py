@@ -12,11 +12,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.core.config.schema import RolloutConfig
+from megarl.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.user_file import import_file
 from megarl.explore import environments
-from megarl.explore.tasksets import ChatTokenizer
+from megarl.tasks import ChatTokenizer
 
 if TYPE_CHECKING:
     from megarl.explore.workflows.types import Workflow

@@ -9,16 +9,16 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from megarl.core.config.schema import RolloutConfig
+from megarl.config.schema import RolloutConfig
 from megarl.core.errors import describe
 from megarl.core.schema import End, Reward, Task
 from megarl.explore.agents.runner import load
 from megarl.explore.agents.server import MODEL, AgentServer
 from megarl.explore.agents.session import ROOM, Session
 from megarl.explore.recording.model import RolloutModel
-from megarl.explore.rewards.verdict import NO_VERDICT, to_verdict
-from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.workflows.types import Workflow
+from megarl.rewards.verdict import NO_VERDICT, to_verdict
+from megarl.tasks import ChatTokenizer
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ from typing import Any
 from megarl.core.errors import ConfigError
 from megarl.core.schema import Reward, Task
 from megarl.explore.recording.model import RolloutModel
-from megarl.explore.rewards.verdict import NO_VERDICT
+from megarl.rewards.verdict import NO_VERDICT
 
 N = 4
 """Responses, by default."""

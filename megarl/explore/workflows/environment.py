@@ -16,8 +16,8 @@ from megarl.explore.environments import (
 )
 from megarl.explore.environments.types import PARAMETERS
 from megarl.explore.recording.model import RolloutModel
-from megarl.explore.rewards.verdict import MAX_PARTS, NO_VERDICT
 from megarl.explore.workflows.types import Workflow
+from megarl.rewards.verdict import MAX_PARTS, NO_VERDICT
 
 log = logging.getLogger(__name__)
 PART = "turn_{}"

@@ -8,19 +8,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from megarl.core.config.schema import RolloutConfig
+from megarl.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError, DataError, SandboxError
 from megarl.core.schema import End, Task
 from megarl.explore.environments import EnvironmentFault
 from megarl.explore.environments.episode import in_thread
 from megarl.explore.recording.model import RolloutModel
-from megarl.explore.sandbox.proven import local_sandbox
-from megarl.explore.tasksets import ChatTokenizer
-from megarl.explore.tasksets.turns import messages_of, render_turns
-from megarl.explore.tools import FORMATS, ToolCall, written_by
-from megarl.explore.tools.functions import ToolFunction, python, text_of_result, tools_of
-from megarl.explore.tools.session import PythonSession, PythonSessions
 from megarl.explore.workflows.types import Workflow
+from megarl.sandbox.proven import local_sandbox
+from megarl.tasks import ChatTokenizer
+from megarl.tasks.templates.turns import messages_of, render_turns
+from megarl.tasks.tools import FORMATS, ToolCall, written_by
+from megarl.tasks.tools.functions import ToolFunction, python, text_of_result, tools_of
+from megarl.tasks.tools.session import PythonSession, PythonSessions
 
 NONE_LEFT = "Error: no tool calls are left. Answer without tools."
 EMPTY = "(no output)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 
-from megarl.core.config import Config
+from megarl.config import Config
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import JOBS, Job, Mode
 from megarl.learn.algorithms.cispo import CISPO

@@ -6,7 +6,7 @@ There is no lower bound: ``clip_low`` is not used. The cap is 1 + clip_high (TRL
 
 from __future__ import annotations
 
-from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.core.errors import ConfigError
 from megarl.learn.algorithms import terms
 from megarl.learn.algorithms.grpo import advantage

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import logsigmoid
 
-from megarl.core.config.algorithms import PreferenceConfig
+from megarl.config.algorithms import PreferenceConfig
 from megarl.core.errors import ConfigError
 from megarl.learn.algorithms import terms
 from megarl.learn.algorithms.terms import pairs

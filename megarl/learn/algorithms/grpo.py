@@ -10,7 +10,7 @@ clips higher above than below, grpo_r1 has R1's settings.
 
 from __future__ import annotations
 
-from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.core.schema import GroupStats
 from megarl.learn.algorithms import terms
 from megarl.learn.algorithms.terms import surrogate

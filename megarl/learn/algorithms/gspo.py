@@ -8,7 +8,7 @@ sequence_mean.
 
 from __future__ import annotations
 
-from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.core.errors import ConfigError
 from megarl.learn.algorithms import terms
 from megarl.learn.algorithms.grpo import advantage

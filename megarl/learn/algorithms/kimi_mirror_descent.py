@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from megarl.core.config.algorithms import MirrorDescentConfig
+from megarl.config.algorithms import MirrorDescentConfig
 from megarl.core.errors import ConfigError
 from megarl.core.schema import GroupStats
 from megarl.learn.algorithms import terms

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from megarl.core.config.algorithms import MixConfig
+from megarl.config.algorithms import MixConfig
 from megarl.core.errors import ConfigError
 from megarl.learn.algorithms import terms
 from megarl.learn.algorithms.grpo import advantage

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.learn.algorithms import dpo
 from megarl.learn.algorithms.terms import pairs
 from megarl.learn.algorithms.types import Algorithm

@@ -11,7 +11,7 @@ compares nothing: A = 0.
 
 from __future__ import annotations
 
-from megarl.core.config.algorithms import OPMDConfig
+from megarl.config.algorithms import OPMDConfig
 from megarl.core.schema import GroupStats
 from megarl.learn.algorithms import terms
 from megarl.learn.algorithms.terms import surrogate

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from megarl import ops
-from megarl.core.config.algorithms import AlgorithmConfig, PPOConfig
+from megarl.config.algorithms import AlgorithmConfig, PPOConfig
 from megarl.core.errors import ConfigError
 from megarl.learn.algorithms import terms
 from megarl.learn.algorithms.terms import surrogate

@@ -7,7 +7,7 @@ inside); μ and σ² (the unbiased one) over all tokens of the step. The loss is
 from __future__ import annotations
 
 from megarl import ops
-from megarl.core.config.algorithms import AlgorithmConfig, ReinforcePPConfig
+from megarl.config.algorithms import AlgorithmConfig, ReinforcePPConfig
 from megarl.learn.algorithms import terms
 from megarl.learn.algorithms.terms import surrogate
 from megarl.learn.algorithms.terms.parts import spread_out

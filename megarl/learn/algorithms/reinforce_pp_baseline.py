@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.core.schema import GroupStats
 from megarl.learn.algorithms import terms
 from megarl.learn.algorithms.terms import surrogate

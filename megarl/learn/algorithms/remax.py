@@ -7,7 +7,7 @@ A_t = Σ_{u≥t} γ^(u−t)·r_u − r(greedy), r_u: ``token_rewards.py``; with 
 from __future__ import annotations
 
 from megarl import ops
-from megarl.core.config.algorithms import AlgorithmConfig, ReMaxConfig
+from megarl.config.algorithms import AlgorithmConfig, ReMaxConfig
 from megarl.core.errors import ConfigError
 from megarl.learn.algorithms import terms
 from megarl.learn.algorithms.terms import surrogate

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import logsigmoid
 
-from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.core.errors import ConfigError
 from megarl.learn.algorithms import terms
 from megarl.learn.algorithms.terms import pairs

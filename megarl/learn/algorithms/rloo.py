@@ -7,7 +7,7 @@ the paper has it in the reward.
 
 from __future__ import annotations
 
-from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.core.schema import GroupStats
 from megarl.learn.algorithms import terms
 from megarl.learn.algorithms.terms import surrogate

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.learn.algorithms import terms
 from megarl.learn.algorithms.types import Algorithm, Loss, LossInput
 

@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.core.errors import ConfigError
 from megarl.core.schema import GroupStats
 from megarl.learn.algorithms.terms.parts import repeated
@@ -155,7 +155,7 @@ C = TypeVar("C", bound=AlgorithmConfig)
 
 @dataclass(frozen=True)
 class Algorithm(Generic[C]):
-    """See the file's head. C: the settings that its functions read (``core/config/algorithms.py``)."""
+    """See the file's head. C: the settings that its functions read (``config/algorithms.py``)."""
 
     name: str
     source: str

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megarl.core.config.algorithms import AlgorithmConfig, ReMaxConfig
+from megarl.config.algorithms import AlgorithmConfig, ReMaxConfig
 from megarl.core.errors import ConfigError, describe
 from megarl.core.schema import GroupStats
 from megarl.core.user_file import import_value

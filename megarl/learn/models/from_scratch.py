@@ -33,7 +33,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from megarl.core.config.schema import FromScratchConfig
+from megarl.config.schema import FromScratchConfig
 from megarl.core.durable import replace_directory
 from megarl.core.errors import ConfigError
 from megarl.core.without_videos import do_without_videos

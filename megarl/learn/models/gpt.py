@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megarl.core.config.schema import ModelConfig, ParallelConfig
-from megarl.learn.models.paired import clamped_swiglu
+from megarl.config.schema import ModelConfig, ParallelConfig
+from megarl.learn.models.experts.paired import clamped_swiglu
 from megarl.learn.models.recompute import recompute_settings
 from megarl.learn.models.specs import block_spec, check_implementation
 from megarl.weights.architectures import Head, architecture
@@ -47,7 +47,8 @@ def build_chunks(
 
     from megarl.learn.models import head as lm_head
     from megarl.learn.models import multipliers as scaling
-    from megarl.learn.models import paired, rotary, router, value_head, vision
+    from megarl.learn.models import rotary, value_head, vision
+    from megarl.learn.models.experts import paired, router
 
     check_implementation(model, parallel)
     arch = architecture(hf_config)

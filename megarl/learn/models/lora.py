@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 
-from megarl.core.config.lora import LoraConfig
+from megarl.config.lora import LoraConfig
 from megarl.learn.models.gpt import unwrap
 from megarl.learn.models.head import LogProbHead, Switch
 from megarl.weights.reshard.adapters import LORA, WEIGHT, LocalAdapter, local_adapters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.core.config.schema import ModelConfig
+from megarl.config.schema import ModelConfig
 from megarl.weights.architectures import ModelSizes
 
 

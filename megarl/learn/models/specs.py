@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.core.config.schema import ModelConfig, ParallelConfig
+from megarl.config.schema import ModelConfig, ParallelConfig
 from megarl.core.errors import ConfigError
 from megarl.learn.models import norms
 from megarl.learn.models.norms import RMSNorm
@@ -141,7 +141,7 @@ def check_layers(model: ModelConfig, hf_config: Mapping[str, Any]) -> None:
 
 def _balanced(block: Any, model: ModelConfig) -> Any:
     if model.router.is_used:
-        from megarl.learn.models.router import balance
+        from megarl.learn.models.experts.router import balance
 
         balance(block, model.router)
     return block

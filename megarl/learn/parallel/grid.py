@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
-from megarl.core.config.schema import Config, GridSizes, ParallelConfig
+from megarl.config.schema import Config, GridSizes, ParallelConfig
 from megarl.core.errors import ConfigError
 from megarl.weights.architectures import ModelSizes
 from megarl.weights.reshard.grid import MegatronGrid, divisors

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from megarl.core import gloo_device
-from megarl.core.config.schema import ParallelConfig
+from megarl.config.schema import ParallelConfig
+from megarl.core.processes import gloo_device
 from megarl.learn.parallel import cpu
 from megarl.learn.parallel.grid import check_parallel
 from megarl.weights.megatron_private import HYBRID, TRACKER, device_generator, group_names, put_device_generator

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megarl.core.config.lora import LoraConfig
+from megarl.config.lora import LoraConfig
 from megarl.learn.models import lora
 from megarl.learn.models.gpt import unwrap
 from megarl.ops import digest_values, slice_digests

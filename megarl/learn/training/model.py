@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
-from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
+from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from megarl.core.metrics import Sums
-from megarl.core.phases import Place
 from megarl.learn.batching import MicroBatch, MicroBatching, Sequences, micro_batches
+from megarl.learn.memory.phases import Place
+from megarl.learn.memory.resident_bytes import bucket_size
+from megarl.learn.memory.residents import Residents
 from megarl.learn.models.gpt import build_chunks, named_tensors, unwrap
 from megarl.learn.parallel.grid import megatron_grid
 from megarl.learn.training.adapters import ModelAdapters
 from megarl.learn.training.objectives import LossTokens, Objective
 from megarl.learn.training.optimizer import Optimizer
 from megarl.learn.training.optimizer_digests import check_written, digests_written
-from megarl.learn.training.resident_bytes import bucket_size
-from megarl.learn.training.residents import Residents
 from megarl.learn.training.schedule import Head, run
 from megarl.weights.architectures import architecture
 from megarl.weights.checkpoint.formats import hf
@@ -36,7 +36,7 @@ from megarl.weights.reshard.copy import HEADS, copy_weights
 from megarl.weights.reshard.layouts import megatron_layout
 
 if TYPE_CHECKING:
-    from megarl.learn.models.replay import Replay
+    from megarl.learn.models.experts.replay import Replay
 
 
 def micro_batching_for(parallel: ParallelConfig, trainer: TrainerConfig) -> MicroBatching:
@@ -95,7 +95,7 @@ class Model:
         """Set where the model's routers choose the experts of ``Sequences.routing``: engines that record it have its
         weights."""
         self.residents = Residents()
-        """What may leave the device; none until ``train/update/phase_memory.py`` takes charge of it."""
+        """What may leave the device; none until ``train/memory/phase_memory.py`` takes charge of it."""
         self.optimizer: Optimizer | None = None
         """Writes the weights of a model that is trained; None for a frozen one."""
         self.gathered = True
@@ -245,7 +245,7 @@ def _replay(
     model: Model, sequences: Sequences, batches: Sequence[MicroBatch], *, balanced: bool = False
 ) -> Replay | None:
     """Expert ids of ``batches``; None where the routers choose themselves."""
-    from megarl.learn.models.replay import Replay
+    from megarl.learn.models.experts.replay import Replay
 
     if sequences.routing is None or not model.replays_routing:
         return None
@@ -281,7 +281,7 @@ class TrainedModel:
     ) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-        from megarl.learn.models.router import routers
+        from megarl.learn.models.experts.router import routers
 
         self.model = Model(hf_config, model, parallel, head, micro_batching, grid)
         settings = DistributedDataParallelConfig(
@@ -338,7 +338,7 @@ class TrainedModel:
     ) -> Sums:
         from megatron.core import parallel_state
 
-        from megarl.learn.models.router import UpdateSize, measured
+        from megarl.learn.models.experts.router import UpdateSize, measured
 
         for chunk in self.model.chunks:
             chunk.train()
@@ -394,7 +394,7 @@ class TrainedModel:
         With ``parallel.overlap_param_gather`` the new parameters are there after the next ``backward``, or after
         ``finish_gather``.
         """
-        from megarl.learn.models.router import move_biases
+        from megarl.learn.models.experts.router import move_biases
 
         self.model.residents.require("parameters", "gradients", "optimizer")
         with self.model.grid():

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megarl.core.config.algorithms import AlgorithmConfig, PPOConfig
+from megarl.config.algorithms import AlgorithmConfig, PPOConfig
 from megarl.learn.algorithms import Algorithm, Loss, LossInput, terms
 from megarl.learn.algorithms.terms import value
 from megarl.learn.algorithms.terms.parts import counts

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megarl.core.config.schema import OptimizerConfig
+from megarl.config.schema import OptimizerConfig
 from megarl.weights.checkpoint.training.state import inner_optimizers
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.core.config import Config
-from megarl.core.config.lora import LoraConfig
+from megarl.config import Config
+from megarl.config.lora import LoraConfig
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 from megarl.weights.checkpoint.formats.score_files import ScoreFiles
 

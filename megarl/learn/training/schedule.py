@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megarl.core import heartbeat
+from megarl.core.processes import heartbeat
 from megarl.learn.batching import MicroBatch, Sequences
 from megarl.learn.models.gpt import unwrap
 from megarl.learn.parallel.context import gather_outputs
 
 if TYPE_CHECKING:
-    from megarl.learn.models.replay import Replay
+    from megarl.learn.models.experts.replay import Replay
 
 LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
 """(micro-batch, outputs [b, S, k]) -> (this micro-batch's part of the loss, anything to collect)."""
@@ -60,9 +60,9 @@ def run(
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megarl.learn.models.attention_layout import on_device
+    from megarl.learn.models.experts.router import sequences_of_tokens
     from megarl.learn.models.head import Request, requesting
     from megarl.learn.models.rotary import by_token
-    from megarl.learn.models.router import sequences_of_tokens
     from megarl.learn.models.vision import has_sections, showing
 
     context = parallel_state.get_context_parallel_group()

@@ -7,26 +7,26 @@ import os
 from collections import Counter
 from pathlib import Path
 
-from megarl.core.config import Config
+from megarl.buffer.store import OWN_SERVER, check_url, sqlite_file
+from megarl.config import Config
 from megarl.core.errors import ConfigError
 from megarl.core.schema import Task
 from megarl.explore import workflows
-from megarl.explore.store import OWN_SERVER, check_url, sqlite_file
-from megarl.explore.tasksets import ChatTokenizer, Faults
 from megarl.learn import algorithms
 from megarl.run.checks import settings
-from megarl.run.checks.engines import check_engine_settings
+from megarl.run.checks.engines.started_with import check_engine_settings
 from megarl.run.checks.filters import Selected, selected
 from megarl.run.checks.inputs import check_environment_rows, check_rewards
-from megarl.run.checks.model import check_model
+from megarl.run.checks.models.grids import check_model
+from megarl.run.checks.models.vision import check_images, check_prompts_of
+from megarl.run.checks.models.vocabulary import check_vocabulary
 from megarl.run.checks.tasksets import check_taskset
-from megarl.run.checks.vision import check_images, check_prompts_of
-from megarl.run.checks.vocabulary import check_vocabulary
 from megarl.run.run_dir.changes import has_checkpoints
 from megarl.run.run_dir.dry_run import scratch
 from megarl.run.run_dir.images import processor_of
 from megarl.run.run_dir.prepare import make
 from megarl.run.run_dir.rows import read_split
+from megarl.tasks import ChatTokenizer, Faults
 from megarl.weights.checkpoint.convert.verify import check_digests
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.core.config import Config
+from megarl.config import Config
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import ProcessKind
-from megarl.core.ledger import Ledger, human
-from megarl.core.phases import Phase, PhasePlan, offload_setting
 from megarl.learn import algorithms
 from megarl.learn.algorithms import Algorithm
+from megarl.learn.memory.ledger import Ledger, human
+from megarl.learn.memory.phases import Phase, PhasePlan, offload_setting
 from megarl.learn.parallel.grid import roles_of
 from megarl.run.checks.memory import device_bytes, engine_bytes, resident_bytes, warm_start_bytes
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config

@@ -10,22 +10,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megarl.core.config import Config
-from megarl.core.config.lengths import prompt_tokens
+from megarl.config import Config
+from megarl.config.lengths import prompt_tokens
 from megarl.core.errors import DataError
 from megarl.core.schema import Preference, Task
-from megarl.explore.rewards.router import check_row
-from megarl.explore.rewards.school.verifier import is_multiple_choice
-from megarl.explore.tasksets import ChatTokenizer, Faults, difficulty_of
-from megarl.explore.tasksets.bad_rows import FIX
-from megarl.explore.tasksets.files import short
-from megarl.explore.tasksets.process import entry_of
 from megarl.explore.workflows import asks_verifier
+from megarl.rewards.router import check_row
+from megarl.rewards.school.verifier import is_multiple_choice
 from megarl.run.run_dir.images import lengths_with_images
 from megarl.run.run_dir.rows import Rows, drops, files, log_bad_rows, place
+from megarl.tasks import ChatTokenizer, Faults, difficulty_of
+from megarl.tasks.bad_rows import FIX
+from megarl.tasks.files import short
+from megarl.tasks.process import entry_of
 
 if TYPE_CHECKING:
-    from megarl.explore.tasksets.processor import Processor
+    from megarl.tasks.images.processor import Processor
 
 log = logging.getLogger(__name__)
 

@@ -15,25 +15,25 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megarl.core.config import Config
-from megarl.core.config.lengths import context_tokens
+from megarl.config import Config
+from megarl.config.lengths import context_tokens
 from megarl.core.errors import ConfigError, DataError, SandboxError
 from megarl.core.schema import Message, Preference, Task
 from megarl.explore import environments
-from megarl.explore.rewards import RewardPool, Verdict
-from megarl.explore.rewards.code.verifier import check_code
-from megarl.explore.rewards.pool.child import end_servers
-from megarl.explore.rewards.pool.process import check_hosts
-from megarl.explore.rewards.router import JUDGE, check_source, route
-from megarl.explore.rewards.shape import check_weights
-from megarl.explore.rewards.verdict import LATE
-from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations, encode_preferences, place_of_row
-from megarl.explore.tasksets.bad_rows import WHOLE, Faults
 from megarl.explore.workflows import asks_verifier
+from megarl.rewards import RewardPool, Verdict
+from megarl.rewards.code.verifier import check_code
+from megarl.rewards.pool.child import end_servers
+from megarl.rewards.pool.process import check_hosts
+from megarl.rewards.router import JUDGE, check_source, route
+from megarl.rewards.shape import check_weights
+from megarl.rewards.verdict import LATE
 from megarl.run.run_dir.rows import Rows, place
+from megarl.tasks import ChatTokenizer, encode_demonstrations, encode_preferences, place_of_row
+from megarl.tasks.bad_rows import WHOLE, Faults
 
 if TYPE_CHECKING:
-    from megarl.explore.tasksets.processor import Processor
+    from megarl.tasks.images.processor import Processor
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def check_rewards(config: Config, tasks: Mapping[str, list[Task]]) -> None:
     if LATE in sources:
         check_weights(reward)
     if JUDGE in sources or reward.judge.url is not None:
-        from megarl.explore.rewards.judge.judge import check_judge
+        from megarl.rewards.judge.judge import check_judge
 
         check_judge(reward.judge, context_tokens=context_tokens(config.rollout))
     asyncio.run(check_hosts(reward, key, [source for family, source in sources.items() if family != JUDGE]))
@@ -159,7 +159,7 @@ def check_lengths(
     )
     added = [0] * len(rows)
     if processor is not None:
-        from megarl.explore.tasksets.processor import added_lengths
+        from megarl.tasks.images.processor import added_lengths
 
         added = added_lengths(rows, tokenizer, processor, path=path)
     for row, (prompt, *answers), more in zip(rows, encoded, added, strict=True):

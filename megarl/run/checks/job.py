@@ -10,30 +10,35 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.core.collector import uncollected
-from megarl.core.config import Config
-from megarl.core.config.algorithms import reads_teacher
+from megarl.config import Config
+from megarl.config.algorithms import reads_teacher
 from megarl.core.errors import CheckpointError, ConfigError
+from megarl.core.processes.collector import uncollected
 from megarl.core.schema import Task
 from megarl.explore import workflows
-from megarl.explore.tasksets import ChatTokenizer, Faults, record, recorded
 from megarl.learn import algorithms
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.models.specs import check_implementation
 from megarl.learn.parallel.grid import check_roles, roles_of
 from megarl.run.checks.bench import check_bench
 from megarl.run.checks.devices import check_devices, has_budget, ledger_of
-from megarl.run.checks.experts import check_teacher
 from megarl.run.checks.filters import Selected, selected, usable
 from megarl.run.checks.inputs import check_environment_rows, check_held_out, check_lengths, check_rewards
-from megarl.run.checks.lora import check_adapters, check_tower_overlap
-from megarl.run.checks.model import check_model
+from megarl.run.checks.models.expert_rows import check_teacher
+from megarl.run.checks.models.grids import check_model
+from megarl.run.checks.models.lora import check_adapters, check_tower_overlap
+from megarl.run.checks.models.vision import (
+    check_image_files_of,
+    check_images,
+    check_patches,
+    check_prompts_of,
+    check_rendered,
+)
+from megarl.run.checks.models.vocabulary import check_vocabulary
 from megarl.run.checks.roles import check_budget, check_role_models, role_files
 from megarl.run.checks.settings import check_settings
 from megarl.run.checks.summary import summary
 from megarl.run.checks.tasksets import check_count
-from megarl.run.checks.vision import check_image_files_of, check_images, check_patches, check_prompts_of, check_rendered
-from megarl.run.checks.vocabulary import check_vocabulary
 from megarl.run.run_dir.changes import has_checkpoints
 from megarl.run.run_dir.dry_run import scratch
 from megarl.run.run_dir.experts import read_experts
@@ -43,13 +48,14 @@ from megarl.run.run_dir.prepare import make, with_limit_of_run
 from megarl.run.run_dir.resume import check_settings_of_run, set_aside_damaged
 from megarl.run.run_dir.rows import SPLITS, Rows, drops, log_bad_rows, needs_expert_rows, read_split
 from megarl.run.run_dir.store_damage import replace_damaged_store
+from megarl.tasks import ChatTokenizer, Faults, record, recorded
 from megarl.weights.architectures import Head
 from megarl.weights.checkpoint.convert.verify import check_digests
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 from megarl.weights.checkpoint.formats.overwrite import check_export_target
 
 if TYPE_CHECKING:
-    from megarl.explore.tasksets.processor import Processor
+    from megarl.tasks.images.processor import Processor
 
 log = logging.getLogger(__name__)
 

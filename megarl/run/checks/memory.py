@@ -12,12 +12,12 @@ from itertools import zip_longest
 from math import prod
 from typing import Any, Literal
 
-from megarl.core.config import Config
-from megarl.core.config.lora import LoraConfig
-from megarl.engine.client.names import EIGHT_BIT_BLOCK, EIGHT_BITS
+from megarl.config import Config
+from megarl.config.lora import LoraConfig
+from megarl.engines.client.names import EIGHT_BIT_BLOCK, EIGHT_BITS
 from megarl.learn.algorithms import Algorithm
+from megarl.learn.memory.resident_bytes import ITEM_BYTES, model_bytes
 from megarl.learn.parallel.grid import role_grids, roles_of
-from megarl.learn.training.resident_bytes import ITEM_BYTES, model_bytes
 from megarl.learn.training.role_adapters import role_lora, shares_base
 from megarl.weights.architectures import Head, architecture
 from megarl.weights.reshard.layout import LayoutRow

@@ -8,18 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megarl.core.config import Config, hub
-from megarl.core.config.lengths import context_tokens
-from megarl.core.config.schema import CriticConfig, RewardModelConfig
+from megarl.buffer.store import sqlite_file
+from megarl.buffer.store.database import is_pending
+from megarl.config import Config, hub
+from megarl.config.lengths import context_tokens
+from megarl.config.schema import CriticConfig, RewardModelConfig
 from megarl.core.errors import CheckpointError, ConfigError
-from megarl.explore.store import sqlite_file
-from megarl.explore.store.database import is_pending
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.algorithms.terms import kl
 from megarl.learn.models.specs import check_layers
 from megarl.learn.parallel.grid import check_parallel, check_roles, megatron_grid, role_grids, roles_of
-from megarl.run.checks.dispatcher import check_dispatcher
-from megarl.run.checks.lora import check_adapters
+from megarl.run.checks.models.dispatcher import check_dispatcher
+from megarl.run.checks.models.lora import check_adapters
 from megarl.weights.architectures import Head, architecture
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 from megarl.weights.checkpoint.formats.score_files import ScoreFiles

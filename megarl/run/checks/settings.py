@@ -10,24 +10,24 @@ from pathlib import Path
 import torch
 
 from megarl import ops
-from megarl.core.config import Config
-from megarl.core.config.algorithms import MixConfig
+from megarl.buffer.experience.operators import operators_of
+from megarl.buffer.store import check_url
+from megarl.buffer.store.database import is_pending
+from megarl.config import Config
+from megarl.config.algorithms import MixConfig
 from megarl.core.errors import ConfigError, describe
 from megarl.core.jobs import Job, ProcessKind
-from megarl.core.machine import available_memory
+from megarl.core.processes.machine import available_memory
 from megarl.explore import workflows
-from megarl.explore.experience.operators import operators_of
 from megarl.explore.explorer.share import check_explorers
-from megarl.explore.rewards.pool.process import addresses
-from megarl.explore.rewards.router import FAMILIES
-from megarl.explore.store import check_url
-from megarl.explore.store.database import is_pending
 from megarl.learn import algorithms
 from megarl.learn.algorithms import Algorithm
-from megarl.run.checks.engines import check_capability, check_engine_settings
-from megarl.run.checks.lora import check_lora_settings
-from megarl.run.checks.pacing import check_pacing
-from megarl.run.checks.replay import check_replay
+from megarl.rewards.pool.process import addresses
+from megarl.rewards.router import FAMILIES
+from megarl.run.checks.engines.pacing import check_pacing
+from megarl.run.checks.engines.replay import check_replay
+from megarl.run.checks.engines.started_with import check_capability, check_engine_settings
+from megarl.run.checks.models.lora import check_lora_settings
 from megarl.run.checks.roles import check_role_settings
 from megarl.run.checks.tasksets import check_taskset
 from megarl.run.local_disk import choose

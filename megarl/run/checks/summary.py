@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from megarl.core.config import Config
-from megarl.core.config.schema import OptimizerConfig, ParallelConfig
+from megarl.config import Config
+from megarl.config.schema import OptimizerConfig, ParallelConfig
 from megarl.core.jobs import ProcessKind
-from megarl.core.ledger import Ledger, human
-from megarl.core.phases import Phase
 from megarl.learn import algorithms
 from megarl.learn.algorithms import Algorithm
+from megarl.learn.memory.activation_bytes import activation_bytes
+from megarl.learn.memory.ledger import Ledger, human
+from megarl.learn.memory.phases import Phase
 from megarl.learn.parallel.grid import megatron_grid, role_grids, roles_of
-from megarl.learn.training.activation_bytes import activation_bytes
 from megarl.weights.architectures import ModelSizes, architecture
 from megarl.weights.reshard.adapters import TrainedPart
 

@@ -6,15 +6,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
 
-from megarl.core.config import Config
-from megarl.core.config.taskset import TasksetConfig
+from megarl.buffer.order.shares import Shares
+from megarl.config import Config
+from megarl.config.taskset import TasksetConfig
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import Job
-from megarl.explore.order.shares import Shares
-from megarl.explore.tasksets import source_of, sources_of
-from megarl.explore.tasksets.columns import check_fields
-from megarl.explore.tasksets.process import PROMPT
 from megarl.run.run_dir.rows import Rows, files, kind_of_rows
+from megarl.tasks import source_of, sources_of
+from megarl.tasks.columns import check_fields
+from megarl.tasks.process import PROMPT
 
 OF_TASKS = (
     "data_source",

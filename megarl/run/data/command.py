@@ -132,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _of_experiment(arguments: argparse.Namespace) -> None:
-    from megarl.core.config import compose
+    from megarl.config import compose
     from megarl.run.run_dir.prepare import prepare_data
 
     config = compose(arguments.overrides, own=arguments.config_dir)
@@ -152,7 +152,7 @@ def _of_experiment(arguments: argparse.Namespace) -> None:
 
 
 def _show(arguments: argparse.Namespace) -> None:
-    from megarl.explore.store import Selection
+    from megarl.buffer.store import Selection
     from megarl.run.data.opened import stored_run
     from megarl.run.data.show import show
 
@@ -221,7 +221,7 @@ def _page(arguments: argparse.Namespace) -> None:
 
 
 def _tokens(arguments: argparse.Namespace) -> int:
-    from megarl.explore.store import Selection
+    from megarl.buffer.store import Selection
     from megarl.run.data.opened import stored_run
     from megarl.run.data.trained_tokens import count_trained
 

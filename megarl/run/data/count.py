@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from megarl.buffer.store import Glance, Selection, Store
 from megarl.core.schema import End
-from megarl.explore.store import Glance, Selection, Store
 from megarl.run.data.opened import StoredRun
 
 KEYS: dict[str, Callable[[Glance], str | int]] = {

@@ -10,14 +10,14 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.core.config.rewards import RewardConfig
+from megarl.config.rewards import RewardConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task
-from megarl.explore.rewards.pool.process import LocalRewardProcess, Worker, WorkerError, WorkerSpent
-from megarl.explore.rewards.router import JUDGE, check_row, imports_of, route
-from megarl.explore.rewards.verdict import LATE
-from megarl.explore.tasksets.files import place_of
-from megarl.explore.tasksets.rows import read_rows
+from megarl.rewards.pool.process import LocalRewardProcess, Worker, WorkerError, WorkerSpent
+from megarl.rewards.router import JUDGE, check_row, imports_of, route
+from megarl.rewards.verdict import LATE
+from megarl.tasks.files import place_of
+from megarl.tasks.rows import read_rows
 
 MAX_SHOWN = 300
 """Characters of one text that are printed."""

@@ -16,14 +16,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megarl.buffer.store import ExpertExperience, Selection, Store, StoredGroup
 from megarl.core.durable import whole
 from megarl.core.errors import ConfigError
 from megarl.core.schema import GREEDY, Task, Trajectory, Turn
-from megarl.explore.store import ExpertExperience, Selection, Store, StoredGroup
-from megarl.explore.tasksets import ChatTokenizer
-from megarl.explore.tasksets.files import is_jsonl
-from megarl.explore.tasksets.inline_images import data_uri, without_inline_images
 from megarl.run.data.opened import StoredRun, progress
+from megarl.tasks import ChatTokenizer
+from megarl.tasks.files import is_jsonl
+from megarl.tasks.images.inline import data_uri, without_inline_images
 
 PART_BYTES = 2 * 2**20
 """Bytes of the arrays that are read together, and written as one row group; as lists of numbers they have 30 times as

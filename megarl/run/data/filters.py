@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, get_args
 
+from megarl.buffer.store import Selection, Store
+from megarl.buffer.store.claims import RolloutKind
 from megarl.core.errors import ConfigError
 from megarl.core.schema import End
-from megarl.explore.store import Selection, Store
-from megarl.explore.store.claims import RolloutKind
 
 N = TypeVar("N", int, float)
 EXPERT = "expert"

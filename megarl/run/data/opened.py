@@ -13,13 +13,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from megarl.core.config import Config, load_resolved
+from megarl.buffer.store import Glance, Selection, Store, StoredGroup
+from megarl.config import Config, load_resolved
 from megarl.core.errors import ConfigError, masked_text
-from megarl.explore.store import Glance, Selection, Store, StoredGroup
-from megarl.explore.tasksets import ChatTokenizer
 from megarl.run.data.filters import check_sources
 from megarl.run.report.data import located, store_url
 from megarl.run.run_dir.open_store import store_of_run
+from megarl.tasks import ChatTokenizer
 
 
 @dataclass(frozen=True)

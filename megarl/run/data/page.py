@@ -12,10 +12,10 @@ from pathlib import Path
 
 from markupsafe import Markup, escape
 
+from megarl.buffer.store import Selection, StoredGroup
 from megarl.core.durable import write_text
 from megarl.core.errors import ConfigError
 from megarl.core.schema import GREEDY, Task, Trajectory, Turn
-from megarl.explore.store import Selection, StoredGroup
 from megarl.run.data.opened import StoredRun, progress
 from megarl.run.data.page_pieces import PIECES, visible
 from megarl.run.data.page_style import CSS, SCRIPT

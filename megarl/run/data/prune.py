@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from megarl.buffer.order.replay import oldest_replayed
+from megarl.buffer.store import Glance, Selection, StoredGroup
+from megarl.buffer.store.selection import USED
 from megarl.core.errors import ConfigError
-from megarl.explore.order.replay import oldest_replayed
-from megarl.explore.store import Glance, Selection, StoredGroup
-from megarl.explore.store.selection import USED
 from megarl.run.data.count import HEAD, TrajectoryTally, table
 from megarl.run.data.opened import StoredRun
 from megarl.weights.checkpoint.training.manifest import finished, in_order, steps_of

@@ -9,10 +9,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import mean, stdev
 
+from megarl.buffer.store import Glance, Selection, StoredGroup
+from megarl.buffer.store.tables import SAMPLED
 from megarl.core.errors import ConfigError
 from megarl.core.schema import GREEDY, Task, Trajectory
-from megarl.explore.store import Glance, Selection, StoredGroup
-from megarl.explore.store.tables import SAMPLED
 from megarl.run.data.opened import StoredRun
 from megarl.run.data.tokens import spans_text, tokens_of, versions_text
 from megarl.run.report.text import clean

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megarl.core.schema import Turn
-from megarl.explore.tasksets import ChatTokenizer, text_of_tokens
+from megarl.tasks import ChatTokenizer, text_of_tokens
 
 
 class Token(NamedTuple):

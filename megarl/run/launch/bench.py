@@ -12,10 +12,11 @@ from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megarl.core.config import Config, to_dict
-from megarl.core.config.algorithms import AlgorithmConfig
-from megarl.core.config.buffer import BufferConfig
-from megarl.core.config.schema import (
+from megarl.buffer.store import sqlite_file
+from megarl.config import Config, to_dict
+from megarl.config.algorithms import AlgorithmConfig
+from megarl.config.buffer import BufferConfig
+from megarl.config.schema import (
     CriticConfig,
     ModelConfig,
     ParallelConfig,
@@ -26,7 +27,6 @@ from megarl.core.config.schema import (
 from megarl.core.durable import write_text
 from megarl.core.errors import ConfigError, InputError, JobError
 from megarl.explore.bench.answers import RESULT, read_result
-from megarl.explore.store import sqlite_file
 from megarl.run.checks.bench import SPLIT, check_place
 from megarl.run.checks.job import check
 from megarl.run.launch.job import UNFINISHED, run

@@ -14,16 +14,15 @@ from pathlib import Path
 
 import psutil
 
-from megarl.core.config import Config, save_resolved
+from megarl.buffer.store import Store
+from megarl.config import Config, save_resolved
 from megarl.core.errors import ConfigError, DiskFullError, FencedError, JobError, MemoryFullError, NonRetryableError
 from megarl.core.jobs import EXPLORE, ProcessKind, of_program
 from megarl.core.metrics import COMMAND, Timeline
-from megarl.core.phases import OFFLOAD
-from megarl.engine.client.auth import KEY_VARIABLE
-from megarl.engine.client.leftovers import remove_stale_folders
-from megarl.explore.store import Store
-from megarl.explore.tasksets import source_of
+from megarl.engines.client.auth import KEY_VARIABLE
+from megarl.engines.client.leftovers import remove_stale_folders
 from megarl.learn.algorithms import job_of
+from megarl.learn.memory.phases import OFFLOAD
 from megarl.run.checks.filters import Selected
 from megarl.run.checks.job import check, check_sizes
 from megarl.run.job_store import job_store, shared_store
@@ -53,6 +52,7 @@ from megarl.run.run_dir.resume import (
 from megarl.run.run_dir.store_damage import fill_lost_store, replace_damaged_store
 from megarl.run.supervise.specs import preload, resolved
 from megarl.run.supervise.supervisor import start_attempt, watch
+from megarl.tasks import source_of
 from megarl.weights.checkpoint.training.disk_space import writing
 from megarl.weights.checkpoint.training.manifest import current_attempt
 from megarl.weights.checkpoint.training.state import latest, read_state

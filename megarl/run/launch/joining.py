@@ -11,9 +11,9 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.core.config import Config, load_resolved, to_dict
+from megarl.buffer.store import Store, sqlite_file
+from megarl.config import Config, load_resolved, to_dict
 from megarl.core.errors import ConfigError, FencedError, JobError
-from megarl.explore.store import Store, sqlite_file
 from megarl.learn import algorithms
 from megarl.run.checks.settings import check_settings
 from megarl.run.process.interrupt import INTERRUPT

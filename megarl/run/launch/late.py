@@ -6,11 +6,11 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.core.config import Config, load_resolved
+from megarl.config import Config, load_resolved
 from megarl.core.errors import ConfigError
-from megarl.explore.tasksets import ChatTokenizer
 from megarl.run.run_dir.late import read_rewards, write_awaiting
 from megarl.run.run_dir.open_store import store_of_run
+from megarl.tasks import ChatTokenizer
 
 log = logging.getLogger(__name__)
 

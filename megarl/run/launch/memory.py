@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from megarl.core.config import Config
+from megarl.config import Config
 from megarl.core.errors import ConfigError, InputError, MemoryFullError, NonRetryableError
 from megarl.run.checks.job import check_micro_batches
 from megarl.run.run_dir.changes import Change

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megarl.core.config import Config, load_resolved
+from megarl.config import Config, load_resolved
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import TRAIN, ProcessKind, of_program
 from megarl.learn.algorithms import job_of
-from megarl.run.checks.scaling import ENGINES, TP, check_engines, check_room, check_tp
+from megarl.run.checks.engines.scaling import ENGINES, TP, check_engines, check_room, check_tp
 from megarl.run.nodes.plan import workers_of
 from megarl.run.run_dir.open_store import store_of_run
 from megarl.run.run_dir.owner import held_locks

@@ -7,10 +7,10 @@ import os
 import time
 from pathlib import Path
 
-from megarl.core.config import Config
+from megarl.buffer.store import OWN_SERVER, VARIABLE, Store
+from megarl.config import Config
 from megarl.core.errors import ConfigError
-from megarl.engine.client.auth import KEY_VARIABLE
-from megarl.explore.store import OWN_SERVER, VARIABLE, Store
+from megarl.engines.client.auth import KEY_VARIABLE
 from megarl.run.local_disk import choose
 from megarl.run.postgres import ADDRESS, Server
 from megarl.run.process.interrupt import StopRequest

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.core.config import hub
+from megarl.config import hub
 from megarl.core.durable import replace_directory
 from megarl.core.errors import CheckpointError, ConfigError
 from megarl.core.published import MANIFEST, folder_of, whole_versions

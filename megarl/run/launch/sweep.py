@@ -16,9 +16,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
-from megarl.core.config import Config, compose
-from megarl.core.config.load import config_dirs, hydra_at
-from megarl.core.config.overrides import grammar_fault
+from megarl.config import Config, compose
+from megarl.config.load import config_dirs, hydra_at
+from megarl.config.overrides import grammar_fault
 from megarl.core.errors import ConfigError, InputError, JobError
 from megarl.run.report import sweep
 
@@ -40,7 +40,7 @@ class Combination(NamedTuple):
 def combinations(overrides: Sequence[str], index: int | None = None, own: str | None = None) -> list[Combination]:
     """Every combination (or number ``index`` alone), composed: all of them are valid settings, each with a directory of
     its own.
-    ``own``: see :func:`megarl.core.config.compose`.
+    ``own``: see :func:`megarl.config.compose`.
 
     Raises:
         ConfigError: naming the combination whose settings are none; or nothing is swept, or in a way that has no fixed

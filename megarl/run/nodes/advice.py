@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from math import log
 
-from megarl.core.config import Config, to_dict
+from megarl.config import Config, to_dict
 from megarl.core.errors import ArchitectureError, ConfigError, PlanError
 from megarl.core.jobs import ProcessKind
 from megarl.learn import algorithms

@@ -12,10 +12,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megarl.core.config import Config
+from megarl.buffer.store import VARIABLE
+from megarl.config import Config
 from megarl.core.errors import ConfigError, JobError
-from megarl.engine.client.leftovers import remove_stale_folders
-from megarl.explore.store import VARIABLE
+from megarl.engines.client.leftovers import remove_stale_folders
 from megarl.run.job_store import with_own_password
 from megarl.run.nodes import health
 from megarl.run.nodes.allocation import Allocation

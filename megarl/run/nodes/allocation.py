@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
 from megarl.core.errors import ConfigError
-from megarl.engine.client.auth import KEY_VARIABLE
-from megarl.explore.rewards.pool.host import MIN_KEY
+from megarl.engines.client.auth import KEY_VARIABLE
+from megarl.rewards.pool.host import MIN_KEY
 
 Role = Literal["all", "trainer", "rollout"]
 """Processes that may run on a node; ``all`` unless the job has parts (a heterogeneous Slurm job)."""

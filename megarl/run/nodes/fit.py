@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
-from megarl.core.config import Config
+from megarl.config import Config
 from megarl.core.errors import ArchitectureError, ConfigError, JobError, PlanError
 from megarl.core.jobs import ProcessKind
 from megarl.learn import algorithms

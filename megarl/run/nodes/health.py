@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 
-from megarl.core.config import Config
-from megarl.core.machine import available_memory
+from megarl.config import Config
+from megarl.core.processes.machine import available_memory
 from megarl.run.nodes import devices
 from megarl.run.report.doctor import installed_version
 

@@ -16,9 +16,9 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from megarl.core.errors import JobError
 from megarl.core.jobs import ProcessKind, kind_of
-from megarl.core.machine import group_members
-from megarl.engine.client.auth import KEY_VARIABLE
-from megarl.engine.client.leftovers import own_folder, record_segments, shared_memory
+from megarl.core.processes.machine import group_members
+from megarl.engines.client.auth import KEY_VARIABLE
+from megarl.engines.client.leftovers import own_folder, record_segments, shared_memory
 from megarl.run.nodes import devices
 from megarl.run.nodes.allocation import Role
 from megarl.run.process import ports, stacks

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from megarl.core.config import Config
+from megarl.config import Config
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import Job, ProcessKind
 from megarl.learn import algorithms

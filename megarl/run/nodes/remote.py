@@ -14,10 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from megarl.buffer.store import VARIABLE
 from megarl.core.errors import ConfigError, JobError
-from megarl.core.heartbeat import START
-from megarl.engine.client.auth import KEY_VARIABLE
-from megarl.explore.store import VARIABLE
+from megarl.core.processes.heartbeat import START
+from megarl.engines.client.auth import KEY_VARIABLE
 from megarl.run.job_store import without_password
 from megarl.run.nodes import health
 from megarl.run.nodes.allocation import Allocation, Role

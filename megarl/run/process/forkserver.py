@@ -1,7 +1,7 @@
 """Fork servers: processes that have imported torch, and vLLM or Megatron, from which a job's processes are forked.
 
 The command imports what it needs itself and forks them, so that they import the rest while it checks the job
-(``core/fork.py``).
+(``core/processes/fork.py``).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 
-from megarl.core.collector import uncollected
-from megarl.core.fork import ForkRoot, ForkServer, loaded_with
 from megarl.core.jobs import ProcessKind
+from megarl.core.processes.collector import uncollected
+from megarl.core.processes.fork import ForkRoot, ForkServer, loaded_with
 
 COMMON = ("torch", "torch._dynamo", "torch._inductor.standalone_compile", "torch._inductor.lowering")
 """Modules that vLLM and Megatron-Core both import."""
@@ -30,7 +30,7 @@ PRELOAD: Mapping[ProcessKind, tuple[str, ...]] = {
     ProcessKind.ENGINE: (
         "vllm.entrypoints.launchers.api_server.entry",
         "vllm.entrypoints.cli.serve",
-        "megarl.engine.sync.receiver",
+        "megarl.engines.sync.receiver",
         "model_hosting_container_standards.sagemaker",
         "vllm.distributed.device_communicators.cpu_communicator",
         "vllm.entrypoints.openai.models.api_router",

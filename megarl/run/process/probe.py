@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from megarl.core.errors import EngineError
-from megarl.engine.client.control import EngineControl
+from megarl.engines.client.control import EngineControl
 from megarl.run.process.stacks import STOPPED, group_state
 
 log = logging.getLogger(__name__)

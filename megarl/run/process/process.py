@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from megarl.core import heartbeat
-from megarl.core.fork import Forked
 from megarl.core.jobs import kind_of
-from megarl.core.machine import kill_group
-from megarl.core.parent import die_with
+from megarl.core.processes import heartbeat
+from megarl.core.processes.fork import Forked
+from megarl.core.processes.machine import kill_group
+from megarl.core.processes.parent import die_with
 from megarl.run.process.forkserver import ForkServers
 from megarl.run.process.probe import Probe
 from megarl.run.process.stacks import ProcessHeartbeat, state_of

@@ -18,9 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from megarl.core.machine import group_members, kill_group
-from megarl.core.parent import ALONE_S
-from megarl.engine.client.leftovers import remove_folder, shared_memory
+from megarl.core.processes.machine import group_members, kill_group
+from megarl.core.processes.parent import ALONE_S
+from megarl.engines.client.leftovers import remove_folder, shared_memory
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from megarl.core import heartbeat
 from megarl.core.jobs import ProcessKind, kind_of
-from megarl.core.machine import group_members
+from megarl.core.processes import heartbeat
+from megarl.core.processes.machine import group_members
 
 STOPPED = "T"
 STATES = {

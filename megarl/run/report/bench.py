@@ -9,9 +9,9 @@ from typing import Any
 
 from markupsafe import Markup
 
-from megarl.core.config import Config
+from megarl.buffer.experience.intervals import Interval
+from megarl.config import Config
 from megarl.core.durable import write_text
-from megarl.explore.experience.intervals import Interval
 from megarl.run.report import comparison
 from megarl.run.report.comparison import OVERALL, SCORE, Difference, Measured, Row
 from megarl.run.report.pieces import PIECES

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megarl.buffer.experience.held_out import pass_at, sizes
+from megarl.buffer.experience.intervals import Interval, interval, paired
+from megarl.buffer.experience.majority import majority_at
 from megarl.explore.bench.answers import ModelAnswers, TaskAnswers
-from megarl.explore.experience.held_out import pass_at, sizes
-from megarl.explore.experience.intervals import Interval, interval, paired
-from megarl.explore.experience.majority import majority_at
 
 OVERALL = "all"
 SCORE = "mean score"

@@ -16,11 +16,11 @@ from typing import Any
 from sqlalchemy.engine import make_url
 from tokenizers import Tokenizer
 
-from megarl.core.config import Config, load_resolved, to_dict
+from megarl.buffer.store import Store
+from megarl.config import Config, load_resolved, to_dict
 from megarl.core.errors import ConfigError, StoreDamagedError, masked_text
 from megarl.core.schema import Task, Trajectory
 from megarl.core.truncation import truncation
-from megarl.explore.store import Store
 from megarl.run.report.timeline import TimedPhase, union
 
 SAMPLES = 10

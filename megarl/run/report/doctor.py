@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from megarl.core.errors import SandboxError
-from megarl.core.machine import available_memory
+from megarl.core.processes.machine import available_memory
 
 GIB = 2**30
 MIN_MEMORY = 4 * GIB
@@ -124,7 +124,7 @@ def devices() -> Iterator[Check]:
 
 def sandbox() -> Iterator[Check]:
     """Return True if the programs of code rewards can be run here: the sandbox's self-test."""
-    from megarl.explore.sandbox.proven import local_sandbox
+    from megarl.sandbox.proven import local_sandbox
 
     try:
         yield Check("ok", "sandbox", local_sandbox().describe())

@@ -10,9 +10,9 @@ from markupsafe import Markup
 
 from megarl.core.durable import whole, write_text
 from megarl.core.jobs import ProcessKind, kind_of
-from megarl.core.ledger import human
 from megarl.core.metrics import COMMAND
-from megarl.core.phases import Phase
+from megarl.learn.memory.ledger import human
+from megarl.learn.memory.phases import Phase
 from megarl.run.report import offline, svg
 from megarl.run.report.data import Answer, ReportData, changed_settings, load
 from megarl.run.report.pieces import PIECES

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from os.path import commonprefix
 from pathlib import Path
 
-from megarl.core.config.schema import EvaluationConfig
+from megarl.config.schema import EvaluationConfig
 from megarl.run.report import offline
 from megarl.run.report.data import Answer, EvaluationResult, ReportData, load
 

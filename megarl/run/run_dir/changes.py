@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megarl.core.config import Config, hub, load_resolved, to_dict
-from megarl.core.config.rewards import JUDGE_IS_ROLLOUT
+from megarl.config import Config, hub, load_resolved, to_dict
+from megarl.config.rewards import JUDGE_IS_ROLLOUT
 from megarl.core.errors import first_of, masked_text
 
 SHOWN = 8

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megarl.core.config import Config
+from megarl.config import Config
 from megarl.core.errors import InputError
 from megarl.run.run_dir.owner import check_writable
 from megarl.run.run_dir.prepare import missing_data, needs_model, with_prompt_limit, write_data, write_model

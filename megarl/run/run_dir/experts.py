@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from megarl.core.config import Config, load_resolved
+from megarl.buffer.store import ExpertExperience
+from megarl.config import Config, load_resolved
 from megarl.core.errors import DataError
 from megarl.core.schema import End, Task, Trajectory
-from megarl.explore.store import ExpertExperience
-from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations
-from megarl.explore.tasksets.files import RowLocation, read_table
 from megarl.run.run_dir.open_store import store_of_run
 from megarl.run.run_dir.rows import read_split
+from megarl.tasks import ChatTokenizer, encode_demonstrations
+from megarl.tasks.files import RowLocation, read_table
 
 log = logging.getLogger(__name__)
 

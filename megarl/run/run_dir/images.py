@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from megarl.core.config import Config
+from megarl.config import Config
 from megarl.core.schema import Preference, Task
-from megarl.explore.tasksets import ChatTokenizer, Place, encode_rows
 from megarl.run.run_dir.rows import Rows
+from megarl.tasks import ChatTokenizer, Place, encode_rows
 
 if TYPE_CHECKING:
-    from megarl.explore.tasksets.processor import Processor
+    from megarl.tasks.images.processor import Processor
 
 
 def processor_of(config: Config, splits: Iterable[Rows]) -> Processor | None:
@@ -22,7 +22,7 @@ def processor_of(config: Config, splits: Iterable[Rows]) -> Processor | None:
     """
     if not any(row.images for rows in splits for row in rows):
         return None
-    from megarl.explore.tasksets.processor import Processor  # imports torch and transformers
+    from megarl.tasks.images.processor import Processor  # imports torch and transformers
 
     return Processor.open(config.model.path, config.model.min_image_pixels, config.model.max_image_pixels)
 
@@ -37,6 +37,6 @@ def lengths_with_images(
     """
     if processor is None:
         return [len(ids) for ids in encode_rows(rows, tokenizer, path=path)]
-    from megarl.explore.tasksets.processor import prompt_lengths
+    from megarl.tasks.images.processor import prompt_lengths
 
     return prompt_lengths(rows, tokenizer, processor, path=path)

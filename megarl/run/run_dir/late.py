@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.core.config import Config
+from megarl.buffer.store import AwaitingReward, GivenReward, Store
+from megarl.config import Config
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Reward
-from megarl.explore.rewards.shape import check_weights
-from megarl.explore.rewards.verdict import NO_VERDICT, to_verdict, weigh
-from megarl.explore.store import AwaitingReward, GivenReward, Store
-from megarl.explore.tasksets import ChatTokenizer
-from megarl.explore.tasksets.files import RowLocation, read_table
+from megarl.rewards.shape import check_weights
+from megarl.rewards.verdict import NO_VERDICT, to_verdict, weigh
+from megarl.tasks import ChatTokenizer
+from megarl.tasks.files import RowLocation, read_table
 
 WHICH = ("group_id", "index", "claim")
 GIVEN = ("score", "acc", "status", "parts")

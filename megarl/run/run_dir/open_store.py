@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from megarl.explore.store import OWN_SERVER, VARIABLE, Store
+from megarl.buffer.store import OWN_SERVER, VARIABLE, Store
 from megarl.run.job_store import job_store, live_url
 
 

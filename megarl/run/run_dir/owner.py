@@ -17,8 +17,8 @@ from typing import IO
 from megarl.core.durable import write_text
 from megarl.core.errors import ConfigError, FencedError
 from megarl.core.jobs import TRAIN, of_program
-from megarl.core.machine import start_ticks
-from megarl.core.secrets import shared_key
+from megarl.core.processes.machine import start_ticks
+from megarl.core.processes.secrets import shared_key
 from megarl.run.process.reaper import end
 from megarl.weights.checkpoint.training.manifest import current_attempt
 

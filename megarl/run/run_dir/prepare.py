@@ -19,16 +19,16 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from megarl.core.config import Config, hub, load_resolved
+from megarl.config import Config, hub, load_resolved
 from megarl.core.durable import replace_directory
 from megarl.core.errors import CheckpointError, ConfigError
 from megarl.core.schema import Preference, Task
-from megarl.explore.tasksets import ChatTokenizer, generate, place_of_row, read_recipe, recipe, sources_of
-from megarl.explore.tasksets.images import PLACEHOLDER
-from megarl.explore.tasksets.template import writes_date
 from megarl.run.run_dir.changes import Change, changes, described, has_checkpoints
 from megarl.run.run_dir.images import lengths_with_images, processor_of
 from megarl.run.run_dir.rows import kind_of_rows, needs_expert_rows, read_split, splits_of
+from megarl.tasks import ChatTokenizer, generate, place_of_row, read_recipe, recipe, sources_of
+from megarl.tasks.images.rows import PLACEHOLDER
+from megarl.tasks.templates.template import writes_date
 
 log = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megarl.core.config import Config, load_resolved
+from megarl.buffer.store import Store, sqlite_file
+from megarl.buffer.store.database import is_pending, shown
+from megarl.config import Config, load_resolved
 from megarl.core.durable import exists, write_text
 from megarl.core.errors import CheckpointError, ConfigError
 from megarl.core.schema import Task
 from megarl.explore.bench.answers import RESULT
-from megarl.explore.store import Store, sqlite_file
-from megarl.explore.store.database import is_pending, shown
 from megarl.learn import algorithms
 from megarl.learn.parallel.grid import ROLES
 from megarl.run.run_dir.changes import Change, changes_since_last_start, described, has_checkpoints, is_in, listed

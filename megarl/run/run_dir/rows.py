@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.core.config import Config
+from megarl.config import Config
 from megarl.core.schema import Preference, Task
-from megarl.explore.tasksets import (
+from megarl.run.run_dir.changes import has_checkpoints
+from megarl.tasks import (
     Faults,
     Kind,
     place_of_row,
@@ -22,8 +23,7 @@ from megarl.explore.tasksets import (
     sources_of,
     with_templates,
 )
-from megarl.explore.tasksets.bad_rows import WHOLE
-from megarl.run.run_dir.changes import has_checkpoints
+from megarl.tasks.bad_rows import WHOLE
 
 log = logging.getLogger(__name__)
 

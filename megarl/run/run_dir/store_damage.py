@@ -12,12 +12,12 @@ from typing import Any
 from sqlalchemy import Connection, select
 from sqlalchemy.exc import DBAPIError
 
-from megarl.core.config import Config
+from megarl.buffer.store import Store, sqlite_file
+from megarl.buffer.store.database import is_pending, open_read_only, reason, sync_folder
+from megarl.buffer.store.tables import EVENTS, EXCLUDED, GROUPS, JOB, REPLAYS, ROLLOUTS, STEPS, TASKS
+from megarl.buffer.store.transactions import is_damage
+from megarl.config import Config
 from megarl.core.errors import JobError
-from megarl.explore.store import Store, sqlite_file
-from megarl.explore.store.database import is_pending, open_read_only, reason, sync_folder
-from megarl.explore.store.tables import EVENTS, EXCLUDED, GROUPS, JOB, REPLAYS, ROLLOUTS, STEPS, TASKS
-from megarl.explore.store.transactions import is_damage
 from megarl.run.postgres import Server
 from megarl.weights.checkpoint.training.state import latest, read_state
 

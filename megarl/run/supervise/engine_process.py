@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from megarl.core.config.lengths import context_tokens
-from megarl.core.config.lora import LoraConfig
-from megarl.core.config.schema import ModelConfig, RolloutConfig
+from megarl.config.lengths import context_tokens
+from megarl.config.lora import LoraConfig
+from megarl.config.schema import ModelConfig, RolloutConfig
 from megarl.core.durable import read_json
-from megarl.engine.client.names import ADAPTERS, CPU_ROUTING, EIGHT_BITS, LORA_RANKS, PLUGIN
-from megarl.explore.tasksets.images import MAX_IMAGES
-from megarl.explore.tasksets.pixels import pixel_limits
-from megarl.run.checks.vision import is_vision_model
+from megarl.engines.client.names import ADAPTERS, CPU_ROUTING, EIGHT_BITS, LORA_RANKS, PLUGIN
+from megarl.run.checks.models.vision import is_vision_model
+from megarl.tasks.images.pixels import pixel_limits
+from megarl.tasks.images.rows import MAX_IMAGES
 
 _PREFILL_TOKENS = 8192
 _CPU_ENVIRONMENT = {
@@ -55,7 +55,7 @@ def engine_process(
     """
     context = context_tokens(rollout)
     kind = "server" if group is None or group[0] == 0 else "part"
-    argv = [sys.executable, "-m", f"megarl.engine.server.{kind}"]
+    argv = [sys.executable, "-m", f"megarl.engines.server.{kind}"]
     argv += ["--model", model_path, "--served-model-name", "policy", "--host", host, "--port", str(port)]
     argv += ["--dtype", model.dtype, "--max-model-len", str(context), "--generation-config", "vllm"]
     if model.head_dtype is not None:
@@ -71,9 +71,9 @@ def engine_process(
     argv += ["--tensor-parallel-size", str(rollout.tp), "--pipeline-parallel-size", str(rollout.pp)]
     argv += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--disable-log-stats"]
     argv += ["--disable-uvicorn-access-log", "--disable-fastapi-docs"]
-    argv += ["--middleware", "megarl.engine.client.auth.RequireKey"]
+    argv += ["--middleware", "megarl.engines.client.auth.RequireKey"]
     argv += ["--weight-transfer-config", json.dumps({"backend": PLUGIN})]
-    argv += ["--worker-extension-cls", "megarl.engine.sync.receiver.WorkerExtension"]
+    argv += ["--worker-extension-cls", "megarl.engines.sync.receiver.WorkerExtension"]
     environment = engine_environment(rollout, device)
     if adapter == "separate" and model.lora.is_used:
         argv += _adapter_options(model_path, model.lora)

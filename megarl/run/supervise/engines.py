@@ -10,10 +10,11 @@ from typing import NamedTuple, Protocol
 
 from sqlalchemy.exc import SQLAlchemyError
 
+from megarl.buffer.store import Store
 from megarl.core.errors import ConfigError, JobError
 from megarl.core.jobs import ProcessKind, unit_of
-from megarl.engine.client.names import START
-from megarl.engine.fleet import (
+from megarl.engines.client.names import START
+from megarl.engines.fleet import (
     COLUMNS,
     STARTS,
     ColumnOwner,
@@ -27,7 +28,6 @@ from megarl.engine.fleet import (
     decide,
     is_unfit,
 )
-from megarl.explore.store import Store
 from megarl.run.nodes.node import Spec, Started
 from megarl.run.supervise.units import Units, ending, failed, is_engine
 

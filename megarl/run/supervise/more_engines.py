@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.core.config import Config
+from megarl.buffer.store import EngineRoom
+from megarl.config import Config
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import ProcessKind, kind_of
-from megarl.explore.store import EngineRoom
 from megarl.run.checks.settings import check_memory_of_engine
 from megarl.run.nodes.node import LocalNode, NotStarted, Started
 from megarl.run.nodes.plan import NodeInfo, Plan, plan_job

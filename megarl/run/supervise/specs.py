@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from megarl.core.config import Config
+from megarl.buffer.store import VARIABLE
+from megarl.config import Config
 from megarl.core.jobs import ProcessKind, of_program, worker_of
 from megarl.core.metrics import TIMELINE
-from megarl.engine.client.names import COLD, COLD_FOLDER, UNTIL_PUBLISHED
-from megarl.explore.rewards.judge.family import ENGINES
-from megarl.explore.store import VARIABLE
+from megarl.engines.client.names import COLD, COLD_FOLDER, UNTIL_PUBLISHED
 from megarl.learn import algorithms
+from megarl.rewards.judge.family import ENGINES
 from megarl.run.nodes.node import Spec
 from megarl.run.nodes.plan import Plan, Planned
 from megarl.run.process.forkserver import ForkServers

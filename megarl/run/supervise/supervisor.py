@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from megarl.core.config import Config, save_resolved
+from megarl.buffer.store import Store
+from megarl.config import Config, save_resolved
 from megarl.core.errors import FencedError, JobError, MemoryFullError, NonRetryableError
 from megarl.core.jobs import PROGRAM, STOPPED, ProcessKind, kind_of, logs_of
-from megarl.engine.client.auth import KEY_VARIABLE
-from megarl.engine.fleet import EngineRow, Replacements
-from megarl.explore.store import Store
+from megarl.engines.client.auth import KEY_VARIABLE
+from megarl.engines.fleet import EngineRow, Replacements
 from megarl.learn.algorithms import job_of
 from megarl.run.nodes.node import LocalNode, Node, NotStarted, Process, Spec, Started, on_every_node
 from megarl.run.nodes.plan import NodeInfo, Plan, workers_of

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from megarl.core.errors import JobError
 from megarl.core.jobs import ProcessKind, kind_of, unit_of
-from megarl.engine.fleet import Replacements
+from megarl.engines.fleet import Replacements
 from megarl.run.nodes.node import NotStarted, Process, Started, on_every_node
 from megarl.run.process.process import ERROR
 

@@ -11,10 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.core.config import Config
+from megarl.config import Config
 from megarl.core.errors import JobError
-from megarl.core.heartbeat import START
 from megarl.core.jobs import ProcessKind, kind_of
+from megarl.core.processes.heartbeat import START
 from megarl.run.nodes.node import Process, Started, on_every_node
 from megarl.run.process import stacks
 from megarl.run.process.stacks import STOPPED, Account, ProcessHeartbeat, ProcessSnapshot

@@ -9,12 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megarl.buffer.order.choice import tasks_per_step
+from megarl.buffer.order.draws import data_cursor
+from megarl.buffer.store import Store
 from megarl.core.errors import CheckpointError, DiskFullError, FencedError, NonRetryableError
-from megarl.core.phases import Phase
 from megarl.core.schema import WeightsVersion
-from megarl.explore.order.choice import tasks_per_step
-from megarl.explore.order.draws import data_cursor
-from megarl.explore.store import Store
+from megarl.learn.memory.phases import Phase
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks
 from megarl.train.rank.reporter import Reporter

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from megarl.core import heartbeat
 from megarl.core.durable import write_text
-from megarl.core.phases import Phase
+from megarl.core.processes import heartbeat
 from megarl.core.schema import WeightsVersion
+from megarl.learn.memory.phases import Phase
 from megarl.train.loop.rank import TrainerRank, starting
 from megarl.train.loop.warm_start import WarmStart
 from megarl.train.part import Part

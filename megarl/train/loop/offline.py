@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megarl.buffer.order.draws import data_seed, numbers_of_step
 from megarl.core.metrics import OFFLINE_CONSOLE, mean_of_sums
-from megarl.core.phases import Phase
-from megarl.explore.order.draws import data_seed, numbers_of_step
-from megarl.explore.tasksets import ChatTokenizer, encode_preferences, read_preferences, read_rows, single_file
 from megarl.learn.batching import Sequences, of_demonstrations, score_positions
+from megarl.learn.memory.phases import Phase
 from megarl.learn.training import objectives
 from megarl.learn.training.objectives import LossTokens, Objective
+from megarl.tasks import ChatTokenizer, encode_preferences, read_preferences, read_rows, single_file
 from megarl.train.loop.rank import TrainerRank, starting
 from megarl.train.rank.state import TrainState
 from megarl.train.update.batch import StepBatch, updates_of

@@ -10,21 +10,21 @@ from typing import Self
 
 import numpy as np
 
-from megarl.core import heartbeat
-from megarl.core.config import Config
-from megarl.core.phases import Phase
+from megarl.buffer.store import NOTHING_USED, Used
+from megarl.config import Config
+from megarl.core.processes import heartbeat
 from megarl.core.schema import WeightsVersion
-from megarl.explore.store import NOTHING_USED, Used
 from megarl.learn import algorithms
+from megarl.learn.memory.phases import Phase
 from megarl.learn.parallel import groups
 from megarl.train.loop.checkpoints import Checkpointer
+from megarl.train.memory.phase_memory import PhaseMemory
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
 from megarl.train.update.learner import Learner
 from megarl.train.update.models import REFERENCE, Models
-from megarl.train.update.phase_memory import PhaseMemory
 from megarl.train.update.scoring import trains_scores
 from megarl.train.update.updates import UpdateFilter
 from megarl.weights.checkpoint.training import writer as checkpoint_writer

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
-from megarl.core import heartbeat
-from megarl.explore.rewards.pool.tally import EVENT
-from megarl.explore.store import Store
+from megarl.buffer.store import Store
+from megarl.core.processes import heartbeat
+from megarl.rewards.pool.tally import EVENT
 from megarl.train.loop.checkpoints import Checkpointer
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks, Stopped

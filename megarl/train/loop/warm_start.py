@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.buffer.order.draws import Demonstration, data_seed, numbers_of_step
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.core.metrics import mean_of_sums
 from megarl.core.schema import Task
-from megarl.explore.order.draws import Demonstration, data_seed, numbers_of_step
-from megarl.explore.tasksets import ChatTokenizer, read_rows, with_templates
 from megarl.learn import algorithms
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.batching import of_demonstrations
 from megarl.learn.training import objectives
 from megarl.learn.training.optimizer import learning_rate
+from megarl.tasks import ChatTokenizer, read_rows, with_templates
 from megarl.train.loop.checkpoints import Checkpointer
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megarl.core.config import Config
+from megarl.config import Config
 from megarl.train.part import Part, Services
 from megarl.train.parts.ahead import DrainAhead
 from megarl.train.parts.average import AveragedActor

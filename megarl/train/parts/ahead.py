@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from megarl.core.config import Config
-from megarl.explore.order.pacing import Pacing
+from megarl.buffer.order.pacing import Pacing
+from megarl.config import Config
 from megarl.train.part import Part
 from megarl.train.rank.ranks import Stopped
 from megarl.train.rank.state import TrainState

@@ -6,7 +6,7 @@ from megarl.train.part import Part
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
 from megarl.train.update.batch import StepBatch
-from megarl.train.update.kept import kept_batch
+from megarl.train.update.batch_file import kept_batch
 from megarl.train.update.models import Models
 
 

@@ -11,16 +11,17 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megarl.core import heartbeat
+from megarl.buffer.store import Store
 from megarl.core.errors import EngineError, WeightsDiffer, WeightSyncError
-from megarl.core.phases import Phase
+from megarl.core.processes import heartbeat
 from megarl.core.schema import WeightsVersion
-from megarl.engine.client.auth import KEY_VARIABLE
-from megarl.engine.client.control import EngineControl
-from megarl.engine.client.names import COLD_FOLDER, cold_mark
-from megarl.engine.client.probe import Probed, ProbeText, mean_share
-from megarl.engine.fleet import EngineRow, EngineStatus, EngineTurn
-from megarl.explore.store import Store
+from megarl.engines.client.auth import KEY_VARIABLE
+from megarl.engines.client.control import EngineControl
+from megarl.engines.client.names import COLD_FOLDER, cold_mark
+from megarl.engines.client.probe import Probed, ProbeText, mean_share
+from megarl.engines.fleet import EngineRow, EngineStatus, EngineTurn
+from megarl.learn.memory.phases import Phase
+from megarl.train.memory.phase_memory import PhaseMemory
 from megarl.train.part import Metrics, Part
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks
@@ -29,7 +30,6 @@ from megarl.train.rank.state import TrainState
 from megarl.train.sync.probe import probe_text
 from megarl.train.sync.weights import WeightSync
 from megarl.train.update.models import Models
-from megarl.train.update.phase_memory import PhaseMemory
 
 DECODED = 64
 """Most tokens that are sampled after the probe text."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megarl.explore.store import Store
+from megarl.buffer.store import Store
+from megarl.train.memory.phase_memory import PhaseMemory
 from megarl.train.part import Part, StepData
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks
@@ -10,7 +11,6 @@ from megarl.train.rank.state import TrainState
 from megarl.train.rollout.rollouts import Rollouts
 from megarl.train.sync.colocated import ColocatedEngines
 from megarl.train.sync.publish import WeightPublisher
-from megarl.train.update.phase_memory import PhaseMemory
 
 
 class Colocation(Part):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from megarl.core.config import Config
-from megarl.core.config.algorithms import MixConfig, reads_teacher
-from megarl.explore.order.draws import ExpertRow, ExpertRows, data_seed, num_expert_rows
-from megarl.explore.tasksets import ChatTokenizer
+from megarl.buffer.order.draws import ExpertRow, ExpertRows, data_seed, num_expert_rows
+from megarl.config import Config
+from megarl.config.algorithms import MixConfig, reads_teacher
 from megarl.learn import algorithms
+from megarl.tasks import ChatTokenizer
 from megarl.train.part import Part, StepData
 from megarl.train.rank.state import TrainState
 from megarl.train.rollout.reading import RolloutReader

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from megarl.core.phases import Phase
+from megarl.learn.memory.phases import Phase
+from megarl.train.memory.phase_memory import PhaseMemory
 from megarl.train.part import Part
 from megarl.train.rank.state import TrainState
 from megarl.train.update.models import Models
-from megarl.train.update.phase_memory import PhaseMemory
 
 
 class ReferenceRefresh(Part):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megarl.core.config import Config
+from megarl.buffer.store import Store
+from megarl.config import Config
 from megarl.core.truncation import TruncationWarning
-from megarl.explore.store import Store
 from megarl.train.part import Metrics, Part
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.reporter import Reporter

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from megarl.core.config import Config
+from megarl.buffer.experience import add_model_scores
+from megarl.config import Config
 from megarl.core.metrics import spread
-from megarl.core.phases import Phase
-from megarl.explore.experience import add_model_scores
+from megarl.learn.memory.phases import Phase
+from megarl.train.memory.phase_memory import PhaseMemory
 from megarl.train.part import Part, StepData
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
 from megarl.train.update.learner import model_scores
 from megarl.train.update.models import Models
-from megarl.train.update.phase_memory import PhaseMemory
 
 
 class RewardModelScores(Part):

@@ -8,10 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Self
 
-from megarl.core.config import Config
+from megarl.buffer.store import Store
+from megarl.config import Config
 from megarl.core.jobs import PROGRAM, TRAIN
-from megarl.explore.store import Store
-from megarl.explore.tasksets import recorded
+from megarl.tasks import recorded
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from megarl.explore.store.workers import BusyTime
+from megarl.buffer.store.workers import BusyTime
 
 SILENCE_S = 40.0
 """Age of a report from which its explorer counts as ended: it reports every 10 s at least."""

@@ -10,9 +10,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from megarl.core import heartbeat
 from megarl.core.errors import JobError, MegarlError
 from megarl.core.metrics import Sums
+from megarl.core.processes import heartbeat
 
 T = TypeVar("T")
 

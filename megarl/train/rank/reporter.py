@@ -12,11 +12,11 @@ from typing import Any
 import psutil
 from tqdm import tqdm
 
-from megarl.core.config import Config, to_dict
+from megarl.buffer.store import NOTHING_USED, Store, Used
+from megarl.config import Config, to_dict
 from megarl.core.jobs import ProcessKind
 from megarl.core.kept_batches import KeptBatch, forget_after, path_of
 from megarl.core.metrics import CONSOLE, MetricWriter, Timeline, console_line
-from megarl.explore.store import NOTHING_USED, Store, Used
 from megarl.learn import algorithms
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.engine_time import EngineIdleness

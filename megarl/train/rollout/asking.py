@@ -6,11 +6,11 @@ from collections.abc import Collection, Sequence
 from itertools import count
 from typing import Protocol
 
-from megarl.explore.order.choice import TaskChoice
-from megarl.explore.order.draws import EXTRA, data_seed, drawn_seed
-from megarl.explore.order.pacing import Pacing, choose
-from megarl.explore.order.replay import ReplayChoice
-from megarl.explore.store import Store, UnusedGroup
+from megarl.buffer.order.choice import TaskChoice
+from megarl.buffer.order.draws import EXTRA, data_seed, drawn_seed
+from megarl.buffer.order.pacing import Pacing, choose
+from megarl.buffer.order.replay import ReplayChoice
+from megarl.buffer.store import Store, UnusedGroup
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.state import TrainState
 from megarl.train.rollout.awaited import Awaited, Published, rollout_id, rollout_of, whole

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from megarl.buffer.store import Store
 from megarl.core.schema import WeightsVersion
-from megarl.explore.store import Store
 
 
 class Published(NamedTuple):

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from functools import cached_property, partial
 from typing import Protocol
 
-from megarl.core.config.schema import EvaluationConfig
+from megarl.buffer.order.draws import evaluation_sampling
+from megarl.buffer.store import Store
+from megarl.config.schema import EvaluationConfig
 from megarl.core.schema import WeightsVersion
-from megarl.explore.order.draws import evaluation_sampling
-from megarl.explore.store import Store
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from megarl.buffer.experience import Report, Verified, by_group
+from megarl.buffer.order.replay import Replayed
+from megarl.buffer.store import Used
 from megarl.core.schema import Trajectory
-from megarl.explore.experience import Report, Verified, by_group
-from megarl.explore.order.replay import Replayed
-from megarl.explore.store import Used
 from megarl.train.update.accounts import NONE, Amount, Excluded, SampleAccount, sum_of
 
 SURPLUS = "surplus"

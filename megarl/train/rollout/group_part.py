@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from inspect import signature
 from typing import Any, TypeVar
 
-from megarl.core.config import Config
+from megarl.buffer.experience import Verified
+from megarl.buffer.order.replay import ReplayChoice
+from megarl.buffer.store import Store, UnusedGroup
+from megarl.config import Config
 from megarl.core.schema import Trajectory
-from megarl.explore.experience import Verified
-from megarl.explore.order.replay import ReplayChoice
-from megarl.explore.store import Store, UnusedGroup
 from megarl.train.rank.state import TrainState
 from megarl.train.rollout.awaited import Awaited
 from megarl.train.rollout.found import FoundGroups

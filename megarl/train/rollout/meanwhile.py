@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from megarl.buffer.store import Store
 from megarl.core.schema import WeightsVersion
-from megarl.engine.fleet import EngineRow, Fleet, Key
-from megarl.explore.store import Store
+from megarl.engines.fleet import EngineRow, Fleet, Key
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks
 from megarl.train.rank.reporter import Reporter

@@ -14,16 +14,16 @@ from typing import Any, TypeVar
 import numpy as np
 import torch.distributed as dist
 
-from megarl.core import heartbeat
+from megarl.buffer.experience import by_group
+from megarl.buffer.order.draws import ExpertRow
+from megarl.buffer.order.replay import Replayed
+from megarl.buffer.store import Store
 from megarl.core.errors import JobError, MegarlError, describe
+from megarl.core.processes import heartbeat
 from megarl.core.schema import Trajectory, WeightsVersion, file_digest
-from megarl.engine.sync.shared import machine
-from megarl.explore.experience import by_group
-from megarl.explore.order.draws import ExpertRow
-from megarl.explore.order.replay import Replayed
-from megarl.explore.store import Store
-from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations
-from megarl.explore.tasksets.inline_images import without_inline_images
+from megarl.engines.sync.shared import machine
+from megarl.tasks import ChatTokenizer, encode_demonstrations
+from megarl.tasks.images.inline import without_inline_images
 from megarl.train.rollout.spool import Spool, Spooled, unspooled
 
 log = logging.getLogger(__name__)

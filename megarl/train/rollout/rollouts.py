@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from megarl.buffer.experience import Report, Verified, by_group, part_metrics, verifier_metrics, verify
+from megarl.buffer.experience.operators import Operators
+from megarl.buffer.order.choice import TaskChoice
+from megarl.buffer.order.pacing import Pacing
+from megarl.buffer.order.replay import ReplayChoice
+from megarl.buffer.store import Store, Used
 from megarl.core.schema import Trajectory, WeightsVersion
-from megarl.explore.experience import Report, Verified, by_group, part_metrics, verifier_metrics, verify
-from megarl.explore.experience.operators import Operators
-from megarl.explore.order.choice import TaskChoice
-from megarl.explore.order.pacing import Pacing
-from megarl.explore.order.replay import ReplayChoice
-from megarl.explore.store import Store, Used
 from megarl.learn.algorithms import Algorithm
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Stopped

@@ -6,10 +6,10 @@ import logging
 import time
 from typing import Literal
 
-from megarl.core import heartbeat
+from megarl.buffer.store import Store
 from megarl.core.errors import EngineError
-from megarl.engine.fleet import EngineTurn
-from megarl.explore.store import Store
+from megarl.core.processes import heartbeat
+from megarl.engines.fleet import EngineTurn
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks
 from megarl.train.sync.publish import WeightPublisher

@@ -12,19 +12,19 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
-from megarl.core import heartbeat
-from megarl.core.config.schema import Config
+from megarl.config.schema import Config
 from megarl.core.errors import WeightSyncError
-from megarl.engine.client.addresses import JobAddresses
-from megarl.engine.client.control import EngineControl
-from megarl.engine.fleet import EngineRow, Fleet
-from megarl.engine.sync.link import LinkAddress
-from megarl.engine.sync.memory import memory_file, unpin
-from megarl.engine.sync.shared import Places, SharedMemorySender, machine
+from megarl.core.processes import heartbeat
+from megarl.engines.client.addresses import JobAddresses
+from megarl.engines.client.control import EngineControl
+from megarl.engines.fleet import EngineRow, Fleet
+from megarl.engines.sync.link import LinkAddress
+from megarl.engines.sync.memory import memory_file, unpin
+from megarl.engines.sync.shared import Places, SharedMemorySender, machine
 from megarl.learn.parallel.grid import megatron_grid
 from megarl.train.sync.fleet import EngineFleet, await_wanted, failures, results
-from megarl.train.sync.joined import NONE_JOINED, Joined
 from megarl.train.sync.links import TrainerLinks
+from megarl.train.sync.members import NONE_JOINED, Joined
 from megarl.train.sync.messages import RankMessages
 from megarl.train.sync.parts import EnginePlans, PartOfEngines, partners_of, parts_of, places_of
 from megarl.weights.reshard.adapters import AdapterDelivery
@@ -232,7 +232,7 @@ class EngineConnection:
         unpin()
 
     def _init_info(self, replica: int, places: Places | None = None) -> dict[str, Any]:
-        """``megarl.engine.sync.receiver.InitInfo`` for one engine."""
+        """``megarl.engines.sync.receiver.InitInfo`` for one engine."""
         places, plans = places or Places(), self._plans
         return {
             **asdict(self._address(replica)),

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from megarl.core import heartbeat
-from megarl.core.config.schema import Config
+from megarl.config.schema import Config
 from megarl.core.errors import WeightsDiffer, WeightSyncError
+from megarl.core.processes import heartbeat
 from megarl.core.published import FOLDER, PublishedWeights, folder_of, remove_old
 from megarl.core.schema import WeightsVersion
-from megarl.engine.client.probe import ProbeText
+from megarl.engines.client.probe import ProbeText
 from megarl.learn.training.optimizer_digests import check_written
 from megarl.train.sync.publication import SyncReport
 from megarl.weights.checkpoint.formats.hf import export_hf

@@ -9,10 +9,10 @@ from contextlib import contextmanager, suppress
 from threading import Event
 from typing import Any, TypeVar
 
-from megarl.core import heartbeat
 from megarl.core.errors import EngineError
-from megarl.engine.client.control import EngineControl
-from megarl.engine.fleet import EngineRow
+from megarl.core.processes import heartbeat
+from megarl.engines.client.control import EngineControl
+from megarl.engines.fleet import EngineRow
 
 _LOOK_S = 1.0
 """Seconds between two looks for engines that are to be joined no more, while others are waited for."""

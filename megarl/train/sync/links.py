@@ -6,9 +6,9 @@ from collections.abc import Collection, Sequence
 
 from torch._C._distributed_c10d import Store
 
-from megarl.engine.sync.link import Backend, EngineLinks, LinkAddress, first_workers, join_groups
-from megarl.engine.sync.memory import DeviceMemory, HostMemory, MemoryFile
-from megarl.engine.sync.shared import SharedMemorySender
+from megarl.engines.sync.link import Backend, EngineLinks, LinkAddress, first_workers, join_groups
+from megarl.engines.sync.memory import DeviceMemory, HostMemory, MemoryFile
+from megarl.engines.sync.shared import SharedMemorySender
 
 
 class TrainerLinks:

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 
+from megarl.buffer.store import Store
+from megarl.buffer.store.workers import Silence
 from megarl.core.errors import EngineError
-from megarl.engine.client.control import EngineControl
-from megarl.engine.fleet import EngineRow, EngineStatus, Fleet
-from megarl.explore.store import Store
-from megarl.explore.store.workers import Silence
+from megarl.engines.client.control import EngineControl
+from megarl.engines.fleet import EngineRow, EngineStatus, Fleet
 
 log = logging.getLogger(__name__)
 

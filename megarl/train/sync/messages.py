@@ -12,7 +12,7 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from megarl.core.errors import WeightsDiffer, WeightSyncError
-from megarl.engine.sync.link import LinkAddress, open_store
+from megarl.engines.sync.link import LinkAddress, open_store
 
 
 class RankMessages:

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megarl.core.config.schema import RolloutConfig
-from megarl.engine.sync.link import PartOfWorkers, first_workers
-from megarl.engine.sync.shared import Places
+from megarl.config.schema import RolloutConfig
+from megarl.engines.sync.link import PartOfWorkers, first_workers
+from megarl.engines.sync.shared import Places
 from megarl.weights.reshard.adapters import AdapterDelivery
 from megarl.weights.reshard.execute import Transport
 from megarl.weights.reshard.layout import Layout

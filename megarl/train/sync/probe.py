@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from megarl.core.config.lengths import context_tokens, prompt_tokens
-from megarl.core.config.schema import Config
-from megarl.engine.client.probe import DECODED, PROBE_TOLERANCES, FarText, ProbeText
+from megarl.config.lengths import context_tokens, prompt_tokens
+from megarl.config.schema import Config
+from megarl.engines.client.probe import DECODED, PROBE_TOLERANCES, FarText, ProbeText
 from megarl.learn.batching import Sequences
 from megarl.learn.training.model import Model
 from megarl.learn.training.schedule import Head

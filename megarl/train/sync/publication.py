@@ -18,8 +18,8 @@ import torch
 
 from megarl.core.errors import EngineError, WeightsDiffer, WeightSyncError
 from megarl.core.schema import WeightsVersion
-from megarl.engine.client.control import EngineState
-from megarl.engine.client.probe import Probed, ProbeText
+from megarl.engines.client.control import EngineState
+from megarl.engines.client.probe import Probed, ProbeText
 from megarl.train.sync.fleet import EngineFleet, failures, results
 from megarl.train.sync.messages import RankMessages
 from megarl.weights.reshard.execute import Digests, compare, folds_of, merge

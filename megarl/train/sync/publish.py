@@ -11,11 +11,11 @@ from typing import Literal, Protocol
 
 import torch
 
-from megarl.core import heartbeat
 from megarl.core.errors import EngineError, WeightsDiffer, WeightSyncError
+from megarl.core.processes import heartbeat
 from megarl.core.schema import WeightsVersion
-from megarl.engine.client.probe import ProbeText
-from megarl.engine.fleet import Key
+from megarl.engines.client.probe import ProbeText
+from megarl.engines.fleet import Key
 from megarl.learn.training.optimizer_digests import check_written
 from megarl.train.sync.connection import EngineConnection
 from megarl.train.sync.look import lost

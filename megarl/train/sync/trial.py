@@ -13,13 +13,13 @@ from contextlib import contextmanager
 
 import torch
 
-from megarl.core.config.schema import Config
+from megarl.config.schema import Config
 from megarl.core.errors import WeightSyncError
 from megarl.learn.training.model import Model
 from megarl.learn.training.optimizer_digests import whole_digests
 from megarl.learn.training.schedule import Head
 from megarl.train.sync.probe import probe_text
-from megarl.train.sync.sent import SentWeights
+from megarl.train.sync.published import SentWeights
 from megarl.weights.reshard import boxes
 from megarl.weights.reshard.adapters import TOWER, Adapted
 from megarl.weights.reshard.layout import Layout

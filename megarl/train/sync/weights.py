@@ -16,20 +16,20 @@ from typing import Literal, TypeVar
 import torch
 
 from megarl.core.errors import EngineError, WeightsDiffer, WeightSyncError
-from megarl.core.phases import Phase
 from megarl.core.schema import WeightsVersion
-from megarl.engine.client.probe import ProbeText
+from megarl.engines.client.probe import ProbeText
+from megarl.learn.memory.phases import Phase
 from megarl.learn.training.model import Model
+from megarl.train.memory.phase_memory import PhaseMemory
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks, Stopped
 from megarl.train.rank.reporter import Reporter
 from megarl.train.sync.probe import probe_text
 from megarl.train.sync.publication import Delivery
 from megarl.train.sync.publish import WeightPublisher
-from megarl.train.sync.sent import SentDigests, SentWeights
+from megarl.train.sync.published import SentDigests, SentWeights
 from megarl.train.sync.trial import test_adapter
 from megarl.train.update.models import Models
-from megarl.train.update.phase_memory import PhaseMemory
 from megarl.weights.reshard.adapters import MergedTensors, SeparateTensors
 from megarl.weights.reshard.execute import NO_ROOM
 

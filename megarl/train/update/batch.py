@@ -9,11 +9,11 @@ from typing import TypeVar
 
 import torch
 
-from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.buffer.experience import by_group
+from megarl.buffer.order.draws import ExpertRow
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.core.errors import NonRetryableError
 from megarl.core.schema import FinishReason, Outcome, Trajectory, WeightsVersion
-from megarl.explore.experience import by_group
-from megarl.explore.order.draws import ExpertRow
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.algorithms.terms.parts import repeated
 from megarl.learn.algorithms.terms.reduction import Tokens

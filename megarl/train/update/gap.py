@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megarl.core.config import Config
+from megarl.config import Config
 from megarl.core.errors import WeightsDiffer
 from megarl.core.schema import Outcome, name_of
 from megarl.learn.algorithms.terms.parts import counts, repeated

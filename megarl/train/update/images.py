@@ -11,13 +11,13 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from megarl.core.config import Config
+from megarl.buffer.order.draws import Demonstration
+from megarl.config import Config
 from megarl.core.schema import ImagesAt, Task, file_digest
-from megarl.explore.order.draws import Demonstration
-from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations
-from megarl.explore.tasksets.processor import Processor
 from megarl.learn.batching import Sequences
 from megarl.learn.batching.images import Image, Vision, images_of
+from megarl.tasks import ChatTokenizer, encode_demonstrations
+from megarl.tasks.images.processor import Processor
 
 PATCH_BYTES = 2**28
 """Bytes of patches that a rank keeps: an image of a step goes through several models, several times."""

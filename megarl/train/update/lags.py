@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.core.schema import LARGEST_LAG, TrainingSample
 from megarl.learn.algorithms.terms.reduction import Tokens
 from megarl.learn.batching import Sequences

@@ -11,19 +11,19 @@ from functools import partial
 
 import torch
 
-from megarl.core.config import Config
-from megarl.core.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig
+from megarl.buffer.experience import with_group_stats
+from megarl.buffer.experience.groups import group_stats
+from megarl.buffer.order.draws import ExpertRow
+from megarl.config import Config
+from megarl.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig
 from megarl.core.metrics import Sums, mean_of_sums
-from megarl.core.phases import Phase
 from megarl.core.schema import GroupStats, Trajectory, WeightsVersion, name_of
-from megarl.explore.experience import with_group_stats
-from megarl.explore.experience.groups import group_stats
-from megarl.explore.order.draws import ExpertRow
 from megarl.learn.algorithms import Algorithm, StepInput
 from megarl.learn.algorithms.terms import kl
 from megarl.learn.algorithms.terms.parts import counts
 from megarl.learn.batching import StepShare, of_demonstrations, score_positions
 from megarl.learn.batching.images import Images
+from megarl.learn.memory.phases import Phase
 from megarl.learn.training import objectives
 from megarl.learn.training.model import Model, TrainedModel, WithoutAdapters
 from megarl.learn.training.objectives import Objective

@@ -14,14 +14,14 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from megarl.core.config import Config
-from megarl.core.config.lora import LoraConfig
-from megarl.core.config.schema import CriticConfig, ModelConfig, ParallelConfig, ReferenceConfig, RewardModelConfig
+from megarl.config import Config
+from megarl.config.lora import LoraConfig
+from megarl.config.schema import CriticConfig, ModelConfig, ParallelConfig, ReferenceConfig, RewardModelConfig
 from megarl.core.errors import NonRetryableError
-from megarl.core.phases import Phase
 from megarl.core.schema import Outcome, name_of
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.batching.sequences import NO_IDS, Sequences
+from megarl.learn.memory.phases import Phase
 from megarl.learn.parallel import groups
 from megarl.learn.training.adapters import share_base
 from megarl.learn.training.model import Grid, Model, TrainedModel, WithoutAdapters, micro_batching_for

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from megarl.buffer.experience import Report
 from megarl.core.metrics import spread
 from megarl.core.schema import End, Outcome
-from megarl.explore.experience import Report
 
 
 def trajectory_metrics(trajectories: list[Outcome], verified: Report) -> dict[str, float]:

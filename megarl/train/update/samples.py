@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.buffer.order.draws import ExpertRow
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.core.errors import NonRetryableError
 from megarl.core.schema import FinishReason, TrainingSample, Trajectory, WeightsVersion, name_of
-from megarl.explore.order.draws import ExpertRow
 from megarl.learn.batching import Sequences, StepShare, joined, of_demonstrations, of_samples
 from megarl.learn.batching.images import Images
 from megarl.learn.batching.sequences import NO_IDS

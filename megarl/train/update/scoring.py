@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from megarl.core.config import Config
+from megarl.config import Config
 from megarl.learn.algorithms import Algorithm
 from megarl.weights.checkpoint.formats.hf_source import has_score
 from megarl.weights.checkpoint.training import state

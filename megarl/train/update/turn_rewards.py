@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.buffer.experience import by_group
+from megarl.buffer.experience.groups import group_stats
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.core.schema import Trajectory, Turn
-from megarl.explore.experience import by_group
-from megarl.explore.experience.groups import group_stats
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.batching import Sequences, per_token
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from megarl.core.config.schema import UpdateFilterConfig
+from megarl.config.schema import UpdateFilterConfig
 from megarl.core.errors import NonRetryableError
 from megarl.core.metrics import Sums
 from megarl.train.rank.reporter import Reporter

@@ -16,7 +16,7 @@ from typing import NamedTuple, Self
 
 import torch
 
-from megarl.core.config.lora import ALL_LINEAR, LoraConfig
+from megarl.config.lora import ALL_LINEAR, LoraConfig
 from megarl.core.errors import ConfigError, first_of
 from megarl.weights.architectures import Head, HFConfig, architecture
 from megarl.weights.architectures.table import Stage, hf_name

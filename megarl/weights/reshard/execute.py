@@ -23,9 +23,9 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from megarl.core import heartbeat
 from megarl.core.errors import PlanError, WeightsDiffer, WeightSyncError
-from megarl.core.out_of_memory import is_out_of_memory
+from megarl.core.processes import heartbeat
+from megarl.core.processes.out_of_memory import is_out_of_memory
 from megarl.ops import digest_values, slice_digests
 from megarl.weights.reshard import boxes
 from megarl.weights.reshard.adapter_proof import ProvenTensors

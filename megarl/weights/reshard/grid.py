@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import cached_property
 
-from megarl.core.config.schema import GridSizes
+from megarl.config.schema import GridSizes
 from megarl.core.errors import ConfigError
 from megarl.weights.architectures.table import ModelSizes
 from megarl.weights.reshard.layout import Owners

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.core.errors import ConfigError
 from megarl.learn.algorithms import terms
 from megarl.learn.algorithms.types import LossInput

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from megarl.core.config.algorithms import KLConfig
+from megarl.config.algorithms import KLConfig
 from megarl.core.errors import ConfigError
 from megarl.learn.algorithms.terms.reduction import Tokens, Totals
 from megarl.ops.policy import kl_estimates

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.learn.algorithms import terms
 
 Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]

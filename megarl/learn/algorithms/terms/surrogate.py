@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.core.errors import ConfigError
 from megarl.learn.algorithms import terms
 from megarl.learn.algorithms.terms.correction import correction

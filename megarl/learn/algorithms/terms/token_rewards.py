@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.core.errors import ConfigError
 from megarl.learn.algorithms.terms import kl
 from megarl.learn.algorithms.terms.parts import PART, doubles, sums

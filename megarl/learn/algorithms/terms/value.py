@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from megarl.core.config.algorithms import PPOConfig
+from megarl.config.algorithms import PPOConfig
 from megarl.learn.algorithms import terms
 from megarl.learn.algorithms.terms.reduction import Tokens
 from megarl.learn.algorithms.types import Loss

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megarl.core.config import Config
+from megarl.config import Config
 from megarl.learn.algorithms import Algorithm
 from megarl.train.rollout.group_part import GroupPart, GroupServices, made
 from megarl.train.rollout.group_parts.dynamic import DynamicSampling

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from megarl.core.config import Config
+from megarl.buffer.experience import split_by_accuracy
+from megarl.config import Config
 from megarl.core.errors import NonRetryableError
 from megarl.core.schema import Trajectory
-from megarl.explore.experience import split_by_accuracy
 from megarl.train.rank.state import TrainState
 from megarl.train.rollout.found import FoundGroups
 from megarl.train.rollout.group_part import GroupPart

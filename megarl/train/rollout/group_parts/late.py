@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from megarl.core.config import Config
-from megarl.explore.store import UnusedGroup
+from megarl.buffer.store import UnusedGroup
+from megarl.config import Config
 from megarl.train.rollout.group_part import GroupPart
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megarl.core.config import Config
-from megarl.explore.order.pacing import Pacing
-from megarl.explore.store import Store
+from megarl.buffer.order.pacing import Pacing
+from megarl.buffer.store import Store
+from megarl.config import Config
 from megarl.train.rollout.awaited import Awaited, rollout_id
 from megarl.train.rollout.group_part import GroupPart
 

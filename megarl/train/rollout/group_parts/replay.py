@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from megarl.core.config import Config
+from megarl.buffer.experience import Verified, by_group
+from megarl.buffer.order.draws import data_seed
+from megarl.buffer.order.replay import ReplayChoice, replay_metrics
+from megarl.config import Config
 from megarl.core.schema import Trajectory
-from megarl.explore.experience import Verified, by_group
-from megarl.explore.order.draws import data_seed
-from megarl.explore.order.replay import ReplayChoice, replay_metrics
 from megarl.train.rank.ranks import Stopped
 from megarl.train.rank.state import TrainState
 from megarl.train.rollout.found import FoundGroups

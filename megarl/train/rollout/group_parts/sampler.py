@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.core.config import Config
+from megarl.config import Config
 from megarl.train.rollout.group_part import GroupPart
 
 

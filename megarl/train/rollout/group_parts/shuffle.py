@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megarl.core.config import Config
+from megarl.buffer.experience import shuffle_rewards
+from megarl.buffer.order.draws import data_seed
+from megarl.config import Config
 from megarl.core.schema import Trajectory
-from megarl.explore.experience import shuffle_rewards
-from megarl.explore.order.draws import data_seed
 from megarl.train.rank.state import TrainState
 from megarl.train.rollout.group_part import GroupPart
 

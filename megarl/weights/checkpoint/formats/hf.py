@@ -16,9 +16,9 @@ from typing import Literal
 import torch
 from safetensors.torch import save_file
 
-from megarl.core import heartbeat
 from megarl.core.durable import replace_directory
 from megarl.core.errors import CheckpointError
+from megarl.core.processes import heartbeat
 from megarl.weights.architectures import Head
 from megarl.weights.checkpoint.formats.hf_files import INDEX, SINGLE, shards
 from megarl.weights.checkpoint.formats.hf_source import (

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from megarl.core.config import hub
-from megarl.core.config.lora import ALL_LINEAR, LoraConfig
+from megarl.config import hub
+from megarl.config.lora import ALL_LINEAR, LoraConfig
 from megarl.core.durable import replace_directory
 from megarl.core.errors import CheckpointError, first_of
 from megarl.weights.architectures import Architecture, Head, HFConfig, architecture

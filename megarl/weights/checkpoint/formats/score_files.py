@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from megarl.core.config.lora import LoraConfig
+from megarl.config.lora import LoraConfig
 from megarl.core.errors import CheckpointError
 from megarl.weights.architectures import HFConfig
 from megarl.weights.checkpoint.formats import peft

@@ -20,10 +20,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megarl.core import durable, heartbeat
+from megarl.core import durable
 from megarl.core.durable import write_text
 from megarl.core.errors import CheckpointError, JobError
 from megarl.core.jobs import TRAIN, of_program
+from megarl.core.processes import heartbeat
 
 log = logging.getLogger(__name__)
 

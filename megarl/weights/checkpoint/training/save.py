@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megarl.core import heartbeat
 from megarl.core.durable import write_text
 from megarl.core.errors import CheckpointError, DiskFullError, JobError, first_of
+from megarl.core.processes import heartbeat
 from megarl.weights.checkpoint.formats.hf_source import HF_FOLDER, copy_small_files
 from megarl.weights.checkpoint.training import disk_space as disk
 from megarl.weights.checkpoint.training import rng, writer

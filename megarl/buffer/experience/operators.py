@@ -1,0 +1,272 @@
+"""Operators between raw and verified experiences: each looks at a whole group and says what becomes of its members.
+
+``buffer.operators`` names them in their order. An operator is ``operate(members, **settings)``, which returns for each
+member None (it stays as it is), a text (it is excluded, with that as the reason), or a ``Reward`` (which replaces its
+own). It must be a pure function: every trainer rank calls it, and a replayed group meets it again. A member that is
+excluded is not seen by later operators, is in no loss, and counts in no statistics of its group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, get_type_hints
+
+from megarl.buffer.experience.checks import LARGEST_SCORE
+from megarl.buffer.experience.groups import group_stats
+from megarl.config import Config
+from megarl.config.bounds import Coefficient, Count, NonNegative, Number, UnitInterval
+from megarl.config.load import from_dict
+from megarl.config.validate import numbers
+from megarl.core.errors import ConfigError, DataError, describe
+from megarl.core.schema import Reward, Trajectory
+from megarl.core.user_file import import_file
+from megarl.rewards.shape import language_consistency, repetition_penalty
+from megarl.tasks import ChatTokenizer
+
+Ruling = str | Reward | None
+EndName = Literal["finished", "truncated", "repetition"]
+"""Ends of the policy; members of others have no verdict."""
+SETTING = "buffer.operators"
+REASON = re.compile(r"[a-z][a-z0-9_]*")
+"""Form of a reason, which is part of a metric's name."""
+
+
+class Member(NamedTuple):
+    """A trajectory as operators see it."""
+
+    trajectory: Trajectory
+    text: str
+    """Its last response, without special tokens."""
+
+    @property
+    def reward(self) -> Reward:
+        """The verdict with the rewards of form; those for length come after all operators."""
+        return self.trajectory.reward
+
+
+class Operate(Protocol):
+    """Function of an operator; keywords are its settings."""
+
+    def __call__(self, members: Sequence[Member], **settings: Any) -> Sequence[Ruling]: ...
+
+
+class Operated(NamedTuple):
+    kept: list[Trajectory]
+    excluded: dict[int, str]
+    """Index of a member -> reason."""
+
+
+def duplicates(members: Sequence[Member], *, strip: bool = True) -> list[Ruling]:
+    """Exclude a response whose text an earlier member of the group has, as ``duplicate``.
+
+    Args:
+        strip: White space around a text does not count.
+    """
+    seen: set[str] = set()
+    rulings: list[Ruling] = []
+    for member in members:
+        text = member.text.strip() if strip else member.text
+        rulings.append("duplicate" if text in seen else None)
+        seen.add(text)
+    return rulings
+
+
+def degenerate(
+    members: Sequence[Member],
+    *,
+    max_repetition: UnitInterval = 0.8,
+    ngram: Count = 8,
+    language: Literal["en", "zh", "other"] | None = None,
+    min_language: UnitInterval = 0.5,
+) -> list[Ruling]:
+    """Exclude responses that are blank (``empty``), repeat themselves (``repetitive``) or are in another language
+    (``language``).
+
+    Args:
+        max_repetition: Largest share of n-grams that came before (``reward.repetition``).
+        ngram: Words of such an n-gram.
+        language: None looks at none.
+        min_language: Least share of words in it (``reward.language``).
+    """
+
+    def ruling(text: str) -> str | None:
+        if not text.strip():
+            return "empty"
+        if -repetition_penalty(text, ngram) > max_repetition:
+            return "repetitive"
+        if language is not None and language_consistency(text, language) < min_language:
+            return "language"
+        return None
+
+    return [ruling(member.text) for member in members]
+
+
+def length(
+    members: Sequence[Member], *, min_tokens: NonNegative = 0, max_tokens: NonNegative | None = None
+) -> list[Ruling]:
+    """Exclude trajectories with fewer or more sampled tokens: ``too_short``, ``too_long``."""
+    most = math.inf if max_tokens is None else max_tokens
+
+    def ruling(tokens: int) -> str | None:
+        return "too_short" if tokens < min_tokens else "too_long" if tokens > most else None
+
+    return [ruling(member.trajectory.response_length) for member in members]
+
+
+def quality(members: Sequence[Member], *, part: str | None = None, min_score: Number = 0.0) -> list[Ruling]:
+    """Exclude, as ``low_quality``, what a rule or a judge has given less than ``min_score``.
+
+    Args:
+        part: Part of the reward; None is the whole. A member without that part stays.
+    """
+    scores = [m.reward.score if part is None else m.reward.parts.get(part, math.inf) for m in members]
+    return ["low_quality" if score < min_score else None for score in scores]
+
+
+def variance(members: Sequence[Member], *, min_std: Coefficient = 0.0) -> list[Ruling]:
+    """Exclude a whole group, as ``low_variance``, whose rewards have a standard deviation (unbiased) of ``min_std`` or
+    less."""
+    found = group_stats([member.reward.score for member in members])
+    return ["low_variance" if found.std <= min_std else None] * len(members)
+
+
+def diversity(members: Sequence[Member], *, min_distinct: UnitInterval = 0.5, ngram: Count = 1) -> list[Ruling]:
+    """Exclude a whole group, as ``uniform``, whose texts have less than ``min_distinct`` different n-grams for each
+    n-gram (distinct-n, 1510.03055 section 4.3). Words are what white space parts."""
+    words = [member.text.split() for member in members]
+    found = [tuple(own[i : i + ngram]) for own in words for i in range(len(own) - ngram + 1)]
+    uniform = bool(found) and len(set(found)) / len(found) < min_distinct
+    return ["uniform" if uniform else None] * len(members)
+
+
+def relabel(
+    members: Sequence[Member],
+    *,
+    status: dict[Literal["ok", "wrong"], float] | None = None,
+    end: dict[EndName, float] | None = None,
+) -> list[Ruling]:
+    """Replace scores by the status of the verdict, or the end of the trajectory, which comes first. Statuses stay.
+
+    Args:
+        status: Status -> score.
+        end: ``End`` -> score, such as {truncated: -1.0}.
+    """
+    by_status: Mapping[Any, float] = status or {}
+    by_end: Mapping[Any, float] = end or {}
+
+    def ruling(member: Member) -> Reward | None:
+        score = by_end.get(member.trajectory.end, by_status.get(member.reward.status))
+        return None if score is None else dataclasses.replace(member.reward, score=score)
+
+    return [ruling(member) for member in members]
+
+
+OPERATORS: dict[str, Callable[..., Sequence[Ruling]]] = {
+    "duplicates": duplicates,
+    "degenerate": degenerate,
+    "length": length,
+    "quality": quality,
+    "variance": variance,
+    "diversity": diversity,
+    "relabel": relabel,
+}
+"""By the names of ``buffer.operators``; another name needs ``file``, a Python file with ``operate``."""
+
+
+class Operators:
+    """Operators of ``buffer.operators``, in their order.
+
+    Raises:
+        ConfigError: there is no such operator, or it has no such setting.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._operators = operators_of(config.buffer.operators)
+        self._tokenizer = ChatTokenizer.of(config) if self._operators else None
+
+    def apply(self, group: Sequence[Trajectory]) -> Operated:
+        """Let each operator rule over the members that those before it have left.
+
+        Raises:
+            DataError: an operator failed, or ruled otherwise than it may.
+        """
+        kept, excluded = list(group), dict[int, str]()
+        if self._tokenizer is None or not kept:
+            return Operated(kept, excluded)
+        texts = {e.index: self._tokenizer.decode(e.response.token_ids) for e in group}
+        for name, operate, settings in self._operators:
+            members = [Member(e, texts[e.index]) for e in kept]
+            try:
+                rulings = list(operate(members, **settings))
+            except Exception as error:
+                raise DataError(f"{SETTING}.{name} failed on group {group[0].group_id}: {describe(error)}") from error
+            _check_rulings(name, group[0].group_id, rulings, len(members))
+            excluded |= {e.index: r for e, r in zip(kept, rulings, strict=True) if isinstance(r, str)}
+            kept = [_ruled(e, r) for e, r in zip(kept, rulings, strict=True) if not isinstance(r, str)]
+            if not kept:
+                break
+        return Operated(kept, excluded)
+
+
+def operators_of(settings: Mapping[str, Any]) -> list[tuple[str, Operate, dict[str, Any]]]:
+    """(name, function, settings) of every operator, in their order. Raises ConfigError as ``Operators`` does."""
+    return [(name, *_operator(name, given)) for name, given in settings.items()]
+
+
+def _ruled(trajectory: Trajectory, ruling: Ruling) -> Trajectory:
+    return dataclasses.replace(trajectory, reward=ruling) if isinstance(ruling, Reward) else trajectory
+
+
+def _check_rulings(name: str, group_id: str, rulings: Sequence[Any], members: int) -> None:
+    where = f"{SETTING}.{name} on group {group_id}"
+    if len(rulings) != members:
+        raise DataError(f"{where}: {len(rulings)} rulings for {members} members; return one for each, in their order")
+    for ruling in rulings:
+        if isinstance(ruling, str) and REASON.fullmatch(ruling):
+            continue
+        if ruling is not None and not (isinstance(ruling, Reward) and abs(ruling.score) <= LARGEST_SCORE):
+            raise DataError(
+                f"{where} returned {ruling!r}; return None, a reason in small letters, digits and '_', or a Reward "
+                f"whose score is a number from -{LARGEST_SCORE:g} to {LARGEST_SCORE:g}"
+            )
+
+
+def _operator(name: str, settings: Any) -> tuple[Operate, dict[str, Any]]:
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"{SETTING}.{name}={settings!r} must be its settings, such as {{}} for the usual ones")
+    given = dict(settings)
+    path = given.pop("file", None)
+    if path is None and name not in OPERATORS:
+        raise ConfigError(
+            f"{SETTING}.{name} is not there; there are {', '.join(OPERATORS)}, or give {SETTING}.{name}.file, a "
+            "Python file with def operate(members)"
+        )
+    if path is None:
+        return OPERATORS[name], _checked(name, given)
+    operate: Any = getattr(import_file(str(path), f"{SETTING}.{name}.file", "def operate(members)"), "operate", None)
+    if not callable(operate):
+        raise ConfigError(f"{SETTING}.{name}.file={path} has no def operate(members)")
+    try:
+        inspect.signature(operate).bind([], **given)
+    except TypeError as error:
+        known = ", ".join(list(inspect.signature(operate).parameters)[1:])
+        raise ConfigError(f"{SETTING}.{name}: {error}; its settings are {known or 'none'}") from error
+    return operate, given
+
+
+def _checked(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of one of ``OPERATORS``, of the types and within the bounds of its function's keywords."""
+    keywords = list(inspect.signature(OPERATORS[name]).parameters.values())[1:]
+    hints = get_type_hints(OPERATORS[name], include_extras=True)
+    kind = dataclasses.make_dataclass(
+        name, [(word.name, hints[word.name], dataclasses.field(default=word.default)) for word in keywords]
+    )
+    found = from_dict(kind, given, f"{SETTING}.{name}.")
+    for number in numbers(found, f"{SETTING}.{name}."):
+        if number.bound is not None and not number.bound.admits(number.value):
+            raise ConfigError(f"{number.name}={number.value:g} must be {number.bound}")
+    return vars(found)

@@ -1,0 +1,123 @@
+"""Order of the data: which tasks and rows a step takes, as pure functions of seed and step, so that a resumed run goes
+on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megarl.config import Config
+
+EXTRA, EXPERT, ROLLBACK, EVALUATION, SOURCE, CURRICULUM, PRIORITY, REPLAY = 1, 2, 3, 4, 5, 6, 7, 8
+"""Streams of random numbers beside that of the tasks, so that one's choices are independent of another's."""
+
+Demonstration = tuple[np.ndarray, np.ndarray]
+"""int32 [P], int32 [R]: the tokens of a prompt and of the answer to imitate."""
+
+
+class ExpertRow(NamedTuple):
+    """A demonstration that a step draws beside sampled responses."""
+
+    prompt: np.ndarray
+    """int32 [P]"""
+    response: np.ndarray
+    """int32 [R]"""
+    teacher_logp: np.ndarray | None = None
+    """float32 [R], where the loss reads it."""
+    images: tuple[bytes, ...] = ()
+    """Files of the prompt's images, which has a placeholder for each of their vectors."""
+
+
+def data_seed(seed: int, rollbacks: int) -> int:
+    """Seed of a step's tasks and sampling: ``trainer.seed``, and another number after a rollback.
+
+    So the step which went wrong is not done again as it was.
+    """
+    return drawn_seed(seed, rollbacks, ROLLBACK) >> 1 if rollbacks else seed
+
+
+def drawn_seed(*numbers: int) -> int:
+    """A seed that is drawn from ``numbers``."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+
+
+def evaluation_sampling(config: Config, step: int) -> dict[str, Any]:
+    """Sampling of an evaluation, a function of the settings and the step, so that a resumed run samples the same."""
+    evaluation = config.evaluation
+    sampling = {"temperature": evaluation.temperature, "max_tokens": config.rollout.max_response_tokens}
+    if evaluation.temperature == 0.0:
+        return sampling
+    seed = drawn_seed(config.trainer.seed, step, EVALUATION)
+    return sampling | {"seed": seed, "top_p": evaluation.top_p, "top_k": evaluation.top_k}
+
+
+def tasks_of_step(task_ids: Sequence[str], step: int, count: int, seed: int) -> list[str]:
+    """The ``count`` tasks of a step: every epoch is a new permutation of all tasks."""
+    return [task_ids[i] for i in numbers_of_step(len(task_ids), step, count, seed)]
+
+
+def numbers_of_step(size: int, step: int, count: int, seed: int, *stream: int) -> list[int]:
+    """``count`` of 0 .. ``size``-1 for a step, as :func:`tasks_of_step` takes tasks."""
+    return numbers_from(size, step * count, count, seed, *stream)
+
+
+def numbers_from(size: int, start: int, count: int, seed: int, *stream: int) -> list[int]:
+    """``count`` of 0 .. ``size``-1, after the first ``start`` of the permutations of all epochs in a row."""
+    order: list[int] = []
+    while len(order) < count:
+        epoch, offset = divmod(start + len(order), size)
+        permutation = np.random.default_rng([seed, epoch, *stream]).permutation(size)
+        order += permutation[offset : offset + count - len(order)].tolist()
+    return order
+
+
+def extra_tasks(task_ids: Sequence[str], step: int, extra: int, count: int, seed: int) -> list[str]:
+    """The ``count`` tasks of a step's rollout number ``extra`` (1, 2, …) beyond its first.
+
+    Tasks new to the step while there are any, then all of them again.
+    """
+    first = numbers_of_step(len(task_ids), step, count, seed)
+    return [task_ids[i] for i in extra_numbers(len(task_ids), first, step, extra, count, seed)]
+
+
+def extra_numbers(
+    size: int, first: Collection[int], step: int, extra: int, count: int, seed: int, *stream: int
+) -> list[int]:
+    """``count`` of 0 .. ``size``-1 for an extra rollout, as :func:`extra_tasks` takes tasks; ``first``: the step's."""
+    permutation = np.random.default_rng([seed, step, EXTRA, *stream]).permutation(size).tolist()
+    taken = set(first)
+    order = [i for i in permutation if i not in taken] + [i for i in permutation if i in taken]
+    return [order[i % size] for i in range((extra - 1) * count, extra * count)]
+
+
+def data_cursor(num_tasks: int, step: int, count: int, seed: int) -> dict[str, int] | None:
+    """Position in the order of the training tasks at which a step begins. None where rows of a file are counted
+    instead."""
+    if not num_tasks:
+        return None
+    epoch, offset = divmod(step * count, num_tasks)
+    return {"seed": seed, "tasks": num_tasks, "epoch": epoch, "offset": offset}
+
+
+def num_expert_rows(usual: int, ratio: float) -> int:
+    """Number of expert rows beside ``usual`` sampled ones that makes ⌈ratio · rows⌉ of all rows of a step.
+
+    In the decimals that the setting is written in: 0.07 · 100 is 7, in floats it is above 7.
+    """
+    share = Fraction(str(ratio))
+    return math.ceil(usual * share / (1 - share))
+
+
+class ExpertRows:
+    """The store's expert experiences in their order; a step's choice depends on seed and step alone."""
+
+    def __init__(self, rows: Sequence[ExpertRow]) -> None:
+        self._rows = rows
+
+    def of_step(self, step: int, count: int, seed: int) -> list[ExpertRow]:
+        """``count`` rows for a step, each row as often as any other over the epochs of steps with this count."""
+        return [self._rows[i] for i in numbers_of_step(len(self._rows), step, count, seed, EXPERT)]

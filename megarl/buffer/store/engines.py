@@ -1,0 +1,242 @@
+"""Rows of the engines of a run (``megarl.engines.fleet``), and the room that their jobs have for them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import fields
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from sqlalchemy import ColumnElement, Connection, and_, delete, insert, select, update
+
+from megarl.buffer.store.tables import ENGINE_WEIGHTS, ENGINES, JOB
+from megarl.buffer.store.transactions import Transactions, put
+from megarl.core.schema import WeightsVersion
+from megarl.engines.fleet import (
+    BASE,
+    COLUMNS,
+    ColumnOwner,
+    EngineRow,
+    EngineStatus,
+    EngineTurn,
+    Key,
+    ProvenWeights,
+    change,
+    scaled,
+)
+
+_READ: Mapping[str, Callable[[Any], Any]] = {"state": EngineStatus, "turn": EngineTurn}
+"""Column -> what makes its value of what the database has."""
+_COLUMNS = [field.name for field in fields(EngineRow) if field.name != "weights"]
+
+
+class EngineRoom(NamedTuple):
+    """Room of a job for engines."""
+
+    begun: int
+    """Engines that the job begins with, which it may always have again."""
+    workers: int
+    """Most workers of all engines together, where others are wanted."""
+    why: str
+    """Settings and devices that it follows from."""
+
+    def most(self, workers: int, begun_with: int) -> int:
+        """Most engines of so many workers each, in a job that began with engines of ``begun_with``."""
+        return max(self.workers // workers, self.begun if workers == begun_with else 0)
+
+
+class EngineTable:
+    """Engines of the run's jobs, by the program of the job that owns them."""
+
+    def __init__(self, database: Transactions) -> None:
+        self._database = database
+
+    def register(self, rows: Sequence[EngineRow], room: EngineRoom | None = None) -> None:
+        """Make ``rows`` those of this handle's job, which has ``room`` for so many. Safe to repeat: they are written
+        again."""
+
+        def work(connection: Connection, again: bool) -> None:
+            for table in (ENGINES, ENGINE_WEIGHTS):
+                connection.execute(delete(table).where(table.c.program == self._database.program))
+            _insert(connection, rows)
+            if room is not None:
+                put(connection, JOB, [{"key": _room_key(self._database.program), "value": json.dumps(room)}])
+
+        self._database.write(work)
+
+    def room(self, program: str) -> EngineRoom | None:
+        """Room of a job for engines, as its last start has noted it; None where none did."""
+        query = select(JOB.c.value).where(JOB.c.key == _room_key(program))
+        value = self._database.read(lambda connection: connection.scalar(query))
+        return None if value is None else EngineRoom(*json.loads(value))
+
+    def programs(self) -> list[str]:
+        """Programs that have registered engines."""
+        query = select(ENGINES.c.program).distinct().order_by(ENGINES.c.program)
+        return self._database.read(lambda connection: list(connection.scalars(query)))
+
+    def read(self, programs: Collection[str] | None = None) -> list[EngineRow]:
+        """Engines of all jobs, or of some programs, absent ones too, by program and number; none before a start, or in
+        an offline job."""
+        which = () if programs is None else (ENGINES.c.program.in_(programs),)
+        return self._database.read(lambda connection: _read(connection, *which))
+
+    def own(self) -> list[EngineRow]:
+        """Engines of this handle's job by number."""
+        return self.read([self._database.program])
+
+    def scale(self, program: str, number: int, workers: int | None = None) -> tuple[int, int]:
+        """Order a job to have so many engines (``fleet.scaled``); return how many were wanted before, and how many are
+        new rows. Safe to repeat: only what is missing, too much, or of other workers is ordered.
+
+        Raises ValueError where the job has registered none, or ``number`` is below 1.
+        """
+
+        def work(connection: Connection, again: bool) -> tuple[int, int]:
+            before = _locked(connection, program)
+            after = scaled(before, number, workers)
+            _update(connection, before, after, COLUMNS[ColumnOwner.SCALE])
+            _insert(connection, after[len(before) :])
+            return sum(row.wanted for row in before), len(after) - len(before)
+
+        return self._database.write(work)
+
+    def turn(self, numbers: Iterable[int], turn: EngineTurn) -> dict[int, int]:
+        """Order engines of this handle's job to take this turn; weights of those that leave are lost. Return the
+        number of each one's order. Safe to repeat."""
+
+        def turned(row: EngineRow) -> EngineRow:
+            weights = row.weights if turn is EngineTurn.HERE else ()
+            return change(row, "turned", turn=turn, turn_order=row.turn_order + 1, weights=weights)
+
+        changed = self._change({(self._database.program, number) for number in numbers}, turned)
+        return {row.number: row.turn_order for row in changed}
+
+    def delivered(self, starts: Mapping[Key, int], version: WeightsVersion | None, what: str = BASE) -> None:
+        """Note that these starts of engines have proven to have ``version``; None: that they have lost all weights,
+        which they then keep for no evaluation. A row of another start stays as it is. Safe to repeat.
+
+        Args:
+            what: The model's own weights, or an adapter's name.
+        """
+
+        def deliver(row: EngineRow) -> EngineRow:
+            if row.start != starts[row.key]:
+                return row
+            if version is None and row.holds_for:
+                row = change(row, "freed", holds_for="")
+            return row.with_weights(what, version)
+
+        self._change(starts.keys(), deliver)
+
+    def hold(self, keys: Collection[Key], rollout: str) -> None:
+        """Have engines keep their weights for the evaluation ``rollout``. Safe to repeat."""
+        self._change(keys, lambda row: row if row.holds_for == rollout else change(row, "held", holds_for=rollout))
+
+    def free(self) -> None:
+        """Have no engine keep its weights for an evaluation. Safe to repeat."""
+        change_all = update(ENGINES).where(ENGINES.c.holds_for != "").values(holds_for="")
+        self._database.write(lambda connection, again: connection.execute(change_all))
+
+    def note(self, rows: Iterable[EngineRow]) -> None:
+        """Write what the supervisor of this handle's job knows of its engines. Safe to repeat."""
+        noted = list(rows)
+
+        def work(connection: Connection, again: bool) -> None:
+            for row in noted:
+                values = _values(row, COLUMNS[ColumnOwner.SUPERVISOR])
+                connection.execute(update(ENGINES).where(_is(row.key)).values(values))
+
+        self._database.write(work)
+
+    def remove(self, number: int) -> bool:
+        """Delete the row of an engine of this handle's job that has ended; return whether it is gone: not where it was
+        ordered once more. Safe to repeat."""
+        row = _is((self._database.program, number))
+        over = and_(row, ~ENGINES.c.wanted, ENGINES.c.state == EngineStatus.ABSENT, ENGINES.c.done == ENGINES.c.order)
+
+        def work(connection: Connection, again: bool) -> bool:
+            connection.execute(delete(ENGINES).where(over))
+            is_gone = connection.scalar(select(ENGINES.c.number).where(row)) is None
+            if is_gone:
+                _put_weights(connection, (self._database.program, number), ())
+            return is_gone
+
+        return self._database.write(work)
+
+    def _change(self, keys: Collection[Key], of_row: Callable[[EngineRow], EngineRow]) -> list[EngineRow]:
+        """Change rows that are there, in one transaction; return them."""
+        programs = {program for program, _ in keys}
+
+        def work(connection: Connection, again: bool) -> list[EngineRow]:
+            rows = [row for program in sorted(programs) for row in _locked(connection, program) if row.key in keys]
+            after = [of_row(row) for row in rows]
+            _update(connection, rows, after, COLUMNS[ColumnOwner.TRAINER])
+            return after
+
+        return self._database.write(work)
+
+
+def _read(connection: Connection, *which: ColumnElement[bool]) -> list[EngineRow]:
+    held = ENGINE_WEIGHTS.c
+    names = [held.what, held.version.label("proven_version"), held.start.label("proven_start")]
+    joined = ENGINES.outerjoin(ENGINE_WEIGHTS, and_(held.program == ENGINES.c.program, held.number == ENGINES.c.number))
+    query = select(ENGINES, *names).select_from(joined).where(*which).order_by(*ENGINES.primary_key, held.what)
+    found: list[EngineRow] = []
+    for _, rows in groupby(connection.execute(query), key=lambda row: (row.program, row.number)):
+        row, *others = rows
+        weights = tuple(
+            ProvenWeights(one.what, WeightsVersion.parse(one.proven_version), one.proven_start)
+            for one in (row, *others)
+            if one.what is not None
+        )
+        values = {name: _READ.get(name, lambda value: value)(getattr(row, name)) for name in _COLUMNS}
+        found.append(EngineRow(**values, weights=weights))
+    return found
+
+
+def _locked(connection: Connection, program: str) -> list[EngineRow]:
+    """Engines of a job by number. PostgreSQL: whoever changes them at the same moment waits, and reads after that what
+    was changed meanwhile."""
+    of_program = ENGINES.c.program == program
+    connection.execute(select(ENGINES).where(of_program).order_by(ENGINES.c.number).with_for_update()).all()
+    return _read(connection, of_program)
+
+
+def _is(key: Key) -> ColumnElement[bool]:
+    return and_(ENGINES.c.program == key[0], ENGINES.c.number == key[1])
+
+
+def _values(row: EngineRow, columns: Collection[str] = _COLUMNS) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in _COLUMNS if name in columns}
+
+
+def _update(
+    connection: Connection, before: Sequence[EngineRow], after: Sequence[EngineRow], columns: Collection[str]
+) -> None:
+    for old, new in zip(before, after, strict=False):
+        if (values := _values(new, columns)) != _values(old, columns):
+            connection.execute(update(ENGINES).where(_is(new.key)).values(values))
+        if new.weights != old.weights:
+            _put_weights(connection, new.key, new.weights)
+
+
+def _insert(connection: Connection, rows: Sequence[EngineRow]) -> None:
+    if rows:
+        connection.execute(insert(ENGINES), [_values(row) for row in rows])
+    for row in rows:
+        _put_weights(connection, row.key, row.weights)
+
+
+def _put_weights(connection: Connection, key: Key, weights: Sequence[ProvenWeights]) -> None:
+    """Replace the rows of an engine's weights."""
+    table, (program, number) = ENGINE_WEIGHTS, key
+    connection.execute(delete(table).where(table.c.program == program, table.c.number == number))
+    values = [{"program": program, "number": number, **w._asdict(), "version": str(w.version)} for w in weights]
+    if values:
+        connection.execute(insert(table), values)
+
+
+def _room_key(program: str) -> str:
+    return f"engine_room {program}"

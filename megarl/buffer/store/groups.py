@@ -1,0 +1,253 @@
+"""The buffer between explorer and trainer: groups claimed, put, taken.
+
+``pending`` → ``claimed`` → ``ready`` → ``consumed`` or ``dropped`` (``tables.GroupState``). Explorers claim groups and
+put each back whole. A trainer takes those that are ready; ``Journal.record_step`` commits what a step has used.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Row, case, delete, func, insert, or_, select, update
+
+from megarl.buffer.store import claims
+from megarl.buffer.store.claims import Claim, EndedGroup, images_of
+from megarl.buffer.store.codec import trajectory_from_row, trajectory_to_row
+from megarl.buffer.store.segments import SegmentTable
+from megarl.buffer.store.tables import (
+    GROUP_IMAGES,
+    GROUPS,
+    IDS,
+    ROLLOUTS,
+    SAMPLED,
+    SEGMENTS,
+    TRAJECTORIES,
+    GroupState,
+    chunks,
+)
+from megarl.buffer.store.transactions import Transactions
+from megarl.core.schema import GREEDY, Trajectory, WeightsVersion
+
+PART_BYTES = 64 * 2**20
+"""Bytes of the arrays that are read or written together: of a row, the driver's and the decoded bytes exist side by
+side."""
+
+
+class GroupTable:
+    """Groups on their way from explorers to a trainer."""
+
+    def __init__(self, database: Transactions, segments: SegmentTable) -> None:
+        self._database = database
+        self._segments = segments
+
+    def claim(
+        self,
+        worker: str,
+        limit: int,
+        *,
+        max_samples: int | None = None,
+        silent: Collection[str] = (),
+        evaluations: bool = True,
+    ) -> list[Claim]:
+        """Claim up to ``limit`` groups, evaluations first, then the oldest rollout. Groups of other workers that are
+        ``silent`` (``workers.Silence``) count as free; ``release`` frees those of a predecessor of the same
+        name.
+
+        With ``max_samples`` the groups' sizes add up to at most that many, except that one group is always claimed.
+        Without ``evaluations`` none of their groups is claimed. For training nothing is claimed between the start of a
+        trainer that goes on and its first publication.
+
+        No two claims hold the same group: SQLite's writers take turns, PostgreSQL skips rows that another locks.
+
+        Safe to repeat: a call knows by its token what it has claimed already, and claims nothing beside that.
+        """
+        token = uuid.uuid4().hex
+        expired = claims.is_held_by(set(silent) - {worker})
+        # Without the write lock: an idle explorer disturbs nobody.
+        look = select(GROUPS.c.group_id).where(or_(claims.PENDING, expired)).limit(1)
+        if not evaluations:
+            look = look.where(GROUPS.c.rollout_id.in_(claims.TRAINED))
+        if limit < 1 or self._database.read(lambda connection: connection.execute(look).first()) is None:
+            return []
+        held = {"claimed_by": worker, "claim_token": token}
+
+        def work(connection: Connection, again: bool) -> tuple[list[Row[Any]], list[Row[Any]], WeightsVersion | None]:
+            groups = claims.held_by(connection, token) if again else []
+            groups = groups or claims.claim(connection, expired, limit, max_samples, held, evaluations)
+            tasks = claims.tasks_of(connection, {group.task_id for group in groups})
+            return groups, tasks, claims.first_live(connection)
+
+        groups, tasks, live = self._database.write(work)
+        # Images and segments may be many bytes: not under the write lock.
+        images = self._database.read(lambda connection: images_of(connection, {task.task_id for task in tasks}))
+        return claims.claims_of(groups, tasks, images, self._segments.read([group.group_id for group in groups]), live)
+
+    def put(self, claim: Claim, trajectories: Sequence[Trajectory], metrics: Mapping[str, float] | None = None) -> bool:
+        """Write one whole group; as ``put_all``."""
+        return self.put_all([EndedGroup(claim, trajectories, metrics)])[0]
+
+    def put_all(self, ended: Sequence[EndedGroup]) -> list[bool]:
+        """Write whole groups' trajectories and mark them ready, in one transaction.
+
+        Returns, for each group, False where nothing was written: the claim is no longer the group's (released, expired,
+        or the rollout was asked for again).
+
+        Safe to repeat: a group becomes ready with its trajectories, once; finding it so with this claim's token, a
+        repetition writes nothing and returns True, since it was this call that did it.
+        """
+        rows = [_rows_of(group) for group in ended]
+
+        def work(connection: Connection, again: bool) -> list[bool]:
+            made = [claims.make_ready(connection, group) for group in ended]
+            if new := [row for found, is_new in zip(rows, made, strict=True) if is_new for row in found]:
+                connection.execute(insert(TRAJECTORIES), new)
+                for group in (group for group, is_new in zip(ended, made, strict=True) if is_new):
+                    _add_images(connection, group)
+                connection.execute(delete(SEGMENTS).where(SEGMENTS.c.group_id.in_({row["group_id"] for row in new})))
+            written = [
+                is_new or (again and claims.is_ready(connection, group.claim))
+                for group, is_new in zip(ended, made, strict=True)
+            ]
+            claims.report(connection, [group for group, ours in zip(ended, written, strict=True) if ours])
+            return written
+
+        return self._database.write(work)
+
+    def release(self, worker: str) -> int:
+        """Give back every group that ``worker`` holds; returns how many. For a worker that stops or has died.
+
+        Safe to repeat, since the worker claims nothing meanwhile; the number is then what was left to give back.
+        """
+        held = (GROUPS.c.state == GroupState.CLAIMED, GROUPS.c.claimed_by == worker)
+        free = {"state": GroupState.PENDING, "claimed_by": None, "claim_token": None}
+        return self._database.write(
+            lambda connection, again: connection.execute(update(GROUPS).where(*held).values(free)).rowcount
+        )
+
+    def take(self, n: int, *, step: int, without: Collection[str] = ()) -> list[str]:
+        """Choose up to ``n`` ready groups that were asked for for a training step; return their ids in the order in
+        which they were asked for.
+
+        Nothing is written: groups are consumed with the step that has trained on them, so that a killed step finds
+        them again.
+
+        Args:
+            step: Steps done before the one that trains on them.
+            without: Ids of groups that the step has already.
+        """
+        query = (
+            select(GROUPS.c.group_id)
+            .join(ROLLOUTS, ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
+            .where(GROUPS.c.state == GroupState.READY, ROLLOUTS.c.kind == "train")
+            .where(ROLLOUTS.c.step == step)
+            .order_by(ROLLOUTS.c.sequence, GROUPS.c.position)
+        )
+        ready = self._database.read(lambda connection: list(connection.scalars(query)))
+        without = set(without)
+        return [group_id for group_id in ready if group_id not in without][:n]
+
+    def array_bytes(self, group_ids: Sequence[str]) -> dict[str, int]:
+        """Bytes of the arrays of each group that has any, by its id."""
+        size = func.coalesce(func.sum(func.length(TRAJECTORIES.c.tensors)), 0)
+        sizes: dict[str, int] = {}
+        for few in chunks(group_ids):
+            query = select(TRAJECTORIES.c.group_id, size).where(TRAJECTORIES.c.group_id.in_(few))
+            query = query.group_by(TRAJECTORIES.c.group_id)
+            sizes |= {row[0]: int(row[1]) for row in self._database.read(lambda c, query=query: c.execute(query).all())}  # type: ignore[misc]
+        return sizes
+
+    def parts(self, group_ids: Sequence[str], nbytes: int = PART_BYTES) -> list[list[str]]:
+        """Cut groups into runs whose arrays have ``nbytes`` at most, one group at least."""
+        sizes = self.array_bytes(group_ids)
+        found: list[list[str]] = []
+        room = 0
+        for group_id in group_ids:
+            needed = sizes.get(group_id, 0)
+            if found and needed <= room and len(found[-1]) < IDS:
+                found[-1].append(group_id)
+            else:
+                found.append([group_id])
+                room = nbytes
+            room -= needed
+        return found
+
+    def read(self, group_ids: Sequence[str]) -> list[Trajectory]:
+        """Trajectories of whole groups, ordered by (rollout, position of the group, index).
+
+        A greedy answer comes with each trajectory of its group, not as one of them.
+        """
+        return [e for few in chunks(group_ids) for e in self._read_where(TRAJECTORIES.c.group_id.in_(few))]
+
+    def images(self, group_ids: Sequence[str]) -> dict[str, bytes]:
+        """Digest -> file of the images of these groups' trajectories that are none of their tasks'."""
+        columns = select(GROUP_IMAGES.c.digest, GROUP_IMAGES.c.image)
+        found: dict[str, bytes] = {}
+        for few in chunks(group_ids):
+            query = columns.where(GROUP_IMAGES.c.group_id.in_(few))
+            found |= self._database.read(lambda c, query=query: {row.digest: row.image for row in c.execute(query)})  # type: ignore[misc]
+        return found
+
+    def ids(self, rollout_id: str) -> list[str]:
+        """Ids of a rollout's groups whose trajectories are there, by position."""
+        mine = (GROUPS.c.rollout_id == rollout_id, GROUPS.c.state.in_(SAMPLED))
+        query = select(GROUPS.c.group_id).where(*mine).order_by(GROUPS.c.position)
+        return self._database.read(lambda connection: list(connection.scalars(query)))
+
+    def trajectories(self, rollout_id: str) -> list[Trajectory]:
+        """Trajectories of a rollout's groups that are whole so far, as ``read`` orders them."""
+        return [e for part in self.parts(self.ids(rollout_id)) for e in self.read(part)]
+
+    def states(self, rollout_id: str) -> dict[str, tuple[str, int | None, str | None]]:
+        """Group id -> (state, number of the step that used it, reason why it was dropped)."""
+        query = select(GROUPS).where(GROUPS.c.rollout_id == rollout_id).order_by(GROUPS.c.position)
+        rows = self._database.read(lambda connection: connection.execute(query).all())
+        return {row.group_id: (row.state, row.used_by, row.reason) for row in rows}
+
+    def successes(self, after: int, until: int) -> dict[str, float]:
+        """Task id -> share of right responses among those with a verdict, in the newest training group of the task that
+        one of the steps ``after`` + 1 to ``until`` has used. Tasks without a verdict are left out."""
+        right = func.sum(case((TRAJECTORIES.c.status == "ok", 1.0), else_=0.0))
+        query = (
+            select(GROUPS.c.task_id, right, func.count())
+            .join(TRAJECTORIES, TRAJECTORIES.c.group_id == GROUPS.c.group_id)
+            .join(ROLLOUTS, ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
+            .where(GROUPS.c.used_by > after, GROUPS.c.used_by <= until, ROLLOUTS.c.kind == "train")
+            .where(TRAJECTORIES.c.index != GREEDY, TRAJECTORIES.c.status.in_(("ok", "wrong")))
+            .group_by(GROUPS.c.group_id, GROUPS.c.task_id, GROUPS.c.used_by, ROLLOUTS.c.sequence, GROUPS.c.position)
+            .order_by(GROUPS.c.used_by, ROLLOUTS.c.sequence, GROUPS.c.position)
+        )
+        rows = self._database.read(lambda connection: connection.execute(query).all())
+        return {row[0]: float(row[1]) / int(row[2]) for row in rows}
+
+    def _read_where(self, which: ColumnElement[bool]) -> list[Trajectory]:
+        query = (
+            select(TRAJECTORIES)
+            .join(GROUPS, GROUPS.c.group_id == TRAJECTORIES.c.group_id)
+            .join(ROLLOUTS, ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
+            .where(which, GROUPS.c.state.in_(SAMPLED))
+            .order_by(ROLLOUTS.c.sequence, GROUPS.c.position, TRAJECTORIES.c.index)
+        )
+        found = self._database.read(lambda connection: [trajectory_from_row(row) for row in connection.execute(query)])
+        greedy = {trajectory.group_id: trajectory for trajectory in found if trajectory.index == GREEDY}
+        return [replace(e, greedy=greedy.get(e.group_id)) for e in found if e.index != GREEDY]
+
+
+def _add_images(connection: Connection, group: EndedGroup) -> None:
+    """Write a group's images, each once; one after another, since a trajectory's may be 32 MiB."""
+    place = {"group_id": group.claim.group_id, "rollout_id": group.claim.rollout_id}
+    files = {digest: file for trajectory in group.trajectories for digest, file in trajectory.images.items()}
+    for digest, file in files.items():
+        connection.execute(insert(GROUP_IMAGES), place | {"digest": digest, "image": file})
+
+
+def _rows_of(group: EndedGroup) -> list[dict[str, Any]]:
+    claim, rows = group.claim, [trajectory_to_row(trajectory) for trajectory in group.trajectories]
+    indices, size = {row["index"] for row in rows}, claim.group_size + len(claim.indices) - claim.num_samples
+    assert len(rows) == len(indices) == size and indices <= set(claim.indices), (
+        f"group {claim.group_id} of size {claim.group_size} finished with indices {sorted(indices)}"
+    )
+    assert all(row["group_id"] == claim.group_id for row in rows), f"a trajectory of another group in {claim.group_id}"
+    return rows

@@ -1,0 +1,176 @@
+"""Records of a run: metrics of steps, events, the state of the job."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, NamedTuple
+
+from sqlalchemy import Connection, bindparam, delete, func, insert, select, update
+
+from megarl.buffer.store.codec import dumps
+from megarl.buffer.store.tables import EVENTS, EXCLUDED, GROUPS, JOB, REPLAYS, STEPS, GroupState, chunks
+from megarl.buffer.store.transactions import Transactions, put
+
+JobState = Literal["open", "closed"]
+
+
+class Used(NamedTuple):
+    """Groups that a step has used, by id."""
+
+    consumed: tuple[str, ...] = ()
+    """It has trained on them."""
+    dropped: Mapping[str, str] = {}
+    """Those that it has left out, and why."""
+    replayed: tuple[str, ...] = ()
+    """Those of earlier steps that it has trained on again."""
+    excluded: Mapping[tuple[str, int], str] = {}
+    """(group id, index) of members that it has left out of groups that it has trained on, and why."""
+
+
+NOTHING_USED = Used()
+
+
+class Journal:
+    """Steps, events and the state of the job."""
+
+    def __init__(self, database: Transactions) -> None:
+        self._database = database
+
+    def record_step(self, step: int, metrics: Mapping[str, float], used: Used = NOTHING_USED) -> None:
+        """Keep a step's metrics, and mark the groups that it has used, in one transaction.
+
+        A repeated step replaces its first record, so that it is safe to repeat. ``step`` counts from 1.
+        """
+        row = _step_row(step, metrics)
+
+        def work(connection: Connection, again: bool) -> None:
+            put(connection, STEPS, [row])
+            mark_used(connection, step, used)
+
+        self._database.write(work)
+
+    def record_steps(self, steps: Mapping[int, Mapping[str, float | None]]) -> None:
+        """Keep the metrics of many steps, in one transaction. Safe to repeat."""
+        rows = [_step_row(step, metrics) for step, metrics in steps.items()]
+        self._database.write(lambda connection, again: put(connection, STEPS, rows))
+
+    def record_evaluation(self, source: str, rollout_id: str, data: Mapping[str, Any]) -> None:
+        """Append the event of an evaluation, and mark its groups consumed, in one transaction.
+
+        Safe to repeat: a rollout is evaluated once.
+        """
+        ready = (GROUPS.c.rollout_id == rollout_id, GROUPS.c.state == GroupState.READY)
+        event = {"at": time.time(), "source": source, "kind": "evaluation", "data": dumps(dict(data))}
+
+        def work(connection: Connection, again: bool) -> None:
+            consumed = update(GROUPS).where(*ready).values(state=GroupState.CONSUMED)
+            if connection.execute(consumed).rowcount:
+                connection.execute(insert(EVENTS), [event])
+
+        self._database.write(work)
+
+    def steps(self) -> list[tuple[int, dict[str, float | None]]]:
+        """Recorded (step, metrics) in order; a metric that was not finite reads None."""
+        query = select(STEPS).order_by(STEPS.c.step)
+        return self._database.read(
+            lambda connection: [(row.step, json.loads(row.metrics)) for row in connection.execute(query)]
+        )
+
+    def excluded(self, group_ids: Collection[str]) -> dict[tuple[str, int], str]:
+        """(group id, index) -> reason, of the trajectories that steps have left out of these groups."""
+        found: dict[tuple[str, int], str] = {}
+        for few in chunks(list(group_ids)):
+            query = select(EXCLUDED).where(EXCLUDED.c.group_id.in_(few))
+            rows = self._database.read(lambda connection, query=query: connection.execute(query).all())  # type: ignore[misc]
+            found |= {(row.group_id, row.index): row.reason for row in rows}
+        return found
+
+    def last_step(self) -> int:
+        """Number of the last recorded step; 0 before the first."""
+        return self._database.read(lambda connection: connection.scalar(select(func.max(STEPS.c.step))) or 0)
+
+    def record_event(self, source: str, kind: str, data: Mapping[str, Any]) -> None:
+        """Append to the job's log of events (a retry, a restart, a warning).
+
+        Safe to repeat: an event of the same instant, source and content is this call's.
+        """
+        event = {"at": time.time(), "source": source, "kind": kind, "data": dumps(dict(data))}
+        same = select(EVENTS.c.event_id).where(*(EVENTS.c[name] == value for name, value in event.items()))
+
+        def work(connection: Connection, again: bool) -> None:
+            if not (again and connection.execute(same).first()):
+                connection.execute(insert(EVENTS), [event])
+
+        self._database.write(work)
+
+    def events(self, kind: str | None = None, after: int = 0) -> list[dict[str, Any]]:
+        """Events in order, those recorded after the one with the number ``after``: {number, at (unix seconds), source,
+        kind, data}."""
+        query = select(EVENTS).where(EVENTS.c.event_id > after).order_by(EVENTS.c.event_id)
+        if kind is not None:
+            query = query.where(EVENTS.c.kind == kind)
+        return self._database.read(lambda connection: [event_of(row) for row in connection.execute(query)])
+
+    def open_job(self) -> None:
+        """Say that work may still be asked for. Safe to repeat."""
+        self._set_job_state("open")
+
+    def close_job(self) -> None:
+        """Say that no more work will be asked for; explorers end when they see it. Safe to repeat."""
+        self._set_job_state("closed")
+
+    def job_state(self) -> JobState:
+        """``open`` until :meth:`close_job`."""
+        query = select(JOB.c.value).where(JOB.c.key == "state")
+        return self._database.read(lambda connection: connection.scalar(query)) or "open"
+
+    def has_begun(self) -> bool:
+        """True once a trainer's program has filled the store and opened the job, in whichever attempt."""
+        query = select(JOB.c.value).where(JOB.c.key == "state")
+        return self._database.read(lambda connection: connection.scalar(query)) is not None
+
+    def run_id(self) -> str | None:
+        """Identity of the run whose store this is; None in a new one, and in those from before there were any."""
+        query = select(JOB.c.value).where(JOB.c.key == "run")
+        return self._database.read(lambda connection: connection.scalar(query))
+
+    def set_run_id(self, run_id: str) -> None:
+        """Take the store for a run. Safe to repeat."""
+        self._set_job("run", run_id)
+
+    def _set_job_state(self, state: JobState) -> None:
+        self._set_job("state", state)
+
+    def _set_job(self, key: str, value: str) -> None:
+        self._database.write(lambda connection, again: put(connection, JOB, [{"key": key, "value": value}]))
+
+
+def _step_row(step: int, metrics: Mapping[str, float | None]) -> dict[str, Any]:
+    finite = {name: value if value is not None and value - value == 0 else None for name, value in metrics.items()}
+    return {"step": step, "recorded_at": time.time(), "metrics": dumps(finite)}
+
+
+def mark_used(connection: Connection, step: int, used: Used) -> None:
+    """Mark the groups that step number ``step`` has used."""
+    marks = [{"id": group_id, "state": GroupState.CONSUMED, "reason": None} for group_id in used.consumed]
+    marks += [{"id": group_id, "state": GroupState.DROPPED, "reason": why} for group_id, why in used.dropped.items()]
+    if marks:
+        values = {"state": bindparam("state"), "used_by": step, "reason": bindparam("reason")}
+        connection.execute(update(GROUPS).where(GROUPS.c.group_id == bindparam("id")).values(values), marks)
+    for table in (REPLAYS, EXCLUDED):
+        connection.execute(delete(table).where(table.c.step == step))
+    if used.excluded:
+        rows = [
+            {"step": step, "group_id": group_id, "index": index, "reason": reason}
+            for (group_id, index), reason in used.excluded.items()
+        ]
+        connection.execute(insert(EXCLUDED), rows)
+    if used.replayed:
+        connection.execute(insert(REPLAYS), [{"step": step, "group_id": group_id} for group_id in used.replayed])
+
+
+def event_of(row: Any) -> dict[str, Any]:
+    """An event's row: {number, at, source, kind, data}."""
+    return {"number": row.event_id, "at": row.at, "source": row.source, "kind": row.kind, "data": json.loads(row.data)}

@@ -1,0 +1,97 @@
+"""Published weights, and training groups that no step has used: what ``order/pacing.py`` reasons about."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from typing import NamedTuple
+
+from sqlalchemy import ColumnElement, func, select, update
+
+from megarl.buffer.store.tables import GROUPS, OPEN, ROLLOUTS, VERSIONS, chunks
+from megarl.buffer.store.transactions import Transactions, put
+from megarl.core.schema import WeightsVersion
+
+
+class UnusedGroup(NamedTuple):
+    """A training group that no step has used."""
+
+    group_id: str
+    rollout_id: str
+    weights_step: int
+    """Steps in the weights that had been published last when it was asked for."""
+    ready: bool
+    awaiting: bool
+    """Its rewards are to come."""
+
+
+class PacingTable:
+    """Versions and unused groups."""
+
+    def __init__(self, database: Transactions) -> None:
+        self._database = database
+
+    def record_version(self, version: WeightsVersion, step: int) -> None:
+        """Write down that ``version`` has ``step`` steps of training, before an engine has it. Safe to repeat."""
+        row = {
+            "version": str(version),
+            "attempt": version.attempt,
+            "n": version.n,
+            "step": step,
+            "published_at": time.time(),
+            "live": 0,
+        }
+        self._database.write(lambda connection, again: put(connection, VERSIONS, [row]))
+
+    def record_live(self, version: WeightsVersion) -> None:
+        """Write down that every engine has proven to have ``version``. Safe to repeat."""
+        live = update(VERSIONS).where(VERSIONS.c.version == str(version)).values(live=1)
+        self._database.write(lambda connection, again: connection.execute(live))
+
+    def live_step(self) -> int | None:
+        """Steps of training in the weights that engines have proven to have last; None before the first ones."""
+        query = (
+            select(VERSIONS.c.step).where(VERSIONS.c.live == 1).order_by(VERSIONS.c.attempt.desc(), VERSIONS.c.n.desc())
+        )
+        return self._database.read(lambda connection: connection.scalar(query.limit(1)))
+
+    def version_steps(self, versions: Collection[WeightsVersion]) -> dict[WeightsVersion, int]:
+        """Steps of training in those of ``versions`` that have been published."""
+        found: dict[WeightsVersion, int] = {}
+        for few in chunks([str(version) for version in versions]):
+            query = select(VERSIONS.c.version, VERSIONS.c.step).where(VERSIONS.c.version.in_(few))
+            rows = self._database.read(lambda connection, query=query: connection.execute(query).all())  # type: ignore[misc]
+            found |= {WeightsVersion.parse(row.version): row.step for row in rows}
+        return found
+
+    def unused(self) -> list[UnusedGroup]:
+        """Return training groups that no step has used: those whose trajectories are there first, in the order in
+        which they ended."""
+        columns = (GROUPS.c.group_id, GROUPS.c.rollout_id, steps_of_weights().label("step"), GROUPS.c.state)
+        query = (
+            select(*columns, GROUPS.c.ended_at)
+            .join(ROLLOUTS, ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
+            .where(GROUPS.c.state.in_(OPEN), ROLLOUTS.c.kind == "train")
+        )
+        rows = self._database.read(lambda connection: connection.execute(query).all())
+        there = [row for row in rows if row.ended_at is not None]
+        there.sort(key=lambda row: (row.ended_at, row.group_id))
+        others = [row for row in rows if row.ended_at is None]
+        return [
+            UnusedGroup(row.group_id, row.rollout_id, row.step, *(row.state == state for state in OPEN[:1:-1]))
+            for row in (*there, *others)
+        ]
+
+    def num_asked(self) -> tuple[int | None, int]:
+        """(steps done when training groups were first asked for, None where none were; number asked for since, without
+        those in the place of others). A store that replaced a damaged one begins in the middle of the run."""
+        asked = (ROLLOUTS.c.kind == "train", ROLLOUTS.c.rollout_id.not_like("train-%-%"))
+        query = select(func.min(ROLLOUTS.c.step), func.coalesce(func.sum(ROLLOUTS.c.num_groups), 0)).where(*asked)
+        first, number = self._database.read(lambda connection: connection.execute(query).one())
+        return first, int(number)
+
+
+def steps_of_weights() -> ColumnElement[int]:
+    """Steps in the weights that a rollout was asked for with; those done then, where the version is not recorded."""
+    published = select(VERSIONS.c.step).where(VERSIONS.c.version == ROLLOUTS.c.version).scalar_subquery()
+    return func.coalesce(published, ROLLOUTS.c.step)

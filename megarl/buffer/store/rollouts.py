@@ -1,0 +1,276 @@
+"""Rollouts: asked for, followed, forgotten."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, and_, case, delete, func, insert, not_, or_, select, update
+
+from megarl.buffer.store.claims import RolloutKind
+from megarl.buffer.store.codec import GIVEN_LATER, dumps, versions_in
+from megarl.buffer.store.journal import event_of
+from megarl.buffer.store.pacing import steps_of_weights
+from megarl.buffer.store.segments import cut_segments
+from megarl.buffer.store.tables import (
+    EVENTS,
+    EXCLUDED,
+    GROUP_IMAGES,
+    GROUPS,
+    OPEN,
+    REPLAYS,
+    ROLLOUT_METRICS,
+    ROLLOUTS,
+    SAMPLED,
+    SEGMENTS,
+    STALE,
+    STEPS,
+    TASKS,
+    TRAJECTORIES,
+    VERSIONS,
+    WHOLE,
+    GroupState,
+    chunks,
+)
+from megarl.buffer.store.transactions import Transactions
+from megarl.core.errors import DataError
+from megarl.core.schema import WeightsVersion
+
+UNUSED = {"state": GroupState.READY, "used_by": None, "reason": None}
+"""Values of a group that no step has used."""
+
+
+UNCOUNTED = select(ROLLOUTS.c.rollout_id).where(
+    ROLLOUTS.c.kind == "eval", ROLLOUTS.c.rollout_id.in_(select(GROUPS.c.rollout_id).where(GROUPS.c.state.in_(OPEN)))
+)
+"""Ids of evaluations whose groups are not all counted."""
+
+
+class RolloutTable:
+    """Rollouts that a trainer asks for, group by group."""
+
+    def __init__(self, database: Transactions) -> None:
+        self._database = database
+
+    def request(
+        self,
+        rollout_id: str,
+        kind: RolloutKind,
+        step: int,
+        version: WeightsVersion,
+        task_ids: Sequence[str],
+        group_size: int,
+        sampling: Mapping[str, Any],
+    ) -> None:
+        """Ask for ``group_size`` samples of every task. A rollout of the same id is replaced with all it produced,
+        so that a resumed trainer asks again with its new weights; a claim on the old one can no longer be finished.
+
+        Args:
+            step: Steps done before the one that the groups are for; of an evaluation, those of its weights; in
+                completion order, those done when it is asked for.
+            version: Published last; ``record_version`` has its steps.
+            sampling: temperature, max_tokens, seed; ``greedy``: one greedy answer to each task beside the samples;
+                ``spare``: samples beyond ``group_size``, of which those that end last are not part of the group.
+
+        Safe to repeat: a call knows its own rollout by the time at which it asked, and does not replace that one, whose
+        groups may be claimed already.
+
+        Raises DataError for an unknown task id.
+        """
+        known = self._known(task_ids)
+        if unknown := [task_id for task_id in task_ids if task_id not in known]:
+            raise DataError(
+                f"rollout {rollout_id}: {len(unknown)} task ids are not in the store, the first is {unknown[0]!r}; "
+                f"call store.tasks.add first"
+            )
+        rollout = {
+            "rollout_id": rollout_id,
+            "kind": kind,
+            "step": step,
+            "version": str(version),
+            "num_groups": len(task_ids),
+            "group_size": group_size,
+            "sampling": dumps(dict(sampling)),
+            "requested_at": time.time(),
+        }
+        groups = [
+            {
+                "group_id": f"{rollout_id}/{position}",
+                "rollout_id": rollout_id,
+                "position": position,
+                "task_id": task_id,
+                "state": GroupState.PENDING,
+                "attempt": 0,
+            }
+            for position, task_id in enumerate(task_ids)
+        ]
+
+        def work(connection: Connection, again: bool) -> None:
+            asked = select(ROLLOUTS.c.requested_at).where(ROLLOUTS.c.rollout_id == rollout_id)
+            if again and connection.scalar(asked) == rollout["requested_at"]:
+                return
+            delete_rollouts(connection, [rollout_id])
+            connection.execute(insert(ROLLOUTS), [rollout])
+            if groups:
+                connection.execute(insert(GROUPS), groups)
+
+        self._database.write(work)
+
+    def _known(self, task_ids: Sequence[str]) -> set[str]:
+        """Return those of ``task_ids`` that are in the store; read before the write lock is taken."""
+        known: set[str] = set()
+        for few in chunks(task_ids):
+            query = select(TASKS.c.task_id).where(TASKS.c.task_id.in_(few))
+            known |= self._database.read(lambda connection, query=query: set(connection.scalars(query)))  # type: ignore[misc]
+        return known
+
+    def discard(self, from_step: int, *, ahead: bool = False) -> None:
+        """Forget every rollout of weights with >= ``from_step`` steps, and metrics and evaluations of later steps.
+
+        A trainer that resumes at that step calls it first: what an earlier attempt left undone was asked for with
+        weights that no longer exist. Groups of earlier weights which a later step had used are ready again, and
+        what later steps had replayed counts as unused by them. Unused groups with tokens of later weights are sampled
+        again. Evaluations that have not been counted are forgotten too, whatever their weights: engines have others.
+        Rollouts of the weights of ``from_step`` stay where rewards come later: people may have given some.
+
+        Rollouts carry the number of steps done before them, recorded metrics the number done with theirs: those of
+        ``from_step`` itself stay. Safe to repeat: then there is nothing left to forget.
+
+        Args:
+            ahead: Forget what was asked for ahead of step ``from_step``, too: no unused training group stays.
+        """
+        steps = ROLLOUTS.c.step if ahead else steps_of_weights()
+
+        def work(connection: Connection, again: bool) -> None:
+            further = and_(ROLLOUTS.c.step >= from_step, ROLLOUTS.c.rollout_id.like("train-%-%"))
+            undone = or_(steps >= from_step, further)
+            if not ahead:
+                undone = and_(undone, or_(steps > from_step, not_(_waits_for_people())))
+            which = or_(undone, ROLLOUTS.c.rollout_id.in_(UNCOUNTED))
+            ids = list(connection.scalars(select(ROLLOUTS.c.rollout_id).where(which)))
+            delete_rollouts(connection, ids)
+            connection.execute(update(GROUPS).where(GROUPS.c.used_by > from_step).values(UNUSED))
+            connection.execute(update(GROUPS).where(_lacks_rewards()).values(state=GroupState.AWAITING))
+            if ahead:
+                _delete_unused(connection)
+            else:
+                _sample_again(connection, from_step)
+            # Engines of explore programs live on with weights that no longer exist: nothing is claimed for training
+            # before they are given others.
+            connection.execute(update(VERSIONS).values(live=STALE))
+            for table in (REPLAYS, EXCLUDED, STEPS):
+                connection.execute(delete(table).where(table.c.step > from_step))
+            evaluations = connection.execute(select(EVENTS).where(EVENTS.c.kind == "evaluation"))
+            later = [row.event_id for row in evaluations if event_of(row)["data"].get("step", 0) > from_step]
+            connection.execute(delete(EVENTS).where(EVENTS.c.event_id.in_(later)))
+
+        self._database.write(work)
+
+    def progress(self, rollout_id: str, *, awaiting: bool = False) -> tuple[int, int]:
+        """(groups that are whole, groups in all); ``awaiting``: those that still await rewards count as whole."""
+        whole = func.sum(case((GROUPS.c.state.in_(SAMPLED if awaiting else WHOLE), 1), else_=0))
+        query = select(whole, func.count()).where(GROUPS.c.rollout_id == rollout_id)
+        row = self._database.read(lambda connection: connection.execute(query).one())
+        return int(row[0] or 0), int(row[1])
+
+    def is_complete(self, rollout_id: str, *, awaiting: bool = False) -> bool:
+        """True when all groups are whole, as ``progress`` counts, and those of an evaluation have been counted."""
+        whole = GROUPS.c.state.in_(SAMPLED if awaiting else WHOLE)
+        done = case((ROLLOUTS.c.kind == "eval", GROUPS.c.state == GroupState.CONSUMED), else_=whole)
+        missing = (
+            select(GROUPS.c.group_id)
+            .join(ROLLOUTS, ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
+            .where(GROUPS.c.rollout_id == rollout_id, not_(done))
+        )
+        return self._database.read(lambda connection: connection.execute(missing.limit(1)).first()) is None
+
+    def task_sources(self, rollout_id: str) -> dict[str, str]:
+        """Id of each task of a rollout -> its data source, by position."""
+        query = (
+            select(GROUPS.c.task_id, TASKS.c.data_source)
+            .join(TASKS, TASKS.c.task_id == GROUPS.c.task_id)
+            .where(GROUPS.c.rollout_id == rollout_id)
+            .order_by(GROUPS.c.position)
+        )
+        return {row[0]: row[1] for row in self._database.read(lambda connection: connection.execute(query).all())}
+
+    def is_requested(self, rollout_id: str) -> bool:
+        """True once it was asked for."""
+        query = select(ROLLOUTS.c.sequence).where(ROLLOUTS.c.rollout_id == rollout_id)
+        return self._database.read(lambda connection: connection.execute(query).first()) is not None
+
+    def metrics(self, rollout_id: str) -> dict[str, float]:
+        """Metrics of the explorers for a rollout, summed over them (seconds, tokens, samples)."""
+        query = select(ROLLOUT_METRICS).where(ROLLOUT_METRICS.c.rollout_id == rollout_id)
+        total: dict[str, float] = {}
+        for metrics in self._database.read(
+            lambda connection: [json.loads(row.metrics) for row in connection.execute(query)]
+        ):
+            for name, value in metrics.items():
+                total[name] = total.get(name, 0.0) + value
+        return total
+
+
+def _lacks_rewards() -> ColumnElement[bool]:
+    """Unused training groups that a step had left out because rewards were missing."""
+    late = select(TRAJECTORIES.c.group_id).where(
+        TRAJECTORIES.c.group_id == GROUPS.c.group_id, TRAJECTORIES.c.status == "late"
+    )
+    trained = select(ROLLOUTS.c.rollout_id).where(ROLLOUTS.c.kind == "train")
+    return and_(GROUPS.c.state == GroupState.READY, GROUPS.c.rollout_id.in_(trained), late.exists())
+
+
+def _waits_for_people() -> ColumnElement[bool]:
+    """Training rollouts with a reward that is to come later, or has."""
+    late = or_(TRAJECTORIES.c.status == "late", TRAJECTORIES.c.record.contains(f'"{GIVEN_LATER}":true'))
+    of_rollout = TRAJECTORIES.c.rollout_id == ROLLOUTS.c.rollout_id
+    return and_(ROLLOUTS.c.kind == "train", select(TRAJECTORIES.c.group_id).where(of_rollout, late).exists())
+
+
+def _delete_unused(connection: Connection) -> None:
+    """Delete training groups that no step has used."""
+    unused = GROUPS.c.state.in_((GroupState.PENDING, GroupState.CLAIMED, GroupState.AWAITING, GroupState.READY))
+    trained = select(ROLLOUTS.c.rollout_id).where(ROLLOUTS.c.kind == "train")
+    ids = list(connection.scalars(select(GROUPS.c.group_id).where(unused, GROUPS.c.rollout_id.in_(trained))))
+    for few in chunks(ids):
+        connection.execute(delete(GROUPS).where(GROUPS.c.group_id.in_(few)))  # first, as in ``delete_rollouts``
+        for table in (TRAJECTORIES, GROUP_IMAGES, SEGMENTS):
+            connection.execute(delete(table).where(table.c.group_id.in_(few)))
+
+
+def _sample_again(connection: Connection, from_step: int) -> None:
+    """Make unused groups pending that have, or may have, tokens of weights with more than ``from_step`` steps: those of
+    explorers that live on too. Tokens that earlier weights have sampled before those stay, as segments."""
+    dead = set(connection.scalars(select(VERSIONS.c.version).where(VERSIONS.c.step > from_step)))
+    if not dead:
+        return
+    query = (
+        select(TRAJECTORIES.c.group_id, TRAJECTORIES.c.record)
+        .join(GROUPS, GROUPS.c.group_id == TRAJECTORIES.c.group_id)
+        .join(ROLLOUTS, ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
+        .where(GROUPS.c.state.in_((GroupState.AWAITING, GroupState.READY)), ROLLOUTS.c.kind == "train")
+    )
+    ids = {row.group_id for row in connection.execute(query) if versions_in(row.record) & dead}
+    trained = select(ROLLOUTS.c.rollout_id).where(ROLLOUTS.c.kind == "train")
+    claimed = (GROUPS.c.state == GroupState.CLAIMED, GROUPS.c.rollout_id.in_(trained))
+    ids |= set(connection.scalars(select(GROUPS.c.group_id).where(*claimed)))
+    ids |= set(connection.scalars(select(SEGMENTS.c.group_id).where(SEGMENTS.c.rollout_id.in_(trained)).distinct()))
+    again = {"state": GroupState.PENDING, "claimed_by": None, "claim_token": None, "ended_at": None}
+    beyond = (GROUPS.c.reached > from_step, GROUPS.c.rollout_id.in_(trained))
+    connection.execute(update(GROUPS).where(*beyond).values(reached=None))
+    for few in chunks(sorted(ids)):
+        # First, as in ``delete_rollouts``: it waits for whoever puts or appends, and nobody does after it.
+        connection.execute(update(GROUPS).where(GROUPS.c.group_id.in_(few)).values(again))
+        cut_segments(connection, few, dead)
+        for table in (TRAJECTORIES, GROUP_IMAGES):
+            connection.execute(delete(table).where(table.c.group_id.in_(few)))
+
+
+def delete_rollouts(connection: Connection, rollout_ids: Sequence[str]) -> None:
+    """Delete rollouts with their groups, trajectories and metrics."""
+    # Groups first: on PostgreSQL this waits for a worker that is finishing one, and what that wrote is deleted next.
+    for table in (GROUPS, TRAJECTORIES, GROUP_IMAGES, SEGMENTS, ROLLOUT_METRICS, ROLLOUTS):
+        for rollout_id in rollout_ids:
+            connection.execute(delete(table).where(table.c.rollout_id == rollout_id))

@@ -1,0 +1,234 @@
+"""Trajectories chosen by step, reward, end, source and kind, for people and tools that look at a run's data.
+
+Everything comes in the order of rollouts, groups and members, and in parts of bounded size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sqlalchemy import ColumnElement, Connection, Row, Select, and_, case, delete, func, or_, select
+
+from megarl.buffer.store.claims import RolloutKind
+from megarl.buffer.store.codec import end_in, task_from_row, trajectory_from_row
+from megarl.buffer.store.pacing import steps_of_weights
+from megarl.buffer.store.tables import (
+    GROUP_IMAGES,
+    GROUPS,
+    IDS,
+    ROLLOUTS,
+    SAMPLED,
+    TASKS,
+    TRAJECTORIES,
+    GroupState,
+    chunks,
+)
+from megarl.buffer.store.transactions import Transactions
+from megarl.core.schema import GREEDY, End, Task, Trajectory
+
+USED = (GroupState.CONSUMED, GroupState.DROPPED)
+"""States of groups that no step or evaluation takes any more."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Filters on trajectories; all must match. A bound that is None is open."""
+
+    steps: tuple[int | None, int | None] = (None, None)
+    """First and last step, as ``StoredGroup.at_step``."""
+    scores: tuple[float | None, float | None] = (None, None)
+    """Least and largest score. With a bound, trajectories without a verdict do not match."""
+    ends: Collection[End] = ()
+    """Ends that match; empty: all."""
+    sources: Collection[str] = ()
+    """``data_source`` of the task; empty: all."""
+    kinds: Collection[RolloutKind] = ("train", "eval")
+
+    def of_group(self) -> list[ColumnElement[bool]]:
+        """Conditions on a group, its rollout and its task."""
+        first, last = self.steps
+        found: list[ColumnElement[bool]] = [ROLLOUTS.c.kind.in_(self.kinds), GROUPS.c.state.in_(SAMPLED)]
+        found += [] if first is None else [at_step >= first]
+        found += [] if last is None else [at_step <= last]
+        return found + ([TASKS.c.data_source.in_(self.sources)] if self.sources else [])
+
+    def matches(self, glance: Glance) -> bool:
+        """Return True if a trajectory of a selected group matches."""
+        least, largest = self.scores
+        if (least is not None or largest is not None) and glance.score is None:
+            return False
+        if glance.score is not None and (
+            (least is not None and glance.score < least) or (largest is not None and glance.score > largest)
+        ):
+            return False
+        return not self.ends or glance.end in self.ends
+
+
+at_step = func.coalesce(
+    GROUPS.c.used_by, case((ROLLOUTS.c.kind == "train", ROLLOUTS.c.step + 1), else_=ROLLOUTS.c.step)
+)
+
+
+class StoredGroup(NamedTuple):
+    """A group without its trajectories."""
+
+    group_id: str
+    rollout_id: str
+    position: int
+    kind: RolloutKind
+    at_step: int
+    """Number of the step that used it, or that it was asked for, from 1; of an evaluation, steps in its weights."""
+    state: str
+    used_by: int | None
+    reason: str | None
+    """Reason why it was dropped."""
+    version: str
+    """Weights version that it was asked for with."""
+    group_size: int
+    task_id: str
+    data_source: str
+
+
+class Glance(NamedTuple):
+    """A trajectory without its tokens."""
+
+    group: StoredGroup
+    number: int
+    """``Trajectory.index``."""
+    score: float | None
+    """None without a verdict."""
+    status: str
+    nbytes: int
+    """Bytes of its arrays."""
+    end: End | None
+    """None where it was not read."""
+
+
+class SelectionTable:
+    """Reads what people ask for, and deletes what they no longer need."""
+
+    def __init__(self, database: Transactions) -> None:
+        self._database = database
+
+    def count(self, selection: Selection) -> int:
+        """Number of groups that the conditions on groups leave, for a progress bar."""
+        query = _with_rollout(select(func.count())).where(*selection.of_group())
+        return self._database.read(lambda connection: connection.scalar(query)) or 0
+
+    def groups(self, selection: Selection) -> Iterator[list[StoredGroup]]:
+        """Yield groups that the conditions on groups leave, at most ``IDS`` together."""
+        query = select(ROLLOUTS.c.rollout_id, ROLLOUTS.c.num_groups).where(ROLLOUTS.c.kind.in_(selection.kinds))
+        rollouts = self._database.read(lambda c: [tuple(row) for row in c.execute(query.order_by(ROLLOUTS.c.sequence))])
+        for few in _together(rollouts):
+            which = _groups().where(GROUPS.c.rollout_id.in_(few), *selection.of_group())
+            rows = self._database.read(lambda c, which=which: c.execute(which).all())  # type: ignore[misc]
+            order = {rollout_id: number for number, rollout_id in enumerate(few)}
+            found = sorted(map(StoredGroup._make, rows), key=lambda each: (order[each.rollout_id], each.position))
+            for start in range(0, len(found), IDS):
+                yield found[start : start + IDS]
+
+    def group(self, group_id: str) -> StoredGroup | None:
+        """One group, in whichever state; None where there is none of this id."""
+        query = _groups().where(GROUPS.c.group_id == group_id)
+        found = self._database.read(lambda connection: connection.execute(query).first())
+        return None if found is None else StoredGroup(*found)
+
+    def glances(self, groups: Sequence[StoredGroup], *, ends: bool) -> list[Glance]:
+        """Trajectories of at most ``IDS`` groups without their tokens; greedy ones are left out.
+
+        Args:
+            ends: Read how each has ended, which costs some milliseconds for a thousand.
+        """
+        columns: list[ColumnElement[Any]] = [TRAJECTORIES.c[name] for name in ("group_id", "score", "status")]
+        columns += [TRAJECTORIES.c.index.label("number"), func.length(TRAJECTORIES.c.tensors).label("nbytes")]
+        query = select(*columns, *([TRAJECTORIES.c.record] if ends else [])).where(TRAJECTORIES.c.index != GREEDY)
+        query = query.where(TRAJECTORIES.c.group_id.in_([group.group_id for group in groups]))
+        members: dict[str, list[Glance]] = {group.group_id: [] for group in groups}
+        of_id = {group.group_id: group for group in groups}
+
+        def work(connection: Connection) -> None:
+            for found in members.values():  # a read that is repeated begins again
+                found.clear()
+            for row in connection.execute(query):
+                end = end_in(row.status, row.record) if ends else None
+                glance = Glance(of_id[row.group_id], row.number, row.score, row.status, row.nbytes, end)
+                members[row.group_id].append(glance)
+
+        self._database.read(work)
+        return [glance for found in members.values() for glance in sorted(found, key=lambda each: each.number)]
+
+    def members(self, group_ids: Sequence[str]) -> list[Trajectory]:
+        """Trajectories of groups that are there, a greedy one before the others of its group."""
+        query = select(TRAJECTORIES).order_by(TRAJECTORIES.c.index)
+        found: dict[str, list[Trajectory]] = {group_id: [] for group_id in group_ids}
+        for few in chunks(group_ids):
+            rows = query.where(TRAJECTORIES.c.group_id.in_(few))
+            for each in self._database.read(lambda c, rows=rows: [trajectory_from_row(row) for row in c.execute(rows)]):  # type: ignore[misc]
+                found[each.group_id].append(each)
+        return [each for members in found.values() for each in members]
+
+    def tasks_named(self, task_ids: Collection[str]) -> dict[str, Task]:
+        """Tasks by their id, without images; those that are not there are left out."""
+        found: dict[str, Task] = {}
+        for few in chunks(sorted(task_ids)):
+            query = select(TASKS).where(TASKS.c.task_id.in_(few))
+            rows: Sequence[Row[Any]] = self._database.read(lambda c, query=query: c.execute(query).all())  # type: ignore[misc]
+            found |= {row.task_id: task_from_row(row) for row in rows}
+        return found
+
+    def needed_again(self, groups: Sequence[StoredGroup], checkpoints: Collection[int]) -> set[str]:
+        """Ids of training groups that a start from one of the ``checkpoints`` (steps) would use again: sampled with
+        weights of before it, and used by a later step."""
+        later = [and_(GROUPS.c.used_by > step, steps_of_weights() < step) for step in checkpoints]
+        query = select(GROUPS.c.group_id).join(ROLLOUTS, ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
+        ids = [group.group_id for group in groups if group.kind == "train"]
+        found: set[str] = set()
+        for few in chunks(ids) if later else ():
+            which = query.where(GROUPS.c.group_id.in_(few), or_(*later))
+            found |= self._database.read(lambda c, which=which: set(c.scalars(which)))  # type: ignore[misc]
+        return found
+
+    def delete_trajectories(self, group_ids: Sequence[str]) -> int:
+        """Delete the trajectories of at most ``IDS`` used groups, in one transaction; return their number.
+
+        Groups stay, with state and step. One that is not, or no longer, used is left as it is. Safe to repeat: the
+        number is then what was left to delete.
+        """
+        used = (GROUPS.c.group_id.in_(group_ids), GROUPS.c.state.in_(USED))
+
+        def work(connection: Connection, again: bool) -> int:
+            # Locked on PostgreSQL: a start of the job that makes groups ready again waits, or is waited for.
+            ids = list(connection.scalars(select(GROUPS.c.group_id).where(*used).with_for_update()))
+            connection.execute(delete(GROUP_IMAGES).where(GROUP_IMAGES.c.group_id.in_(ids)))
+            return connection.execute(delete(TRAJECTORIES).where(TRAJECTORIES.c.group_id.in_(ids))).rowcount
+
+        return self._database.write(work)
+
+
+def _together(rollouts: Sequence[tuple[str, int]]) -> Iterator[list[str]]:
+    """Cut (id, number of groups) into runs of about ``IDS`` groups, one rollout at least."""
+    few: list[str] = []
+    room = IDS
+    for rollout_id, groups in rollouts:
+        if few and groups > room:
+            yield few
+            few, room = [], IDS
+        few.append(rollout_id)
+        room -= groups
+    if few:
+        yield few
+
+
+def _with_rollout(query: Select[Any]) -> Select[Any]:
+    joined = query.select_from(GROUPS).join(ROLLOUTS, ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
+    return joined.outerjoin(TASKS, TASKS.c.task_id == GROUPS.c.task_id)
+
+
+def _groups() -> Select[Any]:
+    """Query of ``StoredGroup``s."""
+    g, r = GROUPS.c, ROLLOUTS.c
+    columns = (g.group_id, g.rollout_id, g.position, r.kind, at_step, g.state, g.used_by, g.reason, r.version)
+    source = func.coalesce(TASKS.c.data_source, "")  # tasks may have been replaced since
+    return _with_rollout(select(*columns, r.group_size, g.task_id, source))

@@ -1,0 +1,93 @@
+"""Tasks, expert experiences, rollouts, groups and trajectories in one SQL database.
+
+The trainer asks for a rollout (one group per task); explorers claim groups and put each back whole, in one
+transaction; the trainer takes what is ready, and commits what it has used with its step. A claim carries a token.
+Only the claim that a group has *now* may put it, so whatever happens to explorers, trajectories are written once.
+
+Every write is one transaction, fenced by the job's attempt and repeated when the connection was lost
+(``transactions.py``); each docstring explains why a repetition does no harm. SQLite runs in WAL mode with
+``synchronous=NORMAL``: killing any process loses no committed transaction. A power cut may lose those since the last
+``sync``, which comes before every checkpoint's manifest. WAL needs a local file system.
+"""
+
+from __future__ import annotations
+
+from megarl.buffer.store.engines import EngineTable
+from megarl.buffer.store.evaluations import EvaluationTable
+from megarl.buffer.store.experts import ExpertTable
+from megarl.buffer.store.groups import GroupTable
+from megarl.buffer.store.journal import Journal
+from megarl.buffer.store.late import LateRewards
+from megarl.buffer.store.pacing import PacingTable
+from megarl.buffer.store.replays import ReplayTable
+from megarl.buffer.store.rollouts import RolloutTable
+from megarl.buffer.store.segments import SegmentTable
+from megarl.buffer.store.selection import SelectionTable
+from megarl.buffer.store.tasks import TaskTable
+from megarl.buffer.store.transactions import Transactions
+from megarl.buffer.store.workers import WorkerTable
+from megarl.core.jobs import TRAIN
+
+
+class Store:
+    """A process's connection to the store, a part for each kind of row. Make a new one after a fork.
+
+    Args:
+        url: ``store.url``, or SQLAlchemy's for sqlite or postgresql.
+        attempt: Of the job that this process belongs to. Every write raises FencedError once another one has begun.
+            None (reports, tools) writes whatever attempt there is.
+        outage_s: How long a database that does not answer is waited for; 0 fails at once.
+        read_only: Leave a SQLite file as it is, and make no tables.
+        has_tables: Another process has made the tables. Then nothing connects before the first call.
+        program: Of the job that this process belongs to; attempts of another program are not its own.
+
+    Raises:
+        ConfigError: the URL cannot be read or its driver is missing.
+        JobError: (here, and every method of a part) the database could not be used for ``outage_s``.
+        StoreDamagedError: (here, and every method of a part) a page or a row cannot be read.
+        FencedError: (here, and every write of a part) the job has begun another attempt.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        attempt: int | None = None,
+        outage_s: float = 0.0,
+        read_only: bool = False,
+        has_tables: bool = False,
+        program: str = TRAIN,
+    ) -> None:
+        self._database = database = Transactions(
+            url, attempt, outage_s, read_only=read_only, has_tables=has_tables, program=program
+        )
+        self.program = program
+        self.tasks = TaskTable(database)
+        self.experts = ExpertTable(database)
+        self.rollouts = RolloutTable(database)
+        self.segments = SegmentTable(database)
+        self.groups = GroupTable(database, self.segments)
+        self.evaluations = EvaluationTable(database)
+        self.late = LateRewards(database, self.groups)
+        self.pacing = PacingTable(database)
+        self.replays = ReplayTable(database)
+        self.selection = SelectionTable(database)
+        self.engines = EngineTable(database)
+        self.workers = WorkerTable(database)
+        self.journal = Journal(database)
+
+    def close(self) -> None:
+        """Close this process's connections."""
+        self._database.close()
+
+    def begin_attempt(self, attempt: int) -> None:
+        """Begin an attempt, before any of its processes starts: processes of earlier attempts can write nothing from
+        here on. This handle belongs to the new attempt. Safe to repeat, see :meth:`Transactions.begin_attempt`.
+
+        Raises FencedError when the stored attempt is not smaller.
+        """
+        self._database.begin_attempt(attempt)
+
+    def sync(self) -> None:
+        """Return when all that any process has committed so far would outlive a power cut. Safe to repeat."""
+        self._database.sync()

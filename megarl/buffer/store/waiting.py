@@ -1,0 +1,77 @@
+"""A connection to PostgreSQL whose waits show that the process lives, and end.
+
+libpq notices a server that is gone, but not one that is stopped: its machine still confirms every packet.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psycopg
+
+from megarl.core.processes import heartbeat
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+WARN_S = 10.0
+"""After this much silence a line in the log names what is waited for."""
+
+
+class Unanswered(psycopg.OperationalError):
+    """The server has the statement and does not answer; its connection is closed."""
+
+    def __init__(self, waited_s: float) -> None:
+        super().__init__(f"no answer for {waited_s:.0f} s")
+        self.waited_s = waited_s
+
+
+def connect(name: str, answer_s: float, *args: Any, **settings: Any) -> psycopg.Connection[Any]:
+    """Connect as ``psycopg.connect`` does; a statement of the connection raises ``Unanswered`` after ``answer_s``.
+    ``name``: for the log."""
+
+    class Watched(psycopg.Connection[Any]):
+        def wait(self, gen: Generator[Any, Any, Any], *args: Any, **settings: Any) -> Any:
+            try:
+                return super().wait(_watched(gen, name, answer_s), *args, **settings)
+            except Unanswered:
+                self.pgconn.finish()  # what it still answers belongs to nothing
+                raise
+
+    return _marking(lambda: Watched.connect(*args, **settings))
+
+
+def _watched(waiting: Generator[Any, Any, Any], name: str, limit_s: float) -> Generator[Any, Any, Any]:
+    """``waiting``, one of psycopg's: it is sent what the socket is ready for, every 0.1 s nothing."""
+    ready, waited_s, looked, warned = None, 0.0, time.monotonic(), False
+    while True:
+        try:
+            wanted = waiting.send(ready)
+        except StopIteration as end:
+            return end.value
+        ready = yield wanted
+        heartbeat.count_wait()
+        now = time.monotonic()
+        # A process that was stopped together with the server has not waited; data that arrive begin a new wait.
+        waited_s = 0.0 if ready else waited_s + min(now - looked, 1.0)
+        looked = now
+        if not ready and waited_s > limit_s:
+            raise Unanswered(waited_s)
+        if not ready and waited_s > WARN_S and not warned:
+            log.warning("store %s: no answer for %.0f s; waiting for up to %g s", name, waited_s, limit_s)
+            warned = True
+
+
+def _marking(work: Callable[[], psycopg.Connection[Any]]) -> psycopg.Connection[Any]:
+    """``work`` in a thread of its own: libpq connects, and asks for addresses, without a pause."""
+    with ThreadPoolExecutor(1, thread_name_prefix="connect") as thread:
+        future = thread.submit(work)
+        while True:
+            try:
+                return future.result(TICK_S)
+            except TimeoutError:
+                heartbeat.count_wait()

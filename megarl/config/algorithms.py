@@ -1,0 +1,189 @@
+"""Settings of algorithms: those that all have, and a dataclass for each algorithm that has more.
+
+An algorithm with settings of its own has a dataclass here, which is a row of ``SETTINGS`` and a parent of
+``AnyAlgorithmConfig``. On the command line all of them are ``algorithm.NAME``; ``algorithm.name`` decides which exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal
+
+from megarl.config.bounds import Bound, Coefficient, Count, NonNegative, Positive, UnitInterval
+from megarl.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class KLConfig:
+    coef: Coefficient = 0.001
+    """Coefficient of the KL to the reference; 0 needs no reference model."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """k1 has no gradient in a loss and is for ``place=reward`` alone."""
+    place: Literal["loss", "reward"] = "loss"
+    """A term of the loss, or taken off each token's reward."""
+    target: Positive | None = None
+    """KL per token that an adaptive coefficient aims at (Ziegler et al., 1909.08593); None keeps ``coef``."""
+    horizon: Count = 10000
+    """Responses over which the adaptive coefficient moves by its error."""
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    name: str = "grpo"
+    """Algorithm of megarl, or the path of a Python file with your own (ends in .py; docs/algorithms.md)."""
+    group_size: Count = 8
+    """Answers sampled for each task."""
+    importance: Literal["token", "sequence_mean", "sequence_product"] = "token"
+    """Unit of the ratio of new to old policy: each token, or the mean or sum of a response's log-ratios."""
+    clip_low: Coefficient = 0.2  # no maximum: DeepSeek-R1 has 10
+    """The ratio's lower bound is 1 - clip_low; above 1 there is none."""
+    clip_high: Coefficient = 0.2
+    """The ratio's upper bound is 1 + clip_high."""
+    dual_clip: Annotated[float, Bound(1, above=True)] | None = None
+    """c > 1 bounds the loss of tokens with a negative advantage by c·|A|; None for no bound."""
+    normalize_by_std: bool = True
+    """Divide advantages by the standard deviation of their group (GRPO); False only subtracts the mean (Dr. GRPO)."""
+    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"] = (
+        "token_mean"
+    )
+    """Reduction of token losses to one number: a mean over all tokens of the update, or per response first
+    (docs/algorithms.md)."""
+    aggregation_length: Count = 1024
+    """L of ``seq_mean_token_sum_norm``."""
+    entropy_coef: Coefficient = 0.0
+    """Coefficient of the entropy bonus."""
+    kl: KLConfig = field(default_factory=KLConfig)
+    """KL to the reference model."""
+    dynamic_sampling: bool = False
+    """Groups whose responses are all right or all wrong are replaced by new ones before training (DAPO)."""
+    overlong_filtering: bool = False
+    """Leave responses that reached ``rollout.max_response_tokens`` out of the loss; their group's statistics keep them
+    (DAPO)."""
+    max_extra_rollouts: NonNegative = 10
+    """Rollouts that a step asks for beyond its first to replace groups; then it trains with what it has."""
+    correction: Literal["none", "truncate", "mask"] = "none"
+    """Effect of the engine's log-probs on a token's surrogate, with r = exp(old_logp - engine_logp): nothing; times
+    min(r, C); times r, and 0 where r is outside [1/C, C]."""
+    correction_cap: Annotated[float, Bound(1)] = 2.0
+    """C of ``correction``."""
+    segments: Literal["all", "current"] = "all"
+    """Tokens of a trajectory that several versions of the weights have sampled: all are in the loss; or those of its
+    newest weights alone, and what earlier weights sampled is context (Kimi k1.5's partial rollouts). A trajectory of
+    one version is trained whole either way."""
+    turn_rewards: UnitInterval = 0.0
+    """Share of the turns' own rewards in the advantage (docs/algorithms.md); 0 reads those of trajectories alone."""
+    turn_gamma: UnitInterval = 1.0
+    """Discount of the rewards of later turns in the return of a turn, with ``turn_rewards``."""
+    options: dict[str, float] = field(default_factory=dict)
+    """Settings of your own algorithm."""
+
+
+@dataclass(frozen=True)
+class MirrorDescentConfig(AlgorithmConfig):
+    """Settings of kimi_mirror_descent."""
+
+    tau: Coefficient = 1.0
+    """Strength with which the loss holds on to the policy that it starts from."""
+
+
+@dataclass(frozen=True)
+class OPMDConfig(MirrorDescentConfig):
+    opmd: Literal["mean", "pairwise"] = "mean"
+    """Baseline for a response: the mean of its group, or each other response of it."""
+
+
+@dataclass(frozen=True)
+class PreferenceConfig(AlgorithmConfig):
+    """Settings of losses of preference pairs."""
+
+    beta: Positive = 0.1
+    """β of preference losses."""
+    preference: Literal["sigmoid", "ipo"] = "sigmoid"
+    """Loss of a preference pair: DPO's logistic loss, or IPO's squared one."""
+    label_smoothing: Annotated[float, Bound(0, 0.5, below=True)] = 0.0
+    """Probability that a preference is the wrong way round (cDPO)."""
+
+
+@dataclass(frozen=True)
+class MixConfig(AlgorithmConfig):
+    mu: UnitInterval = 0.1
+    """Weight of the loss on expert rows; the usual rows have 1 - mu."""
+    expert_ratio: Annotated[float, Bound(0, 1, below=True)] = 0.2
+    """Share of a step's rows that are taken from the expert rows (``taskset.expert``)."""
+    expert_loss: Literal["sft", "off_policy"] = "sft"
+    """Loss of expert rows: their negative log-likelihood; or minus their ratio to the teacher's log-probs, which the
+    rows must have (``teacher_logp``), as responses of another policy (LUFFY)."""
+    expert_shaping: Positive | None = 0.1
+    """γ of ``expert_loss=off_policy``: a ratio x counts as x / (x + γ); None for the bare ratio."""
+
+
+@dataclass(frozen=True)
+class ReinforcePPConfig(AlgorithmConfig):
+    gamma: UnitInterval = 1.0
+    """Discount of a token's reward."""
+
+
+@dataclass(frozen=True)
+class ReMaxConfig(ReinforcePPConfig):
+    whiten_advantages: bool = False
+    """Advantages of a step to mean 0 and variance 1 over its tokens."""
+
+
+@dataclass(frozen=True)
+class PPOConfig(ReMaxConfig):
+    lam: UnitInterval = 1.0
+    """λ of generalised advantage estimation."""
+    bootstrap_truncated: bool = False
+    """Value after a response that reached ``rollout.max_response_tokens``: 0 as after a finished one, because the limit
+    is where episodes end; or, where True, the critic's value of the state there, as if the response went on."""
+    value_clip: Positive | None = 0.5
+    """Distance that the critic's value may move from the one that the step started with; None for no bound."""
+
+
+@dataclass(frozen=True)
+class AnyAlgorithmConfig(PPOConfig, MixConfig, PreferenceConfig, OPMDConfig):
+    """Settings of all algorithms, for one in a Python file of your own. Names in brackets are the algorithms that have
+    a setting; others refuse it."""
+
+
+SETTINGS: dict[str, type[AlgorithmConfig]] = {
+    "dpo": PreferenceConfig,
+    "kimi_mirror_descent": MirrorDescentConfig,
+    "mix": MixConfig,
+    "online_dpo": PreferenceConfig,
+    "opmd": OPMDConfig,
+    "ppo": PPOConfig,
+    "reinforce_pp": ReinforcePPConfig,
+    "remax": ReMaxConfig,
+}
+"""Algorithms with settings of their own; all others have those of ``AlgorithmConfig``."""
+
+
+def settings_of(name: str) -> type[AlgorithmConfig]:
+    """Return the dataclass of an algorithm's settings; ``name`` may be a Python file."""
+    return AnyAlgorithmConfig if name.endswith(".py") else SETTINGS.get(name, AlgorithmConfig)
+
+
+def reads_teacher(config: AlgorithmConfig) -> bool:
+    """Return True if the loss of expert rows reads their teacher's log-probs."""
+    return isinstance(config, MixConfig) and config.expert_loss == "off_policy"
+
+
+def owners(setting: str) -> list[str]:
+    """Names of the algorithms that have ``setting`` of their own; [] for a setting of all, and for an unknown one."""
+    if setting in {f.name for f in fields(AlgorithmConfig)}:
+        return []
+    return [name for name, kind in SETTINGS.items() if setting in {f.name for f in fields(kind)}]
+
+
+def check_owners(values: Mapping[str, Any]) -> None:
+    """Raise ConfigError if ``values``, of the group ``algorithm``, has a setting that only other algorithms have."""
+    name = str(values.get("name", AlgorithmConfig.name))
+    own = {f.name for f in fields(settings_of(name))}
+    for setting in values:
+        if setting not in own and (of := owners(setting)):
+            raise ConfigError(
+                f"algorithm.{setting}={values[setting]} is a setting of {', '.join(of)}, not of {name}; leave it out "
+                f"(~algorithm.{setting} where a file sets it), or take algorithm={of[0]}"
+            )

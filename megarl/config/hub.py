@@ -1,0 +1,112 @@
+"""Models that are named as on the Hugging Face hub: found in the local cache, never downloaded."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from megarl.config.schema import Config
+
+log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+def is_name(path: str) -> bool:
+    """Return True if ``path`` reads as ORGANISATION/MODEL and neither it nor a folder for it is here; ``./a/b`` is
+    always a path."""
+    return bool(_NAME.fullmatch(path)) and not Path(path).parent.exists()
+
+
+def cache() -> Path:
+    """The folder of huggingface_hub's downloads, by its environment variables."""
+    if folder := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
+        return Path(folder).expanduser()
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(home).expanduser() / "hub"
+
+
+def snapshot(path: str) -> str:
+    """The cached snapshot of a hub name's main branch; ``path`` itself where it exists, is no such name or is not
+    cached."""
+    if not _reads_as_name(path):
+        return path
+    try:
+        revision = (_cached(path) / "refs" / "main").read_text().strip()
+    except OSError:
+        return path
+    found = _cached(path) / "snapshots" / revision
+    return str(found) if _is_whole(found) else path
+
+
+def with_snapshots(config: Config) -> Config:
+    """The settings with cached snapshots for hub names of models: those that the run began with, for as long as the
+    cache has them."""
+    roles = {role: getattr(config, role) for role in ("model", "critic", "reward_model")}
+    used = _paths(Path(config.run.dir) / "resolved.json")
+    found = {
+        role: _snapshot_of_run(value.path, used.get(role)) for role, value in roles.items() if value.path is not None
+    }
+    return replace(config, **{role: replace(roles[role], path=path) for role, path in found.items()})
+
+
+def lost(path: str) -> str | None:
+    """The command that downloads a snapshot which the cache no longer has; None for other paths."""
+    folder = Path(path)
+    model = folder.parent.parent.name
+    if folder.parent.name != "snapshots" or not model.startswith("models--") or _is_whole(folder):
+        return None
+    return f"`hf download {model.removeprefix('models--').replace('--', '/', 1)} --revision {folder.name}`"
+
+
+def _snapshot_of_run(path: str, used: str | None) -> str:
+    """The snapshot of the run's last start while the cache has it, else the newest one. A path is taken as it is."""
+    newest = snapshot(path)
+    if used is None or used == newest or not _reads_as_name(path):
+        return newest
+    if Path(used).parent != _cached(path) / "snapshots" or not _is_whole(Path(used)):
+        return newest
+    if newest != path:
+        log.warning("the run goes on with %s, though the cache's main branch is at %s", used, Path(newest).name)
+    return used
+
+
+def _reads_as_name(path: str) -> bool:
+    return bool(_NAME.fullmatch(path)) and not Path(path).exists()
+
+
+def _cached(name: str) -> Path:
+    return cache() / f"models--{name.replace('/', '--')}"
+
+
+def _is_whole(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
+
+
+def _paths(resolved: Path) -> dict[str, str]:
+    """Model paths of a run's last start; none where its settings cannot be read; others report that."""
+    try:
+        settings = json.loads(resolved.read_text())
+        return {
+            role: str(settings[role]["path"])
+            for role in ("model", "critic", "reward_model")
+            if settings[role]["path"] is not None
+        }
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def advice(setting: str, path: str) -> str | None:
+    """The way to get a model whose hub name was given as a path; None for other paths."""
+    if not _reads_as_name(path):
+        return None
+    folder = f"models/{path.partition('/')[2]}"
+    return (
+        f"if this is a name on the Hugging Face hub, nothing is downloaded: `hf download {path} --local-dir {folder}` "
+        f"(older: huggingface-cli download) and set {setting}={folder}, or `hf download {path}`, whose cache "
+        f"({cache()}) is found by the name; a path here begins with ./"
+    )

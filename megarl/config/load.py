@@ -1,0 +1,230 @@
+"""hydra's compose, then one strict walk into the dataclasses of ``schema``.
+
+hydra joins the files and overrides; what a key may be called and which values it takes is decided here alone, so
+that an error can name the nearest known key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from megarl.config.algorithms import AlgorithmConfig, check_owners, settings_of
+from megarl.config.bounds import annotations_of
+from megarl.config.hub import with_snapshots
+from megarl.config.overrides import check_overrides, check_setting, force, grammar_fault, nearest, unknown
+from megarl.config.schema import Config
+from megarl.config.validate import validate
+from megarl.core.durable import write_text
+from megarl.core.errors import ConfigError
+
+
+def config_dir() -> Path:
+    """The ``configs/`` folder: of the checkout, or the copy that the wheel carries."""
+    package = Path(__file__).resolve().parents[2]
+    for folder in (package.parent / "configs", package / "_configs"):
+        if (folder / "train.yaml").is_file():
+            return folder
+    raise ConfigError(f"no configs/train.yaml beside {package.parent} or in {package}; reinstall megarl")
+
+
+def config_dirs(own: str | os.PathLike[str] | None = None) -> list[Path]:
+    """``configs/``, and a user's folder with further files of its groups.
+
+    Raises:
+        ConfigError: there is no such folder, or a file in it has the name of one of megarl's.
+    """
+    ours = config_dir()
+    if own is None:
+        return [ours]
+    folder = Path(own).resolve()
+    if not folder.is_dir():
+        raise ConfigError(f"--config-dir {own}: no such directory; give one with files such as experiment/mine.yaml")
+    for path in sorted(folder.rglob("*.yaml")):
+        if (ours / path.relative_to(folder)).exists():
+            raise ConfigError(
+                f"--config-dir {own}: {path.relative_to(folder)} is also the name of a file of megarl's; rename it"
+            )
+    return [ours, folder]
+
+
+@contextmanager
+def hydra_at(folders: Sequence[Path]) -> Iterator[None]:
+    """hydra, set up to find files in these folders."""
+    from hydra import initialize_config_dir
+    from hydra._internal.hydra import Hydra
+    from hydra.core.global_hydra import GlobalHydra
+
+    with initialize_config_dir(str(folders[0]), version_base="1.3"):
+        if len(folders) > 1:
+            search_path = GlobalHydra.instance().config_loader().get_search_path()
+            for folder in folders[1:]:
+                search_path.prepend("user", f"file://{folder}", anchor="schema")
+            GlobalHydra.instance().clear()  # a loader reads its search path once, when it is made
+            Hydra.create_main_hydra2("app", search_path)
+        yield
+
+
+def compose(overrides: Sequence[str], config_name: str = "train", own: str | os.PathLike[str] | None = None) -> Config:
+    """Compose ``configs/<config_name>.yaml`` with hydra overrides such as ``experiment=quickstart trainer.steps=5``.
+
+    ``own``: a folder with further files of the groups (``experiment/mine.yaml``). Models that are named as on the hub
+        and lie in its
+    local cache are named by their paths there.
+
+    Raises:
+        ConfigError: an unknown key (with the nearest known one), a missing mandatory value, a value of the wrong type
+            or one outside its bounds.
+    """
+    from hydra import compose as hydra_compose
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    folders = config_dirs(own)
+    check_overrides(overrides, folders)
+    try:
+        with hydra_at(folders):
+            tree = hydra_compose(config_name, [force(o, folders) for o in overrides])
+        plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=False)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"the settings could not be composed: {grammar_fault(overrides) or error}") from error
+    assert isinstance(plain, dict)
+    config: Config = from_dict(Config, {str(k): v for k, v in plain.items()})
+    missing = sorted(_missing(to_dict(config)))
+    if missing:
+        raise ConfigError(
+            f"no value for {', '.join(missing)}; set it in a configs/experiment file or as {missing[0]}=..."
+        )
+    if left := sorted(name for name, value in _texts(to_dict(config)) if "${" in value):
+        raise ConfigError(f"{left[0]} holds an unresolved ${{...}}; give its value")
+    validate(config)
+    for name in config.run.allow_changes:
+        check_setting(name, " in run.allow_changes")
+    return with_snapshots(config)
+
+
+def from_dict(cls: Any, values: Mapping[str, Any], where: str = "") -> Any:
+    """Build dataclass ``cls`` from plain ``values``, strictly.
+
+    Raises:
+        ConfigError: a key that ``cls`` does not have, or a value that its annotation does not admit.
+    """
+    names = [f.name for f in dataclasses.fields(cls)]
+    hints = annotations_of(cls)
+    for key in values:
+        if key not in names:
+            raise unknown(where + key, where + key, [f"{where}{n}" for n in names])
+    return cls(**{k: _convert(hints[k], v, where + k) for k, v in values.items()})
+
+
+def _convert(annotation: Any, value: Any, where: str) -> Any:
+    if annotation is Any:
+        return value
+    origin = get_origin(annotation)
+    if origin in (Union, types.UnionType):
+        errors = []
+        for option in get_args(annotation):
+            try:
+                return _convert(option, value, where)
+            except ConfigError as error:
+                errors.append(str(error))
+        raise ConfigError(errors[0] if len(errors) == 1 else f"{where}={value!r} fits none of: {'; '.join(errors)}")
+    if dataclasses.is_dataclass(annotation):
+        if isinstance(value, Mapping):
+            return from_dict(_class_of(annotation, value), value, where + ".")
+        raise ConfigError(f"{where}={value!r} must be a group of settings")
+    if annotation is type(None):
+        if value is None:
+            return None
+        raise ConfigError(f"{where}={value!r} must be null")
+    if origin is Literal:
+        if value in get_args(annotation):
+            return value
+        allowed = [str(a) for a in get_args(annotation)]
+        raise ConfigError(
+            f"{where}={value!r} is not one of {', '.join(allowed)};{nearest(str(value), allowed)}".rstrip(";")
+        )
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{where}={value!r} must be a mapping")
+        key_type, item_type = get_args(annotation)
+        return {_convert(key_type, k, where): _convert(item_type, v, f"{where}.{k}") for k, v in value.items()}
+    if origin is list:
+        if not isinstance(value, list):
+            raise ConfigError(f"{where}={value!r} must be a list")
+        (item_type,) = get_args(annotation)
+        return [_convert(item_type, item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if annotation is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if annotation is float and isinstance(value, str):
+        try:
+            return float(value)  # YAML reads 1e-4 as a string
+        except ValueError:
+            pass
+    if isinstance(value, annotation) and not (annotation is int and isinstance(value, bool)):
+        return value
+    raise ConfigError(f"{where}={value!r} must be of type {annotation.__name__}")
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Return settings as plain dictionaries and lists."""
+    return dataclasses.asdict(config)
+
+
+def _class_of(annotation: Any, values: Mapping[str, Any]) -> Any:
+    """Return the dataclass that a group of settings is built from: that of its algorithm for ``algorithm``."""
+    if annotation is not AlgorithmConfig:
+        return annotation
+    check_owners(values)
+    return settings_of(str(values.get("name", AlgorithmConfig.name)))
+
+
+def _missing(tree: Mapping[str, Any], where: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _missing(value, f"{where}{key}.")
+        elif value == "???":
+            yield where + key
+
+
+def _texts(tree: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _texts(value, f"{where}{key}.")
+        elif isinstance(value, str):
+            yield f"{where}{key}", value
+
+
+def save_resolved(config: Config, path: Path) -> None:
+    """Write the settings as JSON; a reader sees the old file or the new one."""
+    write_text(path, json.dumps(to_dict(config), indent=1))
+
+
+def load_resolved(path: str | Path) -> Config:
+    """Read what ``save_resolved`` wrote; every process of a job starts from this file.
+
+    Raises:
+        ConfigError: the file is damaged, or has settings that this version does not know.
+    """
+    fix = (
+        "it only records the settings of the last start: remove it, and `megarl train` with those settings writes it "
+        "again"
+    )
+    try:
+        values = json.loads(Path(path).read_text())
+        if not isinstance(values, dict):
+            raise ValueError(f"it holds {type(values).__name__}, not settings")
+    except ValueError as error:  # also what is no UTF-8
+        raise ConfigError(f"{path} cannot be read: {error}; {fix}") from error
+    try:
+        config: Config = from_dict(Config, values)
+    except ConfigError as error:
+        raise ConfigError(f"{path} is of another version of megarl: {error}; {fix}") from error
+    return config

@@ -1,0 +1,1 @@
+"""Processes of this machine: forked, watched, ended with their parent."""

@@ -1,0 +1,283 @@
+"""Blocking controls of one engine server: what a trainer and a supervisor ask of it. Standard library only."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megarl.core.errors import EngineError
+from megarl.engines.client.auth import bearer
+from megarl.engines.client.names import PROVING, last_lines
+from megarl.engines.client.probe import Probed, Scores
+
+_POLL_S = 0.1
+_QUEUED_POLL_S = 0.005
+_REPORT_S = 5.0
+"""Seconds from a worker's timeout until its reason arrives."""
+SLEEPING = "the engine sleeps: its weights were freed, and it generates after the next publication"
+"""Reason of an engine that has been sent to sleep."""
+FAILURE = "failure"
+"""Key of a worker's reply that has what went wrong there."""
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """``version`` as the engine names its weights; ``refusing`` is the reason why it refuses requests, if it does."""
+
+    version: str
+    paused: bool
+    refusing: str | None
+    start: int
+    """``EngineRow.start`` of this process; a random number without a supervisor."""
+    workers: int
+    """Workers that hold its weights: tp * pp."""
+
+
+@dataclass(frozen=True)
+class EngineControl:
+    """One engine server at ``url``. Every method raises EngineError with the server's own words when it is refused."""
+
+    url: str
+    key: str
+    timeout_s: float = 120.0
+    log: Path | None = None
+    proving: bool = False
+    """Requests are answered although the engine refuses others."""
+
+    def wait_ready(
+        self, timeout_s: float, alive: Callable[[], bool] = lambda: True, stopping: Callable[[], bool] = lambda: False
+    ) -> float:
+        """Waits until the server answers; returns the seconds.
+
+        Args:
+            alive: False once the server's process has ended.
+            stopping: True once the job is asked to stop: a server that is not there by then may never be started.
+        """
+        start = time.monotonic()
+        while not self._healthy():
+            waited = time.monotonic() - start
+            if stopping():
+                raise EngineError(f"the job is asked to stop, and the engine at {self.url} is not ready")
+            if not alive():
+                raise EngineError(self._with_log(f"the engine at {self.url} died after {waited:.0f} s, not yet ready"))
+            if waited > timeout_s:
+                limit = f"rollout.start_timeout_s = {timeout_s:g}"
+                raise EngineError(
+                    self._with_log(f"the engine at {self.url} was not ready after {waited:.0f} s ({limit})")
+                )
+            time.sleep(_POLL_S)
+        try:
+            self.state()
+        except EngineError as error:
+            raise EngineError(
+                f"{error}; a server without megarl's routes was started from an environment where megarl's entry point "
+                "in vllm.endpoint_plugins is not installed: install the package again (pip install --no-deps -e .)"
+            ) from error
+        return time.monotonic() - start
+
+    def state(self, timeout_s: float | None = None) -> EngineState:
+        answer = self._call("GET", "/megarl/state", timeout_s=timeout_s)
+        try:
+            return EngineState(**answer)
+        except TypeError as error:
+            raise self._malformed("GET /megarl/state", answer) from error
+
+    def pause(self, mode: Literal["abort", "wait", "keep"] = "wait", timeout_s: float | None = None) -> None:
+        """Stops scheduling; requests that come later queue. ``wait`` lets the running ones end first, ``keep`` goes on
+        with them after ``resume``."""
+        self._call("POST", f"/pause?mode={mode}", timeout_s=timeout_s)
+
+    def drain(self, given_up: Callable[[], bool], try_s: float = 10.0) -> None:
+        """Pause as ``pause`` does, however long the running requests take, or until ``given_up``, within ``try_s``.
+
+        A request that generates nothing is ended by who asked for it (``rollout.request_timeout_s``).
+        """
+        while True:
+            try:
+                self.pause("wait", try_s)
+                return
+            except EngineError as error:
+                if given_up():
+                    return
+                if not isinstance(error.__cause__, TimeoutError):
+                    raise
+                self.state()  # it lives
+
+    def resume(self) -> None:
+        """Let the engine generate again."""
+        self._call("POST", "/resume")
+
+    def refuse(self, reason: str | None, version: str | None = None) -> None:
+        """Makes the engine answer generation with 503 and ``reason``; None: it generates, ``version`` is proven."""
+        self._call("POST", "/megarl/refuse", {"reason": reason, "version": version})
+
+    def sleep(self, keep_weights: bool = False) -> list[dict[str, int]]:
+        """Free the KV cache, and free the weights or keep them in host memory. Requests under way are ended. Returns
+        ``freed`` and ``rss`` of each worker.
+
+        The engine refuses generation until a publication has brought weights and ``wake`` the KV cache, in any order.
+        It may sleep before a trainer has joined, and sleeping twice does nothing.
+        """
+        self.refuse(SLEEPING)
+        self.pause("abort")  # of a rollout that was given up: a job that stops does not wait for it
+        self.reset_prefix_cache()
+        self._call("POST", "/megarl/asleep", {"asleep": True})
+        answers: list[dict[str, int]] = self.workers("megarl_sleep", keep_weights)
+        return answers
+
+    def wake(self, what: Literal["weights", "kv_cache"]) -> list[dict[str, int]]:
+        """Take memory again; return ``taken`` and ``rss`` of each worker. Waking what is awake does nothing.
+
+        Weights must wake before a publication, which brings their values. An engine whose weights were published while
+        its KV cache slept generates as soon as that wakes.
+        """
+        answers: list[dict[str, int]] = self.workers("megarl_wake", what)
+        if what == "kv_cache":
+            self._call("POST", "/megarl/asleep", {"asleep": False})
+        return answers
+
+    def init(self, info: Mapping[str, Any]) -> None:
+        """Makes every worker join the trainer's group (``megarl.engines.sync.receiver.InitInfo``)."""
+        self._call("POST", "/init_weight_transfer_engine", {"init_info": dict(info)})
+
+    def start(self) -> None:
+        """Begin a weight update."""
+        self._call("POST", "/start_weight_update")
+
+    def update(self, info: Mapping[str, Any]) -> None:
+        """Makes every worker receive; returns when all have (``megarl.engines.sync.receiver.UpdateInfo``).
+
+        A worker gives up after ``timeout_s`` by itself and reports which message did not arrive.
+        """
+        self._call("POST", "/update_weights", {"update_info": dict(info)}, self.timeout_s + _REPORT_S)
+
+    def finish(self, version: str) -> None:
+        """End a weight update under a version."""
+        self._call("POST", "/finish_weight_update", {"weight_version": version})
+
+    def reset_prefix_cache(self, *, running: bool = False) -> None:
+        """Forgets keys and values that older weights computed; fails while requests still hold some of them.
+
+        Args:
+            running: Forget those of running requests too: they are computed again when the engine resumes.
+        """
+        answer = self._call("POST", f"/reset_prefix_cache{'?reset_running_requests=true' if running else ''}")
+        if not isinstance(answer, dict) or "success" not in answer:
+            raise self._malformed("POST /reset_prefix_cache", answer)
+        if not answer["success"]:
+            raise EngineError(f"the engine at {self.url} kept its prefix cache: requests still run; pause it first")
+
+    def workers(self, method: str, *args: Any) -> list[Any]:
+        """Calls a method of ``megarl.engines.sync.receiver.WorkerExtension`` on every worker, in rank order.
+
+        Raises:
+            EngineError: any worker's failure.
+        """
+        answer = self._call("POST", "/collective_rpc", {"method": method, "args": list(args)})
+        if not isinstance(answer, dict) or not isinstance(answers := answer.get("results"), list):
+            raise self._malformed(f"POST /collective_rpc {method}", answer)
+        failed = failures(answers)
+        if failed:
+            raise EngineError(self._with_log(f"the engine at {self.url} failed in {method}: {failed}"))
+        return answers
+
+    def probe(self, token_ids: Sequence[int], *, decode: int = 0, first: str | None = None) -> Probed:
+        """Log-probs of ``token_ids[1:]``, each given those before it, and of ``decode`` tokens that the engine samples
+        after them: as it decodes, and computed again in a prompt, for which vLLM takes nothing from its prefix cache.
+        ``first``: name of a request that goes before those that wait; of an engine with ``sync.pause=keep`` alone,
+        which has priorities.
+        """
+        text = self.scores(token_ids, decode + 1, first=first)  # the first token comes out of the prompt's own pass
+        again = self.scores([*token_ids, *text.tokens], 1, first=first).prompt[-decode:] if decode else []
+        return Probed(text.prompt, text.sampled[1:], again, text.tokens[1:])
+
+    def await_queued(self, name: str, ended: Callable[[], bool]) -> None:
+        """Return once vLLM has queued the request of this name, or it has ``ended``: later calls come behind it."""
+        asked = f"/megarl/queued?name={name}"
+        while not ended():
+            answer = self._call("GET", asked)
+            if not isinstance(answer, dict) or "queued" not in answer:
+                raise self._malformed(f"GET {asked}", answer)
+            if answer["queued"]:
+                return
+            time.sleep(_QUEUED_POLL_S)
+
+    def scores(self, token_ids: Sequence[int], sample: int, **how: Any) -> Scores:
+        """Ask for log-probs of a text and of tokens sampled after it; ``how``: as of ``Scores.request``."""
+        answer = self._call("POST", "/inference/v1/generate", Scores.request(token_ids, sample, **how))
+        try:
+            return Scores.of(answer, token_ids, sample, prompt="among" not in how)
+        except (LookupError, TypeError, ValueError) as error:
+            raise self._malformed("POST /inference/v1/generate", str(answer)[:200]) from error
+
+    def health(self, timeout_s: float) -> None:
+        """Return when the server reports that it is well."""
+        self._call("GET", "/health", timeout_s=timeout_s)
+
+    def _healthy(self) -> bool:
+        try:
+            self.health(5.0)
+        except EngineError:
+            return False
+        return True
+
+    def _call(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", **bearer(self.key), **({PROVING: "1"} if self.proving else {})}
+        request = urllib.request.Request(self.url + path, data=data, method=method, headers=headers)
+        asked = f"{method} {path}"
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s or self.timeout_s) as answer:
+                text = answer.read()
+        except urllib.error.HTTPError as error:
+            reason = _message(_rest(error).decode(errors="replace"))
+            raise EngineError(f"the engine at {self.url} answered {error.code} to {asked}: {reason}") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineError(
+                self._with_log(f"the engine at {self.url} did not answer {asked}: {error or type(error).__name__}")
+            ) from error
+        try:
+            return json.loads(text) if text else None
+        except (ValueError, RecursionError) as error:
+            raise self._malformed(asked, text[:200]) from error
+
+    def _malformed(self, asked: str, answer: Any) -> EngineError:
+        return EngineError(self._with_log(f"the engine at {self.url} sent a malformed answer to {asked}: {answer!r}"))
+
+    def _with_log(self, message: str) -> str:
+        return message if self.log is None else f"{message}\nlast lines of {self.log}:\n{last_lines(self.log)}"
+
+
+def failures(answers: Sequence[Any]) -> str:
+    """Errors of workers, by rank; empty when there are none."""
+    return "; ".join(
+        f"worker {rank}: {answer[FAILURE]}"
+        for rank, answer in enumerate(answers)
+        if isinstance(answer, dict) and FAILURE in answer
+    )
+
+
+def _rest(error: urllib.error.HTTPError) -> bytes:
+    """Body of a refusal, as far as it came."""
+    try:
+        return error.read()
+    except http.client.IncompleteRead as partial:
+        return partial.partial
+    except (OSError, http.client.HTTPException):
+        return b""
+
+
+def _message(text: str) -> str:
+    """The message within vLLM's or our own error body, or the body itself."""
+    try:
+        found = json.loads(text)["error"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return text.strip()
+    return found["message"] if isinstance(found, dict) and "message" in found else str(found)

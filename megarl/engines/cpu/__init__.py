@@ -1,0 +1,1 @@
+"""Gaps of vLLM on CPU, filled before a worker builds its model."""

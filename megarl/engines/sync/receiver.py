@@ -1,0 +1,458 @@
+"""The engine's side of a weight sync, inside vLLM's workers: a WeightTransferEngine and a worker extension."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, wraps
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.platforms import current_platform
+
+from megarl import ops
+from megarl.config.lora import LoraConfig
+from megarl.core.errors import WeightSyncError
+from megarl.core.processes.machine import trim_memory
+from megarl.engines.client.control import FAILURE
+from megarl.engines.sync.addresses import Address, addresses_of, check_addresses
+from megarl.engines.sync.eight_bits import EightBits
+from megarl.engines.sync.files import compare_with_files, read_files
+from megarl.engines.sync.link import Backend, Link, LinkAddress, join_groups, open_store
+from megarl.engines.sync.lora import AdaptedWriter, AdapterWriter, Part
+from megarl.engines.sync.memory import DeviceMemory, HostMemory, unpin
+from megarl.engines.sync.shared import Places, SharedMemoryReceiver, machine
+from megarl.engines.sync.sleep import WHAT, Sleeper, What, sleeper_of
+from megarl.engines.sync.writer import LocalTensor, SliceWriter
+from megarl.weights.checkpoint.formats.hf import read_hf_config
+from megarl.weights.reshard import boxes
+from megarl.weights.reshard.adapters import AdapterDelivery, is_adapter
+from megarl.weights.reshard.buckets import wire_dtype
+from megarl.weights.reshard.execute import digests_of, fold, merge, piece_digests, receive, zero_padded
+from megarl.weights.reshard.layouts import Layout, MegatronGrid, megatron_layout, vllm_layout
+from megarl.weights.reshard.plan import ReshardPlan, build_plan
+
+if current_platform.is_cpu():
+    # Before a worker builds its model.
+    import megarl.engines.cpu.local_experts  # noqa: F401
+    from megarl.engines.cpu import router as cpu_router
+    from megarl.engines.cpu import single_rows
+
+    single_rows.install()
+    cpu_router.install()
+
+log = logging.getLogger(__name__)
+
+TRIMMED_BYTES = 2**26
+"""Parameters of a worker above which freed memory is given back after an update: it has to be zeroed again when it is
+used."""
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Data with which a worker builds the trainer's plan by itself and joins the link. Plain values: it travels as
+    JSON."""
+
+    host: str
+    port: int
+    name: str
+    world_size: int
+    timeout_s: float
+    grid: dict[str, int | None]
+    """Fields of the trainer's MegatronGrid."""
+    transformer_impl: Literal["local", "transformer_engine"]
+    """Implementation of the trainer's model: its local names and cuts depend on it."""
+    vocab_multiple: int
+    kernels: Literal["megarl", "torch"]
+    """``trainer.kernels``: what computes digests."""
+    replicas: int
+    replica: int
+    dtype: str
+    weight_dtype: Literal["auto", "fp8"]
+    """``rollout.weight_dtype`` of the trainer's program."""
+    bucket_bytes: int
+    fingerprint: str
+    """Fingerprint of the trainer's plan."""
+    places: dict[str, Any]
+    """Fields of ``megarl.engines.sync.shared.Places``."""
+    transport: Backend
+    """``sync.transport``: what carries messages between machines."""
+    lora: dict[str, Any] | None = None
+    """Fields of ``model.lora``; None where the model has no adapters."""
+    adapter: Literal["merged", "separate"] = "merged"
+    """``sync.adapter``."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    version: str
+    folder: str | None = None
+    """Folder of the weights' files; None for weights that come over the link."""
+    part: Part = "all"
+    """Weights that come: all, or those that training changes."""
+
+
+def _delivery(hf_config: Mapping[str, Any], info: InitInfo) -> AdapterDelivery:
+    """Way of the trainer's adapters."""
+    return AdapterDelivery.of(hf_config, LoraConfig(**(info.lora or {})), separate=info.adapter == "separate")
+
+
+def _plans_of(source: Layout, layout: Layout, adapters: AdapterDelivery | None) -> dict[Part, ReshardPlan]:
+    """Plans of all weights and of those that training changes."""
+    if adapters is None:
+        return {"all": build_plan(source, layout)}
+    plan = build_plan(adapters.layout(source), adapters.layout(layout))
+    return {"all": plan, "changed": plan.only(adapters.changed(plan.destination).__contains__)}
+
+
+# vLLM reads the answers of several workers one after the other, and none after one that failed: those then pass for the
+# answers to its next call. So no worker fails; what went wrong is kept until megarl_outcome asks, or is an answer
+# itself.
+
+
+def _kept(step: Callable[..., None]) -> Callable[..., None]:
+    @wraps(step)
+    def run(self: Receiver, *args: Any) -> None:
+        try:
+            step(self, *args)
+        except Exception as error:
+            log.exception("%s failed", step.__name__)
+            self.failure = str(error) or type(error).__name__
+
+    return run
+
+
+def _answered(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    @wraps(method)
+    def run(self: WorkerExtension, *args: Any) -> dict[str, Any]:
+        try:
+            return method(self, *args)
+        except Exception as error:
+            log.exception("%s failed", method.__name__)
+            return {FAILURE: str(error) or type(error).__name__}
+
+    return run
+
+
+class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Receives slices from trainer ranks and writes them into this worker's local fused tensors."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+    _writer: SliceWriter | None = None
+    _adapted: AdaptedWriter | None = None
+    """``_writer`` where the trainer's model has adapters, with engines' own adapters."""
+    _agreed: str | None = None
+    """Fingerprint of the plan that ``agree`` built."""
+    _links: Sequence[Link] = ()
+    """Link of notices, and that of bucket messages; one may be both."""
+    _receiver: SharedMemoryReceiver | None = None
+    failure: str | None = None
+    """Failure of the last step, until it has been asked for."""
+    sleeper: Sleeper | None = None
+    """None until the worker sleeps for the first time."""
+    addresses: dict[str, Address] | None = None
+    """Addresses of the model's tensors, from the first update on; None after a wake that may have moved them."""
+
+    def agree(self, info: InitInfo) -> None:
+        """Builds the plan and checks that it is the trainer's; apart from joining, so that a difference shows at once.
+
+        Raises:
+            WeightSyncError: the plans or the dtypes differ.
+        """
+        ops.use(info.kernels)
+        hf_config = read_hf_config(Path(self.model_config.model))
+        mine = self.parallel_config
+        source = megatron_layout(
+            hf_config,
+            MegatronGrid(**info.grid),  # type: ignore[arg-type]  # JSON: each field is what it was
+            vocab_multiple=info.vocab_multiple,
+            transformer_impl=info.transformer_impl,
+        )
+        layout = vllm_layout(
+            hf_config,
+            mine.tensor_parallel_size,
+            replicas=info.replicas,
+            pp=mine.pipeline_parallel_size,
+            expert_parallel=mine.enable_expert_parallel,
+        )
+        plans = _plans_of(source, layout, None if info.lora is None else _delivery(hf_config, info))
+        plan = plans["all"]
+        dtype = str(self.model_config.dtype).removeprefix("torch.")
+        if plan.fingerprint != info.fingerprint or dtype != info.dtype:
+            raise WeightSyncError(
+                f"trainer and engine do not agree on the weights: plan {info.fingerprint[:12]} in {info.dtype} against "
+                f"{plan.fingerprint[:12]} in {dtype}; both must use the same model directory "
+                f"({self.model_config.model}), model.dtype and version of megarl"
+            )
+        held = "auto" if self.model_config.quantization is None else "fp8"
+        if held != info.weight_dtype:
+            raise WeightSyncError(
+                f"the trainer has rollout.weight_dtype={info.weight_dtype}, the engine was started with {held}: the "
+                "programs that share engines need the same"
+            )
+        rank = info.replica * mine.tensor_parallel_size * mine.pipeline_parallel_size + mine.rank
+        self._writer = self._writer_of(layout, rank)
+        self._plans = plans
+        self._adapted = None if info.lora is None else self._adapted_of(self._writer, plans, rank)
+        if info.adapter != "separate" and hasattr(self.model, "lora_manager"):
+            raise WeightSyncError(
+                "the engine was started with sync.adapter=separate, the trainer sends no adapters: the programs that "
+                "share engines need the same sync.adapter and model.lora"
+            )
+        self._layout, self._rank, self._bucket_bytes = layout, rank, info.bucket_bytes
+        self._agreed = info.fingerprint
+
+    def _writer_of(self, layout: Layout, rank: int) -> SliceWriter:
+        dtype = self.model_config.dtype
+        tensors = {
+            row.local: LocalTensor(row.local_shape(share), wire_dtype(layout, row.parts[0], dtype))
+            for row, share in layout.rows_of(rank)
+        }
+        eight_bits = EightBits(self.model, layout, rank)
+        if (self.model_config.quantization is not None) != bool(eight_bits):
+            raise WeightSyncError(
+                f"vLLM was told to keep weights as {self.model_config.quantization}, and keeps {len(eight_bits)} "
+                "layers in 8 bits by channels or blocks: this vLLM version quantises otherwise"
+            )
+        return SliceWriter(self.model, self.model_config, tensors, eight_bits)
+
+    def _adapted_of(self, writer: SliceWriter, plans: Mapping[Part, ReshardPlan], rank: int) -> AdaptedWriter:
+        """Writer of a model whose trainer has adapters."""
+        rows = [row for row in plans["all"].destination.rows if is_adapter(row.local)]
+        own = AdapterWriter(self.model, plans["all"].destination.only_rows(rows), rank) if rows else None
+        changed = [local for local in plans["changed"].destination.local_shapes(rank) if not is_adapter(local)]
+        return AdaptedWriter(writer, own, changed)
+
+    @_kept
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Joins the engine's link; returns when every trainer rank and every worker of the engine has."""
+        self.shutdown()
+        assert self._agreed == init_info.fingerprint, (
+            "another plan: megarl_agree comes before init_weight_transfer_engine"
+        )
+        address = LinkAddress(init_info.host, init_info.port, init_info.name, init_info.world_size, init_info.timeout_s)
+        store = open_store(address, master=False)  # until this returns: trainer rank 0 would have a socket per worker
+        places = Places(**init_info.places)
+        self._plans = {part: replace(plan, nearness=places.nearness()) for part, plan in self._plans.items()}
+        plan = self._plans["all"]
+        rank = plan.source.num_ranks + self.parallel_config.rank
+        senders, over = plan.senders_to(self._rank), init_info.transport
+        files = places.senders_on_same_machine(self._rank) if places.workers else {}
+        near, far = ([sender for sender in senders if (sender in files) == is_near] for is_near in (True, False))
+        self._links = join_groups(store, address, rank, peers=0, near=near, far=far, over=over)
+        memory = DeviceMemory() if over == "nccl" else HostMemory(others=files)
+        self._receiver = SharedMemoryReceiver(self._links[0], files, memory, self._links[1])
+
+    @_kept
+    def start_weight_update(self) -> None:
+        self._require_weights("start_weight_update")
+        assert self._writer is not None, "no trainer: megarl_agree comes before start_weight_update"
+        if self.addresses is None:
+            self.addresses = addresses_of(self.model)
+        if self._adapted is None:  # else with the weights, which name the part that they are
+            with torch.device(self.device), torch.no_grad():
+                self._writer.start()
+
+    @_kept
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        self._require_weights("update_weights")
+        assert self._writer is not None
+        if update_info.folder is not None:
+            with torch.device(self.device), torch.no_grad():
+                place, dtype = Path(update_info.folder), self.model_config.dtype
+                read_files(self._layout, self._rank, self._writer.tensor, self._writer.wrote, place, dtype)
+            return
+        assert self._receiver is not None, "no link: init_weight_transfer_engine comes before update_weights"
+        part, writer = update_info.part, self._adapted or self._writer
+        if part not in self._plans:
+            raise WeightSyncError(
+                "an update of what training changes came from a trainer that has announced no model.lora; join again"
+            )
+        try:
+            with torch.device(self.device), torch.no_grad():
+                if self._adapted is not None:
+                    self._adapted.start(part)
+                receive(
+                    self._plans[part],
+                    self._rank,
+                    writer.tensor,
+                    self._receiver,
+                    dtype=self.model_config.dtype,
+                    bucket_bytes=self._bucket_bytes,
+                    wrote=writer.wrote,
+                )
+                self._receiver.finish()
+        except BaseException:
+            self.shutdown()  # closes the connections: the senders learn at once instead of after their timeout
+            raise
+
+    @_kept
+    def finish_weight_update(self) -> None:
+        self._require_weights("finish_weight_update")
+        assert self._writer is not None
+        with torch.device(self.device), torch.no_grad():
+            (self._adapted or self._writer).finish()
+        if sum(parameter.nbytes for parameter in self.model.parameters()) > TRIMMED_BYTES:
+            trim_memory()  # unpacked layers and buckets: 250 MiB of an engine with 100M parameters
+        assert self.addresses is not None, "start_weight_update comes before finish_weight_update"
+        check_addresses(self.addresses, addresses_of(self.model))
+
+    def digests(self) -> dict[str, int]:
+        """Logical tensor -> digest of this worker's part of it, read back from what the model computes with; of what
+        arrived where that is kept in 8 bits. Raises WeightsDiffer where padding is not zero, or the 8 bits are not
+        those made from what arrived."""
+        self._require_weights("megarl_digests")
+        assert self._writer is not None, "no trainer: megarl_agree comes before megarl_digests"
+        eight_bits = self._writer.eight_bits
+        layout, writer = eight_bits.rest, self._adapted or self._writer
+        if self._adapted is not None:
+            layout = self._adapted.layout(layout, self._plans["changed"].destination)
+        with torch.device(self.device), torch.no_grad():
+            read, check_rest = zero_padded(layout, self._rank, writer.computed_with)
+            found = digests_of(layout, self._rank, read)
+            check_rest()
+            if self._adapted is not None:
+                changed = self._plans["changed"].destination
+                own, rank = eight_bits.rest, self._rank
+                self._adapted.check_still(
+                    found, lambda still: digests_of(still, rank, writer.computed_with), own, changed
+                )
+            return merge([found, *({tensor: digest} for tensor, _, digest in eight_bits.pieces())])
+
+    def check_files(self) -> int:
+        """Compare what the model computes with with the files that it was loaded from; return the number of elements.
+        No trainer is needed. Raises WeightsDiffer."""
+        _, writer = self._alone()
+        read = lru_cache(maxsize=1)(writer.computed_with)  # a tensor's pieces follow each other
+        path, rank, dtype = Path(self.model_config.model), self.parallel_config.rank, self.model_config.dtype
+        with torch.device(self.device), torch.no_grad():
+            count = writer.eight_bits.check_files(path, dtype)
+            return count + compare_with_files(writer.eight_bits.rest, rank, read, path, dtype)
+
+    def expect_files(self) -> None:
+        """Make ready for updates from files, for which no trainer is needed."""
+        self._layout, self._writer = self._alone()
+        self._adapted = None  # the files have merged weights, and the adapter is zero
+        self._rank = self.parallel_config.rank
+
+    def piece_digests(self) -> list[tuple[str, boxes.Box, int]]:
+        """``execute.piece_digests`` of this worker."""
+        self._require_weights("megarl_piece_digests")
+        assert self._writer is not None, "megarl_expect_files comes before megarl_piece_digests"
+        with torch.device(self.device), torch.no_grad():
+            eight_bits = self._writer.eight_bits
+            return piece_digests(eight_bits.rest, self._rank, self._writer.computed_with) + eight_bits.pieces()
+
+    def _alone(self) -> tuple[Layout, SliceWriter]:
+        """Layout of this engine by itself, and a writer of this worker's part."""
+        mine = self.parallel_config
+        layout = vllm_layout(
+            read_hf_config(Path(self.model_config.model)),
+            mine.tensor_parallel_size,
+            pp=mine.pipeline_parallel_size,
+            expert_parallel=mine.enable_expert_parallel,
+        )
+        return layout, self._writer_of(layout, mine.rank)
+
+    def lose_weights(self) -> None:
+        """Expect all weights with the next update: they are freed."""
+        if self._adapted is not None:
+            self._adapted.has_own = False
+
+    def _require_weights(self, step: str) -> None:
+        """Raise WeightSyncError while the weights sleep."""
+        if self.sleeper is not None and "weights" in self.sleeper.asleep:
+            raise WeightSyncError(f"the engine's weights are asleep: megarl_wake('weights') comes before {step}")
+
+    def shutdown(self) -> None:
+        for link in self._links:
+            link.close()
+        self._links, self._receiver = (), None
+        unpin()
+
+
+class WorkerExtension:
+    """Methods that vLLM adds to each of its workers; called by name through ``/collective_rpc``. A failure is an answer
+    too."""
+
+    weight_transfer_engine: Receiver
+    _weight_update_active: bool
+
+    @_answered
+    def megarl_agree(self, info: dict[str, Any]) -> dict[str, str]:
+        """``Receiver.agree`` with the fields of an InitInfo; returns where this worker runs."""
+        self.weight_transfer_engine.agree(InitInfo(**info))
+        return {"machine": machine()}
+
+    @_answered
+    def megarl_digests(self) -> dict[str, str]:
+        """Logical tensor -> digest in hexadecimal (JSON readers elsewhere lose 64-bit integers)."""
+        return {name: f"{digest:016x}" for name, digest in self.weight_transfer_engine.digests().items()}
+
+    @_answered
+    def megarl_digest_fold(self) -> dict[str, Any]:
+        """``fold`` of the digests in hexadecimal, and the number of ``tensors`` in it: what a sync compares first."""
+        found = self.weight_transfer_engine.digests()
+        return {"fold": f"{fold(found):016x}", "tensors": len(found)}
+
+    @_answered
+    def megarl_check_files(self) -> dict[str, int]:
+        """Number of ``elements`` that equal those of the model's files; a failure names the tensors that do not."""
+        return {"elements": self.weight_transfer_engine.check_files()}
+
+    @_answered
+    def megarl_expect_files(self) -> dict[str, bool]:
+        """``Receiver.expect_files``; then an update may name a folder."""
+        self.weight_transfer_engine.expect_files()
+        return {"ready": True}
+
+    @_answered
+    def megarl_piece_digests(self) -> dict[str, list[Any]]:
+        """``pieces``: [logical tensor, [[from, to] of each axis], digest in hexadecimal] of each that the worker
+        holds."""
+        found = self.weight_transfer_engine.piece_digests()
+        return {"pieces": [(tensor, box, f"{digest:016x}") for tensor, box, digest in found]}
+
+    @_answered
+    def megarl_outcome(self) -> dict[str, Any]:
+        """Outcome of the last step of vLLM's own (init, start, update, finish)."""
+        failure, self.weight_transfer_engine.failure = self.weight_transfer_engine.failure, None
+        if failure is not None:
+            raise WeightSyncError(failure)
+        return {}
+
+    def megarl_abandon_update(self) -> dict[str, bool]:
+        """Forgets an update that began and will not be finished, so that the next one may start."""
+        abandoned = self._weight_update_active
+        self._weight_update_active = False
+        self.weight_transfer_engine.failure = None
+        return {"abandoned": abandoned}
+
+    @_answered
+    def megarl_sleep(self, keep_weights: bool = False) -> dict[str, int]:
+        """Free KV cache and weights; ``Sleeper.sleep``. Also before a trainer has joined."""
+        if self._weight_update_active:
+            raise WeightSyncError("a weight update is under way: it ends, or is abandoned, before megarl_sleep")
+        if not keep_weights:
+            self.weight_transfer_engine.lose_weights()
+        return self._sleeper().sleep(keep_weights)
+
+    @_answered
+    def megarl_wake(self, what: What) -> dict[str, int]:
+        """Take the memory of ``what`` again; ``Sleeper.wake``."""
+        if what not in WHAT:
+            raise WeightSyncError(f"megarl_wake takes one of {', '.join(WHAT)}, not {what!r}")
+        sleeper = self._sleeper()
+        if what in sleeper.asleep and sleeper.moves:
+            self.weight_transfer_engine.addresses = None
+        return sleeper.wake(what)
+
+    def _sleeper(self) -> Sleeper:
+        receiver = self.weight_transfer_engine
+        receiver.sleeper = receiver.sleeper or sleeper_of(self)
+        return receiver.sleeper

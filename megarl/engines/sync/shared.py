@@ -1,0 +1,173 @@
+"""Weights for an engine worker on the trainer rank's own machine: in buckets that both have, instead of a socket.
+
+A receiver on the same machine opens the sender's two buckets (``memory.py``) and unpacks straight from them; it needs
+no bucket of its own. Only "it is there" and "it is read" travel over the socket, in the order of the messages.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.engines.sync.memory import BucketMemory, MemoryFile
+from megarl.weights.reshard.execute import Arrival, Transport, Work
+
+
+def machine() -> str:
+    """Equal for two processes exactly when they can share memory: one boot of one machine, one view of /proc, one user.
+
+    ``MEGARL_NODE`` overrides it, so that tests can have several nodes on one machine.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return os.environ.get("MEGARL_NODE") or f"{boot}/{os.readlink('/proc/self/ns/pid')}/{os.getuid()}"
+
+
+@dataclass(frozen=True)
+class Places:
+    """Machines of all processes; empty: nobody shares memory. Plain values: it travels as JSON."""
+
+    workers: Sequence[str] = ()
+    """Machine of each engine worker, by destination rank."""
+    senders: Sequence[Sequence[Any]] = ()
+    """(machine, process, descriptor of its memory file) of each trainer rank."""
+
+    def of_workers(self, first: int, count: int) -> Places:
+        """Return the places where these workers are all; where nobody shares memory, so nobody does."""
+        return Places(self.workers[first : first + count], self.senders)
+
+    def workers_on_same_machine(self, trainer: int) -> frozenset[int]:
+        """Destination ranks that read this trainer rank's memory."""
+        return frozenset(rank for rank, where in enumerate(self.workers) if where == self.senders[trainer][0])
+
+    def senders_on_same_machine(self, worker: int) -> dict[int, MemoryFile]:
+        """Trainer rank -> its memory file, of those whose memory this destination rank reads."""
+        return {
+            rank: MemoryFile(pid, descriptor)
+            for rank, (where, pid, descriptor) in enumerate(self.senders)
+            if where == self.workers[worker]
+        }
+
+    def nearness(self) -> Callable[[int, int], int] | None:
+        """Nearness of ranks for ``build_plan``; None where all are alike."""
+        if len({*self.workers, *(where for where, *_ in self.senders)}) < 2:
+            return None
+        return lambda src, dst: int(self.senders[src][0] != self.workers[dst])
+
+
+class SharedMemorySender:
+    """A sender's transport: through memory to the ranks in ``same_machine``, over ``far`` to all others.
+
+    Args:
+        link: Carries notices to and from ``same_machine``, in host memory.
+        far: Carries the other messages; None: ``link`` does.
+    """
+
+    def __init__(
+        self, link: Transport, same_machine: frozenset[int], memory: BucketMemory, far: Transport | None = None
+    ) -> None:
+        self._link, self._far = link, far or link
+        self._same_machine = same_machine
+        self._memory = memory
+        memory.close()
+
+    def allocate(self, nbytes: int, /) -> torch.Tensor:
+        if not self._same_machine or nbytes == 0:
+            return self._far.allocate(nbytes)
+        return self._memory.make(nbytes)
+
+    def isend(self, message: torch.Tensor, rank: int, /) -> Work:
+        if rank not in self._same_machine:
+            return self._far.isend(message, rank)
+        self._memory.settle()
+        name = torch.frombuffer(bytearray(self._memory.name(message, rank)), dtype=torch.uint8)
+        return _Lent(self._link, rank, self._link.isend(name, rank), name)
+
+    def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor], /) -> Arrival:
+        raise AssertionError("trainer ranks only send")
+
+    def finish(self) -> None:
+        """Gives the memory of the buckets back; every receiver has read what they held, or is waited for no more."""
+        self._memory.close()
+
+
+@dataclass
+class _Lent:
+    """A bucket that a receiver is reading."""
+
+    link: Transport
+    rank: int
+    notice: Work
+    name: torch.Tensor
+    """Lives until it has been sent."""
+
+    def wait(self) -> None:
+        self.notice.wait()
+        self.link.irecv(1, self.rank, lambda: torch.empty(1, dtype=torch.uint8, device="cpu")).wait()
+
+
+class SharedMemoryReceiver:
+    """A receiver's transport: reads from the memory of the ranks in ``same_machine``, receives from all others over
+    ``far`` (None: ``link``)."""
+
+    def __init__(
+        self, link: Transport, same_machine: Collection[int], memory: BucketMemory, far: Transport | None = None
+    ) -> None:
+        self._link, self._far = link, far or link
+        self._same_machine = same_machine
+        self._memory = memory
+        self._opened: dict[tuple[int, bytes], torch.Tensor] = {}
+        self._answers: list[tuple[Work, torch.Tensor]] = []
+        memory.close()
+
+    def allocate(self, nbytes: int, /) -> torch.Tensor:
+        return self._far.allocate(nbytes)
+
+    def isend(self, message: torch.Tensor, rank: int, /) -> Work:
+        raise AssertionError("engine workers only receive")
+
+    def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor], /) -> Arrival:
+        if rank not in self._same_machine:
+            return self._far.irecv(nbytes, rank, spare)
+        name = torch.empty(self._memory.name_bytes, dtype=torch.uint8, device="cpu")
+        return _Borrowed(self, rank, nbytes, self._link.irecv(name.nbytes, rank, lambda: name))
+
+    def finish(self) -> None:
+        """Lets go of the senders' memory."""
+        for work, _ in self._answers:
+            work.wait()
+        self._answers.clear()
+        self._opened.clear()
+        self._memory.close()
+
+    def read(self, rank: int, name: bytes, nbytes: int) -> torch.Tensor:
+        bucket = self._opened.get((rank, name))
+        if bucket is None or bucket.numel() < nbytes:
+            bucket = self._opened[rank, name] = self._memory.open(rank, name, nbytes)
+        return bucket[:nbytes]
+
+    def answer(self, rank: int) -> None:
+        self._memory.settle()
+        word = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        self._answers.append((self._link.isend(word, rank), word))
+
+
+@dataclass
+class _Borrowed:
+    """A bucket in its sender's memory."""
+
+    receiver: SharedMemoryReceiver
+    rank: int
+    nbytes: int
+    notice: Arrival
+
+    def wait(self) -> torch.Tensor:
+        name = self.notice.wait().numpy().tobytes()
+        return self.receiver.read(self.rank, name, self.nbytes)
+
+    def release(self) -> None:
+        self.receiver.answer(self.rank)

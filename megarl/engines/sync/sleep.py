@@ -1,0 +1,178 @@
+"""Sleep of an engine's worker: its weights and KV cache are freed while a trainer uses the memory of the same machine.
+
+Weights are freed, and the trainer's next publication brings them; or they are kept in host memory, for a trainer that
+publishes few of them. On CPU, vLLM's own sleep does nothing, so the storages are freed here by ``resize_(0)``, which
+leaves every tensor and view valid; the packed copies that vLLM's CPU kernels made are dropped. On CUDA, vLLM's sleep
+does the work (never run on a GPU). Runs inside vLLM's workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
+from vllm.platforms import current_platform
+
+from megarl.core.errors import WeightSyncError
+from megarl.core.processes.machine import resident_bytes, trim_memory
+from megarl.engines.sync.addresses import LATENT
+
+What = Literal["weights", "kv_cache"]
+"""Memory that sleeps; vLLM's names."""
+WHAT: tuple[What, ...] = get_args(What)
+
+
+class Sleeper(Protocol):
+    """One worker's memory, asleep or awake."""
+
+    asleep: set[What]
+    moves: bool
+    """True if memory that wakes may have another address."""
+
+    def sleep(self, keep_weights: bool) -> dict[str, int]:
+        """Free all that is awake. Returns the bytes ``freed`` and the process's resident bytes, ``rss``.
+
+        Args:
+            keep_weights: Keep the weights' values in host memory until they wake.
+        """
+
+    def wake(self, what: What) -> dict[str, int]:
+        """Take memory again, unless it is awake. Returns the bytes ``taken`` and the process's resident bytes, ``rss``.
+
+        Weights that were not kept have no values until the next publication; the KV cache is zero.
+        """
+
+
+def sleeper_of(worker: Any) -> Sleeper:
+    """Sleeper for the device of a vLLM worker; everything is awake."""
+    return HostSleeper(worker) if current_platform.is_cpu() else DeviceSleeper(worker)
+
+
+class HostSleeper:
+    """Memory of a worker on CPU. Bytes are differences of the process's resident memory."""
+
+    moves = True
+
+    def __init__(self, worker: Any) -> None:
+        self.asleep: set[What] = set()
+        self._worker = worker
+        self._freed: dict[What, list[tuple[torch.UntypedStorage, int]]] = {}
+
+    def sleep(self, keep_weights: bool) -> dict[str, int]:
+        """Free KV cache, parameters and packed copies. Weights to keep are in host memory already, and stay awake."""
+        before = resident_bytes()
+        model = self._worker.weight_transfer_engine.model
+        if not keep_weights and "weights" not in self.asleep:
+            self._freed["weights"] = _free(_weights(model))
+            _drop_packed(model)
+        if "kv_cache" not in self.asleep:
+            self._freed["kv_cache"] = _free(_kv_cache(self._worker))
+        self.asleep |= {"kv_cache"} if keep_weights else set(WHAT)
+        trim_memory()
+        after = resident_bytes()
+        return {"freed": before - after, "rss": after}
+
+    def wake(self, what: What) -> dict[str, int]:
+        """Give storages their sizes again. Pages of weights become resident as a publication writes them; its reload
+        packs them and copies them into the storages that vLLM's kernels know."""
+        before = resident_bytes()
+        if what in self.asleep:
+            for storage, size in self._freed[what]:
+                storage.resize_(size)  # without memory it raises, and another wake begins here again
+                if what == "kv_cache":
+                    torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size,)).zero_()  # type: ignore[call-overload]
+            self.asleep.discard(what)
+            del self._freed[what]
+        after = resident_bytes()
+        return {"taken": after - before, "rss": after}
+
+
+class DeviceSleeper:
+    """Memory of a worker on CUDA, by vLLM's sleep of level 2 or 1 (never run on a GPU).
+
+    Level 2 discards weights and KV cache, and copies the model's buffers to host memory until the weights wake. Level 1
+    copies the weights, with all that was made while the model was loaded, to pinned host memory.
+
+    Only memory of vLLM's pool goes: the engine must be started with ``--enable-sleep-mode``. vLLM's engine core pauses
+    scheduling and resets its caches before a sleep; ``EngineControl.sleep`` does that here, and the core does not
+    learn of the sleep. So its dummy batches, which only data-parallel engines run, would fail. Memory that wakes has
+    the address that it had.
+    """
+
+    moves = False
+
+    def __init__(self, worker: Any) -> None:
+        self.asleep: set[What] = set()
+        self._worker = worker
+
+    def sleep(self, keep_weights: bool) -> dict[str, int]:
+        """Let vLLM take all that is awake from the device. Raises WeightSyncError where its pool is not in use."""
+        if not self._worker.model_config.enable_sleep_mode:
+            raise WeightSyncError("this engine cannot sleep: it was started without --enable-sleep-mode")
+        if self.asleep == {"weights"}:  # vLLM copies the buffers first, which sleep with the weights
+            raise WeightSyncError("the weights sleep and the KV cache is awake: wake the weights before another sleep")
+        before = _device_bytes_free()
+        if self.asleep != set(WHAT):
+            self._worker.sleep(level=1 if keep_weights else 2)
+            self.asleep = set(WHAT)
+        return {"freed": _device_bytes_free() - before, "rss": resident_bytes()}
+
+    def wake(self, what: What) -> dict[str, int]:
+        """Let vLLM map the memory again."""
+        before = _device_bytes_free()
+        if what in self.asleep:
+            self._worker.wake_up(tags=[what])
+            if what == "kv_cache":
+                for tensor in _kv_cache(self._worker):
+                    tensor.zero_()
+            self.asleep.discard(what)
+        return {"taken": before - _device_bytes_free(), "rss": resident_bytes()}
+
+
+def _weights(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters that every update writes or makes; those that vLLM put aside in an update that ended midway, too."""
+    for module in model.modules():
+        info = get_layerwise_info(module)
+        names = info.restore_metadata[0].keys() | SKIP_TENSORS | (LATENT if isinstance(module, MLAAttention) else set())
+        aside = {} if info.kernel_tensors is None else info.kernel_tensors[0]
+        for name, parameter in (*module.named_parameters(recurse=False), *aside.items()):
+            if name in names and not parameter.is_meta:
+                yield parameter
+
+
+def _drop_packed(model: nn.Module) -> None:
+    """Release the packed copies of linear layers, which belong to their ``cpu_linear``; an update makes both again."""
+    for module in model.modules():
+        if "cpu_linear" in vars(module) and "weight" in get_layerwise_info(module).restore_metadata[0]:
+            module.cpu_linear = _not_published  # type: ignore[assignment]
+
+
+def _not_published(*_: Any) -> torch.Tensor:
+    raise WeightSyncError("the weights were freed by megarl_sleep, and no publication has brought them since")
+
+
+def _kv_cache(worker: Any) -> Iterator[torch.Tensor]:
+    """KV caches of the runner and of attention layers, whose views share storages."""
+    yield from worker.model_runner.kv_caches
+    for layer in worker.vllm_config.compilation_config.static_forward_context.values():
+        cache = getattr(layer, "kv_cache", None)
+        yield from (t for t in (cache if isinstance(cache, list | tuple) else [cache]) if torch.is_tensor(t))
+
+
+def _free(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
+    """Free storages of ``tensors``; return those that had bytes, each once, with their bytes."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    freed = [(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
+    for storage, _ in freed:
+        storage.resize_(0)
+    return freed
+
+
+def _device_bytes_free() -> int:
+    torch.accelerator.synchronize()
+    return int(torch.accelerator.get_memory_info()[0])

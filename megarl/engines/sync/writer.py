@@ -1,0 +1,228 @@
+"""Writes slices into a vLLM model's local fused tensors, and reads back what the model really computes with.
+
+vLLM repacks weights for its kernels after loading and frees the originals, so neither can be done in place. Its own
+layerwise reload restores a layer's tensors, lets them be written and repacks them; ``SliceWriter`` drives that reload
+with slices instead of HF tensors. Runs inside vLLM's workers.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import ModelConfig
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, materialize_layer
+
+from megarl.core.errors import WeightSyncError
+from megarl.engines.sync import readback
+from megarl.engines.sync.eight_bits import EightBits
+
+BUFFERS = {"e_score_correction_bias"}
+"""Weights that transformers' modules keep as buffers: routers' biases, where vLLM runs these modules."""
+
+
+@dataclass(frozen=True)
+class LocalTensor:
+    """A local tensor as the layout describes it; ``dtype`` is that of the logical tensors in it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Faint:
+    """Elements that a matrix product need not give back: negative zeros and subnormal numbers."""
+
+    index: torch.Tensor
+    values: torch.Tensor
+
+
+def plain_path(path: str) -> str:
+    """Return the name of a module as it is without vLLM's LoRA layer around it."""
+    return path.replace(".base_layer", "")
+
+
+class SliceWriter:
+    """One model of one worker.
+
+    Args:
+        model: The worker's model.
+        model_config: vLLM's.
+        tensors: Local tensor name -> its part of the layout; an update writes every element, padding included.
+        eight_bits: Those of them that the model keeps in 8 bits.
+    """
+
+    def __init__(
+        self, model: nn.Module, model_config: ModelConfig, tensors: Mapping[str, LocalTensor], eight_bits: EightBits
+    ) -> None:
+        self._model = model
+        self.eight_bits = eight_bits
+        self._model_config = model_config
+        self._tensors = dict(tensors)
+        self._owner = {f"{plain_path(path)}.{name}": (module, name) for path, module, name in _loadable(model)}
+        self._plain_head = model_config.head_dtype != model_config.dtype
+        self._latent = readback.latent_projections(model)
+        self._left: dict[nn.Module, int] = {}
+        self._reloaded: nn.Module = model
+        """Layers of the update under way."""
+        self._open: set[nn.Module] = set()
+        self._faint: dict[str, _Faint] = {}
+        unknown = sorted(set(self._tensors) ^ set(self._owner))
+        if unknown:
+            raise WeightSyncError(
+                f"the layout and vLLM's model differ in these local tensors: {', '.join(unknown)}; the architecture's "
+                "table does not fit this vLLM version"
+            )
+
+    def start(self, names: Collection[str] | None = None) -> None:
+        """Begins an update, also after one that ended midway: every layer waits for new weights.
+
+        ``names``: the local tensors that come, all of a module or none; the layers without any stay as they are. None
+        is all.
+        """
+        assert names is None or not self.eight_bits, "layers in 8 bits are written together"
+        given = self._tensors if names is None else {name: self._tensors[name] for name in names}
+        self._left = {}
+        for name, tensor in given.items():
+            module, _ = self._owner[name]
+            self._left[module] = self._left.get(module, 0) + math.prod(tensor.shape)
+        self._open = set()
+        self._faint = {name: faint for name, faint in self._faint.items() if name not in given}
+        self.eight_bits.forget()
+        if names is None:
+            self._reloaded = self._model
+        else:  # latent attention makes matrices of its own from one of these
+            attention = [self._latent[module] for module in self._left if module in self._latent]
+            self._reloaded = nn.ModuleList([*self._left, *attention])
+        _repack_experts(self._reloaded)
+        _name_loaders(self._reloaded)
+        initialize_layerwise_reload(self._reloaded)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The local tensor to write slices into; the first call for a layer allocates it."""
+        module, parameter = self._owner[name]
+        self._allocate(module)
+        tensor: torch.Tensor = getattr(module, parameter).data
+        shape = self._tensors[name].shape
+        if tuple(tensor.shape) != shape:
+            raise WeightSyncError(
+                f"{name} has shape {tuple(tensor.shape)} in vLLM's model, {shape} in the layout; the architecture's "
+                "table does not fit this vLLM version"
+            )
+        return tensor
+
+    def _allocate(self, module: nn.Module) -> None:
+        if module not in self._open:
+            materialize_layer(module, get_layerwise_info(module))
+            self._open.add(module)
+
+    def wrote(self, name: str, numel: int) -> None:
+        """Counts; a layer that has all its elements is packed at once, so that only those under way are unpacked. One
+        whose scales workers agree on waits for ``finish``."""
+        module, _ = self._owner[name]
+        self._left[module] -= numel
+        if self._left[module] == 0 and module not in self.eight_bits.wait:
+            self._pack(module)
+
+    def finish(self) -> None:
+        """Ends the update.
+
+        Raises:
+            WeightSyncError: a tensor did not get all its elements.
+        """
+        for module in list(self._left):
+            if module in self.eight_bits.wait:  # before anything is refused: other workers do the same
+                self._allocate(module)
+                self._pack(module)
+        short = [name for name, (module, _) in self._owner.items() if self._left.get(module, 0) != 0]
+        if short:
+            raise WeightSyncError(f"these local tensors did not get all their elements: {', '.join(short)}")
+        finalize_layerwise_reload(self._reloaded, self._model_config)
+
+    def computed_with(self, name: str) -> torch.Tensor:
+        """The local tensor as the model computes with it, in the layout's shape and dtype; unpacked where it is
+        packed."""
+        module, parameter = self._owner[name]
+        expected = self._tensors[name]
+        experts = readback.packed_experts(module)
+        if readback.is_packed_linear(module, plain_head=self._plain_head) and parameter == "weight":
+            value = self._with_faint(name, readback.unpack_linear(module))
+        elif experts is not None and parameter in ("w13_weight", "w2_weight"):
+            packed = getattr(module, parameter).data
+            value = readback.unpack_experts(packed, experts.isa, expected.shape, gated=parameter == "w13_weight")
+        elif module in self._latent and parameter == "weight":
+            value = readback.latent_weight(self._latent[module])
+        else:
+            value = getattr(module, parameter).data
+        if value.dtype == expected.dtype:
+            return value
+        # vLLM may keep it in a wider dtype; what is not the same number in the layout's stays as it is, for all to see.
+        narrow = value.to(expected.dtype)
+        return narrow if torch.equal(narrow.to(value.dtype), value) else value
+
+    def _with_faint(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        faint = self._faint.get(name)
+        if faint is not None:
+            flat = weight.view(-1)
+            seen = flat[faint.index]
+            flat[faint.index] = torch.where(seen == 0, faint.values, seen)
+        return weight
+
+    def _pack(self, module: nn.Module) -> None:
+        if module in self.eight_bits:
+            self.eight_bits.arrived(module)
+        elif readback.may_be_packed(module) and module.get_parameter("weight").is_cpu:
+            # On GPUs nothing is packed, and looking would make the host wait for the device.
+            self._remember_faint(module)
+        _layerwise_process(module, get_layerwise_info(module))
+
+    def _remember_faint(self, module: nn.Module) -> None:
+        """Both sides compare bits; a product loses the sign of zero, and some kernels take subnormals for zero."""
+        name = next(name for name, owner in self._owner.items() if owner == (module, "weight"))
+        weight = module.get_parameter("weight").data.reshape(-1)
+        tiny = weight.abs() < torch.finfo(weight.dtype).tiny
+        index = (tiny & (weight.signbit() | (weight != 0))).nonzero().view(-1)
+        if index.numel():
+            self._faint[name] = _Faint(index, weight[index])
+
+
+def _loadable(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """(path of the module, module, parameter) of all that is loaded; what is computed from that afterwards is left
+    out."""
+    always_there: set[int] = set()  # by two names where another module has it too
+    for path, module in model.named_modules():
+        loaded, _ = get_layerwise_info(module).restore_metadata
+        for name, parameter in module.named_parameters(recurse=False):
+            if name in SKIP_TENSORS and id(parameter) not in always_there:
+                always_there.add(id(parameter))
+                yield path, module, name
+            elif name in loaded:
+                yield path, module, name
+        for name, buffer in module.named_buffers(recurse=False):
+            if name in BUFFERS and id(buffer) not in always_there:
+                always_there.add(id(buffer))
+                yield path, module, name
+
+
+def _name_loaders(model: nn.Module) -> None:
+    """Give loaders of weights that are partial functions a name, which vLLM's reload asks for (MiniMax's norms)."""
+    for parameter in model.parameters():
+        loader = getattr(parameter, "weight_loader", None)
+        if isinstance(loader, functools.partial):
+            loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]
+
+
+def _repack_experts(model: nn.Module) -> None:
+    """Makes vLLM's CPU kernels pack the experts of a reload too: with a kernel already there vLLM stores them unpacked,
+    and that kernel computes from them as if they were packed."""
+    for module in model.modules():
+        if readback.packed_experts(module) is not None:
+            quant_method: Any = module.quant_method
+            quant_method.moe_kernel = None

@@ -1,6 +1,0 @@
-"""Tools that a model calls in the middle of a trajectory."""
-
-from megarl.explore.tools.calls import ToolCall
-from megarl.explore.tools.formats import FORMATS, ToolFormat, format_of, written_by
-
-__all__ = ["FORMATS", "ToolCall", "ToolFormat", "format_of", "written_by"]

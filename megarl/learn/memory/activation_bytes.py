@@ -1,0 +1,147 @@
+"""Estimate of the bytes that a forward pass keeps for its backward pass, from sizes alone.
+
+Elements that each layer keeps for a token are counted as in Korthikanti et al. (2205.05198, section 4), for fused
+norms, rotary embeddings, SwiGLU and an attention that keeps no scores. Unfused layers, and an attention with a mask,
+keep more. Compared with peaks on one H200 in ``tests/unit/test_activation_bytes.py``.
+
+A frozen linear layer keeps no input, its adapter does: with adapters everywhere that is the same tensor, and their
+outputs of ``rank`` elements come beside it. Where ``model.lora.targets`` names some layers, the estimate is high by the
+inputs of the others.
+"""
+
+from __future__ import annotations
+
+from megarl.config.lora import ALL_LINEAR, LoraConfig
+from megarl.config.schema import ModelConfig, ParallelConfig
+from megarl.learn.memory.resident_bytes import ITEM_BYTES
+from megarl.learn.parallel.grid import megatron_grid
+from megarl.weights.architectures import ModelSizes
+
+FLOAT_BYTES = 4
+ROW_FLOATS = 10
+"""Floats of a row that the LM head keeps (``ops.linear_logprob``)."""
+MOE = ("moe_act", "experts", "shared_experts")
+"""Parts of the module that Megatron calls moe."""
+LM_HEAD = "lm_head"
+
+
+def activation_bytes(
+    sizes: ModelSizes, model: ModelConfig, grid: ParallelConfig, tokens: int, logits_bytes: int | None = None
+) -> int:
+    """Bytes on the fullest rank of one model's forward and backward pass.
+
+    Args:
+        tokens: Of a micro-batch, shared out over ``grid.cp`` ranks.
+        logits_bytes: Most bytes of logits at a time; None keeps all.
+    """
+    here = -(-tokens // grid.cp)
+    kept, again = _layers(sizes, model, grid)
+    item = ITEM_BYTES[model.dtype]
+    # Stage s has pp - s micro-batches in flight; with vpp chunks a little more.
+    factor = 1 + (grid.pp - 1) / (grid.pp * grid.vpp) if grid.vpp > 1 else 1.0
+    most = 0.0
+    for stage, chunks in enumerate(megatron_grid(grid).layers(sizes.num_layers)):
+        layers = [layer for chunk in chunks for layer in chunk]
+        in_flight = (grid.pp - stage) * factor
+        size = in_flight * sum(kept[layer] for layer in layers) + max((again[layer] for layer in layers), default=0.0)
+        size *= item * here
+        if stage == grid.pp - 1:
+            logits = here * sizes.vocab // grid.tp * item
+            weight = sizes.vocab // grid.tp * sizes.hidden
+            if logits_bytes is not None and logits > logits_bytes:
+                logits = 2 * logits_bytes + weight * FLOAT_BYTES * _trains_head(model.lora)
+            if model.lora.is_used and LM_HEAD in model.lora.targets:
+                logits += weight * item  # the head with its adapter in it
+            size += logits + ROW_FLOATS * FLOAT_BYTES * here
+        most = max(most, size)
+    return int(most)
+
+
+def _layers(sizes: ModelSizes, model: ModelConfig, grid: ParallelConfig) -> tuple[list[float], list[float]]:
+    """Elements that each layer keeps for a token of a rank, and those that it computes again."""
+    modules = model.recompute_modules if model.recompute == "selective" else []
+    kept, again = [], []
+    for layer in range(sizes.num_layers):
+        parts = _parts(sizes, layer in sizes.moe_layers, grid)
+        for name, size in _adapters(sizes, layer in sizes.moe_layers, model, grid).items():
+            parts[name] += size
+        whole = sum(parts.values())
+        if model.recompute == "full":
+            left = sizes.hidden / (grid.tp if grid.sequence_parallel else 1)
+        else:
+            names = {*modules, *(MOE if "moe" in modules else ())}
+            left = whole - sum(size for name, size in parts.items() if name in names)
+        kept.append(left)
+        again.append(whole - left)
+    return kept, again
+
+
+def _parts(sizes: ModelSizes, experts: bool, grid: ParallelConfig) -> dict[str, float]:
+    """Part of a layer, by Megatron's name of what can be computed again -> elements that it keeps for a token."""
+    h, tp = sizes.hidden, grid.tp
+    along = h / (tp if grid.sequence_parallel else 1)
+    found = {"residuals": (2 + sizes.norms_after) * along, "layernorm": sizes.norms_before * along}
+    if sizes.kv_lora:
+        query, rope = sizes.heads * (sizes.qk_nope + sizes.qk_rope), sizes.qk_rope
+        found["latents"] = (sizes.q_lora + sizes.kv_lora + rope) * along / h
+        found["mla_up_proj"] = (query + sizes.heads * (sizes.qk_nope + sizes.v_head) + query) / tp
+        found["attention"] = (query * (not sizes.q_lora) + sizes.heads * sizes.v_head) / tp
+    else:
+        query, pairs = sizes.heads * sizes.head, 2 * sizes.kv_heads * sizes.head
+        found["attention"] = (query + pairs + query + pairs / 2 + query) / tp
+    if not experts:
+        found["mlp"] = 3 * sizes.ffn / tp
+        return found
+    found["moe_act"] = sizes.topk * sizes.expert_ffn / tp
+    found["experts"] = sizes.topk * (2 * h + 2 * sizes.expert_ffn) / tp
+    found["shared_experts"] = 3 * sizes.shared_ffn / tp
+    return found
+
+
+def _adapters(sizes: ModelSizes, experts: bool, model: ModelConfig, grid: ParallelConfig) -> dict[str, float]:
+    """Part of a layer -> elements that its adapters keep for a token: A's output, and with dropout the inputs that are
+    left with the byte that says which."""
+    lora = model.lora
+    if not lora.is_used:
+        return {}
+    tp, item = grid.tp, ITEM_BYTES[model.dtype]
+    along = tp if grid.sequence_parallel else 1
+    dropped = 1 + 1 / item if lora.dropout else 0.0
+    into, heads = sizes.hidden / along, sizes.heads * (sizes.v_head if sizes.kv_lora else sizes.head) / tp
+
+    def kept(leaf: str, inputs: float, over: int = 1) -> float:
+        """``over``: ranks that have a part of A's output each."""
+        if ALL_LINEAR not in lora.targets and leaf not in {target.rpartition(".")[2] for target in lora.targets}:
+            return 0.0
+        return _rank(lora, leaf) / over + dropped * inputs
+
+    def mlp(inputs: float, inner: float, over: int) -> float:
+        return kept("gate_proj", inputs) + kept("up_proj", inputs) + kept("down_proj", inner, over)
+
+    found: dict[str, float] = {"attention": kept("o_proj", heads, along)}
+    if sizes.kv_lora:
+        found["latents"] = kept("kv_a_proj_with_mqa", into, along)
+        found["latents"] += kept("q_a_proj", into, along) if sizes.q_lora else 0.0
+        found["mla_up_proj"] = kept("kv_b_proj", sizes.kv_lora / along)
+        if sizes.q_lora:
+            found["mla_up_proj"] += kept("q_b_proj", sizes.q_lora / along)
+        else:
+            found["attention"] += kept("q_proj", into)
+    else:
+        found["attention"] += sum(kept(leaf, into) for leaf in ("q_proj", "k_proj", "v_proj"))
+    if not experts:
+        found["mlp"] = mlp(into, sizes.ffn / tp, along)
+        return found
+    found["experts"] = sizes.topk * mlp(sizes.hidden, sizes.expert_ffn / tp, 1)
+    found["shared_experts"] = mlp(into, sizes.shared_ffn / tp, along) if sizes.shared_ffn else 0.0
+    return found
+
+
+def _rank(lora: LoraConfig, leaf: str) -> int:
+    """Largest rank of adapters of a kind of layers."""
+    return max([lora.rank, *(rank for ending, rank in lora.rank_pattern.items() if ending.endswith(leaf))])
+
+
+def _trains_head(lora: LoraConfig) -> bool:
+    """True if the LM head's weight gets a gradient."""
+    return not lora.is_used or any(LM_HEAD in names for names in (lora.targets, lora.modules_to_save))

@@ -1,0 +1,151 @@
+"""Bytes on every device in every phase of a step, and the fewest models that must leave it to fit a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from megarl.learn.memory.phases import WITH_ENGINES, Phase, PhasePlan, Place
+
+ENGINE_WEIGHTS, ENGINE_KV_CACHE = "engine.weights", "engine.kv_cache"
+ASKED: Mapping[Phase, str] = {
+    Phase.REFRESH: "reference",
+    Phase.SCORES: "reward_model",
+    Phase.REF_LOGP: "reference",
+    Phase.VALUES: "critic",
+    Phase.CRITIC: "critic",
+    Phase.LOAD: "critic",
+}
+"""Phase -> the role without which a job does not have it."""
+FIRST_TO_LEAVE = ("reward_model", "reference", "critic", "actor")
+"""Roles, from the one whose move costs least."""
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True)
+class PhaseBytes:
+    """Memory of one rank in one phase."""
+
+    phase: Phase
+    rank: int
+    device: Mapping[str, int]
+    """Residents on the device -> bytes."""
+    memory: int
+    """Bytes of copies in host memory ..."""
+    disk: int
+    """... and in files."""
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device."""
+        return sum(self.device.values())
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Residents of every rank's device under a plan.
+
+    Engines that are not colocated have devices of their own: their residents are left out.
+    """
+
+    plan: PhasePlan
+    ranks: Sequence[Mapping[str, int]]
+    """Resident -> bytes, for each rank: ``role.kind``, ``engine.weights`` and ``engine.kv_cache``."""
+    colocated: bool = False
+    keeps_weights: bool = False
+    """Colocated engines keep their weights in host memory while the trainer computes (``rollout.offload=memory``)."""
+    phases: tuple[Phase, ...] = tuple(Phase)
+    """Phases that count."""
+    start: Sequence[Mapping[str, int]] | None = None
+    """``ranks`` in the phase START, where a warm start trains another model than the steps; None where it does not."""
+
+    @property
+    def of_job(self) -> list[Phase]:
+        """Phases that the job has: those of ``phases`` whose role it has."""
+        roles = self._roles()
+        return [phase for phase in self.phases if ASKED.get(phase, "actor") in roles]
+
+    def __iter__(self) -> Iterator[PhaseBytes]:
+        """Phases that the job has, each on the rank that has most on its device then."""
+        return (self.most(phase) for phase in self.of_job)
+
+    def place(self, phase: Phase, resident: str) -> Place:
+        """Place of a resident in a phase, engines included."""
+        if not resident.startswith("engine."):
+            return self.plan.place(phase, resident)
+        # In a sync too: an engine that starts there, as each does once, takes its KV cache at once.
+        if not self.colocated or phase in WITH_ENGINES:
+            return Place.DEVICE if self.colocated else Place.ABSENT
+        return Place.MEMORY if self.keeps_weights and resident == ENGINE_WEIGHTS else Place.ABSENT
+
+    def at(self, phase: Phase, rank: int) -> PhaseBytes:
+        """Memory of a rank in a phase."""
+        by_place: dict[Place, dict[str, int]] = {place: {} for place in Place}
+        for resident, size in self._residents(phase, rank).items():
+            by_place[self.place(phase, resident)][resident] = size
+        memory, disk = (sum(by_place[place].values()) for place in (Place.MEMORY, Place.DISK))
+        return PhaseBytes(phase, rank, by_place[Place.DEVICE], memory, disk)
+
+    def _residents(self, phase: Phase, rank: int) -> Mapping[str, int]:
+        if self.start is None or phase is not Phase.START:
+            return self.ranks[rank]
+        return self.start[rank] if rank < len(self.start) else {}  # more engine workers than ranks
+
+    def most(self, phase: Phase) -> PhaseBytes:
+        """Memory of the rank that has most on its device in a phase; the first of equal ones."""
+        return max((self.at(phase, rank) for rank in range(len(self.ranks))), key=lambda found: found.total)
+
+    def largest(self) -> PhaseBytes:
+        """Phase and rank with the most bytes on a device; the first of equal ones."""
+        return max(self, key=lambda found: found.total)
+
+    def fits(self, budget_bytes: int) -> bool:
+        """Return True if no device has more than ``budget_bytes`` in any phase."""
+        return self.largest().total <= budget_bytes
+
+    def nearest(self, budget_bytes: int) -> PhasePlan | None:
+        """Plan that fits with the fewest roles moved to host memory, this one if it fits; None if no plan does.
+
+        Of plans that move equally many, the first by ``FIRST_TO_LEAVE``. A role that is offloaded already stays so.
+        """
+        roles = self._roles()
+        left = [role for role in FIRST_TO_LEAVE if role in roles and self.plan.away[role] is Place.DEVICE]
+        for number in range(len(left) + 1):
+            for moved in combinations(left, number):
+                plan = replace(self.plan, away={**self.plan.away, **dict.fromkeys(moved, Place.MEMORY)})
+                if replace(self, plan=plan).fits(budget_bytes):
+                    return plan
+        return None
+
+    def table(self) -> str:
+        """Text of one line for each phase: its largest rank, bytes on the device, in memory and on disk, residents."""
+        rows: list[tuple[str, ...]] = [("phase", "rank", "device", "memory", "disk", "on the device")]
+        for found in self:
+            sizes = (human(size) for size in (found.total, found.memory, found.disk))
+            held = (f"{name} {human(size)}" for name, size in found.device.items() if size)
+            rows.append((str(found.phase), str(found.rank), *sizes, ", ".join(held) or "nothing"))
+        widths = [max(len(row[i]) for row in rows) for i in range(5)]
+        return "\n".join(
+            "  ".join(
+                [
+                    row[0].ljust(widths[0]),
+                    *(cell.rjust(w) for cell, w in zip(row[1:5], widths[1:], strict=True)),
+                    row[5],
+                ]
+            )
+            for row in rows
+        )
+
+    def _roles(self) -> set[str]:
+        return {resident.partition(".")[0] for rank in self.ranks for resident in rank}
+
+
+def human(size: int) -> str:
+    """Bytes with three digits, in the unit that fits: ``1.50 GiB``."""
+    value, unit = float(size), 0
+    while value >= 999.5 and unit < len(UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    if unit == 0:
+        return f"{size} B"
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {UNITS[unit]}"

@@ -1,0 +1,114 @@
+"""Phases of a step, and where the memory of a rank's models is in each of them: a plan that depends on settings alone.
+
+A resident is named ``role.kind``: actor, reference, critic or reward_model; parameters, gradients or optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Self
+
+from megarl.config.schema import Config, Offload
+
+OFFLOAD = "offload"
+"""Folder of a run for memory on disk, a folder for each rank in it. Nothing in it outlives an attempt."""
+
+
+class Place(StrEnum):
+    """Place of a resident's bytes."""
+
+    DEVICE = "device"
+    MEMORY = "memory"
+    """A copy in host memory."""
+    DISK = "disk"
+    """A file of the run."""
+    ABSENT = "absent"
+    """Nowhere: it is written before it is read again."""
+
+
+class Phase(StrEnum):
+    """Parts of a step and of a start of a trainer rank, each with the memory that it needs."""
+
+    SYNC = "sync"
+    REFRESH = "refresh"
+    """The reference takes the actor's weights."""
+    ROLLOUT = "rollout"
+    SCORES = "scores"
+    OLD_LOGP = "old_logp"
+    REF_LOGP = "ref_logp"
+    VALUES = "values"
+    UPDATE = "update"
+    SAVE = "save"
+    """Checkpoint and export."""
+    START = "start"
+    """The actor's loads, and the warm start."""
+    CRITIC = "critic"
+    """The critic is made."""
+    LOAD = "load"
+    """Critic and reference of a checkpoint are loaded."""
+
+
+WITH_ENGINES = frozenset({Phase.SYNC, Phase.ROLLOUT})
+"""Phases in which colocated engines have memory."""
+TRAINED = ("parameters", "gradients", "optimizer")
+NEEDS: Mapping[Phase, tuple[str, ...]] = {
+    Phase.SYNC: ("actor.parameters",),
+    Phase.REFRESH: ("actor.parameters", "reference.parameters"),
+    Phase.ROLLOUT: (),
+    Phase.SCORES: ("reward_model.parameters",),
+    Phase.OLD_LOGP: ("actor.parameters",),
+    Phase.REF_LOGP: ("reference.parameters",),
+    Phase.VALUES: ("critic.parameters",),
+    Phase.UPDATE: tuple(f"{role}.{kind}" for role in ("actor", "critic") for kind in TRAINED),
+    Phase.SAVE: (
+        "actor.parameters",
+        "actor.optimizer",
+        "critic.parameters",
+        "critic.optimizer",
+        "reference.parameters",
+    ),
+    Phase.START: tuple(f"actor.{kind}" for kind in TRAINED),
+    Phase.CRITIC: ("actor.parameters", "reward_model.parameters", *(f"critic.{kind}" for kind in TRAINED)),
+    Phase.LOAD: (*(f"critic.{kind}" for kind in TRAINED), "reference.parameters"),
+}
+"""Phase -> residents that it needs on the device."""
+
+
+def offload_setting(role: str) -> str:
+    """Name of the setting that says where a role's memory goes."""
+    return f"{'trainer' if role == 'actor' else role}.offload"
+
+
+@dataclass(frozen=True)
+class PhasePlan:
+    """Place of each resident in each phase. ``away``: role -> place of what a phase does not need."""
+
+    away: Mapping[str, Place]
+    saves_reference: bool = True
+    """Checkpoints have the reference: one that is renewed every N steps."""
+    adapted: bool = False
+    """The reference is the actor without its adapters."""
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """The plan that the settings ``<role>.offload`` ask for."""
+        settings: dict[str, Offload] = {
+            "actor": config.trainer.offload,
+            "critic": config.critic.offload,
+            "reference": config.reference.offload,
+            "reward_model": config.reward_model.offload,
+        }
+        away = {role: Place.DEVICE if place == "none" else Place(place) for role, place in settings.items()}
+        return cls(away, isinstance(config.reference.refresh, int), config.model.lora.is_used)
+
+    def place(self, phase: Phase, resident: str) -> Place:
+        """Place of a resident in a phase."""
+        role, _, kind = resident.partition(".")
+        unsaved = role == "reference" and phase in (Phase.SAVE, Phase.LOAD) and not self.saves_reference
+        lends = self.adapted and phase is Phase.REF_LOGP and resident == "actor.parameters"
+        if (resident in NEEDS[phase] and not unsaved) or lends:
+            return Place.DEVICE
+        place = self.away.get(role, Place.DEVICE)  # of one that a part of the job has added
+        return Place.ABSENT if place is not Place.DEVICE and kind == "gradients" else place

@@ -1,0 +1,1 @@
+"""Routers of experts, and the replay of an engine's choices."""

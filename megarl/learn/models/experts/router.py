@@ -1,0 +1,216 @@
+"""Routers whose experts are kept in balance: the losses and the bias of ``model.router``, the same however an update is
+cut.
+
+For a router of E experts that chooses k, with scores s_{t,e} that sum to 1 over e (softmax, or sigmoids divided by
+their sum):
+
+    balance = (1/N) Σ_n Σ_e f_{n,e}·P_{n,e},  f_{n,e} = E/(k·T_n) Σ_t 1(e among the k best of t),  P_{n,e} = 1/T_n Σ_t
+    s_{t,e} z       = 1/T Σ_t (logsumexp_e logits_{t,e})²
+    bias_e += rate · sign(mean load − load_e), after an update
+
+over the N sequences of an update, of T_n tokens, T in all (DeepSeek-V3, 2412.19437 eq. 17–20 and 16; ST-MoE, 2202.08906
+eq. 5). Both losses add up over the layers. Megatron's own are means of one micro-batch, so they change with how an
+update is cut.
+
+Shape legend: t tokens of this rank in a micro-batch, E experts, n sequences of the micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
+from megatron.core.transformer.moe.router import TopKRouter
+
+from megarl.config.schema import RouterConfig
+from megarl.core.metrics import Sums
+from megarl.weights.megatron_private import submodules_of
+
+
+@dataclass(frozen=True)
+class UpdateSize:
+    """Counts over which an update's balance is averaged."""
+
+    sequences: int
+    """Sum over all data-parallel ranks."""
+    tokens: int
+    """Sum over all data-parallel ranks, without padding."""
+    most: int
+    """Sequences of this rank's largest micro-batch."""
+
+
+class Router(TopKRouter):
+    """Megatron's, which also measures an update's balance, and adds its losses to the gradient.
+
+    Args:
+        biased: A bias chooses experts and weighs none, beside a softmax: a buffer, under the name that Megatron has for
+            the bias beside sigmoids.
+    """
+
+    router_replay: Any
+    """Choices that are made again (``models.replay``), or None."""
+
+    def __init__(self, settings: RouterConfig, biased: bool, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.biased = biased
+        if biased:
+            del self.expert_bias  # None
+            bias = torch.zeros(self.num_experts, dtype=torch.float32, device=self.weight.device)
+            self.register_buffer("expert_bias", bias)
+        self.settings = settings
+        self.sequence: torch.Tensor | None = None
+        """int64 [t]: which of the micro-batch's sequences a token belongs to, -1 for padding; None where no update is
+        computed."""
+
+    def begin(self, size: UpdateSize) -> None:
+        """Forget the update before."""
+        self._size = size
+        self.load = torch.zeros(self.num_experts, dtype=torch.int64, device=self.weight.device)
+        """int64 [E]: tokens that went to each expert; this rank's, until ``measured`` has added up all ranks'."""
+        self.losses = torch.zeros(2, dtype=torch.float64, device=self.weight.device)
+        """This rank's share of (balance, z)."""
+
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Probabilities and choices, [t, E] each."""
+        probs, chosen = self._routed(logits, padding_mask)
+        # Recomputation runs a layer twice, the first time without gradients.
+        if self.sequence is not None and self.training and torch.is_grad_enabled():
+            real = self.sequence >= 0
+            self.load += chosen[real].sum(0)
+            losses = self._losses(logits.view(-1, self.num_experts)[real].float(), self.sequence[real])
+            self.losses += losses.detach()
+            weights = losses.new_tensor([self.settings.aux_loss_coef, self.settings.z_loss_coef])
+            probs = MoEAuxLossAutoScaler.apply(probs, losses @ weights)
+        return probs, chosen
+
+    def _routed(self, logits: torch.Tensor, padding_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        replay = self.router_replay
+        if self.biased:
+            self.router_replay = _BiasedChoice(self.expert_bias, replay)
+        try:
+            probs, chosen = super().routing(logits, padding_mask)
+        finally:
+            self.router_replay = replay
+        return probs, chosen
+
+    def _losses(self, logits: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
+        """float32 [2]: (balance, z), this rank's tokens' share of their sums over the update."""
+        chosen, scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function)
+        most, experts = self._size.most, self.num_experts
+        counted = torch.cat([chosen.float(), torch.ones_like(logits[:, :1])], dim=1)
+        counts = logits.new_zeros(most, experts + 1).index_add(0, sequence, counted)
+        if self.tp_cp_group.size() > 1:  # they have the other tokens of these sequences
+            dist.all_reduce(counts, group=self.tp_cp_group)
+        length = counts[:, -1:].clamp(min=1.0)
+        frequency = counts[:, :-1] * experts / (self.topk * length)
+        probability = logits.new_zeros(most, experts).index_add(0, sequence, scores.float()) / length
+        balance = (frequency * probability).sum() / self._size.sequences
+        return torch.stack([balance, logits.logsumexp(-1).square().sum() / self._size.tokens])
+
+
+class _BiasedChoice:
+    """Choice of experts by probability and bias, in the place where Megatron's routers take choices made before.
+
+    Args:
+        replay: Choices that are made again, or None.
+    """
+
+    def __init__(self, bias: torch.Tensor, replay: Any) -> None:
+        self._bias, self._replay = bias, replay
+
+    def get_replay_topk(
+        self, logits: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None, plain: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and ids of the chosen experts, [t, K] each, for logits [t, E]."""
+        if self._replay is not None:
+            chosen: tuple[torch.Tensor, torch.Tensor] = self._replay.get_replay_topk(
+                logits, topk, num_groups, group_topk, self._choose
+            )
+            return chosen
+        return self._choose(logits, topk)
+
+    def _choose(self, logits: torch.Tensor, topk: int, **unused: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = torch.softmax(logits.detach(), dim=-1, dtype=torch.float32) + self._bias
+        ids = scores.topk(topk, dim=-1).indices
+        return logits.gather(1, ids), ids
+
+
+def balance(block: Any, settings: RouterConfig, biased: bool = False) -> None:
+    """Put ``Router`` into the layers with experts of a TransformerBlockSubmodules."""
+    for layer in block.layer_specs:
+        if (experts := submodules_of(layer.submodules.mlp, MoELayer)) is not None:
+            experts.router = partial(Router, settings, biased)
+
+
+def install(stage: torch.nn.Module) -> None:
+    """Let layers hand the tokens' sequences, which come in the place of a padding mask [b, S], to their routers."""
+    for layer in stage.modules():
+        if isinstance(layer, MoELayer) and isinstance(layer.router, Router):
+            layer.register_forward_pre_hook(_number, with_kwargs=True)
+
+
+def _number(layer: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    row = named.pop("padding_mask", None)
+    layer.router.sequence = None if row is None else row.transpose(0, 1).reshape(-1)
+    return arguments, named
+
+
+def routers(chunks: Iterable[torch.nn.Module]) -> list[Router]:
+    """Routers that measure their balance, in the order of the layers."""
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
+
+
+def sequences_of_tokens(stage: Any, row: torch.Tensor) -> torch.Tensor:
+    """int64 [b, S]: ``MicroBatch.row`` of a context-parallel rank as ``stage`` takes it for its padding mask.
+
+    Only Megatron's first stage cuts that mask for sequence parallelism.
+    """
+    if stage.pre_process or not stage.config.sequence_parallel:
+        return row
+    return scatter_to_sequence_parallel_region(row.transpose(0, 1).contiguous()).transpose(0, 1).contiguous()
+
+
+def measured(chunks: Sequence[torch.nn.Module], name: str) -> Sums:
+    """Metrics of an update, the same on every rank of the model: both losses as means over the layers, and the largest
+    load of an expert in shares of its layer's mean. Every rank calls it; ``load`` is then that of all ranks."""
+    # The device of the model, for a stage without routers too: a collective of CPU and GPU tensors would hang.
+    found, device = routers(chunks), next(chunks[0].parameters()).device
+    total = torch.zeros(3, dtype=torch.float64, device=device)
+    fullest = torch.zeros((), dtype=torch.float64, device=device)
+    if found:
+        group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        load, losses = torch.stack([r.load for r in found]), torch.stack([r.losses for r in found])
+        dist.all_reduce(load, group=group)
+        dist.all_reduce(losses, group=group)
+        for router, each in zip(found, load, strict=True):
+            router.load = each
+        total = torch.cat([losses.sum(0), losses.new_tensor([float(len(found))])])
+        fullest = (load.amax(1) / load.double().mean(1).clamp(min=1e-9)).amax()
+    stages = parallel_state.get_pipeline_model_parallel_group()
+    dist.all_reduce(total, group=stages)
+    dist.all_reduce(fullest, dist.ReduceOp.MAX, group=stages)
+    balanced, z, layers = total.tolist()
+    return {
+        f"{name}/router_balance": (balanced / layers, 1.0),
+        f"{name}/router_z": (z / layers, 1.0),
+        f"max:{name}/router_load": (float(fullest), 1.0),
+    }
+
+
+@torch.no_grad()
+def move_biases(found: Sequence[Router]) -> None:
+    """After an optimizer step: every expert's bias by ``bias_update_rate`` towards an even load of the update."""
+    for router in found:
+        if rate := router.settings.bias_update_rate:
+            load = router.load.double()
+            router.expert_bias += rate * torch.sign(load.mean() - load).to(router.expert_bias)

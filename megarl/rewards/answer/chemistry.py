@@ -1,0 +1,252 @@
+"""Chemical formulas and equations as school answers write them: ``H_2O``, ``Fe³⁺``, ``\\ce{2H2 + O2 -> 2H2O}``.
+
+Case, counts, charges and coefficients matter; the way of writing, the order of an equation's terms and conditions over
+its arrow do not.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+
+from megarl.rewards.answer.normalize import half_width
+
+_ELEMENTS = """H He Li Be B C N O F Ne Na Mg Al Si P S Cl Ar K Ca Sc Ti V Cr Mn Fe Co Ni Cu Zn Ga Ge As Se Br Kr Rb
+Sr Y Zr Nb Mo Tc Ru Rh Pd Ag Cd In Sn Sb Te I Xe Cs Ba La Ce Pr Nd Pm Sm Eu Gd Tb Dy Ho Er Tm Yb Lu
+Hf Ta W Re Os Ir Pt Au Hg Tl Pb Bi Po At Rn Fr Ra Ac Th Pa U Np Pu"""
+ELEMENTS = frozenset(_ELEMENTS.split())
+WORDS = frozenset(("He", "In", "As", "No", "Be", "At", "I", "Os", "La", "Po", "Ho", "Pa", "Am", "Re"))
+"""Symbols that are also words, names or units: alone they are no formula."""
+SINGLE_CAPITALS = frozenset(
+    ["CO", "NO", "HF", "HI", "KI", "KF", "KOH", "CN", "OH", "HCN", "KCN", "CS", "BN", "HCO", "KBH", "NOF"]
+)
+"""Formulas of nothing but one-letter elements; other capitals are points, or abbreviations."""
+MOLECULES = frozenset(["H2", "N2", "O2", "F2", "I2", "O3", "S8", "P4", "C60"])
+"""Molecules of one one-letter element; any other such is an indexed name."""
+MAX_LENGTH = 200
+
+_SUPER = {sign: plain for sign, plain in zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-", strict=True)}
+_SUB = str.maketrans("₀₁₂₃₄₅₆₇₈₉₊₋", "0123456789+-")
+_GROUP = r"\{((?:[^{}]|\{[^{}]*\})*)\}"
+_REPLACEMENTS = [
+    (re.compile(pattern), to)
+    for pattern, to in (
+        (r"\\(?:ce|mathrm|text|textrm|mathbf|textbf|mathsf|rm|operatorname|boldsymbol|bm)\s*" + _GROUP, r"\1"),
+        (r"\\(?:ce|mathrm|text|textrm|mathbf|textbf|mathsf|rm|operatorname|boldsymbol|bm)\s*" + _GROUP, r"\1"),
+        (r"\$|\\[()\[\],;:! ]|\*\*|`|\\q?quad(?![a-z])|\\(?:left|right|displaystyle|rm)(?![a-z])|~", " "),
+        (r"\\(?:xrightarrow|xlongequal|xlongrightarrow|xrightleftharpoons)\s*(?:\[[^\]]*\])?\s*" + _GROUP, " → "),
+        (
+            r"\\(?:stackrel|overset|underset)\s*"
+            + _GROUP
+            + r"\s*\{\s*(?:=[=\s]*|-+>|→|\\[a-z]*(?:arrow|to|equal))\s*\}",
+            " → ",
+        ),
+        (r"<=+>|<-+>|⇌|⇋|↔|\\(?:rightleftharpoons|leftrightharpoons|leftrightarrow)(?![a-z])", " ⇌ "),
+        (r"[-=]+>|→|⟶|➔|⇒|\\(?:to|rightarrow|longrightarrow|Rightarrow)(?![a-z])", " → "),
+        (r"→\s*\[[^\]]*\]", "→"),
+        (
+            r"-+\s*\(?\s*[一-鿿△Δ,、]+\s*\)?\s*-*\s*→|→\s*\^?\s*[({]\s*(?:[一-鿿△Δ,、]|\\Delta|\\triangle)+\s*[)}]",
+            " → ",
+        ),
+        (r"=+\s*[(]?\s*(?:[一-鿿△Δ,、]+)\s*[)]?\s*=+", "="),
+        (r"=(?:\s*=)*", "="),
+        (r"\\uparrow|(?<=\w)\s\^(?=\s|$)", "↑"),
+        (r"\\downarrow|(?<=\w)\sv(?=\s|$)", "↓"),
+        (r"\\(?:cdot|bullet|ast)(?![a-z])|[·•∙⋅*]|(?<=[\da-zA-Z)])\.(?=\d*[A-Z])", "·"),
+        (r"\{\}", ""),
+        (r"(?<=[A-Za-z)\]])\s*_\s*\{?\s*(\d+)\s*\}?", r"\1"),
+        (r"\s+(?=[_^·↑↓])|(?<=[·^_])\s+|(?<=[A-Za-z\d)\]])\s+(?=[A-Z(\[])", ""),
+        (r"\^\s*(\d+)(?=[A-Z_{])", r"^{\1}"),
+        (r"_\s*(\d+)", r"_{\1}"),
+        (r"\^\s*(\d*[+-])(?!\d)", r"^{\1}"),
+    )
+]
+
+_BODY = r"(?:[A-Z][a-z]?|[()\[\]]|(?<=[A-Za-z)\]])\d+)+"
+_TERM = re.compile(
+    rf"\s*(?P<coefficient>\d+(?:/\d+)?)?\s*(?:(?P<isotope>(?:[\^_]\{{\d+\}}){{0,2}})(?P<body>{_BODY}(?:·\d*{_BODY})*)|"
+    rf"(?P<electron>e(?=\^\{{-|-))|(?P<han>[一-鿿]+))"
+    r"(?P<charge>\^\{[^{}]*\}|[+-](?=\s*(?:\+|-\s*\d*e|$)))?(?P<state>\((?:s|"
+    r"l|g|aq)\))?\s*(?P<mark>[↑↓])?\s*(?P<then>\+|-(?=\s*\d*e)|$)"
+)
+_ATOM = re.compile(r"([A-Z][a-z]?)(\d*)|([(\[])|[)\]](\d*)|(·)(\d*)")
+
+
+@dataclass(frozen=True)
+class Term:
+    name: str
+    """Name in one way of writing: ``SO4^2-``."""
+    coefficient: str
+    mark: str = ""
+    """↑ or ↓."""
+    state: str = ""
+    telling: bool = False
+    """No word, abbreviation or name of a point could look so."""
+    atoms: Counter[str] = field(default_factory=Counter, hash=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Reading:
+    sides: tuple[tuple[Term, ...], ...]
+    sign: str = ""
+    """``→`` (also for =) or ``⇌`` of an equation."""
+
+
+def _written(text: str) -> str:
+    text = re.sub(
+        "[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+", lambda run: "^{" + "".join(_SUPER[sign] for sign in run.group()) + "}", text
+    ).translate(_SUB)
+    text = half_width(text)
+    for pattern, to in _REPLACEMENTS:
+        text = pattern.sub(to, text)
+    return re.sub(r"\s*\([一-鿿]+\)$", "", text.strip().rstrip(".;,").strip())
+
+
+def may_be(text: str) -> bool:
+    """A cheap look before ``chemical``: capitals, no lower-case words."""
+    return len(text) <= MAX_LENGTH and bool(re.search(r"\\ce|[A-ZＡ-Ｚ]|[一-鿿]\s*\+", text))
+
+
+@functools.lru_cache(maxsize=512)
+def chemical(text: str) -> Reading | None:
+    """A gold that is a formula or an equation beyond doubt; None for everything else."""
+    reading = read(text)
+    if reading is None:
+        return None
+    terms = [term for side in reading.sides for term in side]
+    if reading.sign and all(term.atoms == Counter() for term in terms):
+        return reading if any(len(side) > 1 for side in reading.sides) else None  # an equation in words
+    if r"\ce" not in text and not any(term.telling for term in terms):
+        return None
+    if reading.sign and "→" not in _written(text) and "⇌" not in reading.sign and not _balanced(reading):
+        return None  # P_1V_1=P_2V_2
+    return reading
+
+
+def read(text: str) -> Reading | None:
+    """A formula, or the two sides of an equation."""
+    if len(text) > MAX_LENGTH:
+        return None
+    parts = re.split("([→=⇌])", _written(text))
+    sides = [_terms(side) for side in parts[::2]]
+    if len(parts) > 3 or not all(sides):
+        return None
+    found = tuple(side for side in sides if side)
+    if len(parts) == 1:
+        return Reading(found) if len(found[0]) == 1 and not found[0][0].name[0] >= "一" else None
+    return Reading(found, parts[1].replace("=", "→"))
+
+
+def same(gold: Reading, pred: Reading | None) -> bool:
+    """The same substances, counts, charges, coefficients and direction; ↑ ↓ and states only where both give them."""
+    if pred is None or gold.sign != pred.sign:
+        return False
+    for ours, theirs in zip(gold.sides, pred.sides, strict=True):
+        if Counter((term.name, term.coefficient) for term in ours) != Counter(
+            (term.name, term.coefficient) for term in theirs
+        ):
+            return False
+    return all(_agree(gold, pred, kind) for kind in ("mark", "state"))
+
+
+def _agree(gold: Reading, pred: Reading, kind: str) -> bool:
+    given = [
+        {(k, term.name): getattr(term, kind) for k, side in enumerate(reading.sides) for term in side}
+        for reading in (gold, pred)
+    ]
+    return given[0] == given[1] or not all(any(marks.values()) for marks in given)
+
+
+def _terms(side: str) -> tuple[Term, ...] | None:
+    side, at, sign = side.strip(), 0, ""
+    found: list[Term] = []
+    while at < len(side):
+        match = _TERM.match(side, at)
+        term = _term(match, sign) if match else None
+        if match is None or term is None:
+            return None
+        found.append(term)
+        at, sign = match.end(), "-" if match["then"] == "-" else ""
+        if match["then"] and at == len(side):
+            return None
+    return tuple(found)
+
+
+def _term(match: re.Match[str], sign: str) -> Term | None:
+    coefficient = sign + (match["coefficient"] or "1")
+    if match["han"]:
+        return Term(match["han"], coefficient, match["mark"] or "")
+    if match["electron"]:
+        return Term("e^-", coefficient)
+    charge = (match["charge"] or "").strip("^{} ")
+    body = match["body"]
+    if charge and not match["charge"].startswith("^"):
+        body, charge = _plain_charge(body, charge)
+    atoms = _atoms(body)
+    if atoms is None or not re.fullmatch(r"\d*[+-]|", charge):
+        return None
+    charge = charge.removeprefix("1") if len(charge) == 2 else charge
+    name = f"{_ordered(match['isotope'])}{body}{'^' + charge if charge else ''}"
+    telling = bool(charge or match["isotope"]) or _telling(body, bool(match["coefficient"]))
+    return Term(name, coefficient, match["mark"] or "", match["state"] or "", telling, atoms)
+
+
+def _plain_charge(body: str, sign: str) -> tuple[str, str]:
+    """Read the charge of ``Fe3+``, ``SO42-`` and ``NH4+``: the last digit is the charge of a single atom, or after
+    another digit."""
+    digits = re.search(r"\d*$", body)
+    count = digits.group() if digits else ""
+    single = re.fullmatch(r"[A-Z][a-z]?\d", body)
+    if single or len(count) > 1:
+        return body[:-1], count[-1] + sign
+    return body, sign
+
+
+def _ordered(isotope: str) -> str:
+    return "".join(sorted(re.findall(r"[\^_]\{\d+\}", isotope), reverse=True))
+
+
+def _atoms(body: str) -> Counter[str] | None:
+    """Count each element; None for text that is no formula, counts of 0 or 1, and brackets that do not match."""
+    stack: list[Counter[str]] = [Counter()]
+    factor, at = 1, 0
+    for match in _ATOM.finditer(body):
+        element, count, opened, closed, dot, water = match.groups()
+        if match.start() != at or (element and element not in ELEMENTS) or (count or closed or "2") in ("0", "1"):
+            return None
+        at = match.end()
+        if element:
+            stack[-1][element] += int(count or 1) * factor
+        elif opened:
+            stack.append(Counter())
+        elif dot:
+            factor = int(water or 1)
+        elif len(stack) < 2:
+            return None
+        else:
+            inner = stack.pop()
+            stack[-1].update({name: number * int(closed or 1) for name, number in inner.items()})
+    return stack[0] if len(stack) == 1 and at == len(body) and stack[0] else None
+
+
+def _telling(body: str, counted: bool) -> bool:
+    if body in MOLECULES or body in SINGLE_CAPITALS:
+        return True
+    elements = re.findall(r"[A-Z][a-z]?", body)
+    if any(len(element) == 2 for element in elements):
+        return body not in WORDS
+    return len(elements) > 1 and bool(re.search(r"\d", body)) or (counted and body in SINGLE_CAPITALS)
+
+
+def _balanced(reading: Reading) -> bool:
+    totals = []
+    for side in reading.sides:
+        total: Counter[str] = Counter()
+        for term in side:
+            if not re.fullmatch(r"\d+", term.coefficient):
+                return True  # of electrons or fractions
+            total.update({name: number * int(term.coefficient) for name, number in term.atoms.items()})
+        totals.append(total)
+    return totals[0] == totals[1]

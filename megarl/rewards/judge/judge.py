@@ -1,0 +1,309 @@
+"""A language model as the judge of answers, at any OpenAI-compatible server: retries, a cache, a vote (docs/judge.md).
+
+It waits rather than computes: one ``Judge`` lives in the explorer's event loop, not in the processes of the pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+from urllib.parse import urlsplit
+
+from megarl.config.rewards import JUDGE_IS_ROLLOUT, JudgeConfig
+from megarl.core.errors import ConfigError
+from megarl.rewards.answer.grammar import after_thinking
+from megarl.rewards.judge.cache import JudgementCache
+from megarl.rewards.judge.rubric import Vote, fill, read_rubric, read_vote, reference_text, tally
+from megarl.rewards.judge.server import KEY_VARIABLE, JudgeServer, RequestFailed
+
+ROLLOUT_MODEL = "policy"
+"""Name under which ``launch.engine_process`` serves its model."""
+
+SECOND_TEMPERATURE = 0.7
+"""Least temperature when a reply without a verdict is asked for again: a greedy judge would repeat it."""
+NO_ANSWER = "I do not know."
+"""Answer that is judged where another one gets no verdict: a verdict over this one shows that the other is at fault."""
+WRONG = {"score": 0.0, "status": "wrong", "acc": False, "votes_for": 0, "votes_against": 0, "cached": False}
+"""The verdict over an answer that is not judged."""
+CACHE_FORMAT = 1
+"""Raised when the prompt or the reading of replies changes."""
+
+
+class _Reply(NamedTuple):
+    text: str
+    finish_reason: str | None
+
+
+class Judge:
+    """Judges answers. Use as an async context manager.
+
+    Args:
+        engines: Returns the URLs of the job's own engines that may be asked now, for ``url: rollout``; these take
+            turns, and may change while the judge works.
+        key: The job's key, sent to these engines only; other servers get that of MEGARL_JUDGE_KEY.
+        engine_timeout_s: How long one of these engines is waited for that is being replaced.
+
+    Raises:
+        ConfigError: a setting is missing or wrong; on entering: the cache cannot be opened, or the server does not name
+            its model.
+    """
+
+    def __init__(
+        self,
+        config: JudgeConfig,
+        engines: Callable[[], Sequence[str]] = lambda: (),
+        key: str | None = None,
+        engine_timeout_s: float = 0.0,
+    ) -> None:
+        _check_settings(config)
+        assert config.url is not None, "_check_settings refuses None"
+        self._config = config
+        self._rubric = read_rubric(config.rubric)
+        own = config.url == JUDGE_IS_ROLLOUT
+        if own:
+            if not engines():
+                raise ConfigError(
+                    "reward.judge.url=rollout: there are no engines here (MEGARL_ENGINES); give the URL of a server"
+                )
+            self._model = config.model or ROLLOUT_MODEL
+        else:
+            key = os.environ.get(KEY_VARIABLE)
+            self._model = config.model or ""
+        url = config.url.rstrip("/")
+
+        def bases() -> list[str]:
+            return [f"{engine.rstrip('/')}/v1" for engine in engines()] if own else [url]
+
+        self.server = JudgeServer(bases, key or None, config, engine_timeout_s if own else 0.0)
+        self._running: dict[str, asyncio.Task[dict[str, Any]]] = {}
+        self._cache: JudgementCache | None = None
+        self.counts: Counter[str] = self.server.counts
+        """Since the start: requests, retries, cached and shared judgements, prompt_tokens and completion_tokens as the
+        server counts."""
+
+    async def __aenter__(self) -> Self:
+        cache = self._config.cache
+        self._cache = None if cache is None else JudgementCache(cache)
+        self.server.open()
+        if not self._model:
+            try:
+                self._model = (await self.server.models())[0]
+            except BaseException:
+                await self.close()
+                raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Give up what is under way."""
+        running = list(self._running.values())
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await self.server.close()
+        if self._cache is not None:
+            self._cache.close()
+
+    async def score(
+        self,
+        solution_str: str,
+        ground_truth: Any,
+        extra_info: dict[str, Any] | None = None,
+        question: str | None = None,
+    ) -> dict[str, Any]:
+        """The verdict over one answer, what it thought before ``</think>`` left out. Never raises for what the server
+        does.
+
+        ``question`` is that of ``extra_info`` where it is not given. Returns ``score``, ``status``, ``acc``,
+        ``votes_for``, ``votes_against``, ``cached``; ``reason`` of an error or timeout. An answer with nothing after
+        its thoughts is wrong, unasked.
+        """
+        question = question or str((extra_info or {}).get("question") or "")
+        answer, reference = after_thinking(solution_str).strip(), reference_text(ground_truth)
+        if not question.strip():
+            return _failure("error", "the judge needs a question: the prompt, or extra_info['question'], is empty")
+        if not answer:
+            return dict(WRONG)
+        key = self._cache_key(question, answer, reference)
+        task = self._running.get(key)
+        if task is None:
+            task = asyncio.create_task(self._judgement(key, question, answer, reference))
+            self._running[key] = task
+            task.add_done_callback(lambda _: self._running.pop(key, None))
+        else:
+            self.counts["shared"] += 1
+        return dict(await asyncio.shield(task))  # who else waits for it does so when this caller gives up
+
+    async def reply(self, prompt: str) -> str:
+        """Text that the model writes after a prompt; from the cache where it is there.
+
+        Raises RequestFailed.
+        """
+        body = self._body(prompt, 0, self._config.temperature)
+        key = hashlib.sha256(json.dumps([CACHE_FORMAT, "reply", self._config.url, body]).encode()).hexdigest()
+        if self._cache is not None and (found := await self._cache.get(key)) is not None:
+            self.counts["cached"] += 1
+            return str(found["text"])
+        text = (await self.server.request("POST", "/chat/completions", body, self._read_reply)).text
+        if self._cache is not None:
+            await self._cache.put(key, {"text": text}, [text])
+        return text
+
+    def _body(self, prompt: str, seed: int, temperature: float) -> dict[str, Any]:
+        return {
+            "model": self._model,
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": self._config.max_tokens,
+            "temperature": temperature,
+            "seed": seed,
+        }
+
+    def _cache_key(self, question: str, answer: str, reference: str) -> str:
+        c = self._config
+        parts = [
+            CACHE_FORMAT,
+            c.url,
+            self._model,
+            self._rubric,
+            question,
+            answer,
+            reference,
+            c.votes,
+            c.temperature,
+            c.max_tokens,
+        ]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    async def _judgement(self, key: str, question: str, answer: str, reference: str) -> dict[str, Any]:
+        if self._cache is not None and (found := await self._cache.get(key)) is not None:
+            self.counts["cached"] += 1
+            return found | {"cached": True}
+        prompt = fill(self._rubric, question, answer, reference)
+        replies: list[str] = []
+        outcomes = await asyncio.gather(*(self._vote(prompt, index, replies) for index in range(self._config.votes)))
+        votes = [outcome for outcome in outcomes if isinstance(outcome, Vote)]
+        failed = [outcome for outcome in outcomes if isinstance(outcome, RequestFailed)]
+        if not votes:
+            if all(failure.refused for failure in failed) and await self._judges(question, NO_ANSWER, reference):
+                return WRONG
+            if failed:
+                late = all(failure.status == "timeout" for failure in failed) and len(failed) == len(outcomes)
+                return _failure("timeout" if late else "error", str(failed[0]))
+            return _failure("error", f"no verdict: the judge's last reply ends with {replies[-1][-200:]!r}")
+        result = tally(votes)
+        if self._cache is not None and not failed:  # fewer votes than wanted are good enough for now, not forever
+            await self._cache.put(key, result, replies)
+        return result | {"cached": False}
+
+    async def _judges(self, question: str, answer: str, reference: str) -> bool:
+        """Return True if the judge gives a verdict over an answer."""
+        return isinstance(await self._vote(fill(self._rubric, question, answer, reference), 0, []), Vote)
+
+    async def _vote(self, prompt: str, index: int, replies: list[str]) -> Vote | RequestFailed | None:
+        """None: asked twice, and no verdict."""
+        temperature = self._config.temperature
+        asked = ((index, temperature), (self._config.votes + index, max(temperature, SECOND_TEMPERATURE)))
+        for seed, warmth in asked:
+            body = self._body(prompt, seed, warmth)
+            try:
+                reply = await self.server.request("POST", "/chat/completions", body, self._read_reply)
+            except RequestFailed as failure:
+                return failure
+            replies.append(reply.text)
+            if (vote := read_vote(*reply)) is not None:
+                return vote
+        return None
+
+    def _read_reply(self, answer: Any) -> _Reply:
+        choice = answer["choices"][0]
+        for name in ("prompt_tokens", "completion_tokens"):
+            self.counts[name] += int((answer.get("usage") or {}).get(name) or 0)
+        if choice.get("finish_reason") == "abort":
+            raise ValueError("the engine gave it up, to be given weights")
+        text = choice["message"].get("content")  # null where a server puts all of it into reasoning_content
+        return _Reply("" if text is None else str(text), choice.get("finish_reason"))
+
+
+def _failure(status: str, reason: str) -> dict[str, Any]:
+    return {
+        "score": 0.0,
+        "status": status,
+        "acc": False,
+        "votes_for": 0,
+        "votes_against": 0,
+        "cached": False,
+        "reason": reason,
+    }
+
+
+def _check_settings(config: JudgeConfig) -> None:
+    if config.url is None:
+        raise ConfigError(
+            "reward.judge.url is not set, and rows go to the judge; give a server's base URL (http://HOST:PORT/v1) or "
+            "rollout"
+        )
+    if config.url != JUDGE_IS_ROLLOUT:
+        parts = urlsplit(config.url)
+        if parts.username or parts.password:
+            raise ConfigError(
+                f"reward.judge.url holds a user or password; put the key into the environment, {KEY_VARIABLE}"
+            )
+        if (
+            parts.scheme not in ("http", "https")
+            or not parts.hostname
+            or parts.path.rstrip("/").endswith("/chat/completions")
+        ):
+            raise ConfigError(
+                f"reward.judge.url={config.url!r} is no base URL; write http://HOST:PORT/v1 (what stands before "
+                "/chat/completions) or rollout"
+            )
+    elif config.model not in (None, ROLLOUT_MODEL):
+        raise ConfigError(
+            f"reward.judge.model={config.model!r} with url=rollout, where the model is {ROLLOUT_MODEL}; leave it out"
+        )
+    if config.votes > 1 and config.temperature == 0:
+        raise ConfigError(
+            f"reward.judge.votes={config.votes} at temperature 0 are the same reply {config.votes} times; set "
+            "reward.judge.temperature above 0, or votes to 1"
+        )
+
+
+def check_judge(config: JudgeConfig, *, context_tokens: int) -> None:
+    """Check the judge before launch, when rows go to it. Asks the server for its models; not the job's own engines.
+
+    Args:
+        context_tokens: Longest prompt and response together of these engines.
+
+    Raises:
+        ConfigError: a setting or the rubric is wrong, the server does not answer, or has no such model.
+    """
+    _check_settings(config)
+    read_rubric(config.rubric)
+    if config.url == JUDGE_IS_ROLLOUT:
+        if config.max_tokens >= context_tokens:
+            raise ConfigError(
+                f"reward.judge.max_tokens={config.max_tokens} leaves no room for a prompt in the engines' "
+                f"{context_tokens} tokens (rollout.max_prompt_tokens + rollout.max_response_tokens): rubric, question "
+                "and answer come first; lower it"
+            )
+        return
+    asyncio.run(_check_model(config))
+
+
+async def _check_model(config: JudgeConfig) -> None:
+    async with Judge(dataclasses.replace(config, cache=None)) as judge:  # entering asks for a model where none is named
+        if config.model is not None and config.model not in (names := await judge.server.models()):
+            raise ConfigError(
+                f"reward.judge.model={config.model!r} is not at {config.url}, which has {', '.join(names[:20])}"
+            )

@@ -1,0 +1,170 @@
+"""HTTP requests to the judge's server: retries, a limit of concurrency, errors without the key."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from email.utils import parsedate_to_datetime
+from typing import Any, Literal, TypeVar
+
+import aiohttp
+
+from megarl.config.rewards import JudgeConfig
+from megarl.core.errors import ConfigError
+
+KEY_VARIABLE = "MEGARL_JUDGE_KEY"
+BACKOFF_S = 0.5
+"""Before the first repetition, doubled for each further one, times 0.5 to 1.5 by chance."""
+MAX_WAIT_S = 60.0
+REFUSALS = (400, 413, 422)
+"""Statuses by which a server refuses what a request holds."""
+
+T = TypeVar("T")
+
+
+class RequestFailed(RuntimeError):
+    """A request got no usable answer, after all retries."""
+
+    def __init__(
+        self,
+        message: str,
+        status: Literal["error", "timeout"] = "error",
+        wait_s: float | None = 0.0,
+        *,
+        away: bool = False,
+        refused: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.wait_s = wait_s
+        """Seconds until the server may be asked again; None where a repetition is useless."""
+        self.away = away
+        """True if one of the job's own engines is gone or has no weights yet: it is being replaced."""
+        self.refused = refused
+        """True if the server takes no such request, for example one that is too long."""
+
+
+class JudgeServer:
+    """OpenAI-compatible servers of one model, which take turns.
+
+    Args:
+        bases: Returns the base URLs of the servers that are there now, one or more.
+        key: Sent as bearer token; None for none.
+        engine_timeout_s: Seconds to wait for one of the job's own engines that is being replaced.
+    """
+
+    def __init__(
+        self, bases: Callable[[], Sequence[str]], key: str | None, config: JudgeConfig, engine_timeout_s: float
+    ) -> None:
+        self._bases = bases
+        self._turns = itertools.count()
+        self._key = key
+        self._config = config
+        self._engine_timeout_s = engine_timeout_s
+        self._slots = asyncio.Semaphore(config.concurrency)
+        self._session: aiohttp.ClientSession | None = None
+        self.counts: Counter[str] = Counter()
+        """Requests and retries."""
+
+    def open(self) -> None:
+        """Open the connections' session, in the event loop that uses it."""
+        self._session = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
+            timeout=aiohttp.ClientTimeout(total=self._config.timeout_s),
+            connector=aiohttp.TCPConnector(limit=0),
+        )
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def models(self) -> list[str]:
+        """Names that the server has, at least one. Raises ConfigError when it has none."""
+        try:
+            names = await self.request(
+                "GET", "/models", None, lambda answer: [str(row["id"]) for row in answer["data"]]
+            )
+        except RequestFailed as failure:
+            raise ConfigError(
+                f"{failure}; correct the URL or the key ({KEY_VARIABLE}), or set reward.judge.model"
+            ) from failure
+        if not names:
+            raise ConfigError(
+                f"reward.judge.url={self._config.url} has no models; set reward.judge.model, or start one there"
+            )
+        return names
+
+    async def request(self, method: str, path: str, body: dict[str, Any] | None, read: Callable[[Any], T]) -> T:
+        """Return ``read`` of the response's JSON. A request whose connection or server fails goes to the next base URL.
+
+        Raises RequestFailed.
+        """
+        attempt, until = 0, time.monotonic() + self._engine_timeout_s
+        while True:
+            self.counts["requests"] += 1
+            self.counts["retries"] += attempt > 0
+            try:
+                async with self._slots:
+                    return await self._once(method, self._next_base() + path, body, read)
+            except RequestFailed as failure:
+                waiting = failure.away and time.monotonic() < until
+                if failure.wait_s is None or (attempt >= self._config.retries and not waiting):
+                    raise
+                backoff = BACKOFF_S * 2.0 ** min(attempt, 3 if waiting else attempt) * random.uniform(0.5, 1.5)
+                attempt += 1
+                await asyncio.sleep(min(MAX_WAIT_S, max(backoff, failure.wait_s)))
+
+    def _next_base(self) -> str:
+        bases = self._bases()
+        return bases[next(self._turns) % len(bases)]
+
+    async def _once(self, method: str, url: str, body: dict[str, Any] | None, read: Callable[[Any], T]) -> T:
+        assert self._session is not None, "open() comes first"
+        try:
+            # No redirects: they would take question, answer and key to a server that nobody named.
+            async with self._session.request(method, url, json=body, allow_redirects=False) as answer:
+                text = (await answer.read()).decode(errors="replace")
+                status, wait_s = answer.status, _retry_after(answer.headers.get("Retry-After"))
+        except TimeoutError:
+            raise RequestFailed(
+                f"the judge at {url} gave no answer within {self._config.timeout_s:g} s", "timeout"
+            ) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise RequestFailed(
+                self._hide(f"the judge at {url} cannot be reached: {type(error).__name__}: {error}"), away=True
+            ) from None
+        if status != 200:
+            again = status in (408, 429) or status >= 500
+            raise RequestFailed(
+                self._hide(f"the judge at {url} answered {status}: {text[:300]}"),
+                wait_s=wait_s if again else None,
+                away=status == 503,
+                refused=status in REFUSALS,
+            )
+        try:
+            return read(json.loads(text))
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            raise RequestFailed(self._hide(f"the judge at {url} answered what is no reply: {text[:300]!r}")) from None
+
+    def _hide(self, text: str) -> str:
+        """A server's message may repeat the key."""
+        return text.replace(self._key, "***") if self._key else text
+
+
+def _retry_after(header: str | None) -> float:
+    """Seconds; of a date those until then. 0 without the header, or with one that says neither."""
+    if header is None:
+        return 0.0
+    with contextlib.suppress(ValueError):
+        seconds = float(header)
+        return seconds if 0 <= seconds < float("inf") else 0.0
+    with contextlib.suppress(ValueError):
+        return max(0.0, parsedate_to_datetime(header).timestamp() - time.time())
+    return 0.0

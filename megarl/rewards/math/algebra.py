@@ -1,0 +1,231 @@
+"""Atoms that are no plain numbers or words: parsed by math-verify, compared at points, proved by math-verify.
+
+Everything here needs the main thread only for the caller's time limit; math-verify's own alarms are off.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+import re
+from fractions import Fraction
+from typing import Any
+
+from megarl.rewards.answer.normalize import Quantity, rounds_to
+
+MAX_LENGTH = 400
+MAX_EXPONENT = 20_000
+"""2^{2024} is an answer; 10^{10^{10}} is an attack. Also for factorials (a twentieth of it) and digits of one
+number."""
+
+_NESTED_POWER = re.compile(r"\^\s*(?:\{[^{}]*\^|\{[^{}]*!|\{[^{}]*\{[^{}]*\^|(?:\{[^{}]*\}|\w)\s*\^)")
+_SMALL_TOWER = re.compile(r"\^\s*\{\s*(\d{1,2})\s*\^\s*\{?\s*(\d{1,2})\s*\}?\s*\}")
+_UNEVALUATED = re.compile(
+    r"\\(?:int|iint|oint|sum|prod|lim|det|max|min|gcd|lcm|mathrm\{d\})(?![a-z])|\\frac\s*\{\s*d\s*\}|\\bmod|\\pmod"
+)
+_CAPITAL = re.compile(r"\\math[a-z]+\s*\{[A-Z]\}|\\[A-Za-z]+|([A-Z])(?:_\{?(\w+)\}?)?")
+"""Capital letters that are variables; math-verify makes them small, and R would equal r."""
+_TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
+_SUFFIXED = re.compile(r"(?<![\\A-Za-z_])(?<!_\{)[a-hj-z]\d")
+"""``x2``, which nobody writes for 2x: it may be a power or an index. ``i4`` is 4i."""
+_DERIVATIVE = re.compile(r"\\partial|\\d+ot(?![a-z])|\\prime|'|\\frac\s*\{\s*d\s*(?:\^|[a-z\\}]).*\}\s*\{\s*d\s*[a-z]")
+"""SymPy takes dx/dt for 0 where x is a symbol; differential equations are compared as text."""
+_POINTS = 4
+FAULTS = (ArithmeticError, AttributeError, LookupError, NotImplementedError, RecursionError, TypeError, ValueError)
+"""Errors that SymPy raises on expressions that make no sense to it (SympifyError is a ValueError). They equal
+nothing."""
+
+
+def tractable(text: str) -> bool:
+    """Return True if algebra on it stays small: no towers of powers, huge factorials, endless digits or deep
+    nesting."""
+    if len(text) > MAX_LENGTH or ":" in text or re.search(r"\d{60}", text):
+        return False
+    depth = deepest = 0
+    for sign in text:
+        depth += {"{": 1, "(": 1, "[": 1, "}": -1, ")": -1, "]": -1}.get(sign, 0)
+        deepest = max(deepest, depth)
+    if deepest > 10:
+        return False
+    towers = [int(match[1]) ** int(match[2]) for match in _SMALL_TOWER.finditer(text)]
+    text = _SMALL_TOWER.sub("^{2}", text)
+    if _NESTED_POWER.search(text) and re.search(r"\d\s*\^|\d\s*\}\s*\^|\d\s*\)\s*\^|!", text):
+        return False
+    exponents = [int(digits) for digits in re.findall(r"\^\s*\{?\s*[+-]?\s*(\d+)", text)] + towers
+    product = 1
+    for exponent in exponents if re.search(r"[)}\]|]\s*\^", text) else []:
+        product *= max(exponent, 1)
+    factorials = [int(digits) for digits in re.findall(r"(\d+)\s*\}?\)?\s*!", text)]
+    choices = [int(digits) for digits in re.findall(r"\\binom\s*\{\s*(\d+)", text)]
+    if re.search(r"[)}]\s*!|!\s*!|!\s*\)", text) and re.search(r"\d\d", text):
+        return False
+    if re.search(r"\\binom\s*\{[^}]*\^|\^\s*\{?\s*\d+\s*\}?\s*!|\\(?:Gamma|zeta).*(?:\^|\d{4})", text):
+        return False
+    return (
+        max([product, *exponents, 0]) <= MAX_EXPONENT
+        and max([*factorials, *choices, 0]) <= MAX_EXPONENT // 20
+        and len(re.findall(r"!", text)) <= 6
+    )
+
+
+def unevaluated(gold: str, pred: str) -> bool:
+    """A prediction that is the task rather than its result: ``\\sum``, ``\\int`` and the like that gold does not
+    have."""
+    return any(word not in gold for word in _UNEVALUATED.findall(pred))
+
+
+def has_angle(text: str) -> bool:
+    """Return True if degrees in it are an angle of sin or cos, not a unit after it."""
+    return bool(_TRIGONOMETRY.search(text))
+
+
+@functools.lru_cache(maxsize=512)
+def expression(text: str, unevaluated: bool = False) -> Any:
+    """math-verify's SymPy object for a cleaned answer, or None where it finds none. ``unevaluated``: as it was
+    written."""
+    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig  # type: ignore[import-untyped]
+    from math_verify import LatexExtractionConfig, parse  # type: ignore[import-untyped]
+
+    if "$" in text or text.endswith("\\"):
+        return None  # math-verify would not see the formula's end and take any fraction inside it
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its alarms are off
+    config = LatexExtractionConfig(
+        boxed_match_priority=-1,
+        normalization_config=NormalizationConfig(
+            basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
+        ),
+    )
+    if has_angle(text):
+        text = re.sub(r"(\d+(?:\.\d+)?)\s*degrees\b", r"(\\frac{\1\\pi}{180})", text)
+    text = _CAPITAL.sub(lambda match: f"{match[1].lower()}_{{1000{match[2] or ''}}}" if match[1] else match[0], text)
+    parsed = parse(f"${text}$", [config], fallback_mode="no_fallback", parsing_timeout=0)
+    return None if not parsed else parsed[0] if unevaluated else _with_constants(parsed[0])
+
+
+def _with_constants(value: Any) -> Any:
+    """The letter i as the imaginary unit; numbers that were kept unevaluated, evaluated."""
+    import sympy  # type: ignore[import-untyped]
+
+    if not isinstance(value, sympy.Expr):
+        return value
+    letters = {symbol: sympy.I for symbol in value.free_symbols if symbol.name in ("i", r"\imath")}
+    letters |= {symbol: sympy.E for symbol in value.free_symbols if symbol.name == "e"}
+    return value.subs(letters) if letters else value
+
+
+def same(gold: str, pred: str) -> bool:
+    """Return True if two expressions are equal wherever they are tried, or math-verify proves that they are."""
+    if not (tractable(gold) and tractable(pred)) or _DERIVATIVE.search(gold + pred):
+        return False
+    if _SUFFIXED.search(pred) and not _SUFFIXED.search(gold):
+        return False
+    try:
+        first, second = expression(gold), expression(pred)
+        return first is not None and second is not None and _equal(first, second)
+    except FAULTS:
+        return False
+
+
+def same_number(number: Quantity, text: str) -> bool:
+    """Return True if an expression has the value of a written number, which may be a decimal that rounds it."""
+    if not tractable(text):
+        return False
+    try:
+        return _has_value(expression(text), number)
+    except FAULTS:
+        return False
+
+
+def _has_value(value: Any, number: Quantity) -> bool:
+    import sympy  # type: ignore[import-untyped]
+
+    if not isinstance(value, sympy.Expr) or value.free_symbols:
+        return False
+    if number.places is None:
+        return _equal(sympy.Rational(number.value.numerator, number.value.denominator), value)
+    approximate = value.doit().evalf(30)
+    if not (approximate.is_Float or approximate.is_Rational):
+        return False
+    exact = Fraction(str(approximate)) if approximate.is_finite else Fraction(0)
+    return bool(approximate.is_finite) and (
+        abs(exact - number.value) <= Fraction(1, 10**25) * abs(exact) or rounds_to(number, exact)
+    )
+
+
+def _equal(first: Any, second: Any) -> bool:
+    import sympy  # type: ignore[import-untyped]
+    from math_verify import verify  # type: ignore[import-untyped]
+
+    if isinstance(first, sympy.Expr) and isinstance(second, sympy.Expr):
+        tried = _same_values(first, second)
+        if tried is not None:
+            return tried
+    elif isinstance(first, sympy.Eq) and isinstance(second, sympy.Eq):
+        if first.free_symbols != second.free_symbols:
+            return False
+        left, right = first.lhs - first.rhs, second.lhs - second.rhs
+        if isinstance(left, sympy.Expr) and isinstance(right, sympy.Expr) and _proportional(left, right):
+            return True
+        if left.is_polynomial() and right.is_polynomial():
+            return False  # other polynomials have other zeros, but for a power or a factor without any
+    elif isinstance(first, sympy.Expr) or isinstance(second, sympy.Expr):
+        return False  # a number is no set, relation or matrix
+    return bool(verify(first, second, timeout_seconds=0))
+
+
+def _points(*expressions: Any) -> list[dict[Any, Any]]:
+    """The same few values for every symbol, of both signs and away from special ones."""
+    import sympy  # type: ignore[import-untyped]
+
+    symbols = sorted(set().union(*(expr.free_symbols for expr in expressions)), key=str)
+    draw = random.Random(7)
+    signs = [1, 1, -1, -1]
+    return [
+        {symbol: signs[k] * sympy.Rational(draw.randint(2 * 97, 5 * 97), 97 * (1 + k % 2)) for symbol in symbols}
+        for k in range(_POINTS if symbols else 1)
+    ]
+
+
+def _number_at(expr: Any, point: dict[Any, Any]) -> Any:
+    """Its value as a SymPy number, or None where it has none."""
+    try:
+        value = expr.doit().evalf(30, subs=point, maxn=200)
+        return value if value.is_number and abs(value).is_finite and not value.free_symbols else None
+    except FAULTS:
+        return None
+
+
+def _same_values(first: Any, second: Any) -> bool | None:
+    """Return True if two expressions agree at every point where both have a value; None when too few points have
+    one."""
+    import sympy  # type: ignore[import-untyped]
+
+    if not first.free_symbols and not second.free_symbols:
+        exact = first.doit(), second.doit()
+        if all(value.is_Rational for value in exact):
+            return bool(exact[0] == exact[1])
+    rounded = first.has(sympy.Float) or second.has(sympy.Float)
+    difference, seen = first.doit() - second.doit(), 0  # like terms cancel: 2^{2024}-1 and 2^{2024}-x differ
+    terms = difference.args if difference.is_Add and not rounded else (first, second)
+    for point in _points(first, second):
+        value, *sizes = (_number_at(expr, point) for expr in (difference, *terms))
+        if value is None or any(size is None for size in sizes):
+            continue
+        if abs(value) > (1e-12 if rounded else 1e-50) * (max(map(abs, sizes)) + 1e-6):
+            return False
+        seen += 1
+    return True if seen >= (3 if first.free_symbols | second.free_symbols else 1) else None
+
+
+def _proportional(left: Any, right: Any) -> bool:
+    """Return True if two sides minus sides differ by a constant factor, so that the equations are the same."""
+    if left.free_symbols != right.free_symbols:
+        return False
+    ratios = []
+    for point in _points(left, right):
+        first, second = _number_at(left, point), _number_at(right, point)
+        if first is None or second is None or abs(second) < 1e-12 or abs(first) < 1e-12:
+            continue
+        ratios.append(first / second)
+    return len(ratios) >= 3 and all(abs(ratio - ratios[0]) <= 1e-10 * abs(ratios[0]) for ratio in ratios)

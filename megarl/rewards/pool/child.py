@@ -1,0 +1,182 @@
+"""The process that runs a reward function, as its owner sees it: a socket, an exit status, and an end that spares
+nothing it started.
+
+It is forked from a process that has imported megarl's verifiers (``core/processes/fork.py``), or else started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Self
+
+import psutil
+
+from megarl.core.processes.fork import Forked, ForkRoot, ForkServer
+from megarl.rewards.pool.output import PrintedOutput
+
+log = logging.getLogger(__name__)
+
+WORKER = "megarl.rewards.pool.worker"
+PRELOAD = ("megarl.core.user_file", "megarl.rewards")
+"""Modules that every worker imports."""
+SOCKET = "MEGARL_REWARD_SOCKET"
+"""Variable with the number of its socket."""
+STDERR = 2
+END_S = 10.0
+"""Longest wait for a killed process; one inside a system call of a broken disk or driver ends later, or never."""
+DRAIN_S = 0.1
+"""Seconds for which the last output of an ended process is read: what it forked may keep its socket open."""
+LOOK_S = 0.1
+"""Seconds between two looks at a process where Linux cannot report its end."""
+_servers: dict[tuple[int, tuple[str, ...]], ForkServer] = {}
+"""Fork servers of a process, by its id and the modules that they have imported."""
+_roots: dict[int, ForkRoot] = {}
+"""Roots of fork servers, by the id of the process that uses the servers."""
+
+
+class RewardProcess:
+    """A ``megarl.rewards.pool.worker`` in a process group of its own. It ends with the thread that started it.
+
+    It is connected by a socket and not by pipes: asyncio's ``Process.wait`` waits for the end of every pipe, which a
+    process that was forked from it may hold open.
+    """
+
+    def __init__(
+        self, process: subprocess.Popen[bytes] | Forked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._process = process
+        self.reader = reader
+        self.writer = writer
+        self._watching = asyncio.create_task(self._watch())
+
+    @classmethod
+    async def start(cls, limit: int, output: PrintedOutput | None = None, modules: Sequence[str] = ()) -> Self:
+        """Start one whose lines have at most ``limit`` bytes. What it prints goes to ``output``, or else to stderr.
+
+        Args:
+            modules: Those that its verifiers import late.
+
+        Raises:
+            OSError: the machine has no room for another process.
+        """
+        server = await _server((*PRELOAD, *modules))
+        ours, its = socket.socketpair()
+        try:
+            with its, nullcontext(STDERR) if output is None else output.opened() as printed:
+                process = _start(server, its.fileno(), printed)
+        except BaseException:
+            ours.close()
+            raise
+        return cls(process, *await asyncio.open_unix_connection(sock=ours, limit=limit))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def _watch(self) -> None:
+        await _ended(self._process)
+        kill_tree(self.pid)
+        if not self.writer.is_closing():
+            await asyncio.sleep(DRAIN_S)
+            self.writer.transport.abort()
+
+    async def status(self) -> int | None:
+        """Exit status of a process whose socket is closed; None if it runs on."""
+        await asyncio.wait([self._watching], timeout=1.0)
+        return self._process.poll()
+
+    async def end(self) -> None:
+        """Kill it and all that it started. Returns when it is gone, or after END_S."""
+        self.writer.transport.abort()
+        if self._process.poll() is None:
+            kill_tree(self.pid)
+        _, late = await asyncio.wait([self._watching], timeout=END_S)
+        if late:
+            log.warning("reward process %d has not ended %g s after SIGKILL; it is left behind", self.pid, END_S)
+
+
+def fork_root() -> None:
+    """Fork the fork servers of this process from it as it is now, before it has threads: they have its imports."""
+    _roots[os.getpid()] = ForkRoot()
+
+
+async def _server(modules: tuple[str, ...]) -> ForkServer:
+    """Return the fork server of this process with these imports, once it is ready or has failed."""
+    server = _servers.get((os.getpid(), modules))
+    if server is None or (server.closed and server.imported):  # it was killed; imports that fail would do so again
+        root = _roots.get(os.getpid())
+        server = root.server(modules, os.environ) if root is not None else None
+        server = _servers[os.getpid(), modules] = server or ForkServer.start(modules, os.environ)
+    await asyncio.to_thread(server.await_imports)
+    return server
+
+
+def end_servers() -> None:
+    """End the fork servers of this process; workers go on."""
+    for key in [key for key in _servers if key[0] == os.getpid()]:
+        _servers.pop(key).close()
+    if (root := _roots.pop(os.getpid(), None)) is not None:
+        root.close()
+
+
+def _start(server: ForkServer, connection: int, printed: int) -> subprocess.Popen[bytes] | Forked:
+    """Fork a worker, or start one where that is not possible."""
+    argv = ["-m", WORKER, str(os.getpid())]
+    with open(os.devnull, "wb") as null:
+        output = null.fileno() if printed == subprocess.DEVNULL else printed
+        pid = server.fork(argv, os.environ, output, {SOCKET: connection}, session=False)
+    if pid is not None:
+        return Forked(pid)
+    return subprocess.Popen(
+        [sys.executable, *argv],
+        env={**os.environ, SOCKET: str(connection)},
+        stdin=subprocess.DEVNULL,
+        stdout=printed,
+        stderr=printed,
+        pass_fds=[connection],
+        process_group=0,
+    )
+
+
+async def _ended(process: subprocess.Popen[bytes] | Forked) -> None:
+    """Wait for the end of a process."""
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except OSError:
+        while process.poll() is None:
+            await asyncio.sleep(LOOK_S)
+        return
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    loop.add_reader(descriptor, ended.set)
+    try:
+        await ended.wait()
+    except asyncio.CancelledError:  # the loop ends first: no zombie is left all the same
+        threading.Thread(target=process.wait, args=(math.inf,), daemon=True, name="reward process").start()
+        raise
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+    process.poll()
+
+
+def kill_tree(leader: int) -> None:
+    """SIGKILL to a process group, and to descendants of its leader that have left it."""
+    descendants: list[psutil.Process] = []
+    with contextlib.suppress(psutil.Error):
+        descendants = psutil.Process(leader).children(recursive=True)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+    for process in descendants:
+        with contextlib.suppress(psutil.Error):
+            process.kill()

@@ -1,0 +1,322 @@
+"""Scores answers while others are still being generated: in worker processes of which one may hang or die at any
+time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import time
+from collections.abc import Collection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol, Self
+
+from megarl.config.rewards import RewardConfig
+from megarl.core.errors import ConfigError, DataError
+from megarl.core.schema import Reward, Task
+from megarl.core.thoughts import as_written
+from megarl.rewards.pool.output import PrintedOutput
+from megarl.rewards.pool.process import (
+    START_TIMEOUT_S,
+    LocalRewardProcess,
+    RemoteRewardProcess,
+    Worker,
+    WorkerDied,
+    WorkerError,
+    WorkerProcess,
+    WorkerSpent,
+    WorkerUnfit,
+    addresses,
+)
+from megarl.rewards.pool.tally import Tally
+from megarl.rewards.pool.worker_queue import WorkerQueue
+from megarl.rewards.router import CODE, JUDGE, imports_of, route
+from megarl.rewards.verdict import FAILURES, LATE, NO_VERDICT, weighed
+
+log = logging.getLogger(__name__)
+
+KNOWN = 4096
+"""Verdicts that are remembered; answers of a group end within seconds of each other."""
+USER = "user"
+"""The verifier's name where ``reward.path`` is set."""
+
+
+class Verdict(NamedTuple):
+    """A reward and, for an error or timeout, what happened. Without a verdict the score is NaN, never a silent 0."""
+
+    reward: Reward
+    message: str | None = None
+    reported: bool = False
+    """The message is what the function itself returned with its status, not a failure of the function."""
+    verifier: str = ""
+    """Its family."""
+    seconds: float = 0.0
+    """Seconds in the verifier, over all tries."""
+    waited_s: float = 0.0
+    """Seconds of waiting for a free worker, over all tries."""
+    tries: int = 1
+    kills: int = 0
+    """Workers that died or hung over it."""
+    verified: float | None = None
+    """The verifier's own score where weights have made another one of it."""
+
+    @property
+    def own_score(self) -> float:
+        """The verifier's score, before ``reward.weight`` and rewards for how an answer is written."""
+        return self.reward.score if self.verified is None else self.verified
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Entry of the trajectory beside the reward, for the metrics of each verifier."""
+        return {
+            "verifier": self.verifier,
+            "seconds": round(self.seconds, 5),
+            "waited_s": round(self.waited_s, 5),
+            "tries": self.tries,
+            "kills": self.kills,
+        }
+
+
+class Judging(Protocol):
+    """Part of ``judge.Judge`` that the pool uses."""
+
+    async def score(
+        self,
+        solution_str: str,
+        ground_truth: Any,
+        extra_info: dict[str, Any] | None = None,
+        question: str | None = None,
+    ) -> dict[str, Any]: ...
+
+
+class RewardPool:
+    """``reward.workers`` processes here and those of ``reward.hosts``. Use as an async context manager.
+
+    Args:
+        judge: Takes the answers of family ``judge``, which wait rather than compute.
+        key: The job's key, for ``reward.hosts``.
+        output: File for what reward functions print, kept short; without one it goes to stderr.
+        sources: Data sources of tasks to come: workers import their verifiers at once, not with the first answer.
+
+    Raises ConfigError on entering when ``reward.path`` cannot be used, or a host of ``reward.hosts`` not be reached.
+    """
+
+    def __init__(
+        self,
+        config: RewardConfig,
+        judge: Judging | None = None,
+        key: str = "",
+        output: Path | None = None,
+        sources: Collection[str] = (),
+    ) -> None:
+        self._config = config
+        self._sources = sources
+        self._judge = judge
+        self._output = None if output is None else PrintedOutput(output)
+        self.tally = Tally()
+        """Counts of scoring, failed tries included."""
+        modules = imports_of(sources, config.routes) if config.path is None else []
+        processes: list[WorkerProcess] = [LocalRewardProcess(self._output, modules) for _ in range(config.workers)]
+        processes += [RemoteRewardProcess(address, key) for address in addresses(config.hosts)]
+        self._workers = [Worker(config, process) for process in processes]
+        self._queue = WorkerQueue(len(self._workers), config.timeout_s)
+        self._preparing: list[asyncio.Task[None]] = []
+        self._quarantine: set[bytes] = set()
+        self._scoring: dict[bytes, asyncio.Future[None]] = {}
+        """Answers that are being scored, by their digest."""
+        self._known: dict[bytes, Verdict] = {}
+        """Verdicts of answers that were scored last."""
+
+    async def __aenter__(self) -> Self:
+        try:
+            await asyncio.gather(*(worker.ready() for worker in self._workers))
+        except (ConfigError, WorkerError) as error:
+            await self.close()
+            raise ConfigError(str(error)) from error
+        self._preparing = [asyncio.create_task(self._prepare(worker)) for worker in self._workers]
+        return self
+
+    async def _prepare(self, worker: Worker) -> None:
+        """Give a worker to the queue once it has the verifiers of ``sources``. What it cannot have is met, and
+        reported, by the first answer that needs it."""
+        own = [source for source in self._sources if self._judge is None or _verifier(self._config, source) != JUDGE]
+        try:
+            for source in own:
+                with contextlib.suppress(WorkerError, TimeoutError):
+                    await worker.prepare(source)
+                if not worker.up:
+                    break
+        finally:
+            self._queue.give_back(worker)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers that run on this machine."""
+        return [worker.pid for worker in self._workers if worker.pid is not None]
+
+    async def close(self) -> None:
+        """End every worker, busy or not. Who waits for one gets no verdict."""
+        for task in self._preparing:
+            task.cancel()
+        await asyncio.gather(*self._preparing, return_exceptions=True)
+        await self._queue.close("the pool of reward processes is closed")
+        await asyncio.gather(*(worker.kill() for worker in self._workers))
+        if self._output is not None:
+            self._output.close()
+
+    async def score(self, task: Task, text: str, *, in_thinking: bool = False) -> Verdict:
+        """Score one answer. Never raises for what the reward function does: that is the verdict's status.
+
+        An answer without a verdict, while there are workers, is tried again as ``reward.retries`` and
+        ``reward.max_kills`` allow. megarl's verifiers score equal answers to one task once, where their verdict depends
+        on nothing else. A function of the user, the judge, and programs, which have a time limit, are asked for each.
+
+        Args:
+            in_thinking: The prompt ended inside a thought (``shape.opens_thinking``).
+        """
+        request = {
+            "data_source": task.data_source,
+            "solution_str": text,
+            "ground_truth": task.ground_truth,
+            "extra_info": task.extra_info,
+            "question": task.question,
+            "in_thinking": in_thinking,
+        }
+        key = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).digest()
+        verdict = Verdict(_NONE, verifier=_verifier(self._config, task.data_source), tries=0)
+        if verdict.verifier in (USER, JUDGE, CODE):
+            return await self._score(task, request, key, verdict)
+        asked = time.monotonic()
+        while (scoring := self._scoring.get(key)) is not None:
+            await asyncio.wait([scoring])
+        if (known := self._known.get(key)) is not None:
+            self.tally.add(known.reward.status, known.message)
+            return known._replace(seconds=0.0, waited_s=time.monotonic() - asked, tries=1, kills=0)
+        ended = self._scoring[key] = asyncio.get_running_loop().create_future()
+        try:
+            verdict = await self._score(task, request, key, verdict)
+        finally:
+            del self._scoring[key]
+            ended.set_result(None)
+        if verdict.reward.status not in NO_VERDICT:
+            self._known[key] = verdict
+            if len(self._known) > KNOWN:
+                del self._known[next(iter(self._known))]
+        return verdict
+
+    async def _score(self, task: Task, request: dict[str, Any], key: bytes, verdict: Verdict) -> Verdict:
+        """Verdict of one answer, from a worker or the judge; ``verdict`` has its verifier."""
+        if verdict.verifier == JUDGE and self._judge is not None:
+            with self.tally.waiting():
+                verdict = await self._judged(self._judge, request, verdict)
+            self.tally.add(verdict.reward.status, verdict.message)
+            return verdict
+        if key in self._quarantine:
+            return verdict._replace(
+                message=f"quarantined: this answer ended {self._config.max_kills} reward processes before"
+            )
+        failures = 0
+        while True:
+            died_before = verdict.kills
+            tried = verdict.tries
+            with self.tally.waiting():
+                verdict = await self._try(request, verdict)
+            if verdict.tries == tried:
+                continue  # that worker has no such verifier: another one's turn
+            self.tally.add(verdict.reward.status, verdict.message)
+            if verdict.reward.status not in FAILURES:
+                return verdict
+            if verdict.kills >= self._config.max_kills:
+                self._quarantine.add(key)
+                return verdict._replace(
+                    message=f"quarantined after {verdict.kills} reward processes: {verdict.message}"
+                )
+            failures += verdict.kills == died_before or verdict.reward.status == "timeout"
+            if failures > self._config.retries:
+                return verdict
+            log.warning("task %s: reward %s: %s; trying again", task.task_id, verdict.reward.status, verdict.message)
+
+    async def _judged(self, judge: Judging, request: dict[str, Any], verdict: Verdict) -> Verdict:
+        """Ask the judge, which has its own limits and tries."""
+        began = time.monotonic()
+        text, question = request["solution_str"], request["question"]
+        answer = as_written(text, request["in_thinking"])
+        result = await judge.score(answer, request["ground_truth"], request["extra_info"], question)
+        found = _of_reply(weighed(result, text, question, request["in_thinking"], self._config))
+        return found._replace(verifier=verdict.verifier, seconds=time.monotonic() - began)
+
+    async def _try(self, request: dict[str, Any], before: Verdict) -> Verdict:
+        """Make one try on the next free worker; counts and times are added to those of the tries ``before``."""
+        asked = time.monotonic()
+        worker = await self._queue.take()
+        began, limit = time.monotonic(), START_TIMEOUT_S
+        died = False
+        if worker is None:
+            return before._replace(
+                tries=before.tries + 1, message=f"no reward process comes up any more: {self._queue.reason}"
+            )
+        try:
+            await worker.prepare(request["data_source"])
+            began, limit = time.monotonic(), self._config.timeout_s
+            found = _of_reply(await worker.score(request))
+        except WorkerUnfit as error:
+            self._queue.reason = str(error)
+            return before._replace(waited_s=before.waited_s + time.monotonic() - asked)
+        except TimeoutError:
+            died = True
+            found = Verdict(Reward(math.nan, "timeout"), f"no verdict within {limit:g} s")
+        except WorkerSpent:
+            died = True
+            found = _wrong(request, self._config)
+        except WorkerDied as error:
+            died = True
+            found = Verdict(_NONE, f"{error} while scoring")
+        except WorkerError as error:
+            found = Verdict(_NONE, str(error))
+        finally:
+            self._queue.give_back(worker)
+        ended = time.monotonic()
+        return found._replace(
+            verifier=before.verifier,
+            seconds=before.seconds + ended - began,
+            waited_s=before.waited_s + began - asked,
+            tries=before.tries + 1,
+            kills=before.kills + died,
+        )
+
+
+_NONE = Reward(math.nan, "error")
+
+
+def _verifier(config: RewardConfig, data_source: str) -> str:
+    """Family of the verifier; "" where there is none, which a worker reports."""
+    if config.path is not None:
+        return USER
+    with contextlib.suppress(DataError):
+        return route(data_source, config.routes)[0]
+    return ""
+
+
+def _wrong(request: dict[str, Any], config: RewardConfig) -> Verdict:
+    """The verdict over a response that one of megarl's verifiers cannot judge in time."""
+    text, question, in_thinking = (request[name] for name in ("solution_str", "question", "in_thinking"))
+    return _of_reply(weighed({"score": 0.0, "status": "wrong"}, text, question, in_thinking, config))
+
+
+def _of_reply(reply: dict[str, Any]) -> Verdict:
+    status = reply["status"]
+    if status == LATE:
+        return Verdict(Reward(math.nan, status, reply["parts"]))
+    if status in NO_VERDICT:
+        message = reply.get("reason") or f"the reward function reported {status}"
+        return Verdict(Reward(math.nan, status, reply["parts"]), message, reported=True)
+    return Verdict(Reward(reply["score"], status, reply["parts"]), verified=reply.get("verified"))

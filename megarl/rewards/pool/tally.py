@@ -1,0 +1,74 @@
+"""Progress of scoring in one line for a person: recent failures and long waits."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from megarl.rewards.verdict import FAILURES
+
+EVENT = "reward_failures"
+"""Kind of the store's event with a line of this, which the trainer shows while it waits."""
+WINDOW = 200
+"""Verdicts that a line counts."""
+EVERY_S = 10.0
+"""Least seconds between two lines."""
+LONG_S = 60.0
+"""Seconds after which an answer that waits for its verdict is worth a line."""
+NEWEST_CHARACTERS = 300
+
+
+class Tally:
+    """Counts tries to score an answer. ``line`` is rate-limited, and None while all is well."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._recent: deque[str] = deque(maxlen=WINDOW)
+        self._newest = ""
+        self._failed = False
+        """Since the last line."""
+        self._waiting: dict[int, float] = {}
+        self._numbers = 0
+        self._told_at = float("-inf")
+        self._told_wait_at = float("-inf")
+
+    def add(self, status: str, message: str | None) -> None:
+        self._recent.append(status)
+        if status in FAILURES:
+            self._failed = True
+            self._newest = " ".join((message or status).split())[:NEWEST_CHARACTERS]
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While an answer waits for a verdict."""
+        self._numbers = number = self._numbers + 1
+        self._waiting[number] = self._now()
+        try:
+            yield
+        finally:
+            del self._waiting[number]
+
+    def line(self) -> str | None:
+        """News for the terminal, if there are any."""
+        now = self._now()
+        if now - self._told_at < EVERY_S:
+            return None
+        parts = [*self._failures(), *self._waits(now)]
+        if not parts:
+            return None
+        self._told_at, self._failed = now, False
+        return "reward: " + "; ".join(parts)
+
+    def _failures(self) -> Iterator[str]:
+        if self._failed:
+            counts = Counter(status for status in self._recent if status in FAILURES)
+            kinds = ", ".join(f"{status} {count}" for status, count in counts.most_common())
+            yield f"{counts.total()} of the last {len(self._recent)} verdicts failed ({kinds}); newest: {self._newest}"
+
+    def _waits(self, now: float) -> Iterator[str]:
+        oldest_s = now - next(iter(self._waiting.values()), now)
+        if oldest_s >= LONG_S and now - self._told_wait_at >= LONG_S:
+            self._told_wait_at = now
+            yield f"{len(self._waiting)} answers wait for a verdict, one of them for {oldest_s:.0f} s"

@@ -1,0 +1,112 @@
+"""Reward workers that are free, in the order in which they became so; dead ones are started again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from megarl.core.errors import ConfigError
+from megarl.rewards.pool.process import START_TIMEOUT_S, Worker, WorkerError
+
+log = logging.getLogger(__name__)
+
+REVIVE_DELAYS_S = (0.0, 1.0, 5.0, 15.0, 30.0, 60.0)
+"""Before each attempt to bring a dead worker up again; then it is given up (its host is gone)."""
+STUCK_S = sum(REVIVE_DELAYS_S) + 2 * len(REVIVE_DELAYS_S) * START_TIMEOUT_S
+"""Beyond ``reward.timeout_s``: the longest time in which every worker may be busy, or on its way up, without a fault of
+this pool."""
+
+
+class WorkerQueue:
+    """Free workers by turns.
+
+    Args:
+        size: Number of workers that are given to it.
+        timeout_s: Seconds that a worker may take over one answer.
+    """
+
+    def __init__(self, size: int, timeout_s: float) -> None:
+        self._left = size
+        self._timeout_s = timeout_s
+        self.reason = ""
+        """Reason why a worker last failed, or why none is left."""
+        self._idle: asyncio.Queue[Worker | None] = asyncio.Queue()
+        """None for good when every worker has been given up, or the queue is closed."""
+        self._freed_at = time.monotonic()
+        """Time at which a worker was last put there or taken from there."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def take(self) -> Worker | None:
+        """Take the next free worker that runs; None when all have been given up. A worker that died while it was idle
+        counts against no answer."""
+        while True:
+            worker = await self._next()
+            if worker is None:
+                self._idle.put_nowait(None)
+                return None
+            if worker.up:
+                return worker
+            self._restart(worker)
+
+    def give_back(self, worker: Worker) -> None:
+        """Put a worker back; one that is not up is started again first."""
+        if worker.up:
+            self._put_back(worker)
+        else:
+            self._restart(worker)
+
+    async def close(self, reason: str) -> None:
+        """End the waits for a worker, with ``reason``, and the starts under way."""
+        self._give_up(reason)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _next(self) -> Worker | None:
+        """The next idle worker; None where none has become idle for so long that none will."""
+        limit_s = STUCK_S + self._timeout_s
+        while True:
+            try:
+                async with asyncio.timeout_at(
+                    asyncio.get_running_loop().time() + self._freed_at + limit_s - time.monotonic()
+                ):
+                    worker = await self._idle.get()
+                self._freed_at = time.monotonic()
+                return worker
+            except TimeoutError:
+                if time.monotonic() - self._freed_at >= limit_s:
+                    self._give_up(f"none has become free for {limit_s:.0f} s")
+
+    def _put_back(self, worker: Worker) -> None:
+        self._freed_at = time.monotonic()
+        self._idle.put_nowait(worker)
+
+    def _give_up(self, reason: str) -> None:
+        """No further answer waits for a worker."""
+        self.reason = reason
+        self._idle.put_nowait(None)
+
+    def _restart(self, worker: Worker) -> None:
+        task = asyncio.create_task(self._bring_up(worker))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _bring_up(self, worker: Worker) -> None:
+        try:
+            for delay_s in REVIVE_DELAYS_S:
+                await asyncio.sleep(delay_s)
+                try:
+                    await worker.ready()
+                    self._put_back(worker)
+                    return
+                except (WorkerError, ConfigError, TimeoutError, OSError) as error:
+                    self.reason = str(error) or type(error).__name__
+                    log.warning("a reward process does not come up: %s", self.reason)
+        except Exception:
+            self.reason = "an unexpected error, which is in the log"
+            log.exception("a reward process does not come up")
+        self._left -= 1
+        log.error("a reward process is given up; %d are left", self._left)
+        if not self._left:
+            self._give_up(self.reason)

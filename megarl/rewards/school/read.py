@@ -1,0 +1,248 @@
+"""Reading what a short answer says: option letters, options by their texts, the parts of several blanks, dates."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.rewards.answer.normalize import clean, half_width, words
+from megarl.rewards.answer.numerals import with_digits
+from megarl.rewards.math.structure import split
+
+_NOISE = re.compile(
+    r"^\[?(?:the\s+)?(?:correct\s+)?(?:options?|choices?|answers?|选项|答案|选择|应选|故选|选)\]?\s*(?:is|are|为"
+    r"|是|:)?\s*:?\s*",
+    re.IGNORECASE,
+)
+_CIRCLED_LETTERS = {code: chr(ord("A") + code - 0x24B6) for code in range(0x24B6, 0x24BE)} | {
+    code: chr(ord("A") + code - 0x24D0) for code in range(0x24D0, 0x24D8)
+}
+_ITEM = re.compile(r"[(\[]?\s*([A-H])(?![a-z0-9])\s*[)\]]?\s*(?:[.:、)]|项|选项)?")
+_LABELLED = re.compile(r"[(\[]?([A-H])(?:\s*[)\]]\s*[.:,、]?|\s*[.:、]|,(?=\s*[一-鿿]))\s*(?=\S)(.*)", re.DOTALL)
+_NAMES_MORE = re.compile(
+    r"(?:^|[\s,(])[A-H][.、:)]|\bor\b|或|"
+    r"\b(?:[Nn]o|[Ww]ait|[Aa]ctually|[Ss]orry)\b[\s,.:]*(?:it(?:['’]?s|\s+is)\s+)?(?:option\s+)?\(?[A-H](?![A-Za-z])"
+)
+"""Found behind ``B.`` where that is no option's text: "C. 7", "or C", "no, C"."""
+_JOINED = re.compile(r"(?:[\s,;&+/、]|\band\b|和|与|及|以及)*", re.IGNORECASE)
+
+
+def letters(text: str) -> list[str] | None:
+    """Option letters that an answer names, each once, in its order; None when it names none or says more than that."""
+    text = _NOISE.sub("", _NOISE.sub("", half_width_letters(text)))
+    if (
+        re.fullmatch(r"\(?[a-h]\)?\.?", text)
+        or re.fullmatch(r"[a-h]{2,6}", text)
+        and len(set(text)) == len(text)
+        and text == "".join(sorted(text))
+    ):
+        text = text.upper()
+    found: list[str] = []
+    at = 0
+    while at < len(text):
+        at = _joined_end(text, at)
+        if at >= len(text):
+            break
+        item = _ITEM.match(text, at)
+        if item is None:
+            return _labelled(text)
+        if item.group(1) not in found:
+            found.append(item.group(1))
+        at = item.end()
+        rest = text[at:].strip()
+        if rest and not (_JOINED.match(text, at).end() > at or _ITEM.match(text, at)):  # type: ignore[union-attr]
+            return _labelled(text)
+    return found or None
+
+
+def _joined_end(text: str, at: int) -> int:
+    match = _JOINED.match(text, at)
+    return match.end() if match else at
+
+
+def _labelled(text: str) -> list[str] | None:
+    """``B. seven``, or one such option on each line."""
+    lines = [line.strip() for line in re.split(r"[\n;]", text) if line.strip()]
+    found = [_LABELLED.fullmatch(line) for line in lines]
+    names = [match.group(1) for match in found if match]
+    if len(names) != len(lines) or any(_NAMES_MORE.search(match.group(2)) for match in found if match):
+        return None
+    return list(dict.fromkeys(names))
+
+
+def after_letter(text: str) -> str:
+    """``seven`` of ``B. seven``; '' for a bare letter."""
+    match = _LABELLED.fullmatch(_NOISE.sub("", half_width_letters(text)))
+    return match.group(2).strip() if match else ""
+
+
+def half_width_letters(text: str) -> str:
+    """Strip as ``_stripped`` does; brackets around a letter stay in place of being torn."""
+    text = half_width(text).translate(_CIRCLED_LETTERS).strip().replace("**", "").replace("`", "")
+    text = re.sub(r"^\{\s*([A-H])\s*\}$", r"\1", text)
+    for _ in range(2):
+        text = re.sub(r"\\(?:text|mathrm|textbf|mathbf|mbox|boxed)\s*\{([^{}]*)\}", r"\1", text)
+    return re.sub(r"(?<!\\)\$|\\[()\s,;]|[\"']", "", text).strip().rstrip(".;!").strip()
+
+
+_LISTED = re.compile(
+    r"(?:^|(?<=[\s(（;；,，。?？]))[(（]?([A-H])\s*[.．、:：)）]\s*(.+?)\s*(?=[\s;；,，(（]["
+    r"(（]?[A-H]\s*[.．、:：)）]|$)",
+    re.DOTALL,
+)
+
+
+def given_options(info: Mapping[str, Any]) -> Any:
+    """``extra_info.options`` or ``choices`` as it is; None for none, also where parquet filled a mapping with None."""
+    for name in ("options", "choices"):
+        given = info.get(name)
+        if given and not (isinstance(given, Mapping) and all(text is None for text in given.values())):
+            return given
+    return None
+
+
+def options_of(info: Mapping[str, Any]) -> dict[str, str]:
+    """Letter -> text, of ``extra_info.options`` / ``choices`` (a mapping or list), or of a question that lists them."""
+    given = given_options(info)
+    if isinstance(given, Mapping):
+        return {
+            half_width(str(letter)).strip("(). ").upper(): str(text)
+            for letter, text in given.items()
+            if text is not None
+        }
+    if isinstance(given, (list, tuple)):
+        texts = [re.sub(r"^[(（]?[A-H][)）.．、:：]\s*", "", str(text)) for text in given]
+        return dict(zip("ABCDEFGH", texts, strict=False))
+    question = info.get("question") or info.get("problem")
+    if not isinstance(question, str):
+        return {}
+    found = {letter: text.strip() for letter, text in _LISTED.findall(question[-4000:])}
+    return found if {"A", "B"} <= set(found) else {}
+
+
+_NUMBERED = re.compile(
+    r"(?:^|(?<=[\s,;、。]))(?:\((\d{1,2})\)|(\d{1,2})[.、:)](?!\d)|"
+    r"第([一二三四五六七八九十\d])[空个题]+(?:应?[填是为])?\s*:?|\b[Bb]lank\s*(\d{1,2})\s*[.:]?)\s*|([①②③④⑤⑥⑦⑧⑨⑩])\s*"
+)
+_SEPARATES = re.compile(r"(?:\s|[,、]|[-=]+>|→|⇒|\\(?:to|rightarrow)(?![a-z])|\b(?:and|then)\b|和)*")
+_CIRCLED = "①②③④⑤⑥⑦⑧⑨⑩"
+
+
+def split_blanks(text: str, count: int | None = None, commas: bool = False) -> list[str]:
+    """The answers to several blanks: numbered, or between ; or line breaks, or (for ``count`` blanks, ``commas``)
+    commas.
+
+    With ``count``, the first way that gives so many; else the first that gives more than one.
+    """
+    text = half_width(text.replace("、", "\0")).replace("\0", "、").strip()
+    text = re.sub(r"^\$+|\$+$", "", text) if text.count("$") == 2 and text.startswith("$") else text
+    ways = [_numbered(text), re.split(r";", text), re.split(r"\n+", text), re.split(r"\s*\|\s*|\\quad", text)]
+    ways += [re.split(r"(?<=[一-鿿])\.", text)] if count is not None else []
+    if count is not None or commas:
+        joined = re.sub(r"(?:,\s*)?\\text\s*\{\s*(?:and|和)\s*\}|\s+and\s+", ",", text)
+        ways += [
+            text.split("、"),
+            re.split(r"(?<!\d),|,(?!\d{3}(?!\d))", text) if "(" not in text else [text],
+            split(text, {","}) or [text],
+            split(joined, {","}) or [text],
+        ]
+        ways.append(re.split(r"\$?\s*(?:和|与|以及)\s*\$?", text))
+        ways.append(text.split())
+    ways = [[part.strip().strip(",，;、").strip() for part in way if part.strip()] for way in ways]
+    if count is not None and (fitting := next((way for way in ways if len(way) == count), None)):
+        return fitting
+    return next((way for way in ways[:-1] if len(way) > 1), [text] if text else [])
+
+
+def numbered(text: str) -> list[str]:
+    """The answers to numbered blanks, as ``split_blanks`` strips them; the whole text where there are no numbers."""
+    return [
+        part.strip(" ,，;、。.") for part in _numbered(half_width(text.replace("、", "\0")).replace("\0", "、").strip())
+    ]
+
+
+def _numbered(text: str) -> list[str]:
+    """``(1) 3 (2) 5``, ``①3②5``: what follows each number, when they count from one and nothing stands before."""
+    marks = list(_NUMBERED.finditer(text))
+    if len(marks) == 1 and text.startswith("(1)"):
+        return _bracketed(text)
+    if not marks or marks[0].start() != 0:
+        return [text]
+    numbers = [
+        str(_CIRCLED.index(mark.group(5)) + 1) if mark.group(5) else next(filter(None, mark.groups())) for mark in marks
+    ]
+    numbers = [
+        str("一二三四五六七八九十".index(number) + 1) if number in "一二三四五六七八九十" else number
+        for number in numbers
+    ]
+    if len(marks) < 2 or numbers != [str(k + 1) for k in range(len(marks))]:
+        return [text]
+    ends = [mark.start() for mark in marks[1:]] + [len(text)]
+    parts = [text[mark.end() : end] for mark, end in zip(marks, ends, strict=True)]
+    return [text] if all(_SEPARATES.fullmatch(part) for part in parts) else parts  # ①→②→③ is an order
+
+
+def _bracketed(text: str) -> list[str]:
+    """``(1)3(2)5``, without a space before the numbers."""
+    pieces = re.split(r"\((\d{1,2})\)", text)
+    return pieces[2::2] if len(pieces) > 3 and pieces[1::2] == [str(k + 1) for k in range(len(pieces) // 2)] else [text]
+
+
+def plain(text: str) -> str:
+    """Words without case, articles, punctuation and 《》, for comparison as text. Signs of mathematics are kept."""
+    text = clean(re.sub(r"[《》〈〉「」『』“”]", "", text))
+    if re.search(r"[\\^_=<>+*/|\[\](){}]|\d", text):
+        return (
+            re.sub(r"\s+", "", text.casefold())
+            if re.search(r"[一-鿿]|[A-Za-z]{3}", text) and not re.search(r"\\", text)
+            else text
+        )
+    return re.sub(r"(?<=[一-鿿])\s+(?=[一-鿿])", "", words(text))
+
+
+_DATE = re.compile(r"(?:(\d{2,4})\s*[年/.-]\s*)?(\d{1,2})\s*[月/.-]\s*(\d{1,2})\s*[日号]?")
+_MONTHS = (
+    "january", "february", "march", "april", "may", "june",
+    "july", "august", "september", "october", "november", "december",
+)  # fmt: skip
+_ENGLISH_DATE = re.compile(
+    rf"(?:({'|'.join(_MONTHS)})\s+(\d{{1,2}})|(\d{{1,2}})\s+({'|'.join(_MONTHS)}))(?:st|nd|rd|th)?(?:,?\s+(\d{{4}}))?",
+    re.IGNORECASE,
+)
+
+
+def date(text: str) -> tuple[int, int, int] | None:
+    """(year or 0, month, day) of a text that is a date; a bare 3-4 or 3.4 or 3/4 is none."""
+    text = half_width(text).strip().rstrip(".")
+    if match := _ENGLISH_DATE.fullmatch(text):
+        month = (match.group(1) or match.group(4)).lower()
+        return int(match.group(5) or 0), _MONTHS.index(month) + 1, int(match.group(2) or match.group(3))
+    match = _DATE.fullmatch(text)
+    if match is None or (match.group(1) is None and "月" not in text):
+        return None
+    year, month_number, day = int(match.group(1) or 0), int(match.group(2)), int(match.group(3))
+    return (year, month_number, day) if 1 <= month_number <= 12 and 1 <= day <= 31 else None
+
+
+def same_date(gold: tuple[int, int, int], pred: tuple[int, int, int]) -> bool:
+    """Month and day, and the year where the gold gives one."""
+    return gold[1:] == pred[1:] and (gold[0] == pred[0] or gold[0] == 0)
+
+
+_CLOCK = re.compile(
+    r"(\d{1,2}):(\d{2})|(\d{1,2}|[零一二两三四五六七八九十]{1,3})[点时](?:(半)|整|(\d{1,2}"
+    r"|[零一二三四五六七八九十]{1,3})分?)?"
+)
+
+
+def clock(text: str) -> tuple[int, int] | None:
+    """(hour, minute) of ``8:30``, 8点30分 or 八点半; None for a text that is no time of day."""
+    match = _CLOCK.fullmatch(half_width(text).strip().rstrip("."))
+    if match is None:
+        return None
+    hour, minute = match[1] or match[3], match[2] or ("30" if match[4] else match[5] or "0")
+    written = [part if part.isdigit() else with_digits(part) for part in (hour, minute)]
+    if not all(re.fullmatch(r"\d{1,2}", part) for part in written):
+        return None
+    return (int(written[0]), int(written[1])) if int(written[0]) <= 24 and int(written[1]) < 60 else None

@@ -1,0 +1,111 @@
+"""Text that is read from an image: its distance from an accepted text, and where an answer quotes it."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+from megarl.rewards.answer.grammar import after_thinking, last_tag, unmarked
+
+THRESHOLD = 0.5
+"""Threshold of ANLS (ST-VQA, 1905.13648) and of IoU, where a row gives none."""
+
+_WRAPPED = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox|textit|emph)\s*\{([^{}]*)\}")
+_PLAIN = str.maketrans(
+    {sign: plain for signs, plain in (("‐‑‒–—−﹣", "-"), ("“”„«»", '"'), ("‘’‚", "'")) for sign in signs}
+)
+_ACCENTS = {"'": "\u0301", "`": "\u0300", "^": "\u0302", '"': "\u0308", "~": "\u0303"}
+_ACCENT = re.compile(r"\\(['`^\"~])\s*\{?([A-Za-z])\}?")
+_BREAKS = re.compile(r"\\\\|<br\s*/?>|\\n(?=[A-Z\s]|$)|\\newline(?![a-z])", re.IGNORECASE)
+_THING = (
+    r"(?:image|picture|photo|photograph|figure|diagram|sign|text|"
+    r"word|words|label|board|poster|caption|title|screen|banner|plate|book|shirt|it|this)"
+)
+_QUOTED = re.compile(
+    rf"(?:(?:the|this)\s+)?{_THING}(?:\s+(?:in|on|of|at)\s+(?:the|"
+    r"this)\s+\w+)?\s+(?:says?|reads?|states?|is|are|shows?)\s*[:,]?\s*(?P<en>.+)"
+    r"|(?:图[片中里像上]*|招牌|牌子|标志|屏幕)?(?:上|中|里)?的?(?:文字|字|内容)?(?:写着|写的是|是|为)\s*[:,]?\s*"
+    r"(?P<zh>.+)",
+    re.DOTALL | re.IGNORECASE,
+)
+_SHOWN = re.compile(
+    r"(?!.*[.!?]\s+(?:it|this|that|there|the|no|not|or|but|so|I|we|wait|actually)\b)(?:(?:the|this)\s+(?:image|picture|photo|photograph|figure)\s+(?:shows|depicts|displays|contains)"
+    r"|there\s+is|there\s+are|(?:it|this)(?:\s+is|'s)|(?:I|we)\s+(?:can\s+)?see)\s+(.+?)"
+    r"(?:\s+in\s+(?:the|this)\s+(?:image|picture|photo|photograph|figure))?\.?",
+    re.IGNORECASE,
+)
+
+
+def levenshtein(first: str, second: str) -> int:
+    """Insertions, deletions and substitutions of characters that turn one text into the other."""
+    row = list(range(len(second) + 1))
+    for i, sign in enumerate(first, 1):
+        before, row[0] = row[0], i
+        for j, other in enumerate(second, 1):
+            before, row[j] = row[j], min(before + (sign != other), row[j] + 1, row[j - 1] + 1)
+    return row[-1]
+
+
+def anls(gold: str, pred: str, threshold: float = THRESHOLD) -> float:
+    """1 − distance / longer length of the texts in small letters with single spaces, or 0 below the threshold
+    (1907.00490, eq. 1)."""
+    gold, pred = (" ".join(text.casefold().split()) for text in (gold, pred))
+    longer = max(len(gold), len(pred))
+    if longer and gold == pred:
+        return 1.0
+    if (
+        longer == 0 or 1 - abs(len(gold) - len(pred)) / longer < threshold
+    ):  # no distance is less than the lengths' difference
+        return 0.0
+    similarity = 1 - levenshtein(gold, pred) / longer
+    return similarity if similarity >= threshold else 0.0
+
+
+def similarity(gold: str, pred: str, response: str, threshold: float) -> float:
+    """The largest ANLS of a text and an answer, each as it is, without its marks, and in one way of writing.
+
+    What stands on several lines, or is quoted in a sentence ("The sign says …"), counts too where it is the text
+    exactly.
+    """
+    golds = {gold, legible(gold)}
+    best = max(anls(one, text, threshold) for one in golds for text in {pred, bare(pred), legible(pred)})
+    if best == 1.0:
+        return best
+    exact = {legible(text).casefold() for text in _whole(response)} | {legible(quoted(pred)).casefold()}
+    return 1.0 if legible(gold).casefold() in exact - {""} else best
+
+
+def _whole(response: str) -> list[str]:
+    """All lines of an answer that is no longer than a text may be."""
+    answer = after_thinking(response)
+    tag = last_tag(answer)
+    text = tag[1] if tag and not answer[tag[0] :].strip() else unmarked(response)
+    return [text, quoted(text)] if text and len(text) <= 1000 else []
+
+
+def bare(text: str) -> str:
+    """An answer without what only marks it as one: quotation marks, ``\\text``, a final stop."""
+    text = _WRAPPED.sub(r"\1", text.strip())
+    return text.strip(" \t\n\"'`*“”‘’「」").rstrip(".。").strip(" \"'`*“”‘’「」")
+
+
+def legible(text: str) -> str:
+    """Normalize as ``bare`` does, on one line, in composed characters and plain dashes and quotation marks, without
+    LaTeX's escapes."""
+    text = _ACCENT.sub(lambda match: match[2] + _ACCENTS[match[1]], _BREAKS.sub(" ", text))
+    text = re.sub(r"\\([$%&_#{}])|\\[,;: ]", lambda match: match[1] or " ", _WRAPPED.sub(r"\1", text))
+    text = unicodedata.normalize("NFKC", text).translate(_PLAIN)
+    return re.sub(r"(?<=[一-鿿])\s+(?=[一-鿿])", "", " ".join(bare(text).split()))
+
+
+def quoted(text: str) -> str:
+    """``STOP`` of 'The sign says "STOP".'; '' for a text that quotes nothing."""
+    match = _QUOTED.fullmatch(text.strip())
+    said = (match["en"] or match["zh"]).strip() if match else ""
+    return re.sub(r"\s*[.。]$", "", said)
+
+
+def shown(text: str) -> str:
+    """``a cat`` of "The image shows a cat."; '' for another sentence."""
+    match = _SHOWN.fullmatch(text.strip())
+    return match[1] if match else ""

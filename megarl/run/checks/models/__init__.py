@@ -1,0 +1,1 @@
+"""Checks of models against settings and grids."""

@@ -1,0 +1,87 @@
+"""The adapters of a job: their targets, and the PEFT folder that training begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.config import Config
+from megarl.config.lora import LoraConfig
+from megarl.core.errors import CheckpointError, ConfigError, first_of
+from megarl.weights.architectures import Head
+from megarl.weights.checkpoint.formats import peft
+from megarl.weights.checkpoint.formats.slices import Source
+from megarl.weights.reshard.adapters import Factors, factors_of, file_shapes, saved_whole
+from megarl.weights.reshard.layouts import hf_layout
+
+SETTINGS = ("rank", "alpha", "rslora", "targets", "modules_to_save", "rank_pattern", "alpha_pattern")
+"""Those of ``model.lora`` that an adapter's files have too."""
+
+
+def check_adapter(config: Config, hf_config: Mapping[str, Any], files: Source, head: Head = "lm") -> None:
+    """Check that the model has what ``model.lora`` names, and that the files of ``model.lora.path`` are an adapter of
+    these settings.
+
+    Args:
+        files: Tensors of ``model.path``.
+
+    Raises:
+        ConfigError, CheckpointError: naming the setting, its value, the adapter's and the fix.
+    """
+    lora = config.model.lora
+    if not lora.is_used and lora.path is None:
+        return
+    tensors = hf_layout(hf_config, head=head).tensors
+    if lora.path is None:
+        factors_of(hf_config, lora, head)
+        saved_whole(tensors, lora)
+        return
+    if config.trainer.warm_start.steps:
+        raise ConfigError(
+            f"model.lora.path={lora.path} with trainer.warm_start.steps={config.trainer.warm_start.steps}: the warm "
+            "start changes the model that the adapter is for; set trainer.warm_start.steps=0"
+        )
+    folder = Path(lora.path)
+    try:
+        found = peft.lora_of(folder, hf_config, head)
+        if (fault := next(_faults(lora, found, hf_config, head, tensors), None)) is not None:
+            raise ConfigError(f"{fault}; set {_settings(lora, found)}")
+        shapes = file_shapes(factors_of(hf_config, found, head).values())
+        saved = [*saved_whole(tensors, found), *(["score.weight"] if head == "score" else [])]
+        wanted = shapes | {name: tensors[name] for name in saved}
+        peft.open_adapter(folder, wanted, files, hf_config).close()
+    except CheckpointError as error:
+        raise CheckpointError(f"model.lora.path: {error}") from error
+
+
+def _faults(
+    lora: LoraConfig, found: LoraConfig, hf_config: Mapping[str, Any], head: Head, tensors: Mapping[str, Any]
+) -> Iterator[str]:
+    """Differences of the settings from the adapter's."""
+    if not lora.is_used:
+        yield f"model.lora.rank=0 trains no adapters, the one in model.lora.path={lora.path} has rank {found.rank}"
+        return
+    here, there = (factors_of(hf_config, each, head) for each in (lora, found))
+    where = f"the adapter in model.lora.path={lora.path}"
+    if more := [name for name in here if name not in there]:
+        yield f"model.lora.targets={lora.targets} has {first_of(more, 2)}, {where} does not"
+    if less := [name for name in there if name not in here]:
+        yield f"model.lora.targets={lora.targets} lacks {first_of(less, 2)} of {where}"
+    for name, own in here.items():
+        other: Factors = there[name]
+        if own.rank != other.rank:
+            yield f"model.lora.rank={lora.rank} gives {name} rank {own.rank}, {where} has rank {other.rank}"
+        if own.scale != other.scale:
+            yield (
+                f"model.lora.alpha={lora.alpha:g} multiplies the adapter of {name} by {own.scale:g}, {where} by "
+                f"{other.scale:g}"
+            )
+    if set(saved_whole(tensors, lora)) != set(saved_whole(tensors, found)):
+        yield f"model.lora.modules_to_save={lora.modules_to_save}, {where} has {found.modules_to_save}"
+
+
+def _settings(lora: LoraConfig, found: LoraConfig) -> str:
+    """The settings that an adapter has otherwise, as they are given on the command line."""
+    values = [(key, getattr(found, key)) for key in SETTINGS if getattr(found, key) != getattr(lora, key)]
+    return ", ".join(f"model.lora.{key}={value}" for key, value in values)

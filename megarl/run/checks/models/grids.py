@@ -1,0 +1,201 @@
+"""The model of a job against its grids: the trainer's, and the engines' with what vLLM computes on a CPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.config import Config
+from megarl.config.lengths import context_tokens, prompt_tokens
+from megarl.core.errors import ConfigError
+from megarl.learn.models.specs import check_layers
+from megarl.learn.parallel.grid import check_parallel, megatron_grid
+from megarl.ops import rows_in_budget
+from megarl.run.checks.engines.options import check_batched_tokens
+from megarl.run.checks.engines.started_with import check_eight_bits
+from megarl.run.checks.models.adapters import check_adapter
+from megarl.run.checks.models.dispatcher import check_experts_settings
+from megarl.run.checks.models.recompute import check_recompute
+from megarl.run.checks.models.separate import check_separate
+from megarl.run.checks.models.vision import is_vision_model
+from megarl.weights.architectures import Head, architecture
+from megarl.weights.architectures.megatron_config import has_router_bias
+from megarl.weights.architectures.rope import ropes
+from megarl.weights.checkpoint.formats.hf_source import SCORE, check_hf, check_labels, open_hf
+from megarl.weights.reshard.layouts import Layout, hf_layout, megatron_layout, padded_vocab_size, vllm_layout
+from megarl.weights.reshard.plan import build_plan
+
+ENGINE_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""vllm 0.32, v1/attention/backends/cpu_attn.py: another size fails at the first request, after the warm start."""
+ENGINE_LATENT = (512, 64)
+"""kv_lora_rank and qk_rope_head_dim that v1/attention/backends/mla/cpu_mla.py has a kernel for."""
+ENGINE_ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+"""Settings of DeepSeek-V3 that vLLM's models/deepseek_v2.py follows only when they are written down."""
+ENGINE_EXPERT_UNIT = 32
+"""Unit of experts in layers/fused_moe/experts/cpu_moe.py."""
+
+
+def check_model(config: Config, hf_config: Mapping[str, Any], *, engines: bool, head: Head = "lm") -> None:
+    """The architecture has a table, the trainer's grid can train it, its files are whole; with ``engines`` they can be
+    sent it. ``head="score"``: a reward model from the start, which a language model's files do for too."""
+    check_parallel(config.parallel, architecture(hf_config).sizes(hf_config))
+    check_router(config, hf_config)
+    check_routing_replay(config, hf_config, engines=engines)
+    check_recompute(config, hf_config)
+    check_fusions(config, hf_config)
+    check_layers(config.model, hf_config)
+    check_experts_settings(config.model, config.parallel, hf_config)
+    columns = padded_vocab_size(int(hf_config["vocab_size"]), config.parallel.tp) // config.parallel.tp
+    try:
+        rows_in_budget(
+            columns, getattr(torch, config.model.head_dtype or config.model.dtype), config.trainer.logits_bytes
+        )
+    except ValueError as error:
+        raise ConfigError(f"trainer.{error}") from error
+    grid = megatron_grid(config.parallel)
+    source = megatron_layout(hf_config, grid, transformer_impl=config.model.transformer_impl, head=head)
+    if engines:
+        _check_engines(config, hf_config, source)
+    build_plan(source, hf_layout(hf_config, head=head)).check()
+    files = open_hf(Path(config.model.path))
+    try:
+        # Headers and sizes: a file cut short is seen.
+        if head == "score" and SCORE not in files.shapes:
+            check_hf(files, source.only(lambda name: name != SCORE), hf_config, beside={SCORE})
+        else:
+            if head == "score":
+                check_labels(Path(config.model.path), hf_config)
+            check_hf(files, source, hf_config)
+        check_adapter(config, hf_config, files, head)
+    finally:
+        files.close()
+    for setting, value in asdict(config.model.from_scratch).items() if config.model.from_scratch else ():
+        if hf_config.get(setting, value) != value:
+            raise ConfigError(
+                f"model.from_scratch.{setting}={value}, but the model in {config.model.path} has {hf_config[setting]}; "
+                "remove that directory to make the model again, or set the value that it has (model.from_scratch=null "
+                "for a model of your own)"
+            )
+
+
+def check_router(config: Config, hf_config: Mapping[str, Any]) -> None:
+    """Check that the model has what ``model.router`` sets. Raises ConfigError."""
+    arch, router = architecture(hf_config), config.model.router
+    for name, value in asdict(router).items():
+        if value and not arch.sizes(hf_config).moe_layers:
+            raise ConfigError(
+                f"model.router.{name}={value}, but the model in {config.model.path} has no experts; set it to 0"
+            )
+    if router.bias_update_rate and not has_router_bias(arch):
+        raise ConfigError(
+            f"model.router.bias_update_rate={router.bias_update_rate}, but routers of {arch.name} have no bias to "
+            "move; set it to 0 and model.router.aux_loss_coef above 0"
+        )
+
+
+def check_fusions(config: Config, hf_config: Mapping[str, Any]) -> None:
+    """Check that the model has what ``model.fusions`` fuse. Raises ConfigError."""
+    if "moe_permute_fusion" in config.model.fusions and not architecture(hf_config).sizes(hf_config).moe_layers:
+        raise ConfigError(
+            f"model.fusions has moe_permute_fusion, but the model in {config.model.path} has no experts; leave it out"
+        )
+
+
+def check_routing_replay(config: Config, hf_config: Mapping[str, Any], *, engines: bool) -> None:
+    """Check that the model has experts whose ids the engines can record. Raises ConfigError."""
+    rollout = config.rollout
+    if not rollout.routing_replay:
+        return
+    refused = {
+        f"the model in {config.model.path} has no experts": not architecture(hf_config).sizes(hf_config).moe_layers,
+        f"algorithm.name={config.algorithm.name} samples nothing": not engines,
+        f"the model in {config.model.path} takes images, whose tokens engines number otherwise": is_vision_model(
+            hf_config
+        ),
+        f"vLLM records no experts with rollout.pp={rollout.pp}": rollout.pp > 1,
+        f"it is untried with rollout.nodes={rollout.nodes}": rollout.nodes > 1,
+    }
+    for reason in (reason for reason, holds in refused.items() if holds):
+        raise ConfigError(f"rollout.routing_replay=true, but {reason}; set rollout.routing_replay to false")
+
+
+def _check_engines(config: Config, hf_config: Mapping[str, Any], source: Layout) -> None:
+    """The trainer's tensors divide over the engines' grid, and vLLM can compute with this model as long as rollouts
+    are."""
+    rollout = config.rollout
+    engines = vllm_layout(
+        hf_config, rollout.tp, rollout.replicas, pp=rollout.pp, expert_parallel=rollout.expert_parallel
+    )
+    build_plan(source, engines).check()
+    if quantization := hf_config.get("quantization_config"):
+        raise ConfigError(
+            f"config.json of {config.model.path} has quantization_config ({quantization.get('quant_method')}): engines "
+            "would keep its weights in that form, which cannot be compared with the trainer's; convert it to bfloat16 "
+            "(megarl convert hf-to-megatron, then megatron-to-hf)"
+        )
+    check_engine(config.model.path, hf_config)
+    check_eight_bits(config, hf_config)
+    check_separate(config, hf_config)
+    context = int(hf_config["max_position_embeddings"])
+    wanted = context_tokens(config.rollout)
+    one = prompt_tokens(rollout) + rollout.max_response_tokens
+    sum_of = "rollout.max_prompt_tokens + rollout.max_response_tokens"
+    if wanted < one:
+        raise ConfigError(
+            f"rollout.max_trajectory_tokens={wanted} does not hold a prompt and a response: {sum_of} = {one}"
+        )
+    check_batched_tokens(config)
+    if wanted > context:
+        limit = sum_of if rollout.max_trajectory_tokens is None else "rollout.max_trajectory_tokens"
+        raise ConfigError(
+            f"{limit} = {wanted} is more than the model's context of {context} (max_position_embeddings); lower "
+            f"{'one of them' if rollout.max_trajectory_tokens is None else 'it'}"
+        )
+    _check_growth(config.model.path, hf_config, wanted)
+
+
+def _check_growth(path: str, hf_config: Mapping[str, Any], context: int) -> None:
+    """vLLM multiplies queries by their position's factor where a key says so that transformers does not read."""
+    for rope in set(ropes(architecture(hf_config), hf_config)):
+        if rope is None or not rope.query_beta or context <= rope.original:
+            continue
+        needed = {"original_max_position_embeddings": rope.original, "beta": rope.query_beta}
+        if hf_config.get("llama_4_scaling") != needed:
+            raise ConfigError(
+                f"config.json of {path} has llama_4_scaling={hf_config.get('llama_4_scaling')!r}, which vLLM reads in "
+                f"the place of llama_4_scaling_beta={rope.query_beta}: with {context} tokens its log-probs would be "
+                f'others; add "llama_4_scaling": {json.dumps(needed)} to the file'
+            )
+
+
+def check_engine(path: str, hf_config: Mapping[str, Any]) -> None:
+    """vLLM computes what the trainer does, with a model of these sizes, on CPU."""
+    sizes = architecture(hf_config).sizes(hf_config)
+    if sizes.kv_lora:
+        for key, value in ENGINE_ROUTER.items():
+            if hf_config.get(key) != value:
+                raise ConfigError(
+                    f"config.json of {path} has {key}={hf_config.get(key)!r}: transformers does not read it, vLLM "
+                    "would route "
+                    f'another way without it; add "{key}": "{value}" to the file'
+                )
+        if (sizes.kv_lora, sizes.qk_rope) != ENGINE_LATENT:
+            raise ConfigError(
+                f"kv_lora_rank={sizes.kv_lora} with qk_rope_head_dim={sizes.qk_rope} of {path}: vLLM's CPU attention "
+                f"has only {ENGINE_LATENT[0]} with {ENGINE_LATENT[1]}"
+            )
+    elif sizes.head not in ENGINE_HEAD_DIMS:
+        raise ConfigError(
+            f"head_dim={sizes.head} of {path} is none that vLLM's CPU attention has: "
+            f"{', '.join(map(str, ENGINE_HEAD_DIMS))}"
+        )
+    if sizes.experts and sizes.hidden % ENGINE_EXPERT_UNIT:
+        raise ConfigError(
+            f"hidden_size={sizes.hidden} of {path} is no multiple of {ENGINE_EXPERT_UNIT}, which vLLM's CPU experts "
+            "need"
+        )

@@ -1,0 +1,257 @@
+"""One sandbox as its owner sees it: a link to the launcher inside, and a way to end everything there.
+
+It is made by a ``Zygote``, a sandbox that lasts and in which no program runs; or, where a machine allows no namespaces
+within namespaces, by a bwrap of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import marshal
+import os
+import socket
+import struct
+import subprocess
+import time
+from typing import Any, cast
+
+from megarl.core.durable import without_surrogates
+from megarl.core.errors import SandboxError
+from megarl.sandbox.host import Host, popen_user
+from megarl.sandbox.inside.values import encode
+from megarl.sandbox.interface import Limit, Limits, Result, Test
+
+START_S = 60.0
+"""Seconds for bwrap and Python to start on a machine that is very busy."""
+GRACE_S = 5.0
+"""Beyond ``wall_s``, which the launcher inside watches, before the whole sandbox is killed from outside."""
+GONE_S = 20.0
+"""Seconds for the kernel to take a killed sandbox apart on such a machine."""
+HEAD = struct.Struct("<iBBddIII")
+STDERR_BYTES = 4096
+LIMITS: tuple[Limit | None, ...] = (None, "wall", "cpu", "memory", "output", "processes", "file")
+"""All as in inside/launcher.py."""
+REQUEST = struct.Struct("<cQ")
+"""Format of a request, as in inside/zygote.py."""
+ZYGOTE_TMP_BYTES = 2**20
+MARSHAL = 2
+"""A format that every Python reads, whichever runs inside."""
+
+
+class Outer:
+    """A process of bwrap, our code in it as process 1, and the socket to that."""
+
+    def __init__(self, host: Host, first: str, tmp_bytes: int, passed: socket.socket | None, filtered: bool) -> None:
+        self.link, inside = socket.socketpair()
+        descriptors = [inside.fileno(), *([] if passed is None else [passed.fileno()])]
+        reader = None
+        if filtered:
+            reader, writer = os.pipe()
+            os.write(writer, host.filter)
+            os.close(writer)
+            descriptors.append(reader)
+        command = host.command(first, tmp_bytes, inside.fileno(), -1 if passed is None else passed.fileno(), reader)
+        try:
+            self._process = subprocess.Popen(
+                command, pass_fds=descriptors, stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd="/", env={}, **popen_user(host.user),
+            )  # fmt: skip
+        except OSError as error:
+            self.link.close()
+            raise SandboxError(f"{host.bwrap} does not start: {error}") from error
+        finally:
+            inside.close()
+            if reader is not None:
+                os.close(reader)
+        with contextlib.suppress(OSError):  # if it has died, `last_words` has the reason
+            self.link.sendall(host.code + marshal.dumps(host.filter, MARSHAL))
+
+    def last_words(self) -> str:
+        """Kills it."""
+        self._kill()
+        assert self._process.stderr is not None
+        os.set_blocking(self._process.stderr.fileno(), False)  # what it started may hold the other end
+        return (self._process.stderr.read(4096) or b"").decode(errors="replace").strip()
+
+    def _kill(self) -> None:
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(GONE_S)
+
+    def close(self) -> bool:
+        """SIGKILL to bwrap; the kernel passes it on to the namespace's init (--die-with-parent), and so to everything
+        inside. True: something outside had killed it before; what happens inside gives it an exit code."""
+        if is_over(self.link):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(GONE_S)
+        status = self._process.poll()
+        self._kill()
+        if self._process.stderr is not None:
+            self._process.stderr.close()
+        self.link.close()
+        return status is not None and status < 0
+
+
+class Zygote:
+    """Makes boxes, one at a time. It ends with the thread that started it, so no other thread may use it."""
+
+    def __init__(self, host: Host) -> None:
+        self._outer = Outer(host, "zygote", ZYGOTE_TMP_BYTES, None, filtered=False)
+        if read(self._outer.link, 1, time.monotonic() + START_S) != b"R":
+            output = self._outer.last_words()
+            self._outer.close()
+            raise SandboxError(f"bwrap did not start the sandbox: {output or f'nothing within {START_S:g} s'}")
+
+    def __del__(self) -> None:
+        if hasattr(self, "_outer"):
+            self._outer.close()
+
+    def open(self, tmp_bytes: int, passed: socket.socket | None) -> socket.socket:
+        """The link to the launcher of a new sandbox. ``end`` before the next."""
+        here, inside = socket.socketpair()
+        with inside:
+            self._send(REQUEST.pack(b"S", tmp_bytes), [inside, *([] if passed is None else [passed])])
+        return here
+
+    def end(self) -> bool:
+        """Kill all of the sandbox, and wait until it is gone. False: this zygote had died or was in no state to, and is
+        gone too."""
+        with contextlib.suppress(SandboxError):
+            self._send(REQUEST.pack(b"E", 0), [])
+            if read(self._outer.link, 1, time.monotonic() + GONE_S) == b"E":
+                return True
+        self._outer.close()
+        return False
+
+    def _send(self, data: bytes, descriptors: list[socket.socket]) -> None:
+        try:
+            self._outer.link.settimeout(START_S)
+            socket.send_fds(self._outer.link, [data], [descriptor.fileno() for descriptor in descriptors])
+        except OSError as error:
+            raise SandboxError(f"the sandbox that makes sandboxes has ended: {error}") from error
+
+
+class Box:
+    """Sends jobs to a launcher and receives results. Leaving the context kills all of it."""
+
+    def __init__(self, source: Zygote | Outer, link: socket.socket, limits: Limits) -> None:
+        self._source = source
+        self._link = link
+        self._most = limits.output_bytes
+        self._unsent = b""
+        self.used = False
+        """A test left something behind: the next one needs another box."""
+        self.lost = False
+        """Something outside had ended the sandbox; known when the context has been left. A missing result is then
+        nobody's fault inside."""
+        self._ready = self._closed = False
+
+    def __enter__(self) -> Box:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill all of it, and wait until it is gone; once."""
+        if self._closed:
+            return
+        self._closed = True
+        if isinstance(self._source, Zygote):
+            self.lost = not self._source.end()
+            self._link.close()
+        else:
+            self.lost = self._source.close()
+
+    def start_answer(self, program: str, limits: Limits, wall_s: float, watch_s: float | None = None) -> None:
+        """Run the program and let it answer calls that come over the descriptor that it was given.
+
+        ``watch_s``: seconds between two looks at its memory, where they are to be fewer than usual.
+        """
+        job = {"kind": "answer", "program": without_surrogates(program), "limits": dataclasses.asdict(limits)}
+        self.set_job(job if watch_s is None else {**job, "watch_s": watch_s})
+        self.send_test(Test(), wall_s, limits)
+
+    def set_job(self, job: dict[str, Any]) -> None:
+        """Once, before any test. It goes with the first."""
+        self._unsent = marshal.dumps(job, MARSHAL)
+
+    def send_test(self, test: Test, wall_s: float, limits: Limits) -> None:
+        call = None if test.call is None else (test.call.function, json.dumps(encode(list(test.call.arguments))))
+        stdin = test.stdin.encode("utf-8", "surrogateescape")
+        if len(stdin) > limits.tmp_bytes // 2:
+            raise SandboxError(
+                f"a test's stdin has {len(stdin)} bytes: raise the limit tmp_bytes ({limits.tmp_bytes}) to twice that"
+            )
+        data = self._unsent + marshal.dumps({"stdin": stdin, "call": call, "wall_s": wall_s}, MARSHAL)
+        self._unsent = b""
+        if isinstance(self._source, Outer):
+            self.wait()  # what reads our code there would read on
+        with contextlib.suppress(OSError):  # it has died: `receive` finds no result
+            self._link.settimeout(START_S)
+            self._link.sendall(data)
+
+    def wait(self) -> None:
+        """Until the launcher is there. Raises SandboxError when it does not come."""
+        if self._ready:
+            return
+        first = self._read(1, time.monotonic() + START_S)
+        if first == b"!":  # a zygote's child that could not become a launcher
+            raise SandboxError(f"the sandbox does not start: {self._link.recv(1000).decode(errors='replace')}")
+        if first != b"R":
+            output = self._source.last_words() if isinstance(self._source, Outer) else "its zygote has ended"
+            raise SandboxError(f"bwrap did not start the sandbox: {output or f'nothing within {START_S:g} s'}")
+        self._ready = True
+
+    def receive(self, timeout_s: float) -> Result | None:
+        """The next result, or None when the sandbox has ended without one or is late. Its start has a time of its
+        own."""
+        self.wait()
+        deadline = time.monotonic() + timeout_s
+        head = self._read(HEAD.size, deadline)
+        if head is None:
+            return None
+        code, limit, used, seconds, cpu_s, *sizes = HEAD.unpack(head)
+        self.used = bool(used)
+        if limit >= len(LIMITS) or max(sizes) > max(self._most, STDERR_BYTES):
+            return None  # no launcher of ours
+        parts = [self._read(size, deadline + GRACE_S) for size in sizes]
+        if None in parts:
+            return None
+        out, err, value = (cast(bytes, part).decode("utf-8", "replace") for part in parts)
+        return Result(code, LIMITS[limit], out, err, value or None, seconds, cpu_s)
+
+    def receive_now(self) -> Result | None:
+        """The result if the process has already ended."""
+        return self.receive(0.02)
+
+    def _read(self, size: int, deadline: float) -> bytes | None:
+        return read(self._link, size, deadline)
+
+
+def is_over(link: socket.socket) -> bool:
+    """The other side has closed, and all that it sent has been read."""
+    try:
+        link.setblocking(False)
+        return not link.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def read(link: socket.socket, size: int, deadline: float) -> bytes | None:
+    """Read so many bytes; None when the other side has ended or is late."""
+    data = bytearray()
+    while len(data) < size:
+        link.settimeout(max(0.001, deadline - time.monotonic()))
+        try:
+            piece = link.recv(min(size - len(data), 2**20))
+        except OSError:  # a timeout is one
+            return None
+        if not piece:
+            return None
+        data += piece
+    return bytes(data)

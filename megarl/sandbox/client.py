@@ -1,0 +1,176 @@
+"""The sandbox of a ``megarl sandbox serve``, and the choice between it and this machine's own."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import http.client
+import json
+import secrets
+import time
+import urllib.parse
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megarl.core.errors import SandboxError
+from megarl.sandbox import wire
+from megarl.sandbox.interface import CheckResult, Checks, Limits, Result, Sandbox, Test
+from megarl.sandbox.proven import local_sandbox
+
+CONNECT_S = 10.0
+BUSY_S = 60.0
+"""Seconds that a request waits for a place in the service's queue, or for a service that is being restarted."""
+REPLY_S = 90.0
+"""Beyond the limits' own time: waiting for a worker, and starts on a busy host."""
+PAUSE_S = 0.2
+PASSING = (0, 429, 502, 503, 504)
+"""Statuses after which a request is made again; 0 is no reply at all. Proxies send 502 and 504 while a service
+restarts."""
+EARLY_S = 0.1
+"""Greatest difference between the times of both sides, where tests have no result because time is over."""
+PIECE_BYTES, HEAD_BYTES, STDERR_BYTES = 2**20, 2**16, 2**12
+ESCAPED = 6
+"""Bytes of JSON for a byte of output, at most."""
+
+
+def open_sandbox(url: str | None = None, python: str | None = None) -> Sandbox:
+    """This machine's sandbox with that interpreter, after its self-test; or with an URL the service there, which has
+    its own.
+
+    Raises SandboxError when the isolation is not proven, the service does not answer, or MEGARL_SANDBOX_KEY is not its
+    key.
+    """
+    if url is None or not url:
+        return local_sandbox(python)
+    remote = RemoteSandbox(url, wire.key())
+    remote.describe()
+    return remote
+
+
+class RemoteSandbox:
+    """See ``Sandbox``. One connection, kept open; not for several threads at once."""
+
+    def __init__(self, url: str, key: str) -> None:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise SandboxError(f"reward.code.url={url}: must be http://HOST:PORT or https://HOST:PORT")
+        if not key:
+            raise SandboxError(f"{wire.KEY_VARIABLE} is empty: it must be the key of the service at {url}")
+        self._url = url
+        self._key = key
+        self._path = parts.path.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._connection = kind(parts.hostname, parts.port, timeout=CONNECT_S)
+
+    def run(self, program: str, tests: Sequence[Test], limits: Limits, stop: bool = False) -> list[Result]:
+        body = {
+            "program": program,
+            "tests": [wire.a_test_to(t) for t in tests],
+            "limits": wire.to_json(limits),
+            "stop": stop,
+        }
+        began = time.monotonic()
+        found = self._ask("POST", "/run", body, REPLY_S + limits.total_s, _most_bytes(len(tests), limits))
+        with self._understood():
+            results = wire.results_from(found)
+            if stop and not all(result.ok for result in results[:-1]):
+                raise ValueError("results follow one that is not ok")
+            stopped = stop and bool(results) and not results[-1].ok
+            _check_count(len(results), min(len(results), len(tests)) if stopped else len(tests), limits, began)
+        return results
+
+    def check(self, program: str, checks: Checks, limits: Limits) -> CheckResult:
+        body = {"program": program, "checks": wire.to_json(checks), "limits": wire.to_json(limits)}
+        began = time.monotonic()
+        found = self._ask("POST", "/check", body, REPLY_S + limits.total_s, _most_bytes(1, limits))
+        with self._understood():
+            result = wire.check_result_from(found)
+            _check_count(len(result.passed), len(checks.tests), limits, began)
+        return result
+
+    def describe(self) -> str:
+        found = self._ask("GET", "/health", None, CONNECT_S, HEAD_BYTES)
+        with self._understood():
+            return f"{wire.description_from(found)}, at {self._url}"
+
+    @contextlib.contextmanager
+    def _understood(self) -> Iterator[None]:
+        """Raise SandboxError for a reply that no sandbox gives: it says nothing about a program."""
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, RecursionError) as error:
+            why = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            raise SandboxError(f"the sandbox service at {self._url} sent what is no reply: {why}") from error
+
+    def _ask(self, method: str, path: str, body: Any, timeout_s: float, most: int) -> Any:
+        """A program has no lasting effect, so a request whose connection broke is simply made again."""
+        data = None if body is None else json.dumps(body)
+        until = time.monotonic() + BUSY_S
+        while True:
+            try:
+                status, text = self._exchange(method, path, data, timeout_s, most)
+                why = f"{status}: {text[:300].decode(errors='replace')}"
+            except TimeoutError as error:
+                raise SandboxError(
+                    f"the sandbox service at {self._url} did not answer within {timeout_s:g} s"
+                ) from error
+            except (OSError, http.client.HTTPException) as error:
+                status, why = 0, str(error) or type(error).__name__
+            if status == 200:
+                with self._understood():
+                    return json.loads(text)
+            if status == 401:
+                raise SandboxError(
+                    f"the sandbox service at reward.code.url={self._url} refuses the key in {wire.KEY_VARIABLE}"
+                )
+            if status not in PASSING or time.monotonic() > until:
+                raise SandboxError(f"the sandbox service at reward.code.url={self._url} fails: {why}")
+            time.sleep(PAUSE_S)
+
+    def _exchange(self, method: str, path: str, data: str | None, timeout_s: float, most: int) -> tuple[int, bytes]:
+        """One request; the status and body of its reply. The connection is kept only after a right one: what is left
+        in it of another would pass for the next reply."""
+        name = secrets.token_hex(16)
+        kept = False
+        try:
+            self._connection.timeout = timeout_s
+            if self._connection.sock is not None:
+                self._connection.sock.settimeout(timeout_s)
+            self._connection.request(method, self._path + path, data, {**self._headers, wire.REQUEST_HEADER: name})
+            with self._connection.getresponse() as response:
+                text, status = self._read(response, most), response.status
+                signed = response.getheader(wire.SIGNATURE_HEADER, "")
+            kept = hmac.compare_digest(signed.encode(), wire.signature(self._key, name, text).encode())
+        finally:
+            if not kept:
+                self._connection.close()
+        if status == 200 and not kept:
+            raise SandboxError(
+                f"what answers at reward.code.url={self._url} is no `megarl sandbox serve` of this version, or its "
+                f"reply was changed on the way: {text[:100]!r}"
+            )
+        return status, text
+
+    def _read(self, response: http.client.HTTPResponse, most: int) -> bytes:
+        data = bytearray()
+        while len(data) <= most and (response.length or 0) <= most:
+            piece = response.read(PIECE_BYTES)
+            data += piece
+            if not piece:
+                if response.length:
+                    raise http.client.IncompleteRead(bytes(data[:HEAD_BYTES]), response.length)
+                return bytes(data)
+        raise SandboxError(f"the sandbox service at {self._url} sent more than the {most} bytes that a reply can have")
+
+
+def _most_bytes(results: int, limits: Limits) -> int:
+    """Greatest size of a reply: output, returned value and error output of each result."""
+    return HEAD_BYTES + results * ESCAPED * (2 * limits.output_bytes + STDERR_BYTES)
+
+
+def _check_count(results: int, tests: int, limits: Limits, began: float) -> None:
+    """Raise ValueError for too many results, and for too few while there was time for the others."""
+    seconds = time.monotonic() - began
+    if results > tests or (results < tests and seconds < limits.total_s - EARLY_S):
+        raise ValueError(f"{tests} tests have {results} results after {seconds:.2f} s of {limits.total_s:g} s")

@@ -1,0 +1,33 @@
+"""This machine's sandbox, once a self-test has proven its isolation."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+
+from megarl.core.errors import SandboxError
+from megarl.sandbox import host, selftest
+from megarl.sandbox.local import LocalSandbox
+
+_lock = threading.Lock()
+_proven: dict[str | None, LocalSandbox] = {}
+
+
+def local_sandbox(python: str | None = None) -> LocalSandbox:
+    """This machine's sandbox with that interpreter (None: one that it finds), after a self-test once per process.
+
+    Raises SandboxError when the isolation is not proven.
+    """
+    with _lock:
+        if python not in _proven:
+            found = host.find(python)
+            try:
+                sandbox = LocalSandbox(found)
+                selftest.prove(sandbox)
+            except SandboxError as error:
+                sandbox = LocalSandbox(dataclasses.replace(found, nested=False))
+                selftest.prove(sandbox)
+                logging.warning("each program is run by a bwrap of its own, which is slow, for here %s", error)
+            _proven[python] = sandbox
+        return _proven[python]

@@ -1,0 +1,55 @@
+"""Rows of tasks and preferences: read and checked, generated, and turned into token ids."""
+
+from megarl.tasks.bad_rows import Faults, record, recorded
+from megarl.tasks.columns import Kind
+from megarl.tasks.files import place_of, read_recipe
+from megarl.tasks.generators.entries import Entry, Generator
+from megarl.tasks.generators.generate import GENERATORS, generate, recipe
+from megarl.tasks.images.rows import chat_messages
+from megarl.tasks.preferences import read_preferences, write_preferences
+from megarl.tasks.process import difficulty_of, processed, with_templates
+from megarl.tasks.rows import read_rows, write_rows
+from megarl.tasks.sources import place_of_row, read_tasks, single_file, source_of, sources_of
+from megarl.tasks.templates.tokenizer import (
+    ChatTokenizer,
+    Place,
+    check_prompts,
+    encode_demonstrations,
+    encode_preferences,
+    encode_rows,
+    text_of_tokens,
+)
+
+__all__ = [
+    "GENERATORS",
+    "ChatTokenizer",
+    "Entry",
+    "Faults",
+    "Generator",
+    "Kind",
+    "Place",
+    "chat_messages",
+    "check_prompts",
+    "difficulty_of",
+    "encode_demonstrations",
+    "encode_preferences",
+    "encode_rows",
+    "generate",
+    "place_of",
+    "place_of_row",
+    "processed",
+    "read_preferences",
+    "read_recipe",
+    "read_rows",
+    "read_tasks",
+    "recipe",
+    "record",
+    "recorded",
+    "single_file",
+    "source_of",
+    "sources_of",
+    "text_of_tokens",
+    "with_templates",
+    "write_preferences",
+    "write_rows",
+]

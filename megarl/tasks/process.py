@@ -1,0 +1,207 @@
+"""From rows to tasks: a user's own function, the templates of prompts, the difficulty."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from megarl.config.rewards import JUDGE_IS_ROLLOUT, JudgeConfig
+from megarl.config.taskset import TasksetConfig
+from megarl.core.errors import ConfigError, DataError, describe
+from megarl.core.schema import Message, Task
+from megarl.core.user_file import import_file
+from megarl.tasks.sources import place_of_row
+
+SETTING = "taskset.process"
+WANTED = "def process(task) or async def process(task, ask), which returns a task, or None to drop it"
+PROMPT = "{prompt}"
+"""Stands for the prompt in ``taskset.prompt_template``."""
+
+Ask = Callable[[str], Awaitable[str]]
+"""A prompt -> the text that the model at ``reward.judge.url`` writes."""
+Process = Callable[[Task], Task | None]
+AsyncProcess = Callable[[Task, Ask], Awaitable[Task | None]]
+
+
+def processed(
+    rows: Sequence[Task],
+    taskset: TasksetConfig,
+    split: str,
+    dropped: Counter[str] | None = None,
+    judge: JudgeConfig | None = None,
+) -> list[Task]:
+    """Tasks of rows: what ``taskset.process`` makes of each, with the templates of ``taskset``.
+
+    Args:
+        judge: Settings of the model that an ``async`` function may ask.
+        dropped: Is given the number of rows that ``taskset.process`` drops, as ``process``.
+
+    Raises:
+        ConfigError: the file lacks the function, or it asks a model and there is none.
+        DataError: the function raises, or returns no task, with the row.
+    """
+    tasks = list(rows)
+    if taskset.process is not None:
+        process = _load(taskset.process)
+        if inspect.iscoroutinefunction(process):
+            found = asyncio.run(_asked(process, taskset, split, rows, _checked(judge or JudgeConfig())))
+        else:
+            found = [_called(process, taskset, split, row) for row in rows]
+        tasks = [task for task in found if task is not None]
+        if dropped is not None:
+            dropped["process"] += len(rows) - len(tasks)
+        if not tasks:
+            raise DataError(f"{SETTING}={taskset.process} drops all {len(rows)} rows of taskset.{split}; keep some")
+    return [with_templates(task, taskset) for task in tasks]
+
+
+def _load(path: str) -> Any:
+    process = getattr(import_file(path, SETTING, WANTED), "process", None)
+    if not callable(process):
+        raise ConfigError(f"{SETTING}={path} has no {WANTED}")
+    return process
+
+
+def _called(process: Process, taskset: TasksetConfig, split: str, row: Task) -> Task | None:
+    """The task that the function makes of a row; its id is the row's."""
+    with _named(process, taskset, split, row):
+        task = process(row)
+    return _task_of(row, task, taskset, split)
+
+
+async def _asked(
+    process: AsyncProcess, taskset: TasksetConfig, split: str, rows: Sequence[Task], judge: JudgeConfig
+) -> list[Task | None]:
+    """Call the function for all rows, ``reward.judge.concurrency`` of them at once."""
+    from megarl.rewards.judge.judge import Judge  # aiohttp: only where a model is asked
+
+    free = asyncio.Semaphore(judge.concurrency)
+    async with Judge(judge) as model:
+
+        async def one(row: Task) -> Task | None:
+            async with free:
+                with _named(process, taskset, split, row):
+                    task = await process(row, model.reply)
+                return _task_of(row, task, taskset, split)
+
+        running = [asyncio.create_task(one(row)) for row in rows]
+        try:
+            return await asyncio.gather(*running)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+
+def _checked(judge: JudgeConfig) -> JudgeConfig:
+    """Raise ConfigError unless there is a model to ask, and a file that keeps what it has written."""
+    if judge.url is None or judge.url == JUDGE_IS_ROLLOUT:
+        raise ConfigError(
+            f"{SETTING} has an async function, which asks the model at reward.judge.url before any engine runs; "
+            f"reward.judge.url={judge.url}, give a server's base URL (http://HOST:PORT/v1)"
+        )
+    if judge.cache is None:
+        raise ConfigError(
+            f"{SETTING} has an async function, and reward.judge.cache=null: a run that goes on would get other tasks; "
+            "give a file"
+        )
+    return judge
+
+
+@contextmanager
+def _named(process: Callable[..., Any], taskset: TasksetConfig, split: str, row: Task) -> Iterator[None]:
+    """Errors of a user's function with the row before them, as DataError."""
+    try:
+        yield
+    except Exception as error:
+        where = place_of_row(taskset, split, row)
+        raise DataError(f"{where}: {SETTING}: {describe(error, taskset.process, process)}") from error
+
+
+def _task_of(row: Task, task: Any, taskset: TasksetConfig, split: str) -> Task | None:
+    if task is None:
+        return None
+    if not isinstance(task, Task) or not task.prompt:
+        raise DataError(
+            f"{place_of_row(taskset, split, row)}: {SETTING}={taskset.process} must return a megarl.core.schema.Task "
+            f"with a prompt, or None; got {type(task).__name__}"
+        )
+    values = [task.data_source, task.prompt, task.ability, task.reward_model, task.extra_info]
+    try:
+        json.dumps([*values, task.chat_template_kwargs], ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{place_of_row(taskset, split, row)}: {SETTING}={taskset.process} returned a task with "
+            f"{error.object[error.start]!r}, half of a character, which no tokenizer takes"
+        ) from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(
+            f"{place_of_row(taskset, split, row)}: {SETTING}={taskset.process} returned a task that is not made of "
+            f"JSON values ({error}); convert arrays with tolist(), and numbers of numpy with item()"
+        ) from error
+    return replace(task, task_id=row.task_id)
+
+
+def with_templates(task: Task, taskset: TasksetConfig) -> Task:
+    """The task with ``taskset.prompt_template`` around its last message, and ``taskset.system_prompt`` before its
+    prompt. A prompt that begins with a system message keeps that."""
+    template, system = taskset.prompt_template, taskset.system_prompt
+    prompt: tuple[Message, ...] = task.prompt
+    if template is not None and prompt[-1]["role"] == "user":
+        last = {**prompt[-1], "content": template.replace(PROMPT, prompt[-1]["content"])}
+        prompt = (*prompt[:-1], last)
+    if system is not None and prompt[0]["role"] not in ("system", "developer"):
+        prompt = ({"role": "system", "content": system}, *prompt)
+    return task if prompt is task.prompt else replace(task, prompt=prompt)
+
+
+WORDS = {
+    **dict.fromkeys(("very easy", "trivial"), 1.0),
+    **dict.fromkeys(("easy", "introductory", "beginner"), 2.0),
+    **dict.fromkeys(("medium", "intermediate", "interview", "normal"), 3.0),
+    **dict.fromkeys(("medium hard",), 4.0),
+    **dict.fromkeys(("hard", "difficult", "advanced", "competition"), 5.0),
+    **dict.fromkeys(("very hard", "expert"), 6.0),
+}
+"""Difficulties in words, as LeetCode, APPS and TACO have them, as numbers."""
+SEPARATOR = re.compile(r"(?<=[a-z])[-_]")
+LEVEL = re.compile(r"(?:level |grade |difficulty )?(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)", re.ASCII)
+"""A difficulty in digits, as MATH's ``Level 5``."""
+
+
+def entry_of(task: Task, key: str) -> object:
+    """Value that a task has in ``extra_info`` under ``key``; ``a.b`` is b within a. None where there is none.
+
+    A name may have dots of its own: Skywork-OR1 has ``model_difficulty.DeepSeek-R1-Distill-Qwen-1.5B``.
+    """
+    value: object = task.extra_info
+    name, dot, rest = "", ".", key
+    while dot and isinstance(value, dict):
+        if rest in value:
+            return value[rest]
+        name, dot, rest = rest.partition(".")
+        value = value.get(name)
+    return None
+
+
+def difficulty_of(task: Task, key: str) -> float | None:
+    """Number that a task has in ``extra_info`` under ``key`` (``a.b`` is b within a); None where there is none.
+
+    A text is a number (``3.5``), one after a word (``Level 5``), or one of ``WORDS``, capitals and ``_`` aside.
+    """
+    value = entry_of(task, key)
+    if isinstance(value, str):
+        text = " ".join(SEPARATOR.sub(" ", value[:100].lower()).split())
+        found = LEVEL.fullmatch(text)
+        return float(found[1]) if found else WORDS.get(text)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)

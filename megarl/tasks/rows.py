@@ -1,0 +1,185 @@
+"""Rows of tasks, in verl's form: ``data_source, prompt, ability, reward_model{style, ground_truth}, extra_info``.
+
+``columns.py`` brings those of other forms into it.
+
+A demonstration is a prompt with its answer: ``prompt`` and ``response`` (TRL: ``completion``), or ``messages`` whose
+last one is the assistant's. A text is the answer as the model is to write it; a message is rendered by the model's chat
+template. A row may have ``tools``, ``enable_thinking`` and ``chat_template_kwargs`` (``tasks/templates/messages.py``).
+Either may have ``images`` (``tasks/images/rows.py``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.core.schema import Message, Task
+from megarl.tasks.bad_rows import Faults, sound_rows
+from megarl.tasks.columns import SLIME, check_required, in_verl_form
+from megarl.tasks.files import RowLocation, json_struct, read_table, source_of, text_of, write_table
+from megarl.tasks.harbor import read_folders
+from megarl.tasks.images.rows import columns_of, images_of, with_messages, with_text
+from megarl.tasks.templates import forms
+from megarl.tasks.templates.messages import (
+    ASKING,
+    OPTIONS,
+    answer_of,
+    messages_of,
+    prompt_of,
+    template_kwargs_of,
+    with_lists,
+)
+
+TASK = ("data_source", "prompt", "reward_model")
+DEMONSTRATION = ("prompt", "response")
+COLUMNS = (
+    *("data_source", "prompt", "ability", "reward_model", "extra_info", "response", "images", "image", "videos"),
+    *OPTIONS,
+)
+
+
+def read_rows(
+    path: str | os.PathLike[str],
+    *,
+    require_response: bool = False,
+    split: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    data_source: str | None = None,
+    skipped: Collection[str] = (),
+    faults: Faults | None = None,
+) -> list[Task]:
+    """Read and check every row of a parquet, json or jsonl file, or every task of a folder in Harbor's form.
+
+    A row's task id is ``<split>/<row>``, the split being the file's stem unless given. With ``require_response`` the
+    rows are demonstrations: each has a response, and what only a reward needs (``data_source``, ``reward_model``) may
+    be left out.
+
+    Args:
+        columns: ``taskset.columns``.
+        data_source: That of tasks whose row has none.
+        skipped: Ids of rows that are left out unread.
+        faults: Is given the bad rows, which are left out; None refuses them.
+
+    Raises DataError naming the file, the row, the field, what was seen and what is expected.
+    """
+    path, columns = Path(path), columns or {}
+    if path.is_dir() and not require_response:
+        return read_folders(path, path.stem if split is None else split)
+    names, rows = read_table(path, (*COLUMNS, "completion", "messages", *SLIME, *forms.COLUMNS, *columns.values()))
+    if not require_response:
+        names, rows = in_verl_form(path, names, rows, columns, data_source)
+        check_required(path, names, TASK)
+    else:
+        names, rows = in_verl_form(path, names, rows, columns, kind="demonstrations")
+        if "messages" not in names:
+            check_required(path, [*names, "response"] if "completion" in names else names, DEMONSTRATION)
+    prefix = path.stem if split is None else split
+    return sound_rows(path, prefix, rows, _demonstration if require_response else _task, skipped, faults)
+
+
+def write_rows(path: str | os.PathLike[str], tasks: Sequence[Task], recipe: Mapping[str, Any] | None = None) -> None:
+    """Write tasks as verl rows; ``response`` and ``images`` are columns when any task has them. See ``write_table``."""
+    assert not any(task.answer or task.chat_template_kwargs for task in tasks), (
+        "generated rows are texts without template options"
+    )
+    with_response = any(task.response is not None for task in tasks)
+    rows = [_row(task, with_response) for task in tasks]
+    if any(task.images for task in tasks):
+        rows = [{**row, "images": images} for row, images in zip(rows, columns_of(tasks), strict=True)]
+    write_table(path, rows, recipe)
+
+
+def _row(task: Task, with_response: bool) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "data_source": task.data_source,
+        "prompt": list(task.prompt),
+        "ability": task.ability,
+        "reward_model": task.reward_model,
+        # Parquet has no empty struct.
+        "extra_info": task.extra_info or None,
+    }
+    return row | {"response": task.response} if with_response else row
+
+
+def _task(location: RowLocation, task_id: str, row: Mapping[str, Any]) -> Task:
+    row = with_lists(location, row, ("prompt",))
+    source = text_of(location, "data_source", row["data_source"])
+    images, messages = images_of(location, with_messages(row))
+    prompt = prompt_of(location, "prompt", messages)
+    if not isinstance(row["reward_model"], dict):
+        location.refuse("reward_model", "a struct {style, ground_truth}", row["reward_model"])
+    reward_model = json_struct(location, "reward_model", row["reward_model"])
+    if reward_model.get("ground_truth") is None:
+        location.refuse("reward_model.ground_truth", "the expected answer", reward_model.get("ground_truth"))
+    response = row.get("response")
+    if not isinstance(response, str | None):
+        location.refuse("response", "a non-empty string", response)
+    return Task(task_id, source, prompt, *_common(location, row), response, images, template_kwargs_of(location, row))
+
+
+def _demonstration(location: RowLocation, task_id: str, row: Mapping[str, Any]) -> Task:
+    row = with_lists(location, row, ("prompt", "messages", "response", "completion"))
+    field = "completion" if row.get("response") is None and row.get("completion") is not None else "response"
+    response = row.get(field)
+    if response is None and row.get("messages") is not None:
+        return _chat(location, task_id, row)
+    images, asked = images_of(location, with_messages({"prompt": None, **row}))
+    prompt = prompt_of(location, "prompt", asked)
+    if isinstance(response, list):
+        text, answer, before = answer_of(location, field, response)
+    else:
+        text, answer, before = text_of(location, field, response), None, ()
+    if before:
+        location.refuse(field, "a text, or one message of the assistant", response)
+    return _demonstrated(location, task_id, row, prompt, text, answer, images)
+
+
+def _chat(location: RowLocation, task_id: str, row: Mapping[str, Any]) -> Task:
+    images, messages = _chat_images(location, row)
+    *prompt, answer = messages_of(location, "messages", messages)
+    last = len(prompt)
+    if answer["role"] != "assistant":
+        location.refuse(
+            f"messages[{last}].role",
+            "assistant, since the last message is what the model learns to say",
+            answer["role"],
+        )
+    if not prompt or prompt[-1]["role"] not in ASKING:
+        seen = prompt[-1]["role"] if prompt else None
+        location.refuse(
+            f"messages[{last - 1}].role" if prompt else "messages", "a user's message before the assistant's", seen
+        )
+    return _demonstrated(location, task_id, row, tuple(prompt), answer.get("content") or "", answer, images)
+
+
+def _chat_images(location: RowLocation, row: Mapping[str, Any]) -> tuple[tuple[bytes, ...], Any]:
+    """(images of the messages before the answer, all messages with texts for contents that are lists of parts)."""
+    messages = row["messages"]
+    if not isinstance(messages, list) or not messages:
+        return (), messages
+    images, asked = images_of(location, {**row, "prompt": messages[:-1]}, "messages")
+    return images, [*asked, with_text(messages[-1])]
+
+
+def _demonstrated(
+    location: RowLocation,
+    task_id: str,
+    row: Mapping[str, Any],
+    prompt: tuple[Message, ...],
+    text: str,
+    answer: Message | None,
+    images: tuple[bytes, ...],
+) -> Task:
+    kwargs = template_kwargs_of(location, row)
+    return Task(task_id, source_of(location, row), prompt, *_common(location, row), text, images, kwargs, answer)
+
+
+def _common(location: RowLocation, row: Mapping[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """ability, reward_model, extra_info."""
+    ability = row.get("ability") or ""
+    if not isinstance(ability, str):
+        location.refuse("ability", "a string", ability)
+    reward_model = json_struct(location, "reward_model", row.get("reward_model"))
+    return ability, reward_model, json_struct(location, "extra_info", row.get("extra_info"))

@@ -1,0 +1,1 @@
+"""Conversations as token ids: chat templates, tokenizers, messages between turns."""

@@ -1,0 +1,393 @@
+"""Chat prompts to token ids and back, by the checkpoint's own tokenizer.json and chat template.
+
+transformers' AutoTokenizer gives the same ids but imports torch (3.6 s and 300 MB against 0.05 s here), which the
+explorer and the launcher need for nothing else. A test compares the two.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import date
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Encoding, Tokenizer
+
+from megarl.config import Config
+from megarl.core.durable import read_json
+from megarl.core.errors import CheckpointError, ConfigError, DataError
+from megarl.core.schema import Message, Preference, Task
+from megarl.tasks.files import place_of
+from megarl.tasks.images.rows import chat_messages
+from megarl.tasks.templates.shown import Messages
+from megarl.tasks.templates.template import IDENTIFIERS, ChatTemplate, read_template
+from megarl.tasks.templates.thought_marks import thought_marks
+from megarl.tasks.tools.functions import template_tools
+
+PROCESSOR = ("processor_config.json", "preprocessor_config.json")
+"""Files of a model that takes more than text."""
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Special tokens that transformers gives to a template."""
+AT_ONCE = 1024
+"""Texts that are encoded together."""
+TAGS = frozenset({"<think>", "</think>", "<answer>", "</answer>"})
+"""Text that verifiers read, though a tokenizer may have it as special tokens."""
+LONGEST_CHARACTER = 4
+"""Bytes, and so tokens, of a character in UTF-8."""
+PROBE = "0f1e2d3c"
+"""An answer whose rendering shows what a template writes after answers."""
+
+
+class ChatTokenizer:
+    """The tokenizer and chat template of an HF checkpoint directory."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        eos_ids: tuple[int, ...],
+        own_eos: int | None = None,
+        multimodal: bool = False,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        special = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._thoughts = thought_marks(special.values(), template.text)
+        self._dropped = frozenset(i for i, token in special.items() if token not in TAGS | self._thoughts.tokens)
+        self.kwargs = dict(kwargs or {})
+        """Options of the template, which a row's own go before."""
+        self.eos_ids = eos_ids
+        """Tokens that end a response: generation_config.json's, else the tokenizer's own."""
+        self.multimodal = multimodal
+        """True if the model has a processor. Some of its templates then pass over a content that is a plain text."""
+        self.suffix = self._after_answers()
+        """Text that the template writes after a response; "" where that is unknown."""
+        written = next((i for i in self._encode(self.suffix).ids if i in eos_ids), None)
+        self.end_id: int = next(i for i in (written, own_eos, eos_ids[0]) if i in eos_ids)
+        """Token that ends demonstrations: the one with which the template ends an answer, where sampling ends with it;
+        else the tokenizer's own eos_token, else the first of ``eos_ids``."""
+        self.ends_otherwise: str | None = self.suffix.strip() or None if written is None else None
+        """Text that the template writes after an answer, where sampling does not end with it."""
+
+    @classmethod
+    def of(cls, config: Config) -> ChatTokenizer:
+        """Open the tokenizer of ``model.path``, with the template options of ``taskset`` and the tools of
+        ``rollout.tools``. Raises as :meth:`open`, and ConfigError."""
+        taskset = config.taskset
+        try:
+            day = None if taskset.date is None else date.fromisoformat(taskset.date)
+        except ValueError as error:
+            raise ConfigError(
+                f"taskset.date={taskset.date} is no day; write it as 2025-01-31, or leave it out"
+            ) from error
+        kwargs = {**taskset.chat_template_kwargs, **template_tools(config.rollout)}
+        return cls.open(config.model.path, kwargs, day)
+
+    @classmethod
+    def open(
+        cls, path: str | os.PathLike[str], kwargs: Mapping[str, Any] | None = None, day: date | None = None
+    ) -> ChatTokenizer:
+        """Read tokenizer.json, the chat template and the end tokens. ``kwargs``: options of the template, which a row's
+        own go before; ``day``: that of templates that write one. Raises CheckpointError naming what is missing or
+        damaged."""
+        folder = Path(path)
+        tokenizer = read_tokenizer(folder / "tokenizer.json")
+        config = read_json(folder / "tokenizer_config.json")
+        variables = {name: _content(config[name]) for name in SPECIAL_TOKENS if config.get(name) is not None}
+        template = read_template(folder, config, variables, day)
+        own = tokenizer.token_to_id(variables["eos_token"]) if "eos_token" in variables else None
+        ends = read_json(folder / "generation_config.json").get("eos_token_id")
+        ends = own if ends is None else ends
+        ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        if not ends:
+            raise CheckpointError(
+                f"{folder}: no end-of-sequence token in generation_config.json or tokenizer_config.json"
+            )
+        multimodal = any((folder / name).is_file() for name in PROCESSOR)
+        return cls(tokenizer, template, tuple(ends), own, multimodal, kwargs)
+
+    @property
+    def template(self) -> str:
+        """Source of the chat template."""
+        return self._template.text
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, added tokens included."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def largest_id(self) -> int:
+        """Largest token id, added tokens included."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    def token(self, number: int) -> str | None:
+        """Text of a token by its id."""
+        return self._tokenizer.id_to_token(number)
+
+    def render(self, messages: Messages, kwargs: Mapping[str, Any] | None = None) -> str:
+        """The prompt's text, up to where the model's answer begins. ``kwargs``: template options of the row."""
+        return self._render(messages, kwargs)
+
+    def prompt_ids(self, messages: Messages, kwargs: Mapping[str, Any] | None = None) -> np.ndarray:
+        """int32 [P]; ids of the prompt as :meth:`render` makes it."""
+        return self.rendered_ids(self.render(messages, kwargs))
+
+    def rendered_ids(self, text: str) -> np.ndarray:
+        """int32 [P]; ids of a rendered prompt. The template writes the special tokens, so none are added."""
+        return _array(self._encode(text).ids)
+
+    def response_ids(self, text: str) -> np.ndarray:
+        """int32 [R]; ids of a demonstration's text, ended by the end-of-sequence token."""
+        return self.encode_responses([text])[0]
+
+    def answer_ids(self, messages: Messages, answer: Message, kwargs: Mapping[str, Any] | None = None) -> np.ndarray:
+        """int32 [R]; ids of an answer as the template renders it after the prompt, up to its end-of-sequence token.
+
+        Raises DataError where the template drops a part of it, or renders another prompt before it.
+        """
+        rendered = self.render_answer(messages, answer, kwargs)
+        return self.truncate_answer(answer, rendered, list(self.encode_texts(rendered)))
+
+    def render_answer(
+        self, messages: Messages, answer: Message, kwargs: Mapping[str, Any] | None = None
+    ) -> tuple[str, str]:
+        """(the prompt's text, the conversation's, which begins with it). Raises as :meth:`answer_ids`."""
+        prompt, whole = self.render(messages, kwargs), self._render([*messages, answer], kwargs, answered=True)
+        if not whole.startswith(prompt):
+            raise DataError(
+                "the model's chat template renders the conversation with its answer otherwise than the prompt (such as "
+                "a thought that the prompt has opened); give the answer as a text, in response or completion, as the "
+                "model is to write it"
+            )
+        return prompt, whole
+
+    def truncate_answer(self, answer: Message, rendered: tuple[str, str], encodings: Sequence[Encoding]) -> np.ndarray:
+        """Tokens after the prompt in the ``rendered`` texts, whose ``encodings`` they are. Raises as
+        :meth:`answer_ids`."""
+        (prompt, whole), (start, encoding) = rendered, encodings
+        text = whole[len(prompt) :]
+        ids, ends = self._following(prompt, whole, start, encoding)
+        last = next((i for i, token in enumerate(ids) if token in self.eos_ids), None)
+        if last is not None:
+            ids, text = ids[: last + 1], text[: ends[last]]
+        elif text.endswith(self.suffix):
+            text = text[: len(text) - len(self.suffix)]
+            ids = [*self._following(prompt, prompt + text, start, self._encode(prompt + text))[0], self.end_id]
+        else:
+            raise DataError(
+                f"the model's chat template ends the answer with none of the end tokens {list(self.eos_ids)}: "
+                f"{text[-40:]!r}"
+            )
+        if (lost := next((piece for piece in _pieces(answer) if piece not in text), None)) is not None:
+            raise DataError(
+                f"the model's chat template drops or cuts a part of the answer: {lost[:60]!r}; give the answer as a "
+                "text, in response or completion, as the model is to write it"
+            )
+        return _array(ids)
+
+    def encode_texts(self, texts: Sequence[str]) -> Iterator[Encoding]:
+        """Rendered texts as tokens, ``AT_ONCE`` by all cores, since an encoding is many times larger than its ids."""
+        for first in range(0, len(texts), AT_ONCE):
+            yield from self._tokenizer.encode_batch(texts[first : first + AT_ONCE], add_special_tokens=False)
+
+    def encode_responses(self, texts: Iterable[str]) -> list[np.ndarray]:
+        """:meth:`response_ids` of many texts at once."""
+        return [_array([*encoding.ids, self.end_id]) for encoding in self.encode_texts(list(texts))]
+
+    def encode_prompts(
+        self, prompts: Iterable[Messages], kwargs: Iterable[Mapping[str, Any]] | None = None
+    ) -> list[np.ndarray]:
+        """:meth:`prompt_ids` of many prompts at once, each with its ``kwargs``."""
+        found = list(prompts)
+        options = [{} for _ in found] if kwargs is None else kwargs
+        texts = [self.render(messages, given) for messages, given in zip(found, options, strict=True)]
+        return [_array(encoding.ids) for encoding in self.encode_texts(texts)]
+
+    def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
+        """Return the text of tokens.
+
+        Args:
+            special: Keep all special tokens. Else the text is that of a response: its thoughts stand between
+                ``<think>`` and ``</think>``, and the only other special tokens are ``TAGS``.
+        """
+        if special:
+            return self._tokenizer.decode(list(map(int, ids)), skip_special_tokens=False)
+        kept = [i for i in map(int, ids) if i not in self._dropped]
+        return self._thoughts.common(self._tokenizer.decode(kept, skip_special_tokens=False))
+
+    def with_calls(self, ids: Iterable[int]) -> str:
+        """Text of a response with its special tokens, as forms of tool calls need them; thoughts as in
+        :meth:`decode`."""
+        return self._thoughts.common(self.decode(ids, special=True))
+
+    def _render(self, messages: Messages, kwargs: Mapping[str, Any] | None, *, answered: bool = False) -> str:
+        if self.multimodal:
+            messages = [
+                {name: _as_parts(value) if name == "content" else value for name, value in message.items()}
+                for message in messages
+            ]
+        return self._template.render(messages, {**self.kwargs, **(kwargs or {})}, answered=answered)
+
+    def _encode(self, text: str) -> Encoding:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _following(self, prompt: str, whole: str, start: Encoding, encoding: Encoding) -> tuple[list[int], list[int]]:
+        """(ids that follow the prompt's own, where each ends after the prompt); ``whole`` begins with ``prompt``."""
+        count = len(start.ids)
+        if encoding.ids[:count] == start.ids:
+            return encoding.ids[count:], [end - len(prompt) for _, end in encoding.offsets[count:]]
+        encoding = self._encode(
+            whole[len(prompt) :]
+        )  # a token across the border: sampling begins after the prompt's own
+        return encoding.ids, [end for _, end in encoding.offsets]
+
+    def _after_answers(self) -> str:
+        """Text that the template writes after an answer; nothing where it refuses the shortest of conversations."""
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}]
+        try:
+            return self._render(chat, None, answered=True).rpartition(PROBE)[2]
+        except DataError:
+            return ""
+
+
+def text_of_tokens(tokenizer: ChatTokenizer, ids: Sequence[int]) -> list[str]:
+    """Text of each token, special ones included. A character of several tokens stands at its last one; those before it
+    have none. Bytes that are no character are ``�``."""
+    pieces, start, read = list[str](), 0, 0
+    for end in range(1, len(ids) + 1):
+        before, text = (tokenizer.decode(ids[start:stop], special=True) for stop in (read, end))
+        whole = not text.endswith("�") or end - read == LONGEST_CHARACTER or end == len(ids)
+        pieces.append(text[len(os.path.commonprefix([before, text])) :] if whole else "")
+        if whole:
+            start, read = read, end
+    return pieces
+
+
+def read_tokenizer(file: Path) -> Tokenizer:
+    """A tokenizer.json without the truncation and padding that a padded call before its saving has left in it, as
+    transformers takes it. Raises CheckpointError when there is none, or it is damaged."""
+    if not file.is_file():
+        raise CheckpointError(
+            f"{file.parent}: tokenizer.json is missing; model.path must be an HF checkpoint with a fast tokenizer"
+        )
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise CheckpointError(f"{file} cannot be read ({error}); copy the checkpoint again") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _array(ids: Sequence[int]) -> np.ndarray:
+    return np.asarray(ids, dtype=np.int32)
+
+
+def _as_parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+Row = Task | Preference
+Place = str | os.PathLike[str] | Callable[[Row], str]
+"""The file of rows, all of them in order; or a function that names the place of a row."""
+
+
+def check_prompts(tasks: Sequence[Row], tokenizer: ChatTokenizer, limit: int, *, path: Place | None = None) -> None:
+    """Refuse prompts of more than ``limit`` tokens. ``tasks`` are all rows of ``path`` in order (for the message).
+
+    Raises DataError naming file, row, length and limit.
+    """
+    for row, ids in enumerate(encode_rows(tasks, tokenizer, path=path)):
+        if len(ids) > limit:
+            raise DataError(
+                f"{where(tasks, row, path)}: prompt has {len(ids)} tokens, rollout.max_prompt_tokens is {limit}; "
+                "raise it or drop the row"
+            )
+
+
+def encode_rows(tasks: Sequence[Row], tokenizer: ChatTokenizer, *, path: Place | None = None) -> list[np.ndarray]:
+    """Ids of each row's prompt. Raises DataError naming file and row of a prompt that the chat template refuses."""
+    try:
+        return tokenizer.encode_prompts(
+            (chat_messages(row) for row in tasks), (row.chat_template_kwargs for row in tasks)
+        )
+    except DataError:
+        for number, row in enumerate(tasks):
+            with _named(tasks, number, path):
+                tokenizer.render(chat_messages(row), row.chat_template_kwargs)
+        raise
+
+
+def encode_demonstrations(
+    tasks: Sequence[Task], tokenizer: ChatTokenizer, *, path: Place | None = None
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(prompt ids, response ids with the end token) of each row, int32. Raises DataError as :func:`encode_rows`
+    does."""
+    answers = [(task.response or "", task.answer) for task in tasks]
+    return list(
+        zip(encode_rows(tasks, tokenizer, path=path), _encode_answers(tasks, answers, tokenizer, path), strict=True)
+    )
+
+
+def encode_preferences(
+    rows: Sequence[Preference], tokenizer: ChatTokenizer, *, path: Place | None = None
+) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """(prompt, chosen, rejected) ids of each row, int32, answers with the end token. Raises as :func:`encode_rows`
+    does."""
+    chosen = _encode_answers(rows, [(row.chosen, row.answers[0]) for row in rows], tokenizer, path)
+    rejected = _encode_answers(rows, [(row.rejected, row.answers[1]) for row in rows], tokenizer, path)
+    return list(zip(encode_rows(rows, tokenizer, path=path), chosen, rejected, strict=True))
+
+
+def _encode_answers(
+    rows: Sequence[Row], answers: Sequence[tuple[str, Message | None]], tokenizer: ChatTokenizer, path: Place | None
+) -> list[np.ndarray]:
+    """Ids of each row's answer: of a text as it stands, of a message as the template renders it."""
+    found = tokenizer.encode_responses("" if message else text for text, message in answers)
+    rendered: dict[int, tuple[str, str]] = {}
+    for number, (row, (_, message)) in enumerate(zip(rows, answers, strict=True)):
+        if message is not None:
+            with _named(rows, number, path):
+                rendered[number] = tokenizer.render_answer(chat_messages(row), message, row.chat_template_kwargs)
+    encodings = tokenizer.encode_texts([text for texts in rendered.values() for text in texts])
+    for number, texts in rendered.items():
+        message = answers[number][1]
+        assert message is not None, "only messages are rendered"
+        with _named(rows, number, path):
+            found[number] = tokenizer.truncate_answer(message, texts, (next(encodings), next(encodings)))
+    return found
+
+
+@contextmanager
+def _named(rows: Sequence[Row], number: int, path: Place | None) -> Iterator[None]:
+    """DataErrors with the row's file and number before them."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{where(rows, number, path)}: {error}") from error
+
+
+def where(tasks: Sequence[Row], row: int, path: Place | None) -> str:
+    """Place of row number ``row`` (from 0) of ``tasks``, for messages."""
+    if path is None:
+        return f"task {tasks[row].task_id}"
+    return path(tasks[row]) if callable(path) else place_of(path, row)
+
+
+def _pieces(answer: Message) -> list[str]:
+    """Texts that a rendering of the answer must hold: of its fields, a thought and what follows it apart, and names of
+    tools."""
+    fields = [value for name, value in answer.items() if isinstance(value, str) and name not in ("role", *IDENTIFIERS)]
+    texts = [part.strip() for value in fields for half in value.split("</think>") for part in half.split("<think>")]
+    calls = [call.get("function", call) for call in answer.get("tool_calls") or () if isinstance(call, dict)]
+    return [text for text in (*texts, *(call.get("name") for call in calls if isinstance(call, dict))) if text]
+
+
+def _content(token: str | dict[str, Any]) -> str:
+    return token["content"] if isinstance(token, dict) else token

@@ -1,0 +1,177 @@
+"""Functions as tools: the schema that a chat template shows of one, and arguments that fit it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megarl.config.schema import RolloutConfig
+from megarl.core.errors import ConfigError
+from megarl.core.schema import Task
+from megarl.core.user_file import import_file
+from megarl.tasks.tools.calculator import calculator
+
+TASK = "task"
+"""Parameter that gets the trajectory's task; models do not see it."""
+TYPES: Mapping[Any, str] = {
+    str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object",
+}  # fmt: skip
+"""Types of parameters, and JSON's names of them."""
+
+
+def python(code: str) -> str:
+    """Run Python code. Variables, imports and files in /tmp stay until the next call. The result is what it prints,
+    and the value of a last line that is an expression."""
+    raise AssertionError("a session in the sandbox runs the code")
+
+
+OWN: Mapping[str, Callable[..., Any]] = {"python": python, "calculator": calculator}
+"""By the names of ``rollout.tools``."""
+
+
+@dataclass(frozen=True, eq=False)
+class ToolFunction:
+    """One tool: a function and the JSON schema of its parameters."""
+
+    function: Callable[..., Any]
+    parameters: Mapping[str, Mapping[str, Any]]
+    """Schemas by name, without ``TASK``."""
+    required: tuple[str, ...]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], where: str) -> ToolFunction:
+        """Read a function. Raises ConfigError, beginning with ``where``, for one that no schema can be made of."""
+        fault = f"{where}: the tool {function.__name__}"
+        if not inspect.getdoc(function):
+            raise ConfigError(f"{fault} has no docstring; models read it to know what the tool does")
+        try:
+            hints = typing.get_type_hints(function)
+        except Exception as error:
+            raise ConfigError(f"{fault} has annotations that cannot be read: {error}") from error
+        parameters, required = {}, []
+        for name, parameter in inspect.signature(function).parameters.items():
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                raise ConfigError(f"{fault} has the parameter {parameter}; models name each argument")
+            if name == TASK:
+                continue
+            schema = _schema(hints.get(name))
+            if schema is None:
+                raise ConfigError(
+                    f"{fault} has the parameter {str(parameter)!r}; annotate it with str, int, float, bool, list, "
+                    "dict, list[…] of them, or a Literal of texts"
+                )
+            parameters[name] = schema
+            required += [name] if parameter.default is parameter.empty else []
+        return cls(function, parameters, tuple(required))
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """Description in the form of chat templates' ``tools``."""
+        parameters = {"type": "object", "properties": dict(self.parameters), "required": list(self.required)}
+        described = {"description": inspect.getdoc(self.function), "parameters": parameters}
+        return {"type": "function", "function": {"name": self.function.__name__, **described}}
+
+    def check(self, arguments: Mapping[str, Any]) -> None:
+        """Raise ValueError, with a text for the model, unless arguments fit the schema."""
+        name = self.function.__name__
+        if missing := [one for one in self.required if one not in arguments]:
+            raise ValueError(f"{name} needs the argument {missing[0]!r}")
+        for one, value in arguments.items():
+            if one not in self.parameters:
+                raise ValueError(f"{name} has no argument {one!r:.60}; it has {', '.join(self.parameters) or 'none'}")
+            if not _fits(value, self.parameters[one]):
+                raise ValueError(f"the argument {one!r} of {name} must be {_words(self.parameters[one])}")
+
+    def call(self, arguments: Mapping[str, Any], task: Task) -> Any:
+        """Call the function, which may be a coroutine function. Raises whatever it raises."""
+        more = {TASK: task} if TASK in inspect.signature(self.function).parameters else {}
+        return self.function(**arguments, **more)
+
+
+def tools_of(rollout: RolloutConfig) -> dict[str, ToolFunction]:
+    """Tools of ``rollout.tools`` by name. Raises ConfigError."""
+    if not rollout.tools:
+        raise ConfigError("rollout.workflow=tools needs rollout.tools: python, calculator, or Python files (.py)")
+    found: dict[str, ToolFunction] = {}
+    for named in rollout.tools:
+        where = f"rollout.tools={named}"
+        for function in _functions(named, where):
+            if function.__name__ in found:
+                raise ConfigError(f"{where}: there are two tools of the name {function.__name__}; rename one")
+            found[function.__name__] = ToolFunction.of(function, where)
+    return found
+
+
+def template_tools(rollout: RolloutConfig) -> dict[str, Any]:
+    """Option of the chat template that describes the tools; {} where there are none, or prompts describe them."""
+    if rollout.workflow != "tools" or rollout.tool_format is not None:
+        return {}
+    return {"tools": [tool.schema for tool in tools_of(rollout).values()]}
+
+
+def text_of_result(value: Any) -> str:
+    """Text of what a function returned; nothing of None."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        return str(value)
+
+
+def _functions(named: str, where: str) -> list[Callable[..., Any]]:
+    if named in OWN:
+        return [OWN[named]]
+    if not named.endswith(".py"):
+        raise ConfigError(f"{where} is not there; there are {', '.join(OWN)}, or give a Python file (.py)")
+    module = import_file(named, "rollout.tools", "functions")
+    functions = filter(inspect.isfunction, vars(module).values())
+    own = [function for function in functions if function.__module__ == module.__name__]
+    found: list[Callable[..., Any]] = [function for function in own if not function.__name__.startswith("_")]
+    if not found:
+        raise ConfigError(f"{where} has no function; define those that are tools there, without an underscore")
+    return found
+
+
+def _schema(hint: Any) -> dict[str, Any] | None:
+    """JSON schema of an annotation, None of one that has none. ``X | None`` is X, which may be left out."""
+    if hint in TYPES:
+        return {"type": TYPES[hint]}
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal and all(isinstance(value, str) for value in inner):
+        return {"type": "string", "enum": list(inner)}
+    if origin is list and (items := _schema(inner[0])) is not None:
+        return {"type": "array", "items": items}
+    if origin is dict:
+        return {"type": "object"}
+    if origin in (typing.Union, types.UnionType):
+        others = [one for one in inner if one is not type(None)]
+        return _schema(others[0]) if len(others) == 1 else None
+    return None
+
+
+def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
+    kinds: dict[str, Any] = {
+        "string": str,
+        "integer": int,
+        "number": (int, float),
+        "boolean": bool,
+        "array": list,
+        "object": dict,
+    }
+    if isinstance(value, bool) and schema["type"] != "boolean":
+        return False
+    if not isinstance(value, kinds[schema["type"]]) or ("enum" in schema and value not in schema["enum"]):
+        return False
+    return all(_fits(item, schema["items"]) for item in value) if "items" in schema else True
+
+
+def _words(schema: Mapping[str, Any]) -> str:
+    if "enum" in schema:
+        return f"one of {', '.join(schema['enum'])}"
+    return f"of type {schema['type']}" + (f" of {schema['items']['type']}" if "items" in schema else "")

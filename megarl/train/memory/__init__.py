@@ -1,0 +1,1 @@
+"""Memory of a rank's models between the phases of a step."""

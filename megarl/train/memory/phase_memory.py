@@ -1,0 +1,160 @@
+"""Moves the models' memory between two phases of a step, as the plan says (``learn/memory/phases.py``)."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Literal, Protocol
+
+from megarl.core.errors import NonRetryableError, OffloadError
+from megarl.core.metrics import Timeline
+from megarl.core.processes import heartbeat
+from megarl.learn.memory.phases import OFFLOAD, WITH_ENGINES, Phase, PhasePlan, Place
+from megarl.learn.memory.residents import Resident, device_bytes, release_freed_memory, residents_of
+from megarl.train.memory.growth import Growth
+from megarl.train.rank.context import RunContext
+from megarl.train.rank.ranks import Ranks
+from megarl.train.update.models import Models
+
+log = logging.getLogger(__name__)
+
+
+class TakesTurns(Protocol):
+    """Engines on the trainer's devices. Every rank makes the same calls."""
+
+    def come(self) -> None:
+        """Begin to have them there, for ``Phase.SYNC``."""
+
+    def wake(self, what: Literal["weights", "kv_cache"]) -> None:
+        """Have those that sleep take this memory again; raises EngineError on rank 0."""
+
+    def leave(self) -> dict[str, float]:
+        """Have them give up their memory; return metrics of it when they have."""
+
+
+class PhaseMemory:
+    """The memory of a rank's models, moved from phase to phase. Every rank makes the same calls.
+
+    Until ``begin`` everything stays on the device.
+    """
+
+    def __init__(self, context: RunContext, models: Models, ranks: Ranks, timeline: Timeline) -> None:
+        self._models, self._ranks, self._timeline = models, ranks, timeline
+        self._plan = PhasePlan.of(context.config)
+        self._folder = context.run_dir / OFFLOAD / f"rank_{context.rank}"
+        self._disk_bytes = context.config.trainer.offload_disk_bytes
+        self.engines: TakesTurns | None = None
+        """Colocated engines, once there are any."""
+        self.phase = Phase.START
+        self._charge = False
+        self._measured: dict[str, float] = {}
+        self._growth = Growth()
+
+    def begin(self) -> None:
+        """Take charge of the models' memory, in ``Phase.START``. Models that are made later begin on the device."""
+        self.phase, self._charge = Phase.START, True
+
+    def close(self) -> None:
+        """Remove what is on disk."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        with suppress(OSError):  # another rank's is there still, or there is none
+            self._folder.parent.rmdir()
+
+    def enter(self, phase: Phase) -> None:
+        """Have what ``phase`` needs on the device and the rest where the plan puts it: first what leaves, then what
+        comes.
+
+        Raises OffloadError, on every rank where one failed; NonRetryableError where more is to be on disk than may be;
+        EngineError where an engine does not leave.
+        """
+        if phase is self.phase or not self._charge:
+            return
+        self._take_new_ones()
+        before, self.phase = self.phase, phase
+        leaving: list[Resident] = []
+        coming: list[Resident] = []
+        for resident in self._residents():
+            place = self._plan.place(phase, resident.name)
+            if resident.place is not place and Place.DEVICE in (resident.place, place):
+                (coming if place is Place.DEVICE else leaving).append(resident)
+        engines = self.engines if (before in WITH_ENGINES) is not (phase in WITH_ENGINES) else None
+        if not leaving and not coming and engines is None:
+            if self.engines is not None and phase in WITH_ENGINES:
+                release_freed_memory()  # the engines wake
+            return
+        with self._timeline.phase("offload"):
+            if engines is not None and phase not in WITH_ENGINES:
+                with self._timeline.phase("engines_leave"):
+                    self._measured |= engines.leave()
+            if leaving or coming:
+                self._move(leaving, coming)
+            if engines is not None and phase in WITH_ENGINES:
+                release_freed_memory()
+                engines.come()
+        there = {r.name: r.nbytes for r in self._residents() if r.place is Place.DEVICE}
+        measured = device_bytes()
+        if (grown := self._growth.look(phase, measured, there)) is not None:
+            log.warning("%s", grown)
+        self._measured |= {
+            f"memory/{phase}/planned_bytes": float(sum(there.values())),
+            f"memory/{phase}/bytes": float(measured),
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """Bytes on this rank's device since the last call, as each phase was entered where something moved: planned for
+        models, and measured. See docs/metrics.md."""
+        measured, self._measured = self._measured, {}
+        return measured
+
+    def _take_new_ones(self) -> None:
+        for role, model in self._models.by_role().items():
+            if not any(True for _ in model.residents):
+                model.residents = residents_of(role, model)
+                if self._plan.away.get(role) is Place.DISK:
+                    self._folder.mkdir(parents=True, exist_ok=True)
+
+    def _check_quota(self, leaving: list[Resident]) -> None:
+        """Raise NonRetryableError if files of what leaves would be more than this rank may have."""
+        there = [r for r in self._residents() if r.place is Place.DISK]
+        going = [r for r in leaving if self._plan.place(self.phase, r.name) is Place.DISK]
+        needed = sum(r.nbytes for r in (*there, *going))
+        if self._disk_bytes is not None and needed > self._disk_bytes:
+            raise NonRetryableError(
+                f"{needed} bytes of a trainer rank are to be on disk, trainer.offload_disk_bytes={self._disk_bytes} "
+                "are allowed: raise it, or offload a role to memory"
+            )
+
+    def _move(self, leaving: list[Resident], coming: list[Resident]) -> None:
+        trained = [model for model in self._models.by_role().values() if model.optimizer is not None]
+        for model in trained:
+            if any(resident in leaving for resident in model.residents if resident.kind != "gradients"):
+                model.keep_written()  # a sync compares with it while the optimizer is away
+        failure: OffloadError | NonRetryableError | None = None
+        try:
+            self._check_quota(leaving)
+            for resident in leaving:
+                heartbeat.beat()
+                resident.leave(self._plan.place(self.phase, resident.name), self._folder)
+            for resident in coming:
+                heartbeat.beat()
+                resident.come_back()
+        except (OffloadError, NonRetryableError) as error:
+            failure = error
+        release_freed_memory()
+        if not self._ranks.agree(failure is None):
+            raise failure or OffloadError("memory could not be moved on another trainer rank, whose log says why")
+        for model in trained:
+            model.forget_written()
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """Enter ``phase`` and then the one that was before."""
+        before = self.phase
+        self.enter(phase)
+        yield
+        self.enter(before)
+
+    def _residents(self) -> list[Resident]:
+        return [resident for model in self._models.by_role().values() for resident in model.residents]
