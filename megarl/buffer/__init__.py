@@ -1,1 +1,28 @@
-"""The buffer that explorer and trainer share: its rows, their order, and operators on groups."""
+"""The buffer that explorer and trainer share: tasks, experiences and steps in SQL, their order, operators on groups.
+
+Code here writes the database, one transaction at a time. It asks no engine and trains no model.
+"""
+
+FACE = (
+    "experience",
+    "experience.groups",
+    "experience.held_out",
+    "experience.intervals",
+    "experience.majority",
+    "experience.operators",
+    "experience.pipeline",
+    "order.choice",
+    "order.draws",
+    "order.pacing",
+    "order.replay",
+    "order.shares",
+    "store",
+    "store.claims",
+    "store.database",
+    "store.engines",
+    "store.selection",
+    "store.tables",
+    "store.transactions",
+    "store.workers",
+)
+"""Modules that other packages may import."""

@@ -1,6 +1,27 @@
-"""Settings: composed by hydra from ``configs/``, held in frozen dataclasses, checked before anything starts."""
+"""Settings: composed by hydra from ``configs/``, held in frozen dataclasses, checked before anything starts.
+
+Code here imports ``core`` alone. It reads YAML and command lines; it opens no model, no rows and no store.
+"""
 
 from megarl.config.load import compose, config_dir, from_dict, load_resolved, save_resolved, to_dict
 from megarl.config.schema import Config
 
 __all__ = ["Config", "compose", "config_dir", "from_dict", "load_resolved", "save_resolved", "to_dict"]
+
+FACE = (
+    "algorithms",
+    "bounds",
+    "buffer",
+    "hub",
+    "job",
+    "lengths",
+    "load",
+    "lora",
+    "overrides",
+    "reference",
+    "rewards",
+    "schema",
+    "taskset",
+    "validate",
+)
+"""Modules that other packages may import."""

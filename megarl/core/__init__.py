@@ -1,1 +1,30 @@
-"""Ground of all other packages: settings, nouns, errors, metrics, heartbeats."""
+"""Nouns, errors, metrics, durable files and processes: what every other package stands on.
+
+Code here imports no other package of megarl and no torch, and knows no setting.
+"""
+
+FACE = (
+    "durable",
+    "errors",
+    "jobs",
+    "kept_batches",
+    "metrics",
+    "pictures",
+    "processes.collector",
+    "processes.fork",
+    "processes.gloo_device",
+    "processes.heartbeat",
+    "processes.machine",
+    "processes.out_of_memory",
+    "processes.parent",
+    "processes.secrets",
+    "proof",
+    "published",
+    "reasoning",
+    "schema",
+    "thoughts",
+    "truncation",
+    "user_file",
+    "without_videos",
+)
+"""Modules that other packages may import."""

@@ -1,1 +1,23 @@
-"""Rollout engines: vLLM servers, and what lives in them or speaks to them."""
+"""Rollout engines: their rows, vLLM servers, and what lives in them or speaks to them.
+
+Code here imports nothing of ``learn`` and ``train``. ``server``, ``sync`` and ``cpu`` run inside of vLLM. ``client``
+and ``fleet`` need no torch.
+"""
+
+FACE = (
+    "client.addresses",
+    "client.auth",
+    "client.choice",
+    "client.client",
+    "client.control",
+    "client.frames",
+    "client.gather",
+    "client.leftovers",
+    "client.names",
+    "client.probe",
+    "fleet",
+    "sync.link",
+    "sync.memory",
+    "sync.shared",
+)
+"""Modules that other packages may import."""

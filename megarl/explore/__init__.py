@@ -1,1 +1,15 @@
-"""Tasks become scored trajectories in the store. Never imports torch, nor ``learn``."""
+"""The explorer: workflows, agents and environments make trajectories out of tasks.
+
+Code here imports nothing of ``weights``, ``learn`` and ``train``, and no torch. It reads and writes the buffer.
+"""
+
+FACE = (
+    "bench.answers",
+    "bench.driver",
+    "environments",
+    "explorer.explorer",
+    "explorer.share",
+    "recording.images",
+    "workflows",
+)
+"""Modules that other packages may import."""

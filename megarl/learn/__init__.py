@@ -1,1 +1,32 @@
-"""Losses, batches, grids, models and their training. Never imports vLLM, nor ``explore``."""
+"""Models, losses and their training, on every grid of ranks.
+
+Code here works on tensors and Megatron-Core. It knows no store, no engine and no task.
+"""
+
+FACE = (
+    "algorithms",
+    "algorithms.terms.kl",
+    "algorithms.terms.parts",
+    "algorithms.terms.reduction",
+    "batching",
+    "batching.images",
+    "batching.sequences",
+    "memory.activation_bytes",
+    "memory.ledger",
+    "memory.phases",
+    "memory.resident_bytes",
+    "memory.residents",
+    "models.from_scratch",
+    "models.recompute",
+    "models.specs",
+    "parallel.grid",
+    "parallel.groups",
+    "training.adapters",
+    "training.model",
+    "training.objectives",
+    "training.optimizer",
+    "training.optimizer_digests",
+    "training.role_adapters",
+    "training.schedule",
+)
+"""Modules that other packages may import."""

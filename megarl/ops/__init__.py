@@ -1,4 +1,7 @@
-"""The Python face of ``csrc``: every op beside its plain reference, with the same signature."""
+"""Kernels for log-probs, entropies, advantages, policy loss and digests, each beside its plain reference.
+
+Code here imports no other package of megarl. It takes tensors and returns tensors.
+"""
 
 from __future__ import annotations
 
@@ -50,3 +53,7 @@ def backend() -> dict[str, str]:
         "CUDA tensors": f"kernels {extension.CUDA_STATE}",
         "extension": str(extension.__file__),
     }
+
+
+FACE = ("logprob", "policy")
+"""Modules that other packages may import."""

@@ -1,6 +1,28 @@
-"""Verifiers, and the pool of processes that they run in."""
+"""Verifiers and reward models by rule, judge or program, and the pool of processes that verifiers run in.
+
+Code here imports ``core``, ``sandbox`` and its own section of ``config``. It gets a response and a row, and returns a
+score; it never executes either of them outside of the sandbox.
+"""
 
 from megarl.rewards.pool.pool import RewardPool, Verdict
 from megarl.rewards.router import compute_score
 
 __all__ = ["RewardPool", "Verdict", "compute_score"]
+
+FACE = (
+    "code.verifier",
+    "judge.family",
+    "judge.judge",
+    "pool.child",
+    "pool.host",
+    "pool.output",
+    "pool.pool",
+    "pool.process",
+    "pool.tally",
+    "router",
+    "school.verifier",
+    "shape",
+    "verdict",
+    "votes",
+)
+"""Modules that other packages may import."""

@@ -1,1 +1,26 @@
-"""A job: checked, placed, started, watched, reported."""
+"""The launcher: a job is checked, placed, started, watched and reported.
+
+Code here starts processes and reads what they leave. It computes no loss and samples nothing.
+"""
+
+FACE = (
+    "checks.job",
+    "data.command",
+    "data.explain",
+    "launch.bench",
+    "launch.job",
+    "launch.scale",
+    "launch.store",
+    "launch.sweep",
+    "nodes.devices",
+    "nodes.fit",
+    "nodes.plan",
+    "process.forkserver",
+    "process.interrupt",
+    "report.doctor",
+    "report.html",
+    "report.sweep",
+    "run_dir.dry_run",
+    "run_dir.open_store",
+)
+"""Modules that other packages may import."""

@@ -1,4 +1,7 @@
-"""Rows of tasks and preferences: read and checked, generated, and turned into token ids."""
+"""Tasks: rows and their sources, images, tools, chat templates, tokenizers and generators.
+
+Code here reads files of users and turns them into token ids. It imports no torch except for processors of images.
+"""
 
 from megarl.tasks.bad_rows import Faults, record, recorded
 from megarl.tasks.columns import Kind
@@ -53,3 +56,23 @@ __all__ = [
     "write_preferences",
     "write_rows",
 ]
+
+FACE = (
+    "bad_rows",
+    "columns",
+    "files",
+    "harbor",
+    "images.inline",
+    "images.pixels",
+    "images.processor",
+    "images.rows",
+    "process",
+    "rows",
+    "templates.template",
+    "templates.tokenizer",
+    "templates.turns",
+    "tools",
+    "tools.functions",
+    "tools.session",
+)
+"""Modules that other packages may import."""

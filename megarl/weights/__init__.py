@@ -1,1 +1,42 @@
-"""Layouts of weights: which element lies where, and how it gets elsewhere."""
+"""Weights outside of any model: which element of a tensor lies where, files, and their conversion.
+
+Code here imports ``core``, ``config`` and ``ops``. It builds no model and reads Megatron's parameters by name alone.
+"""
+
+FACE = (
+    "architectures",
+    "architectures.megatron_config",
+    "architectures.rope",
+    "architectures.table",
+    "checkpoint.convert.adapters",
+    "checkpoint.convert.command",
+    "checkpoint.convert.convert",
+    "checkpoint.convert.verify",
+    "checkpoint.formats.dist",
+    "checkpoint.formats.hf",
+    "checkpoint.formats.hf_source",
+    "checkpoint.formats.output",
+    "checkpoint.formats.overwrite",
+    "checkpoint.formats.peft",
+    "checkpoint.formats.score_files",
+    "checkpoint.formats.score_pad",
+    "checkpoint.formats.slices",
+    "checkpoint.training.disk_space",
+    "checkpoint.training.manifest",
+    "checkpoint.training.state",
+    "checkpoint.training.writer",
+    "drafts.command",
+    "megatron_private",
+    "reshard.adapter_proof",
+    "reshard.adapters",
+    "reshard.boxes",
+    "reshard.buckets",
+    "reshard.copy",
+    "reshard.execute",
+    "reshard.grid",
+    "reshard.layout",
+    "reshard.layouts",
+    "reshard.plan",
+    "reshard.transport",
+)
+"""Modules that other packages may import."""
