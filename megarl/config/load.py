@@ -27,7 +27,7 @@ from megarl.core.errors import ConfigError
 
 def config_dir() -> Path:
     """The ``configs/`` folder: of the checkout, or the copy that the wheel carries."""
-    package = Path(__file__).resolve().parents[2]
+    package = Path(__file__).resolve().parents[1]
     for folder in (package.parent / "configs", package / "_configs"):
         if (folder / "train.yaml").is_file():
             return folder

@@ -29,8 +29,8 @@ from megarl.core.schema import GREEDY, Reward, Task, WeightsVersion
 from megarl.engines.client.choice import EngineChoice
 from megarl.engines.client.client import Prompt, Sampling
 from megarl.engines.client.frames import Completion, VersionSpan, encode
+from megarl.explore.explorer.clocks import RolloutClock
 from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explorer
-from megarl.explore.explorer.rollout_clock import RolloutClock
 from megarl.explore.explorer.trajectories import TrajectorySettings
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.recording.model import NO_LIMITS, RolloutModel

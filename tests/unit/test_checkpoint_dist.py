@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megarl.core.errors import CheckpointError
 from megarl.weights.checkpoint.convert.convert import Settings, convert_hf_to_megatron, convert_megatron_to_hf
-from megarl.weights.checkpoint.formats.dist import Chunk, DistFiles, FileSlice, Stored
-from megarl.weights.checkpoint.formats.dist_write import write_chunk
+from megarl.weights.checkpoint.formats.megatron.dist import Chunk, DistFiles, FileSlice, Stored
+from megarl.weights.checkpoint.formats.megatron.write import write_chunk
 from megarl.weights.checkpoint.formats.slices import BoxIndex, OpenFiles, as_bytes
 from megarl.weights.reshard import boxes
 from megarl.weights.reshard.layouts import MegatronGrid

@@ -116,7 +116,7 @@ def test_a_megatron_checkpoint_with_such_dtypes(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp  # as another program might have written it
 
     convert_hf_to_megatron(source(tmp_path), tmp_path / "meg", QUIET)
-    from megarl.weights.checkpoint.formats.dist import DistFiles
+    from megarl.weights.checkpoint.formats.megatron.dist import DistFiles
 
     files = DistFiles(tmp_path / "meg")
     state = {k: files.read(k, tuple((0, n) for n in s)) for k, s in files.shapes.items()}

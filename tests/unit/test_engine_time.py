@@ -10,8 +10,7 @@ import pytest
 
 from megarl.buffer.store import Store
 from megarl.buffer.store.workers import BusyTime
-from megarl.explore.explorer.engine_time import SHORTEST_S, EngineTime
-from megarl.explore.explorer.rollout_clock import RolloutClock
+from megarl.explore.explorer.clocks import SHORTEST_S, EngineTime, RolloutClock
 from megarl.train.rank.engine_time import SILENCE_S, EngineIdleness
 
 

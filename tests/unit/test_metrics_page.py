@@ -26,8 +26,8 @@ GROUPS = (
 )
 WRITERS = (
     "learn/algorithms",
-    "explore/experience",
-    "explore/order",
+    "buffer/experience",
+    "buffer/order",
     "explore/explorer",
     "train",
     "learn/training",

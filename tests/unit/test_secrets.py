@@ -46,7 +46,8 @@ libc.execve(arguments[0], arguments, entries)
 
 
 def test_programs_that_start_together_have_one_key_that_nobody_else_can_read(tmp_path: Path) -> None:
-    code = f"from pathlib import Path; from megarl.core.processes.secrets import shared_key as k; print(k(Path('{tmp_path}/key')))"
+    imports = "from pathlib import Path; from megarl.core.processes.secrets import shared_key"
+    code = f"{imports}; print(shared_key(Path('{tmp_path}/key')))"
     started = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(4)]
     keys = {process.communicate(timeout=60)[0] for process in started}
     assert len(keys) == 1 and len(keys.pop().strip()) >= 32

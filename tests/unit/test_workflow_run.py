@@ -23,8 +23,8 @@ from megarl.engines.client.frames import Completion
 from megarl.engines.client.gather import SampleRequest
 from megarl.explore.explorer import workflow_run
 from megarl.explore.explorer.claimed import ClaimedGroup
+from megarl.explore.explorer.clocks import RolloutClock
 from megarl.explore.explorer.explorer import run_through
-from megarl.explore.explorer.rollout_clock import RolloutClock
 from megarl.explore.explorer.trajectories import TrajectoryRunner, TrajectorySettings
 from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.recording.model import RenderedPrompt, observed

@@ -13,8 +13,8 @@ from megarl.buffer.experience.pipeline import lacks_reward
 from megarl.buffer.store import Claim, EndedGroup
 from megarl.config.rewards import RewardConfig
 from megarl.core.schema import GREEDY, Trajectory
+from megarl.explore.explorer.clocks import RolloutClock
 from megarl.explore.explorer.iterations import GroupPace
-from megarl.explore.explorer.rollout_clock import RolloutClock
 from megarl.explore.recording.model import RenderedPrompt
 
 

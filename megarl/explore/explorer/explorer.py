@@ -40,12 +40,11 @@ from megarl.engines.client.gather import Engine, Gatherer
 from megarl.engines.fleet import EngineRow
 from megarl.explore import workflows
 from megarl.explore.explorer.claimed import ClaimedGroup
-from megarl.explore.explorer.engine_time import EngineTime
+from megarl.explore.explorer.clocks import EngineTime, RolloutClock
 from megarl.explore.explorer.file_feeder import FileFeeder
 from megarl.explore.explorer.held_out import record_evaluations
 from megarl.explore.explorer.iterations import PartialRollouts
 from megarl.explore.explorer.lease import Lease
-from megarl.explore.explorer.rollout_clock import RolloutClock
 from megarl.explore.explorer.share import share_of
 from megarl.explore.explorer.store_queue import StoreQueue
 from megarl.explore.explorer.trajectories import Scorer, TrajectoryRunner, TrajectorySettings

@@ -19,8 +19,8 @@ from megarl.core.errors import CheckpointError, ConfigError
 from megarl.core.published import MANIFEST, folder_of, whole_versions
 from megarl.run.run_dir.experts import RUN
 from megarl.weights.checkpoint.formats import peft
-from megarl.weights.checkpoint.formats.dist import find_dist
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
+from megarl.weights.checkpoint.formats.megatron.dist import find_dist
 from megarl.weights.checkpoint.formats.output import partial_path
 from megarl.weights.checkpoint.training.manifest import PREFIX, check_finished, exported_step, finished, read_manifest
 

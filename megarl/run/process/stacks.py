@@ -36,7 +36,7 @@ _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
 _WAITS = re.compile(r"\.(wait|result|synchronize|recv|join)\(|[^.]\bwait\(")
-_ROOT = f"{Path(heartbeat.__file__).parents[2]}/"
+_ROOT = f"{Path(heartbeat.__file__).parents[3]}/"
 _STDLIB = sysconfig.get_path("stdlib")
 
 

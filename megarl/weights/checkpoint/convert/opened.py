@@ -13,16 +13,6 @@ import torch
 from megarl.core.errors import ArchitectureError, CheckpointError, first_of
 from megarl.weights.architectures import Head as TableHead
 from megarl.weights.architectures import architecture
-from megarl.weights.checkpoint.formats.dist import (
-    METADATA,
-    NOT_MODEL,
-    DistFiles,
-    Stored,
-    find_dist,
-    missing_elements,
-    shared_chunk,
-)
-from megarl.weights.checkpoint.formats.dist_keys import adapt, is_known
 from megarl.weights.checkpoint.formats.fp8 import Dequantised
 from megarl.weights.checkpoint.formats.hf_files import HFFiles
 from megarl.weights.checkpoint.formats.hf_source import (
@@ -38,6 +28,16 @@ from megarl.weights.checkpoint.formats.hf_source import (
     open_hf,
     read_hf_config,
 )
+from megarl.weights.checkpoint.formats.megatron.dist import (
+    METADATA,
+    NOT_MODEL,
+    DistFiles,
+    Stored,
+    find_dist,
+    missing_elements,
+    shared_chunk,
+)
+from megarl.weights.checkpoint.formats.megatron.keys import adapt, is_known
 from megarl.weights.checkpoint.formats.parts import Divided
 from megarl.weights.checkpoint.formats.values import check_dtypes
 from megarl.weights.checkpoint.training.manifest import check_finished

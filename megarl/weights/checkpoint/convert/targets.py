@@ -15,12 +15,12 @@ import torch
 
 from megarl.weights.checkpoint.convert.opened import Opened
 from megarl.weights.checkpoint.convert.stream import OutFile, Region
-from megarl.weights.checkpoint.formats.dist import Chunk, DistFiles, Stored
-from megarl.weights.checkpoint.formats.dist_keys import extra_states, other_name
-from megarl.weights.checkpoint.formats.dist_write import write_chunk, write_metadata
 from megarl.weights.checkpoint.formats.fp8 import Dequantised
 from megarl.weights.checkpoint.formats.hf_files import INDEX, HFFiles, groups, header_bytes, shards
 from megarl.weights.checkpoint.formats.hf_source import HF_FOLDER, copy_small_files, divided, places_in_files, rename
+from megarl.weights.checkpoint.formats.megatron.dist import Chunk, DistFiles, Stored
+from megarl.weights.checkpoint.formats.megatron.keys import extra_states, other_name
+from megarl.weights.checkpoint.formats.megatron.write import write_chunk, write_metadata
 from megarl.weights.checkpoint.formats.output import Finished, write_json
 from megarl.weights.checkpoint.formats.parts import Divided
 from megarl.weights.checkpoint.formats.slices import as_bytes

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from megarl.core.durable import replace_directory, sync_tree, write_text
 from megarl.core.errors import CheckpointError
-from megarl.weights.checkpoint.formats.dist import Chunk
+from megarl.weights.checkpoint.formats.megatron.dist import Chunk
 
 MANIFEST = "megarl_manifest.json"
 JOURNAL = "journal.jsonl"

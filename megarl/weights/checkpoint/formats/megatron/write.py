@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from megarl.weights.checkpoint.formats.dist import COMMON, CONFIG, METADATA, STORAGES, Chunk, FileSlice
+from megarl.weights.checkpoint.formats.megatron.dist import COMMON, CONFIG, METADATA, STORAGES, Chunk, FileSlice
 from megarl.weights.reshard import boxes
 from megarl.weights.reshard.boxes import Box, Shape
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from megarl.weights.checkpoint.formats.dist import Chunk, Stored
+from megarl.weights.checkpoint.formats.megatron.dist import Chunk, Stored
 from megarl.weights.reshard.boxes import Shape
 from megarl.weights.reshard.layout import Layout
 

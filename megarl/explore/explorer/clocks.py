@@ -1,12 +1,19 @@
-"""Times of a rollout: generation, rewards, and both at once."""
+"""Clocks of an explorer: times of a rollout, and time with samples under way, whichever rollouts they are of."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
 
+from megarl.buffer.store import Store
+from megarl.buffer.store.workers import BusyTime
 from megarl.core.metrics import Timeline
 
+SHORTEST_S, LONGEST_S = 0.2, 10.0
+"""Shortest and longest time between two reports."""
 COUNTS = ("groups", "samples", "greedy", "prompt_tokens", "response_tokens", "retries", "restarts")
 SEGMENT_COUNTS = ("resumed_tokens", "replay_diverged")
 """Recorded tokens of earlier claims that were taken, and those that were not."""
@@ -60,3 +67,43 @@ class RolloutClock:
         self._seconds["generation_s"] += passed * generating
         self._seconds["reward_s"] += passed * scoring
         self._seconds["overlap_s"] += passed * (generating and scoring)
+
+
+class EngineTime:
+    """Seconds with samples under way, reported to the store whenever the first one begins or the last one ends.
+
+    Args:
+        call: Calls a function of the store in the store's thread.
+    """
+
+    def __init__(
+        self, store: Store, worker: str, call: Callable[..., Awaitable[Any]], now: Callable[[], float] = time.time
+    ) -> None:
+        self._store, self._worker, self._call, self._now = store, worker, call, now
+        self._samples, self._busy_s, self._since = 0, 0.0, now()
+        self._changed = asyncio.Event()
+
+    def change(self, by: int) -> None:
+        """``by`` more (or fewer) samples are under way."""
+        before, self._samples = self._samples, self._samples + by
+        if (before > 0) == (self._samples > 0):
+            return
+        now = self._now()
+        if before > 0:
+            self._busy_s += now - self._since
+        self._since = now
+        self._changed.set()
+
+    def report(self) -> BusyTime:
+        """Time so far."""
+        return BusyTime(self._busy_s, self._since if self._samples > 0 else None, self._now())
+
+    async def keep(self) -> None:
+        """Report until cancelled."""
+        while True:
+            self._changed.clear()
+            await self._call(self._store.workers.record_busy, self._worker, self.report())
+            await asyncio.sleep(SHORTEST_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LONGEST_S):
+                    await self._changed.wait()

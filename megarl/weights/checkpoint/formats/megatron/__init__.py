@@ -1,0 +1,1 @@
+"""Files of Megatron's dist_checkpointing."""
