@@ -19,7 +19,8 @@ with warnings.catch_warnings(record=True) as said:
     from megarl.core.config.schema import Config
 import megarl.config.schema, megarl.rewards.answer.grammar, megarl.tasks
 assert Generator is megarl.tasks.Generator and Config is megarl.config.schema.Config
-assert last_box is megarl.rewards.answer.grammar.last_box and megarl.rewards.answer.grammar.__name__[:15] == "megarl.rewards."
+grammar = megarl.rewards.answer.grammar
+assert last_box is grammar.last_box and grammar.__name__ == "megarl.rewards.answer.grammar"
 print(*(str(each.message) for each in said), sep="|")
 """
 
