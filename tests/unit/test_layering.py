@@ -29,6 +29,7 @@ LAYERS = ("core", "weights", "learn", "engine", "explore", "train", "run")
 APART = {
     ("engine", "learn"), ("engine/client", "weights"),
     ("explore", "weights"), ("explore", "learn"), ("explore", "engine/server"), ("explore", "engine/sync"),
+    ("explore/sandbox", "engine"), ("explore/sandbox", "ops"),
 }  # fmt: skip
 """(layer or package, one that it never imports, though that stands above it)"""
 
