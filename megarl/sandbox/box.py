@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import json
 import marshal
-import os
 import socket
 import struct
 import subprocess
@@ -19,7 +18,8 @@ from typing import Any, cast
 
 from megarl.core.durable import without_surrogates
 from megarl.core.errors import SandboxError
-from megarl.sandbox.host import Host, popen_user
+from megarl.sandbox import bubblewrap
+from megarl.sandbox.host import Host
 from megarl.sandbox.inside.values import encode
 from megarl.sandbox.interface import Limit, Limits, Result, Test
 
@@ -45,35 +45,22 @@ class Outer:
 
     def __init__(self, host: Host, first: str, tmp_bytes: int, passed: socket.socket | None, filtered: bool) -> None:
         self.link, inside = socket.socketpair()
-        descriptors = [inside.fileno(), *([] if passed is None else [passed.fileno()])]
-        reader = None
-        if filtered:
-            reader, writer = os.pipe()
-            os.write(writer, host.filter)
-            os.close(writer)
-            descriptors.append(reader)
-        command = host.command(first, tmp_bytes, inside.fileno(), -1 if passed is None else passed.fileno(), reader)
+        passed_fd = -1 if passed is None else passed.fileno()
         try:
-            self._process = subprocess.Popen(
-                command, pass_fds=descriptors, stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd="/", env={}, **popen_user(host.user),
-            )  # fmt: skip
-        except OSError as error:
+            with inside, bubblewrap.filter_pipe(host.filter) if filtered else contextlib.nullcontext() as filter_fd:
+                words = host.command(first, tmp_bytes, inside.fileno(), passed_fd, filter_fd)
+                given = [inside.fileno(), passed_fd, -1 if filter_fd is None else filter_fd]
+                self._process = bubblewrap.start(words, [fd for fd in given if fd >= 0], host.user)
+        except SandboxError:
             self.link.close()
-            raise SandboxError(f"{host.bwrap} does not start: {error}") from error
-        finally:
-            inside.close()
-            if reader is not None:
-                os.close(reader)
+            raise
         with contextlib.suppress(OSError):  # if it has died, `last_words` has the reason
             self.link.sendall(host.code + marshal.dumps(host.filter, MARSHAL))
 
     def last_words(self) -> str:
         """Kills it."""
         self._kill()
-        assert self._process.stderr is not None
-        os.set_blocking(self._process.stderr.fileno(), False)  # what it started may hold the other end
-        return (self._process.stderr.read(4096) or b"").decode(errors="replace").strip()
+        return bubblewrap.last_words(self._process)
 
     def _kill(self) -> None:
         self._process.kill()

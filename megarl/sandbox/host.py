@@ -1,4 +1,4 @@
-"""This machine's means for a sandbox, and the ``bwrap`` command made from them. Found once per process."""
+"""This machine's means for a sandbox: bwrap, an interpreter, and our code for the inside. Found once per process."""
 
 from __future__ import annotations
 
@@ -8,26 +8,17 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import SandboxError
-from megarl.sandbox import seccomp
+from megarl.sandbox import bubblewrap, seccomp
 
 NOBODY = 65534
-INSIDE_UID = 1000
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
-ALLOWED_BY = (
-    "sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0, "
-    "user.max_user_namespaces above 0; docker run --security-opt seccomp=unconfined --security-opt "
-    "systempaths=unconfined"
-)
-"""Settings of a machine or container that allow namespaces."""
 INSIDE = ("values", "answer", "checker", "launcher", "zygote")
 ASK_S = 60.0
-SHM_BYTES = 16 * 2**20
 ENVIRONMENT = {
     "PATH": "/python/bin",
     "HOME": "/tmp",
@@ -73,64 +64,12 @@ class Host:
     def command(self, first: str, tmp_bytes: int, link: int, passed: int, filter_fd: int | None) -> list[str]:
         """Start ``first``, of our code inside, as process 1, with ``link`` (and ``passed``, unless -1) as its only ways
         out."""
-        environment = [word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)]
-        if first == "zygote":
-            environment += [
-                "--setenv",
-                "LD_BIND_NOW",
-                "1",
-            ]  # else each process of each sandbox looks up libc's functions again
-        return [
-            self.bwrap,
-            "--unshare-all",
-            "--unshare-user",
-            "--uid",
-            str(INSIDE_UID),
-            "--gid",
-            str(INSIDE_UID),
-            "--hostname",
-            "sandbox",
-            "--die-with-parent",
-            "--new-session",
-            "--as-pid-1",
-            "--cap-drop",
-            "ALL",
-            "--clearenv",
-            *environment,
-            *self.binds,
-            "--proc",
-            "/proc",
-            "--dev",
-            "/dev",
-            "--size",
-            str(SHM_BYTES),
-            "--tmpfs",
-            "/dev/shm",
-            "--remount-ro",
-            "/dev",
-            "--size",
-            str(tmp_bytes),
-            "--tmpfs",
-            "/tmp",
-            "--remount-ro",
-            "/",
-            "--chdir",
-            "/tmp",
-            *([] if filter_fd is None else ["--seccomp", str(filter_fd)]),
-            "--",
-            "/python/bin/python3",
-            "-S",
-            "-s",
-            "-c",
-            START,
-            first,
-            str(link),
-            str(passed),
-        ]
-
-
-def popen_user(user: int | None) -> dict[str, Any]:
-    return {} if user is None else {"user": user, "group": user, "extra_groups": []}
+        # Without LD_BIND_NOW each process of each sandbox would look up libc's functions again.
+        variables = ENVIRONMENT | {"LD_BIND_NOW": "1"} if first == "zygote" else ENVIRONMENT
+        return bubblewrap.command(
+            self.bwrap, ["/python/bin/python3", "-S", "-s", "-c", START, first, str(link), str(passed)],
+            shown=self.binds, writable={"/tmp": tmp_bytes}, variables=variables, folder="/tmp", filter_fd=filter_fd,
+        )  # fmt: skip
 
 
 @functools.cache
@@ -176,7 +115,7 @@ def ask(python: str, user: int | None, code: dict[str, str]) -> tuple[dict[str, 
     try:
         done = subprocess.run(
             [python, "-I", "-c", PREPARE], input=json.dumps(code), capture_output=True, text=True, timeout=ASK_S,
-            cwd="/", env={"LANG": "C.UTF-8"}, **popen_user(user),
+            cwd="/", env={"LANG": "C.UTF-8"}, **bubblewrap.popen_user(user),
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         return None, str(error)
@@ -188,22 +127,10 @@ def ask(python: str, user: int | None, code: dict[str, str]) -> tuple[dict[str, 
     return facts, ""
 
 
-def as_they_are(paths: Sequence[str]) -> list[str]:
-    """Arguments of bwrap that show folders where they are, read-only, and links as links; left out is what is not
-    there."""
-    arguments = []
-    for path in paths:
-        if os.path.islink(path):
-            arguments += ["--symlink", os.readlink(path), path]
-        elif os.path.isdir(path):
-            arguments += ["--ro-bind", path, path]
-    return arguments
-
-
 def _binds(facts: dict[str, Any], with_site: bool) -> list[str]:
     """The system's libraries where they are, the interpreter and its standard library under /python: no home, no /etc,
     no shell."""
-    arguments = as_they_are(LIBRARIES)
+    arguments = bubblewrap.as_they_are(LIBRARIES)
     for name in dict.fromkeys(("lib", facts["platlib"])):
         if os.path.isdir(os.path.join(facts["base"], name)):
             arguments += ["--ro-bind", os.path.join(facts["base"], name), f"/python/{name}"]

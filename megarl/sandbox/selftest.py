@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import SandboxError
-from megarl.sandbox.host import ALLOWED_BY, ENVIRONMENT
+from megarl.sandbox.bubblewrap import ALLOWED_BY
+from megarl.sandbox.host import ENVIRONMENT
 from megarl.sandbox.interface import MIB, Limits, Test
 from megarl.sandbox.local import LocalSandbox
 

@@ -13,15 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.core.errors import ConfigError
-from megarl.sandbox.host import ALLOWED_BY, as_they_are
+from megarl.sandbox import bubblewrap
+from megarl.sandbox.bubblewrap import ALLOWED_BY, LOOKUPS, as_they_are
 
 INSIDE = Path(__file__).with_name("inside.py")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
-ETC = (
-    "alternatives", "ca-certificates", "group", "hosts", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime",
-    "mime.types", "nsswitch.conf", "passwd", "pki", "protocols", "services", "ssl",
-)  # fmt: skip
-"""Files of /etc that programs look up; none is secret."""
 ENDPOINT, FIRST = "/run/endpoint", "/run/inside.py"
 RESULT_FILE = "/tmp/megarl_result.json"
 """Place of a command's result, in its own /tmp."""
@@ -96,7 +92,7 @@ class CommandSandbox:
         assert self.endpoint is not None
         binds = ["--ro-bind", str(self.endpoint), ENDPOINT, "--ro-bind", str(INSIDE), FIRST]
         first = [sys.executable, "-I", "-S", FIRST, ENDPOINT, str(port), str(result_fd), str(most)]
-        return [*self._bwrap(binds), "--seccomp", str(filter_fd), "--", *first, *words]
+        return self._bwrap([*first, *words], binds, filter_fd)
 
     def prove(self, run_dir: Path) -> None:
         """Raise ConfigError unless a program inside sees neither files, network nor processes of this machine, nor the
@@ -113,9 +109,7 @@ class CommandSandbox:
             port = str(listening.getsockname()[1])
             words = [sys.executable, "-I", "-S", "-c", PROBE, str(secret), port]
             try:
-                done = subprocess.run(
-                    [*self._bwrap([]), "--", *words], capture_output=True, text=True, timeout=PROVE_S, check=False
-                )
+                done = subprocess.run(self._bwrap(words), capture_output=True, text=True, timeout=PROVE_S, check=False)
             except (OSError, subprocess.TimeoutExpired) as error:
                 raise ConfigError(
                     f"rollout.agent_sandbox=true, but {self.bwrap} does not run: {error}; {FIX}"
@@ -126,20 +120,15 @@ class CommandSandbox:
         if seen := done.stdout.strip():
             raise ConfigError(f"rollout.agent_sandbox=true, but a program in it sees {seen}; {FIX}")
 
-    def _bwrap(self, binds: Sequence[str]) -> list[str]:
-        size = ["--size", str(TMP_BYTES), "--tmpfs"]
+    def _bwrap(self, words: Sequence[str], binds: Sequence[str] = (), filter_fd: int | None = None) -> list[str]:
         work = os.getcwd()
         empty = work != "/" and not _of_system(Path(work))  # at / it would hide all that is shown
-        lookups = [word for name in ETC for word in ("--ro-bind-try", f"/etc/{name}", f"/etc/{name}")]
-        places = [*size, "/tmp", *([*size, work] if empty else [])]
-        return [
-            self.bwrap, "--unshare-all", "--unshare-user", "--hostname", "sandbox", "--die-with-parent",
-            "--new-session", "--cap-drop", "ALL", *as_they_are(SYSTEM), *lookups, "--proc", "/proc", "--dev", "/dev",
-            *places,
-            "--setenv", "HOME", "/tmp", "--setenv", "TMPDIR", "/tmp",
-            *(word for path in self.shown for word in ("--ro-bind", str(path), str(path))),
-            *binds, "--remount-ro", "/", "--chdir", work,
-        ]  # fmt: skip
+        own = [word for path in self.shown for word in ("--ro-bind", str(path), str(path))]
+        return bubblewrap.command(
+            self.bwrap, words, shown=[*as_they_are(SYSTEM), *LOOKUPS],
+            writable=dict.fromkeys(["/tmp", work] if empty else ["/tmp"], TMP_BYTES), on_top=[*own, *binds],
+            variables={"HOME": "/tmp", "TMPDIR": "/tmp"}, inherits=True, folder=work, filter_fd=filter_fd,
+        )  # fmt: skip
 
 
 def _folder(path: Path) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import socket
 import subprocess
 import tarfile
@@ -16,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import ConfigError, SandboxError
-from megarl.explore.agents.sandbox import ETC
-from megarl.sandbox.host import INSIDE_UID, SHM_BYTES, as_they_are, find, popen_user
+from megarl.sandbox import bubblewrap
+from megarl.sandbox.bubblewrap import INSIDE_UID, LOOKUPS, as_they_are
+from megarl.sandbox.host import find
 from megarl.sandbox.interface import MIB
 from megarl.tasks.harbor import TESTS_MB, HarborTask
 
@@ -25,7 +25,6 @@ PROGRAM = Path(__file__).with_name("harbor_inside.py").read_text()
 STARTER = ThreadPoolExecutor(1, thread_name_prefix="harbor")
 """Starts all of them: a sandbox ends with the thread that started it, and calls of an episode come from several."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib32")
-LOOKUPS = [word for name in ETC for word in ("--ro-bind-try", f"/etc/{name}", f"/etc/{name}")]
 HOME = "/root"
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": HOME, "LANG": "C.UTF-8"}
 TESTS_ENVIRONMENT = {**ENVIRONMENT, "PYTHONNOUSERSITE": "1"}
@@ -90,52 +89,32 @@ class HarborSandbox:
             why = "it has ended"
         if not line:
             self.kill()
-            assert self._process.stderr is not None
-            raise SandboxError(f"the sandbox of {self._task.folder} does not reply: {why} {self._last_words()}".strip())
+            words = bubblewrap.last_words(self._process)
+            raise SandboxError(f"the sandbox of {self._task.folder} does not reply: {why} {words}".strip())
         found: dict[str, Any] = json.loads(line)
         return found
 
-    def _last_words(self) -> str:
-        assert self._process.stderr is not None
-        os.set_blocking(self._process.stderr.fileno(), False)
-        return (self._process.stderr.read(4096) or b"").decode(errors="replace").strip()
-
     def _start(self, inside: socket.socket) -> subprocess.Popen[bytes]:
-        host = find()
-        reader, writer = os.pipe()
-        try:
-            os.write(writer, host.filter)
-            os.close(writer)
-            return subprocess.Popen(
-                self._command(host.bwrap, host.binds, inside.fileno(), reader), pass_fds=[inside.fileno(), reader],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd="/", env={},
-                **popen_user(host.user),
-            )  # fmt: skip
-        except OSError as error:
-            raise SandboxError(f"{host.bwrap} does not start: {error}") from error
-        finally:
-            os.close(reader)
-
-    def _command(self, bwrap: str, python: Iterable[str], link: int, filter_fd: int) -> list[str]:
-        task = self._task
+        task, host, link = self._task, find(), inside.fileno()
         own = {f"/{place.split('/')[1]}" for place in (task.workdir, *(place for _, place in task.copies))}
         sizes = dict.fromkeys(sorted({*own, HOME, "/tmp"}), task.storage_mb) | {"/logs": LOG_MB, "/tests": TESTS_MB}
-        return [
-            bwrap, "--unshare-all", "--unshare-user", "--uid", str(INSIDE_UID), "--gid", str(INSIDE_UID),
-            "--hostname", "sandbox", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL",
-            "--clearenv", *as_they_are(SYSTEM), *LOOKUPS, *python,
-            "--proc", "/proc", "--dev", "/dev", "--size", str(SHM_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev",
-            *(word for place, mb in sizes.items() for word in ("--size", str(mb * MIB), "--tmpfs", place)),
-            "--remount-ro", "/", "--seccomp", str(filter_fd), "--",
-            "/python/bin/python3", "-S", "-s", "-c", PROGRAM, str(link),
-        ]  # fmt: skip
+        with bubblewrap.filter_pipe(host.filter) as filter_fd:
+            words = bubblewrap.command(
+                host.bwrap, ["/python/bin/python3", "-S", "-s", "-c", PROGRAM, str(link)], shown=_shown(),
+                writable={place: mb * MIB for place, mb in sizes.items()}, filter_fd=filter_fd,
+            )  # fmt: skip
+            return bubblewrap.start(words, [link, filter_fd], host.user)
 
 
 def shown(path: Path) -> str | None:
     """Folder of this machine that every sandbox shows, with this path in it; None where none does."""
-    arguments = [*as_they_are(SYSTEM), *LOOKUPS, *find().binds]
-    sources = [source for option, source in pairwise(arguments) if option in ("--ro-bind", "--ro-bind-try")]
+    sources = [source for option, source in pairwise(_shown()) if option in ("--ro-bind", "--ro-bind-try")]
     return next((source for source in sources if path.resolve().is_relative_to(Path(source).resolve())), None)
+
+
+def _shown() -> list[str]:
+    """Arguments of bwrap that show the system's programs and our interpreter."""
+    return [*as_they_are(SYSTEM), *LOOKUPS, *find().binds]
 
 
 def files_of(copies: Iterable[tuple[Path, str]]) -> bytes:

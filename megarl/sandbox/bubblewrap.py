@@ -1,0 +1,125 @@
+"""Bubblewrap (``bwrap``): the one place that writes its command line and starts it.
+
+Whatever a caller shows, a program inside has namespaces of its own (files, processes, network, users) and no
+capabilities, and ends with the thread that started it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+from megarl.core.errors import SandboxError
+
+INSIDE_UID = 1000
+SHM_BYTES = 16 * 2**20
+ALLOWED_BY = (
+    "sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0, "
+    "user.max_user_namespaces above 0; docker run --security-opt seccomp=unconfined --security-opt "
+    "systempaths=unconfined"
+)
+"""Settings of a machine or container that allow namespaces."""
+ETC = (
+    "alternatives", "ca-certificates", "group", "hosts", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime",
+    "mime.types", "nsswitch.conf", "passwd", "pki", "protocols", "services", "ssl",
+)  # fmt: skip
+"""Files of /etc that programs look up; none is secret."""
+LOOKUPS = tuple(word for name in ETC for word in ("--ro-bind-try", f"/etc/{name}", f"/etc/{name}"))
+"""Arguments that show ``ETC``."""
+LAST_BYTES = 4096
+"""Error text of bwrap that is read at most."""
+
+
+def command(
+    bwrap: str,
+    words: Sequence[str],
+    *,
+    shown: Sequence[str],
+    writable: Mapping[str, int],
+    on_top: Sequence[str] = (),
+    variables: Mapping[str, str] = MappingProxyType({}),
+    inherits: bool = False,
+    folder: str | None = None,
+    filter_fd: int | None = None,
+) -> list[str]:
+    """Return the command line that runs ``words`` and hides this machine from them.
+
+    Args:
+        shown: Arguments that show files and folders, read-only.
+        writable: Folder -> most bytes of what is written to it. It is empty at first, lies in memory, and hides what
+            ``shown`` has there.
+        on_top: Arguments that show files and folders within those of ``writable``.
+        variables: Environment variables inside.
+        inherits: Keep the user and the environment variables of whoever starts it, and bwrap's own process 1. Without
+            this the program is process 1 with the user ``INSIDE_UID``, and has ``SHM_BYTES`` to write in /dev.
+        folder: Working directory inside.
+        filter_fd: Descriptor from which bwrap reads the filter of system calls; None for no filter.
+    """
+    user = [] if inherits else ["--uid", str(INSIDE_UID), "--gid", str(INSIDE_UID)]
+    dev = [] if inherits else [*_writable("/dev/shm", SHM_BYTES), "--remount-ro", "/dev"]
+    return [
+        bwrap, "--unshare-all", "--unshare-user", *user, "--hostname", "sandbox", "--die-with-parent", "--new-session",
+        *([] if inherits else ["--as-pid-1"]), "--cap-drop", "ALL", *([] if inherits else ["--clearenv"]),
+        *(word for name, value in variables.items() for word in ("--setenv", name, value)),
+        *shown, "--proc", "/proc", "--dev", "/dev", *dev,
+        *(word for place, most in writable.items() for word in _writable(place, most)),
+        *on_top, "--remount-ro", "/", *([] if folder is None else ["--chdir", folder]),
+        *([] if filter_fd is None else ["--seccomp", str(filter_fd)]), "--", *words,
+    ]  # fmt: skip
+
+
+def as_they_are(paths: Sequence[str]) -> list[str]:
+    """Return arguments that show folders where they are, read-only, and links as links; missing ones are left out."""
+    arguments = []
+    for path in paths:
+        if os.path.islink(path):
+            arguments += ["--symlink", os.readlink(path), path]
+        elif os.path.isdir(path):
+            arguments += ["--ro-bind", path, path]
+    return arguments
+
+
+def start(words: Sequence[str], passed: Sequence[int], user: int | None) -> subprocess.Popen[bytes]:
+    """Start a command line as ``user``, with none of this process's descriptors but ``passed`` and no variables.
+
+    Raises SandboxError where bwrap is missing or cannot be run.
+    """
+    try:
+        return subprocess.Popen(
+            words, pass_fds=passed, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            cwd="/", env={}, **popen_user(user),
+        )  # fmt: skip
+    except OSError as error:
+        raise SandboxError(f"{words[0]} does not start: {error}") from error
+
+
+def popen_user(user: int | None) -> dict[str, Any]:
+    """Return arguments of ``subprocess`` that start a program as ``user``; none for None, the user that we are."""
+    return {} if user is None else {"user": user, "group": user, "extra_groups": []}
+
+
+@contextmanager
+def filter_pipe(program: bytes) -> Iterator[int]:
+    """Give the descriptor from which bwrap reads ``program``, the filter of system calls; closed on leaving."""
+    reader, writer = os.pipe()
+    try:
+        os.write(writer, program)
+        os.close(writer)
+        yield reader
+    finally:
+        os.close(reader)
+
+
+def last_words(process: subprocess.Popen[bytes]) -> str:
+    """Return the error text of a process that ``start`` started, as far as it is there."""
+    assert process.stderr is not None
+    os.set_blocking(process.stderr.fileno(), False)  # what it started may hold the other end
+    return (process.stderr.read(LAST_BYTES) or b"").decode(errors="replace").strip()
+
+
+def _writable(place: str, most: int) -> tuple[str, ...]:
+    return "--size", str(most), "--tmpfs", place
