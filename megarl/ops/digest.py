@@ -105,7 +105,9 @@ def slice_digest_reference(x: torch.Tensor, *, start: Sequence[int], shape: Sequ
     """Reference for :func:`slice_digest`, in numpy, element by element."""
     _check(x, start, shape)
     size = x.element_size()
-    as_integers = x.detach().cpu().contiguous().view(_INTEGERS[size]).numpy()
+    # A copy: numpy's view of a storage would keep it from being freed by resize_(0) ever after.
+    copy = x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    as_integers = copy.view(_INTEGERS[size]).numpy()
     index = np.zeros(tuple(x.shape), dtype=np.uint64)
     for d, (n, first, step) in enumerate(zip(x.shape, start, _row_major_steps(shape), strict=True)):
         along = (np.arange(n, dtype=np.uint64) + np.uint64(first)) * np.uint64(step)

@@ -1,13 +1,15 @@
 """Faulty weight syncs of a model with adapters, which must all be refused, and healthy ones, which must all pass.
 
-``python -m tests.loop.adapter_mutants merged|separate [EACH HEALTHY]``: EACH mutants of every kind. All run over one
-real engine in this process, as in ``sync_mutants``: two trainer ranks, the real publisher, plan, receiver, digests,
-probe and test adapter. What a trainer computes is transformers' model with W + scale · B·A of float64 in it.
+``python -m tests.loop.adapter_mutants merged|separate [EACH HEALTHY [FOLDER]]``: EACH mutants of every kind. The model,
+the first set of weights as PEFT's files and the engine's log-probs with it stay in FOLDER. All run over one real engine
+in this process, as in ``sync_mutants``: two trainer ranks, the real publisher, plan, receiver, digests, probe and test
+adapter. What a trainer computes is transformers' model with W + scale · B·A of float64 in it.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import os
 import random
@@ -52,12 +54,15 @@ from tests.loop.local_engine import LocalControl, LocalEngine
 from tests.loop.local_link import join
 from tests.loop.sync_mutants import BUCKET_BYTES, SIZES, TEXT, Versions, environment
 from tests.loop.trainers import checkpoint_tensors, ranks_of, shards
+from tests.parallel.peft_twin import write_adapter
 
 LORA = LoraConfig(rank=4, alpha=6.0, rank_pattern={"k_proj": 3}, modules_to_save=["model.norm"])
 EACH, HEALTHY = 1, 40
 SEED = 64
 SETS = 6
 """Sets of weights that are published in turn."""
+COMPUTED = "computed.json"
+"""Has ``TEXT``, and its log-probs that the engine computes with the first set."""
 NEAR = 1e-6
 """Difference of a set from the one before it, as an update of a small learning rate makes it: no probe sees it."""
 CHECKS = {
@@ -170,11 +175,14 @@ def lab_of(folder: Path, way: Way) -> Iterator[tuple[AdapterLab, list[AdapterWei
     for seed in range(SETS // 2):
         tensors = trainers.drawn(seed, 0.3)
         sets += [trainers.weights(tensors), trainers.weights(trainers.near(tensors, seed))]
+    write_adapter(running.model_path, LORA, trainers.drawn(0, 0.3))
     begun = trainers.weights(trainers.drawn(SETS, 0.0))
     trial = trainers.weights(trainers.drawn(SETS + 1, SIZE))
     lab = AdapterLab(LocalControl.engine, ranks, BUCKET_BYTES, sets[0], sets[0], trial=trial, begun=begun, way=way)
     if failure := sync(lab, WeightsVersion(1, 1)):
         raise failure
+    computed = LocalControl("local", "").probe(TEXT).prefill
+    (folder / COMPUTED).write_text(json.dumps({"text": TEXT, "logp": computed}))
     yield lab, sets
 
 
@@ -295,7 +303,7 @@ def main() -> None:
     way: Way = "separate" if sys.argv[1] == "separate" else "merged"
     each, healthy = map(int, sys.argv[2:4] or (EACH, HEALTHY))
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, lab_of(Path(folder) / "engine", way) as (lab, sets):
+    with tempfile.TemporaryDirectory() as temporary, lab_of(Path((*sys.argv[4:], temporary)[0]), way) as (lab, sets):
         print(f"made in {time.monotonic() - start:.0f} s", flush=True)
         found, wrong, passed = run(lab, sets, each, healthy)
     for line in [*unexpected(found), *wrong]:

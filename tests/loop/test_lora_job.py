@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megarl.buffer.store import Store
+from megarl.run.launch.subjects import subject_of
 from tests.loop.engines import transformers_logp
 from tests.loop.same_run import steps_of
 from tests.system.jobs import START_S, TINY, Job
@@ -99,3 +100,22 @@ def test_engines_got_what_was_trained(runs: list[Path]) -> None:
 def test_a_checkpoint_names_the_base_that_its_adapter_is_for(runs: list[Path]) -> None:
     states = [json.loads((run / "checkpoints" / f"global_step_{STEPS}" / "state.json").read_text()) for run in runs]
     assert states[0]["made"]["base"] == states[1]["made"]["base"]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_has_the_adapter_that_the_run_exports(runs: list[Path], tmp_path: Path) -> None:
+    """And the model that a bench makes of it is the exported one."""
+    subject = subject_of(f"run:{runs[0]}@{STEPS}")
+    assert subject.path == runs[0] / "reference"
+    subject.convert(tmp_path)
+    for made, exported, file in (
+        (tmp_path / "adapter", "adapter", "adapter_model"),
+        (tmp_path / "model", "hf", "model"),
+    ):
+        found, wanted = (load_file(folder / f"{file}.safetensors") for folder in (made, runs[0] / exported))
+        assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    configs = [
+        json.loads((folder / "adapter_config.json").read_text())
+        for folder in (tmp_path / "adapter", runs[0] / "adapter")
+    ]
+    assert configs[0] == configs[1]

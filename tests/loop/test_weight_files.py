@@ -31,11 +31,17 @@ STEPS = 3
 EXPLORERS = ("rollout.explorers=2", "reward.workers=2")
 
 
+ADAPTERS = ("model.lora.rank=4", "trainer.optimizer.lr=0.003")
+each_run = pytest.mark.parametrize(
+    "run", [(), pytest.param(ADAPTERS, marks=pytest.mark.slow)], indirect=True, ids=["model", "adapters"]
+)
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    """The trainer's program after its end; the explore program has ended too."""
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    """The trainer's program after its end; the explore program has ended too. Its parameter has more settings."""
     run_dir = tmp_path_factory.mktemp("files") / "run"
-    settings = (*WHOLE, "sync.method=checkpoint", "cluster.heartbeat_s=2", *EXPLORERS)
+    settings = (*WHOLE, "sync.method=checkpoint", "cluster.heartbeat_s=2", *EXPLORERS, *request.param)
     explore = Job(run_dir, settings, ("explore",)).start()
     train = Job(run_dir, [*settings, "run.mode=train"]).start()
     try:
@@ -51,6 +57,7 @@ def log_of_explorer(run_dir: Path, name: str) -> str:
     return (run_dir / "logs" / "attempt_1_explore-0" / f"{name}.log").read_text()
 
 
+@pytest.mark.parametrize("run", [()], indirect=True, ids=["model"])
 def test_the_same_was_sampled_and_learned_as_with_links(run: Job, whole_job: Job) -> None:
     assert whole_job.poll() == 0
     mine, others = items(run.run_dir), items(whole_job.run_dir)
@@ -59,6 +66,7 @@ def test_the_same_was_sampled_and_learned_as_with_links(run: Job, whole_job: Job
     assert learned(run.run_dir) == learned(whole_job.run_dir)
 
 
+@each_run
 def test_engines_proved_every_version(run: Job) -> None:
     """The first explorer alone gives them files."""
     versions = [WeightsVersion(1, n) for n in range(1, STEPS + 2)]
@@ -73,6 +81,7 @@ def test_engines_proved_every_version(run: Job) -> None:
         assert record["sync/bytes"] > 0 and "sync/probe_diff_max" not in record
 
 
+@each_run
 def test_the_last_version_is_an_hf_checkpoint_of_the_exported_weights(run: Job) -> None:
     folder = folder_of(run.run_dir, whole_versions(run.run_dir)[-1])
     published, exported = load_file(folder / "model.safetensors"), load_file(run.run_dir / "hf" / "model.safetensors")

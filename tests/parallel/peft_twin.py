@@ -25,6 +25,10 @@ FOLDER = "adapter"
 
 def save_adapter(path: Path, lora: LoraConfig, seed: int = 0) -> Path:
     """Write an adapter of random A's and B's beside the model in ``path``, as PEFT's files."""
+    return write_adapter(path, lora, _drawn(path, lora, seed))
+
+
+def _drawn(path: Path, lora: LoraConfig, seed: int) -> dict[str, torch.Tensor]:
     hf_config, generator = read_hf_config(path), torch.Generator().manual_seed(seed)
     factors, shapes = factors_of(hf_config, lora), hf_layout(hf_config).tensors
     tensors = {}
@@ -33,11 +37,17 @@ def save_adapter(path: Path, lora: LoraConfig, seed: int = 0) -> Path:
         tensors[own.b] = torch.randn(own.shape[0], own.rank, generator=generator) * 0.1
     for name in saved_whole(shapes, lora):
         tensors[name] = 0.5 * torch.randn(shapes[name], generator=generator)
+    return tensors
+
+
+def write_adapter(path: Path, lora: LoraConfig, tensors: Mapping[str, torch.Tensor]) -> Path:
+    """Write an adapter beside the model in ``path``, as PEFT's files. ``tensors``: by megarl's names."""
+    hf_config = read_hf_config(path)
     target = path / FOLDER
     target.mkdir(exist_ok=True)
     stored = {peft.stored_name(name, architecture(hf_config)): tensor for name, tensor in tensors.items()}
     save_file(stored, target / peft.TENSORS)
-    settings = peft.config_of(lora, factors, str(path), lora.modules_to_save, hf_config=hf_config)
+    settings = peft.config_of(lora, factors_of(hf_config, lora), str(path), lora.modules_to_save, hf_config=hf_config)
     write_json(target / peft.CONFIG, settings)
     return target
 

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from megarl import cli
+from megarl.config import Config, save_resolved
 from megarl.config.lora import LoraConfig
 from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from megarl.core.errors import CheckpointError
+from megarl.run.launch.subjects import subject_of
+from megarl.weights.checkpoint.convert.adapter_checkpoint import AdapterCheckpoint
+from megarl.weights.checkpoint.convert.adapters import merge_adapter
+from megarl.weights.checkpoint.convert.convert import Settings
+from megarl.weights.checkpoint.convert.opened import open_checkpoint
+from megarl.weights.checkpoint.formats import peft
 from tests.parallel.batches import random_sequences
 from tests.parallel.families import save
 from tests.parallel.grid import run_grid
-from tests.parallel.models import VOCAB
+from tests.parallel.models import VOCAB, logical_tensors
 from tests.parallel.peft_twin import FOLDER, save_adapter
 from tests.parallel.test_megatron_on_cpu import parts, sft_steps
 
@@ -24,7 +35,7 @@ STEPS = 2
 STATES = tuple(f"optimizer.state.{name}." for name in ("param", "exp_avg", "exp_avg_sq"))
 
 
-def make_actor(path: Path, parallel: ParallelConfig) -> Any:
+def make_actor(path: Path, parallel: ParallelConfig, lora: LoraConfig = LORA, vocab: int = VOCAB) -> Any:
     """An actor with the adapter that lies beside its model."""
     from megarl.learn.batching import MicroBatching
     from megarl.learn.parallel import groups
@@ -34,9 +45,9 @@ def make_actor(path: Path, parallel: ParallelConfig) -> Any:
 
     groups.initialize(parallel, seed=1)
     rows = MicroBatching(dp=parallel.dp, rows=2, multiple=parallel.tp, chunks=parallel.pp if parallel.vpp > 1 else 1)
-    model = ModelConfig(path=str(path), lora=LORA)
+    model = ModelConfig(path=str(path), lora=lora)
     config = hf.read_hf_config(path)
-    actor = TrainedModel(config, model, parallel, Head(VOCAB), rows, OptimizerConfig(lr=1e-2))
+    actor = TrainedModel(config, model, parallel, Head(vocab), rows, OptimizerConfig(lr=1e-2))
     actor.model.load_hf(path)
     adapters = actor.model.adapters
     assert adapters is not None
@@ -64,7 +75,7 @@ def train(rank: int, model: str, folder: str) -> dict[str, Any]:
     base = {name: tensor.clone() for name, tensor in actor.model.tensors.items()}
     begins = whole(actor)
     sft_steps(actor, range(STEPS))
-    found = state.save(Path(folder), STEPS, parts(actor), {"phase": "rl"}, keep=1)
+    found = state.save(Path(folder), STEPS, parts(actor), {"phase": "rl"}, keep=1, model=Path(model))
     changed = [name for name, tensor in actor.model.tensors.items() if not torch.equal(tensor, base[name])]
     ends = whole(actor)
     actor.model.proven_tensors()
@@ -109,7 +120,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def saved(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("saved")
+    run_dir = tmp_path_factory.mktemp("saved")
+    folder = run_dir / "checkpoints"
+    folder.mkdir()
+    save_resolved(Config(model=ModelConfig(path=str(model), lora=LORA)), run_dir / "resolved.json")
     return folder, run_grid(4, train, str(model), str(folder))
 
 
@@ -134,6 +148,34 @@ def test_any_grid_resumes_from_a_checkpoint(model: Path, saved: tuple[Path, list
         assert all(torch.equal(tensor, adapter[key]) for key, tensor in ranks[0]["adapter"].items())
         assert sum(rank[name]["next"][0][0] for rank in resumed) == pytest.approx(loss, rel=1e-5)
         assert resumed[0][name]["next"][0][1] == pytest.approx(norm, rel=1e-5)
+
+
+def test_a_checkpoint_is_written_as_pefts_files(
+    model: Path, saved: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    """With the bits that the trainer had, of what is saved whole too; a bench merges them into their model."""
+    folder, ranks = saved
+    checkpoint = folder / f"global_step_{STEPS}"
+    with pytest.raises(CheckpointError, match=r"has adapters alone.*megarl convert megatron-to-hf"):
+        open_checkpoint(checkpoint)
+    assert cli.main(["convert", "megatron-to-hf", str(checkpoint), str(tmp_path / "adapter"), "--verify"]) == 0
+    found = {peft.own_name(name): t for name, t in load_file(tmp_path / "adapter" / peft.TENSORS).items()}
+    assert found.keys() == ranks[0]["adapter"].keys() | {"model.norm.weight"}
+    assert all(torch.equal(found[name], tensor) for name, tensor in ranks[0]["adapter"].items())
+    assert not torch.equal(
+        found["model.norm.weight"], load_file(model / FOLDER / peft.TENSORS)[peft.stored_name("model.norm.weight")]
+    )
+    assert peft.base_of(tmp_path / "adapter") == model
+
+    subject = subject_of(f"run:{folder.parent}@{STEPS}")
+    subject.convert(tmp_path / "bench")
+    merge_adapter(model, tmp_path / "adapter", tmp_path / "merged", Settings(progress=False))
+    wanted, benched = (logical_tensors(path) for path in (tmp_path / "merged", subject.hf_path(tmp_path / "bench")))
+    assert wanted.keys() == benched.keys() and all(torch.equal(wanted[name], benched[name]) for name in wanted)
+
+    shutil.copytree(checkpoint, tmp_path / "alone" / checkpoint.name)
+    with pytest.raises(CheckpointError, match=r"resolved\.json is missing; give RUN/checkpoints/global_step_N"):
+        AdapterCheckpoint.of(tmp_path / "alone" / checkpoint.name)
 
 
 def compare_with_base(rank: int, path: str) -> dict[str, Any]:

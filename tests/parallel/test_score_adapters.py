@@ -16,6 +16,8 @@ from megarl.config.lora import LoraConfig
 from megarl.config.schema import Config, CriticConfig, ModelConfig, RewardModelConfig
 from megarl.core.errors import CheckpointError
 from megarl.learn.training.role_adapters import shares_base
+from megarl.weights.checkpoint.convert.adapters import merge_adapter, unmerge_adapter
+from megarl.weights.checkpoint.convert.convert import Settings
 from megarl.weights.checkpoint.formats import hf, peft
 from megarl.weights.checkpoint.formats.score_files import ScoreFiles
 from megarl.weights.reshard.layouts import hf_layout
@@ -50,6 +52,23 @@ def save_adapter(base: Path, target: Path) -> torch.Tensor:
         for ids in sequences.tokens.long().split(sequences.lengths.tolist()):
             found.append(inner.score(inner.model(ids[None]).last_hidden_state)[0, :, 0])
     return torch.cat(found)
+
+
+def test_a_score_head_is_merged_into_a_model_without_one(folder: Path, tmp_path: Path) -> None:
+    """The target is a sequence-classification checkpoint, whose scores are PEFT's."""
+    from transformers import AutoModelForSequenceClassification
+
+    base, adapter, merged = folder / "base", folder / "adapter", tmp_path / "merged"
+    merge_adapter(base, adapter, merged, Settings(progress=False, verify=True))
+    model = AutoModelForSequenceClassification.from_pretrained(merged, attn_implementation="eager").eval()
+    assert model.num_labels == 1
+    sequences, found = random_sequences(3, 6, VOCAB), []
+    with torch.no_grad():
+        for ids in sequences.tokens.long().split(sequences.lengths.tolist()):
+            found.append(model.score(model.model(ids[None]).last_hidden_state)[0, :, 0])
+    torch.testing.assert_close(torch.cat(found), torch.load(folder / "scores.pt"), rtol=0, atol=TOLERANCE)
+    with pytest.raises(CheckpointError, match=r"has no score\.weight, which .* brought"):
+        unmerge_adapter(merged, adapter, tmp_path / "back", Settings(progress=False), base)
 
 
 @pytest.fixture(scope="module")

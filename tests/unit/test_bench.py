@@ -537,16 +537,6 @@ def test_an_adapter_is_merged_into_its_model(tmp_path: Path) -> None:
         subject_of(f"{base}+{tmp_path}")
 
 
-def test_checkpoints_of_adapters_are_no_whole_model(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "checkpoints" / "global_step_2"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "state.json").write_text('{"step": 2, "phase": "rl", "made": {"base": "0123"}}')
-    (tmp_path / "resolved.json").write_text("{}")
-    for word in (f"run:{tmp_path}", f"run:{tmp_path}@2"):
-        with pytest.raises(ConfigError, match="has adapters alone"):
-            subject_of(word)
-
-
 def test_a_bench_leaves_out_what_a_trainer_alone_reads(tmp_path: Path) -> None:
     config = small_job.config_of(tmp_path, "model.head_dtype=float32", "model.dtype=bfloat16")
     trained = small_job.config_of(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from megarl import ops
 from megarl.config.schema import Config, TrainerConfig
 from megarl.core.errors import NotResident, OffloadError
 from megarl.learn.memory.phases import NEEDS, Phase, PhasePlan, Place
@@ -20,8 +22,16 @@ def tensors() -> list[torch.Tensor]:
     return [whole[:2], whole[1:], torch.randn(3, 7, dtype=torch.float64)]
 
 
+@pytest.fixture(params=["megarl", "torch"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each value of ``trainer.kernels``: both read every storage for its digest, and must leave it free to go."""
+    ops.use(request.param)
+    yield request.param
+    ops.use("megarl")
+
+
 @pytest.mark.parametrize("place", [Place.MEMORY, Place.DISK])
-def test_away_it_has_no_memory_and_back_the_same_bytes(place: Place, tmp_path: Path) -> None:
+def test_away_it_has_no_memory_and_back_the_same_bytes(place: Place, kernels: str, tmp_path: Path) -> None:
     held = tensors()
     before = [t.clone() for t in held]
     resident = Resident("actor", "parameters", lambda: held)

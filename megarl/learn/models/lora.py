@@ -29,6 +29,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megarl.config.lora import LoraConfig
 from megarl.learn.models.gpt import unwrap
 from megarl.learn.models.head import LogProbHead, Switch
+from megarl.weights.checkpoint.formats.megatron.dist import ADAPTER
 from megarl.weights.reshard.adapters import LORA, WEIGHT, LocalAdapter, local_adapters
 from megarl.weights.reshard.layout import Layout
 
@@ -170,7 +171,7 @@ def _sharded(adapter: Adapter, which: str, *, experts: bool) -> Any:
     axis = 1 if adapter._rows else 0
     offsets = [(axis, group.rank(), group.size())] if shares > 1 else []
     return ShardedTensor.from_rank_offsets(
-        f"lora.{own.a if which == 'a' else own.b}",
+        f"{ADAPTER}{own.a if which == 'a' else own.b}",
         tensor,
         *offsets,
         replica_id=(0, 0 if cut else group.rank(), replica),

@@ -22,7 +22,7 @@ from megarl.weights.checkpoint.formats import peft
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 from megarl.weights.checkpoint.formats.megatron.dist import find_dist
 from megarl.weights.checkpoint.formats.output import partial_path
-from megarl.weights.checkpoint.training.manifest import PREFIX, check_finished, exported_step, finished, read_manifest
+from megarl.weights.checkpoint.training.manifest import PREFIX, check_finished, exported_step, finished
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Subject:
     published: str = ""
     """Digest of the manifest of weights that a run has published; they are copied, since the run removes them."""
     adapter: Path | None = None
-    """PEFT folder that is merged into the HF checkpoint ``path``."""
+    """PEFT folder, or checkpoint of a run with adapters, that is merged into the HF checkpoint ``path``."""
 
     @property
     def slug(self) -> str:
@@ -83,11 +83,15 @@ class Subject:
         from megarl.weights.checkpoint.convert.convert import Settings, convert_megatron_to_hf
 
         if self.adapter is not None:
+            from megarl.weights.checkpoint.convert.adapter_checkpoint import AdapterCheckpoint
             from megarl.weights.checkpoint.convert.adapters import merge_adapter
 
             log.info("%s: merging %s and %s in %s", self.name, self.path, self.adapter, target)
+            adapter = self.adapter
+            if (trained := AdapterCheckpoint.of(adapter)) is not None:
+                trained.write(adapter := folder / "adapter", Settings(overwrite=True, verify=True))
             settings = Settings(dtype=DTYPES[dtype], verify=True, progress=False)
-            merge_adapter(self.path, self.adapter, target, settings)
+            merge_adapter(self.path, adapter, target, settings)
             return
         log.info("%s: converting %s to an HF checkpoint in %s", self.name, self.path, target)
         convert_megatron_to_hf(self.path, target, settings=Settings(verify=True, progress=False))
@@ -111,7 +115,8 @@ class Subject:
     def clean_up(self, folder: Path) -> None:
         """Remove what ``convert`` has written."""
         if not self.is_hf:
-            shutil.rmtree(self.hf_path(folder), ignore_errors=True)
+            for written in (self.hf_path(folder), folder / "adapter"):
+                shutil.rmtree(written, ignore_errors=True)
 
 
 def _files_of(folder: Path) -> list[tuple[str, int, int]]:
@@ -155,7 +160,7 @@ def subject_of(word: str) -> Subject:
         return Subject(word, path, is_hf=True)
     if path.is_dir() and (model := find_dist(path)) is not None:
         check_finished(model)
-        return Subject(word, path, is_hf=False)
+        return _of_checkpoint(word, path)
     fix = (
         f"give the directory of an HF checkpoint or a PEFT adapter, {RUN}DIR of a run, or {RUN}DIR@STEP of one of its "
         "checkpoints"
@@ -219,16 +224,20 @@ def _of_run(word: str) -> Subject:
 
 
 def _of_checkpoint(name: str, path: Path) -> Subject:
+    """A finished checkpoint: of a whole model, or of adapters, which are merged into their model."""
+    from megarl.weights.checkpoint.convert.adapter_checkpoint import AdapterCheckpoint
+
     try:
-        made = read_manifest(path).get("made") or {}
-    except CheckpointError:  # ``convert`` names the fault
-        made = {}
-    if made.get("base") is not None:
+        adapter = AdapterCheckpoint.of(path)
+    except CheckpointError as error:
+        raise ConfigError(f"MODEL {name}: {error}") from error
+    if adapter is None:
+        return Subject(name, path, is_hf=False)
+    if not (adapter.base / CONFIG).is_file():
         raise ConfigError(
-            f"MODEL {name}: {path} has adapters alone, not the model that they are for; give {RUN}DIR or its adapter/ "
-            "once the run has ended, or weights that it has published as files"
+            f"MODEL {name}: its adapters are for {adapter.base}, which has no {CONFIG}; put the model back there"
         )
-    return Subject(name, path, is_hf=False)
+    return Subject(name, adapter.base, is_hf=False, adapter=adapter.path)
 
 
 def _of_published(name: str, run_dir: Path, version: str) -> Subject:

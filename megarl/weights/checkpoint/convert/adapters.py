@@ -20,12 +20,13 @@ from megarl.weights.checkpoint.convert.opened import Opened, open_hf_checkpoint
 from megarl.weights.checkpoint.convert.pool import Count, each
 from megarl.weights.checkpoint.convert.stream import BLOCK_ELEMENTS
 from megarl.weights.checkpoint.convert.targets import HFTarget
+from megarl.weights.checkpoint.convert.verify import check_written
 from megarl.weights.checkpoint.formats import peft
 from megarl.weights.checkpoint.formats.hf_files import HFFiles
 from megarl.weights.checkpoint.formats.hf_source import SCORE
 from megarl.weights.checkpoint.formats.slices import Source
 from megarl.weights.reshard import boxes
-from megarl.weights.reshard.adapters import Factors, factors_of, file_shapes, saved_whole
+from megarl.weights.reshard.adapters import Factors, factors_of, file_shapes, trained_whole
 from megarl.weights.reshard.boxes import Box, Shape
 
 _KEPT = 8
@@ -104,7 +105,8 @@ def merge_adapter(
     target: Path,
     settings: Settings = Settings(),  # noqa: B008
 ) -> ConversionSummary:
-    """Write an HF checkpoint with an adapter of PEFT in its weights.
+    """Write an HF checkpoint with an adapter of PEFT in its weights. Where the adapter has a score head, the target is
+    a sequence-classification checkpoint, also of a model without a score head.
 
     Raises CheckpointError for a checkpoint or adapter that is not whole, an adapter of another model, an existing
     target and a full disk.
@@ -139,6 +141,11 @@ def _convert(
     source: Path, adapter: Path, target: Path, settings: Settings, sign: float, base: Path | None
 ) -> ConversionSummary:
     opened = open_hf_checkpoint(source, settings.head, settings.mtp)
+    adds_score = sign > 0 and not opened.is_value and settings.head == "auto" and peft.saves_score(adapter)
+    if adds_score:
+        check_written(opened, workers=settings.workers, progress=settings.progress)  # its manifest has no score head
+        opened.close()
+        opened = open_hf_checkpoint(source, "value", settings.mtp, check=False)
     files: HFFiles | None = None
     other: Opened | None = None
     try:
@@ -146,7 +153,7 @@ def _convert(
         factors = factors_of(opened.hf_config, lora, opened.table)
         own = file_shapes(factors.values())
         tensors = opened.layout.tensors
-        replaced = [*saved_whole(tensors, lora), *([SCORE] if opened.is_value else [])]
+        replaced = trained_whole(tensors, lora, opened.table)
         files = peft.open_adapter(
             adapter,
             own | {name: tensors[name] for name in replaced},
@@ -162,13 +169,21 @@ def _convert(
                 )
             other = open_hf_checkpoint(base, settings.head, settings.mtp)
             before = other.source
+            if missing := [name for name in replaced if name not in other.source.shapes]:
+                raise CheckpointError(
+                    f"{base} has no {first_of(missing, 3)}, which {adapter} brought; the model before the merge is "
+                    f"{base} itself"
+                )
         merged = WithAdapter(opened.source, files, factors, dict.fromkeys(replaced, before), sign)
+        if adds_score:
+            opened.source.dtypes[SCORE] = files.dtypes[SCORE]
         others = [adapter] if base is None else [adapter, base]
         made = HFTarget(opened, settings.dtype, settings.file_bytes)
         paths = [*files.paths(), *(other.source.paths() if other is not None else [])]
         return run(
-            opened, made, target, settings, source=merged, others=others, paths=paths, recipe=f"{sign} {factors}"
-        )
+            opened, made, target, settings, source=merged, others=others, paths=paths, recipe=f"{sign} {factors}",
+            compare=not adds_score,
+        )  # fmt: skip
     finally:
         for read in (opened, files, other):
             if read is not None:

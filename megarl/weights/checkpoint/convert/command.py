@@ -34,7 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _paths(to_megatron, "directory of the HF checkpoint", config=False)
     _common(to_megatron)
     _grid(to_megatron)
-    to_hf = add("megatron-to-hf", "Write the model of a Megatron-Core checkpoint as an HF one.")
+    to_hf = add(
+        "megatron-to-hf",
+        "Write the model of a Megatron-Core checkpoint as an HF one; adapters of a run as PEFT's files.",
+    )
     _paths(to_hf, "directory that dist_checkpointing wrote, or a training checkpoint (global_step_*)")
     _common(to_hf)
     reshard = add(
@@ -162,6 +165,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _convert(arguments: argparse.Namespace) -> int:
     from megarl.weights.checkpoint.convert import adapters, convert
+    from megarl.weights.checkpoint.convert.adapter_checkpoint import AdapterCheckpoint
 
     settings = _settings(arguments)
     difference = None
@@ -173,6 +177,15 @@ def _convert(arguments: argparse.Namespace) -> int:
         )
     elif arguments.tool == "hf-to-megatron":
         report = convert.convert_hf_to_megatron(arguments.source, arguments.target, settings)
+    elif arguments.tool == "megatron-to-hf" and (adapter := AdapterCheckpoint.of(arguments.source)) is not None:
+        report = adapter.write(arguments.target, settings, arguments.config)
+        logging.info(
+            "%s has adapters alone, so the target is a PEFT adapter; `megarl convert merge-adapter %s %s TARGET` puts "
+            "it into its model",
+            adapter.path,
+            adapter.base,
+            arguments.target,
+        )
     elif arguments.tool == "megatron-to-hf":
         report = convert.convert_megatron_to_hf(arguments.source, arguments.target, arguments.config, settings)
     else:

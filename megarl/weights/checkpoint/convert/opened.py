@@ -29,6 +29,7 @@ from megarl.weights.checkpoint.formats.hf_source import (
     read_hf_config,
 )
 from megarl.weights.checkpoint.formats.megatron.dist import (
+    ADAPTER,
     METADATA,
     NOT_MODEL,
     DistFiles,
@@ -139,6 +140,18 @@ def open_hf_checkpoint(path: Path, head: Head = "auto", mtp: bool = False, check
     return Opened("hf", path, path, hf_config, source, layout, is_value, mtp, other)
 
 
+def config_folder(path: Path) -> Path:
+    """Directory of config.json and tokenizer of a dist_checkpointing directory. Raises CheckpointError where there is
+    none."""
+    places = (path / HF_FOLDER, path.parent / HF_FOLDER, path)
+    found = next((p for p in places if (p / "config.json").is_file()), None)
+    if found is None:
+        raise CheckpointError(
+            f"{path} has no {HF_FOLDER}/config.json; give the HF model it was made from with --config"
+        )
+    return found
+
+
 def open_dist_checkpoint(
     path: Path, config_path: Path | None, head: Head = "auto", mtp: bool = False, check: bool = True
 ) -> Opened:
@@ -146,15 +159,15 @@ def open_dist_checkpoint(
     path = find_dist(path) or path
     check_finished(path)
     if config_path is None:
-        places = (path / HF_FOLDER, path.parent / HF_FOLDER, path)
-        config_path = next((p for p in places if (p / "config.json").is_file()), None)
-        if config_path is None:
-            raise CheckpointError(
-                f"{path} has no {HF_FOLDER}/config.json; give the HF model it was made from with --config"
-            )
+        config_path = config_folder(path)
     hf_config = _read_config(config_path)
     family(hf_config, config_path)
     files = DistFiles(path)
+    if any(key.startswith(ADAPTER) for key in files.stored):
+        raise CheckpointError(
+            f"{path} has adapters alone, not the model that they are for; `megarl convert megatron-to-hf {path} "
+            "TARGET` writes them as a PEFT adapter, which `megarl convert merge-adapter` puts into the model"
+        )
     output = files.shapes.get(OUTPUT)
     is_value = (output is not None and output[0] == 1) if head == "auto" else head == "value"
     rows = files.shapes.get(EMBEDDING_KEY, (0,))[0]

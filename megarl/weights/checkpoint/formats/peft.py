@@ -55,6 +55,7 @@ PREFIX = "base_model.model."
 _COPY = ".base_layer.weight"
 """End of the name of a copy of the model's own weight."""
 _COMPARED = 1 << 22
+_METADATA = {"format": "pt"}
 _PLAIN_LORA = "use an adapter of plain LoRA, or merge this one with PEFT (merge_and_unload) and train the merged model"
 _REFUSED = {
     "use_dora": _PLAIN_LORA,
@@ -126,6 +127,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 def is_folder(path: Path) -> bool:
     """Return True for a folder with PEFT's files of an adapter."""
     return (path / CONFIG).is_file()
+
+
+def saves_score(folder: Path) -> bool:
+    """Return True for an adapter with a score head among its ``modules_to_save``. Raises CheckpointError as
+    ``read_config``."""
+    return "score" in (read_config(folder).get("modules_to_save") or ())
 
 
 def base_of(folder: Path) -> Path:
@@ -316,19 +323,39 @@ def write_adapter(
 
     Raises CheckpointError on rank 0 where something else than an adapter is at ``target``.
     """
-    if rank == 0 and target.exists() and not (target / CONFIG).is_file() and any(target.iterdir()):
-        raise CheckpointError(f"{target} is no PEFT adapter, which a new one could replace; give another directory")
+    if rank == 0:
+        _check_replaceable(target)
     whole, digests = gathered(layout, rank, tensors, transport=transport, bucket_bytes=bucket_bytes)
     if rank == 0:
-        temporary = partial_path(target)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        table = None if hf_config is None else architecture(hf_config)
-        stored = {stored_name(name, table): tensor for name, tensor in whole.items()}
-        save_file(stored, temporary / TENSORS, {"format": "pt"})
-        write_json(temporary / CONFIG, config_of(lora, factors, base, modules_to_save, head, hf_config))
-        replace_directory(temporary, target)
+        write_files(target, whole, config_of(lora, factors, base, modules_to_save, head, hf_config), hf_config)
     return digests
+
+
+def write_files(
+    target: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], hf_config: HFConfig | None = None
+) -> None:
+    """Write PEFT's files, which replace those of another adapter.
+
+    Args:
+        tensors: HF name -> whole tensor.
+        config: Of ``config_of``.
+        hf_config: As ``config_of`` has it.
+
+    Raises CheckpointError where something else than an adapter is at ``target``.
+    """
+    _check_replaceable(target)
+    temporary = partial_path(target)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    table = None if hf_config is None else architecture(hf_config)
+    save_file({stored_name(name, table): tensor for name, tensor in tensors.items()}, temporary / TENSORS, _METADATA)
+    write_json(temporary / CONFIG, dict(config))
+    replace_directory(temporary, target)
+
+
+def _check_replaceable(target: Path) -> None:
+    if target.exists() and not (target / CONFIG).is_file() and any(target.iterdir()):
+        raise CheckpointError(f"{target} is no PEFT adapter, which a new one could replace; give another directory")
 
 
 def gathered(

@@ -59,6 +59,10 @@ _DAMAGED = (
 """Errors that reading a pickle with wrong bytes may raise."""
 
 
+ADAPTER = "lora."
+"""Begins the key of an A or B, before its HF name."""
+
+
 class Chunk(NamedTuple):
     """A box of a key's global tensor: a ``torch.save`` of ``length`` bytes from ``offset`` on in ``file``."""
 
@@ -78,6 +82,12 @@ def find_dist(path: Path) -> Path | None:
     """The dist_checkpointing directory at ``path``, or below it where megarl (``actor``) and verl (``dist_ckpt``) keep
     it."""
     return next((p for p in (path, path / "actor", path / "dist_ckpt") if (p / METADATA).is_file()), None)
+
+
+def has_adapters(path: Path) -> bool:
+    """Return True for the dist_checkpointing directory of a model with adapters: it has these, not the model itself.
+    Raises CheckpointError as ``DistFiles``."""
+    return any(key.startswith(ADAPTER) for key in read_metadata(path))
 
 
 class DistFiles:
