@@ -69,7 +69,7 @@ def measure(rank: int, model: str, folder: str, rounds: int, tasks: int) -> dict
     from megarl.learn.training import objectives
     from megarl.learn.training.model import Model, TrainedModel
     from megarl.learn.training.schedule import Head
-    from megarl.train.update.batch import updates_of
+    from megarl.train.batch.batch import updates_of
     from megarl.weights.checkpoint.training import state, writer
 
     writer.of_process()  # as a job does, before there are models

@@ -168,13 +168,14 @@ def steps_of(config: Any, store: Any) -> Any:
 
     from megarl.core.schema import WeightsVersion
     from megarl.learn import algorithms
+    from megarl.train.inference.inference import Inference
+    from megarl.train.inference.models import Models
     from megarl.train.part import Services
     from megarl.train.rank.context import RunContext
     from megarl.train.rollout import rollouts
     from megarl.train.rollout.reading import NodeReader, RolloutReader
     from megarl.train.step import OnlineSteps
     from megarl.train.update.learner import Learner
-    from megarl.train.update.models import Models
 
     trainer: Any = SimpleNamespace(config=config, algorithm=algorithms.get(config.algorithm.name), timeline=Timeline())
     critic = model_of("critic", config) if config.algorithm.name == "ppo" else None
@@ -197,7 +198,8 @@ def steps_of(config: Any, store: Any) -> Any:
     updates: Any = SimpleNamespace(begin=lambda: None, end=lambda state: {}, admits=lambda state, *_: (True, state))
     ranks: Any = SimpleNamespace(gather=lambda sums: sums)
     trainer.memory = SimpleNamespace(enter=lambda phase: None, phase=None)
-    trainer.learner = Learner(config, trainer.algorithm, trainer.models, updates, ranks, trainer.memory.enter)
+    trainer.inference = Inference(config, trainer.algorithm, trainer.models, trainer.memory.enter)
+    trainer.learner = Learner(config, trainer.algorithm, trainer.inference, updates, ranks)
     steps = OnlineSteps(trainer)
     steps.services = Services(**dict.fromkeys((field.name for field in fields(Services)), None) | given)
     return steps

@@ -5,6 +5,7 @@ lies between two calls: another order, another batch, a metric, a second update.
 """
 
 from megarl.learn.memory.phases import Phase
+from megarl.train.batch.outcomes import trajectory_metrics
 from megarl.train.loop.course import Course
 from megarl.train.loop.rank import TrainerRank
 from megarl.train.rank.ranks import Stopped
@@ -12,7 +13,6 @@ from megarl.train.rank.state import TrainState
 from megarl.train.rollout.awaited import Published
 from megarl.train.services import Services, services_of
 from megarl.train.step import OnlineSteps
-from megarl.train.update.outcomes import trajectory_metrics
 
 
 def run(rank: TrainerRank) -> None:
@@ -47,7 +47,7 @@ def step(rank: TrainerRank, services: Services, state: TrainState) -> TrainState
         published = Published(weights.version, weights.step)
         groups = services.rollouts.groups(state, published)  # waits; raises Stopped
         batch = rank.learner.batch_of(groups.trajectories, lags=groups.lags)
-        rank.learner.infer(batch)  # log-probs of the actor, of the reference, values
+        rank.inference.fill(batch)  # log-probs of the actor, of the reference, values
         after, trained = rank.learner.train_step(state, batch)
         metrics |= trajectory_metrics(batch.outcomes, groups.report) | groups.metrics | trained
         after = rank.end_step(after, metrics, weights.version, groups.used)  # a checkpoint where one is due

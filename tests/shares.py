@@ -18,11 +18,12 @@ from megarl.core.schema import Outcome, Reward
 from megarl.learn import algorithms
 from megarl.learn.algorithms.terms.reduction import Together, alone
 from megarl.learn.batching import Sequences, StepShare
+from megarl.train.batch.batch import StepBatch
+from megarl.train.inference.inference import Inference
+from megarl.train.inference.models import Models
 from megarl.train.rank.state import TrainState
-from megarl.train.update.batch import StepBatch
 from megarl.train.update.gap import engine_gap
 from megarl.train.update.learner import Learner
-from megarl.train.update.models import Models
 from tests.parallel.batches import held_by
 
 LENGTHS = (30, 70_001, 5, 9, 40_003, 1, 64, 30_000, 12)
@@ -101,7 +102,9 @@ def results(name: str, batch: StepBatch) -> tuple[dict[int, bytes], list[str]]:
             settings = replace(settings, **{flag: True})
     config = Config(algorithm=settings, sync=SyncConfig(sample_tolerance=1.0))
     models, nothing = cast("Models", SimpleNamespace(critic=None)), cast("Any", None)
-    learner = Learner(config, algorithms.get(name), models, nothing, nothing, nothing)
+    learner = Learner(
+        config, algorithms.get(name), Inference(config, algorithms.get(name), models, nothing), nothing, nothing
+    )
     sequences = batch.sequences
     state, metrics = learner.estimate(TrainState(), batch)
     metrics |= engine_gap(batch, sequences.sampled, config)

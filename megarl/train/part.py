@@ -11,6 +11,9 @@ from megarl.buffer.store import Store
 from megarl.config import Config
 from megarl.core.schema import Trajectory
 from megarl.learn.algorithms import Algorithm
+from megarl.train.batch.batch import StepBatch
+from megarl.train.batch.images import StepImages
+from megarl.train.inference.models import Models
 from megarl.train.memory.phase_memory import PhaseMemory
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks
@@ -22,9 +25,6 @@ from megarl.train.rollout.rollouts import Rollouts, StepGroups, Wait
 from megarl.train.sync.publish import WeightPublisher
 from megarl.train.sync.published import SentWeights
 from megarl.train.sync.weights import WeightSync
-from megarl.train.update.batch import StepBatch
-from megarl.train.update.images import StepImages
-from megarl.train.update.models import Models
 
 Metrics = dict[str, float]
 

@@ -9,6 +9,8 @@ from megarl.buffer.order.pacing import Pacing
 from megarl.core.errors import NonRetryableError
 from megarl.core.schema import WeightsVersion
 from megarl.learn.memory.phases import Phase
+from megarl.train.batch.batch import filter_overlong
+from megarl.train.batch.outcomes import trajectory_metrics
 from megarl.train.loop.rank import TrainerRank
 from megarl.train.part import Metrics, Part, Services, StepData
 from megarl.train.parts import parts_of
@@ -17,9 +19,7 @@ from megarl.train.rollout.awaited import Published
 from megarl.train.rollout.evaluation import Evaluates
 from megarl.train.services import services_of
 from megarl.train.sync.published import SentWeights
-from megarl.train.update.batch import filter_overlong
 from megarl.train.update.gap import engine_gap
-from megarl.train.update.outcomes import trajectory_metrics
 
 
 class OnlineSteps:
@@ -65,7 +65,7 @@ class OnlineSteps:
                 batch = rank.learner.batch_of(data.trajectories, data.demonstrations, data.groups.lags, data.images)
                 data.clear()
             with phase("inference"):
-                rank.learner.infer(batch)
+                rank.inference.fill(batch)
                 sampled = batch.sequences.sampled
                 filter_overlong(batch, rank.config.algorithm)
             with phase("update"):

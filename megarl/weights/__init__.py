@@ -8,6 +8,7 @@ FACE = (
     "architectures.megatron_config",
     "architectures.rope",
     "architectures.table",
+    "checkpoint.convert.adapter_checkpoint",
     "checkpoint.convert.adapters",
     "checkpoint.convert.command",
     "checkpoint.convert.convert",

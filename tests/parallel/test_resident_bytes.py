@@ -214,7 +214,7 @@ def all_roles(rank: int, folder: str, adapted: bool) -> dict[str, int]:
     from megarl.learn import algorithms
     from megarl.learn.memory.residents import residents_of
     from megarl.learn.parallel import groups
-    from megarl.train.update.models import Models
+    from megarl.train.inference.models import Models
 
     config = job(Path(folder), adapted)
     groups.initialize(config.parallel, seed=1)

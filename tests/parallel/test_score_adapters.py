@@ -96,7 +96,7 @@ def built(rank: int, folder: str) -> dict[str, Any]:
     from megarl.learn import algorithms
     from megarl.learn.memory.residents import residents_of
     from megarl.learn.parallel import groups
-    from megarl.train.update.models import Models
+    from megarl.train.inference.models import Models
 
     config = job(Path(folder))
     groups.initialize(config.parallel, seed=1)

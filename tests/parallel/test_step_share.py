@@ -110,10 +110,11 @@ def learner_of(path: str, case: Case, limit: int) -> Any:
     from megarl.learn.parallel import groups
     from megarl.learn.training.model import Model, TrainedModel, micro_batching_for
     from megarl.learn.training.schedule import Head
+    from megarl.train.batch.images import ImageInputs
+    from megarl.train.inference.inference import Inference
+    from megarl.train.inference.models import Models
     from megarl.train.rank.ranks import Ranks
-    from megarl.train.update.images import ImageInputs
     from megarl.train.update.learner import Learner
-    from megarl.train.update.models import Models
     from megarl.train.update.updates import UpdateFilter
     from megarl.weights.checkpoint.formats import hf
 
@@ -144,7 +145,7 @@ def learner_of(path: str, case: Case, limit: int) -> Any:
     models.check_routing = partial(Models.check_routing, models)
     models.images = ImageInputs.of(config, hf_config)
     updates = UpdateFilter(UpdateFilterConfig(), reporter)
-    return Learner(config, algorithm, models, updates, Ranks(), lambda phase: None)
+    return Learner(config, algorithm, Inference(config, algorithm, models, lambda phase: None), updates, Ranks())
 
 
 def batch_of(
@@ -153,7 +154,7 @@ def batch_of(
     """``change``: made to the trajectories."""
     from megarl.buffer.experience import with_group_stats
     from megarl.buffer.order.draws import ExpertRow
-    from megarl.train.update.batch import make_batch
+    from megarl.train.batch.batch import make_batch
 
     shown = [ExpertRow(np.arange(2, 6 + i), np.arange(2, 9 + i)) for i in range(case.shown)]
     given = with_group_stats(trajectories_of(number, longest, lines=case.lines))
@@ -168,7 +169,7 @@ def bytes_held(rank: int, path: str, case: Case) -> tuple[int, int, int]:
     """Runs in each rank: bytes of its sequences with all that a step fills, of the whole step's, and sequences held."""
     learner = learner_of(path, case, limit=2048)
     sizes = []
-    for share_of in (learner.share, lambda plan: None):
+    for share_of in (learner.inference.share, lambda plan: None):
         sequences = batch_of(learner, case, 512, 1024, share_of).sequences
         for name in ("old_logp", "ref_logp", "advantages"):
             setattr(sequences, name, torch.zeros(len(sequences.tokens)))
@@ -221,22 +222,22 @@ CASES = {
 def step(rank: int, path: str, case: Case) -> dict[str, Any]:
     """Runs in each rank: the same step with its share and with all sequences; which results have other bits."""
     from megarl.learn.batching import micro_batches
+    from megarl.train.batch.batch import filter_overlong
+    from megarl.train.batch.batch_file import kept_batch, put_together, taken
     from megarl.train.rank.state import TrainState
-    from megarl.train.update.batch import filter_overlong
-    from megarl.train.update.batch_file import kept_batch, put_together, taken
     from megarl.train.update.gap import engine_gap
 
     learner = learner_of(path, case, limit=200)
     models = learner._models
     loose = replace(learner._config, sync=SyncConfig(sample_tolerance=1e9))  # the engine's log-probs are made up
     found, held = [], []
-    for share_of in (learner.share, lambda plan: None):
+    for share_of in (learner.inference.share, lambda plan: None):
         for trained in (models.actor, models.critic):
             if trained is not None:
                 trained.model.load_hf(Path(path), score="zeros")
                 trained.optimizer.restart(OptimizerConfig(lr=1e-2))
         batch = batch_of(learner, case, 40, 64, share_of)
-        learner.infer(batch)
+        learner.inference.fill(batch)
         sampled = batch.sequences.sampled
         filter_overlong(batch, case.settings)
         if batch.sequences.share is None:
@@ -303,20 +304,20 @@ def foreign(trajectories: list[Trajectory]) -> list[Trajectory]:
 
 def faults(rank: int, path: str, name: str) -> tuple[bool, list[tuple[type, str]]]:
     """Runs in each rank: whether it holds the foreign row, and the errors of what reads the row."""
-    from megarl.train.update.learner import model_scores
+    from megarl.train.inference.inference import model_scores
 
     case = replace(CASES[name], lines=False)
     learner, shares, met = learner_of(path, case, limit=200), [], []
 
     def share_of(plan: Any) -> Any:
-        shares.append(learner.share(plan))
+        shares.append(learner.inference.share(plan))
         return shares[-1]
 
     def scored() -> None:
         given = foreign(with_images(trajectories_of(40, 64)))
         model_scores(learner._models.reference, given, learner._models.images.of_step(PICTURES))
 
-    trained = lambda: learner.infer(batch_of(learner, case, 40, 64, share_of, foreign))  # noqa: E731
+    trained = lambda: learner.inference.fill(batch_of(learner, case, 40, 64, share_of, foreign))  # noqa: E731
     for action in (trained, scored) if case.images else (trained,):
         try:
             action()
@@ -362,8 +363,8 @@ def without_replay(rank: int, path: str) -> bool:
     for change in (lambda trajectories: trajectories, misfits):
         actor.model.load_hf(Path(path))
         actor.optimizer.restart(OptimizerConfig(lr=1e-2))
-        batch = batch_of(learner, case, 40, 64, learner.share, change)
-        learner.infer(batch)
+        batch = batch_of(learner, case, 40, 64, learner.inference.share, change)
+        learner.inference.fill(batch)
         _, metrics = learner.train_step(TrainState("rl"), batch)
         found.append((metrics, {name: weight.clone() for name, weight in actor.model.tensors.items()}))
     (expected, weights), (metrics, stored) = found
@@ -379,7 +380,7 @@ def scores(rank: int, path: str) -> dict[str, Any]:
     """Runs in each rank: scores of a reward model that takes shares, and of one that is given all sequences."""
     from megarl.learn.batching import of_demonstrations, score_positions
     from megarl.learn.models.gpt import unwrap
-    from megarl.train.update.learner import model_scores
+    from megarl.train.inference.inference import model_scores
 
     model = learner_of(path, Case(PPOConfig(name="ppo"), ParallelConfig(dp=2)), limit=200)._models.critic.model
     for name, weight in unwrap(model.chunks[0]).named_parameters():

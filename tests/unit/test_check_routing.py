@@ -11,7 +11,7 @@ from megarl.config.schema import Config
 from megarl.core.errors import NonRetryableError
 from megarl.core.schema import Outcome, Reward
 from megarl.learn.batching import Sequences, StepShare
-from megarl.train.update.models import Models
+from megarl.train.inference.models import Models
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 from tests.parallel.families import save
 

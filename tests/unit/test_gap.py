@@ -13,7 +13,7 @@ from megarl.config.schema import ModelConfig
 from megarl.core.errors import WeightsDiffer
 from megarl.core.schema import Outcome, Reward
 from megarl.learn.batching import Sequences
-from megarl.train.update.batch import StepBatch
+from megarl.train.batch.batch import StepBatch
 from megarl.train.update.gap import check_samples, engine_gap
 
 LENGTHS = [40, 60]

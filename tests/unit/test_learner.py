@@ -24,12 +24,13 @@ from megarl.learn.batching import Sequences, micro_batches
 from megarl.learn.batching.packing import MicroBatching
 from megarl.learn.training import objectives
 from megarl.learn.training.objectives import LossTokens
+from megarl.train.batch.batch import StepBatch, filter_overlong, make_batch
+from megarl.train.inference.inference import Inference
+from megarl.train.inference.models import Models
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
-from megarl.train.update.batch import StepBatch, filter_overlong, make_batch
 from megarl.train.update.learner import Learner, kl_coef, step_input
-from megarl.train.update.models import Models
 from tests.trajectories import one_turn
 
 
@@ -44,7 +45,7 @@ def learner_of(
     models: Any = SimpleNamespace(actor=actor, reference=reference, critic=critic)
     models.finish_gathers = partial(Models.finish_gathers, models)
     ranks: Any = SimpleNamespace(gather=list)
-    return Learner(config, algorithm, models, updates, ranks, lambda _: None)
+    return Learner(config, algorithm, Inference(config, algorithm, models, lambda _: None), updates, ranks)
 
 
 def batch(reasons: tuple[FinishReason, ...] = ("stop", "length")) -> StepBatch:
@@ -111,7 +112,7 @@ def test_answers_outside_any_pair_have_log_probs(needs: set[str]) -> None:
     config = Config(algorithm=PreferenceConfig(name="online_dpo"))
     batch = make_batch(trajectories, [], algorithms.get("online_dpo"), config.algorithm, 1)
     assert batch.updates == [[[1, 0]]]
-    learner_of(config, actor=model, reference=model, needs=frozenset({"pairs", "group"} | needs)).infer(batch)
+    learner_of(config, actor=model, reference=model, needs=frozenset({"pairs", "group"} | needs)).inference.fill(batch)
     every = torch.full_like(batch.sequences.mask, True, dtype=torch.float32)
     paired = batch.sequences.row < 2
     if "old_logp" in needs:
@@ -137,7 +138,7 @@ def test_an_answer_in_several_pairs_has_its_log_probs_once(updates: int) -> None
     algorithm = replace(algorithms.get("online_dpo"), **changes)
     batch = make_batch(trajectories, [], algorithm, config.algorithm, updates)
     assert [unit for units in batch.updates for unit in units] == [[1, 0], [1, 2]]
-    learner_of(config, actor=model, reference=model, **changes).infer(batch)
+    learner_of(config, actor=model, reference=model, **changes).inference.fill(batch)
     every = torch.ones(len(batch.sequences.tokens))
     assert batch.sequences.old_logp is not None and batch.sequences.ref_logp is not None
     assert torch.equal(batch.sequences.old_logp, every) and torch.equal(batch.sequences.ref_logp, every)
@@ -152,7 +153,7 @@ def test_an_offline_job_has_all_log_probs_from_inference(offline: bool, filled: 
     )
     step = batch()
     step.updates, step.outcomes, step.rows = [[[0], [1]]], [], []
-    learner_of(Config(), actor=model, offline=offline).infer(step)
+    learner_of(Config(), actor=model, offline=offline).inference.fill(step)
     assert step.sequences.old_logp is not None and bool(step.sequences.old_logp.any()) is filled
 
 
@@ -168,7 +169,7 @@ def test_an_update_that_drops_inputs_gives_no_log_probs(lora: LoraConfig, filled
     )
     step = batch()
     step.updates, step.outcomes, step.rows = [[[0], [1]]], [], []
-    learner_of(Config(model=ModelConfig(lora=lora)), actor=model).infer(step)
+    learner_of(Config(model=ModelConfig(lora=lora)), actor=model).inference.fill(step)
     assert step.sequences.old_logp is not None and bool(step.sequences.old_logp.any()) is filled
 
 
@@ -208,7 +209,7 @@ def filtered(
     learner = learner_of(Config(algorithm=settings), actor=model, reference=model)
     trajectories: list[Any] = [answer(i, score, reasons[i]) for i, score in enumerate([0.0, 1.0, 1.0, 0.0])]
     batch = make_batch(trajectories, demonstrations, algorithms.get(settings.name), settings, updates)
-    learner.infer(batch)
+    learner.inference.fill(batch)
     old_logp, sampled = batch.sequences.old_logp, batch.sequences.sampled
     recorded = [] if old_logp is None else [old_logp[sampled & (batch.sequences.row == i)].tolist() for i in range(4)]
     filter_overlong(batch, settings)
@@ -302,7 +303,7 @@ def test_log_probs_of_the_first_update_come_with_it(name: str, changes: Any, inf
     learner = learner_of(config, actor=model, reference=model, updates=updates, restarts_optimizer=False)
     trajectories: list[Any] = [answer(i, score) for i, score in enumerate([0.0, 1.0, 1.0, 0.0])]
     step = make_batch(trajectories, [], algorithms.get(name), settings, 2)
-    learner.infer(step)
+    learner.inference.fill(step)
     assert step.sequences.old_logp is not None
     by_inference = int(step.sequences.old_logp.sum())
     learner.train_step(TrainState(), step)

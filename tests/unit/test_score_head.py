@@ -324,8 +324,8 @@ def test_a_score_model_keeps_its_reading(tmp_path: Path) -> None:
 def test_training_and_scoring_read_the_same_token(pad: int | None) -> None:
     """A reward model's batch, and the scores that a run takes from it."""
     from megarl.learn.batching import MicroBatching
+    from megarl.train.inference import inference
     from megarl.train.loop import offline
-    from megarl.train.update import learner
 
     config = classifier_config(pad_token_id=pad)
     rows = offline.Rows(tuple(((np.array(ids[:1]), np.array(ids[1:])),) for ids in ANSWERS), (0.0,) * 3)
@@ -339,7 +339,7 @@ def test_training_and_scoring_read_the_same_token(pad: int | None) -> None:
     model: Any = SimpleNamespace(
         hf_config=config, outputs=lambda *_: scores, micro_batches=lambda _: None, micro_batching=one
     )
-    assert learner.model_scores(model, [trajectory(ids) for ids in ANSWERS]) == scores[sequences.mask].tolist()
+    assert inference.model_scores(model, [trajectory(ids) for ids in ANSWERS]) == scores[sequences.mask].tolist()
 
 
 def trajectory(ids: list[int]) -> Trajectory:

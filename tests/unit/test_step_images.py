@@ -18,9 +18,9 @@ from megarl.learn.batching.images import Image, Vision
 from megarl.learn.batching.packing import deal
 from megarl.tasks import ChatTokenizer, chat_messages
 from megarl.tasks.images.processor import Processor
-from megarl.train.update import images as step_images
-from megarl.train.update.images import ImageInputs, StepImages, demonstrations_of
-from megarl.train.update.samples import of_experts
+from megarl.train.batch import images as step_images
+from megarl.train.batch.images import ImageInputs, StepImages, demonstrations_of
+from megarl.train.batch.samples import of_experts
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 from tests.loop.vision_models import QWEN_IMAGE, picture, save_tiny_qwen2_5_vl
 from tests.parallel import vision

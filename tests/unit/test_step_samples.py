@@ -19,9 +19,9 @@ from megarl.core.schema import Reward, Trajectory, Turn, WeightsSpan, WeightsVer
 from megarl.learn import algorithms
 from megarl.learn.batching import StepShare, micro_batches
 from megarl.learn.batching.packing import MicroBatching
-from megarl.train.update.batch import StepBatch, StepPlan, make_batch
-from megarl.train.update.images import ImageInputs, StepImages
-from megarl.train.update.samples import StepSamples, without_routing
+from megarl.train.batch.batch import StepBatch, StepPlan, make_batch
+from megarl.train.batch.images import ImageInputs, StepImages
+from megarl.train.batch.samples import StepSamples, without_routing
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 from tests.loop.vision_models import QWEN_IMAGE, picture, save_tiny_qwen2_5_vl
 from tests.unit.test_vision_processor import config_of

@@ -26,8 +26,8 @@ from megarl.run.checks.models.expert_rows import ExpertCheck
 from megarl.run.launch.experts import fill_experts
 from megarl.run.run_dir.experts import tokenizer_digest
 from megarl.tasks import ChatTokenizer
+from megarl.train.batch.batch import StepBatch, make_batch
 from megarl.train.rollout.reading import NodeReader, RolloutReader
-from megarl.train.update.batch import StepBatch, make_batch
 from tests.stores import expert
 from tests.unit.small_job import config_of, refused
 from tests.unit.test_trajectory import three_lines

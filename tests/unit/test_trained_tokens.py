@@ -25,8 +25,8 @@ from megarl.learn.batching import MicroBatching, micro_batches
 from megarl.run.checks.settings import check_rows_of_files
 from megarl.run.data.opened import StoredRun
 from megarl.run.data.trained_tokens import TRAINED, TrainedTokens, count_trained
-from megarl.train.update.batch import StepBatch, filter_overlong, make_batch
-from megarl.train.update.batch_file import put_together, taken
+from megarl.train.batch.batch import StepBatch, filter_overlong, make_batch
+from megarl.train.batch.batch_file import put_together, taken
 from tests.stores import make_task
 
 VERSION = WeightsVersion(1, 1)

@@ -20,7 +20,7 @@ from megarl.learn.batching import micro_batches
 from megarl.learn.batching.packing import MicroBatching
 from megarl.learn.training import objectives
 from megarl.learn.training.objectives import LossTokens
-from megarl.train.update.batch import StepBatch, filter_overlong, make_batch
+from megarl.train.batch.batch import StepBatch, filter_overlong, make_batch
 from megarl.train.update.learner import step_input
 from tests.trajectories import one_turn
 

@@ -15,8 +15,8 @@ from megarl.core.errors import ConfigError
 from megarl.core.schema import Reward, Trajectory, Turn
 from megarl.learn import algorithms
 from megarl.run.checks.settings import check_algorithm
+from megarl.train.batch.batch import StepBatch, make_batch
 from megarl.train.rank.state import TrainState
-from megarl.train.update.batch import StepBatch, make_batch
 from tests.trajectories import one_turn
 from tests.unit.test_learner import learner_of
 

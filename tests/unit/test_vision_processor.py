@@ -35,8 +35,8 @@ from megarl.tasks import ChatTokenizer, chat_messages, encode_rows, write_rows
 from megarl.tasks.images.inline import with_inline_images
 from megarl.tasks.images.pixels import DEFAULT, pixel_limits
 from megarl.tasks.images.processor import Processor, check_image_files, check_image_prompts, prompt_lengths
+from megarl.train.batch.images import ImageInputs, demonstrations_of
 from megarl.train.rollout.reading import NodeReader, RolloutReader
-from megarl.train.update.images import ImageInputs, demonstrations_of
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 from tests.loop.vision_models import (
     QWEN_IMAGE,

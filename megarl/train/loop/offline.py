@@ -18,11 +18,11 @@ from megarl.learn.memory.phases import Phase
 from megarl.learn.training import objectives
 from megarl.learn.training.objectives import LossTokens, Objective
 from megarl.tasks import ChatTokenizer, encode_preferences, read_preferences, read_rows, single_file
+from megarl.train.batch.batch import StepBatch, updates_of
+from megarl.train.batch.images import ImageInputs, demonstrations_of
+from megarl.train.inference.scoring import trains_scores
 from megarl.train.loop.rank import TrainerRank, starting
 from megarl.train.rank.state import TrainState
-from megarl.train.update.batch import StepBatch, updates_of
-from megarl.train.update.images import ImageInputs, demonstrations_of
-from megarl.train.update.scoring import trains_scores
 from megarl.weights.checkpoint.formats.score_pad import score_pad
 
 
@@ -104,7 +104,7 @@ class OfflineSteps:
                 found = self.batch_of(self.rows, numbers_of_step(len(self.rows), number, config.tasks_per_step, seed))
                 batch = StepBatch([], [], found.sequences, updates_of(found.units, config.updates_per_step), [])
             with phase("inference", step=number):
-                rank.learner.infer(batch)
+                rank.inference.fill(batch)
             with phase("update", step=number):
                 state, metrics = rank.learner.update(state, batch, self.objective_of(found), rank.config.algorithm)
             state = rank.end_step(state, metrics, None)

@@ -17,6 +17,9 @@ from megarl.core.schema import WeightsVersion
 from megarl.learn import algorithms
 from megarl.learn.memory.phases import Phase
 from megarl.learn.parallel import groups
+from megarl.train.inference.inference import Inference
+from megarl.train.inference.models import REFERENCE, Models
+from megarl.train.inference.scoring import trains_scores
 from megarl.train.loop.checkpoints import Checkpointer
 from megarl.train.memory.phase_memory import PhaseMemory
 from megarl.train.rank.context import RunContext
@@ -24,8 +27,6 @@ from megarl.train.rank.ranks import Ranks
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
 from megarl.train.update.learner import Learner
-from megarl.train.update.models import REFERENCE, Models
-from megarl.train.update.scoring import trains_scores
 from megarl.train.update.updates import UpdateFilter
 from megarl.weights.checkpoint.training import writer as checkpoint_writer
 
@@ -54,7 +55,8 @@ class TrainerRank:
         self.checkpoints = Checkpointer(self.context, self.store, self.ranks, self.reporter)
         self.updates = UpdateFilter(config.trainer.update_filter, self.reporter)
         self.memory = PhaseMemory(self.context, self.models, self.ranks, self.timeline)
-        self.learner = Learner(config, self.algorithm, self.models, self.updates, self.ranks, self.memory.enter)
+        self.inference = Inference(config, self.algorithm, self.models, self.memory.enter)
+        self.learner = Learner(config, self.algorithm, self.inference, self.updates, self.ranks)
 
     def __enter__(self) -> Self:
         return self

@@ -17,13 +17,13 @@ from megarl.learn.batching import of_demonstrations
 from megarl.learn.training import objectives
 from megarl.learn.training.optimizer import learning_rate
 from megarl.tasks import ChatTokenizer, read_rows, with_templates
+from megarl.train.batch.images import demonstrations_of
+from megarl.train.inference.models import Models
 from megarl.train.loop.checkpoints import Checkpointer
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
-from megarl.train.update.images import demonstrations_of
-from megarl.train.update.models import Models
 from megarl.train.update.updates import UpdateFilter
 
 PRINTED_EVERY = 100

@@ -10,8 +10,8 @@ from megarl.core.errors import JobError, MegarlError, MemoryFullError
 from megarl.core.processes.out_of_memory import bytes_asked, is_out_of_memory
 from megarl.learn.memory.phases import Phase, Place
 from megarl.learn.memory.residents import residents_of
+from megarl.train.inference.models import Models
 from megarl.train.memory.phase_memory import PhaseMemory
-from megarl.train.update.models import Models
 
 log = logging.getLogger(__name__)
 

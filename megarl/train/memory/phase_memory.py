@@ -13,10 +13,10 @@ from megarl.core.metrics import Timeline
 from megarl.core.processes import heartbeat
 from megarl.learn.memory.phases import OFFLOAD, WITH_ENGINES, Phase, PhasePlan, Place
 from megarl.learn.memory.residents import Resident, device_bytes, release_freed_memory, residents_of
+from megarl.train.inference.models import Models
 from megarl.train.memory.growth import Growth
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks
-from megarl.train.update.models import Models
 
 log = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ import torch
 
 from megarl.config import Config
 from megarl.learn.training.optimizer_digests import whole_digests
+from megarl.train.inference.models import Models
 from megarl.train.part import Part
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.state import TrainState
 from megarl.train.sync.probe import probe_text
 from megarl.train.sync.published import SentWeights
-from megarl.train.update.models import Models
 
 ROLE = "average"
 

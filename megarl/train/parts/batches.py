@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from megarl.train.batch.batch import StepBatch
+from megarl.train.batch.batch_file import kept_batch
+from megarl.train.inference.models import Models
 from megarl.train.part import Part
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
-from megarl.train.update.batch import StepBatch
-from megarl.train.update.batch_file import kept_batch
-from megarl.train.update.models import Models
 
 
 class KeptBatches(Part):

@@ -21,6 +21,7 @@ from megarl.engines.client.names import COLD_FOLDER, cold_mark
 from megarl.engines.client.probe import Probed, ProbeText, mean_share
 from megarl.engines.fleet import EngineRow, EngineStatus, EngineTurn
 from megarl.learn.memory.phases import Phase
+from megarl.train.inference.models import Models
 from megarl.train.memory.phase_memory import PhaseMemory
 from megarl.train.part import Metrics, Part
 from megarl.train.rank.context import RunContext
@@ -29,7 +30,6 @@ from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
 from megarl.train.sync.probe import probe_text
 from megarl.train.sync.weights import WeightSync
-from megarl.train.update.models import Models
 
 DECODED = 64
 """Most tokens that are sampled after the probe text."""

@@ -7,11 +7,11 @@ from megarl.config import Config
 from megarl.config.algorithms import MixConfig, reads_teacher
 from megarl.learn import algorithms
 from megarl.tasks import ChatTokenizer
+from megarl.train.batch.images import ImageInputs
+from megarl.train.inference.models import Models
 from megarl.train.part import Part, StepData
 from megarl.train.rank.state import TrainState
 from megarl.train.rollout.reading import RolloutReader
-from megarl.train.update.images import ImageInputs
-from megarl.train.update.models import Models
 
 
 def draws_experts(config: Config) -> bool:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megarl.learn.memory.phases import Phase
+from megarl.train.inference.models import Models
 from megarl.train.memory.phase_memory import PhaseMemory
 from megarl.train.part import Part
 from megarl.train.rank.state import TrainState
-from megarl.train.update.models import Models
 
 
 class ReferenceRefresh(Part):

@@ -6,12 +6,12 @@ from megarl.buffer.experience import add_model_scores
 from megarl.config import Config
 from megarl.core.metrics import spread
 from megarl.learn.memory.phases import Phase
+from megarl.train.inference.inference import model_scores
+from megarl.train.inference.models import Models
 from megarl.train.memory.phase_memory import PhaseMemory
 from megarl.train.part import Part, StepData
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
-from megarl.train.update.learner import model_scores
-from megarl.train.update.models import Models
 
 
 class RewardModelScores(Part):

@@ -9,7 +9,7 @@ from megarl.buffer.experience import Report, Verified, by_group
 from megarl.buffer.order.replay import Replayed
 from megarl.buffer.store import Used
 from megarl.core.schema import Trajectory
-from megarl.train.update.accounts import NONE, Amount, Excluded, SampleAccount, sum_of
+from megarl.train.batch.accounts import NONE, Amount, Excluded, SampleAccount, sum_of
 
 SURPLUS = "surplus"
 """Reason to drop a group that a step has found beyond ``trainer.tasks_per_step``."""

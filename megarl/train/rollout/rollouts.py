@@ -16,6 +16,7 @@ from megarl.buffer.order.replay import ReplayChoice
 from megarl.buffer.store import Store, Used
 from megarl.core.schema import Trajectory, WeightsVersion
 from megarl.learn.algorithms import Algorithm
+from megarl.train.batch.accounts import SampleAccount
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Stopped
 from megarl.train.rank.reporter import Reporter
@@ -26,7 +27,6 @@ from megarl.train.rollout.found import FoundGroups
 from megarl.train.rollout.group_part import GroupServices
 from megarl.train.rollout.group_parts import group_parts_of
 from megarl.train.rollout.reading import RolloutReader
-from megarl.train.update.accounts import SampleAccount
 
 
 class Wait(Protocol):

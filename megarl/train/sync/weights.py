@@ -20,6 +20,7 @@ from megarl.core.schema import WeightsVersion
 from megarl.engines.client.probe import ProbeText
 from megarl.learn.memory.phases import Phase
 from megarl.learn.training.model import Model
+from megarl.train.inference.models import Models
 from megarl.train.memory.phase_memory import PhaseMemory
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks, Stopped
@@ -29,7 +30,6 @@ from megarl.train.sync.publication import Delivery
 from megarl.train.sync.publish import WeightPublisher
 from megarl.train.sync.published import SentDigests, SentWeights
 from megarl.train.sync.trial import test_adapter
-from megarl.train.update.models import Models
 from megarl.weights.reshard.adapters import MergedTensors, SeparateTensors
 from megarl.weights.reshard.execute import NO_ROOM
 

@@ -12,8 +12,8 @@ from megarl.core.schema import Outcome, name_of
 from megarl.learn.algorithms.terms.parts import counts, repeated
 from megarl.learn.algorithms.terms.reduction import Tokens, Totals
 from megarl.learn.batching import Sequences
-from megarl.train.update.batch import StepBatch
-from megarl.train.update.lags import lag_metrics
+from megarl.train.batch.batch import StepBatch
+from megarl.train.batch.lags import lag_metrics
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1}
 """sync.sample_tolerance where it is not set. On toy models the means were 1e-7 in float32 and 0.004 in bfloat16; a

@@ -1,11 +1,11 @@
-"""Training on a step's batch: inference by every model, advantages, optimizer updates.
+"""Training on a step's batch: advantages, optimizer updates.
 
 Shape legend: N sequences of a step, T their positions (``batching.Sequences``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,64 +17,38 @@ from megarl.buffer.order.draws import ExpertRow
 from megarl.config import Config
 from megarl.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig
 from megarl.core.metrics import Sums, mean_of_sums
-from megarl.core.schema import GroupStats, Trajectory, WeightsVersion, name_of
+from megarl.core.schema import GroupStats, Trajectory, WeightsVersion
 from megarl.learn.algorithms import Algorithm, StepInput
 from megarl.learn.algorithms.terms import kl
 from megarl.learn.algorithms.terms.parts import counts
-from megarl.learn.batching import StepShare, of_demonstrations, score_positions
-from megarl.learn.batching.images import Images
 from megarl.learn.memory.phases import Phase
 from megarl.learn.training import objectives
-from megarl.learn.training.model import Model, TrainedModel, WithoutAdapters
+from megarl.learn.training.model import TrainedModel
 from megarl.learn.training.objectives import Objective
 from megarl.learn.training.optimizer import learning_rate
-from megarl.train.rank.ranks import Ranks, on_all_ranks
+from megarl.train.batch.batch import StepBatch, make_batch
+from megarl.train.batch.images import StepImages
+from megarl.train.inference.inference import Inference
+from megarl.train.rank.ranks import Ranks
 from megarl.train.rank.state import TrainState
-from megarl.train.update.batch import StepBatch, StepPlan, each_once, make_batch, overlong
-from megarl.train.update.images import StepImages
-from megarl.train.update.models import Models
-from megarl.train.update.shares import share_of
 from megarl.train.update.updates import UpdateFilter
-from megarl.weights.checkpoint.formats.score_pad import score_pad
 
-_PHASES = {"old_logp": Phase.OLD_LOGP, "ref_logp": Phase.REF_LOGP, "values": Phase.VALUES}
-"""Phase of inference by the field that it fills."""
 NO_GROUP = GroupStats(0.0, 0.0, 1)
 """Group statistics of a demonstration, which has no reward."""
 
 
 class Learner:
-    """Computes with a step's batch, on every rank alike."""
+    """Makes batches of a job's steps and trains on them, on every rank alike.
+
+    Args:
+        inference: Has the models, and what they compute before an update.
+    """
 
     def __init__(
-        self,
-        config: Config,
-        algorithm: Algorithm,
-        models: Models,
-        updates: UpdateFilter,
-        ranks: Ranks,
-        enter: Callable[[Phase], None],
+        self, config: Config, algorithm: Algorithm, inference: Inference, updates: UpdateFilter, ranks: Ranks
     ) -> None:
-        self._config = config
-        self._algorithm = algorithm
-        self._models = models
-        self._updates = updates
-        self._ranks = ranks
-        self._enter = enter
-        """Has what a phase needs on the device (``PhaseMemory.enter``)."""
-
-    @property
-    def _first_update_infers(self) -> bool:
-        """True if ``old_logp`` of the first update's tokens come from its own forward pass: nothing needs them
-        earlier (an algorithm's own ``estimate`` may), the critic's warm-up leaves no update out, each token goes
-        through the model once (an answer may be in several pairs), and updates compute what inference does (dropout of
-        adapters is theirs alone). The updates of offline jobs fill nothing."""
-        algorithm, settings = self._algorithm, self._config.algorithm
-        others = algorithm.estimate is not None or self._models.critic is not None
-        once = algorithm.choose_pairs is None and not algorithm.offline
-        lora = self._config.model.lora
-        alike = not (lora.is_used and lora.dropout)
-        return "old_logp" in algorithm.needs and once and alike and not others and settings.kl.target is None
+        self._config, self._algorithm, self._updates, self._ranks = config, algorithm, updates, ranks
+        self.inference, self._models = inference, inference.models
 
     def batch_of(
         self,
@@ -87,66 +61,17 @@ class Learner:
 
         Arguments and errors as of ``make_batch``.
         """
-        config = self._config
-        settings = (self._algorithm, config.algorithm, config.trainer.updates_per_step, lags, images, self.share)
+        config, share = self._config, self.inference.share
+        settings = (self._algorithm, config.algorithm, config.trainer.updates_per_step, lags, images, share)
         replays = config.rollout.routing_replay
         return make_batch(with_group_stats(trajectories), demonstrations, *settings, replays_routing=replays)
-
-    def infer(self, batch: StepBatch) -> None:
-        """Fill what the algorithm needs: log-probs under the weights that the update starts from, the reference's,
-        values. ``old_logp`` of the first update may be filled by ``train_step``.
-
-        Raises NonRetryableError, on every rank, for expert ids that are none of the actor's.
-        """
-        sequences = batch.sequences
-        if self._config.rollout.routing_replay:
-            on_all_ranks(lambda: self._models.check_routing(sequences, batch.rows))
-        truncated = set(overlong(batch.rows, self._config.algorithm))
-        for name, model, lists in self._inferred(batch.updates, batch.outside, truncated):
-            self._enter(_PHASES[name])
-            outputs = model.outputs(sequences, [model.micro_batches(sequences, units) for units in lists])
-            setattr(sequences, name, outputs)
-
-    def _inferred(
-        self, updates: list[list[list[int]]], outside: list[list[int]], truncated: set[int]
-    ) -> Iterator[tuple[str, Model | WithoutAdapters, list[list[list[int]]]]]:
-        """Yield (field of ``Sequences``, model that fills it, lists of units that it takes), in order. Arguments as of
-        ``StepPlan``."""
-        # The mismatch takes log-probs of every answer, the adaptive KL of those that ``filter_overlong`` leaves.
-        rest = outside if "old_logp" in self._algorithm.needs else []
-        kept = [unit for unit in rest if not truncated.intersection(unit)]
-
-        def lists(others: list[list[int]], first: int = 0) -> list[list[list[int]]]:
-            return each_once([*updates[first:], *([others] if others else [])])
-
-        models = self._models
-        if "old_logp" in self._algorithm.needs:
-            yield "old_logp", models.actor.model, lists(rest, int(self._first_update_infers))
-        if models.reference is not None:
-            yield "ref_logp", models.reference, lists(kept)
-        if models.critic is not None:
-            yield "values", models.critic.model, lists(kept)
-
-    def share(self, plan: StepPlan) -> StepShare | None:
-        """Choose the sequences of a step that this rank holds: those that its models take in inference and updates;
-        None for all. Every rank calls it."""
-        if self._algorithm.whole_step:
-            return None
-        inferred = self._inferred(plan.updates, plan.outside, plan.overlong)
-        taken: list[tuple[Model | WithoutAdapters, list[list[int]]]] = [
-            (m, units) for _, m, lists in inferred for units in lists
-        ]
-        for trained in (self._models.actor, self._models.critic):
-            if trained is not None:
-                taken += [(trained.model, units) for units in plan.updates]
-        return share_of(plan.lengths, plan.patches, taken)
 
     def train_step(self, state: TrainState, batch: StepBatch) -> tuple[TrainState, dict[str, float]]:
         """Estimate advantages and make the step's updates; return the state with what they changed, and metrics."""
         settings = self.settings(state)
         state, estimated = self.estimate(state, batch)
         policy = partial(objectives.policy, self._algorithm, settings, batch.sequences)
-        first = policy(unchanged=True) if self._first_update_infers else None
+        first = policy(unchanged=True) if self.inference.first_update_infers else None
         state, updated = self.update(state, batch, policy(), settings, first)
         return state, estimated | updated
 
@@ -223,7 +148,7 @@ class Learner:
                 sums.append(found)
                 updates.append({f"{objective.name}/grad_norm": (norm, 1.0), f"{objective.name}/lr": (lr, 1.0)})
 
-        self._enter(Phase.UPDATE)
+        self.inference.enter(Phase.UPDATE)
         self._updates.begin()
         if self._algorithm.restarts_optimizer:
             actor.optimizer.restart(config.trainer.optimizer)
@@ -279,29 +204,3 @@ def step_input(batch: StepBatch, algorithm: Algorithm, config: AlgorithmConfig) 
         own=None if sequences.share is None else sequences.share.numbers,
         together=sequences.together,
     )
-
-
-def model_scores(model: Model, trajectories: list[Trajectory], images: StepImages | None = None) -> list[float]:
-    """The reward model's score of each trajectory, read after the model's last turn. Every rank calls it.
-
-    Args:
-        images: Those of the step; None for a text model.
-
-    Raises DataError, on every rank, where a trajectory has other placeholders than its images need.
-    """
-    lengths = torch.tensor([sum(map(len, trajectory.answered())) for trajectory in trajectories])
-    patches = None
-    if images is not None:
-        patches = [images.patches(d for at in t.answered_images for d in at.digests) for t in trajectories]
-    share = share_of(lengths, patches, [(model, None)])
-    held = trajectories if share is None else [trajectories[i] for i in share.numbers.tolist()]
-    sequences = of_demonstrations([trajectory.answered() for trajectory in held])
-    sequences.share = share
-    if images is not None:
-        shown = [trajectory.answered_images for trajectory in held]
-        on_all_ranks(lambda: images.put(sequences, shown, lambda i: name_of(held[i])))
-    if sequences.images is None and any(patches or ()):
-        sequences.images = Images.of_text(sequences.lengths)
-    outputs = model.outputs(sequences, [model.micro_batches(sequences)])
-    found: list[float] = sequences.together(outputs[score_positions(sequences, score_pad(model.hf_config))]).tolist()
-    return found

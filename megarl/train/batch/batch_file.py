@@ -12,7 +12,7 @@ from megarl.core.kept_batches import KeptBatch
 from megarl.learn.batching import MicroBatch
 from megarl.learn.training.model import Model
 from megarl.learn.training.objectives import LossTokens
-from megarl.train.update.batch import StepBatch
+from megarl.train.batch.batch import StepBatch
 
 Arrays = dict[str, np.ndarray]
 """Fields of ``KeptBatch`` by name, of some micro-batches."""

@@ -21,8 +21,8 @@ from megarl.core.schema import FinishReason, TrainingSample, Trajectory, Weights
 from megarl.learn.batching import Sequences, StepShare, joined, of_demonstrations, of_samples
 from megarl.learn.batching.images import Images
 from megarl.learn.batching.sequences import NO_IDS
-from megarl.train.update.images import StepImages
-from megarl.train.update.lags import current
+from megarl.train.batch.images import StepImages
+from megarl.train.batch.lags import current
 
 WITHOUT_REPLAY = "set rollout.routing_replay to false"
 """Fix of expert ids that cannot be replayed."""

@@ -18,11 +18,11 @@ from megarl.learn.algorithms import Algorithm
 from megarl.learn.algorithms.terms.parts import repeated
 from megarl.learn.algorithms.terms.reduction import Tokens
 from megarl.learn.batching import Sequences, StepShare
+from megarl.train.batch.accounts import NONE, Amount, Excluded
+from megarl.train.batch.images import StepImages
+from megarl.train.batch.samples import StepSamples, without_routing
+from megarl.train.batch.turn_rewards import turn_advantages
 from megarl.train.rank.ranks import on_all_ranks
-from megarl.train.update.accounts import NONE, Amount, Excluded
-from megarl.train.update.images import StepImages
-from megarl.train.update.samples import StepSamples, without_routing
-from megarl.train.update.turn_rewards import turn_advantages
 
 T = TypeVar("T")
 

@@ -28,9 +28,9 @@ from megarl.learn.training.model import Grid, Model, TrainedModel, WithoutAdapte
 from megarl.learn.training.optimizer_digests import check_written
 from megarl.learn.training.role_adapters import role_lora, shares_base
 from megarl.learn.training.schedule import Head
-from megarl.train.update.images import ImageInputs
-from megarl.train.update.samples import WITHOUT_REPLAY
-from megarl.train.update.scoring import in_warm_start, score_source, trains_scores
+from megarl.train.batch.images import ImageInputs
+from megarl.train.batch.samples import WITHOUT_REPLAY
+from megarl.train.inference.scoring import in_warm_start, score_source, trains_scores
 from megarl.weights.architectures import architecture
 from megarl.weights.checkpoint.formats import hf
 from megarl.weights.checkpoint.formats.score_files import ScoreFiles

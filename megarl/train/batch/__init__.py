@@ -1,0 +1,1 @@
+"""The batch of a step: its samples, images and shares."""
