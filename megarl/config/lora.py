@@ -23,7 +23,7 @@ class LoraConfig:
     """True multiplies by ``alpha`` / sqrt(``rank``) (arXiv:2312.03732)."""
     targets: list[str] = field(default_factory=lambda: [ALL_LINEAR])
     """Layers with an adapter: ends of their HF names (``q_proj``, ``mlp.down_proj``); all-linear stands for all of
-    attention, MLP and experts. ``lm_head`` is named by itself."""
+    attention, MLP and experts. ``lm_head`` and ``embed_tokens`` are named by themselves."""
     modules_to_save: list[str] = field(default_factory=list)
     """Ends of the HF names of modules that are trained whole beside the adapters (``lm_head``, ``model.norm``; ``norm``
     stands for every norm, as in PEFT)."""
@@ -35,7 +35,7 @@ class LoraConfig:
     """Share of an adapter's inputs that an update leaves out; losses then depend on the grid."""
     init: Literal["kaiming", "gaussian"] = "kaiming"
     """Distribution of a new A; B begins with zeros. kaiming: uniform within ±1/sqrt(inputs), PEFT's default. gaussian:
-    standard deviation 1 / rank."""
+    standard deviation 1 / rank. Of ``embed_tokens`` A begins with zeros, and B with standard deviation 1."""
     seed: Seed = 1
     """Seed of a new A."""
     path: str | None = None

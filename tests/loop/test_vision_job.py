@@ -196,7 +196,7 @@ def test_a_frozen_tower_stays(tmp_path: Path) -> None:
 def test_adapters_of_a_tower_are_read_by_peft(tmp_path: Path) -> None:
     """The tower's adapters learn, reach the engine, and are PEFT's: with the model that the warm start left they are
     what was exported."""
-    targets = "model.lora.targets=[all-linear,attn.qkv,visual.merger.mlp.0]"
+    targets = "model.lora.targets=[all-linear,embed_tokens,attn.qkv,visual.merger.mlp.0]"
     settings = ("model.train_vision_tower=false", "model.lora.rank=4", targets, "trainer.optimizer.lr=1e-3")
     with left_alone(tmp_path / "adapted", (*SETTINGS, *settings)) as run:
         assert all(0 < step["training/rollout_logp_diff_max"] < 1e-4 for step in steps_of(run))

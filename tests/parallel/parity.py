@@ -37,7 +37,9 @@ OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.95, ep
 PACKED_TOKENS = 48
 """Two or three of the batch's sequences."""
 LORA = {
-    "qwen3, LoRA": LoraConfig(rank=4, alpha=6.0, rank_pattern={"k_proj": 3}, targets=["all-linear", "lm_head"]),
+    "qwen3, LoRA": LoraConfig(
+        rank=4, alpha=6.0, rank_pattern={"k_proj": 3}, targets=["all-linear", "lm_head", "embed_tokens"]
+    ),
     "qwen3_moe, LoRA": LoraConfig(rank=4, alpha=6.0),
     "deepseek_v3, LoRA": LoraConfig(rank=4, alpha=6.0, rslora=True),
 }

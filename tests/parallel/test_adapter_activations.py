@@ -13,7 +13,8 @@ from tests.parallel.families import VOCAB, save
 from tests.parallel.grid import run_grid
 
 TOKENS = 4 * 16
-KINDS = {"whole": LoraConfig(), "rank 6": LoraConfig(rank=6), "rank 12": LoraConfig(rank=12)}
+ENDS = LoraConfig(rank=12, targets=["all-linear", "embed_tokens"])
+KINDS = {"whole": LoraConfig(), "rank 6": LoraConfig(rank=6), "rank 12": LoraConfig(rank=12), "embedding": ENDS}
 CUT = ParallelConfig(tp=2, sequence_parallel=True)
 CASES = [("qwen3", ParallelConfig(tp=2)), ("qwen3", CUT), ("deepseek_v3", CUT)]
 
@@ -86,6 +87,8 @@ def test_adapters_keep_what_they_are_estimated_to(tmp_path: Path) -> None:
         }
         for rank in ranks:
             measured = rank[number]
+            of_embedding = estimate["embedding"] - estimate["rank 12"]
+            assert measured["embedding"] - measured["rank 12"] == of_embedding > 0, (family, parallel)
             more = estimate["rank 12"] - estimate["rank 6"]
             assert measured["rank 12"] - measured["rank 6"] == more > 0, (family, parallel)
             assert measured["rank 6"] - measured["whole"] <= estimate["rank 6"] - estimate["whole"], (family, parallel)

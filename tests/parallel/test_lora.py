@@ -28,7 +28,7 @@ from tests.parallel.models import VOCAB, logical_tensors
 from tests.parallel.peft_twin import FOLDER, save_adapter
 from tests.parallel.test_megatron_on_cpu import parts, sft_steps
 
-LORA = LoraConfig(rank=3, alpha=5.0, modules_to_save=["model.norm"])
+LORA = LoraConfig(rank=3, alpha=5.0, targets=["all-linear", "embed_tokens"], modules_to_save=["model.norm"])
 SAVING = ParallelConfig(tp=2, pp=2, sequence_parallel=True)
 LOADING = {"pp2vpp2": ParallelConfig(pp=2, vpp=2), "dp2ep2": ParallelConfig(dp=2, ep=2)}
 STEPS = 2
@@ -207,13 +207,15 @@ def compare_with_base(rank: int, path: str) -> dict[str, Any]:
         expected = own.double()
         for each in adapters:
             product, at = each.factors.scale * (exact[each.b] @ exact[each.a]), 0
+            into = expected.t() if each.factors.is_embedding else expected
             for begin, end in each.places:
-                expected[begin:end] += product[at : at + end - begin]
+                into[begin:end] += product[at : at + end - begin]
                 at += end - begin
         error = float(((merged(own, adapters, factors).double() - expected).abs() / expected.abs().max()).max())
         off, name = max((off, name), (error, local))
     found["off"] = off, name
     lora = Model(config, actor.model.model_config, ParallelConfig(), None, rows)
+    found["begun"] = {name: t.clone() for name, t in lora.all_tensors.items() if ".embed_tokens." in name}
     lora.copy_from(actor.model, bucket_bytes=1 << 20)
     share_base(actor.model.chunks, lora.chunks)
     theirs = actor.model.tensors
@@ -232,3 +234,5 @@ def test_a_model_without_its_adapters_is_the_base(model: Path) -> None:
     assert found["off"][0] < 1e-6, found["off"]
     kept = {"output_layer.weight", "decoder.final_layernorm.weight"}
     assert found["shared"] == found["names"] - kept, "a critic of the same base has no second one"
+    a, b = (found["begun"][f"lora.embedding.word_embeddings.embed_tokens.{which}"] for which in "ab")
+    assert not a.any() and 0.8 < float(b.std()) < 1.2, "of an embedding A begins with zeros, and B as PEFT's"

@@ -22,16 +22,18 @@ from tests.parallel.peft_twin import save_adapter
 
 Dtype = Literal["bfloat16", "float32"]
 LORAS = {
-    "head": LoraConfig(rank=4, alpha=6.0, targets=["all-linear", "lm_head"], rank_pattern={"k_proj": 3}),
+    "ends": LoraConfig(
+        rank=4, alpha=6.0, targets=["all-linear", "lm_head", "embed_tokens"], rank_pattern={"k_proj": 3}
+    ),
     "saved": LoraConfig(rank=4, targets=["q_proj", "down_proj"], modules_to_save=["lm_head", "norm", "embed_tokens"]),
     "experts": LoraConfig(rank=3, targets=["gate_proj", "o_proj", "model.layers.1.mlp.experts.1.down_proj"]),
 }
 GRIDS = {
-    "head": ParallelConfig(tp=2),
+    "ends": ParallelConfig(tp=2),
     "saved": ParallelConfig(tp=2, sequence_parallel=True),
     "experts": ParallelConfig(dp=2, ep=2),
 }
-CASES: list[tuple[str, Dtype]] = [("head", "bfloat16"), ("saved", "float32"), ("experts", "bfloat16")]
+CASES: list[tuple[str, Dtype]] = [("ends", "bfloat16"), ("saved", "float32"), ("experts", "bfloat16")]
 
 
 def through(rank: int, root: str) -> None:

@@ -28,7 +28,7 @@ Case = tuple[str, ParallelConfig, str]
 """Model, grid, dtype."""
 ADAPTED = {
     "qwen3, LoRA": LoraConfig(rank=3, rank_pattern={"k_proj": 5}, modules_to_save=["norm"]),
-    "untied, LoRA": LoraConfig(rank=4, targets=[ALL_LINEAR, "lm_head"]),
+    "untied, LoRA": LoraConfig(rank=4, targets=[ALL_LINEAR, "lm_head", "embed_tokens"]),
     "moe, LoRA": LoraConfig(rank=3),
     "untied, one layer": LoraConfig(rank=4, targets=["layers.0.mlp.up_proj"]),
     "moe, one expert": LoraConfig(rank=4, targets=["layers.0.mlp.experts.1.up_proj"]),

@@ -35,7 +35,11 @@ def adapted(dtype: torch.dtype, size: float = 0.02) -> AdaptedModel:
     factors |= {"e.a": drawn(EXPERTS, 2, INTO), "e.b": drawn(EXPERTS, 40, 2) * size}
     expert = Factors("layer.expert", (40, INTO), 2, 0.7)
     stack = [LocalAdapter(expert, "e.a", "e.b", ((0, 40),), by_input=False, lead=(n,)) for n in range(EXPERTS)]
-    return AdaptedModel(own, factors, {"w": local, "experts": stack})
+    embedding = Factors("embedding", (INTO, OUT), 3, 1.5, is_embedding=True)
+    factors |= {"x.a": drawn(3, OUT) * size, "x.b": drawn(INTO, 3)}
+    own["embedding"] = drawn(OUT, INTO)
+    looked_up = LocalAdapter(embedding, "x.a", "x.b", ((0, INTO),), by_input=True)
+    return AdaptedModel(own, factors, {"w": local, "experts": stack, "embedding": [looked_up]})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -74,9 +78,17 @@ def test_merged_otherwise(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, h
         ProvenTensors(MergedTensors(adapted(dtype)), 0)["w"]
 
 
+def test_an_embedding_merged_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for how in ("not at all", "twice"):
+        monkeypatch.setattr(adapters, "merged", MERGES[how])
+        with pytest.raises(WeightsDiffer, match="embedding is not W"):
+            ProvenTensors(MergedTensors(adapted(torch.float32)), 0)["embedding"]
+
+
 def test_every_row_of_every_expert_is_computed_again_in_turn() -> None:
     model = adapted(torch.float32)
-    for name, at in (("w", (OUT - 1, 5)), ("w", (0, 0)), ("experts", (EXPERTS - 1, 39, 3))):
+    places = (("w", (OUT - 1, 5)), ("w", (0, 0)), ("experts", (EXPERTS - 1, 39, 3)), ("embedding", (OUT - 1, 5)))
+    for name, at in places:
         found = MergedTensors(model)[name].clone()
         found[at] += 1e-3
         turns = [turn for turn in range(0, 200, 2) if _differs(name, found, model, turn)]

@@ -13,6 +13,7 @@ from megarl.core.errors import ConfigError
 from megarl.weights.reshard.adapters import (
     AdaptedModel,
     AdapterDelivery,
+    Factors,
     MergedTensors,
     SeparateTensors,
     adapter_layout,
@@ -34,7 +35,7 @@ GRIDS = [
     MegatronGrid(pp=2, vpp=2),
     MegatronGrid(cp=2, tp=2),
 ]
-LORA = LoraConfig(rank=2, alpha=3.0, targets=["all-linear", "lm_head"])
+LORA = LoraConfig(rank=2, alpha=3.0, targets=["all-linear", "lm_head", "embed_tokens"])
 QWEN2_5_7B = {
     "model_type": "qwen2",
     "hidden_size": 3584,
@@ -58,7 +59,9 @@ QWEN2_5_7B = {
 def test_every_rank_holds_its_parts_of_every_adapter_once(grid: MegatronGrid, tied: bool) -> None:
     """Of A and B as of any tensor: local tensors are tiled, and what all ranks hold makes up the whole."""
     config = qwen3_config(tie_word_embeddings=tied)
-    lora = LoraConfig(rank=2, targets=["all-linear", *([] if tied else ["lm_head"])], rank_pattern={"o_proj": 3})
+    lora = LoraConfig(
+        rank=2, targets=["all-linear", *([] if tied else ["lm_head", "embed_tokens"])], rank_pattern={"o_proj": 3}
+    )
     base, factors = megatron_layout(config, grid), factors_of(config, lora)
     layout = adapter_layout(base, factors)
     for rank in range(grid.world_size):
@@ -66,9 +69,10 @@ def test_every_rank_holds_its_parts_of_every_adapter_once(grid: MegatronGrid, ti
         for local, own in local_adapters(base, factors, rank).items():
             shapes = layout.local_shapes(rank)
             for each in own:
+                rows = base.local_shapes(rank)[local][1 if each.factors.is_embedding else 0]
                 assert shapes[each.b][0] == each.rows
                 assert shapes[each.a][0] == each.factors.rank == shapes[each.b][1]
-                assert sum(end - begin for begin, end in each.places) <= base.local_shapes(rank)[local][0]
+                assert sum(end - begin for begin, end in each.places) <= rows
     whole = adapter_layout(hf_layout(config), factors)
     for source, destination in ((layout, whole), (whole, layout)):
         build_plan(source, destination).check()
@@ -88,11 +92,9 @@ def test_merged_weights_are_the_same_on_every_grid() -> None:
     whole = hf_layout(config)
     tensors = numbered(whole) | numbered(adapter_layout(whole, factors))
     expected = {
-        name: tensors[name] if name not in factors else tensors[name] + factors[name].scale * (
-            tensors[factors[name].b] @ tensors[factors[name].a]
-        )
+        name: tensors[name] if name not in factors else tensors[name] + product(factors[name], tensors)
         for name in whole.tensors
-    }  # fmt: skip
+    }
     for grid in GRIDS:
         base = megatron_layout(config, grid)
         for rank in range(grid.world_size):
@@ -111,6 +113,12 @@ def test_merged_weights_are_the_same_on_every_grid() -> None:
                     assert torch.equal(separate[each.a], ab[each.a])
                     assert torch.equal(separate[each.b], ab[each.b] * each.factors.scale)
             assert set(separate) == {*own, *ab} and len(separate) == len(own) + len(ab)
+
+
+def product(own: Factors, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The sum that an adapter adds to its tensor."""
+    found = own.scale * (tensors[own.b] @ tensors[own.a])
+    return found.t() if own.is_embedding else found
 
 
 def local_tensors(layout: Any, rank: int, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -77,8 +77,13 @@ def test_layers_that_a_model_does_not_have(tmp_path: Path) -> None:
     untied = read_hf_config(save("qwen3", tmp_path / "untied"))
     head = LoraConfig(rank=4, targets=["lm_head"])
     check_adapters(head, untied, "/m")
+    check_adapters(replace(head, targets=["embed_tokens"]), untied, "/m")
     refused = {
         r"targets has lm_head, but the model in /m .*tie_word_embeddings": (head, tied),
+        r"targets has embed_tokens, but the model in /m .*tie_word_embeddings.*leave it out": (
+            replace(head, targets=["embed_tokens"]),
+            tied,
+        ),
         r"modules_to_save has lm_head, but": (LoraConfig(rank=4, modules_to_save=["lm_head"]), tied),
         r"both name lm_head of the model in /m": (replace(head, modules_to_save=["lm_head"]), untied),
         r"alpha_pattern has 'k_proj', whose layers .*\['lm_head'\]": (

@@ -71,6 +71,7 @@ def test_no_option_of_a_user_changes_the_adapters() -> None:
         ("qwen3_moe", LoraConfig(rank=4), r"adapters of experts \(model\.layers\.\d+\.mlp\.experts\."),
         ("deepseek_v3", LoraConfig(rank=4, targets=["o_proj"]), "adapters of latent attention"),
         ("qwen3", LoraConfig(rank=4, targets=["q_proj", "lm_head"]), r"an adapter of the head \(lm_head"),
+        ("qwen3", LoraConfig(rank=4, targets=["embed_tokens"]), r"an adapter of the embedding \(model\.embed.*=merged"),
         ("qwen3", LoraConfig(rank=4, modules_to_save=["norm"]), r"trained whole \(norm"),
         ("qwen3", LoraConfig(rank=LORA_RANKS[-1] + 1), "rank 513: vLLM has room for 512"),
     ],

@@ -16,6 +16,7 @@ from megarl.config.schema import ModelConfig, ParallelConfig
 from megarl.learn.memory.resident_bytes import ITEM_BYTES
 from megarl.learn.parallel.grid import megatron_grid
 from megarl.weights.architectures import ModelSizes
+from megarl.weights.reshard.adapters import EMBEDDING, names_module
 
 FLOAT_BYTES = 4
 ROW_FLOATS = 10
@@ -23,6 +24,8 @@ ROW_FLOATS = 10
 MOE = ("moe_act", "experts", "shared_experts")
 """Parts of the module that Megatron calls moe."""
 LM_HEAD = "lm_head"
+TOKEN_BYTES = 8 + 1
+"""Bytes that an embedding's adapter keeps of a token: its place in the vocabulary, and if it is another rank's."""
 
 
 def activation_bytes(
@@ -53,6 +56,10 @@ def activation_bytes(
             if model.lora.is_used and LM_HEAD in model.lora.targets:
                 logits += weight * item  # the head with its adapter in it
             size += logits + ROW_FLOATS * FLOAT_BYTES * here
+        if stage == 0 and model.lora.is_used and any(names_module(target, EMBEDDING) for target in model.lora.targets):
+            along = grid.tp if grid.sequence_parallel else 1
+            # A's output for B, and for A which tokens are this rank's.
+            size += in_flight * here * (_rank(model.lora, "embed_tokens") / along * item + TOKEN_BYTES)
         most = max(most, size)
     return int(most)
 

@@ -1,7 +1,7 @@
-"""Low-rank adapters of a GPTModel's linear layers, beside Megatron's own modules.
+"""Low-rank adapters of a GPTModel's linear layers and its embedding, beside Megatron's own modules.
 
 A's and B's are parameters of one module of a stage, ``lora``, under the names that ``reshard.adapters`` gives them. A
-hook of each adapted linear layer adds what they compute to the layer's output; the layer itself is Megatron's.
+hook of each adapted layer adds what they compute to the layer's output; the layer itself is Megatron's.
 
 Shape legend: s tokens (a share of them where the sequence is cut), b rows, i inputs and o outputs of a layer on this
 rank, r rank of an adapter.
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -42,6 +42,8 @@ class Adapter(torch.nn.Module):
     ``a`` [r, i] and ``b`` [o, r]. Of the two the one that is whole on several ranks has its gradient made whole: by a
     collective of r numbers for each token, by Megatron's sum over shares of the sequence, or, in experts, whose tokens
     are dealt out by the layer around them, by a collective of its own size.
+
+    An embedding is a linear layer of one-hot inputs that is cut along these: its A is looked up.
     """
 
     def __init__(self, local: LocalAdapter, layer: Any, dropout: float) -> None:
@@ -52,9 +54,12 @@ class Adapter(torch.nn.Module):
         self._in_experts = bool(getattr(layer, "is_expert", False))
         self._cut_sequence = bool(getattr(layer, "sequence_parallel", False)) and not self._in_experts
         self._columns = isinstance(layer, ColumnParallelLinear)
-        self._rows = isinstance(layer, RowParallelLinear)
-        rank = local.factors.rank
-        inputs = weight.shape[1]
+        self._rows = isinstance(layer, RowParallelLinear | VocabParallelEmbedding)
+        rank, inputs = local.factors.rank, weight.shape[1]
+        if local.factors.is_embedding:
+            inputs, self.dropout = weight.shape[0], 0.0  # as in PEFT
+            self._cut_sequence = bool(layer.reduce_scatter_embeddings)
+            self._first_token, self._deterministic = int(layer.vocab_start_index), bool(layer.deterministic_mode)
         self.a = torch.nn.Parameter(torch.zeros(rank, inputs, dtype=weight.dtype, device=weight.device))
         self.b = torch.nn.Parameter(torch.zeros(local.rows, rank, dtype=weight.dtype, device=weight.device))
         cut, whole = (self.b, self.a) if self._columns else (self.a, self.b)
@@ -74,7 +79,8 @@ class Adapter(torch.nn.Module):
                 parameter.sequence_parallel = getattr(weight, "sequence_parallel", False)  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., i] -> [..., o]; the part of a sum over ranks that share an expert, where the layer's output is too."""
+        """[..., i] -> [..., o]; the part of a sum over ranks that share an expert, where the layer's output is too. Of
+        an embedding int64 [b, s] -> [b, s, o], or [s, b, o] where its output is cut along the sequence."""
         a, b = self.a, self.b
         if self._in_experts:
             if self._columns:
@@ -83,7 +89,8 @@ class Adapter(torch.nn.Module):
                 b = copy_to_tensor_model_parallel_region(b, group=self._group)
         if self.dropout and self.training:
             x = F.dropout(x, self.dropout)
-        z = F.linear(x, a) * self.local.factors.scale
+        z = self._looked_up(x) if self.local.factors.is_embedding else F.linear(x, a)
+        z = z * self.local.factors.scale
         if not self._in_experts:
             if self._columns and self._cut_sequence:
                 z = gather_from_sequence_parallel_region(z, group=self._group)
@@ -95,6 +102,16 @@ class Adapter(torch.nn.Module):
                 z = reduce_from_tensor_model_parallel_region(z, group=self._group)
         return F.linear(z, b)
 
+    def _looked_up(self, tokens: torch.Tensor) -> torch.Tensor:
+        """This rank's part of A's columns of tokens; zeros for tokens of other ranks."""
+        columns = self.a.t()
+        place = tokens - self._first_token
+        elsewhere = (place < 0) | (place >= len(columns))
+        place = place.masked_fill(elsewhere, 0)
+        found = columns[place] if self._deterministic else F.embedding(place, columns)
+        found = found.masked_fill(elsewhere[..., None], 0.0)
+        return found.transpose(0, 1).contiguous() if self._cut_sequence else found
+
     def product(self) -> torch.Tensor:
         """scale · B·A [o, i], of an output layer whose log-probs are computed from its weight."""
         a = copy_to_tensor_model_parallel_region(self.a, group=self._group)
@@ -102,7 +119,7 @@ class Adapter(torch.nn.Module):
 
 
 class LayerAdapters:
-    """Adapters of one linear layer. Called as a forward hook of it."""
+    """Adapters of one layer. Called as a forward hook of it."""
 
     def __init__(self, adapters: Sequence[Adapter], outputs: int, switch: Switch) -> None:
         self._adapters, self._switch = adapters, switch
@@ -175,7 +192,7 @@ def _sharded(adapter: Adapter, which: str, *, experts: bool) -> Any:
         tensor,
         *offsets,
         replica_id=(0, 0 if cut else group.rank(), replica),
-        allow_shape_mismatch=own.leaf == "lm_head",
+        allow_shape_mismatch=own.is_embedding or own.leaf == "lm_head",
     )
 
 
@@ -203,7 +220,8 @@ def install(chunks: Sequence[torch.nn.Module], layout: Layout, rank: int, factor
             if isinstance(layer, LogProbHead):
                 layer.added, layer.switch = made[0].product, adapters.switch
             else:
-                layer.register_forward_hook(LayerAdapters(made, layer.weight.shape[0], adapters.switch))
+                outputs = layer.weight.shape[1 if own[0].factors.is_embedding else 0]
+                layer.register_forward_hook(LayerAdapters(made, outputs, adapters.switch))
         stage.add_module(LORA, adapters)
 
 
@@ -231,10 +249,16 @@ def _with_gradient(layer: torch.nn.Module, arguments: Any, output: torch.Tensor)
 
 @torch.no_grad()
 def _begin(adapter: Adapter, lora: LoraConfig, layout: Layout, rank: int) -> None:
-    """Give A its beginning, the same on every grid: drawn whole by the tensor's name, this rank's part of it kept."""
+    """Give A its beginning, the same on every grid: drawn whole by the tensor's name, this rank's part of it kept.
+    An
+    embedding's B is drawn instead, and its A stays zero."""
     own = adapter.local.factors
-    seed = int.from_bytes(hashlib.sha256(f"{lora.seed} {own.a}".encode()).digest()[:8], "big") >> 1
+    drawn = own.b if own.is_embedding else own.a
+    seed = int.from_bytes(hashlib.sha256(f"{lora.seed} {drawn}".encode()).digest()[:8], "big") >> 1
     generator = torch.Generator().manual_seed(seed)
+    if own.is_embedding:
+        adapter.b.copy_(torch.empty(adapter.b.shape).normal_(generator=generator))
+        return
     inputs = own.shape[1]
     whole = torch.empty(own.rank, inputs)
     if lora.init == "kaiming":

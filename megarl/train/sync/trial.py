@@ -2,7 +2,7 @@
 
 An adapter that does nothing passes every digest and, while B is near zero, every probe. A test adapter has a B that is
 large and known: an engine that is not given it, has it under a name that matches nothing, or scales it twice, gives
-other log-probs.
+other log-probs. Of an embedding A begins with zeros, and is large in B's place.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from megarl.weights.reshard.adapters import TOWER, Adapted
 from megarl.weights.reshard.layout import Layout
 
 SIZE = 0.5
-"""Outputs of an adapted layer change by so many times the size of its inputs, about."""
+"""Outputs of an adapted layer change by so many times the size of its inputs, about; those of an embedding by so many
+times their own size."""
 LEAST_EFFECT = 10.0
 """Multiples of the probe's tolerance by which a test adapter must change a log-prob."""
 
@@ -33,7 +34,8 @@ LEAST_EFFECT = 10.0
 def test_adapter(
     config: Config, head: Head, actor: Model, sent: Callable[[Model], Mapping[str, torch.Tensor]]
 ) -> SentWeights:
-    """Make a test adapter of the actor's A and another B, with what the trainer computes with it. Every rank calls it.
+    """Make a test adapter of the actor's A and another B, or of an embedding's B and another A, with what the trainer
+    computes with it. Every rank calls it.
 
     Args:
         sent: Gives a model's tensors as they are delivered.
@@ -62,14 +64,19 @@ def test_adapter(
 
 @contextmanager
 def _tested(actor: Model) -> Iterator[None]:
-    """Within, the B's of a model are those of the test adapter."""
+    """Within, the B's of a model, and an embedding's A, are those of the test adapter."""
     assert actor.adapters is not None
     tensors = actor.all_tensors
-    factors = {each.b: each.factors for group in actor.adapters.local.values() for each in group}
-    before = {name: tensors[name].clone() for name in factors}
+    sizes = {}
+    for local, group in actor.adapters.local.items():
+        for each in group:
+            own, size = each.factors, 1.0
+            if own.is_embedding:  # B of its size 1 is multiplied by A; each rank's part of A is as large as its rows
+                size = float(tensors[local].float().square().mean().sqrt())
+            sizes[each.a if own.is_embedding else each.b] = size * SIZE / (own.scale * own.rank**0.5)
+    before = {name: tensors[name].clone() for name in sizes}
     try:
         with torch.no_grad():
-            sizes = {name: SIZE / (own.scale * own.rank**0.5) for name, own in factors.items()}
             _fill(actor.adapters.layout, tensors, sizes)
         yield
     finally:
@@ -79,7 +86,8 @@ def _tested(actor: Model) -> Iterator[None]:
 
 
 def _fill(layout: Layout, tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, float]) -> None:
-    """Write this rank's parts of B's that are drawn whole by their names; ``sizes``: standard deviation of each."""
+    """Write this rank's parts of A's and B's that are drawn whole by their names; ``sizes``: standard deviation of each
+    that is written."""
     rank = torch.distributed.get_rank()
     for piece in layout.pieces(rank):
         if piece.local not in sizes:

@@ -98,8 +98,13 @@ def _rows_with(
     exact = base[rows.to(base.device)].double()
     size = exact.abs()
     for adapter in adapters:
-        a, b = factors[adapter.a][adapter.lead].double(), factors[adapter.b][adapter.lead]
-        at = 0
+        a, b = factors[adapter.a][adapter.lead], factors[adapter.b][adapter.lead]
+        if adapter.factors.is_embedding:
+            ours = a[:, rows.to(a.device)].t().double() * adapter.factors.scale
+            exact += ours @ b.t().double()
+            size += ours.abs() @ b.t().double().abs()
+            continue
+        a, at = a.double(), 0
         for begin, end in adapter.places:
             inside = (rows >= begin) & (rows < end)
             ours = b[(rows[inside] - begin + at).to(b.device)].double() * adapter.factors.scale

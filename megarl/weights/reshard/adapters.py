@@ -3,6 +3,9 @@
 Of a tensor W [out, in] that is cut along its outputs B [out, r] is cut in the same way and A [r, in] is whole; of one
 that is cut along its inputs A is cut and B is whole. The layout of adapters follows from the layout of a model alone:
 Megatron's grid, vLLM's fused shards and PEFT's files are the same few lines.
+
+An embedding E [vocabulary, hidden] is a linear layer of one-hot inputs, whose W is the transpose of E. A
+[r, vocabulary] is cut as E is, B [hidden, r] is whole, and scale · (B·A)ᵀ is added to E.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import torch
 from megarl.config.lora import ALL_LINEAR, LoraConfig
 from megarl.core.errors import ConfigError, first_of
 from megarl.weights.architectures import Head, HFConfig, architecture
-from megarl.weights.architectures.table import Stage, hf_name
+from megarl.weights.architectures.table import Op, Stage, hf_name
 from megarl.weights.reshard.boxes import Shape
 from megarl.weights.reshard.layout import AxisSpan, Layout, LayoutRow, Owners, Split
 
@@ -28,6 +31,7 @@ SCORE = "score.weight"
 """Head of a critic or reward model."""
 LORA = "lora"
 """First part of the local names of adapters; ``chunk<v>`` comes before it."""
+EMBEDDING = "model.embed_tokens"
 TOWER = "visual."
 """Beginning of the names of a vision tower's layers."""
 OUTSIDE = (Stage.FIRST, Stage.VISION, Stage.LAST, Stage.MTP)
@@ -43,16 +47,21 @@ class Factors(NamedTuple):
     """(out, in) of W."""
     rank: int
     scale: float
+    is_embedding: bool = False
+    """The tensor is the transpose of W: [in, out]."""
 
     @property
     def a(self) -> str:
         """HF name of A [rank, in]."""
-        return f"{self.module}.lora_A.weight"
+        return self._name("A")
 
     @property
     def b(self) -> str:
         """HF name of B [out, rank]."""
-        return f"{self.module}.lora_B.weight"
+        return self._name("B")
+
+    def _name(self, letter: str) -> str:
+        return f"{self.module}.lora_embedding_{letter}" if self.is_embedding else f"{self.module}.lora_{letter}.weight"
 
     @property
     def leaf(self) -> str:
@@ -61,12 +70,14 @@ class Factors(NamedTuple):
 
 
 class LinearModule(NamedTuple):
-    """A linear layer that may have an adapter."""
+    """A linear layer, or an embedding, that may have an adapter."""
 
     shape: Shape
     """(out, in)."""
     in_all: bool
     """``all-linear`` stands for it too."""
+    is_embedding: bool = False
+    """Its weight is [in, out]."""
 
 
 def names_module(ending: str, module: str) -> bool:
@@ -90,18 +101,26 @@ def saves_tensor(ending: str, tensor: str) -> bool:
 
 
 def linear_modules(hf_config: HFConfig, head: Head = "lm") -> dict[str, LinearModule]:
-    """HF name of each linear layer that may have an adapter, in the order of layers."""
+    """HF name of each linear layer that may have an adapter, in the order of layers; the embedding comes first.
+
+    Neither the embedding nor the output layer of a model that computes logits with its embedding is there.
+    """
     arch = architecture(hf_config, head)
     sizes = arch.sizes(hf_config)
     linear: dict[str, LinearModule] = {}
     for param in arch.params:
-        if param.megatron.endswith("router.weight") or param.stage in (Stage.FIRST, Stage.MTP):
+        if param.megatron.endswith("router.weight") or param.stage is Stage.MTP:
             continue
-        for part in param.hf if not sizes.tied or param.stage is not Stage.LAST else ():
+        if sizes.tied and param.stage in (Stage.FIRST, Stage.LAST):
+            continue
+        is_embedding = param.stage is Stage.FIRST
+        # An output layer's row has the embedding as its second part, for models that compute logits with it.
+        for part in param.hf[:1] if param.op is Op.TIED else param.hf:
             shape = part.shape(sizes)
-            if len(shape) == 2 and 0 not in shape and part.name.endswith(WEIGHT) and "embed_tokens" not in part.name:
+            if len(shape) == 2 and 0 not in shape and part.name.endswith(WEIGHT):
+                module = LinearModule(shape[::-1] if is_embedding else shape, param.stage not in OUTSIDE, is_embedding)
                 linear |= {
-                    hf_name(part, occurrence).removesuffix(WEIGHT): LinearModule(shape, param.stage not in OUTSIDE)
+                    hf_name(part, occurrence).removesuffix(WEIGHT): module
                     for occurrence in arch.occurrences(param, sizes)
                     if occurrence.layer is None or occurrence.layer < sizes.num_layers
                 }
@@ -128,13 +147,14 @@ def factors_of(hf_config: HFConfig, lora: LoraConfig, head: Head = "lm") -> dict
             return True
         return any(names_module(target, module) for target in targets)
 
-    return {module + WEIGHT: _factors(module, linear[module].shape, lora) for module in linear if is_target(module)}
+    return {module + WEIGHT: _factors(module, linear[module], lora) for module in linear if is_target(module)}
 
 
-def _factors(module: str, shape: Shape, lora: LoraConfig) -> Factors:
+def _factors(module: str, layer: LinearModule, lora: LoraConfig) -> Factors:
     rank = next((r for key, r in lora.rank_pattern.items() if matches_key(key, module)), lora.rank)
     alpha = next((a for key, a in lora.alpha_pattern.items() if matches_key(key, module)), lora.alpha)
-    return Factors(module, shape, rank, alpha / (sqrt(rank) if lora.rslora else rank))
+    scale = alpha / (sqrt(rank) if lora.rslora else rank)
+    return Factors(module, layer.shape, rank, scale, layer.is_embedding)
 
 
 def _check_named(
@@ -248,7 +268,7 @@ def adapter_layout(base: Layout, factors: Mapping[str, Factors]) -> Layout:
             if own is None:
                 continue
             out, into = own.shape
-            by_input = row.axis == 1
+            by_input = _by_input(row, own)
             cut = tuple(_of_part(split, place) for split in row.splits)
             uncut = everyone(row.owners)
             a, b = (own.rank, into), (out, own.rank)
@@ -259,6 +279,11 @@ def adapter_layout(base: Layout, factors: Mapping[str, Factors]) -> Layout:
             name = local_name(row.local, own.leaf, "b")
             rows.append(LayoutRow(name, (own.b,), b, 0, b_splits, b_owners, row.stack, row.lead))
     return Layout(f"adapters of {base.name}", file_shapes(factors.values()), base.num_ranks, rows)
+
+
+def _by_input(row: LayoutRow, own: Factors) -> bool:
+    """True if a row cuts W along its inputs."""
+    return (row.axis == 1) != own.is_embedding
 
 
 def _uncut(size: int) -> Split:
@@ -285,8 +310,8 @@ class LocalAdapter:
     """Local name of A."""
     b: str
     places: tuple[tuple[int, int], ...]
-    """Runs [begin, end) of rows of the base tensor that B's rows are for, in B's order; all of them where W is cut
-    along its inputs."""
+    """Runs [begin, end) of rows of the base tensor, or of an embedding's columns, that B's rows are for, in B's order;
+    all of them where W is cut along its inputs."""
     by_input: bool
     """W is cut along its inputs."""
     lead: tuple[int, ...] = ()
@@ -307,14 +332,15 @@ def local_adapters(base: Layout, factors: Mapping[str, Factors], rank: int) -> d
             if own is None:
                 continue
             split = row.splits[share]
-            if row.axis == 1:
+            by_input = _by_input(row, own)
+            if by_input:
                 places: tuple[tuple[int, int], ...] = ((0, own.shape[0]),)
             else:
                 places = tuple((at, at + high - low) for part, low, high, at in split.spans if part == place)
                 if split.used < split.size:
                     places = (*places, (split.used, split.size))
             a, b = (local_name(row.local, own.leaf, which) for which in "ab")
-            found.setdefault(row.local, []).append(LocalAdapter(own, a, b, places, row.axis == 1, row.lead))
+            found.setdefault(row.local, []).append(LocalAdapter(own, a, b, places, by_input, row.lead))
     return found
 
 
@@ -459,7 +485,8 @@ def merged(
     for adapter in adapters:
         a, b = (factors[name][adapter.lead].to(whole) for name in (adapter.a, adapter.b))
         into = whole[adapter.lead]
-        product = b @ a
+        # An embedding's product is computed as that lies in memory.
+        into, product = (into.t(), (a.t() @ b.t()).t()) if adapter.factors.is_embedding else (into, b @ a)
         at = 0
         for begin, end in adapter.places:
             into[begin:end].add_(product[at : at + end - begin], alpha=sign * adapter.factors.scale)

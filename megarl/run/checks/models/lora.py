@@ -10,7 +10,15 @@ from megarl.config import Config
 from megarl.config.lora import ALL_LINEAR, LoraConfig
 from megarl.core.errors import ConfigError
 from megarl.weights.architectures import Head, architecture
-from megarl.weights.reshard.adapters import TOWER, Factors, factors_of, matches_key, names_module, saved_whole
+from megarl.weights.reshard.adapters import (
+    EMBEDDING,
+    TOWER,
+    Factors,
+    factors_of,
+    matches_key,
+    names_module,
+    saved_whole,
+)
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +116,12 @@ def check_adapters(lora: LoraConfig, hf_config: Mapping[str, Any], path: str, he
                     f"model.lora.{key} has {LM_HEAD}, but the model in {path} computes logits with its embedding "
                     f"(tie_word_embeddings): it has no {LM_HEAD} of its own; leave it out"
                 )
+        if named := [target for target in lora.targets if names_module(target, EMBEDDING)]:
+            raise ConfigError(
+                f"model.lora.targets has {named[0]}, but the model in {path} computes logits with its embedding "
+                "(tie_word_embeddings): an adapter changes inputs alone, and once merged it would change logits too; "
+                "leave it out"
+            )
     try:
         factors = factors_of(hf_config, lora, head)
         saved = saved_whole(arch.tensors(hf_config), lora)

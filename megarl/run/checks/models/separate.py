@@ -20,7 +20,7 @@ _SHOWN = 3
 
 def check_separate(config: Config, hf_config: Mapping[str, Any]) -> None:
     """Raise ConfigError if ``sync.adapter=separate`` is set and engines cannot compute with these adapters apart from
-    the model: experts, latent attention, head and vision tower are merged."""
+    the model: experts, latent attention, embedding, head and vision tower are merged."""
     lora, sync = config.model.lora, config.sync
     if sync.adapter == "merged":
         return
@@ -34,6 +34,7 @@ def check_separate(config: Config, hf_config: Mapping[str, Any]) -> None:
         "adapters of latent attention": [
             m.module for m in factors.values() if sizes.kv_lora and (m.leaf in LATENT or "self_attn" in m.module)
         ],
+        "an adapter of the embedding": [m.module for m in factors.values() if m.is_embedding],
         "an adapter of the head": [m.module for m in factors.values() if m.module.endswith("lm_head")],
         "adapters of the vision tower": [m.module for m in factors.values() if VISION.search(m.module)],
         "modules that are trained whole": list(lora.modules_to_save),

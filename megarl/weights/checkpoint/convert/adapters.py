@@ -30,7 +30,7 @@ from megarl.weights.reshard.adapters import Factors, factors_of, file_shapes, tr
 from megarl.weights.reshard.boxes import Box, Shape
 
 _KEPT = 8
-"""A's that are kept for the next blocks of their tensors."""
+"""A's, and an embedding's B, that are kept for the next blocks of their tensors."""
 
 
 @dataclass(frozen=True)
@@ -81,18 +81,21 @@ class WithAdapter:
             return self._source.read(name, box, out)
         rows, columns = box
         whole = self._source.read(name, box).to(torch.float32)
+        if own.is_embedding:
+            a = self._files.read(own.a, ((0, own.rank), rows)).to(torch.float32)
+            return whole.add_(a.t() @ self._whole(own.b)[slice(*columns)].t(), alpha=self._sign * own.scale)
         b = self._files.read(own.b, (rows, (0, own.rank))).to(torch.float32)
-        a = self._a(own)[:, columns[0] : columns[1]]
-        return whole.add_(b @ a, alpha=self._sign * own.scale)
+        return whole.add_(b @ self._whole(own.a)[:, slice(*columns)], alpha=self._sign * own.scale)
 
-    def _a(self, own: Factors) -> torch.Tensor:
+    def _whole(self, name: str) -> torch.Tensor:
+        """The A or B that every block of rows takes."""
         with self._lock:
-            if own.a not in self._kept:
+            if name not in self._kept:
                 while len(self._kept) >= _KEPT:
                     self._kept.pop(next(iter(self._kept)))
-                whole = boxes.whole(self._files.shapes[own.a])
-                self._kept[own.a] = self._files.read(own.a, whole).to(torch.float32)
-            return self._kept[own.a]
+                whole = boxes.whole(self._files.shapes[name])
+                self._kept[name] = self._files.read(name, whole).to(torch.float32)
+            return self._kept[name]
 
     def file_of(self, name: str) -> Path:
         """The checkpoint's file of a tensor, or the adapter's."""

@@ -33,6 +33,7 @@ from megarl.weights.checkpoint.formats.slices import Source
 from megarl.weights.checkpoint.formats.values import check_dtypes, value_fault
 from megarl.weights.reshard import boxes
 from megarl.weights.reshard.adapters import (
+    EMBEDDING,
     WEIGHT,
     Factors,
     linear_modules,
@@ -220,7 +221,14 @@ def lora_of(folder: Path, hf_config: HFConfig, head: Head = "lm") -> LoraConfig:
     if arch.base_names:  # by this table's names, all of each
         of_saved = [t for t in tensors if any(saves_tensor(ending, name_in_modules(arch, t)) for ending in saved)]
         saved = list(dict.fromkeys(name.rpartition(".")[0] for name in of_saved))
-    chosen = [module for module in linear if _is_adapted(found, name_in_modules(arch, module))]
+    in_all = {module: not own.is_embedding and module != "lm_head" for module, own in linear.items()}
+    chosen = [module for module in linear if _is_adapted(found, name_in_modules(arch, module), in_all=in_all[module])]
+    if EMBEDDING not in linear and _is_adapted(found, name_in_modules(arch, EMBEDDING), in_all=False):
+        raise CheckpointError(
+            f"{folder / CONFIG} has target_modules={found['target_modules']!r} with the embedding, by which this "
+            f"{arch.name} computes logits too (tie_word_embeddings): merged, the adapter would change both; use an "
+            "adapter without embed_tokens"
+        )
     chosen = [module for module in chosen if not any(saves_tensor(ending, module + WEIGHT) for ending in saved)]
     if not chosen:
         raise CheckpointError(
@@ -260,14 +268,14 @@ def _by_module(pattern: Mapping[str, Any], modules: Mapping[str, str]) -> Iterat
             yield wanted, pattern[key]
 
 
-def _is_adapted(found: Mapping[str, Any], module: str) -> bool:
-    """True if PEFT's settings adapt a linear layer."""
+def _is_adapted(found: Mapping[str, Any], module: str, *, in_all: bool) -> bool:
+    """True if PEFT's settings adapt a linear layer or an embedding; ``in_all``: PEFT's all-linear stands for it too."""
     targets, excluded = found["target_modules"], found.get("exclude_modules") or []
     if re.fullmatch(excluded, module) if isinstance(excluded, str) else any(names_module(e, module) for e in excluded):
         return False
     if isinstance(targets, str):
         if targets.lower() == ALL_LINEAR:
-            return module != "lm_head"
+            return in_all
         return re.fullmatch(targets, module) is not None
     if module in targets:
         return True
@@ -453,7 +461,8 @@ def open_adapter(
     if missing := [name for name in shapes if name not in files.shapes]:
         raise CheckpointError(f"{path} lacks {first_of(missing, 3)}; give model.lora the targets that it has")
     copies = {name: name.replace(_COPY, WEIGHT) for name in files.shapes if name.endswith(_COPY)}
-    copies = {copy: name for copy, name in copies.items() if name.replace(WEIGHT, ".lora_A.weight") in shapes}
+    adapted = {name.partition(".lora_")[0] + WEIGHT for name in shapes if ".lora_" in name}
+    copies = {copy: name for copy, name in copies.items() if name in adapted}
     if unknown := [name for name in files.shapes if name not in shapes and name not in copies]:
         raise CheckpointError(f"{path} has {first_of(unknown, 3)}, which no target of model.lora takes")
     for name, shape in shapes.items():
@@ -509,7 +518,7 @@ def load_adapter(
 
 def own_name(stored: str, table: Architecture | None = None) -> str:
     """HF name of a tensor of PEFT's file. ``table``: of a model that transformers may have other names of."""
-    name = stored.removeprefix(PREFIX).replace(".lora_A.default.", ".lora_A.").replace(".lora_B.default.", ".lora_B.")
+    name = re.sub(r"(\.lora_(?:embedding_)?[AB])\.default\b", r"\1", stored.removeprefix(PREFIX))
     return name if table is None else table.name_in_table(name)
 
 
