@@ -43,6 +43,7 @@ def command(
     on_top: Sequence[str] = (),
     variables: Mapping[str, str] = MappingProxyType({}),
     inherits: bool = False,
+    shm_bytes: int = SHM_BYTES,
     folder: str | None = None,
     filter_fd: int | None = None,
 ) -> list[str]:
@@ -55,17 +56,17 @@ def command(
         on_top: Arguments that show files and folders within those of ``writable``.
         variables: Environment variables inside.
         inherits: Keep the user and the environment variables of whoever starts it, and bwrap's own process 1. Without
-            this the program is process 1 with the user ``INSIDE_UID``, and has ``SHM_BYTES`` to write in /dev.
+            this the program is process 1 with the user ``INSIDE_UID``.
+        shm_bytes: Most bytes of /dev/shm. Nothing else in /dev can be written.
         folder: Working directory inside.
         filter_fd: Descriptor from which bwrap reads the filter of system calls; None for no filter.
     """
     user = [] if inherits else ["--uid", str(INSIDE_UID), "--gid", str(INSIDE_UID)]
-    dev = [] if inherits else [*_writable("/dev/shm", SHM_BYTES), "--remount-ro", "/dev"]
     return [
         bwrap, "--unshare-all", "--unshare-user", *user, "--hostname", "sandbox", "--die-with-parent", "--new-session",
         *([] if inherits else ["--as-pid-1"]), "--cap-drop", "ALL", *([] if inherits else ["--clearenv"]),
         *(word for name, value in variables.items() for word in ("--setenv", name, value)),
-        *shown, "--proc", "/proc", "--dev", "/dev", *dev,
+        *shown, "--proc", "/proc", "--dev", "/dev", *_writable("/dev/shm", shm_bytes), "--remount-ro", "/dev",
         *(word for place, most in writable.items() for word in _writable(place, most)),
         *on_top, "--remount-ro", "/", *([] if folder is None else ["--chdir", folder]),
         *([] if filter_fd is None else ["--seccomp", str(filter_fd)]), "--", *words,

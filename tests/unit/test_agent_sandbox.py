@@ -113,6 +113,8 @@ seen = {
     "network": not fails(socket.create_connection, ("127.0.0.1", port), 2),
     "namespace": subprocess.run(["unshare", "-U", "true"], stderr=subprocess.DEVNULL).returncode == 0,
     "signal": not fails(os.kill, pid, 0),
+    "memory": not fails(open("/dev/shm/large", "wb").write, bytes(2**26 + 2**20)),
+    "devices": not fails(open, "/dev/own", "w"),
 }
 for folder in (".", os.environ["TMPDIR"], os.environ["HOME"]):
     open(os.path.join(folder, "own"), "w").close()

@@ -21,8 +21,8 @@ SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 ENDPOINT, FIRST = "/run/endpoint", "/run/inside.py"
 RESULT_FILE = "/tmp/megarl_result.json"
 """Place of a command's result, in its own /tmp."""
-TMP_BYTES = 2**30
-"""Room in a command's /tmp and in its working folder, each."""
+TMP_BYTES, SHM_BYTES = 2**30, 2**26
+"""Room in a command's /tmp and in its working folder, each; and in its /dev/shm."""
 PROVE_S = 60.0
 PROBE = """
 import os, socket, sys
@@ -127,7 +127,8 @@ class CommandSandbox:
         return bubblewrap.command(
             self.bwrap, words, shown=[*as_they_are(SYSTEM), *LOOKUPS],
             writable=dict.fromkeys(["/tmp", work] if empty else ["/tmp"], TMP_BYTES), on_top=[*own, *binds],
-            variables={"HOME": "/tmp", "TMPDIR": "/tmp"}, inherits=True, folder=work, filter_fd=filter_fd,
+            variables={"HOME": "/tmp", "TMPDIR": "/tmp"}, inherits=True, shm_bytes=SHM_BYTES,
+            folder=work, filter_fd=filter_fd,
         )  # fmt: skip
 
 
