@@ -78,7 +78,8 @@ class EngineConnection:
     ) -> None:
         self._addresses = addresses or JobAddresses.from_environment()
         self.config = config
-        """``sync.bucket_bytes`` may change between two ``connect``."""
+        self.bucket_bytes = config.sync.bucket_bytes
+        """Most bytes of a message; may change between two ``connect``."""
         self.look = look
         self.come_and_go = not look.is_own
         self.rows: list[EngineRow] = []
@@ -245,7 +246,7 @@ class EngineConnection:
             "replica": 0 if plans.apart else replica,
             "dtype": self.config.model.dtype,
             "weight_dtype": self.config.rollout.weight_dtype,
-            "bucket_bytes": self.config.sync.bucket_bytes,
+            "bucket_bytes": self.bucket_bytes,
             "transport": self.config.sync.transport,
             "fingerprint": plans.of(replica).fingerprint,
             **({} if self.adapters is None else {"lora": asdict(self.config.model.lora)}),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from traceback import clear_frames
 from typing import Literal, Protocol
@@ -345,13 +344,13 @@ class WeightPublisher:
         self.connection.fleet.each(lambda i, engine: engine.drain(given_up))
 
     def halve_buckets(self) -> tuple[int, int] | None:
-        """Halve ``sync.bucket_bytes`` for the next ``connect``; return the bytes before and after, None where they
+        """Halve the bytes of a message (``sync.bucket_bytes``) for the next ``connect``; return the bytes before and after, None where they
         would be too few."""
         connection = self.connection
-        old = connection.config.sync.bucket_bytes
+        old = connection.bucket_bytes
         if old // 2 < LEAST_BUCKET:
             return None
-        connection.config = replace(connection.config, sync=replace(connection.config.sync, bucket_bytes=old // 2))
+        connection.bucket_bytes = old // 2
         return old, old // 2
 
     def part(self) -> None:
@@ -391,7 +390,7 @@ class WeightPublisher:
     ) -> Digests:
         connection = self.connection
         assert connection.transport is not None and connection.sender is not None
-        bucket, transport = connection.config.sync.bucket_bytes, part.transport(connection.transport)
+        bucket, transport = connection.bucket_bytes, part.transport(connection.transport)
         given: Mapping[str, torch.Tensor] = tensors
         try:
             check_written(tensors, written)
