@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from traceback import clear_frames
 from typing import Literal, Protocol
@@ -344,8 +345,8 @@ class WeightPublisher:
         self.connection.fleet.each(lambda i, engine: engine.drain(given_up))
 
     def halve_buckets(self) -> tuple[int, int] | None:
-        """Halve the bytes of a message (``sync.bucket_bytes``) for the next ``connect``; return the bytes before and after, None where they
-        would be too few."""
+        """Halve the bytes of a message (``sync.bucket_bytes``) for the next ``connect``; return the bytes before and
+        after, None where they would be too few."""
         connection = self.connection
         old = connection.bucket_bytes
         if old // 2 < LEAST_BUCKET:
