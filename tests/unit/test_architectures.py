@@ -369,8 +369,8 @@ def test_a_family_is_named_in_its_file_and_its_row_only() -> None:
     package = Path(__file__).parents[2] / "megarl"
     choices = {
         package / "learn" / "models" / "from_scratch.py",
-        package / "core" / "config" / "schema.py",
-        package / "explore" / "tools" / "formats.py",
+        package / "config" / "schema.py",
+        package / "tasks" / "tools" / "formats.py",
     }  # which models can be made again, and names of tool formats
     own = {package / "weights" / "architectures" / f"{name}.py" for name in (*ARCHITECTURES, "__init__")}
     for path in set(package.rglob("*.py")) - choices - own:
