@@ -11,7 +11,7 @@ import pytest
 from megarl.buffer.store import Store
 from megarl.buffer.store.workers import BusyTime
 from megarl.explore.explorer.clocks import SHORTEST_S, EngineTime, RolloutClock
-from megarl.train.rank.engine_time import SILENCE_S, EngineIdleness
+from megarl.train.rank.reporter import SILENCE_S, EngineIdleness
 
 
 class Clock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -13,15 +13,46 @@ import psutil
 from tqdm import tqdm
 
 from megarl.buffer.store import NOTHING_USED, Store, Used
+from megarl.buffer.store.workers import BusyTime
 from megarl.config import Config, to_dict
 from megarl.core.jobs import ProcessKind
 from megarl.core.kept_batches import KeptBatch, forget_after, path_of
 from megarl.core.metrics import CONSOLE, MetricWriter, Timeline, console_line
 from megarl.learn import algorithms
 from megarl.train.rank.context import RunContext
-from megarl.train.rank.engine_time import EngineIdleness
 from megarl.train.rank.state import TrainState
 from megarl.train.tracking import RunInfo, open_trackers
+
+SILENCE_S = 40.0
+"""Age of a report from which its explorer counts as ended: it reports every 10 s at least."""
+
+
+class EngineIdleness:
+    """Share of a step in which the explorers had no sample under way at any engine.
+
+    By differences of what explorers have reported; a new explorer counts from the second look at it."""
+
+    def __init__(self, now: Callable[[], float] = time.time) -> None:
+        self._now = now
+        self._looked = now()
+        self._before: dict[str, float] = {}
+
+    def share(self, times: Mapping[str, BusyTime]) -> float | None:
+        """Idle share of the time since the last look, the mean over explorers; None where none was seen twice.
+
+        Args:
+            times: Present result of ``Store.workers.busy_times``.
+        """
+        now = self._now()
+        passed, self._looked = now - self._looked, now
+        seconds = {name: busy.until(now) for name, busy in times.items() if now - busy.at < SILENCE_S}
+        # One that began again counts from 0.
+        busy = [seconds[name] - before for name, before in self._before.items() if seconds.get(name, -1.0) >= before]
+        self._before = seconds
+        if not busy or passed <= 0:
+            return None
+        return min(1.0, max(0.0, 1.0 - sum(busy) / len(busy) / passed))
+
 
 ALL_STEPS = 2**31
 
