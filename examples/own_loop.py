@@ -5,7 +5,7 @@ lies between two calls: another order, another batch, a metric, a second update.
 """
 
 from megarl.learn.memory.phases import Phase
-from megarl.train.batch.outcomes import trajectory_metrics
+from megarl.train.batch.accounts import trajectory_metrics
 from megarl.train.loop.course import Course
 from megarl.train.loop.rank import TrainerRank
 from megarl.train.rank.ranks import Stopped

@@ -9,8 +9,8 @@ from megarl.buffer.order.pacing import Pacing
 from megarl.core.errors import NonRetryableError
 from megarl.core.schema import WeightsVersion
 from megarl.learn.memory.phases import Phase
+from megarl.train.batch.accounts import trajectory_metrics
 from megarl.train.batch.batch import filter_overlong
-from megarl.train.batch.outcomes import trajectory_metrics
 from megarl.train.loop.rank import TrainerRank
 from megarl.train.part import Metrics, Part, Services, StepData
 from megarl.train.parts import parts_of
