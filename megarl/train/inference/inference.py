@@ -5,20 +5,19 @@ Shape legend: N sequences of a step, T their positions (``batching.Sequences``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from megarl.config import Config
 from megarl.core.schema import Trajectory, name_of
 from megarl.learn.algorithms import Algorithm
-from megarl.learn.batching import StepShare, of_demonstrations, score_positions
+from megarl.learn.batching import StepShare, dealt, of_demonstrations, score_positions
 from megarl.learn.batching.images import Images
 from megarl.learn.memory.phases import Phase
 from megarl.learn.training.model import Model, WithoutAdapters
 from megarl.train.batch.batch import StepBatch, StepPlan, each_once, overlong
 from megarl.train.batch.images import StepImages
-from megarl.train.batch.shares import share_of
 from megarl.train.inference.models import Models
 from megarl.train.rank.ranks import on_all_ranks
 from megarl.weights.checkpoint.formats.score_pad import score_pad
@@ -125,3 +124,28 @@ def model_scores(model: Model, trajectories: list[Trajectory], images: StepImage
     outputs = model.outputs(sequences, [model.micro_batches(sequences)])
     found: list[float] = sequences.together(outputs[score_positions(sequences, score_pad(model.hf_config))]).tolist()
     return found
+
+
+Taken = Sequence[tuple[Model | WithoutAdapters, Sequence[Sequence[int]] | None]]
+"""Models, and units of sequences that each takes in one go; None for all."""
+
+
+def share_of(lengths: torch.Tensor, patches: Sequence[int] | None, taken: Taken) -> StepShare | None:
+    """Make this rank's share of a step, the union of what its models take; None where a model has no data-parallel
+    ranks, so that all hold all of it.
+
+    Every rank calls it.
+
+    Args:
+        lengths: int64 [N] of all sequences of the step.
+        patches: [N], of their images; None for a text model.
+
+    Raises ValueError where a sequence is longer than a micro-batch.
+    """
+    if min((model.micro_batching.dp for model, _ in taken), default=1) == 1:
+        return None
+    each, numbers = lengths.tolist(), set[int]()
+    for model, units in taken:
+        for batch in dealt(each, model.micro_batching, units, patches)[model.dp_rank]:
+            numbers.update(batch)
+    return StepShare.of(numbers, lengths, patches)
