@@ -1,14 +1,45 @@
-"""One trainer rank's links to the workers of all engines, and what it sends through."""
+"""One trainer rank's links to the workers of all engines, what it sends through, and where the joined processes are."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from torch._C._distributed_c10d import Store
 
 from megarl.engines.sync.link import Backend, EngineLinks, LinkAddress, first_workers, join_groups
 from megarl.engines.sync.memory import DeviceMemory, HostMemory, MemoryFile
-from megarl.engines.sync.shared import SharedMemorySender
+from megarl.engines.sync.shared import Places, SharedMemorySender
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Engines that a trainer's weight links connect, by number, as they were joined last."""
+
+    starts: Sequence[tuple[str, int]]
+    """URL of each engine, and the start of its process; those of two programs may have one number."""
+    machines: Sequence[list[str]]
+    """Machines of each engine's workers."""
+    senders: Sequence[Sequence[Any]]
+    """As ``Places`` has them."""
+
+    @property
+    def all(self) -> list[int]:
+        """Numbers of all engines."""
+        return list(range(len(self.starts)))
+
+    def replaced(self, starts: Sequence[tuple[str, int]]) -> list[int]:
+        """Numbers of the engines that are other starts now, or were none."""
+        before = [*self.starts, *[None] * (len(starts) - len(self.starts))]
+        return [i for i, start in enumerate(starts) if start != before[i]]
+
+    def places(self) -> Places:
+        """Machines of all workers and trainer ranks."""
+        return Places([where for engine in self.machines for where in engine], self.senders)
+
+
+NONE_JOINED = Joined((), (), ())
 
 
 class TrainerLinks:
