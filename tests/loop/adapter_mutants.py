@@ -34,7 +34,7 @@ from megarl.engines.client.probe import PROBE_TOLERANCES, ProbeText
 from megarl.engines.sync import link
 from megarl.learn.training.optimizer_digests import whole_digests
 from megarl.train.sync import fleet
-from megarl.train.sync.trial import SIZE
+from megarl.train.sync.probe import ADAPTER_SIZE
 from megarl.weights.checkpoint.formats.hf import read_hf_config
 from megarl.weights.reshard import execute
 from megarl.weights.reshard.adapters import (
@@ -177,7 +177,7 @@ def lab_of(folder: Path, way: Way) -> Iterator[tuple[AdapterLab, list[AdapterWei
         sets += [trainers.weights(tensors), trainers.weights(trainers.near(tensors, seed))]
     write_adapter(running.model_path, LORA, trainers.drawn(0, 0.3))
     begun = trainers.weights(trainers.drawn(SETS, 0.0))
-    trial = trainers.weights(trainers.drawn(SETS + 1, SIZE))
+    trial = trainers.weights(trainers.drawn(SETS + 1, ADAPTER_SIZE))
     lab = AdapterLab(LocalControl.engine, ranks, BUCKET_BYTES, sets[0], sets[0], trial=trial, begun=begun, way=way)
     if failure := sync(lab, WeightsVersion(1, 1)):
         raise failure
