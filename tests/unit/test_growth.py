@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.learn.memory.phases import Phase
-from megarl.train.memory.growth import LEAST_BYTES, Growth
+from megarl.train.memory.phase_memory import LEAST_GROWTH_BYTES, Growth
 
 MIB = 2**20
 
@@ -13,7 +13,7 @@ def test_what_grew_is_named() -> None:
     assert growth.look(Phase.UPDATE, 1200 * MIB, there) is None
     there = there | {"actor.optimizer": 2000 * MIB}  # moments are made in the first update
     assert growth.look(Phase.UPDATE, 3200 * MIB, there) is None
-    assert growth.look(Phase.UPDATE, 3200 * MIB + LEAST_BYTES, there) is None  # a tenth is more
+    assert growth.look(Phase.UPDATE, 3200 * MIB + LEAST_GROWTH_BYTES, there) is None  # a tenth is more
     said = growth.look(Phase.UPDATE, 4200 * MIB, there)
     assert said == "memory in phase update has grown by 0.98 GiB to 4.10 GiB: not a model: their bytes are the same"
     assert growth.look(Phase.UPDATE, 4200 * MIB, there) is None

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Literal, Protocol
 
 from megarl.core.errors import NonRetryableError, OffloadError
 from megarl.core.metrics import Timeline
 from megarl.core.processes import heartbeat
+from megarl.learn.memory.ledger import human
 from megarl.learn.memory.phases import OFFLOAD, WITH_ENGINES, Phase, PhasePlan, Place
 from megarl.learn.memory.residents import Resident, device_bytes, release_freed_memory, residents_of
 from megarl.train.inference.models import Models
-from megarl.train.memory.growth import Growth
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks
 
@@ -158,3 +158,42 @@ class PhaseMemory:
 
     def _residents(self) -> list[Resident]:
         return [resident for model in self._models.by_role().values() for resident in model.residents]
+
+
+LEAST_GROWTH_BYTES = 256 * 2**20
+LEAST_GROWTH_SHARE = 0.1
+"""Growth below either is told by nobody: allocators keep some memory, and batches differ."""
+
+
+class Growth:
+    """Memory that grows from step to step, told with the name of what grew.
+
+    Compares what a device has in each phase with what it had when that had grown last.
+
+    Memory that grows once is no leak: moments are made in the first update, a checkpoint's buffers with the first one.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[Phase, tuple[int, Mapping[str, int]]] = {}
+        self._grown: set[Phase] = set()
+
+    def look(self, phase: Phase, measured: int, residents: Mapping[str, int]) -> str | None:
+        """Return a warning where memory has grown, the second time and from there on; None else.
+
+        Args:
+            measured: Bytes on the device.
+            residents: Name -> bytes of models there.
+        """
+        before, had = self._before.setdefault(phase, (measured, dict(residents)))
+        grown = measured - before
+        if grown < max(LEAST_GROWTH_BYTES, LEAST_GROWTH_SHARE * before):
+            return None
+        self._before[phase] = (measured, dict(residents))
+        if phase not in self._grown:
+            self._grown.add(phase)
+            return None
+        larger = [
+            f"{name} by {human(size - had.get(name, 0))}" for name, size in residents.items() if size > had.get(name, 0)
+        ]
+        who = ", ".join(larger) if larger else "not a model: their bytes are the same"
+        return f"memory in phase {phase} has grown by {human(grown)} to {human(measured)}: {who}"
