@@ -1,6 +1,10 @@
 """The models of a trainer rank: the actor, and beside it reference, critic and reward model.
 
 All share the job's ranks, each on a grid of its own (``<role>.parallel``; the actor's where none is given).
+
+The actor of a job that trains a reward model is a language model at first, then the same one with a score head. A
+checkpoint of step 0 holds the weights after the warm start, later ones the reward model. Without a warm start the job
+may go on with a sequence-classification checkpoint.
 """
 
 from __future__ import annotations
@@ -30,9 +34,9 @@ from megarl.learn.training.role_adapters import role_lora, shares_base
 from megarl.learn.training.schedule import Head
 from megarl.train.batch.images import ImageInputs
 from megarl.train.batch.samples import WITHOUT_REPLAY
-from megarl.train.inference.scoring import in_warm_start, score_source, trains_scores
 from megarl.weights.architectures import architecture
 from megarl.weights.checkpoint.formats import hf
+from megarl.weights.checkpoint.formats.hf_source import has_score
 from megarl.weights.checkpoint.formats.score_files import ScoreFiles
 from megarl.weights.checkpoint.training import state
 from megarl.weights.checkpoint.training.disk_space import writing
@@ -345,3 +349,21 @@ def _load_scores(model: Model, files: ScoreFiles) -> None:
         assert model.adapters is not None, "its settings are those of the files"
         model.adapters.load(files.adapter, model.all_tensors)
         model.weights_changed()
+
+
+def trains_scores(algorithm: Algorithm) -> bool:
+    """True if the model to train is a reward model."""
+    return "actor" not in algorithm.roles
+
+
+def in_warm_start(config: Config, checkpoint: Path | None) -> bool:
+    """True if the actor of ``checkpoint`` is one of the warm start, or what that left: a language model without
+    adapters. None is the run's beginning."""
+    return bool(config.trainer.warm_start.steps) and (
+        checkpoint is None or state.manifest_of(checkpoint)["step"] == 0 or checkpoint.parent.name == "warm_start"
+    )
+
+
+def score_source(path: Path) -> Literal["stored", "zeros"]:
+    """Source of the score head that a reward model begins with (``Model.load_hf``)."""
+    return "stored" if has_score(path) else "zeros"

@@ -20,7 +20,7 @@ from megarl.learn.training.objectives import LossTokens, Objective
 from megarl.tasks import ChatTokenizer, encode_preferences, read_preferences, read_rows, single_file
 from megarl.train.batch.batch import StepBatch, updates_of
 from megarl.train.batch.images import ImageInputs, demonstrations_of
-from megarl.train.inference.scoring import trains_scores
+from megarl.train.inference.models import trains_scores
 from megarl.train.loop.rank import TrainerRank, starting
 from megarl.train.rank.state import TrainState
 from megarl.weights.checkpoint.formats.score_pad import score_pad

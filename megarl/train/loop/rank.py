@@ -18,8 +18,7 @@ from megarl.learn import algorithms
 from megarl.learn.memory.phases import Phase
 from megarl.learn.parallel import groups
 from megarl.train.inference.inference import Inference
-from megarl.train.inference.models import REFERENCE, Models
-from megarl.train.inference.scoring import trains_scores
+from megarl.train.inference.models import REFERENCE, Models, trains_scores
 from megarl.train.loop.checkpoints import Checkpointer
 from megarl.train.memory.phase_memory import PhaseMemory
 from megarl.train.rank.context import RunContext
