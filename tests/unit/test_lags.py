@@ -31,7 +31,7 @@ from megarl.learn.training.objectives import LossTokens
 from megarl.run.checks.engines.pacing import check_pacing
 from megarl.train.batch.accounts import Amount, SampleAccount, account_line
 from megarl.train.batch.batch import StepBatch, filter_overlong, make_batch, overlong
-from megarl.train.batch.lags import lag_metrics
+from megarl.train.update.gap import lag_metrics
 from tests.trajectories import one_turn
 from tests.unit.test_replay import GROUPS, SIZE, ReplayJob, config_of
 

@@ -17,12 +17,11 @@ import torch
 from megarl.buffer.order.draws import ExpertRow
 from megarl.config.algorithms import AlgorithmConfig
 from megarl.core.errors import NonRetryableError
-from megarl.core.schema import FinishReason, TrainingSample, Trajectory, WeightsVersion, name_of
+from megarl.core.schema import LARGEST_LAG, FinishReason, TrainingSample, Trajectory, WeightsVersion, name_of
 from megarl.learn.batching import Sequences, StepShare, joined, of_demonstrations, of_samples
 from megarl.learn.batching.images import Images
 from megarl.learn.batching.sequences import NO_IDS
 from megarl.train.batch.images import StepImages
-from megarl.train.batch.lags import current
 
 WITHOUT_REPLAY = "set rollout.routing_replay to false"
 """Fix of expert ids that cannot be replayed."""
@@ -196,3 +195,16 @@ def of_experts(
             sequences, [row.images for row in rows], lambda i: f"expert row {numbers[i] if numbers else i}"
         )
     return sequences
+
+
+def current(samples: Sequence[TrainingSample], settings: AlgorithmConfig) -> list[TrainingSample]:
+    """Take out of the samples of a trajectory what older weights have sampled than its newest
+    (``algorithm.segments=current``).
+
+    By steps in the weights and not by versions: an evaluation publishes the same weights as another version.
+    """
+    if settings.segments == "all":
+        return list(samples)
+    own = [s.lag[s.response_mask] for s in samples if s.lag is not None]
+    newest = min((int(lag.min(initial=LARGEST_LAG)) for lag in own), default=0)
+    return [s if s.lag is None else s._replace(response_mask=s.response_mask & (s.lag == newest)) for s in samples]

@@ -1,8 +1,11 @@
-"""Difference of the engine's log-probs from the trainer's, of the tokens that a step has sampled."""
+"""Difference of the engine's log-probs from the trainer's, of the tokens that a step has sampled: of all that are
+trained, and by lag, which is how far their policy is from the trainer's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -13,7 +16,6 @@ from megarl.learn.algorithms.terms.parts import counts, repeated
 from megarl.learn.algorithms.terms.reduction import Tokens, Totals
 from megarl.learn.batching import Sequences
 from megarl.train.batch.batch import StepBatch
-from megarl.train.batch.lags import lag_metrics
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1}
 """sync.sample_tolerance where it is not set. On toy models the means were 1e-7 in float32 and 0.004 in bfloat16; a
@@ -112,3 +114,46 @@ def _furthest(mask: torch.Tensor, old: torch.Tensor, engine: torch.Tensor) -> tu
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a - b).abs()
+
+
+LARGEST_NAMED = 8
+"""Lags from this on are measured together."""
+
+
+def lag_metrics(sequences: Sequences, kept: Tokens) -> dict[str, float]:
+    """Distance of the behaviour policy (engine) from the proximal one (trainer, start of the step), by lag, over the
+    whole step.
+
+    With w = exp(old_logp - engine_logp) of the M tokens of a lag: the effective sample size (Σw)² / Σw², as a share of
+    M, and the mean of |log w|.
+
+    Args:
+        kept: The tokens that are compared.
+    """
+    old, engine, lag = sequences.old_logp, sequences.engine_logp, sequences.lag
+    if old is None or engine is None:
+        return {}
+    # Another rank's sequences may have lags where these have none.
+    named = kept.lengths.new_zeros(1).expand(len(old)) if lag is None else lag.clamp(max=LARGEST_NAMED)
+    largest = kept.totals(torch.Tensor.double, named)
+    metrics: dict[str, float] = {}
+    for n in range(int(largest.max) + 1 if largest.number else 0):
+        own = kept if not largest.max else replace(kept, mask=kept.mask & (named == n))
+        log_ratio, distance = own.totals_of_each(_log_ratio_and_size, old, engine)
+        if not log_ratio.number:
+            continue
+        total, squares = own.totals_of_each(partial(_weights_and_squares, top=log_ratio.max), old, engine)
+        found = {"logp_diff": distance.mean, "ess": total.sum * total.sum / (squares.sum * log_ratio.number)}
+        metrics |= {f"training/{name}/lag_{n}": value for name, value in found.items()}
+    return metrics
+
+
+def _log_ratio_and_size(old: torch.Tensor, engine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    log_ratio = old.double() - engine.double()
+    return log_ratio, log_ratio.abs()
+
+
+def _weights_and_squares(old: torch.Tensor, engine: torch.Tensor, top: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """w = exp(log ratio - top), and w². The factor cancels; the largest weight overflows nothing."""
+    weights = (old.double() - engine.double() - top).exp()
+    return weights, weights.square()
