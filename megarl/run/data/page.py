@@ -22,8 +22,8 @@ from megarl.run.data.page_style import CSS, SCRIPT
 from megarl.run.data.show import rewards_of, use_of
 from megarl.run.data.tokens import Token, spans_text, tokens_of, versions_text
 from megarl.run.report import svg
+from megarl.run.report.pieces import CSS as REPORT_CSS
 from megarl.run.report.pieces import PIECES as FRAME
-from megarl.run.report.style import CSS as REPORT_CSS
 from megarl.run.report.text import VERDICTS
 
 TOKENS_OF_PAGE = 100_000

@@ -14,8 +14,7 @@ from megarl.config import Config
 from megarl.core.durable import write_text
 from megarl.run.report import comparison
 from megarl.run.report.comparison import OVERALL, SCORE, Difference, Measured, Row
-from megarl.run.report.pieces import PIECES
-from megarl.run.report.style import CSS, HATCH
+from megarl.run.report.pieces import CSS, HATCH, PIECES
 from megarl.run.report.text import duration
 
 __all__ = ["Measured", "table", "write_bench"]

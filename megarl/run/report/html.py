@@ -15,9 +15,8 @@ from megarl.learn.memory.ledger import human
 from megarl.learn.memory.phases import Phase
 from megarl.run.report import offline, svg
 from megarl.run.report.data import Answer, ReportData, changed_settings, load
-from megarl.run.report.pieces import PIECES
+from megarl.run.report.pieces import CSS, HATCH, PIECES
 from megarl.run.report.png import reward_png, share_axis
-from megarl.run.report.style import CSS, HATCH
 from megarl.run.report.text import (
     VERDICTS,
     accuracy,

@@ -1,4 +1,7 @@
-"""Pieces of the report's HTML: templates that escape every text, unless it is ``Markup`` already."""
+"""Pieces of the report's HTML: templates that escape every text, unless it is ``Markup`` already.
+
+The page's CSS and shared SVG definitions: light and dark by the reader's setting, nothing from afar.
+"""
 
 from __future__ import annotations
 
@@ -94,3 +97,80 @@ def macros(templates: str, cleaned: Callable[[str], str]) -> Any:
 
 PIECES: Any = macros(_TEMPLATES, clean)
 """Each macro above as a function that returns Markup."""
+
+
+CSS = """
+:root{color-scheme:light dark;--page:#fbfbfa;--card:#fff;--ink:#1c1d1f;--soft:#5d6167;--line:#e3e3df;--grid:#ecece8;
+--accent:#2563b8;
+--raw:#9dbbe2;--mark:#b4540a;--good:#17704a;--goodbg:#e5f3ec;--bad:#b02a2a;--badbg:#fbeaea;--c0:#8a8d91;--track:#f1f1ee}
+@media (prefers-color-scheme:dark){:root{--page:#141517;--card:#1c1e21;--ink:#e9eaeb;--soft:#a0a5ab;--line:#303338;
+--grid:#2a2d31;
+--accent:#74aef2;--raw:#3d5f8c;--mark:#f0a35c;--good:#74d3a6;--goodbg:#173327;--bad:#f29494;--badbg:#3a1f20;
+--c0:#6f7379;--track:#25282c}}
+*{box-sizing:border-box}
+body{margin:0;background:var(--page);color:var(--ink);
+font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif}
+main{max-width:1120px;margin:0 auto;padding:36px 24px 64px}
+h1{font-size:30px;line-height:1.2;margin:2px 0 6px;letter-spacing:-.01em;font-weight:650}
+h2{font-size:18px;margin:40px 0 4px;font-weight:650}
+h3{font-size:13px;margin:0;font-weight:600}
+p{margin:4px 0 12px;max-width:100ch}
+.soft,.note{color:var(--soft)}
+.note{border-left:3px solid var(--mark);padding:2px 0 2px 10px}
+.card{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:14px 16px;margin-top:12px}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;margin:20px 0 0}
+.tiles .card{margin:0;padding:10px 14px}
+.tiles b{display:block;font-size:21px;font-weight:600;font-variant-numeric:tabular-nums}
+.tiles span{color:var(--soft);font-size:13px}
+.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(300px,1fr));gap:12px;margin-top:12px}
+.charts .card{margin:0;padding:12px 12px 6px}
+.head{display:flex;justify-content:space-between;gap:8px;align-items:baseline}
+.head code{color:var(--soft);font-size:11px}
+.last{font-variant-numeric:tabular-nums;font-weight:600;font-size:13px;white-space:nowrap}
+.wide{overflow-x:auto}
+table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
+th{text-align:left;font-weight:600;font-size:13px;color:var(--soft)}
+th,td{padding:6px 14px 6px 0;border-bottom:1px solid var(--line);vertical-align:top}
+tbody tr:last-child>*{border-bottom:0}
+.n{text-align:right}
+th[scope=row]{color:var(--ink);font-weight:500;font-size:inherit}
+code,.text{font:13px/1.45 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace}
+.text{white-space:pre-wrap;overflow-wrap:anywhere;max-height:15em;overflow:auto;min-width:6em}
+.verdict{display:inline-block;font-size:12px;font-weight:600;border-radius:4px;padding:0 6px;margin-bottom:3px;
+white-space:nowrap}
+.right{color:var(--good);background:var(--goodbg)}
+.wrong{color:var(--bad);background:var(--badbg)}
+.bar{display:inline-block;height:9px;background:var(--accent);border-radius:2px;vertical-align:middle}
+.legend{display:flex;flex-wrap:wrap;gap:4px 16px;list-style:none;padding:0;margin:8px 0 0;font-size:13px;
+color:var(--soft)}
+.legend svg{width:14px;height:14px;margin-right:6px;vertical-align:-2px}
+svg{display:block;width:100%;height:auto}
+.legend svg{display:inline}
+.scroll>svg{min-width:820px}
+.tick{font-size:11px;fill:var(--soft)}
+.value{font-size:13px;font-weight:600;fill:var(--ink);paint-order:stroke;stroke:var(--card);stroke-width:4px}
+.lane{font-size:12px;fill:var(--ink)}
+.grid{stroke:var(--grid)}
+.raw{fill:none;stroke:var(--raw);stroke-width:1.1}
+.mean{fill:none;stroke:var(--accent);stroke-width:2;stroke-linejoin:round}
+.dot{fill:var(--accent)}
+.hit{fill:transparent}.hit:hover{fill:var(--accent)}
+.mark{fill:var(--mark);stroke:var(--card);stroke-width:1.5}
+.track{fill:var(--track)}
+.begin{stroke:var(--soft);stroke-dasharray:3 3}
+.ink{font-size:11px;fill:#fff}.inkwait{font-size:11px;fill:var(--ink);paint-order:stroke;stroke:var(--card);
+stroke-width:4px}
+.wait{fill:url(#hatch);stroke:var(--soft);stroke-width:.7}
+.hatchline{stroke:var(--soft);stroke-width:1.4;opacity:.65}
+.c0{fill:var(--c0)}.c1{fill:#6b4fc4}.c2{fill:#946200}.c3{fill:#b03a76}.c4{fill:#0d7a8a}.c5{fill:#2468c0}.c6{
+fill:#bb3b3b}.c7{fill:#23784f}.c8{fill:#b25512}
+footer{margin-top:44px;color:var(--soft);font-size:13px}
+@media print{.card{break-inside:avoid}}
+"""
+
+HATCH = (
+    '<svg class="defs" width="0" height="0" style="position:absolute" aria-hidden="true"><defs>'
+    '<pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<line class="hatchline" x1="0" y1="0" x2="0" y2="6"/></pattern></defs></svg>'
+)
+"""The pattern of waiting, once on the page."""
