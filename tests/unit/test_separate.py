@@ -16,7 +16,7 @@ from megarl.config.schema import ModelConfig, RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.engines.client.names import ADAPTERS, LORA_RANKS
 from megarl.run.checks.engines.options import check_engine_options
-from megarl.run.checks.models.separate import check_separate
+from megarl.run.checks.models.adapters import check_separate
 from megarl.run.supervise.engine_process import engine_process
 from tests.parallel.families import FAMILIES
 

@@ -24,8 +24,7 @@ from megarl.learn.parallel.grid import check_parallel, megatron_grid
 from megarl.ops import rows_in_budget
 from megarl.run.checks.engines.options import check_batched_tokens
 from megarl.run.checks.engines.started_with import check_eight_bits
-from megarl.run.checks.models.adapters import check_adapter
-from megarl.run.checks.models.separate import check_separate
+from megarl.run.checks.models.adapters import check_adapter, check_separate
 from megarl.run.checks.models.vision import is_vision_model
 from megarl.weights.architectures import Head, architecture
 from megarl.weights.architectures.megatron_config import has_router_bias
