@@ -26,7 +26,7 @@ from megarl.config.schema import TrainerConfig
 from megarl.core.errors import ConfigError
 from megarl.core.schema import Reward, WeightsVersion
 from megarl.learn import algorithms
-from megarl.run.checks.engines.replay import check_replay
+from megarl.run.checks.engines.pacing import check_replay
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState

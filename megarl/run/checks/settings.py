@@ -24,8 +24,7 @@ from megarl.learn import algorithms
 from megarl.learn.algorithms import Algorithm
 from megarl.rewards.pool.process import addresses
 from megarl.rewards.router import FAMILIES
-from megarl.run.checks.engines.pacing import check_pacing
-from megarl.run.checks.engines.replay import check_replay
+from megarl.run.checks.engines.pacing import check_pacing, check_replay
 from megarl.run.checks.engines.started_with import check_capability, check_engine_settings
 from megarl.run.checks.models.lora import check_lora_settings
 from megarl.run.checks.roles import check_role_settings
