@@ -1,5 +1,7 @@
-"""``megarl scale``: a run that is training gets another number of engines, or engines of another tensor parallelism; checks of
-that order."""
+"""``megarl scale``: a run that is training gets another number of engines, or engines of another tensor parallelism.
+
+The order is checked first.
+"""
 
 from __future__ import annotations
 
