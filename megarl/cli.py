@@ -394,14 +394,14 @@ def _report(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
     from megarl.config import load_resolved
-    from megarl.run.report import sweep
+    from megarl.run.launch.sweep import results, runs_of
     from megarl.run.report.html import write_report
     from megarl.run.run_dir.open_store import database_of_run
 
     run_dir = Path(arguments.run_dir)
     resolved = run_dir / "resolved.json"
-    if not resolved.is_file() and (runs := sweep.runs_of(run_dir)):
-        sys.stdout.write(f"{sweep.results(runs)}\n")
+    if not resolved.is_file() and (runs := runs_of(run_dir)):
+        sys.stdout.write(f"{results(runs)}\n")
         logging.info("%s is a sweep; `megarl report '%s'` writes the report of one run", run_dir, runs[0])
         return 0
     url = load_resolved(resolved).store.url if resolved.is_file() else ""

@@ -19,7 +19,6 @@ FACE = (
     "process.interrupt",
     "report.doctor",
     "report.html",
-    "report.sweep",
     "run_dir.dry_run",
     "run_dir.open_store",
 )

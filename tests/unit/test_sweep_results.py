@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cli import main
-from megarl.run.report.sweep import results, runs_of
+from megarl.run.launch.sweep import results, runs_of
 
 
 def run_of(folder: Path, name: str, *records: dict[str, float]) -> Path:
